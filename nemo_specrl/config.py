@@ -1,0 +1,147 @@
+"""The ``spec_rl:`` block of a recipe, validated once; knows nothing of what the options do.
+
+Every recipe, local or on a cluster, holds the same block under ``policy.generation``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from nemo_specrl.errors import ConfigError
+
+__all__ = ["Block", "ByteSize", "CacheConfig", "SpecRLConfig", "validated"]
+
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+
+
+def _parse_bytes(value: Any) -> Any:
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
+        if match is None or match[2].lower() not in _UNITS:
+            raise ValueError('must be a number of bytes, such as 1073741824 or "64GiB"')
+        return int(float(match[1]) * _UNITS[match[2].lower()])
+    return value
+
+
+ByteSize = Annotated[int, BeforeValidator(_parse_bytes)]
+
+
+class Block(BaseModel):
+    """A block of a recipe: immutable, and unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class CacheConfig(Block):
+    """Where rollouts are kept between epochs."""
+
+    dir: Path | None = None
+    """Node-local folder. None: the local trainer keeps the cache in its run folder."""
+    max_bytes_per_node: ByteSize = Field(default=64 * 2**30, ge=2**20)
+    """Hard cap of the store on disk, bytes; the prompts unused for longest go first."""
+    replicas: int = Field(default=2, ge=1)
+    """Copies of each partition on distinct nodes of a cluster; one machine holds one."""
+    partitions: int = Field(default=64, ge=1, le=65536)
+    """Hash ranges of prompt keys, the unit that a cluster places and moves."""
+    groups_per_prompt: int = Field(default=1, ge=1, le=64)
+    """Rollouts kept for each slot of a prompt, newest first."""
+    deadline_ms: int = Field(default=200, ge=1)
+    """A cluster look-up that takes longer answers "no draft", milliseconds."""
+
+
+class TreeConfig(Block):
+    """Lossless drafting from a per-prompt tree (arXiv 2601.09083)."""
+
+    enabled: bool = False
+    max_draft_tokens: int = Field(default=24, ge=1)
+
+    @model_validator(mode="after")
+    def _is_to_come(self) -> TreeConfig:
+        if self.enabled:
+            raise ValueError("tree drafting is not in this release; set tree.enabled: false")
+        return self
+
+
+class RunAheadConfig(Block):
+    """Rollouts of coming prompts in idle slots of the engine."""
+
+    enabled: bool = False
+
+    @model_validator(mode="after")
+    def _is_to_come(self) -> RunAheadConfig:
+        if self.enabled:
+            raise ValueError("running ahead is not in this release; set run_ahead.enabled: false")
+        return self
+
+
+class SpecRLConfig(Block):
+    """The ``spec_rl:`` block: how rollouts are drafted, verified and reported."""
+
+    enabled: bool = False
+    lenience: float = Field(default=math.exp(0.5), gt=0, allow_inf_nan=False)
+    """l: a token is accepted when u <= min(1, l * p_new / p_old). 1 is strict."""
+    reported_logprobs: Literal["policy", "behaviour"] = "policy"
+    """What an accepted token carries: the current policy's log-prob, or that of its production."""
+    acceptance_reference: Literal["last", "birth"] = "last"
+    """p_old: of the policy that judged the token last, or of the one that sampled it."""
+    clip_anchor: Literal["birth", "current"] = "birth"
+    """Where the loss's clipped ratio starts from."""
+    fresh_fraction: float = Field(default=0.05, ge=0, le=1)
+    """Share of rows that are decoded plainly although a draft is there."""
+    max_age: int | None = Field(default=None, ge=1)
+    """Epochs that a reused token may survive; None: no bound."""
+    cache: CacheConfig = CacheConfig()
+    tree: TreeConfig = TreeConfig()
+    run_ahead: RunAheadConfig = RunAheadConfig()
+
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+def validated(model: type[_Model], values: Any, where: str = "") -> _Model:
+    """``values`` as a ``model``.
+
+    Args:
+        model: a pydantic model.
+        values: a mapping, as YAML gives it.
+        where: dotted path of the mapping in its recipe, for the message.
+
+    Raises:
+        ConfigError: one line that names the first wrong key, its value and what would be right.
+    """
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where or 'the recipe'}: must be a mapping of keys, got {values!r}")
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+        first = problems[0]
+        path = ".".join([*([where] if where else []), *(str(part) for part in first["loc"])])
+        if first["type"] == "extra_forbidden":
+            message = f"{path}: unknown key; {_known_keys(model, first['loc'])}"
+        elif first["type"] == "missing":
+            message = f"{path}: missing; the recipe must set it"
+        else:
+            text = first["msg"].removeprefix("Value error, ").replace("Input should", "must")
+            message = f"{path} = {first['input']!r}: {text}"
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise ConfigError(" ".join(message.split()) + more) from None
+
+
+def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> str:
+    """The keys that the block at ``location`` has, for the message about one it has not."""
+    block: type[BaseModel] = model
+    for part in location[:-1]:
+        field = block.model_fields.get(str(part))
+        candidates = [field.annotation, *getattr(field.annotation, "__args__", ())] if field else []
+        models = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+        if not models:
+            return "see the recipe's documentation"
+        block = models[0]
+    return "known are " + ", ".join(block.model_fields)

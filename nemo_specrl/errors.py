@@ -1,0 +1,75 @@
+"""The tree of exceptions; whatever the package raises on purpose is one of these.
+
+SpecRLError
+├── ConfigError             a recipe, an option or an argument says something that cannot be
+│   └── UnsupportedSampling sampling under which a draft cannot be verified
+├── InvalidRollout          a rollout whose parts contradict each other
+├── CacheError              the rollout cache
+│   ├── StoreUnavailable    a folder that is unwritable, full, or no store
+│   ├── ForeignStore        a store of another tokenizer, or of a newer release
+│   └── CorruptRecord       a record whose checksum or structure is wrong
+├── CheckpointError         a checkpoint that is damaged, or of another run
+└── IncompatibleVersion     an installed package that this release cannot work with
+
+The message of each is one line that names what is wrong and what would be right; the command
+line prints it as it is.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CacheError",
+    "CheckpointError",
+    "ConfigError",
+    "CorruptRecord",
+    "ForeignStore",
+    "IncompatibleVersion",
+    "InvalidRollout",
+    "SpecRLError",
+    "StoreUnavailable",
+    "UnsupportedSampling",
+]
+
+
+class SpecRLError(Exception):
+    """Base class of everything that this package raises on purpose."""
+
+
+class ConfigError(SpecRLError, ValueError):
+    """A recipe, an option or an argument says something that cannot be."""
+
+
+class UnsupportedSampling(ConfigError):
+    """Sampling parameters under which a draft cannot be verified.
+
+    vLLM's prompt log-probs are those of the raw distribution (temperature 1, nothing cut off), so
+    a draft can be judged only where sampling is raw too.
+    """
+
+
+class InvalidRollout(SpecRLError, ValueError):
+    """A rollout whose parts contradict each other."""
+
+
+class CacheError(SpecRLError):
+    """Base class of what goes wrong in the rollout cache."""
+
+
+class StoreUnavailable(CacheError, OSError):
+    """A folder that is unwritable, full, or holds something other than a store."""
+
+
+class ForeignStore(CacheError):
+    """A store of another tokenizer, or written by a newer release."""
+
+
+class CorruptRecord(CacheError):
+    """A record whose checksum or structure is wrong. Stores count these and go on."""
+
+
+class CheckpointError(SpecRLError):
+    """A checkpoint that is damaged, or that belongs to another run."""
+
+
+class IncompatibleVersion(SpecRLError, ImportError):
+    """An installed package that this release cannot work with."""

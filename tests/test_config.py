@@ -1,0 +1,58 @@
+"""The spec_rl block: defaults, limits, and one line for whatever is wrong."""
+
+import math
+
+import pytest
+
+from nemo_specrl import SpecRLConfig
+from nemo_specrl.config import validated
+from nemo_specrl.errors import ConfigError
+
+
+def test_defaults_are_the_documented_ones():
+    config = SpecRLConfig()
+    assert not config.enabled
+    assert config.lenience == pytest.approx(math.exp(0.5))
+    assert (config.reported_logprobs, config.acceptance_reference) == ("policy", "last")
+    assert (config.clip_anchor, config.fresh_fraction, config.max_age) == ("birth", 0.05, None)
+    assert config.cache.max_bytes_per_node == 64 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("64GiB", 64 * 2**30), ("1.5 MiB", 3 * 2**19), ("2MB", 2_000_000), (2**21, 2**21)],
+)
+def test_sizes_have_units(text, size):
+    config = validated(SpecRLConfig, {"cache": {"max_bytes_per_node": text}})
+    assert config.cache.max_bytes_per_node == size
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"lenience": 0}, r"spec_rl\.lenience = 0: must be greater than 0"),
+        ({"lenience": "much"}, r"spec_rl\.lenience = 'much': must be a valid number"),
+        ({"lenience": float("inf")}, r"spec_rl\.lenience = inf: must be a finite number"),
+        ({"fresh_fraction": 1.5}, r"spec_rl\.fresh_fraction = 1\.5: must be less than or equal"),
+        ({"max_age": 0}, r"spec_rl\.max_age = 0: must be greater than or equal to 1"),
+        ({"clip_anchor": "death"}, r"spec_rl\.clip_anchor = 'death': must be 'birth' or 'current'"),
+        ({"lenient": 2}, r"spec_rl\.lenient: unknown key; known are enabled, lenience"),
+        ({"cache": {"size": 1}}, r"spec_rl\.cache\.size: unknown key; known are dir, max_bytes"),
+        ({"cache": {"max_bytes_per_node": "64 GB?"}}, r'a number of bytes, such as .*"64GiB"'),
+        ({"cache": {"max_bytes_per_node": 5}}, r"max_bytes_per_node = 5: must be greater"),
+        ({"tree": {"enabled": True}}, r"tree\.enabled: false"),
+        ({"run_ahead": {"enabled": True}}, r"run_ahead\.enabled: false"),
+        ("yes", r"spec_rl: must be a mapping of keys, got 'yes'"),
+        ({"lenience": -1, "max_age": -1}, r"\(and 1 more\)"),
+    ],
+)
+def test_what_is_wrong_is_named_in_one_line(values, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        validated(SpecRLConfig, values, "policy.generation.spec_rl")
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith("policy.generation.spec_rl")
+
+
+def test_a_configuration_cannot_be_changed():
+    with pytest.raises(ValueError, match="frozen"):
+        SpecRLConfig().lenience = 2.0
