@@ -1,0 +1,154 @@
+"""The acceptance test, its uniforms, and the log-probs with which accepted tokens were produced.
+
+Everything is ragged: the drafts of a batch lie behind one another in flat arrays, and ``offsets``
+(int64 ``[b + 1]``) says where each begins and ends. Which draft is judged lives in ``drafts``.
+
+Source: SPEC-RL, arXiv 2509.23232, section 3.2. Unlike its reference implementation the uniforms
+are fresh at every verification, and a test with ratio 0 can never pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from nemo_specrl.errors import ConfigError
+
+__all__ = [
+    "accepted_length",
+    "accepted_lengths",
+    "behaviour_logprobs",
+    "derived_seed",
+    "draft_uniforms",
+    "offsets_of",
+    "row_uniform",
+]
+
+FloatArray = npt.NDArray[np.floating[Any]]
+Int64Array = npt.NDArray[np.int64]
+
+
+def _digest(purpose: str, seed: int, policy_version: int, key: bytes, slot: int) -> int:
+    """128 bits that belong to one purpose, run, policy version, prompt and slot alone."""
+    message = b"%s\0%d\0%d\0%d\0%s" % (purpose.encode(), seed, policy_version, slot, key)
+    return xxhash.xxh3_128_intdigest(message)
+
+
+def derived_seed(purpose: str, seed: int, policy_version: int, key: bytes, slot: int) -> int:
+    """A seed in ``0 .. 2**31 - 1`` for one purpose, policy version, prompt and slot."""
+    return _digest(purpose, seed, policy_version, key, slot) & 0x7FFFFFFF
+
+
+def row_uniform(purpose: str, seed: int, policy_version: int, key: bytes, slot: int) -> float:
+    """One uniform in [0, 1) for one purpose, policy version, prompt and slot."""
+    return (_digest(purpose, seed, policy_version, key, slot) >> 75) * 2.0**-53
+
+
+def offsets_of(lengths: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Int64Array:
+    """Where each of the drafts with these lengths begins and ends, int64 ``[b + 1]``."""
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def draft_uniforms(
+    seed: int,
+    policy_version: int,
+    keys: Sequence[bytes],
+    slots: Sequence[int],
+    offsets: Int64Array,
+) -> npt.NDArray[np.float64]:
+    """A uniform in (0, 1] for each draft token: fresh at every verification, equal on a replay.
+
+    Philox counters keyed by (seed, policy version, prompt key, slot): token i of a draft has the
+    same uniform whatever else is in the batch and wherever the draft stands in it.
+
+    Args:
+        seed: of the run.
+        policy_version: of the weights that judge.
+        keys: ``b`` prompt keys.
+        slots: ``b`` slots.
+        offsets: int64 ``[b + 1]``.
+
+    Returns:
+        float64 ``[offsets[-1]]``.
+    """
+    uniforms = np.empty(int(offsets[-1]), dtype=np.float64)
+    for i, (key, slot) in enumerate(zip(keys, slots, strict=True)):
+        philox = np.random.Philox(key=_digest("accept", seed, policy_version, key, slot))
+        np.random.Generator(philox).random(out=uniforms[offsets[i] : offsets[i + 1]])
+    # From [0, 1) to (0, 1]: a ratio of 0 never passes, a ratio of 1 always does.
+    return np.subtract(1.0, uniforms, out=uniforms)
+
+
+def accepted_lengths(
+    new_logprobs: FloatArray,
+    old_logprobs: FloatArray,
+    uniforms: FloatArray,
+    offsets: Int64Array,
+    lenience: float,
+) -> Int64Array:
+    """Length of the accepted prefix of each draft.
+
+    Token i is accepted when ``u_i <= min(1, lenience * p_new / p_old)``; the prefix ends at the
+    first token that is not. A log-prob that is NaN accepts nothing.
+
+    Args:
+        new_logprobs: under the policy that judges, float ``[t]``, nats.
+        old_logprobs: under the reference policy, float ``[t]``, nats.
+        uniforms: float ``[t]`` in (0, 1].
+        offsets: int64 ``[b + 1]`` with ``offsets[-1] == t``.
+        lenience: > 0.
+
+    Returns:
+        int64 ``[b]``.
+
+    Raises:
+        ConfigError: lenience is not a positive number, or lengths differ.
+    """
+    if not (lenience > 0 and math.isfinite(lenience)):
+        raise ConfigError(f"lenience = {lenience}: must be a finite number greater than 0")
+    total = int(offsets[-1])
+    if not len(new_logprobs) == len(old_logprobs) == len(uniforms) == total:
+        raise ConfigError(
+            f"new_logprobs, old_logprobs and uniforms must have {total} entries, "
+            f"got {len(new_logprobs)}, {len(old_logprobs)} and {len(uniforms)}"
+        )
+    with np.errstate(invalid="ignore"):  # inf - inf is NaN, and NaN accepts nothing
+        log_ratio = np.subtract(new_logprobs, old_logprobs, dtype=np.float64)
+    log_ratio += math.log(lenience)
+    rejected = np.flatnonzero(~(np.log(uniforms) <= log_ratio))
+    starts, ends = offsets[:-1], offsets[1:]
+    first = np.searchsorted(rejected, starts)
+    # Behind the last rejection stands the end of the batch, which lies beyond every draft's end.
+    position = np.append(rejected, total)[first]
+    return np.minimum(position, ends) - starts
+
+
+def accepted_length(
+    new_logprobs: FloatArray, old_logprobs: FloatArray, uniforms: FloatArray, lenience: float
+) -> int:
+    """Length of the accepted prefix of one draft; see :func:`accepted_lengths`."""
+    offsets = np.array([0, len(new_logprobs)], dtype=np.int64)
+    return int(accepted_lengths(new_logprobs, old_logprobs, uniforms, offsets, lenience)[0])
+
+
+def behaviour_logprobs(
+    new_logprobs: FloatArray, old_logprobs: FloatArray, lenience: float
+) -> FloatArray:
+    """Log-prob with which accepted tokens were really produced, nats.
+
+    A token comes out of the draft with probability ``min(p_old, lenience * p_new)``. That leaves
+    out the small rejected mass, from which the same token can come a second way.
+
+    Args:
+        new_logprobs: under the policy that judged, float ``[n]``, nats.
+        old_logprobs: under the reference policy, float ``[n]``, nats.
+        lenience: > 0.
+    """
+    return np.minimum(old_logprobs, np.add(new_logprobs, math.log(lenience)))
