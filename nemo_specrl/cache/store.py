@@ -1,0 +1,423 @@
+"""One node's rollout store: a disk cache under a hard size cap, longest-unused prompts out first.
+
+How rollouts lie in LMDB is in ``tables``, how one becomes bytes in ``codec``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import lmdb
+
+from nemo_specrl.cache.codec import decode, encode
+from nemo_specrl.cache.files import as_cache_errors, digest, replacing
+from nemo_specrl.cache.folder import TEMPORARY_FILE, FolderLock, move_aside, open_tables, probe
+from nemo_specrl.cache.tables import DAMAGE, DATA_FILE, db_key, slot_of, visible
+from nemo_specrl.errors import ConfigError, CorruptRecord, InvalidRollout, StoreUnavailable
+from nemo_specrl.rollout import KEY_BYTES, Rollout
+
+__all__ = ["RolloutStore", "StoreStats"]
+
+MIN_BYTES = 2**20
+BUFFER_SECONDS = 1.0
+SNAPSHOT_FILE = "rollouts.snapshot"
+
+_MAGIC = b"SPECSNP1"  # ends a snapshot, with the xxh3-64 of all before
+_TRAILER_BYTES = len(_MAGIC) + 8
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """What a store holds, and what it has done since it was opened."""
+
+    prompts: int
+    rollouts: int
+    bytes_used: int
+    """Bytes of pages in use; the file may be larger, by pages that are free."""
+    max_bytes: int
+    lookups: int
+    """Prompts asked for."""
+    hits: int
+    """Prompts found."""
+    corrupt_records: int
+    dropped_records: int
+    """Rollouts that no eviction could make room for."""
+    evicted_prompts: int
+
+
+class RolloutStore:
+    """The rollouts of one node, on its disk, found by the key of their prompt.
+
+    Puts are buffered for up to about 1 MiB or 1 s (looked at when the store is used; there are no
+    threads) and then committed with fsync. The prompts that have been unused for longest make room
+    for new ones, each as a whole. Methods may be called from several threads; one runs at a time.
+
+    A store that is damaged is moved aside, to ``<path>.damaged-<n>``, with a logged warning, and
+    an empty one takes its place; a call that comes upon the damage later than at opening raises
+    StoreUnavailable, once.
+
+    Args:
+        path: folder of the store, made if it is not there; only one process may have it open.
+        max_bytes: hard cap of what is in the folder, bytes, at least 1 MiB.
+        tokenizer_id: identity of the tokenizer that the tokens are of.
+        groups_per_prompt: rollouts kept for each slot of a prompt, newest first.
+
+    Raises:
+        ConfigError: ``max_bytes`` or ``groups_per_prompt`` is too small.
+        StoreUnavailable: the folder cannot be written, is full, is no store, or is in use.
+        ForeignStore: the store is of another tokenizer or of a newer release.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        max_bytes: int,
+        tokenizer_id: str,
+        groups_per_prompt: int = 1,
+    ) -> None:
+        if max_bytes < MIN_BYTES:
+            raise ConfigError(f"max_bytes must be at least {MIN_BYTES} (1 MiB), got {max_bytes}")
+        if groups_per_prompt < 1:
+            raise ConfigError(f"groups_per_prompt must be at least 1, got {groups_per_prompt}")
+        self._path = Path(os.path.realpath(path))
+        self._max_bytes = max_bytes
+        self._tokenizer_id = tokenizer_id
+        self._groups = groups_per_prompt
+        self._mutex = threading.RLock()
+        self._pid = os.getpid()
+        self._buffer: dict[bytes, dict[bytes, bytes]] = {}  # prompt key -> db key -> record
+        self._buffered_pages = 0
+        self._buffered_since = 0.0
+        self._touched: dict[bytes, int] = {}  # prompt key -> clock of its last use
+        self._corrupt: set[bytes] = set()  # db keys, to be deleted
+        self._lookups = self._hits = 0
+        self._corrupt_records = self._dropped_records = 0
+        self._lock = FolderLock(self._path)
+        try:
+            with as_cache_errors("open the rollout store", self._path):
+                try:
+                    if not self._lock.clean:
+                        probe(self._path)
+                    self._tables = open_tables(self._path, max_bytes, tokenizer_id)
+                except DAMAGE as error:
+                    move_aside(self._path, error)
+                    self._tables = open_tables(self._path, max_bytes, tokenizer_id)
+        except BaseException:
+            self._lock.release()
+            raise
+        self._lock.clean = True
+        self._closed = False
+
+    def put(self, rollouts: Iterable[Rollout]) -> None:
+        """Journals rollouts; a later one of the same prompt and slot is newer.
+
+        What is put is found by ``get`` at once and is durable after ``sync``, or on its own after
+        about a second of use.
+
+        Raises:
+            StoreUnavailable: writing failed. What is buffered stays so, to be tried again; the
+                rollouts that the call had not come to are not stored.
+        """
+        with self._guard("write to"):
+            for rollout in rollouts:
+                clock = self._tick()
+                name = db_key(rollout.key, rollout.slot, clock)
+                record = encode(rollout, name)
+                if self._tables.footprint(record) > self._tables.record_limit:
+                    self._dropped_records += 1
+                    continue
+                pages = self._tables.pages(record)
+                if self._buffer and self._buffered_pages + pages > self._tables.batch_pages:
+                    self._flush()
+                if not self._buffer:
+                    self._buffered_since = time.monotonic()
+                self._buffer.setdefault(rollout.key, {})[name] = record
+                self._buffered_pages += pages
+                self._touched[rollout.key] = clock
+            self._flush_if_due()
+
+    def get(self, keys: Iterable[bytes]) -> dict[bytes, list[Rollout]]:
+        """The rollouts of prompts: by slot, and newest first within a slot.
+
+        Args:
+            keys: of prompts, 16 bytes each.
+
+        Returns:
+            Key to rollouts, without the keys that are not there.
+
+        Raises:
+            InvalidRollout: a key is not 16 bytes.
+            StoreUnavailable: reading failed.
+        """
+        wanted = list(dict.fromkeys(keys))
+        for key in wanted:
+            if len(key) != KEY_BYTES:
+                raise InvalidRollout(f"key must be {KEY_BYTES} bytes, got {key!r}")
+        found: dict[bytes, list[Rollout]] = {}
+        with self._guard("read"):
+            try:
+                self._flush_if_due()
+            except DAMAGE:
+                raise
+            except (lmdb.Error, OSError):
+                pass  # reading goes on; the buffer stays, and put and sync will say so
+            with self._tables.reading() as reader:
+                for key in wanted:
+                    records = reader.records(key) | self._buffer.get(key, {})
+                    if rollouts := self._decode(records):
+                        found[key] = rollouts
+            for key in found:
+                self._touched[key] = self._tick()
+            self._lookups += len(wanted)
+            self._hits += len(found)
+        return found
+
+    def sync(self) -> None:
+        """Returns when everything put so far would survive SIGKILL and a loss of power.
+
+        Raises:
+            StoreUnavailable: writing failed.
+        """
+        with self._guard("write to"):
+            self._flush()
+
+    def snapshot(self, folder: str | os.PathLike[str]) -> None:
+        """Writes a compact, checksummed copy of the store, as it is now, into a folder.
+
+        A snapshot that is already there is replaced by an atomic rename. Other calls wait.
+
+        Raises:
+            StoreUnavailable: the store cannot be read or the folder cannot be written.
+        """
+        target = Path(os.path.realpath(folder)) / SNAPSHOT_FILE
+        with self._guard(f"write the snapshot {target} of"):
+            self._flush()
+            with replacing(target, target.with_suffix(".tmp")) as file:
+                self._tables.env.copyfd(file.fileno(), compact=True)
+                size = os.fstat(file.fileno()).st_size
+                trailer = _MAGIC + digest(file, size)
+                file.seek(size)
+                file.write(trailer)
+
+    @classmethod
+    def restore(cls, snapshot_folder: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
+        """Makes ``path`` a store that is a copy of a snapshot, in place of what is there.
+
+        Crash-safe: until the new store is complete and on disk, the old one stays.
+
+        Raises:
+            StoreUnavailable: there is no snapshot, it is damaged, or ``path`` cannot be written or
+                is in use.
+        """
+        source = Path(os.path.realpath(snapshot_folder)) / SNAPSHOT_FILE
+        target = Path(os.path.realpath(path))
+        with as_cache_errors("read the snapshot", source):
+            snapshot = open(source, "rb")
+        with snapshot, as_cache_errors(f"restore {source} to", target):
+            size = max(0, os.fstat(snapshot.fileno()).st_size - _TRAILER_BYTES)
+            snapshot.seek(size)
+            trailer = snapshot.read(_TRAILER_BYTES)
+            lock = FolderLock(target)
+            try:
+                with replacing(target / DATA_FILE, target / TEMPORARY_FILE) as file:
+                    if trailer != _MAGIC + digest(snapshot, size, copy_to=file):
+                        raise StoreUnavailable(f"the snapshot {source} is damaged; restore another")
+                lock.clean = True
+            finally:
+                lock.release()
+
+    def stats(self) -> StoreStats:
+        """What the store holds, buffered puts included, and what it has done since it was opened.
+
+        Raises:
+            StoreUnavailable: reading failed.
+        """
+        with self._guard("read"):
+            with self._tables.reading() as reader:
+                prompts, rollouts, used = reader.prompts(), self._tables.count, reader.used()
+                for key, records in self._buffer.items():
+                    on_disk = set(reader.records(key))
+                    prompts += not on_disk
+                    rollouts += len(visible(on_disk | set(records), self._groups)) - len(on_disk)
+            return StoreStats(
+                prompts=prompts,
+                rollouts=rollouts,
+                bytes_used=used,
+                max_bytes=self._max_bytes,
+                lookups=self._lookups,
+                hits=self._hits,
+                corrupt_records=self._corrupt_records,
+                dropped_records=self._dropped_records,
+                evicted_prompts=self._tables.evicted,
+            )
+
+    def close(self) -> None:
+        """Commits what is buffered and gives the folder free; a second call does nothing.
+
+        Raises:
+            StoreUnavailable: writing failed; the store is closed all the same.
+        """
+        with self._mutex:
+            if self._closed or os.getpid() != self._pid:
+                return  # a forked child must not unlock its parent's folder
+            try:
+                self.sync()
+            finally:
+                self._closed = True
+                self._tables.env.close()
+                self._lock.release()
+
+    def __len__(self) -> int:
+        return self.stats().rollouts
+
+    def __enter__(self) -> RolloutStore:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @contextlib.contextmanager
+    def _guard(self, doing: str) -> Iterator[None]:
+        """One caller at a time, in the process that opened the store; failures as CacheErrors."""
+        with self._mutex:
+            if self._closed:
+                raise StoreUnavailable(f"the rollout store {self._path} is closed")
+            if os.getpid() != self._pid:
+                raise StoreUnavailable(
+                    f"the rollout store {self._path} was opened before a fork, by pid {self._pid}; "
+                    "open it in the process that uses it"
+                )
+            with as_cache_errors(f"{doing} the rollout store", self._path):
+                try:
+                    yield
+                except DAMAGE as error:
+                    self._restart(error)
+                    raise StoreUnavailable(
+                        f"the rollout store {self._path} was damaged ({error}); it goes on empty"
+                    ) from error
+
+    def _restart(self, damage: Exception | None = None) -> None:
+        """Goes on with an empty store; the old one is moved aside, or deleted if not damaged."""
+        old = self._tables
+        old.env.close()
+        try:
+            if damage is None:
+                (self._path / DATA_FILE).unlink()
+            else:
+                move_aside(self._path, damage)
+            self._tables = open_tables(self._path, self._max_bytes, self._tokenizer_id)
+            self._tables.clock, self._tables.evicted = old.clock, old.evicted
+        except BaseException:
+            self._closed = True
+            self._lock.release()
+            raise
+
+    def _tick(self) -> int:
+        self._tables.clock += 1
+        return self._tables.clock
+
+    def _decode(self, records: Mapping[bytes, bytes]) -> list[Rollout]:
+        rollouts: list[Rollout] = []
+        taken: dict[bytes, int] = {}
+        for name in sorted(records):
+            slot = slot_of(name)
+            if taken.get(slot, 0) >= self._groups or name in self._corrupt:
+                continue
+            try:
+                rollouts.append(decode(name, records[name]))
+            except CorruptRecord as error:
+                if not self._corrupt_records:
+                    _log.warning("rollout store %s: %s; such are skipped", self._path, error)
+                self._corrupt_records += 1
+                self._corrupt.add(name)
+            else:
+                taken[slot] = taken.get(slot, 0) + 1
+        return rollouts
+
+    def _flush_if_due(self) -> None:
+        if self._buffer and (
+            self._buffered_pages >= self._tables.batch_pages
+            or time.monotonic() - self._buffered_since >= BUFFER_SECONDS
+        ):
+            self._flush()
+
+    def _flush(self) -> None:
+        """Commits uses, records and deletions. If that fails they stay, to be tried again."""
+        uses = [key for key in self._touched if key not in self._buffer]
+        step = self._tables.touch_batch
+        for i in range(0, len(uses), step):
+            some = {key: self._touched[key] for key in uses[i : i + step]}
+            self._commit(some, {}, set())
+            for key in some:
+                del self._touched[key]
+        if self._buffer or self._corrupt:
+            if not self._commit(self._touched, self._buffer, self._corrupt):
+                self._dropped_records += sum(map(len, self._buffer.values()))
+            self._buffer.clear()
+            self._touched.clear()
+            self._corrupt.clear()
+            self._buffered_pages = 0
+
+    def _commit(
+        self,
+        touched: Mapping[bytes, int],
+        buffer: Mapping[bytes, Mapping[bytes, bytes]],
+        corrupt: Collection[bytes],
+    ) -> bool:
+        """One transaction; false if no eviction makes room for it."""
+        for keep in (0.75, 0.5, 0.25, 0.0, None):
+            try:
+                self._write(touched, buffer, corrupt)
+                return True
+            except lmdb.MapFullError:
+                if keep is not None:
+                    self._make_room(int(keep * self._tables.budget))
+        return False
+
+    def _write(
+        self,
+        touched: Mapping[bytes, int],
+        buffer: Mapping[bytes, Mapping[bytes, bytes]],
+        corrupt: Collection[bytes],
+    ) -> None:
+        with self._tables.writing() as writer:
+            for key, clock in touched.items():
+                writer.touch(key, clock)
+            if buffer:
+                sizes = (
+                    self._tables.footprint(record)
+                    for records in buffer.values()
+                    for record in records.values()
+                )
+                writer.evict_down_to(self._tables.budget - sum(sizes))
+            for key in dict.fromkeys([*buffer, *(name[:KEY_BYTES] for name in corrupt)]):
+                clock = touched.get(key) or self._tick()
+                writer.update(key, clock, buffer.get(key, {}), corrupt, self._groups)
+
+    def _make_room(self, target: int) -> None:
+        """Evicts until ``target`` bytes are in use, for a transaction that found the file full."""
+        try:
+            self._tables.evict_down_to(target)
+            for _ in range(2):  # LMDB reuses what a transaction freed only after the next one
+                with self._tables.writing():
+                    pass
+        except lmdb.MapFullError:  # not even a page for a deletion
+            with self._tables.reading() as reader:
+                self._tables.evicted += reader.prompts()
+            self._restart()

@@ -1,0 +1,342 @@
+"""The tables of a store in LMDB, and what one write transaction can do to them.
+
+Integers are big-endian, so that they sort::
+
+    meta       identity -> JSON {format, tokenizer}, xxh3-64 of it
+               state -> u64 clock, u64 rollouts
+    rollouts   prompt key -> u64 last use, u32 rollouts
+               db key, u32 piece -> a piece of the record of that db key
+    uses       u64 clock -> prompt key, longest unused first
+
+A db key is a prompt key, u16 slot and the complement of the u64 clock, so that records sort by slot
+and newest first. A record is cut into pieces of one page each: whatever page is free will do, and
+the file cannot fragment. The clock ticks at every put and at every use of a prompt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import struct
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+import lmdb
+import xxhash
+
+from nemo_specrl.cache.files import sync_folder
+from nemo_specrl.errors import ForeignStore, StoreUnavailable
+from nemo_specrl.rollout import KEY_BYTES
+
+__all__ = ["DAMAGE", "DATA_FILE", "Reader", "Tables", "Writer", "db_key", "slot_of", "visible"]
+
+FORMAT = 1
+DATA_FILE = "data.mdb"
+DAMAGE = (
+    lmdb.CorruptedError,
+    lmdb.PageNotFoundError,
+    lmdb.InvalidError,
+    lmdb.BadTxnError,
+    lmdb.CursorFullError,
+    lmdb.PageFullError,
+    lmdb.BadValsizeError,
+)
+"""What LMDB raises where the bytes of a file make no sense."""
+
+_DB_KEY = struct.Struct(f">{KEY_BYTES}sHQ")
+_PIECE = struct.Struct(">I")
+_CLOCK = struct.Struct(">Q")
+_HEAD = struct.Struct(">QI")
+_STATE = struct.Struct(">QQ")
+_PAGE_HEADER = 16
+_MIB = 2**20
+
+
+def db_key(key: bytes, slot: int, clock: int) -> bytes:
+    """Under which the record of a rollout, put at a time of the clock, is stored."""
+    return _DB_KEY.pack(key, slot, 2**64 - 1 - clock)
+
+
+def slot_of(name: bytes) -> bytes:
+    """The part of a db key that names prompt and slot."""
+    return name[: KEY_BYTES + 2]
+
+
+class Tables:
+    """An LMDB file with the tables of a store, open for one process.
+
+    Args:
+        folder: of the file ``data.mdb``, which is made if it is not there.
+        map_size: the file never grows beyond it, bytes. LMDB raises it to the size of a file that
+            is larger already: then ``oversized`` is true.
+        tokenizer_id: of a new store, and expected of an old one.
+
+    Raises:
+        ForeignStore: of another tokenizer, or of a newer release.
+        StoreUnavailable: an LMDB file that is no store.
+        lmdb.Error: one of ``DAMAGE``, or a failure of the system.
+    """
+
+    def __init__(self, folder: Path, map_size: int, tokenizer_id: str) -> None:
+        self._file = folder / DATA_FILE
+        try:
+            self.env = lmdb.open(str(folder), map_size, max_dbs=3, lock=False)
+        except lmdb.VersionMismatchError:
+            raise ForeignStore(
+                f"{self._file} was written by a newer LMDB; upgrade it, or name another folder"
+            ) from None
+        try:
+            self.page_size = self.env.stat()["psize"]
+            size = self._file.stat().st_size
+            if size < self._end():
+                # LMDB would read beyond the end through its memory map, and the process would die.
+                raise lmdb.CorruptedError(f"cut off at {size} of {self._end()} bytes")
+            self.oversized = size > map_size
+            new = self.env.stat()["entries"] == 0
+            with self.env.begin(write=True) as txn:
+                try:
+                    self.meta, self.rollouts, self.uses = (
+                        self.env.open_db(name, txn=txn, create=new)
+                        for name in (b"meta", b"rollouts", b"uses")
+                    )
+                except (lmdb.NotFoundError, lmdb.IncompatibleError):
+                    raise StoreUnavailable(
+                        f"{self._file} is an LMDB file but no rollout store; name another folder"
+                    ) from None
+                if new:
+                    identity = json.dumps({"format": FORMAT, "tokenizer": tokenizer_id}).encode()
+                    checksum = xxhash.xxh3_64_digest(identity)
+                    txn.put(b"identity", identity + checksum, db=self.meta)
+                    txn.put(b"state", _STATE.pack(0, 0), db=self.meta)
+                self._check_identity(txn.get(b"identity", b"", db=self.meta), tokenizer_id)
+                state = txn.get(b"state", b"", db=self.meta)
+                if len(state) != _STATE.size:
+                    raise lmdb.CorruptedError("no state")
+                self.clock: int
+                self.count: int
+                self.clock, self.count = _STATE.unpack(state)
+                self.evicted = 0
+            if new:
+                sync_folder(folder)
+        except BaseException:
+            self.env.close()
+            raise
+        pages = map_size // self.page_size
+        # Copy-on-write and the pages freed last, which LMDB does not reuse yet, need free pages.
+        headroom = min(pages // 6, (32 * _MIB + map_size // 32) // self.page_size)
+        self.budget = (pages - headroom) * self.page_size
+        """Bytes in use up to which nothing is evicted."""
+        self.batch_pages = max(1, min(_MIB // self.page_size, pages // 64))
+        """Pages of records that a transaction may write without needing more than the headroom."""
+        self.touch_batch = max(self.batch_pages, min(4096, pages // 128))
+        """Uses that it may record, likewise."""
+        self.record_limit = self.budget - 8 * self.page_size
+        """Bytes that a record may take: it and the tables' own pages fit into the budget."""
+
+    def _check_identity(self, identity: bytes, tokenizer_id: str) -> None:
+        text, checksum = identity[:-8], identity[-8:]
+        if xxhash.xxh3_64_digest(text) != checksum:
+            raise lmdb.CorruptedError("no identity")
+        stored = json.loads(text)
+        folder = self._file.parent
+        if stored["format"] > FORMAT:
+            raise ForeignStore(
+                f"the rollout store {folder} was written by a newer release (format "
+                f"{stored['format']}, this one reads {FORMAT}); upgrade nemo_specrl, name another "
+                "folder, or delete that one"
+            )
+        if stored["tokenizer"] != tokenizer_id:
+            raise ForeignStore(
+                f"the rollout store {folder} is of tokenizer {stored['tokenizer']!r}, not of "
+                f"{tokenizer_id!r}; name another folder, or delete that one"
+            )
+
+    def _end(self) -> int:
+        return (self.env.info()["last_pgno"] + 1) * self.page_size
+
+    def footprint(self, record: bytes) -> int:
+        """Bytes of the pages that a record takes, about."""
+        full, rest = divmod(len(record), self.page_size - _PAGE_HEADER)
+        # A small rest shares a page, half full on average, with others.
+        return full * self.page_size + min(self.page_size, 2 * (rest + 64))
+
+    def pages(self, record: bytes) -> int:
+        """Pages that a transaction writes for a record; a small one still dirties a page."""
+        return len(record) // (self.page_size - _PAGE_HEADER) + 1
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Reader]:
+        """What was committed last."""
+        with self.env.begin(db=self.rollouts) as txn, txn.cursor() as cursor:
+            yield Reader(self, txn, cursor)
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[Writer]:
+        """One durable transaction; if the block raises, nothing has happened."""
+        with self.env.begin(db=self.rollouts, write=True) as txn:
+            with txn.cursor() as cursor:
+                writer = Writer(self, txn, cursor)
+                yield writer
+            txn.put(b"state", _STATE.pack(self.clock, writer.count), db=self.meta)
+        self.count = writer.count
+        self.evicted += writer.evicted
+        # A last page that a transaction took and freed again may not have been written; without it
+        # the file would look cut off.
+        if self._file.stat().st_size < self._end():
+            os.truncate(self._file, self._end())
+
+    def evict_down_to(self, target: int) -> None:
+        """Evicts the longest-unused prompts, in several transactions, as ``Writer`` does in one."""
+        done = False
+        while not done:
+            with self.writing() as writer:
+                done = writer.evict_down_to(target, at_most=self.batch_pages)
+
+
+class Reader:
+    """The tables in one transaction."""
+
+    def __init__(
+        self, tables: Tables, txn: lmdb.Transaction[bytes], cursor: lmdb.Cursor[bytes]
+    ) -> None:
+        self._tables = tables
+        self._txn = txn
+        self._cursor = cursor  # of the rollouts
+
+    def prompts(self) -> int:
+        """Number of prompts."""
+        return self._txn.stat(self._tables.uses)["entries"]
+
+    def used(self) -> int:
+        """Bytes of the pages in use; what is free, within the file or beyond it, is not counted."""
+        pages = 2 + 1  # LMDB's two meta pages and the root of its main table
+        for table in (self._tables.meta, self._tables.rollouts, self._tables.uses):
+            stat = self._txn.stat(table)
+            pages += stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]
+        return pages * self._tables.page_size
+
+    def records(self, key: bytes) -> dict[bytes, bytes]:
+        """The records of a prompt, by db key."""
+        pieces: dict[bytes, list[bytes]] = {}
+        if self._cursor.set_range(key):
+            for name, value in self._cursor:
+                if not name.startswith(key):
+                    break
+                if len(name) > KEY_BYTES:
+                    pieces.setdefault(name[: -_PIECE.size], []).append(value)
+        return {name: b"".join(values) for name, values in pieces.items()}
+
+    def _names(self, key: bytes) -> list[bytes]:
+        """Keys of all that the rollouts have of a prompt."""
+        names = []
+        if self._cursor.set_range(key):
+            for name in self._cursor.iternext(keys=True, values=False):
+                if not name.startswith(key):
+                    break
+                names.append(name)
+        return names
+
+
+class Writer(Reader):
+    """What can be done to the tables in one write transaction."""
+
+    def __init__(
+        self, tables: Tables, txn: lmdb.Transaction[bytes], cursor: lmdb.Cursor[bytes]
+    ) -> None:
+        super().__init__(tables, txn, cursor)
+        self.count = tables.count
+        self.evicted = 0
+
+    def touch(self, key: bytes, clock: int) -> None:
+        """Records a use of a prompt, if it is there."""
+        last_use, count = self._head(key)
+        if count:
+            self._set_head(key, last_use, clock, count)
+
+    def _head(self, key: bytes) -> tuple[int | None, int]:
+        """Last use and number of rollouts of a prompt; None and 0 if it is not there."""
+        head = self._txn.get(key)
+        if head is None:
+            return None, 0
+        if len(head) != _HEAD.size:
+            raise lmdb.CorruptedError(f"prompt {key.hex()} has a head of {len(head)} bytes")
+        last_use, count = _HEAD.unpack(head)
+        return last_use, count
+
+    def _set_head(self, key: bytes, last_use: int | None, clock: int, count: int) -> None:
+        if last_use is not None:
+            self._txn.delete(_CLOCK.pack(last_use), db=self._tables.uses)
+        if count:
+            self._txn.put(_CLOCK.pack(clock), key, db=self._tables.uses)
+            self._txn.put(key, _HEAD.pack(clock, count))
+        else:
+            self._txn.delete(key)
+
+    def evict_down_to(self, target: int, at_most: int | None = None) -> bool:
+        """Evicts the longest-unused prompts until ``target`` bytes are in use.
+
+        Returns:
+            False if it stopped short of that after ``at_most`` prompts.
+        """
+        stop = None if at_most is None else self.evicted + at_most
+        while self.used() > target:
+            if self.evicted == stop:
+                return False
+            with self._txn.cursor(self._tables.uses) as cursor:
+                if not cursor.first():
+                    break
+                clock, key = cursor.item()
+            self._txn.delete(clock, db=self._tables.uses)
+            self.count -= self._head(key)[1]
+            for name in self._names(key):
+                self._txn.delete(name)
+            self.evicted += 1
+        return True
+
+    def update(
+        self,
+        key: bytes,
+        clock: int,
+        new: Mapping[bytes, bytes],
+        unwanted: Collection[bytes],
+        groups: int,
+    ) -> None:
+        """Adds records of a prompt, and keeps the newest ``groups`` of each slot.
+
+        Args:
+            key: of the prompt.
+            clock: of the prompt's last use.
+            new: db key to record.
+            unwanted: db keys to delete.
+            groups: at least 1.
+        """
+        last_use, old_count = self._head(key)
+        pieces: dict[bytes, list[bytes]] = {}
+        for name in self._names(key):
+            if len(name) > KEY_BYTES:
+                pieces.setdefault(name[: -_PIECE.size], []).append(name)
+        kept = visible({*pieces, *new} - set(unwanted), groups)
+        for record_key, names in pieces.items():
+            if record_key not in kept:
+                for name in names:
+                    self._txn.delete(name)
+        size = self._tables.page_size - _PAGE_HEADER
+        for record_key, record in new.items():
+            if record_key in kept:
+                for i in range(0, len(record), size):
+                    self._txn.put(record_key + _PIECE.pack(i // size), record[i : i + size])
+        self._set_head(key, last_use, clock, len(kept))
+        self.count += len(kept) - old_count
+
+
+def visible(db_keys: Collection[bytes], groups: int) -> set[bytes]:
+    """Of db keys, the newest ``groups`` of each prompt and slot."""
+    seen: Counter[bytes] = Counter()
+    kept = set()
+    for name in sorted(db_keys):
+        seen[slot_of(name)] += 1
+        if seen[slot_of(name)] <= groups:
+            kept.add(name)
+    return kept
