@@ -1,0 +1,204 @@
+"""What a caller asks of ``generate``, as one request for each rollout that is to be made.
+
+Reads the engine's limits; runs nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nemo_specrl.engine.compat import Detokenizer, eos_token_ids
+from nemo_specrl.engine.sampling import Ending, StopRules, check_verifiable, is_greedy
+from nemo_specrl.errors import ConfigError
+from nemo_specrl.rollout import Rollout, prompt_key
+from nemo_specrl.speculation.drafts import Row, assign_slots
+
+if TYPE_CHECKING:
+    from vllm import LLM, SamplingParams
+    from vllm.logprobs import FlatLogprobs
+
+__all__ = ["EngineLimits", "Request", "build_requests"]
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineLimits:
+    """What an engine allows and how it ends responses; counts are of tokens."""
+
+    max_model_len: int
+    vocabulary: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    eos: int | None
+    extra_eos: frozenset[int]
+    tokenizer: Any
+
+    @classmethod
+    def of(cls, llm: LLM) -> EngineLimits:
+        """The limits of a running engine."""
+        config = llm.llm_engine.vllm_config
+        eos, extra_eos = eos_token_ids(llm)
+        return cls(
+            max_model_len=config.model_config.max_model_len,
+            vocabulary=config.model_config.get_vocab_size(),
+            max_num_seqs=config.scheduler_config.max_num_seqs,
+            max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+            eos=eos,
+            extra_eos=extra_eos,
+            tokenizer=None if config.model_config.skip_tokenizer_init else llm.get_tokenizer(),
+        )
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """One rollout on its way through the engine.
+
+    Args:
+        text: of its prompt, where the caller gave one.
+        prompt_index: its prompt's position in the call.
+        child: its index among the ``n`` of its prompt.
+        wanted: what the caller asked for, with ``n == 1``.
+        params: the same with the log-probs that the cache needs.
+        rules: what ends its response.
+        row: prompt key and slot.
+        draft: what is offered for verification, already cut to the request's rules and limits.
+        ending: how the request's rules end the draft.
+        verifying: the draft is in the engine.
+        accepted: tokens of the draft that stand.
+        tokens, logprobs: of the response so far.
+        detokenizer: watches for stop strings across the seam.
+    """
+
+    text: str | None
+    prompt_index: int
+    child: int
+    wanted: SamplingParams
+    params: SamplingParams
+    rules: StopRules
+    row: Row
+    draft: Rollout | None = None
+    ending: Ending | None = None
+    verifying: bool = False
+    accepted: int = 0
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: FlatLogprobs | None = None
+    detokenizer: Detokenizer | None = None
+
+    @property
+    def cacheable(self) -> bool:
+        """Greedy requests neither read nor write the cache (design, rule 8)."""
+        return not is_greedy(self.wanted)
+
+    @property
+    def draftable(self) -> bool:
+        """A request for prompt log-probs wants the engine's own answer about its prompt."""
+        return self.cacheable and self.wanted.prompt_logprobs is None
+
+    def offer(self, draft: Rollout, limits: EngineLimits) -> bool:
+        """Take a draft, cut to what may be verified; False when nothing of it may."""
+        if int(draft.tokens.max()) >= limits.vocabulary:
+            return False
+        ending = self.rules.ending(draft.tokens)
+        # To vLLM the draft is prompt, behind which it wants room for a token.
+        room = limits.max_model_len - 1 - len(self.rules.prompt)
+        if ending.length > room:
+            ending = Ending(room, None)
+        if ending.length <= 0:
+            return False
+        self.draft, self.ending = draft.prefix(ending.length), ending
+        return True
+
+
+def build_requests(
+    limits: EngineLimits,
+    prompts: Any,
+    sampling_params: SamplingParams | Sequence[SamplingParams],
+    slots: Sequence[int] | None,
+) -> list[Request]:
+    """A request for each of the ``n`` rollouts of each prompt, in order.
+
+    Args:
+        limits: of the engine.
+        prompts: as ``vllm.LLM.generate`` takes them.
+        sampling_params: one for all, or one for each prompt.
+        slots: first slot of each prompt; None: the k-th rollout of a prompt has slot k.
+
+    Raises:
+        UnsupportedSampling: sampling under which drafts cannot be verified.
+        ConfigError: prompts, parameters and slots do not fit each other.
+    """
+    from vllm.sampling_params import RequestOutputKind
+
+    prompts = _as_list(prompts)
+    if not isinstance(sampling_params, Sequence):
+        sampling_params = [sampling_params] * len(prompts)
+    for name, values in (("sampling_params", sampling_params), ("slots", slots)):
+        if values is not None and len(values) != len(prompts):
+            raise ConfigError(f"{name}: {len(values)} of them for {len(prompts)} prompts")
+    for params in sampling_params:
+        if not is_greedy(params):
+            check_verifiable(params)
+    rendered = [_tokens(prompt, limits.tokenizer) for prompt in prompts]
+    rows = _rows([tokens for _, tokens in rendered], [p.n for p in sampling_params], slots)
+    requests: list[Request] = []
+    for i, ((text, tokens), params) in enumerate(zip(rendered, sampling_params, strict=True)):
+        for child in range(params.n):
+            wanted = params.clone()
+            wanted.n = 1
+            if params.seed is not None:
+                wanted.seed = params.seed + child  # as vLLM's ParentRequest does
+            internal = wanted.clone()
+            internal.logprobs = params.logprobs or 0
+            internal.flat_logprobs = True
+            internal.output_kind = RequestOutputKind.FINAL_ONLY
+            rules = StopRules(
+                params=internal,
+                prompt=tokens,
+                max_model_len=limits.max_model_len,
+                eos=limits.eos,
+                extra_eos=limits.extra_eos,
+                tokenizer=limits.tokenizer,
+            )
+            requests.append(Request(text, i, child, wanted, internal, rules, rows[len(requests)]))
+    return requests
+
+
+def _rows(prompts: list[list[int]], counts: list[int], slots: Sequence[int] | None) -> list[Row]:
+    """Key and slot of each rollout."""
+    keys = [
+        key for prompt, n in zip(prompts, counts, strict=True) for key in [prompt_key(prompt)] * n
+    ]
+    if slots is None:
+        flat = assign_slots(keys)
+    else:
+        flat = [slot + i for slot, n in zip(slots, counts, strict=True) for i in range(n)]
+    rows = [Row(key, slot) for key, slot in zip(keys, flat, strict=True)]
+    if len(set(rows)) != len(rows):
+        raise ConfigError("slots: two rollouts of one prompt have the same slot")
+    return rows
+
+
+def _as_list(prompts: Any) -> Any:
+    """A single prompt as a list of one."""
+    single = isinstance(prompts, (str, dict)) or (
+        len(prompts) > 0 and isinstance(prompts[0], (int, np.integer))
+    )
+    return [prompts] if single else prompts
+
+
+def _tokens(prompt: Any, tokenizer: Any) -> tuple[str | None, list[int]]:
+    """Text (where there is one) and token ids of a prompt."""
+    if isinstance(prompt, dict):
+        if prompt.get("multi_modal_data"):
+            raise ConfigError("multi-modal prompts cannot be drafted; set spec_rl.enabled: false")
+        if "prompt_token_ids" in prompt:
+            return prompt.get("prompt"), [int(t) for t in prompt["prompt_token_ids"]]
+        prompt = prompt["prompt"]
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ConfigError("text prompts need an engine without skip_tokenizer_init")
+        return prompt, list(tokenizer.encode(prompt))
+    return None, [int(token) for token in prompt]

@@ -1,0 +1,129 @@
+"""Sampling parameters: which can be verified, and where they end a response.
+
+Works on vLLM's ``SamplingParams``; runs no engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nemo_specrl.engine.compat import Detokenizer
+from nemo_specrl.errors import UnsupportedSampling
+from nemo_specrl.rollout import Finish
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+
+__all__ = ["Ending", "StopRules", "check_verifiable", "is_greedy"]
+
+# Everything that changes the distribution a token is drawn from, and the value that leaves it raw.
+# Prompt log-probs are of the raw distribution in all vLLM versions (design, rule 5).
+_RAW: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("temperature", (1, 1.0)),
+    ("top_p", (1, 1.0)),
+    ("top_k", (0, -1, None)),
+    ("min_p", (0, 0.0)),
+    ("presence_penalty", (0, 0.0)),
+    ("frequency_penalty", (0, 0.0)),
+    ("repetition_penalty", (1, 1.0)),
+    ("min_tokens", (0,)),
+    ("logit_bias", (None, {})),
+    ("allowed_token_ids", (None, [])),
+    ("bad_words", (None, [])),
+    ("structured_outputs", (None,)),
+    ("thinking_token_budget", (None,)),
+    ("repetition_detection", (None,)),
+)
+
+
+def is_greedy(params: SamplingParams) -> bool:
+    """Temperature 0: such a request neither reads nor writes the cache (design, rule 8)."""
+    return params.temperature < 1e-5
+
+
+def check_verifiable(params: SamplingParams) -> None:
+    """Refuse sampling under which a draft cannot be verified.
+
+    Raises:
+        UnsupportedSampling: naming the parameter, its value and what to set.
+    """
+    for name, raw in _RAW:
+        value = getattr(params, name, raw[0])
+        if value not in raw:
+            raise UnsupportedSampling(
+                f"{name} = {value!r}: drafts are verified by prompt log-probs, which are those of "
+                f"raw sampling; set {name}: {raw[0]}, or spec_rl.enabled: false"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """Where and how a response ends: ``length`` tokens, and None while it goes on."""
+
+    length: int
+    finish: Finish | None
+    stop_reason: int | str | None = None
+
+    @property
+    def finish_reason(self) -> str:
+        """vLLM's word for it."""
+        return "length" if self.finish is Finish.LENGTH else "stop"
+
+
+@dataclasses.dataclass(frozen=True)
+class StopRules:
+    """What ends a response of one request, as vLLM applies it token by token.
+
+    Args:
+        params: of the request, ``n == 1``.
+        prompt: its token ids.
+        max_model_len: of the engine, tokens of prompt and response together.
+        eos: the engine's end-of-sequence token, or None.
+        extra_eos: further ones, which count as stop tokens.
+        tokenizer: the engine's, or None; stop strings need one.
+    """
+
+    params: SamplingParams
+    prompt: list[int]
+    max_model_len: int
+    eos: int | None
+    extra_eos: frozenset[int]
+    tokenizer: Any
+
+    @property
+    def budget(self) -> int:
+        """Tokens that the response may have."""
+        room = self.max_model_len - len(self.prompt)
+        return room if self.params.max_tokens is None else min(self.params.max_tokens, room)
+
+    def detokenizer(self) -> Detokenizer:
+        """A detokenizer that knows the prompt and the stop strings."""
+        return Detokenizer(self.tokenizer, self.prompt, self.params)
+
+    def ending(self, tokens: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Ending:
+        """Where ``tokens`` end when the request's rules are applied to them from the start."""
+        tokens = np.asarray(tokens, dtype=np.int64)[: self.budget]
+        stops = set(self.params.stop_token_ids or ())
+        eos = None if self.params.ignore_eos else self.eos
+        if not self.params.ignore_eos:
+            stops |= self.extra_eos
+        hits = np.flatnonzero(np.isin(tokens, [*stops, *([] if eos is None else [eos])]))
+        if len(hits):
+            last = int(tokens[hits[0]])
+            end = Ending(int(hits[0]) + 1, Finish.STOP, None if last == eos else last)
+        else:
+            ended = len(tokens) >= self.budget
+            end = Ending(len(tokens), Finish.LENGTH if ended else None)
+        if self.params.stop and self.params.detokenize:
+            detokenizer = self.detokenizer()
+            for i, token in enumerate(tokens[: end.length].tolist()):
+                by_token = end.finish is Finish.STOP and i + 1 == end.length
+                found = detokenizer.feed([token], stop_terminated=by_token)
+                if found is not None:
+                    return Ending(i + 1, Finish.STOP_STRING, found)
+        return end

@@ -1,0 +1,101 @@
+"""What several test modules share: the repository's folder, a tiny model, an in-memory cache."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from nemo_specrl.engine.compat import local_cpu_environment
+
+REPOSITORY = Path(__file__).parent.parent
+SHIPPED_MODEL = REPOSITORY / "examples" / "models" / "qwen3-arith"
+
+local_cpu_environment()
+
+
+class DictCache:
+    """Rollouts in a dictionary, for tests of the engine: the store has tests of its own."""
+
+    def __init__(self, rollouts=()):
+        self.rollouts = {}
+        self.gets = self.puts = 0
+        self.put(rollouts)
+        self.puts = 0
+
+    def get(self, keys):
+        self.gets += 1
+        return {key: list(self.rollouts[key].values()) for key in keys if key in self.rollouts}
+
+    def put(self, rollouts):
+        self.puts += 1
+        for rollout in rollouts:
+            self.rollouts.setdefault(rollout.key, {})[rollout.slot] = rollout
+
+    def all(self):
+        return [r for rollouts in self.rollouts.values() for r in rollouts.values()]
+
+
+@pytest.fixture(scope="session")
+def random_model(tmp_path_factory):
+    """A folder with a tokenizer and a Qwen3 of random weights: every token has some chance."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    folder = tmp_path_factory.mktemp("random-model")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=32,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        initializer_range=0.25,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(SHIPPED_MODEL / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def engine(random_model):
+    """One real vLLM engine for the whole session; ``fresh_engine`` gives it its first weights."""
+    from vllm import LLM
+
+    return LLM(
+        model=str(random_model),
+        dtype="bfloat16",
+        max_model_len=192,
+        max_num_seqs=64,
+        max_num_batched_tokens=2048,
+        long_prefill_token_threshold=96,
+        block_size=32,
+        enforce_eager=True,
+        enable_prefix_caching=True,
+        max_logprobs=32,
+        seed=0,
+        disable_log_stats=True,
+        worker_extension_cls="nemo_specrl.engine.compat.RefitExtension",
+    )
+
+
+def weights_of(folder, *, noise=0.0, seed=0):
+    """The weights in a model's folder, moved by Gaussian noise."""
+    import torch
+    from safetensors.torch import load_file
+
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (name, (w.float() + noise * torch.randn(w.shape, generator=generator)).to(w.dtype))
+        for name, w in sorted(load_file(folder / "model.safetensors").items())
+        if name != "lm_head.weight"
+    ]

@@ -1,0 +1,71 @@
+"""New weights for a running engine: what it computes then is what they say."""
+
+import numpy as np
+import pytest
+import torch
+from vllm import SamplingParams
+
+from nemo_specrl.engine.compat import refit
+from nemo_specrl.errors import ConfigError
+from nemo_specrl.local.task import encode
+from tests.conftest import weights_of
+
+TOKENS = [1, *encode("12+34=46;#46")]
+
+
+def engine_logprobs(llm):
+    (output,) = llm.generate(
+        {"prompt_token_ids": TOKENS},
+        SamplingParams(max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False),
+        use_tqdm=False,
+    )
+    return np.array(output.prompt_logprobs.logprobs)
+
+
+def reference_logprobs(folder, weights):
+    """transformers' answer, in float32."""
+    from transformers import Qwen3ForCausalLM
+
+    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        for name, tensor in weights:
+            model.get_parameter(name).copy_(tensor.float())
+        logprobs = torch.log_softmax(model(input_ids=torch.tensor([TOKENS])).logits[0], -1)
+    return logprobs[:-1].gather(-1, torch.tensor(TOKENS[1:])[:, None])[:, 0].numpy()
+
+
+def test_a_refit_engine_computes_with_the_new_weights(llm, random_model):
+    """The tied output layer included, which vLLM's own reload leaves behind on CPU."""
+    before = engine_logprobs(llm)
+    weights = weights_of(random_model, noise=0.05, seed=1)
+    expected = reference_logprobs(random_model, weights)
+    assert np.abs(expected - before).max() > 0.5
+    refit(llm, weights)
+    assert np.abs(engine_logprobs(llm) - expected).max() < 0.08  # bfloat16 against float32
+    refit(llm, weights_of(random_model))
+    assert np.array_equal(engine_logprobs(llm), before)
+
+
+def test_a_refit_forgets_the_old_weights_blocks(llm, random_model):
+    params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+    prompt = {"prompt_token_ids": [3 + i % 12 for i in range(100)]}
+    for _ in range(2):
+        (warm,) = llm.generate(prompt, params, use_tqdm=False)
+    assert warm.num_cached_tokens == 96
+    refit(llm, weights_of(random_model, noise=0.05))
+    (cold,) = llm.generate(prompt, params, use_tqdm=False)
+    assert cold.num_cached_tokens == 0
+
+
+def test_a_refit_under_running_requests_is_refused(llm, random_model):
+    engine = llm.llm_engine
+    engine.add_request(
+        "running", {"prompt_token_ids": [5] * 100}, SamplingParams(max_tokens=50, ignore_eos=True)
+    )
+    engine.step()
+    with pytest.raises(ConfigError, match="requests are still running"):
+        refit(llm, weights_of(random_model))
+    engine.abort_request(["running"])
+    while engine.has_unfinished_requests():
+        engine.step()
+    refit(llm, weights_of(random_model))
