@@ -1,0 +1,120 @@
+"""Checkpoints of the embedded trainer: complete or absent, never half.
+
+``checkpoint_dir/step_N/`` holds the policy, the value model, the rollout cache and where the run
+stands. It is written as ``tmp_step_N`` and renamed, as NeMo-RL does (nemo_rl/utils/checkpoint.py),
+after everything in it has reached the disk.
+
+Randomness is counter-based throughout (seed, policy version, prompt, slot), so that "where the run
+stands" is a few numbers: no state of a random generator has to be kept.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nemo_specrl.errors import CheckpointError
+
+__all__ = ["Progress", "checkpoints", "latest", "save"]
+
+FORMAT = 1
+
+
+@dataclass
+class Progress:
+    """Where a run stands after ``step`` steps.
+
+    Args:
+        step: training steps done, and the policy version.
+        position: batches of prompts drawn from the data so far (with dynamic sampling a step may
+            draw several).
+        recipe: what must not change between a run and its resumption, by key.
+    """
+
+    step: int = 0
+    position: int = 0
+    recipe: dict[str, Any] = field(default_factory=dict)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The complete checkpoints in a folder, oldest first."""
+    found = [
+        (int(path.name.removeprefix("step_")), path)
+        for path in folder.glob("step_*")
+        if path.name.removeprefix("step_").isdigit()
+    ]
+    return [path for _, path in sorted(found)]
+
+
+def latest(folder: Path) -> tuple[Path, Progress] | None:
+    """The newest checkpoint and the progress in it, or None.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    found = checkpoints(folder)
+    if not found:
+        return None
+    path = found[-1] / "progress.json"
+    try:
+        values = json.loads(path.read_text())
+        if values.pop("format") > FORMAT:
+            raise CheckpointError(f"{found[-1]}: written by a newer release of nemo_specrl")
+        return found[-1], Progress(**values)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{found[-1]}: damaged ({type(error).__name__}: {error}); remove this folder to resume "
+            "from the checkpoint before it"
+        ) from None
+
+
+def save(
+    folder: Path, progress: Progress, write: Callable[[Path], None], *, keep: int | None
+) -> Path:
+    """Write a checkpoint and remove the oldest ones beyond ``keep``.
+
+    Args:
+        folder: ``checkpoint_dir``.
+        progress: goes into it.
+        write: puts everything else into the folder it is given.
+        keep: how many to keep, None for all.
+
+    Raises:
+        CheckpointError: the folder cannot be written.
+    """
+    final = folder / f"step_{progress.step}"
+    temporary = folder / f"tmp_step_{progress.step}"
+    try:
+        if temporary.exists():
+            shutil.rmtree(temporary)
+        temporary.mkdir(parents=True)
+        write(temporary)
+        (temporary / "progress.json").write_text(
+            json.dumps({"format": FORMAT, **asdict(progress)}, indent=1)
+        )
+        for path in [*temporary.rglob("*"), temporary]:
+            fsync(path)
+        if final.exists():  # the same step again, after its predecessor's folder was removed
+            shutil.rmtree(final)
+        temporary.rename(final)
+        fsync(folder)
+    except OSError as error:
+        raise CheckpointError(f"{final}: cannot be written: {error}") from None
+    if keep is not None:
+        for old in checkpoints(folder)[:-keep]:
+            shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def fsync(path: Path) -> None:
+    """Have a file or folder reach the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,253 @@
+"""Rollouts of the embedded trainer: the engine, its refits, and one batch of rollouts.
+
+Both sides of a comparison go through here: plain training has the same engine, the same seeds and
+the same path, with speculation switched off.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nemo_specrl.cache import RolloutStore
+from nemo_specrl.engine.assembly import reuse_of
+from nemo_specrl.engine.compat import refit
+from nemo_specrl.engine.metrics import EngineMetrics
+from nemo_specrl.engine.speculative import SpeculativeLLM
+from nemo_specrl.errors import ConfigError
+from nemo_specrl.local.policy import model_folder
+from nemo_specrl.local.recipe import Recipe
+from nemo_specrl.rollout import prompt_key
+from nemo_specrl.speculation.acceptance import derived_seed
+
+if TYPE_CHECKING:
+    import torch
+    from vllm import LLM
+
+__all__ = ["Generated", "Generation", "build_engine", "tokenizer_identity"]
+
+
+def tokenizer_identity(model_name: str) -> str:
+    """What makes a tokenizer the same one: a hash of its file. Stores are refused to others.
+
+    Raises:
+        ConfigError: the folder has no tokenizer.json.
+    """
+    path = model_folder(model_name) / "tokenizer.json"
+    try:
+        return "sha256:" + hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        raise ConfigError(
+            f"policy.model_name = {model_name!r}: no tokenizer.json in it; "
+            "give a model with its tokenizer in Hugging Face format"
+        ) from None
+
+
+def build_engine(recipe: Recipe) -> LLM:
+    """The vLLM engine that a recipe describes, in this process.
+
+    Raises:
+        ConfigError: vLLM refuses the model or an argument.
+    """
+    from vllm import LLM
+
+    generation = recipe.policy.generation
+    vllm_cfg = generation.vllm_cfg
+    try:
+        return LLM(
+            model=recipe.policy.model_name,
+            dtype=vllm_cfg.precision,
+            max_model_len=vllm_cfg.max_model_len,
+            gpu_memory_utilization=vllm_cfg.gpu_memory_utilization,
+            enforce_eager=vllm_cfg.enforce_eager,
+            seed=recipe.algorithm.seed,
+            skip_tokenizer_init=not generation.stop_strings,
+            enable_prefix_caching=True,
+            disable_log_stats=True,
+            worker_extension_cls="nemo_specrl.engine.compat.RefitExtension",
+            **generation.vllm_kwargs,
+        )
+    except (ValueError, TypeError, OSError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        detail = next(
+            (x for x in lines if "error" not in x[:20].lower()), lines[0] if lines else ""
+        )
+        raise ConfigError(f"policy.generation: vLLM refuses it: {detail[:300]}") from None
+
+
+@dataclass(eq=False)
+class Generated:
+    """A response of the current policy.
+
+    Args:
+        tokens: response token ids.
+        policy_logprobs: under the current policy, float32 ``[n]``, nats.
+        reported_logprobs: what leaves the plug-in (``reported_logprobs``), float32 ``[n]``, nats.
+        birth_logprobs: under the policy that sampled each token, float32 ``[n]``, nats.
+        reused: whether each token comes from a draft, bool ``[n]``.
+        fresh: no draft was offered for it.
+    """
+
+    tokens: list[int]
+    policy_logprobs: npt.NDArray[np.float32]
+    reported_logprobs: npt.NDArray[np.float32]
+    birth_logprobs: npt.NDArray[np.float32]
+    reused: npt.NDArray[np.bool_]
+    fresh: bool
+
+
+@dataclass
+class RolloutTimes:
+    """Sums over the ``generate`` calls of a step."""
+
+    rollout_s: float = 0.0
+    decoded_tokens: int = 0
+    response_tokens: int = 0
+    engine: EngineMetrics = field(default_factory=EngineMetrics)
+
+
+class Generation:
+    """The engine with its cache, as the trainer uses them.
+
+    Args:
+        recipe: the whole recipe.
+        store: the rollout cache, or None with speculation switched off.
+    """
+
+    def __init__(self, recipe: Recipe, store: RolloutStore | None) -> None:
+        self.recipe, self.store = recipe, store
+        self.llm = build_engine(recipe)
+        self.speculative = SpeculativeLLM(
+            self.llm,
+            store,  # type: ignore[arg-type]  # not touched where speculation is off
+            recipe.spec_rl,
+            seed=recipe.algorithm.seed,
+            versions_per_epoch=recipe.steps_per_epoch,
+        )
+        self.times = RolloutTimes()
+        self._warm_up()
+
+    @property
+    def policy_version(self) -> int:
+        """Of the weights that generate."""
+        return self.speculative.policy_version
+
+    def refit(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
+        """Give the engine the policy's weights, and these their version."""
+        import torch
+
+        dtype = getattr(torch, self.recipe.policy.generation.vllm_cfg.precision)
+        refit(self.llm, [(name, tensor.to(dtype)) for name, tensor in weights])
+        self.speculative.policy_version = policy_version
+
+    def rollouts(self, prompts: list[list[int]], attempt: int = 0) -> list[list[Generated]]:
+        """A group of responses for each prompt; adds to ``times``.
+
+        Args:
+            prompts: token ids.
+            attempt: index of this batch in its step, so that a prompt that comes twice in a step
+                is not answered twice with the same words.
+        """
+        group = self.recipe.algorithm.num_generations_per_prompt
+        rows = [prompt for prompt in prompts for _ in range(group)]
+        params = []
+        for prompt in prompts:
+            key = prompt_key(prompt)
+            params += [self._params(key, slot, f"rollout {attempt}") for slot in range(group)]
+        started = time.perf_counter()
+        outputs = self.speculative.generate(
+            [{"prompt_token_ids": row} for row in rows],
+            params,
+            use_tqdm=False,
+        )
+        if self.store is not None:
+            self.store.sync()
+        elapsed = time.perf_counter() - started
+        generated = [self._generated(output.outputs[0]) for output in outputs]
+        self._count(elapsed, generated)
+        return [generated[i : i + group] for i in range(0, len(generated), group)]
+
+    def heldout(self, prompts: list[list[int]], samples: int) -> list[list[list[int]]]:
+        """Responses for an evaluation, straight from the engine: the cache has no part in it."""
+        rows = [prompt for prompt in prompts for _ in range(samples)]
+        params = []
+        for prompt in prompts:
+            key = prompt_key(prompt)
+            params += [self._params(key, slot, "heldout") for slot in range(samples)]
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": row} for row in rows], params, use_tqdm=False
+        )
+        tokens = [list(output.outputs[0].token_ids) for output in outputs]
+        return [tokens[i : i + samples] for i in range(0, len(tokens), samples)]
+
+    def take_times(self) -> RolloutTimes:
+        """What the rollouts since the last call took."""
+        times, self.times = self.times, RolloutTimes()
+        return times
+
+    def _params(self, key: bytes, slot: int, purpose: str) -> Any:
+        """Sampling parameters whose seed depends on the row alone: a replay draws the same."""
+        from vllm import SamplingParams
+
+        generation = self.recipe.policy.generation
+        seed = self.recipe.algorithm.seed
+        return SamplingParams(
+            max_tokens=generation.max_new_tokens,
+            temperature=generation.temperature,
+            top_p=generation.top_p,
+            top_k=generation.top_k or 0,
+            stop_token_ids=generation.stop_token_ids or [self.eos],
+            stop=generation.stop_strings,
+            include_stop_str_in_output=True,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=bool(generation.stop_strings),
+            seed=derived_seed(purpose, seed, self.policy_version, key, slot),
+        )
+
+    @property
+    def eos(self) -> int:
+        """The model's end-of-sequence token."""
+        eos = self.llm.llm_engine.vllm_config.model_config.hf_config.eos_token_id
+        return int(eos[0] if isinstance(eos, list) else eos)
+
+    def _generated(self, completion: Any) -> Generated:
+        reported = np.asarray(completion.logprobs.logprobs, dtype=np.float32)
+        tokens = list(completion.token_ids)
+        reuse = reuse_of(completion)
+        if reuse is None:
+            none = np.zeros(len(tokens), dtype=bool)
+            return Generated(tokens, reported, reported, reported, none, True)
+        reused = np.arange(len(tokens)) < reuse.accepted
+        return Generated(
+            tokens, reuse.policy_logprobs, reported, reuse.birth_logprobs, reused, reuse.fresh
+        )
+
+    def _count(self, elapsed: float, generated: list[Generated]) -> None:
+        times = self.times
+        tokens = sum(len(g.tokens) for g in generated)
+        times.rollout_s += elapsed
+        times.response_tokens += tokens
+        if not self.recipe.spec_rl.enabled:
+            times.decoded_tokens += tokens
+            return
+        metrics = self.speculative.metrics
+        times.decoded_tokens += metrics.decoded_tokens
+        times.engine = times.engine + metrics
+
+    def _warm_up(self) -> None:
+        """Pay what a first request costs once, before anything is timed."""
+        from vllm import SamplingParams
+
+        for params in (
+            SamplingParams(max_tokens=2, logprobs=0, detokenize=False, seed=0),
+            SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False),
+        ):
+            self.llm.generate({"prompt_token_ids": [self.eos] * 8}, params, use_tqdm=False)
+        self.llm.reset_prefix_cache()

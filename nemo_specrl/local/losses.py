@@ -1,0 +1,134 @@
+"""Advantages and losses. Numpy and torch functions of arrays; knows no models and no engines.
+
+Sources: GRPO (arXiv 2402.03300), DAPO (2503.14476) for clip-higher and token-level means, PPO
+(1707.06347) with GAE (1506.02438); the clipped loss has NeMo-RL's options
+(nemo_rl/algorithms/loss/loss_functions.py).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nemo_specrl.local.recipe import LossConfig
+
+__all__ = ["clipped_value_loss", "gae", "group_advantages", "policy_loss", "token_weights"]
+
+FloatArray = npt.NDArray[np.float64]
+
+
+def group_advantages(rewards: FloatArray, *, normalize: bool, leave_one_out: bool) -> FloatArray:
+    """Advantages relative to the group.
+
+    Args:
+        rewards: float64 ``[groups, n]``.
+        normalize: divide by the group's standard deviation.
+        leave_one_out: the baseline of a rollout is the mean of its siblings.
+
+    Returns:
+        float64 ``[groups, n]``; 0 throughout a group whose rewards are all equal.
+    """
+    n = rewards.shape[1]
+    mean = rewards.mean(axis=1, keepdims=True)
+    if leave_one_out and n > 1:
+        mean = (rewards.sum(axis=1, keepdims=True) - rewards) / (n - 1)
+    advantages = rewards - mean
+    if normalize:
+        advantages = advantages / (rewards.std(axis=1, keepdims=True) + 1e-6)
+    advantages[np.ptp(rewards, axis=1) == 0] = 0.0
+    return advantages
+
+
+def gae(
+    reward: float, values: npt.NDArray[np.float32], *, gamma: float, lam: float
+) -> npt.NDArray[np.float32]:
+    """Generalized advantage estimates of a response whose reward comes with its last token.
+
+    Args:
+        reward: of the whole response.
+        values: float32 ``[n]``: value before each token.
+        gamma: discount.
+        lam: GAE's lambda.
+
+    Returns:
+        float32 ``[n]``; the returns are these plus the values.
+    """
+    advantages = np.zeros(len(values), dtype=np.float32)
+    running, after = 0.0, 0.0
+    for t in reversed(range(len(values))):
+        earned = reward if t == len(values) - 1 else 0.0
+        running = earned + gamma * after - values[t] + gamma * lam * running
+        advantages[t], after = running, values[t]
+    return advantages
+
+
+def token_weights(lengths: list[int], *, token_level: bool) -> list[float]:
+    """Weight of each response's tokens, so that the weighted sum over a batch is its mean.
+
+    Args:
+        lengths: tokens of each response of the whole optimizer step.
+        token_level: every token counts the same; else every response does.
+    """
+    if token_level:
+        return [1.0 / max(1, sum(lengths))] * len(lengths)
+    return [1.0 / (len(lengths) * max(1, n)) for n in lengths]
+
+
+def policy_loss(
+    logprobs: torch.Tensor,
+    anchor: torch.Tensor,
+    advantages: torch.Tensor,
+    weights: torch.Tensor,
+    config: LossConfig,
+    *,
+    importance: torch.Tensor | None = None,
+    reference: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Clipped policy-gradient loss, summed with ``weights``.
+
+    Args:
+        logprobs: under the policy in training, ``[b, t]``, nats.
+        anchor: where the ratio starts from, ``[b, t]``, nats: the log-probs before the update, or
+            those of birth (``clip_anchor``).
+        advantages: ``[b, t]``.
+        weights: ``[b, t]``; 0 at prompts and padding.
+        config: the ``loss_fn:`` block.
+        importance: truncated importance weights, ``[b, t]``.
+        reference: log-probs under the reference policy, ``[b, t]``, nats.
+
+    Returns:
+        the loss, and sums over ``weights`` of what is logged.
+    """
+    inside = weights > 0
+    log_ratio = torch.where(inside, logprobs - anchor, torch.zeros_like(logprobs))
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1 - config.ratio_clip_min, 1 + config.ratio_clip_max)
+    loss = -torch.minimum(ratio * advantages, clipped * advantages)
+    if config.ratio_clip_c is not None:
+        bound = -advantages * config.ratio_clip_c
+        loss = torch.where(advantages < 0, torch.minimum(loss, bound), loss)
+    stopped = (ratio * advantages > clipped * advantages) & inside
+    if importance is not None:
+        loss = loss * importance
+    sums = {"clip_fraction": (stopped * weights).sum(), "ratio": (ratio * weights).sum()}
+    if reference is not None:
+        # k3 (http://joschu.net/blog/kl-approx.html), as NeMo-RL's reference_policy_kl_type.
+        difference = torch.where(inside, reference - logprobs, torch.zeros_like(logprobs))
+        kl = difference.exp() - difference - 1
+        loss = loss + config.reference_policy_kl_penalty * kl
+        sums["kl"] = (kl * weights).sum()
+    return (loss * weights).sum(), {name: value.detach() for name, value in sums.items()}
+
+
+def clipped_value_loss(
+    values: torch.Tensor,
+    old_values: torch.Tensor,
+    returns: torch.Tensor,
+    weights: torch.Tensor,
+    clip: float,
+) -> torch.Tensor:
+    """PPO's clipped squared error of the value model, summed with ``weights``; all ``[b, t]``."""
+    held = old_values + (values - old_values).clamp(-clip, clip)
+    error = torch.maximum((values - returns) ** 2, (held - returns) ** 2)
+    return 0.5 * (error * weights).sum()

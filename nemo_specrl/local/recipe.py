@@ -1,0 +1,260 @@
+"""The recipe of the embedded trainer: NeMo-RL's key names wherever NeMo-RL has the same thing.
+
+A YAML file and ``key=value`` overrides become one validated, immutable :class:`Recipe`. Nothing is
+built here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import Field, model_validator
+from yaml import YAMLError
+
+from nemo_specrl.config import Block, SpecRLConfig, validated
+from nemo_specrl.errors import ConfigError
+
+__all__ = ["Algorithm", "Recipe", "load_recipe"]
+
+
+class AdvEstimatorConfig(Block):
+    """How rewards become advantages; ``gae`` is PPO's."""
+
+    name: Literal["grpo", "gae"] = "grpo"
+    gae_gamma: float = Field(default=1.0, gt=0, le=1)
+    gae_lambda: float = Field(default=0.95, ge=0, le=1)
+    normalize_advantages: bool = True
+
+
+class Algorithm(Block):
+    """The ``grpo:`` block, or ``ppo:``, which has the same keys."""
+
+    num_prompts_per_step: int = Field(default=16, ge=1)
+    num_generations_per_prompt: int = Field(default=8, ge=1)
+    max_num_epochs: int = Field(default=10, ge=1)
+    max_num_steps: int = Field(default=1_000_000, ge=1)
+    normalize_rewards: bool = True
+    use_leave_one_out_baseline: bool = False
+    use_dynamic_sampling: bool = False
+    """DAPO: groups whose rewards are all equal are replaced by other prompts' groups."""
+    dynamic_sampling_max_gen_batches: int = Field(default=10, ge=1)
+    ppo_epochs: int = Field(default=1, ge=1)
+    """Passes over a step's rollouts."""
+    adv_estimator: AdvEstimatorConfig = AdvEstimatorConfig()
+    val_period: int = Field(default=0, ge=0)
+    """Steps between held-out evaluations; 0: none."""
+    val_at_start: bool = False
+    val_at_end: bool = True
+    max_val_samples: int = Field(default=128, ge=1)
+    """Held-out prompts."""
+    val_num_generations_per_prompt: int = Field(default=1, ge=1)
+    seed: int = Field(default=42, ge=0, lt=2**31)
+
+
+class LossConfig(Block):
+    """The ``loss_fn:`` block: the clipped policy-gradient loss."""
+
+    ratio_clip_min: float = Field(default=0.2, ge=0, lt=1)
+    ratio_clip_max: float = Field(default=0.2, ge=0)
+    """Above ``ratio_clip_min``: DAPO's clip-higher."""
+    ratio_clip_c: float | None = Field(default=None, gt=1)
+    """Dual clip."""
+    token_level_loss: bool = True
+    """Mean over tokens; else over each response's tokens, then over responses."""
+    reference_policy_kl_penalty: float = Field(default=0.0, ge=0)
+    use_importance_sampling_correction: bool = False
+    truncated_importance_sampling_ratio: float | None = Field(default=2.0, gt=0)
+
+
+class OptimizerKwargs(Block):
+    """Of ``torch.optim.AdamW``."""
+
+    lr: float = Field(default=1e-4, gt=0)
+    weight_decay: float = Field(default=0.01, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(default=1e-8, gt=0)
+
+
+class OptimizerConfig(Block):
+    """The optimizer of the policy, or of the value model."""
+
+    name: Literal["torch.optim.AdamW"] = "torch.optim.AdamW"
+    kwargs: OptimizerKwargs = OptimizerKwargs()
+
+
+class VllmConfig(Block):
+    """The ``vllm_cfg:`` block."""
+
+    precision: Literal["bfloat16", "float32"] = "bfloat16"
+    max_model_len: int = Field(default=512, ge=2)
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    enforce_eager: bool = True
+
+
+class GenerationConfig(Block):
+    """The ``generation:`` block."""
+
+    backend: Literal["vllm"] = "vllm"
+    max_new_tokens: int = Field(default=256, ge=1)
+    temperature: float = Field(default=1.0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int | None = None
+    stop_token_ids: list[int] | None = None
+    stop_strings: list[str] | None = None
+    vllm_cfg: VllmConfig = VllmConfig()
+    vllm_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Passed to ``vllm.LLM`` as they are."""
+    spec_rl: SpecRLConfig = SpecRLConfig()
+
+    @model_validator(mode="after")
+    def _verifiable(self) -> GenerationConfig:
+        if self.spec_rl.enabled:
+            for name, value, raw in (
+                ("temperature", self.temperature, (1.0,)),
+                ("top_p", self.top_p, (1.0,)),
+                ("top_k", self.top_k, (None, 0, -1)),
+            ):
+                if value not in raw:
+                    raise ValueError(
+                        f"{name} = {value}: drafts are verified by prompt log-probs, which are "
+                        f"those of raw sampling; set {name}: {'null' if raw[0] is None else raw[0]}"
+                        ", or spec_rl.enabled: false"
+                    )
+        return self
+
+
+class PolicyConfig(Block):
+    """The ``policy:`` block."""
+
+    model_name: str
+    """Folder of a model and its tokenizer in Hugging Face format."""
+    train_global_batch_size: int = Field(default=128, ge=1)
+    """Rollouts in an optimizer step."""
+    train_micro_batch_size: int = Field(default=8, ge=1)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    optimizer: OptimizerConfig = OptimizerConfig()
+    generation: GenerationConfig = GenerationConfig()
+
+
+class ValueConfig(Block):
+    """The ``value:`` block: PPO's value model, which starts from the policy's weights."""
+
+    optimizer: OptimizerConfig = OptimizerConfig(kwargs=OptimizerKwargs(lr=3e-4))
+    value_clip: float = Field(default=0.2, gt=0)
+
+
+class DataConfig(Block):
+    """The ``data:`` block."""
+
+    dataset_name: Literal["arithmetic"] = "arithmetic"
+    num_prompts: int = Field(default=48, ge=1)
+    """Training prompts; an epoch is one pass over them."""
+    seed: int = 1
+    shuffle: bool = True
+
+
+class CheckpointingConfig(Block):
+    """The ``checkpointing:`` block."""
+
+    enabled: bool = True
+    checkpoint_dir: Path = Path("results/grpo")
+    save_period: int = Field(default=10, ge=1)
+    """Steps."""
+    keep_top_k: int | None = Field(default=2, ge=1)
+    """Checkpoints kept, the newest ones; None: all."""
+
+
+class LoggerConfig(Block):
+    """The ``logger:`` block."""
+
+    log_dir: Path = Path("results/grpo")
+    """For metrics.jsonl and TensorBoard."""
+    tensorboard_enabled: bool = True
+
+
+class Recipe(Block):
+    """A whole recipe."""
+
+    grpo: Algorithm | None = None
+    ppo: Algorithm | None = None
+    loss_fn: LossConfig = LossConfig()
+    policy: PolicyConfig
+    value: ValueConfig = ValueConfig()
+    data: DataConfig = DataConfig()
+    checkpointing: CheckpointingConfig = CheckpointingConfig()
+    logger: LoggerConfig = LoggerConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Recipe:
+        if (self.grpo is None) == (self.ppo is None):
+            raise ValueError("must have either a grpo: or a ppo: block")
+        if self.ppo is not None and self.ppo.adv_estimator.name != "gae":
+            raise ValueError("ppo.adv_estimator.name must be gae")
+        if self.grpo is not None and self.grpo.adv_estimator.name != "grpo":
+            raise ValueError("grpo.adv_estimator.name must be grpo; gae belongs under ppo:")
+        algorithm = self.algorithm
+        if algorithm.num_prompts_per_step > self.data.num_prompts:
+            raise ValueError(
+                f"num_prompts_per_step = {algorithm.num_prompts_per_step} must not exceed "
+                f"data.num_prompts = {self.data.num_prompts}"
+            )
+        rows = algorithm.num_prompts_per_step * algorithm.num_generations_per_prompt
+        if rows % self.policy.train_global_batch_size:
+            raise ValueError(
+                f"policy.train_global_batch_size = {self.policy.train_global_batch_size} must "
+                f"divide the {rows} rollouts of a step "
+                "(num_prompts_per_step * num_generations_per_prompt)"
+            )
+        return self
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The ``grpo:`` or ``ppo:`` block."""
+        block = self.grpo or self.ppo
+        assert block is not None
+        return block
+
+    @property
+    def spec_rl(self) -> SpecRLConfig:
+        """``policy.generation.spec_rl``."""
+        return self.policy.generation.spec_rl
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps in a pass over the data; the prompts that fill no whole step sit the epoch out."""
+        return self.data.num_prompts // self.algorithm.num_prompts_per_step
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe in a YAML file, with ``key=value`` overrides (dotted keys, YAML values).
+
+    Raises:
+        ConfigError: one line that names the file or key, its value and what would be right.
+    """
+    try:
+        config = OmegaConf.load(path)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; give a YAML recipe") from None
+    except (OSError, UnicodeDecodeError, YAMLError) as error:
+        raise ConfigError(
+            f"{path}: cannot be read as YAML: {' '.join(str(error).split())}"
+        ) from None
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals or not key.strip(". +"):
+            raise ConfigError(
+                f"{override!r}: overrides have the form key=value, such as grpo.seed=1"
+            )
+        try:
+            config = OmegaConf.merge(config, OmegaConf.from_dotlist([f"{key.lstrip('+')}={value}"]))
+        except (OmegaConfBaseException, YAMLError) as error:
+            raise ConfigError(f"{override!r}: {' '.join(str(error).split())}") from None
+    try:
+        values = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
+    return validated(Recipe, values)

@@ -1,0 +1,371 @@
+"""The training loop of the embedded default: rollouts, rewards, update, refit.
+
+The trainer knows the order of things; rollouts are ``generation``'s, gradients ``policy``'s, the
+formulas ``losses``', the disk ``checkpoint``'s. A run that is killed at any moment and started
+again goes on from its last checkpoint and does every later step as it would have done it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from nemo_specrl.cache import RolloutStore
+from nemo_specrl.errors import CheckpointError
+from nemo_specrl.local import checkpoint
+from nemo_specrl.local.generation import Generated, Generation, tokenizer_identity
+from nemo_specrl.local.log import MetricsLog
+from nemo_specrl.local.losses import gae, group_advantages
+from nemo_specrl.local.policy import Policy, Sample, TorchPolicy, ValueModel
+from nemo_specrl.local.recipe import Recipe
+from nemo_specrl.local.task import Problem, arithmetic_problems, reward
+
+__all__ = ["Trainer"]
+
+HELDOUT_SEED = 977
+TRAINING_THREADS = 2
+
+
+class Trainer:
+    """A run of a recipe, from its last checkpoint or from the start.
+
+    Args:
+        recipe: what to do.
+
+    Attributes:
+        progress: where the run stands.
+        stop: set it to have the run save a checkpoint and end after the step under way.
+
+    Raises:
+        ConfigError: a model, folder or engine option that cannot be.
+        CacheError: the rollout cache is in use, of another tokenizer, or its folder unwritable.
+        CheckpointError: the checkpoint is damaged or of another recipe.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.stop = False
+        self.folder = recipe.checkpointing.checkpoint_dir
+        self.problems = arithmetic_problems(recipe.data.num_prompts, recipe.data.seed)
+        self.heldout = _heldout_problems(recipe, self.problems)
+        self.progress = checkpoint.Progress(recipe=_fixed_part(recipe))
+        found = checkpoint.latest(self.folder)
+        if found is not None:
+            _check_same_recipe(found[0], found[1].recipe, self.progress.recipe)
+            self.progress = found[1]
+        self.store = self._open_store(None if found is None else found[0])
+        torch.manual_seed(recipe.algorithm.seed)
+        self.policy: Policy = TorchPolicy(recipe.policy, recipe.loss_fn, recipe.algorithm.seed)
+        self.value = ValueModel(recipe.policy, recipe.value) if recipe.ppo is not None else None
+        self.generation = Generation(recipe, self.store)
+        if found is not None:
+            self._load(found[0])
+        self.log = MetricsLog(
+            recipe.logger.log_dir,
+            self.progress.step,
+            tensorboard=recipe.logger.tensorboard_enabled,
+        )
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run; with dynamic sampling the data may end it earlier."""
+        algorithm = self.recipe.algorithm
+        return min(algorithm.max_num_steps, algorithm.max_num_epochs * self.recipe.steps_per_epoch)
+
+    def run(self) -> Iterator[dict[str, Any]]:
+        """Train to the end; yields the record of each step once it is in the log.
+
+        Records are described in docs/local.md. The run's files are closed when the iterator ends.
+        """
+        algorithm = self.recipe.algorithm
+        try:
+            at_start: dict[str, Any] = {}
+            if algorithm.val_at_start and self.progress.step == 0:
+                at_start["heldout_accuracy_at_start"] = self._evaluate()
+            while not self._done() and not self.stop:
+                record = self._step() | at_start
+                at_start = {}
+                last = self._done()
+                period = algorithm.val_period
+                if (period and record["step"] % period == 0) or (last and algorithm.val_at_end):
+                    started = time.perf_counter()
+                    record["heldout_accuracy"] = self._evaluate()
+                    record["eval_s"] = time.perf_counter() - started
+                self.log.write(record)
+                checkpointing = self.recipe.checkpointing
+                due = record["step"] % checkpointing.save_period == 0 or last or self.stop
+                if checkpointing.enabled and due:
+                    self._save()
+                yield record
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Close the log and the cache."""
+        self.log.close()
+        if self.store is not None:
+            self.store.close()
+
+    # --- one step -----------------------------------------------------------------------------
+
+    def _step(self) -> dict[str, Any]:
+        started = time.perf_counter()
+        batch = self._collect()
+        rollout_times = self.generation.take_times()
+        training = time.perf_counter()
+        samples = self._samples(batch)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(TRAINING_THREADS)
+        metrics = self._update(samples)
+        torch.set_num_threads(threads)
+        self.progress.step += 1
+        self.generation.refit(self.policy.weights(), self.progress.step)
+        ended = time.perf_counter()
+
+        flat = [g for group in batch.generated for g in group]
+        fresh = [r for r, g in zip(batch.rewards.ravel(), flat, strict=True) if g.fresh]
+        record: dict[str, Any] = {
+            "step": self.progress.step,
+            "epoch": batch.epoch,
+            "policy_version": self.progress.step - 1,
+            "prompts": batch.drawn,
+            "reward": float(batch.rewards.mean()),
+            "fresh_reward": float(np.mean(fresh)) if fresh else None,
+            "fresh_rows": len(fresh),
+            "rollout_s": rollout_times.rollout_s,
+            "verify_s": rollout_times.engine.verify_s,
+            "train_s": ended - training,
+            "step_s": ended - started,
+            "decoded_tokens": rollout_times.decoded_tokens,
+            "response_tokens": rollout_times.response_tokens,
+            "response_length": float(np.mean([len(g.tokens) for g in flat])),
+            **metrics,
+        }
+        if self.recipe.spec_rl.enabled:
+            record |= rollout_times.engine.as_dict()
+        return record
+
+    def _collect(self) -> _Batch:
+        """Roll out the next prompts; with dynamic sampling, until enough groups can teach."""
+        algorithm = self.recipe.algorithm
+        wanted = algorithm.num_prompts_per_step
+        batch = _Batch(epoch=self.progress.position // self.recipe.steps_per_epoch)
+        kept: list[_Group] = []
+        idle: list[_Group] = []
+        attempts = (
+            algorithm.dynamic_sampling_max_gen_batches if algorithm.use_dynamic_sampling else 1
+        )
+        for attempt in range(attempts):
+            indices = self._draw()
+            problems = [self.problems[i] for i in indices]
+            generated = self.generation.rollouts([p.prompt for p in problems], attempt)
+            batch.drawn += indices
+            for problem, group in zip(problems, generated, strict=True):
+                rewards = np.array([reward(problem, g.tokens) for g in group])
+                teaches = not algorithm.use_dynamic_sampling or np.ptp(rewards) > 0
+                (kept if teaches else idle).append((problem, group, rewards))
+            if len(kept) >= wanted or self._done():
+                break
+        # Groups that cannot teach fill the batch where the rest ran short: they have no gradient.
+        for problem, group, rewards in (kept + idle)[:wanted]:
+            batch.problems.append(problem)
+            batch.generated.append(group)
+            batch.reward_rows.append(rewards)
+        return batch
+
+    def _draw(self) -> list[int]:
+        """Indices of the next batch of prompts; the order is a function of (seed, epoch) alone."""
+        per_step, per_epoch = (
+            self.recipe.algorithm.num_prompts_per_step,
+            self.recipe.steps_per_epoch,
+        )
+        epoch, index = divmod(self.progress.position, per_epoch)
+        order = np.arange(len(self.problems))
+        if self.recipe.data.shuffle:
+            philox = np.random.Philox(key=[self.recipe.algorithm.seed, epoch])
+            order = np.random.Generator(philox).permutation(len(self.problems))
+        self.progress.position += 1
+        return [int(i) for i in order[index * per_step : (index + 1) * per_step]]
+
+    def _samples(self, batch: _Batch) -> list[Sample]:
+        """Rollouts and rewards as what the losses need."""
+        algorithm, spec_rl, loss = self.recipe.algorithm, self.recipe.spec_rl, self.recipe.loss_fn
+        advantages = group_advantages(
+            batch.rewards,
+            normalize=algorithm.normalize_rewards,
+            leave_one_out=algorithm.use_leave_one_out_baseline,
+        )
+        samples = []
+        for problem, group, row in zip(batch.problems, batch.generated, advantages, strict=True):
+            for generated, advantage in zip(group, row, strict=True):
+                length = len(generated.tokens)
+                anchor = np.full(length, np.nan, dtype=np.float32)
+                if spec_rl.enabled and spec_rl.clip_anchor == "birth":
+                    anchor[generated.reused] = generated.birth_logprobs[generated.reused]
+                importance = None
+                if loss.use_importance_sampling_correction:
+                    importance = np.exp(generated.policy_logprobs - generated.reported_logprobs)
+                    if loss.truncated_importance_sampling_ratio is not None:
+                        np.minimum(importance, loss.truncated_importance_sampling_ratio, importance)
+                samples.append(
+                    Sample(
+                        prompt=problem.prompt,
+                        response=generated.tokens,
+                        advantages=np.full(length, advantage, dtype=np.float32),
+                        anchor=anchor,
+                        importance=importance,
+                    )
+                )
+        if self.value is not None:
+            self._estimate(samples, batch.rewards.ravel())
+        return samples
+
+    def _estimate(self, samples: list[Sample], rewards: np.ndarray) -> None:
+        """PPO: values, returns and GAE advantages."""
+        estimator = self.recipe.algorithm.adv_estimator
+        assert self.value is not None
+        self.value.predict(samples)
+        for sample, earned in zip(samples, rewards, strict=True):
+            assert sample.old_values is not None
+            sample.advantages = gae(
+                float(earned),
+                sample.old_values,
+                gamma=estimator.gae_gamma,
+                lam=estimator.gae_lambda,
+            )
+            sample.returns = sample.advantages + sample.old_values
+        if estimator.normalize_advantages:
+            everything = np.concatenate([s.advantages for s in samples])
+            mean, std = everything.mean(), everything.std() + 1e-6
+            for sample in samples:
+                sample.advantages = (sample.advantages - mean) / std
+
+    def _update(self, samples: list[Sample]) -> dict[str, float]:
+        epochs = self.recipe.algorithm.ppo_epochs
+        metrics = {}
+        if self.value is not None:
+            for _ in range(epochs):
+                metrics |= self.value.update(samples)
+        return metrics | self.policy.update(samples, epochs=epochs)
+
+    def _evaluate(self) -> float:
+        """Share of held-out responses, sampled as in training, that are right."""
+        algorithm = self.recipe.algorithm
+        responses = self.generation.heldout(
+            [p.prompt for p in self.heldout], algorithm.val_num_generations_per_prompt
+        )
+        right = [
+            reward(problem, tokens)
+            for problem, group in zip(self.heldout, responses, strict=True)
+            for tokens in group
+        ]
+        return float(np.mean(right))
+
+    def _done(self) -> bool:
+        algorithm = self.recipe.algorithm
+        drawn_all = self.progress.position >= algorithm.max_num_epochs * self.recipe.steps_per_epoch
+        return drawn_all or self.progress.step >= algorithm.max_num_steps
+
+    # --- the disk -----------------------------------------------------------------------------
+
+    def _open_store(self, resume_from: Path | None) -> RolloutStore | None:
+        """The cache as the checkpoint has it; cold at the start of a run in its own folder."""
+        spec_rl = self.recipe.spec_rl
+        if not spec_rl.enabled:
+            return None
+        folder = spec_rl.cache.dir or self.folder / "rollout_cache"
+        if resume_from is not None:
+            RolloutStore.restore(resume_from / "rollout_cache", folder)
+        elif spec_rl.cache.dir is None and folder.exists():
+            shutil.rmtree(folder)  # of a run that was killed before its first checkpoint
+        return RolloutStore(
+            folder,
+            max_bytes=spec_rl.cache.max_bytes_per_node,
+            tokenizer_id=tokenizer_identity(self.recipe.policy.model_name),
+            groups_per_prompt=spec_rl.cache.groups_per_prompt,
+        )
+
+    def _save(self) -> None:
+        def write(folder: Path) -> None:
+            self.policy.save(folder / "policy")
+            if self.value is not None:
+                self.value.save(folder / "value")
+            if self.store is not None:
+                self.store.snapshot(folder / "rollout_cache")
+
+        checkpoint.save(
+            self.folder, self.progress, write, keep=self.recipe.checkpointing.keep_top_k
+        )
+
+    def _load(self, folder: Path) -> None:
+        try:
+            self.policy.load(folder / "policy")
+            if self.value is not None:
+                self.value.load(folder / "value")
+        except Exception as error:  # torch and safetensors raise many kinds
+            raise CheckpointError(
+                f"{folder}: damaged ({type(error).__name__}); remove this folder to resume from "
+                "the checkpoint before it"
+            ) from None
+        self.generation.refit(self.policy.weights(), self.progress.step)
+
+
+_Group = tuple[Problem, list[Generated], np.ndarray]
+
+
+class _Batch:
+    """The groups of a step."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.drawn: list[int] = []
+        self.problems: list[Problem] = []
+        self.generated: list[list[Generated]] = []
+        self.reward_rows: list[np.ndarray] = []
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """float64 ``[groups, n]``."""
+        return np.stack(self.reward_rows)
+
+
+def _heldout_problems(recipe: Recipe, training: tuple[Problem, ...]) -> list[Problem]:
+    """Problems that are not trained on, the same ones for every run."""
+    seen, count = set(training), recipe.algorithm.max_val_samples
+    candidates = arithmetic_problems(count + len(seen), HELDOUT_SEED)
+    return [problem for problem in candidates if problem not in seen][:count]
+
+
+def _fixed_part(recipe: Recipe) -> dict[str, Any]:
+    """What must stay as it is when a run is resumed: all but its length, evaluation and folders."""
+    values = recipe.model_dump(mode="json", exclude={"checkpointing", "logger"})
+    block = values["grpo"] or values["ppo"]
+    for name in [n for n in block if n.startswith(("val_", "max_"))]:
+        del block[name]
+    del values["policy"]["generation"]["spec_rl"]["cache"]["dir"]
+    return values
+
+
+def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(values, dict):
+        return {prefix: values}
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flat(value, f"{prefix}.{name}" if prefix else name)
+    return flat
+
+
+def _check_same_recipe(folder: Path, before: Any, now: Any) -> None:
+    old, new = _flat(before), _flat(now)
+    for name in sorted(old.keys() | new.keys()):
+        if old.get(name) != new.get(name):
+            raise CheckpointError(
+                f"{folder}: was made with {name} = {old.get(name)!r}, the recipe says "
+                f"{new.get(name)!r}; set it back, or choose another checkpointing.checkpoint_dir"
+            )

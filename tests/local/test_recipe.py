@@ -1,0 +1,103 @@
+"""Recipes: the shipped ones, overrides, and one line for whatever is wrong."""
+
+import pytest
+import yaml
+
+from nemo_specrl.errors import ConfigError
+from nemo_specrl.local.recipe import load_recipe
+from tests.conftest import REPOSITORY
+
+RECIPES = sorted((REPOSITORY / "examples" / "configs").glob("*_cpu.yaml"))
+DEMO = REPOSITORY / "examples" / "configs" / "grpo_arith_cpu.yaml"
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_shipped_recipes_are_valid_and_say_what_they_need(path):
+    recipe = load_recipe(path)
+    assert recipe.spec_rl.enabled
+    assert "CPU" in path.read_text().split("\n\n")[0].split("grpo:")[0]
+
+
+def test_overrides_are_yaml_values():
+    recipe = load_recipe(
+        DEMO,
+        [
+            "grpo.seed=7",
+            "policy.generation.spec_rl.lenience=1",
+            "policy.optimizer.kwargs.betas=[0.8,0.9]",
+            "+policy.generation.top_k=null",
+        ],
+    )
+    assert recipe.algorithm.seed == 7
+    assert recipe.spec_rl.lenience == 1
+    assert recipe.policy.optimizer.kwargs.betas == (0.8, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("grpo.sed=1", r"grpo\.sed: unknown key; known are num_prompts_per_step"),
+        ("grpo.seed=one", r"grpo\.seed = 'one': must be a valid integer"),
+        (
+            "policy.generation.spec_rl.lenience=-1",
+            r"spec_rl\.lenience = -1: must be greater than 0",
+        ),
+        ("policy.generation.temperature=0.7", r"set temperature: 1\.0, or spec_rl\.enabled: false"),
+        ("policy.generation.top_p=0.9", r"set top_p: 1\.0"),
+        ("policy.generation.top_k=5", r"set top_k: null"),
+        ("policy.generation.backend=sglang", r"backend = 'sglang': must be 'vllm'"),
+        ("policy.train_global_batch_size=100", r"must divide the 128 rollouts"),
+        ("data.num_prompts=4", r"num_prompts_per_step = 16 must not exceed data\.num_prompts = 4"),
+        ("ppo.seed=1", r"either a grpo: or a ppo: block"),
+        ("grpo.adv_estimator.name=gae", r"gae belongs under ppo:"),
+        ("grpo.seed", r"'grpo\.seed': overrides have the form key=value"),
+        ("=3", r"overrides have the form key=value"),
+        ("grpo.seed=[1", r"'grpo\.seed=\[1'"),
+        ("policy.model_name=${nowhere}", r"nowhere"),
+    ],
+)
+def test_what_is_wrong_is_named_in_one_line(override, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_recipe(DEMO, [override])
+    assert "\n" not in str(caught.value)
+
+
+def test_temperature_may_be_any_with_speculation_off():
+    recipe = load_recipe(
+        DEMO, ["policy.generation.temperature=0.7", "policy.generation.spec_rl.enabled=false"]
+    )
+    assert recipe.policy.generation.temperature == 0.7
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "no such file; give a YAML recipe"),
+        ("grpo: [", "cannot be read as YAML"),
+        ("- a\n- b", "must be a mapping"),
+        ("", "policy: missing; the recipe must set it"),
+        ("policy: {}", r"policy\.model_name: missing"),
+        (b"\xff\xfe\x00", "cannot be read as YAML"),
+    ],
+)
+def test_files_that_are_no_recipe(tmp_path, text, message):
+    path = tmp_path / "recipe.yaml"
+    if text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_recipe(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_recipes_have_no_key_twice():
+    class Strict(yaml.SafeLoader):
+        pass
+
+    def mapping(loader, node):
+        keys = [loader.construct_object(key) for key, _ in node.value]
+        assert len(keys) == len(set(keys)), f"{node.start_mark}: {keys}"
+        return loader.construct_mapping(node, deep=True)
+
+    Strict.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
+    for path in RECIPES:
+        yaml.load(path.read_text(), Strict)

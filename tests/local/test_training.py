@@ -1,0 +1,287 @@
+"""The embedded trainer through its command line: real engine, real cache, real SIGKILL.
+
+Every run is a process of its own, as a user's is. The recipe is the demo's, made small.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from nemo_specrl import RolloutStore
+from nemo_specrl.local.generation import tokenizer_identity
+from nemo_specrl.local.log import read_metrics
+from tests.conftest import REPOSITORY, SHIPPED_MODEL
+
+DEMO = "examples/configs/grpo_arith_cpu.yaml"
+SMALL = (
+    "grpo.num_prompts_per_step=4",
+    "grpo.num_generations_per_prompt=4",
+    "policy.train_global_batch_size=16",
+    "data.num_prompts=8",
+    "grpo.max_num_epochs=3",
+    "grpo.val_at_start=false",
+    "grpo.val_at_end=false",
+    "grpo.val_period=0",
+    "checkpointing.save_period=2",
+    "policy.generation.spec_rl.cache.max_bytes_per_node=4MiB",
+)
+TIMED = ("rollout_s", "verify_s", "train_s", "step_s", "eval_s")
+
+
+def command(folder, *overrides, config=DEMO):
+    return [
+        *(sys.executable, "-m", "nemo_specrl", "train", config, *SMALL),
+        f"checkpointing.checkpoint_dir={folder}",
+        f"logger.log_dir={folder}",
+        *overrides,
+    ]
+
+
+def train(folder, *overrides, code=0, config=DEMO):
+    done = subprocess.run(
+        command(folder, *overrides, config=config),
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == code, done.stderr[-3000:]
+    return done
+
+
+def start(folder, *overrides):
+    return subprocess.Popen(
+        command(folder, *overrides),
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def records(folder):
+    """Each step's record without what depends on the clock."""
+    return [
+        {k: v for k, v in r.items() if k not in TIMED and not k.endswith("_s")}
+        for r in read_metrics(folder / "metrics.jsonl")
+    ]
+
+
+def wait_for_steps(process, folder, steps):
+    while len(read_metrics(folder / "metrics.jsonl")) < steps:
+        assert process.poll() is None, process.stdout.read()[-3000:]
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that was never interrupted: six steps, three epochs."""
+    folder = tmp_path_factory.mktemp("whole")
+    train(folder)
+    return folder
+
+
+def test_a_run_writes_what_it_promises(whole):
+    steps = read_metrics(whole / "metrics.jsonl")
+    assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6]
+    assert [r["epoch"] for r in steps] == [0, 0, 1, 1, 2, 2]
+    for epoch in range(3):
+        prompts = [p for r in steps if r["epoch"] == epoch for p in r["prompts"]]
+        assert sorted(prompts) == list(range(8))
+    assert steps[0]["prompts"] != steps[2]["prompts"]  # shuffled anew
+    for record in steps:
+        assert record["policy_version"] == record["step"] - 1
+        assert record["step_s"] >= record["rollout_s"] + record["train_s"] - 1e-3
+        parts = ("lookup_s", "verify_s", "decode_s", "assembly_s")
+        assert record["rollout_s"] >= sum(record[f"spec_rl/{p}"] for p in parts) - 1e-3
+        assert record["decoded_tokens"] == record["spec_rl/decoded_tokens"]
+    cold, warm = steps[:2], steps[2:]
+    assert all(r["spec_rl/draft_coverage"] == 0 for r in cold)
+    assert all(r["spec_rl/draft_coverage"] > 0.5 for r in warm)
+    assert all(r["decoded_tokens"] < r["response_tokens"] for r in warm)
+    assert all(r["decoded_tokens"] == r["response_tokens"] for r in cold)
+    assert [p.name for p in sorted(whole.glob("step_*"))] == ["step_4", "step_6"]
+    assert list((whole / "tensorboard").iterdir())
+
+
+def test_a_run_that_is_done_has_nothing_to_do(whole):
+    before = (whole / "metrics.jsonl").read_bytes()
+    done = train(whole)
+    assert "nothing to do: 6 steps are done" in done.stdout
+    assert (whole / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_killed_run_goes_on_as_if_it_had_not_been(whole, tmp_path, seed):
+    """SIGKILL at a random moment; every step once, each with the same prompts and rewards."""
+    rng = random.Random(seed)
+    process = start(tmp_path)
+    wait_for_steps(process, tmp_path, rng.randint(2, 5))
+    time.sleep(rng.random())
+    process.kill()
+    process.wait()
+    survived = max((int(p.name[5:]) for p in tmp_path.glob("step_*")), default=0)
+    done = train(tmp_path)
+    assert survived == 0 or f"going on from step {survived}" in done.stdout
+    assert records(tmp_path) == records(whole)
+
+
+def test_an_interrupt_leaves_a_checkpoint(whole, tmp_path):
+    process = start(tmp_path, "checkpointing.save_period=1000")
+    wait_for_steps(process, tmp_path, 2)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output[-3000:]
+    assert "finishing this step, then saving" in output
+    (checkpoint,) = tmp_path.glob("step_*")
+    assert checkpoint.name in ("step_3", "step_4")
+    train(tmp_path)
+    assert records(tmp_path) == records(whole)
+
+
+def test_the_cache_of_a_run_is_in_its_checkpoint(whole, tmp_path):
+    RolloutStore.restore(whole / "step_6" / "rollout_cache", tmp_path / "copy")
+    identity = tokenizer_identity(str(SHIPPED_MODEL))
+    with RolloutStore(tmp_path / "copy", max_bytes=2**22, tokenizer_id=identity) as store:
+        assert store.stats().prompts == 8
+        assert store.stats().rollouts == 32
+
+
+def test_a_recipe_that_changed_is_refused(whole):
+    done = train(whole, "grpo.seed=1", "grpo.max_num_epochs=4", code=2)
+    assert "was made with grpo.seed = 42, the recipe says 1" in " ".join(done.stderr.split())
+
+
+def test_a_damaged_checkpoint_is_named(whole, tmp_path):
+    subprocess.run(["cp", "-r", str(whole), str(tmp_path / "run")], check=True)
+    damaged = tmp_path / "run" / "step_6" / "progress.json"
+    damaged.write_text("{")
+    done = train(tmp_path / "run", "grpo.max_num_epochs=4", code=2)
+    assert "remove this folder to resume from the checkpoint before it" in " ".join(
+        done.stderr.split()
+    )
+
+
+def test_plain_and_speculative_begin_alike(whole, tmp_path):
+    """Same seeds: the cold epoch's rollouts, rewards and updates are those of plain training."""
+    train(tmp_path, "policy.generation.spec_rl.enabled=false", "grpo.max_num_epochs=1")
+    plain = read_metrics(tmp_path / "metrics.jsonl")
+    speculative = read_metrics(whole / "metrics.jsonl")[:2]
+    for name in ("prompts", "reward", "response_tokens", "loss", "grad_norm"):
+        assert [r[name] for r in plain] == [r[name] for r in speculative]
+    assert not (tmp_path / "rollout_cache").exists()
+    assert not any(name.startswith("spec_rl/") for r in plain for name in r)
+
+
+def test_dapo(tmp_path):
+    """Clip-higher and dynamic sampling: groups that teach nothing are replaced."""
+    config = "examples/configs/dapo_arith_cpu.yaml"
+    small_groups = ("grpo.num_generations_per_prompt=2", "policy.train_global_batch_size=8")
+    train(tmp_path, *small_groups, config=config)
+    steps = read_metrics(tmp_path / "metrics.jsonl")
+    assert sum(len(r["prompts"]) for r in steps) == 24  # three epochs of eight
+    assert any(len(r["prompts"]) > 4 for r in steps)
+    assert all(r["grad_norm"] > 0 for r in steps[:-1])
+
+
+def test_ppo(tmp_path):
+    """A value model, GAE and several passes; it resumes like GRPO."""
+    config = "examples/configs/ppo_arith_cpu.yaml"
+    overrides = [o.replace("grpo.", "ppo.") for o in SMALL]
+    folders = [tmp_path / "a", tmp_path / "b"]
+
+    def run(folder, *more):
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "nemo_specrl", "train", config, *overrides),
+                f"checkpointing.checkpoint_dir={folder}",
+                f"logger.log_dir={folder}",
+                *more,
+            ],
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    run(folders[0], "ppo.max_num_steps=4")
+    run(folders[1], "ppo.max_num_steps=2")
+    run(folders[1], "ppo.max_num_steps=4")
+    assert records(folders[0]) == records(folders[1])
+    steps = records(folders[0])
+    assert all(r["value_loss"] > 0 for r in steps)
+    assert steps[3]["spec_rl/draft_coverage"] > 0.5
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("policy.generation.spec_rl.lenience=0", "lenience = 0: must be greater than 0"),
+        ("policy.generation.temperature=0.5", "set temperature: 1.0, or spec_rl.enabled: false"),
+        ("policy.model_name=nowhere", "must be a folder with a config.json"),
+        ("checkpointing.checkpoint_dir=/proc/nowhere", "/proc/nowhere"),
+        ("policy.generation.vllm_kwargs.nonsense=1", "vLLM refuses it"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(tmp_path, override, message):
+    done = train(tmp_path, override, code=2)
+    line = " ".join(done.stderr.split("nemo-specrl: ")[-1].split())
+    assert message in line
+    assert "Traceback" not in done.stderr
+
+
+def test_a_foreign_store_is_refused(tmp_path):
+    with RolloutStore(tmp_path / "cache", max_bytes=2**22, tokenizer_id="another"):
+        pass
+    done = train(
+        tmp_path / "run", f"policy.generation.spec_rl.cache.dir={tmp_path / 'cache'}", code=2
+    )
+    assert "is of tokenizer 'another'" in " ".join(done.stderr.split())
+
+
+def test_report_of_a_run(whole):
+    done = subprocess.run(
+        [sys.executable, "-m", "nemo_specrl", "report", str(whole)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "report.html" in done.stdout.replace("\n", "")
+    assert (whole / "report.png").stat().st_size > 10_000
+
+
+def test_compare(tmp_path):
+    """Both sides end to end, from one command."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "nemo_specrl", "compare", DEMO, *SMALL),
+            *("grpo.val_at_end=true", "grpo.max_val_samples=8", "--out", str(tmp_path)),
+        ],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=os.environ | {"COLUMNS": "200"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads((tmp_path / "compare.json").read_text())
+    assert {"rollout", "rollout_warm", "step", "decoded_tokens"} <= result["ratio"].keys()
+    for side in ("plain", "speculative"):
+        for name in ("rollout_s", "verify_s", "train_s", "step_s", "decoded_tokens", "reward"):
+            assert len(result[side][name]) == 6
+        assert result[side]["heldout_accuracy"][-1] is not None
+    plain, speculative = result["plain"], result["speculative"]
+    assert plain["reward"][:2] == speculative["reward"][:2]
+    expected = sum(plain["rollout_s"]) / sum(speculative["rollout_s"])
+    assert result["ratio"]["rollout"] == pytest.approx(expected)
+    assert result["ratio"]["decoded_tokens"] > 1
+    for name in ("compare.png", "compare.html"):
+        assert (tmp_path / name).stat().st_size > 10_000
