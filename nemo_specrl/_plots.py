@@ -1,0 +1,406 @@
+"""The pictures of ``report``: from columns of numbers to a PNG, nothing else.
+
+matplotlib is an extra and is imported only when a picture is drawn. Figures are made without
+pyplot, so no display and no global state is touched. The two colours can be told apart by the
+colour-blind (Okabe and Ito), and no meaning rests on colour alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nemo_specrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["SIDES", "HeldOut", "comparison_picture", "run_picture"]
+
+SIDES = ("plain", "speculative")
+Column = Sequence[float | None]
+
+_BLUE, _ORANGE, _GREEN, _PURPLE, _SKY = "#0072B2", "#D55E00", "#009E73", "#8C5A94", "#56B4E9"
+_COLOUR = {"plain": _BLUE, "speculative": _ORANGE}
+_GREY = "#555555"
+_INCHES, _DPI = (14, 9), 100  # 1400 x 900 pixels
+_STYLE: Any = {
+    "font.size": 11,
+    "axes.titlesize": 12,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.color": "#E6E6E6",
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.fontsize": 10,
+}
+
+
+# Of one run: heading, note below it, and (metric, label, colour) of each line.
+_PANELS: list[tuple[str, str, list[tuple[str, str, str]]]] = [
+    ("Tokens per step", "decoded: lower is better", [
+        ("response_tokens", "in the responses", _BLUE),
+        ("decoded_tokens", "decoded; the rest is reused", _ORANGE)]),
+    ("What becomes of drafts", "fractions; higher is faster", [
+        ("spec_rl/draft_coverage", "rows with a draft", _BLUE),
+        ("spec_rl/accepted_fraction", "draft tokens accepted", _ORANGE),
+        ("spec_rl/full_reuse_ratio", "drafts reused whole", _GREEN),
+        ("spec_rl/reused_token_fraction", "response reused", _PURPLE)]),
+    ("Training reward", "higher is better", [
+        ("reward", "all rows", _BLUE),
+        ("fresh_reward", "freshly decoded rows", _ORANGE)]),
+    ("Held-out accuracy, %", "higher is better", [
+        ("heldout_percent", "held-out prompts", _BLUE)]),
+    ("Size of the updates", "both stay small in a healthy run", [
+        ("kl", "KL, nats", _BLUE),
+        ("clip_fraction", "tokens clipped, fraction", _ORANGE)]),
+]  # fmt: skip
+
+
+class HeldOut(NamedTuple):
+    """Held-out accuracy (0 to 1) of one side at one step, over the seeds that were evaluated."""
+
+    step: int
+    mean: float
+    low: float
+    high: float
+    seeds: int
+
+
+def comparison_picture(
+    compare: dict[str, Any], heldout: dict[str, list[HeldOut]], verdict: str
+) -> bytes:
+    """Both sides of a comparison in one PNG of 1400 x 900 pixels.
+
+    Args:
+        compare: as ``compare.json`` holds it.
+        heldout: the points of each side, by step.
+        verdict: where speculation is lower, in words.
+
+    Raises:
+        ConfigError: matplotlib is missing.
+    """
+    with _canvas() as figure:
+        _headline(figure, compare["ratio"], verdict, steps=len(compare["plain"]["step_s"]))
+        grid = figure.add_gridspec(
+            2, 3, left=0.055, right=0.985, bottom=0.07, top=0.69, hspace=0.52, wspace=0.22
+        )
+        axes = [figure.add_subplot(grid[i // 3, i % 3]) for i in range(6)]
+        _draw_rollout_seconds(axes[0], compare)
+        _draw_cumulative(axes[1], compare)
+        _draw_decoded_tokens(axes[2], compare)
+        _draw_rewards(axes[3], {side: compare[side]["reward"] for side in SIDES})
+        _title(axes[3], "Training reward, all rows", "higher is better")
+        fresh = {side: compare[side]["fresh_reward"] for side in SIDES}
+        if not any(v is not None for v in fresh["plain"]):
+            fresh["plain"] = compare["plain"]["reward"]  # without speculation every row is fresh
+        _draw_rewards(axes[4], fresh)
+        _title(axes[4], "Reward of freshly decoded rows", "higher is better; in plain, every row")
+        _draw_heldout(axes[5], heldout)
+        for ax in axes:
+            # What has been spent so far rises to the right, out of its legend's way.
+            room = 0.3 if ax is axes[1] and len(compare["plain"]["epoch"]) >= 10 else None
+            _finish(ax, compare["plain"]["epoch"], room=room)
+        # One scale for both rewards, else noise in the few fresh rows would look like a difference.
+        low = min(axes[3].get_ylim()[0], axes[4].get_ylim()[0])
+        high = max(axes[3].get_ylim()[1], axes[4].get_ylim()[1])
+        axes[3].set_ylim(low, high)
+        axes[4].set_ylim(low, high)
+        return _png(figure)
+
+
+def run_picture(columns: dict[str, list[float | None]], title: str) -> bytes:
+    """One run in one PNG of 1400 x 900 pixels.
+
+    Args:
+        columns: metric name to its value at each step; a metric may be missing.
+        title: stands above the picture.
+
+    Raises:
+        ConfigError: matplotlib is missing.
+    """
+    with _canvas() as figure:
+        figure.text(0.015, 0.96, title, fontsize=20, weight="bold", va="center")
+        grid = figure.add_gridspec(
+            2, 3, left=0.055, right=0.975, bottom=0.07, top=0.87, hspace=0.42, wspace=0.24
+        )
+        axes = [figure.add_subplot(grid[i // 3, i % 3]) for i in range(6)]
+        steps = [int(step or 0) for step in columns["step"]]
+        _draw_step_seconds(axes[0], steps, columns)
+        _title(axes[0], "Seconds per step", "lower is better")
+        accuracies = columns.get("heldout_accuracy", [])
+        columns = columns | {
+            "heldout_percent": [None if a is None else 100 * a for a in accuracies]
+        }
+        for ax, (heading, note, lines) in zip(axes[1:], _PANELS, strict=True):
+            for name, label, colour in lines:
+                _draw_column(ax, steps, columns.get(name, []), label, colour)
+            _title(ax, heading, note)
+        for ax in axes:
+            _finish(ax, columns.get("epoch", ()), steps)
+        return _png(figure)
+
+
+def _headline(figure: Figure, ratios: dict[str, float | None], verdict: str, *, steps: int) -> None:
+    figure.text(
+        0.015,
+        0.968,
+        "Plain and speculative rollouts, side by side",
+        fontsize=20,
+        weight="bold",
+        va="center",
+    )
+    figure.text(
+        0.015,
+        0.945,
+        f"{steps} training step{'s' * (steps != 1)}, the same prompts at each. "
+        "Plain decodes every response anew; "
+        "speculative first verifies the previous epoch's response and keeps what is accepted.\n"
+        "Big figures: plain divided by speculative. Above 1, speculation needs less.",
+        fontsize=11,
+        color=_GREY,
+        va="top",
+        linespacing=1.4,
+    )
+    captions = {
+        "rollout": "rollout time",
+        "rollout_warm": "rollout time from\nthe third epoch on",
+        "step": "time of whole steps",
+        "decoded_tokens": "decoded tokens",
+    }
+    for i, (name, caption) in enumerate(captions.items()):
+        ratio, x = ratios[name], 0.085 + 0.148 * i
+        if ratio is None:
+            number, caption = (
+                "n/a",
+                "rollout time, third\nepoch on: not reached" if name == "rollout_warm" else caption,
+            )
+        else:
+            number = f"{ratio:.3g}x" if ratio >= 10 else f"{ratio:.2f}x"
+            caption += "\nMORE with speculation" if round(ratio, 2) < 1 else ""
+        gain = ratio is not None and round(ratio, 2) > 1
+        figure.text(
+            x,
+            0.853,
+            number,
+            fontsize=33,
+            weight="bold",
+            ha="center",
+            va="center",
+            color=_ORANGE if gain else "black",
+        )
+        figure.text(x, 0.818, caption, fontsize=11.5, ha="center", va="top")
+    figure.text(
+        0.64,
+        0.883,
+        textwrap.fill(verdict, 54),
+        fontsize=11.5,
+        va="top",
+        linespacing=1.4,
+        bbox={"boxstyle": "round,pad=0.6", "facecolor": "#F3F3F3", "edgecolor": "#BBBBBB"},
+    )
+
+
+def _draw_rollout_seconds(ax: Axes, compare: dict[str, Any]) -> None:
+    plain, speculative = compare["plain"], compare["speculative"]
+    edges = [i + 0.5 for i in range(len(plain["rollout_s"]) + 1)]
+    total, verify = sum(speculative["rollout_s"]), sum(speculative["verify_s"])
+    share = f" ({100 * verify / total:.0f} %)" if total else ""
+    ax.stairs(speculative["rollout_s"], edges, fill=True, color=_ORANGE, alpha=0.55,
+              label="speculative")  # fmt: skip
+    ax.stairs(speculative["verify_s"], edges, fill=True, facecolor="#7A3500", edgecolor="white",
+              hatch="////", linewidth=0, label=f"of it verification{share}")  # fmt: skip
+    ax.stairs(plain["rollout_s"], edges, baseline=None, color=_BLUE, linewidth=2, label="plain")
+    if any(plain["verify_s"]):
+        ax.stairs(plain["verify_s"], edges, baseline=None, color=_BLUE, linestyle=":",
+                  label="verification in plain")  # fmt: skip
+    ax.set_ylim(0, max(*plain["rollout_s"], *speculative["rollout_s"], 1e-9))
+    _title(ax, "Rollout seconds per step", "lower is better")
+
+
+def _draw_cumulative(ax: Axes, compare: dict[str, Any]) -> None:
+    longest = max(sum(compare[side]["step_s"]) for side in SIDES)
+    divisor, unit = next(
+        (d, u) for d, u in ((3600, "h"), (60, "min"), (1, "s")) if longest >= 2 * d or d == 1
+    )
+    for style, name, label in (("--", "step_s", "whole steps"), ("-", "rollout_s", "rollouts")):
+        for side in SIDES:
+            sums, total = [0.0], 0.0
+            for seconds in compare[side][name]:
+                total += seconds / divisor
+                sums.append(total)
+            ax.plot(range(len(sums)), sums, style, color=_COLOUR[side], linewidth=2,
+                    label=f"{label}, {side}: {total:.3g} {unit}")  # fmt: skip
+    ax.set_ylim(0, None)
+    _title(ax, f"Time spent so far, {unit}", "lower is better")
+
+
+def _draw_decoded_tokens(ax: Axes, compare: dict[str, Any]) -> None:
+    most = max(max(compare[side]["decoded_tokens"]) for side in SIDES)
+    divisor, unit = (1000, ", thousands") if most >= 10_000 else (1, "")
+    for side in SIDES:
+        tokens = [n / divisor for n in compare[side]["decoded_tokens"]]
+        ax.plot(
+            range(1, len(tokens) + 1),
+            tokens,
+            "-" if len(tokens) > 9 else "-o",
+            color=_COLOUR[side],
+            linewidth=2,
+            label=side,
+        )
+    ax.set_ylim(0, most / divisor or 1)
+    _title(ax, f"Decoded tokens per step{unit}", "lower is better: the rest is reused")
+
+
+def _draw_rewards(ax: Axes, rewards: dict[str, Column]) -> None:
+    window = max(1, len(rewards["plain"]) // 12)
+    for side, marker in zip(SIDES, ("o", "^"), strict=True):
+        steps = range(1, len(rewards[side]) + 1)
+        points = _gaps(rewards[side])
+        if all(map(math.isnan, points)):
+            continue
+        if window > 1:
+            ax.plot(steps, points, marker, color=_COLOUR[side], alpha=0.3, markersize=3.5,
+                    markeredgewidth=0)  # fmt: skip
+        mean = f", mean over {window} steps" if window > 1 else ""
+        ax.plot(steps, _moving_mean(points, window), "-" if window > 1 else f"-{marker}",
+                color=_COLOUR[side], linewidth=2.2, label=f"{side}{mean}")  # fmt: skip
+
+
+def _draw_heldout(ax: Axes, heldout: dict[str, list[HeldOut]]) -> None:
+    plain = {point.step: point.mean for point in heldout["plain"]}
+    size = 6 if len(plain) <= 20 else 3.5
+    for side in SIDES:
+        points = heldout[side]
+        if not points:
+            continue
+        steps = [p.step for p in points]
+        seeds = max(p.seeds for p in points)
+        label = f"{side}, mean of {seeds} seeds" if seeds > 1 else side
+        ax.plot(steps, [100 * p.mean for p in points], "-o", color=_COLOUR[side], linewidth=2.2,
+                markersize=size, label=label)  # fmt: skip
+        if seeds > 1:
+            ax.fill_between(steps, [100 * p.low for p in points], [100 * p.high for p in points],
+                            color=_COLOUR[side], alpha=0.15, linewidth=0.8)  # fmt: skip
+    lower = [p for p in heldout["speculative"] if p.mean < plain.get(p.step, 0) - 1e-11]
+    if lower:
+        ax.plot([p.step for p in lower], [100 * p.mean for p in lower], "v", color="black",
+                markerfacecolor=_ORANGE, markersize=size + 4,
+                label="speculation lower here")  # fmt: skip
+    banded = any(p.seeds > 1 for points in heldout.values() for p in points)
+    _title(ax, "Held-out accuracy, %", "higher is better" + ("; band: all seeds" if banded else ""))
+
+
+def _draw_step_seconds(ax: Axes, steps: Sequence[int], columns: dict[str, list[Any]]) -> None:
+    """Stacked: decoding, verification, training and the rest make up the step."""
+    empty: list[float | None] = [None] * len(steps)
+    rollout, verify, train, whole = (
+        [value or 0.0 for value in columns.get(name, empty)]
+        for name in ("rollout_s", "verify_s", "train_s", "step_s")
+    )
+    parts = {
+        "verification": (verify, "#7A3500"),
+        "rest of the rollout": ([r - v for r, v in zip(rollout, verify, strict=True)], _ORANGE),
+        "training": (train, _SKY),
+        "rest": (
+            [max(0.0, w - r - t) for w, r, t in zip(whole, rollout, train, strict=True)],
+            "#BBBBBB",
+        ),
+    }
+    ax.stackplot(steps, *(values for values, _ in parts.values()), labels=list(parts),
+                 colors=[colour for _, colour in parts.values()])  # fmt: skip
+    ax.set_ylim(0, max(*whole, *rollout, 1e-9))
+
+
+def _draw_column(ax: Axes, steps: Sequence[int], column: Column, label: str, colour: str) -> None:
+    """A line through the values that there are; markers where they are few."""
+    present = [(step, value) for step, value in zip(steps, column, strict=False)
+               if value is not None]  # fmt: skip
+    if present:
+        ax.plot(*zip(*present, strict=True), "-o" if len(present) <= 30 else "-", color=colour,
+                linewidth=2, markersize=4, label=label)  # fmt: skip
+
+
+def _title(ax: Axes, title: str, note: str) -> None:
+    ax.set_title(title, pad=22)
+    ax.text(0, 1.025, note, transform=ax.transAxes, fontsize=10.5, color=_GREY)
+
+
+def _finish(ax: Axes, epochs: Column, steps: Sequence[int] = (), room: float | None = None) -> None:
+    """Grid, a legend in room of its own above the data, and thin marks where epochs begin.
+
+    ``room`` is the share of the height that the legend may take; None: as much as it needs.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    entries = len(ax.get_legend_handles_labels()[0])
+    ax.set_xlabel("training step")
+    if not entries:
+        ax.text(0.5, 0.5, "not in this run", transform=ax.transAxes, ha="center", color=_GREY)
+        ax.set_xticks([])
+        ax.set_yticks([])
+        return
+    short = max(len(label) for label in ax.get_legend_handles_labels()[1]) < 24
+    columns = 2 if entries == 4 and short else 1
+    low, high = ax.get_ylim()
+    room = 0.05 + 0.09 * entries / columns if room is None else room
+    ax.set_ylim(low, low + (high - low) / (1 - room))
+    ax.legend(
+        loc="upper left", ncols=columns, framealpha=1, edgecolor="none", borderpad=0.1,
+        borderaxespad=0.3, handlelength=1.5, columnspacing=1,
+    )  # fmt: skip
+    steps = steps or range(1, len(epochs) + 1)
+    begins = [s for s, a, b in zip(steps[1:], epochs, epochs[1:], strict=False) if a != b]
+    if 0 < len(begins) <= 30:
+        for step in begins:
+            ax.axvline(step - 0.5, color="#D5D5D5", linewidth=0.8, zorder=0)
+        ax.set_xlabel("training step (grey lines: a new epoch)")
+    last = steps[-1] if steps else 1
+    ax.set_xlim(-0.02 * last, 1.02 * last + 0.5)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _gaps(column: Column) -> list[float]:
+    return [math.nan if value is None else value for value in column]
+
+
+def _moving_mean(values: Sequence[float], window: int) -> list[float]:
+    """Mean of the ``window`` steps that end at each step, of those that have a value."""
+    means = []
+    for i in range(len(values)):
+        recent = [v for v in values[max(0, i + 1 - window) : i + 1] if not math.isnan(v)]
+        means.append(sum(recent) / len(recent) if recent else math.nan)
+    return means
+
+
+@contextlib.contextmanager
+def _canvas() -> Iterator[Figure]:
+    """A figure in this module's style; matplotlib's own settings are as before afterwards."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError(
+            "plots need matplotlib, which is not installed: pip install nemo-specrl[plots]"
+        ) from None
+    with matplotlib.rc_context(_STYLE):
+        yield Figure(figsize=_INCHES, dpi=_DPI, facecolor="white")
+
+
+def _png(figure: Figure) -> bytes:
+    from PIL import Image  # comes with matplotlib
+
+    drawn, small = io.BytesIO(), io.BytesIO()
+    figure.savefig(drawn, format="png")
+    # 256 colours are enough for flat drawings, and a third of the bytes.
+    image = Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    image.save(small, format="png", optimize=True)
+    return small.getvalue()

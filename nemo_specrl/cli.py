@@ -1,0 +1,205 @@
+"""The command line: ``nemo-specrl train | compare | report | doctor``.
+
+Bad input ends with one line and exit code 2, whatever else goes wrong on purpose with code 1.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from nemo_specrl.errors import CacheError, CheckpointError, ConfigError, SpecRLError
+
+if TYPE_CHECKING:
+    from nemo_specrl.local.recipe import Recipe
+    from nemo_specrl.local.trainer import Trainer
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    help="Fast rollouts for reinforcement learning of language models, with NeMo-RL.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+error_console = Console(stderr=True)
+
+RecipeArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML recipe.")]
+OverridesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as grpo.max_num_epochs=3."),
+]
+OutOption = Annotated[Path, typer.Option("--out", help="Folder for everything it writes.")]
+
+
+def main() -> None:
+    """Entry point: runs the command, turns expected errors into one line and an exit code."""
+    try:
+        app()
+    except (ConfigError, CheckpointError, CacheError) as error:
+        _fail(error, 2)
+    except SpecRLError as error:
+        _fail(error, 1)
+
+
+def _fail(error: Exception, code: int) -> None:
+    line = " ".join(str(error).split())
+    error_console.print(
+        f"nemo-specrl: {line}", style="red", markup=False, highlight=False, soft_wrap=True
+    )
+    raise SystemExit(code)
+
+
+@app.command(
+    epilog="Example: nemo-specrl train examples/configs/grpo_arith_cpu.yaml grpo.max_num_epochs=3"
+)
+def train(config: RecipeArgument, overrides: OverridesArgument = None) -> None:
+    """Train on one machine. Run again, it goes on from its last checkpoint; Ctrl-C leaves one."""
+    from nemo_specrl.engine.compat import local_cpu_environment
+    from nemo_specrl.local.recipe import load_recipe
+
+    recipe = load_recipe(config, overrides or ())
+    local_cpu_environment()
+    from nemo_specrl.local.trainer import Trainer
+
+    trainer = Trainer(recipe)
+    _stop_on_signals(trainer)
+    begun = trainer.progress.step
+    if begun >= trainer.total_steps:
+        console.print(f"nothing to do: {begun} steps are done in {trainer.folder}")
+    else:
+        if begun:
+            console.print(f"going on from step {begun} in {trainer.folder}")
+        _train_with_progress(trainer, recipe)
+    trainer.close()
+    if trainer.stop:
+        raise SystemExit(130)
+
+
+def _train_with_progress(trainer: Trainer, recipe: Recipe) -> None:
+    name = "speculative" if recipe.spec_rl.enabled else "plain"
+    with Progress(
+        TextColumn(f"{name:>11}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[status]}"),
+        console=console,
+    ) as progress:
+        task = progress.add_task(
+            name, total=trainer.total_steps, completed=trainer.progress.step, status=""
+        )
+        for record in trainer.run():
+            progress.update(task, completed=record["step"], status=_status(record))
+            if not console.is_terminal:
+                console.print(
+                    f"{name:>11} step {record['step']:4d}  {_status(record)}", highlight=False
+                )
+
+
+def _status(record: dict[str, Any]) -> str:
+    speed = record["response_tokens"] / max(1e-9, record["rollout_s"])
+    parts = [f"reward {record['reward']:.3f}", f"{speed:,.0f} tokens/s"]
+    if "spec_rl/reused_token_fraction" in record:
+        parts.append(f"reused {record['spec_rl/reused_token_fraction']:.0%}")
+    parts.append(f"rollout {record['rollout_s']:.1f} s, step {record['step_s']:.1f} s")
+    if "heldout_accuracy" in record:
+        parts.append(f"held-out {record['heldout_accuracy']:.3f}")
+    return "  ".join(parts)
+
+
+def _stop_on_signals(trainer: Trainer) -> None:
+    """SIGINT and SIGTERM: finish the step, save, end. A second one ends at once."""
+
+    def stop(number: int, _frame: Any) -> None:
+        trainer.stop = True
+        signal.signal(number, signal.default_int_handler)
+        console.print("finishing this step, then saving; once more to end at once")
+
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+
+
+@app.command(
+    epilog="Example: nemo-specrl compare examples/configs/grpo_arith_cpu.yaml --out results/demo"
+)
+def compare(
+    config: RecipeArgument,
+    overrides: OverridesArgument = None,
+    out: OutOption = Path("results/compare"),
+) -> None:
+    """Train with speculation off and on: same seeds, same machine, one after the other.
+
+    Prints a table and writes compare.json, compare.png and compare.html. Run again, it goes on
+    where it was.
+    """
+    from nemo_specrl.local.recipe import load_recipe
+    from nemo_specrl.report import comparison, print_comparison, write_comparison
+
+    load_recipe(config, overrides or ())  # refuse a bad recipe before anything is started
+    sides = {"plain": "false", "speculative": "true"}
+    for side, enabled in sides.items():
+        folder = out / side
+        _run_side(
+            [
+                *("train", str(config), *(overrides or ())),
+                f"policy.generation.spec_rl.enabled={enabled}",
+                f"checkpointing.checkpoint_dir={folder}",
+                f"logger.log_dir={folder}",
+            ]
+        )
+    result = comparison(out / "plain", out / "speculative")
+    write_comparison(out, result)
+    print_comparison(result, console)
+    console.print(f"written: {out / 'compare.json'}, {out / 'compare.png'}, {out / 'compare.html'}")
+
+
+def _run_side(arguments: list[str]) -> None:
+    """Each side in a process of its own: neither finds the other's engine or warm memory."""
+    process = subprocess.Popen([sys.executable, "-m", "nemo_specrl", *arguments])
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:  # the terminal has sent it to the child too, which saves and ends
+        code = process.wait()
+    if code:
+        raise SystemExit(code)
+
+
+@app.command(epilog="Example: nemo-specrl report results/grpo_arith_cpu")
+def report(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's or a comparison's.")],
+) -> None:
+    """Plots and an HTML page of a run."""
+    from nemo_specrl.report import write_comparison, write_report
+
+    compared = run_dir / "compare.json"
+    if compared.is_file():
+        try:
+            write_comparison(run_dir, json.loads(compared.read_text()))
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+            raise ConfigError(f"{compared}: damaged: {error}") from None
+        console.print(f"written: {run_dir / 'compare.html'}")
+    else:
+        console.print(f"written: {write_report(run_dir)}")
+
+
+@app.command(epilog="Example: nemo-specrl doctor")
+def doctor() -> None:
+    """What is installed, what fits what, what is missing, and what to do about it."""
+    from nemo_specrl.doctor import diagnose, print_findings
+
+    code = print_findings(diagnose(), console)
+    if code:
+        raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    main()
