@@ -55,7 +55,7 @@ class FolderLock:
                     f"cannot open the rollout store {folder}: it is a file; name a folder"
                 )
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = open(folder / "lock", "a+b", buffering=0)
+            self._file = open(folder / "lock", "a+b", buffering=0)  # noqa: SIM115
             try:
                 self._hold(folder)
             except BaseException:

@@ -223,7 +223,7 @@ class RolloutStore:
         source = Path(os.path.realpath(snapshot_folder)) / SNAPSHOT_FILE
         target = Path(os.path.realpath(path))
         with as_cache_errors("read the snapshot", source):
-            snapshot = open(source, "rb")
+            snapshot = open(source, "rb")  # noqa: SIM115
         with snapshot, as_cache_errors(f"restore {source} to", target):
             size = max(0, os.fstat(snapshot.fileno()).st_size - _TRAILER_BYTES)
             snapshot.seek(size)

@@ -133,7 +133,7 @@ def completed(
         stop_reason=ending.stop_reason,
     )
     drafted = 0 if draft is None else len(draft)
-    completion.spec_rl = Reuse(drafted, accepted, policy, births, versions)  # type: ignore[attr-defined]
+    completion.spec_rl = Reuse(drafted, accepted, policy, births, versions)
     rollout = Rollout(
         request.row.key,
         request.row.slot,

@@ -71,7 +71,7 @@ class Ending:
 
     @property
     def finish_reason(self) -> str:
-        """vLLM's word for it."""
+        """The word that vLLM has for it."""
         return "length" if self.finish is Finish.LENGTH else "stop"
 
 

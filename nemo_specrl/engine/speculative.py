@@ -274,12 +274,12 @@ class SpeculativeLLM:
             found = request.detokenizer.feed(tokens, stop_terminated=by_token)
             if found is not None:  # with what was decoded behind the stop string left out
                 tokens = request.detokenizer.tokens[len(request.tokens) :]
-                logprobs = logprobs[: len(tokens)]  # type: ignore[index]
+                logprobs = logprobs[: len(tokens)]
         request.tokens += tokens
         if request.logprobs is None:
-            request.logprobs = logprobs  # type: ignore[assignment]
+            request.logprobs = logprobs
         else:
-            extend(request.logprobs, logprobs)  # type: ignore[arg-type]
+            extend(request.logprobs, logprobs)
         self.metrics.decoded_tokens += len(tokens)
         if found is None and not output.finished:
             return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -132,6 +132,11 @@ def load_state(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Opti
     optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True))
 
 
+def ones(sample: Sample) -> Float32Array:
+    """1 for each token of a response, float32 ``[n]``."""
+    return np.ones(len(sample.response), dtype=np.float32)
+
+
 @dataclass(eq=False)
 class MicroBatch:
     """Samples of like length, right-padded; position t of an array belongs to token t + 1."""
@@ -243,7 +248,7 @@ class TorchPolicy:
             importance = None
             if self.loss.use_importance_sampling_correction:
                 importance = batch.spread(
-                    lambda s: np.ones(len(s.response)) if s.importance is None else s.importance
+                    lambda s: ones(s) if s.importance is None else s.importance
                 )
             reference = None
             if self.reference is not None:
@@ -253,12 +258,12 @@ class TorchPolicy:
                 logprobs,
                 anchor,
                 batch.spread(lambda s: s.advantages),
-                batch.spread(lambda s: np.full(len(s.response), weight[id(s)])),
+                batch.spread(lambda s: ones(s) * np.float32(weight[id(s)])),
                 self.loss,
                 importance=importance,
                 reference=reference,
             )
-            loss.backward()
+            torch.autograd.backward(loss)
             sums["loss"] += loss.item()
             for name, value in logged.items():
                 sums[name] = sums.get(name, 0.0) + value.item()
@@ -294,7 +299,7 @@ class ValueModel:
 
     def __init__(self, policy: PolicyConfig, config: ValueConfig) -> None:
         self.config, self.micro = config, policy.train_micro_batch_size
-        backbone = load_model(policy.model_name)
+        backbone: Any = load_model(policy.model_name)
         head = torch.nn.Linear(backbone.config.hidden_size, 1)
         torch.nn.init.zeros_(head.weight)
         torch.nn.init.zeros_(head.bias)
@@ -324,10 +329,10 @@ class ValueModel:
                 self._values(batch),
                 batch.spread(lambda s: s.old_values),  # type: ignore[arg-type, return-value]
                 batch.spread(lambda s: s.returns),  # type: ignore[arg-type, return-value]
-                batch.spread(lambda s: np.full(len(s.response), 1.0 / total)),
+                batch.spread(lambda s: ones(s) / np.float32(total)),
                 self.config.value_clip,
             )
-            loss.backward()
+            torch.autograd.backward(loss)
             loss_sum += loss.item()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()

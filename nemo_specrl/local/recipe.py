@@ -236,7 +236,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         ConfigError: one line that names the file or key, its value and what would be right.
     """
     try:
-        config = OmegaConf.load(path)
+        config: Any = OmegaConf.load(path)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; give a YAML recipe") from None
     except (OSError, UnicodeDecodeError, YAMLError) as error:

@@ -31,11 +31,13 @@ class Problem:
 
     @property
     def question(self) -> str:
+        """The sum as text, with ``=?`` at its end."""
         first, *rest = self.terms
         return f"{first}" + "".join(f"{t:+d}" for t in rest) + "=?"
 
     @property
     def answer(self) -> int:
+        """The total."""
         return sum(self.terms)
 
     @property

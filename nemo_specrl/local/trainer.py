@@ -248,7 +248,7 @@ class Trainer:
 
     def _update(self, samples: list[Sample]) -> dict[str, float]:
         epochs = self.recipe.algorithm.ppo_epochs
-        metrics = {}
+        metrics: dict[str, float] = {}
         if self.value is not None:
             for _ in range(epochs):
                 metrics |= self.value.update(samples)

@@ -127,7 +127,8 @@ def accepted_lengths(
     first = np.searchsorted(rejected, starts)
     # Behind the last rejection stands the end of the batch, which lies beyond every draft's end.
     position = np.append(rejected, total)[first]
-    return np.minimum(position, ends) - starts
+    lengths: Int64Array = np.minimum(position, ends) - starts
+    return lengths
 
 
 def accepted_length(
@@ -151,4 +152,5 @@ def behaviour_logprobs(
         old_logprobs: under the reference policy, float ``[n]``, nats.
         lenience: > 0.
     """
-    return np.minimum(old_logprobs, np.add(new_logprobs, math.log(lenience)))
+    produced: FloatArray = np.minimum(old_logprobs, np.add(new_logprobs, math.log(lenience)))
+    return produced

@@ -23,7 +23,7 @@ def engine_logprobs(llm):
 
 
 def reference_logprobs(folder, weights):
-    """transformers' answer, in float32."""
+    """The answer of transformers, in float32."""
     from transformers import Qwen3ForCausalLM
 
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)

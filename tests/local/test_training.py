@@ -43,10 +43,18 @@ def command(folder, *overrides, config=DEMO):
     ]
 
 
+def environment(folder):
+    """Temporary files of a process that is killed stay in the test's own folder."""
+    temporary = folder.with_name(folder.name + "-temporary")
+    temporary.mkdir(parents=True, exist_ok=True)
+    return os.environ | {"TMPDIR": str(temporary), "COLUMNS": "200"}
+
+
 def train(folder, *overrides, code=0, config=DEMO):
     done = subprocess.run(
         command(folder, *overrides, config=config),
         cwd=REPOSITORY,
+        env=environment(folder),
         capture_output=True,
         text=True,
         timeout=240,
@@ -59,6 +67,7 @@ def start(folder, *overrides):
     return subprocess.Popen(
         command(folder, *overrides),
         cwd=REPOSITORY,
+        env=environment(folder),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -269,7 +278,7 @@ def test_compare(tmp_path):
         capture_output=True,
         text=True,
         timeout=280,
-        env=os.environ | {"COLUMNS": "200"},
+        env=environment(tmp_path / "compare"),
     )
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads((tmp_path / "compare.json").read_text())

@@ -1,0 +1,93 @@
+"""What speculation costs where it cannot help: rollouts with a cache that never hits.
+
+    .venv/bin/python benchmarks/cold_overhead.py
+
+Pairs of the same batch of new prompts, once through ``vllm.LLM.generate`` and once through
+``SpeculativeLLM`` on a real store, journal and sync included, in one process and in alternating
+order; prints the ratio of each pair and their median. Needs the CPU stack; about five minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from nemo_specrl import RolloutStore, SpecRLConfig, SpeculativeLLM
+from nemo_specrl.engine.compat import local_cpu_environment
+from nemo_specrl.local.task import EOS, arithmetic_problems
+
+GROUP = 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="examples/models/qwen3-arith")
+    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--prompts", type=int, default=16, help="of a batch, eight rows each")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    args = parser.parse_args()
+
+    local_cpu_environment()
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=args.model,
+        dtype="bfloat16",
+        max_model_len=512,
+        max_num_seqs=16,
+        block_size=32,
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        disable_log_stats=True,
+    )
+    problems = arithmetic_problems((args.pairs + 1) * args.prompts, seed=5)
+    seconds: dict[str, list[float]] = {"plain": [], "speculative": []}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        RolloutStore(folder, max_bytes=2**28, tokenizer_id="benchmark") as store,
+    ):
+        speculative = SpeculativeLLM(llm, store, SpecRLConfig(enabled=True))
+        for pair in range(args.pairs + 1):
+            batch = problems[pair * args.prompts : (pair + 1) * args.prompts]
+            prompts = [{"prompt_token_ids": p.prompt} for p in batch for _ in range(GROUP)]
+            params = [
+                SamplingParams(
+                    max_tokens=240,
+                    temperature=1.0,
+                    logprobs=0,
+                    flat_logprobs=True,
+                    detokenize=False,
+                    stop_token_ids=[EOS],
+                    seed=i,
+                )
+                for i in range(len(prompts))
+            ]
+            order = ("plain", "speculative") if pair % 2 else ("speculative", "plain")
+            for side in order:
+                llm.reset_prefix_cache()
+                started = time.perf_counter()
+                if side == "plain":
+                    llm.generate(prompts, params, use_tqdm=False)
+                else:
+                    speculative.generate(prompts, params, use_tqdm=False)
+                    store.sync()
+                    assert speculative.metrics.drafts == 0
+                if pair:  # the first pair warms up
+                    seconds[side].append(time.perf_counter() - started)
+    ratios = [s / p for s, p in zip(seconds["speculative"], seconds["plain"], strict=True)]
+    print("speculative over plain, pair by pair:", " ".join(f"{r:.3f}" for r in ratios))
+    quartiles = statistics.quantiles(ratios, n=4)
+    print(f"median {statistics.median(ratios):.4f}")
+    print(f"quartiles {quartiles[0]:.4f} {quartiles[2]:.4f}")
+    total = {side: sum(values) for side, values in seconds.items()}
+    print(f"sums {total['speculative']:.1f} s over {total['plain']:.1f} s")
+    if args.json:
+        args.json.write_text(json.dumps({"seconds": seconds, "ratios": ratios}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
