@@ -28,6 +28,7 @@ app = typer.Typer(
     help="Fast rollouts for reinforcement learning of language models, with NeMo-RL.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    add_completion=False,
 )
 console = Console()
 error_console = Console(stderr=True)
@@ -73,13 +74,12 @@ def train(config: RecipeArgument, overrides: OverridesArgument = None) -> None:
     trainer = Trainer(recipe)
     _stop_on_signals(trainer)
     begun = trainer.progress.step
-    if begun >= trainer.total_steps:
+    if trainer.done:
         console.print(f"nothing to do: {begun} steps are done in {trainer.folder}")
     else:
         if begun:
             console.print(f"going on from step {begun} in {trainer.folder}")
         _train_with_progress(trainer, recipe)
-    trainer.close()
     if trainer.stop:
         raise SystemExit(130)
 
@@ -100,9 +100,8 @@ def _train_with_progress(trainer: Trainer, recipe: Recipe) -> None:
         for record in trainer.run():
             progress.update(task, completed=record["step"], status=_status(record))
             if not console.is_terminal:
-                console.print(
-                    f"{name:>11} step {record['step']:4d}  {_status(record)}", highlight=False
-                )
+                line = f"{name:>11} step {record['step']:4d}  {_status(record)}"
+                console.print(line, highlight=False, soft_wrap=True)
 
 
 def _status(record: dict[str, Any]) -> str:

@@ -43,8 +43,6 @@ class Trainer:
         stop: set it to have the run save a checkpoint and end after the step under way.
 
     Raises:
-        ConfigError: a model, folder or engine option that cannot be.
-        CacheError: the rollout cache is in use, of another tokenizer, or its folder unwritable.
         CheckpointError: the checkpoint is damaged or of another recipe.
     """
 
@@ -55,22 +53,32 @@ class Trainer:
         self.problems = arithmetic_problems(recipe.data.num_prompts, recipe.data.seed)
         self.heldout = _heldout_problems(recipe, self.problems)
         self.progress = checkpoint.Progress(recipe=_fixed_part(recipe))
+        self._resumed_from: Path | None = None
         found = checkpoint.latest(self.folder)
         if found is not None:
             _check_same_recipe(found[0], found[1].recipe, self.progress.recipe)
-            self.progress = found[1]
-        self.store = self._open_store(None if found is None else found[0])
-        torch.manual_seed(recipe.algorithm.seed)
-        self.policy: Policy = TorchPolicy(recipe.policy, recipe.loss_fn, recipe.algorithm.seed)
-        self.value = ValueModel(recipe.policy, recipe.value) if recipe.ppo is not None else None
-        self.generation = Generation(recipe, self.store)
-        if found is not None:
-            self._load(found[0])
-        self.log = MetricsLog(
-            recipe.logger.log_dir,
-            self.progress.step,
-            tensorboard=recipe.logger.tensorboard_enabled,
-        )
+            self._resumed_from, self.progress = found
+
+    def _build(self) -> None:
+        """Everything that takes time and memory; a run that is done needs none of it."""
+        recipe, found = self.recipe, self._resumed_from
+        self.store = self._open_store(found)
+        try:
+            torch.manual_seed(recipe.algorithm.seed)
+            self.policy: Policy = TorchPolicy(recipe.policy, recipe.loss_fn, recipe.algorithm.seed)
+            self.value = ValueModel(recipe.policy, recipe.value) if recipe.ppo else None
+            self.generation = Generation(recipe, self.store)
+            if found is not None:
+                self._load(found)
+            self.log = MetricsLog(
+                recipe.logger.log_dir,
+                self.progress.step,
+                tensorboard=recipe.logger.tensorboard_enabled,
+            )
+        except BaseException:
+            if self.store is not None:
+                self.store.close()
+            raise
 
     @property
     def total_steps(self) -> int:
@@ -78,20 +86,35 @@ class Trainer:
         algorithm = self.recipe.algorithm
         return min(algorithm.max_num_steps, algorithm.max_num_epochs * self.recipe.steps_per_epoch)
 
+    @property
+    def done(self) -> bool:
+        """Whether all steps are done or all data is drawn."""
+        algorithm = self.recipe.algorithm
+        drawn_all = self.progress.position >= algorithm.max_num_epochs * self.recipe.steps_per_epoch
+        return drawn_all or self.progress.step >= algorithm.max_num_steps
+
     def run(self) -> Iterator[dict[str, Any]]:
         """Train to the end; yields the record of each step once it is in the log.
 
         Records are described in docs/local.md. The run's files are closed when the iterator ends.
+
+        Raises:
+            ConfigError: a model, folder or engine option that cannot be.
+            CacheError: the rollout cache is in use, of another tokenizer, or cannot be written.
+            CheckpointError: the checkpoint is damaged.
         """
         algorithm = self.recipe.algorithm
+        if self.done:
+            return
+        self._build()
         try:
             at_start: dict[str, Any] = {}
             if algorithm.val_at_start and self.progress.step == 0:
                 at_start["heldout_accuracy_at_start"] = self._evaluate()
-            while not self._done() and not self.stop:
+            while not self.done and not self.stop:
                 record = self._step() | at_start
                 at_start = {}
-                last = self._done()
+                last = self.done
                 period = algorithm.val_period
                 if (period and record["step"] % period == 0) or (last and algorithm.val_at_end):
                     started = time.perf_counter()
@@ -104,13 +127,9 @@ class Trainer:
                     self._save()
                 yield record
         finally:
-            self.close()
-
-    def close(self) -> None:
-        """Close the log and the cache."""
-        self.log.close()
-        if self.store is not None:
-            self.store.close()
+            self.log.close()
+            if self.store is not None:
+                self.store.close()
 
     # --- one step -----------------------------------------------------------------------------
 
@@ -170,7 +189,7 @@ class Trainer:
                 rewards = np.array([reward(problem, g.tokens) for g in group])
                 teaches = not algorithm.use_dynamic_sampling or np.ptp(rewards) > 0
                 (kept if teaches else idle).append((problem, group, rewards))
-            if len(kept) >= wanted or self._done():
+            if len(kept) >= wanted or self.done:
                 break
         # Groups that cannot teach fill the batch where the rest ran short: they have no gradient.
         for problem, group, rewards in (kept + idle)[:wanted]:
@@ -266,11 +285,6 @@ class Trainer:
             for tokens in group
         ]
         return float(np.mean(right))
-
-    def _done(self) -> bool:
-        algorithm = self.recipe.algorithm
-        drawn_all = self.progress.position >= algorithm.max_num_epochs * self.recipe.steps_per_epoch
-        return drawn_all or self.progress.step >= algorithm.max_num_steps
 
     # --- the disk -----------------------------------------------------------------------------
 
