@@ -5,6 +5,7 @@ Reads the engine's limits; runs nothing.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -60,8 +61,8 @@ class Request:
         text: of its prompt, where the caller gave one.
         prompt_index: its prompt's position in the call.
         child: its index among the ``n`` of its prompt.
-        wanted: what the caller asked for, with ``n == 1``.
-        params: the same with the log-probs that the cache needs.
+        wanted: what the caller asked for.
+        params: the same for one rollout, with the log-probs that the cache needs.
         rules: what ends its response.
         row: prompt key and slot.
         draft: what is offered for verification, already cut to the request's rules and limits.
@@ -146,11 +147,11 @@ def build_requests(
     requests: list[Request] = []
     for i, ((text, tokens), params) in enumerate(zip(rendered, sampling_params, strict=True)):
         for child in range(params.n):
-            wanted = params.clone()
-            wanted.n = 1
+            # Shallow copies: SamplingParams.clone() costs as much as looking a rollout up.
+            internal = copy.copy(params)
+            internal.n = 1
             if params.seed is not None:
-                wanted.seed = params.seed + child  # as vLLM's ParentRequest does
-            internal = wanted.clone()
+                internal.seed = params.seed + child  # as vLLM's ParentRequest does
             internal.logprobs = params.logprobs or 0
             internal.flat_logprobs = True
             internal.output_kind = RequestOutputKind.FINAL_ONLY
@@ -162,7 +163,7 @@ def build_requests(
                 extra_eos=limits.extra_eos,
                 tokenizer=limits.tokenizer,
             )
-            requests.append(Request(text, i, child, wanted, internal, rules, rows[len(requests)]))
+            requests.append(Request(text, i, child, params, internal, rules, rows[len(requests)]))
     return requests
 
 

@@ -5,6 +5,7 @@ Makes vLLM's sampling parameters and reads its outputs; runs no engine.
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -56,7 +57,7 @@ def continuation_params(request: Request, policy_version: int) -> SamplingParams
     """Of the request that decodes on from the accepted prefix."""
     from vllm.sampling_params import RequestOutputKind
 
-    params = request.params.clone()
+    params = copy.copy(request.params)
     params.max_tokens = request.rules.budget - request.accepted
     if params.seed is not None:
         # The draft was drawn with this very stream: its continuation needs one of its own.
