@@ -1,6 +1,8 @@
 """Seconds of the acceptance test and its uniforms on a large batch, without any engine.
 
-.venv/bin/python benchmarks/acceptance.py
+    .venv/bin/python benchmarks/acceptance.py
+
+Prints medians over several policy versions.
 """
 
 from __future__ import annotations

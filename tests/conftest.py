@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from pathlib import Path
 
+import hypothesis.configuration
 import pytest
 
 from nemo_specrl.engine.compat import local_cpu_environment
@@ -13,6 +15,9 @@ REPOSITORY = Path(__file__).parent.parent
 SHIPPED_MODEL = REPOSITORY / "examples" / "models" / "qwen3-arith"
 
 local_cpu_environment()
+
+_hypothesis_files = tempfile.TemporaryDirectory()  # nothing is left in the tree
+hypothesis.configuration.set_hypothesis_home_dir(_hypothesis_files.name)
 
 
 class DictCache:
