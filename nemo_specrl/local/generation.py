@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     import torch
     from vllm import LLM
 
+DEFAULT_MAX_NUM_SEQS = 64
+
 __all__ = ["Generated", "Generation", "build_engine", "tokenizer_identity"]
 
 
@@ -56,9 +58,21 @@ def build_engine(recipe: Recipe) -> LLM:
         ConfigError: vLLM refuses the model or an argument.
     """
     from vllm import LLM
+    from vllm.platforms import current_platform
 
     generation = recipe.policy.generation
     vllm_cfg = generation.vllm_cfg
+    # A seeded request whose prefill is cut in two ends a CPU engine: vLLM rewinds the request's
+    # generator, which CPU generators cannot (v1/worker/gpu_model_runner.py, _bookkeeping_sync). So
+    # that none is cut, a step holds the longest rows that can run at once.
+    rows = generation.vllm_kwargs.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS)
+    whole = rows * vllm_cfg.max_model_len
+    batched = generation.vllm_kwargs.get("max_num_batched_tokens", whole)
+    if current_platform.is_cpu() and batched < whole:
+        raise ConfigError(
+            f"policy.generation.vllm_kwargs.max_num_batched_tokens = {batched}: must be at least "
+            f"max_num_seqs * max_model_len = {whole} on a CPU, or left out"
+        )
     try:
         return LLM(
             model=recipe.policy.model_name,
@@ -71,7 +85,11 @@ def build_engine(recipe: Recipe) -> LLM:
             enable_prefix_caching=True,
             disable_log_stats=True,
             worker_extension_cls="nemo_specrl.engine.compat.RefitExtension",
-            **generation.vllm_kwargs,
+            **{
+                "max_num_seqs": rows,
+                "max_num_batched_tokens": batched,
+                **generation.vllm_kwargs,
+            },
         )
     except (ValueError, TypeError, OSError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
