@@ -44,7 +44,7 @@ same() { [[ -f $1 && $(<"$1") == "$2" ]]; }
 # The Python of .venv still runs, and is the one asked for.
 same_python() {
     local version
-    version=$("$venv/bin/python" -V 2>/dev/null) && [[ -z ${PYTHON:-} || $version == $("$PYTHON" -V) ]]
+    version=$("$venv/bin/python" -V 2>/dev/null) && [[ -z ${PYTHON:-} || $version == $("$PYTHON" -V 2>/dev/null) ]]
 }
 
 # In parentheses with exec, so that to kill the job is to kill the installer.
