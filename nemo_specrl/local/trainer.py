@@ -166,8 +166,9 @@ class Trainer:
             "response_length": float(np.mean([len(g.tokens) for g in flat])),
             **metrics,
         }
-        if self.recipe.spec_rl.enabled:
+        if self.store is not None:
             record |= rollout_times.engine.as_dict()
+            record["spec_rl/corrupt_records"] = self.store.stats().corrupt_records
         return record
 
     def _collect(self) -> _Batch:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 
-from nemo_specrl import Finish, Rollout, prompt_key
+from nemo_specrl import Finish, Rollout, RolloutStore, prompt_key
 from nemo_specrl.engine.assembly import reuse_of
 from nemo_specrl.errors import ConfigError, UnsupportedSampling
 from nemo_specrl.local.task import EOS, encode
@@ -449,6 +449,27 @@ def test_a_draft_of_foreign_tokens_is_decoded_plainly(speculative):
     made = speculative(DictCache([draft([5, 31_999, 6])]), version=1)
     assert reuse_of(only(generate(made))).fresh
     assert made.metrics.refused_drafts == 1
+
+
+def test_a_damaged_record_is_decoded_plainly_and_counted(speculative, tmp_path):
+    """A real store, one byte of one rollout's tokens flipped on disk; its sibling is reused."""
+    options = {"max_bytes": 2**21, "tokenizer_id": "test"}
+    tokens = [*encode("12+34=46;#46"), EOS]
+    with RolloutStore(tmp_path / "store", **options) as store:
+        store.put([draft(tokens), draft([*encode("99"), EOS], slot=1)])
+    path = tmp_path / "store" / "data.mdb"
+    data = bytearray(path.read_bytes())
+    place = data.index(np.asarray(tokens, dtype="<u2").tobytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+    with RolloutStore(tmp_path / "store", **options) as store:
+        made = speculative(store, version=1)
+        damaged, sound = generate(made, rows=2, params=[sampling(seed=1), sampling(seed=2)])
+        assert reuse_of(damaged.outputs[0]).fresh
+        assert sound.outputs[0].text == "99"
+        assert store.stats().corrupt_records == 1
+        assert made.metrics.cache_errors == 0
+        assert len(store) == 2  # what was decoded has taken the damaged record's place
 
 
 def test_an_interrupt_leaves_an_engine_that_can_be_used_again(speculative, llm):
