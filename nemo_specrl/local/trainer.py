@@ -108,6 +108,7 @@ class Trainer:
             return
         self._build()
         try:
+            saved = True
             at_start: dict[str, Any] = {}
             if algorithm.val_at_start and self.progress.step == 0:
                 at_start["heldout_accuracy_at_start"] = self._evaluate()
@@ -121,11 +122,12 @@ class Trainer:
                     record["heldout_accuracy"] = self._evaluate()
                     record["eval_s"] = time.perf_counter() - started
                 self.log.write(record)
-                checkpointing = self.recipe.checkpointing
-                due = record["step"] % checkpointing.save_period == 0 or last or self.stop
-                if checkpointing.enabled and due:
+                saved = last or record["step"] % self.recipe.checkpointing.save_period == 0
+                if saved:
                     self._save()
                 yield record
+            if not saved:  # stopped, whenever in its last step the signal came
+                self._save()
         finally:
             self.log.close()
             if self.store is not None:
@@ -307,6 +309,9 @@ class Trainer:
         )
 
     def _save(self) -> None:
+        if not self.recipe.checkpointing.enabled:
+            return
+
         def write(folder: Path) -> None:
             self.policy.save(folder / "policy")
             if self.value is not None:

@@ -149,7 +149,7 @@ def test_an_interrupt_leaves_a_checkpoint(whole, tmp_path):
     assert process.returncode == 130, output[-3000:]
     assert "finishing this step, then saving" in output
     (checkpoint,) = tmp_path.glob("step_*")
-    assert checkpoint.name in ("step_3", "step_4")
+    assert checkpoint.name in ("step_2", "step_3", "step_4")
     train(tmp_path)
     assert records(tmp_path) == records(whole)
 
