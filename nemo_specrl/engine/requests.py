@@ -59,7 +59,6 @@ class Request:
 
     Args:
         text: of its prompt, where the caller gave one.
-        prompt_index: its prompt's position in the call.
         child: its index among the ``n`` of its prompt.
         wanted: what the caller asked for.
         params: the same for one rollout, with the log-probs that the cache needs.
@@ -74,7 +73,6 @@ class Request:
     """
 
     text: str | None
-    prompt_index: int
     child: int
     wanted: SamplingParams
     params: SamplingParams
@@ -145,7 +143,7 @@ def build_requests(
     rendered = [_tokens(prompt, limits.tokenizer) for prompt in prompts]
     rows = _rows([tokens for _, tokens in rendered], [p.n for p in sampling_params], slots)
     requests: list[Request] = []
-    for i, ((text, tokens), params) in enumerate(zip(rendered, sampling_params, strict=True)):
+    for (text, tokens), params in zip(rendered, sampling_params, strict=True):
         for child in range(params.n):
             # Shallow copies: SamplingParams.clone() costs as much as looking a rollout up.
             internal = copy.copy(params)
@@ -163,7 +161,7 @@ def build_requests(
                 extra_eos=limits.extra_eos,
                 tokenizer=limits.tokenizer,
             )
-            requests.append(Request(text, i, child, params, internal, rules, rows[len(requests)]))
+            requests.append(Request(text, child, params, internal, rules, rows[len(requests)]))
     return requests
 
 

@@ -217,10 +217,9 @@ class SpeculativeLLM:
                 metrics.decode_s += (1 - share) * (stepped - stepping)
                 verified: list[tuple[Request, RequestOutput]] = []
                 for output in outputs:
-                    request_of_output = inflight.get(output.request_id)
-                    if request_of_output is None:
+                    if output.request_id not in inflight:
                         continue  # aborted a step ago
-                    request = request_of_output
+                    request = inflight[output.request_id]
                     if request.verifying:
                         if output.finished:
                             del inflight[output.request_id]

@@ -173,17 +173,9 @@ class Generation:
                 is not answered twice with the same words.
         """
         group = self.recipe.algorithm.num_generations_per_prompt
-        rows = [prompt for prompt in prompts for _ in range(group)]
-        params = []
-        for prompt in prompts:
-            key = prompt_key(prompt)
-            params += [self._params(key, slot, f"rollout {attempt}") for slot in range(group)]
+        rows, params = self._rows(prompts, group, f"rollout {attempt}")
         started = time.perf_counter()
-        outputs = self.speculative.generate(
-            [{"prompt_token_ids": row} for row in rows],
-            params,
-            use_tqdm=False,
-        )
+        outputs = self.speculative.generate(rows, params, use_tqdm=False)
         if self.store is not None:
             self.store.sync()
         elapsed = time.perf_counter() - started
@@ -193,14 +185,8 @@ class Generation:
 
     def heldout(self, prompts: list[list[int]], samples: int) -> list[list[list[int]]]:
         """Responses for an evaluation, straight from the engine: the cache has no part in it."""
-        rows = [prompt for prompt in prompts for _ in range(samples)]
-        params = []
-        for prompt in prompts:
-            key = prompt_key(prompt)
-            params += [self._params(key, slot, "heldout") for slot in range(samples)]
-        outputs = self.llm.generate(
-            [{"prompt_token_ids": row} for row in rows], params, use_tqdm=False
-        )
+        rows, params = self._rows(prompts, samples, "heldout")
+        outputs = self.llm.generate(rows, params, use_tqdm=False)
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
         return [tokens[i : i + samples] for i in range(0, len(tokens), samples)]
 
@@ -208,6 +194,17 @@ class Generation:
         """What the rollouts since the last call took."""
         times, self.times = self.times, RolloutTimes()
         return times
+
+    def _rows(
+        self, prompts: list[list[int]], group: int, purpose: str
+    ) -> tuple[list[Any], list[Any]]:
+        """``group`` rows of each prompt, siblings side by side, and their sampling parameters."""
+        rows, params = [], []
+        for prompt in prompts:
+            key = prompt_key(prompt)
+            rows += [{"prompt_token_ids": prompt} for _ in range(group)]
+            params += [self._params(key, slot, purpose) for slot in range(group)]
+        return rows, params
 
     def _params(self, key: bytes, slot: int, purpose: str) -> Any:
         """Sampling parameters whose seed depends on the row alone: a replay draws the same."""
