@@ -1,0 +1,112 @@
+"""Placement: balance, minimal movement, no two copies on a node."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_specrl import prompt_key
+from nemo_specrl.cache.placement import Move, moves, partition_of, place
+from nemo_specrl.errors import ConfigError
+
+names = st.lists(st.text("abcdef0123456789-", min_size=1), min_size=1, max_size=12, unique=True)
+partitions = st.integers(1, 128)
+replicas = st.integers(1, 4)
+
+
+@given(names, partitions, replicas, st.randoms())
+def test_a_table_is_a_function_of_its_arguments(members, count, copies, random):
+    table = place(members, count, copies)
+    shuffled = random.sample(members, len(members))
+    assert place(shuffled, count, copies) == table
+    assert len(table) == count
+    for nodes in table:
+        assert len(nodes) == min(copies, len(members)) == len(set(nodes))
+        assert set(nodes) <= set(members)
+
+
+@given(names, partitions, replicas)
+def test_more_copies_or_other_partitions_leave_a_partitions_nodes_alone(members, count, copies):
+    table = place(members, count, copies)
+    assert [n[:copies] for n in place(members, count, copies + 1)] == list(table)
+    assert place(members, count + 5, copies)[:count] == table
+
+
+@given(names, st.text("xyz", min_size=1), partitions, replicas)
+def test_a_node_that_comes_takes_what_it_scores_highest_on_and_nothing_else(
+    members, new, count, copies
+):
+    before, after = place(members, count, copies), place([*members, new], count, copies)
+    for move in moves(before, after, [*members, new]):
+        assert move.target == new
+        assert move.sources == before[move.partition]
+    for old, now in zip(before, after, strict=True):
+        assert [n for n in now if n != new] == list(old)[: len(now) - (new in now)]
+
+
+@given(names.filter(lambda m: len(m) > 1), partitions, replicas)
+def test_a_node_that_goes_moves_its_own_copies_and_nothing_else(members, count, copies):
+    gone, *rest = members
+    before, after = place(members, count, copies), place(rest, count, copies)
+    made = moves(before, after, rest)
+    assert len({(m.partition, m.target) for m in made}) == len(made)
+    for move in made:
+        assert gone in before[move.partition]
+        assert gone not in move.sources and move.target not in before[move.partition]
+    lost = sum(gone in nodes for nodes in before)
+    assert len(made) == (lost if len(rest) >= copies else 0)
+    # With a second copy, the node that answers after a loss held the partition before it.
+    if copies > 1 and len(rest) >= copies:
+        assert all(now[0] in old for old, now in zip(before, after, strict=True))
+
+
+def test_balance():
+    """256 partitions with 2 copies on 8 nodes: each holds 64 on average.
+
+    Loads are binomial with standard deviation 7; beyond 5 of them, over 40 tables of 8 nodes, the
+    chance is 2e-4.
+    """
+    for run in range(40):
+        members = [f"node-{run}-{i}" for i in range(8)]
+        table = place(members, 256, 2)
+        spread = math.sqrt(256 * 2 / 8 * (1 - 2 / 8))
+        for node in members:
+            assert abs(sum(node in nodes for nodes in table) - 64) < 5 * spread
+        first = [sum(nodes[0] == node for nodes in table) for node in members]
+        assert max(first) < 32 + 5 * math.sqrt(32)
+
+
+def test_keys_fall_evenly_into_partitions():
+    """10,000 keys into 10 partitions, each 1,000 +- 30; beyond 5 deviations: 6e-6."""
+    counts = [0] * 10
+    for i in range(10_000):
+        counts[partition_of(prompt_key([i]), 10)] += 1
+    assert all(850 < c < 1150 for c in counts)
+    assert partition_of(bytes(16), 7) == 0
+    assert partition_of(b"\xff" * 16, 7) == 6
+
+
+def test_tables_never_change():
+    """Nodes of one job may run another release for a while: the hash is part of the format."""
+    assert place(["a", "b", "c"], 4, 2) == (("a", "c"), ("a", "b"), ("b", "a"), ("b", "a"))
+
+
+def test_the_last_copy_lost_has_no_source():
+    assert moves((("a",),), (("b",),), ["b"]) == [Move(0, "b", ())]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([], 4, 1), "members: must be at least one node"),
+        ((["a", "a"], 4, 1), "each named once"),
+        ((["a"], 0, 1), "partitions = 0"),
+        ((["a"], 4, 0), "replicas = 0"),
+    ],
+)
+def test_what_cannot_be_placed_is_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        place(*arguments)
+    with pytest.raises(ConfigError, match="cannot change"):
+        moves(place(["a"], 2, 1), place(["a"], 3, 1), ["a"])
