@@ -78,7 +78,7 @@ def engine(random_model):
 
     return LLM(
         model=str(random_model),
-        dtype="bfloat16",
+        dtype="float32",
         max_model_len=192,
         max_num_seqs=64,
         max_num_batched_tokens=2048,

@@ -249,7 +249,7 @@ def test_verification_logits_are_bounded(speculative, llm):
     finally:
         del model.compute_logits
     assert max(rows) == 96  # long_prefill_token_threshold, although each draft has 185 tokens
-    assert prompt_logprob_bytes(llm) == 96 * 32 * (2 + 4)
+    assert prompt_logprob_bytes(llm) == 96 * 32 * (4 + 4)
 
 
 # --- batches and parameters -------------------------------------------------------------------
@@ -516,17 +516,19 @@ def test_sampling_that_cannot_be_verified_is_refused(speculative, option):
     assert str(value)[:3] in str(caught.value)
 
 
-def test_age_is_bounded_in_epochs(llm, speculative):
-    with pytest.raises(ConfigError, match="versions_per_epoch"):
-        speculative(max_age=2)
-    from nemo_specrl import SpecRLConfig, SpeculativeLLM
-
-    config = SpecRLConfig(enabled=True, max_age=2, fresh_fraction=0.0)
-    for version, fresh in ((20, False), (21, True)):
-        cache = DictCache([draft([*encode("12"), EOS], version=0)])
-        made = SpeculativeLLM(llm, cache, config, versions_per_epoch=10)
-        made.policy_version = version
-        assert reuse_of(only(generate(made))).fresh is fresh
+def test_age_is_bounded_in_epochs(speculative):
+    """A row is drafted max_age times in a row, no more and (after its first turn) no less."""
+    cache, rows = DictCache(), 8
+    fresh = []
+    for version in range(12):
+        made = speculative(cache, version=version, lenience=1e6, max_age=2)
+        outputs = generate(made, rows=rows, params=sampling(max_tokens=3))
+        fresh.append([reuse_of(o.outputs[0]).fresh for o in outputs])
+        assert [r.visit for r in cache.all()] == [version] * rows
+    for row in np.array(fresh).T:
+        turns = np.flatnonzero(row)
+        assert turns[0] == 0 and turns[1] <= 3
+        assert set(np.diff(turns[1:])) == {3}
 
 
 def test_reported_logprobs(speculative):

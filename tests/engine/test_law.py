@@ -63,7 +63,7 @@ def chi_squared(counts, expected):
             counts[-2] += counts[-1]
             expected[-2] += expected[-1]
             counts, expected = counts[:-1], expected[:-1]
-    assert len(counts) > 4, "too few cells for a test that could fail"
+    assert len(counts) > 3, "too few cells for a test that could fail"
     return stats.chisquare(counts, expected * counts.sum() / expected.sum()).pvalue
 
 

@@ -41,7 +41,7 @@ def test_a_refit_engine_computes_with_the_new_weights(llm, random_model):
     expected = reference_logprobs(random_model, weights)
     assert np.abs(expected - before).max() > 0.5
     refit(llm, weights)
-    assert np.abs(engine_logprobs(llm) - expected).max() < 0.08  # bfloat16 against float32
+    assert np.abs(engine_logprobs(llm) - expected).max() < 1e-3
     refit(llm, weights_of(random_model))
     assert np.array_equal(engine_logprobs(llm), before)
 
