@@ -18,7 +18,7 @@ from pathlib import Path
 
 from nemo_specrl import RolloutStore, SpecRLConfig, SpeculativeLLM
 from nemo_specrl.engine.compat import local_cpu_environment
-from nemo_specrl.local.task import EOS, arithmetic_problems
+from nemo_specrl.local.task import EOS, problems
 
 GROUP = 8
 
@@ -44,7 +44,7 @@ def main() -> None:
         skip_tokenizer_init=True,
         disable_log_stats=True,
     )
-    problems = arithmetic_problems((args.pairs + 1) * args.prompts, seed=5)
+    sums = problems("arithmetic", (args.pairs + 1) * args.prompts, seed=5)
     seconds: dict[str, list[float]] = {"plain": [], "speculative": []}
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -52,7 +52,7 @@ def main() -> None:
     ):
         speculative = SpeculativeLLM(llm, store, SpecRLConfig(enabled=True))
         for pair in range(args.pairs + 1):
-            batch = problems[pair * args.prompts : (pair + 1) * args.prompts]
+            batch = sums[pair * args.prompts : (pair + 1) * args.prompts]
             prompts = [{"prompt_token_ids": p.prompt} for p in batch for _ in range(GROUP)]
             params = [
                 SamplingParams(

@@ -10,11 +10,28 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from nemo_specrl.errors import ConfigError
 
-__all__ = ["Block", "ByteSize", "CacheConfig", "SpecRLConfig", "validated"]
+__all__ = [
+    "PRESETS",
+    "QUANTITIES",
+    "Block",
+    "ByteSize",
+    "CacheConfig",
+    "MonitorConfig",
+    "SpecRLConfig",
+    "validated",
+]
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -80,25 +97,89 @@ class RunAheadConfig(Block):
         return self
 
 
+QUANTITIES = ("reward", "length", "logprob")
+"""What the drift monitor compares."""
+
+
+class MonitorConfig(Block):
+    """Watching whether reused rows still are what fresh ones are (docs/fidelity.md)."""
+
+    enabled: bool = True
+    reward_tolerance: float = Field(default=0.05, ge=0)
+    """Gap between fresh and reused rows that is of no concern, in units of reward."""
+    length_tolerance: float = Field(default=0.05, ge=0)
+    """The same for response lengths, as a share of the mean length."""
+    logprob_tolerance: float = Field(default=0.02, ge=0)
+    """The same for mean log-probs under the current policy, nats per token."""
+    error_rate: float = Field(default=1e-3, gt=0, lt=1)
+    """Chance of a false alarm in a window."""
+    window_epochs: int = Field(default=10, ge=1)
+    """After so many epochs the comparison begins anew."""
+    auto: bool = False
+    """Double ``fresh_fraction`` at an alarm, and halve it back after a window without one."""
+
+    @property
+    def tolerance(self) -> dict[str, float]:
+        """By quantity."""
+        return dict(
+            zip(
+                QUANTITIES,
+                (self.reward_tolerance, self.length_tolerance, self.logprob_tolerance),
+                strict=True,
+            )
+        )
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "faithful": {"lenience": 1.0, "clip_anchor": "current", "fresh_fraction": 0.2},
+    "fast": {"lenience": math.exp(0.5), "clip_anchor": "current", "fresh_fraction": 0.05},
+}
+"""What ``preset`` sets where a recipe does not say otherwise: docs/fidelity.md has the reasons."""
+_DEFAULTS = PRESETS["faithful"]
+
+
 class SpecRLConfig(Block):
     """The ``spec_rl:`` block: how rollouts are drafted, verified and reported."""
 
     enabled: bool = False
-    lenience: float = Field(default=math.exp(0.5), gt=0, allow_inf_nan=False)
+    preset: Literal["lossless", "faithful", "fast"] = "faithful"
+    """The dial: sets the keys below that a recipe leaves out (``PRESETS``)."""
+    lenience: float = Field(default=_DEFAULTS["lenience"], gt=0, allow_inf_nan=False)
     """l: a token is accepted when u <= min(1, l * p_new / p_old). 1 is strict."""
     reported_logprobs: Literal["policy", "behaviour"] = "policy"
     """What an accepted token carries: the current policy's log-prob, or that of its production."""
     acceptance_reference: Literal["last", "birth"] = "last"
     """p_old: of the policy that judged the token last, or of the one that sampled it."""
-    clip_anchor: Literal["birth", "current"] = "birth"
+    clip_anchor: Literal["birth", "current"] = _DEFAULTS["clip_anchor"]
     """Where the loss's clipped ratio starts from."""
-    fresh_fraction: float = Field(default=0.05, ge=0, le=1)
-    """Share of rows that are decoded plainly although a draft is there."""
+    fresh_fraction: float = Field(default=_DEFAULTS["fresh_fraction"], ge=0, le=1)
+    """Share of rows that are decoded plainly although a draft is there. Rows take turns, so that
+    no token is trained on more than ``ceil(1 / fresh_fraction)`` times."""
     max_age: int | None = Field(default=None, ge=1)
-    """Epochs that a reused token may survive; None: no bound."""
+    """Epochs that a reused token may survive: the same bound, said the other way round. The
+    stricter of the two holds; None: ``fresh_fraction`` says it all."""
+    monitor: MonitorConfig = MonitorConfig()
     cache: CacheConfig = CacheConfig()
     tree: TreeConfig = TreeConfig()
     run_ahead: RunAheadConfig = RunAheadConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, values: Any) -> Any:
+        """The preset's values for the keys that are not there."""
+        if not isinstance(values, dict):
+            return values
+        return {**PRESETS.get(str(values.get("preset")), {}), **values}
+
+    @field_validator("preset")
+    @classmethod
+    def _is_here(cls, preset: str) -> str:
+        if preset == "lossless":
+            raise ValueError(
+                "needs drafting inside the engine, which is not in this release; "
+                "set preset: faithful"
+            )
+        return preset
 
 
 _Model = TypeVar("_Model", bound=BaseModel)

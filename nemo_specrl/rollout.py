@@ -80,6 +80,7 @@ class Rollout:
         birth_logprobs: float32 ``[n]``, nats: under the policy that sampled each token. None: born
             now, equal to ``logprobs``.
         birth_versions: int64 ``[n]``: of the policy that sampled each token. None: born now.
+        visit: how many rollouts the slot had before this one.
 
     Raises:
         InvalidRollout: lengths differ, or a value is out of its range.
@@ -93,11 +94,12 @@ class Rollout:
     policy_version: int
     birth_logprobs: Float32Array = None  # type: ignore[assignment]  # filled in below
     birth_versions: npt.NDArray[np.int64] = None  # type: ignore[assignment]
+    visit: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.key, bytes) or len(self.key) != KEY_BYTES:
             raise InvalidRollout(f"key must be {KEY_BYTES} bytes, got {self.key!r}")
-        for name in ("slot", "policy_version"):
+        for name in ("slot", "policy_version", "visit"):
             try:
                 object.__setattr__(self, name, operator.index(getattr(self, name)))
             except TypeError:
@@ -108,6 +110,8 @@ class Rollout:
             raise InvalidRollout(f"slot must be in 0..{MAX_SLOT}, got {self.slot}")
         if not 0 <= self.policy_version < 2**63:
             raise InvalidRollout(f"policy_version must be in 0..2^63-1, got {self.policy_version}")
+        if not 0 <= self.visit < 2**32:
+            raise InvalidRollout(f"visit must be in 0..2^32-1, got {self.visit}")
         tokens = np.ascontiguousarray(self.tokens, dtype=np.int32)
         logprobs = np.ascontiguousarray(self.logprobs, dtype=np.float32)
         birth_logprobs = (
@@ -153,8 +157,8 @@ class Rollout:
         if not isinstance(other, Rollout):
             return NotImplemented
         return (
-            (self.key, self.slot, self.finish, self.policy_version)
-            == (other.key, other.slot, other.finish, other.policy_version)
+            (self.key, self.slot, self.finish, self.policy_version, self.visit)
+            == (other.key, other.slot, other.finish, other.policy_version, other.visit)
             and np.array_equal(self.tokens, other.tokens)
             and np.array_equal(self.logprobs, other.logprobs)
             and np.array_equal(self.birth_logprobs, other.birth_logprobs)
@@ -176,4 +180,5 @@ class Rollout:
             self.policy_version,
             self.birth_logprobs[:length],
             self.birth_versions[:length],
+            self.visit,
         )

@@ -12,10 +12,19 @@ from nemo_specrl.errors import ConfigError
 def test_defaults_are_the_documented_ones():
     config = SpecRLConfig()
     assert not config.enabled
-    assert config.lenience == pytest.approx(math.exp(0.5))
+    assert (config.preset, config.lenience) == ("faithful", 1.0)
     assert (config.reported_logprobs, config.acceptance_reference) == ("policy", "last")
-    assert (config.clip_anchor, config.fresh_fraction, config.max_age) == ("birth", 0.05, None)
+    assert (config.clip_anchor, config.fresh_fraction, config.max_age) == ("current", 0.2, None)
     assert config.cache.max_bytes_per_node == 64 * 2**30
+
+
+def test_a_preset_sets_what_the_recipe_leaves_out():
+    fast = validated(SpecRLConfig, {"preset": "fast"})
+    assert (fast.lenience, fast.fresh_fraction) == (pytest.approx(math.exp(0.5)), 0.05)
+    mixed = validated(SpecRLConfig, {"preset": "fast", "lenience": 1.2, "clip_anchor": "birth"})
+    assert (mixed.lenience, mixed.fresh_fraction, mixed.clip_anchor) == (1.2, 0.05, "birth")
+    again = SpecRLConfig.model_validate(mixed.model_dump())
+    assert again == mixed
 
 
 @pytest.mark.parametrize(
@@ -34,9 +43,11 @@ def test_sizes_have_units(text, size):
         ({"lenience": "much"}, r"spec_rl\.lenience = 'much': must be a valid number"),
         ({"lenience": float("inf")}, r"spec_rl\.lenience = inf: must be a finite number"),
         ({"fresh_fraction": 1.5}, r"spec_rl\.fresh_fraction = 1\.5: must be less than or equal"),
+        ({"preset": "lossless"}, r"spec_rl\.preset = 'lossless': needs .*; set preset: faithful"),
+        ({"preset": "safe"}, r"spec_rl\.preset = 'safe': must be 'lossless', 'faithful' or 'fast'"),
         ({"max_age": 0}, r"spec_rl\.max_age = 0: must be greater than or equal to 1"),
         ({"clip_anchor": "death"}, r"spec_rl\.clip_anchor = 'death': must be 'birth' or 'current'"),
-        ({"lenient": 2}, r"spec_rl\.lenient: unknown key; known are enabled, lenience"),
+        ({"lenient": 2}, r"spec_rl\.lenient: unknown key; known are enabled, preset, lenience"),
         ({"cache": {"size": 1}}, r"spec_rl\.cache\.size: unknown key; known are dir, max_bytes"),
         ({"cache": {"max_bytes_per_node": "64 GB?"}}, r'a number of bytes, such as .*"64GiB"'),
         ({"cache": {"max_bytes_per_node": 5}}, r"max_bytes_per_node = 5: must be greater"),

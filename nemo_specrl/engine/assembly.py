@@ -143,6 +143,7 @@ def completed(
         policy_version,
         births,
         versions,
+        request.visit,
     )
     return completion, rollout
 

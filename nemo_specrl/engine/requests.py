@@ -64,6 +64,7 @@ class Request:
         params: the same for one rollout, with the log-probs that the cache needs.
         rules: what ends its response.
         row: prompt key and slot.
+        visit: how many rollouts the slot had before.
         draft: what is offered for verification, already cut to the request's rules and limits.
         ending: how the request's rules end the draft.
         verifying: the draft is in the engine.
@@ -78,6 +79,7 @@ class Request:
     params: SamplingParams
     rules: StopRules
     row: Row
+    visit: int = 0
     draft: Rollout | None = None
     ending: Ending | None = None
     verifying: bool = False

@@ -27,7 +27,7 @@ from nemo_specrl.engine.sampling import Ending
 from nemo_specrl.engine.verification import continuation_params, judge, verification_params
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.rollout import Finish, Rollout
-from nemo_specrl.speculation.drafts import is_fresh, select_drafts
+from nemo_specrl.speculation.drafts import select_drafts
 
 if TYPE_CHECKING:
     from vllm import LLM, CompletionOutput, RequestOutput, SamplingParams
@@ -57,10 +57,10 @@ class SpeculativeLLM:
         cache: where rollouts are looked up and kept; :class:`RolloutCache`.
         config: the ``spec_rl:`` block.
         seed: of the run; acceptance draws from it.
-        versions_per_epoch: policy versions that an epoch makes; needed for ``max_age`` alone.
 
     Attributes:
         policy_version: to be moved by the caller with every refit, and at no other time.
+        fresh_fraction: share of rows decoded plainly; the config's, until the caller turns it.
         metrics: :class:`EngineMetrics` of the last call.
 
     Raises:
@@ -78,11 +78,8 @@ class SpeculativeLLM:
         config: SpecRLConfig,
         *,
         seed: int = 0,
-        versions_per_epoch: int | None = None,
     ) -> None:
         check_version()
-        if config.max_age is not None and versions_per_epoch is None:
-            raise ConfigError("spec_rl.max_age counts epochs: versions_per_epoch must be given too")
         mode = str(getattr(llm.llm_engine.vllm_config.model_config, "logprobs_mode", "logprobs"))
         if config.enabled and not mode.endswith("logprobs"):
             raise ConfigError(f"logprobs_mode = {mode}: must be raw_logprobs or processed_logprobs")
@@ -91,8 +88,8 @@ class SpeculativeLLM:
         self.config = config
         self.seed = seed
         self.policy_version = 0
+        self.fresh_fraction = config.fresh_fraction
         self.metrics = EngineMetrics()
-        self._versions_per_epoch = versions_per_epoch or 0
         self._limits = EngineLimits.of(llm)
         self._cache_error_logged = False
 
@@ -143,33 +140,24 @@ class SpeculativeLLM:
         return outputs
 
     def _find_drafts(self, requests: list[Request]) -> None:
-        config = self.config
-        candidates = [
-            request
-            for request in requests
-            if request.draftable
-            and not is_fresh(
-                request.row,
-                seed=self.seed,
-                policy_version=self.policy_version,
-                fresh_fraction=config.fresh_fraction,
-            )
-        ]
+        candidates = [request for request in requests if request.draftable]
         try:
             cached = self.cache.get(list(dict.fromkeys(r.row.key for r in candidates)))
         except Exception as error:  # the cache can only cost speed
             self._count_cache_error(error)
             return
-        oldest = 0
-        if config.max_age is not None:
-            oldest = max(0, self.policy_version - config.max_age * self._versions_per_epoch)
-        drafts = select_drafts(
+        fresh = self.fresh_fraction
+        if self.config.max_age is not None:
+            fresh = max(fresh, 1 / (1 + self.config.max_age))
+        choices = select_drafts(
             [request.row for request in candidates],
             cached,
             policy_version=self.policy_version,
-            oldest_birth=oldest,
+            seed=self.seed,
+            fresh_fraction=fresh,
         )
-        for request, draft in zip(candidates, drafts, strict=True):
+        for request, (draft, visit) in zip(candidates, choices, strict=True):
+            request.visit = visit
             if draft is not None and not request.offer(draft, self._limits):
                 self.metrics.refused_drafts += 1
 

@@ -34,11 +34,13 @@ class Progress:
         position: batches of prompts drawn from the data so far (with dynamic sampling a step may
             draw several).
         recipe: what must not change between a run and its resumption, by key.
+        monitor: state of the drift monitor, None before the first step.
     """
 
     step: int = 0
     position: int = 0
     recipe: dict[str, Any] = field(default_factory=dict)
+    monitor: dict[str, Any] | None = None
 
 
 def checkpoints(folder: Path) -> list[Path]:

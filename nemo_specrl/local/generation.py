@@ -146,7 +146,6 @@ class Generation:
             store,  # type: ignore[arg-type]  # not touched where speculation is off
             recipe.spec_rl,
             seed=recipe.algorithm.seed,
-            versions_per_epoch=recipe.steps_per_epoch,
         )
         self.times = RolloutTimes()
         self._warm_up()
@@ -183,12 +182,12 @@ class Generation:
         self._count(elapsed, generated)
         return [generated[i : i + group] for i in range(0, len(generated), group)]
 
-    def heldout(self, prompts: list[list[int]], samples: int) -> list[list[list[int]]]:
+    def heldout(self, prompts: list[list[int]], samples: int) -> list[list[Generated]]:
         """Responses for an evaluation, straight from the engine: the cache has no part in it."""
         rows, params = self._rows(prompts, samples, "heldout")
         outputs = self.llm.generate(rows, params, use_tqdm=False)
-        tokens = [list(output.outputs[0].token_ids) for output in outputs]
-        return [tokens[i : i + samples] for i in range(0, len(tokens), samples)]
+        generated = [self._generated(output.outputs[0]) for output in outputs]
+        return [generated[i : i + samples] for i in range(0, len(generated), samples)]
 
     def take_times(self) -> RolloutTimes:
         """What the rollouts since the last call took."""

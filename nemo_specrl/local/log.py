@@ -1,4 +1,4 @@
-"""metrics.jsonl and TensorBoard: a line and a set of scalars for each training step."""
+"""metrics.jsonl, TensorBoard and Prometheus: a line and a set of scalars for each step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MetricsLog", "read_metrics"]
+__all__ = ["MetricsLog", "read_metrics", "write_prometheus"]
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -31,9 +31,13 @@ class MetricsLog:
         step: steps done; lines of later ones, of a run that was killed, are dropped: their steps
             are done again.
         tensorboard: write event files too.
+        prometheus: a file ending in .prom that holds the newest step's scalars as gauges, for
+            node_exporter's textfile collector; replaced whole at each step. None: no such file.
     """
 
-    def __init__(self, folder: Path, step: int, *, tensorboard: bool) -> None:
+    def __init__(
+        self, folder: Path, step: int, *, tensorboard: bool, prometheus: Path | None = None
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "metrics.jsonl"
         kept = [record for record in read_metrics(self.path) if record["step"] <= step]
@@ -46,6 +50,8 @@ class MetricsLog:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+        self._prometheus = prometheus
+        self._run = folder.name
 
     def write(self, record: dict[str, Any]) -> None:
         """Add the record of a step; its scalars go to TensorBoard as ``train/<key>``."""
@@ -55,6 +61,8 @@ class MetricsLog:
             for name, value in record.items():
                 if isinstance(value, (int, float)) and name != "step":
                     self._writer.add_scalar(f"train/{name}", value, record["step"])
+        if self._prometheus is not None:
+            write_prometheus(self._prometheus, record, self._run)
 
     def close(self) -> None:
         """Flush and close; closing again does nothing."""
@@ -64,3 +72,24 @@ class MetricsLog:
         self._file.close()
         if self._writer is not None:
             self._writer.close()
+
+
+def write_prometheus(path: Path, record: dict[str, Any], run: str) -> None:
+    """The scalars of a step as gauges ``nemo_specrl_<name>`` with the label ``run``.
+
+    The alert in examples/monitoring/alerts.yaml looks at those that end in ``_drifts``.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
+
+    registry = CollectorRegistry()
+    for name, value in record.items():
+        if isinstance(value, (int, float)):
+            metric = "nemo_specrl_" + name.removeprefix("spec_rl/")
+            Gauge(metric, f"{name} of the last step", ["run"], registry=registry).labels(run).set(
+                value
+            )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_to_textfile(str(path), registry)

@@ -48,12 +48,26 @@ class Sample:
     old_values: Float32Array | None = None
     returns: Float32Array | None = None
 
+    @classmethod
+    def to_score(cls, prompt: list[int], response: list[int]) -> Sample:
+        """A response that is not trained on."""
+        nothing = np.zeros(len(response), dtype=np.float32)
+        return cls(prompt, response, nothing, nothing)
+
 
 class Policy(Protocol):
     """What the trainer asks of a policy."""
 
     def update(self, samples: list[Sample], *, epochs: int) -> dict[str, float]:
         """Train on the step's samples; metrics averaged over the optimizer steps."""
+        ...
+
+    def divergence_from_start(self, samples: list[Sample]) -> float:
+        """KL divergence of this policy from the one the run began with, nats per token.
+
+        Args:
+            samples: drawn from this policy; the mean is over their tokens.
+        """
         ...
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -277,6 +291,16 @@ class TorchPolicy:
             sums["grad_norm"] = 0.0
         self.updates += 1
         return sums
+
+    def divergence_from_start(self, samples: list[Sample]) -> float:
+        """See :class:`Policy`; the first weights are read again: training holds one copy."""
+        start = self.reference or load_model(self.config.model_name)
+        total = 0.0
+        with torch.no_grad():
+            for batch in MicroBatch.of(samples, self.config.train_micro_batch_size):
+                difference = batch.logprobs(self.model) - batch.logprobs(start)
+                total += float((difference * batch.spread(ones)).sum())
+        return total / sum(len(s.response) for s in samples)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See :class:`Policy`; tied output weights are left out."""

@@ -52,6 +52,8 @@ class Algorithm(Block):
     max_val_samples: int = Field(default=128, ge=1)
     """Held-out prompts."""
     val_num_generations_per_prompt: int = Field(default=1, ge=1)
+    val_kl_to_start: bool = False
+    """Measure how far held-out responses are from the policy that the run began with."""
     seed: int = Field(default=42, ge=0, lt=2**31)
 
 
@@ -150,7 +152,7 @@ class ValueConfig(Block):
 class DataConfig(Block):
     """The ``data:`` block."""
 
-    dataset_name: Literal["arithmetic"] = "arithmetic"
+    dataset_name: Literal["arithmetic", "sorting"] = "arithmetic"
     num_prompts: int = Field(default=48, ge=1)
     """Training prompts; an epoch is one pass over them."""
     seed: int = 1
@@ -174,6 +176,8 @@ class LoggerConfig(Block):
     log_dir: Path = Path("results/grpo")
     """For metrics.jsonl and TensorBoard."""
     tensorboard_enabled: bool = True
+    prometheus_textfile: Path | None = None
+    """File ending in .prom for node_exporter's textfile collector."""
 
 
 class Recipe(Block):

@@ -1,56 +1,155 @@
-"""The task of the embedded trainer: sums of many terms, worked step by step.
+"""The tasks of the embedded trainer: sums of many terms, and letters to be put in order.
 
-A prompt is ``"23+45-17+...=?"`` with 11 to 16 two-digit terms; a response writes down every
-intermediate total and then the answer behind ``#``: ``"23+45=68;68-17=51;...#51"``, 100 to
-180 tokens, one token a character. The answer is verified exactly, so the reward needs no judge.
+Both are worked step by step, and the answer stands behind ``#``, one token a character:
 
-This module knows characters and numbers; it knows nothing of torch, vLLM or the trainer.
+- ``arithmetic``: ``"23+45-17+...=?"`` with 11 to 16 two-digit terms; a response writes down every
+  intermediate total: ``"23+45=68;68-17=51;...#51"``, 100 to 180 tokens.
+- ``sorting``: ``"cabm...=?"`` with 8 to 12 letters; a response inserts one letter after another:
+  ``"c;ac;abc;abcm;...#abcm..."``, 50 to 105 tokens.
+
+Answers are verified exactly, so rewards need no judge. This module knows characters and numbers;
+it knows nothing of torch, vLLM or the trainer.
 """
 
 from __future__ import annotations
 
+import bisect
 import random
 from dataclasses import dataclass
 from functools import cache
+from typing import Protocol
 
-__all__ = ["VOCABULARY", "Problem", "arithmetic_problems", "decode", "encode", "reward", "solution"]
+__all__ = ["TASKS", "VOCABULARY", "Problem", "decode", "encode", "problems", "reward", "solution"]
 
 PAD, BOS, EOS = 0, 1, 2
-VOCABULARY: tuple[str, ...] = ("<pad>", "<bos>", "<eos>", *"0123456789+-=;#?")
+LETTERS = "abcdefghijklm"
+VOCABULARY: tuple[str, ...] = ("<pad>", "<bos>", "<eos>", *"0123456789+-=;#?", *LETTERS)
 _IDS = {symbol: i for i, symbol in enumerate(VOCABULARY)}
 
 MIN_TERMS, MAX_TERMS = 11, 16
 MAX_TOTAL = 999
+MIN_LETTERS, MAX_LETTERS = 8, 12
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One sum: its first term, the signed terms that follow, and the total they make."""
-
-    terms: tuple[int, ...]
+class Problem(Protocol):
+    """What a task's problems have in common; hashable, equal where the question is."""
 
     @property
     def question(self) -> str:
-        """The sum as text, with ``=?`` at its end."""
-        first, *rest = self.terms
-        return f"{first}" + "".join(f"{t:+d}" for t in rest) + "=?"
+        """The problem as text, with ``=?`` at its end."""
+        ...
 
     @property
-    def answer(self) -> int:
-        """The total."""
-        return sum(self.terms)
+    def answer(self) -> str:
+        """What must stand behind the response's last ``#``."""
+        ...
 
     @property
     def prompt(self) -> list[int]:
         """Token ids, beginning-of-sequence first."""
+        ...
+
+    def steps(self, rng: random.Random, error_rate: float) -> list[str]:
+        """The worked steps and, last, the answer; a step goes wrong with ``error_rate``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Sum:
+    """One sum: its first term, and the signed terms that follow."""
+
+    terms: tuple[int, ...]
+
+    @classmethod
+    def sample(cls, rng: random.Random) -> Sum:
+        """A random sum whose running total stays within 0..999."""
+        terms = [rng.randint(10, 99)]
+        total = terms[0]
+        for _ in range(rng.randint(MIN_TERMS, MAX_TERMS) - 1):
+            term = rng.randint(10, 99)
+            if total - term < 0 or (total + term <= MAX_TOTAL and rng.random() < 0.6):
+                terms.append(term)
+            else:
+                terms.append(-term)
+            total += terms[-1]
+        return cls(tuple(terms))
+
+    @property
+    def question(self) -> str:
+        """See :class:`Problem`."""
+        first, *rest = self.terms
+        return f"{first}" + "".join(f"{t:+d}" for t in rest) + "=?"
+
+    @property
+    def answer(self) -> str:
+        """The total."""
+        return str(sum(self.terms))
+
+    @property
+    def prompt(self) -> list[int]:
+        """See :class:`Problem`."""
         return [BOS, *encode(self.question)]
+
+    def steps(self, rng: random.Random, error_rate: float) -> list[str]:
+        """Every intermediate total; a wrong one is off by 1 or 10."""
+        total, steps = self.terms[0], []
+        for term in self.terms[1:]:
+            result = total + term
+            if rng.random() < error_rate:
+                result = abs(result + rng.choice((-10, -1, 1, 10)))
+            steps.append(f"{total}{term:+d}={result}")
+            total = result
+        return [*steps, str(total)]
+
+
+@dataclass(frozen=True)
+class Sorting:
+    """Letters that are to be put in alphabetical order."""
+
+    letters: str
+
+    @classmethod
+    def sample(cls, rng: random.Random) -> Sorting:
+        """8 to 12 random letters, which may repeat."""
+        return cls("".join(rng.choices(LETTERS, k=rng.randint(MIN_LETTERS, MAX_LETTERS))))
+
+    @property
+    def question(self) -> str:
+        """See :class:`Problem`."""
+        return f"{self.letters}=?"
+
+    @property
+    def answer(self) -> str:
+        """The letters in order."""
+        return "".join(sorted(self.letters))
+
+    @property
+    def prompt(self) -> list[int]:
+        """See :class:`Problem`."""
+        return [BOS, *encode(self.question)]
+
+    def steps(self, rng: random.Random, error_rate: float) -> list[str]:
+        """The letters so far in order, one letter more a step; a wrong one is a place off."""
+        placed: list[str] = []
+        steps = []
+        for letter in self.letters:
+            place = bisect.bisect_left(placed, letter)
+            if rng.random() < error_rate:
+                place = max(0, place - 1) if place == len(placed) else place + 1
+            placed.insert(place, letter)
+            steps.append("".join(placed))
+        return [*steps, "".join(placed)]
+
+
+TASKS: dict[str, type[Sum] | type[Sorting]] = {"arithmetic": Sum, "sorting": Sorting}
+"""By ``data.dataset_name``."""
 
 
 def encode(text: str) -> list[int]:
     """Token ids of ``text``, one a character.
 
     Raises:
-        KeyError: a character that the task's vocabulary lacks.
+        KeyError: a character that the tasks' vocabulary lacks.
     """
     return [_IDS[character] for character in text]
 
@@ -60,44 +159,24 @@ def decode(tokens: list[int]) -> str:
     return "".join(VOCABULARY[t] for t in tokens if EOS < t < len(VOCABULARY))
 
 
-def sample_problem(rng: random.Random) -> Problem:
-    """A random problem whose running total stays within 0..999."""
-    terms = [rng.randint(10, 99)]
-    total = terms[0]
-    for _ in range(rng.randint(MIN_TERMS, MAX_TERMS) - 1):
-        term = rng.randint(10, 99)
-        if total - term < 0 or (total + term <= MAX_TOTAL and rng.random() < 0.6):
-            terms.append(term)
-        else:
-            terms.append(-term)
-        total += terms[-1]
-    return Problem(tuple(terms))
-
-
 @cache
-def arithmetic_problems(count: int, seed: int) -> tuple[Problem, ...]:
-    """``count`` distinct problems, always the same ones for a seed."""
+def problems(task: str, count: int, seed: int) -> tuple[Problem, ...]:
+    """``count`` distinct problems of a task, always the same ones for a seed."""
     rng = random.Random(seed)
-    problems: dict[Problem, None] = {}
-    while len(problems) < count:
-        problems.setdefault(sample_problem(rng))
-    return tuple(problems)
+    found: dict[Problem, None] = {}
+    while len(found) < count:
+        found.setdefault(TASKS[task].sample(rng))
+    return tuple(found)
 
 
 def solution(problem: Problem, rng: random.Random | None = None, error_rate: float = 0.0) -> str:
     """A worked solution; with ``error_rate`` each step's result is wrong with that probability.
 
     A wrong step is carried on, as a model's own slip would be. Solutions with slips are what the
-    shipped model was trained on: they leave the accuracy that reinforcement learning then gains.
+    shipped models were trained on: they leave the accuracy that reinforcement learning then gains.
     """
-    total, steps = problem.terms[0], []
-    for term in problem.terms[1:]:
-        result = total + term
-        if rng is not None and rng.random() < error_rate:
-            result = abs(result + rng.choice((-10, -1, 1, 10)))
-        steps.append(f"{total}{term:+d}={result};")
-        total = result
-    return "".join(steps) + f"#{total}"
+    *steps, answer = problem.steps(rng or random.Random(0), error_rate)
+    return "".join(f"{step};" for step in steps) + f"#{answer}"
 
 
 def reward(problem: Problem, tokens: list[int]) -> float:
@@ -105,4 +184,4 @@ def reward(problem: Problem, tokens: list[int]) -> float:
     if not tokens or tokens[-1] != EOS:
         return 0.0
     _, mark, answer = decode(tokens).rpartition("#")
-    return float(mark == "#" and answer == str(problem.answer))
+    return float(mark == "#" and answer == problem.answer)

@@ -19,12 +19,14 @@ import torch
 from nemo_specrl.cache import RolloutStore
 from nemo_specrl.errors import CheckpointError
 from nemo_specrl.local import checkpoint
-from nemo_specrl.local.generation import Generated, Generation, tokenizer_identity
+from nemo_specrl.local.batch import Batch, Group
+from nemo_specrl.local.generation import Generation, tokenizer_identity
 from nemo_specrl.local.log import MetricsLog
-from nemo_specrl.local.losses import gae, group_advantages
+from nemo_specrl.local.losses import gae
 from nemo_specrl.local.policy import Policy, Sample, TorchPolicy, ValueModel
 from nemo_specrl.local.recipe import Recipe
-from nemo_specrl.local.task import Problem, arithmetic_problems, reward
+from nemo_specrl.local.task import Problem, problems, reward
+from nemo_specrl.speculation.drift import DriftMonitor
 
 __all__ = ["Trainer"]
 
@@ -50,7 +52,8 @@ class Trainer:
         self.recipe = recipe
         self.stop = False
         self.folder = recipe.checkpointing.checkpoint_dir
-        self.problems = arithmetic_problems(recipe.data.num_prompts, recipe.data.seed)
+        data = recipe.data
+        self.problems = problems(data.dataset_name, data.num_prompts, data.seed)
         self.heldout = _heldout_problems(recipe, self.problems)
         self.progress = checkpoint.Progress(recipe=_fixed_part(recipe))
         self._resumed_from: Path | None = None
@@ -68,12 +71,14 @@ class Trainer:
             self.policy: Policy = TorchPolicy(recipe.policy, recipe.loss_fn, recipe.algorithm.seed)
             self.value = ValueModel(recipe.policy, recipe.value) if recipe.ppo else None
             self.generation = Generation(recipe, self.store)
+            self.monitor = self._open_monitor()
             if found is not None:
                 self._load(found)
             self.log = MetricsLog(
                 recipe.logger.log_dir,
                 self.progress.step,
                 tensorboard=recipe.logger.tensorboard_enabled,
+                prometheus=recipe.logger.prometheus_textfile,
             )
         except BaseException:
             if self.store is not None:
@@ -111,7 +116,7 @@ class Trainer:
             saved = True
             at_start: dict[str, Any] = {}
             if algorithm.val_at_start and self.progress.step == 0:
-                at_start["heldout_accuracy_at_start"] = self._evaluate()
+                at_start = {f"{name}_at_start": value for name, value in self._evaluate().items()}
             while not self.done and not self.stop:
                 record = self._step() | at_start
                 at_start = {}
@@ -119,7 +124,7 @@ class Trainer:
                 period = algorithm.val_period
                 if (period and record["step"] % period == 0) or (last and algorithm.val_at_end):
                     started = time.perf_counter()
-                    record["heldout_accuracy"] = self._evaluate()
+                    record |= self._evaluate()
                     record["eval_s"] = time.perf_counter() - started
                 self.log.write(record)
                 saved = last or record["step"] % self.recipe.checkpointing.save_period == 0
@@ -140,7 +145,9 @@ class Trainer:
         batch = self._collect()
         rollout_times = self.generation.take_times()
         training = time.perf_counter()
-        samples = self._samples(batch)
+        samples = batch.samples(self.recipe)
+        if self.value is not None:
+            self._estimate(samples, batch.rewards.ravel())
         threads = torch.get_num_threads()
         torch.set_num_threads(TRAINING_THREADS)
         metrics = self._update(samples)
@@ -149,56 +156,53 @@ class Trainer:
         self.generation.refit(self.policy.weights(), self.progress.step)
         ended = time.perf_counter()
 
-        flat = [g for group in batch.generated for g in group]
-        fresh = [r for r, g in zip(batch.rewards.ravel(), flat, strict=True) if g.fresh]
         record: dict[str, Any] = {
             "step": self.progress.step,
             "epoch": batch.epoch,
             "policy_version": self.progress.step - 1,
             "prompts": batch.drawn,
-            "reward": float(batch.rewards.mean()),
-            "fresh_reward": float(np.mean(fresh)) if fresh else None,
-            "fresh_rows": len(fresh),
+            **batch.metrics(),
             "rollout_s": rollout_times.rollout_s,
             "verify_s": rollout_times.engine.verify_s,
             "train_s": ended - training,
             "step_s": ended - started,
             "decoded_tokens": rollout_times.decoded_tokens,
             "response_tokens": rollout_times.response_tokens,
-            "response_length": float(np.mean([len(g.tokens) for g in flat])),
             **metrics,
         }
         if self.store is not None:
             record |= rollout_times.engine.as_dict()
             record["spec_rl/corrupt_records"] = self.store.stats().corrupt_records
+        if self.monitor is not None:
+            self.monitor.update(*batch.rows_to_compare())
+            record |= self.monitor.as_dict()
+            self.generation.speculative.fresh_fraction = self.monitor.fresh_fraction
+            self.progress.monitor = self.monitor.state()
         return record
 
-    def _collect(self) -> _Batch:
+    def _collect(self) -> Batch:
         """Roll out the next prompts; with dynamic sampling, until enough groups can teach."""
         algorithm = self.recipe.algorithm
         wanted = algorithm.num_prompts_per_step
-        batch = _Batch(epoch=self.progress.position // self.recipe.steps_per_epoch)
-        kept: list[_Group] = []
-        idle: list[_Group] = []
+        batch = Batch(epoch=self.progress.position // self.recipe.steps_per_epoch)
+        kept: list[Group] = []
+        idle: list[Group] = []
         attempts = (
             algorithm.dynamic_sampling_max_gen_batches if algorithm.use_dynamic_sampling else 1
         )
         for attempt in range(attempts):
             indices = self._draw()
-            problems = [self.problems[i] for i in indices]
-            generated = self.generation.rollouts([p.prompt for p in problems], attempt)
+            chosen = [self.problems[i] for i in indices]
+            generated = self.generation.rollouts([p.prompt for p in chosen], attempt)
             batch.drawn += indices
-            for problem, group in zip(problems, generated, strict=True):
+            for problem, group in zip(chosen, generated, strict=True):
                 rewards = np.array([reward(problem, g.tokens) for g in group])
                 teaches = not algorithm.use_dynamic_sampling or np.ptp(rewards) > 0
-                (kept if teaches else idle).append((problem, group, rewards))
+                (kept if teaches else idle).append(Group(problem, group, rewards))
             if len(kept) >= wanted or self.done:
                 break
         # Groups that cannot teach fill the batch where the rest ran short: they have no gradient.
-        for problem, group, rewards in (kept + idle)[:wanted]:
-            batch.problems.append(problem)
-            batch.generated.append(group)
-            batch.reward_rows.append(rewards)
+        batch.groups = (kept + idle)[:wanted]
         return batch
 
     def _draw(self) -> list[int]:
@@ -214,39 +218,6 @@ class Trainer:
             order = np.random.Generator(philox).permutation(len(self.problems))
         self.progress.position += 1
         return [int(i) for i in order[index * per_step : (index + 1) * per_step]]
-
-    def _samples(self, batch: _Batch) -> list[Sample]:
-        """Rollouts and rewards as what the losses need."""
-        algorithm, spec_rl, loss = self.recipe.algorithm, self.recipe.spec_rl, self.recipe.loss_fn
-        advantages = group_advantages(
-            batch.rewards,
-            normalize=algorithm.normalize_rewards,
-            leave_one_out=algorithm.use_leave_one_out_baseline,
-        )
-        samples = []
-        for problem, group, row in zip(batch.problems, batch.generated, advantages, strict=True):
-            for generated, advantage in zip(group, row, strict=True):
-                length = len(generated.tokens)
-                anchor = np.full(length, np.nan, dtype=np.float32)
-                if spec_rl.enabled and spec_rl.clip_anchor == "birth":
-                    anchor[generated.reused] = generated.birth_logprobs[generated.reused]
-                importance = None
-                if loss.use_importance_sampling_correction:
-                    importance = np.exp(generated.policy_logprobs - generated.reported_logprobs)
-                    if loss.truncated_importance_sampling_ratio is not None:
-                        np.minimum(importance, loss.truncated_importance_sampling_ratio, importance)
-                samples.append(
-                    Sample(
-                        prompt=problem.prompt,
-                        response=generated.tokens,
-                        advantages=np.full(length, advantage, dtype=np.float32),
-                        anchor=anchor,
-                        importance=importance,
-                    )
-                )
-        if self.value is not None:
-            self._estimate(samples, batch.rewards.ravel())
-        return samples
 
     def _estimate(self, samples: list[Sample], rewards: np.ndarray) -> None:
         """PPO: values, returns and GAE advantages."""
@@ -276,18 +247,27 @@ class Trainer:
                 metrics |= self.value.update(samples)
         return metrics | self.policy.update(samples, epochs=epochs)
 
-    def _evaluate(self) -> float:
-        """Share of held-out responses, sampled as in training, that are right."""
+    def _evaluate(self) -> dict[str, float]:
+        """Held-out responses, sampled as in training: how many are right, and their law.
+
+        Entropy and divergence are Monte Carlo estimates over those responses, nats per token.
+        """
         algorithm = self.recipe.algorithm
-        responses = self.generation.heldout(
+        groups = self.generation.heldout(
             [p.prompt for p in self.heldout], algorithm.val_num_generations_per_prompt
         )
-        right = [
-            reward(problem, tokens)
-            for problem, group in zip(self.heldout, responses, strict=True)
-            for tokens in group
-        ]
-        return float(np.mean(right))
+        pairs = [(problem, g) for problem, group in zip(self.heldout, groups, strict=True)
+                 for g in group]  # fmt: skip
+        tokens = sum(len(g.tokens) for _, g in pairs)
+        metrics = {
+            "heldout_accuracy": float(np.mean([reward(p, g.tokens) for p, g in pairs])),
+            "heldout_length": tokens / len(pairs),
+            "heldout_entropy": -float(sum(g.policy_logprobs.sum() for _, g in pairs)) / tokens,
+        }
+        if algorithm.val_kl_to_start:
+            samples = [Sample.to_score(p.prompt, g.tokens) for p, g in pairs]
+            metrics["heldout_kl_to_start"] = self.policy.divergence_from_start(samples)
+        return metrics
 
     # --- the disk -----------------------------------------------------------------------------
 
@@ -307,6 +287,20 @@ class Trainer:
             tokenizer_id=tokenizer_identity(self.recipe.policy.model_name),
             groups_per_prompt=spec_rl.cache.groups_per_prompt,
         )
+
+    def _open_monitor(self) -> DriftMonitor | None:
+        spec_rl = self.recipe.spec_rl
+        if not (spec_rl.enabled and spec_rl.monitor.enabled):
+            return None
+        monitor = DriftMonitor(
+            spec_rl.monitor,
+            fresh_fraction=spec_rl.fresh_fraction,
+            steps_per_epoch=self.recipe.steps_per_epoch,
+        )
+        if self.progress.monitor is not None:
+            monitor.restore(self.progress.monitor)
+            self.generation.speculative.fresh_fraction = monitor.fresh_fraction
+        return monitor
 
     def _save(self) -> None:
         if not self.recipe.checkpointing.enabled:
@@ -336,29 +330,10 @@ class Trainer:
         self.generation.refit(self.policy.weights(), self.progress.step)
 
 
-_Group = tuple[Problem, list[Generated], np.ndarray]
-
-
-class _Batch:
-    """The groups of a step."""
-
-    def __init__(self, epoch: int) -> None:
-        self.epoch = epoch
-        self.drawn: list[int] = []
-        self.problems: list[Problem] = []
-        self.generated: list[list[Generated]] = []
-        self.reward_rows: list[np.ndarray] = []
-
-    @property
-    def rewards(self) -> np.ndarray:
-        """float64 ``[groups, n]``."""
-        return np.stack(self.reward_rows)
-
-
 def _heldout_problems(recipe: Recipe, training: tuple[Problem, ...]) -> list[Problem]:
     """Problems that are not trained on, the same ones for every run."""
     seen, count = set(training), recipe.algorithm.max_val_samples
-    candidates = arithmetic_problems(count + len(seen), HELDOUT_SEED)
+    candidates = problems(recipe.data.dataset_name, count + len(seen), HELDOUT_SEED)
     return [problem for problem in candidates if problem not in seen][:count]
 
 

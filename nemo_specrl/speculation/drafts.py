@@ -5,16 +5,16 @@ Knows rollouts, rows and policy versions; nothing of engines, stores or tokenize
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from typing import NamedTuple
 
 from nemo_specrl.rollout import Rollout
 from nemo_specrl.speculation.acceptance import row_uniform
 
-__all__ = ["Row", "assign_slots", "is_fresh", "select_drafts"]
+__all__ = ["Choice", "Row", "assign_slots", "is_fresh", "select_drafts"]
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,31 @@ def assign_slots(keys: Sequence[bytes]) -> list[int]:
     return slots
 
 
-def is_fresh(row: Row, *, seed: int, policy_version: int, fresh_fraction: float) -> bool:
-    """Whether a row is decoded plainly although a draft may be there (design, rule 10)."""
-    if fresh_fraction <= 0:
-        return False
-    return row_uniform("fresh", seed, policy_version, row.key, row.slot) < fresh_fraction
+class Choice(NamedTuple):
+    """What a row gets: a draft, or None to be decoded plainly, and how often it came before."""
+
+    draft: Rollout | None
+    visit: int
+
+
+def is_fresh(row: Row, visit: int, *, seed: int, fresh_fraction: float) -> bool:
+    """Whether a row is decoded plainly although a draft may be there (design, rule 10).
+
+    Rows take turns: each one's share of plain visits is ``fresh_fraction`` over every stretch of
+    visits, and it never waits longer than ``ceil(1 / fresh_fraction)`` visits for its turn. The
+    wait bounds how often a token can be trained on, and for a given number of decoded tokens no
+    rule has a lower bound. Where in the turn a row begins is random, so that a step has its share,
+    too.
+
+    Args:
+        row: prompt and slot.
+        visit: how many rollouts the slot had before.
+        seed: of the run.
+        fresh_fraction: in [0, 1].
+    """
+    phase = row_uniform("fresh", seed, 0, row.key, row.slot)
+    turns = math.floor(visit * fresh_fraction + phase)
+    return turns > math.floor((visit - 1) * fresh_fraction + phase)
 
 
 def select_drafts(
@@ -47,8 +67,9 @@ def select_drafts(
     cached: Mapping[bytes, Sequence[Rollout]],
     *,
     policy_version: int,
-    oldest_birth: int = 0,
-) -> list[Rollout | None]:
+    seed: int = 0,
+    fresh_fraction: float = 0.0,
+) -> list[Choice]:
     """A draft for each row, or None.
 
     The row with slot k takes the newest draft of its prompt's slot k and no other, so that no draft
@@ -56,14 +77,12 @@ def select_drafts(
     engines. A slot that the present weights have served gets no draft: its uniforms have been used,
     and the same draft would only come out as a copy.
 
-    A draft is cut at its first token that was born before ``oldest_birth``; one that is then empty
-    is no draft.
-
     Args:
         rows: what is asked for.
         cached: rollouts by prompt key, newest first within a slot.
         policy_version: of the weights that will judge.
-        oldest_birth: the earliest policy version whose tokens may still be reused.
+        seed: of the run; the turns of fresh rows depend on it.
+        fresh_fraction: share of rows that get none although there is one.
     """
     newest: dict[Row, Rollout] = {}
     served: set[Row] = set()
@@ -73,13 +92,15 @@ def select_drafts(
             newest.setdefault(place, rollout)
             if rollout.policy_version == policy_version:
                 served.add(place)
-    drafts: list[Rollout | None] = []
+    choices = []
     for row in rows:
         draft = newest.get(row)
-        if draft is None or row in served:
-            drafts.append(None)
-            continue
-        old = np.flatnonzero(draft.birth_versions < oldest_birth)
-        draft = draft.prefix(int(old[0])) if len(old) else draft
-        drafts.append(draft if len(draft) else None)
-    return drafts
+        if draft is None:
+            choices.append(Choice(None, 0))
+        elif row in served:
+            choices.append(Choice(None, draft.visit))
+        else:
+            visit = draft.visit + 1
+            plain = is_fresh(row, visit, seed=seed, fresh_fraction=fresh_fraction)
+            choices.append(Choice(None if plain or not len(draft) else draft, visit))
+    return choices

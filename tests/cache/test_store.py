@@ -24,6 +24,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 
 import nemo_specrl
 from nemo_specrl.cache import RolloutStore
+from nemo_specrl.cache.codec import STEP
 from nemo_specrl.errors import CacheError, ConfigError, ForeignStore, InvalidRollout
 from nemo_specrl.errors import StoreUnavailable as Unavailable
 from nemo_specrl.rollout import Finish, Rollout, prompt_key
@@ -32,15 +33,19 @@ MIB = 2**20
 
 
 def rollout(prompt, version=0, slot=0, n=20):
-    """The rollout that these arguments determine; ``n`` tokens take about 6n bytes."""
+    """The rollout that these arguments determine; ``n`` tokens take about 6n bytes.
+
+    Its log-probs are such as a record keeps exactly; those of birth are others.
+    """
     rng = np.random.default_rng([prompt, version, slot, n])
     return Rollout(
         prompt_key([prompt]),
         slot,
         rng.integers(0, 60000, n),
-        -rng.random(n, dtype=np.float32),
+        rng.integers(-5000, 1, n) * STEP,
         Finish.STOP,
         version,
+        rng.integers(-5000, 1, n) * STEP,
     )
 
 
@@ -83,10 +88,10 @@ def test_what_is_put_is_found_at_once_and_after_reopening(tmp_path):
         prompt_key([9]),
         3,
         rng.integers(0, 2**31, n),
-        -rng.random(n),
+        -rng.integers(0, 9999, n) * STEP,
         Finish.LENGTH,
         2**63 - 1,
-        -rng.random(n),
+        -rng.integers(0, 9999, n) * STEP,
         rng.integers(0, 2**63, n),
     )
     empty = Rollout(prompt_key([8]), 0, [], [], Finish.STOP, 5)
@@ -448,6 +453,7 @@ def test_a_store_is_open_in_one_process(tmp_path):
     script = """
 import sys
 from nemo_specrl.cache import RolloutStore
+from nemo_specrl.cache.codec import STEP
 store = RolloutStore(sys.argv[1], max_bytes=2**20, tokenizer_id="tok")
 print("open", flush=True)
 sys.stdin.read()
@@ -739,6 +745,7 @@ WRITER = f"""
 import itertools, sys
 import numpy as np
 from nemo_specrl.cache import RolloutStore
+from nemo_specrl.cache.codec import STEP
 from nemo_specrl.rollout import Finish, Rollout, prompt_key
 {inspect.getsource(rollout)}
 {inspect.getsource(write_until_killed)}

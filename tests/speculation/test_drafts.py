@@ -1,6 +1,10 @@
 """Which cached rollout serves which row."""
 
+import math
+
 import numpy as np
+import pytest
+from scipy import stats
 
 from nemo_specrl import Finish, Rollout
 from nemo_specrl.speculation.drafts import Row, assign_slots, is_fresh, select_drafts
@@ -8,10 +12,12 @@ from nemo_specrl.speculation.drafts import Row, assign_slots, is_fresh, select_d
 A, B = b"a" * 16, b"b" * 16
 
 
-def rollout(key, slot, version=0, n=3, births=None):
-    return Rollout(
-        key, slot, np.arange(n), -np.ones(n), Finish.STOP, version, birth_versions=births
-    )
+def rollout(key, slot, version=0, n=3, visit=0):
+    return Rollout(key, slot, np.arange(n), -np.ones(n), Finish.STOP, version, visit=visit)
+
+
+def drafts_of(rows, cached, **options):
+    return [choice.draft for choice in select_drafts(rows, cached, **options)]
 
 
 def test_slots_count_the_rows_of_a_prompt():
@@ -21,51 +27,67 @@ def test_slots_count_the_rows_of_a_prompt():
 def test_each_slot_takes_its_own_draft():
     cached = {A: [rollout(A, 0), rollout(A, 2)], B: [rollout(B, 0)]}
     rows = [Row(A, 2), Row(A, 1), Row(B, 0), Row(A, 0), Row(B, 7)]
-    got = select_drafts(rows, cached, policy_version=5)
+    got = drafts_of(rows, cached, policy_version=5)
     assert got == [cached[A][1], None, cached[B][0], cached[A][0], None]
 
 
 def test_order_and_split_of_the_batch_change_nothing():
     cached = {A: [rollout(A, s, n=s + 1) for s in range(4)]}
     rows = [Row(A, s) for s in range(4)]
-    whole = select_drafts(rows, cached, policy_version=1)
-    turned = select_drafts(rows[::-1], cached, policy_version=1)[::-1]
-    pieces = [select_drafts([row], cached, policy_version=1)[0] for row in rows]
+    whole = drafts_of(rows, cached, policy_version=1)
+    turned = drafts_of(rows[::-1], cached, policy_version=1)[::-1]
+    pieces = [drafts_of([row], cached, policy_version=1)[0] for row in rows]
     assert whole == turned == pieces
     assert [len(d) for d in whole] == [1, 2, 3, 4]
 
 
 def test_the_newest_of_a_slot_is_drafted():
     newer, older = rollout(A, 0, version=4, n=5), rollout(A, 0, version=2)
-    assert select_drafts([Row(A, 0)], {A: [newer, older]}, policy_version=9) == [newer]
+    assert drafts_of([Row(A, 0)], {A: [newer, older]}, policy_version=9) == [newer]
 
 
 def test_a_slot_that_these_weights_have_served_gets_no_draft():
     newer, older = rollout(A, 0, version=4), rollout(A, 0, version=2)
-    assert select_drafts([Row(A, 0)], {A: [newer, older]}, policy_version=4) == [None]
+    assert drafts_of([Row(A, 0)], {A: [newer, older]}, policy_version=4) == [None]
     # A cache newer than the weights, after a resumption, still drafts.
-    assert select_drafts([Row(A, 0)], {A: [newer]}, policy_version=3) == [newer]
+    assert drafts_of([Row(A, 0)], {A: [newer]}, policy_version=3) == [newer]
 
 
 def test_an_empty_response_is_no_draft():
-    assert select_drafts([Row(A, 0)], {A: [rollout(A, 0, n=0)]}, policy_version=1) == [None]
+    assert drafts_of([Row(A, 0)], {A: [rollout(A, 0, n=0)]}, policy_version=1) == [None]
 
 
-def test_tokens_that_are_too_old_are_cut_off():
-    aged = rollout(A, 0, version=9, n=4, births=[9, 9, 3, 9])
-    (cut,) = select_drafts([Row(A, 0)], {A: [aged]}, policy_version=10, oldest_birth=5)
-    assert cut.tokens.tolist() == [0, 1]
-    assert cut.finish is Finish.PARTIAL
-    old = rollout(A, 0, version=9, n=4, births=[3, 3, 9, 9])
-    assert select_drafts([Row(A, 0)], {A: [old]}, policy_version=10, oldest_birth=5) == [None]
+def test_a_slot_counts_its_rollouts():
+    cached = {A: [rollout(A, 0, version=4, visit=6), rollout(A, 0, version=2, visit=5)]}
+    rows = [Row(A, 0), Row(A, 1)]
+    assert [c.visit for c in select_drafts(rows, cached, policy_version=9)] == [7, 0]
+    # The same weights again, after a crash: the same visit.
+    assert [c.visit for c in select_drafts(rows, cached, policy_version=4)] == [6, 0]
+    always = select_drafts(rows, cached, policy_version=9, fresh_fraction=1.0)
+    assert always == [(None, 7), (None, 0)]
 
 
-def test_fresh_rows_are_the_asked_for_share():
-    rows = [Row(i.to_bytes(16, "big"), s) for i in range(1000) for s in range(8)]
-    fresh = [is_fresh(r, seed=1, policy_version=2, fresh_fraction=0.05) for r in rows]
-    assert 300 < sum(fresh) < 500  # 400 expected, standard deviation 20
-    assert fresh == [is_fresh(r, seed=1, policy_version=2, fresh_fraction=0.05) for r in rows]
-    later = [is_fresh(r, seed=1, policy_version=3, fresh_fraction=0.05) for r in rows]
-    assert fresh != later
-    assert not any(is_fresh(r, seed=1, policy_version=2, fresh_fraction=0.0) for r in rows)
-    assert all(is_fresh(r, seed=1, policy_version=2, fresh_fraction=1.0) for r in rows)
+@pytest.mark.parametrize("fraction", [0.05, 0.2, 0.3, 0.5, 0.77])
+def test_rows_take_turns_at_being_fresh(fraction):
+    """Every row's waits are as even as whole numbers can be; every visit has its share of rows."""
+    rows = [Row(i.to_bytes(16, "big"), s) for i in range(500) for s in range(8)]
+    visits = range(1, 121)
+    fresh = np.array(
+        [[is_fresh(r, v, seed=1, fresh_fraction=fraction) for v in visits] for r in rows]
+    )
+    for row in fresh:
+        turns = np.flatnonzero(row)
+        assert turns[0] < math.ceil(1 / fraction)
+        assert set(np.diff(turns)) <= {math.floor(1 / fraction), math.ceil(1 / fraction)}
+    # Binomial over 4,000 rows; 120 visits at an error rate of 1e-6 each.
+    low, high = stats.binom.interval(1 - 1e-6, len(rows), fraction)
+    assert ((low <= fresh.sum(axis=0)) & (fresh.sum(axis=0) <= high)).all()
+    again = [is_fresh(rows[0], v, seed=1, fresh_fraction=fraction) for v in visits]
+    assert again == fresh[0].tolist()
+
+
+def test_the_ends_of_the_dial():
+    rows = [Row(i.to_bytes(16, "big"), 0) for i in range(100)]
+    for visit in range(1, 20):
+        assert not any(is_fresh(r, visit, seed=1, fresh_fraction=0.0) for r in rows)
+        assert all(is_fresh(r, visit, seed=1, fresh_fraction=1.0) for r in rows)

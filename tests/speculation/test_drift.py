@@ -1,0 +1,127 @@
+"""The test of fresh against reused rows: its error rate, its power, and the dial."""
+
+import json
+
+import numpy as np
+import pytest
+
+from nemo_specrl.config import MonitorConfig
+from nemo_specrl.speculation.drift import DriftMonitor, Gap
+
+PROMPTS, GROUP, FRESH = 48, 8, 0.2
+
+
+def run(rng, epochs, *, gap=0.0, config=None, fresh_fraction=FRESH):
+    """A run in which reused rows come again unchanged, and are better by ``gap`` than fresh ones.
+
+    Returns:
+        the monitor, and for each epoch the quantities that drift in it.
+    """
+    monitor = DriftMonitor(
+        config or MonitorConfig(), fresh_fraction=fresh_fraction, steps_per_epoch=1
+    )
+    difficulty = rng.beta(1, 1.5, (PROMPTS, 1))
+    rewards = (rng.random((PROMPTS, GROUP)) < difficulty).astype(float)
+    lengths = rng.normal(100, 20, (PROMPTS, GROUP))
+    logprobs = rng.normal(-0.1, 0.05, (PROMPTS, GROUP))
+    groups = np.repeat(np.arange(PROMPTS), GROUP).tolist()
+    drifting = [
+        monitor.update(groups, np.ones(rewards.size, bool), values(rewards, lengths, logprobs))
+    ]
+    for _ in range(epochs - 1):
+        fresh = rng.random((PROMPTS, GROUP)) < monitor.fresh_fraction
+        rewards[fresh] = (rng.random((PROMPTS, GROUP)) < difficulty)[fresh]
+        lengths[fresh] = rng.normal(100, 20, fresh.sum())
+        logprobs[fresh] = rng.normal(-0.1, 0.05, fresh.sum())
+        seen = np.where(fresh, rewards - gap, rewards)
+        drifting.append(monitor.update(groups, fresh.ravel(), values(seen, lengths, logprobs)))
+    return monitor, drifting
+
+
+def values(rewards, lengths, logprobs):
+    return {"reward": rewards.ravel(), "length": lengths.ravel(), "logprob": logprobs.ravel()}
+
+
+def test_the_gap_by_hand():
+    gap = Gap()
+    gap.add(np.array([1.0, 0.0, 0.0, 1.0]), np.array([True, False, False, False]))
+    gap.add(np.array([0.0, 1.0]), np.array([True, False]))
+    gap.add(np.array([0.0, 1.0]), np.array([True, True]))  # nothing to compare with
+    assert gap.information == pytest.approx(3 / 4 + 1 / 2)
+    assert gap.mean == pytest.approx((3 / 4 * (1 - 1 / 3) + 1 / 2 * -1) / (3 / 4 + 1 / 2))
+    assert gap.freedom == 2
+    assert gap.squares == pytest.approx(2 / 3)
+
+
+def test_nothing_compared_is_no_drift():
+    monitor = DriftMonitor(MonitorConfig(), fresh_fraction=0.0, steps_per_epoch=1)
+    for fresh in (True, False):
+        assert monitor.update([0, 0], np.array([fresh] * 2), values(*np.ones((3, 2)))) == []
+    assert monitor.as_dict()["spec_rl/reward_gap"] == 0.0
+    assert monitor.as_dict()["spec_rl/reward_gap_z"] == 0.0
+    json.dumps(monitor.as_dict())
+
+
+def test_silent_where_reuse_is_fair():
+    """100 runs of 20 epochs, two windows each, looked at after every epoch, with no tolerance.
+
+    At an error rate of 0.1 a window, 20 alarms are the most that may be expected; with that
+    many, more than 33 come with probability 1e-3. Reused rows come again unchanged here, which
+    independent rows would not: the bound has room for that.
+    """
+    config = MonitorConfig(
+        reward_tolerance=0, length_tolerance=0, logprob_tolerance=0, error_rate=0.1
+    )
+    rng = np.random.default_rng(0)
+    alarms = sum(any(run(rng, 20, config=config)[1]) for _ in range(100))
+    assert alarms <= 33
+
+
+def test_finds_rows_that_are_remembered():
+    rng = np.random.default_rng(1)
+    found = [run(rng, 6, gap=0.35)[1] for _ in range(20)]
+    assert all(any("reward" in names for names in drifting) for drifting in found)
+    assert all("length" not in names for drifting in found for names in drifting)
+
+
+def test_a_gap_within_tolerance_is_let_be():
+    rng = np.random.default_rng(2)
+    monitor, drifting = run(rng, 60, gap=0.05, config=MonitorConfig(reward_tolerance=0.15))
+    assert not any(drifting)
+    assert monitor.as_dict()["spec_rl/reward_gap"] < 0  # reused minus fresh is what was put in
+
+
+def test_the_dial_goes_up_and_comes_back():
+    config = MonitorConfig(auto=True, window_epochs=5)
+    rng = np.random.default_rng(3)
+    monitor, drifting = run(rng, 12, gap=0.4, config=config, fresh_fraction=0.1)
+    assert any(drifting) and monitor.fresh_fraction > 0.1
+    turned = monitor.fresh_fraction
+    rows = np.zeros(8, bool)
+    for _ in range(5):
+        monitor.update([0] * 8, rows, values(*np.ones((3, 8))))
+    seen = [monitor.fresh_fraction]
+    for _ in range(50):
+        monitor.update([0] * 8, rows, values(*np.ones((3, 8))))
+        seen.append(monitor.fresh_fraction)
+    assert seen[-1] == 0.1 and seen == sorted(seen, reverse=True) and max(seen) <= turned
+
+
+def test_without_auto_the_dial_stays():
+    monitor, drifting = run(np.random.default_rng(3), 12, gap=0.4)
+    assert any(drifting) and monitor.fresh_fraction == FRESH
+
+
+def test_goes_on_from_its_state():
+    rng = np.random.default_rng(4)
+    monitor, _ = run(rng, 7, gap=0.2)
+    copy = DriftMonitor(MonitorConfig(), fresh_fraction=FRESH, steps_per_epoch=1)
+    copy.restore(json.loads(json.dumps(monitor.state())))
+    assert copy.as_dict() == monitor.as_dict()
+    rows = (
+        list(np.repeat(range(4), 4)),
+        rng.random(16) < 0.3,
+        values(*rng.random((3, 16))),
+    )
+    assert copy.update(*rows) == monitor.update(*rows)
+    assert copy.state() == monitor.state()
