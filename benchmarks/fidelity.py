@@ -34,6 +34,7 @@ from nemo_specrl.local.log import read_metrics
 CONFIG = Path("examples/configs/grpo_arith_cpu.yaml")
 SPEC = "policy.generation.spec_rl."
 PLAIN = "plain"
+PROMPTS_PER_STEP = 16
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,11 @@ class Setting:
     epochs: int
     epochs_per_evaluation: int
     overrides: tuple[str, ...] = ()
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps in a pass over the prompts."""
+        return self.prompts // PROMPTS_PER_STEP
 
 
 SORTING = (
@@ -119,13 +125,13 @@ def train(out: Path, setting: str, variant: str, seed: int, jobs: int) -> str:
     """One run, from where it stands to its end; returns a line about it."""
     s = SETTINGS[setting]
     folder = out / setting / variant / str(seed)
-    per_epoch = s.prompts // 16
     command = [
         *(sys.executable, "-m", "nemo_specrl", "train", str(CONFIG)),
+        f"grpo.num_prompts_per_step={PROMPTS_PER_STEP}",
         f"data.num_prompts={s.prompts}",
         f"grpo.max_num_epochs={s.epochs}",
         f"grpo.seed={seed}",
-        f"grpo.val_period={per_epoch * s.epochs_per_evaluation}",
+        f"grpo.val_period={s.steps_per_epoch * s.epochs_per_evaluation}",
         "grpo.max_val_samples=256",
         "grpo.val_kl_to_start=true",
         "policy.generation.vllm_cfg.precision=float32",
@@ -133,7 +139,7 @@ def train(out: Path, setting: str, variant: str, seed: int, jobs: int) -> str:
         "logger.tensorboard_enabled=false",
         f"checkpointing.checkpoint_dir={folder}",
         f"logger.log_dir={folder}",
-        f"checkpointing.save_period={per_epoch}",
+        f"checkpointing.save_period={s.steps_per_epoch}",
         "checkpointing.keep_top_k=1",
         *s.overrides,
         *VARIANTS[variant],
@@ -163,7 +169,7 @@ def summary(out: Path) -> list[dict[str, Any]]:
         totals = dict.fromkeys(SUMS, 0.0)
         for epoch in range(records[-1]["epoch"] + 1):
             steps = [r for r in records if r["epoch"] == epoch]
-            if len(steps) < SETTINGS[setting].prompts // 16:
+            if len(steps) < SETTINGS[setting].steps_per_epoch:
                 break  # under way
             row = {**label, "epoch": epoch + 1, "step": steps[-1]["step"]}
             for name in SUMS:
@@ -185,11 +191,11 @@ def summary(out: Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Band:
-    """Mean over seeds and the half width of its 95 % confidence band (Student's t), by epoch."""
+    """Mean over seeds by epoch, and the half width of its 95 % confidence band (Student's t)."""
 
     epochs: list[int]
     mean: np.ndarray
-    half: np.ndarray
+    half: float
     seeds: int
 
 
@@ -207,10 +213,10 @@ def band(rows: Iterable[dict[str, Any]], name: str) -> Band | None:
     most = max(len(v) for v in by_epoch.values())
     epochs = sorted(e for e, v in by_epoch.items() if len(v) == most)
     values = np.array([by_epoch[e] for e in epochs])  # [epochs, seeds]
-    half = np.zeros(len(epochs))
+    half = 0.0
     if most > 1:
         pooled = math.sqrt(values.var(axis=1, ddof=1).mean())
-        half += stats.t.ppf(0.975, most - 1) * pooled / math.sqrt(most)
+        half = stats.t.ppf(0.975, most - 1) * pooled / math.sqrt(most)
     return Band(epochs, values.mean(axis=1), half, most)
 
 
@@ -259,15 +265,18 @@ def table(rows: list[dict[str, Any]], setting: str) -> str:
                 continue
             mean = held.mean[held.epochs.index(epoch)]
             i = reference.epochs.index(epoch)
-            below = mean < reference.mean[i] - reference.half[i]
+            below = mean < reference.mean[i] - reference.half
             cells.append(f"{mean:.3f}" + (" (below)" if below and variant != PLAIN else ""))
         decoded = at_end("decoded_tokens")
         lines.append(
             f"| {variant} | {held.seeds} | {at_end('rollout_s'):.0f} | {decoded / 1e6:.2f}M"
             f" | {at_end('reward'):.2f} | " + " | ".join(cells) + " |"
         )
-    width = reference.half[0]
-    note = f"95 % band of plain: ± {width:.3f}" if reference.seeds > 1 else "one seed: no band"
+    note = (
+        f"95 % band of plain: ± {reference.half:.3f}"
+        if reference.seeds > 1
+        else "one seed: no band"
+    )
     return "\n".join([*lines, "", f"{note}; *below*: under it."])
 
 
@@ -332,7 +341,7 @@ def report(out: Path, prefix: Path) -> None:
         if not variants:
             continue
         print(f"\n{SETTINGS[setting].title}\n\n{table(rows, setting)}")
-        shown = [v for v in GRIDS["presets"][1] if v in variants]
+        shown = [v for v in SHOWN if v in variants]
         picture(rows, setting, shown, Path(f"{prefix}-{setting}.png"))
 
 

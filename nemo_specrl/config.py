@@ -121,13 +121,7 @@ class MonitorConfig(Block):
     @property
     def tolerance(self) -> dict[str, float]:
         """By quantity."""
-        return dict(
-            zip(
-                QUANTITIES,
-                (self.reward_tolerance, self.length_tolerance, self.logprob_tolerance),
-                strict=True,
-            )
-        )
+        return {name: getattr(self, f"{name}_tolerance") for name in QUANTITIES}
 
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -123,7 +123,9 @@ def decode(db_key: bytes, record: bytes) -> Rollout:
 
 def _parse(db_key: bytes, body: bytes) -> Rollout:
     _, finish, flags, slot, visit, policy_version, n, n_runs = _HEADER.unpack_from(body)
-    if flags & ~(TOKENS_24 | TOKENS_32 | OWN_BIRTH_LOGPROBS) or flags & 3 == 3:
+    if flags & ~(TOKENS_24 | TOKENS_32 | OWN_BIRTH_LOGPROBS) or (
+        flags & TOKENS_24 and flags & TOKENS_32
+    ):
         raise ValueError(f"unknown flags {flags:#x}")
     offset = _HEADER.size
 
