@@ -29,6 +29,7 @@ __all__ = ["RolloutStore", "StoreStats"]
 MIN_BYTES = 2**20
 BUFFER_SECONDS = 1.0
 SNAPSHOT_FILE = "rollouts.snapshot"
+SCANNED_AT_ONCE = 64  # prompts; other callers wait while they are read, some milliseconds
 
 _MAGIC = b"SPECSNP1"  # ends a snapshot, with the xxh3-64 of all before
 _TRAILER_BYTES = len(_MAGIC) + 8
@@ -182,6 +183,32 @@ class RolloutStore:
             self._lookups += len(wanted)
             self._hits += len(found)
         return found
+
+    def scan(self, start: bytes, stop: bytes | None = None) -> Iterator[Rollout]:
+        """Every rollout of the prompts in a range of keys, in the order of ``get``.
+
+        What is put meanwhile may be among them. Other calls run in between, and no prompt counts
+        as used.
+
+        Args:
+            start: first key, or any shorter beginning of it; ``b""`` is below all.
+            stop: keys from here on are left out; None: none are.
+
+        Raises:
+            StoreUnavailable: reading failed.
+        """
+        with self._guard("write to"):
+            self._flush()
+        while True:
+            rollouts: list[Rollout] = []
+            with self._guard("read"), self._tables.reading() as reader:
+                keys = reader.keys(start, stop, SCANNED_AT_ONCE)
+                for key in keys:
+                    rollouts += self._decode(reader.records(key))
+            yield from rollouts
+            if not keys:
+                return
+            start = keys[-1] + b"\0"
 
     def sync(self) -> None:
         """Returns when everything put so far would survive SIGKILL and a loss of power.

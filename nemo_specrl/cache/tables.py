@@ -53,6 +53,9 @@ _STATE = struct.Struct(">QQ")
 _PAGE_HEADER = 16
 _MIB = 2**20
 
+_BEHIND = b"\xff" * (_DB_KEY.size - KEY_BYTES + _PIECE.size + 1)
+"""A prompt key and this sort behind all that belongs to the prompt."""
+
 
 def db_key(key: bytes, slot: int, clock: int) -> bytes:
     """Under which the record of a rollout, put at a time of the clock, is stored."""
@@ -227,6 +230,19 @@ class Reader:
                 if len(name) > KEY_BYTES:
                     pieces.setdefault(name[: -_PIECE.size], []).append(value)
         return {name: b"".join(values) for name, values in pieces.items()}
+
+    def keys(self, start: bytes, stop: bytes | None, at_most: int) -> list[bytes]:
+        """Keys of prompts from ``start`` on, in order, below ``stop`` where it is given."""
+        found: list[bytes] = []
+        more = self._cursor.set_range(start)
+        while more and len(found) < at_most:
+            name = self._cursor.key()[:KEY_BYTES]
+            if stop is not None and name >= stop:
+                break
+            if name >= start:
+                found.append(name)
+            more = self._cursor.set_range(name + _BEHIND)
+        return found
 
     def _names(self, key: bytes) -> list[bytes]:
         """Keys of all that the rollouts have of a prompt."""

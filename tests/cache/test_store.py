@@ -181,6 +181,20 @@ def test_stats_count_what_is_there_buffered_or_not(tmp_path):
         assert (stats.corrupt_records, stats.dropped_records, stats.evicted_prompts) == (0, 0, 0)
 
 
+def test_a_scan_finds_every_rollout_of_a_range_once(tmp_path):
+    with open_store(tmp_path / "s", groups_per_prompt=2) as store:
+        put = [rollout(p, v, s) for p in range(150) for v in range(2) for s in range(3)]
+        store.put(put)
+        everything = list(store.scan(b""))
+        assert sorted(map(repr, everything)) == sorted(map(repr, put))
+        keys = sorted({r.key for r in put})
+        middle = list(store.scan(keys[20], keys[120]))
+        assert [r.key for r in middle] == [k for k in keys[20:120] for _ in range(6)]
+        assert middle == [r for k in keys[20:120] for r in store.get([k])[k]]
+        assert list(store.scan(keys[-1] + b"\0")) == []
+        assert list(store.scan(keys[-1][:8])) == [r for r in everything if r.key == keys[-1]]
+
+
 def test_changing_an_array_after_the_put_changes_nothing(tmp_path):
     with open_store(tmp_path / "a") as store:
         mine = rollout(1)

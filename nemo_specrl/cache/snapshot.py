@@ -1,0 +1,171 @@
+"""The cache in a checkpoint: one file for each partition, and a manifest that makes them whole.
+
+::
+
+    manifest.json                 format, tokenizer, policy version, number of partitions, and of
+                                  each file its bytes, rollouts and xxh3-64
+    partition-00017.rollouts      records, one behind the other: u32 size, db key, record
+
+Partitions know nothing of nodes, so that a snapshot restores onto any number of them. Nothing but
+plain files that are written once: a shared file system will do. The manifest is written last, and
+whoever reads the folder believes nothing that it does not name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import xxhash
+
+from nemo_specrl.cache.codec import decode, encode
+from nemo_specrl.cache.files import as_cache_errors, replacing
+from nemo_specrl.cache.tables import db_key
+from nemo_specrl.errors import CacheError, ForeignStore, StoreUnavailable
+from nemo_specrl.rollout import KEY_BYTES, Rollout
+
+__all__ = [
+    "Manifest",
+    "PartitionFile",
+    "key_range",
+    "read_manifest",
+    "read_partition",
+    "write_manifest",
+    "write_partition",
+]
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+_SIZE = struct.Struct("<I")
+_NAME_BYTES = KEY_BYTES + 10
+
+
+@dataclass(frozen=True)
+class PartitionFile:
+    """What a manifest says of one file: its size in bytes, its checksum, what is in it."""
+
+    partition: int
+    bytes: int
+    rollouts: int
+    xxh3: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a snapshot is of.
+
+    Args:
+        tokenizer_id: identity of the tokenizer that the tokens are of.
+        policy_version: of the weights beside which it lies.
+        partitions: into how many the keys fall.
+        files: of the partitions that have rollouts.
+    """
+
+    tokenizer_id: str
+    policy_version: int
+    partitions: int
+    files: tuple[PartitionFile, ...]
+
+
+def key_range(partition: int, partitions: int) -> tuple[bytes, bytes | None]:
+    """First key of a partition and the first one behind it; None behind the last partition.
+
+    Keys fall into equal ranges of their first 8 bytes (:func:`~.placement.partition_of`).
+    """
+    first, behind = (-(-(p << 64) // partitions) for p in (partition, partition + 1))
+    return first.to_bytes(8, "big"), None if behind >> 64 else behind.to_bytes(8, "big")
+
+
+def write_partition(folder: Path, partition: int, rollouts: Iterable[Rollout]) -> PartitionFile:
+    """Write the file of a partition; complete or not there at all.
+
+    Args:
+        folder: of the snapshot; made if it is not there.
+        partition: its index.
+        rollouts: newest first within a slot, as stores give them.
+
+    Raises:
+        StoreUnavailable: the folder cannot be written.
+    """
+    path = _file(folder, partition)
+    count, size, hasher = 0, 0, xxhash.xxh3_64()
+    with (
+        as_cache_errors("write the snapshot", path),
+        replacing(path, path.with_suffix(".tmp")) as file,
+    ):
+        for rollout in rollouts:
+            name = db_key(rollout.key, rollout.slot, 0)
+            record = encode(rollout, name)
+            piece = _SIZE.pack(len(record)) + name + record
+            file.write(piece)
+            hasher.update(piece)
+            count, size = count + 1, size + len(piece)
+    return PartitionFile(partition, size, count, hasher.hexdigest())
+
+
+def read_partition(folder: Path, expected: PartitionFile) -> Iterator[Rollout]:
+    """The rollouts of a partition, in the order in which they were written.
+
+    The whole file is checked before the first is given out.
+
+    Raises:
+        StoreUnavailable: the file is missing, cannot be read, or is not the one that the manifest
+            names.
+    """
+    path = _file(folder, expected.partition)
+    with as_cache_errors("read the snapshot", path):
+        data = path.read_bytes()
+        if len(data) != expected.bytes or xxhash.xxh3_64_hexdigest(data) != expected.xxh3:
+            raise StoreUnavailable(f"{path}: damaged, its checksum is not that of the manifest")
+        position = 0
+        while position < len(data):
+            (size,) = _SIZE.unpack_from(data, position)
+            position += _SIZE.size
+            name = data[position : position + _NAME_BYTES]
+            position += _NAME_BYTES
+            yield decode(name, data[position : position + size])
+            position += size
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Make what was written a snapshot.
+
+    Raises:
+        StoreUnavailable: the folder cannot be written.
+    """
+    path = folder / MANIFEST
+    with (
+        as_cache_errors("write the snapshot", path),
+        replacing(path, path.with_suffix(".tmp")) as file,
+    ):
+        file.write(json.dumps({"format": FORMAT, **asdict(manifest)}, indent=1).encode())
+
+
+def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
+    """The manifest of a snapshot.
+
+    Raises:
+        StoreUnavailable: there is none, or it is damaged.
+        ForeignStore: it was written by a newer release.
+    """
+    path = Path(folder) / MANIFEST
+    with as_cache_errors("read the snapshot", path):
+        text = path.read_bytes()
+    try:
+        values = json.loads(text)
+        if values.pop("format") > FORMAT:
+            raise ForeignStore(f"{path} was written by a newer release; upgrade nemo_specrl")
+        files = tuple(PartitionFile(**file) for file in values.pop("files"))
+        return Manifest(**values, files=files)
+    except CacheError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StoreUnavailable(f"{path}: damaged ({type(error).__name__})") from None
+
+
+def _file(folder: Path, partition: int) -> Path:
+    return folder / f"partition-{partition:05d}.rollouts"

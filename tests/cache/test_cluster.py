@@ -1,0 +1,194 @@
+"""The cluster's cache on real Ray nodes: every partition in its places, late shards, snapshots."""
+
+import logging
+import pickle
+import time
+
+import numpy as np
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from nemo_specrl.cache.cluster import FAILURES_TO_OPEN, ClusterCache, start_shards
+from nemo_specrl.cache.placement import partition_of
+from nemo_specrl.cache.snapshot import read_manifest
+from nemo_specrl.errors import ForeignStore, StoreUnavailable
+from nemo_specrl.rollout import Finish, Rollout, prompt_key
+
+NODES = 3
+OPTIONS = {
+    "keep": False,
+    "partitions": 16,
+    "replicas": 2,
+    "deadline_s": 60.0,  # two cores share three nodes: nothing here tests how fast they are
+    "tokenizer_id": "tok",
+    "max_bytes": 2**24,
+    "groups_per_prompt": 1,
+}
+
+
+def rollout(prompt, version=0, slot=0):
+    rng = np.random.default_rng([prompt, version, slot])
+    return Rollout(
+        prompt_key([prompt]), slot, rng.integers(0, 60000, 9), np.zeros(9), Finish.STOP, version
+    )
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    """Three Ray nodes, which are processes of this machine."""
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 1, "include_dashboard": False, "object_store_memory": 2**27},
+    )
+    for _ in range(NODES - 1):
+        cluster.add_node(num_cpus=1, object_store_memory=2**27)
+    ray.init(address=cluster.address, log_to_driver=False)
+    yield
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.fixture
+def start(nodes, tmp_path):
+    """Starts caches, and closes them."""
+    started = []
+
+    def start(name="stores", **options):
+        cache = start_shards(tmp_path / name, **OPTIONS | options)
+        started.append(cache)
+        return cache
+
+    yield start
+    for cache in started:
+        for shard in cache.shards.values():
+            ray.kill(shard)
+
+
+def contents(cache, prompts):
+    found = cache.get([prompt_key([p]) for p in prompts])
+    return {p: found.get(prompt_key([p]), []) for p in prompts}
+
+
+def test_what_is_put_is_found_from_every_copy_of_the_client(start):
+    cache = start()
+    put = [rollout(p, slot=s) for p in range(40) for s in range(2)]
+    cache.put(put)
+    cache.sync()
+    copy = pickle.loads(pickle.dumps(cache))
+    for client in (cache, copy):
+        found = contents(client, range(41))
+        assert found.pop(40) == []
+        assert found == {p: [rollout(p, slot=0), rollout(p, slot=1)] for p in range(40)}
+        assert client.failures == 0
+
+
+def test_each_partition_lies_on_its_two_nodes_and_no_other(start):
+    cache = start()
+    cache.put([rollout(p) for p in range(60)])
+    cache.sync()
+    assert len(cache.shards) == NODES
+    for node, shard in cache.shards.items():
+        there = ray.get(shard.get.remote([prompt_key([p]) for p in range(60)]))
+        expected = {
+            key
+            for key in (prompt_key([p]) for p in range(60))
+            if node in cache._table[partition_of(key, 16)]
+        }
+        assert set(there) == expected
+        assert expected, "too few prompts for a test that could fail"
+
+
+def test_with_a_shard_dead_its_partitions_are_served_by_their_other_node(start, caplog):
+    cache = start()
+    cache.put([rollout(p) for p in range(60)])
+    cache.sync()
+    ray.kill(next(iter(cache.shards.values())))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(FAILURES_TO_OPEN):  # until the client leaves it alone
+            cache.get([prompt_key([p]) for p in range(60)])
+        assert contents(cache, range(60)) == {p: [rollout(p)] for p in range(60)}
+    assert cache.failures == FAILURES_TO_OPEN
+    assert len([r for r in caplog.records if "rows are decoded plainly" in r.message]) == 1
+    cache.put([rollout(p, version=1) for p in range(60)])
+    cache.sync()  # to those that are left
+    assert contents(cache, range(60)) == {p: [rollout(p, version=1)] for p in range(60)}
+
+
+class Slow:
+    """A shard that answers too late."""
+
+    def get(self, keys):
+        time.sleep(3)
+        return {}
+
+
+def test_a_shard_that_is_late_answers_nothing_and_raises_nothing(nodes):
+    slow = ray.remote(Slow).options(num_cpus=0).remote()
+    cache = ClusterCache(
+        {"slow": slow}, partitions=4, replicas=1, deadline_s=0.05, tokenizer_id="tok"
+    )
+    for tried in range(1, FAILURES_TO_OPEN + 3):
+        assert cache.get([prompt_key([1])]) == {}
+        assert cache.failures == min(tried, FAILURES_TO_OPEN)  # then it is left alone
+    ray.kill(slow)
+
+
+def test_a_snapshot_restores_onto_any_partitions_and_replicas(start, tmp_path):
+    cache = start()
+    put = [rollout(p, slot=s) for p in range(50) for s in range(3)]
+    cache.put(put)
+    manifest = cache.snapshot(tmp_path / "snapshot", policy_version=7)
+    assert sum(f.rollouts for f in manifest.files) == len(put)  # one copy of each
+    assert read_manifest(tmp_path / "snapshot") == manifest
+
+    other = start("others", partitions=5, replicas=1)
+    restored, damaged = other.restore(tmp_path / "snapshot")
+    assert (restored.policy_version, damaged) == (7, [])
+    assert contents(other, range(50)) == contents(cache, range(50))
+    assert sum(s.rollouts for s in other.stats().values()) == len(put)
+
+
+def test_a_damaged_partition_is_named_and_the_others_load(start, tmp_path):
+    cache = start()
+    cache.put([rollout(p) for p in range(50)])
+    manifest = cache.snapshot(tmp_path / "snapshot", policy_version=1)
+    lost = manifest.files[2]
+    file = tmp_path / "snapshot" / f"partition-{lost.partition:05d}.rollouts"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+    other = start("others")
+    _, damaged = other.restore(tmp_path / "snapshot")
+    assert len(damaged) == 1 and str(file) in damaged[0]
+    here = [p for p in range(50) if partition_of(prompt_key([p]), 16) != lost.partition]
+    assert len(here) == 50 - lost.rollouts
+    expected = {p: [rollout(p)] if p in here else [] for p in range(50)}
+    assert contents(other, range(50)) == expected
+
+
+def test_what_is_newer_than_the_snapshot_stays(start, tmp_path):
+    cache = start()
+    cache.put([rollout(p) for p in range(20)])
+    cache.snapshot(tmp_path / "snapshot", policy_version=1)
+    cache.put([rollout(p, version=1) for p in range(10)])
+    cache.restore(tmp_path / "snapshot")
+    assert contents(cache, range(20)) == {p: [rollout(p, version=int(p < 10))] for p in range(20)}
+
+
+def test_snapshots_that_cannot_be_are_refused(start, tmp_path):
+    cache = start()
+    with pytest.raises(StoreUnavailable, match=r"manifest\.json: No such file"):
+        cache.restore(tmp_path / "none")
+    cache.put([rollout(1)])
+    cache.snapshot(tmp_path / "snapshot", policy_version=1)
+    foreign = start("foreign", tokenizer_id="another")
+    with pytest.raises(ForeignStore, match="is of tokenizer 'tok', not of 'another'"):
+        foreign.restore(tmp_path / "snapshot")
+    (tmp_path / "snapshot" / "manifest.json").write_text("{")
+    with pytest.raises(StoreUnavailable, match=r"manifest\.json: damaged"):
+        cache.restore(tmp_path / "snapshot")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreUnavailable, match="file"):
+        start("file")
