@@ -1,7 +1,8 @@
 # make demo   set up, then GRPO on one CPU machine, with and without speculation, side by side
 # make test   set up, then the whole test suite
+# make test-nemo NEMO_RL_HOME=DIR   the tests that run a checkout of NeMo-RL, on CPU
 # make lint   set up, then style, types, layers and shell scripts
-.PHONY: help setup demo test lint clean
+.PHONY: help setup demo test test-nemo lint clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -15,6 +16,10 @@ demo: setup
 test: setup
 	.venv/bin/python -m pytest
 
+test-nemo:
+	@scripts/setup.sh nemo
+	NEMO_RL_HOME=$(abspath $(NEMO_RL_HOME)) .venv-nemo/bin/python -m pytest tests/nemo_rl
+
 lint: setup
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
@@ -23,4 +28,4 @@ lint: setup
 	.venv/bin/shellcheck $$(git ls-files '*.sh' .ci/run requirements/lock)
 
 clean:
-	rm -rf .venv results
+	rm -rf .venv .venv-nemo results

@@ -1,4 +1,4 @@
-"""The command line: ``nemo-specrl train | compare | report | doctor``.
+"""The command line: ``nemo-specrl train | compare | run | report | doctor``.
 
 Bad input ends with one line and exit code 2, whatever else goes wrong on purpose with code 1.
 """
@@ -184,6 +184,20 @@ def _run_side(arguments: list[str]) -> None:
         code = process.wait()
     if code:
         raise SystemExit(code)
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog="Example: nemo-specrl run examples/run_grpo.py --config my_recipe.yaml",
+)
+def run(
+    context: typer.Context,
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A script of NeMo-RL.")],
+) -> None:
+    """Run a stock NeMo-RL script with the plug-in; all further arguments are the script's own."""
+    from nemo_specrl.integrations.nemo_rl.launcher import launch
+
+    launch(script, context.args)
 
 
 @app.command(epilog="Example: nemo-specrl report results/grpo_arith_cpu")

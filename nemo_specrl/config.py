@@ -157,6 +157,11 @@ class SpecRLConfig(Block):
     tree: TreeConfig = TreeConfig()
     run_ahead: RunAheadConfig = RunAheadConfig()
 
+    @property
+    def effective_fresh_fraction(self) -> float:
+        """The stricter of ``fresh_fraction`` and what ``max_age`` asks for."""
+        return max(self.fresh_fraction, 0 if self.max_age is None else 1 / (1 + self.max_age))
+
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, values: Any) -> Any:

@@ -4,11 +4,24 @@
 # changed; a run that was interrupted starts over.
 #
 #   PYTHON=python3.12 scripts/setup.sh     # another Python than python3.11
+#   scripts/setup.sh nemo                  # .venv-nemo, which has what NeMo-RL needs as well
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-lock=requirements/cpu.lock
+locks=(requirements/cpu.lock)
 venv=.venv
+case "${1:-}" in
+    "") ;;
+    nemo)
+        venv=.venv-nemo
+        locks+=(requirements/nemo.lock)
+        export UV_LINK_MODE=copy # NeMo-RL rewrites files of vLLM: not those of uv's cache
+        ;;
+    *)
+        echo "setup: there is no environment '$1'; give none, or nemo" >&2
+        exit 1
+        ;;
+esac
 log=$venv/setup.log
 
 say() { echo "setup: $*"; }
@@ -37,7 +50,7 @@ find_python() {
 }
 
 # What the two stamps hold. The folder is in one because the scripts in .venv/bin name it.
-stack_state() { { echo "$PWD" && cat "$lock" scripts/setup.sh; } | sha256sum; }
+stack_state() { { echo "$PWD" && cat "${locks[@]}" scripts/setup.sh; } | sha256sum; }
 project_state() { sha256sum <pyproject.toml; }
 same() { [[ -f $1 && $(<"$1") == "$2" ]]; }
 
@@ -50,13 +63,13 @@ same_python() {
 # In parentheses with exec, so that to kill the job is to kill the installer.
 pip() (exec "$venv/bin/python" -m pip install --quiet --no-compile "$@" >>"$log" 2>&1)
 uv() { "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" "$@" >>"$log" 2>&1; }
-pinned() { grep "^$1==" "$lock"; }
+pinned() { grep -h "^$1==" "${locks[@]}"; }
 failed() { die "could not install $1: $(grep -i error "$log" | tail -n 1) (all of it: $log)"; }
 
 # uv reads no settings of pip; where that is what it takes, pip does the same, slower.
 install_rest() {
     local rest=$venv/rest.txt
-    grep -v '^torch==' "$lock" >"$rest"
+    grep -hv '^torch==' "${locks[@]}" >"$rest"
     pip "$(pinned uv)" && uv --no-deps -r "$rest" && return
     say "uv could not install, trying pip (takes minutes)"
     pip --no-deps -r "$rest"
@@ -76,7 +89,7 @@ print(v["__version__"] if v["cuda"] else "")')
 
 install_stack() {
     find_python
-    say "installing $(grep -c == "$lock") packages into $venv with $python: 1 GB to download, 2.5 GB on disk"
+    say "installing $(cat "${locks[@]}" | grep -c ==) packages into $venv with $python: 1 GB to download, 2.5 GB on disk"
     rm -rf "$venv/.stack" "$venv/.project" "$venv"   # the stamps first, in case this is interrupted
     "$python" -m venv "$venv" || die "$python -m venv failed"
     # torch goes through pip, which finds the machine's CPU build where pip's settings name one.

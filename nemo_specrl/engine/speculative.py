@@ -146,15 +146,12 @@ class SpeculativeLLM:
         except Exception as error:  # the cache can only cost speed
             self._count_cache_error(error)
             return
-        fresh = self.fresh_fraction
-        if self.config.max_age is not None:
-            fresh = max(fresh, 1 / (1 + self.config.max_age))
         choices = select_drafts(
             [request.row for request in candidates],
             cached,
             policy_version=self.policy_version,
             seed=self.seed,
-            fresh_fraction=fresh,
+            fresh_fraction=max(self.fresh_fraction, self.config.effective_fresh_fraction),
         )
         for request, (draft, visit) in zip(candidates, choices, strict=True):
             request.visit = visit

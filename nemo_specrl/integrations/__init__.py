@@ -1,0 +1,1 @@
+"""Frameworks that the plug-in works in, one package for each."""

@@ -1,0 +1,169 @@
+"""Every name of NeMo-RL that the plug-in replaces or relies upon; checked when it registers.
+
+NeMo-RL chooses its backend by the string ``policy.generation.backend`` and has no registry
+(algorithms/grpo.py, ``setup``), and other strings than "vllm" are refused in many places. So
+``VllmGeneration`` is replaced in the module that the algorithms import it from, before they do;
+``setup`` and ``validate`` of the algorithms are wrapped. Nothing is written to disk, and without
+``spec_rl.enabled`` all of it does what it did before.
+
+Known to fit: v0.7.0 and main up to August 2026 (commit 7ea279ab).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from nemo_specrl.errors import ConfigError, IncompatibleVersion
+from nemo_specrl.integrations.nemo_rl.run import Run, running
+
+__all__ = ["register", "worker_class"]
+
+KNOWN = "v0.7.0, and main up to August 2026"
+GENERATION = "nemo_rl.models.generation.vllm.vllm_generation"
+ENVIRONMENTS = "nemo_rl.distributed.ray_actor_environment_registry"
+ALGORITHMS = ("grpo", "ppo")
+RELIED_UPON = (
+    ("nemo_rl.models.generation.vllm", "VllmGeneration"),
+    (GENERATION, "VllmGeneration"),
+    (GENERATION, "resolve_generation_worker_cls"),
+    ("nemo_rl.models.generation.vllm.vllm_worker", "VllmGenerationWorkerImpl"),
+    (ENVIRONMENTS, "ACTOR_ENVIRONMENT_REGISTRY"),
+    ("nemo_rl.utils.checkpoint", "CheckpointManager"),
+)
+STOCK_WORKER = "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker"
+
+
+def register() -> None:
+    """Put the plug-in's classes in NeMo-RL's places; a second call does nothing.
+
+    Raises:
+        IncompatibleVersion: NeMo-RL cannot be imported, or lacks a name that is needed.
+    """
+    try:
+        import nemo_rl
+    except ImportError as error:
+        raise IncompatibleVersion(
+            f"NeMo-RL cannot be imported ({error}); run in its container, or put a checkout's root "
+            "on PYTHONPATH"
+        ) from None
+    if getattr(nemo_rl, "_nemo_specrl", False):
+        return
+    for module, name in RELIED_UPON:
+        _named(module, name)
+    from nemo_specrl.integrations.nemo_rl.generation import SpecVllmGeneration
+
+    _replace("VllmGeneration", _named(GENERATION, "VllmGeneration"), SpecVllmGeneration)
+    for algorithm in ALGORITHMS:
+        module = f"nemo_rl.algorithms.{algorithm}"
+        for name, wrap in (
+            ("setup", functools.partial(_with_run, algorithm=algorithm)),
+            ("validate", functools.partial(_without_cache, everywhere=False)),
+        ):
+            original = _named(module, name)
+            _replace(name, original, wrap(original))
+    # Validation of the data plane's trainer runs in an actor; it imports this lazily.
+    original = _named("nemo_rl.algorithms.grpo_sync", "validate_sync")
+    _replace("validate_sync", original, _without_cache(original, everywhere=True))
+    nemo_rl._nemo_specrl = True
+
+
+@contextmanager
+def worker_class(names: dict[str, str]) -> Iterator[None]:
+    """While a ``VllmGeneration`` is built: other worker classes than the stock ones.
+
+    ``VllmGeneration.__init__`` names its worker in the code; what it asks then,
+    ``resolve_generation_worker_cls``, is the only way in.
+
+    Args:
+        names: full name of a stock worker class to that of ours.
+    """
+    module: Any = importlib.import_module(GENERATION)
+    registry = _named(ENVIRONMENTS, "ACTOR_ENVIRONMENT_REGISTRY")
+    original = module.resolve_generation_worker_cls
+
+    def resolve(default: str, config: Any) -> str:
+        stock = original(default, config)
+        if stock not in names:
+            raise ConfigError(
+                f"policy.generation.quant_cfg: its worker {stock.rpartition('.')[2]} does not know "
+                "reuse; leave it out, or set policy.generation.spec_rl.enabled=false"
+            )
+        registry.setdefault(names[stock], _environment(registry[stock]))
+        return names[stock]
+
+    module.resolve_generation_worker_cls = resolve
+    try:
+        yield
+    finally:
+        module.resolve_generation_worker_cls = original
+
+
+def _environment(stock: str) -> str:
+    """The Python of the stock worker, ready made where there is one.
+
+    Environments that "uv run" names are built anew on each node for each class name
+    (utils/venvs.py): minutes, for a second copy of what the container has already.
+    """
+    root = os.environ.get("NEMO_RL_VENV_DIR")
+    ready = Path(root or "/nonexistent") / STOCK_WORKER / "bin" / "python"
+    return str(ready) if stock.startswith("uv") and ready.exists() else stock
+
+
+def _with_run(original: Callable[..., Any], algorithm: str) -> Callable[..., Any]:
+    """``setup``, which gets to know the plug-in's part of the recipe first."""
+
+    @functools.wraps(original)
+    def setup(master_config: Any, *args: Any, **kwargs: Any) -> Any:
+        run = Run.of(master_config, algorithm)
+        with running(run):
+            parts = original(master_config, *args, **kwargs)
+        if run is not None:
+            from nemo_specrl.integrations.nemo_rl.anchor import anchor_at_birth
+            from nemo_specrl.integrations.nemo_rl.checkpoints import save_cache_with
+            from nemo_specrl.integrations.nemo_rl.generation import SpecVllmGeneration
+
+            manager = _named("nemo_rl.utils.checkpoint", "CheckpointManager")
+            generation = next(p for p in parts if isinstance(p, SpecVllmGeneration))
+            save_cache_with(next(p for p in parts if isinstance(p, manager)), generation)
+            if run.spec_rl.clip_anchor == "birth" and generation.cache is not None:
+                anchor_at_birth(parts[0], generation.cache)
+        return parts
+
+    return setup
+
+
+def _without_cache(original: Callable[..., Any], everywhere: bool) -> Callable[..., Any]:
+    """``validate``, during which rollouts neither read nor write the cache (design, rule 8)."""
+
+    @functools.wraps(original)
+    def validate(*args: Any, **kwargs: Any) -> Any:
+        from nemo_specrl.integrations.nemo_rl.generation import validating
+
+        with validating(everywhere):
+            return original(*args, **kwargs)
+
+    return validate
+
+
+def _named(module: str, name: str) -> Any:
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise IncompatibleVersion(
+            f"this NeMo-RL has no {module}.{name} ({error}); this release of nemo_specrl works "
+            f"with {KNOWN}"
+        ) from None
+
+
+def _replace(name: str, old: Any, new: Any) -> None:
+    """Bind ``name`` to ``new`` in every module of NeMo-RL that has it bound to ``old``."""
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith("nemo_rl") and getattr(module, name, None) is old:
+            setattr(module, name, new)

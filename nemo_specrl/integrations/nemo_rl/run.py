@@ -1,0 +1,185 @@
+"""What a NeMo-RL run says of itself, read once from its MasterConfig when it is set up.
+
+``setup`` of NeMo-RL's algorithms has the whole recipe; the generation that it builds sees a part.
+Refuses here, before anything is started, what the plug-in cannot do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_specrl.config import SpecRLConfig, validated
+from nemo_specrl.errors import ConfigError
+
+__all__ = ["CACHE_FOLDER", "SLOTS", "Run", "current", "running"]
+
+BLOCK = "policy.generation.spec_rl"
+CACHE_FOLDER = "rollout_cache"
+"""In a checkpoint's folder, beside the weights."""
+SLOTS = "spec_rl_slots"
+"""Key of a batch: the slot of each row, int64 ``[rows]``. Without it, rows are decoded plainly."""
+
+_current: Run | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run with speculation.
+
+    Args:
+        spec_rl: the ``spec_rl:`` block.
+        seed: of the algorithm.
+        name: tells its node-local folder from those of other runs.
+        checkpoint: folder that the run goes on from, or None.
+        tokenizer_id: names the tokenizer in the cache.
+    """
+
+    spec_rl: SpecRLConfig
+    seed: int
+    name: str
+    checkpoint: Path | None
+    tokenizer_id: str
+
+    @property
+    def store_folder(self) -> Path:
+        """Of the rollout store on each node."""
+        assert self.spec_rl.cache.dir is not None
+        return self.spec_rl.cache.dir / self.name
+
+    @classmethod
+    def of(cls, master_config: Any, algorithm: str) -> Run | None:
+        """The run that a recipe describes; None where speculation is off.
+
+        Args:
+            master_config: NeMo-RL's MasterConfig.
+            algorithm: ``grpo`` or ``ppo``, the name of its block.
+
+        Raises:
+            ConfigError: the recipe asks for what the plug-in cannot do.
+        """
+        generation = master_config.policy["generation"]
+        block = (generation or {}).get("spec_rl")
+        if block is None:
+            return None
+        spec_rl = validated(SpecRLConfig, _plain(block), BLOCK)
+        if not spec_rl.enabled:
+            return None
+        own = getattr(master_config, algorithm)
+        checkpointing = master_config.checkpointing
+        _refuse(master_config, spec_rl)
+        folder = Path(checkpointing["checkpoint_dir"]).absolute()
+        return cls(
+            spec_rl=spec_rl,
+            seed=int(_get(own, "seed", 0) or 0),
+            name=hashlib.sha256(str(folder).encode()).hexdigest()[:16],
+            checkpoint=_latest(folder) if checkpointing["enabled"] else None,
+            tokenizer_id=str(master_config.policy["tokenizer"]["name"]),
+        )
+
+
+def current() -> Run | None:
+    """The run that is being set up in this process."""
+    return _current
+
+
+@contextmanager
+def running(run: Run | None) -> Iterator[None]:
+    """While NeMo-RL's ``setup`` builds what belongs to ``run``."""
+    global _current
+    _current = run
+    try:
+        yield
+    finally:
+        _current = None
+
+
+def _refuse(master_config: Any, spec_rl: SpecRLConfig) -> None:
+    generation = master_config.policy["generation"]
+    vllm_cfg, vllm_kwargs = generation.get("vllm_cfg") or {}, generation.get("vllm_kwargs") or {}
+    off = f"or {BLOCK}.enabled=false"
+    drafter = vllm_kwargs.get("speculative_config") or {}
+    raw = "drafts are verified by prompt log-probs, which are those of raw sampling"
+    refused: list[tuple[bool, str]] = [
+        (
+            generation["backend"] != "vllm",
+            f"policy.generation.backend = {generation['backend']!r}: must be vllm, {off}",
+        ),
+        (
+            generation["temperature"] != 1,
+            f"policy.generation.temperature = {generation['temperature']}: {raw}; set 1.0, {off}",
+        ),
+        (
+            generation["top_p"] != 1,
+            f"policy.generation.top_p = {generation['top_p']}: {raw}; set 1.0, {off}",
+        ),
+        (
+            generation["top_k"] not in (None, -1, 0),
+            f"policy.generation.top_k = {generation['top_k']}: {raw}; set null, {off}",
+        ),
+        (
+            bool(generation.get("bad_words")),
+            f"policy.generation.bad_words: {raw}; leave them out, {off}",
+        ),
+        (
+            bool(vllm_cfg.get("expose_http_server")),
+            "policy.generation.vllm_cfg.expose_http_server = true: requests of NeMo-Gym do not pass"
+            f" through the plug-in; set false, {off}",
+        ),
+        (
+            bool(vllm_kwargs.get("enable_return_routed_experts")),
+            "policy.generation.vllm_kwargs.enable_return_routed_experts = true: the routes of a "
+            f"reused prefix are not recorded; switch router replay off, {off}",
+        ),
+        (
+            drafter.get("num_speculative_tokens", 0) != 0,
+            "policy.generation.vllm_kwargs.speculative_config: a drafter beside reuse has not been "
+            f"tried yet; set num_speculative_tokens to 0, {off}",
+        ),
+        (
+            spec_rl.cache.dir is None,
+            f"{BLOCK}.cache.dir: must name a folder on each node's own disk, such as /raid/specrl",
+        ),
+        (
+            spec_rl.clip_anchor == "birth"
+            and bool(_get(master_config.loss_fn, "force_on_policy_ratio", False)),
+            f"{BLOCK}.clip_anchor = 'birth': with loss_fn.force_on_policy_ratio there is no ratio "
+            "to anchor; set that to false, or the anchor to current",
+        ),
+        (
+            spec_rl.clip_anchor == "birth"
+            and bool(_get(getattr(master_config, "data_plane", None), "enabled", False)),
+            f"{BLOCK}.clip_anchor = 'birth': does not reach the data plane yet; set "
+            "data_plane.enabled=false, or the anchor to current",
+        ),
+    ]
+    for wrong, line in refused:
+        if wrong:
+            raise ConfigError(line)
+
+
+def _plain(block: Any) -> Any:
+    """OmegaConf's containers as Python's own."""
+    if isinstance(block, Mapping):
+        return {str(name): _plain(value) for name, value in block.items()}
+    return block
+
+
+def _get(block: Any, name: str, default: Any) -> Any:
+    """A key of a block, which is a dict in some versions and a model in others."""
+    if block is None:
+        return default
+    if isinstance(block, Mapping):
+        return block.get(name, default)
+    return getattr(block, name, default)
+
+
+def _latest(folder: Path) -> Path | None:
+    """The checkpoint that NeMo-RL will resume from (utils/checkpoint.py)."""
+    steps = [path for path in folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
+    return max(steps, key=lambda path: int(path.name[5:]), default=None)

@@ -1,0 +1,112 @@
+"""What NeMo-RL's vLLM worker needs to run on a CPU; the plug-in's own code is used as it is.
+
+NeMo-RL takes a GPU for granted: NUMA binding by GPU, sleep mode, weights through CUDA's IPC. Each
+piece below replaces one such thing, in tests only.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, ClassVar
+
+import ray
+import torch
+
+if not torch.cuda.is_available():  # NVTX raises on CPU builds
+    torch.cuda.nvtx.range_push = lambda *a, **k: 0
+    torch.cuda.nvtx.range_pop = lambda *a, **k: 0
+
+from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtension
+from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
+
+from nemo_specrl.integrations.nemo_rl.compat import STOCK_WORKER, worker_class
+from nemo_specrl.integrations.nemo_rl.generation import SpecVllmGeneration
+from nemo_specrl.integrations.nemo_rl.run import current
+from nemo_specrl.integrations.nemo_rl.worker import SpecVllmGenerationWorkerImpl
+
+WEIGHTS = "NEMO_SPECRL_TEST_WEIGHTS"
+"""File through which the policy's weights reach the engines, instead of CUDA's IPC."""
+
+
+def _load(self: Any, path: str) -> bool:
+    from safetensors.torch import load_file
+
+    self.model_runner.reload_weights(weights_iterator=iter(load_file(path).items()))
+    return True
+
+
+# vLLM refuses an extension with an attribute that its CPU worker has already.
+_TAKEN = ("__dict__", "__weakref__", "__module__", "synchronize_device")
+CpuExtension = type(
+    "CpuExtension",
+    (),
+    {name: v for name, v in vars(VllmInternalWorkerExtension).items() if name not in _TAKEN}
+    | {"__module__": __name__, "cpu_load": _load, "report_device_id": lambda self: "cpu"},
+)
+
+
+class OnCpu:
+    """Comes before a worker's class."""
+
+    def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
+        # Packed weights cannot be loaded in place.
+        import vllm.model_executor.layers.utils as utils
+
+        utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(
+            layer, "cpu_linear", torch.nn.functional.linear
+        )
+        llm_kwargs |= {
+            "enable_sleep_mode": False,
+            "worker_extension_cls": f"{__name__}.CpuExtension",
+        }
+        super()._create_engine(llm_kwargs)
+
+    def post_init(self) -> None:
+        self.vllm_device_ids = self.report_device_id()
+
+    def report_device_id(self) -> list[str]:
+        return [f"cpu-{os.getpid()}"]
+
+    def sleep(self) -> bool:
+        self.llm.llm_engine.reset_prefix_cache()
+        return True
+
+    def wake_up(self, **kwargs: Any) -> bool:
+        return True
+
+    def update_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> bool:
+        done = self.llm.collective_rpc("cpu_load", args=(os.environ[WEIGHTS],))
+        self.llm.llm_engine.reset_prefix_cache()
+        return all(done)
+
+
+class StockWorkerImpl(OnCpu, VllmGenerationWorkerImpl):
+    pass
+
+
+class SpecWorkerImpl(SpecVllmGenerationWorkerImpl, StockWorkerImpl):
+    """The plug-in's methods first, then those for the CPU, then NeMo-RL's."""
+
+
+@ray.remote
+class StockWorker(StockWorkerImpl):
+    pass
+
+
+@ray.remote
+class SpecWorker(SpecWorkerImpl):
+    pass
+
+
+class CpuGeneration(SpecVllmGeneration):
+    worker_classes: ClassVar = {STOCK_WORKER: f"{__name__}.SpecWorker"}
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if current() is not None:
+            super().__init__(*args, **kwargs)
+            return
+        with worker_class({STOCK_WORKER: f"{__name__}.StockWorker"}):
+            super().__init__(*args, **kwargs)
+
+    def prepare_refit_info(self, state_dict_info: Any) -> None:
+        pass

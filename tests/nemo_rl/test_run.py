@@ -1,0 +1,156 @@
+"""What a recipe of NeMo-RL says to the plug-in, and what is refused; needs no NeMo-RL."""
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from nemo_specrl.errors import ConfigError
+from nemo_specrl.integrations.nemo_rl.launcher import plugin_folder
+from nemo_specrl.integrations.nemo_rl.run import Run, current, running
+
+GENERATION = {
+    "backend": "vllm",
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": None,
+    "vllm_cfg": {"async_engine": False},
+    "vllm_kwargs": {},
+    "spec_rl": {"enabled": True, "cache": {"dir": "/raid/specrl"}},
+}
+
+
+def recipe(tmp_path, **changes):
+    """A MasterConfig as far as it is read; ``changes`` are of dotted keys of the generation."""
+    generation = copy.deepcopy(GENERATION)
+    for path, value in changes.items():
+        block, _, name = path.rpartition("__")
+        target = generation
+        for part in block.split("__") if block else []:
+            target = target.setdefault(part, {})
+        target[name] = value
+    return SimpleNamespace(
+        policy={"generation": generation, "tokenizer": {"name": "Qwen/Qwen3-8B"}},
+        grpo=SimpleNamespace(seed=42),
+        checkpointing={"enabled": True, "checkpoint_dir": str(tmp_path / "checkpoints")},
+        loss_fn={"force_on_policy_ratio": False},
+        data_plane=None,
+    )
+
+
+def test_without_the_block_or_switched_off_there_is_nothing_to_do(tmp_path):
+    off = recipe(tmp_path, spec_rl__enabled=False, temperature=0.6)
+    assert Run.of(off, "grpo") is None
+    del off.policy["generation"]["spec_rl"]
+    assert Run.of(off, "grpo") is None
+
+
+def test_a_run_reads_its_recipe(tmp_path):
+    run = Run.of(recipe(tmp_path), "grpo")
+    assert (run.seed, run.checkpoint, run.tokenizer_id) == (42, None, "Qwen/Qwen3-8B")
+    assert run.spec_rl.preset == "faithful"
+    assert run.store_folder.parent == Path("/raid/specrl")
+    other = recipe(tmp_path / "elsewhere")
+    assert Run.of(other, "grpo").store_folder != run.store_folder
+
+
+def test_a_resumed_run_knows_its_last_checkpoint(tmp_path):
+    for name in ("step_9", "step_10", "tmp_step_11", "step_x"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert Run.of(recipe(tmp_path), "grpo").checkpoint == tmp_path / "checkpoints" / "step_10"
+    resumed = recipe(tmp_path)
+    resumed.checkpointing["enabled"] = False
+    assert Run.of(resumed, "grpo").checkpoint is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "named", "way_out"),
+    [
+        ({"temperature": 0.6}, "policy.generation.temperature = 0.6", "set 1.0"),
+        ({"top_p": 0.95}, "policy.generation.top_p = 0.95", "set 1.0"),
+        ({"top_k": 50}, "policy.generation.top_k = 50", "set null"),
+        ({"bad_words": ["x"]}, "policy.generation.bad_words", "leave them out"),
+        ({"backend": "megatron"}, "policy.generation.backend = 'megatron'", "must be vllm"),
+        ({"vllm_cfg__expose_http_server": True}, "vllm_cfg.expose_http_server", "set false"),
+        ({"vllm_kwargs__enable_return_routed_experts": True}, "routed_experts", "router replay"),
+        (
+            {"vllm_kwargs__speculative_config": {"method": "eagle3", "num_speculative_tokens": 3}},
+            "speculative_config",
+            "num_speculative_tokens to 0",
+        ),
+        ({"spec_rl__cache": {}}, "spec_rl.cache.dir", "such as /raid/specrl"),
+        ({"spec_rl__lenience": 0}, "policy.generation.spec_rl.lenience = 0", "greater than 0"),
+        ({"spec_rl__lenient": 1}, "spec_rl.lenient: unknown key", "known are enabled, preset"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(tmp_path, changes, named, way_out):
+    with pytest.raises(ConfigError) as raised:
+        Run.of(recipe(tmp_path, **changes), "grpo")
+    line = str(raised.value)
+    assert named in line and way_out in line and "\n" not in line
+
+
+def test_an_anchor_that_nothing_starts_from_is_refused(tmp_path):
+    anchored = recipe(tmp_path, spec_rl__clip_anchor="birth")
+    assert Run.of(anchored, "grpo").spec_rl.clip_anchor == "birth"
+    anchored.loss_fn["force_on_policy_ratio"] = True
+    with pytest.raises(ConfigError, match="no ratio to anchor"):
+        Run.of(anchored, "grpo")
+    anchored.loss_fn["force_on_policy_ratio"] = False
+    anchored.data_plane = {"enabled": True}
+    with pytest.raises(ConfigError, match="does not reach the data plane"):
+        Run.of(anchored, "grpo")
+
+
+def test_a_disabled_drafter_is_no_drafter(tmp_path):
+    drafter = {"method": "mtp", "num_speculative_tokens": 0}
+    assert Run.of(recipe(tmp_path, vllm_kwargs__speculative_config=drafter), "grpo") is not None
+
+
+def test_a_run_is_current_while_it_is_set_up(tmp_path):
+    run = Run.of(recipe(tmp_path), "grpo")
+    with running(run):
+        assert current() is run
+    assert current() is None
+
+
+def test_workers_get_the_folder_of_the_plugin_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("NEMO_RL_PY_EXECUTABLES_SYSTEM", "1")
+    assert plugin_folder() is None
+    monkeypatch.delenv("NEMO_RL_PY_EXECUTABLES_SYSTEM")
+    package = tmp_path / "plugin" / "nemo_specrl"
+    package.mkdir(parents=True)
+    monkeypatch.setattr("nemo_specrl.__file__", str(package / "__init__.py"))
+    with pytest.raises(ConfigError, match=r"lmdb does not lie beside it.*--target DIR"):
+        plugin_folder()
+    for name in ("lmdb", "xxhash"):
+        (package.parent / name).mkdir()
+    assert plugin_folder() == package.parent
+    (package.parent / "torch").mkdir()
+    with pytest.raises(ConfigError, match="torch lies beside it"):
+        plugin_folder()
+
+
+def nemo_specrl(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "nemo_specrl", *arguments], capture_output=True, text=True
+    )
+
+
+def test_the_launcher_says_what_is_missing(tmp_path):
+    done = nemo_specrl("run", str(tmp_path / "none.py"), "--config", "x")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and "none.py: no such file" in done.stderr
+
+
+def test_spans_of_responses():
+    pytest.importorskip("ray")
+    from nemo_specrl.integrations.nemo_rl.anchor import birth_spans
+
+    assert birth_spans(np.array([0, 0, 1, 1, 0, 1], dtype=bool)) == [(2, 4), (5, 6)]
+    assert birth_spans(np.array([1, 1], dtype=bool)) == [(0, 2)]
+    assert birth_spans(np.zeros(3, dtype=bool)) == []
