@@ -18,14 +18,14 @@ test: setup
 
 test-nemo:
 	@scripts/setup.sh nemo
-	NEMO_RL_HOME=$(abspath $(NEMO_RL_HOME)) .venv-nemo/bin/python -m pytest tests/nemo_rl
+	NEMO_RL_HOME=$(abspath $(NEMO_RL_HOME)) .venv-nemo/bin/python -m pytest tests/nemo_rl tests/slurm
 
 lint: setup
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	.venv/bin/lint-imports
-	.venv/bin/shellcheck $$(git ls-files '*.sh' .ci/run requirements/lock)
+	.venv/bin/shellcheck $$(git ls-files '*.sh' '*.sub' .ci/run requirements/lock)
 
 clean:
 	rm -rf .venv .venv-nemo results

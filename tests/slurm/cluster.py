@@ -1,0 +1,207 @@
+"""A real Slurm of a few nodes on one machine, for tests; gone with the process that made it.
+
+Each node, and the controller, is a set of namespaces: its own network, host name, processes, and
+``local`` folder, which stands for the node's own disk. Nothing of the machine is touched, and when
+the pipe to a node's first process closes, the kernel ends every process of that node.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "unshare", "nsenter")
+INSTALL = "apt-get install --no-install-recommends slurm-wlm munge iproute2"
+UNSHARE = ("unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child")
+UNSHARE += ("--mount-proc", "--propagation", "private")
+PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # not on every user's
+SUBNET = "10.77.0"  # lives in the controller's network namespace alone
+
+CONTROLLER = """
+hostname ctl && mount --bind "$1/etc/hosts" /etc/hosts
+ip link set lo up && ip link add br0 type bridge
+ip addr add "$2.1/24" dev br0 && ip link set br0 up
+munged --foreground --force --socket="$1/munge.sock" --key-file="$1/etc/munge.key" \\
+  --pid-file="$1/munged.pid" --log-file="$1/log/munged.log" --seed-file="$1/munge.seed" &
+until [[ -S $1/munge.sock ]]; do sleep 0.1; done
+slurmctld -D -c &
+cat # until the pipe closes
+"""
+NODE = """
+hostname "n$3" && mount --bind "$1/etc/hosts" /etc/hosts
+mount --bind "$1/n$3/local" "$1/local"
+ip link set lo up
+until ip link set eth0 up; do sleep 0.1; done 2>/dev/null
+ip addr add "$2.$((10 + $3))/24" dev eth0
+until [[ -S $1/munge.sock ]]; do sleep 0.1; done
+slurmd -D -N "n$3" &
+cat
+"""
+CONFIGURATION = """
+ClusterName=test
+SlurmctldHost=ctl({subnet}.1)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.sock
+StateSaveLocation={folder}/ctl
+SlurmctldLogFile={folder}/log/slurmctld.log
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdSpoolDir={folder}/%n/spool
+SlurmdLogFile={folder}/log/%n.log
+SlurmdPidFile={folder}/%n/slurmd.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+KillWait=5
+ReturnToService=2
+SchedulerParameters=batch_sched_delay=0,sched_interval=2,sched_min_interval=0
+{nodes}
+PartitionName=test Nodes=n[1-{count}] Default=YES State=UP
+"""
+
+
+def why_not() -> str | None:
+    """Why no cluster can run here, with what to do about it; None where one can."""
+    missing = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
+    if missing:
+        return f"no {', '.join(missing)} here; to run this test: {INSTALL}"
+    if os.geteuid() or subprocess.run([*UNSHARE, "true"], capture_output=True).returncode:
+        return "nodes are namespaces, which this user may not make; run as root, with CAP_SYS_ADMIN"
+    return None
+
+
+class Cluster:
+    """Nodes n1, n2, ...; ``folder`` is the disk that they share, ``folder/local`` their own.
+
+    Seen from outside, node n1's own disk is ``folder/n1/local``.
+    """
+
+    def __init__(self, count: int = 2):
+        # Not pytest's folder: paths of sockets must be short.
+        self.folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
+        self.local = self.folder / "local"
+        self.names = [f"n{i}" for i in range(1, count + 1)]
+        self._processes: list[subprocess.Popen[bytes]] = []
+        try:
+            self._write_configuration()
+            controller = self._start("ctl", CONTROLLER)
+            for number, name in enumerate(self.names, 1):
+                self._connect(controller, number, self._start(name, NODE, str(number)))
+            self._until(self._all_idle, "nodes that are idle")
+        except BaseException:
+            self.close()
+            raise
+
+    def run(
+        self, *command: str, cwd: Path, env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """A command on the controller, as a user at a login node has it."""
+        return subprocess.run(
+            [*self._inside(self._first("ctl")), f"--wdns={cwd}", *command],
+            env={**self._environment(), **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+
+    def close(self) -> None:
+        """End every process of the cluster, and remove its files."""
+        for process in reversed(self._processes):
+            process.stdin.close()
+        for process in self._processes:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        shutil.rmtree(self.folder)
+
+    def _write_configuration(self) -> None:
+        for name in ("etc", "log", "ctl", "local"):
+            (self.folder / name).mkdir()
+        for name in self.names:
+            (self.folder / name / "local").mkdir(parents=True)
+        self.folder.chmod(0o755)
+        etc = self.folder / "etc"
+        addresses = {name: f"{SUBNET}.{10 + i}" for i, name in enumerate(self.names, 1)}
+        nodes = "\n".join(
+            f"NodeName={name} NodeAddr={address} CPUs=2 RealMemory=1024 State=UNKNOWN"
+            for name, address in addresses.items()
+        )
+        (etc / "slurm.conf").write_text(
+            CONFIGURATION.format(
+                folder=self.folder, subnet=SUBNET, nodes=nodes, count=len(self.names)
+            )
+        )
+        (etc / "cgroup.conf").write_text("CgroupAutomount=no\n")
+        hosts = {"localhost": "127.0.0.1", "ctl": f"{SUBNET}.1", **addresses}
+        (etc / "hosts").write_text("".join(f"{ip} {name}\n" for name, ip in hosts.items()))
+        (etc / "munge.key").touch(mode=0o600)
+        (etc / "munge.key").write_bytes(os.urandom(1024))
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            "PATH": PATH,
+            "HOME": str(self.folder),
+            "SLURM_CONF": str(self.folder / "etc" / "slurm.conf"),
+        }
+
+    def _start(self, name: str, script: str, *arguments: str) -> int:
+        """Start a node; returns its first process."""
+        with (self.folder / "log" / f"{name}.out").open("wb") as log:
+            process = subprocess.Popen(
+                [*UNSHARE, "bash", "-c", script, name, str(self.folder), SUBNET, *arguments],
+                env=self._environment(),
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+            )
+        self._processes.append(process)
+        self._until(lambda: bool(_children(process.pid)), f"{name}'s first process")
+        return _children(process.pid)[0]
+
+    def _first(self, name: str) -> int:
+        return _children(self._processes[["ctl", *self.names].index(name)].pid)[0]
+
+    @staticmethod
+    def _inside(first: int) -> list[str]:
+        return ["nsenter", "-t", str(first), "--net", "--uts", "--mount", "--pid"]
+
+    def _connect(self, controller: int, number: int, node: int) -> None:
+        """A cable from the node to the controller's bridge, as soon as that is there."""
+        ip = ["nsenter", "-t", str(controller), "--net", "ip", "link"]
+        link, peer = f"v{number}", ["type", "veth", "peer", "name", "eth0", "netns", str(node)]
+        for command in ([*ip, "add", link, *peer], [*ip, "set", link, "master", "br0", "up"]):
+            self._until(lambda c=command: _succeeds(c), " ".join(command[4:]))
+
+    def _all_idle(self) -> bool:
+        states = self.run("sinfo", "--noheader", "--Node", "--format=%N %t", cwd=self.folder)
+        return states.stdout.split("\n")[:-1] == [f"{name} idle" for name in self.names]
+
+    def _until(self, condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > deadline:
+                logs = sorted((self.folder / "log").iterdir())
+                ends = [f"{log.name}: {log.read_text()[-500:]}" for log in logs]
+                raise TimeoutError(f"no {what} after {seconds} s\n" + "\n".join(ends))
+            time.sleep(0.1)
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _succeeds(command: list[str]) -> bool:
+    return subprocess.run(command, capture_output=True).returncode == 0

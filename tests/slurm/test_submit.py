@@ -1,0 +1,362 @@
+"""slurm/nemo_rl.sub, on a real Slurm of two nodes.
+
+What stands in, because the real thing needs GPUs, containers and NeMo-RL: the checkout with its
+ray.sub, which here runs COMMAND on the first node without a container and without Ray, and the
+plug-in's folder, whose ``nemo_specrl`` writes down how it was called. With NEMO_RL_HOME, one test
+runs that checkout's own ray.sub.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+from tests.slurm.cluster import Cluster, why_not
+
+SCRIPT = REPOSITORY / "slurm" / "nemo_rl.sub"
+RECIPE = "examples/configs/recipe.yaml"
+
+RAY_SUB = """
+set -euo pipefail
+logs=$SLURM_SUBMIT_DIR/$SLURM_JOB_ID-logs
+mkdir "$logs"
+printf '%s' "$COMMAND" >"$logs/driver_command.sh"
+env >"$logs/environment"
+srun --nodes=1 --ntasks=1 bash "$logs/driver_command.sh" >"$logs/ray-driver.log" 2>&1
+"""
+PLUGIN = """
+import json, os, socket, sys
+print(json.dumps({"node": socket.gethostname(), "file": __file__, "arguments": sys.argv[1:],
+                  "PYTHONPATH": os.environ["PYTHONPATH"]}))
+sys.exit(sum(int(a.removeprefix("exit=")) for a in sys.argv if a.startswith("exit=")))
+"""
+# For NeMo-RL's own ray.sub: srun without pyxis and PMIx, and a Ray that is there at once.
+SRUN = """#!/bin/bash
+arguments=()
+for argument; do
+    case $argument in
+        --container-image=* | --container-name=* | --container-workdir=*) ;;
+        --container-mounts=* | --no-container-mount-home | --mpi=pmix) ;;
+        *) arguments+=("$argument") ;;
+    esac
+done
+exec {srun} "${{arguments[@]}}"
+"""
+RAY = """#!/bin/bash
+case "$*" in
+    status) echo " 0.0/4.0 worker_units" ;;
+    *--block) sleep infinity ;;
+esac
+"""
+
+
+def make_checkout(folder):
+    """What the script looks for in a NeMo-RL checkout."""
+    (folder / "examples" / "configs").mkdir(parents=True)
+    (folder / "examples" / "run_grpo.py").touch()
+    (folder / RECIPE).touch()
+    (folder / ".python-version").write_text("3.13.14\n")
+    (folder / "ray.sub").write_text(RAY_SUB)
+    return folder
+
+
+def make_plugin(folder, python="313"):
+    """What ``pip install --no-deps --target`` makes, as far as the script looks."""
+    for name in ("nemo_specrl", "lmdb", "xxhash"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / f"c.cpython-{python}-x86_64-linux-gnu.so").touch()
+    (folder / "nemo_specrl" / "__init__.py").touch()
+    (folder / "nemo_specrl" / "__main__.py").write_text(PLUGIN)
+    return folder
+
+
+def settings(folder):
+    """A good environment, with all that the script needs."""
+    return {
+        "CONTAINER": "registry#nemo-rl:v0",
+        "SPECRL_CACHE_DIR": "/raid/specrl",
+        "SPECRL_FOLDER": str(folder / "plugin"),
+        "SPECRL_PYTHON": sys.executable,
+        "GPUS_PER_NODE": "2",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+
+
+@pytest.fixture
+def place(tmp_path):
+    make_checkout(tmp_path / "checkout")
+    make_plugin(tmp_path / "plugin")
+    return tmp_path
+
+
+def check(place, *arguments, **changes):
+    """The script outside of a job; a change to None takes the variable away."""
+    env = {"PATH": os.environ["PATH"], **settings(place), **changes}
+    return subprocess.run(
+        ["bash", SCRIPT, *arguments],
+        cwd=place / "checkout",
+        env={name: value for name, value in env.items() if value is not None},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def files(folder):
+    return sorted(folder.rglob("*"))
+
+
+# Outside of a job: no Slurm is needed.
+
+
+def test_shows_what_would_run(place):
+    before = files(place)
+    done = check(place, RECIPE, "grpo.max_num_steps=3", MOUNTS=f"{place}:{place},/data:/data")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "CONTAINER=registry#nemo-rl:v0",
+        f"MOUNTS={place}:{place},/data:/data,/raid/specrl:/raid/specrl,"
+        f"{place}/plugin:{place}/plugin:ro",
+        "GPUS_PER_NODE=2",
+        f"export PYTHONPATH={place}/plugin${{PYTHONPATH:+:$PYTHONPATH}}",
+        f"exec {sys.executable} -m nemo_specrl run examples/run_grpo.py --config {RECIPE} "
+        "cluster.num_nodes=NODES cluster.gpus_per_node=2 "
+        "++policy.generation.spec_rl.cache.dir=/raid/specrl grpo.max_num_steps=3",
+    ]
+    assert files(place) == before
+
+
+def test_plugin_in_the_image(place):
+    done = check(place, RECIPE, SPECRL_FOLDER=None, SPECRL_PYTHON=None, GPUS_PER_NODE=None)
+    checkout = place / "checkout"
+    assert f"MOUNTS={checkout}:{checkout},/raid/specrl:/raid/specrl\n" in done.stdout
+    assert "export PYTHONPATH=/opt/nemo_specrl$" in done.stdout
+    assert "exec uv run python -m nemo_specrl run" in done.stdout
+    assert "cluster.gpus_per_node=8" in done.stdout
+    dockerfile = (REPOSITORY / "docker" / "Dockerfile").read_text()
+    assert "\nENV PYTHONPATH=/opt/nemo_specrl" in dockerfile
+
+
+BAD = [
+    ([], {}, "no recipe given"),
+    (["configs/none.yaml"], {}, "configs/none.yaml: no such recipe"),
+    (["{place}/elsewhere.yaml"], {}, "elsewhere.yaml: the container does not see this recipe"),
+    ([RECIPE, "--steps"], {}, "--steps: not an override"),
+    ([RECIPE, "++policy.generation.spec_rl.cache.dir=/x"], {}, "set SPECRL_CACHE_DIR instead"),
+    ([RECIPE], {"CONTAINER": None}, "CONTAINER: not set"),
+    ([RECIPE], {"CONTAINER": "/images/none.sqsh"}, "CONTAINER=/images/none.sqsh: no such file"),
+    ([RECIPE], {"SPECRL_CACHE_DIR": None}, "SPECRL_CACHE_DIR: not set"),
+    ([RECIPE], {"SPECRL_CACHE_DIR": "raid/specrl"}, "SPECRL_CACHE_DIR=raid/specrl: must be an abs"),
+    ([RECIPE], {"SPECRL_CACHE_DIR": "/raid/a=b"}, "SPECRL_CACHE_DIR=/raid/a=b: must be an abs"),
+    ([RECIPE], {"SPECRL_FOLDER": "{place}/checkout"}, "no nemo_specrl in it"),
+    ([RECIPE], {"SPECRL_FOLDER": "{place}/full"}, "torch lies in it and would replace"),
+    ([RECIPE], {"SPECRL_FOLDER": "{place}/old"}, "lmdb is for another Python than the checkout's"),
+    ([RECIPE], {"SPECRL_SCRIPT": "examples/none.py"}, "SPECRL_SCRIPT=examples/none.py: no such"),
+    ([RECIPE], {"MOUNTS": "/data:/data"}, "MOUNTS=/data:/data: lacks the checkout"),
+    ([RECIPE], {"MOUNTS": "{place}:/elsewhere"}, "MOUNTS={place}:/elsewhere: lacks the checkout"),
+    ([RECIPE], {"GPUS_PER_NODE": "all"}, "GPUS_PER_NODE=all: must be a number"),
+    ([RECIPE], {"DEDICATED_RAY_HEAD": "yes"}, "DEDICATED_RAY_HEAD=yes: must be 0 or 1"),
+    ([RECIPE], {"COMMAND": "python train.py"}, "COMMAND is set"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "changes", "line"), BAD, ids=[line for *_, line in BAD])
+def test_bad_input_is_one_line(place, arguments, changes, line):
+    make_plugin(place / "old", python="311")
+    (make_plugin(place / "full") / "torch").mkdir()
+    (place / "elsewhere.yaml").touch()
+
+    def filled(text):
+        return text and text.format(place=place)
+
+    done = check(place, *map(filled, arguments), **{k: filled(v) for k, v in changes.items()})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert filled(line) in done.stderr
+
+
+def test_every_problem_has_its_line(place):
+    done = check(place, "none.yaml", CONTAINER=None, SPECRL_CACHE_DIR=None)
+    assert done.returncode == 2
+    assert [line.split(":")[1].strip() for line in done.stderr.splitlines()] == [
+        "none.yaml",
+        "CONTAINER",
+        "SPECRL_CACHE_DIR",
+    ]
+
+
+def test_outside_of_a_checkout(place):
+    (place / "checkout" / "ray.sub").unlink()
+    done = check(place, RECIPE)
+    assert done.returncode == 2
+    assert done.stderr.endswith("no ray.sub here; submit from the root of a NeMo-RL checkout\n")
+
+
+# In a job.
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    cluster = Cluster(2)
+    make_plugin(cluster.folder / "plugin")
+    yield cluster
+    try:
+        assert cluster.run("squeue", "--noheader", cwd=cluster.folder).stdout == ""
+    finally:
+        cluster.close()
+    name = cluster.folder.name
+    assert not cluster.folder.exists()
+    assert name not in Path("/proc/self/mountinfo").read_text()
+    assert [line for line in command_lines() if name in line] == []
+
+
+def command_lines():
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            yield (process / "cmdline").read_text().replace("\0", " ")
+        except OSError:
+            continue  # it has ended
+
+
+class Job:
+    """A job that has ended, and the folder of its checkout."""
+
+    def __init__(self, cluster, *arguments, ray_sub=RAY_SUB, **changes):
+        self.cluster = cluster
+        self.checkout = make_checkout(cluster.folder / f"checkout-{len(files(cluster.folder))}")
+        (self.checkout / "ray.sub").write_text(ray_sub)
+        self.cache = cluster.local / "specrl"
+        changes = {"SPECRL_CACHE_DIR": str(self.cache), **changes}
+        self.submitted = cluster.run(
+            *("sbatch", "--wait", "--nodes=2", "--output=%j.out", str(SCRIPT), *arguments),
+            cwd=self.checkout,
+            env={**settings(cluster.folder), "PYTHONPATH": "/from/the/image", **changes},
+        )
+        self.code = self.submitted.returncode
+        self.output = "".join(out.read_text() for out in self.checkout.glob("*.out"))
+        self.logs = next(iter(self.checkout.glob("*-logs")), None)
+
+    @property
+    def lines(self):
+        """What the script said, without Slurm's own lines."""
+        return [line for line in self.output.splitlines() if line.startswith("nemo_rl.sub: ")]
+
+    def on_nodes(self, path):
+        """A path below the nodes' own disks, as each node has it."""
+        below = Path(path).relative_to(self.cluster.local)
+        return [self.cluster.folder / name / "local" / below for name in self.cluster.names]
+
+
+def test_command_reaches_the_nodes(cluster):
+    odd = "data.prompt='{a: $HOME}; exit 3'"
+    job = Job(cluster, RECIPE, "grpo.max_num_steps=3", odd)
+    assert job.code == 0, job.output + job.submitted.stderr
+    plugin = cluster.folder / "plugin"
+    assert json.loads((job.logs / "ray-driver.log").read_text()) == {
+        "node": "n1",
+        "file": str(plugin / "nemo_specrl" / "__main__.py"),
+        "PYTHONPATH": f"{plugin}:/from/the/image",
+        "arguments": [
+            *("run", "examples/run_grpo.py", "--config", RECIPE),
+            *("cluster.num_nodes=2", "cluster.gpus_per_node=2"),
+            f"++policy.generation.spec_rl.cache.dir={job.cache}",
+            *("grpo.max_num_steps=3", odd),
+        ],
+    }
+    for folder in job.on_nodes(job.cache):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700  # prompts and answers lie there
+        assert files(folder) == []
+    given = (job.logs / "environment").read_text().splitlines()
+    assert "CONTAINER=registry#nemo-rl:v0" in given
+    assert "GPUS_PER_NODE=2" in given
+    assert (
+        f"MOUNTS={job.checkout}:{job.checkout},{job.cache}:{job.cache},{plugin}:{plugin}:ro"
+    ) in given
+    # Without accounting Slurm sets none, and ray.sub would end at `set -u`.
+    assert any(line.startswith("SLURM_JOB_ACCOUNT=") for line in given)
+
+
+def test_cache_folder_is_kept_between_jobs(cluster):
+    first = Job(cluster, RECIPE)
+    for folder in first.on_nodes(first.cache):
+        (folder / "rollouts").write_text("of the first job")
+    second = Job(cluster, RECIPE)
+    assert (first.code, second.code) == (0, 0)
+    for folder in second.on_nodes(second.cache):
+        assert (folder / "rollouts").read_text() == "of the first job"
+        (folder / "rollouts").unlink()
+
+
+def test_head_without_gpus_is_not_counted(cluster):
+    job = Job(cluster, RECIPE, DEDICATED_RAY_HEAD="1")
+    assert (
+        "cluster.num_nodes=1" in json.loads((job.logs / "ray-driver.log").read_text())["arguments"]
+    )
+
+
+def test_code_of_the_driver_is_passed_on(cluster):
+    assert Job(cluster, RECIPE, "exit=7").code == 7
+
+
+def test_bad_input_starts_nothing(cluster):
+    job = Job(cluster, "none.yaml", SPECRL_CACHE_DIR=str(cluster.local / "never"))
+    assert job.code == 2
+    assert job.output == f"nemo_rl.sub: none.yaml: no such recipe in {job.checkout}\n"
+    assert job.logs is None
+    assert not any(folder.exists() for folder in job.on_nodes(cluster.local / "never"))
+
+
+def test_cache_folder_that_nodes_share(cluster):
+    shared = cluster.folder / "shared"
+    job = Job(cluster, RECIPE, SPECRL_CACHE_DIR=str(shared))
+    assert job.code == 2
+    assert f"other nodes see {shared} too" in job.lines[0]
+    assert "not usable on every node" in job.lines[-1]
+    assert job.logs is None
+    assert files(shared) == []
+
+
+def test_cache_folder_that_one_node_cannot_make(cluster):
+    broken = cluster.local / "broken"
+    file = cluster.folder / "n2" / "local" / "broken"
+    file.touch()
+    job = Job(cluster, RECIPE, SPECRL_CACHE_DIR=str(broken / "specrl"))
+    assert job.code == 2
+    assert [line for line in job.lines if "cannot be made" in line] == [
+        f"nemo_rl.sub: n2: {broken}/specrl cannot be made"
+    ]
+    assert job.logs is None
+
+
+def test_the_ray_sub_of_nemo_rl(cluster):
+    """Containers, Ray and GPUs still stand in; the script that starts them is NeMo-RL's."""
+    if "NEMO_RL_HOME" not in os.environ:
+        pytest.skip("no NeMo-RL here; to run this test: NEMO_RL_HOME=CHECKOUT")
+    # It removes every Ray session below /tmp, as if it had the machine for itself.
+    ray_sub = (Path(os.environ["NEMO_RL_HOME"]) / "ray.sub").read_text()
+    ray_sub = ray_sub.replace("/tmp/", f"{cluster.local}/")
+    programs = cluster.folder / "programs"
+    programs.mkdir()
+    for name, text in {"srun": SRUN.format(srun=shutil.which("srun")), "ray": RAY}.items():
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    path = f"{programs}:{os.environ['PATH']}"
+    job = Job(cluster, RECIPE, "exit=7", ray_sub=ray_sub, PATH=path)
+    assert job.code == 7, job.output
+    call = json.loads((job.logs / "ray-driver.log").read_text())
+    assert call["node"] == "n1"
+    assert call["arguments"][:4] == ["run", "examples/run_grpo.py", "--config", RECIPE]
+    assert call["arguments"][-1] == "exit=7"
+    assert call["PYTHONPATH"].startswith(f"{cluster.folder}/plugin:")
+    assert "starting Ray worker" in (job.logs / "ray-worker-0.log").read_text()
