@@ -34,6 +34,7 @@ from nemo_specrl.cache.snapshot import (
 from nemo_specrl.cache.store import RolloutStore, StoreStats
 from nemo_specrl.errors import CacheError, ForeignStore, StoreUnavailable
 from nemo_specrl.rollout import Rollout
+from nemo_specrl.speculation.drafts import SlotClaims
 
 __all__ = ["ClusterCache", "Shard", "start_shards"]
 
@@ -57,6 +58,7 @@ class Shard:
 
     def __init__(self, folder: str, keep: bool, options: Mapping[str, Any]) -> None:
         path = Path(folder)
+        self.claims = SlotClaims()
         self.store = _open(path, options)
         if not keep and len(self.store):
             self.store.close()
@@ -69,8 +71,15 @@ class Shard:
         return self.store.get(keys)
 
     def put(self, rollouts: list[Rollout]) -> None:
-        """As :meth:`RolloutStore.put`."""
+        """As :meth:`RolloutStore.put`; the slots are free again."""
+        for rollout in rollouts:
+            self.claims.release(rollout.key, rollout.slot)
         self.store.put(rollouts)
+
+    def claim(self, key: bytes, policy_version: int) -> tuple[int, list[Rollout]]:
+        """A slot for a row that comes alone (:class:`SlotClaims`), and the prompt's rollouts."""
+        rollouts = self.store.get([key]).get(key, [])
+        return self.claims.claim(key, rollouts, policy_version), rollouts
 
     def sync(self) -> None:
         """As :meth:`RolloutStore.sync`."""
@@ -219,11 +228,37 @@ class ClusterCache:
             self._failed(refs[ref], TimeoutError(f"no answer in {self.deadline_s:g} s"))
         return found
 
+    def claim(self, key: bytes, policy_version: int) -> tuple[int, list[Rollout]] | None:
+        """A slot for a row that comes alone, and its prompt's rollouts; None when that is late.
+
+        All clients ask the same shard, so that no slot is given to two rows.
+        """
+        node = self._nearest(self._table[partition_of(key, self.partitions)], None)
+        if node is None:
+            return None
+        ref = self.shards[node].claim.remote(key, policy_version)
+        if not ray.wait([ref], timeout=self.deadline_s)[0]:
+            self._failed(node, TimeoutError(f"no answer in {self.deadline_s:g} s"))
+            return None
+        claimed: tuple[int, list[Rollout]] | None = self._result(node, ref)
+        return claimed
+
     def put(self, rollouts: Iterable[Rollout]) -> None:
-        """Keep rollouts: sent on in batches, and at the latest with ``sync``."""
+        """Keep rollouts: sent on in batches, and at the latest with ``flush`` or ``sync``."""
         self._buffer += rollouts
         if len(self._buffer) >= PUT_AT_ONCE:
-            self._send()
+            self.flush()
+
+    def flush(self) -> None:
+        """Send on what was put, and wait for nothing."""
+        self._send()
+        if len(self._sent) > PUT_AT_ONCE:
+            sent = [ref for _, ref in self._sent]
+            ready = set(ray.wait(sent, num_returns=len(sent), timeout=0)[0])
+            for node, ref in self._sent:
+                if ref in ready:
+                    self._result(node, ref)
+            self._sent = [(node, ref) for node, ref in self._sent if ref not in ready]
 
     def sync(self) -> None:
         """Return when what was put would survive SIGKILL on every shard that answers."""

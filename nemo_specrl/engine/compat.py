@@ -25,6 +25,7 @@ __all__ = [
     "local_cpu_environment",
     "prompt_logprob_bytes",
     "refit",
+    "tokenizer_of",
 ]
 
 OLDEST, NEWEST = (0, 20), (0, 32)
@@ -74,13 +75,13 @@ def local_cpu_environment(threads: int = 1) -> None:
         os.environ.setdefault(name, value)
 
 
-def eos_token_ids(llm: LLM) -> tuple[int | None, frozenset[int]]:
+def eos_token_ids(engine: Any) -> tuple[int | None, frozenset[int]]:
     """The engine's end-of-sequence token, and the further ones that its generation config names.
 
     The first comes from the tokenizer and is None when the engine has none. A request that does
     not ignore end-of-sequence stops at any of them (v1/engine/input_processor.py).
     """
-    processor = llm.llm_engine.input_processor
+    processor = engine.input_processor
     if hasattr(processor, "renderer"):
         eos = processor.renderer.get_eos_token_id()
     else:  # before the renderers
@@ -88,6 +89,17 @@ def eos_token_ids(llm: LLM) -> tuple[int | None, frozenset[int]]:
     extra = processor.generation_config_fields.get("eos_token_id") or ()
     extra = {extra} if isinstance(extra, int) else set(extra)
     return eos, frozenset(extra - {eos})
+
+
+def tokenizer_of(engine: Any) -> Any:
+    """The tokenizer of an engine that has one, synchronous or not.
+
+    ``AsyncLLM.get_tokenizer`` is a coroutine in some versions; what it asks is not.
+    """
+    processor = engine.input_processor
+    if hasattr(processor, "renderer"):
+        return processor.renderer.get_tokenizer()
+    return processor.tokenizer  # before the renderers
 
 
 class Detokenizer:

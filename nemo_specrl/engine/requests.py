@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nemo_specrl.engine.compat import Detokenizer, eos_token_ids
+from nemo_specrl.engine.compat import Detokenizer, eos_token_ids, tokenizer_of
 from nemo_specrl.engine.sampling import Ending, StopRules, check_verifiable, is_greedy
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.rollout import Rollout, prompt_key
@@ -21,6 +21,7 @@ from nemo_specrl.speculation.drafts import Row, assign_slots
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
     from vllm.logprobs import FlatLogprobs
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 __all__ = ["EngineLimits", "Request", "build_requests"]
 
@@ -36,12 +37,14 @@ class EngineLimits:
     eos: int | None
     extra_eos: frozenset[int]
     tokenizer: Any
+    logprobs_mode: str
 
     @classmethod
-    def of(cls, llm: LLM) -> EngineLimits:
+    def of(cls, llm: LLM | AsyncLLM) -> EngineLimits:
         """The limits of a running engine."""
-        config = llm.llm_engine.vllm_config
-        eos, extra_eos = eos_token_ids(llm)
+        engine = getattr(llm, "llm_engine", llm)
+        config = engine.vllm_config
+        eos, extra_eos = eos_token_ids(engine)
         return cls(
             max_model_len=config.model_config.max_model_len,
             vocabulary=config.model_config.get_vocab_size(),
@@ -49,7 +52,8 @@ class EngineLimits:
             max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
             eos=eos,
             extra_eos=extra_eos,
-            tokenizer=None if config.model_config.skip_tokenizer_init else llm.get_tokenizer(),
+            tokenizer=None if config.model_config.skip_tokenizer_init else tokenizer_of(engine),
+            logprobs_mode=str(getattr(config.model_config, "logprobs_mode", "logprobs")),
         )
 
 

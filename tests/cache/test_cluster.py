@@ -134,6 +134,25 @@ def test_a_shard_that_is_late_answers_nothing_and_raises_nothing(nodes):
     ray.kill(slow)
 
 
+def test_rows_that_come_alone_get_slots_of_their_own_from_every_client(start):
+    cache = start()
+    other = pickle.loads(pickle.dumps(cache))
+    key = prompt_key([5])
+    slots = [client.claim(key, 0) for client in (cache, other, other, cache)]
+    assert [slot for slot, _ in slots] == [0, 1, 2, 3]
+    assert all(rollouts == [] for _, rollouts in slots)
+    cache.put([rollout(5, slot=s) for s in (2, 0)])
+    cache.flush()
+    other.put([rollout(5, slot=s) for s in (1, 3)])
+    other.flush()
+    cache.sync()
+    other.sync()
+    claimed = [client.claim(key, 1) for client in (other, cache, cache, other)]
+    assert [slot for slot, _ in claimed] == [0, 1, 2, 3]
+    assert claimed[0][1] == [rollout(5, slot=s) for s in range(4)]
+    assert cache.failures == other.failures == 0
+
+
 def test_a_snapshot_restores_onto_any_partitions_and_replicas(start, tmp_path):
     cache = start()
     put = [rollout(p, slot=s) for p in range(50) for s in range(3)]

@@ -1,0 +1,163 @@
+"""What happens to a row on its way through an engine, whichever engine it is.
+
+Finds drafts, judges them, adds up what was decoded and hands rollouts to the cache; the loops that
+drive an engine are in ``speculative`` and ``asynchronous``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from nemo_specrl.config import SpecRLConfig
+from nemo_specrl.engine.assembly import completed, extend
+from nemo_specrl.engine.compat import check_version
+from nemo_specrl.engine.metrics import EngineMetrics
+from nemo_specrl.engine.requests import EngineLimits, Request
+from nemo_specrl.engine.sampling import Ending
+from nemo_specrl.engine.verification import judge
+from nemo_specrl.errors import ConfigError
+from nemo_specrl.rollout import Finish, Rollout
+from nemo_specrl.speculation.drafts import select_drafts
+
+if TYPE_CHECKING:
+    from vllm import CompletionOutput, RequestOutput
+
+__all__ = ["RolloutCache", "Speculation"]
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutCache(Protocol):
+    """What a cache of rollouts has to offer; :class:`nemo_specrl.RolloutStore` is one."""
+
+    def get(self, keys: Iterable[bytes]) -> dict[bytes, list[Rollout]]:
+        """Rollouts by prompt key, newest first within a slot."""
+        ...
+
+    def put(self, rollouts: Iterable[Rollout]) -> None:
+        """Keep rollouts, each newer than what its prompt and slot had."""
+        ...
+
+
+class Speculation:
+    """The part that a synchronous and an asynchronous engine share.
+
+    Args:
+        llm: a running engine. Its ``logprobs_mode`` must be one of log-probs, not of logits.
+        cache: where rollouts are looked up and kept; :class:`RolloutCache`.
+        config: the ``spec_rl:`` block.
+        seed: of the run; acceptance draws from it.
+
+    Raises:
+        ConfigError: the engine and the configuration do not go together.
+        IncompatibleVersion: the installed vLLM is not one that this release works with.
+    """
+
+    def __init__(self, llm: Any, cache: Any, config: SpecRLConfig, seed: int) -> None:
+        check_version()
+        self._limits = EngineLimits.of(llm)
+        mode = self._limits.logprobs_mode
+        if config.enabled and not mode.endswith("logprobs"):
+            raise ConfigError(f"logprobs_mode = {mode}: must be raw_logprobs or processed_logprobs")
+        self.llm = llm
+        self.cache = cache
+        self.config = config
+        self.seed = seed
+        self.policy_version = 0
+        self.fresh_fraction = config.fresh_fraction
+        self.metrics = EngineMetrics()
+        self._cache_error_logged = False
+
+    def _find_drafts(self, requests: list[Request]) -> None:
+        candidates = [request for request in requests if request.draftable]
+        try:
+            cached = self.cache.get(list(dict.fromkeys(r.row.key for r in candidates)))
+        except Exception as error:  # the cache can only cost speed
+            self._count_cache_error(error)
+            return
+        self._choose(candidates, cached)
+
+    def _choose(self, requests: list[Request], cached: dict[bytes, list[Rollout]]) -> None:
+        """Offer each request its draft, if it has one."""
+        choices = select_drafts(
+            [request.row for request in requests],
+            cached,
+            policy_version=self.policy_version,
+            seed=self.seed,
+            fresh_fraction=max(self.fresh_fraction, self.config.effective_fresh_fraction),
+        )
+        for request, (draft, visit) in zip(requests, choices, strict=True):
+            request.visit = visit
+            if draft is not None and not request.offer(draft, self._limits):
+                self.metrics.refused_drafts += 1
+
+    def _judge(
+        self, verified: list[tuple[Request, RequestOutput]]
+    ) -> list[tuple[Request, RequestOutput, Ending | None]]:
+        """Each verified request with its ending, or None where a continuation is to be decoded."""
+        metrics = self.metrics
+        judge(verified, self.config, seed=self.seed, policy_version=self.policy_version)
+        verdicts: list[tuple[Request, RequestOutput, Ending | None]] = []
+        for request, output in verified:
+            assert request.draft is not None and request.ending is not None
+            request.verifying = False
+            whole = request.accepted == len(request.draft) and request.ending.finish is not None
+            metrics.drafts += 1
+            metrics.draft_tokens += len(request.draft)
+            metrics.accepted_tokens += request.accepted
+            metrics.full_reuses += whole
+            verdicts.append((request, output, request.ending if whole else None))
+        return verdicts
+
+    def _take(self, request: Request, output: RequestOutput) -> Ending | None:
+        """Add what the engine decoded; how the response ended, None while it goes on."""
+        completion = output.outputs[0]
+        tokens, logprobs = list(completion.token_ids), completion.logprobs
+        found = None
+        if request.detokenizer is not None:
+            by_token = completion.finish_reason == "stop"
+            found = request.detokenizer.feed(tokens, stop_terminated=by_token)
+            if found is not None:  # with what was decoded behind the stop string left out
+                tokens = request.detokenizer.tokens[len(request.tokens) :]
+                logprobs = logprobs[: len(tokens)]
+        request.tokens += tokens
+        if request.logprobs is None:
+            request.logprobs = logprobs
+        else:
+            extend(request.logprobs, logprobs)
+        self.metrics.decoded_tokens += len(tokens)
+        if found is None and not output.finished:
+            return None
+        reason = found or completion.stop_reason
+        if isinstance(reason, str):
+            return Ending(len(request.tokens), Finish.STOP_STRING, reason)
+        if completion.finish_reason == "stop":
+            return Ending(len(request.tokens), Finish.STOP, reason)
+        return Ending(len(request.tokens), Finish.LENGTH)
+
+    def _finish(self, request: Request, output: RequestOutput, ending: Ending) -> CompletionOutput:
+        """The completion of a request that has ended; its rollout is journaled at once."""
+        completion, rollout = completed(request, output, ending, self.config, self.policy_version)
+        self.metrics.response_tokens += len(request.tokens)
+        if request.draft is not None and request.accepted < len(request.tokens):
+            prefill = len(request.rules.prompt) + request.accepted
+            self.metrics.recomputed_tokens += prefill - (output.num_cached_tokens or 0)
+        if request.cacheable:
+            try:
+                self.cache.put([rollout])
+            except Exception as error:  # the cache can only cost speed
+                self._count_cache_error(error)
+        return completion
+
+    def _count_cache_error(self, error: Exception) -> None:
+        self.metrics.cache_errors += 1
+        if not self._cache_error_logged:
+            self._cache_error_logged = True
+            logger.warning(
+                "rollout cache failed (%s: %s); rows are decoded plainly. Further failures are "
+                "counted in spec_rl/cache_errors",
+                type(error).__name__,
+                error,
+            )

@@ -1,0 +1,218 @@
+"""The asynchronous twin on a real AsyncLLM: rows come one by one, from anywhere, at any time."""
+
+import asyncio
+
+import pytest
+from vllm import SamplingParams
+
+from nemo_specrl import SpecRLConfig, prompt_key
+from nemo_specrl.engine.assembly import reuse_of
+from nemo_specrl.engine.asynchronous import AsyncSpeculativeLLM
+from nemo_specrl.errors import ConfigError, UnsupportedSampling
+from nemo_specrl.local.task import encode
+from nemo_specrl.speculation.drafts import SlotClaims
+from tests.conftest import DictCache
+from tests.engine.test_cases import NEVER, PROMPT, STRICT, draft, sampling
+
+OTHER = [1, *encode("45-21=?")]
+
+
+class ClaimingCache(DictCache):
+    """Rollouts and slots in this process."""
+
+    def __init__(self, rollouts=()):
+        self.claims = SlotClaims()
+        super().__init__(rollouts)
+
+    def claim(self, key, policy_version):
+        rollouts = list(self.rollouts.get(key, {}).values())
+        return self.claims.claim(key, rollouts, policy_version), rollouts
+
+    def put(self, rollouts):
+        for rollout in rollouts:
+            self.claims.release(rollout.key, rollout.slot)
+        super().put(rollouts)
+
+    def flush(self):
+        pass
+
+
+@pytest.fixture(scope="module")
+def loop():
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture(scope="module")
+def async_llm(random_model, loop):
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    arguments = AsyncEngineArgs(
+        model=str(random_model),
+        dtype="float32",
+        max_model_len=192,
+        max_num_seqs=16,
+        block_size=32,
+        enforce_eager=True,
+        enable_prefix_caching=True,
+        disable_log_stats=True,
+    )
+
+    async def start():
+        return AsyncLLM.from_engine_args(arguments)
+
+    llm = loop.run_until_complete(start())
+    yield llm
+    llm.shutdown()
+
+
+@pytest.fixture
+def ask(async_llm, loop):
+    """Asks for rows, all at once, and returns their completions in order."""
+    count = iter(range(10**6))
+
+    def ask(made, rows, params=None):
+        async def one(prompt, parameters):
+            stream = made.generate(
+                {"prompt_token_ids": list(prompt)}, parameters, f"row-{next(count)}"
+            )
+            outputs = [output async for output in stream]
+            assert outputs[-1].prompt_token_ids == list(prompt)
+            return outputs[-1].outputs[0]
+
+        async def everything():
+            parameters = params or [sampling(seed=i) for i in range(len(rows))]
+            return await asyncio.gather(*map(one, rows, parameters))
+
+        return loop.run_until_complete(everything())
+
+    return ask
+
+
+@pytest.fixture
+def speculative(async_llm):
+    def make(cache, *, version=0, llm=None, lenience=1.0, enabled=True):
+        config = SpecRLConfig(enabled=enabled, lenience=lenience, fresh_fraction=0.0)
+        made = AsyncSpeculativeLLM(llm or async_llm, cache, config)
+        made.policy_version = version
+        return made
+
+    return make
+
+
+ROWS = [PROMPT, OTHER] * 6
+
+
+def test_cold_it_gives_what_the_engine_gives_and_keeps_it(ask, speculative):
+    cache = ClaimingCache()
+    ours = ask(speculative(cache), ROWS)
+    theirs = ask(speculative(ClaimingCache(), enabled=False), ROWS)
+    assert [c.token_ids for c in ours] == [c.token_ids for c in theirs]
+    assert [c.finish_reason for c in ours] == [c.finish_reason for c in theirs]
+    for key in map(prompt_key, (PROMPT, OTHER)):
+        assert sorted(cache.rollouts[key]) == list(range(6))  # a slot for each row
+    kept = sorted(tuple(r.tokens.tolist()) for r in cache.all())
+    assert kept == sorted(tuple(c.token_ids) for c in ours)
+
+
+def test_of_the_same_weights_every_draft_stands_once(ask, speculative):
+    cache = ClaimingCache()
+    first = ask(speculative(cache), ROWS)
+    again = speculative(cache, version=1)
+    second = ask(again, ROWS)
+    assert sorted(tuple(c.token_ids) for c in second) == sorted(tuple(c.token_ids) for c in first)
+    assert again.metrics.full_reuses == again.metrics.drafts == again.metrics.rows == len(ROWS)
+    assert again.metrics.decoded_tokens == 0
+    assert sorted(cache.rollouts[prompt_key(PROMPT)]) == list(range(6))
+    third = ask(again, ROWS)  # the same weights have served these slots: new rows get new ones
+    assert all(reuse_of(c).fresh for c in third)
+    assert sorted(cache.rollouts[prompt_key(PROMPT)]) == list(range(12))
+
+
+def test_what_is_rejected_is_decoded_anew(ask, speculative):
+    tokens = encode("12+34=46;#46")
+    cache = ClaimingCache([draft(tokens, NEVER, slot=s) for s in range(6)])
+    made = speculative(cache, version=1, lenience=STRICT)
+    completions = ask(made, [PROMPT] * 6)
+    assert made.metrics.drafts == 6 and made.metrics.accepted_tokens == 0
+    assert made.metrics.decoded_tokens == sum(len(c.token_ids) for c in completions)
+    assert {r.policy_version for r in cache.all()} == {1}
+
+
+def test_a_part_of_a_draft_is_continued(ask, speculative):
+    cache = ClaimingCache()
+    whole = ask(speculative(cache), [PROMPT] * 4, [sampling(12, seed=i) for i in range(4)])
+    long = ask(speculative(cache, version=1), [PROMPT] * 4, [sampling(40, seed=9)] * 4)
+    starts = sorted(tuple(c.token_ids[:12]) for c in long)
+    assert starts == sorted(tuple(c.token_ids) for c in whole)
+    assert any(0 < reuse_of(c).accepted < len(c.token_ids) for c in long)
+    for completion in long:
+        assert len(completion.logprobs) == len(completion.token_ids)
+
+
+def test_a_stop_string_across_the_seam_ends_the_response(ask, speculative):
+    tokens = encode("12+34=46;")
+    params = sampling(40, seed=None, stop=["46;#"], include_stop_str_in_output=True)
+    for seed in range(40):  # until the engine happens to decode what completes it
+        cache = ClaimingCache([draft(tokens)])
+        params.seed = seed
+        [completion] = ask(speculative(cache, version=1), [PROMPT], [params])
+        if completion.token_ids[len(tokens) : len(tokens) + 1] == encode("#"):
+            assert completion.token_ids == [*tokens, *encode("#")]
+            assert completion.stop_reason == "46;#"
+            return
+    pytest.fail("the engine never decoded what completes the stop string")
+
+
+class Refitting:
+    """The engine, whose weights are said to move while a draft is verified."""
+
+    def __init__(self, llm):
+        self.llm, self.made = llm, None
+
+    def __getattr__(self, name):
+        return getattr(self.llm, name)
+
+    async def generate(self, prompt, params, request_id, **kwargs):
+        async for output in self.llm.generate(prompt, params, request_id, **kwargs):
+            yield output
+        if request_id.endswith("-verify"):
+            self.made.policy_version += 1
+
+
+def test_a_verdict_of_two_weights_is_dropped(ask, speculative, async_llm):
+    cache = ClaimingCache([draft(encode("12+34=46;#46"))])
+    engine = Refitting(async_llm)
+    made = engine.made = speculative(cache, version=1, llm=engine)
+    [completion] = ask(made, [PROMPT])
+    assert made.policy_version == 2
+    assert reuse_of(completion).fresh
+    assert made.metrics.refused_drafts == 1 and made.metrics.accepted_tokens == 0
+
+
+@pytest.mark.parametrize("answer", [None, RuntimeError("no shard")])
+def test_without_an_answer_of_the_cache_rows_are_decoded_plainly(ask, speculative, answer):
+    class Silent(ClaimingCache):
+        def claim(self, key, policy_version):
+            if answer is not None:
+                raise answer
+            return None
+
+    cache = Silent()
+    made = speculative(cache)
+    ours = ask(made, ROWS[:4])
+    theirs = ask(speculative(cache, enabled=False), ROWS[:4])
+    assert [c.token_ids for c in ours] == [c.token_ids for c in theirs]
+    assert made.metrics.cache_errors == 4 and cache.puts == 0
+
+
+def test_greedy_rows_and_several_responses(ask, speculative):
+    cache = ClaimingCache()
+    ask(speculative(cache), [PROMPT], [SamplingParams(temperature=0.0, max_tokens=5)])
+    assert not cache.rollouts
+    with pytest.raises(ConfigError, match="n = 2: must be 1"):
+        ask(speculative(cache), [PROMPT], [sampling(n=2)])
+    with pytest.raises(UnsupportedSampling, match=r"top_p = 0\.9"):
+        ask(speculative(cache), [PROMPT], [sampling(top_p=0.9)])
