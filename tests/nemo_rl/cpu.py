@@ -18,11 +18,17 @@ if not torch.cuda.is_available():  # NVTX raises on CPU builds
 
 from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtension
 from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
+from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 
-from nemo_specrl.integrations.nemo_rl.compat import STOCK_WORKER, worker_class
+from nemo_specrl.integrations.nemo_rl.compat import (
+    STOCK_ASYNC_WORKER,
+    STOCK_WORKER,
+    worker_class,
+)
 from nemo_specrl.integrations.nemo_rl.generation import SpecVllmGeneration
 from nemo_specrl.integrations.nemo_rl.run import current
 from nemo_specrl.integrations.nemo_rl.worker import SpecVllmGenerationWorkerImpl
+from nemo_specrl.integrations.nemo_rl.worker_async import SpecVllmAsyncGenerationWorkerImpl
 
 WEIGHTS = "NEMO_SPECRL_TEST_WEIGHTS"
 """File through which the policy's weights reach the engines, instead of CUDA's IPC."""
@@ -80,6 +86,44 @@ class OnCpu:
         return all(done)
 
 
+class AsyncOnCpu(OnCpu):
+    """The same for the asynchronous worker."""
+
+    async def post_init_async(self) -> None:
+        self.vllm_device_ids = self.report_device_id()
+
+    async def report_device_id_async(self) -> list[str]:
+        return self.report_device_id()
+
+    async def sleep_async(self) -> bool:
+        await self.llm.reset_prefix_cache()
+        return True
+
+    async def wake_up_async(self, **kwargs: Any) -> bool:
+        return True
+
+    async def prepare_refit_info_async(self, state_dict_info: Any) -> None:
+        pass
+
+    async def init_collective_async(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    async def update_weights_via_ipc_zmq_async(self, *args: Any, **kwargs: Any) -> bool:
+        done = await self.llm.collective_rpc("cpu_load", args=(os.environ[WEIGHTS],))
+        await self.llm.reset_prefix_cache()
+        return all(done)
+
+    update_weights_from_collective_async = update_weights_via_ipc_zmq_async
+
+
+class StockAsyncWorkerImpl(AsyncOnCpu, VllmAsyncGenerationWorkerImpl):
+    pass
+
+
+class SpecAsyncWorkerImpl(SpecVllmAsyncGenerationWorkerImpl, StockAsyncWorkerImpl):
+    pass
+
+
 class StockWorkerImpl(OnCpu, VllmGenerationWorkerImpl):
     pass
 
@@ -98,14 +142,31 @@ class SpecWorker(SpecWorkerImpl):
     pass
 
 
+@ray.remote
+class StockAsyncWorker(StockAsyncWorkerImpl):
+    pass
+
+
+@ray.remote
+class SpecAsyncWorker(SpecAsyncWorkerImpl):
+    pass
+
+
 class CpuGeneration(SpecVllmGeneration):
-    worker_classes: ClassVar = {STOCK_WORKER: f"{__name__}.SpecWorker"}
+    worker_classes: ClassVar = {
+        STOCK_WORKER: f"{__name__}.SpecWorker",
+        STOCK_ASYNC_WORKER: f"{__name__}.SpecAsyncWorker",
+    }
+    stock_classes: ClassVar = {
+        STOCK_WORKER: f"{__name__}.StockWorker",
+        STOCK_ASYNC_WORKER: f"{__name__}.StockAsyncWorker",
+    }
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if current() is not None:
             super().__init__(*args, **kwargs)
             return
-        with worker_class({STOCK_WORKER: f"{__name__}.StockWorker"}):
+        with worker_class(self.stock_classes):
             super().__init__(*args, **kwargs)
 
     def prepare_refit_info(self, state_dict_info: Any) -> None:

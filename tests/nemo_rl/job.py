@@ -212,7 +212,8 @@ class SmallPolicy(ColocatablePolicyInterface):
     def init_collective(self, *args: Any, **kwargs: Any) -> list[Any]:
         return []
 
-    broadcast_weights_for_collective = init_collective
+    def broadcast_weights_for_collective(self, *args: Any, **kwargs: Any) -> Any:
+        return self.stream_weights_via_ipc_zmq(0)
 
     def nothing(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -223,10 +224,19 @@ class SmallPolicy(ColocatablePolicyInterface):
 
 
 class Recorded(CpuGeneration):
-    """Writes down what ``generate`` was given and gave back."""
+    """Writes down what it was given and gave back."""
+
+    async def generate_async(self, data: Any, greedy: bool = False) -> Any:
+        async for index, output in super().generate_async(data, greedy=greedy):
+            self._record(data, output)
+            yield index, output
 
     def generate(self, data: Any, greedy: bool = False) -> Any:
         output = super().generate(data, greedy=greedy)
+        self._record(data, output)
+        return output
+
+    def _record(self, data: Any, output: Any) -> None:
         record = {
             "validating": self._validating,
             "prompts": [
@@ -245,7 +255,6 @@ class Recorded(CpuGeneration):
         }
         with (OUT / "rows.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
-        return output
 
 
 def main() -> None:
@@ -284,7 +293,10 @@ def main() -> None:
         record_metrics(logger)
         environment = {"sums": Sums.remote()}
         train = (policy, generation, loader, val_loader, tokenizer, loss, environment, environment)
-        grpo.grpo_train(*train, logger, checkpointer, state, config)
+        if config.grpo.async_grpo.enabled:
+            grpo.async_grpo_train(*train, logger, checkpointer, state, config)
+        else:
+            grpo.grpo_train(*train, logger, checkpointer, state, config)
         getattr(checkpointer, "shutdown", lambda: None)()
         generation.shutdown()
         ray.shutdown()

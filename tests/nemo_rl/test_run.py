@@ -75,6 +75,7 @@ def test_a_resumed_run_knows_its_last_checkpoint(tmp_path):
         ({"top_k": 50}, "policy.generation.top_k = 50", "set null"),
         ({"bad_words": ["x"]}, "policy.generation.bad_words", "leave them out"),
         ({"backend": "megatron"}, "policy.generation.backend = 'megatron'", "must be vllm"),
+        ({"quant_cfg": {}}, "policy.generation.quant_cfg", "leave it out"),
         ({"vllm_cfg__expose_http_server": True}, "vllm_cfg.expose_http_server", "set false"),
         ({"vllm_kwargs__enable_return_routed_experts": True}, "routed_experts", "router replay"),
         (

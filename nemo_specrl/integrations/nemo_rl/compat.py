@@ -34,10 +34,12 @@ RELIED_UPON = (
     (GENERATION, "VllmGeneration"),
     (GENERATION, "resolve_generation_worker_cls"),
     ("nemo_rl.models.generation.vllm.vllm_worker", "VllmGenerationWorkerImpl"),
+    ("nemo_rl.models.generation.vllm.vllm_worker_async", "VllmAsyncGenerationWorkerImpl"),
     (ENVIRONMENTS, "ACTOR_ENVIRONMENT_REGISTRY"),
     ("nemo_rl.utils.checkpoint", "CheckpointManager"),
 )
 STOCK_WORKER = "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker"
+STOCK_ASYNC_WORKER = "nemo_rl.models.generation.vllm.vllm_worker_async.VllmAsyncGenerationWorker"
 
 
 def register() -> None:
@@ -92,10 +94,10 @@ def worker_class(names: dict[str, str]) -> Iterator[None]:
         stock = original(default, config)
         if stock not in names:
             raise ConfigError(
-                f"policy.generation.quant_cfg: its worker {stock.rpartition('.')[2]} does not know "
-                "reuse; leave it out, or set policy.generation.spec_rl.enabled=false"
+                f"the generation worker {stock} does not know reuse; set "
+                "policy.generation.spec_rl.enabled=false"
             )
-        registry.setdefault(names[stock], _environment(registry[stock]))
+        registry.setdefault(names[stock], _environment(stock, registry[stock]))
         return names[stock]
 
     module.resolve_generation_worker_cls = resolve
@@ -105,15 +107,15 @@ def worker_class(names: dict[str, str]) -> Iterator[None]:
         module.resolve_generation_worker_cls = original
 
 
-def _environment(stock: str) -> str:
+def _environment(worker: str, executable: str) -> str:
     """The Python of the stock worker, ready made where there is one.
 
     Environments that "uv run" names are built anew on each node for each class name
     (utils/venvs.py): minutes, for a second copy of what the container has already.
     """
     root = os.environ.get("NEMO_RL_VENV_DIR")
-    ready = Path(root or "/nonexistent") / STOCK_WORKER / "bin" / "python"
-    return str(ready) if stock.startswith("uv") and ready.exists() else stock
+    ready = Path(root or "/nonexistent") / worker / "bin" / "python"
+    return str(ready) if executable.startswith("uv") and ready.exists() else executable
 
 
 def _with_run(original: Callable[..., Any], algorithm: str) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -29,6 +29,8 @@ from nemo_specrl.speculation.drafts import Row, assign_slots, select_drafts
 
 __all__ = ["SpecVllmGeneration", "validating"]
 
+PACKAGE = "nemo_specrl.integrations.nemo_rl"
+
 logger = logging.getLogger(__name__)
 
 _generations: weakref.WeakSet[SpecVllmGeneration] = weakref.WeakSet()
@@ -43,7 +45,8 @@ class SpecVllmGeneration(VllmGeneration):
     """
 
     worker_classes: ClassVar[dict[str, str]] = {
-        compat.STOCK_WORKER: "nemo_specrl.integrations.nemo_rl.worker.SpecVllmGenerationWorker",
+        compat.STOCK_WORKER: f"{PACKAGE}.worker.SpecVllmGenerationWorker",
+        compat.STOCK_ASYNC_WORKER: f"{PACKAGE}.worker_async.SpecVllmAsyncGenerationWorker",
     }
     cache: ClusterCache | None = None
     _validating = False
@@ -79,6 +82,14 @@ class SpecVllmGeneration(VllmGeneration):
         output = super().generate(data, greedy=greedy)
         self._length = float(output["generation_lengths"].float().mean())
         return output.select_indices(np.argsort(order).tolist())
+
+    async def generate_async(self, data: Any, greedy: bool = False) -> AsyncIterator[Any]:
+        """As the base class; the worker finds a slot for the row."""
+        if self.cache is not None and not self._validating and not greedy:
+            data = data.slice(0, data.size)  # the caller keeps its own
+            data[SLOTS] = torch.full((data.size,), -1)
+        async for result in super().generate_async(data, greedy=greedy):
+            yield result
 
     def get_step_metrics(self) -> dict[str, float]:
         """With what reuse did since the last call, under ``spec_rl/``."""

@@ -40,6 +40,10 @@ def launch(script: Path, arguments: list[str]) -> None:
     sys.path.insert(0, str(script.resolve().parent))
     sys.argv = [str(script), *arguments]
     register()
+    import nemo_rl
+
+    # Recipes beside the checkout inherit stock ones through this.
+    os.environ.setdefault("NEMO_RL_HOME", str(Path(nemo_rl.__file__).resolve().parents[1]))
     runpy.run_path(str(script), run_name="__main__")
 
 

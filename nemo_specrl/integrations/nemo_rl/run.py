@@ -127,6 +127,10 @@ def _refuse(master_config: Any, spec_rl: SpecRLConfig) -> None:
             f"policy.generation.bad_words: {raw}; leave them out, {off}",
         ),
         (
+            generation.get("quant_cfg") is not None,
+            f"policy.generation.quant_cfg: its workers do not know reuse; leave it out, {off}",
+        ),
+        (
             bool(vllm_cfg.get("expose_http_server")),
             "policy.generation.vllm_cfg.expose_http_server = true: requests of NeMo-Gym do not pass"
             f" through the plug-in; set false, {off}",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import ray
+from nemo_rl.distributed.worker_group_utils import get_nsight_config_if_pattern_matches
 from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 
 from nemo_specrl.cache.cluster import ClusterCache
@@ -99,6 +100,6 @@ class _Seam:
         return getattr(self._speculative.llm, name)
 
 
-@ray.remote
+@ray.remote(runtime_env={**get_nsight_config_if_pattern_matches("vllm_generation_worker")})
 class SpecVllmGenerationWorker(SpecVllmGenerationWorkerImpl):
     """The actor."""

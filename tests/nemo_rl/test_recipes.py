@@ -1,0 +1,208 @@
+"""The recipes of examples/configs/nemo_rl: each on its own, and by NeMo-RL's own loader and models.
+
+The second part runs with the checkout that NEMO_RL_HOME names, and is skipped without one.
+"""
+
+import importlib
+import os
+import re
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from nemo_specrl.config import SpecRLConfig, validated
+from nemo_specrl.integrations.nemo_rl.run import BLOCK, Run
+
+FOLDER = Path(__file__).parents[2] / "examples" / "configs" / "nemo_rl"
+ALGORITHMS = {
+    "dapo_qwen3_8b": "grpo",
+    "grpo_math_1B": "grpo",
+    "grpo_qwen3_32b_megatron_tp8_pp2": "grpo",
+    "grpo_qwen3_8b_async": "grpo",
+    "grpo_qwen3_8b_megatron_tp2": "grpo",
+    "ppo_qwen3_8b": "ppo",
+}
+"""Of each recipe: the algorithm whose script starts it."""
+STOCK = "${oc.env:NEMO_RL_HOME}/"
+WORKERS = "nemo_rl.models.generation.vllm."
+ABSENT = object()
+
+
+def own(name):
+    """What the recipe itself says."""
+    return yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+
+
+def header(name):
+    """Its first comment lines, as one text."""
+    lines = (FOLDER / f"{name}.yaml").read_text().split("\n")
+    comment = lines[: next(i for i, line in enumerate(lines) if not line.startswith("#"))]
+    return "\n".join(line.removeprefix("#").strip() for line in comment)
+
+
+def hardware(name):
+    """Nodes, and GPUs of each, as the header has them."""
+    found = re.search(r"^Hardware: (\d+) nodes? of (\d+) GPUs;", header(name), re.MULTILINE)
+    assert found is not None, "the header has no line 'Hardware: N nodes of M GPUs; ...'"
+    return int(found[1]), int(found[2])
+
+
+def leaves(block, path=()):
+    """Each value of a nested mapping, by its path."""
+    for key, value in block.items():
+        if isinstance(value, dict):
+            yield from leaves(value, (*path, key))
+        else:
+            yield (*path, key), value
+
+
+def at(block, path):
+    """The value at ``path`` of a nested mapping, or ABSENT."""
+    for key in path:
+        if not isinstance(block, dict) or key not in block:
+            return ABSENT
+        block = block[key]
+    return block
+
+
+def test_each_recipe_is_tested():
+    assert {path.stem for path in FOLDER.glob("*.yaml")} == set(ALGORITHMS)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_header_says_on_what_and_how_it_starts(name):
+    nodes, gpus = hardware(name)
+    assert nodes >= 1 and gpus == 8
+    command = " ".join(header(name).replace("\\\n", " ").split())
+    assert "nemo-specrl run " in command
+    script = f"examples/run_{ALGORITHMS[name]}.py"
+    assert f" {script} --config $SPECRL/examples/configs/nemo_rl/{name}.yaml " in command
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_recipe_inherits_from_stock_and_switches_reuse_on(name):
+    recipe = own(name)
+    assert recipe["defaults"].startswith(f"{STOCK}examples/configs/")
+    spec_rl = validated(SpecRLConfig, recipe["policy"]["generation"]["spec_rl"], BLOCK)
+    assert (spec_rl.enabled, spec_rl.preset) == (True, "faithful")
+    assert spec_rl.cache.dir == Path("/raid/specrl")
+
+
+def test_no_two_recipes_share_a_folder():
+    for path in (("checkpointing", "checkpoint_dir"), ("logger", "log_dir")):
+        folders = [at(own(name), path) for name in ALGORITHMS]
+        assert ABSENT not in folders and len(set(folders)) == len(folders)
+
+
+@pytest.fixture(scope="module")
+def nemo():
+    """The checkout's folder and loader, and its algorithms by name."""
+    if not os.environ.get("NEMO_RL_HOME"):
+        pytest.skip("set NEMO_RL_HOME to a checkout of NVIDIA-NeMo/RL and run `make test-nemo`")
+    home = Path(os.environ["NEMO_RL_HOME"]).resolve()
+    # By its path, since this Python may have a sitecustomize of its own.
+    runpy.run_path(str(Path(__file__).parent / "path" / "sitecustomize.py"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(home))
+        config = importlib.import_module("nemo_rl.utils.config")
+        algorithms = {
+            name: importlib.import_module(f"nemo_rl.algorithms.{name}") for name in ("grpo", "ppo")
+        }
+    assert Path(config.__file__).is_relative_to(home), "another NeMo-RL came first on PYTHONPATH"
+    config.register_omegaconf_resolvers()
+    return SimpleNamespace(home=home, load=config.load_config, algorithms=algorithms)
+
+
+def loaded(nemo, path):
+    """A recipe as NeMo-RL's scripts see it: with what it inherits, and interpolated."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(nemo.load(path), resolve=True)
+
+
+def recipe_and_run(nemo, name):
+    """The recipe, and the plug-in's reading of it; refused by neither NeMo-RL nor the plug-in."""
+    recipe = loaded(nemo, FOLDER / f"{name}.yaml")
+    algorithm = ALGORITHMS[name]
+    return recipe, Run.of(nemo.algorithms[algorithm].MasterConfig(**recipe), algorithm)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_nemo_rl_and_the_plugin_take_it(nemo, name):
+    recipe, run = recipe_and_run(nemo, name)
+    assert run is not None
+    assert (
+        run.spec_rl.model_dump()
+        == SpecRLConfig.model_validate(own(name)["policy"]["generation"]["spec_rl"]).model_dump()
+    )
+    assert run.seed == recipe[ALGORITHMS[name]]["seed"]
+    assert run.tokenizer_id == recipe["policy"]["model_name"]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_it_says_only_what_stock_does_not(nemo, name):
+    recipe = own(name)
+    stock = loaded(nemo, nemo.home / recipe.pop("defaults").removeprefix(STOCK))
+    inherited = loaded(nemo, FOLDER / f"{name}.yaml")
+    said = [".".join(path) for path, _ in leaves(recipe) if at(inherited, path) == at(stock, path)]
+    assert not said
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_it_fits_the_hardware_of_its_header(nemo, name):
+    recipe, _ = recipe_and_run(nemo, name)
+    cluster, policy = recipe["cluster"], recipe["policy"]
+    assert (cluster["num_nodes"], cluster["gpus_per_node"]) == hardware(name)
+    gpus = cluster["num_nodes"] * cluster["gpus_per_node"]
+    colocated = policy["generation"]["colocated"]
+    apart = 0
+    if not colocated["enabled"]:
+        resources = colocated["resources"]
+        apart = resources["num_nodes"] * resources["gpus_per_node"]
+    vllm_cfg = policy["generation"]["vllm_cfg"]
+    engine = vllm_cfg["tensor_parallel_size"] * vllm_cfg["pipeline_parallel_size"]
+    assert (apart or gpus) % engine == 0
+    models = [policy, recipe["value"]] if "value" in recipe else [policy]
+    for model in models:
+        block, megatron = model["dtensor_cfg"], model["megatron_cfg"]
+        size = block["tensor_parallel_size"] * block["context_parallel_size"]
+        if megatron["enabled"]:
+            size = (
+                megatron["tensor_model_parallel_size"]
+                * megatron["pipeline_model_parallel_size"]
+                * megatron["context_parallel_size"]
+            )
+        assert (gpus - apart) % size == 0
+        copies = (gpus - apart) // size
+        assert model["train_global_batch_size"] % (copies * model["train_micro_batch_size"]) == 0
+    algorithm = recipe[ALGORITHMS[name]]
+    rollouts = algorithm["num_prompts_per_step"] * algorithm["num_generations_per_prompt"]
+    assert rollouts % policy["train_global_batch_size"] == 0
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_files_and_data_that_it_names_are_in_the_checkout(nemo, name):
+    recipe, _ = recipe_and_run(nemo, name)
+    default = recipe["data"]["default"]
+    for file in (default["prompt_file"], default["system_prompt_file"]):
+        assert file is None or (nemo.home / file).is_file()
+    known = importlib.import_module("nemo_rl.data.datasets.response_datasets").DATASET_REGISTRY
+    for part in ("train", "validation"):
+        assert recipe["data"][part]["dataset_name"] in known
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_its_worker_is_one_that_knows_reuse(nemo, name):
+    from nemo_specrl.integrations.nemo_rl.generation import SpecVllmGeneration
+
+    module = importlib.import_module("nemo_rl.models.generation.vllm.vllm_generation")
+    recipe, _ = recipe_and_run(nemo, name)
+    generation = recipe["policy"]["generation"]
+    stock = "vllm_worker.VllmGenerationWorker"
+    if generation["vllm_cfg"]["async_engine"]:
+        stock = "vllm_worker_async.VllmAsyncGenerationWorker"
+    worker = module.resolve_generation_worker_cls(WORKERS + stock, generation)
+    assert worker in SpecVllmGeneration.worker_classes
