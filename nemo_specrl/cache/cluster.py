@@ -10,6 +10,7 @@ Knows stores and Ray; nothing of engines or of NeMo-RL.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections import defaultdict
@@ -228,7 +229,7 @@ class ClusterCache:
             self._failed(refs[ref], TimeoutError(f"no answer in {self.deadline_s:g} s"))
         return found
 
-    def claim(self, key: bytes, policy_version: int) -> tuple[int, list[Rollout]] | None:
+    async def claim(self, key: bytes, policy_version: int) -> tuple[int, list[Rollout]] | None:
         """A slot for a row that comes alone, and its prompt's rollouts; None when that is late.
 
         All clients ask the same shard, so that no slot is given to two rows.
@@ -237,10 +238,12 @@ class ClusterCache:
         if node is None:
             return None
         ref = self.shards[node].claim.remote(key, policy_version)
-        if not ray.wait([ref], timeout=self.deadline_s)[0]:
-            self._failed(node, TimeoutError(f"no answer in {self.deadline_s:g} s"))
+        try:
+            claimed: tuple[int, list[Rollout]] = await asyncio.wait_for(ref, self.deadline_s)
+        except Exception as error:  # the cache can only cost speed
+            self._failed(node, error)
             return None
-        claimed: tuple[int, list[Rollout]] | None = self._result(node, ref)
+        self._breakers[node].count(failed=False)
         return claimed
 
     def put(self, rollouts: Iterable[Rollout]) -> None:

@@ -7,7 +7,6 @@ no verdict, and such a draft is dropped.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,7 +29,7 @@ __all__ = ["AsyncSpeculativeLLM", "ClaimingCache"]
 class ClaimingCache(Protocol):
     """A cache that gives out slots; :class:`nemo_specrl.cache.cluster.ClusterCache` is one."""
 
-    def claim(self, key: bytes, policy_version: int) -> tuple[int, list[Rollout]] | None:
+    async def claim(self, key: bytes, policy_version: int) -> tuple[int, list[Rollout]] | None:
         """A slot for a row of a prompt and the prompt's rollouts; None: none can be had now."""
         ...
 
@@ -87,7 +86,7 @@ class AsyncSpeculativeLLM(Speculation):
         [request] = build_requests(self._limits, prompt, sampling_params, None)
         claimed = None
         if self.config.enabled and request.draftable:
-            claimed = await asyncio.to_thread(self._claim, request)
+            claimed = await self._claim(request)
         if claimed is None:  # nothing to draft, and no slot to keep it in
             async for output in self.llm.generate(prompt, sampling_params, request_id, **kwargs):
                 yield output
@@ -103,10 +102,10 @@ class AsyncSpeculativeLLM(Speculation):
         self.cache.flush()
         yield request_outputs([request], {0: (output, completion)})[0]
 
-    def _claim(self, request: Request) -> Request | None:
+    async def _claim(self, request: Request) -> Request | None:
         """The request with its slot and draft, or None."""
         try:
-            claimed = self.cache.claim(request.row.key, self.policy_version)
+            claimed = await self.cache.claim(request.row.key, self.policy_version)
         except Exception as error:  # the cache can only cost speed
             self._count_cache_error(error)
             return None

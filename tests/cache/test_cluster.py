@@ -1,5 +1,6 @@
 """The cluster's cache on real Ray nodes: every partition in its places, late shards, snapshots."""
 
+import asyncio
 import logging
 import pickle
 import time
@@ -138,16 +139,19 @@ def test_rows_that_come_alone_get_slots_of_their_own_from_every_client(start):
     cache = start()
     other = pickle.loads(pickle.dumps(cache))
     key = prompt_key([5])
-    slots = [client.claim(key, 0) for client in (cache, other, other, cache)]
+
+    async def claim(clients, version):
+        return [await client.claim(key, version) for client in clients]
+
+    slots = asyncio.run(claim((cache, other, other, cache), 0))
     assert [slot for slot, _ in slots] == [0, 1, 2, 3]
     assert all(rollouts == [] for _, rollouts in slots)
     cache.put([rollout(5, slot=s) for s in (2, 0)])
-    cache.flush()
     other.put([rollout(5, slot=s) for s in (1, 3)])
-    other.flush()
-    cache.sync()
-    other.sync()
-    claimed = [client.claim(key, 1) for client in (other, cache, cache, other)]
+    for client in (cache, other):
+        client.flush()
+        client.sync()
+    claimed = asyncio.run(claim((other, cache, cache, other), 1))
     assert [slot for slot, _ in claimed] == [0, 1, 2, 3]
     assert claimed[0][1] == [rollout(5, slot=s) for s in range(4)]
     assert cache.failures == other.failures == 0

@@ -24,7 +24,7 @@ class ClaimingCache(DictCache):
         self.claims = SlotClaims()
         super().__init__(rollouts)
 
-    def claim(self, key, policy_version):
+    async def claim(self, key, policy_version):
         rollouts = list(self.rollouts.get(key, {}).values())
         return self.claims.claim(key, rollouts, policy_version), rollouts
 
@@ -195,7 +195,7 @@ def test_a_verdict_of_two_weights_is_dropped(ask, speculative, async_llm):
 @pytest.mark.parametrize("answer", [None, RuntimeError("no shard")])
 def test_without_an_answer_of_the_cache_rows_are_decoded_plainly(ask, speculative, answer):
     class Silent(ClaimingCache):
-        def claim(self, key, policy_version):
+        async def claim(self, key, policy_version):
             if answer is not None:
                 raise answer
             return None

@@ -36,6 +36,7 @@ def recipe(tmp_path, **changes):
     return SimpleNamespace(
         policy={"generation": generation, "tokenizer": {"name": "Qwen/Qwen3-8B"}},
         grpo=SimpleNamespace(seed=42),
+        ppo={"seed": 43},
         checkpointing={"enabled": True, "checkpoint_dir": str(tmp_path / "checkpoints")},
         loss_fn={"force_on_policy_ratio": False},
         data_plane=None,
@@ -105,6 +106,10 @@ def test_an_anchor_that_nothing_starts_from_is_refused(tmp_path):
     anchored.data_plane = {"enabled": True}
     with pytest.raises(ConfigError, match="does not reach the data plane"):
         Run.of(anchored, "grpo")
+    anchored.data_plane = None
+    with pytest.raises(ConfigError, match="where responses begin"):
+        Run.of(anchored, "ppo")
+    assert Run.of(recipe(tmp_path), "ppo").seed == 43
 
 
 def test_a_disabled_drafter_is_no_drafter(tmp_path):

@@ -72,7 +72,7 @@ class Run:
             return None
         own = getattr(master_config, algorithm)
         checkpointing = master_config.checkpointing
-        _refuse(master_config, spec_rl)
+        _refuse(master_config, spec_rl, algorithm)
         folder = Path(checkpointing["checkpoint_dir"]).absolute()
         return cls(
             spec_rl=spec_rl,
@@ -99,7 +99,7 @@ def running(run: Run | None) -> Iterator[None]:
         _current = None
 
 
-def _refuse(master_config: Any, spec_rl: SpecRLConfig) -> None:
+def _refuse(master_config: Any, spec_rl: SpecRLConfig, algorithm: str) -> None:
     generation = master_config.policy["generation"]
     vllm_cfg, vllm_kwargs = generation.get("vllm_cfg") or {}, generation.get("vllm_kwargs") or {}
     off = f"or {BLOCK}.enabled=false"
@@ -160,6 +160,11 @@ def _refuse(master_config: Any, spec_rl: SpecRLConfig) -> None:
             and bool(_get(getattr(master_config, "data_plane", None), "enabled", False)),
             f"{BLOCK}.clip_anchor = 'birth': does not reach the data plane yet; set "
             "data_plane.enabled=false, or the anchor to current",
+        ),
+        (
+            spec_rl.clip_anchor == "birth" and algorithm == "ppo",
+            f"{BLOCK}.clip_anchor = 'birth': NeMo-RL's PPO does not say where responses begin when "
+            "it asks for log-probs; set current",
         ),
     ]
     for wrong, line in refused:

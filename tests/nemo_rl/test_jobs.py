@@ -1,4 +1,4 @@
-"""Real NeMo-RL jobs on a CPU: GRPO with two vLLM engines, with and without reuse.
+"""Real NeMo-RL jobs on a CPU with two vLLM engines: GRPO, PPO, asynchronous GRPO.
 
 They need a checkout of NeMo-RL, unmodified, in NEMO_RL_HOME, and its environment: `make test-nemo`.
 """
@@ -29,10 +29,11 @@ BATCH = PROMPTS // STEPS_PER_EPOCH * GROUP
 class Job:
     """A run of tests/nemo_rl/job.py in a process group of its own."""
 
-    def __init__(self, out, steps, spec_rl=None, **overrides):
+    def __init__(self, out, steps, spec_rl=None, algorithm="grpo", **overrides):
         self.out = out
         out.mkdir(parents=True, exist_ok=True)
-        arguments = [f"grpo.max_num_steps={steps}", *(f"{k}={v}" for k, v in overrides.items())]
+        arguments = [algorithm, f"{algorithm}.max_num_steps={steps}"]
+        arguments += [f"{k}={v}" for k, v in overrides.items()]
         if spec_rl is not None:
             cache = f"cache:{{dir:{out.parent}/stores,deadline_ms:60000}}"
             block = ",".join([*(f"{k}:{v}" for k, v in spec_rl.items()), cache])
@@ -191,6 +192,65 @@ def test_anchored_at_birth_the_ratio_of_reused_tokens_does_not_start_at_one(fold
             assert abs(steps[step]["probs_ratio_max"] - 1) < 1e-3
         for step in (3, 4):
             assert (abs(steps[step]["probs_ratio_max"] - 1) > 0.01) is moved
+
+
+def test_with_the_asynchronous_engine_drafts_are_accepted_and_validation_stays_out(folder):
+    job = Job(
+        folder / "engine",
+        steps=4,
+        spec_rl={"enabled": "true"},
+        **{"policy.generation.vllm_cfg.async_engine": "true"},
+    ).wait()
+    steps = job.train()
+    for step in (1, 2):
+        assert steps[step]["spec_rl/draft_coverage"] == 0
+    for step in (3, 4):
+        assert steps[step]["spec_rl/draft_coverage"] > 0.5
+        assert steps[step]["spec_rl/accepted_fraction"] > 0.5
+        assert steps[step]["gen_kl_error"] < 1e-4
+    calls = job._lines("rows.jsonl")  # rows come alone
+    assert [len(c["prompts"]) for c in calls] == [1] * len(calls)
+    assert sum(c["validating"] for c in calls) == 3 * 2
+    manifest = job.out / "checkpoints" / "step_4" / "rollout_cache" / "manifest.json"
+    kept = sum(file["rollouts"] for file in json.loads(manifest.read_text())["files"])
+    assert kept == PROMPTS * GROUP  # a group keeps to its slots, and validation has none
+
+
+def test_asynchronous_grpo_drafts_in_its_collector(folder):
+    job = Job(
+        folder / "async",
+        steps=5,
+        spec_rl={"enabled": "true"},
+        **{
+            "policy.generation.vllm_cfg.async_engine": "true",
+            "grpo.async_grpo.enabled": "true",
+            "loss_fn.use_importance_sampling_correction": "true",
+            "policy.generation.colocated.enabled": "false",
+            "policy.generation.colocated.resources.gpus_per_node": "2",
+            "cluster.gpus_per_node": "3",
+            "grpo.val_at_start": "false",
+        },
+    ).wait()
+    steps = job.train()
+    assert sorted(steps) == [1, 2, 3, 4, 5]
+    # The collector runs ahead: some steps find all their rows rolled out already.
+    drafted = [r for r in steps.values() if r["spec_rl/draft_coverage"] > 0]
+    assert steps[1]["spec_rl/draft_coverage"] == 0 and drafted
+    assert all(record["spec_rl/accepted_fraction"] > 0.5 for record in drafted)
+    assert sum(c["validating"] for c in job._lines("rows.jsonl")) == 2 * 2
+
+
+def test_ppo_drafts_from_the_second_epoch_on(folder):
+    job = Job(folder / "ppo", steps=4, spec_rl={"enabled": "true"}, algorithm="ppo").wait()
+    steps = job.train()
+    for step in (1, 2):
+        assert steps[step]["spec_rl/draft_coverage"] == 0
+    for step in (3, 4):
+        assert steps[step]["spec_rl/draft_coverage"] > 0.5
+        assert steps[step]["spec_rl/accepted_fraction"] > 0.5
+    for call in job._lines("rows.jsonl"):
+        assert call["validating"] is (len(call["prompts"]) != BATCH)
+    assert (job.out / "checkpoints" / "step_4" / "rollout_cache" / "manifest.json").is_file()
 
 
 def test_what_cannot_be_is_refused_before_anything_is_started(folder):
