@@ -179,7 +179,7 @@ class ClusterCache:
         tokenizer_id: of the stores.
 
     Attributes:
-        failures: calls of shards that failed or came too late, since the client was made.
+        failures: calls of shards that failed or came too late, since they were last taken.
     """
 
     def __init__(
@@ -277,6 +277,11 @@ class ClusterCache:
             else:
                 self._failed(node, TimeoutError(f"not written in {SYNC_SECONDS:g} s"))
         self._sent = []
+
+    def take_failures(self) -> int:
+        """The number of failures since this was last asked."""
+        failures, self.failures = self.failures, 0
+        return failures
 
     def stats(self) -> dict[str, StoreStats]:
         """Of the shards that answer, by node."""

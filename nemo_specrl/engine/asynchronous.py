@@ -30,7 +30,10 @@ class ClaimingCache(Protocol):
     """A cache that gives out slots; :class:`nemo_specrl.cache.cluster.ClusterCache` is one."""
 
     async def claim(self, key: bytes, policy_version: int) -> tuple[int, list[Rollout]] | None:
-        """A slot for a row of a prompt and the prompt's rollouts; None: none can be had now."""
+        """A slot for a row of a prompt and the prompt's rollouts.
+
+        None: none can be had now, which the cache has counted.
+        """
         ...
 
     def put(self, rollouts: Iterable[Rollout]) -> None:
@@ -110,7 +113,6 @@ class AsyncSpeculativeLLM(Speculation):
             self._count_cache_error(error)
             return None
         if claimed is None:
-            self.metrics.cache_errors += 1
             return None
         slot, rollouts = claimed
         request.row = type(request.row)(request.row.key, slot)

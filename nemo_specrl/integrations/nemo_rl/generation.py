@@ -55,6 +55,8 @@ class SpecVllmGeneration(VllmGeneration):
         run = current()
         if run is None:
             super().__init__(*args, **kwargs)
+            if (self.cfg.get("spec_rl") or {}).get("enabled"):
+                logger.warning("spec_rl.enabled: there is reuse in GRPO and PPO only; none here")
             return
         with compat.worker_class(self.worker_classes):
             super().__init__(*args, **kwargs)
@@ -98,7 +100,7 @@ class SpecVllmGeneration(VllmGeneration):
             return metrics
         taken = [m for m in self._tell_workers("spec_rl_take_metrics") if m is not None]
         total = sum(taken, EngineMetrics())
-        total.cache_errors += self.cache.failures
+        total.cache_errors += self.cache.take_failures()
         self._accepted = total.accepted_tokens / max(1, total.draft_tokens)
         return metrics | total.as_dict()
 

@@ -47,6 +47,7 @@ class SpecVllmGenerationWorkerImpl(VllmGenerationWorkerImpl):
         if self._speculative is None:
             return None
         metrics, self._metrics = self._metrics, EngineMetrics()
+        metrics.cache_errors += self._cache.take_failures()
         return metrics
 
     def generate(self, data: Any, greedy: bool = False) -> Any:

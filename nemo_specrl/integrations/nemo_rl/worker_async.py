@@ -35,6 +35,7 @@ class SpecVllmAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
         """Get to know the cache; called once, when the engine runs."""
         self._speculative = AsyncSpeculativeLLM(self.llm, cache, run.spec_rl, seed=run.seed)
         self._speculative.policy_version = policy_version
+        self._cache = cache
         self.llm = _Seam(self._speculative)
 
     async def spec_rl_pause(self, paused: bool) -> None:
@@ -50,6 +51,7 @@ class SpecVllmAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
         if self._speculative is None:
             return None
         metrics, self._speculative.metrics = self._speculative.metrics, EngineMetrics()
+        metrics.cache_errors += self._cache.take_failures()
         return metrics
 
     async def generate_async(self, data: Any, greedy: bool = False) -> AsyncIterator[Any]:
