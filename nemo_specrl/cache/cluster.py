@@ -23,6 +23,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nemo_specrl.cache.placement import Table, partition_of, place
+from nemo_specrl.cache.slots import SlotClaims
 from nemo_specrl.cache.snapshot import (
     Manifest,
     PartitionFile,
@@ -35,7 +36,6 @@ from nemo_specrl.cache.snapshot import (
 from nemo_specrl.cache.store import RolloutStore, StoreStats
 from nemo_specrl.errors import CacheError, ForeignStore, StoreUnavailable
 from nemo_specrl.rollout import Rollout
-from nemo_specrl.speculation.drafts import SlotClaims
 
 __all__ = ["ClusterCache", "Shard", "start_shards"]
 

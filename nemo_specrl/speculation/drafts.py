@@ -6,7 +6,6 @@ Knows rollouts, rows and policy versions; nothing of engines, stores or tokenize
 from __future__ import annotations
 
 import math
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +14,7 @@ from typing import NamedTuple
 from nemo_specrl.rollout import Rollout
 from nemo_specrl.speculation.acceptance import row_uniform
 
-__all__ = ["Choice", "Row", "SlotClaims", "assign_slots", "is_fresh", "select_drafts"]
-
-CLAIM_SECONDS = 3600.0
+__all__ = ["Choice", "Row", "assign_slots", "is_fresh", "select_drafts"]
 
 
 @dataclass(frozen=True)
@@ -107,53 +104,3 @@ def select_drafts(
             plain = is_fresh(row, visit, seed=seed, fresh_fraction=fresh_fraction)
             choices.append(Choice(None if plain or not len(draft) else draft, visit))
     return choices
-
-
-class SlotClaims:
-    """Slots for rows of a prompt that come one by one, from anywhere, in any order.
-
-    Rows of a batch have their slots by position; rows of an asynchronous trainer come alone, and
-    nobody knows how many there will be. A row gets the slot that was served longest ago, of those
-    that the present weights have not served and no other row is at; where there is none, a new
-    one. So no draft is given to two rows, and a group of n keeps to n slots.
-    """
-
-    def __init__(self) -> None:
-        self._until: dict[Row, float] = {}
-
-    def claim(self, key: bytes, rollouts: Sequence[Rollout], policy_version: int) -> int:
-        """A slot for the next row of a prompt; it stays claimed until its rollout is there.
-
-        Args:
-            key: the prompt's.
-            rollouts: the prompt's, newest first within a slot.
-            policy_version: of the weights that will serve the row.
-        """
-        now = time.monotonic()
-        served: dict[int, int] = {}
-        for rollout in rollouts:
-            served[rollout.slot] = max(served.get(rollout.slot, -1), rollout.policy_version)
-        waiting = [
-            slot
-            for slot, version in sorted(served.items(), key=lambda item: (item[1], item[0]))
-            if version < policy_version and not self._claimed(Row(key, slot), now)
-        ]
-        if waiting:
-            slot = waiting[0]
-        else:
-            slot = 0
-            while slot in served or self._claimed(Row(key, slot), now):
-                slot += 1
-        self._until[Row(key, slot)] = now + CLAIM_SECONDS
-        return slot
-
-    def release(self, key: bytes, slot: int) -> None:
-        """The row is done; a claim whose row never is runs out by itself."""
-        self._until.pop(Row(key, slot), None)
-
-    def _claimed(self, row: Row, now: float) -> bool:
-        until = self._until.get(row)
-        if until is not None and until <= now:
-            del self._until[row]
-            return False
-        return until is not None

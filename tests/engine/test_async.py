@@ -6,11 +6,11 @@ import pytest
 from vllm import SamplingParams
 
 from nemo_specrl import SpecRLConfig, prompt_key
+from nemo_specrl.cache.slots import SlotClaims
 from nemo_specrl.engine.assembly import reuse_of
 from nemo_specrl.engine.asynchronous import AsyncSpeculativeLLM
 from nemo_specrl.errors import ConfigError, UnsupportedSampling
 from nemo_specrl.local.task import encode
-from nemo_specrl.speculation.drafts import SlotClaims
 from tests.conftest import DictCache
 from tests.engine.test_cases import NEVER, PROMPT, STRICT, draft, sampling
 

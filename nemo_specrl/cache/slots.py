@@ -1,0 +1,65 @@
+"""Which slot a row gets that comes alone.
+
+Knows keys, slots and policy versions; nothing of stores, actors or engines.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from nemo_specrl.rollout import Rollout
+
+__all__ = ["SlotClaims"]
+
+CLAIM_SECONDS = 3600.0
+
+
+class SlotClaims:
+    """Slots for rows of a prompt that come one by one, from anywhere, in any order.
+
+    Rows of a batch have their slots by position; rows of an asynchronous trainer come alone, and
+    nobody knows how many there will be. A row gets the slot that was served longest ago, of those
+    that the present weights have not served and no other row is at; where there is none, a new
+    one. So no draft is given to two rows, and a group of n keeps to n slots.
+    """
+
+    def __init__(self) -> None:
+        self._until: dict[tuple[bytes, int], float] = {}
+
+    def claim(self, key: bytes, rollouts: Sequence[Rollout], policy_version: int) -> int:
+        """A slot for the next row of a prompt; it stays claimed until its rollout is there.
+
+        Args:
+            key: the prompt's.
+            rollouts: the prompt's, newest first within a slot.
+            policy_version: of the weights that will serve the row.
+        """
+        now = time.monotonic()
+        served: dict[int, int] = {}
+        for rollout in rollouts:
+            served[rollout.slot] = max(served.get(rollout.slot, -1), rollout.policy_version)
+        waiting = [
+            slot
+            for slot, version in sorted(served.items(), key=lambda item: (item[1], item[0]))
+            if version < policy_version and not self._claimed((key, slot), now)
+        ]
+        if waiting:
+            slot = waiting[0]
+        else:
+            slot = 0
+            while slot in served or self._claimed((key, slot), now):
+                slot += 1
+        self._until[(key, slot)] = now + CLAIM_SECONDS
+        return slot
+
+    def release(self, key: bytes, slot: int) -> None:
+        """The row is done; a claim whose row never is runs out by itself."""
+        self._until.pop((key, slot), None)
+
+    def _claimed(self, row: tuple[bytes, int], now: float) -> bool:
+        until = self._until.get(row)
+        if until is not None and until <= now:
+            del self._until[row]
+            return False
+        return until is not None
