@@ -63,6 +63,7 @@ from transformers import (  # noqa: E402
     PreTrainedTokenizerFast,
 )
 
+from nemo_specrl.integrations.nemo_rl.run import _get  # noqa: E402
 from nemo_specrl.local.task import EOS, encode, problems, reward  # noqa: E402
 from tests.nemo_rl.cpu import CpuGeneration  # noqa: E402
 
@@ -343,7 +344,9 @@ def main() -> None:
         # NeMo-RL's memory tracker asks the only cluster of a machine; there may be several.
         os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
         # The asynchronous trainer makes one pass over its data, whatever max_num_epochs says.
-        asynchronous = ALGORITHM == "grpo" and config.grpo.async_grpo.enabled
+        asynchronous = ALGORITHM == "grpo" and bool(
+            _get(_get(config.grpo, "async_grpo", None), "enabled", False)
+        )
         data = (
             Problems(4, 5, tokenizer, times=9 if asynchronous else 1),
             Problems(2, 6, tokenizer),
