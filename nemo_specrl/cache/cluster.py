@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -221,12 +221,12 @@ class ClusterCache:
                 wanted[node].append(key)
         refs = {self.shards[node].get.remote(some): node for node, some in wanted.items()}
         found: dict[bytes, list[Rollout]] = {}
-        done, late = ray.wait(list(refs), num_returns=len(refs), timeout=self.deadline_s) if refs \
-            else ([], [])  # fmt: skip
-        for ref in done:
-            found |= self._result(refs[ref], ref) or {}
-        for ref in late:
-            self._failed(refs[ref], TimeoutError(f"no answer in {self.deadline_s:g} s"))
+        done = _ready(refs, self.deadline_s)
+        for ref, node in refs.items():
+            if ref in done:
+                found |= self._result(node, ref) or {}
+            else:
+                self._failed(node, TimeoutError(f"no answer in {self.deadline_s:g} s"))
         return found
 
     async def claim(self, key: bytes, policy_version: int) -> tuple[int, list[Rollout]] | None:
@@ -256,26 +256,16 @@ class ClusterCache:
         """Send on what was put, and wait for nothing."""
         self._send()
         if len(self._sent) > PUT_AT_ONCE:
-            sent = [ref for _, ref in self._sent]
-            ready = set(ray.wait(sent, num_returns=len(sent), timeout=0)[0])
-            for node, ref in self._sent:
-                if ref in ready:
-                    self._result(node, ref)
-            self._sent = [(node, ref) for node, ref in self._sent if ref not in ready]
+            self._settle(0)
 
     def sync(self) -> None:
         """Return when what was put would survive SIGKILL on every shard that answers."""
         self._send()
         nodes = {node for node, _ in self._sent}
         self._sent += [(node, self.shards[node].sync.remote()) for node in nodes]
-        refs = [ref for _, ref in self._sent]
-        done, _ = ray.wait(refs, num_returns=len(refs), timeout=SYNC_SECONDS) if refs else ([], [])
-        ready = set(done)
-        for node, ref in self._sent:
-            if ref in ready:
-                self._result(node, ref)
-            else:
-                self._failed(node, TimeoutError(f"not written in {SYNC_SECONDS:g} s"))
+        self._settle(SYNC_SECONDS)
+        for node, _ in self._sent:
+            self._failed(node, TimeoutError(f"not written in {SYNC_SECONDS:g} s"))
         self._sent = []
 
     def take_failures(self) -> int:
@@ -365,6 +355,14 @@ class ClusterCache:
         self._buffer = []
         self._sent += [(node, self.shards[node].put.remote(r)) for node, r in by_node.items()]
 
+    def _settle(self, timeout: float) -> None:
+        """Take the answers to what was sent, as far as they come in time; the rest stays sent."""
+        done = _ready([ref for _, ref in self._sent], timeout)
+        for node, ref in self._sent:
+            if ref in done:
+                self._result(node, ref)
+        self._sent = [(node, ref) for node, ref in self._sent if ref not in done]
+
     def _result(self, node: str, ref: Any) -> Any:
         """What a shard answered, or None where it failed."""
         try:
@@ -386,6 +384,13 @@ class ClusterCache:
                 node,
                 _last_line(error),
             )
+
+
+def _ready(refs: Collection[Any], timeout: float) -> set[Any]:
+    """Of calls, those that have an answer within ``timeout`` seconds."""
+    if not refs:
+        return set()  # which Ray does not take
+    return set(ray.wait(list(refs), num_returns=len(refs), timeout=timeout)[0])
 
 
 def _last_line(error: Exception) -> str:
