@@ -194,6 +194,14 @@ def test_anchored_at_birth_the_ratio_of_reused_tokens_does_not_start_at_one(fold
             assert (abs(steps[step]["probs_ratio_max"] - 1) > 0.01) is moved
 
 
+def assert_drafts_from_the_second_epoch_on(steps):
+    for step in (1, 2):
+        assert steps[step]["spec_rl/draft_coverage"] == 0
+    for step in (3, 4):
+        assert steps[step]["spec_rl/draft_coverage"] > 0.5
+        assert steps[step]["spec_rl/accepted_fraction"] > 0.5
+
+
 def test_with_the_asynchronous_engine_drafts_are_accepted_and_validation_stays_out(folder):
     job = Job(
         folder / "engine",
@@ -202,11 +210,8 @@ def test_with_the_asynchronous_engine_drafts_are_accepted_and_validation_stays_o
         **{"policy.generation.vllm_cfg.async_engine": "true"},
     ).wait()
     steps = job.train()
-    for step in (1, 2):
-        assert steps[step]["spec_rl/draft_coverage"] == 0
+    assert_drafts_from_the_second_epoch_on(steps)
     for step in (3, 4):
-        assert steps[step]["spec_rl/draft_coverage"] > 0.5
-        assert steps[step]["spec_rl/accepted_fraction"] > 0.5
         assert steps[step]["gen_kl_error"] < 1e-4
     calls = job._lines("rows.jsonl")  # rows come alone
     assert [len(c["prompts"]) for c in calls] == [1] * len(calls)
@@ -243,11 +248,7 @@ def test_asynchronous_grpo_drafts_in_its_collector(folder):
 def test_ppo_drafts_from_the_second_epoch_on(folder):
     job = Job(folder / "ppo", steps=4, spec_rl={"enabled": "true"}, algorithm="ppo").wait()
     steps = job.train()
-    for step in (1, 2):
-        assert steps[step]["spec_rl/draft_coverage"] == 0
-    for step in (3, 4):
-        assert steps[step]["spec_rl/draft_coverage"] > 0.5
-        assert steps[step]["spec_rl/accepted_fraction"] > 0.5
+    assert_drafts_from_the_second_epoch_on(steps)
     for call in job._lines("rows.jsonl"):
         assert call["validating"] is (len(call["prompts"]) != BATCH)
     assert (job.out / "checkpoints" / "step_4" / "rollout_cache" / "manifest.json").is_file()
