@@ -1,4 +1,4 @@
-"""The command line: ``nemo-specrl train | compare | run | report | doctor``.
+"""The command line: ``nemo-specrl train | compare | run | cache | report | doctor``.
 
 Bad input ends with one line and exit code 2, whatever else goes wrong on purpose with code 1.
 """
@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from nemo_specrl.config import QUANTITIES
+from nemo_specrl import cli_cache
 from nemo_specrl.errors import CacheError, CheckpointError, ConfigError, SpecRLError
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+app.add_typer(cli_cache.app, name="cache")
 console = Console()
 error_console = Console(stderr=True)
 
@@ -98,12 +99,10 @@ def _train_with_progress(trainer: Trainer, recipe: Recipe) -> None:
         task = progress.add_task(
             name, total=trainer.total_steps, completed=trainer.progress.step, status=""
         )
-        known: list[str] = []
         for record in trainer.run():
-            drifting = [q for q in QUANTITIES if record.get(f"spec_rl/{q}_drifts")]
-            if drifting and drifting != known:
-                console.print(_drift_warning(record, drifting), style="yellow", soft_wrap=True)
-            known = drifting
+            if trainer.monitor is not None and trainer.monitor.warning:
+                line = f"warning: step {record['step']}: {trainer.monitor.warning}"
+                console.print(line, style="yellow", soft_wrap=True)
             progress.update(task, completed=record["step"], status=_status(record))
             if not console.is_terminal:
                 line = f"{name:>11} step {record['step']:4d}  {_status(record)}"
@@ -119,14 +118,6 @@ def _status(record: dict[str, Any]) -> str:
     if "heldout_accuracy" in record:
         parts.append(f"held-out {record['heldout_accuracy']:.3f}")
     return "  ".join(parts)
-
-
-def _drift_warning(record: dict[str, Any], drifting: list[str]) -> str:
-    gaps = ", ".join(f"{name} {record[f'spec_rl/{name}_gap']:+.3f}" for name in drifting)
-    return (
-        f"warning: step {record['step']}: reuse drifts, fresh rows differ from reused ones ({gaps})"
-        "; raise spec_rl.fresh_fraction, lower spec_rl.lenience, or set spec_rl.monitor.auto: true"
-    )
 
 
 def _stop_on_signals(trainer: Trainer) -> None:

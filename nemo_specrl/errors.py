@@ -6,7 +6,7 @@ SpecRLError
 ├── InvalidRollout          a rollout whose parts contradict each other
 ├── CacheError              the rollout cache
 │   ├── StoreUnavailable    a folder that is unwritable, full, or no store
-│   ├── ForeignStore        a store of another tokenizer, or of a newer release
+│   ├── ForeignStore        a store of another tokenizer, or of another release
 │   └── CorruptRecord       a record whose checksum or structure is wrong
 ├── CheckpointError         a checkpoint that is damaged, or of another run
 └── IncompatibleVersion     an installed package that this release cannot work with
@@ -60,7 +60,7 @@ class StoreUnavailable(CacheError, OSError):
 
 
 class ForeignStore(CacheError):
-    """A store of another tokenizer, or written by a newer release."""
+    """A store of another tokenizer, or in the format of another release."""
 
 
 class CorruptRecord(CacheError):

@@ -65,6 +65,20 @@ def prompt_key(token_ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> bytes
     return xxhash.xxh3_128_digest(tokens.astype("<i4").tobytes(), seed=_KEY_SEED)
 
 
+@dataclass(frozen=True)
+class Outline:
+    """What says whether a rollout is drafted and how long it is, without its arrays."""
+
+    slot: int
+    finish: Finish
+    policy_version: int
+    visit: int
+    tokens: int
+
+    def __len__(self) -> int:
+        return self.tokens
+
+
 @dataclass(frozen=True, eq=False)
 class Rollout:
     """A response to a prompt, the log-probability of each of its tokens, and how it came to be.
@@ -81,6 +95,7 @@ class Rollout:
             now, equal to ``logprobs``.
         birth_versions: int64 ``[n]``: of the policy that sampled each token. None: born now.
         visit: how many rollouts the slot had before this one.
+        fingerprint: of the weights that judged it last, ``0 .. 2**64 - 1``; 0: not known.
 
     Raises:
         InvalidRollout: lengths differ, or a value is out of its range.
@@ -95,11 +110,12 @@ class Rollout:
     birth_logprobs: Float32Array = None  # type: ignore[assignment]  # filled in below
     birth_versions: npt.NDArray[np.int64] = None  # type: ignore[assignment]
     visit: int = 0
+    fingerprint: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.key, bytes) or len(self.key) != KEY_BYTES:
             raise InvalidRollout(f"key must be {KEY_BYTES} bytes, got {self.key!r}")
-        for name in ("slot", "policy_version", "visit"):
+        for name in ("slot", "policy_version", "visit", "fingerprint"):
             try:
                 object.__setattr__(self, name, operator.index(getattr(self, name)))
             except TypeError:
@@ -112,6 +128,8 @@ class Rollout:
             raise InvalidRollout(f"policy_version must be in 0..2^63-1, got {self.policy_version}")
         if not 0 <= self.visit < 2**32:
             raise InvalidRollout(f"visit must be in 0..2^32-1, got {self.visit}")
+        if not 0 <= self.fingerprint < 2**64:
+            raise InvalidRollout(f"fingerprint must be in 0..2^64-1, got {self.fingerprint}")
         tokens = np.ascontiguousarray(self.tokens, dtype=np.int32)
         logprobs = np.ascontiguousarray(self.logprobs, dtype=np.float32)
         birth_logprobs = (
@@ -150,6 +168,26 @@ class Rollout:
         ):
             object.__setattr__(self, name, value)
 
+    @classmethod
+    def trusted(cls, **fields: Any) -> Rollout:
+        """A rollout of fields that are known to be right: all of them, with their final dtypes.
+
+        Checking them again would cost a reader of many rollouts half its time.
+        """
+        rollout = object.__new__(cls)
+        rollout.__dict__.update(fields)
+        return rollout
+
+    @property
+    def reused(self) -> npt.NDArray[np.bool_]:
+        """Which tokens an earlier policy sampled than the one that judged them last, ``[n]``."""
+        return self.birth_versions < self.policy_version
+
+    @property
+    def outline(self) -> Outline:
+        """Its :class:`Outline`."""
+        return Outline(self.slot, self.finish, self.policy_version, self.visit, len(self))
+
     def __len__(self) -> int:
         return len(self.tokens)
 
@@ -157,8 +195,11 @@ class Rollout:
         if not isinstance(other, Rollout):
             return NotImplemented
         return (
-            (self.key, self.slot, self.finish, self.policy_version, self.visit)
-            == (other.key, other.slot, other.finish, other.policy_version, other.visit)
+            (self.key, self.slot, self.finish, self.policy_version, self.visit, self.fingerprint)
+            == (
+                *(other.key, other.slot, other.finish),
+                *(other.policy_version, other.visit, other.fingerprint),
+            )
             and np.array_equal(self.tokens, other.tokens)
             and np.array_equal(self.logprobs, other.logprobs)
             and np.array_equal(self.birth_logprobs, other.birth_logprobs)
@@ -181,4 +222,5 @@ class Rollout:
             self.birth_logprobs[:length],
             self.birth_versions[:length],
             self.visit,
+            self.fingerprint,
         )

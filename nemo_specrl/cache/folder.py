@@ -17,20 +17,32 @@ import lmdb
 from nemo_specrl.cache.files import as_cache_errors, replacing, sync_folder
 from nemo_specrl.cache.tables import DATA_FILE, Tables
 from nemo_specrl.errors import StoreUnavailable
+from nemo_specrl.rollout import KEY_BYTES
 
 __all__ = ["TEMPORARY_FILE", "FolderLock", "move_aside", "open_tables", "probe"]
 
 TEMPORARY_FILE = DATA_FILE + ".tmp"
 _MIB = 2**20
+_MARK_AT = 32  # behind the pid
 
 # Whatever it raises is left to be found, and told apart, by the one who opens the tables next.
 _WALK = """
-import collections, lmdb, sys
+import itertools, sys, time
+sys.path.append(sys.argv[4])
+import lmdb
 env = lmdb.open(sys.argv[1], readonly=True, lock=False, max_dbs=3)
+until = time.monotonic() + float(sys.argv[3])
+starts = {b"meta": [b""], b"uses": [b""], b"rollouts": [bytes.fromhex(sys.argv[2]), b""]}
 with env.begin() as txn:
-    for name in (b"meta", b"rollouts", b"uses"):
+    for name in starts:
         with txn.cursor(env.open_db(name, txn=txn, create=False)) as cursor:
-            collections.deque(cursor.iternext(keys=True, values=False), maxlen=0)
+            for start in starts[name]:
+                more = cursor.set_range(start)
+                keys = cursor.iternext(keys=True, values=False)
+                while more and time.monotonic() < until:
+                    more = len(list(itertools.islice(keys, 512))) == 512
+                    if name == b"uses":
+                        break  # eviction begins there; the rest would take the time of the others
 """
 
 _CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
@@ -55,7 +67,9 @@ class FolderLock:
                     f"cannot open the rollout store {folder}: it is a file; name a folder"
                 )
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = open(folder / "lock", "a+b", buffering=0)  # noqa: SIM115
+            # Not opened for appending: a mark has its place.
+            descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._file = open(descriptor, "r+b", buffering=0)  # noqa: SIM115
             try:
                 self._hold(folder)
             except BaseException:
@@ -67,17 +81,30 @@ class FolderLock:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            pid = self._file.read(32).decode("ascii", "replace").strip() or "unknown"
+            pid = self._file.read(_MARK_AT).decode("ascii", "replace").strip("\0\n") or "unknown"
             whose = "this process" if pid == str(os.getpid()) else "another process"
             raise StoreUnavailable(
                 f"the rollout store {folder} is open in {whose}, pid {pid}; "
                 "close it there, or name another folder"
             ) from None
-        self.clean = not self._file.read(32)
+        before = self._file.read(_MARK_AT + KEY_BYTES)
+        self.clean = not before
         """Whether the last holder released the folder, and did not die with it."""
+        self.last_mark = before[_MARK_AT:]
+        """What the last holder marked last, if it died."""
         self._file.truncate(0)
-        self._file.write(f"{os.getpid()}\n".encode())
+        self._file.seek(0)
+        self._file.write(f"{os.getpid()}\n".encode().ljust(_MARK_AT + KEY_BYTES, b"\0"))
         os.fsync(self._file.fileno())
+
+    def mark(self, key: bytes) -> None:
+        """Notes which prompt's pages are looked at, for the next holder should this one die of it.
+
+        It outlives the process, not the machine: no more is needed, since a damaged page kills
+        processes.
+        """
+        with contextlib.suppress(OSError):
+            os.pwrite(self._file.fileno(), key, _MARK_AT)
 
     def release(self) -> None:
         """Gives the folder free; a second call does nothing."""
@@ -122,15 +149,26 @@ def open_tables(folder: Path, max_bytes: int, tokenizer_id: str) -> Tables:
     return smaller
 
 
-def probe(folder: Path) -> None:
+def probe(folder: Path, mark: bytes = b"", *, seconds: float = 0.3) -> None:
     """Walks the tables in a process of its own, because LMDB aborts on some damaged pages.
 
-    Only worth it after a process died that had the tables open: what killed it may be in there.
+    Only worth it after a process died that had the tables open: what killed it may be in there. It
+    begins at the prompt that the dead process was at, and ends after a fraction of a second however
+    large the store is: what it has not come to is checked when it is read, by its checksum, or
+    becomes the mark of a process that dies of it.
+
+    Args:
+        folder: of the tables.
+        mark: :attr:`FolderLock.last_mark`.
+        seconds: after which it ends.
 
     Raises:
         lmdb.CorruptedError: the process crashed.
     """
-    command = [sys.executable, "-c", _WALK, str(folder)]
+    package = str(Path(lmdb.__file__).parents[1])
+    arguments = [str(folder), mark.hex(), str(seconds), package]
+    # Without site packages but this one: they take longer to find than the tables to open.
+    command = [sys.executable, "-I", "-S", "-c", _WALK, *arguments]
     with contextlib.suppress(OSError):  # no process to be had: then go without
         walk = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         if -walk.returncode in _CRASHES:

@@ -11,7 +11,7 @@ Knows names and numbers; nothing of nodes, stores or actors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import xxhash
@@ -49,13 +49,16 @@ def partition_of(key: bytes, partitions: int) -> int:
     return int.from_bytes(key[:8], "big") * partitions >> 64
 
 
-def place(members: Iterable[str], partitions: int, replicas: int) -> Table:
+def place(
+    members: Iterable[str], partitions: int, replicas: int, first: Collection[str] = ()
+) -> Table:
     """The nodes of each partition: ``replicas`` of them, or all where there are fewer.
 
     Args:
         members: names of the nodes, in any order.
         partitions: how many there are.
         replicas: copies of each on distinct nodes.
+        first: members that hold partitions before any other does; those that are none do not count.
 
     Raises:
         ConfigError: no members, the same one twice, or a number that is not positive.
@@ -66,13 +69,16 @@ def place(members: Iterable[str], partitions: int, replicas: int) -> Table:
     for name, value in (("partitions", partitions), ("replicas", replicas)):
         if value < 1:
             raise ConfigError(f"{name} = {value}: must be at least 1")
+    ranks = {node: node not in first for node in names}
     return tuple(
-        tuple(sorted(names, key=lambda node: (-_score(node, partition), node))[:replicas])
+        tuple(
+            sorted(names, key=lambda node: (ranks[node], -_score(node, partition), node))[:replicas]
+        )
         for partition in range(partitions)
     )
 
 
-def moves(before: Table, after: Table, members: Sequence[str]) -> list[Move]:
+def moves(before: Table, after: Table, members: Collection[str]) -> list[Move]:
     """What has to be copied so that ``after`` holds; nothing else is.
 
     Args:

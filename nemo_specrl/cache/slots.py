@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from nemo_specrl.rollout import Rollout
+from nemo_specrl.rollout import Finish, Rollout
 
 __all__ = ["SlotClaims"]
 
@@ -38,7 +38,9 @@ class SlotClaims:
         now = time.monotonic()
         served: dict[int, int] = {}
         for rollout in rollouts:
-            served[rollout.slot] = max(served.get(rollout.slot, -1), rollout.policy_version)
+            # What was interrupted has not been served; whoever takes its slot goes on with it.
+            version = rollout.policy_version - (rollout.finish is Finish.PARTIAL)
+            served[rollout.slot] = max(served.get(rollout.slot, -1), version)
         waiting = [
             slot
             for slot, version in sorted(served.items(), key=lambda item: (item[1], item[0]))
@@ -52,6 +54,19 @@ class SlotClaims:
                 slot += 1
         self._until[(key, slot)] = now + CLAIM_SECONDS
         return slot
+
+    def hold(self, key: bytes, slot: int, seconds: float = CLAIM_SECONDS) -> None:
+        """A slot was given out elsewhere; it is claimed here too, for ``seconds``."""
+        self._until[(key, slot)] = time.monotonic() + seconds
+
+    def held(self, start: bytes, stop: bytes | None) -> list[tuple[bytes, int, float]]:
+        """Prompt and slot of each claim in a range of keys, and the seconds that it has left."""
+        now = time.monotonic()
+        return [
+            (key, slot, until - now)
+            for (key, slot), until in self._until.items()
+            if until > now and key >= start and (stop is None or key < stop)
+        ]
 
     def release(self, key: bytes, slot: int) -> None:
         """The row is done; a claim whose row never is runs out by itself."""

@@ -38,7 +38,7 @@ __all__ = [
     "write_partition",
 ]
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 _SIZE = struct.Struct("<I")
 _NAME_BYTES = KEY_BYTES + 10
@@ -150,15 +150,19 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
 
     Raises:
         StoreUnavailable: there is none, or it is damaged.
-        ForeignStore: it was written by a newer release.
+        ForeignStore: it is of another release's format.
     """
     path = Path(folder) / MANIFEST
     with as_cache_errors("read the snapshot", path):
         text = path.read_bytes()
     try:
         values = json.loads(text)
-        if values.pop("format") > FORMAT:
-            raise ForeignStore(f"{path} was written by a newer release; upgrade nemo_specrl")
+        found = values.pop("format")
+        if found != FORMAT:
+            raise ForeignStore(
+                f"{path} has format {found}, this release reads {FORMAT}; start cold, or read it "
+                "with the release that wrote it"
+            )
         files = tuple(PartitionFile(**file) for file in values.pop("files"))
         return Manifest(**values, files=files)
     except CacheError:

@@ -6,33 +6,33 @@ How rollouts lie in LMDB is in ``tables``, how one becomes bytes in ``codec``.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import threading
-import time
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import lmdb
 
-from nemo_specrl.cache.codec import decode, encode
-from nemo_specrl.cache.files import as_cache_errors, digest, replacing
-from nemo_specrl.cache.folder import TEMPORARY_FILE, FolderLock, move_aside, open_tables, probe
-from nemo_specrl.cache.tables import DAMAGE, DATA_FILE, db_key, slot_of, visible
-from nemo_specrl.errors import ConfigError, CorruptRecord, InvalidRollout, StoreUnavailable
+from nemo_specrl.cache.codec import encode_all
+from nemo_specrl.cache.copies import restore_copy, write_copy
+from nemo_specrl.cache.decoder import Decoder
+from nemo_specrl.cache.files import as_cache_errors
+from nemo_specrl.cache.folder import FolderLock, move_aside, open_tables, probe
+from nemo_specrl.cache.tables import DAMAGE, DATA_FILE, Reader, db_key, visible
+from nemo_specrl.errors import CacheError, ConfigError, InvalidRollout, StoreUnavailable
 from nemo_specrl.rollout import KEY_BYTES, Rollout
 
 __all__ = ["RolloutStore", "StoreStats"]
 
 MIN_BYTES = 2**20
-BUFFER_SECONDS = 1.0
+FLUSH_SECONDS = 0.5  # so that a commit has as long again, within the second that is promised
 SNAPSHOT_FILE = "rollouts.snapshot"
+ENCODED_AT_ONCE = 32  # rollouts: more leave the processor's caches, fewer wait for numpy's calls
 SCANNED_AT_ONCE = 64  # prompts; other callers wait while they are read, some milliseconds
-
-_MAGIC = b"SPECSNP1"  # ends a snapshot, with the xxh3-64 of all before
-_TRAILER_BYTES = len(_MAGIC) + 8
 
 _log = logging.getLogger(__name__)
 
@@ -59,9 +59,10 @@ class StoreStats:
 class RolloutStore:
     """The rollouts of one node, on its disk, found by the key of their prompt.
 
-    Puts are buffered for up to about 1 MiB or 1 s (looked at when the store is used; there are no
-    threads) and then committed with fsync. The prompts that have been unused for longest make room
-    for new ones, each as a whole. Methods may be called from several threads; one runs at a time.
+    Puts are buffered for up to 16 MiB or half a second and then committed with fsync, by a timer's
+    thread if nobody else does: a crash loses at most the last second. The prompts that have been
+    unused for longest make room for new ones, each as a whole. Methods may be called from several
+    threads; one runs at a time.
 
     A store that is damaged is moved aside, to ``<path>.damaged-<n>``, with a logged warning, and
     an empty one takes its place; a call that comes upon the damage later than at opening raises
@@ -72,6 +73,7 @@ class RolloutStore:
         max_bytes: hard cap of what is in the folder, bytes, at least 1 MiB.
         tokenizer_id: identity of the tokenizer that the tokens are of.
         groups_per_prompt: rollouts kept for each slot of a prompt, newest first.
+        exact_logprobs: keep every bit of them, at twice their size.
 
     Raises:
         ConfigError: ``max_bytes`` or ``groups_per_prompt`` is too small.
@@ -86,6 +88,7 @@ class RolloutStore:
         max_bytes: int,
         tokenizer_id: str,
         groups_per_prompt: int = 1,
+        exact_logprobs: bool = False,
     ) -> None:
         if max_bytes < MIN_BYTES:
             raise ConfigError(f"max_bytes must be at least {MIN_BYTES} (1 MiB), got {max_bytes}")
@@ -95,21 +98,22 @@ class RolloutStore:
         self._max_bytes = max_bytes
         self._tokenizer_id = tokenizer_id
         self._groups = groups_per_prompt
+        self._exact = exact_logprobs
         self._mutex = threading.RLock()
         self._pid = os.getpid()
         self._buffer: dict[bytes, dict[bytes, bytes]] = {}  # prompt key -> db key -> record
-        self._buffered_pages = 0
-        self._buffered_since = 0.0
+        self._buffered_pages = self._buffered_bytes = 0
+        self._timer: threading.Timer | None = None
+        self._flush_failed = False
         self._touched: dict[bytes, int] = {}  # prompt key -> clock of its last use
-        self._corrupt: set[bytes] = set()  # db keys, to be deleted
-        self._lookups = self._hits = 0
-        self._corrupt_records = self._dropped_records = 0
+        self._lookups = self._hits = self._dropped_records = 0
+        self._decoder = Decoder(self._path, groups_per_prompt)
         self._lock = FolderLock(self._path)
         try:
             with as_cache_errors("open the rollout store", self._path):
                 try:
                     if not self._lock.clean:
-                        probe(self._path)
+                        probe(self._path, self._lock.last_mark)
                     self._tables = open_tables(self._path, max_bytes, tokenizer_id)
                 except DAMAGE as error:
                     move_aside(self._path, error)
@@ -123,30 +127,21 @@ class RolloutStore:
     def put(self, rollouts: Iterable[Rollout]) -> None:
         """Journals rollouts; a later one of the same prompt and slot is newer.
 
-        What is put is found by ``get`` at once and is durable after ``sync``, or on its own after
-        about a second of use.
+        What is put is found by ``get`` at once and is durable after ``sync``, or on its own within
+        a second.
 
         Raises:
             StoreUnavailable: writing failed. What is buffered stays so, to be tried again; the
                 rollouts that the call had not come to are not stored.
         """
+        iterator = iter(rollouts)
         with self._guard("write to"):
-            for rollout in rollouts:
-                clock = self._tick()
-                name = db_key(rollout.key, rollout.slot, clock)
-                record = encode(rollout, name)
-                if self._tables.footprint(record) > self._tables.record_limit:
-                    self._dropped_records += 1
-                    continue
-                pages = self._tables.pages(record)
-                if self._buffer and self._buffered_pages + pages > self._tables.batch_pages:
-                    self._flush()
-                if not self._buffer:
-                    self._buffered_since = time.monotonic()
-                self._buffer.setdefault(rollout.key, {})[name] = record
-                self._buffered_pages += pages
-                self._touched[rollout.key] = clock
-            self._flush_if_due()
+            while some := list(itertools.islice(iterator, ENCODED_AT_ONCE)):
+                clocks = [self._tick() for _ in some]
+                names = [db_key(r.key, r.slot, t) for r, t in zip(some, clocks, strict=True)]
+                records = encode_all(some, names, exact=self._exact)
+                for rollout, clock, name, record in zip(some, clocks, names, records, strict=True):
+                    self._add(rollout.key, clock, name, record)
 
     def get(self, keys: Iterable[bytes]) -> dict[bytes, list[Rollout]]:
         """The rollouts of prompts: by slot, and newest first within a slot.
@@ -165,23 +160,15 @@ class RolloutStore:
         for key in wanted:
             if len(key) != KEY_BYTES:
                 raise InvalidRollout(f"key must be {KEY_BYTES} bytes, got {key!r}")
-        found: dict[bytes, list[Rollout]] = {}
         with self._guard("read"):
-            try:
-                self._flush_if_due()
-            except DAMAGE:
-                raise
-            except (lmdb.Error, OSError):
-                pass  # reading goes on; the buffer stays, and put and sync will say so
             with self._tables.reading() as reader:
-                for key in wanted:
-                    records = reader.records(key) | self._buffer.get(key, {})
-                    if rollouts := self._decode(records):
-                        found[key] = rollouts
+                found = self._decoder.decoded(self._records(reader, key) for key in wanted)
             for key in found:
                 self._touched[key] = self._tick()
             self._lookups += len(wanted)
             self._hits += len(found)
+            self._tables.lookups += len(wanted)
+            self._tables.hits += len(found)
         return found
 
     def scan(self, start: bytes, stop: bytes | None = None) -> Iterator[Rollout]:
@@ -200,12 +187,13 @@ class RolloutStore:
         with self._guard("write to"):
             self._flush()
         while True:
-            rollouts: list[Rollout] = []
             with self._guard("read"), self._tables.reading() as reader:
                 keys = reader.keys(start, stop, SCANNED_AT_ONCE)
-                for key in keys:
-                    rollouts += self._decode(reader.records(key))
-            yield from rollouts
+                found = self._decoder.decoded(
+                    self._records(reader, key, buffered=False) for key in keys
+                )
+            for key in keys:
+                yield from found.get(key, ())
             if not keys:
                 return
             start = keys[-1] + b"\0"
@@ -230,12 +218,7 @@ class RolloutStore:
         target = Path(os.path.realpath(folder)) / SNAPSHOT_FILE
         with self._guard(f"write the snapshot {target} of"):
             self._flush()
-            with replacing(target, target.with_suffix(".tmp")) as file:
-                self._tables.env.copyfd(file.fileno(), compact=True)
-                size = os.fstat(file.fileno()).st_size
-                trailer = _MAGIC + digest(file, size)
-                file.seek(size)
-                file.write(trailer)
+            write_copy(self._tables.env, target)
 
     @classmethod
     def restore(cls, snapshot_folder: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
@@ -247,22 +230,19 @@ class RolloutStore:
             StoreUnavailable: there is no snapshot, it is damaged, or ``path`` cannot be written or
                 is in use.
         """
-        source = Path(os.path.realpath(snapshot_folder)) / SNAPSHOT_FILE
-        target = Path(os.path.realpath(path))
-        with as_cache_errors("read the snapshot", source):
-            snapshot = open(source, "rb")  # noqa: SIM115
-        with snapshot, as_cache_errors(f"restore {source} to", target):
-            size = max(0, os.fstat(snapshot.fileno()).st_size - _TRAILER_BYTES)
-            snapshot.seek(size)
-            trailer = snapshot.read(_TRAILER_BYTES)
-            lock = FolderLock(target)
-            try:
-                with replacing(target / DATA_FILE, target / TEMPORARY_FILE) as file:
-                    if trailer != _MAGIC + digest(snapshot, size, copy_to=file):
-                        raise StoreUnavailable(f"the snapshot {source} is damaged; restore another")
-                lock.clean = True
-            finally:
-                lock.release()
+        restore_copy(
+            Path(os.path.realpath(snapshot_folder)) / SNAPSHOT_FILE, Path(os.path.realpath(path))
+        )
+
+    def clear(self) -> None:
+        """Forgets every rollout; what is counted goes on.
+
+        Raises:
+            StoreUnavailable: the folder cannot be written.
+        """
+        with self._guard("empty"):
+            self._forget_buffer()
+            self._restart()
 
     def stats(self) -> StoreStats:
         """What the store holds, buffered puts included, and what it has done since it was opened.
@@ -284,7 +264,7 @@ class RolloutStore:
                 max_bytes=self._max_bytes,
                 lookups=self._lookups,
                 hits=self._hits,
-                corrupt_records=self._corrupt_records,
+                corrupt_records=self._decoder.damaged,
                 dropped_records=self._dropped_records,
                 evicted_prompts=self._tables.evicted,
             )
@@ -295,13 +275,17 @@ class RolloutStore:
         Raises:
             StoreUnavailable: writing failed; the store is closed all the same.
         """
+        if os.getpid() != self._pid:
+            return  # a forked child must not unlock its parent's folder, nor wait for its threads
         with self._mutex:
-            if self._closed or os.getpid() != self._pid:
-                return  # a forked child must not unlock its parent's folder
+            if self._closed:
+                return
             try:
                 self.sync()
             finally:
                 self._closed = True
+                if self._timer is not None:
+                    self._timer.cancel()
                 self._tables.env.close()
                 self._lock.release()
 
@@ -311,25 +295,20 @@ class RolloutStore:
     def __enter__(self) -> RolloutStore:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @contextlib.contextmanager
     def _guard(self, doing: str) -> Iterator[None]:
         """One caller at a time, in the process that opened the store; failures as CacheErrors."""
+        if os.getpid() != self._pid:  # asked first: a thread of the parent may hold the mutex
+            raise StoreUnavailable(
+                f"the rollout store {self._path} was opened before a fork, by pid {self._pid}; "
+                "open it in the process that uses it"
+            )
         with self._mutex:
             if self._closed:
                 raise StoreUnavailable(f"the rollout store {self._path} is closed")
-            if os.getpid() != self._pid:
-                raise StoreUnavailable(
-                    f"the rollout store {self._path} was opened before a fork, by pid {self._pid}; "
-                    "open it in the process that uses it"
-                )
             with as_cache_errors(f"{doing} the rollout store", self._path):
                 try:
                     yield
@@ -349,7 +328,8 @@ class RolloutStore:
             else:
                 move_aside(self._path, damage)
             self._tables = open_tables(self._path, self._max_bytes, self._tokenizer_id)
-            self._tables.clock, self._tables.evicted = old.clock, old.evicted
+            for name in ("clock", "evicted", "lookups", "hits"):
+                setattr(self._tables, name, getattr(old, name))
         except BaseException:
             self._closed = True
             self._lock.release()
@@ -359,30 +339,57 @@ class RolloutStore:
         self._tables.clock += 1
         return self._tables.clock
 
-    def _decode(self, records: Mapping[bytes, bytes]) -> list[Rollout]:
-        rollouts: list[Rollout] = []
-        taken: dict[bytes, int] = {}
-        for name in sorted(records):
-            slot = slot_of(name)
-            if taken.get(slot, 0) >= self._groups or name in self._corrupt:
-                continue
-            try:
-                rollouts.append(decode(name, records[name]))
-            except CorruptRecord as error:
-                if not self._corrupt_records:
-                    _log.warning("rollout store %s: %s; such are skipped", self._path, error)
-                self._corrupt_records += 1
-                self._corrupt.add(name)
-            else:
-                taken[slot] = taken.get(slot, 0) + 1
-        return rollouts
+    def _records(
+        self, reader: Reader, key: bytes, *, buffered: bool = True
+    ) -> tuple[bytes, dict[bytes, bytes]]:
+        """A prompt and what there is of it, by db key."""
+        self._lock.mark(key)
+        records = reader.records(key)
+        return key, (records | self._buffer.get(key, {}) if buffered else records)
 
-    def _flush_if_due(self) -> None:
-        if self._buffer and (
-            self._buffered_pages >= self._tables.batch_pages
-            or time.monotonic() - self._buffered_since >= BUFFER_SECONDS
-        ):
+    def _add(self, key: bytes, clock: int, name: bytes, record: bytes) -> None:
+        """Takes a record into the buffer, which is committed when it is full, or has waited."""
+        footprint = self._tables.footprint(record)
+        if footprint > self._tables.record_limit:
+            self._dropped_records += 1
+            return
+        pages = self._tables.pages(record)
+        if self._buffer and self._buffered_pages + pages > self._tables.batch_pages:
             self._flush()
+        self._buffer.setdefault(key, {})[name] = record
+        self._buffered_pages += pages
+        self._buffered_bytes += footprint
+        self._touched[key] = clock
+        if self._timer is None:
+            self._flush_later()
+
+    def _flush_later(self) -> None:
+        # No daemon: a process that ends in peace without a close waits for it, and loses nothing.
+        flush = weakref.WeakMethod(self._flush_now)
+        self._timer = threading.Timer(FLUSH_SECONDS, lambda: (method := flush()) and method())
+        self._timer.start()
+
+    def _flush_now(self) -> None:
+        """What the timer does: commits the buffer. What fails stays, to be tried again."""
+        try:
+            with self._guard("write to"):
+                self._timer = None
+                self._flush()
+                self._flush_failed = False
+        except CacheError as error:
+            if self._closed:
+                return
+            if not self._flush_failed:
+                _log.warning("%s; tried again until it works", error)
+            self._flush_failed = True
+            if self._buffer and threading.main_thread().is_alive():
+                self._flush_later()
+
+    def _forget_buffer(self) -> None:
+        self._buffer.clear()
+        self._touched.clear()
+        self._decoder.corrupt.clear()
+        self._buffered_pages = self._buffered_bytes = 0
 
     def _flush(self) -> None:
         """Commits uses, records and deletions. If that fails they stay, to be tried again."""
@@ -393,13 +400,10 @@ class RolloutStore:
             self._commit(some, {}, set())
             for key in some:
                 del self._touched[key]
-        if self._buffer or self._corrupt:
-            if not self._commit(self._touched, self._buffer, self._corrupt):
+        if self._buffer or self._decoder.corrupt:
+            if not self._commit(self._touched, self._buffer, self._decoder.corrupt):
                 self._dropped_records += sum(map(len, self._buffer.values()))
-            self._buffer.clear()
-            self._touched.clear()
-            self._corrupt.clear()
-            self._buffered_pages = 0
+            self._forget_buffer()
 
     def _commit(
         self,
@@ -427,13 +431,9 @@ class RolloutStore:
             for key, clock in touched.items():
                 writer.touch(key, clock)
             if buffer:
-                sizes = (
-                    self._tables.footprint(record)
-                    for records in buffer.values()
-                    for record in records.values()
-                )
-                writer.evict_down_to(self._tables.budget - sum(sizes))
+                writer.evict_down_to(self._tables.budget - self._buffered_bytes)
             for key in dict.fromkeys([*buffer, *(name[:KEY_BYTES] for name in corrupt)]):
+                self._lock.mark(key)
                 clock = touched.get(key) or self._tick()
                 writer.update(key, clock, buffer.get(key, {}), corrupt, self._groups)
 

@@ -3,7 +3,7 @@
 Integers are big-endian, so that they sort::
 
     meta       identity -> JSON {format, tokenizer}, xxh3-64 of it
-               state -> u64 clock, u64 rollouts
+               state -> u64 clock, u64 rollouts, u64 prompts ever asked for, u64 of them found
     rollouts   prompt key -> u64 last use, u32 rollouts
                db key, u32 piece -> a piece of the record of that db key
     uses       u64 clock -> prompt key, longest unused first
@@ -16,12 +16,14 @@ the file cannot fragment. The clock ticks at every put and at every use of a pro
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import struct
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import xxhash
@@ -30,9 +32,20 @@ from nemo_specrl.cache.files import sync_folder
 from nemo_specrl.errors import ForeignStore, StoreUnavailable
 from nemo_specrl.rollout import KEY_BYTES
 
-__all__ = ["DAMAGE", "DATA_FILE", "Reader", "Tables", "Writer", "db_key", "slot_of", "visible"]
+__all__ = [
+    "DAMAGE",
+    "DATA_FILE",
+    "FORMAT",
+    "Contents",
+    "Reader",
+    "Tables",
+    "Writer",
+    "db_key",
+    "reading_file",
+    "visible",
+]
 
-FORMAT = 1
+FORMAT = 2
 DATA_FILE = "data.mdb"
 DAMAGE = (
     lmdb.CorruptedError,
@@ -49,8 +62,9 @@ _DB_KEY = struct.Struct(f">{KEY_BYTES}sHQ")
 _PIECE = struct.Struct(">I")
 _CLOCK = struct.Struct(">Q")
 _HEAD = struct.Struct(">QI")
-_STATE = struct.Struct(">QQ")
+_STATE = struct.Struct(">QQQQ")
 _PAGE_HEADER = 16
+_SLOT_END = KEY_BYTES + 2
 _MIB = 2**20
 
 _BEHIND = b"\xff" * (_DB_KEY.size - KEY_BYTES + _PIECE.size + 1)
@@ -60,11 +74,6 @@ _BEHIND = b"\xff" * (_DB_KEY.size - KEY_BYTES + _PIECE.size + 1)
 def db_key(key: bytes, slot: int, clock: int) -> bytes:
     """Under which the record of a rollout, put at a time of the clock, is stored."""
     return _DB_KEY.pack(key, slot, 2**64 - 1 - clock)
-
-
-def slot_of(name: bytes) -> bytes:
-    """The part of a db key that names prompt and slot."""
-    return name[: KEY_BYTES + 2]
 
 
 class Tables:
@@ -77,7 +86,7 @@ class Tables:
         tokenizer_id: of a new store, and expected of an old one.
 
     Raises:
-        ForeignStore: of another tokenizer, or of a newer release.
+        ForeignStore: of another tokenizer, or of another release's format.
         StoreUnavailable: an LMDB file that is no store.
         lmdb.Error: one of ``DAMAGE``, or a failure of the system.
     """
@@ -112,14 +121,16 @@ class Tables:
                     identity = json.dumps({"format": FORMAT, "tokenizer": tokenizer_id}).encode()
                     checksum = xxhash.xxh3_64_digest(identity)
                     txn.put(b"identity", identity + checksum, db=self.meta)
-                    txn.put(b"state", _STATE.pack(0, 0), db=self.meta)
+                    txn.put(b"state", _STATE.pack(0, 0, 0, 0), db=self.meta)
                 self._check_identity(txn.get(b"identity", b"", db=self.meta), tokenizer_id)
                 state = txn.get(b"state", b"", db=self.meta)
                 if len(state) != _STATE.size:
                     raise lmdb.CorruptedError("no state")
                 self.clock: int
                 self.count: int
-                self.clock, self.count = _STATE.unpack(state)
+                self.lookups: int
+                self.hits: int
+                self.clock, self.count, self.lookups, self.hits = _STATE.unpack(state)
                 self.evicted = 0
             if new:
                 sync_folder(folder)
@@ -131,7 +142,7 @@ class Tables:
         headroom = min(pages // 6, (32 * _MIB + map_size // 32) // self.page_size)
         self.budget = (pages - headroom) * self.page_size
         """Bytes in use up to which nothing is evicted."""
-        self.batch_pages = max(1, min(_MIB // self.page_size, pages // 64))
+        self.batch_pages = max(1, min(16 * _MIB // self.page_size, pages // 64))
         """Pages of records that a transaction may write without needing more than the headroom."""
         self.touch_batch = max(self.batch_pages, min(4096, pages // 128))
         """Uses that it may record, likewise."""
@@ -139,16 +150,14 @@ class Tables:
         """Bytes that a record may take: it and the tables' own pages fit into the budget."""
 
     def _check_identity(self, identity: bytes, tokenizer_id: str) -> None:
-        text, checksum = identity[:-8], identity[-8:]
-        if xxhash.xxh3_64_digest(text) != checksum:
-            raise lmdb.CorruptedError("no identity")
-        stored = json.loads(text)
+        stored = _identity(identity)
         folder = self._file.parent
-        if stored["format"] > FORMAT:
+        if stored["format"] != FORMAT:
+            newer = stored["format"] > FORMAT
             raise ForeignStore(
-                f"the rollout store {folder} was written by a newer release (format "
-                f"{stored['format']}, this one reads {FORMAT}); upgrade nemo_specrl, name another "
-                "folder, or delete that one"
+                f"the rollout store {folder} was written by {'a newer' if newer else 'an older'} "
+                f"release (format {stored['format']}, this one reads {FORMAT}); "
+                f"{'upgrade nemo_specrl, ' if newer else ''}name another folder, or delete that one"
             )
         if stored["tokenizer"] != tokenizer_id:
             raise ForeignStore(
@@ -182,7 +191,8 @@ class Tables:
             with txn.cursor() as cursor:
                 writer = Writer(self, txn, cursor)
                 yield writer
-            txn.put(b"state", _STATE.pack(self.clock, writer.count), db=self.meta)
+            state = _STATE.pack(self.clock, writer.count, self.lookups, self.hits)
+            txn.put(b"state", state, db=self.meta)
         self.count = writer.count
         self.evicted += writer.evicted
         # A last page that a transaction took and freed again may not have been written; without it
@@ -196,6 +206,67 @@ class Tables:
         while not done:
             with self.writing() as writer:
                 done = writer.evict_down_to(target, at_most=self.batch_pages)
+
+
+def _identity(value: bytes) -> dict[str, Any]:
+    text, checksum = value[:-8], value[-8:]
+    if xxhash.xxh3_64_digest(text) != checksum:
+        raise lmdb.CorruptedError("no identity")
+    identity: dict[str, Any] = json.loads(text)
+    return identity
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a file of tables has, as it is read without being changed.
+
+    Args:
+        format: of the tables; records can be read where it is this release's.
+        tokenizer_id: of the tokens.
+        lookups: prompts ever asked for.
+        hits: of them found.
+        records: db key and record of each rollout, in the order of the keys.
+    """
+
+    format: int
+    tokenizer_id: str
+    lookups: int
+    hits: int
+    records: Iterator[tuple[bytes, bytes]]
+
+
+@contextlib.contextmanager
+def reading_file(file: Path) -> Iterator[Contents]:
+    """The tables in a file that nobody writes to: a store's, or a copy.
+
+    Raises:
+        lmdb.Error: it is damaged, or no file of LMDB.
+        StoreUnavailable: it is no rollout store.
+    """
+    env = lmdb.open(str(file), max_dbs=3, subdir=False, readonly=True, lock=False)
+    with env, env.begin() as txn:
+        end = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+        if file.stat().st_size < end:
+            raise lmdb.CorruptedError(f"cut off at {file.stat().st_size} of {end} bytes")
+        try:
+            meta, rollouts = (
+                env.open_db(name, txn=txn, create=False) for name in (b"meta", b"rollouts")
+            )
+        except (lmdb.NotFoundError, lmdb.IncompatibleError):
+            raise StoreUnavailable(f"{file} is an LMDB file but no rollout store") from None
+        identity = _identity(txn.get(b"identity", b"", db=meta))
+        state = txn.get(b"state", b"", db=meta)
+        lookups, hits = _STATE.unpack(state)[2:] if len(state) == _STATE.size else (0, 0)
+        with txn.cursor(rollouts) as cursor:
+            yield Contents(
+                identity["format"], identity["tokenizer"], lookups, hits, _joined(iter(cursor))
+            )
+
+
+def _joined(pieces: Iterator[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, bytes]]:
+    records = (piece for piece in pieces if len(piece[0]) > KEY_BYTES)
+    for name, some in itertools.groupby(records, lambda piece: piece[0][: -_PIECE.size]):
+        yield name, b"".join(value for _, value in some)
 
 
 class Reader:
@@ -224,11 +295,15 @@ class Reader:
         """The records of a prompt, by db key."""
         pieces: dict[bytes, list[bytes]] = {}
         if self._cursor.set_range(key):
+            record, values = b"", [b""]
             for name, value in self._cursor:
                 if not name.startswith(key):
                     break
-                if len(name) > KEY_BYTES:
-                    pieces.setdefault(name[: -_PIECE.size], []).append(value)
+                if record and name.startswith(record):
+                    values.append(value)
+                elif len(name) > KEY_BYTES:
+                    record, values = name[: -_PIECE.size], [value]
+                    pieces[record] = values
         return {name: b"".join(values) for name, values in pieces.items()}
 
     def keys(self, start: bytes, stop: bytes | None, at_most: int) -> list[bytes]:
@@ -333,26 +408,29 @@ class Writer(Reader):
         for name in self._names(key):
             if len(name) > KEY_BYTES:
                 pieces.setdefault(name[: -_PIECE.size], []).append(name)
-        kept = visible({*pieces, *new} - set(unwanted), groups)
+        kept = set(visible({*pieces, *new} - set(unwanted), groups))
         for record_key, names in pieces.items():
             if record_key not in kept:
                 for name in names:
                     self._txn.delete(name)
         size = self._tables.page_size - _PAGE_HEADER
+        put = self._txn.put
         for record_key, record in new.items():
             if record_key in kept:
                 for i in range(0, len(record), size):
-                    self._txn.put(record_key + _PIECE.pack(i // size), record[i : i + size])
+                    put(record_key + _PIECE.pack(i // size), record[i : i + size])
         self._set_head(key, last_use, clock, len(kept))
         self.count += len(kept) - old_count
 
 
-def visible(db_keys: Collection[bytes], groups: int) -> set[bytes]:
-    """Of db keys, the newest ``groups`` of each prompt and slot."""
-    seen: Counter[bytes] = Counter()
-    kept = set()
+def visible(db_keys: Collection[bytes], groups: int) -> list[bytes]:
+    """Of db keys, the newest ``groups`` of each prompt and slot, sorted."""
+    kept: list[bytes] = []
+    slot, count = b"", 0
     for name in sorted(db_keys):
-        seen[slot_of(name)] += 1
-        if seen[slot_of(name)] <= groups:
-            kept.add(name)
+        if not (slot and name.startswith(slot)):
+            slot, count = name[:_SLOT_END], 0
+        if count < groups:
+            kept.append(name)
+            count += 1
     return kept

@@ -3,14 +3,19 @@
 import asyncio
 import logging
 import pickle
+import sys
+import tempfile
 import time
 
 import numpy as np
 import pytest
 import ray
+import ray.cloudpickle
 from ray.cluster_utils import Cluster
 
-from nemo_specrl.cache.cluster import FAILURES_TO_OPEN, ClusterCache, start_shards
+from nemo_specrl.cache.client import FAILURES_TO_OPEN, CacheClient
+from nemo_specrl.cache.cluster import start_shards
+from nemo_specrl.cache.membership import Routing, View
 from nemo_specrl.cache.placement import partition_of
 from nemo_specrl.cache.snapshot import read_manifest
 from nemo_specrl.errors import ForeignStore, StoreUnavailable
@@ -38,9 +43,11 @@ def rollout(prompt, version=0, slot=0):
 @pytest.fixture(scope="module")
 def nodes():
     """Three Ray nodes, which are processes of this machine."""
+    folder = tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True)  # a short name
+    head = {"include_dashboard": False, "temp_dir": folder.name}
     cluster = Cluster(
         initialize_head=True,
-        head_node_args={"num_cpus": 1, "include_dashboard": False, "object_store_memory": 2**27},
+        head_node_args={"num_cpus": 1, "object_store_memory": 2**27, **head},
     )
     for _ in range(NODES - 1):
         cluster.add_node(num_cpus=1, object_store_memory=2**27)
@@ -48,6 +55,7 @@ def nodes():
     yield
     ray.shutdown()
     cluster.shutdown()
+    folder.cleanup()
 
 
 @pytest.fixture
@@ -62,8 +70,19 @@ def start(nodes, tmp_path):
 
     yield start
     for cache in started:
-        for shard in cache.shards.values():
-            ray.kill(shard)
+        cache.close()
+
+
+def key_of(prompt):
+    return prompt_key([prompt])
+
+
+def wait_until(condition, seconds=120):
+    """Generously: what is tested is that it comes, not when."""
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it did not come"
+        time.sleep(0.1)
 
 
 def contents(cache, prompts):
@@ -84,51 +103,76 @@ def test_what_is_put_is_found_from_every_copy_of_the_client(start):
         assert client.failures == 0
 
 
+def test_outlines_are_those_of_what_is_found(start):
+    cache = start()
+    cache.put([rollout(p, slot=s, version=p) for p in range(20) for s in range(2)])
+    cache.sync()
+    keys = [prompt_key([p]) for p in range(21)]
+    found = cache.get(keys)
+    assert len(found) == 20
+    assert cache.outlines(keys) == {k: [r.outline for r in group] for k, group in found.items()}
+
+
 def test_each_partition_lies_on_its_two_nodes_and_no_other(start):
     cache = start()
     cache.put([rollout(p) for p in range(60)])
     cache.sync()
-    assert len(cache.shards) == NODES
-    for node, shard in cache.shards.items():
-        there = ray.get(shard.get.remote([prompt_key([p]) for p in range(60)]))
+    view = cache._view
+    assert len(view.shards) == NODES
+    assert all(len(nodes) == 2 for nodes in view.routing.readers)
+    assert view.routing.readers == view.routing.writers
+    for node, shard in view.shards.items():
+        everything = ray.get(shard.piece.remote(b"", None))
+        there = [rollout.key for rollout in everything.rollouts]
         expected = {
-            key
-            for key in (prompt_key([p]) for p in range(60))
-            if node in cache._table[partition_of(key, 16)]
+            key for key in (prompt_key([p]) for p in range(60)) if node in view.routing.read(key)
         }
+        assert len(there) == len(set(there))
         assert set(there) == expected
         assert expected, "too few prompts for a test that could fail"
 
 
-def test_with_a_shard_dead_its_partitions_are_served_by_their_other_node(start, caplog):
+def test_a_shard_that_dies_is_covered_for_and_comes_back_with_its_disk(start, caplog):
     cache = start()
+    other = pickle.loads(pickle.dumps(cache))
     cache.put([rollout(p) for p in range(60)])
     cache.sync()
-    ray.kill(next(iter(cache.shards.values())))
+    name, shard = next(iter(cache._view.shards.items()))
+    ray.kill(shard)
     with caplog.at_level(logging.WARNING):
-        for _ in range(FAILURES_TO_OPEN):  # until the client leaves it alone
-            cache.get([prompt_key([p]) for p in range(60)])
-        assert contents(cache, range(60)) == {p: [rollout(p)] for p in range(60)}
-    assert cache.failures == FAILURES_TO_OPEN
-    assert len([r for r in caplog.records if "rows are decoded plainly" in r.message]) == 1
-    cache.put([rollout(p, version=1) for p in range(60)])
-    cache.sync()  # to those that are left
-    assert contents(cache, range(60)) == {p: [rollout(p, version=1)] for p in range(60)}
+        for client in (cache, other):  # within the call that comes upon it
+            assert contents(client, range(60)) == {p: [rollout(p)] for p in range(60)}
+        cache.put([rollout(p, version=1) for p in range(60)])
+        cache.sync()  # to those that are left
+        assert contents(cache, range(60)) == {p: [rollout(p, version=1)] for p in range(60)}
+    assert cache.failures > 0
+    assert len([r for r in caplog.records if "rows are decoded plainly" in r.message]) == 2
+
+    wait_until(lambda: cache.health() == (NODES, 0, 0))
+    for client in (cache, other):
+        assert contents(client, range(60)) == {p: [rollout(p, version=1)] for p in range(60)}
+    again = ray.get(cache._keeper.view.remote()).shards
+    assert name in again and again[name] != shard
+    there = {r.key for r in ray.get(again[name].piece.remote(b"", None)).rollouts}
+    read = cache._view.routing.read
+    assert there == {key for key in map(key_of, range(60)) if name in read(key)}
 
 
 class Slow:
     """A shard that answers too late."""
 
-    def get(self, keys):
+    def get(self, keys, epoch):
         time.sleep(3)
-        return {}
+        return {}, None
 
 
 def test_a_shard_that_is_late_answers_nothing_and_raises_nothing(nodes):
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers import no tests
     slow = ray.remote(Slow).options(num_cpus=0).remote()
-    cache = ClusterCache(
-        {"slow": slow}, partitions=4, replicas=1, deadline_s=0.05, tokenizer_id="tok"
-    )
+    assert ray.get(slow.get.remote([], 0)) == ({}, None)
+    table = (("slow",),) * 4
+    view = View(Routing(0, table, table), {"slow": slow}, {})
+    cache = CacheClient(view, None, deadline_s=0.05, tokenizer_id="tok")
     for tried in range(1, FAILURES_TO_OPEN + 3):
         assert cache.get([prompt_key([1])]) == {}
         assert cache.failures == min(tried, FAILURES_TO_OPEN)  # then it is left alone

@@ -9,13 +9,22 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_specrl.cache.codec import RECORD_VERSION, STEP, decode, encode
+from nemo_specrl.cache.codec import (
+    EXACT,
+    RECORD_VERSION,
+    STEP,
+    TOKENS_32,
+    decode,
+    decode_all,
+    encode,
+    encode_all,
+)
 from nemo_specrl.errors import CorruptRecord, InvalidRollout
 from nemo_specrl.rollout import MAX_SLOT, Finish, Rollout, prompt_key
 
 KEY = prompt_key([1, 2, 3])
 DB_KEY = KEY + b"\0\7" + bytes(8)
-HEADER = struct.Struct("<BBBHIQII")
+HEADER = struct.Struct("<BBBHIQQII")
 
 
 def rollout(n=5, *, token=7, version=3, **births):
@@ -61,6 +70,7 @@ def rollouts(draw):
         if draw(st.booleans())
         else None,
         draw(st.integers(0, 2**32 - 1)),
+        draw(st.integers(0, 2**64 - 1)),
     )
 
 
@@ -88,8 +98,38 @@ def test_extreme_values_are_exact():
         logprobs[::-1],
         np.array([0, 2**63 - 1, 2**63 - 1, 1, 0]),
         2**32 - 1,
+        2**64 - 1,
     )
     assert_exact(decode(DB_KEY, encode(original, DB_KEY)), original)
+
+
+@given(st.lists(rollouts(), max_size=6))
+@settings(derandomize=True, max_examples=100, deadline=None)
+def test_many_at_once_are_what_each_is_by_itself(originals):
+    names = [KEY + bytes([0, 0, i]) + bytes(7) for i in range(len(originals))]
+    records = encode_all(originals, names)
+    assert records == [encode(r, name) for r, name in zip(originals, names, strict=True)]
+    decoded = decode_all(list(zip(names, records, strict=True)))
+    for got, want in zip(decoded, originals, strict=True):
+        assert_exact(got, want)
+    damaged = [(name, record[:-1]) for name, record in zip(names, records, strict=True)]
+    mixed = [*zip(names, records, strict=True), *damaged]
+    assert [isinstance(r, CorruptRecord) for r in decode_all(mixed)] == (
+        [False] * len(records) + [True] * len(records)
+    )
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(width=32, allow_nan=False), st.floats(width=32, allow_nan=False)),
+        max_size=20,
+    )
+)
+@settings(derandomize=True, max_examples=100, deadline=None)
+def test_exact_records_keep_every_log_prob_as_it_is(pairs):
+    last, birth = zip(*pairs, strict=True) if pairs else ((), ())
+    original = Rollout(KEY, 0, np.arange(len(pairs)), last, Finish.STOP, 1, birth)
+    assert_exact(decode(DB_KEY, encode(original, DB_KEY, exact=True)), original)
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False), max_size=30))
@@ -124,13 +164,13 @@ def test_acceptance_decisions_stay_the_same(lenience):
 def test_a_record_takes_few_bytes_per_token():
     n = 1000
     own = {"birth_logprobs": np.zeros(n)}
-    assert len(encode(rollout(n), DB_KEY)) == 33 + 4 * n
-    assert len(encode(rollout(n, **own), DB_KEY)) == 33 + 6 * n
+    assert len(encode(rollout(n), DB_KEY)) == 41 + 4 * n
+    assert len(encode(rollout(n, **own), DB_KEY)) == 41 + 6 * n
     # A vocabulary of 152k, with birth log-probs of their own: 7 bytes a token.
-    assert len(encode(rollout(n, token=151_999, **own), DB_KEY)) == 33 + 7 * n
-    assert len(encode(rollout(n, token=2**24), DB_KEY)) == 33 + 6 * n
+    assert len(encode(rollout(n, token=151_999, **own), DB_KEY)) == 41 + 7 * n
+    assert len(encode(rollout(n, token=2**24), DB_KEY)) == 41 + 6 * n
     two_births = np.repeat([1, 2], n // 2)
-    assert len(encode(rollout(n, birth_versions=two_births), DB_KEY)) == 33 + 4 * n + 2 * 12
+    assert len(encode(rollout(n, birth_versions=two_births), DB_KEY)) == 41 + 4 * n + 2 * 12
 
 
 @pytest.mark.parametrize(
@@ -176,15 +216,30 @@ def test_a_record_under_another_key_is_refused():
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        (HEADER.pack(RECORD_VERSION + 1, 1, 0, 0, 0, 0, 0, 0), "version 3"),
-        (HEADER.pack(RECORD_VERSION, 9, 0, 0, 0, 0, 0, 0), "9 is not a valid Finish"),
-        (HEADER.pack(RECORD_VERSION, 1, 8, 0, 0, 0, 0, 0), "unknown flags"),
-        (HEADER.pack(RECORD_VERSION, 1, 3, 0, 0, 0, 0, 0), "unknown flags"),
-        (HEADER.pack(RECORD_VERSION, 1, 0, 0, 0, 2**63, 0, 0), "policy_version"),
-        (HEADER.pack(RECORD_VERSION, 1, 0, 0, 0, 0, 0, 0) + b"\0", "1 bytes too many"),
-        (HEADER.pack(RECORD_VERSION, 1, 0, 0, 0, 0, 2**32 - 1, 0), "buffer"),
-        (HEADER.pack(RECORD_VERSION, 1, 0, 0, 0, 0, 1, 1) + bytes(4 + 12), "runs of 0"),
-        (HEADER.pack(RECORD_VERSION, 1, 2, 0, 0, 0, 1, 0) + b"\xff" * 4 + bytes(2), "negative"),
+        (HEADER.pack(RECORD_VERSION + 1, 1, 0, 0, 0, 0, 0, 0, 0), "version 4"),
+        (HEADER.pack(RECORD_VERSION, 9, 0, 0, 0, 0, 0, 0, 0), "9 is not a valid Finish"),
+        (HEADER.pack(RECORD_VERSION, 1, 16, 0, 0, 0, 0, 0, 0), "unknown flags"),
+        (HEADER.pack(RECORD_VERSION, 1, 3, 0, 0, 0, 0, 0, 0), "unknown flags"),
+        (HEADER.pack(RECORD_VERSION, 1, 0, 0, 0, 2**63, 0, 0, 0), "policy_version"),
+        (HEADER.pack(RECORD_VERSION, 1, 0, 0, 0, 0, 0, 0, 0) + b"\0", "1 bytes too many"),
+        (HEADER.pack(RECORD_VERSION, 1, 0, 0, 0, 0, 0, 2**32 - 1, 0), "bytes too few"),
+        (HEADER.pack(RECORD_VERSION, 1, 0, 0, 0, 0, 0, 1, 1) + bytes(4 + 12), "runs of 0"),
+        (
+            HEADER.pack(RECORD_VERSION, 1, 0, 0, 0, 0, 0, 1, 1)
+            + bytes(4)
+            + struct.pack("<IQ", 1, 2**63),
+            "birth version",
+        ),
+        (
+            HEADER.pack(RECORD_VERSION, 1, TOKENS_32, 0, 0, 0, 0, 1, 0) + b"\xff" * 4 + bytes(2),
+            "negative",
+        ),
+        (
+            HEADER.pack(RECORD_VERSION, 1, EXACT, 0, 0, 0, 0, 1, 0)
+            + bytes(2)
+            + struct.pack("<f", math.nan),
+            "NaN",
+        ),
     ],
 )
 def test_a_record_that_contradicts_itself_is_refused_even_with_a_checksum_that_holds(body, reason):

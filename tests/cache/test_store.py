@@ -11,6 +11,7 @@ import signal
 import struct
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -24,12 +25,15 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 
 import nemo_specrl
 from nemo_specrl.cache import RolloutStore
-from nemo_specrl.cache.codec import STEP
+from nemo_specrl.cache.codec import STEP, decode
+from nemo_specrl.cache.folder import FolderLock
+from nemo_specrl.cache.tables import reading_file
 from nemo_specrl.errors import CacheError, ConfigError, ForeignStore, InvalidRollout
 from nemo_specrl.errors import StoreUnavailable as Unavailable
 from nemo_specrl.rollout import Finish, Rollout, prompt_key
 
 MIB = 2**20
+CRASHES = int(os.environ.get("NEMO_SPECRL_CRASHES", "20"))
 
 
 def rollout(prompt, version=0, slot=0, n=20):
@@ -432,15 +436,16 @@ def test_another_tokenizer_is_refused_and_nothing_is_lost(tmp_path):
         assert contents(store, [1]) == {1: [rollout(1)]}
 
 
-def test_a_newer_format_is_refused(tmp_path):
+@pytest.mark.parametrize(("made", "whose"), [(1, "an older"), (3, "a newer")])
+def test_the_format_of_another_release_is_refused(tmp_path, made, whose):
     path = tmp_path / "a"
     open_store(path).close()
-    identity = json.dumps({"format": 2, "anything": "else"}).encode()
+    identity = json.dumps({"format": made, "anything": "else"}).encode()
     with lmdb.open(str(path), max_dbs=3, lock=False) as env:
         meta = env.open_db(b"meta")
         with env.begin(write=True) as txn:
             txn.put(b"identity", identity + xxhash.xxh3_64_digest(identity), db=meta)
-    with pytest.raises(ForeignStore, match=r"newer release \(format 2"):
+    with pytest.raises(ForeignStore, match=rf"{whose} release \(format {made}"):
         open_store(path)
 
 
@@ -755,23 +760,30 @@ def write_until_killed(path, start):
             print(i, flush=True)
 
 
-WRITER = f"""
+PREAMBLE = f"""
 import itertools, sys
 import numpy as np
 from nemo_specrl.cache import RolloutStore
 from nemo_specrl.cache.codec import STEP
 from nemo_specrl.rollout import Finish, Rollout, prompt_key
 {inspect.getsource(rollout)}
+"""
+WRITER = f"""{PREAMBLE}
 {inspect.getsource(write_until_killed)}
 write_until_killed(sys.argv[1], int(sys.argv[2]))
 """
 
 
+@pytest.mark.timeout(15 * CRASHES)
 def test_what_was_acknowledged_survives_sigkill(tmp_path):
+    """Every store opens, every record that was acknowledged is there, and no wrong one is served.
+
+    NEMO_SPECRL_CRASHES says how often; each crash is at another moment.
+    """
     path, rng = tmp_path / "a", random.Random(11)
     acknowledged = {}  # prompt -> version
     start = 0
-    for _ in range(15):
+    for _ in range(CRASHES):
         with run_python(WRITER, path, start, stdout=subprocess.PIPE) as process:
             for _ in range(rng.randrange(1, 80)):
                 line = process.stdout.readline()
@@ -792,6 +804,79 @@ def test_what_was_acknowledged_survives_sigkill(tmp_path):
             assert store.stats().corrupt_records == 0
         start = max(version_of.values()) + 1
     assert not damaged_folders(path)
+
+
+def test_what_nobody_syncs_is_committed_all_the_same(tmp_path):
+    """By the timer, in a process that does nothing more with its store."""
+    path = tmp_path / "a"
+    script = f"""{PREAMBLE}
+store = RolloutStore(sys.argv[1], max_bytes=2**24, tokenizer_id="tok")
+for version in range(2):
+    store.put([rollout(p, version) for p in range(20)])
+    print("put", flush=True)
+    sys.stdin.readline()
+"""
+    pipe = subprocess.PIPE
+    with run_python(script, path, stdin=pipe, stdout=pipe) as process:
+        for version in range(2):
+            assert process.stdout.readline() == "put\n"
+            while True:  # until another process sees it
+                with contextlib.suppress(lmdb.Error), reading_file(path / "data.mdb") as found:
+                    records = [decode(*record) for record in found.records]
+                    if {(r.policy_version, len(records)) for r in records} == {(version, 20)}:
+                        break
+                time.sleep(0.01)
+            if version == 0:
+                process.stdin.write("\n")
+                process.stdin.flush()
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    with open_store(path) as store:
+        assert contents(store, range(20)) == {p: [rollout(p, 1)] for p in range(20)}
+
+
+def test_a_process_that_ends_without_closing_loses_nothing(tmp_path):
+    script = f"""{PREAMBLE}
+store = RolloutStore(sys.argv[1], max_bytes=2**24, tokenizer_id="tok")
+store.put([rollout(p) for p in range(20)])
+"""
+    with run_python(script, tmp_path / "a") as process:
+        assert process.wait() == 0
+    with open_store(tmp_path / "a") as store:
+        assert contents(store, range(20)) == {p: [rollout(p)] for p in range(20)}
+
+
+def test_the_prompt_that_a_process_died_at_is_known_to_the_next(tmp_path):
+    script = """
+import os, signal, sys
+from nemo_specrl.cache import RolloutStore
+store = RolloutStore(sys.argv[1], max_bytes=2**24, tokenizer_id="tok")
+store.get([bytes.fromhex(key) for key in sys.argv[2:]])
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    keys = [prompt_key([p]) for p in range(5)]
+    with run_python(script, tmp_path / "a", *(key.hex() for key in keys)) as process:
+        process.wait()
+    lock = FolderLock(tmp_path / "a")
+    assert not lock.clean and lock.last_mark == keys[-1]
+    lock.release()
+    open_store(tmp_path / "a").close()
+    lock = FolderLock(tmp_path / "a")
+    assert lock.clean and lock.last_mark == b""
+    lock.release()
+
+
+def test_a_cleared_store_is_empty_and_goes_on(tmp_path):
+    with open_store(tmp_path / "a") as store:
+        store.put([rollout(1)])
+        store.sync()
+        store.put([rollout(2)])
+        store.clear()
+        assert contents(store, [1, 2]) == {} and len(store) == 0
+        store.put([rollout(3)])
+    with open_store(tmp_path / "a") as store:
+        assert contents(store, [1, 2, 3]) == {3: [rollout(3)]}
+    assert not damaged_folders(tmp_path / "a")
 
 
 # Snapshots

@@ -1,0 +1,284 @@
+"""Speed of one rollout store, beside the raw speed of the machine's disk and memory.
+
+    .venv/bin/python benchmarks/cache.py --dir /raid/somewhere --json docs/cache.json
+
+MB are 10^6 bytes of encoded records: what is counted is what a store keeps of a rollout, without
+LMDB's pages around it. Each figure is the median of several runs; the seconds of the processor
+that they took stand beside it, since on a machine with other work they are what can be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nemo_specrl import Finish, Rollout, RolloutStore, prompt_key
+from nemo_specrl.cache.codec import decode_all, encode_all
+from nemo_specrl.cache.tables import DATA_FILE, db_key
+
+SLOTS = 16
+MB = 1e6
+
+
+def rollouts(prompts: int, tokens: int, version: int) -> list[Rollout]:
+    """As a run with reuse has them: a vocabulary of 152k, the first half drafted a version ago."""
+    rng = np.random.default_rng(version)
+    ids = rng.integers(0, 151_936, (SLOTS, tokens), dtype=np.int32)
+    logprobs = -rng.exponential(0.5, (2, SLOTS, tokens)).astype(np.float32)
+    births = np.repeat([max(0, version - 1), version], [tokens // 2, tokens - tokens // 2])
+    return [
+        Rollout(
+            prompt_key([prompt]),
+            slot,
+            np.roll(ids[slot], prompt),
+            np.roll(logprobs[0, slot], prompt),
+            Finish.STOP,
+            version,
+            np.roll(logprobs[1, slot], prompt),
+            births,
+        )
+        for prompt in range(prompts)
+        for slot in range(SLOTS)
+    ]
+
+
+class Timings:
+    """Medians of wall and processor seconds, by name."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, list[tuple[float, float]]] = {}
+        self.mb: dict[str, float] = {}
+
+    def measure(self, name: str, mb: float, work: Callable[[], Any]) -> Any:
+        """Time ``work``, which goes through ``mb`` MB."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        result = work()
+        seconds = time.perf_counter() - wall, time.process_time() - cpu
+        self.runs.setdefault(name, []).append(seconds)
+        self.mb[name] = mb
+        return result
+
+    def medians(self) -> dict[str, dict[str, float]]:
+        """By name: seconds, processor seconds and MB/s; the best run's MB/s beside the median."""
+        figures = {}
+        for name, runs in self.runs.items():
+            wall = statistics.median(run[0] for run in runs)
+            figures[name] = {
+                "s": wall,
+                "cpu_s": statistics.median(run[1] for run in runs),
+                "mb": self.mb[name],
+                "mb_s": self.mb[name] / wall,
+                "best_mb_s": self.mb[name] / min(run[0] for run in runs),
+                "runs": len(runs),
+            }
+        return figures
+
+
+def raw_disk(folder: Path, mb: float) -> None:
+    """Write so many MB in pieces of 4 MiB, and fsync them."""
+    piece = os.urandom(2**22)
+    with open(folder / "raw", "wb", buffering=0) as file:
+        for _ in range(round(mb * MB / len(piece))):
+            file.write(piece)
+        os.fsync(file.fileno())
+    (folder / "raw").unlink()
+
+
+def resident_beside_map(path: Path) -> int:
+    """Bytes of this process that are resident and not pages of the store's file."""
+    total = mapped = 0
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0] and ":" not in line.split(" ", 1)[0]:
+            inside = line.endswith(str(path / DATA_FILE))
+        elif line.startswith("Rss:"):
+            kib = int(line.split()[1])
+            total += kib
+            mapped += kib * inside
+    return (total - mapped) * 1024
+
+
+def shard_memory(path: Path, prompts: int, tokens: int) -> dict[str, float]:
+    """Memory of a process that does nothing but serve one store, MB; run in one of its own."""
+    with RolloutStore(path, max_bytes=2**40, tokenizer_id="benchmark") as store:
+        begun = resident_beside_map(path)
+        keys = [prompt_key([prompt]) for prompt in range(prompts)]
+        for i in range(0, len(keys), 64):
+            store.get(keys[i : i + 64])
+        for start in range(0, prompts, 64):
+            for rollout in rollouts(min(64, prompts - start), tokens, 9):
+                store.put([rollout])
+        store.sync()
+        return {
+            "at_start_mb": begun / MB,
+            "after_mb": resident_beside_map(path) / MB,
+            "peak_with_map_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MB,
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dir", type=Path, default=None, help="on the disk to be measured")
+    parser.add_argument("--prompts", type=int, default=512, help="of 16 rollouts each")
+    parser.add_argument("--tokens", type=int, default=1000, help="of each rollout")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--json", type=Path, default=None, help="write the figures there, too")
+    parser.add_argument("--opening-gb", type=float, default=0, help="size of a store to be opened")
+    parser.add_argument("--memory-of", type=Path, default=None, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.memory_of is not None:
+        print(json.dumps(shard_memory(args.memory_of, args.prompts, args.tokens)))
+        return
+
+    folder = Path(tempfile.mkdtemp(prefix="cache-benchmark-", dir=args.dir))
+    try:
+        result = benchmark(folder, args.prompts, args.tokens, args.runs)
+        if args.opening_gb:
+            result["opening"] = opening(folder, args.opening_gb, args.runs)
+    finally:
+        shutil.rmtree(folder)
+    report(result)
+    if args.json is not None:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def in_pieces(some: list[Any]) -> list[list[Any]]:
+    return [some[i : i + 32] for i in range(0, len(some), 32)]
+
+
+def one_run(
+    timings: Timings, folder: Path, store: RolloutStore, made: list[Rollout], names: list[bytes]
+) -> float:
+    """Everything once; MB of the records."""
+    pieces = list(zip(in_pieces(made), in_pieces(names), strict=True))
+    records = [encode_all(*piece) for piece in pieces]
+    mb = sum(len(record) for some in records for record in some) / MB
+    named = [
+        list(zip(names, some, strict=True))
+        for (_, names), some in zip(pieces, records, strict=True)
+    ]
+    buffer, target = np.ones(2**25, np.uint8), np.empty(2**25, np.uint8)
+    keys = list(dict.fromkeys(rollout.key for rollout in made))
+
+    def put() -> None:
+        store.put(made)
+        store.sync()
+
+    timings.measure("memory copy", 2**25 / MB, lambda: np.copyto(target, buffer))
+    timings.measure("raw disk, as much", mb, lambda: raw_disk(folder, mb))
+    timings.measure("encode", mb, lambda: [encode_all(*piece) for piece in pieces])
+    timings.measure("decode", mb, lambda: [decode_all(some) for some in named])
+    timings.measure("put and sync", mb, put)
+    timings.measure("get, warm", mb, lambda: store.get(keys))
+    timings.measure("snapshot", 0.0, lambda: store.snapshot(folder / "snapshot"))
+    taken = (folder / "snapshot" / "rollouts.snapshot").stat().st_size / MB
+    timings.mb["snapshot"] = taken
+    timings.measure("raw disk, as the snapshot", taken, lambda: raw_disk(folder, taken))
+    return mb
+
+
+def benchmark(folder: Path, prompts: int, tokens: int, runs: int) -> dict[str, Any]:
+    timings = Timings()
+    path = folder / "store"
+    with RolloutStore(path, max_bytes=8 * 2**30, tokenizer_id="benchmark") as store:
+        for run in range(runs):
+            made = rollouts(prompts, tokens, run)
+            names = [db_key(r.key, r.slot, i) for i, r in enumerate(made)]
+            mb = one_run(timings, folder, store, made, names)
+    memory = subprocess.run(
+        [
+            *(sys.executable, __file__, "--memory-of", str(path)),
+            *("--prompts", str(prompts), "--tokens", str(tokens)),
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return {
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
+        "rollouts": prompts * SLOTS,
+        "tokens": tokens,
+        "bytes_per_token": mb * MB / (prompts * SLOTS * tokens),
+        "timings": timings.medians(),
+        "memory": json.loads(memory.stdout),
+    }
+
+
+KILLED = """
+import os, signal, sys
+from nemo_specrl import RolloutStore, prompt_key
+store = RolloutStore(sys.argv[1], max_bytes=2**40, tokenizer_id="benchmark")
+store.get([prompt_key([int(sys.argv[2])])])
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def opening(folder: Path, gb: float, runs: int) -> dict[str, float]:
+    """Seconds to open a store of so many GB after its process was killed, nothing of it in memory.
+
+    Its rollouts have 20,000 tokens.
+    """
+    path = folder / "large"
+    prompts = round(gb * 1e9 / (SLOTS * 20_000 * 7.2))
+    with RolloutStore(path, max_bytes=2**40, tokenizer_id="benchmark") as store:
+        for start in range(0, prompts, 4):
+            group = rollouts(4, 20_000, 1)
+            for i, rollout in enumerate(group):
+                object.__setattr__(rollout, "key", prompt_key([start + i // SLOTS]))
+            store.put(group)
+    seconds = []
+    for run in range(runs):
+        arguments = [str(path), str(run * prompts // runs)]
+        subprocess.run([sys.executable, "-c", KILLED, *arguments], check=False)
+        descriptor = os.open(path / DATA_FILE, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+        started = time.perf_counter()
+        store = RolloutStore(path, max_bytes=2**40, tokenizer_id="benchmark")
+        seconds.append(time.perf_counter() - started)
+        store.close()
+    size = (path / DATA_FILE).stat().st_size / 1e9
+    return {"gb": size, "s": statistics.median(seconds), "worst_s": max(seconds), "runs": runs}
+
+
+def report(result: dict[str, Any]) -> None:
+    print(
+        f"{result['rollouts']:,} rollouts of {result['tokens']:,} tokens, "
+        f"{result['bytes_per_token']:.2f} bytes a token as records; "
+        f"{result['cores']} cores, load {result['load']:.1f}"
+    )
+    print(f"{'':30}{'s':>8}{'cpu s':>8}{'MB/s':>8}{'best':>8}{'M tokens/s':>12}")
+    for name, figures in result["timings"].items():
+        speed = figures["mb_s"] / result["bytes_per_token"]
+        print(
+            f"{name:30}{figures['s']:8.3f}{figures['cpu_s']:8.3f}{figures['mb_s']:8.0f}"
+            f"{figures['best_mb_s']:8.0f}" + (f"{speed:12.1f}" if "raw" not in name else "")
+        )
+    memory = result["memory"]
+    print(
+        f"memory of a shard beside its mapped pages: {memory['at_start_mb']:.0f} MB at start, "
+        f"{memory['after_mb']:.0f} MB after reading and writing all"
+    )
+    if opened := result.get("opening"):
+        print(
+            f"opening {opened['gb']:.1f} GB after a kill, cold: {opened['s']:.2f} s, "
+            f"at worst {opened['worst_s']:.2f} s"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""How much faster a killed run redoes its lost steps than it did them first.
+
+    .venv/bin/python benchmarks/resume.py
+
+A real trainer, without a checkpoint, is killed by SIGKILL after some steps and started again; what
+``rollout_s`` says of a lost step the second time is compared with what it said the first time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from nemo_specrl.local.log import read_metrics
+
+RECIPE = "examples/configs/grpo_arith_cpu.yaml"
+
+
+def command(folder: Path, steps: int, overrides: list[str]) -> list[str]:
+    return [
+        *(sys.executable, "-m", "nemo_specrl", "train", RECIPE),
+        *("grpo.val_at_start=false", "grpo.val_at_end=false", "grpo.val_period=0"),
+        *("checkpointing.save_period=1000", f"grpo.max_num_steps={steps}"),
+        *(f"checkpointing.checkpoint_dir={folder}", f"logger.log_dir={folder}"),
+        *overrides,
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=4, help="that are lost")
+    parser.add_argument("--json", type=Path, default=None, help="write the figures there, too")
+    parser.add_argument("overrides", nargs="*", help="of the recipe")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="resume-benchmark-") as name:
+        folder = Path(name)
+        lost = killed_after(folder, args.steps, args.overrides)
+        subprocess.run(
+            command(folder, len(lost), args.overrides), check=True, stdout=subprocess.DEVNULL
+        )
+        again = read_metrics(folder / "metrics.jsonl")
+    result = compared(lost, again)
+    for row in result["steps"]:
+        print(
+            f"step {row['step']}: rollouts {row['first_s']:.2f} s first, {row['again_s']:.3f} s "
+            f"again; reward {row['reward']:.4f}"
+        )
+    print(
+        f"{result['ratio']:.0f} times as fast; rewards and lengths "
+        f"{'the same' if result['same'] else 'DIFFERENT'}"
+    )
+    if args.json is not None:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def killed_after(folder: Path, steps: int, overrides: list[str]) -> list[dict[str, Any]]:
+    """The records of a run's first steps, which it then loses."""
+    process = subprocess.Popen(
+        command(folder, 1000, overrides), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        while len(read_metrics(folder / "metrics.jsonl")) < steps and process.poll() is None:
+            time.sleep(0.02)
+    finally:
+        process.kill()
+        process.wait()
+    return read_metrics(folder / "metrics.jsonl")
+
+
+def compared(lost: list[dict[str, Any]], again: list[dict[str, Any]]) -> dict[str, Any]:
+    rows = [
+        {
+            "step": a["step"],
+            "first_s": a["rollout_s"],
+            "again_s": b["rollout_s"],
+            "reward": a["reward"],
+            "tokens": a["response_tokens"],
+        }
+        for a, b in zip(lost, again, strict=True)
+    ]
+    names = ("prompts", "reward", "response_length", "loss", "grad_norm")
+    return {
+        "steps": rows,
+        "ratio": sum(r["first_s"] for r in rows) / sum(r["again_s"] for r in rows),
+        "same": all(a[name] == b[name] for a, b in zip(lost, again, strict=True) for name in names),
+    }
+
+
+if __name__ == "__main__":
+    main()

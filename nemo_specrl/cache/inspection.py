@@ -1,0 +1,228 @@
+"""Looking at rollouts on disk without changing them: stores, snapshots of both kinds, exports.
+
+Nothing is repaired, moved aside or counted as used here; stores do that when they are opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import lmdb
+
+from nemo_specrl.cache.codec import decode
+from nemo_specrl.cache.copies import check_copy
+from nemo_specrl.cache.exchange import EXPORTS, read_export
+from nemo_specrl.cache.files import as_cache_errors
+from nemo_specrl.cache.folder import probe
+from nemo_specrl.cache.placement import partition_of
+from nemo_specrl.cache.snapshot import MANIFEST, read_manifest, read_partition
+from nemo_specrl.cache.store import SNAPSHOT_FILE
+from nemo_specrl.cache.tables import DATA_FILE, FORMAT, reading_file
+from nemo_specrl.errors import CacheError, ConfigError, ForeignStore, StoreUnavailable
+from nemo_specrl.rollout import Finish, Rollout
+
+__all__ = ["Source", "Summary", "opened", "summary"]
+
+
+@dataclass
+class Source:
+    """Rollouts on disk, open to be read once.
+
+    Args:
+        kind: ``store``, ``snapshot of a store``, ``snapshot by partition`` or ``export``.
+        tokenizer_id: of the tokens.
+        bytes: of the files.
+        rollouts: each one, newest first within a slot, or the error in its place.
+        policy_version: of the weights beside it, where it says so.
+        partitions: into how many it falls, where it says so.
+        lookups: prompts that a store was ever asked for.
+        hits: of them found.
+    """
+
+    kind: str
+    tokenizer_id: str
+    bytes: int
+    rollouts: Iterator[Rollout | CacheError]
+    policy_version: int | None = None
+    partitions: int | None = None
+    lookups: int = 0
+    hits: int = 0
+
+
+@contextlib.contextmanager
+def opened(path: Path, *, check: bool = False) -> Iterator[Source]:
+    """What lies at a path; a checkpoint's folder stands for the ``rollout_cache`` in it.
+
+    Args:
+        path: a folder.
+        check: read a snapshot's own checksum first, and walk a store's tables in a process of its
+            own, since damaged ones may end the process that reads them.
+
+    Raises:
+        ConfigError: there is nothing of the kind.
+        StoreUnavailable: it cannot be read, is damaged as a whole, or is open in a process.
+        ForeignStore: it is of another release's format.
+    """
+    if not path.exists():
+        raise ConfigError(f"{path}: no such folder")
+    if (path / "rollout_cache").is_dir():
+        path = path / "rollout_cache"
+    with as_cache_errors("read", path):
+        if (path / DATA_FILE).is_file():
+            with _held(path):
+                if check:
+                    probe(path, seconds=math.inf)
+                with _tables(path / DATA_FILE, "store") as source:
+                    yield source
+        elif (path / SNAPSHOT_FILE).is_file():
+            if check:
+                check_copy(path / SNAPSHOT_FILE)
+            with _tables(path / SNAPSHOT_FILE, "snapshot of a store") as source:
+                yield source
+        elif (path / MANIFEST).is_file():
+            yield _partitions(path)
+        elif next(path.glob(EXPORTS), None) is not None:
+            tokenizer_id, rollouts = read_export(path)
+            size = sum(file.stat().st_size for file in path.glob(EXPORTS))
+            yield Source("export", tokenizer_id, size, rollouts)
+        else:
+            raise ConfigError(
+                f"{path}: neither a rollout store ({DATA_FILE}), nor a snapshot ({SNAPSHOT_FILE} "
+                f"or {MANIFEST}), nor an export ({EXPORTS})"
+            )
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """No process may write to a store while it is read; the file says who does."""
+    try:
+        lock = open(folder / "lock", "rb")  # noqa: SIM115
+    except FileNotFoundError:
+        yield
+        return
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid = lock.read(32).decode("ascii", "replace").strip("\0\n")
+            raise StoreUnavailable(
+                f"the rollout store {folder} is open in process {pid}; look at a checkpoint's "
+                "rollout_cache, or wait until it ends"
+            ) from None
+        yield
+
+
+@contextlib.contextmanager
+def _tables(file: Path, kind: str) -> Iterator[Source]:
+    with reading_file(file) as contents:
+        if contents.format != FORMAT:
+            raise ForeignStore(
+                f"{file} has format {contents.format}, this release reads {FORMAT}; use the "
+                "release that wrote it"
+            )
+
+        def rollouts() -> Iterator[Rollout | CacheError]:
+            try:
+                for name, record in contents.records:
+                    try:
+                        yield decode(name, record)
+                    except CacheError as error:
+                        yield error
+            except lmdb.Error as error:
+                yield StoreUnavailable(f"{file}: {error}")
+
+        yield Source(
+            kind,
+            contents.tokenizer_id,
+            file.stat().st_size,
+            rollouts(),
+            lookups=contents.lookups,
+            hits=contents.hits,
+        )
+
+
+def _partitions(folder: Path) -> Source:
+    manifest = read_manifest(folder)
+
+    def rollouts() -> Iterator[Rollout | CacheError]:
+        for file in manifest.files:
+            try:
+                yield from read_partition(folder, file)
+            except CacheError as error:
+                yield error
+
+    return Source(
+        "snapshot by partition",
+        manifest.tokenizer_id,
+        sum(file.bytes for file in manifest.files),
+        rollouts(),
+        policy_version=manifest.policy_version,
+        partitions=manifest.partitions,
+    )
+
+
+@dataclass
+class Summary:
+    """What is in a source, counted. Ages are of policy versions, up to the newest one there."""
+
+    prompts: int = 0
+    rollouts: int = 0
+    tokens: int = 0
+    damaged: int = 0
+    longest: int = 0
+    finishes: Counter[str] = field(default_factory=Counter)
+    versions: Counter[int] = field(default_factory=Counter)
+    token_versions: Counter[int] = field(default_factory=Counter)
+    partitions: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def mean_age(self) -> float:
+        """Of a rollout, since it was judged last."""
+        return self._mean_age(self.versions)
+
+    @property
+    def mean_token_age(self) -> float:
+        """Of a token, since it was sampled."""
+        return self._mean_age(self.token_versions)
+
+    def _mean_age(self, versions: Counter[int]) -> float:
+        total = sum(versions.values())
+        newest = max(self.versions, default=0)
+        return sum((newest - v) * n for v, n in versions.items()) / max(1, total)
+
+
+def summary(source: Source, partitions: int) -> Summary:
+    """Reads a source to its end.
+
+    Args:
+        source: just opened.
+        partitions: into how many to count, where it does not say so itself.
+    """
+    import numpy as np
+
+    found = Summary()
+    key = b""
+    for rollout in source.rollouts:
+        if isinstance(rollout, CacheError):
+            found.damaged += 1
+            continue
+        if rollout.key != key:
+            key = rollout.key
+            found.prompts += 1
+        found.rollouts += 1
+        found.tokens += len(rollout)
+        found.longest = max(found.longest, len(rollout))
+        found.finishes[Finish(rollout.finish).name] += 1
+        found.versions[rollout.policy_version] += 1
+        for version, count in zip(
+            *np.unique(rollout.birth_versions, return_counts=True), strict=True
+        ):
+            found.token_versions[int(version)] += int(count)
+        found.partitions[partition_of(key, source.partitions or partitions)] += 1
+    return found

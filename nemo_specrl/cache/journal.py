@@ -1,0 +1,160 @@
+"""The store of a run that checkpoints: with the rollouts that were made since the last checkpoint.
+
+After a crash the store goes back to what the checkpoint has; the journal does not. What a lost step
+had made is there to be taken as it is, by the same step under the same weights. Knows stores and
+rollouts; which weights are the same is the caller's to say, by their fingerprint.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from nemo_specrl.cache.store import MIN_BYTES, RolloutStore, StoreStats
+from nemo_specrl.errors import ForeignStore
+from nemo_specrl.rollout import Finish, Rollout
+
+__all__ = ["JournaledStore"]
+
+_ALL = 2**16  # groups: a prompt may come often between two checkpoints
+
+
+class JournaledStore:
+    """A :class:`RolloutStore` and its journal; a quarter of the bytes is the journal's.
+
+    The journal is a store of its own, in which nothing replaces anything and log-probs keep every
+    bit, so that what is trained on it is trained on what the lost step was. Where its cap makes it
+    forget, rollouts are made again.
+
+    Args:
+        folder: of the store.
+        journal: folder of the journal.
+        run: whose journal it is: anything in which two runs differ whose rollouts must not be
+            taken for one another's. The journal of another run is emptied.
+        max_bytes: hard cap of both together, bytes (each has at least 1 MiB).
+        tokenizer_id: identity of the tokenizer.
+        groups_per_prompt: rollouts that the store keeps for each slot.
+
+    Raises:
+        CacheError: as :class:`RolloutStore`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        journal: Path,
+        *,
+        run: str,
+        max_bytes: int,
+        tokenizer_id: str,
+        groups_per_prompt: int = 1,
+    ) -> None:
+        share = max(MIN_BYTES, max_bytes // 4)
+        self._store = RolloutStore(
+            folder,
+            max_bytes=max(MIN_BYTES, max_bytes - share),
+            tokenizer_id=tokenizer_id,
+            groups_per_prompt=groups_per_prompt,
+        )
+        try:
+            self._journal = _open_journal(journal, share, f"{tokenizer_id} {run}")
+        except BaseException:
+            self._store.close()
+            raise
+        self._asked: Counter[tuple[bytes, int, int]] = Counter()  # key, slot, policy version
+        self._put: Counter[tuple[bytes, int, int]] = Counter()
+
+    def get(self, keys: Iterable[bytes]) -> dict[bytes, list[Rollout]]:
+        """As :meth:`RolloutStore.get`; the journal has no part in it."""
+        return self._store.get(keys)
+
+    def put(self, rollouts: Iterable[Rollout]) -> None:
+        """As :meth:`RolloutStore.put`, in the journal too."""
+        rollouts = list(rollouts)
+        self._store.put(rollouts)
+        for rollout in rollouts:
+            self._put[rollout.key, rollout.slot, rollout.policy_version] += 1
+        self._journal.put(rollouts)
+
+    def take(
+        self, rows: Sequence[tuple[bytes, int]], policy_version: int, fingerprint: int
+    ) -> list[Rollout | None]:
+        """What the journal has of a batch, as a process that died had made it for the same step.
+
+        All of the batch or nothing: what is decoded beside fewer rows than at first comes out with
+        other roundings, and would not be what the lost step had. What is of these very weights
+        goes into the store, as when it was made. Of other weights, as where a step could not be
+        repeated to the bit, there may be a part.
+
+        A row that asks a second time in a step gets what its second visit had made.
+
+        Args:
+            rows: key and slot of each.
+            policy_version: of the weights that generate, which says the step.
+            fingerprint: of the same weights.
+        """
+        found = self._journal.get(dict.fromkeys(key for key, _ in rows))
+        taken: list[Rollout | None] = []
+        for key, slot in rows:
+            place = key, slot, policy_version
+            earlier = [
+                rollout
+                for rollout in reversed(found.get(key, ()))  # now the oldest first
+                if (rollout.slot, rollout.policy_version) == (slot, policy_version)
+            ]
+            earlier = earlier[: len(earlier) - self._put[place]]
+            whole = [rollout for rollout in earlier if rollout.finish is not Finish.PARTIAL]
+            index = self._asked[place]
+            taken.append(whole[index] if index < len(whole) else None)
+            self._asked[place] += 1
+        same = [r for r in taken if r is not None and r.fingerprint == fingerprint]
+        if same and len(same) < len(rows):
+            return [None] * len(rows)
+        self._store.put(same)
+        return taken
+
+    def forget(self) -> None:
+        """A checkpoint is complete: its steps are lost no more."""
+        self._journal.clear()
+        self._asked.clear()
+        self._put.clear()
+
+    def snapshot(self, folder: str | os.PathLike[str]) -> None:
+        """As :meth:`RolloutStore.snapshot`, of the store alone."""
+        self._store.snapshot(folder)
+
+    def sync(self) -> None:
+        """As :meth:`RolloutStore.sync`."""
+        self._journal.sync()
+        self._store.sync()
+
+    def stats(self) -> StoreStats:
+        """As :meth:`RolloutStore.stats`, of the store alone."""
+        return self._store.stats()
+
+    def close(self) -> None:
+        """As :meth:`RolloutStore.close`."""
+        try:
+            self._journal.close()
+        finally:
+            self._store.close()
+
+
+def _open_journal(folder: Path, max_bytes: int, identity: str) -> RolloutStore:
+    def opened() -> RolloutStore:
+        return RolloutStore(
+            folder,
+            max_bytes=max_bytes,
+            tokenizer_id=identity,
+            groups_per_prompt=_ALL,
+            exact_logprobs=True,
+        )
+
+    try:
+        return opened()
+    except ForeignStore:  # of a run that this one is not
+        shutil.rmtree(folder)
+        return opened()

@@ -1,0 +1,123 @@
+"""The journal: what a process that died had made is taken by the step it was made for, once."""
+
+import contextlib
+
+import numpy as np
+
+from nemo_specrl.cache import RolloutStore
+from nemo_specrl.cache.journal import JournaledStore
+from nemo_specrl.rollout import Finish, Rollout, prompt_key
+
+KEYS = [prompt_key([p]) for p in range(3)]
+ROWS = [(key, slot) for key in KEYS for slot in range(2)]
+WEIGHTS = 77
+
+
+def rollout(key, slot, version, *, salt=0, fingerprint=WEIGHTS, finish=Finish.STOP):
+    """With log-probs of all bits, which only exact records keep."""
+    rng = np.random.default_rng([key[0], slot, version, salt])
+    n = 5 + salt
+    return Rollout(
+        key,
+        slot,
+        rng.integers(0, 99, n),
+        -rng.random(n),
+        finish,
+        version,
+        visit=version,
+        fingerprint=fingerprint,
+    )
+
+
+@contextlib.contextmanager
+def opened(folder, run="a run", max_bytes=8 * 2**20):
+    store = JournaledStore(
+        folder / "store", folder / "journal", run=run, max_bytes=max_bytes, tokenizer_id="tok"
+    )
+    with contextlib.closing(store):
+        yield store
+
+
+def step(version, **options):
+    return [rollout(key, slot, version, **options) for key, slot in ROWS]
+
+
+def test_what_was_made_is_taken_by_its_step_once_and_goes_into_the_store(tmp_path):
+    made = {version: step(version) for version in (3, 4)}
+    with opened(tmp_path) as store:
+        for rollouts in made.values():
+            store.put(rollouts)
+        assert store.take(ROWS, 4, WEIGHTS) == [None] * 6  # it was made by this very process
+        store.snapshot(tmp_path / "snapshot")
+    RolloutStore.restore(tmp_path / "snapshot", tmp_path / "store")
+    for _ in range(2):  # what is taken is not gone: the process may die again
+        with opened(tmp_path) as store:
+            assert store.take(ROWS, 2, WEIGHTS) == [None] * 6
+            for version, rollouts in made.items():
+                assert store.take(ROWS[::-1], version, WEIGHTS) == rollouts[::-1]
+                assert store.take(ROWS, version, WEIGHTS) == [None] * 6
+                newest = [r for group in store.get(KEYS).values() for r in group]
+                assert [r.policy_version for r in newest] == [version] * 6
+
+
+def test_rows_that_come_twice_in_a_step_take_what_each_visit_made(tmp_path):
+    first, second = step(1), step(1, salt=1)
+    with opened(tmp_path) as store:
+        store.put([*first, rollout(*ROWS[0], 1, salt=2, finish=Finish.PARTIAL), *second])
+    with opened(tmp_path) as store:
+        assert store.take(ROWS, 1, WEIGHTS) == first
+        assert store.take(ROWS, 1, WEIGHTS) == second
+    with opened(tmp_path) as store:
+        assert store.take(ROWS, 1, WEIGHTS) == first
+        store.put(step(1, salt=3))  # made again for whatever reason
+        assert store.take(ROWS, 1, WEIGHTS) == second
+
+
+def test_half_a_batch_of_the_same_weights_is_not_taken(tmp_path):
+    with opened(tmp_path) as store:
+        store.put(step(1)[:4])
+    with opened(tmp_path) as store:
+        assert store.take(ROWS, 1, WEIGHTS) == [None] * 6
+        assert store.get(KEYS[2:]) == {}
+        store.put(step(1))
+    with opened(tmp_path) as store:  # the second time it was whole
+        assert store.take(ROWS, 1, WEIGHTS) == step(1)
+
+
+def test_what_other_weights_made_is_offered_but_not_stored(tmp_path):
+    with opened(tmp_path) as store:
+        store.put(step(1)[:4])
+        store.snapshot(tmp_path / "snapshot")
+    with opened(tmp_path) as store:
+        store._store.clear()
+        assert store.take(ROWS, 1, WEIGHTS + 1) == [*step(1)[:4], None, None]
+        assert store.get(KEYS) == {}
+
+
+def test_a_checkpoint_makes_it_forget_and_another_run_has_its_own(tmp_path):
+    with opened(tmp_path) as store:
+        store.put(step(1))
+        store.forget()
+        store.put(step(2))
+    with opened(tmp_path) as store:
+        assert store.take(ROWS, 1, WEIGHTS) == [None] * 6
+        assert store.take(ROWS, 2, WEIGHTS) == step(2)
+    with opened(tmp_path, run="another") as store:
+        assert store.take(ROWS, 2, WEIGHTS) == [None] * 6
+        assert len(store.get(KEYS)) == 3  # the store is the folder's
+    with opened(tmp_path) as store:
+        assert store.take(ROWS, 2, WEIGHTS) == [None] * 6
+
+
+def test_both_together_stay_under_the_cap(tmp_path):
+    cap = 4 * 2**20
+    with opened(tmp_path, max_bytes=cap) as store:
+        for version in range(60):
+            store.put(
+                Rollout(prompt_key([p]), 0, np.zeros(2000), -np.ones(2000), Finish.STOP, version)
+                for p in range(10)
+            )
+        store.sync()
+        files = [f.stat().st_size for f in tmp_path.rglob("*") if f.is_file()]
+        assert sum(files) <= cap
+        assert len(store.get(prompt_key([p]) for p in range(10))) == 10
