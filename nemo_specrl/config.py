@@ -98,7 +98,7 @@ class RunAheadConfig(Block):
 
 
 QUANTITIES = ("reward", "length", "logprob")
-"""What the drift monitor compares."""
+"""In which the drift monitor compares fresh rows with reused ones."""
 
 
 class MonitorConfig(Block):
@@ -111,6 +111,8 @@ class MonitorConfig(Block):
     """The same for response lengths, as a share of the mean length."""
     logprob_tolerance: float = Field(default=0.02, ge=0)
     """The same for mean log-probs under the current policy, nats per token."""
+    staleness_tolerance: float = Field(default=0.1, ge=0)
+    """By how much less likely a row's reused tokens may have become since birth, nats per row."""
     error_rate: float = Field(default=1e-3, gt=0, lt=1)
     """Chance of a false alarm in a window."""
     window_epochs: int = Field(default=10, ge=1)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm import CompletionOutput, RequestOutput
     from vllm.logprobs import FlatLogprobs, SampleLogprobs
 
-__all__ = ["Reuse", "completed", "extend", "request_outputs", "reuse_of"]
+__all__ = ["Reuse", "completed", "extend", "request_outputs", "reuse_of", "text_of"]
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -93,6 +93,7 @@ def completed(
     ending: Ending,
     config: SpecRLConfig,
     policy_version: int,
+    fingerprint: int,
 ) -> tuple[CompletionOutput, Rollout]:
     """What a request that has ended gives its caller, and the rollout that the cache keeps.
 
@@ -102,21 +103,20 @@ def completed(
         ending: how the response ended.
         config: the ``spec_rl:`` block.
         policy_version: of the weights that judged and decoded.
+        fingerprint: of the same.
     """
     assert request.logprobs is not None and ending.finish is not None
     policy = sampled_values(request.logprobs)
-    births, carried = policy, policy
-    versions = np.full(len(policy), policy_version, dtype=np.int64)
+    rollout = kept(request, policy, ending.finish, policy_version, fingerprint)
+    carried = policy
     draft, accepted = request.draft, request.accepted
     completion = output.outputs[0]
     if draft is not None:
-        births, carried = policy.copy(), policy.copy()
-        births[:accepted] = draft.birth_logprobs[:accepted]
-        versions[:accepted] = draft.birth_versions[:accepted]
         if config.reported_logprobs == "behaviour":
             old = reference_logprobs(draft, config)[:accepted]
+            carried = policy.copy()
             carried[:accepted] = behaviour_logprobs(policy[:accepted], old, config.lenience)
-        completion = dataclasses.replace(completion, text=_text(request, ending))
+        completion = dataclasses.replace(completion, text=text_of(request, ending))
     logprobs, total = reported(
         request.logprobs,
         carried,
@@ -133,23 +133,51 @@ def completed(
         stop_reason=ending.stop_reason,
     )
     drafted = 0 if draft is None else len(draft)
-    completion.spec_rl = Reuse(drafted, accepted, policy, births, versions)
-    rollout = Rollout(
-        request.row.key,
-        request.row.slot,
-        np.asarray(request.tokens, dtype=np.int32),
-        policy,
-        ending.finish,
-        policy_version,
-        births,
-        versions,
-        request.visit,
+    completion.spec_rl = Reuse(
+        drafted, accepted, policy, rollout.birth_logprobs, rollout.birth_versions
     )
     return completion, rollout
 
 
-def _text(request: Request, ending: Ending) -> str:
-    """Text of a response whose prefix came from a draft."""
+def kept(
+    request: Request,
+    logprobs: Float32Array,
+    finish: Finish,
+    policy_version: int,
+    fingerprint: int,
+) -> Rollout:
+    """The rollout that the cache keeps of a request's tokens, with their births.
+
+    Args:
+        request: its tokens are the response so far.
+        logprobs: of them, under the weights that judged and decoded, float32 ``[n]``, nats.
+        finish: how it ended, or PARTIAL.
+        policy_version: of those weights.
+        fingerprint: of the same.
+    """
+    births = logprobs
+    versions = np.full(len(logprobs), policy_version, dtype=np.int64)
+    draft, accepted = request.draft, request.accepted
+    if draft is not None:
+        births = logprobs.copy()
+        births[:accepted] = draft.birth_logprobs[:accepted]
+        versions[:accepted] = draft.birth_versions[:accepted]
+    return Rollout(
+        request.row.key,
+        request.row.slot,
+        np.asarray(request.tokens, dtype=np.int32),
+        logprobs,
+        finish,
+        policy_version,
+        births,
+        versions,
+        request.visit,
+        fingerprint,
+    )
+
+
+def text_of(request: Request, ending: Ending) -> str:
+    """Text of a response that the engine did not decode in one piece."""
     if request.rules.tokenizer is None or not request.params.detokenize:
         return ""
     if request.detokenizer is not None:

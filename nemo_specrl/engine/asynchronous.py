@@ -7,10 +7,10 @@ no verdict, and such a draft is dropped.
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nemo_specrl.config import SpecRLConfig
 from nemo_specrl.engine.assembly import request_outputs
 from nemo_specrl.engine.base import Speculation
 from nemo_specrl.engine.requests import Request, build_requests
@@ -56,18 +56,17 @@ class AsyncSpeculativeLLM(Speculation):
 
     Attributes:
         policy_version: to be moved by the caller with every refit, and at no other time.
-        metrics: :class:`EngineMetrics` since the caller last replaced it. Its times are 0: rows
-            wait for the engine side by side, and the sum of their waits says nothing.
+        fingerprint: of the weights, moved with it; 0: not known.
+        metrics: :class:`EngineMetrics` since the caller last replaced it. Rows wait side by side,
+            so that its times are sums of what each row waited.
 
     Raises:
         ConfigError: the engine and the configuration do not go together.
         IncompatibleVersion: the installed vLLM is not one that this release works with.
     """
 
-    def __init__(
-        self, llm: AsyncLLM, cache: ClaimingCache, config: SpecRLConfig, *, seed: int = 0
-    ) -> None:
-        super().__init__(llm, cache, config, seed)
+    llm: AsyncLLM
+    cache: ClaimingCache
 
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
@@ -87,7 +86,7 @@ class AsyncSpeculativeLLM(Speculation):
         if sampling_params.n != 1:
             raise ConfigError(f"n = {sampling_params.n}: must be 1; ask once for each response")
         [request] = build_requests(self._limits, prompt, sampling_params, None)
-        claimed = None
+        claimed, started = None, time.perf_counter()
         if self.config.enabled and request.draftable:
             claimed = await self._claim(request)
         if claimed is None:  # nothing to draft, and no slot to keep it in
@@ -95,11 +94,16 @@ class AsyncSpeculativeLLM(Speculation):
                 yield output
             return
         self.metrics.rows += 1
+        claimed_at = time.perf_counter()
+        self.metrics.lookup_s += claimed_at - started
         output, ending = None, None
         if request.draft is not None:
             output, ending = await self._verify(request, request_id, kwargs)
+        verified_at = time.perf_counter()
+        self.metrics.verify_s += verified_at - claimed_at
         if ending is None:
             output, ending = await self._decode(request, request_id, kwargs)
+        self.metrics.decode_s += time.perf_counter() - verified_at
         assert output is not None
         completion = self._finish(request, output, ending)
         self.cache.flush()
@@ -149,11 +153,15 @@ class AsyncSpeculativeLLM(Speculation):
         )
         prompt = {"prompt_token_ids": request.rules.prompt + request.tokens}
         stream = self.llm.generate(prompt, params, request_id, **kwargs)
+        version, ended = self.policy_version, False
         try:
             async for output in stream:
                 ending = self._take(request, output)
                 if ending is not None:
+                    ended = True
                     return output, ending
         finally:
+            if not ended and version == self.policy_version:  # cancelled
+                self._keep_unfinished({request_id: request})
             await stream.aclose()  # ends the request where a stop string ended the response
         raise RuntimeError(f"request {request_id} ended without an output")

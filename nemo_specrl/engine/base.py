@@ -7,16 +7,19 @@ drive an engine are in ``speculative`` and ``asynchronous``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from nemo_specrl.config import SpecRLConfig
-from nemo_specrl.engine.assembly import completed, extend
-from nemo_specrl.engine.compat import check_version
+from nemo_specrl.engine.assembly import completed, extend, kept
+from nemo_specrl.engine.compat import check_version, tokens_so_far
 from nemo_specrl.engine.metrics import EngineMetrics
+from nemo_specrl.engine.replay import Journal, put_back, stand_in
 from nemo_specrl.engine.requests import EngineLimits, Request
 from nemo_specrl.engine.sampling import Ending
-from nemo_specrl.engine.verification import judge
+from nemo_specrl.engine.verification import judge, sampled_values
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.rollout import Finish, Rollout
 from nemo_specrl.speculation.drafts import select_drafts
@@ -55,7 +58,7 @@ class Speculation:
         IncompatibleVersion: the installed vLLM is not one that this release works with.
     """
 
-    def __init__(self, llm: Any, cache: Any, config: SpecRLConfig, seed: int) -> None:
+    def __init__(self, llm: Any, cache: Any, config: SpecRLConfig, seed: int = 0) -> None:
         check_version()
         self._limits = EngineLimits.of(llm)
         mode = self._limits.logprobs_mode
@@ -66,6 +69,7 @@ class Speculation:
         self.config = config
         self.seed = seed
         self.policy_version = 0
+        self.fingerprint = 0
         self.fresh_fraction = config.fresh_fraction
         self.metrics = EngineMetrics()
         self._cache_error_logged = False
@@ -93,21 +97,60 @@ class Speculation:
             if draft is not None and not request.offer(draft, self._limits):
                 self.metrics.refused_drafts += 1
 
+    def _replay(self, requests: list[Request]) -> list[tuple[Request, RequestOutput, Ending]]:
+        """Requests that a process which died had made to their end under these very weights.
+
+        They are what they were then. What was made for this step by other weights is offered as a
+        draft.
+        """
+        if not (self.fingerprint and isinstance(self.cache, Journal)):
+            return []
+        # Further candidates of a position are not kept.
+        asking = [r for r in requests if r.draftable and not r.wanted.logprobs]
+        try:
+            places = [(r.row.key, r.row.slot) for r in asking]
+            taken = self.cache.take(places, self.policy_version, self.fingerprint)
+        except Exception as error:  # the cache can only cost speed
+            self._count_cache_error(error)
+            return []
+        replayed = []
+        for request, rollout in zip(asking, taken, strict=True):
+            if rollout is None or not len(rollout):
+                continue
+            ending = None
+            if rollout.fingerprint == self.fingerprint:
+                ending = put_back(request, rollout)
+            if ending is None:
+                request.offer(rollout, self._limits)
+                continue
+            request.replayed = True
+            self.metrics.replayed_rows += 1
+            self.metrics.decoded_tokens += len(rollout) - request.accepted
+            if request.draft is not None:
+                self._count_draft(request)
+            replayed.append((request, stand_in(request, ending), ending))
+        return replayed
+
+    def _count_draft(self, request: Request) -> bool:
+        """Add a verdict to the metrics; whether the draft is all of the response."""
+        assert request.draft is not None and request.ending is not None
+        whole = request.accepted == len(request.draft) and request.ending.finish is not None
+        self.metrics.drafts += 1
+        self.metrics.draft_tokens += len(request.draft)
+        self.metrics.accepted_tokens += request.accepted
+        self.metrics.full_reuses += whole
+        return whole
+
     def _judge(
         self, verified: list[tuple[Request, RequestOutput]]
     ) -> list[tuple[Request, RequestOutput, Ending | None]]:
         """Each verified request with its ending, or None where a continuation is to be decoded."""
-        metrics = self.metrics
         judge(verified, self.config, seed=self.seed, policy_version=self.policy_version)
         verdicts: list[tuple[Request, RequestOutput, Ending | None]] = []
         for request, output in verified:
             assert request.draft is not None and request.ending is not None
             request.verifying = False
-            whole = request.accepted == len(request.draft) and request.ending.finish is not None
-            metrics.drafts += 1
-            metrics.draft_tokens += len(request.draft)
-            metrics.accepted_tokens += request.accepted
-            metrics.full_reuses += whole
+            whole = self._count_draft(request)
             verdicts.append((request, output, request.ending if whole else None))
         return verdicts
 
@@ -139,17 +182,52 @@ class Speculation:
 
     def _finish(self, request: Request, output: RequestOutput, ending: Ending) -> CompletionOutput:
         """The completion of a request that has ended; its rollout is journaled at once."""
-        completion, rollout = completed(request, output, ending, self.config, self.policy_version)
+        completion, rollout = completed(
+            request, output, ending, self.config, self.policy_version, self.fingerprint
+        )
         self.metrics.response_tokens += len(request.tokens)
+        if request.replayed:
+            return completion  # it is in the cache
         if request.draft is not None and request.accepted < len(request.tokens):
             prefill = len(request.rules.prompt) + request.accepted
             self.metrics.recomputed_tokens += prefill - (output.num_cached_tokens or 0)
         if request.cacheable:
-            try:
-                self.cache.put([rollout])
-            except Exception as error:  # the cache can only cost speed
-                self._count_cache_error(error)
+            self._keep([rollout])
         return completion
+
+    def _keep_unfinished(self, inflight: Mapping[str, Request]) -> None:
+        """Journal the rows that an interrupt found under way, marked partial.
+
+        Only what the engine has decoded is worth it: what else a row has is in its draft.
+        """
+        engine = getattr(self.llm, "llm_engine", self.llm)
+        partial = []
+        for request_id, request in inflight.items():
+            if request.verifying or not request.cacheable:
+                continue
+            try:
+                tokens, logprobs = tokens_so_far(engine, request_id)
+            except Exception as error:  # it is the engine, perhaps, that has failed
+                self._count_cache_error(error)
+                return
+            if not tokens:
+                continue
+            judged = np.empty(0, dtype=np.float32)
+            if request.accepted:
+                assert request.draft is not None and request.logprobs is not None
+                judged = sampled_values(request.logprobs)[: request.accepted]
+            request.tokens = request.tokens[: request.accepted] + tokens
+            values = np.concatenate([judged, sampled_values(logprobs)])
+            partial.append(
+                kept(request, values, Finish.PARTIAL, self.policy_version, self.fingerprint)
+            )
+        self._keep(partial)
+
+    def _keep(self, rollouts: list[Rollout]) -> None:
+        try:
+            self.cache.put(rollouts)
+        except Exception as error:  # the cache can only cost speed
+            self._count_cache_error(error)
 
     def _count_cache_error(self, error: Exception) -> None:
         self.metrics.cache_errors += 1

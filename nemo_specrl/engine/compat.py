@@ -16,6 +16,7 @@ from nemo_specrl.errors import ConfigError, IncompatibleVersion
 if TYPE_CHECKING:
     import torch
     from vllm import LLM, SamplingParams
+    from vllm.logprobs import FlatLogprobs
 
 __all__ = [
     "Detokenizer",
@@ -26,6 +27,7 @@ __all__ = [
     "prompt_logprob_bytes",
     "refit",
     "tokenizer_of",
+    "tokens_so_far",
 ]
 
 OLDEST, NEWEST = (0, 20), (0, 32)
@@ -102,6 +104,20 @@ def tokenizer_of(engine: Any) -> Any:
     return processor.tokenizer  # before the renderers
 
 
+def tokens_so_far(engine: Any, request_id: str) -> tuple[list[int], FlatLogprobs]:
+    """What an engine has decoded of a request that is under way, with its log-probs.
+
+    vLLM drops it when a request is aborted (v1/engine/output_processor.py). Since 0.24 or so a
+    request has a second id inside.
+    """
+    processor = engine.output_processor
+    inside = getattr(processor, "external_req_ids", {}).get(request_id) or [request_id]
+    state = processor.request_states[inside[0]]
+    tokens, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
+    n = min(len(tokens), len(logprobs))  # an interrupt may come between the two
+    return list(tokens[:n]), logprobs[:n]
+
+
 class Detokenizer:
     """vLLM's incremental detokenizer, fed with a response that two requests made.
 
@@ -142,13 +158,13 @@ def prompt_logprob_bytes(llm: LLM) -> int:
     vLLM's V1 model runner turns the scheduled tokens of one draft at a time into logits of the
     whole vocabulary and those into float32 log-probs (v1/worker/gpu_model_runner.py,
     ``_get_prompt_logprobs_dict``). A draft's scheduled tokens are at most
-    ``max_num_batched_tokens``, or ``long_prefill_token_threshold`` where that is set. The newer
+    ``max_num_batched_tokens``; ``long_prefill_token_threshold`` is no bound, since newer vLLMs do
+    not hold a request to it that is alone in the engine (v1/core/sched/scheduler.py). The newer
     model runner works in pieces of 1,024 tokens and stays below this.
     """
     config = llm.llm_engine.vllm_config
     rows = config.scheduler_config.max_num_batched_tokens
-    threshold = config.scheduler_config.long_prefill_token_threshold
-    rows = min(rows, threshold or rows, config.model_config.max_model_len)
+    rows = min(rows, config.model_config.max_model_len)
     vocabulary = config.model_config.get_vocab_size()
     return rows * vocabulary * (config.model_config.dtype.itemsize + 4)
 

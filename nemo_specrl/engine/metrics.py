@@ -24,6 +24,7 @@ class EngineMetrics:
     response_tokens: int = 0
     recomputed_tokens: int = 0
     refused_drafts: int = 0
+    replayed_rows: int = 0
     cache_errors: int = 0
     lookup_s: float = 0.0
     verify_s: float = 0.0
@@ -49,6 +50,7 @@ class EngineMetrics:
             "spec_rl/response_tokens": float(self.response_tokens),
             "spec_rl/recomputed_tokens": float(self.recomputed_tokens),
             "spec_rl/refused_drafts": float(self.refused_drafts),
+            "spec_rl/replayed_rows": float(self.replayed_rows),
             "spec_rl/cache_errors": float(self.cache_errors),
             "spec_rl/lookup_s": self.lookup_s,
             "spec_rl/verify_s": self.verify_s,

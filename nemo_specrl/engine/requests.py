@@ -75,6 +75,7 @@ class Request:
         accepted: tokens of the draft that stand.
         tokens, logprobs: of the response so far.
         detokenizer: watches for stop strings across the seam.
+        replayed: it came out of the journal as it is.
     """
 
     text: str | None
@@ -91,6 +92,7 @@ class Request:
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: FlatLogprobs | None = None
     detokenizer: Detokenizer | None = None
+    replayed: bool = False
 
     @property
     def cacheable(self) -> bool:

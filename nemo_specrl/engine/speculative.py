@@ -12,12 +12,12 @@ belong to the caller. Source of the method: SPEC-RL, arXiv 2509.23232.
 
 from __future__ import annotations
 
+import copy
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nemo_specrl.config import SpecRLConfig
 from nemo_specrl.engine.assembly import request_outputs
 from nemo_specrl.engine.base import RolloutCache, Speculation
 from nemo_specrl.engine.metrics import EngineMetrics
@@ -42,6 +42,8 @@ class SpeculativeLLM(Speculation):
 
     Attributes:
         policy_version: to be moved by the caller with every refit, and at no other time.
+        fingerprint: of the weights (:func:`~nemo_specrl.engine.fingerprint.fingerprint`), moved
+            with it; 0: not known, and nothing is taken from a journal.
         fresh_fraction: share of rows decoded plainly; the config's, until the caller turns it.
         metrics: :class:`EngineMetrics` of the last call.
 
@@ -50,18 +52,10 @@ class SpeculativeLLM(Speculation):
         IncompatibleVersion: the installed vLLM is not one that this release works with.
 
     Memory: verification takes up to ``compat.prompt_logprob_bytes(llm)`` beside the KV cache, a
-    bound set by ``max_num_batched_tokens`` or ``long_prefill_token_threshold`` of the engine.
+    bound set by ``max_num_batched_tokens`` of the engine.
     """
 
-    def __init__(
-        self,
-        llm: LLM,
-        cache: RolloutCache,
-        config: SpecRLConfig,
-        *,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(llm, cache, config, seed)
+    llm: LLM
 
     def generate(
         self,
@@ -101,20 +95,27 @@ class SpeculativeLLM(Speculation):
             sampling_params = self.llm.get_default_sampling_params()
         requests = build_requests(self._limits, prompts, sampling_params, slots)
         self._find_drafts(requests)
+        replayed = self._replay(requests)
         self.metrics.rows = len(requests)
         self.metrics.lookup_s = time.perf_counter() - started
-        ended = self._run(requests, lora_request, use_tqdm)
+        ended = self._run(requests, replayed, lora_request, use_tqdm)
         assembling = time.perf_counter()
         outputs = request_outputs(requests, ended)
         self.metrics.assembly_s += time.perf_counter() - assembling
         return outputs
 
     def _run(
-        self, requests: list[Request], lora_request: Any, use_tqdm: bool | Callable[..., Any]
+        self,
+        requests: list[Request],
+        replayed: list[tuple[Request, RequestOutput, Ending]],
+        lora_request: Any,
+        use_tqdm: bool | Callable[..., Any],
     ) -> dict[int, tuple[RequestOutput, CompletionOutput]]:
         """Drive every request to its end: its last output and its completion, by position."""
         engine, metrics = self.llm.llm_engine, self.metrics
-        waiting = deque(_order(requests))
+        to_run = [request for request in requests if not request.replayed]
+        twins = _twins(to_run)
+        waiting = deque(_order(to_run, but=twins))
         position = {id(request): i for i, request in enumerate(requests)}
         inflight: dict[str, Request] = {}
         ended: dict[int, tuple[RequestOutput, CompletionOutput]] = {}
@@ -133,6 +134,8 @@ class SpeculativeLLM(Speculation):
                 progress.update(1)
 
         try:
+            for taken, stand_in, how in replayed:
+                finish(taken, stand_in, how)
             while waiting or inflight:
                 # Twice what runs at once: the engine never waits for us, and the blocks of a
                 # verified prefix are not driven out before its continuation has read them.
@@ -160,6 +163,7 @@ class SpeculativeLLM(Speculation):
                         if output.finished:
                             del inflight[output.request_id]
                             verified.append((request, output))
+                            verified += [(twin, copy.copy(output)) for twin in twins[id(request)]]
                         continue
                     ending = self._take(request, output)
                     if ending is not None:
@@ -176,6 +180,7 @@ class SpeculativeLLM(Speculation):
                 metrics.assembly_s += time.perf_counter() - stepped
         finally:
             if inflight:  # an error or an interrupt: leave an engine that can be used again
+                self._keep_unfinished(inflight)
                 engine.abort_request(list(inflight))
             if progress is not None:
                 progress.close()
@@ -194,9 +199,34 @@ class SpeculativeLLM(Speculation):
         return verified / max(1, verified + min(decoding, self._limits.max_num_seqs))
 
 
-def _order(requests: list[Request]) -> list[Request]:
-    """Longest expected decoding first: rows without a draft, then long drafts before short ones."""
-    return sorted(requests, key=lambda r: float("-inf") if r.draft is None else -len(r.draft))
+def _twins(requests: list[Request]) -> dict[int, list[Request]]:
+    """The requests with the same draft as an earlier one, by that one's id.
+
+    Equal drafts of a prompt have equal log-probs: one prefill verifies them all, and each is judged
+    with uniforms of its own. Short answers and policies that have become sure give many of them.
+    """
+    first: dict[Any, Request] = {}
+    twins: dict[int, list[Request]] = defaultdict(list)
+    for request in requests:
+        if request.draft is not None:
+            wanted = (request.params.logprobs, request.params.detokenize)
+            alike = (request.row.key, request.draft.tokens.tobytes(), wanted)
+            same = first.setdefault(alike, request)
+            if same is not request:
+                twins[id(same)].append(request)
+    return twins
+
+
+def _order(requests: list[Request], but: dict[int, list[Request]]) -> list[Request]:
+    """Longest expected decoding first: rows without a draft, then long drafts before short ones.
+
+    Those in ``but`` are left out: they wait for their twin.
+    """
+    left_out = {id(twin) for group in but.values() for twin in group}
+    return sorted(
+        (request for request in requests if id(request) not in left_out),
+        key=lambda r: float("-inf") if r.draft is None else -len(r.draft),
+    )
 
 
 def _progress(use_tqdm: bool | Callable[..., Any], total: int) -> Any:

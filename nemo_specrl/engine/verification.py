@@ -33,6 +33,8 @@ __all__ = [
     "verification_params",
 ]
 
+LOST_SLOTS = 2**16  # above every slot
+
 
 def verification_params(request: Request) -> SamplingParams:
     """Of the request whose prompt is prompt + draft.
@@ -120,7 +122,12 @@ def judge(
             seed,
             policy_version,
             [request.row.key for request, _ in verified],
-            [request.row.slot for request, _ in verified],
+            # What these weights, or later ones, had a part in was made with the uniforms of this
+            # step already, before a crash: it is judged by others.
+            [
+                request.row.slot + (LOST_SLOTS if draft.policy_version >= policy_version else 0)
+                for (request, _), draft in zip(verified, drafts, strict=True)
+            ],
             offsets,
         ),
         offsets,

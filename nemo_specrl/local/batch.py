@@ -73,7 +73,9 @@ class Batch:
             "response_length": float(np.mean([len(row.tokens) for row in rows])),
         }
 
-    def rows_to_compare(self) -> tuple[list[int], npt.NDArray[np.bool_], dict[str, FloatArray]]:
+    def rows_to_compare(
+        self,
+    ) -> tuple[list[int], npt.NDArray[np.bool_], dict[str, FloatArray], FloatArray]:
         """Arguments of :meth:`nemo_specrl.speculation.drift.DriftMonitor.update`."""
         rows = self.rows
         return (
@@ -84,6 +86,13 @@ class Batch:
                 "length": np.array([len(row.tokens) for row in rows], dtype=np.float64),
                 "logprob": np.array([row.policy_logprobs.mean() for row in rows], dtype=np.float64),
             },
+            np.array(
+                [
+                    float((row.birth_logprobs - row.policy_logprobs)[row.reused].sum())
+                    for row in rows
+                    if row.reused.any()
+                ]
+            ),
         )
 
     def samples(self, recipe: Recipe) -> list[Sample]:

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from nemo_specrl.cache import RolloutStore
+from nemo_specrl.cache.journal import JournaledStore
 from nemo_specrl.engine.assembly import reuse_of
 from nemo_specrl.engine.compat import refit
+from nemo_specrl.engine.fingerprint import fingerprint
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.speculative import SpeculativeLLM
 from nemo_specrl.errors import ConfigError
@@ -138,12 +139,12 @@ class Generation:
         store: the rollout cache, or None with speculation switched off.
     """
 
-    def __init__(self, recipe: Recipe, store: RolloutStore | None) -> None:
+    def __init__(self, recipe: Recipe, store: JournaledStore | None) -> None:
         self.recipe, self.store = recipe, store
         self.llm = build_engine(recipe)
         self.speculative = SpeculativeLLM(
             self.llm,
-            store,  # type: ignore[arg-type]  # not touched where speculation is off
+            store,
             recipe.spec_rl,
             seed=recipe.algorithm.seed,
         )
@@ -156,12 +157,21 @@ class Generation:
         return self.speculative.policy_version
 
     def refit(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
-        """Give the engine the policy's weights, and these their version."""
+        """Give the engine the policy's weights, and these their version and fingerprint."""
+        cast = self._cast(weights)
+        refit(self.llm, cast)
+        self.speculative.policy_version = policy_version
+        self.speculative.fingerprint = fingerprint(cast)
+
+    def begin(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Say what weights the engine has loaded by itself, at the start of a run."""
+        self.speculative.fingerprint = fingerprint(self._cast(weights))
+
+    def _cast(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
         import torch
 
         dtype = getattr(torch, self.recipe.policy.generation.vllm_cfg.precision)
-        refit(self.llm, [(name, tensor.to(dtype)) for name, tensor in weights])
-        self.speculative.policy_version = policy_version
+        return [(name, tensor.to(dtype)) for name, tensor in weights]
 
     def rollouts(self, prompts: list[list[int]], attempt: int = 0) -> list[list[Generated]]:
         """A group of responses for each prompt; adds to ``times``.

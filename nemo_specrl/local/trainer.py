@@ -7,6 +7,8 @@ again goes on from its last checkpoint and does every later step as it would hav
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -15,8 +17,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
 from nemo_specrl.cache import RolloutStore
+from nemo_specrl.cache.journal import JournaledStore
 from nemo_specrl.errors import CheckpointError
 from nemo_specrl.local import checkpoint
 from nemo_specrl.local.batch import Batch, Group
@@ -31,7 +35,8 @@ from nemo_specrl.speculation.drift import DriftMonitor
 __all__ = ["Trainer"]
 
 HELDOUT_SEED = 977
-TRAINING_THREADS = 2
+# More gain nothing for models of this size; a process that was given one core has one.
+TRAINING_THREADS = min(2, len(os.sched_getaffinity(0)))
 
 
 class Trainer:
@@ -74,6 +79,8 @@ class Trainer:
             self.monitor = self._open_monitor()
             if found is not None:
                 self._load(found)
+            else:
+                self.generation.begin(self.policy.weights())
             self.log = MetricsLog(
                 recipe.logger.log_dir,
                 self.progress.step,
@@ -271,8 +278,11 @@ class Trainer:
 
     # --- the disk -----------------------------------------------------------------------------
 
-    def _open_store(self, resume_from: Path | None) -> RolloutStore | None:
-        """The cache as the checkpoint has it; cold at the start of a run in its own folder."""
+    def _open_store(self, resume_from: Path | None) -> JournaledStore | None:
+        """The cache as the checkpoint has it; cold at the start of a run in its own folder.
+
+        The journal stays: it has the rollouts of the steps that are lost, to be taken as they are.
+        """
         spec_rl = self.recipe.spec_rl
         if not spec_rl.enabled:
             return None
@@ -281,8 +291,10 @@ class Trainer:
             RolloutStore.restore(resume_from / "rollout_cache", folder)
         elif spec_rl.cache.dir is None and folder.exists():
             shutil.rmtree(folder)  # of a run that was killed before its first checkpoint
-        return RolloutStore(
+        return JournaledStore(
             folder,
+            self.folder / "rollout_journal",
+            run=xxhash.xxh3_64_hexdigest(json.dumps(self.progress.recipe, sort_keys=True).encode()),
             max_bytes=spec_rl.cache.max_bytes_per_node,
             tokenizer_id=tokenizer_identity(self.recipe.policy.model_name),
             groups_per_prompt=spec_rl.cache.groups_per_prompt,
@@ -316,6 +328,8 @@ class Trainer:
         checkpoint.save(
             self.folder, self.progress, write, keep=self.recipe.checkpointing.keep_top_k
         )
+        if self.store is not None:
+            self.store.forget()
 
     def _load(self, folder: Path) -> None:
         try:

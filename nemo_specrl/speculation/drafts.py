@@ -9,9 +9,9 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
-from nemo_specrl.rollout import Rollout
+from nemo_specrl.rollout import Finish, Outline, Rollout
 from nemo_specrl.speculation.acceptance import row_uniform
 
 __all__ = ["Choice", "Row", "assign_slots", "is_fresh", "select_drafts"]
@@ -35,10 +35,13 @@ def assign_slots(keys: Sequence[bytes]) -> list[int]:
     return slots
 
 
-class Choice(NamedTuple):
+Draft = TypeVar("Draft", Rollout, Outline)
+
+
+class Choice(NamedTuple, Generic[Draft]):
     """What a row gets: a draft, or None to be decoded plainly, and how often it came before."""
 
-    draft: Rollout | None
+    draft: Draft | None
     visit: int
 
 
@@ -64,35 +67,36 @@ def is_fresh(row: Row, visit: int, *, seed: int, fresh_fraction: float) -> bool:
 
 def select_drafts(
     rows: Sequence[Row],
-    cached: Mapping[bytes, Sequence[Rollout]],
+    cached: Mapping[bytes, Sequence[Draft]],
     *,
     policy_version: int,
     seed: int = 0,
     fresh_fraction: float = 0.0,
-) -> list[Choice]:
+) -> list[Choice[Draft]]:
     """A draft for each row, or None.
 
     The row with slot k takes the newest draft of its prompt's slot k and no other, so that no draft
     is given to two rows, whether the rows of a group come in one batch, in several, or on several
     engines. A slot that the present weights have served gets no draft: its uniforms have been used,
-    and the same draft would only come out as a copy.
+    and the same draft would only come out as a copy. Not so a rollout that was interrupted: it is
+    continued, as the visit that it is.
 
     Args:
         rows: what is asked for.
-        cached: rollouts by prompt key, newest first within a slot.
+        cached: rollouts, or outlines of them, by prompt key, newest first within a slot.
         policy_version: of the weights that will judge.
         seed: of the run; the turns of fresh rows depend on it.
         fresh_fraction: share of rows that get none although there is one.
     """
-    newest: dict[Row, Rollout] = {}
+    newest: dict[Row, Draft] = {}
     served: set[Row] = set()
     for key, rollouts in cached.items():
         for rollout in rollouts:
             place = Row(key, rollout.slot)
             newest.setdefault(place, rollout)
-            if rollout.policy_version == policy_version:
+            if rollout.policy_version == policy_version and rollout.finish is not Finish.PARTIAL:
                 served.add(place)
-    choices = []
+    choices: list[Choice[Draft]] = []
     for row in rows:
         draft = newest.get(row)
         if draft is None:
@@ -100,7 +104,10 @@ def select_drafts(
         elif row in served:
             choices.append(Choice(None, draft.visit))
         else:
-            visit = draft.visit + 1
+            unfinished = draft.finish is Finish.PARTIAL
+            visit = draft.visit + (not unfinished)
             plain = is_fresh(row, visit, seed=seed, fresh_fraction=fresh_fraction)
+            # Where these weights were at it, it is as fresh as what they would decode now.
+            plain &= not (unfinished and draft.policy_version == policy_version)
             choices.append(Choice(None if plain or not len(draft) else draft, visit))
     return choices

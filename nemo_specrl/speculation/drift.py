@@ -8,6 +8,11 @@ Haenszel, doi:10.1093/jnci/22.4.719). The test may be looked at after every step
 error rate: its bound is a normal-mixture confidence sequence (Robbins, doi:10.1214/aoms/1177696786;
 Howard et al., arXiv 1810.08240, section 3.2).
 
+Reused tokens say something by themselves, too. For a row with the present policy's law, the mean of
+the sum over its tokens of log p_now - log p_birth cannot be negative: E[p_birth / p_now] is at most
+1, and Jensen. Where it is negative, the policy has turned away from what it is shown. Rows are
+looked at once an epoch, so that none counts twice.
+
 Knows arrays of rows; nothing of engines, losses or logs.
 """
 
@@ -16,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -29,16 +35,18 @@ FloatArray = npt.NDArray[np.floating[Any]]
 
 # Where the confidence sequence is at its tightest, in units of information (about fresh rows).
 TIGHTEST_AT = 64.0
+# Degrees of freedom from which on the spread of a quantity counts as known.
+ROWS_TO_JUDGE = 64
 
 
 @dataclass
-class Gap:
-    """By how much fresh rows exceed reused ones in one quantity, summed over groups.
+class Estimate:
+    """A mean and how well it is known, summed up piece by piece.
 
     Args:
-        information: sum over groups of ``f r / (f + r)`` with ``f`` fresh and ``r`` reused rows.
-        difference: sum over groups of ``f r / (f + r)`` times the difference of their means.
-        squares: sum of squared deviations from the mean of a row's kind in its group.
+        information: sum of weights.
+        difference: weighted sum.
+        squares: sum of squared deviations from the mean of a piece.
         freedom: degrees of freedom of ``squares``.
     """
 
@@ -46,6 +54,37 @@ class Gap:
     difference: float = 0.0
     squares: float = 0.0
     freedom: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        """In the quantity's units; 0 where nothing was counted."""
+        return self.difference / self.information if self.information else 0.0
+
+    @property
+    def standard_error(self) -> float:
+        """Of ``mean``; infinite while the spread is not known: a few rows may all be alike."""
+        if self.freedom < ROWS_TO_JUDGE or not self.information:
+            return math.inf
+        return math.sqrt(self.squares / self.freedom / self.information)
+
+    @property
+    def z(self) -> float:
+        """``mean`` in standard errors; 0 where these are not known."""
+        error = self.standard_error
+        return self.mean / error if 0 < error < math.inf else 0.0
+
+    def count(self, values: FloatArray) -> None:
+        """Add up the spread of one kind of values, float ``[n]``."""
+        if len(values):
+            self.squares += float(((values - values.mean()) ** 2).sum())
+            self.freedom += len(values) - 1
+
+
+class Gap(Estimate):
+    """By how much fresh rows exceed reused ones in one quantity, summed over groups.
+
+    A group with ``f`` fresh and ``r`` reused rows weighs ``f r / (f + r)``: its information.
+    """
 
     def add(self, values: FloatArray, fresh: npt.NDArray[np.bool_]) -> None:
         """Count a group.
@@ -61,20 +100,7 @@ class Gap:
         self.information += weight
         self.difference += weight * float(one.mean() - other.mean())
         for kind in (one, other):
-            self.squares += float(((kind - kind.mean()) ** 2).sum())
-            self.freedom += len(kind) - 1
-
-    @property
-    def mean(self) -> float:
-        """Fresh minus reused, in the quantity's units; 0 where nothing was compared."""
-        return self.difference / self.information if self.information else 0.0
-
-    @property
-    def standard_error(self) -> float:
-        """Of ``mean``; infinite where nothing was compared or the spread is not known yet."""
-        if not self.information or not self.freedom:
-            return math.inf
-        return math.sqrt(self.squares / self.freedom / self.information)
+            self.count(kind)
 
     def half_width(self, error_rate: float) -> float:
         """Of the confidence sequence about ``mean``: it holds at all looks at once.
@@ -89,6 +115,20 @@ class Gap:
         return error * math.sqrt(stretch)
 
 
+class Staleness(Estimate):
+    """By how much reused tokens have become less likely since birth, nats per row."""
+
+    def add(self, values: FloatArray) -> None:
+        """Count the rows of a step.
+
+        Args:
+            values: sum over a row's reused tokens of log p_birth - log p_now, float ``[n]``.
+        """
+        self.information += len(values)
+        self.difference += float(values.sum())
+        self.count(values)
+
+
 class DriftMonitor:
     """Compares fresh and reused rows step by step, and turns ``fresh_fraction`` where asked to.
 
@@ -100,28 +140,35 @@ class DriftMonitor:
     Attributes:
         fresh_fraction: to be used for the next step; other than configured only with ``auto``.
         gaps: what was seen in the present window, by quantity.
+        staleness: what was seen in the last whole epoch.
         drifting: quantities that drift as of the last update.
+        warning: one line about them where they are others than at the update before, else empty.
     """
 
     def __init__(
         self, config: MonitorConfig, *, fresh_fraction: float, steps_per_epoch: int
     ) -> None:
         self.config = config
+        self.steps_per_epoch = steps_per_epoch
         self.window = config.window_epochs * steps_per_epoch
         self.configured = self.fresh_fraction = fresh_fraction
         self.drifting: list[str] = []
+        self.warning = ""
+        self._warned_of: list[str] = []
         self._restart()
 
     def _restart(self) -> None:
         self.steps = 0
         self.alarmed = False
         self.gaps = {name: Gap() for name in self.config.tolerance}
+        self.staleness, self._this_epoch = Staleness(), Staleness()
 
     def update(
         self,
         groups: Sequence[Any],
         fresh: npt.NDArray[np.bool_],
         values: Mapping[str, FloatArray],
+        stale: FloatArray,
     ) -> list[str]:
         """Count the rows of a step; the quantities that drift, beyond tolerance and chance.
 
@@ -130,6 +177,8 @@ class DriftMonitor:
             fresh: which rows were decoded plainly, bool ``[rows]``.
             values: float ``[rows]`` each: ``reward``; ``length`` in tokens; ``logprob``, the mean
                 over a row's tokens under the current policy, nats.
+            stale: of the rows that have reused tokens, the sum over these of log p_birth - log
+                p_now, float ``[any]``, nats.
         """
         if self.steps >= self.window:
             if not self.alarmed:
@@ -144,12 +193,21 @@ class DriftMonitor:
             scaled = np.asarray(values[name], dtype=np.float64) / unit.get(name, 1.0)
             for rows in members.values():
                 gap.add(scaled[rows], fresh[rows])
-        each = self.config.error_rate / len(self.gaps)
+        self._this_epoch.add(np.asarray(stale, dtype=np.float64))
+        if self.steps % self.steps_per_epoch == 0:
+            self.staleness, self._this_epoch = self._this_epoch, Staleness()
+        each = self.config.error_rate / (len(self.gaps) + 1)
         self.drifting = [
             name
             for name, gap in self.gaps.items()
             if abs(gap.mean) - gap.half_width(each) > self.config.tolerance[name]
         ]
+        beyond = self.staleness.mean - self.config.staleness_tolerance
+        looks = self.config.window_epochs
+        if beyond > NormalDist().inv_cdf(1 - each / looks) * self.staleness.standard_error:
+            self.drifting.append("staleness")
+        self.warning = self._describe() if self.drifting != self._warned_of else ""
+        self._warned_of = self.drifting
         self.alarmed = self.alarmed or bool(self.drifting)
         if self.drifting and self.config.auto:
             self.fresh_fraction = min(1.0, max(0.05, 2 * self.fresh_fraction))
@@ -161,11 +219,24 @@ class DriftMonitor:
         """By metric name: the gaps, also in standard errors, and whether each drifts (0 or 1)."""
         out: dict[str, float] = {}
         for name, gap in self.gaps.items():
-            error = gap.standard_error
             out[f"spec_rl/{name}_gap"] = gap.mean
-            out[f"spec_rl/{name}_gap_z"] = gap.mean / error if 0 < error < math.inf else 0.0
+            out[f"spec_rl/{name}_gap_z"] = gap.z
             out[f"spec_rl/{name}_drifts"] = float(name in self.drifting)
+        out["spec_rl/staleness"] = self.staleness.mean
+        out["spec_rl/staleness_z"] = self.staleness.z
+        out["spec_rl/staleness_drifts"] = float("staleness" in self.drifting)
         return out | {"spec_rl/fresh_fraction": self.fresh_fraction}
+
+    def _describe(self) -> str:
+        if not self.drifting:
+            return ""
+        seen = {name: gap.mean for name, gap in self.gaps.items()}
+        seen["staleness"] = self.staleness.mean
+        what = ", ".join(f"{name} {seen[name]:+.3f}" for name in self.drifting)
+        return (
+            f"reuse drifts, reused rows are not what the policy would write ({what}); raise "
+            "spec_rl.fresh_fraction, lower spec_rl.lenience, or see docs/fidelity.md"
+        )
 
     def state(self) -> dict[str, Any]:
         """All that :meth:`restore` needs, as JSON values."""
@@ -175,6 +246,7 @@ class DriftMonitor:
             "alarmed": self.alarmed,
             "drifting": self.drifting,
             "gaps": {name: asdict(gap) for name, gap in self.gaps.items()},
+            "staleness": [asdict(self.staleness), asdict(self._this_epoch)],
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -183,3 +255,4 @@ class DriftMonitor:
         self.steps, self.alarmed = int(state["steps"]), bool(state["alarmed"])
         self.drifting = list(state["drifting"])
         self.gaps = {name: Gap(**state["gaps"][name]) for name in self.gaps}
+        self.staleness, self._this_epoch = (Staleness(**values) for values in state["staleness"])

@@ -125,6 +125,7 @@ def test_of_the_same_weights_every_draft_stands_once(ask, speculative):
     assert sorted(tuple(c.token_ids) for c in second) == sorted(tuple(c.token_ids) for c in first)
     assert again.metrics.full_reuses == again.metrics.drafts == again.metrics.rows == len(ROWS)
     assert again.metrics.decoded_tokens == 0
+    assert again.metrics.lookup_s > 0 and again.metrics.verify_s > 0  # what rows waited, summed
     assert sorted(cache.rollouts[prompt_key(PROMPT)]) == list(range(6))
     third = ask(again, ROWS)  # the same weights have served these slots: new rows get new ones
     assert all(reuse_of(c).fresh for c in third)

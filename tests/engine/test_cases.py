@@ -1,5 +1,6 @@
 """Every case of the design's rule 4, and how a call is put together, on the real engine."""
 
+import contextlib
 import math
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from vllm import SamplingParams
 
 from nemo_specrl import Finish, Rollout, RolloutStore, prompt_key
+from nemo_specrl.cache.journal import JournaledStore
 from nemo_specrl.engine.assembly import reuse_of
 from nemo_specrl.errors import ConfigError, UnsupportedSampling
 from nemo_specrl.local.task import EOS, encode
@@ -239,7 +241,8 @@ def test_verification_logits_are_bounded(speculative, llm):
 
     model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
     prompt = [1, *(3 + i % 12 for i in range(160))]
-    cache = DictCache([draft(encode("12345678") * 3, prompt=prompt, slot=s) for s in range(4)])
+    drafts = [encode(f"{s}234567") * 3 for s in range(4)]
+    cache = DictCache([draft(d, prompt=prompt, slot=s) for s, d in enumerate(drafts)])
     rows, compute = [], model.compute_logits
     model.compute_logits = lambda hidden, *a, **k: (
         rows.append(len(hidden)) or compute(hidden, *a, **k)
@@ -248,8 +251,9 @@ def test_verification_logits_are_bounded(speculative, llm):
         generate(speculative(cache, version=1), prompt, rows=4)
     finally:
         del model.compute_logits
-    assert max(rows) == 96  # long_prefill_token_threshold, although each draft has 185 tokens
-    assert prompt_logprob_bytes(llm) == 96 * 32 * (4 + 4)
+    per_row = 32 * (4 + 4)
+    assert 90 < max(rows) <= prompt_logprob_bytes(llm) // per_row
+    assert prompt_logprob_bytes(llm) == 192 * per_row  # a whole model's length, of one draft
 
 
 # --- batches and parameters -------------------------------------------------------------------
@@ -295,6 +299,41 @@ def test_order_of_the_batch_is_kept(speculative):
     outputs = made.generate([{"prompt_token_ids": p} for p in shuffled], sampling(), use_tqdm=False)
     assert [o.prompt_token_ids for o in outputs] == shuffled
     assert [o.outputs[0].text for o in outputs] == [str(prompts.index(p)) for p in shuffled]
+
+
+def test_equal_drafts_are_verified_once_and_judged_each_by_itself(speculative, llm, monkeypatch):
+    params = [sampling(seed=s, ignore_eos=True) for s in range(8)]
+    plain = DictCache()
+    only(generate(speculative(plain), params=sampling(max_tokens=12, ignore_eos=True)))
+    (decoded,) = plain.all()
+    # Old log-probs that are too high: each slot rejects at a place of its own.
+    old = np.minimum(decoded.logprobs + np.float32(0.3), 0)
+    cache = [draft(decoded.tokens, old, slot=s, finish=Finish.LENGTH) for s in range(8)]
+    verified = []
+    add = llm.llm_engine.add_request
+
+    def count(request_id, prompt, params, **options):
+        if params.prompt_logprobs is not None:
+            verified.append(request_id)
+        return add(request_id, prompt, params, **options)
+
+    monkeypatch.setattr(llm.llm_engine, "add_request", count)
+    together = speculative(DictCache(cache), version=1, lenience=1.0)
+    got = [o.outputs[0] for o in generate(together, rows=8, params=params)]
+    assert len(verified) == 1
+    assert together.metrics.drafts == 8
+    alone = speculative(DictCache(cache), version=1, lenience=1.0)
+    for slot, completion in enumerate(got):
+        other = only(generate(alone, params=params[slot], slots=[slot]))
+        assert list(completion.token_ids) == list(other.token_ids)
+        assert reuse_of(completion).accepted == reuse_of(other).accepted
+        assert list(completion.logprobs)[-1].keys() == list(other.logprobs)[-1].keys()
+    assert len(verified) == 9
+    assert len({reuse_of(c).accepted for c in got}) > 2, "drafts that do not part prove nothing"
+    kept = {r.slot: r for r in together.cache.all()}
+    assert {s: r.tokens.tolist() for s, r in kept.items()} == {
+        s: list(c.token_ids) for s, c in enumerate(got)
+    }
 
 
 def test_several_rollouts_of_one_request(speculative):
@@ -489,6 +528,121 @@ def test_an_interrupt_leaves_an_engine_that_can_be_used_again(speculative, llm):
         made.generate([PROMPT] * 200, sampling(), use_tqdm=Interrupt)
     assert not llm.llm_engine.has_unfinished_requests()
     assert len(generate(made, rows=3)) == 3
+
+
+def interrupt_after(llm, monkeypatch, steps):
+    step = llm.llm_engine.step
+    left = iter(range(steps))
+
+    def stepped():
+        if next(left, None) is None:
+            monkeypatch.setattr(llm.llm_engine, "step", step)
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(llm.llm_engine, "step", stepped)
+
+
+@pytest.mark.parametrize("stop", [None, ["99"]], ids=["", "stop string"])
+def test_what_an_interrupt_finds_under_way_is_kept_and_continued(
+    speculative, llm, monkeypatch, stop
+):
+    """A draft accepted in part, a row without one, and one that was still being verified."""
+    old = draft([*encode("12"), *encode("7777")], [SURE, SURE, *[NEVER] * 4], slot=0)
+    cache = DictCache([old])
+    params = sampling(ignore_eos=True, max_tokens=60, stop=stop)
+    made = speculative(cache, version=1, lenience=STRICT)
+    made.fingerprint = 5
+    interrupt_after(llm, monkeypatch, 12)
+    with pytest.raises(KeyboardInterrupt):
+        generate(made, rows=2, params=params)
+    by_slot = {r.slot: r for r in cache.all()}
+    assert set(by_slot) == {0, 1}
+    for partial in by_slot.values():
+        assert partial.finish is Finish.PARTIAL
+        assert (partial.policy_version, partial.fingerprint, partial.visit) == (
+            *(1, 5),
+            1 - partial.slot,
+        )
+        assert 5 < len(partial) < 60
+    assert by_slot[0].tokens[:2].tolist() == old.tokens[:2].tolist()
+    assert by_slot[0].birth_versions.tolist() == [0, 0] + [1] * (len(by_slot[0]) - 2)
+    assert by_slot[0].birth_logprobs[:2].tolist() == [SURE, SURE]
+    assert set(by_slot[1].birth_versions.tolist()) == {1}
+    # The same weights go on with it, and so do those that come next.
+    for version in (1, 2):
+        again = speculative(DictCache(by_slot.values()), version=version, lenience=1e6)
+        outputs = generate(again, rows=2, params=params)
+        for output, partial in zip(outputs, (by_slot[0], by_slot[1]), strict=True):
+            n = len(partial)
+            assert list(output.outputs[0].token_ids[:n]) == partial.tokens.tolist()
+            assert reuse_of(output.outputs[0]).accepted == n
+        finished = {r.slot: r for r in again.cache.all()}
+        assert [finished[s].visit for s in (0, 1)] == [1, 0]
+        assert Finish.PARTIAL not in {r.finish for r in finished.values()}
+
+
+def test_what_a_lost_step_had_made_is_taken_as_it_is(speculative, tmp_path):
+    """Plain rows, drafted rows, a stop string; metrics and log-probs to the bit."""
+
+    def opened(name):
+        return JournaledStore(
+            tmp_path / name,
+            tmp_path / "journal",
+            run="test",
+            max_bytes=8 * 2**20,
+            tokenizer_id="test",
+        )
+
+    def made_by(cache, version, fingerprint):
+        made = speculative(cache, version=version, lenience=1.0)
+        made.fingerprint = fingerprint
+        return made
+
+    def step(made):
+        params = [sampling(seed=s, stop=["9"] if s % 3 == 0 else None) for s in range(8)]
+        return generate(made, rows=8, params=params)
+
+    store = opened("store")
+    step(made_by(store, 0, 1))
+    store.snapshot(tmp_path / "snapshot")
+    store.forget()
+    first = made_by(store, 1, 2)
+    before = step(first)
+    kept = store.get([prompt_key(PROMPT)])
+    twice = step(first)  # the same rows again under the same weights: other rollouts
+    store.close()
+    RolloutStore.restore(tmp_path / "snapshot", tmp_path / "store")  # as after a crash
+    with contextlib.closing(opened("store")) as store:
+        again = made_by(store, 1, 2)
+        after = step(again)
+        assert store.get([prompt_key(PROMPT)]) == kept
+        assert again.metrics.replayed_rows == 8 and first.metrics.replayed_rows == 0
+        for old, new in zip(before + twice, after + step(again), strict=True):
+            a, b = old.outputs[0], new.outputs[0]
+            for name in ("token_ids", "text", "finish_reason", "stop_reason", "cumulative_logprob"):
+                assert getattr(a, name) == getattr(b, name), name
+            assert [next(iter(p.values())).logprob for p in a.logprobs] == [
+                next(iter(p.values())).logprob for p in b.logprobs
+            ]
+            for name in ("drafted", "accepted"):
+                assert getattr(reuse_of(a), name) == getattr(reuse_of(b), name)
+            for name in ("policy_logprobs", "birth_logprobs", "birth_versions"):
+                assert getattr(reuse_of(a), name).tolist() == getattr(reuse_of(b), name).tolist()
+        step(again)
+        assert again.metrics.replayed_rows == 0  # each is taken once
+    RolloutStore.restore(tmp_path / "snapshot", tmp_path / "store")
+    with contextlib.closing(opened("store")) as store:
+        other = made_by(store, 1, 3)  # the step could not be repeated to the bit
+        step(other)
+        assert other.metrics.replayed_rows == 0
+        assert other.metrics.drafts == 8
+        assert other.metrics.accepted_tokens == other.metrics.draft_tokens  # p_new = p_old here
+    RolloutStore.restore(tmp_path / "snapshot", tmp_path / "store")
+    with contextlib.closing(opened("store")) as store:
+        unknown = made_by(store, 1, 0)
+        step(unknown)
+        assert unknown.metrics.replayed_rows == 0
 
 
 @pytest.mark.parametrize(

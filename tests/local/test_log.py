@@ -44,5 +44,5 @@ def test_the_alert_looks_at_metrics_that_are_there(tmp_path):
     (rule,) = rules["groups"][0]["rules"]
     looked_at = set(re.findall(r"nemo_specrl_\w+", rule["expr"]))
     assert looked_at == {name for name in there if name.endswith("_drifts")}
-    assert len(looked_at) == len(QUANTITIES)
+    assert len(looked_at) == len(QUANTITIES) + 1
     assert set(re.findall(r"\$labels\.(\w+)", str(rule["annotations"]))) <= {"run"}

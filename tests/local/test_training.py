@@ -32,6 +32,8 @@ SMALL = (
     "policy.generation.spec_rl.cache.max_bytes_per_node=4MiB",
 )
 TIMED = ("rollout_s", "verify_s", "train_s", "step_s", "eval_s")
+OF_THE_JOURNAL = ("spec_rl/replayed_rows", "spec_rl/recomputed_tokens")
+"""How much of a step came out of the journal, and what it took again of prefixes: none then."""
 
 
 def command(folder, *overrides, config=DEMO):
@@ -77,7 +79,7 @@ def start(folder, *overrides):
 def records(folder):
     """Each step's record without what depends on the clock."""
     return [
-        {k: v for k, v in r.items() if k not in TIMED and not k.endswith("_s")}
+        {k: v for k, v in r.items() if k not in (*TIMED, *OF_THE_JOURNAL) and not k.endswith("_s")}
         for r in read_metrics(folder / "metrics.jsonl")
     ]
 
@@ -128,17 +130,51 @@ def test_a_run_that_is_done_has_nothing_to_do(whole):
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_killed_run_goes_on_as_if_it_had_not_been(whole, tmp_path, seed):
-    """SIGKILL at a random moment; every step once, each with the same prompts and rewards."""
+    """SIGKILL at a random moment; every step once, each with the same prompts and rewards.
+
+    The steps that were lost are not decoded again.
+    """
     rng = random.Random(seed)
-    process = start(tmp_path)
+    process = start(tmp_path, "checkpointing.save_period=3")
     wait_for_steps(process, tmp_path, rng.randint(2, 5))
     time.sleep(rng.random())
     process.kill()
     process.wait()
+    done_before = len(read_metrics(tmp_path / "metrics.jsonl"))
     survived = max((int(p.name[5:]) for p in tmp_path.glob("step_*")), default=0)
     done = train(tmp_path)
     assert survived == 0 or f"going on from step {survived}" in done.stdout
     assert records(tmp_path) == records(whole)
+    replayed = {
+        r["step"]: r["spec_rl/replayed_rows"] for r in read_metrics(tmp_path / "metrics.jsonl")
+    }
+    assert all(replayed[step] == 16 for step in range(survived + 1, done_before + 1))
+    assert sum(rows > 0 for rows in replayed.values()) <= done_before - survived + 1
+
+
+@pytest.mark.timeout(600)  # three runs
+def test_a_run_that_loses_all_its_steps_takes_them_from_the_journal(whole, tmp_path):
+    """Without any checkpoint, and killed twice."""
+    for steps in (1, 3):
+        process = start(tmp_path, "checkpointing.save_period=1000")
+        wait_for_steps(process, tmp_path, steps)
+        process.kill()
+        process.wait()
+        steps = len(read_metrics(tmp_path / "metrics.jsonl"))
+    last = steps + 1
+    train(tmp_path, "checkpointing.save_period=1000", f"grpo.max_num_steps={last}")
+    assert records(tmp_path) == records(whole)[:last]
+    rows = [r["spec_rl/replayed_rows"] for r in read_metrics(tmp_path / "metrics.jsonl")]
+    assert rows[:steps] == [16] * steps
+
+
+def test_a_run_of_another_recipe_takes_nothing_from_the_journal(tmp_path):
+    process = start(tmp_path, "checkpointing.save_period=1000")
+    wait_for_steps(process, tmp_path, 1)
+    process.kill()
+    process.wait()
+    train(tmp_path, "checkpointing.save_period=1000", "grpo.seed=7", "grpo.max_num_steps=1")
+    assert [r["spec_rl/replayed_rows"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [0]
 
 
 def test_an_interrupt_leaves_a_checkpoint(whole, tmp_path):

@@ -41,6 +41,23 @@ def test_order_and_split_of_the_batch_change_nothing():
     assert [len(d) for d in whole] == [1, 2, 3, 4]
 
 
+def test_outlines_are_chosen_as_their_rollouts_are():
+    rng = np.random.default_rng(0)
+    cached = {
+        key: [rollout(key, s, version=v, n=int(rng.integers(4)), visit=v)
+              for s in range(8) for v in range(int(rng.integers(4)), 0, -1)]
+        for key in (A, B)
+    }  # fmt: skip
+    rows = [Row(key, s) for key in (A, B) for s in range(9)]
+    options = {"policy_version": 2, "fresh_fraction": 0.3}
+    whole = select_drafts(rows, cached, **options)
+    outlined = select_drafts(
+        rows, {k: [r.outline for r in g] for k, g in cached.items()}, **options
+    )
+    assert outlined == [(d and d.outline, visit) for d, visit in whole]
+    assert {d is None for d, _ in whole} == {True, False}
+
+
 def test_the_newest_of_a_slot_is_drafted():
     newer, older = rollout(A, 0, version=4, n=5), rollout(A, 0, version=2)
     assert drafts_of([Row(A, 0)], {A: [newer, older]}, policy_version=9) == [newer]
@@ -51,6 +68,19 @@ def test_a_slot_that_these_weights_have_served_gets_no_draft():
     assert drafts_of([Row(A, 0)], {A: [newer, older]}, policy_version=4) == [None]
     # A cache newer than the weights, after a resumption, still drafts.
     assert drafts_of([Row(A, 0)], {A: [newer]}, policy_version=3) == [newer]
+
+
+def test_a_rollout_that_was_interrupted_is_continued_as_the_visit_that_it_is():
+    partial = Rollout(A, 0, np.arange(3), -np.ones(3), Finish.PARTIAL, 4, visit=6)
+    rows = [Row(A, 0)]
+    for version in (4, 5):
+        assert select_drafts(rows, {A: [partial]}, policy_version=version) == [(partial, 6)]
+    # The weights that were at it go on with it even where the visit is one for plain decoding.
+    for version, draft in ((4, partial), (5, None)):
+        options = {"policy_version": version, "fresh_fraction": 1.0}
+        assert select_drafts(rows, {A: [partial]}, **options) == [(draft, 6)]
+    whole = rollout(A, 0, version=4)
+    assert drafts_of(rows, {A: [whole, partial]}, policy_version=4) == [None]
 
 
 def test_an_empty_response_is_no_draft():
