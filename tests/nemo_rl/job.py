@@ -2,16 +2,20 @@
 
     python -m tests.nemo_rl.job OUT grpo|ppo [KEY=VALUE ...]
 
-What needs a GPU and is replaced: the workers of policy and value model (here Hugging Face models in
-the driver) and the transport of weights (a file); ``cpu.py`` has the rest. Writes
-OUT/metrics.jsonl, one line for each call of NeMo-RL's logger, and OUT/rows.jsonl, one for each
-``generate`` call.
+What needs a GPU and is replaced: the workers of policy and value model (``models.py``) and the
+transport of weights (a file; ``cpu.py``, which has the rest). Writes OUT/metrics.jsonl, one line
+for each call of NeMo-RL's logger, and OUT/rows.jsonl, one for each ``generate`` call.
+
+Beside NeMo-RL's keys: ``++env.prompts``, how many there are; ``++env.turns``, of a conversation
+that does a sum step by step; ``++env.recorded=false`` leaves out OUT/rows.jsonl, which takes time.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -32,7 +36,6 @@ os.environ.update(
     NEMO_SPECRL_TEST_WEIGHTS=str(OUT / "weights.safetensors"),
 )
 
-import numpy as np  # noqa: E402
 import ray  # noqa: E402
 import torch  # noqa: E402
 
@@ -40,32 +43,25 @@ from nemo_specrl.integrations.nemo_rl import compat  # noqa: E402
 
 compat.register()
 
-from nemo_rl.algorithms import grpo, ppo  # noqa: E402
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict  # noqa: E402
-from nemo_rl.distributed.named_sharding import NamedSharding  # noqa: E402
+from nemo_rl.algorithms import grpo, grpo_sync, ppo  # noqa: E402
 from nemo_rl.distributed.ray_actor_environment_registry import (  # noqa: E402
     ACTOR_ENVIRONMENT_REGISTRY,
 )
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn  # noqa: E402
 from nemo_rl.models.generation import configure_generation_config  # noqa: E402
-from nemo_rl.models.policy.interfaces import ColocatablePolicyInterface  # noqa: E402
-from nemo_rl.models.value.interfaces import ValueInterface  # noqa: E402
 from nemo_rl.utils.config import (  # noqa: E402
     load_config,
     parse_hydra_overrides,
     register_omegaconf_resolvers,
 )
+from nemo_rl.utils.logger import Logger  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-from transformers import (  # noqa: E402
-    AutoModelForCausalLM,
-    AutoModelForTokenClassification,
-    PreTrainedTokenizerFast,
-)
+from transformers import PreTrainedTokenizerFast  # noqa: E402
 
-from nemo_specrl.integrations.nemo_rl.run import _get  # noqa: E402
+from nemo_specrl.integrations.nemo_rl.run import option  # noqa: E402
 from nemo_specrl.local.task import EOS, encode, problems, reward  # noqa: E402
 from tests.nemo_rl.cpu import CpuGeneration  # noqa: E402
+from tests.nemo_rl.models import SmallPolicy, SmallValue, small_plane_policy  # noqa: E402
 
 MODEL = Path("examples/models/qwen3-arith-small").absolute()
 ENGINES = 2
@@ -81,6 +77,7 @@ OVERRIDES = [
     f"policy.model_name={MODEL}",
     f"policy.tokenizer.name={MODEL}",
     "policy.train_global_batch_size=8",
+    "policy.optimizer.kwargs.lr=3e-5",
     "policy.max_total_sequence_length=192",
     "policy.generation.max_new_tokens=160",
     "policy.generation.vllm_cfg.max_model_len=192",
@@ -116,7 +113,7 @@ class Problems(torch.utils.data.Dataset):
         return {
             "message_log": [message],
             "length": len(ids),
-            "extra_env_info": {"problem": self.items[i]},
+            "extra_env_info": {"problem": self.items[i], "turn": 1},
             "loss_multiplier": 1.0,
             "idx": i,
             "task_name": "sums",
@@ -147,140 +144,39 @@ class Sums(EnvironmentInterface):
         return True
 
 
-class SmallPolicy(ColocatablePolicyInterface):
-    """A Hugging Face model in the driver, where NeMo-RL has Megatron or DTensor workers."""
+@ray.remote(num_cpus=0)
+class Steps(EnvironmentInterface):
+    """A conversation: the policy adds, the environment says what is to be added next."""
 
-    def __init__(self, config: Any = None, weights_path: Any = None, **_: Any) -> None:
-        path = f"{weights_path}" if weights_path else config["model_name"]
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-5)
-        axes = ["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"]
-        self.sharding_annotations = NamedSharding(np.zeros((1, 1, 1, 1), dtype=int), axes)
+    def __init__(self, turns: int) -> None:
+        self.turns = turns
 
-    def _logprobs(self, data: Any) -> torch.Tensor:
-        ids = data["input_ids"]
-        mask = torch.arange(ids.shape[1])[None] < data["input_lengths"][:, None]
-        logits = self.model(input_ids=ids, attention_mask=mask.long()).logits.float()[:, :-1]
-        return torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None])[..., 0]
-
-    @torch.no_grad()
-    def get_logprobs(self, data: Any, timer: Any = None) -> Any:
-        logprobs = self._logprobs(data)
-        zeros = torch.zeros(logprobs.shape[0], 1)
-        return BatchedDataDict(logprobs=torch.cat([zeros, logprobs], 1))
-
-    def train(self, data: Any, loss_fn: Any, eval_mode: bool = False, **_: Any) -> dict[str, Any]:
-        sequences = data["sample_mask"].sum()
-        tokens = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum()
-        loss, metrics = loss_fn(
-            next_token_logprobs=self._logprobs(data),
-            data=data,
-            global_valid_seqs=sequences,
-            global_valid_toks=tokens,
+    def step(self, logs: Any, metadata: Any) -> EnvironmentReturn:
+        observations, earned, ended, after = [], [], [], []
+        for log, meta in zip(logs, metadata, strict=True):
+            terms, turn = meta["problem"].terms, meta["turn"]
+            total = re.search(r"(\d+);$", log[-1]["content"].replace(" ", ""))
+            over = total is None or turn == self.turns
+            right = total is not None and int(total[1]) == sum(terms[: turn + 1])
+            earned.append(float(right) if over else 0.0)
+            ended.append(over)
+            said = "" if over else f"{total[1]}{terms[turn + 1]:+d}="
+            observations.append({"role": "environment", "content": said})
+            after.append({**meta, "turn": turn + 1})
+        return EnvironmentReturn(
+            observations=observations,
+            metadata=after,
+            next_stop_strings=[None] * len(logs),
+            rewards=torch.tensor(earned),
+            terminateds=torch.tensor(ended),
+            answers=[None] * len(logs),
         )
-        self.optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        all_metrics = {name: [value] for name, value in metrics.items()} | {
-            "global_valid_seqs": [float(sequences)],
-            "global_valid_toks": [float(tokens)],
-            "lr": [3e-5],
-            "wd": [0.0],
-        }
-        return {
-            "loss": loss.detach()[None],
-            "grad_norm": norm.detach()[None],
-            "all_mb_metrics": all_metrics,
-        }
 
-    def stream_weights_via_ipc_zmq(self, buffer_size_bytes: int, kv_scales: Any = None) -> Any:
-        weights = {
-            name: tensor.detach().contiguous()
-            for name, tensor in self.model.state_dict().items()
-            if name != "lm_head.weight"
-        }
-        save_file(weights, os.environ["NEMO_SPECRL_TEST_WEIGHTS"])
-        return [ray.put(True)]
-
-    def save_checkpoint(self, weights_path: Any, **_: Any) -> None:
-        self.model.save_pretrained(weights_path)
-
-    def get_free_memory_bytes(self) -> int:
-        return 1 << 30
-
-    def prepare_refit_info(self) -> dict[str, Any]:
-        return {}
+    def global_post_process_and_metrics(self, batch: Any) -> Any:
+        return batch, {}
 
     def shutdown(self) -> bool:
         return True
-
-    def calibrate_qkv_fp8_scales(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return {}
-
-    def get_reference_policy_logprobs(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
-
-    get_topk_logits = get_reference_policy_logprobs
-
-    def init_collective(self, *args: Any, **kwargs: Any) -> list[Any]:
-        return []
-
-    def broadcast_weights_for_collective(self, *args: Any, **kwargs: Any) -> Any:
-        return self.stream_weights_via_ipc_zmq(0)
-
-    def nothing(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    prepare_for_training = finish_training = prepare_for_lp_inference = nothing
-    offload_before_refit = offload_after_refit = finalize_async_save = nothing
-    finish_inference = offload_to_cpu = nothing
-    print_node_ip_and_gpu_id = nothing
-
-
-class SmallValue(ValueInterface):
-    """A Hugging Face model with one output, where NeMo-RL's PPO has a value model's workers."""
-
-    def __init__(self, config: Any, **_: Any) -> None:
-        self.model = AutoModelForTokenClassification.from_pretrained(
-            config["model_name"], num_labels=1, dtype=torch.float32
-        )
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-
-    def _values(self, data: Any) -> torch.Tensor:
-        ids = data["input_ids"]
-        mask = torch.arange(ids.shape[1])[None] < data["input_lengths"][:, None]
-        return self.model(input_ids=ids, attention_mask=mask.long()).logits.float()
-
-    @torch.no_grad()
-    def get_values(self, data: Any, *args: Any, **kwargs: Any) -> Any:
-        return BatchedDataDict(values=self._values(data))
-
-    def train(self, data: Any, loss_fn: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        sequences = data["sample_mask"].sum()
-        tokens = (data["token_mask"] * data["sample_mask"][:, None]).sum()
-        loss, metrics = loss_fn(self._values(data), data, sequences, tokens)
-        self.optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        return {
-            "loss": loss.detach()[None],
-            "grad_norm": norm.detach()[None],
-            "all_mb_metrics": {name: [value] for name, value in metrics.items()},
-        }
-
-    def save_checkpoint(self, weights_path: Any, **_: Any) -> None:
-        self.model.save_pretrained(weights_path)
-
-    def shutdown(self) -> bool:
-        return True
-
-    def nothing(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    prepare_for_training = prepare_for_inference = nothing
-    finish_training = finish_inference = nothing
 
 
 class Recorded(CpuGeneration):
@@ -292,13 +188,15 @@ class Recorded(CpuGeneration):
             yield index, output
 
     def generate(self, data: Any, greedy: bool = False) -> Any:
+        version = None if self.cache is None else self.policy_version
         output = super().generate(data, greedy=greedy)
-        self._record(data, output)
+        self._record(data, output, version)
         return output
 
-    def _record(self, data: Any, output: Any) -> None:
+    def _record(self, data: Any, output: Any, version: int | None = None) -> None:
         record = {
             "validating": self._validating,
+            "policy_version": version,
             "prompts": [
                 ids[:n].tolist()
                 for ids, n in zip(data["input_ids"], data["input_lengths"].tolist(), strict=True)
@@ -336,8 +234,10 @@ def main() -> None:
     config.policy["generation"]["vllm_cfg"]["load_format"] = "auto"
     for name in ACTOR_ENVIRONMENT_REGISTRY:  # one environment for all actors
         ACTOR_ENVIRONMENT_REGISTRY[name] = sys.executable
-    compat._replace("VllmGeneration", grpo.VllmGeneration, Recorded)
+    recorded = config.env.get("recorded", True)
+    compat.replace("VllmGeneration", grpo.VllmGeneration, Recorded if recorded else CpuGeneration)
 
+    record_metrics()
     torch.manual_seed(1)  # the order of the prompts
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="ray") as folder:
         ray.init(num_cpus=8, num_gpus=ENGINES + 1, include_dashboard=False, _temp_dir=folder)
@@ -345,46 +245,52 @@ def main() -> None:
         os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
         # The asynchronous trainer makes one pass over its data, whatever max_num_epochs says.
         asynchronous = ALGORITHM == "grpo" and bool(
-            _get(_get(config.grpo, "async_grpo", None), "enabled", False)
+            option(option(config.grpo, "async_grpo", None), "enabled", False)
         )
         data = (
-            Problems(4, 5, tokenizer, times=9 if asynchronous else 1),
+            Problems(config.env.get("prompts", 4), 5, tokenizer, times=9 if asynchronous else 1),
             Problems(2, 6, tokenizer),
         )
-        environment = {"sums": Sums.remote()}
+        turns = config.env.get("turns", 1)
+        environment = {"sums": Sums.remote() if turns == 1 else Steps.remote(turns)}
         environments = (environment, environment)
         if ALGORITHM == "ppo":
             ppo.Policy, ppo.Value = SmallPolicy, SmallValue  # PPO's setup has no factory
             parts = ppo.setup(config, tokenizer, *data)
             policy, generation, value, _, loader, val_loader, loss, value_loss, *rest = parts
             logger, checkpointer, state, config = rest
-            record_metrics(logger)
             models = (policy, generation, value, loader, val_loader, tokenizer, loss, value_loss)
             ppo.ppo_train(*models, *environments, logger, checkpointer, state, config)
         else:
-            parts = grpo.setup(config, tokenizer, *data, policy_factory=SmallPolicy)
+            train = grpo.async_grpo_train if asynchronous else grpo.grpo_train
+            factory: Any = SmallPolicy
+            if option(config.data_plane, "enabled", False):
+                factory = functools.partial(small_plane_policy, data_plane=config.data_plane)
+                train = grpo_sync.grpo_train_sync
+            parts = grpo.setup(config, tokenizer, *data, policy_factory=factory)
             policy, generation, _, _, loader, val_loader, loss, logger, checkpointer, *rest = parts
             state, config = rest[:2]
-            record_metrics(logger)
-            train = grpo.async_grpo_train if asynchronous else grpo.grpo_train
             models = (policy, generation, loader, val_loader, tokenizer, loss)
             train(*models, *environments, logger, checkpointer, state, config)
         getattr(checkpointer, "shutdown", lambda: None)()
         generation.shutdown()
+        policy.shutdown()  # while Ray is there: the data plane's client asks it
         ray.shutdown()
 
 
-def record_metrics(logger: Any) -> None:
+def record_metrics() -> None:
     """Also write what NeMo-RL logs to OUT/metrics.jsonl."""
-    original = logger.log_metrics
+    original = Logger.log_metrics
 
-    def log_metrics(metrics: Any, step: int, prefix: str = "", **kwargs: Any) -> None:
+    def log_metrics(
+        self: Any, metrics: Any, step: int, prefix: str | None = "", *args: Any, **kwargs: Any
+    ) -> None:
         plain = {k: float(v) for k, v in metrics.items() if isinstance(v, (int, float))}
         with (OUT / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": step, "prefix": prefix, **plain}) + "\n")
-        original(metrics, step, prefix, **kwargs)
+        original(self, metrics, step, prefix, *args, **kwargs)
 
-    logger.log_metrics = log_metrics
+    Logger.log_metrics = log_metrics
 
 
 if __name__ == "__main__":

@@ -5,80 +5,25 @@ They need a checkout of NeMo-RL, unmodified, in NEMO_RL_HOME, and its environmen
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import REPOSITORY
+from tests.nemo_rl.jobs import (
+    BATCH,
+    GROUP,
+    HOME,
+    PROMPTS,
+    STEPS_PER_EPOCH,
+    TOTAL,
+    Job,
+    marks,
+)
 
-HOME = os.environ.get("NEMO_RL_HOME")
-pytestmark = [
-    pytest.mark.skipif(
-        not HOME,
-        reason="set NEMO_RL_HOME to a checkout of NVIDIA-NeMo/RL and run `make test-nemo`",
-    ),
-    pytest.mark.timeout(900),
-]
-PROMPTS, GROUP, STEPS_PER_EPOCH = 4, 4, 2
-BATCH = PROMPTS // STEPS_PER_EPOCH * GROUP
-
-
-class Job:
-    """A run of tests/nemo_rl/job.py in a process group of its own."""
-
-    def __init__(self, out, steps, spec_rl=None, algorithm="grpo", **overrides):
-        self.out = out
-        out.mkdir(parents=True, exist_ok=True)
-        arguments = [algorithm, f"{algorithm}.max_num_steps={steps}"]
-        arguments += [f"{k}={v}" for k, v in overrides.items()]
-        if spec_rl is not None:
-            cache = f"cache:{{dir:{out.parent}/stores,deadline_ms:60000}}"
-            block = ",".join([*(f"{k}:{v}" for k, v in spec_rl.items()), cache])
-            arguments.append(f"++policy.generation.spec_rl={{{block}}}")
-        paths = [HOME, str(REPOSITORY), str(REPOSITORY / "tests" / "nemo_rl" / "path")]
-        self.log = out / "log.txt"
-        with self.log.open("a") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.nemo_rl.job", str(out), *arguments],
-                cwd=REPOSITORY,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-
-    def wait(self):
-        assert self.process.wait() == 0, self.log.read_text()[-6000:]
-        return self
-
-    def kill_after_step(self, step):
-        """SIGKILL the driver and what it started, in the step behind ``step``."""
-        while not any(r["step"] >= step for r in self.metrics("timing/train")):
-            assert self.process.poll() is None, self.log.read_text()[-6000:]
-            time.sleep(0.1)
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-    def _lines(self, name):
-        path = self.out / name
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-    def metrics(self, prefix):
-        return [r for r in self._lines("metrics.jsonl") if r["prefix"] == prefix]
-
-    def train(self):
-        """By step, everything that NeMo-RL logged as train/..."""
-        steps = {}
-        for record in self.metrics("train"):
-            steps.setdefault(record["step"], {}).update(record)
-        return steps
-
-    def calls(self):
-        """The training batches."""
-        return [r for r in self._lines("rows.jsonl") if len(r["prompts"]) == BATCH]
+pytestmark = marks
 
 
 @pytest.fixture(scope="module")
@@ -115,14 +60,35 @@ def test_while_the_cache_is_cold_everything_is_as_without_it(plain, reused):
         assert ours["outputs"] == theirs["outputs"]
 
 
+def test_seconds_are_logged_beside_those_of_the_trainer(plain, reused):
+    names = {f"spec_rl_{part}" for part in ("lookup", "verification", "decoding", "assembly")}
+    for record in reused.metrics("timing/train"):
+        assert names <= set(record)
+        assert record["spec_rl_lookup"] > 0 and record["spec_rl_decoding"] > 0
+        assert (record["spec_rl_verification"] > 0) is (record["step"] > STEPS_PER_EPOCH)
+    assert len(reused.metrics("timing/train")) == len(plain.metrics("timing/train")) == 6
+    assert not names & {name for record in plain.metrics("timing/train") for name in record}
+
+
 def test_from_the_second_epoch_on_drafts_are_accepted(reused):
     for step, record in reused.train().items():
-        assert record["spec_rl/cache_errors"] == 0
+        assert record["spec_rl/cache_errors"] == record["spec_rl/cache_missing_copies"] == 0
+        assert record["spec_rl/cache_nodes"] == 1
         if step > STEPS_PER_EPOCH:
             assert record["spec_rl/draft_coverage"] > 0.5
             assert record["spec_rl/accepted_fraction"] > 0.5
             assert record["spec_rl/decoded_tokens"] < 0.7 * record["spec_rl/response_tokens"]
         assert record["gen_kl_error"] < 1e-4  # what engines report is the policy's own
+
+
+def test_fresh_rows_are_compared_with_reused_ones(reused):
+    cold, *_, last = (record for _, record in sorted(reused.train().items()))
+    assert cold["spec_rl/logprob_gap"] == 0 and cold["spec_rl/staleness"] == 0
+    assert last["spec_rl/logprob_gap"] != 0
+    assert last["spec_rl/staleness"] != 0  # two epochs with reused rows are over
+    assert last["spec_rl/fresh_fraction"] == 0.2
+    saved = reused.out / "checkpoints" / "step_6" / "rollout_cache" / "monitor.json"
+    assert json.loads(saved.read_text())["steps"] == 5  # trainers save a step, then log its rows
 
 
 def test_rows_come_back_in_their_order_although_engines_get_them_balanced(reused):
@@ -132,6 +98,11 @@ def test_rows_come_back_in_their_order_although_engines_get_them_balanced(reused
             assert output[: len(prompt)] == prompt and len(output) > len(prompt)
         keys = [tuple(prompt) for prompt in call["prompts"]]
         assert [keys[i] for i in range(0, len(keys), GROUP)] == list(dict.fromkeys(keys))
+
+
+def test_the_limit_of_a_sequence_holds_for_what_is_reused(reused):
+    later = reused.calls()[STEPS_PER_EPOCH:]
+    assert max(len(output) for call in later for output in call["outputs"]) == TOTAL
 
 
 def test_validation_does_not_touch_the_cache(reused):
@@ -238,9 +209,10 @@ def test_asynchronous_grpo_drafts_in_its_collector(folder):
     ).wait()
     steps = job.train()
     assert sorted(steps) == [1, 2, 3, 4, 5]
-    # The collector runs ahead: some steps find all their rows rolled out already.
+    # The collector runs ahead: some steps find all their rows rolled out already, and the first may
+    # see rows of the second epoch.
     drafted = [r for r in steps.values() if r["spec_rl/draft_coverage"] > 0]
-    assert steps[1]["spec_rl/draft_coverage"] == 0 and drafted
+    assert drafted and steps[1]["spec_rl/draft_coverage"] < 0.5
     assert all(record["spec_rl/accepted_fraction"] > 0.5 for record in drafted)
     assert sum(c["validating"] for c in job._lines("rows.jsonl")) == 2 * 2
 
@@ -266,24 +238,46 @@ def test_what_cannot_be_is_refused_before_anything_is_started(folder):
     assert not job.metrics("train")
 
 
-def test_the_launcher_runs_a_script_with_the_plugin_in_place(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import sys\n"
-        "from nemo_rl.algorithms import grpo, ppo\n"
-        "print(grpo.VllmGeneration.__name__, ppo.VllmGeneration.__name__, sys.argv)\n"
-    )
+def launched(folder, text, *arguments):
+    """``nemo-specrl run`` of a script with this text."""
+    script = folder / "script.py"
+    script.write_text(text)
     paths = [HOME, str(REPOSITORY), str(REPOSITORY / "tests" / "nemo_rl" / "path")]
-    done = subprocess.run(
-        [sys.executable, "-m", "nemo_specrl", "run", str(script), "--config", "x", "a=b"],
+    return subprocess.run(
+        [sys.executable, "-m", "nemo_specrl", "run", str(script), *arguments],
         env=os.environ
         | {"PYTHONPATH": os.pathsep.join(paths), "NEMO_RL_PY_EXECUTABLES_SYSTEM": "1"},
         capture_output=True,
         text=True,
     )
+
+
+def test_the_launcher_runs_a_script_with_the_plugin_in_place(tmp_path):
+    done = launched(
+        tmp_path,
+        "import sys\n"
+        "from nemo_rl.algorithms import grpo, ppo\n"
+        "print(grpo.VllmGeneration.__name__, ppo.VllmGeneration.__name__, sys.argv[1:])\n",
+        *("--config", "x", "a=b"),
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    expected = f"SpecVllmGeneration SpecVllmGeneration {[str(script), '--config', 'x', 'a=b']}"
-    assert expected in done.stdout
+    assert "SpecVllmGeneration SpecVllmGeneration ['--config', 'x', 'a=b']" in done.stdout
+
+
+@pytest.mark.parametrize("module", ["distillation", "single_controller_utils.setup"])
+def test_where_there_is_no_reuse_yet_it_is_refused(tmp_path, module):
+    if module != "distillation":
+        pytest.importorskip("transfer_queue")
+        if not (Path(HOME) / "nemo_rl" / "algorithms" / "single_controller_utils").is_dir():
+            pytest.skip("this NeMo-RL has no single controller")
+    done = launched(
+        tmp_path,
+        f"from nemo_rl.algorithms.{module} import VllmGeneration\n"
+        "VllmGeneration(cluster=None, config={'spec_rl': {'enabled': True}})\n",
+    )
+    assert done.returncode != 0
+    [line] = [line for line in done.stderr.splitlines() if "spec_rl.enabled = true" in line]
+    assert "not in its single controller, distillation or evaluation; set false" in line
 
 
 def test_another_nemo_rl_is_refused_with_the_versions_that_are_known(tmp_path):

@@ -82,7 +82,12 @@ def test_a_resumed_run_knows_its_last_checkpoint(tmp_path):
         (
             {"vllm_kwargs__speculative_config": {"method": "eagle3", "num_speculative_tokens": 3}},
             "speculative_config",
-            "num_speculative_tokens to 0",
+            "num_speculative_tokens = 0",
+        ),
+        (
+            {"vllm_kwargs__speculative_config": {"method": "mtp"}},  # as many as its model has
+            "speculative_config",
+            "num_speculative_tokens = 0",
         ),
         ({"spec_rl__cache": {}}, "spec_rl.cache.dir", "such as /raid/specrl"),
         ({"spec_rl__lenience": 0}, "policy.generation.spec_rl.lenience = 0", "greater than 0"),
@@ -110,6 +115,30 @@ def test_an_anchor_that_nothing_starts_from_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="where responses begin"):
         Run.of(anchored, "ppo")
     assert Run.of(recipe(tmp_path), "ppo").seed == 43
+
+
+def test_router_replay_is_refused_before_setup_turns_it_into_options_of_the_engine(tmp_path):
+    replayed = recipe(tmp_path)
+    replayed.policy["router_replay"] = {"enabled": True}
+    with pytest.raises(ConfigError, match=r"policy.router_replay.enabled = true: .* off, or"):
+        Run.of(replayed, "grpo")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "way_out"),
+    [("reported_logprobs", "behaviour", "to policy"), ("clip_anchor", "birth", "to current")],
+)
+def test_log_probs_that_nemo_rl_would_take_for_errors_are_refused(tmp_path, option, value, way_out):
+    masking = recipe(tmp_path, **{f"spec_rl__{option}": value})
+    masking.grpo.seq_logprob_error_threshold = None
+    assert Run.of(masking, "grpo") is not None
+    masking.grpo.seq_logprob_error_threshold = 2.0
+    with pytest.raises(ConfigError) as raised:
+        Run.of(masking, "grpo")
+    line = str(raised.value)
+    assert f"spec_rl.{option} = {value!r}" in line and way_out in line
+    assert "grpo.seq_logprob_error_threshold" in line and "null" in line
+    assert Run.of(recipe(tmp_path), "grpo") is not None
 
 
 def test_a_disabled_drafter_is_no_drafter(tmp_path):

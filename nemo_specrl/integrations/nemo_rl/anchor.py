@@ -15,7 +15,7 @@ import torch
 from nemo_specrl.cache.cluster import ClusterCache
 from nemo_specrl.rollout import Rollout, prompt_key
 
-__all__ = ["anchor_at_birth", "birth_spans"]
+__all__ = ["anchor_at_birth", "birth_spans", "same_tokens"]
 
 
 def anchor_at_birth(policy: Any, cache: ClusterCache) -> None:
@@ -48,12 +48,11 @@ def _anchor(logprobs: torch.Tensor, data: Any, cache: ClusterCache) -> None:
     cached = cache.get({key for *_, key in spans})
     for row, start, end, key in spans:
         tokens = data["input_ids"][row, start:end].numpy()
-        rollout = _same(cached.get(key, []), tokens)
+        rollout = same_tokens(cached.get(key, []), tokens)
         if rollout is None:
             continue
-        reused = rollout.birth_versions < rollout.policy_version
-        where = start + np.flatnonzero(reused)
-        logprobs[row, where] = torch.from_numpy(rollout.birth_logprobs[reused]).to(logprobs.dtype)
+        births = torch.from_numpy(rollout.birth_logprobs[rollout.reused])
+        logprobs[row, start + np.flatnonzero(rollout.reused)] = births.to(logprobs.dtype)
 
 
 def birth_spans(mask: np.ndarray) -> list[tuple[int, int]]:
@@ -62,7 +61,8 @@ def birth_spans(mask: np.ndarray) -> list[tuple[int, int]]:
     return [(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
 
-def _same(rollouts: list[Rollout], tokens: np.ndarray) -> Rollout | None:
+def same_tokens(rollouts: list[Rollout], tokens: np.ndarray) -> Rollout | None:
+    """The rollout that has these tokens, int ``[n]``; the newest where there are several."""
     for rollout in rollouts:
         if len(rollout) == len(tokens) and bool((rollout.tokens == tokens).all()):
             return rollout

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from nemo_specrl.errors import ConfigError, IncompatibleVersion
-from nemo_specrl.integrations.nemo_rl.run import Run, running
+from nemo_specrl.integrations.nemo_rl.run import BLOCK, CACHE_FOLDER, Run, running
 
-__all__ = ["register", "worker_class"]
+__all__ = ["register", "replace", "worker_class"]
 
 KNOWN = "v0.7.0, and main up to August 2026"
 GENERATION = "nemo_rl.models.generation.vllm.vllm_generation"
@@ -37,6 +37,7 @@ RELIED_UPON = (
     ("nemo_rl.models.generation.vllm.vllm_worker_async", "VllmAsyncGenerationWorkerImpl"),
     (ENVIRONMENTS, "ACTOR_ENVIRONMENT_REGISTRY"),
     ("nemo_rl.utils.checkpoint", "CheckpointManager"),
+    ("nemo_rl.utils.logger", "Logger"),
 )
 STOCK_WORKER = "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker"
 STOCK_ASYNC_WORKER = "nemo_rl.models.generation.vllm.vllm_worker_async.VllmAsyncGenerationWorker"
@@ -61,7 +62,7 @@ def register() -> None:
         _named(module, name)
     from nemo_specrl.integrations.nemo_rl.generation import SpecVllmGeneration
 
-    _replace("VllmGeneration", _named(GENERATION, "VllmGeneration"), SpecVllmGeneration)
+    replace("VllmGeneration", _named(GENERATION, "VllmGeneration"), SpecVllmGeneration)
     for algorithm in ALGORITHMS:
         module = f"nemo_rl.algorithms.{algorithm}"
         for name, wrap in (
@@ -69,10 +70,10 @@ def register() -> None:
             ("validate", functools.partial(_without_cache, everywhere=False)),
         ):
             original = _named(module, name)
-            _replace(name, original, wrap(original))
+            replace(name, original, wrap(original))
     # Validation of the data plane's trainer runs in an actor; it imports this lazily.
     original = _named("nemo_rl.algorithms.grpo_sync", "validate_sync")
-    _replace("validate_sync", original, _without_cache(original, everywhere=True))
+    replace("validate_sync", original, _without_cache(original, everywhere=True))
     nemo_rl._nemo_specrl = True
 
 
@@ -124,21 +125,60 @@ def _with_run(original: Callable[..., Any], algorithm: str) -> Callable[..., Any
     @functools.wraps(original)
     def setup(master_config: Any, *args: Any, **kwargs: Any) -> Any:
         run = Run.of(master_config, algorithm)
+        if run is not None and kwargs.get("processor") is not None:
+            raise ConfigError(
+                f"{BLOCK}.enabled = true: drafts are of text, and this recipe has a processor of "
+                "images; set false"
+            )
         with running(run):
             parts = original(master_config, *args, **kwargs)
         if run is not None:
             from nemo_specrl.integrations.nemo_rl.anchor import anchor_at_birth
-            from nemo_specrl.integrations.nemo_rl.checkpoints import save_cache_with
+            from nemo_specrl.integrations.nemo_rl.checkpoints import save_with
             from nemo_specrl.integrations.nemo_rl.generation import SpecVllmGeneration
+            from nemo_specrl.integrations.nemo_rl.metrics import log_with
+            from nemo_specrl.integrations.nemo_rl.monitor import Watch, watch
 
             manager = _named("nemo_rl.utils.checkpoint", "CheckpointManager")
-            generation = next(p for p in parts if isinstance(p, SpecVllmGeneration))
-            save_cache_with(next(p for p in parts if isinstance(p, manager)), generation)
-            if run.spec_rl.clip_anchor == "birth" and generation.cache is not None:
+            logger = _part(parts, _named("nemo_rl.utils.logger", "Logger"))
+            generation = _part(parts, SpecVllmGeneration)
+            assert generation.cache is not None
+            saved = [generation.save_cache]
+            log_with(logger, generation)
+            if run.spec_rl.monitor.enabled:
+                watching = Watch(
+                    generation.cache,
+                    run.spec_rl,
+                    seed=run.seed,
+                    steps_per_epoch=_steps_per_epoch(parts),
+                    turn=generation.turn,
+                    state=run.checkpoint and run.checkpoint / CACHE_FOLDER,
+                )
+                watch(logger, watching)
+                saved.append(watching.save)
+            save_with(_part(parts, manager), saved)
+            if run.spec_rl.clip_anchor == "birth":
                 anchor_at_birth(parts[0], generation.cache)
         return parts
 
     return setup
+
+
+def _part(parts: tuple[Any, ...], kind: type) -> Any:
+    """What ``setup`` has made of a kind; versions put them in different places."""
+    return next(part for part in parts if isinstance(part, kind))
+
+
+def _steps_per_epoch(parts: tuple[Any, ...]) -> int:
+    """Batches in a pass over the training data: the first loader's, before that of validation."""
+    from torch.utils.data import DataLoader
+
+    for part in parts:
+        if isinstance(part, DataLoader):
+            return max(1, len(part))
+        if hasattr(part, "dataloaders"):  # main's MultipleDataloaderWrapper
+            return max(1, sum(len(loader) for loader in part.dataloaders.values()))
+    raise IncompatibleVersion(f"setup of this NeMo-RL gives no data loader; known are {KNOWN}")
 
 
 def _without_cache(original: Callable[..., Any], everywhere: bool) -> Callable[..., Any]:
@@ -164,7 +204,7 @@ def _named(module: str, name: str) -> Any:
         ) from None
 
 
-def _replace(name: str, old: Any, new: Any) -> None:
+def replace(name: str, old: Any, new: Any) -> None:
     """Bind ``name`` to ``new`` in every module of NeMo-RL that has it bound to ``old``."""
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith("nemo_rl") and getattr(module, name, None) is old:

@@ -7,10 +7,13 @@ the asynchronous collector): state that must be one is with the workers or in th
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import time
 import weakref
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,9 +23,10 @@ from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 
 from nemo_specrl.cache.cluster import ClusterCache, start_shards
 from nemo_specrl.engine.metrics import EngineMetrics
-from nemo_specrl.errors import CacheError
+from nemo_specrl.errors import CacheError, ConfigError
 from nemo_specrl.integrations.nemo_rl import compat
-from nemo_specrl.integrations.nemo_rl.run import CACHE_FOLDER, SLOTS, Run, current
+from nemo_specrl.integrations.nemo_rl.metrics import counts, times
+from nemo_specrl.integrations.nemo_rl.run import BLOCK, CACHE_FOLDER, SLOTS, Run, current
 from nemo_specrl.rollout import prompt_key
 from nemo_specrl.speculation.balance import balanced_order
 from nemo_specrl.speculation.drafts import Row, assign_slots, select_drafts
@@ -42,6 +46,7 @@ class SpecVllmGeneration(VllmGeneration):
     Attributes:
         worker_classes: full name of a stock worker class to the one that takes its place.
         cache: client of the rollout cache; None with speculation off.
+        fresh_fraction: share of rows decoded plainly although there is a draft.
     """
 
     worker_classes: ClassVar[dict[str, str]] = {
@@ -51,22 +56,27 @@ class SpecVllmGeneration(VllmGeneration):
     cache: ClusterCache | None = None
     _validating = False
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, cluster: Any, config: Any, **kwargs: Any) -> None:
         run = current()
         if run is None:
-            super().__init__(*args, **kwargs)
-            if (self.cfg.get("spec_rl") or {}).get("enabled"):
-                logger.warning("spec_rl.enabled: there is reuse in GRPO and PPO only; none here")
+            if (config.get("spec_rl") or {}).get("enabled"):
+                raise ConfigError(
+                    f"{BLOCK}.enabled = true: there is reuse in NeMo-RL's GRPO and PPO, not in its "
+                    "single controller, distillation or evaluation; set false"
+                )
+            super().__init__(cluster, config, **kwargs)
             return
         with compat.worker_class(self.worker_classes):
-            super().__init__(*args, **kwargs)
+            super().__init__(cluster, config, **kwargs)
         self._run = run
-        self._accepted = 0.0  # share of drafted tokens that were accepted lately
-        self._length = float(self.cfg["max_new_tokens"])  # mean length of responses lately
+        self._lookup_s = 0.0  # of the driver, since the last metrics
+        self.fresh_fraction = run.spec_rl.effective_fresh_fraction
         self.cache, policy_version = _open_cache(run)
-        self._tell_workers(
+        nodes = self._tell_workers(
             "spec_rl_attach", cache=self.cache, run=run, policy_version=policy_version
         )
+        # Where engines have nodes of their own, drafts lie there and not beside the trainer.
+        self.cache.reshard(set(nodes))
         _generations.add(self)
 
     def generate(self, data: Any, greedy: bool = False) -> Any:
@@ -82,7 +92,6 @@ class SpecVllmGeneration(VllmGeneration):
         data = data.select_indices(order)
         data[SLOTS] = torch.tensor(slots)[order]
         output = super().generate(data, greedy=greedy)
-        self._length = float(output["generation_lengths"].float().mean())
         return output.select_indices(np.argsort(order).tolist())
 
     async def generate_async(self, data: Any, greedy: bool = False) -> AsyncIterator[Any]:
@@ -93,16 +102,36 @@ class SpecVllmGeneration(VllmGeneration):
         async for result in super().generate_async(data, greedy=greedy):
             yield result
 
-    def get_step_metrics(self) -> dict[str, float]:
-        """With what reuse did since the last call, under ``spec_rl/``."""
-        metrics = dict(super().get_step_metrics())
-        if self.cache is None:
-            return metrics
+    def take_metrics(self) -> tuple[dict[str, float], dict[str, float]]:
+        """What reuse did since the last call: counts, and seconds."""
+        assert self.cache is not None
         taken = [m for m in self._tell_workers("spec_rl_take_metrics") if m is not None]
         total = sum(taken, EngineMetrics())
         total.cache_errors += self.cache.take_failures()
-        self._accepted = total.accepted_tokens / max(1, total.draft_tokens)
-        return metrics | total.as_dict()
+        # Engines run side by side; so do the rows of asynchronous ones.
+        timed = times(total, total.rows if self.cfg["vllm_cfg"]["async_engine"] else len(taken))
+        timed["spec_rl_lookup"] += self._lookup_s
+        self._lookup_s = 0.0
+        counted = counts(total)
+        with contextlib.suppress(CacheError):  # what is not known is not logged
+            health = self.cache.health()
+            counted["spec_rl/cache_nodes"] = float(health.nodes)
+            counted["spec_rl/cache_missing_copies"] = float(health.missing)
+        return counted, timed
+
+    def save_cache(self, folder: Path) -> None:
+        """Write the cache beside a checkpoint's weights; nothing once it is closed.
+
+        Raises:
+            StoreUnavailable: it cannot be written.
+        """
+        if self.cache is not None:
+            self.cache.snapshot(folder, self.policy_version)
+
+    def turn(self, fresh_fraction: float) -> None:
+        """Have another share of the rows decoded plainly, from the next batch on."""
+        self.fresh_fraction = fresh_fraction
+        self._tell_workers("spec_rl_turn", fresh_fraction=fresh_fraction)
 
     @property
     def policy_version(self) -> int:
@@ -125,17 +154,20 @@ class SpecVllmGeneration(VllmGeneration):
         assert self.cache is not None
         if self.dp_size < 2:
             return [1.0] * len(keys)
+        started = time.perf_counter()
+        # Asked of the engines, since the batch before may have been another copy's.
+        last = sum(self._tell_workers("spec_rl_last_metrics"), EngineMetrics())
+        length = last.response_tokens / last.rows if last.rows else self.cfg["max_new_tokens"]
+        left = 1 - last.accepted_tokens / max(1, last.draft_tokens)
         choices = select_drafts(
             [Row(key, slot) for key, slot in zip(keys, slots, strict=True)],
-            self.cache.get(keys),
+            self.cache.outlines(keys),
             policy_version=-1,
             seed=self._run.seed,
-            fresh_fraction=self._run.spec_rl.effective_fresh_fraction,
+            fresh_fraction=self.fresh_fraction,
         )
-        left = 1 - self._accepted
-        return [
-            self._length if choice.draft is None else left * len(choice.draft) for choice in choices
-        ]
+        self._lookup_s += time.perf_counter() - started
+        return [length if choice.draft is None else left * len(choice.draft) for choice in choices]
 
     def _tell_workers(self, method: str, **kwargs: Any) -> list[Any]:
         """Call a method of every worker that owns an engine."""

@@ -17,7 +17,7 @@ from typing import Any
 from nemo_specrl.config import SpecRLConfig, validated
 from nemo_specrl.errors import ConfigError
 
-__all__ = ["CACHE_FOLDER", "SLOTS", "Run", "current", "running"]
+__all__ = ["BLOCK", "CACHE_FOLDER", "SLOTS", "Run", "current", "option", "running"]
 
 BLOCK = "policy.generation.spec_rl"
 CACHE_FOLDER = "rollout_cache"
@@ -76,7 +76,7 @@ class Run:
         folder = Path(checkpointing["checkpoint_dir"]).absolute()
         return cls(
             spec_rl=spec_rl,
-            seed=int(_get(own, "seed", 0) or 0),
+            seed=int(option(own, "seed", 0) or 0),
             name=hashlib.sha256(str(folder).encode()).hexdigest()[:16],
             checkpoint=_latest(folder) if checkpointing["enabled"] else None,
             tokenizer_id=str(master_config.policy["tokenizer"]["name"]),
@@ -105,6 +105,8 @@ def _refuse(master_config: Any, spec_rl: SpecRLConfig, algorithm: str) -> None:
     off = f"or {BLOCK}.enabled=false"
     drafter = vllm_kwargs.get("speculative_config") or {}
     raw = "drafts are verified by prompt log-probs, which are those of raw sampling"
+    threshold = option(getattr(master_config, algorithm), "seq_logprob_error_threshold", None)
+    masked = f"{algorithm}.seq_logprob_error_threshold takes that for an error and masks such rows"
     refused: list[tuple[bool, str]] = [
         (
             generation["backend"] != "vllm",
@@ -136,28 +138,40 @@ def _refuse(master_config: Any, spec_rl: SpecRLConfig, algorithm: str) -> None:
             f" through the plug-in; set false, {off}",
         ),
         (
-            bool(vllm_kwargs.get("enable_return_routed_experts")),
-            "policy.generation.vllm_kwargs.enable_return_routed_experts = true: the routes of a "
-            f"reused prefix are not recorded; switch router replay off, {off}",
+            # NeMo-RL's setup turns the one into the other, after this.
+            bool(vllm_kwargs.get("enable_return_routed_experts"))
+            or bool(option(master_config.policy.get("router_replay"), "enabled", False)),
+            "policy.router_replay.enabled = true: the routes of a reused prefix are not recorded; "
+            f"switch router replay (enable_return_routed_experts) off, {off}",
         ),
         (
-            drafter.get("num_speculative_tokens", 0) != 0,
+            bool(drafter) and drafter.get("num_speculative_tokens") != 0,
             "policy.generation.vllm_kwargs.speculative_config: a drafter beside reuse has not been "
-            f"tried yet; set num_speculative_tokens to 0, {off}",
+            f"tried yet; leave it out (main also takes num_speculative_tokens = 0), {off}",
         ),
         (
             spec_rl.cache.dir is None,
             f"{BLOCK}.cache.dir: must name a folder on each node's own disk, such as /raid/specrl",
         ),
         (
+            threshold is not None and spec_rl.reported_logprobs == "behaviour",
+            f"{BLOCK}.reported_logprobs = 'behaviour': reused rows report other log-probs than the "
+            f"policy's, {masked}; set it to null, or reported_logprobs to policy",
+        ),
+        (
+            threshold is not None and spec_rl.clip_anchor == "birth",
+            f"{BLOCK}.clip_anchor = 'birth': reused rows are trained from other log-probs than the "
+            f"policy's, {masked}; set it to null, or the anchor to current",
+        ),
+        (
             spec_rl.clip_anchor == "birth"
-            and bool(_get(master_config.loss_fn, "force_on_policy_ratio", False)),
+            and bool(option(master_config.loss_fn, "force_on_policy_ratio", False)),
             f"{BLOCK}.clip_anchor = 'birth': with loss_fn.force_on_policy_ratio there is no ratio "
             "to anchor; set that to false, or the anchor to current",
         ),
         (
             spec_rl.clip_anchor == "birth"
-            and bool(_get(getattr(master_config, "data_plane", None), "enabled", False)),
+            and bool(option(getattr(master_config, "data_plane", None), "enabled", False)),
             f"{BLOCK}.clip_anchor = 'birth': does not reach the data plane yet; set "
             "data_plane.enabled=false, or the anchor to current",
         ),
@@ -179,7 +193,7 @@ def _plain(block: Any) -> Any:
     return block
 
 
-def _get(block: Any, name: str, default: Any) -> Any:
+def option(block: Any, name: str, default: Any) -> Any:
     """A key of a block, which is a dict in some versions and a model in others."""
     if block is None:
         return default

@@ -27,16 +27,22 @@ class SpecVllmGenerationWorkerImpl(VllmGenerationWorkerImpl):
     _speculative: SpeculativeLLM | None = None
     _paused = False
 
-    def spec_rl_attach(self, cache: ClusterCache, run: Run, policy_version: int) -> None:
-        """Get to know the cache; called once, when the engine runs."""
+    def spec_rl_attach(self, cache: ClusterCache, run: Run, policy_version: int) -> str:
+        """Get to know the cache; called once, when the engine runs. Returns the node's id."""
         self._speculative = SpeculativeLLM(self.llm, cache, run.spec_rl, seed=run.seed)
         self._speculative.policy_version = policy_version
         self._cache = cache
         self._metrics = EngineMetrics()
+        return str(ray.get_runtime_context().get_node_id())
 
     def spec_rl_pause(self, paused: bool) -> None:
         """Decode plainly, and keep nothing, while ``paused``."""
         self._paused = paused
+
+    def spec_rl_turn(self, fresh_fraction: float) -> None:
+        """Decode another share of the rows plainly, from the next call on."""
+        if self._speculative is not None:
+            self._speculative.fresh_fraction = fresh_fraction
 
     def spec_rl_policy_version(self) -> int:
         """Of the weights in the engine."""
@@ -49,6 +55,10 @@ class SpecVllmGenerationWorkerImpl(VllmGenerationWorkerImpl):
         metrics, self._metrics = self._metrics, EngineMetrics()
         metrics.cache_errors += self._cache.take_failures()
         return metrics
+
+    def spec_rl_last_metrics(self) -> EngineMetrics:
+        """Of the last call."""
+        return EngineMetrics() if self._speculative is None else self._speculative.metrics
 
     def generate(self, data: Any, greedy: bool = False) -> Any:
         """As the base class, whose call of ``self.llm.generate`` goes to SpeculativeLLM."""

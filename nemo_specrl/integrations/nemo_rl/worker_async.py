@@ -31,16 +31,22 @@ class SpecVllmAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
     _speculative: AsyncSpeculativeLLM | None = None
     _paused = False
 
-    async def spec_rl_attach(self, cache: ClusterCache, run: Run, policy_version: int) -> None:
-        """Get to know the cache; called once, when the engine runs."""
+    async def spec_rl_attach(self, cache: ClusterCache, run: Run, policy_version: int) -> str:
+        """Get to know the cache; called once, when the engine runs. Returns the node's id."""
         self._speculative = AsyncSpeculativeLLM(self.llm, cache, run.spec_rl, seed=run.seed)
         self._speculative.policy_version = policy_version
         self._cache = cache
         self.llm = _Seam(self._speculative)
+        return str(ray.get_runtime_context().get_node_id())
 
     async def spec_rl_pause(self, paused: bool) -> None:
         """Decode plainly, and keep nothing, while ``paused``."""
         self._paused = paused
+
+    async def spec_rl_turn(self, fresh_fraction: float) -> None:
+        """Decode another share of the rows plainly, from the next one on."""
+        if self._speculative is not None:
+            self._speculative.fresh_fraction = fresh_fraction
 
     async def spec_rl_policy_version(self) -> int:
         """Of the weights in the engine."""

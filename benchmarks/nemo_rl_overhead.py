@@ -1,0 +1,124 @@
+r"""Rollout seconds of NeMo-RL's own GRPO job on a CPU, with ``spec_rl.enabled`` false and true.
+
+    NEMO_RL_HOME=DIR .venv-nemo/bin/python -m benchmarks.nemo_rl_overhead \
+        --json docs/nemo_rl_overhead.json
+
+Runs the job of tests/nemo_rl (its real ``setup`` and trainer, two vLLM engines) with the plug-in
+registered, in turn with speculation off and on, and compares step by step what NeMo-RL logs as
+``timing/train/generation``. In the first epoch the cache is cold and both make the same tokens:
+what is more is overhead. From the second epoch on, drafts are there. Off, the plug-in has nothing
+to measure: workers are NeMo-RL's own classes, and the driver's asks one attribute of itself.
+
+`make test-nemo` makes .venv-nemo. About a quarter of an hour on two idle cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.nemo_rl.jobs import HOME, Job
+
+SIDES = ("off", "on")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=3, help="of jobs, one off and one on")
+    parser.add_argument("--epochs", type=int, default=3, help="the first of them cold")
+    parser.add_argument("--steps", type=int, default=6, help="of an epoch")
+    parser.add_argument("--prompts", type=int, default=8, help="of a step")
+    parser.add_argument("--group", type=int, default=8, help="rows of a prompt")
+    parser.add_argument("--preset", default="faithful")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    args = parser.parse_args()
+    if not HOME:
+        parser.error("set NEMO_RL_HOME to a checkout of NVIDIA-NeMo/RL")
+
+    runs: dict[str, list[list[dict[str, float]]]] = {side: [] for side in SIDES}
+    for pair in range(args.pairs):
+        for side in SIDES if pair % 2 else SIDES[::-1]:
+            runs[side].append(measured(side, args))
+            seconds = " ".join(f"{step['generation']:.2f}" for step in runs[side][-1])
+            print(f"{side:>3}: {seconds} s", flush=True)
+
+    figures = compared(runs, args.steps)
+    print(json.dumps(figures, indent=1))
+    if args.json:
+        asked = {name: getattr(args, name) for name in vars(args) if name != "json"}
+        args.json.write_text(json.dumps({"asked": asked, **figures, "runs": runs}, indent=1) + "\n")
+
+
+def measured(side: str, args: Any) -> list[dict[str, float]]:
+    """What a job logged of each step: seconds of its rollouts, and of speculation."""
+    rows = args.prompts * args.group
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(
+            Path(folder) / side,
+            steps=args.epochs * args.steps,
+            spec_rl={"enabled": str(side == "on").lower(), "preset": args.preset},
+            **{
+                "++env.prompts": args.prompts * args.steps,
+                "++env.recorded": "false",
+                "grpo.num_prompts_per_step": args.prompts,
+                "grpo.num_generations_per_prompt": args.group,
+                "policy.train_global_batch_size": rows,
+                "grpo.val_period": 0,
+                "grpo.val_at_start": "false",
+                "checkpointing.enabled": "false",
+            },
+        ).wait()
+        kept = ("generation", "reward", "mean_gen_tokens_per_sample")
+        return [
+            {
+                name: value
+                for name, value in {**train, **timing}.items()
+                if name in kept or "spec_rl" in name
+            }
+            for train, timing in zip(
+                (job.train()[step] for step in sorted(job.train())),
+                job.metrics("timing/train"),
+                strict=True,
+            )
+        ]
+
+
+def compared(runs: dict[str, list[list[dict[str, float]]]], steps: int) -> dict[str, Any]:
+    """Ratios, on over off, of steps that did the same work; the first step of a job warms up."""
+    pairs = [list(zip(*pair, strict=True)) for pair in zip(runs["on"], runs["off"], strict=True)]
+    cold = [on["generation"] / off["generation"] for p in pairs for on, off in p[1:steps]]
+    warm = [off["generation"] / on["generation"] for p in pairs for on, off in p[steps:]]
+    for pair in pairs:
+        for on, off in pair[:steps]:
+            assert on["spec_rl/draft_coverage"] == 0 and on["reward"] == off["reward"]
+    return {
+        "cold_overhead": spread([ratio - 1 for ratio in cold]),
+        "warm_speed_up": spread(warm),
+        "warm_decoded_share": spread(
+            [
+                on["spec_rl/decoded_tokens"] / on["spec_rl/response_tokens"]
+                for pair in pairs
+                for on, _ in pair[steps:]
+            ]
+        ),
+        "warm_seconds": {
+            name: statistics.median(
+                step[name] for run in runs["on"] for step in run[steps:] if name in step
+            )
+            for name in ("generation", "spec_rl_lookup", "spec_rl_verification", "spec_rl_decoding")
+        },
+    }
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median and quartiles."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return {"median": middle, "lower_quartile": low, "upper_quartile": high, "of": len(values)}
+
+
+if __name__ == "__main__":
+    main()

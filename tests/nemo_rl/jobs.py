@@ -1,0 +1,111 @@
+"""Starts tests/nemo_rl/job.py in a process of its own, and reads what it writes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import pytest
+
+from tests.conftest import REPOSITORY
+
+HOME = os.environ.get("NEMO_RL_HOME")
+marks = [
+    pytest.mark.skipif(
+        not HOME,
+        reason="set NEMO_RL_HOME to a checkout of NVIDIA-NeMo/RL and run `make test-nemo`",
+    ),
+    pytest.mark.timeout(900),
+]
+PROMPTS, GROUP, STEPS_PER_EPOCH = 4, 4, 2
+BATCH = PROMPTS // STEPS_PER_EPOCH * GROUP
+TOTAL = 192
+"""Tokens that a sequence may have; what a response may have is more than most prompts leave."""
+
+
+class Job:
+    """A run of tests/nemo_rl/job.py in a process group of its own."""
+
+    def __init__(self, out, steps, spec_rl=None, algorithm="grpo", **overrides):
+        self.out = out
+        out.mkdir(parents=True, exist_ok=True)
+        arguments = [algorithm, f"{algorithm}.max_num_steps={steps}"]
+        arguments += [f"{k}={v}" for k, v in overrides.items()]
+        if spec_rl is not None:
+            cache = f"cache:{{dir:{out.parent}/stores,deadline_ms:60000}}"
+            block = ",".join([*(f"{k}:{v}" for k, v in spec_rl.items()), cache])
+            arguments.append(f"++policy.generation.spec_rl={{{block}}}")
+        paths = [HOME, str(REPOSITORY), str(REPOSITORY / "tests" / "nemo_rl" / "path")]
+        self.log = out / "log.txt"
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.nemo_rl.job", str(out), *arguments],
+                cwd=REPOSITORY,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def wait(self):
+        assert self.process.wait() == 0, self.log.read_text()[-6000:]
+        return self
+
+    def kill_after_step(self, step):
+        """SIGKILL the driver and what it started, in the step behind ``step``."""
+        while not any(r["step"] >= step for r in self.metrics("timing/train")):
+            assert self.process.poll() is None, self.log.read_text()[-6000:]
+            time.sleep(0.1)
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def _lines(self, name):
+        path = self.out / name
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def metrics(self, prefix):
+        return [r for r in self._lines("metrics.jsonl") if r["prefix"] == prefix]
+
+    def train(self):
+        """By step, everything that NeMo-RL logged as train/..."""
+        steps = {}
+        for record in self.metrics("train"):
+            steps.setdefault(record["step"], {}).update(record)
+        return steps
+
+    def rollouts(self):
+        """All ``generate`` calls of training, whatever their size."""
+        return [r for r in self._lines("rows.jsonl") if not r["validating"]]
+
+    def calls(self):
+        """The training batches."""
+        return [r for r in self._lines("rows.jsonl") if len(r["prompts"]) == BATCH]
+
+
+def with_history(calls):
+    """By call, whether each row's prompt and place in its group had a rollout of older weights."""
+    made, marked = {}, []
+    for call in calls:
+        seen, drafted = Counter(), []
+        for prompt in map(tuple, call["prompts"]):
+            place = (prompt, seen[prompt])
+            seen[prompt] += 1
+            drafted.append(made.get(place, call["policy_version"]) != call["policy_version"])
+            made[place] = call["policy_version"]
+        marked.append(drafted)
+    return marked
+
+
+def assert_drafts_follow_the_history(job, calls):
+    """Of synchronous engines and ``fresh_fraction: 0``: who has an older rollout has a draft."""
+    rows = {}
+    for call, drafted in zip(calls, with_history(calls), strict=True):
+        rows.setdefault(call["policy_version"], []).extend(drafted)
+    steps = job.train()
+    assert len(rows) == len(steps)
+    for drafted, (_, record) in zip(rows.values(), sorted(steps.items()), strict=True):
+        assert record["spec_rl/cache_errors"] == record["spec_rl/refused_drafts"] == 0
+        assert record["spec_rl/draft_coverage"] == pytest.approx(sum(drafted) / len(drafted))
