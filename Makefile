@@ -1,7 +1,7 @@
 # make demo   set up, then GRPO on one CPU machine, with and without speculation, side by side
 # make test   set up, then the whole test suite
 # make test-nemo NEMO_RL_HOME=DIR   the tests that run a checkout of NeMo-RL, on CPU
-# make lint   set up, then style, types, layers and shell scripts
+# make lint   set up, then style, types, layers, shell scripts and the Dockerfile
 .PHONY: help setup demo test test-nemo lint clean
 
 help:
@@ -26,6 +26,7 @@ lint: setup
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 	.venv/bin/shellcheck $$(git ls-files '*.sh' '*.sub' .ci/run requirements/lock)
+	.venv/bin/hadolint docker/Dockerfile
 
 clean:
 	rm -rf .venv .venv-nemo results

@@ -7,8 +7,7 @@
 Each run is a ``nemo-specrl train`` in DIR/SETTING/VARIANT/SEED, which goes on from its checkpoint
 when it is started again; runs that are done are not repeated, so that a grid may be made in pieces
 and in any order. ``--report`` reads what is there: data (``.json``), pictures (``-SETTING.png``),
-and tables for docs/fidelity.md. Seconds are those of runs of which ``--jobs`` share the machine; to
-compare seconds, use 1.
+and tables for docs/fidelity.md. Of ``--jobs`` runs side by side, each has cores of its own.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import numpy as np
@@ -63,12 +63,12 @@ SMALL = (
     "policy.optimizer.kwargs.lr=3.0e-5",
 )
 SETTINGS = {
-    "sums-64": Setting("sums, 64 prompts, 1.6M parameters", 64, 15, 3),
+    "sums-64": Setting("sums, 64 prompts, 1.6M parameters", 64, 15, 5),
     "sums-256": Setting("sums, 256 prompts, 1.6M parameters", 256, 10, 2),
     "sums-1024": Setting("sums, 1,024 prompts, 1.6M parameters", 1024, 3, 1),
-    "sums-small-64": Setting("sums, 64 prompts, 0.6M parameters", 64, 15, 3, SMALL),
+    "sums-small-64": Setting("sums, 64 prompts, 0.6M parameters", 64, 15, 5, SMALL),
     "sums-small-256": Setting("sums, 256 prompts, 0.6M parameters", 256, 10, 2, SMALL),
-    "sorting-64": Setting("sorting, 64 prompts, 0.6M parameters", 64, 15, 3, SORTING),
+    "sorting-64": Setting("sorting, 64 prompts, 0.6M parameters", 64, 15, 5, SORTING),
     "sorting-256": Setting("sorting, 256 prompts, 0.6M parameters", 256, 10, 2, SORTING),
     "sorting-1024": Setting("sorting, 1,024 prompts, 0.6M parameters", 1024, 3, 1, SORTING),
 }
@@ -121,8 +121,10 @@ SUMS = ("rollout_s", "verify_s", "train_s", "step_s", "decoded_tokens", "respons
 EVALUATED = ("heldout_accuracy", "heldout_kl_to_start", "heldout_entropy", "heldout_length")
 
 
-def train(out: Path, setting: str, variant: str, seed: int, jobs: int) -> str:
-    """One run, from where it stands to its end; returns a line about it."""
+def train(
+    out: Path, setting: str, variant: str, seed: int, max_num_seqs: int, cores: Queue[set[int]]
+) -> str:
+    """One run on some cores, from where it stands to its end; returns a line about it."""
     s = SETTINGS[setting]
     folder = out / setting / variant / str(seed)
     command = [
@@ -135,7 +137,7 @@ def train(out: Path, setting: str, variant: str, seed: int, jobs: int) -> str:
         "grpo.max_val_samples=256",
         "grpo.val_kl_to_start=true",
         "policy.generation.vllm_cfg.precision=float32",
-        "policy.generation.vllm_kwargs.max_num_seqs=64",
+        f"policy.generation.vllm_kwargs.max_num_seqs={max_num_seqs}",
         "logger.tensorboard_enabled=false",
         f"checkpointing.checkpoint_dir={folder}",
         f"logger.log_dir={folder}",
@@ -145,10 +147,14 @@ def train(out: Path, setting: str, variant: str, seed: int, jobs: int) -> str:
         *VARIANTS[variant],
     ]
     folder.mkdir(parents=True, exist_ok=True)
-    # Two cores: a run alone has both, runs side by side have one each.
-    env = os.environ | {"OMP_NUM_THREADS": "2" if jobs == 1 else "1"}
-    with (folder / "train.log").open("a") as log:
-        code = subprocess.run(command, stdout=log, stderr=log, env=env).returncode
+    mine = cores.get()
+    try:
+        with (folder / "train.log").open("a") as log:
+            code = subprocess.run(
+                ["taskset", "-c", ",".join(map(str, mine)), *command], stdout=log, stderr=log
+            ).returncode
+    finally:
+        cores.put(mine)
     if code:
         last = (folder / "train.log").read_text().strip().splitlines()[-1:]
         return f"{setting}/{variant}/{seed}: exit code {code}: {' '.join(last)}"
@@ -164,7 +170,8 @@ def summary(out: Path) -> list[dict[str, Any]]:
         if setting not in SETTINGS or not records:
             continue
         label = {"setting": setting, "variant": variant, "seed": int(seed)}
-        first = {name: records[0][f"{name}_at_start"] for name in EVALUATED}
+        at_start = {name: f"{name}_at_start" for name in EVALUATED}
+        first = {name: records[0][key] for name, key in at_start.items() if key in records[0]}
         rows.append({**label, "epoch": 0, "step": 0, **dict.fromkeys(SUMS, 0.0), **first})
         totals = dict.fromkeys(SUMS, 0.0)
         for epoch in range(records[-1]["epoch"] + 1):
@@ -355,6 +362,13 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="only these")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
+    parser.add_argument(
+        "--max-num-seqs",
+        type=int,
+        default=16,
+        help="of the engine. An eighth of a step's rows, as on clusters, where rows outnumber what "
+        "runs at once; more makes runs faster and their rollout seconds no measure",
+    )
     parser.add_argument("--list", action="store_true", help="say what would be run")
     parser.add_argument("--report", type=Path, metavar="PREFIX", help="write data and pictures")
     args = parser.parse_args()
@@ -370,8 +384,15 @@ def main() -> None:
         for setting, variant, seed in wanted:
             print(f"{setting}/{variant}/{seed}", *VARIANTS[variant])
         return
+    cores: Queue[set[int]] = Queue()
+    for job in range(args.jobs):
+        cores.put(set(sorted(os.sched_getaffinity(0))[job :: args.jobs]))
     with ThreadPoolExecutor(args.jobs) as pool:
-        for line in pool.map(lambda run: train(args.out, *run, args.jobs), dict.fromkeys(wanted)):
+
+        def run(which: tuple[str, str, int]) -> str:
+            return train(args.out, *which, args.max_num_seqs, cores)
+
+        for line in pool.map(run, dict.fromkeys(wanted)):
             print(line, flush=True)
     if args.report:
         report(args.out, args.report)
