@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from nemo_specrl import Finish, Rollout, RolloutStore, prompt_key
-from nemo_specrl.cache.codec import decode_all, encode_all
+from nemo_specrl.cache.codec import encode_all
 from nemo_specrl.cache.tables import DATA_FILE, db_key
 
 SLOTS = 16
@@ -159,6 +159,15 @@ def in_pieces(some: list[Any]) -> list[list[Any]]:
     return [some[i : i + 32] for i in range(0, len(some), 32)]
 
 
+def arrays(found: dict[bytes, list[Rollout]]) -> list[Any]:
+    """All columns of what was found; a look-up checks a record, and decodes it when it is used."""
+    return [
+        (r.tokens, r.logprobs, r.birth_logprobs, r.birth_versions)
+        for group in found.values()
+        for r in group
+    ]
+
+
 def one_run(
     timings: Timings, folder: Path, store: RolloutStore, made: list[Rollout], names: list[bytes]
 ) -> float:
@@ -166,10 +175,6 @@ def one_run(
     pieces = list(zip(in_pieces(made), in_pieces(names), strict=True))
     records = [encode_all(*piece) for piece in pieces]
     mb = sum(len(record) for some in records for record in some) / MB
-    named = [
-        list(zip(names, some, strict=True))
-        for (_, names), some in zip(pieces, records, strict=True)
-    ]
     buffer, target = np.ones(2**25, np.uint8), np.empty(2**25, np.uint8)
     keys = list(dict.fromkeys(rollout.key for rollout in made))
 
@@ -180,9 +185,9 @@ def one_run(
     timings.measure("memory copy", 2**25 / MB, lambda: np.copyto(target, buffer))
     timings.measure("raw disk, as much", mb, lambda: raw_disk(folder, mb))
     timings.measure("encode", mb, lambda: [encode_all(*piece) for piece in pieces])
-    timings.measure("decode", mb, lambda: [decode_all(some) for some in named])
     timings.measure("put and sync", mb, put)
     timings.measure("get, warm", mb, lambda: store.get(keys))
+    timings.measure("get and use all arrays", mb, lambda: arrays(store.get(keys)))
     timings.measure("snapshot", 0.0, lambda: store.snapshot(folder / "snapshot"))
     taken = (folder / "snapshot" / "rollouts.snapshot").stat().st_size / MB
     timings.mb["snapshot"] = taken

@@ -168,16 +168,6 @@ class Rollout:
         ):
             object.__setattr__(self, name, value)
 
-    @classmethod
-    def trusted(cls, **fields: Any) -> Rollout:
-        """A rollout of fields that are known to be right: all of them, with their final dtypes.
-
-        Checking them again would cost a reader of many rollouts half its time.
-        """
-        rollout = object.__new__(cls)
-        rollout.__dict__.update(fields)
-        return rollout
-
     @property
     def reused(self) -> npt.NDArray[np.bool_]:
         """Which tokens an earlier policy sampled than the one that judged them last, ``[n]``."""

@@ -15,17 +15,18 @@ Everything is exact but the log-probs, which come back as the nearest multiple o
 ``-65535 * STEP`` and 0. Acceptance compares log-probs by their difference, so that equal steps cost
 the same everywhere: a token's chance of another verdict is at most ``STEP / 2``.
 
-The prompt's key is not in the record: it is the beginning of the key in the database. Many records
-are done at once: numpy's time for a call is that of some hundred tokens.
+The prompt's key is not in the record: it is the beginning of the key in the database. Many rollouts
+are encoded at once: numpy's time for a call is that of some hundred tokens. A record is checked
+from end to end when it is decoded, and its columns become arrays when they are first asked for:
+whoever looks up, copies or sends rollouts need not hold three times their size.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import struct
-from collections import defaultdict
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +36,7 @@ import xxhash
 from nemo_specrl.errors import CorruptRecord, InvalidRollout
 from nemo_specrl.rollout import KEY_BYTES, Finish, Rollout
 
-__all__ = ["RECORD_VERSION", "STEP", "decode", "decode_all", "encode", "encode_all", "header_of"]
+__all__ = ["RECORD_VERSION", "STEP", "Recorded", "decode", "encode", "encode_all"]
 
 RECORD_VERSION = 3
 STEP = 2.0**-10
@@ -51,6 +52,7 @@ _KNOWN_FLAGS = TOKENS_24 | TOKENS_32 | OWN_BIRTH_LOGPROBS | EXACT
 _FINISHES = {int(finish): finish for finish in Finish}
 
 Array = npt.NDArray[Any]
+Buffer = bytes | memoryview
 
 
 def encode(rollout: Rollout, db_key: bytes, *, exact: bool = False) -> bytes:
@@ -74,6 +76,22 @@ def encode_all(
     Raises:
         InvalidRollout: a key does not begin with its prompt's key.
     """
+    known = [isinstance(rollout, Recorded) and rollout.exact == exact for rollout in rollouts]
+    new = iter(_columns([r for r, there in zip(rollouts, known, strict=True) if not there], exact))
+    records = []
+    for rollout, name, there in zip(rollouts, db_keys, known, strict=True):
+        if name[:KEY_BYTES] != rollout.key:
+            raise InvalidRollout(f"a record of prompt {rollout.key.hex()} cannot be under {name!r}")
+        parts = (rollout.body,) if there and isinstance(rollout, Recorded) else next(new)
+        hasher = xxhash.xxh3_64(name)
+        for part in parts:
+            hasher.update(part)
+        records.append(b"".join((*parts, _CHECKSUM.pack(hasher.intdigest()))))
+    return records
+
+
+def _columns(rollouts: Sequence[Rollout], exact: bool) -> list[tuple[Buffer, ...]]:
+    """What the records of rollouts consist of, up to their checksums."""
     if not rollouts:
         return []
     lengths = np.array([len(rollout.tokens) for rollout in rollouts])
@@ -93,21 +111,19 @@ def encode_all(
     last = column([rollout.logprobs for rollout in rollouts])
     birth = column([rollout.birth_logprobs for rollout in rollouts])
     run_lengths, run_versions, first_run = _runs(rollouts, starts[filled], int(ends[-1]), ends)
-    records = []
-    for i, (rollout, name, a, b, top) in enumerate(
-        zip(rollouts, db_keys, starts.tolist(), ends.tolist(), tops.tolist(), strict=True)
+    records: list[tuple[Buffer, ...]] = []
+    for i, (rollout, a, b, top) in enumerate(
+        zip(rollouts, starts.tolist(), ends.tolist(), tops.tolist(), strict=True)
     ):
-        if name[:KEY_BYTES] != rollout.key:
-            raise InvalidRollout(f"a record of prompt {rollout.key.hex()} cannot be under {name!r}")
         flags = EXACT if exact else 0
-        wide: memoryview | bytes = b""
+        wide: Buffer = b""
         if top > 0xFFFFFF:
             flags |= TOKENS_32
             wide = high_2[2 * a : 2 * b]
         elif top > 0xFFFF:
             flags |= TOKENS_24
             wide = high_1[a:b]
-        own: memoryview | bytes = b""
+        own: Buffer = b""
         if rollout.birth_logprobs is not rollout.logprobs:
             own = birth[width * a : width * b]
             if own == last[width * a : width * b]:
@@ -117,19 +133,20 @@ def encode_all(
         c, d = first_run[i], first_run[i + 1]
         if d == c + 1 and int(rollout.birth_versions[0]) == rollout.policy_version:
             c = d  # all were born now
-        body = b"".join(
+        header = _HEADER.pack(
+            RECORD_VERSION,
+            rollout.finish,
+            flags,
+            rollout.slot,
+            rollout.visit,
+            rollout.policy_version,
+            rollout.fingerprint,
+            b - a,
+            d - c,
+        )
+        records.append(
             (
-                _HEADER.pack(
-                    RECORD_VERSION,
-                    rollout.finish,
-                    flags,
-                    rollout.slot,
-                    rollout.visit,
-                    rollout.policy_version,
-                    rollout.fingerprint,
-                    b - a,
-                    d - c,
-                ),
+                header,
                 low[2 * a : 2 * b],
                 wide,
                 last[width * a : width * b],
@@ -138,7 +155,6 @@ def encode_all(
                 run_versions[8 * c : 8 * d],
             )
         )
-        records.append(body + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(name + body)))
     return records
 
 
@@ -176,9 +192,11 @@ def _runs(
     np.not_equal(versions[1:], versions[:-1], out=begins[1:])
     begins[starts] = True
     positions = np.flatnonzero(begins)
-    lengths = np.diff(positions, append=total)
+    lengths = np.empty(len(positions), "<u4")
+    np.subtract(positions[1:], positions[:-1], out=lengths[:-1], casting="unsafe")
+    lengths[-1:] = total - positions[-1:]
     first = [0, *np.searchsorted(positions, ends).tolist()]
-    return _bytes(lengths.astype("<u4")), _bytes(versions[positions].astype("<u8")), first
+    return _bytes(lengths), _bytes(versions[positions].astype("<u8")), first
 
 
 class Header(NamedTuple):
@@ -194,12 +212,110 @@ class Header(NamedTuple):
     runs: int
 
 
-def header_of(db_key: bytes, record: bytes) -> Header:
-    """The header of a record found under ``db_key``, which is checked from end to end.
+class Recorded(Rollout):
+    """A rollout that came out of a record; made by :func:`decode`.
+
+    Its arrays can be read but not written to. What is pickled is the record.
+    """
+
+    _record: bytes
+    _header: Header
+
+    @cached_property
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """As of :class:`Rollout`."""
+        flags, n = self._header.flags, self._header.tokens
+        low = np.frombuffer(self._record, "<u2", n, _HEADER.size)
+        if flags & (TOKENS_24 | TOKENS_32):
+            high = np.frombuffer(
+                self._record, "u1" if flags & TOKENS_24 else "<u2", n, _HEADER.size + 2 * n
+            )
+            tokens = high.astype(np.int32)
+            np.left_shift(tokens, 16, out=tokens)
+            np.add(tokens, low, out=tokens)
+        else:
+            tokens = low.astype(np.int32)
+        return _fixed(tokens)
+
+    @cached_property
+    def logprobs(self) -> npt.NDArray[np.float32]:
+        """As of :class:`Rollout`."""
+        return self._nats(0)
+
+    @cached_property
+    def birth_logprobs(self) -> npt.NDArray[np.float32]:
+        """As of :class:`Rollout`."""
+        return self._nats(1) if self._header.flags & OWN_BIRTH_LOGPROBS else self.logprobs
+
+    @cached_property
+    def birth_versions(self) -> npt.NDArray[np.int64]:
+        """As of :class:`Rollout`."""
+        if not self._header.runs:
+            return _fixed(np.full(self._header.tokens, self.policy_version, np.int64))
+        lengths, versions = _runs_of(self._record, self._header)
+        return _fixed(np.repeat(np.array(versions, np.int64), lengths))
+
+    @property
+    def body(self) -> memoryview:
+        """The record without its checksum."""
+        return memoryview(self._record)[: -_CHECKSUM.size]
+
+    @property
+    def exact(self) -> bool:
+        """Whether its log-probs are what they were, to the last bit."""
+        return bool(self._header.flags & EXACT)
+
+    def __len__(self) -> int:
+        return self._header.tokens
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _recorded, (self.key, self._record)
+
+    def _nats(self, column: int) -> npt.NDArray[np.float32]:
+        """Log-probs: the last ones (0) or those at birth (1)."""
+        flags, n = self._header.flags, self._header.tokens
+        width = 4 if flags & EXACT else 2
+        at = _HEADER.size + n * (_token_bytes(flags) + column * width)
+        if flags & EXACT:
+            return _fixed(np.frombuffer(self._record, "<f4", n, at).astype(np.float32))
+        nats = np.frombuffer(self._record, "<u2", n, at).astype(np.float32)
+        np.multiply(nats, np.float32(STEP), out=nats)
+        return _fixed(np.subtract(0, nats, out=nats))  # 0, and not -0, where there are none
+
+
+def _fixed(array: Array) -> Array:
+    array.flags.writeable = False
+    return array
+
+
+def _token_bytes(flags: int) -> int:
+    return 2 + bool(flags & TOKENS_24) + 2 * bool(flags & TOKENS_32)
+
+
+def _recorded(key: bytes, record: bytes, header: Header | None = None) -> Recorded:
+    """The rollout of a record that has been checked."""
+    if header is None:
+        header = Header._make(_HEADER.unpack_from(record)[1:])
+    rollout: Recorded = object.__new__(Recorded)
+    rollout.__dict__.update(
+        key=key,
+        slot=header.slot,
+        finish=_FINISHES[header.finish],
+        policy_version=header.policy_version,
+        visit=header.visit,
+        fingerprint=header.fingerprint,
+        _record=record,
+        _header=header,
+    )
+    return rollout
+
+
+def decode(db_key: bytes, record: bytes) -> Recorded:
+    """The rollout of a record found under ``db_key``, which is checked from end to end.
 
     Raises:
-        CorruptRecord: the record is damaged, cut off, of an unknown version, or was stored under
-            another key.
+        CorruptRecord: the record is damaged, cut off, of an unknown version, was stored under
+            another key, or contradicts itself.
     """
     if not record or record[0] != RECORD_VERSION:
         raise CorruptRecord(
@@ -214,9 +330,34 @@ def header_of(db_key: bytes, record: bytes) -> Header:
     if _CHECKSUM.unpack_from(record, size)[0] != hasher.intdigest():
         raise CorruptRecord(f"record {db_key.hex()}: checksum does not match")
     header = Header._make(_HEADER.unpack_from(record)[1:])
-    if problem := _problem(header, size - _HEADER.size):
+    problem = _problem(header, size - _HEADER.size) or _contradiction(record, header)
+    if problem:
         raise CorruptRecord(f"record {db_key.hex()}: {problem}")
-    return header
+    return _recorded(db_key[:KEY_BYTES], record, header)
+
+
+def _contradiction(record: bytes, header: Header) -> str:
+    """What is wrong with the columns of a record whose size is right."""
+    if header.runs:
+        lengths, versions = _runs_of(record, header)
+        if sum(lengths) != header.tokens:
+            return f"runs of {sum(lengths)} birth versions for {header.tokens} tokens"
+        if max(versions) >= 2**63:
+            return f"birth version {max(versions)} is above 2^63-1"
+    if header.tokens and header.flags & (TOKENS_32 | EXACT):  # others can hold nothing else
+        columns = _recorded(b"", record, header)
+        if int(columns.tokens.min()) < 0:
+            return f"tokens must not be negative, got {columns.tokens.min()}"
+        if np.isnan(columns.logprobs).any() or np.isnan(columns.birth_logprobs).any():
+            return "log-probs must be numbers, got NaN"
+    return ""
+
+
+def _runs_of(record: bytes, header: Header) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Lengths and values of the runs of equal birth versions."""
+    runs = header.runs
+    numbers = _runs_struct(runs).unpack_from(record, len(record) - _CHECKSUM.size - 12 * runs)
+    return numbers[:runs], numbers[runs:]
 
 
 def _problem(header: Header, size: int) -> str:
@@ -228,7 +369,7 @@ def _problem(header: Header, size: int) -> str:
         return f"{header.finish} is not a valid Finish"
     if header.policy_version >= 2**63:
         return f"policy_version {header.policy_version} is above 2^63-1"
-    a_token = 2 + bool(flags & TOKENS_24) + 2 * bool(flags & TOKENS_32)
+    a_token = _token_bytes(flags)
     a_token += (4 if flags & EXACT else 2) * (2 if flags & OWN_BIRTH_LOGPROBS else 1)
     surplus = size - header.tokens * a_token - 12 * header.runs
     if surplus:
@@ -236,123 +377,6 @@ def _problem(header: Header, size: int) -> str:
     return ""
 
 
-def decode(db_key: bytes, record: bytes) -> Rollout:
-    """The rollout of a record found under ``db_key``; its arrays are its own.
-
-    Raises:
-        CorruptRecord: as :func:`header_of`, or it contradicts itself.
-    """
-    (result,) = decode_all([(db_key, record)])
-    if isinstance(result, CorruptRecord):
-        raise result
-    return result
-
-
-def decode_all(records: Sequence[tuple[bytes, bytes]]) -> list[Rollout | CorruptRecord]:
-    """The rollouts of records, each of which is found under its db key.
-
-    Returns:
-        For each record its rollout, or why there is none. Arrays of one call share memory, no two
-        of them the same part of it.
-    """
-    results: list[Rollout | CorruptRecord | None] = [None] * len(records)
-    alike: dict[int, list[tuple[int, Header]]] = defaultdict(list)
-    for i, (name, record) in enumerate(records):
-        try:
-            header = header_of(name, record)
-            alike[header.flags].append((i, header))
-        except CorruptRecord as error:
-            results[i] = error
-    for flags, some in alike.items():
-        for (i, _), result in zip(some, _decode_alike(records, flags, some), strict=True):
-            results[i] = result
-    return results  # type: ignore[return-value]  # none is None any more
-
-
-def _decode_alike(
-    records: Sequence[tuple[bytes, bytes]], flags: int, some: list[tuple[int, Header]]
-) -> list[Rollout | CorruptRecord]:
-    """Rollouts of records that are laid out alike: column by column, all records at once."""
-    own, exact = bool(flags & OWN_BIRTH_LOGPROBS), bool(flags & EXACT)
-    high_width = 1 if flags & TOKENS_24 else 2 if flags & TOKENS_32 else 0
-    width = 4 if exact else 2
-    low_parts, high_parts, last_parts, birth_parts = [], [], [], []
-    run_lengths: list[int] = []
-    run_versions: list[int] = []
-    contradictions: dict[int, str] = {}
-    ends, end = [0], 0
-    for place, (i, header) in enumerate(some):
-        record, n, runs = memoryview(records[i][1]), header.tokens, header.runs
-        at = _HEADER.size
-        low_parts.append(record[at : (at := at + 2 * n)])
-        if high_width:
-            high_parts.append(record[at : (at := at + high_width * n)])
-        last_parts.append(record[at : (at := at + width * n)])
-        if own:
-            birth_parts.append(record[at : (at := at + width * n)])
-        lengths: tuple[int, ...] = (n,)
-        versions: tuple[int, ...] = (header.policy_version,)
-        if runs:
-            numbers = _runs_of(runs).unpack_from(record, at)
-            lengths, versions = numbers[:runs], numbers[runs:]
-            if sum(lengths) != n:
-                contradictions[place] = f"runs of {sum(lengths)} birth versions for {n} tokens"
-            elif max(versions) >= 2**63:
-                contradictions[place] = f"birth version {max(versions)} is above 2^63-1"
-            if place in contradictions:
-                lengths, versions = (n,), (0,)
-        run_lengths += lengths
-        run_versions += versions
-        ends.append(end := end + n)
-    tokens = np.frombuffer(b"".join(low_parts), "<u2").astype(np.int32)
-    if high_width:
-        high = np.frombuffer(b"".join(high_parts), f"<u{high_width}").astype(np.int32)
-        np.left_shift(high, 16, out=high)
-        np.bitwise_or(tokens, high, out=tokens)
-    last = _nats(last_parts, exact)
-    birth = _nats(birth_parts, exact) if own else last
-    births = np.repeat(np.array(run_versions, np.int64), run_lengths)
-    if flags & (TOKENS_32 | EXACT):  # the others cannot hold anything else
-        for place, (a, b) in enumerate(itertools.pairwise(ends)):
-            if (tokens[a:b] < 0).any():
-                contradictions[place] = f"tokens must not be negative, got {tokens[a:b].min()}"
-            elif np.isnan(last[a:b]).any() or np.isnan(birth[a:b]).any():
-                contradictions[place] = "log-probs must be numbers, got NaN"
-    results: list[Rollout | CorruptRecord] = []
-    for place, (i, header) in enumerate(some):
-        name = records[i][0]
-        if place in contradictions:
-            results.append(CorruptRecord(f"record {name.hex()}: {contradictions[place]}"))
-            continue
-        a, b = ends[place], ends[place + 1]
-        logprobs = last[a:b]
-        results.append(
-            Rollout.trusted(
-                key=name[:KEY_BYTES],
-                slot=header.slot,
-                tokens=tokens[a:b],
-                logprobs=logprobs,
-                finish=_FINISHES[header.finish],
-                policy_version=header.policy_version,
-                birth_logprobs=birth[a:b] if own else logprobs,
-                birth_versions=births[a:b],
-                visit=header.visit,
-                fingerprint=header.fingerprint,
-            )
-        )
-    return results
-
-
 @functools.lru_cache(64)
-def _runs_of(count: int) -> struct.Struct:
+def _runs_struct(count: int) -> struct.Struct:
     return struct.Struct(f"<{count}I{count}Q")
-
-
-def _nats(parts: list[memoryview], exact: bool) -> npt.NDArray[np.float32]:
-    """The counterpart of :func:`_steps` and :func:`_floats`."""
-    data = b"".join(parts)
-    if exact:
-        return np.frombuffer(data, "<f4").astype(np.float32)
-    nats = np.frombuffer(data, "<u2").astype(np.float32)
-    np.multiply(nats, np.float32(STEP), out=nats)
-    return np.subtract(0, nats, out=nats)  # 0, and not -0, where there are none

@@ -6,13 +6,12 @@ import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from nemo_specrl.cache.codec import decode_all
+from nemo_specrl.cache.codec import decode
 from nemo_specrl.cache.tables import visible
+from nemo_specrl.errors import CorruptRecord
 from nemo_specrl.rollout import Rollout
 
 __all__ = ["Decoder"]
-
-DECODED_AT_ONCE = 32  # records: more leave the processor's caches, fewer wait for numpy's calls
 
 _log = logging.getLogger(__name__)
 
@@ -43,35 +42,22 @@ class Decoder:
         Args:
             prompts: key and, by db key, records of each.
         """
-        found: dict[bytes, list[Rollout]] = {}
-        waiting: dict[bytes, Mapping[bytes, bytes]] = {}
-        count = 0
-        for key, records in prompts:
-            waiting[key] = records
-            count += len(records)
-            if count >= DECODED_AT_ONCE:
-                found |= self._some(waiting)
-                waiting, count = {}, 0
-        return found | self._some(waiting)
+        found = {key: self._sound(records) for key, records in prompts}
+        return {key: rollouts for key, rollouts in found.items() if rollouts}
 
-    def _some(self, prompts: Mapping[bytes, Mapping[bytes, bytes]]) -> dict[bytes, list[Rollout]]:
+    def _sound(self, records: Mapping[bytes, bytes]) -> list[Rollout]:
         while True:
-            named = [
-                (name, records[name])
-                for records in prompts.values()
-                for name in visible(records.keys() - self.corrupt, self._groups)
-            ]
-            found: dict[bytes, list[Rollout]] = {}
-            sound = True
-            for (name, _), result in zip(named, decode_all(named), strict=True):
-                if isinstance(result, Rollout):
-                    found.setdefault(result.key, []).append(result)
-                    continue
-                if not self.damaged:
-                    _log.warning("rollout store %s: %s; such are skipped", self._path, result)
-                self.damaged += 1
-                self.corrupt.add(name)
-                sound = False
-            if sound:
-                return found
+            rollouts: list[Rollout] = []
+            damaged = set()
+            for name in visible(records.keys() - self.corrupt, self._groups):
+                try:
+                    rollouts.append(decode(name, records[name]))
+                except CorruptRecord as error:
+                    damaged.add(name)
+                    if not self.damaged:
+                        _log.warning("rollout store %s: %s; such are skipped", self._path, error)
+                    self.damaged += 1
+            if not damaged:
+                return rollouts
             # Once more: an older rollout of the slot may take the place of a damaged one.
+            self.corrupt |= damaged

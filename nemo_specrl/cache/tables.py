@@ -414,11 +414,14 @@ class Writer(Reader):
                 for name in names:
                     self._txn.delete(name)
         size = self._tables.page_size - _PAGE_HEADER
-        put = self._txn.put
-        for record_key, record in new.items():
-            if record_key in kept:
-                for i in range(0, len(record), size):
-                    put(record_key + _PIECE.pack(i // size), record[i : i + size])
+        self._cursor.putmulti(
+            [
+                (record_key + _PIECE.pack(i // size), record[i : i + size])
+                for record_key, record in new.items()
+                if record_key in kept
+                for i in range(0, len(record), size)
+            ]
+        )
         self._set_head(key, last_use, clock, len(kept))
         self.count += len(kept) - old_count
 
