@@ -22,7 +22,7 @@ from nemo_specrl.cache.copies import restore_copy, write_copy
 from nemo_specrl.cache.decoder import Decoder
 from nemo_specrl.cache.files import as_cache_errors
 from nemo_specrl.cache.folder import FolderLock, move_aside, open_tables, probe
-from nemo_specrl.cache.tables import DAMAGE, DATA_FILE, Reader, db_key, visible
+from nemo_specrl.cache.tables import DAMAGE, DATA_FILE, Reader, Tables, db_key, visible
 from nemo_specrl.errors import CacheError, ConfigError, InvalidRollout, StoreUnavailable
 from nemo_specrl.rollout import KEY_BYTES, Rollout
 
@@ -105,6 +105,7 @@ class RolloutStore:
         self._buffered_pages = self._buffered_bytes = 0
         self._timer: threading.Timer | None = None
         self._flush_failed = False
+        self._failed = False  # LMDB gives up for good where it cannot write a page of its own
         self._touched: dict[bytes, int] = {}  # prompt key -> clock of its last use
         self._lookups = self._hits = self._dropped_records = 0
         self._decoder = Decoder(self._path, groups_per_prompt)
@@ -310,6 +311,8 @@ class RolloutStore:
             if self._closed:
                 raise StoreUnavailable(f"the rollout store {self._path} is closed")
             with as_cache_errors(f"{doing} the rollout store", self._path):
+                if self._failed:
+                    self._reopen()
                 try:
                     yield
                 except DAMAGE as error:
@@ -317,6 +320,17 @@ class RolloutStore:
                     raise StoreUnavailable(
                         f"the rollout store {self._path} was damaged ({error}); it goes on empty"
                     ) from error
+                except lmdb.Error:
+                    self._failed = self._tables.failed()
+                    raise
+
+    def _reopen(self) -> None:
+        """Goes on with what is on disk, after LMDB has given up; what is buffered stays so."""
+        old = self._tables
+        old.env.close()
+        self._tables = open_tables(self._path, self._max_bytes, self._tokenizer_id)
+        self._carry_over(old)
+        self._failed = False
 
     def _restart(self, damage: Exception | None = None) -> None:
         """Goes on with an empty store; the old one is moved aside, or deleted if not damaged."""
@@ -328,12 +342,15 @@ class RolloutStore:
             else:
                 move_aside(self._path, damage)
             self._tables = open_tables(self._path, self._max_bytes, self._tokenizer_id)
-            for name in ("clock", "evicted", "lookups", "hits"):
-                setattr(self._tables, name, getattr(old, name))
+            self._carry_over(old)
         except BaseException:
             self._closed = True
             self._lock.release()
             raise
+
+    def _carry_over(self, old: Tables) -> None:
+        for name in ("clock", "evicted", "lookups", "hits"):
+            setattr(self._tables, name, getattr(old, name))
 
     def _tick(self) -> int:
         self._tables.clock += 1

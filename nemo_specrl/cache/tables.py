@@ -178,6 +178,14 @@ class Tables:
         """Pages that a transaction writes for a record; a small one still dirties a page."""
         return len(record) // (self.page_size - _PAGE_HEADER) + 1
 
+    def failed(self) -> bool:
+        """Whether LMDB refuses every transaction from now on."""
+        try:
+            with self.env.begin():
+                return False
+        except lmdb.Error:
+            return True
+
     @contextlib.contextmanager
     def reading(self) -> Iterator[Reader]:
         """What was committed last."""

@@ -71,11 +71,11 @@ def damaged_folders(path):
     return sorted(Path(path).parent.glob(f"{Path(path).name}.damaged-*"))
 
 
-def run_python(script, *args, **options):
-    """A Python process of its own that can import the package."""
+def run_python(script, *args, before=(), **options):
+    """A Python process of its own that can import the package; ``before`` it, who starts it."""
     root = str(Path(nemo_specrl.__file__).parents[1])
     return subprocess.Popen(
-        [sys.executable, "-c", script, *map(str, args)],
+        [*before, sys.executable, "-c", script, *map(str, args)],
         env={**os.environ, "PYTHONPATH": root},
         text=True,
         **options,

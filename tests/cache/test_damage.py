@@ -1,0 +1,162 @@
+"""The rollout store on disks that fail and with files that lost their ends.
+
+Whatever happens: nothing wrong is served, what was acknowledged is there where the disk still has
+it, and the store goes on.
+"""
+
+import inspect
+import json
+import logging
+import random
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from nemo_specrl.cache import RolloutStore
+from nemo_specrl.cache.snapshot import read_partition, write_partition
+from nemo_specrl.errors import CacheError, StoreUnavailable
+from nemo_specrl.rollout import prompt_key
+from tests.cache.test_store import (
+    PREAMBLE,
+    contents,
+    damaged_folders,
+    open_store,
+    rollout,
+    run_python,
+)
+
+VERSIONS = 40
+LENGTHS = (5, 300, 4000)
+CUTS = 60
+
+
+def write_on_a_disk_that_fails(path):
+    """Puts, syncs and reads; says what was acknowledged, what failed, and what was found wrong."""
+    logged = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())
+    logging.getLogger("nemo_specrl").addHandler(handler)
+    store = RolloutStore(path, max_bytes=2**24, tokenizer_id="tok")
+    acknowledged, failed, wrong, there = [], {}, [], {}
+    for i in range(VERSIONS):
+        try:
+            store.put([rollout(i % 10, i, n=LENGTHS[i % 3])])
+            there[i % 10] = i  # written or not; a put is refused when the buffer is full
+            store.sync()
+            acknowledged.append(i)
+        except StoreUnavailable as error:
+            failed[i] = str(error)
+        found = store.get([prompt_key([p]) for p in range(10)])
+        right = {prompt_key([p]): [rollout(p, v, n=LENGTHS[v % 3])] for p, v in there.items()}
+        if found != right:
+            wrong.append(i)
+    try:
+        store.close()
+        closed = True
+    except StoreUnavailable:
+        closed = False
+    print(json.dumps([acknowledged, failed, wrong, logged, closed]))
+
+
+WRITER = f"""{PREAMBLE}
+import json, logging
+from nemo_specrl.errors import StoreUnavailable
+VERSIONS, LENGTHS = {VERSIONS}, {LENGTHS}
+{inspect.getsource(write_on_a_disk_that_fails)}
+write_on_a_disk_that_fails(sys.argv[1])
+"""
+
+
+@pytest.fixture(scope="module")
+def strace():
+    """The command that makes a process's system calls fail, as a failing disk does."""
+    command = ["strace", "-f", "-qq", "-o", "/dev/null"]
+    try:
+        run = [*command, "-e", "inject=write:error=EIO:when=9999", "true"]
+        subprocess.run(run, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"failing system calls are made with strace, which cannot be used: {error}")
+    return command
+
+
+@pytest.mark.parametrize(
+    ("calls", "error", "when"),
+    [
+        ("fdatasync", "EIO", "8+"),  # from the 8th on, for good
+        ("fdatasync", "EIO", "8..12"),
+        ("pwrite64", "EIO", "30+"),
+        ("pwrite64", "EIO", "30..33"),  # LMDB's own page among them: it gives up, and is reopened
+        ("pwrite64", "EIO", "100..300"),
+        ("pwrite64", "EROFS", "100..300"),
+        ("pwrite64,writev,pwritev", "ENOSPC", "60+"),
+        ("writev,pwritev", "EIO", "4..6"),
+    ],
+)
+def test_a_disk_whose_calls_fail(tmp_path, strace, calls, error, when):
+    path = tmp_path / "a"
+    inject = ["-e", f"trace={calls}", "-e", f"inject={calls}:error={error}:when={when}"]
+    with run_python(WRITER, path, stdout=subprocess.PIPE, before=[*strace, *inject]) as process:
+        acknowledged, failed, wrong, logged, closed = json.loads(process.stdout.read())
+    assert wrong == []
+    assert acknowledged and failed, "nothing failed, or all did"
+    lines = {"EIO": "Input/output error", "EROFS": "Read-only file", "ENOSPC": "No space left"}
+    assert all(str(path) in line and lines[error] in line for line in failed.values())
+    assert len(logged) <= 1, "of failures that the background flush met, one is logged"
+    for_good = when.endswith("+")
+    assert closed is not for_good
+    if not for_good:
+        assert acknowledged[-1] == VERSIONS - 1, "it does not go on where the disk does"
+    with open_store(path) as store:
+        found = contents(store, range(10))
+    for p in range(10):
+        last = max((v for v in acknowledged if v % 10 == p), default=None)
+        group = found.get(p, [])
+        versions = [r.policy_version for r in group]
+        assert group == [rollout(p, v, n=LENGTHS[v % 3]) for v in versions]
+        assert last is None or versions[0] >= last
+    assert not damaged_folders(path)
+
+
+def test_a_file_cut_off_anywhere_serves_nothing_wrong(tmp_path, caplog):
+    """At page ends, beside them, and at random."""
+    path = tmp_path / "whole"
+    put = {p: [rollout(p, n=500)] for p in range(50)}
+    with open_store(path) as store:
+        store.put(group[0] for group in put.values())
+    data = (path / "data.mdb").read_bytes()
+    rng = random.Random(5)
+    pages = [4096 * rng.randrange(1, len(data) // 4096) + rng.choice([-1, 0, 1]) for _ in range(30)]
+    offsets = [*pages, *(rng.randrange(1, len(data)) for _ in range(CUTS - len(pages)))]
+    for i, offset in enumerate(offsets):
+        cut = tmp_path / f"cut-{i}"
+        shutil.copytree(path, cut)
+        (cut / "data.mdb").write_bytes(data[:offset])
+        caplog.clear()
+        with caplog.at_level(logging.WARNING), open_store(cut) as store:
+            found = contents(store, range(50))
+            assert all(group == put[p] for p, group in found.items())
+            assert found == put or len(caplog.records) == 1
+            store.put([rollout(1, 1)])
+            store.sync()
+            assert contents(store, [1]) == {1: [rollout(1, 1)]}
+
+
+def test_a_partition_cut_off_anywhere_is_refused(tmp_path):
+    put = sorted((rollout(p, n=200) for p in range(20)), key=lambda r: r.key)
+    file = write_partition(tmp_path, 0, put)
+    assert list(read_partition(tmp_path, file)) == put
+    name = next(tmp_path.iterdir())
+    data = name.read_bytes()
+    rng = random.Random(6)
+    for offset in [0, 1, len(data) - 1, *(rng.randrange(len(data)) for _ in range(CUTS))]:
+        name.write_bytes(data[:offset])
+        with pytest.raises(CacheError, match=re.escape(str(name))):
+            list(read_partition(tmp_path, file))
+    for offset in (rng.randrange(len(data)) for _ in range(CUTS)):
+        changed = bytearray(data)
+        changed[offset] ^= 1 << rng.randrange(8)
+        name.write_bytes(changed)
+        with pytest.raises(CacheError, match=re.escape(str(name))):
+            list(read_partition(tmp_path, file))
