@@ -20,6 +20,7 @@ from typing import Any
 
 import ray
 
+from nemo_specrl.cache.codec import packed
 from nemo_specrl.cache.keeper import last_line
 from nemo_specrl.cache.membership import Routing, View, owed
 from nemo_specrl.rollout import Outline, Rollout
@@ -281,6 +282,7 @@ class CacheClient:
 
     def _send(self) -> None:
         self._hear()
+        self._buffer = list(packed(self._buffer))  # a third of the bytes, for each that gets them
         routing, shards = self._view.routing, self._view.shards
         by_node: dict[str, list[Rollout]] = defaultdict(list)
         for rollout in self._buffer:

@@ -36,7 +36,7 @@ import xxhash
 from nemo_specrl.errors import CorruptRecord, InvalidRollout
 from nemo_specrl.rollout import KEY_BYTES, Finish, Rollout
 
-__all__ = ["RECORD_VERSION", "STEP", "Recorded", "decode", "encode", "encode_all"]
+__all__ = ["RECORD_VERSION", "STEP", "Recorded", "decode", "encode", "encode_all", "packed"]
 
 RECORD_VERSION = 3
 STEP = 2.0**-10
@@ -308,6 +308,14 @@ def _recorded(key: bytes, record: bytes, header: Header | None = None) -> Record
         _header=header,
     )
     return rollout
+
+
+def packed(rollouts: Sequence[Rollout]) -> list[Recorded]:
+    """Rollouts as they would come back from a store: for who sends them to one."""
+    keys = [rollout.key for rollout in rollouts]
+    return [
+        _recorded(key, record) for key, record in zip(keys, encode_all(rollouts, keys), strict=True)
+    ]
 
 
 def decode(db_key: bytes, record: bytes) -> Recorded:

@@ -18,6 +18,7 @@ from nemo_specrl.cache.codec import (
     decode,
     encode,
     encode_all,
+    packed,
 )
 from nemo_specrl.errors import CorruptRecord, InvalidRollout
 from nemo_specrl.rollout import MAX_SLOT, Finish, Rollout, prompt_key
@@ -125,7 +126,8 @@ def test_what_was_decoded_is_encoded_and_sent_as_it_was(originals, exact):
             + encode_all(originals, names, exact=changed)
         )
     unused = [decode(name, record) for name, record in zip(names, records, strict=True)]
-    for some in (decoded, unused):  # with their arrays made, and without
+    # With their arrays made, without, and as they are sent to a store.
+    for some in (decoded, unused, packed(originals)) if not exact else (decoded, unused):
         sent = pickle.dumps(some)
         assert len(sent) < sum(map(len, records)) + 80 * len(records) + 200
         for got, want in zip(pickle.loads(sent), originals, strict=True):
