@@ -94,6 +94,14 @@ VARIANTS: dict[str, tuple[str, ...]] = {
         L, "clip_anchor=birth", "acceptance_reference=birth"
     ),
     "strict, clip from birth": spec("clip_anchor=birth"),
+    "strict, clip of 0.1 from birth": (
+        *spec("clip_anchor=birth"),
+        "loss_fn.ratio_clip_min=0.1",
+        "loss_fn.ratio_clip_max=0.1",
+    ),
+    "strict, clip and acceptance from birth": spec(
+        "clip_anchor=birth", "acceptance_reference=birth"
+    ),
     "strict, 10 % fresh": spec("fresh_fraction=0.1"),
     "strict, 30 % fresh": spec("fresh_fraction=0.3"),
     "strict, 20 % fresh, clip from birth": spec("fresh_fraction=0.2", "clip_anchor=birth"),
