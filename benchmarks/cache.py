@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,9 +28,11 @@ import numpy as np
 
 from nemo_specrl import Finish, Rollout, RolloutStore, prompt_key
 from nemo_specrl.cache.codec import encode_all
+from nemo_specrl.cache.shard import Shard
 from nemo_specrl.cache.tables import DATA_FILE, db_key
 
 SLOTS = 16
+PARTITIONS = 64
 MB = 1e6
 
 
@@ -203,6 +206,7 @@ def benchmark(folder: Path, prompts: int, tokens: int, runs: int) -> dict[str, A
             made = rollouts(prompts, tokens, run)
             names = [db_key(r.key, r.slot, i) for i, r in enumerate(made)]
             mb = one_run(timings, folder, store, made, names)
+    waited = pauses(path, folder, prompts)
     memory = subprocess.run(
         [
             *(sys.executable, __file__, "--memory-of", str(path)),
@@ -219,7 +223,42 @@ def benchmark(folder: Path, prompts: int, tokens: int, runs: int) -> dict[str, A
         "tokens": tokens,
         "bytes_per_token": mb * MB / (prompts * SLOTS * tokens),
         "timings": timings.medians(),
+        "snapshot_by_partitions": waited,
         "memory": json.loads(memory.stdout),
+    }
+
+
+def pauses(path: Path, folder: Path, prompts: int) -> dict[str, float]:
+    """A checkpoint's snapshot by partitions, and how long look-ups of 8 prompts wait meanwhile."""
+    options = {"max_bytes": 2**40, "tokenizer_id": "benchmark"}
+    shard = Shard(str(path), "benchmark", True, options)
+    keys = [prompt_key([prompt]) for prompt in range(prompts)]
+    shard.store.get(keys)  # warm
+    speeds: list[float] = []
+
+    def write() -> None:
+        started = time.perf_counter()
+        files = shard.write(str(folder / "partitions"), list(range(PARTITIONS)), PARTITIONS)
+        taken = time.perf_counter() - started
+        speeds.append(sum(file.bytes for file in files) / MB / taken)
+
+    write()
+    writer = threading.Thread(target=write)
+    writer.start()
+    waits = []
+    while writer.is_alive():
+        first = len(waits) * 8 % prompts
+        started = time.perf_counter()
+        shard.store.get(keys[first : first + 8])
+        waits.append(time.perf_counter() - started)
+    writer.join()
+    shard.close()
+    return {
+        "mb_s": speeds[0],
+        "mb_s_beside_lookups": speeds[1],
+        "lookups": len(waits),
+        "median_wait_s": statistics.median(waits),
+        "longest_wait_s": max(waits),
     }
 
 
@@ -273,7 +312,13 @@ def report(result: dict[str, Any]) -> None:
             f"{name:30}{figures['s']:8.3f}{figures['cpu_s']:8.3f}{figures['mb_s']:8.0f}"
             f"{figures['best_mb_s']:8.0f}" + (f"{speed:12.1f}" if "raw" not in name else "")
         )
-    memory = result["memory"]
+    waited, memory = result["snapshot_by_partitions"], result["memory"]
+    print(
+        f"snapshot by partitions: {waited['mb_s']:.0f} MB/s alone, "
+        f"{waited['mb_s_beside_lookups']:.0f} MB/s beside {waited['lookups']} look-ups of 8 "
+        f"prompts, which took {1e3 * waited['median_wait_s']:.1f} ms in the median and "
+        f"{1e3 * waited['longest_wait_s']:.1f} ms at worst"
+    )
     print(
         f"memory of a shard beside its mapped pages: {memory['at_start_mb']:.0f} MB at start, "
         f"{memory['after_mb']:.0f} MB after reading and writing all"

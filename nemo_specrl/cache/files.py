@@ -31,8 +31,14 @@ def as_cache_errors(doing: str, path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replacing(file: Path, temporary: Path) -> Iterator[BinaryIO]:
-    """A new file that takes the place of ``file`` when all of it is on disk, or not at all."""
+def replacing(file: Path, temporary: Path, *, sync_name: bool = True) -> Iterator[BinaryIO]:
+    """A new file that takes the place of ``file`` when all of it is on disk, or not at all.
+
+    Args:
+        file: to be there at the end.
+        temporary: name of the new file until then, in the same folder.
+        sync_name: make sure of its name, too; else whoever writes the folder's last file does.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
         with open(temporary, "w+b") as new:
@@ -44,7 +50,8 @@ def replacing(file: Path, temporary: Path) -> Iterator[BinaryIO]:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
-    sync_folder(file.parent)
+    if sync_name:
+        sync_folder(file.parent)
 
 
 def sync_folder(folder: Path) -> None:

@@ -13,6 +13,7 @@ whoever reads the folder believes nothing that it does not name.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import struct
@@ -22,7 +23,7 @@ from pathlib import Path
 
 import xxhash
 
-from nemo_specrl.cache.codec import decode, encode
+from nemo_specrl.cache.codec import decode, encode_all
 from nemo_specrl.cache.files import as_cache_errors, replacing
 from nemo_specrl.cache.tables import db_key
 from nemo_specrl.errors import CacheError, ForeignStore, StoreUnavailable
@@ -40,6 +41,7 @@ __all__ = [
 
 FORMAT = 2
 MANIFEST = "manifest.json"
+WRITTEN_AT_ONCE = 64  # rollouts
 _SIZE = struct.Struct("<I")
 _NAME_BYTES = KEY_BYTES + 10
 
@@ -95,15 +97,19 @@ def write_partition(folder: Path, partition: int, rollouts: Iterable[Rollout]) -
     count, size, hasher = 0, 0, xxhash.xxh3_64()
     with (
         as_cache_errors("write the snapshot", path),
-        replacing(path, path.with_suffix(".tmp")) as file,
+        # The manifest is what makes names durable that matter.
+        replacing(path, path.with_suffix(".tmp"), sync_name=False) as file,
     ):
-        for rollout in rollouts:
-            name = db_key(rollout.key, rollout.slot, 0)
-            record = encode(rollout, name)
-            piece = _SIZE.pack(len(record)) + name + record
+        iterator = iter(rollouts)
+        while some := list(itertools.islice(iterator, WRITTEN_AT_ONCE)):
+            names = [db_key(rollout.key, rollout.slot, 0) for rollout in some]
+            parts: list[bytes] = []
+            for name, record in zip(names, encode_all(some, names), strict=True):
+                parts += (_SIZE.pack(len(record)), name, record)
+            piece = b"".join(parts)
             file.write(piece)
             hasher.update(piece)
-            count, size = count + 1, size + len(piece)
+            count, size = count + len(some), size + len(piece)
     return PartitionFile(partition, size, count, hasher.hexdigest())
 
 
