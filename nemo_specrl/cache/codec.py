@@ -25,9 +25,8 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Sequence
-from functools import cached_property
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +52,7 @@ _FINISHES = {int(finish): finish for finish in Finish}
 
 Array = npt.NDArray[Any]
 Buffer = bytes | memoryview
+T = TypeVar("T")
 
 
 def encode(rollout: Rollout, db_key: bytes, *, exact: bool = False) -> bytes:
@@ -169,8 +169,7 @@ def _floats(columns: list[npt.NDArray[np.float32]]) -> memoryview:
 def _steps(columns: list[npt.NDArray[np.float32]]) -> memoryview:
     """Log-probs as whole numbers of ``STEP``."""
     values = np.concatenate(columns)
-    np.maximum(values, np.float32(-0xFFFF * STEP), out=values)
-    np.minimum(values, 0, out=values)
+    np.clip(values, np.float32(-0xFFFF * STEP), np.float32(0), out=values)
     np.multiply(values, np.float32(-1 / STEP), out=values)
     np.rint(values, out=values)
     return _bytes(values.astype("<u2"))
@@ -212,6 +211,19 @@ class Header(NamedTuple):
     runs: int
 
 
+class _Column(Generic[T]):
+    """As ``functools.cached_property``, whose lock, before Python 3.12, costs as much again."""
+
+    def __init__(self, made: Callable[[Any], T]) -> None:
+        self._made = made
+        self._name = made.__name__
+        self.__doc__ = made.__doc__
+
+    def __get__(self, rollout: Any, owner: type) -> T:
+        value = rollout.__dict__[self._name] = self._made(rollout)
+        return value
+
+
 class Recorded(Rollout):
     """A rollout that came out of a record; made by :func:`decode`.
 
@@ -219,12 +231,14 @@ class Recorded(Rollout):
     """
 
     _record: bytes
-    _header: Header
+    _flags: int
+    _length: int
+    _runs: int
 
-    @cached_property
+    @_Column
     def tokens(self) -> npt.NDArray[np.int32]:
         """As of :class:`Rollout`."""
-        flags, n = self._header.flags, self._header.tokens
+        flags, n = self._flags, self._length
         low = np.frombuffer(self._record, "<u2", n, _HEADER.size)
         if flags & (TOKENS_24 | TOKENS_32):
             high = np.frombuffer(
@@ -232,27 +246,27 @@ class Recorded(Rollout):
             )
             tokens = high.astype(np.int32)
             np.left_shift(tokens, 16, out=tokens)
-            np.add(tokens, low, out=tokens)
+            np.bitwise_or(tokens, low, out=tokens)
         else:
             tokens = low.astype(np.int32)
         return _fixed(tokens)
 
-    @cached_property
+    @_Column
     def logprobs(self) -> npt.NDArray[np.float32]:
         """As of :class:`Rollout`."""
         return self._nats(0)
 
-    @cached_property
+    @_Column
     def birth_logprobs(self) -> npt.NDArray[np.float32]:
         """As of :class:`Rollout`."""
-        return self._nats(1) if self._header.flags & OWN_BIRTH_LOGPROBS else self.logprobs
+        return self._nats(1) if self._flags & OWN_BIRTH_LOGPROBS else self.logprobs
 
-    @cached_property
+    @_Column
     def birth_versions(self) -> npt.NDArray[np.int64]:
         """As of :class:`Rollout`."""
-        if not self._header.runs:
-            return _fixed(np.full(self._header.tokens, self.policy_version, np.int64))
-        lengths, versions = _runs_of(self._record, self._header)
+        if not self._runs:
+            return _fixed(np.full(self._length, self.policy_version, np.int64))
+        lengths, versions = _runs_of(self._record, self._runs)
         return _fixed(np.repeat(np.array(versions, np.int64), lengths))
 
     @property
@@ -263,17 +277,17 @@ class Recorded(Rollout):
     @property
     def exact(self) -> bool:
         """Whether its log-probs are what they were, to the last bit."""
-        return bool(self._header.flags & EXACT)
+        return bool(self._flags & EXACT)
 
     def __len__(self) -> int:
-        return self._header.tokens
+        return self._length
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _recorded, (self.key, self._record)
 
     def _nats(self, column: int) -> npt.NDArray[np.float32]:
         """Log-probs: the last ones (0) or those at birth (1)."""
-        flags, n = self._header.flags, self._header.tokens
+        flags, n = self._flags, self._length
         width = 4 if flags & EXACT else 2
         at = _HEADER.size + n * (_token_bytes(flags) + column * width)
         if flags & EXACT:
@@ -305,7 +319,9 @@ def _recorded(key: bytes, record: bytes, header: Header | None = None) -> Record
         visit=header.visit,
         fingerprint=header.fingerprint,
         _record=record,
-        _header=header,
+        _flags=header.flags,
+        _length=header.tokens,
+        _runs=header.runs,
     )
     return rollout
 
@@ -347,7 +363,7 @@ def decode(db_key: bytes, record: bytes) -> Recorded:
 def _contradiction(record: bytes, header: Header) -> str:
     """What is wrong with the columns of a record whose size is right."""
     if header.runs:
-        lengths, versions = _runs_of(record, header)
+        lengths, versions = _runs_of(record, header.runs)
         if sum(lengths) != header.tokens:
             return f"runs of {sum(lengths)} birth versions for {header.tokens} tokens"
         if max(versions) >= 2**63:
@@ -361,9 +377,8 @@ def _contradiction(record: bytes, header: Header) -> str:
     return ""
 
 
-def _runs_of(record: bytes, header: Header) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _runs_of(record: bytes, runs: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Lengths and values of the runs of equal birth versions."""
-    runs = header.runs
     numbers = _runs_struct(runs).unpack_from(record, len(record) - _CHECKSUM.size - 12 * runs)
     return numbers[:runs], numbers[runs:]
 

@@ -15,7 +15,7 @@ from nemo_specrl.errors import CacheError, StoreUnavailable
 
 __all__ = ["as_cache_errors", "digest", "replacing", "sync_folder"]
 
-_BLOCK = 2**22
+_BLOCK = 2**20
 
 
 @contextlib.contextmanager
@@ -73,9 +73,10 @@ def digest(file: BinaryIO, size: int, copy_to: BinaryIO | None = None) -> bytes:
     """xxh3-64 of the first ``size`` bytes of a file, which are copied on the way if asked for."""
     file.seek(0)
     hasher = xxhash.xxh3_64()
-    while size > 0 and (block := file.read(min(_BLOCK, size))):
-        size -= len(block)
-        hasher.update(block)
+    buffer = memoryview(bytearray(min(_BLOCK, size)))  # one: new memory costs more than a read
+    while size > 0 and (count := file.readinto(buffer[:size])):  # type: ignore[attr-defined]
+        size -= count
+        hasher.update(buffer[:count])
         if copy_to is not None:
-            copy_to.write(block)
+            copy_to.write(buffer[:count])
     return hasher.digest()

@@ -31,7 +31,7 @@ __all__ = ["RolloutStore", "StoreStats"]
 MIN_BYTES = 2**20
 FLUSH_SECONDS = 0.5  # so that a commit has as long again, within the second that is promised
 SNAPSHOT_FILE = "rollouts.snapshot"
-ENCODED_AT_ONCE = 32  # rollouts: more leave the processor's caches, fewer wait for numpy's calls
+ENCODED_AT_ONCE = 64  # rollouts: more leave the processor's caches, fewer wait for numpy's calls
 SCANNED_AT_ONCE = 64  # prompts; other callers wait while they are read, some milliseconds
 
 _log = logging.getLogger(__name__)
@@ -138,7 +138,8 @@ class RolloutStore:
         iterator = iter(rollouts)
         with self._guard("write to"):
             while some := list(itertools.islice(iterator, ENCODED_AT_ONCE)):
-                clocks = [self._tick() for _ in some]
+                clocks = range(self._tables.clock + 1, self._tables.clock + 1 + len(some))
+                self._tables.clock += len(some)
                 names = [db_key(r.key, r.slot, t) for r, t in zip(some, clocks, strict=True)]
                 records = encode_all(some, names, exact=self._exact)
                 for rollout, clock, name, record in zip(some, clocks, names, records, strict=True):
@@ -366,11 +367,10 @@ class RolloutStore:
 
     def _add(self, key: bytes, clock: int, name: bytes, record: bytes) -> None:
         """Takes a record into the buffer, which is committed when it is full, or has waited."""
-        footprint = self._tables.footprint(record)
+        footprint, pages = self._tables.size_of(record)
         if footprint > self._tables.record_limit:
             self._dropped_records += 1
             return
-        pages = self._tables.pages(record)
         if self._buffer and self._buffered_pages + pages > self._tables.batch_pages:
             self._flush()
         self._buffer.setdefault(key, {})[name] = record

@@ -168,15 +168,11 @@ class Tables:
     def _end(self) -> int:
         return (self.env.info()["last_pgno"] + 1) * self.page_size
 
-    def footprint(self, record: bytes) -> int:
-        """Bytes of the pages that a record takes, about."""
+    def size_of(self, record: bytes) -> tuple[int, int]:
+        """Bytes of the pages that a record takes, about, and pages that writing it dirties."""
         full, rest = divmod(len(record), self.page_size - _PAGE_HEADER)
         # A small rest shares a page, half full on average, with others.
-        return full * self.page_size + min(self.page_size, 2 * (rest + 64))
-
-    def pages(self, record: bytes) -> int:
-        """Pages that a transaction writes for a record; a small one still dirties a page."""
-        return len(record) // (self.page_size - _PAGE_HEADER) + 1
+        return full * self.page_size + min(self.page_size, 2 * (rest + 64)), full + 1
 
     def failed(self) -> bool:
         """Whether LMDB refuses every transaction from now on."""
@@ -189,7 +185,7 @@ class Tables:
     @contextlib.contextmanager
     def reading(self) -> Iterator[Reader]:
         """What was committed last."""
-        with self.env.begin(db=self.rollouts) as txn, txn.cursor() as cursor:
+        with self.env.begin(db=self.rollouts, buffers=True) as txn, txn.cursor() as cursor:
             yield Reader(self, txn, cursor)
 
     @contextlib.contextmanager
@@ -281,7 +277,7 @@ class Reader:
     """The tables in one transaction."""
 
     def __init__(
-        self, tables: Tables, txn: lmdb.Transaction[bytes], cursor: lmdb.Cursor[bytes]
+        self, tables: Tables, txn: lmdb.Transaction[Any], cursor: lmdb.Cursor[Any]
     ) -> None:
         self._tables = tables
         self._txn = txn
@@ -301,10 +297,12 @@ class Reader:
 
     def records(self, key: bytes) -> dict[bytes, bytes]:
         """The records of a prompt, by db key."""
-        pieces: dict[bytes, list[bytes]] = {}
+        pieces: dict[bytes, list[memoryview]] = {}
         if self._cursor.set_range(key):
-            record, values = b"", [b""]
-            for name, value in self._cursor:
+            record = b""
+            values: list[memoryview] = []
+            for place, value in self._cursor:  # pages of the file, which are copied once, below
+                name = bytes(place)
                 if not name.startswith(key):
                     break
                 if record and name.startswith(record):
@@ -319,7 +317,7 @@ class Reader:
         found: list[bytes] = []
         more = self._cursor.set_range(start)
         while more and len(found) < at_most:
-            name = self._cursor.key()[:KEY_BYTES]
+            name = bytes(self._cursor.key()[:KEY_BYTES])
             if stop is not None and name >= stop:
                 break
             if name >= start:
