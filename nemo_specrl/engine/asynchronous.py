@@ -105,7 +105,8 @@ class AsyncSpeculativeLLM(Speculation):
             output, ending = await self._decode(request, request_id, kwargs)
         self.metrics.decode_s += time.perf_counter() - verified_at
         assert output is not None
-        completion = self._finish(request, output, ending)
+        completion, rollouts = self._finish(request, output, ending)
+        self._keep(rollouts)
         self.cache.flush()
         yield request_outputs([request], {0: (output, completion)})[0]
 

@@ -180,20 +180,20 @@ class Speculation:
             return Ending(len(request.tokens), Finish.STOP, reason)
         return Ending(len(request.tokens), Finish.LENGTH)
 
-    def _finish(self, request: Request, output: RequestOutput, ending: Ending) -> CompletionOutput:
-        """The completion of a request that has ended; its rollout is journaled at once."""
+    def _finish(
+        self, request: Request, output: RequestOutput, ending: Ending
+    ) -> tuple[CompletionOutput, list[Rollout]]:
+        """The completion of a request that has ended, and what the cache is to keep of it."""
         completion, rollout = completed(
             request, output, ending, self.config, self.policy_version, self.fingerprint
         )
         self.metrics.response_tokens += len(request.tokens)
         if request.replayed:
-            return completion  # it is in the cache
+            return completion, []  # it is in the cache
         if request.draft is not None and request.accepted < len(request.tokens):
             prefill = len(request.rules.prompt) + request.accepted
             self.metrics.recomputed_tokens += prefill - (output.num_cached_tokens or 0)
-        if request.cacheable:
-            self._keep([rollout])
-        return completion
+        return completion, [rollout] if request.cacheable else []
 
     def _keep_unfinished(self, inflight: Mapping[str, Request]) -> None:
         """Journal the rows that an interrupt found under way, marked partial.
@@ -225,7 +225,8 @@ class Speculation:
 
     def _keep(self, rollouts: list[Rollout]) -> None:
         try:
-            self.cache.put(rollouts)
+            if rollouts:
+                self.cache.put(rollouts)
         except Exception as error:  # the cache can only cost speed
             self._count_cache_error(error)
 

@@ -24,11 +24,14 @@ from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.requests import Request, build_requests
 from nemo_specrl.engine.sampling import Ending
 from nemo_specrl.engine.verification import continuation_params, verification_params
+from nemo_specrl.rollout import Rollout
 
 if TYPE_CHECKING:
     from vllm import LLM, CompletionOutput, RequestOutput, SamplingParams
 
 __all__ = ["RolloutCache", "SpeculativeLLM"]
+
+KEEP_SECONDS = 0.25  # so long what is finished waits for others: a put of many costs what one does
 
 
 class SpeculativeLLM(Speculation):
@@ -120,6 +123,8 @@ class SpeculativeLLM(Speculation):
         inflight: dict[str, Request] = {}
         ended: dict[int, tuple[RequestOutput, CompletionOutput]] = {}
         progress = _progress(use_tqdm, len(requests))
+        finished: list[Rollout] = []
+        kept_at = time.perf_counter()
 
         def submit(request: Request, tokens: list[int], params: SamplingParams) -> None:
             request_id = str(next(self.llm.request_counter))
@@ -129,7 +134,9 @@ class SpeculativeLLM(Speculation):
             inflight[request_id] = request
 
         def finish(request: Request, output: RequestOutput, ending: Ending) -> None:
-            ended[position[id(request)]] = output, self._finish(request, output, ending)
+            completion, rollouts = self._finish(request, output, ending)
+            ended[position[id(request)]] = output, completion
+            finished.extend(rollouts)
             if progress is not None:
                 progress.update(1)
 
@@ -177,8 +184,12 @@ class SpeculativeLLM(Speculation):
                     else:
                         prefix = request.rules.prompt + request.tokens
                         submit(request, prefix, continuation_params(request, self.policy_version))
+                if time.perf_counter() - kept_at > KEEP_SECONDS:
+                    self._keep(finished)
+                    finished, kept_at = [], time.perf_counter()
                 metrics.assembly_s += time.perf_counter() - stepped
         finally:
+            self._keep(finished)
             if inflight:  # an error or an interrupt: leave an engine that can be used again
                 self._keep_unfinished(inflight)
                 engine.abort_request(list(inflight))
