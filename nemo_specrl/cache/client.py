@@ -140,6 +140,7 @@ class CacheClient:
             done = ready(asked, max(0.0, until - time.monotonic()))
             for ref, (node, some) in asked.items():
                 if ref not in done:
+                    ref.future()  # taken: else Ray logs an error that comes yet as unhandled
                     self._failed(node, TimeoutError(f"no answer in {self.deadline_s:g} s"))
                     continue
                 answer = self._result(node, ref)

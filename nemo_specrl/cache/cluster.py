@@ -10,9 +10,10 @@ of it. A look-up that begins after a ``sync`` gets nothing older than what was p
 copy of that lives and has not been evicted.
 
 Not promised: the last where this client could not write to a node that others can read from, for
-the second that it takes to tell them; or where a node is declared dead while its processes live on;
-nor that a prompt is found whose copies are all lost; nor, after a restart of the whole job, that
-the newest is found before the disks have been compared.
+the second that it takes to tell them, or while its lease lasts (:data:`.shard.LEASE_SECONDS`) where
+it is cut off; or where a node is declared dead while its processes live on; nor that a prompt is
+found whose copies are all lost; nor, after a restart of the whole job, that the newest is found
+before the disks have been compared.
 
 Knows Ray; nothing of engines or of NeMo-RL.
 """

@@ -11,73 +11,37 @@ import sys
 import tempfile
 import time
 
-import numpy as np
 import pytest
 import ray
-import ray.cloudpickle
-from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nemo_specrl.cache.cluster import start_shards
 from nemo_specrl.errors import ConfigError
-from nemo_specrl.rollout import Finish, Rollout, prompt_key
+from tests.cache.nodes import (
+    KEYS,
+    NODE,
+    OPTIONS,
+    PROMPTS,
+    SLOTS,
+    copies,
+    group,
+    ray_head,
+    versions_of,
+    wait_until,
+)
 
-PROMPTS = 60
-SLOTS = 2
-NODE = {"num_cpus": 1, "object_store_memory": 2**27}
-OPTIONS = {
-    "keep": False,
-    "partitions": 32,  # where two nodes of three have none of them, once in 4e5 runs, a test fails
-    "replicas": 2,
-    "deadline_s": 30.0,  # two cores share the nodes
-    "tokenizer_id": "tok",
-    "max_bytes": 2**24,
-    "groups_per_prompt": 1,
-}
 PROMISED_SECONDS = 30.0
-
-
-def rollout(prompt, version, slot):
-    rng = np.random.default_rng([prompt, version, slot])
-    return Rollout(
-        prompt_key([prompt]), slot, rng.integers(0, 60000, 9), np.zeros(9), Finish.STOP, version
-    )
-
-
-def group(prompt, version):
-    return [rollout(prompt, version, slot) for slot in range(SLOTS)]
-
-
-KEYS = [prompt_key([p]) for p in range(PROMPTS)]
 
 
 @pytest.fixture(scope="module")
 def ray_cluster():
     """Three Ray nodes, the first of which is this process's own, and stays."""
-    folder = tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True)  # a short name
-    # Where a Cluster notes its address, whatever its temp_dir; Ray expects the folder to be there.
-    os.makedirs(os.path.dirname(ray._private.utils.get_ray_address_file(None)), exist_ok=True)
-    cluster = Cluster(
-        initialize_head=True,
-        head_node_args=NODE
-        | {
-            "include_dashboard": False,
-            "temp_dir": folder.name,
-            "_system_config": {
-                "health_check_initial_delay_ms": 1000,
-                "health_check_period_ms": 1000,
-                "health_check_timeout_ms": 3000,
-                "health_check_failure_threshold": 5,  # cores are busy
-            },
-        },
-    )
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not import tests
-    cluster.others = []
-    ray.init(address=cluster.address, log_to_driver=False)
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
-    folder.cleanup()
+    with (
+        tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder,  # short
+        ray_head(sys.modules[__name__], folder, failures=5) as cluster,  # cores are busy
+    ):
+        cluster.others = []
+        yield cluster
 
 
 @pytest.fixture
@@ -118,20 +82,6 @@ class Engine:
         return {p: [r.policy_version for r in g] for p, g in versions_of(self.cache).items()}
 
 
-def versions_of(cache):
-    found = cache.get(KEYS)
-    return {p: found.get(KEYS[p], []) for p in range(PROMPTS)}
-
-
-def wait_until(condition, seconds=120.0):
-    """Seconds that it took."""
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() < start + seconds, "it did not come"
-        time.sleep(0.1)
-    return time.monotonic() - start
-
-
 def kill(cluster, *nodes):
     """Nodes, at once; it is believed when Ray says so."""
     for node in nodes:
@@ -139,17 +89,6 @@ def kill(cluster, *nodes):
         cluster.others.remove(node)
     gone = {node.node_id for node in nodes}
     wait_until(lambda: not any(n["Alive"] for n in ray.nodes() if n["NodeID"] in gone))
-
-
-def copies(cache):
-    """Of each prompt, the shards that have it, in the versions that they have."""
-    view = ray.get(cache._keeper.view.remote())
-    there = {p: {} for p in range(PROMPTS)}
-    for name, shard in view.shards.items():
-        for r in ray.get(shard.piece.remote(b"", None)).rollouts:
-            if name in view.routing.read(r.key):
-                there[KEYS.index(r.key)].setdefault(name, []).append(r.policy_version)
-    return there
 
 
 def test_a_node_dies_in_the_middle_of_a_step(cluster, cache):

@@ -1,0 +1,96 @@
+"""What the tests with real Ray nodes share: prompts with known rollouts, and what a cache has."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+
+import numpy as np
+import ray
+import ray.cloudpickle
+from ray.cluster_utils import Cluster
+
+from nemo_specrl.rollout import Finish, Rollout, prompt_key
+
+PROMPTS = 60
+SLOTS = 2
+NODE = {"num_cpus": 1, "object_store_memory": 2**27}
+OPTIONS = {
+    "keep": False,
+    "partitions": 32,  # where two nodes of three have none of them, once in 4e5 runs, a test fails
+    "replicas": 2,
+    "deadline_s": 30.0,  # two cores share the nodes
+    "tokenizer_id": "tok",
+    "max_bytes": 2**24,
+    "groups_per_prompt": 1,
+}
+KEYS = [prompt_key([p]) for p in range(PROMPTS)]
+
+
+@contextlib.contextmanager
+def ray_head(module, folder, failures, **arguments):
+    """A Ray cluster of this process's own node.
+
+    Args:
+        module: whose classes its workers get by value: they do not import tests.
+        folder: of Ray, with a short name.
+        failures: of health checks, a second apart, that make a node dead.
+        arguments: of the node, beside the usual ones.
+    """
+    # Where a Cluster notes its address, whatever its temp_dir; Ray expects the folder to be there.
+    os.makedirs(os.path.dirname(ray._private.utils.get_ray_address_file(None)), exist_ok=True)
+    config = {
+        "health_check_initial_delay_ms": 1000,
+        "health_check_period_ms": 1000,
+        "health_check_timeout_ms": 3000,
+        "health_check_failure_threshold": failures,
+    }
+    own = {"include_dashboard": False, "temp_dir": str(folder), "_system_config": config}
+    cluster = Cluster(initialize_head=True, head_node_args=NODE | own | arguments)
+    for each in (sys.modules[__name__], module):
+        ray.cloudpickle.register_pickle_by_value(each)
+    try:
+        address = cluster.head_node.node_ip_address
+        ray.init(cluster.address, _node_ip_address=address, log_to_driver=False)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def rollout(prompt, version, slot):
+    rng = np.random.default_rng([prompt, version, slot])
+    return Rollout(
+        prompt_key([prompt]), slot, rng.integers(0, 60000, 9), np.zeros(9), Finish.STOP, version
+    )
+
+
+def group(prompt, version):
+    return [rollout(prompt, version, slot) for slot in range(SLOTS)]
+
+
+def versions_of(cache):
+    found = cache.get(KEYS)
+    return {p: found.get(KEYS[p], []) for p in range(PROMPTS)}
+
+
+def wait_until(condition, seconds=120.0):
+    """Seconds that it took."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() < start + seconds, "it did not come"
+        time.sleep(0.1)
+    return time.monotonic() - start
+
+
+def copies(cache):
+    """Of each prompt, the shards that have it, in the versions that they have."""
+    view = ray.get(cache._keeper.view.remote())
+    there = {p: {} for p in range(PROMPTS)}
+    for name, shard in view.shards.items():
+        for r in ray.get(shard.piece.remote(b"", None)).rollouts:
+            if name in view.routing.read(r.key):
+                there[KEYS.index(r.key)].setdefault(name, []).append(r.policy_version)
+    return there
