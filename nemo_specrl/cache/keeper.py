@@ -260,7 +260,10 @@ class Keeper:
                 known.asked = known.actor.hello.options(concurrency_group=BACKGROUND).remote(
                     self._partitions
                 )
+                known.asked_at = now
         for known in self._known.values():
+            if known.hello is not None and now - known.asked_at > PATIENCE_SECONDS:
+                known.asked = None  # asked again: an answer may have been lost with its connection
             if known.member and now - known.heard_at > PATIENCE_SECONDS:
                 logger.warning(
                     "rollout cache: the shard of node %s has not answered for %.0f s",
