@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import random
+import shutil
 import signal
 import struct
 import subprocess
@@ -214,69 +215,135 @@ def test_changing_an_array_after_the_put_changes_nothing(tmp_path):
         assert contents(store, [1]) == {1: [rollout(1)]}
 
 
+def by_slot(group):
+    slots = defaultdict(list)
+    for r in group:
+        slots[r.slot].append(r)
+    return dict(slots)
+
+
 class StoreMachine(RuleBasedStateMachine):
-    """Any order of calls, against a dict."""
+    """Any order of calls, crashes and evictions, against a dict.
+
+    Of what has not been synced, a crash may lose the latest puts. A prompt may be missing where the
+    store says that it has evicted as many.
+    """
 
     prompt = st.integers(0, 5)
+    large = st.integers(6, 8)
+    prompts = range(9)
 
     def __init__(self, folder):
         super().__init__()
         self.folder = folder
-        self.store = open_store(folder / "store", groups_per_prompt=2)
-        self.model = defaultdict(list)  # (prompt, slot) -> newest first
+        self.lives = 0
+        self.open()
+        self.model = {}  # prompt -> slot -> newest first
+        self.since_sync = [{}]
         self.saved = None
         self.version = 0
 
-    def want(self, prompt):
-        rollouts = [
-            r for (p, _), group in sorted(self.model.items()) if p == prompt for r in group[:2]
-        ]
-        return {prompt: rollouts} if rollouts else {}
+    def open(self):
+        self.path = self.folder / f"store-{self.lives}"
+        self.store = open_store(self.path, groups_per_prompt=2)
+        self.missed = 0  # evictions that are accounted for
+
+    @staticmethod
+    def want(model, prompt):
+        return [r for _, group in sorted(model.get(prompt, {}).items()) for r in group[:2]]
+
+    def put_all(self, places):
+        made = []
+        for prompt, slot, n in places:
+            self.version += 1
+            made.append(rollout(prompt, self.version, slot, n))
+            self.model = {
+                p: {s: list(g) for s, g in slots.items()} for p, slots in self.model.items()
+            }
+            self.model.setdefault(prompt, {}).setdefault(slot, []).insert(0, made[-1])
+        self.store.put(made)
+        self.since_sync.append(self.model)
 
     @rule(puts=st.lists(st.tuples(prompt, st.integers(0, 2), st.sampled_from([0, 9, 900]))))
     def put(self, puts):
-        made = []
-        for prompt, slot, n in puts:
-            self.version += 1
-            made.append(rollout(prompt, self.version, slot, n))
-            self.model[prompt, slot].insert(0, made[-1])
-        self.store.put(made)
+        self.put_all(puts)
+
+    @rule(prompt=large)
+    def put_much(self, prompt):
+        """A fifth of the cap: others have to go."""
+        self.put_all([(prompt, 0, 400_000)])
+        assert contents(self.store, [prompt])[prompt][0] == self.model[prompt][0][0]
+        self.sync()
 
     @rule(prompts=st.lists(prompt, unique=True))
     def get(self, prompts):
-        want = {}
+        found = contents(self.store, prompts)
         for prompt in prompts:
-            want |= self.want(prompt)
-        assert contents(self.store, prompts) == want
+            want, group = self.want(self.model, prompt), found.get(prompt, [])
+            if group != want:  # evicted, and maybe put again
+                assert all(r in want for r in group)
+                self.missed += 1
+                self.model = {**self.model, prompt: by_slot(group)}
+                self.since_sync = [{**m, prompt: by_slot(group)} for m in self.since_sync]
+        assert self.missed <= self.store.stats().evicted_prompts
 
     @rule()
     def count(self):
-        assert len(self.store) == sum(len(group[:2]) for group in self.model.values())
+        self.get(self.prompts)
+        rollouts = [r for prompt in self.prompts for r in self.want(self.model, prompt)]
+        assert len(self.store) == len(rollouts)
 
     @rule()
     def sync(self):
         self.store.sync()
+        self.get(self.prompts)
+        self.since_sync = [self.model]
 
     @rule()
     def reopen(self):
+        self.sync()
         self.store.close()
-        self.store = open_store(self.folder / "store", groups_per_prompt=2)
+        self.open()
+
+    @rule()
+    def crash(self):
+        """What is on disk at this moment is what another process finds."""
+        self.lives += 1
+        with self.store._mutex:
+            shutil.copytree(self.path, self.folder / f"store-{self.lives}")
+            lost = self.store.stats().evicted_prompts - self.missed
+        self.store.close()
+        self.open()
+        found = contents(self.store, self.prompts)
+
+        def evicted(model):
+            """Prompts of which something is missing; all, where something else is there."""
+            wanted = {p: self.want(model, p) for p in self.prompts}
+            if any(r not in wanted[p] for p, group in found.items() for r in group):
+                return self.prompts
+            return [p for p in self.prompts if found.get(p, []) != wanted[p]]
+
+        assert min(len(evicted(model)) for model in self.since_sync) <= lost
+        self.model = {p: by_slot(group) for p, group in found.items()}
+        self.since_sync = [self.model]
 
     @rule()
     def snapshot(self):
+        self.sync()
         self.store.snapshot(self.folder / "snapshot")
-        self.saved = {place: list(group) for place, group in self.model.items()}
+        self.saved = self.model
 
     @rule()
     def restore(self):
         if self.saved is not None:
             self.store.close()
-            RolloutStore.restore(self.folder / "snapshot", self.folder / "store")
-            self.store = open_store(self.folder / "store", groups_per_prompt=2)
-            self.model = defaultdict(list, {p: list(group) for p, group in self.saved.items()})
+            RolloutStore.restore(self.folder / "snapshot", self.path)
+            self.open()
+            self.model = self.saved
+            self.since_sync = [self.model]
 
     def teardown(self):
-        self.get(range(6))
+        self.get(self.prompts)
         self.store.close()
 
 
@@ -285,7 +352,7 @@ def test_any_order_of_calls_agrees_with_a_dict(tmp_path):
     run_state_machine_as_test(
         lambda: StoreMachine(tmp_path / str(next(numbers))),
         settings=settings(
-            derandomize=True, max_examples=30, stateful_step_count=25, deadline=None, database=None
+            derandomize=True, max_examples=60, stateful_step_count=40, deadline=None, database=None
         ),
     )
 
