@@ -31,7 +31,7 @@ from scipy import stats
 from nemo_specrl.config import PRESETS
 from nemo_specrl.local.log import read_metrics
 
-CONFIG = Path("examples/configs/grpo_arith_cpu.yaml")
+CONFIGS = Path("examples/configs")
 SPEC = "policy.generation.spec_rl."
 PLAIN = "plain"
 PROMPTS_PER_STEP = 16
@@ -39,13 +39,14 @@ PROMPTS_PER_STEP = 16
 
 @dataclass(frozen=True)
 class Setting:
-    """A task, a model and a set of prompts, on which variants are compared."""
+    """A task, a model, a set of prompts and an algorithm, on which variants are compared."""
 
     title: str
     prompts: int
     epochs: int
     epochs_per_evaluation: int
     overrides: tuple[str, ...] = ()
+    algorithm: str = "grpo"
 
     @property
     def steps_per_epoch(self) -> int:
@@ -62,11 +63,20 @@ SMALL = (
     "policy.model_name=examples/models/qwen3-arith-small",
     "policy.optimizer.kwargs.lr=3.0e-5",
 )
+DAPO = (  # without dynamic sampling, so that epochs have the same steps
+    "loss_fn.ratio_clip_max=0.28",
+    "loss_fn.ratio_clip_c=10.0",
+    "loss_fn.token_level_loss=true",
+)
 SETTINGS = {
     "sums-64": Setting("sums, 64 prompts, 1.6M parameters", 64, 15, 5),
     "sums-256": Setting("sums, 256 prompts, 1.6M parameters", 256, 10, 2),
     "sums-1024": Setting("sums, 1,024 prompts, 1.6M parameters", 1024, 3, 1),
     "sums-small-64": Setting("sums, 64 prompts, 0.6M parameters", 64, 15, 5, SMALL),
+    "sums-small-64-ppo": Setting("PPO, sums, 64 prompts, 0.6M parameters", 64, 15, 5, SMALL, "ppo"),
+    "sums-small-64-dapo": Setting(
+        "DAPO's loss, sums, 64 prompts, 0.6M parameters", 64, 15, 5, (*SMALL, *DAPO)
+    ),
     "sums-small-256": Setting("sums, 256 prompts, 0.6M parameters", 256, 10, 2, SMALL),
     "sorting-64": Setting("sorting, 64 prompts, 0.6M parameters", 64, 15, 5, SORTING),
     "sorting-256": Setting("sorting, 256 prompts, 0.6M parameters", 256, 10, 2, SORTING),
@@ -117,6 +127,7 @@ GRIDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "presets": (("sorting-256", "sums-small-256"), SHOWN),
     "sizes": (("sums-64", "sorting-64", "sums-256", "sorting-1024", "sums-1024"), SHOWN),
     "mechanisms": (("sums-small-64",), tuple(VARIANTS)),
+    "algorithms": (("sums-small-64-ppo", "sums-small-64-dapo"), (PLAIN, *PRESETS)),
 }
 
 
@@ -134,16 +145,17 @@ def train(
 ) -> str:
     """One run on some cores, from where it stands to its end; returns a line about it."""
     s = SETTINGS[setting]
+    a, config = s.algorithm, CONFIGS / f"{s.algorithm}_arith_cpu.yaml"
     folder = out / setting / variant / str(seed)
     command = [
-        *(sys.executable, "-m", "nemo_specrl", "train", str(CONFIG)),
-        f"grpo.num_prompts_per_step={PROMPTS_PER_STEP}",
+        *(sys.executable, "-m", "nemo_specrl", "train", str(config)),
+        f"{a}.num_prompts_per_step={PROMPTS_PER_STEP}",
         f"data.num_prompts={s.prompts}",
-        f"grpo.max_num_epochs={s.epochs}",
-        f"grpo.seed={seed}",
-        f"grpo.val_period={s.steps_per_epoch * s.epochs_per_evaluation}",
-        "grpo.max_val_samples=256",
-        "grpo.val_kl_to_start=true",
+        f"{a}.max_num_epochs={s.epochs}",
+        f"{a}.seed={seed}",
+        f"{a}.val_period={s.steps_per_epoch * s.epochs_per_evaluation}",
+        f"{a}.max_val_samples=256",
+        f"{a}.val_kl_to_start=true",
         "policy.generation.vllm_cfg.precision=float32",
         f"policy.generation.vllm_kwargs.max_num_seqs={max_num_seqs}",
         "logger.tensorboard_enabled=false",
