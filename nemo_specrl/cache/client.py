@@ -212,18 +212,28 @@ class CacheClient:
         if len(self._sent) > PUT_AT_ONCE:
             self._settle(0)
 
-    def sync(self) -> None:
-        """Return when what was put would survive SIGKILL on every shard that answers.
+    def deliver(self) -> None:
+        """Return when every shard that answers has what was put; on disk it is within a second.
 
-        Shards that do not, or not within ``SYNC_SECONDS``, are no readers then where others are.
+        Shards that do not answer, or not within ``SYNC_SECONDS``, are no readers then where others
+        are.
         """
         self._send()
+        self._finish(on_disk=False)
+
+    def sync(self) -> None:
+        """As :meth:`deliver`, and what was put would survive SIGKILL."""
+        self._send()
+        self._finish(on_disk=True)
+
+    def _finish(self, on_disk: bool) -> None:
         until = time.monotonic() + SYNC_SECONDS
-        while self._sent or self._unsynced:
-            for node in self._unsynced & self._view.shards.keys():
+        while self._sent or (on_disk and self._unsynced):
+            for node in self._unsynced & self._view.shards.keys() if on_disk else ():
                 call = self._view.shards[node].sync.remote()
                 self._sent.append(_Sent([], self._view.routing, {call: node}))
-            self._unsynced.clear()
+            if on_disk:
+                self._unsynced.clear()
             left = until - time.monotonic()
             self._settle(max(0.0, min(ASK_SECONDS, left)))
             late = {node for sent in self._sent for node in sent.refs.values()}

@@ -6,8 +6,8 @@ moves and copies them as nodes come and go; clients (:mod:`.client`) look up and
 
 Promised: a look-up neither raises into a rollout nor holds it up beyond the deadline; what is late,
 lost or out of reach counts as absent. What was put before a ``sync`` is lost only with all copies
-of it. A look-up that begins after a ``sync`` gets nothing older than what was put before, while a
-copy of that lives and has not been evicted.
+of it; so is, a second later, what was put before a ``deliver``. A look-up that begins after either
+gets nothing older than what was put before, while a copy of that lives and has not been evicted.
 
 Not promised: the last where this client could not write to a node that others can read from, for
 the second that it takes to tell them, or while its lease lasts (:data:`.shard.LEASE_SECONDS`) where

@@ -103,6 +103,19 @@ def test_what_is_put_is_found_from_every_copy_of_the_client(start):
         assert client.failures == 0
 
 
+def test_what_is_delivered_is_found_from_everywhere_before_it_is_synced(start):
+    cache = start()
+    others = [pickle.loads(pickle.dumps(cache)) for _ in range(2)]
+    for version in range(1, 6):
+        others[version % 2].put([rollout(p, version=version) for p in range(30)])
+        others[version % 2].deliver()
+        for client in (cache, *others):
+            assert contents(client, range(30)) == {
+                p: [rollout(p, version=version)] for p in range(30)
+            }
+    assert [client.failures for client in (cache, *others)] == [0, 0, 0]
+
+
 def test_outlines_are_those_of_what_is_found(start):
     cache = start()
     cache.put([rollout(p, slot=s, version=p) for p in range(20) for s in range(2)])

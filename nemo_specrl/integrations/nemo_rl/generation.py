@@ -156,9 +156,7 @@ class SpecVllmGeneration(VllmGeneration):
             return [1.0] * len(keys)
         started = time.perf_counter()
         # Asked of the engines, since the batch before may have been another copy's.
-        last = sum(self._tell_workers("spec_rl_last_metrics"), EngineMetrics())
-        length = last.response_tokens / last.rows if last.rows else self.cfg["max_new_tokens"]
-        left = 1 - last.accepted_tokens / max(1, last.draft_tokens)
+        asked = self._ask_workers("spec_rl_last_metrics")
         choices = select_drafts(
             [Row(key, slot) for key, slot in zip(keys, slots, strict=True)],
             self.cache.outlines(keys),
@@ -166,15 +164,23 @@ class SpecVllmGeneration(VllmGeneration):
             seed=self._run.seed,
             fresh_fraction=self.fresh_fraction,
         )
+        last = sum(ray.get(asked), EngineMetrics())
+        length = last.response_tokens / last.rows if last.rows else self.cfg["max_new_tokens"]
+        left = 1 - last.accepted_tokens / max(1, last.draft_tokens)
         self._lookup_s += time.perf_counter() - started
         return [length if choice.draft is None else left * len(choice.draft) for choice in choices]
 
     def _tell_workers(self, method: str, **kwargs: Any) -> list[Any]:
-        """Call a method of every worker that owns an engine."""
-        futures = self.worker_group.run_all_workers_single_data(
-            method, run_rank_0_only_axes=["tensor_parallel", "pipeline_parallel"], **kwargs
+        """What a method of every worker that owns an engine returns."""
+        return list(ray.get(self._ask_workers(method, **kwargs)))
+
+    def _ask_workers(self, method: str, **kwargs: Any) -> list[Any]:
+        """Calls of a method of every worker that owns an engine."""
+        return list(
+            self.worker_group.run_all_workers_single_data(
+                method, run_rank_0_only_axes=["tensor_parallel", "pipeline_parallel"], **kwargs
+            )
         )
-        return list(ray.get(futures))
 
 
 @contextmanager

@@ -72,7 +72,7 @@ class SpecVllmGenerationWorkerImpl(VllmGenerationWorkerImpl):
             output = super().generate(data, greedy=greedy)
         finally:
             self.llm = llm
-        self._cache.sync()
+        self._cache.deliver()  # the next step's look-ups may come from anywhere
         self._metrics = self._metrics + speculative.metrics
         return output
 
