@@ -299,7 +299,23 @@ def opening(folder: Path, gb: float, runs: int) -> dict[str, float]:
         seconds.append(time.perf_counter() - started)
         store.close()
     size = (path / DATA_FILE).stat().st_size / 1e9
-    return {"gb": size, "s": statistics.median(seconds), "worst_s": max(seconds), "runs": runs}
+    opened = {"gb": size, "s": statistics.median(seconds), "worst_s": max(seconds), "runs": runs}
+    # Checkpoints of that size, too: in small ones new pages of the page cache are all that counts.
+    shard = Shard(str(path), "benchmark", True, {"max_bytes": 2**40, "tokenizer_id": "benchmark"})
+    timings = Timings()
+    everything = list(range(PARTITIONS))
+    for _ in range(2):
+        timings.measure("raw disk", size * 1e3, lambda: raw_disk(folder, size * 1e3))
+        timings.measure("snapshot", size * 1e3, lambda: shard.store.snapshot(folder / "copy"))
+        timings.measure(
+            "snapshot by partitions",
+            size * 1e3,
+            lambda: shard.write(str(folder / "parts"), everything, PARTITIONS),
+        )
+    shard.close()
+    return opened | {
+        f"{name}, MB/s": figures["mb_s"] for name, figures in timings.medians().items()
+    }
 
 
 def report(result: dict[str, Any]) -> None:
@@ -330,6 +346,10 @@ def report(result: dict[str, Any]) -> None:
         print(
             f"opening {opened['gb']:.1f} GB after a kill, cold: {opened['s']:.2f} s, "
             f"at worst {opened['worst_s']:.2f} s"
+        )
+        speeds = {name: value for name, value in opened.items() if name.endswith("MB/s")}
+        print(
+            "of that size: " + "; ".join(f"{name}: {value:.0f}" for name, value in speeds.items())
         )
 
 
