@@ -229,10 +229,10 @@ class CacheClient:
     def _finish(self, on_disk: bool) -> None:
         until = time.monotonic() + SYNC_SECONDS
         while self._sent or (on_disk and self._unsynced):
-            for node in self._unsynced & self._view.shards.keys() if on_disk else ():
-                call = self._view.shards[node].sync.remote()
-                self._sent.append(_Sent([], self._view.routing, {call: node}))
             if on_disk:
+                for node in self._unsynced & self._view.shards.keys():
+                    call = self._view.shards[node].sync.remote()
+                    self._sent.append(_Sent([], self._view.routing, {call: node}))
                 self._unsynced.clear()
             left = until - time.monotonic()
             self._settle(max(0.0, min(ASK_SECONDS, left)))

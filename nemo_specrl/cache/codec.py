@@ -35,7 +35,7 @@ import xxhash
 from nemo_specrl.errors import CorruptRecord, InvalidRollout
 from nemo_specrl.rollout import KEY_BYTES, Finish, Rollout
 
-__all__ = ["RECORD_VERSION", "STEP", "Recorded", "decode", "encode", "encode_all", "packed"]
+__all__ = ["RECORD_VERSION", "STEP", "Recorded", "decode", "encode_all", "packed"]
 
 RECORD_VERSION = 3
 STEP = 2.0**-10
@@ -55,11 +55,6 @@ Buffer = bytes | memoryview
 T = TypeVar("T")
 
 
-def encode(rollout: Rollout, db_key: bytes, *, exact: bool = False) -> bytes:
-    """The record of one rollout: see :func:`encode_all`."""
-    return encode_all([rollout], [db_key], exact=exact)[0]
-
-
 def encode_all(
     rollouts: Sequence[Rollout], db_keys: Sequence[bytes], *, exact: bool = False
 ) -> list[bytes]:
@@ -76,13 +71,16 @@ def encode_all(
     Raises:
         InvalidRollout: a key does not begin with its prompt's key.
     """
-    known = [isinstance(rollout, Recorded) and rollout.exact == exact for rollout in rollouts]
-    new = iter(_columns([r for r, there in zip(rollouts, known, strict=True) if not there], exact))
+    known: list[tuple[Buffer, ...] | None] = [
+        (rollout.body,) if isinstance(rollout, Recorded) and rollout.exact == exact else None
+        for rollout in rollouts
+    ]
+    new = iter(_columns([r for r, parts in zip(rollouts, known, strict=True) if not parts], exact))
     records = []
     for rollout, name, there in zip(rollouts, db_keys, known, strict=True):
         if name[:KEY_BYTES] != rollout.key:
             raise InvalidRollout(f"a record of prompt {rollout.key.hex()} cannot be under {name!r}")
-        parts = (rollout.body,) if there and isinstance(rollout, Recorded) else next(new)
+        parts = there or next(new)
         hasher = xxhash.xxh3_64(name)
         for part in parts:
             hasher.update(part)

@@ -16,7 +16,6 @@ from nemo_specrl.cache.codec import (
     STEP,
     TOKENS_32,
     decode,
-    encode,
     encode_all,
     packed,
 )
@@ -32,6 +31,12 @@ def rollout(n=5, *, token=7, version=3, **births):
     tokens = np.full(n, token, np.int32)
     logprobs = -np.arange(1, n + 1, dtype=np.float32) / 8
     return Rollout(KEY, 7, tokens, logprobs, Finish.STOP, version, **births)
+
+
+def encode(original, db_key, *, exact=False):
+    """The record of one rollout."""
+    (record,) = encode_all([original], [db_key], exact=exact)
+    return record
 
 
 def sealed(body, db_key=DB_KEY):
