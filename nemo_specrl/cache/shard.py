@@ -32,7 +32,7 @@ LEASE_SECONDS = 10.0
 """So long a shard answers after the keeper has heard from it; the keeper waits for longer."""
 LOCK_SECONDS = 20.0
 PIECE_TOKENS = 2**19
-"""A piece of a copy ends with the prompt that reaches it: some 8 MiB."""
+"""A piece of a copy ends with the prompt that reaches it: some 4 MiB."""
 NAME_FILE = "shard"  # in the folder: its name and the run
 
 
@@ -183,8 +183,7 @@ class Shard:
             if self._news(epoch) is None:
                 self.store.put(rollouts)
             else:
-                here = self.store.get({rollout.key for rollout in rollouts})
-                self._merge(rollouts, (r for group in here.values() for r in group))
+                self._merge_prompts(rollouts)
             return self._news(epoch)
 
     def claim(
@@ -287,8 +286,7 @@ class Shard:
                     if partition_of(rollout.key, of) in mine
                 ]
                 with self._writing:
-                    here = self.store.get({rollout.key for rollout in rollouts})
-                    self._merge(rollouts, (r for group in here.values() for r in group))
+                    self._merge_prompts(rollouts)
             except CacheError as error:
                 damaged.append(str(error))
         self.store.sync()
@@ -305,6 +303,10 @@ class Shard:
     def _news(self, epoch: int) -> View | None:
         view = self.view
         return view if view is not None and view.routing.epoch > epoch else None
+
+    def _merge_prompts(self, rollouts: list[Rollout]) -> None:
+        here = self.store.get({rollout.key for rollout in rollouts})
+        self._merge(rollouts, (r for group in here.values() for r in group))
 
     def _merge(self, rollouts: Iterable[Rollout], here: Iterable[Rollout]) -> None:
         """Put what is newer than what is here, and keep the order of age within each slot."""
