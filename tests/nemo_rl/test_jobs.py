@@ -217,10 +217,22 @@ def test_asynchronous_grpo_drafts_in_its_collector(folder):
     assert sum(c["validating"] for c in job._lines("rows.jsonl")) == 2 * 2
 
 
-def test_ppo_drafts_from_the_second_epoch_on(folder):
-    job = Job(folder / "ppo", steps=4, spec_rl={"enabled": "true"}, algorithm="ppo").wait()
+def test_ppo_drafts_from_the_second_epoch_on_and_is_anchored_and_watched(folder):
+    job = Job(
+        folder / "ppo",
+        steps=4,
+        spec_rl={"enabled": "true", "clip_anchor": "birth"},
+        algorithm="ppo",
+    ).wait()
     steps = job.train()
     assert_drafts_from_the_second_epoch_on(steps)
+    for step, record in steps.items():
+        # Of several passes over a batch, the last is logged: its ratios have moved in any case, but
+        # what they start from are the engines' log-probs only where no token was reused.
+        assert (record["gen_kl_error"] > 1e-7) is (step > 2)
+        assert (record["spec_rl/logprob_gap"] != 0) is (step > 2)
+    saved = job.out / "checkpoints" / "step_4" / "rollout_cache" / "monitor.json"
+    assert json.loads(saved.read_text())["steps"] == 4  # however many passes
     for call in job._lines("rows.jsonl"):
         assert call["validating"] is (len(call["prompts"]) != BATCH)
     assert (job.out / "checkpoints" / "step_4" / "rollout_cache" / "manifest.json").is_file()

@@ -1,12 +1,15 @@
 """The drift monitor over what NeMo-RL's trainers log of a step; needs no NeMo-RL."""
 
 import logging
+from collections import UserDict
 
 import numpy as np
 import pytest
+import torch
 
 from nemo_specrl import Finish, Rollout, SpecRLConfig, prompt_key
-from nemo_specrl.integrations.nemo_rl.monitor import Watch, watch
+from nemo_specrl.integrations.nemo_rl.anchor import anchor_at_birth
+from nemo_specrl.integrations.nemo_rl.monitor import Watch, watch, watch_training
 from nemo_specrl.speculation.drafts import Row, is_fresh
 from tests.conftest import DictCache
 
@@ -18,10 +21,7 @@ def step(prompts, visit, rng, *, remembered=0.0):
 
     Reused rows are right with probability 0.4 + ``remembered``, fresh ones with 0.4.
     """
-    names = (
-        *("token_ids", "token_loss_mask", "input_lengths", "rewards"),
-        *("prev_logprobs", "generation_logprobs"),
-    )
+    names = ("token_ids", "token_loss_mask", "input_lengths", "rewards", "prev_logprobs")
     rows = {name: [] for name in names}
     rollouts, fresh = [], []
     for prompt in prompts:
@@ -40,7 +40,6 @@ def step(prompts, visit, rng, *, remembered=0.0):
             rows["input_lengths"].append(length)
             rows["rewards"].append(float(right))
             rows["prev_logprobs"].append(logprobs)
-            rows["generation_logprobs"].append([2 * x for x in logprobs])
             rollouts.append(
                 Rollout(key, slot, tokens, np.zeros(len(tokens)), Finish.STOP, visit, visit=visit)
             )
@@ -65,8 +64,6 @@ def test_it_compares_fresh_with_reused_rows_of_a_prompt():
     ):
         expected = values[fresh].mean() - values[~fresh].mean()
         assert got[f"spec_rl/{name}_gap"] == pytest.approx(expected)
-    anchored = watching(DictCache(rollouts), clip_anchor="birth").update(rows)
-    assert anchored["spec_rl/logprob_gap"] == pytest.approx(2 * got["spec_rl/logprob_gap"])
 
 
 def test_a_cold_epoch_and_rows_that_the_cache_has_lost_compare_nothing():
@@ -154,3 +151,61 @@ def test_the_trainers_logger_passes_its_rows_on(caplog):
     with caplog.at_level(logging.WARNING):  # what it does not understand costs no step
         log.log_batched_dict_as_jsonl({"token_ids": [[1]]}, "train_data_step5.jsonl")
     assert "the drift monitor failed: KeyError" in caplog.text
+
+
+class Batch(UserDict):
+    """What PPO trains on has the rows under other names, as tensors."""
+
+    def __init__(self, rows):
+        names = {"token_ids": "input_ids", "token_loss_mask": "token_mask"}
+        super().__init__({names.get(k, k): torch.tensor(v) for k, v in rows.items()})
+
+
+class Policy:
+    def __init__(self):
+        self.trained = []
+
+    def train(self, data, loss_fn):
+        self.trained.append((data["prev_logprobs"].clone(), loss_fn))
+
+
+def test_ppos_policy_passes_on_what_it_is_trained_on_once(caplog):
+    rows, rollouts, _ = step([7], 3, np.random.default_rng(0))
+    expected = watching(DictCache(rollouts)).update(rows)
+    log, policy, made = Logger(), Policy(), watching(DictCache(rollouts))
+    watch_training(policy, log, made)
+    batch = Batch(rows)
+    for _ in range(2):  # ppo_epochs
+        policy.train(batch, "loss")
+    assert made.monitor.steps == 1 and [loss for _, loss in policy.trained] == ["loss"] * 2
+    log.log_metrics({"loss": 1.0}, 4, prefix="train")
+    log.log_metrics({"loss": 2.0}, 5, prefix="train")
+    log.log_metrics({"seconds": 1.0}, 5, prefix="timing/train")
+    assert log.metrics[0] == (4, "train", {"loss": 1.0, **expected})
+    assert [metrics for *_, metrics in log.metrics[1:]] == [{"loss": 2.0}, {"seconds": 1.0}]
+    with caplog.at_level(logging.WARNING):
+        policy.train(Batch({"prev_logprobs": rows["prev_logprobs"]}), "loss")
+    assert "the drift monitor failed: " in caplog.text and len(policy.trained) == 3
+
+
+def test_the_anchor_is_what_is_trained_from_and_nothing_else():
+    """Reused tokens start at birth; whoever holds the batch still has the policy's log-probs."""
+    rows, rollouts, _ = step([7], 3, np.random.default_rng(0))
+    born = [
+        Rollout(
+            *(r.key, r.slot, r.tokens, r.logprobs, r.finish, 3),
+            birth_logprobs=np.full(len(r), -9.0),
+            birth_versions=np.where(np.arange(len(r)) < 2, 1, 3),
+            visit=3,
+        )
+        for r in rollouts
+    ]
+    batch, policy = Batch(rows), Policy()
+    before = batch["prev_logprobs"].clone()
+    anchor_at_birth(policy, DictCache(born[:-1]))  # the last row's rollout is lost
+    policy.train(batch, "loss")
+    ((anchored, _),) = policy.trained
+    assert torch.equal(batch["prev_logprobs"], before)
+    expected = before.clone()
+    expected[:-1, 3:5] = -9.0
+    assert torch.equal(anchored, expected)

@@ -1,12 +1,16 @@
 """The clipped ratio of the loss starts from a token's birth log-prob (``clip_anchor: birth``).
 
-NeMo-RL computes ``prev_logprobs`` with the policy before each update (algorithms/grpo.py and
-ppo.py, ``policy.get_logprobs``). Here that call's answer gets the birth log-probs of reused tokens;
-they are looked up in the cache, so that it does not matter which process made the rollout.
+NeMo-RL computes ``prev_logprobs`` with the policy before each update and hands them to
+``policy.train`` (algorithms/grpo.py and ppo.py). What that call gets has the birth log-probs of
+reused tokens in their place; all else that the trainers do with ``prev_logprobs`` (masking of rows
+that engines and policy disagree on, a penalty on KL in PPO's rewards, what is logged) sees the
+policy's own. Birth log-probs are looked up in the cache, so that it does not matter which process
+made the rollout.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -19,25 +23,25 @@ __all__ = ["anchor_at_birth", "birth_spans", "same_tokens"]
 
 
 def anchor_at_birth(policy: Any, cache: ClusterCache) -> None:
-    """Have ``policy.get_logprobs`` answer with birth log-probs where a token was reused.
+    """Have ``policy.train`` start the ratios of reused tokens from their birth log-probs.
 
     Args:
         policy: NeMo-RL's policy, in the driver.
         cache: where the rollouts of the step are.
     """
-    original = policy.get_logprobs
+    original = policy.train
 
-    def get_logprobs(data: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(data, *args, **kwargs)
-        if "token_mask" in data:
-            _anchor(result["logprobs"], data, cache)
-        return result
+    def train(data: Any, *args: Any, **kwargs: Any) -> Any:
+        anchored = copy.copy(data)  # its columns are the trainer's
+        anchored["prev_logprobs"] = _anchored(data, cache)
+        return original(anchored, *args, **kwargs)
 
-    policy.get_logprobs = get_logprobs
+    policy.train = train
 
 
-def _anchor(logprobs: torch.Tensor, data: Any, cache: ClusterCache) -> None:
-    """Overwrite ``logprobs``, float ``[rows, length]``, at the positions of reused tokens."""
+def _anchored(data: Any, cache: ClusterCache) -> torch.Tensor:
+    """``prev_logprobs``, float ``[rows, length]``, with those of birth where tokens were reused."""
+    logprobs: torch.Tensor = data["prev_logprobs"].clone()
     lengths = data["input_lengths"].tolist()
     spans: list[tuple[int, int, int, bytes]] = []
     for row, length in enumerate(lengths):
@@ -53,6 +57,7 @@ def _anchor(logprobs: torch.Tensor, data: Any, cache: ClusterCache) -> None:
             continue
         births = torch.from_numpy(rollout.birth_logprobs[rollout.reused])
         logprobs[row, start + np.flatnonzero(rollout.reused)] = births.to(logprobs.dtype)
+    return logprobs
 
 
 def birth_spans(mask: np.ndarray) -> list[tuple[int, int]]:

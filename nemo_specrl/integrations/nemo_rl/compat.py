@@ -137,7 +137,7 @@ def _with_run(original: Callable[..., Any], algorithm: str) -> Callable[..., Any
             from nemo_specrl.integrations.nemo_rl.checkpoints import save_with
             from nemo_specrl.integrations.nemo_rl.generation import SpecVllmGeneration
             from nemo_specrl.integrations.nemo_rl.metrics import log_with
-            from nemo_specrl.integrations.nemo_rl.monitor import Watch, watch
+            from nemo_specrl.integrations.nemo_rl.monitor import Watch, watch, watch_training
 
             manager = _named("nemo_rl.utils.checkpoint", "CheckpointManager")
             logger = _part(parts, _named("nemo_rl.utils.logger", "Logger"))
@@ -145,6 +145,8 @@ def _with_run(original: Callable[..., Any], algorithm: str) -> Callable[..., Any
             assert generation.cache is not None
             saved = [generation.save_cache]
             log_with(logger, generation)
+            if run.spec_rl.clip_anchor == "birth":  # before the monitor, which sees the batch first
+                anchor_at_birth(parts[0], generation.cache)
             if run.spec_rl.monitor.enabled:
                 watching = Watch(
                     generation.cache,
@@ -154,11 +156,12 @@ def _with_run(original: Callable[..., Any], algorithm: str) -> Callable[..., Any
                     turn=generation.turn,
                     state=run.checkpoint and run.checkpoint / CACHE_FOLDER,
                 )
-                watch(logger, watching)
+                if algorithm == "ppo":
+                    watch_training(parts[0], logger, watching)
+                else:
+                    watch(logger, watching)
                 saved.append(watching.save)
             save_with(_part(parts, manager), saved)
-            if run.spec_rl.clip_anchor == "birth":
-                anchor_at_birth(parts[0], generation.cache)
         return parts
 
     return setup

@@ -1,8 +1,9 @@
 """The drift monitor in NeMo-RL's loop: do reused rows still teach what fresh ones do?
 
-NeMo-RL's trainers hand the rows of each step, with their rewards, to their logger for
-``train_data_step<N>.jsonl`` (``log_batched_dict_as_jsonl``: algorithms/grpo.py, grpo_sync.py and
-the asynchronous loops). What they write is compared here; the cache says which rows were fresh.
+GRPO's trainers hand the rows of each step, with their rewards, to their logger for
+``train_data_step<N>.jsonl`` (``log_batched_dict_as_jsonl``: algorithms/grpo.py, grpo_sync.py).
+PPO's do not all write them, but train on a batch that has the rewards (algorithms/ppo.py,
+``policy.train``). These rows are compared here; the cache says which of them were fresh.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from nemo_specrl.rollout import Rollout, prompt_key
 from nemo_specrl.speculation.drafts import Row, is_fresh
 from nemo_specrl.speculation.drift import DriftMonitor
 
-__all__ = ["Watch", "watch"]
+__all__ = ["Watch", "watch", "watch_training"]
 
 STATE = "monitor.json"
 """In a checkpoint's folder of the cache."""
@@ -54,10 +56,6 @@ class Watch:
         state: Path | None = None,
     ) -> None:
         self.cache, self.seed, self.turn = cache, seed, turn
-        # With the anchor at birth, prev_logprobs are not the present policy's.
-        self.logprobs = (
-            "prev_logprobs" if config.clip_anchor == "current" else "generation_logprobs"
-        )
         self.monitor = DriftMonitor(
             config.monitor,
             fresh_fraction=config.effective_fresh_fraction,
@@ -77,7 +75,7 @@ class Watch:
 
         Args:
             rows: what NeMo-RL logs of them: ``token_ids``, ``input_lengths``, ``token_loss_mask``,
-                log-probs, and ``rewards`` (``filtered_rewards`` under dynamic sampling).
+                ``prev_logprobs``, and ``rewards`` (``filtered_rewards`` under dynamic sampling).
         """
         rewards = rows["filtered_rewards"] if "filtered_rewards" in rows else rows["rewards"]
         spans = [
@@ -98,7 +96,7 @@ class Watch:
                 continue
             left[key].remove(rollout)  # one of equal rollouts may be fresh and the other not
             mask = np.asarray(rows["token_loss_mask"][i]) > 0
-            logprobs = np.asarray(rows[self.logprobs][i], dtype=np.float64)
+            logprobs = np.asarray(rows["prev_logprobs"][i], dtype=np.float64)
             groups.append(key)
             fresh.append(_was_fresh(rollout, self.seed, fraction))
             values["reward"].append(float(rewards[i]))
@@ -132,13 +130,53 @@ def watch(metrics_logger: Any, watching: Watch) -> None:
         result = original(to_log, filename)
         step = re.fullmatch(r"train_data_step(\d+)\.jsonl", filename)
         if step is not None and "token_ids" in to_log:
-            try:
-                metrics_logger.log_metrics(watching.update(to_log), int(step[1]), prefix="train")
-            except Exception as error:  # what watches a run must not end it
-                logger.warning("the drift monitor failed: %s: %s", type(error).__name__, error)
+            compared = _compared(watching, lambda: to_log)
+            metrics_logger.log_metrics(compared, int(step[1]), prefix="train")
         return result
 
     metrics_logger.log_batched_dict_as_jsonl = log_batched_dict_as_jsonl
+
+
+def watch_training(policy: Any, metrics_logger: Any, watching: Watch) -> None:
+    """Have a policy of PPO pass on what it is trained on; a failure costs no step.
+
+    The metrics of the comparison go with those that the trainer logs of the step. A batch that is
+    passed over several times (``ppo_epochs``) counts once.
+    """
+    original_train, original_log = policy.train, metrics_logger.log_metrics
+    seen: weakref.ref[Any] | None = None
+    to_log: dict[str, float] = {}
+
+    def train(data: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal seen
+        if seen is None or seen() is not data:
+            seen = weakref.ref(data)
+            to_log.update(_compared(watching, lambda: _rows(data)))
+        return original_train(data, *args, **kwargs)
+
+    def log_metrics(metrics: Any, step: int, prefix: str | None = "", **kwargs: Any) -> None:
+        if prefix == "train":
+            metrics = {**metrics, **to_log}
+            to_log.clear()
+        original_log(metrics, step, prefix, **kwargs)
+
+    policy.train, metrics_logger.log_metrics = train, log_metrics
+
+
+def _compared(watching: Watch, rows: Callable[[], Mapping[str, Sequence[Any]]]) -> dict[str, float]:
+    """The metrics of the comparison; none where it failed."""
+    try:
+        return watching.update(rows())
+    except Exception as error:  # what watches a run must not end it
+        logger.warning("the drift monitor failed: %s: %s", type(error).__name__, error)
+        return {}
+
+
+def _rows(data: Any) -> dict[str, Sequence[Any]]:
+    """A batch of PPO's under the names that NeMo-RL logs."""
+    names = {"token_ids": "input_ids", "token_loss_mask": "token_mask"}
+    same = ("input_lengths", "prev_logprobs", "rewards")
+    return {name: data[names.get(name, name)].numpy() for name in (*names, *same)}
 
 
 def _first_response(

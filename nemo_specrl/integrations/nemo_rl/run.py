@@ -159,11 +159,6 @@ def _refuse(master_config: Any, spec_rl: SpecRLConfig, algorithm: str) -> None:
             f"policy's, {masked}; set it to null, or reported_logprobs to policy",
         ),
         (
-            threshold is not None and spec_rl.clip_anchor == "birth",
-            f"{BLOCK}.clip_anchor = 'birth': reused rows are trained from other log-probs than the "
-            f"policy's, {masked}; set it to null, or the anchor to current",
-        ),
-        (
             spec_rl.clip_anchor == "birth"
             and bool(option(master_config.loss_fn, "force_on_policy_ratio", False)),
             f"{BLOCK}.clip_anchor = 'birth': with loss_fn.force_on_policy_ratio there is no ratio "
@@ -174,11 +169,6 @@ def _refuse(master_config: Any, spec_rl: SpecRLConfig, algorithm: str) -> None:
             and bool(option(getattr(master_config, "data_plane", None), "enabled", False)),
             f"{BLOCK}.clip_anchor = 'birth': does not reach the data plane yet; set "
             "data_plane.enabled=false, or the anchor to current",
-        ),
-        (
-            spec_rl.clip_anchor == "birth" and algorithm == "ppo",
-            f"{BLOCK}.clip_anchor = 'birth': NeMo-RL's PPO does not say where responses begin when "
-            "it asks for log-probs; set current",
         ),
     ]
     for wrong, line in refused:
