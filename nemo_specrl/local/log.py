@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
 __all__ = ["MetricsLog", "read_metrics", "write_prometheus"]
+
+logger = logging.getLogger(__name__)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -32,7 +35,8 @@ class MetricsLog:
             are done again.
         tensorboard: write event files too.
         prometheus: a file ending in .prom that holds the newest step's scalars as gauges, for
-            node_exporter's textfile collector; replaced whole at each step. None: no such file.
+            node_exporter's textfile collector; replaced whole at each step. One that cannot be
+            written is logged once in a row of failures. None: no such file.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class MetricsLog:
 
             self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
         self._prometheus = prometheus
+        self._prometheus_written = True
         self._run = folder.name
 
     def write(self, record: dict[str, Any]) -> None:
@@ -62,7 +67,14 @@ class MetricsLog:
                 if isinstance(value, (int, float)) and name != "step":
                     self._writer.add_scalar(f"train/{name}", value, record["step"])
         if self._prometheus is not None:
-            write_prometheus(self._prometheus, record, self._run)
+            written = True
+            try:
+                write_prometheus(self._prometheus, record, self._run)
+            except OSError as error:  # what watches a run must not end it
+                written = False
+                if self._prometheus_written:
+                    logger.warning("%s: cannot be written (%s)", self._prometheus, error)
+            self._prometheus_written = written
 
     def close(self) -> None:
         """Flush and close; closing again does nothing."""

@@ -36,6 +36,20 @@ def test_prometheus_sees_the_last_step(tmp_path):
     assert read_metrics(tmp_path / "run" / "metrics.jsonl")[1] == RECORD | {"step": 4}
 
 
+def test_a_textfile_that_cannot_be_written_costs_no_step(tmp_path, caplog):
+    path = tmp_path / "metrics" / "run.prom"
+    path.parent.write_text("a file where the folder should be")
+    log = MetricsLog(tmp_path / "run", 0, tensorboard=False, prometheus=path)
+    for step in range(3):
+        log.write(RECORD | {"step": step})
+    assert caplog.text.count("run.prom: cannot be written") == 1
+    path.parent.unlink()
+    log.write(RECORD)
+    log.close()
+    assert samples(path)[("nemo_specrl_step", ("run", "run"))] == 3
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 4
+
+
 def test_the_alert_looks_at_metrics_that_are_there(tmp_path):
     rules = yaml.safe_load((REPOSITORY / "examples/monitoring/alerts.yaml").read_text())
     monitor = DriftMonitor(MonitorConfig(), fresh_fraction=0.2, steps_per_epoch=1)
