@@ -11,12 +11,13 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import lmdb
 
+from nemo_specrl.cache.buffer import Buffer
 from nemo_specrl.cache.codec import encode_all
 from nemo_specrl.cache.copies import restore_copy, write_copy
 from nemo_specrl.cache.decoder import Decoder
@@ -101,15 +102,13 @@ class RolloutStore:
         self._exact = exact_logprobs
         self._mutex = threading.RLock()
         self._pid = os.getpid()
-        self._buffer: dict[bytes, dict[bytes, bytes]] = {}  # prompt key -> db key -> record
-        self._buffered_pages = self._buffered_bytes = 0
         self._timer: threading.Timer | None = None
         self._flush_failed = False
         self._failed = False  # LMDB gives up for good where it cannot write a page of its own
-        self._touched: dict[bytes, int] = {}  # prompt key -> clock of its last use
         self._lookups = self._hits = self._dropped_records = 0
         self._decoder = Decoder(self._path, groups_per_prompt)
         self._lock = FolderLock(self._path)
+        self._buffer = Buffer(groups_per_prompt, self._lock.mark)
         try:
             with as_cache_errors("open the rollout store", self._path):
                 try:
@@ -166,7 +165,7 @@ class RolloutStore:
             with self._tables.reading() as reader:
                 found = self._decoder.decoded(self._records(reader, key) for key in wanted)
             for key in found:
-                self._touched[key] = self._tick()
+                self._buffer.touched[key] = self._tables.tick()
             self._lookups += len(wanted)
             self._hits += len(found)
             self._tables.lookups += len(wanted)
@@ -243,7 +242,8 @@ class RolloutStore:
             StoreUnavailable: the folder cannot be written.
         """
         with self._guard("empty"):
-            self._forget_buffer()
+            self._buffer.clear()
+            self._decoder.corrupt.clear()
             self._restart()
 
     def stats(self) -> StoreStats:
@@ -255,7 +255,7 @@ class RolloutStore:
         with self._guard("read"):
             with self._tables.reading() as reader:
                 prompts, rollouts, used = reader.prompts(), self._tables.count, reader.used()
-                for key, records in self._buffer.items():
+                for key, records in self._buffer.records.items():
                     on_disk = set(reader.records(key))
                     prompts += not on_disk
                     rollouts += len(visible(on_disk | set(records), self._groups)) - len(on_disk)
@@ -333,8 +333,8 @@ class RolloutStore:
         self._carry_over(old)
         self._failed = False
 
-    def _restart(self, damage: Exception | None = None) -> None:
-        """Goes on with an empty store; the old one is moved aside, or deleted if not damaged."""
+    def _restart(self, damage: Exception | None = None) -> Tables:
+        """Goes on with empty tables; the old ones are moved aside, or deleted if not damaged."""
         old = self._tables
         old.env.close()
         try:
@@ -348,14 +348,11 @@ class RolloutStore:
             self._closed = True
             self._lock.release()
             raise
+        return self._tables
 
     def _carry_over(self, old: Tables) -> None:
         for name in ("clock", "evicted", "lookups", "hits"):
             setattr(self._tables, name, getattr(old, name))
-
-    def _tick(self) -> int:
-        self._tables.clock += 1
-        return self._tables.clock
 
     def _records(
         self, reader: Reader, key: bytes, *, buffered: bool = True
@@ -363,20 +360,17 @@ class RolloutStore:
         """A prompt and what there is of it, by db key."""
         self._lock.mark(key)
         records = reader.records(key)
-        return key, (records | self._buffer.get(key, {}) if buffered else records)
+        return key, (records | self._buffer.records.get(key, {}) if buffered else records)
 
     def _add(self, key: bytes, clock: int, name: bytes, record: bytes) -> None:
         """Takes a record into the buffer, which is committed when it is full, or has waited."""
-        footprint, pages = self._tables.size_of(record)
+        footprint, pages = size = self._tables.size_of(record)
         if footprint > self._tables.record_limit:
             self._dropped_records += 1
             return
-        if self._buffer and self._buffered_pages + pages > self._tables.batch_pages:
+        if self._buffer.records and self._buffer.pages + pages > self._tables.batch_pages:
             self._flush()
-        self._buffer.setdefault(key, {})[name] = record
-        self._buffered_pages += pages
-        self._buffered_bytes += footprint
-        self._touched[key] = clock
+        self._buffer.add(key, clock, name, record, size)
         if self._timer is None:
             self._flush_later()
 
@@ -399,69 +393,9 @@ class RolloutStore:
             if not self._flush_failed:
                 _log.warning("%s; tried again until it works", error)
             self._flush_failed = True
-            if self._buffer and threading.main_thread().is_alive():
+            if self._buffer.records and threading.main_thread().is_alive():
                 self._flush_later()
 
-    def _forget_buffer(self) -> None:
-        self._buffer.clear()
-        self._touched.clear()
-        self._decoder.corrupt.clear()
-        self._buffered_pages = self._buffered_bytes = 0
-
     def _flush(self) -> None:
-        """Commits uses, records and deletions. If that fails they stay, to be tried again."""
-        uses = [key for key in self._touched if key not in self._buffer]
-        step = self._tables.touch_batch
-        for i in range(0, len(uses), step):
-            some = {key: self._touched[key] for key in uses[i : i + step]}
-            self._commit(some, {}, set())
-            for key in some:
-                del self._touched[key]
-        if self._buffer or self._decoder.corrupt:
-            if not self._commit(self._touched, self._buffer, self._decoder.corrupt):
-                self._dropped_records += sum(map(len, self._buffer.values()))
-            self._forget_buffer()
-
-    def _commit(
-        self,
-        touched: Mapping[bytes, int],
-        buffer: Mapping[bytes, Mapping[bytes, bytes]],
-        corrupt: Collection[bytes],
-    ) -> bool:
-        """One transaction; false if no eviction makes room for it."""
-        for keep in (0.75, 0.5, 0.25, 0.0, None):
-            try:
-                self._write(touched, buffer, corrupt)
-                return True
-            except lmdb.MapFullError:
-                if keep is not None:
-                    self._make_room(int(keep * self._tables.budget))
-        return False
-
-    def _write(
-        self,
-        touched: Mapping[bytes, int],
-        buffer: Mapping[bytes, Mapping[bytes, bytes]],
-        corrupt: Collection[bytes],
-    ) -> None:
-        with self._tables.writing() as writer:
-            for key, clock in touched.items():
-                writer.touch(key, clock)
-            if buffer:
-                writer.evict_down_to(self._tables.budget - self._buffered_bytes)
-            for key in dict.fromkeys([*buffer, *(name[:KEY_BYTES] for name in corrupt)]):
-                self._lock.mark(key)
-                clock = touched.get(key) or self._tick()
-                writer.update(key, clock, buffer.get(key, {}), corrupt, self._groups)
-
-    def _make_room(self, target: int) -> None:
-        """Evicts until ``target`` bytes are in use, for a transaction that found the file full."""
-        try:
-            self._tables.evict_down_to(target)
-            for _ in range(2):  # LMDB reuses what a transaction freed only after the next one
-                with self._tables.writing():
-                    pass
-        except lmdb.MapFullError:  # not even a page for a deletion
-            with self._tables.reading() as reader:
-                self._tables.evicted += reader.prompts()
-            self._restart()
+        corrupt = self._decoder.corrupt
+        self._dropped_records += self._buffer.commit(self._tables, corrupt, self._restart)

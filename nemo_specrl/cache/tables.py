@@ -168,6 +168,11 @@ class Tables:
     def _end(self) -> int:
         return (self.env.info()["last_pgno"] + 1) * self.page_size
 
+    def tick(self) -> int:
+        """The next time of the clock."""
+        self.clock += 1
+        return self.clock
+
     def size_of(self, record: bytes) -> tuple[int, int]:
         """Bytes of the pages that a record takes, about, and pages that writing it dirties."""
         full, rest = divmod(len(record), self.page_size - _PAGE_HEADER)
