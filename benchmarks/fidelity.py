@@ -39,7 +39,11 @@ PROMPTS_PER_STEP = 16
 
 @dataclass(frozen=True)
 class Setting:
-    """A task, a model, a set of prompts and an algorithm, on which variants are compared."""
+    """A task, a model, a set of prompts and an algorithm, on which variants are compared.
+
+    Under dynamic sampling, where a step may take several batches of prompts, an epoch stands for
+    the steps of a pass without it.
+    """
 
     title: str
     prompts: int
@@ -47,6 +51,11 @@ class Setting:
     epochs_per_evaluation: int
     overrides: tuple[str, ...] = ()
     algorithm: str = "grpo"
+
+    @property
+    def block(self) -> str:
+        """Of the recipe: DAPO has GRPO's."""
+        return "ppo" if self.algorithm == "ppo" else "grpo"
 
     @property
     def steps_per_epoch(self) -> int:
@@ -63,11 +72,6 @@ SMALL = (
     "policy.model_name=examples/models/qwen3-arith-small",
     "policy.optimizer.kwargs.lr=3.0e-5",
 )
-DAPO = (  # without dynamic sampling, so that epochs have the same steps
-    "loss_fn.ratio_clip_max=0.28",
-    "loss_fn.ratio_clip_c=10.0",
-    "loss_fn.token_level_loss=true",
-)
 SETTINGS = {
     "sums-64": Setting("sums, 64 prompts, 1.6M parameters", 64, 15, 5),
     "sums-256": Setting("sums, 256 prompts, 1.6M parameters", 256, 10, 2),
@@ -75,7 +79,10 @@ SETTINGS = {
     "sums-small-64": Setting("sums, 64 prompts, 0.6M parameters", 64, 15, 5, SMALL),
     "sums-small-64-ppo": Setting("PPO, sums, 64 prompts, 0.6M parameters", 64, 15, 5, SMALL, "ppo"),
     "sums-small-64-dapo": Setting(
-        "DAPO's loss, sums, 64 prompts, 0.6M parameters", 64, 15, 5, (*SMALL, *DAPO)
+        "DAPO, sums, 64 prompts, 0.6M parameters",
+        *(64, 15, 5),
+        (*SMALL, "grpo.max_num_epochs=45", "grpo.max_num_steps=60"),
+        "dapo",
     ),
     "sums-small-256": Setting("sums, 256 prompts, 0.6M parameters", 256, 10, 2, SMALL),
     "sorting-64": Setting("sorting, 64 prompts, 0.6M parameters", 64, 15, 5, SORTING),
@@ -114,6 +121,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     ),
     "strict, 10 % fresh": spec("fresh_fraction=0.1"),
     "strict, 30 % fresh": spec("fresh_fraction=0.3"),
+    "strict, 50 % fresh": spec("fresh_fraction=0.5"),
     "strict, 20 % fresh, clip from birth": spec("fresh_fraction=0.2", "clip_anchor=birth"),
     # The same time spent on fewer rollouts: what reuse has to beat.
     "plain, 3 of 8 rollouts": (
@@ -127,7 +135,10 @@ GRIDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "presets": (("sorting-256", "sums-small-256"), SHOWN),
     "sizes": (("sums-64", "sorting-64", "sums-256", "sorting-1024", "sums-1024"), SHOWN),
     "mechanisms": (("sums-small-64",), tuple(VARIANTS)),
-    "algorithms": (("sums-small-64-ppo", "sums-small-64-dapo"), (PLAIN, *PRESETS)),
+    "algorithms": (
+        ("sums-small-64-ppo", "sums-small-64-dapo"),
+        (PLAIN, *PRESETS, "strict, 30 % fresh", "strict, 50 % fresh"),
+    ),
 }
 
 
@@ -145,7 +156,7 @@ def train(
 ) -> str:
     """One run on some cores, from where it stands to its end; returns a line about it."""
     s = SETTINGS[setting]
-    a, config = s.algorithm, CONFIGS / f"{s.algorithm}_arith_cpu.yaml"
+    a, config = s.block, CONFIGS / f"{s.algorithm}_arith_cpu.yaml"
     folder = out / setting / variant / str(seed)
     command = [
         *(sys.executable, "-m", "nemo_specrl", "train", str(config)),
@@ -194,10 +205,9 @@ def summary(out: Path) -> list[dict[str, Any]]:
         first = {name: records[0][key] for name, key in at_start.items() if key in records[0]}
         rows.append({**label, "epoch": 0, "step": 0, **dict.fromkeys(SUMS, 0.0), **first})
         totals = dict.fromkeys(SUMS, 0.0)
-        for epoch in range(records[-1]["epoch"] + 1):
-            steps = [r for r in records if r["epoch"] == epoch]
-            if len(steps) < SETTINGS[setting].steps_per_epoch:
-                break  # under way
+        per_epoch = SETTINGS[setting].steps_per_epoch
+        for epoch in range(len(records) // per_epoch):  # without one that is under way
+            steps = records[epoch * per_epoch : (epoch + 1) * per_epoch]
             row = {**label, "epoch": epoch + 1, "step": steps[-1]["step"]}
             for name in SUMS:
                 totals[name] += sum(r[name] for r in steps)
