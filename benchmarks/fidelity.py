@@ -81,6 +81,7 @@ SETTINGS = {
     "sums-small-64-dapo": Setting(
         "DAPO, sums, 64 prompts, 0.6M parameters",
         *(64, 15, 5),
+        # As many steps as the others; a step takes up to three batches of prompts.
         (*SMALL, "grpo.max_num_epochs=45", "grpo.max_num_steps=60"),
         "dapo",
     ),

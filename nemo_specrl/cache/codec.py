@@ -51,7 +51,7 @@ _KNOWN_FLAGS = TOKENS_24 | TOKENS_32 | OWN_BIRTH_LOGPROBS | EXACT
 _FINISHES = {int(finish): finish for finish in Finish}
 
 Array = npt.NDArray[Any]
-Buffer = bytes | memoryview
+BytesLike = bytes | memoryview
 T = TypeVar("T")
 
 
@@ -71,7 +71,7 @@ def encode_all(
     Raises:
         InvalidRollout: a key does not begin with its prompt's key.
     """
-    known: list[tuple[Buffer, ...] | None] = [
+    known: list[tuple[BytesLike, ...] | None] = [
         (rollout.body,) if isinstance(rollout, Recorded) and rollout.exact == exact else None
         for rollout in rollouts
     ]
@@ -88,7 +88,7 @@ def encode_all(
     return records
 
 
-def _columns(rollouts: Sequence[Rollout], exact: bool) -> list[tuple[Buffer, ...]]:
+def _columns(rollouts: Sequence[Rollout], exact: bool) -> list[tuple[BytesLike, ...]]:
     """What the records of rollouts consist of, up to their checksums."""
     if not rollouts:
         return []
@@ -110,19 +110,19 @@ def _columns(rollouts: Sequence[Rollout], exact: bool) -> list[tuple[Buffer, ...
     last = column([rollout.logprobs for rollout in rollouts])
     birth = column([rollout.birth_logprobs for rollout in rollouts])
     run_lengths, run_versions, first_run = _runs(rollouts, starts[filled], int(ends[-1]), ends)
-    records: list[tuple[Buffer, ...]] = []
+    records: list[tuple[BytesLike, ...]] = []
     for i, (rollout, a, b, top) in enumerate(
         zip(rollouts, starts.tolist(), ends.tolist(), tops.tolist(), strict=True)
     ):
         flags = EXACT if exact else 0
-        wide: Buffer = b""
+        wide: BytesLike = b""
         if top > 0xFFFFFF:
             flags |= TOKENS_32
             wide = high_2[2 * a : 2 * b]
         elif top > 0xFFFF:
             flags |= TOKENS_24
             wide = high_1[a:b]
-        own: Buffer = b""
+        own: BytesLike = b""
         if rollout.birth_logprobs is not rollout.logprobs:
             own = birth[width * a : width * b]
             if own == last[width * a : width * b]:

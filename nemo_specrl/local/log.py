@@ -55,7 +55,7 @@ class MetricsLog:
 
             self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
         self._prometheus = prometheus
-        self._prometheus_written = True
+        self._prometheus_failed = False
         self._run = folder.name
 
     def write(self, record: dict[str, Any]) -> None:
@@ -67,14 +67,13 @@ class MetricsLog:
                 if isinstance(value, (int, float)) and name != "step":
                     self._writer.add_scalar(f"train/{name}", value, record["step"])
         if self._prometheus is not None:
-            written = True
             try:
                 write_prometheus(self._prometheus, record, self._run)
+                self._prometheus_failed = False
             except OSError as error:  # what watches a run must not end it
-                written = False
-                if self._prometheus_written:
+                if not self._prometheus_failed:
                     logger.warning("%s: cannot be written (%s)", self._prometheus, error)
-            self._prometheus_written = written
+                self._prometheus_failed = True
 
     def close(self) -> None:
         """Flush and close; closing again does nothing."""

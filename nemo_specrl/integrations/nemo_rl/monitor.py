@@ -129,8 +129,9 @@ def watch(metrics_logger: Any, watching: Watch) -> None:
     def log_batched_dict_as_jsonl(to_log: Any, filename: str) -> Any:
         result = original(to_log, filename)
         step = re.fullmatch(r"train_data_step(\d+)\.jsonl", filename)
-        if step is not None and "token_ids" in to_log:
-            compared = _compared(watching, lambda: to_log)
+        if step is None or "token_ids" not in to_log:
+            return result
+        if compared := _compared(watching, lambda: to_log):
             metrics_logger.log_metrics(compared, int(step[1]), prefix="train")
         return result
 
