@@ -63,21 +63,31 @@ class Setting:
         return self.prompts // PROMPTS_PER_STEP
 
 
+LR = "policy.optimizer.kwargs.lr"
 SORTING = (
     "data.dataset_name=sorting",
     "policy.model_name=examples/models/qwen3-sort",
-    "policy.optimizer.kwargs.lr=2.0e-5",
+    f"{LR}=2.0e-5",
 )
 SMALL = (
     "policy.model_name=examples/models/qwen3-arith-small",
-    "policy.optimizer.kwargs.lr=3.0e-5",
+    f"{LR}=3.0e-5",
 )
 SETTINGS = {
     "sums-64": Setting("sums, 64 prompts, 1.6M parameters", 64, 15, 5),
+    # The recipe's learning rate is 5e-5, close to where plain training no longer learns.
+    "sums-64-2e-5": Setting("sums, 64 prompts, 1.6M at 2e-5", 64, 15, 5, (f"{LR}=2.0e-5",)),
+    "sums-64-1e-4": Setting("sums, 64 prompts, 1.6M at 1e-4", 64, 15, 5, (f"{LR}=1.0e-4",)),
     "sums-256": Setting("sums, 256 prompts, 1.6M parameters", 256, 10, 2),
     "sums-1024": Setting("sums, 1,024 prompts, 1.6M parameters", 1024, 3, 1),
     "sums-small-64": Setting("sums, 64 prompts, 0.6M parameters", 64, 15, 5, SMALL),
     "sums-small-64-ppo": Setting("PPO, sums, 64 prompts, 0.6M parameters", 64, 15, 5, SMALL, "ppo"),
+    "sums-small-64-ppo-1.5e-5": Setting(
+        "PPO, sums, 64 prompts, 0.6M parameters, 1.5e-5",
+        *(64, 15, 5),
+        (*SMALL, f"{LR}=1.5e-5"),
+        "ppo",
+    ),
     "sums-small-64-dapo": Setting(
         "DAPO, sums, 64 prompts, 0.6M parameters",
         *(64, 15, 5),
@@ -135,6 +145,10 @@ SHOWN = (PLAIN, *PRESETS, "plain, 3 of 8 rollouts")
 GRIDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "presets": (("sorting-256", "sums-small-256"), SHOWN),
     "sizes": (("sums-64", "sorting-64", "sums-256", "sorting-1024", "sums-1024"), SHOWN),
+    "steps": (
+        ("sums-64-2e-5", "sums-64", "sums-64-1e-4", "sums-small-64-ppo-1.5e-5"),
+        (PLAIN, "faithful", "strict, 20 % fresh, clip from birth"),
+    ),
     "mechanisms": (("sums-small-64",), tuple(VARIANTS)),
     "algorithms": (
         ("sums-small-64-ppo", "sums-small-64-dapo"),
@@ -381,7 +395,8 @@ def report(out: Path, prefix: Path) -> None:
             continue
         print(f"\n{SETTINGS[setting].title}\n\n{table(rows, setting)}")
         shown = [v for v in SHOWN if v in variants]
-        picture(rows, setting, shown, Path(f"{prefix}-{setting}.png"))
+        if len(shown) > 1:
+            picture(rows, setting, shown, Path(f"{prefix}-{setting}.png"))
 
 
 def main() -> None:
