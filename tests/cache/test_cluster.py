@@ -10,8 +10,6 @@ import time
 import numpy as np
 import pytest
 import ray
-import ray.cloudpickle
-from ray.cluster_utils import Cluster
 
 from nemo_specrl.cache.client import FAILURES_TO_OPEN, CacheClient
 from nemo_specrl.cache.cluster import start_shards
@@ -20,6 +18,7 @@ from nemo_specrl.cache.placement import partition_of
 from nemo_specrl.cache.snapshot import read_manifest
 from nemo_specrl.errors import ForeignStore, StoreUnavailable
 from nemo_specrl.rollout import Finish, Rollout, prompt_key
+from tests.cache.nodes import NODE, ray_head
 
 NODES = 3
 OPTIONS = {
@@ -42,20 +41,14 @@ def rollout(prompt, version=0, slot=0):
 
 @pytest.fixture(scope="module")
 def nodes():
-    """Three Ray nodes, which are processes of this machine."""
-    folder = tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True)  # a short name
-    head = {"include_dashboard": False, "temp_dir": folder.name}
-    cluster = Cluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": 1, "object_store_memory": 2**27, **head},
-    )
-    for _ in range(NODES - 1):
-        cluster.add_node(num_cpus=1, object_store_memory=2**27)
-    ray.init(address=cluster.address, log_to_driver=False)
-    yield
-    ray.shutdown()
-    cluster.shutdown()
-    folder.cleanup()
+    """Three Ray nodes, which are processes of this machine; none is to be taken for dead."""
+    with (
+        tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder,  # short
+        ray_head(sys.modules[__name__], folder, failures=60) as cluster,
+    ):
+        for _ in range(NODES - 1):
+            cluster.add_node(**NODE)
+        yield
 
 
 @pytest.fixture
@@ -180,7 +173,6 @@ class Slow:
 
 
 def test_a_shard_that_is_late_answers_nothing_and_raises_nothing(nodes):
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers import no tests
     slow = ray.remote(Slow).options(num_cpus=0).remote()
     assert ray.get(slow.get.remote([], 0)) == ({}, None)
     table = (("slow",),) * 4
