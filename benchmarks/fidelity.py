@@ -83,7 +83,7 @@ SETTINGS = {
     "sums-small-64": Setting("sums, 64 prompts, 0.6M parameters", 64, 15, 5, SMALL),
     "sums-small-64-ppo": Setting("PPO, sums, 64 prompts, 0.6M parameters", 64, 15, 5, SMALL, "ppo"),
     "sums-small-64-ppo-1.5e-5": Setting(
-        "PPO, sums, 64 prompts, 0.6M parameters, 1.5e-5",
+        "PPO, sums, 64 prompts, 0.6M at 1.5e-5",
         *(64, 15, 5),
         (*SMALL, f"{LR}=1.5e-5"),
         "ppo",

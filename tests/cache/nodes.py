@@ -60,7 +60,7 @@ def ray_head(module, folder, failures, **arguments):
         cluster.shutdown()
 
 
-def rollout(prompt, version, slot):
+def rollout(prompt, version=0, slot=0):
     rng = np.random.default_rng([prompt, version, slot])
     return Rollout(
         prompt_key([prompt]), slot, rng.integers(0, 60000, 9), np.zeros(9), Finish.STOP, version

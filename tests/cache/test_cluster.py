@@ -7,7 +7,6 @@ import sys
 import tempfile
 import time
 
-import numpy as np
 import pytest
 import ray
 
@@ -17,26 +16,13 @@ from nemo_specrl.cache.membership import Routing, View
 from nemo_specrl.cache.placement import partition_of
 from nemo_specrl.cache.snapshot import read_manifest
 from nemo_specrl.errors import ForeignStore, StoreUnavailable
-from nemo_specrl.rollout import Finish, Rollout, prompt_key
-from tests.cache.nodes import NODE, ray_head
+from nemo_specrl.rollout import prompt_key
+from tests.cache.nodes import NODE, ray_head, rollout, wait_until
+from tests.cache.nodes import OPTIONS as SHARED_OPTIONS
 
 NODES = 3
-OPTIONS = {
-    "keep": False,
-    "partitions": 16,
-    "replicas": 2,
-    "deadline_s": 60.0,  # two cores share three nodes: nothing here tests how fast they are
-    "tokenizer_id": "tok",
-    "max_bytes": 2**24,
-    "groups_per_prompt": 1,
-}
-
-
-def rollout(prompt, version=0, slot=0):
-    rng = np.random.default_rng([prompt, version, slot])
-    return Rollout(
-        prompt_key([prompt]), slot, rng.integers(0, 60000, 9), np.zeros(9), Finish.STOP, version
-    )
+# Two cores share three nodes: nothing here tests how fast they are.
+OPTIONS = SHARED_OPTIONS | {"partitions": 16, "deadline_s": 60.0}
 
 
 @pytest.fixture(scope="module")
@@ -68,14 +54,6 @@ def start(nodes, tmp_path):
 
 def key_of(prompt):
     return prompt_key([prompt])
-
-
-def wait_until(condition, seconds=120):
-    """Generously: what is tested is that it comes, not when."""
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "it did not come"
-        time.sleep(0.1)
 
 
 def contents(cache, prompts):
