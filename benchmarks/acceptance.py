@@ -25,14 +25,14 @@ def main() -> None:
 
     rng = np.random.default_rng(0)
     keys = [rng.bytes(16) for _ in range(args.drafts)]
-    slots = [i % 16 for i in range(args.drafts)]
+    sample_indices = [i % 16 for i in range(args.drafts)]
     offsets = offsets_of([args.tokens] * args.drafts)
     old = -rng.exponential(0.5, int(offsets[-1])).astype(np.float32)
     new = old + rng.normal(0, 0.02, len(old)).astype(np.float32)
     draws, tests = [], []
     for version in range(args.runs):
         started = time.perf_counter()
-        uniforms = draft_uniforms(0, version, keys, slots, offsets)
+        uniforms = draft_uniforms(0, version, keys, sample_indices, offsets)
         drawn = time.perf_counter()
         lengths = accepted_lengths(new, old, uniforms, offsets, 1.0)
         tested = time.perf_counter()

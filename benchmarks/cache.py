@@ -28,11 +28,11 @@ from typing import Any
 import numpy as np
 
 from nemo_specrl import Finish, Rollout, RolloutStore, prompt_key
+from nemo_specrl.cache.cluster.shard import Shard
 from nemo_specrl.cache.codec import encode_all
-from nemo_specrl.cache.shard import Shard
 from nemo_specrl.cache.tables import DATA_FILE, db_key
 
-SLOTS = 16
+SAMPLE_INDICES = 16
 PARTITIONS = 64
 MB = 1e6
 
@@ -40,22 +40,22 @@ MB = 1e6
 def rollouts(prompts: int, tokens: int, version: int) -> list[Rollout]:
     """As a run with reuse has them: a vocabulary of 152k, the first half drafted a version ago."""
     rng = np.random.default_rng(version)
-    ids = rng.integers(0, 151_936, (SLOTS, tokens), dtype=np.int32)
-    logprobs = -rng.exponential(0.5, (2, SLOTS, tokens)).astype(np.float32)
+    ids = rng.integers(0, 151_936, (SAMPLE_INDICES, tokens), dtype=np.int32)
+    logprobs = -rng.exponential(0.5, (2, SAMPLE_INDICES, tokens)).astype(np.float32)
     births = np.repeat([max(0, version - 1), version], [tokens // 2, tokens - tokens // 2])
     return [
         Rollout(
             prompt_key([prompt]),
-            slot,
-            np.roll(ids[slot], prompt),
-            np.roll(logprobs[0, slot], prompt),
+            sample_index,
+            np.roll(ids[sample_index], prompt),
+            np.roll(logprobs[0, sample_index], prompt),
             Finish.STOP,
             version,
-            np.roll(logprobs[1, slot], prompt),
+            np.roll(logprobs[1, sample_index], prompt),
             births,
         )
         for prompt in range(prompts)
-        for slot in range(SLOTS)
+        for sample_index in range(SAMPLE_INDICES)
     ]
 
 
@@ -207,7 +207,7 @@ def benchmark(folder: Path, prompts: int, tokens: int, runs: int) -> dict[str, A
             made = rollouts(prompts, tokens, run)
             gc.collect()
             gc.freeze()  # as vLLM does: they are not the store's, and no collection goes over them
-            names = [db_key(r.key, r.slot, i) for i, r in enumerate(made)]
+            names = [db_key(r.key, r.sample_index, i) for i, r in enumerate(made)]
             mb = one_run(timings, folder, store, made, names)
     waited = pauses(path, folder, prompts)
     memory = subprocess.run(
@@ -222,9 +222,9 @@ def benchmark(folder: Path, prompts: int, tokens: int, runs: int) -> dict[str, A
     return {
         "cores": os.cpu_count(),
         "load": os.getloadavg()[0],
-        "rollouts": prompts * SLOTS,
+        "rollouts": prompts * SAMPLE_INDICES,
         "tokens": tokens,
-        "bytes_per_token": mb * MB / (prompts * SLOTS * tokens),
+        "bytes_per_token": mb * MB / (prompts * SAMPLE_INDICES * tokens),
         "timings": timings.medians(),
         "snapshot_by_partitions": waited,
         "memory": json.loads(memory.stdout),
@@ -280,12 +280,12 @@ def opening(folder: Path, gb: float, runs: int) -> dict[str, float]:
     Its rollouts have 20,000 tokens.
     """
     path = folder / "large"
-    prompts = round(gb * 1e9 / (SLOTS * 20_000 * 7.2))
+    prompts = round(gb * 1e9 / (SAMPLE_INDICES * 20_000 * 7.2))
     with RolloutStore(path, max_bytes=2**40, tokenizer_id="benchmark") as store:
         for start in range(0, prompts, 4):
             group = rollouts(4, 20_000, 1)
             for i, rollout in enumerate(group):
-                object.__setattr__(rollout, "key", prompt_key([start + i // SLOTS]))
+                object.__setattr__(rollout, "key", prompt_key([start + i // SAMPLE_INDICES]))
             store.put(group)
     seconds = []
     for run in range(runs):

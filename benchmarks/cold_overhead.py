@@ -18,7 +18,7 @@ from pathlib import Path
 
 from nemo_specrl import RolloutStore, SpecRLConfig, SpeculativeLLM
 from nemo_specrl.engine.compat import local_cpu_environment
-from nemo_specrl.local.task import EOS, problems
+from nemo_specrl.trainer.task import EOS, problems
 
 GROUP = 8
 

@@ -17,8 +17,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nemo_specrl.local.log import read_metrics
 from nemo_specrl.report import write_comparison
+from nemo_specrl.trainer.log import read_metrics
 
 SIDES = {"plain": "false", "speculative": "true"}
 

@@ -29,7 +29,7 @@ import numpy as np
 from scipy import stats
 
 from nemo_specrl.config import PRESETS
-from nemo_specrl.local.log import read_metrics
+from nemo_specrl.trainer.log import read_metrics
 
 CONFIGS = Path("examples/configs")
 SPEC = "policy.generation.spec_rl."

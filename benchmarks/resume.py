@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nemo_specrl.local.log import read_metrics
+from nemo_specrl.trainer.log import read_metrics
 
 RECIPE = "examples/configs/grpo_arith_cpu.yaml"
 

@@ -20,8 +20,8 @@ from nemo_specrl import cli_cache
 from nemo_specrl.errors import CacheError, CheckpointError, ConfigError, SpecRLError
 
 if TYPE_CHECKING:
-    from nemo_specrl.local.recipe import Recipe
-    from nemo_specrl.local.trainer import Trainer
+    from nemo_specrl.trainer.recipe import Recipe
+    from nemo_specrl.trainer.trainer import Trainer
 
 __all__ = ["app", "main"]
 
@@ -67,11 +67,11 @@ def _fail(error: Exception, code: int) -> None:
 def train(config: RecipeArgument, overrides: OverridesArgument = None) -> None:
     """Train on one machine. Run again, it goes on from its last checkpoint; Ctrl-C leaves one."""
     from nemo_specrl.engine.compat import local_cpu_environment
-    from nemo_specrl.local.recipe import load_recipe
+    from nemo_specrl.trainer.recipe import load_recipe
 
     recipe = load_recipe(config, overrides or ())
     local_cpu_environment()
-    from nemo_specrl.local.trainer import Trainer
+    from nemo_specrl.trainer.trainer import Trainer
 
     trainer = Trainer(recipe)
     _stop_on_signals(trainer)
@@ -145,8 +145,8 @@ def compare(
     Prints a table and writes compare.json, compare.png and compare.html. Run again, it goes on
     where it was.
     """
-    from nemo_specrl.local.recipe import load_recipe
     from nemo_specrl.report import comparison, print_comparison, write_comparison
+    from nemo_specrl.trainer.recipe import load_recipe
 
     load_recipe(config, overrides or ())  # refuse a bad recipe before anything is started
     sides = {"plain": "false", "speculative": "true"}

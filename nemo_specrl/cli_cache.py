@@ -151,7 +151,7 @@ def import_(
     """Put another run's rollouts into a store, to be drafted there.
 
     Policy versions are counts of a run: all become 0, so that a run that starts takes them as
-    drafts from its second step on. Where the store has a rollout of a slot, that one stays.
+    drafts from its second step on. Where the store has a rollout of a sample index, that one stays.
     """
     from nemo_specrl.cache import RolloutStore
     from nemo_specrl.cache.exchange import as_of_another_run
@@ -181,9 +181,13 @@ def import_(
             nonlocal taken, there
             if group:
                 found = store.get([group[0].key]).get(group[0].key, [])
-                slots = {rollout.slot for rollout in found}
-                # A store lists the newest of a slot first and an export last: one is kept.
-                new = {r.slot: r for r in _oldest_first(group, source.kind) if r.slot not in slots}
+                sample_indices = {rollout.sample_index for rollout in found}
+                # A store lists the newest of a sample index first and an export last: one is kept.
+                new = {
+                    r.sample_index: r
+                    for r in _oldest_first(group, source.kind)
+                    if r.sample_index not in sample_indices
+                }
                 store.put(map(as_of_another_run, new.values()))
                 taken += len(new)
                 there += len(group) - len(new)
@@ -200,7 +204,7 @@ def import_(
         store.sync()
         stats = store.stats()
     notes = [f"{taken:,} rollouts imported"]
-    notes += [f"{there:,} left out for newer ones of their slots"] if there else []
+    notes += [f"{there:,} left out for newer ones of their sample indices"] if there else []
     notes += [f"{damaged:,} damaged ones left out"] if damaged else []
     lost = stats.evicted_prompts
     notes += [f"{lost:,} prompts evicted: max-bytes is too small for all"] if lost else []

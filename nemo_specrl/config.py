@@ -67,7 +67,7 @@ class CacheConfig(Block):
     partitions: int = Field(default=64, ge=1, le=65536)
     """Hash ranges of prompt keys, the unit that a cluster places and moves."""
     groups_per_prompt: int = Field(default=1, ge=1, le=64)
-    """Rollouts kept for each slot of a prompt, newest first."""
+    """Rollouts kept for each sample index of a prompt, newest first."""
     deadline_ms: int = Field(default=200, ge=1)
     """A cluster look-up that takes longer answers "no draft", milliseconds."""
 

@@ -20,7 +20,7 @@ from nemo_specrl.errors import InvalidRollout
 __all__ = ["KEY_BYTES", "Finish", "Rollout", "prompt_key"]
 
 KEY_BYTES = 16
-MAX_SLOT = 2**16 - 1
+MAX_SAMPLE_INDEX = 2**16 - 1
 _KEY_SEED = 0x53504543  # "SPEC": keeps the keys apart from other xxh3 hashes of the same tokens
 
 Int32Array = npt.NDArray[np.int32]
@@ -69,10 +69,10 @@ def prompt_key(token_ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> bytes
 class Outline:
     """What says whether a rollout is drafted and how long it is, without its arrays."""
 
-    slot: int
+    sample_index: int
     finish: Finish
     policy_version: int
-    visit: int
+    occurrence: int
     tokens: int
 
     def __len__(self) -> int:
@@ -85,7 +85,7 @@ class Rollout:
 
     Args:
         key: the prompt's key, 16 bytes (:func:`prompt_key`).
-        slot: index of the rollout in its group, ``0 .. 65535``.
+        sample_index: index of the rollout in its group, ``0 .. 65535``.
         tokens: response tokens, int32 ``[n]``; ``n`` may be 0.
         logprobs: *last* log-prob of each token, float32 ``[n]``, nats: under the policy that
             judged it last.
@@ -94,7 +94,7 @@ class Rollout:
         birth_logprobs: float32 ``[n]``, nats: under the policy that sampled each token. None: born
             now, equal to ``logprobs``.
         birth_versions: int64 ``[n]``: of the policy that sampled each token. None: born now.
-        visit: how many rollouts the slot had before this one.
+        occurrence: how many rollouts the sample index had before this one.
         fingerprint: of the weights that judged it last, ``0 .. 2**64 - 1``; 0: not known.
 
     Raises:
@@ -102,32 +102,34 @@ class Rollout:
     """
 
     key: bytes
-    slot: int
+    sample_index: int
     tokens: Int32Array
     logprobs: Float32Array
     finish: Finish
     policy_version: int
     birth_logprobs: Float32Array = None  # type: ignore[assignment]  # filled in below
     birth_versions: npt.NDArray[np.int64] = None  # type: ignore[assignment]
-    visit: int = 0
+    occurrence: int = 0
     fingerprint: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.key, bytes) or len(self.key) != KEY_BYTES:
             raise InvalidRollout(f"key must be {KEY_BYTES} bytes, got {self.key!r}")
-        for name in ("slot", "policy_version", "visit", "fingerprint"):
+        for name in ("sample_index", "policy_version", "occurrence", "fingerprint"):
             try:
                 object.__setattr__(self, name, operator.index(getattr(self, name)))
             except TypeError:
                 raise InvalidRollout(
                     f"{name} must be a whole number, got {getattr(self, name)!r}"
                 ) from None
-        if not 0 <= self.slot <= MAX_SLOT:
-            raise InvalidRollout(f"slot must be in 0..{MAX_SLOT}, got {self.slot}")
+        if not 0 <= self.sample_index <= MAX_SAMPLE_INDEX:
+            raise InvalidRollout(
+                f"sample_index must be in 0..{MAX_SAMPLE_INDEX}, got {self.sample_index}"
+            )
         if not 0 <= self.policy_version < 2**63:
             raise InvalidRollout(f"policy_version must be in 0..2^63-1, got {self.policy_version}")
-        if not 0 <= self.visit < 2**32:
-            raise InvalidRollout(f"visit must be in 0..2^32-1, got {self.visit}")
+        if not 0 <= self.occurrence < 2**32:
+            raise InvalidRollout(f"occurrence must be in 0..2^32-1, got {self.occurrence}")
         if not 0 <= self.fingerprint < 2**64:
             raise InvalidRollout(f"fingerprint must be in 0..2^64-1, got {self.fingerprint}")
         tokens = np.ascontiguousarray(self.tokens, dtype=np.int32)
@@ -176,7 +178,9 @@ class Rollout:
     @property
     def outline(self) -> Outline:
         """Its :class:`Outline`."""
-        return Outline(self.slot, self.finish, self.policy_version, self.visit, len(self))
+        return Outline(
+            self.sample_index, self.finish, self.policy_version, self.occurrence, len(self)
+        )
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -185,10 +189,17 @@ class Rollout:
         if not isinstance(other, Rollout):
             return NotImplemented
         return (
-            (self.key, self.slot, self.finish, self.policy_version, self.visit, self.fingerprint)
+            (
+                self.key,
+                self.sample_index,
+                self.finish,
+                self.policy_version,
+                self.occurrence,
+                self.fingerprint,
+            )
             == (
-                *(other.key, other.slot, other.finish),
-                *(other.policy_version, other.visit, other.fingerprint),
+                *(other.key, other.sample_index, other.finish),
+                *(other.policy_version, other.occurrence, other.fingerprint),
             )
             and np.array_equal(self.tokens, other.tokens)
             and np.array_equal(self.logprobs, other.logprobs)
@@ -204,13 +215,13 @@ class Rollout:
             return self
         return Rollout(
             self.key,
-            self.slot,
+            self.sample_index,
             self.tokens[:length],
             self.logprobs[:length],
             Finish.PARTIAL,
             self.policy_version,
             self.birth_logprobs[:length],
             self.birth_versions[:length],
-            self.visit,
+            self.occurrence,
             self.fingerprint,
         )

@@ -5,8 +5,8 @@
     python scripts/train_tiny_model.py examples/models/qwen3-sort --task sorting --size small \
         --steps 900 --error-rate 0.1
 
-Supervised training on worked problems (nemo_specrl/local/task.py) of which a share of the steps is
-wrong, so that the model ends at 35 to 50 % accuracy when it samples at temperature 1: what a
+Supervised training on worked problems (nemo_specrl/trainer/task.py) of which a share of the steps
+is wrong, so that the model ends at 35 to 50 % accuracy when it samples at temperature 1: what a
 base model is to reinforcement learning. 10 to 20 minutes on two cores; seeded.
 """
 
@@ -21,7 +21,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from nemo_specrl.local.task import BOS, EOS, PAD, TASKS, VOCABULARY, encode, solution
+from nemo_specrl.trainer.task import BOS, EOS, PAD, TASKS, VOCABULARY, encode, solution
 
 ROWS_PER_STEP = 64
 ROWS_PER_MICRO_BATCH = 8  # rows of like length together: little padding, and the caches hold them

@@ -36,7 +36,7 @@ class DictCache:
     def put(self, rollouts):
         self.puts += 1
         for rollout in rollouts:
-            self.rollouts.setdefault(rollout.key, {})[rollout.slot] = rollout
+            self.rollouts.setdefault(rollout.key, {})[rollout.sample_index] = rollout
 
     def all(self):
         return [r for rollouts in self.rollouts.values() for r in rollouts.values()]

@@ -16,28 +16,28 @@ from nemo_specrl.cli import main
 MIB = 2**20
 
 
-def rollout(prompt, version, slot=0, n=20, finish=Finish.STOP):
-    rng = np.random.default_rng([prompt, version, slot, n])
+def rollout(prompt, version, sample_index=0, n=20, finish=Finish.STOP):
+    rng = np.random.default_rng([prompt, version, sample_index, n])
     return Rollout(
         prompt_key([prompt]),
-        slot,
+        sample_index,
         rng.integers(0, 60000, n),
         rng.integers(-5000, 1, n) * STEP,
         finish,
         version,
         rng.integers(-5000, 1, n) * STEP,
         np.full(n, version // 2),
-        visit=version,
+        occurrence=version,
         fingerprint=9,
     )
 
 
 def made(folder, tokenizer="tok", prompts=30, **options):
-    """A store of two rollouts a prompt, one slot of which has an older one too."""
+    """A store of two rollouts a prompt, one sample index of which has an older one too."""
     with RolloutStore(folder, max_bytes=8 * MIB, tokenizer_id=tokenizer, **options) as store:
         for version in (4, 6):
             store.put(rollout(p, version) for p in range(prompts))
-        store.put(rollout(p, 6, slot=1, n=5, finish=Finish.LENGTH) for p in range(prompts))
+        store.put(rollout(p, 6, sample_index=1, n=5, finish=Finish.LENGTH) for p in range(prompts))
         store.get([prompt_key([p]) for p in range(prompts + 10)])
     return folder
 
@@ -143,7 +143,7 @@ def test_what_is_exported_warms_another_run(tmp_path, cache):
     assert columns["keys"].shape == (90, 16) and columns["tokens"].dtype == np.int32
     assert int(columns["lengths"].sum()) == len(columns["tokens"]) == 30 * 45
     with RolloutStore(tmp_path / "other", max_bytes=8 * MIB, tokenizer_id="tok") as store:
-        own = rollout(5, 1, slot=1)
+        own = rollout(5, 1, sample_index=1)
         store.put([own])
     for source, left_out in ((tmp_path / "export", 31), (path, 60 + 30)):
         shown = cache("import", source, tmp_path / "other", "--max-bytes", "8MiB")
@@ -154,7 +154,7 @@ def test_what_is_exported_warms_another_run(tmp_path, cache):
         want = rollout(prompt, 6)
         assert newest.tokens.tolist() == want.tokens.tolist()
         assert newest.birth_logprobs.tolist() == want.birth_logprobs.tolist()
-        assert (newest.policy_version, newest.visit, newest.fingerprint) == (0, 6, 0)
+        assert (newest.policy_version, newest.occurrence, newest.fingerprint) == (0, 6, 0)
         assert set(newest.birth_versions.tolist()) == {0}
         assert second == own if prompt == 5 else second.finish is Finish.LENGTH
     cache("import", path, tmp_path / "new")

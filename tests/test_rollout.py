@@ -15,7 +15,7 @@ KEY = bytes(range(16))
 def rollout(**changes):
     values = {
         "key": KEY,
-        "slot": 1,
+        "sample_index": 1,
         "tokens": [5, 6, 7],
         "logprobs": [-1.0, -2.0, -0.5],
         "finish": Finish.STOP,
@@ -79,7 +79,7 @@ def test_a_prefix_keeps_its_births():
 
 def test_rollouts_compare_by_content():
     assert rollout() == rollout()
-    for change in ({"slot": 2}, {"tokens": [5, 6, 8]}, {"finish": Finish.LENGTH}):
+    for change in ({"sample_index": 2}, {"tokens": [5, 6, 8]}, {"finish": Finish.LENGTH}):
         assert rollout() != rollout(**change)
 
 
@@ -87,9 +87,9 @@ def test_rollouts_compare_by_content():
     ("change", "message"),
     [
         ({"key": b"short"}, "key must be 16 bytes"),
-        ({"slot": 1.5}, "slot must be a whole number, got 1.5"),
-        ({"slot": -1}, "slot must be in"),
-        ({"slot": 65536}, "slot must be in"),
+        ({"sample_index": 1.5}, "sample index must be a whole number, got 1.5"),
+        ({"sample_index": -1}, "sample index must be in"),
+        ({"sample_index": 65536}, "sample index must be in"),
         ({"logprobs": [-1.0]}, "logprobs must have the shape of tokens"),
         ({"birth_versions": [0]}, "birth_versions must have the shape of tokens"),
         ({"tokens": [1, -2, 3]}, "tokens must not be negative"),

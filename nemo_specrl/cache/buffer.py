@@ -16,7 +16,7 @@ class Buffer:
     """Records that were put and uses of prompts, until they are in the tables.
 
     Args:
-        groups: rollouts kept for each slot of a prompt, at least 1.
+        groups: rollouts kept for each sample index of a prompt, at least 1.
         mark: told of each prompt before its pages are looked at.
     """
 

@@ -2,8 +2,8 @@
 
 A record, little-endian, of a rollout with ``n`` tokens::
 
-    u8 version, u8 finish, u8 flags, u16 slot, u32 visit, u64 policy_version, u64 fingerprint,
-    u32 n, u32 runs
+    u8 version, u8 finish, u8 flags, u16 sample index, u32 occurrence, u64 policy_version, u64
+    fingerprint, u32 n, u32 runs
     tokens           u16[n], their low halves; then the high ones, u8[n] with flag TOKENS_24, u16[n]
                      with flag TOKENS_32
     logprobs         u16[n], -logprob in steps of STEP; f32[n] with flag EXACT
@@ -136,8 +136,8 @@ def _columns(rollouts: Sequence[Rollout], exact: bool) -> list[tuple[BytesLike, 
             RECORD_VERSION,
             rollout.finish,
             flags,
-            rollout.slot,
-            rollout.visit,
+            rollout.sample_index,
+            rollout.occurrence,
             rollout.policy_version,
             rollout.fingerprint,
             b - a,
@@ -202,8 +202,8 @@ class Header(NamedTuple):
 
     finish: int
     flags: int
-    slot: int
-    visit: int
+    sample_index: int
+    occurrence: int
     policy_version: int
     fingerprint: int
     tokens: int
@@ -312,10 +312,10 @@ def _recorded(key: bytes, record: bytes, header: Header | None = None) -> Record
     rollout: Recorded = object.__new__(Recorded)
     rollout.__dict__.update(
         key=key,
-        slot=header.slot,
+        sample_index=header.sample_index,
         finish=_FINISHES[header.finish],
         policy_version=header.policy_version,
-        visit=header.visit,
+        occurrence=header.occurrence,
         fingerprint=header.fingerprint,
         _record=record,
         _flags=header.flags,

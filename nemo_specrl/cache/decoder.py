@@ -21,7 +21,7 @@ class Decoder:
 
     Args:
         path: of the store, for the log.
-        groups: rollouts that are served of each slot, newest first.
+        groups: rollouts that are served of each sample index, newest first.
 
     Attributes:
         corrupt: db keys of damaged records, for the store to delete.
@@ -59,5 +59,5 @@ class Decoder:
                     self.damaged += 1
             if not damaged:
                 return rollouts
-            # Once more: an older rollout of the slot may take the place of a damaged one.
+            # Once more: an older rollout of the sample index may take the place of a damaged one.
             self.corrupt |= damaged

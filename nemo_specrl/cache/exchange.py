@@ -1,9 +1,10 @@
 """Rollouts as safetensors files, for other programs and other runs.
 
 An export is a folder of ``rollouts-00000.safetensors``, ...: flat columns, one entry a rollout
-(``keys`` uint8 ``[r, 16]``, ``slots``, ``visits``, ``finishes``, ``policy_versions``, ``lengths``)
-or one a token (``tokens``, ``logprobs``, ``birth_logprobs``, ``birth_versions``), the rollouts of a
-slot oldest first. The metadata has the tokenizer's identity and a checksum.
+(``keys`` uint8 ``[r, 16]``, ``sample_indices``, ``occurrences``, ``finishes``,
+``policy_versions``, ``lengths``) or one a token (``tokens``, ``logprobs``, ``birth_logprobs``,
+``birth_versions``), the rollouts of a sample index oldest first. The metadata has the tokenizer's
+identity and a checksum.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from nemo_specrl.rollout import KEY_BYTES, Finish, Rollout
 __all__ = ["EXPORTS", "as_of_another_run", "read_export", "write_export"]
 
 EXPORTS = "rollouts-*.safetensors"
-FORMAT = "nemo_specrl rollouts 1"
+FORMAT = "nemo_specrl rollouts 2"
 FILE_TOKENS = 2**24
 """Tokens of a file, about: 0.3 GB."""
 
 _COLUMNS = {
     "keys": np.uint8,
-    "slots": np.int32,
-    "visits": np.int64,
+    "sample_indices": np.int32,
+    "occurrences": np.int64,
     "finishes": np.uint8,
     "policy_versions": np.int64,
     "lengths": np.int64,
@@ -49,7 +50,7 @@ def write_export(folder: Path, rollouts: Iterable[Rollout], tokenizer_id: str) -
 
     Args:
         folder: of the export.
-        rollouts: newest first within a slot.
+        rollouts: newest first within a sample index.
         tokenizer_id: of their tokens.
 
     Raises:
@@ -98,8 +99,8 @@ def _columns(rollouts: list[Rollout]) -> Columns:
     keys = b"".join(rollout.key for rollout in rollouts)
     columns = {
         "keys": np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES),
-        "slots": np.array([rollout.slot for rollout in rollouts]),
-        "visits": np.array([rollout.visit for rollout in rollouts]),
+        "sample_indices": np.array([rollout.sample_index for rollout in rollouts]),
+        "occurrences": np.array([rollout.occurrence for rollout in rollouts]),
         "finishes": np.array([rollout.finish for rollout in rollouts]),
         "policy_versions": np.array([rollout.policy_version for rollout in rollouts]),
         "lengths": np.array([len(rollout) for rollout in rollouts]),
@@ -165,14 +166,14 @@ def _read_file(file: Path) -> list[Rollout]:
         rollouts.append(
             Rollout(
                 columns["keys"][i].tobytes(),
-                int(columns["slots"][i]),
+                int(columns["sample_indices"][i]),
                 columns["tokens"][a:b],
                 columns["logprobs"][a:b],
                 Finish(int(columns["finishes"][i])),
                 int(columns["policy_versions"][i]),
                 columns["birth_logprobs"][a:b],
                 columns["birth_versions"][a:b],
-                int(columns["visits"][i]),
+                int(columns["occurrences"][i]),
             )
         )
     return rollouts
@@ -185,12 +186,12 @@ def as_of_another_run(rollout: Rollout) -> Rollout:
     """
     return Rollout(
         rollout.key,
-        rollout.slot,
+        rollout.sample_index,
         rollout.tokens,
         rollout.logprobs,
         rollout.finish,
         0,
         rollout.birth_logprobs,
         np.zeros(len(rollout), np.int64),
-        rollout.visit,
+        rollout.occurrence,
     )

@@ -20,8 +20,7 @@ from nemo_specrl.cache.copies import check_copy
 from nemo_specrl.cache.exchange import EXPORTS, read_export
 from nemo_specrl.cache.files import as_cache_errors
 from nemo_specrl.cache.folder import probe
-from nemo_specrl.cache.placement import partition_of
-from nemo_specrl.cache.snapshot import MANIFEST, read_manifest, read_partition
+from nemo_specrl.cache.snapshot import MANIFEST, partition_of, read_manifest, read_partition
 from nemo_specrl.cache.store import SNAPSHOT_FILE
 from nemo_specrl.cache.tables import DATA_FILE, FORMAT, reading_file
 from nemo_specrl.errors import CacheError, ConfigError, ForeignStore, StoreUnavailable
@@ -38,7 +37,7 @@ class Source:
         kind: ``store``, ``snapshot of a store``, ``snapshot by partition`` or ``export``.
         tokenizer_id: of the tokens.
         bytes: of the files.
-        rollouts: each one, newest first within a slot, or the error in its place.
+        rollouts: each one, newest first within a sample index, or the error in its place.
         policy_version: of the weights beside it, where it says so.
         partitions: into how many it falls, where it says so.
         lookups: prompts that a store was ever asked for.

@@ -36,7 +36,7 @@ class JournaledStore:
             taken for one another's. The journal of another run is emptied.
         max_bytes: hard cap of both together, bytes (each has at least 1 MiB).
         tokenizer_id: identity of the tokenizer.
-        groups_per_prompt: rollouts that the store keeps for each slot.
+        groups_per_prompt: rollouts that the store keeps for each sample index.
 
     Raises:
         CacheError: as :class:`RolloutStore`.
@@ -64,7 +64,9 @@ class JournaledStore:
         except BaseException:
             self._store.close()
             raise
-        self._asked: Counter[tuple[bytes, int, int]] = Counter()  # key, slot, policy version
+        self._asked: Counter[tuple[bytes, int, int]] = (
+            Counter()
+        )  # key, sample index, policy version
         self._put: Counter[tuple[bytes, int, int]] = Counter()
 
     def get(self, keys: Iterable[bytes]) -> dict[bytes, list[Rollout]]:
@@ -76,7 +78,7 @@ class JournaledStore:
         rollouts = list(rollouts)
         self._store.put(rollouts)
         for rollout in rollouts:
-            self._put[rollout.key, rollout.slot, rollout.policy_version] += 1
+            self._put[rollout.key, rollout.sample_index, rollout.policy_version] += 1
         self._journal.put(rollouts)
 
     def take(
@@ -89,21 +91,21 @@ class JournaledStore:
         goes into the store, as when it was made. Of other weights, as where a step could not be
         repeated to the bit, there may be a part.
 
-        A row that asks a second time in a step gets what its second visit had made.
+        A row that asks a second time in a step gets what its second occurrence had made.
 
         Args:
-            rows: key and slot of each.
+            rows: key and sample index of each.
             policy_version: of the weights that generate, which says the step.
             fingerprint: of the same weights.
         """
         found = self._journal.get(dict.fromkeys(key for key, _ in rows))
         taken: list[Rollout | None] = []
-        for key, slot in rows:
-            place = key, slot, policy_version
+        for key, sample_index in rows:
+            place = key, sample_index, policy_version
             earlier = [
                 rollout
                 for rollout in reversed(found.get(key, ()))  # now the oldest first
-                if (rollout.slot, rollout.policy_version) == (slot, policy_version)
+                if (rollout.sample_index, rollout.policy_version) == (sample_index, policy_version)
             ]
             earlier = earlier[: len(earlier) - self._put[place]]
             whole = [rollout for rollout in earlier if rollout.finish is not Finish.PARTIAL]

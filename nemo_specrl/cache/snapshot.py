@@ -33,6 +33,7 @@ __all__ = [
     "Manifest",
     "PartitionFile",
     "key_range",
+    "partition_of",
     "read_manifest",
     "read_partition",
     "write_manifest",
@@ -73,6 +74,16 @@ class Manifest:
     files: tuple[PartitionFile, ...]
 
 
+def partition_of(key: bytes, partitions: int) -> int:
+    """The partition of a prompt: the key's first 8 bytes cut into equal ranges.
+
+    Args:
+        key: a prompt's key, 16 bytes.
+        partitions: how many there are.
+    """
+    return int.from_bytes(key[:8], "big") * partitions >> 64
+
+
 def key_range(partition: int, partitions: int) -> tuple[bytes, bytes | None]:
     """First key of a partition and the first one behind it; None behind the last partition.
 
@@ -88,7 +99,7 @@ def write_partition(folder: Path, partition: int, rollouts: Iterable[Rollout]) -
     Args:
         folder: of the snapshot; made if it is not there.
         partition: its index.
-        rollouts: newest first within a slot, as stores give them.
+        rollouts: newest first within a sample index, as stores give them.
 
     Raises:
         StoreUnavailable: the folder cannot be written.
@@ -102,7 +113,7 @@ def write_partition(folder: Path, partition: int, rollouts: Iterable[Rollout]) -
     ):
         iterator = iter(rollouts)
         while some := list(itertools.islice(iterator, WRITTEN_AT_ONCE)):
-            names = [db_key(rollout.key, rollout.slot, 0) for rollout in some]
+            names = [db_key(rollout.key, rollout.sample_index, 0) for rollout in some]
             parts: list[bytes] = []
             for name, record in zip(names, encode_all(some, names), strict=True):
                 parts += (_SIZE.pack(len(record)), name, record)

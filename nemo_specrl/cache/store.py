@@ -73,7 +73,7 @@ class RolloutStore:
         path: folder of the store, made if it is not there; only one process may have it open.
         max_bytes: hard cap of what is in the folder, bytes, at least 1 MiB.
         tokenizer_id: identity of the tokenizer that the tokens are of.
-        groups_per_prompt: rollouts kept for each slot of a prompt, newest first.
+        groups_per_prompt: rollouts kept for each sample index of a prompt, newest first.
         exact_logprobs: keep every bit of them, at twice their size.
 
     Raises:
@@ -125,7 +125,7 @@ class RolloutStore:
         self._closed = False
 
     def put(self, rollouts: Iterable[Rollout]) -> None:
-        """Journals rollouts; a later one of the same prompt and slot is newer.
+        """Journals rollouts; a later one of the same prompt and sample index is newer.
 
         What is put is found by ``get`` at once and is durable after ``sync``, or on its own within
         a second.
@@ -139,13 +139,15 @@ class RolloutStore:
             while some := list(itertools.islice(iterator, ENCODED_AT_ONCE)):
                 clocks = range(self._tables.clock + 1, self._tables.clock + 1 + len(some))
                 self._tables.clock += len(some)
-                names = [db_key(r.key, r.slot, t) for r, t in zip(some, clocks, strict=True)]
+                names = [
+                    db_key(r.key, r.sample_index, t) for r, t in zip(some, clocks, strict=True)
+                ]
                 records = encode_all(some, names, exact=self._exact)
                 for rollout, clock, name, record in zip(some, clocks, names, records, strict=True):
                     self._add(rollout.key, clock, name, record)
 
     def get(self, keys: Iterable[bytes]) -> dict[bytes, list[Rollout]]:
-        """The rollouts of prompts: by slot, and newest first within a slot.
+        """The rollouts of prompts: by sample index, and newest first within a sample index.
 
         Args:
             keys: of prompts, 16 bytes each.

@@ -8,9 +8,10 @@ Integers are big-endian, so that they sort::
                db key, u32 piece -> a piece of the record of that db key
     uses       u64 clock -> prompt key, longest unused first
 
-A db key is a prompt key, u16 slot and the complement of the u64 clock, so that records sort by slot
-and newest first. A record is cut into pieces of one page each: whatever page is free will do, and
-the file cannot fragment. The clock ticks at every put and at every use of a prompt.
+A db key is a prompt key, u16 sample index and the complement of the u64 clock, so that records
+sort by sample index and newest first. A record is cut into pieces of one page each: whatever page
+is free will do, and the file cannot fragment. The clock ticks at every put and at every use of a
+prompt.
 """
 
 from __future__ import annotations
@@ -64,16 +65,16 @@ _CLOCK = struct.Struct(">Q")
 _HEAD = struct.Struct(">QI")
 _STATE = struct.Struct(">QQQQ")
 _PAGE_HEADER = 16
-_SLOT_END = KEY_BYTES + 2
+_SAMPLE_END = KEY_BYTES + 2
 _MIB = 2**20
 
 _BEHIND = b"\xff" * (_DB_KEY.size - KEY_BYTES + _PIECE.size + 1)
 """A prompt key and this sort behind all that belongs to the prompt."""
 
 
-def db_key(key: bytes, slot: int, clock: int) -> bytes:
+def db_key(key: bytes, sample_index: int, clock: int) -> bytes:
     """Under which the record of a rollout, put at a time of the clock, is stored."""
-    return _DB_KEY.pack(key, slot, 2**64 - 1 - clock)
+    return _DB_KEY.pack(key, sample_index, 2**64 - 1 - clock)
 
 
 class Tables:
@@ -405,7 +406,7 @@ class Writer(Reader):
         unwanted: Collection[bytes],
         groups: int,
     ) -> None:
-        """Adds records of a prompt, and keeps the newest ``groups`` of each slot.
+        """Adds records of a prompt, and keeps the newest ``groups`` of each sample index.
 
         Args:
             key: of the prompt.
@@ -438,12 +439,12 @@ class Writer(Reader):
 
 
 def visible(db_keys: Collection[bytes], groups: int) -> list[bytes]:
-    """Of db keys, the newest ``groups`` of each prompt and slot, sorted."""
+    """Of db keys, the newest ``groups`` of each prompt and sample index, sorted."""
     kept: list[bytes] = []
-    slot, count = b"", 0
+    sample_index, count = b"", 0
     for name in sorted(db_keys):
-        if not (slot and name.startswith(slot)):
-            slot, count = name[:_SLOT_END], 0
+        if not (sample_index and name.startswith(sample_index)):
+            sample_index, count = name[:_SAMPLE_END], 0
         if count < groups:
             kept.append(name)
             count += 1

@@ -164,14 +164,14 @@ def kept(
         versions[:accepted] = draft.birth_versions[:accepted]
     return Rollout(
         request.row.key,
-        request.row.slot,
+        request.row.sample_index,
         np.asarray(request.tokens, dtype=np.int32),
         logprobs,
         finish,
         policy_version,
         births,
         versions,
-        request.visit,
+        request.occurrence,
         fingerprint,
     )
 

@@ -27,17 +27,18 @@ __all__ = ["AsyncSpeculativeLLM", "ClaimingCache"]
 
 
 class ClaimingCache(Protocol):
-    """A cache that gives out slots; :class:`nemo_specrl.cache.cluster.ClusterCache` is one."""
+    """A cache that gives out sample indices;
+    :class:`nemo_specrl.cache.cluster.driver.ClusterCache` is one."""
 
     async def claim(self, key: bytes, policy_version: int) -> tuple[int, list[Rollout]] | None:
-        """A slot for a row of a prompt and the prompt's rollouts.
+        """A sample index for a row of a prompt and the prompt's rollouts.
 
         None: none can be had now, which the cache has counted.
         """
         ...
 
     def put(self, rollouts: Iterable[Rollout]) -> None:
-        """Keep rollouts, each newer than what its prompt and slot had."""
+        """Keep rollouts, each newer than what its prompt and sample index had."""
         ...
 
     def flush(self) -> None:
@@ -50,7 +51,7 @@ class AsyncSpeculativeLLM(Speculation):
 
     Args:
         llm: a running engine. Its ``logprobs_mode`` must be one of log-probs, not of logits.
-        cache: gives out slots and keeps rollouts; :class:`ClaimingCache`.
+        cache: gives out sample indices and keeps rollouts; :class:`ClaimingCache`.
         config: the ``spec_rl:`` block.
         seed: of the run; acceptance draws from it.
 
@@ -89,7 +90,7 @@ class AsyncSpeculativeLLM(Speculation):
         claimed, started = None, time.perf_counter()
         if self.config.enabled and request.draftable:
             claimed = await self._claim(request)
-        if claimed is None:  # nothing to draft, and no slot to keep it in
+        if claimed is None:  # nothing to draft, and no sample index to keep it in
             async for output in self.llm.generate(prompt, sampling_params, request_id, **kwargs):
                 yield output
             return
@@ -111,7 +112,7 @@ class AsyncSpeculativeLLM(Speculation):
         yield request_outputs([request], {0: (output, completion)})[0]
 
     async def _claim(self, request: Request) -> Request | None:
-        """The request with its slot and draft, or None."""
+        """The request with its sample index and draft, or None."""
         try:
             claimed = await self.cache.claim(request.row.key, self.policy_version)
         except Exception as error:  # the cache can only cost speed
@@ -119,8 +120,8 @@ class AsyncSpeculativeLLM(Speculation):
             return None
         if claimed is None:
             return None
-        slot, rollouts = claimed
-        request.row = type(request.row)(request.row.key, slot)
+        sample_index, rollouts = claimed
+        request.row = type(request.row)(request.row.key, sample_index)
         self._choose([request], {request.row.key: rollouts})
         return request
 

@@ -36,11 +36,11 @@ class RolloutCache(Protocol):
     """What a cache of rollouts has to offer; :class:`nemo_specrl.RolloutStore` is one."""
 
     def get(self, keys: Iterable[bytes]) -> dict[bytes, list[Rollout]]:
-        """Rollouts by prompt key, newest first within a slot."""
+        """Rollouts by prompt key, newest first within a sample index."""
         ...
 
     def put(self, rollouts: Iterable[Rollout]) -> None:
-        """Keep rollouts, each newer than what its prompt and slot had."""
+        """Keep rollouts, each newer than what its prompt and sample index had."""
         ...
 
 
@@ -92,8 +92,8 @@ class Speculation:
             seed=self.seed,
             fresh_fraction=max(self.fresh_fraction, self.config.effective_fresh_fraction),
         )
-        for request, (draft, visit) in zip(requests, choices, strict=True):
-            request.visit = visit
+        for request, (draft, occurrence) in zip(requests, choices, strict=True):
+            request.occurrence = occurrence
             if draft is not None and not request.offer(draft, self._limits):
                 self.metrics.refused_drafts += 1
 
@@ -108,7 +108,7 @@ class Speculation:
         # Further candidates of a position are not kept.
         asking = [r for r in requests if r.draftable and not r.wanted.logprobs]
         try:
-            places = [(r.row.key, r.row.slot) for r in asking]
+            places = [(r.row.key, r.row.sample_index) for r in asking]
             taken = self.cache.take(places, self.policy_version, self.fingerprint)
         except Exception as error:  # the cache can only cost speed
             self._count_cache_error(error)

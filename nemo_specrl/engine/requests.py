@@ -16,7 +16,7 @@ from nemo_specrl.engine.compat import Detokenizer, eos_token_ids, tokenizer_of
 from nemo_specrl.engine.sampling import Ending, StopRules, check_verifiable, is_greedy
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.rollout import Rollout, prompt_key
-from nemo_specrl.speculation.drafts import Row, assign_slots
+from nemo_specrl.speculation.drafts import Row, assign_sample_indices
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
@@ -67,8 +67,8 @@ class Request:
         wanted: what the caller asked for.
         params: the same for one rollout, with the log-probs that the cache needs.
         rules: what ends its response.
-        row: prompt key and slot.
-        visit: how many rollouts the slot had before.
+        row: prompt key and sample index.
+        occurrence: how many rollouts the sample index had before.
         draft: what is offered for verification, already cut to the request's rules and limits.
         ending: how the request's rules end the draft.
         verifying: the draft is in the engine.
@@ -84,7 +84,7 @@ class Request:
     params: SamplingParams
     rules: StopRules
     row: Row
-    visit: int = 0
+    occurrence: int = 0
     draft: Rollout | None = None
     ending: Ending | None = None
     verifying: bool = False
@@ -123,7 +123,7 @@ def build_requests(
     limits: EngineLimits,
     prompts: Any,
     sampling_params: SamplingParams | Sequence[SamplingParams],
-    slots: Sequence[int] | None,
+    sample_indices: Sequence[int] | None,
 ) -> list[Request]:
     """A request for each of the ``n`` rollouts of each prompt, in order.
 
@@ -131,25 +131,26 @@ def build_requests(
         limits: of the engine.
         prompts: as ``vllm.LLM.generate`` takes them.
         sampling_params: one for all, or one for each prompt.
-        slots: first slot of each prompt; None: the k-th rollout of a prompt has slot k.
+        sample_indices: first sample index of each prompt; None: the k-th rollout of a prompt has
+        sample index k.
 
     Raises:
         UnsupportedSampling: sampling under which drafts cannot be verified.
-        ConfigError: prompts, parameters and slots do not fit each other.
+        ConfigError: prompts, parameters and sample indices do not fit each other.
     """
     from vllm.sampling_params import RequestOutputKind
 
     prompts = _as_list(prompts)
     if not isinstance(sampling_params, Sequence):
         sampling_params = [sampling_params] * len(prompts)
-    for name, values in (("sampling_params", sampling_params), ("slots", slots)):
+    for name, values in (("sampling_params", sampling_params), ("sample_indices", sample_indices)):
         if values is not None and len(values) != len(prompts):
             raise ConfigError(f"{name}: {len(values)} of them for {len(prompts)} prompts")
     for params in sampling_params:
         if not is_greedy(params):
             check_verifiable(params)
     rendered = [_tokens(prompt, limits.tokenizer) for prompt in prompts]
-    rows = _rows([tokens for _, tokens in rendered], [p.n for p in sampling_params], slots)
+    rows = _rows([tokens for _, tokens in rendered], [p.n for p in sampling_params], sample_indices)
     requests: list[Request] = []
     for (text, tokens), params in zip(rendered, sampling_params, strict=True):
         for child in range(params.n):
@@ -173,18 +174,24 @@ def build_requests(
     return requests
 
 
-def _rows(prompts: list[list[int]], counts: list[int], slots: Sequence[int] | None) -> list[Row]:
-    """Key and slot of each rollout."""
+def _rows(
+    prompts: list[list[int]], counts: list[int], sample_indices: Sequence[int] | None
+) -> list[Row]:
+    """Key and sample index of each rollout."""
     keys = [
         key for prompt, n in zip(prompts, counts, strict=True) for key in [prompt_key(prompt)] * n
     ]
-    if slots is None:
-        flat = assign_slots(keys)
+    if sample_indices is None:
+        flat = assign_sample_indices(keys)
     else:
-        flat = [slot + i for slot, n in zip(slots, counts, strict=True) for i in range(n)]
-    rows = [Row(key, slot) for key, slot in zip(keys, flat, strict=True)]
+        flat = [
+            sample_index + i
+            for sample_index, n in zip(sample_indices, counts, strict=True)
+            for i in range(n)
+        ]
+    rows = [Row(key, sample_index) for key, sample_index in zip(keys, flat, strict=True)]
     if len(set(rows)) != len(rows):
-        raise ConfigError("slots: two rollouts of one prompt have the same slot")
+        raise ConfigError("sample_indices: two rollouts of one prompt have the same sample index")
     return rows
 
 

@@ -65,7 +65,7 @@ class SpeculativeLLM(Speculation):
         prompts: Any,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        slots: Sequence[int] | None = None,
+        sample_indices: Sequence[int] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: Any = None,
     ) -> list[RequestOutput]:
@@ -78,14 +78,15 @@ class SpeculativeLLM(Speculation):
         Args:
             prompts: token-id or text prompts, as ``vllm.LLM.generate`` takes them.
             sampling_params: one for all, or one for each prompt.
-            slots: first slot of each prompt. None: the k-th row of a prompt in this call has
-                slot k. To be given where the rows of a group come in several calls.
+            sample_indices: first sample index of each prompt. None: the k-th row of a prompt in
+            this call has
+                sample index k. To be given where the rows of a group come in several calls.
             use_tqdm: show a progress bar, or what makes one.
             lora_request: as in vLLM.
 
         Raises:
             UnsupportedSampling: sampling under which drafts cannot be verified.
-            ConfigError: prompts and parameters, or slots, do not fit each other.
+            ConfigError: prompts and parameters, or sample indices, do not fit each other.
             Exception: vLLM's own, for a prompt that it refuses. The engine can be used again.
         """
         if not self.config.enabled:
@@ -96,7 +97,7 @@ class SpeculativeLLM(Speculation):
         started = time.perf_counter()
         if sampling_params is None:
             sampling_params = self.llm.get_default_sampling_params()
-        requests = build_requests(self._limits, prompts, sampling_params, slots)
+        requests = build_requests(self._limits, prompts, sampling_params, sample_indices)
         self._find_drafts(requests)
         replayed = self._replay(requests)
         self.metrics.rows = len(requests)

@@ -33,7 +33,7 @@ __all__ = [
     "verification_params",
 ]
 
-LOST_SLOTS = 2**16  # above every slot
+REPLAYED_OFFSET = 2**16  # above every sample index
 
 
 def verification_params(request: Request) -> SamplingParams:
@@ -64,7 +64,7 @@ def continuation_params(request: Request, policy_version: int) -> SamplingParams
     if params.seed is not None:
         # The draft was drawn with this very stream: its continuation needs one of its own.
         params.seed = derived_seed(
-            "continue", params.seed, policy_version, request.row.key, request.row.slot
+            "continue", params.seed, policy_version, request.row.key, request.row.sample_index
         )
     if params.stop and params.detokenize:
         # A stop string may begin in the prefix, where vLLM would not look for it.
@@ -125,7 +125,8 @@ def judge(
             # What these weights, or later ones, had a part in was made with the uniforms of this
             # step already, before a crash: it is judged by others.
             [
-                request.row.slot + (LOST_SLOTS if draft.policy_version >= policy_version else 0)
+                request.row.sample_index
+                + (REPLAYED_OFFSET if draft.policy_version >= policy_version else 0)
                 for (request, _), draft in zip(verified, drafts, strict=True)
             ],
             offsets,

@@ -33,20 +33,24 @@ FloatArray = npt.NDArray[np.floating[Any]]
 Int64Array = npt.NDArray[np.int64]
 
 
-def _digest(purpose: str, seed: int, policy_version: int, key: bytes, slot: int) -> int:
-    """128 bits that belong to one purpose, run, policy version, prompt and slot alone."""
-    message = b"%s\0%d\0%d\0%d\0%s" % (purpose.encode(), seed, policy_version, slot, key)
+def _digest(purpose: str, seed: int, policy_version: int, key: bytes, sample_index: int) -> int:
+    """128 bits that belong to one purpose, run, policy version, prompt and sample index alone."""
+    message = b"%s\0%d\0%d\0%d\0%s" % (purpose.encode(), seed, policy_version, sample_index, key)
     return xxhash.xxh3_128_intdigest(message)
 
 
-def derived_seed(purpose: str, seed: int, policy_version: int, key: bytes, slot: int) -> int:
-    """A seed in ``0 .. 2**31 - 1`` for one purpose, policy version, prompt and slot."""
-    return _digest(purpose, seed, policy_version, key, slot) & 0x7FFFFFFF
+def derived_seed(
+    purpose: str, seed: int, policy_version: int, key: bytes, sample_index: int
+) -> int:
+    """A seed in ``0 .. 2**31 - 1`` for one purpose, policy version, prompt and sample index."""
+    return _digest(purpose, seed, policy_version, key, sample_index) & 0x7FFFFFFF
 
 
-def row_uniform(purpose: str, seed: int, policy_version: int, key: bytes, slot: int) -> float:
-    """One uniform in [0, 1) for one purpose, policy version, prompt and slot."""
-    return (_digest(purpose, seed, policy_version, key, slot) >> 75) * 2.0**-53
+def row_uniform(
+    purpose: str, seed: int, policy_version: int, key: bytes, sample_index: int
+) -> float:
+    """One uniform in [0, 1) for one purpose, policy version, prompt and sample index."""
+    return (_digest(purpose, seed, policy_version, key, sample_index) >> 75) * 2.0**-53
 
 
 def offsets_of(lengths: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Int64Array:
@@ -60,27 +64,27 @@ def draft_uniforms(
     seed: int,
     policy_version: int,
     keys: Sequence[bytes],
-    slots: Sequence[int],
+    sample_indices: Sequence[int],
     offsets: Int64Array,
 ) -> npt.NDArray[np.float64]:
     """A uniform in (0, 1] for each draft token: fresh at every verification, equal on a replay.
 
-    Philox counters keyed by (seed, policy version, prompt key, slot): token i of a draft has the
-    same uniform whatever else is in the batch and wherever the draft stands in it.
+    Philox counters keyed by (seed, policy version, prompt key, sample index): token i of a draft
+    has the same uniform whatever else is in the batch and wherever the draft stands in it.
 
     Args:
         seed: of the run.
         policy_version: of the weights that judge.
         keys: ``b`` prompt keys.
-        slots: ``b`` slots.
+        sample_indices: int ``[b]``.
         offsets: int64 ``[b + 1]``.
 
     Returns:
         float64 ``[offsets[-1]]``.
     """
     uniforms = np.empty(int(offsets[-1]), dtype=np.float64)
-    for i, (key, slot) in enumerate(zip(keys, slots, strict=True)):
-        philox = np.random.Philox(key=_digest("accept", seed, policy_version, key, slot))
+    for i, (key, sample_index) in enumerate(zip(keys, sample_indices, strict=True)):
+        philox = np.random.Philox(key=_digest("accept", seed, policy_version, key, sample_index))
         np.random.Generator(philox).random(out=uniforms[offsets[i] : offsets[i + 1]])
     # From [0, 1) to (0, 1]: a ratio of 0 never passes, a ratio of 1 always does.
     return np.subtract(1.0, uniforms, out=uniforms)

@@ -14,25 +14,25 @@ from typing import Generic, NamedTuple, TypeVar
 from nemo_specrl.rollout import Finish, Outline, Rollout
 from nemo_specrl.speculation.acceptance import row_uniform
 
-__all__ = ["Choice", "Row", "assign_slots", "is_fresh", "select_drafts"]
+__all__ = ["Choice", "Row", "assign_sample_indices", "is_fresh", "select_drafts"]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One rollout to make: the key of its prompt and its slot in the group."""
+    """One rollout to make: the key of its prompt and its sample index in the group."""
 
     key: bytes
-    slot: int
+    sample_index: int
 
 
-def assign_slots(keys: Sequence[bytes]) -> list[int]:
-    """The k-th row of a prompt in a batch has slot k."""
+def assign_sample_indices(keys: Sequence[bytes]) -> list[int]:
+    """The k-th row of a prompt in a batch has sample index k."""
     seen: dict[bytes, int] = defaultdict(int)
-    slots = []
+    sample_indices = []
     for key in keys:
-        slots.append(seen[key])
+        sample_indices.append(seen[key])
         seen[key] += 1
-    return slots
+    return sample_indices
 
 
 Draft = TypeVar("Draft", Rollout, Outline)
@@ -42,27 +42,27 @@ class Choice(NamedTuple, Generic[Draft]):
     """What a row gets: a draft, or None to be decoded plainly, and how often it came before."""
 
     draft: Draft | None
-    visit: int
+    occurrence: int
 
 
-def is_fresh(row: Row, visit: int, *, seed: int, fresh_fraction: float) -> bool:
+def is_fresh(row: Row, occurrence: int, *, seed: int, fresh_fraction: float) -> bool:
     """Whether a row is decoded plainly although a draft may be there (design, rule 10).
 
-    Rows take turns: each one's share of plain visits is ``fresh_fraction`` over every stretch of
-    visits, and it never waits longer than ``ceil(1 / fresh_fraction)`` visits for its turn. The
-    wait bounds how often a token can be trained on, and for a given number of decoded tokens no
-    rule has a lower bound. Where in the turn a row begins is random, so that a step has its share,
-    too.
+    Rows take turns: each one's share of plain occurrences is ``fresh_fraction`` over every stretch
+    of occurrences, and it never waits longer than ``ceil(1 / fresh_fraction)`` occurrences for its
+    turn. The wait bounds how often a token can be trained on, and for a given number of decoded
+    tokens no rule has a lower bound. Where in the turn a row begins is random, so that a step has
+    its share, too.
 
     Args:
-        row: prompt and slot.
-        visit: how many rollouts the slot had before.
+        row: prompt and sample index.
+        occurrence: how many rollouts the sample index had before.
         seed: of the run.
         fresh_fraction: in [0, 1].
     """
-    phase = row_uniform("fresh", seed, 0, row.key, row.slot)
-    turns = math.floor(visit * fresh_fraction + phase)
-    return turns > math.floor((visit - 1) * fresh_fraction + phase)
+    phase = row_uniform("fresh", seed, 0, row.key, row.sample_index)
+    turns = math.floor(occurrence * fresh_fraction + phase)
+    return turns > math.floor((occurrence - 1) * fresh_fraction + phase)
 
 
 def select_drafts(
@@ -75,15 +75,16 @@ def select_drafts(
 ) -> list[Choice[Draft]]:
     """A draft for each row, or None.
 
-    The row with slot k takes the newest draft of its prompt's slot k and no other, so that no draft
-    is given to two rows, whether the rows of a group come in one batch, in several, or on several
-    engines. A slot that the present weights have served gets no draft: its uniforms have been used,
-    and the same draft would only come out as a copy. Not so a rollout that was interrupted: it is
-    continued, as the visit that it is.
+    The row with sample index k takes the newest draft of its prompt's sample index k and no other,
+    so that no draft is given to two rows, whether the rows of a group come in one batch, in
+    several, or on several engines. A sample index that the present weights have served gets no
+    draft: its uniforms have been used, and the same draft would only come out as a copy. Not so a
+        rollout that was
+    interrupted: it is continued, as the occurrence that it is.
 
     Args:
         rows: what is asked for.
-        cached: rollouts, or outlines of them, by prompt key, newest first within a slot.
+        cached: rollouts, or outlines of them, by prompt key, newest first within a sample index.
         policy_version: of the weights that will judge.
         seed: of the run; the turns of fresh rows depend on it.
         fresh_fraction: share of rows that get none although there is one.
@@ -92,7 +93,7 @@ def select_drafts(
     served: set[Row] = set()
     for key, rollouts in cached.items():
         for rollout in rollouts:
-            place = Row(key, rollout.slot)
+            place = Row(key, rollout.sample_index)
             newest.setdefault(place, rollout)
             if rollout.policy_version == policy_version and rollout.finish is not Finish.PARTIAL:
                 served.add(place)
@@ -102,12 +103,12 @@ def select_drafts(
         if draft is None:
             choices.append(Choice(None, 0))
         elif row in served:
-            choices.append(Choice(None, draft.visit))
+            choices.append(Choice(None, draft.occurrence))
         else:
             unfinished = draft.finish is Finish.PARTIAL
-            visit = draft.visit + (not unfinished)
-            plain = is_fresh(row, visit, seed=seed, fresh_fraction=fresh_fraction)
+            occurrence = draft.occurrence + (not unfinished)
+            plain = is_fresh(row, occurrence, seed=seed, fresh_fraction=fresh_fraction)
             # Where these weights were at it, it is as fresh as what they would decode now.
             plain &= not (unfinished and draft.policy_version == policy_version)
-            choices.append(Choice(None if plain or not len(draft) else draft, visit))
+            choices.append(Choice(None if plain or not len(draft) else draft, occurrence))
     return choices

@@ -15,7 +15,7 @@ from ray.cluster_utils import Cluster
 from nemo_specrl.rollout import Finish, Rollout, prompt_key
 
 PROMPTS = 60
-SLOTS = 2
+SAMPLE_INDICES = 2
 NODE = {"num_cpus": 1, "object_store_memory": 2**27}
 OPTIONS = {
     "keep": False,
@@ -60,15 +60,20 @@ def ray_head(module, folder, failures, **arguments):
         cluster.shutdown()
 
 
-def rollout(prompt, version=0, slot=0):
-    rng = np.random.default_rng([prompt, version, slot])
+def rollout(prompt, version=0, sample_index=0):
+    rng = np.random.default_rng([prompt, version, sample_index])
     return Rollout(
-        prompt_key([prompt]), slot, rng.integers(0, 60000, 9), np.zeros(9), Finish.STOP, version
+        prompt_key([prompt]),
+        sample_index,
+        rng.integers(0, 60000, 9),
+        np.zeros(9),
+        Finish.STOP,
+        version,
     )
 
 
 def group(prompt, version):
-    return [rollout(prompt, version, slot) for slot in range(SLOTS)]
+    return [rollout(prompt, version, sample_index) for sample_index in range(SAMPLE_INDICES)]
 
 
 def versions_of(cache):

@@ -10,11 +10,10 @@ import time
 import pytest
 import ray
 
-from nemo_specrl.cache.client import FAILURES_TO_OPEN, CacheClient
-from nemo_specrl.cache.cluster import start_shards
-from nemo_specrl.cache.membership import Routing, View
-from nemo_specrl.cache.placement import partition_of
-from nemo_specrl.cache.snapshot import read_manifest
+from nemo_specrl.cache.cluster.client import FAILURES_TO_OPEN, CacheClient
+from nemo_specrl.cache.cluster.driver import start_shards
+from nemo_specrl.cache.cluster.membership import Routing, View
+from nemo_specrl.cache.snapshot import partition_of, read_manifest
 from nemo_specrl.errors import ForeignStore, StoreUnavailable
 from nemo_specrl.rollout import prompt_key
 from tests.cache.nodes import NODE, ray_head, rollout, wait_until
@@ -63,14 +62,16 @@ def contents(cache, prompts):
 
 def test_what_is_put_is_found_from_every_copy_of_the_client(start):
     cache = start()
-    put = [rollout(p, slot=s) for p in range(40) for s in range(2)]
+    put = [rollout(p, sample_index=s) for p in range(40) for s in range(2)]
     cache.put(put)
     cache.sync()
     copy = pickle.loads(pickle.dumps(cache))
     for client in (cache, copy):
         found = contents(client, range(41))
         assert found.pop(40) == []
-        assert found == {p: [rollout(p, slot=0), rollout(p, slot=1)] for p in range(40)}
+        assert found == {
+            p: [rollout(p, sample_index=0), rollout(p, sample_index=1)] for p in range(40)
+        }
         assert client.failures == 0
 
 
@@ -89,7 +90,7 @@ def test_what_is_delivered_is_found_from_everywhere_before_it_is_synced(start):
 
 def test_outlines_are_those_of_what_is_found(start):
     cache = start()
-    cache.put([rollout(p, slot=s, version=p) for p in range(20) for s in range(2)])
+    cache.put([rollout(p, sample_index=s, version=p) for p in range(20) for s in range(2)])
     cache.sync()
     keys = [prompt_key([p]) for p in range(21)]
     found = cache.get(keys)
@@ -162,7 +163,7 @@ def test_a_shard_that_is_late_answers_nothing_and_raises_nothing(nodes):
     ray.kill(slow)
 
 
-def test_rows_that_come_alone_get_slots_of_their_own_from_every_client(start):
+def test_rows_that_come_alone_get_sample_indices_of_their_own_from_every_client(start):
     cache = start()
     other = pickle.loads(pickle.dumps(cache))
     key = prompt_key([5])
@@ -170,23 +171,23 @@ def test_rows_that_come_alone_get_slots_of_their_own_from_every_client(start):
     async def claim(clients, version):
         return [await client.claim(key, version) for client in clients]
 
-    slots = asyncio.run(claim((cache, other, other, cache), 0))
-    assert [slot for slot, _ in slots] == [0, 1, 2, 3]
-    assert all(rollouts == [] for _, rollouts in slots)
-    cache.put([rollout(5, slot=s) for s in (2, 0)])
-    other.put([rollout(5, slot=s) for s in (1, 3)])
+    sample_indices = asyncio.run(claim((cache, other, other, cache), 0))
+    assert [sample_index for sample_index, _ in sample_indices] == [0, 1, 2, 3]
+    assert all(rollouts == [] for _, rollouts in sample_indices)
+    cache.put([rollout(5, sample_index=s) for s in (2, 0)])
+    other.put([rollout(5, sample_index=s) for s in (1, 3)])
     for client in (cache, other):
         client.flush()
         client.sync()
     claimed = asyncio.run(claim((other, cache, cache, other), 1))
-    assert [slot for slot, _ in claimed] == [0, 1, 2, 3]
-    assert claimed[0][1] == [rollout(5, slot=s) for s in range(4)]
+    assert [sample_index for sample_index, _ in claimed] == [0, 1, 2, 3]
+    assert claimed[0][1] == [rollout(5, sample_index=s) for s in range(4)]
     assert cache.failures == other.failures == 0
 
 
 def test_a_snapshot_restores_onto_any_partitions_and_replicas(start, tmp_path):
     cache = start()
-    put = [rollout(p, slot=s) for p in range(50) for s in range(3)]
+    put = [rollout(p, sample_index=s) for p in range(50) for s in range(3)]
     cache.put(put)
     manifest = cache.snapshot(tmp_path / "snapshot", policy_version=7)
     assert sum(f.rollouts for f in manifest.files) == len(put)  # one copy of each

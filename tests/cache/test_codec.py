@@ -20,7 +20,7 @@ from nemo_specrl.cache.codec import (
     packed,
 )
 from nemo_specrl.errors import CorruptRecord, InvalidRollout
-from nemo_specrl.rollout import MAX_SLOT, Finish, Rollout, prompt_key
+from nemo_specrl.rollout import MAX_SAMPLE_INDEX, Finish, Rollout, prompt_key
 
 KEY = prompt_key([1, 2, 3])
 DB_KEY = KEY + b"\0\7" + bytes(8)
@@ -66,7 +66,7 @@ def rollouts(draw):
     top = draw(st.sampled_from([0, 255, 65535, 65536, 2**24 - 1, 2**24, 2**31 - 1]))
     return Rollout(
         KEY,
-        draw(st.integers(0, MAX_SLOT)),
+        draw(st.integers(0, MAX_SAMPLE_INDEX)),
         column(st.integers(0, top), np.int32),
         column(logprob, np.float32),
         draw(st.sampled_from(Finish)),
@@ -96,7 +96,7 @@ def test_extreme_values_are_exact():
     logprobs = np.array([0.0, -STEP, -1.0, -32.0, -65535 * STEP], np.float32)
     original = Rollout(
         KEY,
-        MAX_SLOT,
+        MAX_SAMPLE_INDEX,
         np.array([0, 65535, 65536, 2**31 - 2, 2**31 - 1]),
         logprobs,
         Finish.PARTIAL,

@@ -9,22 +9,22 @@ from nemo_specrl.cache.journal import JournaledStore
 from nemo_specrl.rollout import Finish, Rollout, prompt_key
 
 KEYS = [prompt_key([p]) for p in range(3)]
-ROWS = [(key, slot) for key in KEYS for slot in range(2)]
+ROWS = [(key, sample_index) for key in KEYS for sample_index in range(2)]
 WEIGHTS = 77
 
 
-def rollout(key, slot, version, *, salt=0, fingerprint=WEIGHTS, finish=Finish.STOP):
+def rollout(key, sample_index, version, *, salt=0, fingerprint=WEIGHTS, finish=Finish.STOP):
     """With log-probs of all bits, which only exact records keep."""
-    rng = np.random.default_rng([key[0], slot, version, salt])
+    rng = np.random.default_rng([key[0], sample_index, version, salt])
     n = 5 + salt
     return Rollout(
         key,
-        slot,
+        sample_index,
         rng.integers(0, 99, n),
         -rng.random(n),
         finish,
         version,
-        visit=version,
+        occurrence=version,
         fingerprint=fingerprint,
     )
 
@@ -39,7 +39,7 @@ def opened(folder, run="a run", max_bytes=8 * 2**20):
 
 
 def step(version, **options):
-    return [rollout(key, slot, version, **options) for key, slot in ROWS]
+    return [rollout(key, sample_index, version, **options) for key, sample_index in ROWS]
 
 
 def test_what_was_made_is_taken_by_its_step_once_and_goes_into_the_store(tmp_path):
@@ -60,7 +60,7 @@ def test_what_was_made_is_taken_by_its_step_once_and_goes_into_the_store(tmp_pat
                 assert [r.policy_version for r in newest] == [version] * 6
 
 
-def test_rows_that_come_twice_in_a_step_take_what_each_visit_made(tmp_path):
+def test_rows_that_come_twice_in_a_step_take_what_each_occurrence_made(tmp_path):
     first, second = step(1), step(1, salt=1)
     with opened(tmp_path) as store:
         store.put([*first, rollout(*ROWS[0], 1, salt=2, finish=Finish.PARTIAL), *second])

@@ -14,11 +14,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from nemo_specrl.cache import shard as shard_module
-from nemo_specrl.cache.membership import Copy, Health, Membership, Routing, View, owed
-from nemo_specrl.cache.placement import partition_of, place
-from nemo_specrl.cache.shard import LEASE_SECONDS, Piece, Shard
-from nemo_specrl.cache.snapshot import key_range
+from nemo_specrl.cache.cluster import shard as shard_module
+from nemo_specrl.cache.cluster.membership import Copy, Health, Membership, Routing, View, owed
+from nemo_specrl.cache.cluster.placement import place
+from nemo_specrl.cache.cluster.shard import LEASE_SECONDS, Piece, Shard
+from nemo_specrl.cache.snapshot import key_range, partition_of
 from nemo_specrl.errors import StoreUnavailable
 from nemo_specrl.rollout import Finish, Rollout, prompt_key
 
@@ -29,9 +29,10 @@ PROMPTS = 2
 STORE = {"max_bytes": 2**20, "tokenizer_id": "tok", "groups_per_prompt": 1}
 
 
-def rollout(prompt, version, slot=0, visit=0):
+def rollout(prompt, version, sample_index=0, occurrence=0):
     return Rollout(
-        prompt_key([prompt]), slot, [version], [0.0], Finish.STOP, version, visit=visit
+        prompt_key([prompt]), sample_index, [version], [0.0], Finish.STOP, version,
+        occurrence=occurrence
     )  # fmt: skip
 
 
@@ -237,17 +238,17 @@ def test_what_is_newer_stays_whatever_comes_late(shards):
     shard = shards(groups_per_prompt=2)
     shard.put([rollout(1, 5)], 1)
     assert shard.put([rollout(1, 3), rollout(1, 4), rollout(2, 3)], 0).routing.epoch == 1
-    piece = Piece([rollout(1, 5, visit=1), rollout(1, 2)], [], b"", None)
+    piece = Piece([rollout(1, 5, occurrence=1), rollout(1, 2)], [], b"", None)
     assert shard.take(piece, None) is None
     found, _ = shard.get([prompt_key([1]), prompt_key([2])], 1)
-    assert found[prompt_key([1])] == [rollout(1, 5, visit=1), rollout(1, 5)]
+    assert found[prompt_key([1])] == [rollout(1, 5, occurrence=1), rollout(1, 5)]
     assert found[prompt_key([2])] == [rollout(2, 3)]
 
 
 def test_pieces_are_bounded_and_leave_nothing_out(shards, monkeypatch):
     monkeypatch.setattr(shard_module, "PIECE_TOKENS", 300)
     source, target = shards("a"), shards("b")
-    source.put([rollout(p, 1, slot) for p in range(40) for slot in range(3)], 1)
+    source.put([rollout(p, 1, sample_index) for p in range(40) for sample_index in range(3)], 1)
     source.claims.hold(prompt_key([1]), 7)
     for partition in range(PARTITIONS):
         following, stop = key_range(partition, PARTITIONS)
@@ -259,11 +260,11 @@ def test_pieces_are_bounded_and_leave_nothing_out(shards, monkeypatch):
             pieces += 1
         assert pieces > 5
     assert list(target.store.scan(b"")) == list(source.store.scan(b""))
-    [(key, slot, seconds)] = target.claims.held(b"", None)
-    assert (key, slot) == (prompt_key([1]), 7) and 3500 < seconds <= 3600
+    [(key, sample_index, seconds)] = target.claims.held(b"", None)
+    assert (key, sample_index) == (prompt_key([1]), 7) and 3500 < seconds <= 3600
 
 
-def test_only_the_first_reader_gives_out_slots(shards):
+def test_only_the_first_reader_gives_out_sample_indices(shards):
     shard = shards()
     key = prompt_key([1])
     table = (("other", shard.name),) * PARTITIONS
@@ -280,7 +281,7 @@ def test_only_the_first_reader_gives_out_slots(shards):
 
 
 class Client:
-    """Writes and reads as :class:`nemo_specrl.cache.client.CacheClient` does."""
+    """Writes and reads as :class:`nemo_specrl.cache.cluster.client.CacheClient` does."""
 
     def __init__(self):
         self.view = None
@@ -419,7 +420,7 @@ class ClusterMachine(RuleBasedStateMachine):
     @rule(client=client, prompt=prompt)
     def put(self, client, prompt):
         if any(batch[0] == prompt for c in self.clients for batch in c.sent):
-            return  # a slot has one row at a time
+            return  # a sample index has one row at a time
         client = self.clients[client]
         self.version += 1
         nodes = list(client.view.routing.write(prompt_key([prompt])))

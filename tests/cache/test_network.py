@@ -20,14 +20,14 @@ import pytest
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from nemo_specrl.cache.cluster import start_shards
-from nemo_specrl.cache.shard import LEASE_SECONDS
+from nemo_specrl.cache.cluster.driver import start_shards
+from nemo_specrl.cache.cluster.shard import LEASE_SECONDS
 from tests.cache.nodes import (
     KEYS,
     NODE,
     OPTIONS,
     PROMPTS,
-    SLOTS,
+    SAMPLE_INDICES,
     copies,
     group,
     ray_head,
@@ -267,18 +267,20 @@ def all_of(version):
 
 def either(found, *versions):
     """Whether a look-up found one of these, or nothing, of every prompt."""
-    return all(v == [] or v in [[version] * SLOTS for version in versions] for v in found)
+    return all(v == [] or v in [[version] * SAMPLE_INDICES for version in versions] for v in found)
 
 
 def whole(cache, version):
     """Whether two copies of each prompt are there, and are found, in this version."""
     copied = [list(has.values()) for has in copies(cache).values()]
-    return copied == [[[version] * SLOTS] * 2] * PROMPTS and versions_of(cache) == all_of(version)
+    return copied == [[[version] * SAMPLE_INDICES] * 2] * PROMPTS and versions_of(cache) == all_of(
+        version
+    )
 
 
 def test_a_node_is_cut_off_and_comes_back(network, cache, caplog):
     watch = Watch(network, cache, 1)
-    assert watch.since(0.0)[0] == [[1] * SLOTS] * PROMPTS
+    assert watch.since(0.0)[0] == [[1] * SAMPLE_INDICES] * PROMPTS
     with caplog.at_level(logging.WARNING):
         network.cut(1)
         cut = time.monotonic()
@@ -300,7 +302,7 @@ def test_a_node_is_cut_off_and_comes_back(network, cache, caplog):
     assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
 
     # On its side: what it had, then nothing, and again something once it has caught up.
-    wait_until(lambda: watch.since(0.0)[-1] == [[2] * SLOTS] * PROMPTS)
+    wait_until(lambda: watch.since(0.0)[-1] == [[2] * SAMPLE_INDICES] * PROMPTS)
     watch.end()
     assert all(either(found, 1, 2) for found in watch.since(0.0))
     assert all(either(found, 2) for found in watch.since(cut + LEASE_SECONDS))
@@ -326,7 +328,7 @@ def test_two_nodes_are_cut_from_one_another(network, cache):
     finally:
         network.join(1, 2)
     wait_until(lambda: cache.health() == (3, 0, 0) and whole(cache, 3))
-    wait_until(lambda: watch.since(0.0)[-1] == [[3] * SLOTS] * PROMPTS)
+    wait_until(lambda: watch.since(0.0)[-1] == [[3] * SAMPLE_INDICES] * PROMPTS)
     watch.end()
     assert all(either(found, 2, 3) for found in watch.since(told))
 

@@ -15,14 +15,14 @@ import pytest
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from nemo_specrl.cache.cluster import start_shards
+from nemo_specrl.cache.cluster.driver import start_shards
 from nemo_specrl.errors import ConfigError
 from tests.cache.nodes import (
     KEYS,
     NODE,
     OPTIONS,
     PROMPTS,
-    SLOTS,
+    SAMPLE_INDICES,
     copies,
     group,
     ray_head,
@@ -97,17 +97,17 @@ def test_a_node_dies_in_the_middle_of_a_step(cluster, cache):
         scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False)
     ).remote(cache)
     assert ray.get(engine.step.remote(1)) == [[]] * PROMPTS
-    assert ray.get(engine.step.remote(2)) == [[1] * SLOTS] * PROMPTS
+    assert ray.get(engine.step.remote(2)) == [[1] * SAMPLE_INDICES] * PROMPTS
 
     # One node, in the middle of a step: nothing is lost.
     step = engine.step.remote(3)
     time.sleep(0.2)
     kill(cluster, cluster.others[0])
-    assert ray.get(step) == [[2] * SLOTS] * PROMPTS
-    assert ray.get(engine.step.remote(4)) == [[3] * SLOTS] * PROMPTS
+    assert ray.get(step) == [[2] * SAMPLE_INDICES] * PROMPTS
+    assert ray.get(engine.step.remote(4)) == [[3] * SAMPLE_INDICES] * PROMPTS
     wait_until(lambda: cache.health() == (2, 0, 0))  # two are left, and have all of it
     assert copies(cache) == {
-        p: {name: [4] * SLOTS for name in ray.get(cache._keeper.view.remote()).shards}
+        p: {name: [4] * SAMPLE_INDICES for name in ray.get(cache._keeper.view.remote()).shards}
         for p in range(PROMPTS)
     }
 
@@ -118,18 +118,20 @@ def test_a_node_dies_in_the_middle_of_a_step(cluster, cache):
     assert took < PROMISED_SECONDS
     there = copies(cache)
     assert all(len(has) == 2 for has in there.values())
-    assert all(versions == [4] * SLOTS for has in there.values() for versions in has.values())
+    assert all(
+        versions == [4] * SAMPLE_INDICES for has in there.values() for versions in has.values()
+    )
     assert len({name for has in there.values() for name in has}) == 3
-    assert ray.get(engine.step.remote(5)) == [[4] * SLOTS] * PROMPTS
+    assert ray.get(engine.step.remote(5)) == [[4] * SAMPLE_INDICES] * PROMPTS
 
     # Both copies of some: the step goes on; what is left is found, or what a disk had before.
     step = engine.step.remote(6)
     kill(cluster, *cluster.others)
     found = ray.get(step)
-    assert all(versions in ([], [4] * SLOTS, [5] * SLOTS) for versions in found)
+    assert all(versions in ([], [4] * SAMPLE_INDICES, [5] * SAMPLE_INDICES) for versions in found)
     wait_until(lambda: cache.health() == (1, 0, 0))
     ray.get(engine.step.remote(7))
-    assert ray.get(engine.read.remote()) == {p: [7] * SLOTS for p in range(PROMPTS)}
+    assert ray.get(engine.read.remote()) == {p: [7] * SAMPLE_INDICES for p in range(PROMPTS)}
 
 
 def test_a_node_that_comes_back_finds_its_disk(cluster, cache):
@@ -196,7 +198,7 @@ def test_a_shard_that_is_stopped_costs_a_deadline_and_catches_up(cluster, cache,
         assert versions_of(cache) == {p: group(p, 2) for p in range(PROMPTS)}
     assert len([r for r in caplog.records if "rows are decoded plainly" in r.message]) == 1
     has = [has[name] for has in copies(cache).values() if name in has]
-    assert has and all(versions == [2] * SLOTS for versions in has)
+    assert has and all(versions == [2] * SAMPLE_INDICES for versions in has)
 
 
 def test_a_keeper_that_dies_begins_again_on_the_same_disks(cluster, cache):

@@ -37,15 +37,15 @@ MIB = 2**20
 CRASHES = int(os.environ.get("NEMO_SPECRL_CRASHES", "20"))
 
 
-def rollout(prompt, version=0, slot=0, n=20):
+def rollout(prompt, version=0, sample_index=0, n=20):
     """The rollout that these arguments determine; ``n`` tokens take about 6n bytes.
 
     Its log-probs are such as a record keeps exactly; those of birth are others.
     """
-    rng = np.random.default_rng([prompt, version, slot, n])
+    rng = np.random.default_rng([prompt, version, sample_index, n])
     return Rollout(
         prompt_key([prompt]),
-        slot,
+        sample_index,
         rng.integers(0, 60000, n),
         rng.integers(-5000, 1, n) * STEP,
         Finish.STOP,
@@ -128,17 +128,17 @@ def test_keys_that_are_not_there_are_absent(tmp_path):
 def test_the_newest_groups_are_kept_newest_first(tmp_path, groups, synced):
     with open_store(tmp_path / "a", groups_per_prompt=groups) as store:
         for version in range(5):
-            for slot in (2, 0, 300):
-                store.put([rollout(1, version, slot)])
+            for sample_index in (2, 0, 300):
+                store.put([rollout(1, version, sample_index)])
             if synced:
                 store.sync()
             kept = [v for v in range(version, -1, -1)][:groups]
-            want = [rollout(1, v, slot) for slot in (0, 2, 300) for v in kept]
+            want = [rollout(1, v, sample_index) for sample_index in (0, 2, 300) for v in kept]
             assert contents(store, [1]) == {1: want}
             assert len(store) == len(want)
 
 
-def test_of_a_slot_put_twice_in_one_call_the_later_is_kept(tmp_path):
+def test_of_a_sample_index_put_twice_in_one_call_the_later_is_kept(tmp_path):
     with open_store(tmp_path / "a") as store:
         store.put([rollout(1, 5), rollout(1, 4), rollout(1, 3)])
         assert contents(store, [1]) == {1: [rollout(1, 3)]}
@@ -158,7 +158,10 @@ def test_prompts_never_mix(tmp_path):
     # Keys that sort next to each other, at both ends of their range.
     keys = [bytes(15) + b"\0", bytes(15) + b"\1", b"\xff" * 15 + b"\xfe", b"\xff" * 16]
     made = {
-        key: [Rollout(key, slot, [i, slot], [-1, -2], Finish.STOP, 1) for slot in (0, 1, 65535)]
+        key: [
+            Rollout(key, sample_index, [i, sample_index], [-1, -2], Finish.STOP, 1)
+            for sample_index in (0, 1, 65535)
+        ]
         for i, key in enumerate(keys)
     }
     with open_store(tmp_path / "a") as store:
@@ -172,10 +175,10 @@ def test_prompts_never_mix(tmp_path):
 
 def test_stats_count_what_is_there_buffered_or_not(tmp_path):
     with open_store(tmp_path / "a") as store:
-        store.put([rollout(1, slot=s) for s in range(3)])
+        store.put([rollout(1, sample_index=s) for s in range(3)])
         store.sync()
         on_disk = store.stats()
-        store.put([rollout(1, 1, slot=2), rollout(1, 1, slot=3), rollout(2)])
+        store.put([rollout(1, 1, sample_index=2), rollout(1, 1, sample_index=3), rollout(2)])
         buffered = store.stats()
         store.sync()
         stats = store.stats()
@@ -193,7 +196,7 @@ def test_a_scan_finds_every_rollout_of_a_range_once(tmp_path):
         everything = list(store.scan(b""))
 
         def place(r):
-            return r.key, r.slot, r.policy_version
+            return r.key, r.sample_index, r.policy_version
 
         assert sorted(everything, key=place) == sorted(put, key=place)
         keys = sorted({r.key for r in put})
@@ -215,11 +218,11 @@ def test_changing_an_array_after_the_put_changes_nothing(tmp_path):
         assert contents(store, [1]) == {1: [rollout(1)]}
 
 
-def by_slot(group):
-    slots = defaultdict(list)
+def by_sample(group):
+    sample_indices = defaultdict(list)
     for r in group:
-        slots[r.slot].append(r)
-    return dict(slots)
+        sample_indices[r.sample_index].append(r)
+    return dict(sample_indices)
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -238,7 +241,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.folder = folder
         self.lives = 0
         self.open()
-        self.model = {}  # prompt -> slot -> newest first
+        self.model = {}  # prompt -> sample index -> newest first
         self.since_sync = [{}]
         self.saved = None
         self.version = 0
@@ -254,13 +257,14 @@ class StoreMachine(RuleBasedStateMachine):
 
     def put_all(self, places):
         made = []
-        for prompt, slot, n in places:
+        for prompt, sample_index, n in places:
             self.version += 1
-            made.append(rollout(prompt, self.version, slot, n))
+            made.append(rollout(prompt, self.version, sample_index, n))
             self.model = {
-                p: {s: list(g) for s, g in slots.items()} for p, slots in self.model.items()
+                p: {s: list(g) for s, g in sample_indices.items()}
+                for p, sample_indices in self.model.items()
             }
-            self.model.setdefault(prompt, {}).setdefault(slot, []).insert(0, made[-1])
+            self.model.setdefault(prompt, {}).setdefault(sample_index, []).insert(0, made[-1])
         self.store.put(made)
         self.since_sync.append(self.model)
 
@@ -283,8 +287,8 @@ class StoreMachine(RuleBasedStateMachine):
             if group != want:  # evicted, and maybe put again
                 assert all(r in want for r in group)
                 self.missed += 1
-                self.model = {**self.model, prompt: by_slot(group)}
-                self.since_sync = [{**m, prompt: by_slot(group)} for m in self.since_sync]
+                self.model = {**self.model, prompt: by_sample(group)}
+                self.since_sync = [{**m, prompt: by_sample(group)} for m in self.since_sync]
         assert self.missed <= self.store.stats().evicted_prompts
 
     @rule()
@@ -324,7 +328,7 @@ class StoreMachine(RuleBasedStateMachine):
             return [p for p in self.prompts if found.get(p, []) != wanted[p]]
 
         assert min(len(evicted(model)) for model in self.since_sync) <= lost
-        self.model = {p: by_slot(group) for p, group in found.items()}
+        self.model = {p: by_sample(group) for p, group in found.items()}
         self.since_sync = [self.model]
 
     @rule()
@@ -369,7 +373,12 @@ def test_the_longest_unused_prompts_go_first_and_reopening_remembers(tmp_path):
         if rng.random() < 0.5:
             used = list(contents(store, [prompt]))
         else:
-            store.put([rollout(prompt, step, slot, n=rng.choice([50, 3000])) for slot in range(3)])
+            store.put(
+                [
+                    rollout(prompt, step, sample_index, n=rng.choice([50, 3000]))
+                    for sample_index in range(3)
+                ]
+            )
             used = [prompt]
         order = [p for p in order if p not in used] + used
         if step % 40 == 39:
@@ -463,10 +472,13 @@ def test_records_that_fit_only_alone_take_turns(tmp_path):
 
 def test_a_group_larger_than_the_cap_keeps_its_last_rollouts(tmp_path):
     with open_store(tmp_path / "a", MIB) as store:
-        store.put(rollout(1, slot=slot, n=5000) for slot in range(100))
+        store.put(rollout(1, sample_index=sample_index, n=5000) for sample_index in range(100))
         store.sync()
         left = contents(store, [1])[1]
-        assert left == [rollout(1, slot=slot, n=5000) for slot in range(100 - len(left), 100)]
+        assert left == [
+            rollout(1, sample_index=sample_index, n=5000)
+            for sample_index in range(100 - len(left), 100)
+        ]
         assert bytes_on_disk(tmp_path / "a") <= MIB
 
 
@@ -671,24 +683,26 @@ def raw(path):
 def test_a_corrupt_record_is_skipped_counted_logged_once_and_deleted(tmp_path, caplog):
     path = tmp_path / "a"
     with open_store(path) as store:
-        store.put(rollout(1, slot=slot) for slot in range(3))
+        store.put(rollout(1, sample_index=sample_index) for sample_index in range(3))
         store.put([rollout(2)])
     env, table = raw(path)
     with env, env.begin(write=True) as txn:
-        for prompt, slot in ((1, b"\0\1"), (2, b"\0\0")):
+        for prompt, sample_index in ((1, b"\0\1"), (2, b"\0\0")):
             with txn.cursor(table) as cursor:
-                cursor.set_range(prompt_key([prompt]) + slot)
+                cursor.set_range(prompt_key([prompt]) + sample_index)
                 name, value = cursor.item()
             txn.put(name, value[:9] + bytes([value[9] ^ 1]) + value[10:], db=table)
     with caplog.at_level(logging.WARNING), open_store(path) as store:
         for _ in range(2):
-            assert contents(store, [1, 2]) == {1: [rollout(1, slot=0), rollout(1, slot=2)]}
+            assert contents(store, [1, 2]) == {
+                1: [rollout(1, sample_index=0), rollout(1, sample_index=2)]
+            }
             assert store.stats().corrupt_records == 2
         assert len([r for r in caplog.records if "checksum" in r.getMessage()]) == 1
         store.sync()
         stats = store.stats()
         assert (stats.prompts, stats.rollouts) == (1, 2)
-        store.put([rollout(2, 7), rollout(1, 7, slot=1)])
+        store.put([rollout(2, 7), rollout(1, 7, sample_index=1)])
         store.sync()
         assert contents(store, [2]) == {2: [rollout(2, 7)]}
     with open_store(path) as store:
@@ -963,7 +977,7 @@ def snapshot_of(tmp_path, rollouts, max_bytes=16 * MIB):
 
 def test_a_snapshot_is_the_store_as_it_was(tmp_path):
     with open_store(tmp_path / "a") as store:
-        store.put(rollout(p, slot=s) for p in range(20) for s in range(2))
+        store.put(rollout(p, sample_index=s) for p in range(20) for s in range(2))
         then = contents(store, range(20))
         store.snapshot(tmp_path / "new" / "snapshot")
         store.put(rollout(p, 1) for p in range(10, 30))

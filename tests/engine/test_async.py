@@ -6,11 +6,11 @@ import pytest
 from vllm import SamplingParams
 
 from nemo_specrl import SpecRLConfig, prompt_key
-from nemo_specrl.cache.slots import SlotClaims
+from nemo_specrl.cache.cluster.claims import SampleClaims
 from nemo_specrl.engine.assembly import reuse_of
 from nemo_specrl.engine.asynchronous import AsyncSpeculativeLLM
 from nemo_specrl.errors import ConfigError, UnsupportedSampling
-from nemo_specrl.local.task import encode
+from nemo_specrl.trainer.task import encode
 from tests.conftest import DictCache
 from tests.engine.test_cases import NEVER, PROMPT, STRICT, draft, sampling
 
@@ -18,10 +18,10 @@ OTHER = [1, *encode("45-21=?")]
 
 
 class ClaimingCache(DictCache):
-    """Rollouts and slots in this process."""
+    """Rollouts and sample indices in this process."""
 
     def __init__(self, rollouts=()):
-        self.claims = SlotClaims()
+        self.claims = SampleClaims()
         super().__init__(rollouts)
 
     async def claim(self, key, policy_version):
@@ -30,7 +30,7 @@ class ClaimingCache(DictCache):
 
     def put(self, rollouts):
         for rollout in rollouts:
-            self.claims.release(rollout.key, rollout.slot)
+            self.claims.release(rollout.key, rollout.sample_index)
         super().put(rollouts)
 
     def flush(self):
@@ -112,7 +112,7 @@ def test_cold_it_gives_what_the_engine_gives_and_keeps_it(ask, speculative):
     assert [c.token_ids for c in ours] == [c.token_ids for c in theirs]
     assert [c.finish_reason for c in ours] == [c.finish_reason for c in theirs]
     for key in map(prompt_key, (PROMPT, OTHER)):
-        assert sorted(cache.rollouts[key]) == list(range(6))  # a slot for each row
+        assert sorted(cache.rollouts[key]) == list(range(6))  # a sample index for each row
     kept = sorted(tuple(r.tokens.tolist()) for r in cache.all())
     assert kept == sorted(tuple(c.token_ids) for c in ours)
 
@@ -127,14 +127,16 @@ def test_of_the_same_weights_every_draft_stands_once(ask, speculative):
     assert again.metrics.decoded_tokens == 0
     assert again.metrics.lookup_s > 0 and again.metrics.verify_s > 0  # what rows waited, summed
     assert sorted(cache.rollouts[prompt_key(PROMPT)]) == list(range(6))
-    third = ask(again, ROWS)  # the same weights have served these slots: new rows get new ones
+    third = ask(
+        again, ROWS
+    )  # the same weights have served these sample indices: new rows get new ones
     assert all(reuse_of(c).fresh for c in third)
     assert sorted(cache.rollouts[prompt_key(PROMPT)]) == list(range(12))
 
 
 def test_what_is_rejected_is_decoded_anew(ask, speculative):
     tokens = encode("12+34=46;#46")
-    cache = ClaimingCache([draft(tokens, NEVER, slot=s) for s in range(6)])
+    cache = ClaimingCache([draft(tokens, NEVER, sample_index=s) for s in range(6)])
     made = speculative(cache, version=1, lenience=STRICT)
     completions = ask(made, [PROMPT] * 6)
     assert made.metrics.drafts == 6 and made.metrics.accepted_tokens == 0

@@ -11,7 +11,7 @@ from nemo_specrl import Finish, Rollout, RolloutStore, prompt_key
 from nemo_specrl.cache.journal import JournaledStore
 from nemo_specrl.engine.assembly import reuse_of
 from nemo_specrl.errors import ConfigError, UnsupportedSampling
-from nemo_specrl.local.task import EOS, encode
+from nemo_specrl.trainer.task import EOS, encode
 from tests.conftest import DictCache
 
 PROMPT = [1, *encode("12+34=?")]
@@ -24,9 +24,9 @@ def sampling(max_tokens=24, **options):
     return SamplingParams(temperature=1.0, max_tokens=max_tokens, **options)
 
 
-def draft(tokens, logprobs=SURE, *, slot=0, finish=Finish.STOP, version=0, prompt=PROMPT):
+def draft(tokens, logprobs=SURE, *, sample_index=0, finish=Finish.STOP, version=0, prompt=PROMPT):
     logprobs = np.broadcast_to(np.float32(logprobs), (len(tokens),))
-    return Rollout(prompt_key(prompt), slot, tokens, logprobs, finish, version)
+    return Rollout(prompt_key(prompt), sample_index, tokens, logprobs, finish, version)
 
 
 def generate(made, prompt=PROMPT, params=None, rows=1, **options):
@@ -66,7 +66,7 @@ def test_every_draft_accepted_in_full(speculative):
 
 def test_every_draft_rejected_at_the_first_token(speculative):
     tokens = encode("12+34=46;#46")
-    cache = DictCache([draft(tokens, NEVER, slot=s) for s in range(8)])
+    cache = DictCache([draft(tokens, NEVER, sample_index=s) for s in range(8)])
     made = speculative(cache, version=1, lenience=STRICT)
     outputs = generate(made, rows=8, params=sampling(seed=None))
     assert made.metrics.drafts == 8
@@ -76,7 +76,9 @@ def test_every_draft_rejected_at_the_first_token(speculative):
 
 
 def test_an_empty_response_in_the_cache_is_decoded_plainly(speculative):
-    cache = DictCache([draft([], finish=Finish.PARTIAL), draft([], slot=1, finish=Finish.LENGTH)])
+    cache = DictCache(
+        [draft([], finish=Finish.PARTIAL), draft([], sample_index=1, finish=Finish.LENGTH)]
+    )
     made = speculative(cache, version=1)
     outputs = generate(made, rows=2)
     assert all(reuse_of(o.outputs[0]).fresh for o in outputs)
@@ -227,7 +229,9 @@ def test_prompts_at_the_models_length_limit(speculative, room):
 
 
 def test_a_prompt_beyond_the_limit_is_vllms_error_and_leaves_a_clean_engine(speculative, llm):
-    made = speculative(DictCache([draft(encode("12"), slot=s) for s in range(4)]), version=1)
+    made = speculative(
+        DictCache([draft(encode("12"), sample_index=s) for s in range(4)]), version=1
+    )
     prompts = [{"prompt_token_ids": PROMPT}] * 4 + [{"prompt_token_ids": [5] * 500}]
     with pytest.raises(Exception, match="500"):
         made.generate(prompts, sampling(), use_tqdm=False)
@@ -242,7 +246,7 @@ def test_verification_logits_are_bounded(speculative, llm):
     model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
     prompt = [1, *(3 + i % 12 for i in range(160))]
     drafts = [encode(f"{s}234567") * 3 for s in range(4)]
-    cache = DictCache([draft(d, prompt=prompt, slot=s) for s, d in enumerate(drafts)])
+    cache = DictCache([draft(d, prompt=prompt, sample_index=s) for s, d in enumerate(drafts)])
     rows, compute = [], model.compute_logits
     model.compute_logits = lambda hidden, *a, **k: (
         rows.append(len(hidden)) or compute(hidden, *a, **k)
@@ -261,7 +265,7 @@ def test_verification_logits_are_bounded(speculative, llm):
 
 def test_no_some_and_only_drafts(speculative):
     for drafted in (0, 3, 6):
-        cache = DictCache([draft([*encode(f"{s}"), EOS], slot=s) for s in range(drafted)])
+        cache = DictCache([draft([*encode(f"{s}"), EOS], sample_index=s) for s in range(drafted)])
         made = speculative(cache, version=1)
         outputs = generate(made, rows=6, params=[sampling(seed=s) for s in range(6)])
         reuses = [reuse_of(o.outputs[0]) for o in outputs]
@@ -277,7 +281,9 @@ def test_an_empty_batch(speculative):
 
 
 def test_each_request_has_its_own_parameters(speculative):
-    cache = DictCache([draft(encode("123456"), slot=s, finish=Finish.LENGTH) for s in range(3)])
+    cache = DictCache(
+        [draft(encode("123456"), sample_index=s, finish=Finish.LENGTH) for s in range(3)]
+    )
     made = speculative(cache, version=1)
     params = [
         sampling(max_tokens=2),
@@ -306,9 +312,9 @@ def test_equal_drafts_are_verified_once_and_judged_each_by_itself(speculative, l
     plain = DictCache()
     only(generate(speculative(plain), params=sampling(max_tokens=12, ignore_eos=True)))
     (decoded,) = plain.all()
-    # Old log-probs that are too high: each slot rejects at a place of its own.
+    # Old log-probs that are too high: each sample index rejects at a place of its own.
     old = np.minimum(decoded.logprobs + np.float32(0.3), 0)
-    cache = [draft(decoded.tokens, old, slot=s, finish=Finish.LENGTH) for s in range(8)]
+    cache = [draft(decoded.tokens, old, sample_index=s, finish=Finish.LENGTH) for s in range(8)]
     verified = []
     add = llm.llm_engine.add_request
 
@@ -323,37 +329,37 @@ def test_equal_drafts_are_verified_once_and_judged_each_by_itself(speculative, l
     assert len(verified) == 1
     assert together.metrics.drafts == 8
     alone = speculative(DictCache(cache), version=1, lenience=1.0)
-    for slot, completion in enumerate(got):
-        other = only(generate(alone, params=params[slot], slots=[slot]))
+    for sample_index, completion in enumerate(got):
+        other = only(generate(alone, params=params[sample_index], sample_indices=[sample_index]))
         assert list(completion.token_ids) == list(other.token_ids)
         assert reuse_of(completion).accepted == reuse_of(other).accepted
         assert list(completion.logprobs)[-1].keys() == list(other.logprobs)[-1].keys()
     assert len(verified) == 9
     assert len({reuse_of(c).accepted for c in got}) > 2, "drafts that do not part prove nothing"
-    kept = {r.slot: r for r in together.cache.all()}
+    kept = {r.sample_index: r for r in together.cache.all()}
     assert {s: r.tokens.tolist() for s, r in kept.items()} == {
         s: list(c.token_ids) for s, c in enumerate(got)
     }
 
 
 def test_several_rollouts_of_one_request(speculative):
-    cache = DictCache([draft([*encode(f"{s}"), EOS], slot=s) for s in (0, 2)])
+    cache = DictCache([draft([*encode(f"{s}"), EOS], sample_index=s) for s in (0, 2)])
     made = speculative(cache, version=1)
     (output,) = generate(made, params=sampling(n=3))
     assert [c.index for c in output.outputs] == [0, 1, 2]
     assert [reuse_of(c).fresh for c in output.outputs] == [False, True, False]
-    assert {r.slot for r in made.cache.all()} == {0, 1, 2}
+    assert {r.sample_index for r in made.cache.all()} == {0, 1, 2}
 
 
-def test_slots_may_come_in_several_calls(speculative):
-    cache = DictCache([draft([*encode(f"{s}"), EOS], slot=s) for s in range(4)])
+def test_sample_indices_may_come_in_several_calls(speculative):
+    cache = DictCache([draft([*encode(f"{s}"), EOS], sample_index=s) for s in range(4)])
     made = speculative(cache, version=1)
-    texts = [only(generate(made, slots=[s])).text for s in (3, 1, 0, 2)]
+    texts = [only(generate(made, sample_indices=[s])).text for s in (3, 1, 0, 2)]
     assert texts == ["3", "1", "0", "2"]
-    with pytest.raises(ConfigError, match="the same slot"):
-        generate(made, rows=2, slots=[1, 1])
-    with pytest.raises(ConfigError, match="slots: 1 of them for 2 prompts"):
-        generate(made, rows=2, slots=[1])
+    with pytest.raises(ConfigError, match="the same sample index"):
+        generate(made, rows=2, sample_indices=[1, 1])
+    with pytest.raises(ConfigError, match="sample_indices: 1 of them for 2 prompts"):
+        generate(made, rows=2, sample_indices=[1])
 
 
 def test_plain_rows_are_what_vllm_returns(speculative, llm):
@@ -435,7 +441,7 @@ def test_requests_for_prompt_logprobs_get_the_engines_own(speculative):
     assert reuse_of(output.outputs[0]).fresh
 
 
-def test_a_slot_is_drafted_once_for_each_policy_version(speculative):
+def test_a_sample_index_is_drafted_once_for_each_policy_version(speculative):
     made = speculative(DictCache([draft([*encode("12"), EOS])]), version=1)
     assert not reuse_of(only(generate(made))).fresh
     assert reuse_of(only(generate(made))).fresh
@@ -496,7 +502,7 @@ def test_a_damaged_record_is_decoded_plainly_and_counted(speculative, tmp_path):
     options = {"max_bytes": 2**21, "tokenizer_id": "test"}
     tokens = [*encode("12+34=46;#46"), EOS]
     with RolloutStore(tmp_path / "store", **options) as store:
-        store.put([draft(tokens), draft([*encode("99"), EOS], slot=1)])
+        store.put([draft(tokens), draft([*encode("99"), EOS], sample_index=1)])
     path = tmp_path / "store" / "data.mdb"
     data = bytearray(path.read_bytes())
     place = data.index(np.asarray(tokens, dtype="<u2").tobytes())
@@ -513,7 +519,9 @@ def test_a_damaged_record_is_decoded_plainly_and_counted(speculative, tmp_path):
 
 
 def test_an_interrupt_leaves_an_engine_that_can_be_used_again(speculative, llm):
-    made = speculative(DictCache([draft(encode("12"), slot=s) for s in range(4)]), version=1)
+    made = speculative(
+        DictCache([draft(encode("12"), sample_index=s) for s in range(4)]), version=1
+    )
 
     class Interrupt:
         def __init__(self, **_):
@@ -549,7 +557,7 @@ def test_what_an_interrupt_finds_under_way_is_kept_and_continued(
     speculative, llm, monkeypatch, stop
 ):
     """A draft accepted in part, a row without one, and one that was still being verified."""
-    old = draft([*encode("12"), *encode("7777")], [SURE, SURE, *[NEVER] * 4], slot=0)
+    old = draft([*encode("12"), *encode("7777")], [SURE, SURE, *[NEVER] * 4], sample_index=0)
     cache = DictCache([old])
     params = sampling(ignore_eos=True, max_tokens=60, stop=stop)
     made = speculative(cache, version=1, lenience=STRICT)
@@ -557,29 +565,29 @@ def test_what_an_interrupt_finds_under_way_is_kept_and_continued(
     interrupt_after(llm, monkeypatch, 12)
     with pytest.raises(KeyboardInterrupt):
         generate(made, rows=2, params=params)
-    by_slot = {r.slot: r for r in cache.all()}
-    assert set(by_slot) == {0, 1}
-    for partial in by_slot.values():
+    by_sample = {r.sample_index: r for r in cache.all()}
+    assert set(by_sample) == {0, 1}
+    for partial in by_sample.values():
         assert partial.finish is Finish.PARTIAL
-        assert (partial.policy_version, partial.fingerprint, partial.visit) == (
+        assert (partial.policy_version, partial.fingerprint, partial.occurrence) == (
             *(1, 5),
-            1 - partial.slot,
+            1 - partial.sample_index,
         )
         assert 5 < len(partial) < 60
-    assert by_slot[0].tokens[:2].tolist() == old.tokens[:2].tolist()
-    assert by_slot[0].birth_versions.tolist() == [0, 0] + [1] * (len(by_slot[0]) - 2)
-    assert by_slot[0].birth_logprobs[:2].tolist() == [SURE, SURE]
-    assert set(by_slot[1].birth_versions.tolist()) == {1}
+    assert by_sample[0].tokens[:2].tolist() == old.tokens[:2].tolist()
+    assert by_sample[0].birth_versions.tolist() == [0, 0] + [1] * (len(by_sample[0]) - 2)
+    assert by_sample[0].birth_logprobs[:2].tolist() == [SURE, SURE]
+    assert set(by_sample[1].birth_versions.tolist()) == {1}
     # The same weights go on with it, and so do those that come next.
     for version in (1, 2):
-        again = speculative(DictCache(by_slot.values()), version=version, lenience=1e6)
+        again = speculative(DictCache(by_sample.values()), version=version, lenience=1e6)
         outputs = generate(again, rows=2, params=params)
-        for output, partial in zip(outputs, (by_slot[0], by_slot[1]), strict=True):
+        for output, partial in zip(outputs, (by_sample[0], by_sample[1]), strict=True):
             n = len(partial)
             assert list(output.outputs[0].token_ids[:n]) == partial.tokens.tolist()
             assert reuse_of(output.outputs[0]).accepted == n
-        finished = {r.slot: r for r in again.cache.all()}
-        assert [finished[s].visit for s in (0, 1)] == [1, 0]
+        finished = {r.sample_index: r for r in again.cache.all()}
+        assert [finished[s].occurrence for s in (0, 1)] == [1, 0]
         assert Finish.PARTIAL not in {r.finish for r in finished.values()}
 
 
@@ -679,7 +687,7 @@ def test_age_is_bounded_in_epochs(speculative):
         made = speculative(cache, version=version, lenience=1e6, max_age=2)
         outputs = generate(made, rows=rows, params=sampling(max_tokens=3))
         fresh.append([reuse_of(o.outputs[0]).fresh for o in outputs])
-        assert [r.visit for r in cache.all()] == [version] * rows
+        assert [r.occurrence for r in cache.all()] == [version] * rows
     for row in np.array(fresh).T:
         turns = np.flatnonzero(row)
         assert turns[0] == 0 and turns[1] <= 3

@@ -13,7 +13,7 @@ from vllm import SamplingParams
 from nemo_specrl import Finish, SpecRLConfig, SpeculativeLLM
 from nemo_specrl.engine.assembly import reuse_of
 from nemo_specrl.engine.compat import refit
-from nemo_specrl.local.task import encode
+from nemo_specrl.trainer.task import encode
 from tests.conftest import DictCache, weights_of
 
 PROMPT = [1, *encode("12+34=?")]

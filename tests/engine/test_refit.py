@@ -7,7 +7,7 @@ from vllm import SamplingParams
 
 from nemo_specrl.engine.compat import refit
 from nemo_specrl.errors import ConfigError
-from nemo_specrl.local.task import encode
+from nemo_specrl.trainer.task import encode
 from tests.conftest import weights_of
 
 TOKENS = [1, *encode("12+34=46;#46")]

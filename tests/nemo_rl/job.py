@@ -59,7 +59,7 @@ from omegaconf import OmegaConf  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
 
 from nemo_specrl.integrations.nemo_rl.run import option  # noqa: E402
-from nemo_specrl.local.task import EOS, encode, problems, reward  # noqa: E402
+from nemo_specrl.trainer.task import EOS, encode, problems, reward  # noqa: E402
 from tests.nemo_rl.cpu import CpuGeneration  # noqa: E402
 from tests.nemo_rl.models import SmallPolicy, SmallValue, small_plane_policy  # noqa: E402
 

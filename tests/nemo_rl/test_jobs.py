@@ -189,7 +189,7 @@ def test_with_the_asynchronous_engine_drafts_are_accepted_and_validation_stays_o
     assert sum(c["validating"] for c in calls) == 3 * 2
     manifest = job.out / "checkpoints" / "step_4" / "rollout_cache" / "manifest.json"
     kept = sum(file["rollouts"] for file in json.loads(manifest.read_text())["files"])
-    assert kept == PROMPTS * GROUP  # a group keeps to its slots, and validation has none
+    assert kept == PROMPTS * GROUP  # a group keeps to its sample indices, and validation has none
 
 
 def test_asynchronous_grpo_drafts_in_its_collector(folder):

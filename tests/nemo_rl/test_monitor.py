@@ -16,7 +16,7 @@ from tests.conftest import DictCache
 SEED, GROUP, WIDTH = 3, 8, 12
 
 
-def step(prompts, visit, rng, *, remembered=0.0):
+def step(prompts, occurrence, rng, *, remembered=0.0):
     """Rows of a step as NeMo-RL logs them, and the rollouts that the cache has of them.
 
     Reused rows are right with probability 0.4 + ``remembered``, fresh ones with 0.4.
@@ -26,22 +26,30 @@ def step(prompts, visit, rng, *, remembered=0.0):
     rollouts, fresh = [], []
     for prompt in prompts:
         start = [1, prompt, 2]
-        for slot in range(GROUP):
+        for sample_index in range(GROUP):
             tokens = rng.integers(5, 5000, rng.integers(3, WIDTH - 3)).tolist()
             key = prompt_key(start)
-            fresh.append(visit == 0 or is_fresh(Row(key, slot), visit, seed=SEED,
+            fresh.append(occurrence == 0 or is_fresh(Row(key, sample_index), occurrence, seed=SEED,
                                                 fresh_fraction=0.2))  # fmt: skip
             length = len(start) + len(tokens)
             padding = WIDTH - length
             right = rng.random() < 0.4 + (0 if fresh[-1] else remembered)
-            logprobs = [0.0] * len(start) + [-1.0 - slot] * len(tokens) + [0.0] * padding
+            logprobs = [0.0] * len(start) + [-1.0 - sample_index] * len(tokens) + [0.0] * padding
             rows["token_ids"].append([*start, *tokens, *[0] * padding])
             rows["token_loss_mask"].append([0] * 3 + [1] * len(tokens) + [0] * padding)
             rows["input_lengths"].append(length)
             rows["rewards"].append(float(right))
             rows["prev_logprobs"].append(logprobs)
             rollouts.append(
-                Rollout(key, slot, tokens, np.zeros(len(tokens)), Finish.STOP, visit, visit=visit)
+                Rollout(
+                    key,
+                    sample_index,
+                    tokens,
+                    np.zeros(len(tokens)),
+                    Finish.STOP,
+                    occurrence,
+                    occurrence=occurrence,
+                )
             )
     return rows, rollouts, np.array(fresh)
 
@@ -50,7 +58,7 @@ def watching(cache, turned=None, **options):
     state = options.pop("state", None)
     config = SpecRLConfig(enabled=True, **options)
     turn = (turned if turned is not None else []).append
-    return Watch(cache, config, seed=SEED, steps_per_epoch=1, turn=turn, state=state)
+    return Watch(cache, config, seed=SEED, steps_per_epoch=1, set_fresh_fraction=turn, state=state)
 
 
 def test_it_compares_fresh_with_reused_rows_of_a_prompt():
@@ -80,7 +88,8 @@ def test_equal_rollouts_of_which_one_is_fresh_are_told_apart():
     for name in ("token_ids", "token_loss_mask", "input_lengths", "prev_logprobs"):
         rows[name] = [rows[name][0]] * GROUP
     tokens = rollouts[0].tokens
-    same = [Rollout(r.key, r.slot, tokens, np.zeros(len(tokens)), Finish.STOP, 3, visit=3)
+    same = [Rollout(r.key, r.sample_index, tokens, np.zeros(len(tokens)), Finish.STOP, 3,
+    occurrence=3)
             for r in rollouts]  # fmt: skip
     made = watching(DictCache(same))
     made.update(rows)
@@ -102,8 +111,8 @@ def test_remembered_rows_raise_a_warning_and_turn_the_dial(caplog):
     made = watching(cache, turned, monitor={"auto": True})
     rng = np.random.default_rng(2)
     with caplog.at_level(logging.WARNING):
-        for visit in range(1, 9):
-            rows, rollouts, _ = step(range(10, 60), visit, rng, remembered=0.4)
+        for occurrence in range(1, 9):
+            rows, rollouts, _ = step(range(10, 60), occurrence, rng, remembered=0.4)
             cache.put(rollouts)
             made.update(rows)
             if turned:
@@ -193,10 +202,10 @@ def test_the_anchor_is_what_is_trained_from_and_nothing_else():
     rows, rollouts, _ = step([7], 3, np.random.default_rng(0))
     born = [
         Rollout(
-            *(r.key, r.slot, r.tokens, r.logprobs, r.finish, 3),
+            *(r.key, r.sample_index, r.tokens, r.logprobs, r.finish, 3),
             birth_logprobs=np.full(len(r), -9.0),
             birth_versions=np.where(np.arange(len(r)) < 2, 1, 3),
-            visit=3,
+            occurrence=3,
         )
         for r in rollouts
     ]

@@ -94,24 +94,28 @@ def test_lengths_that_differ_are_named():
 
 
 def test_uniforms_depend_on_the_row_alone():
-    keys, slots, lengths = [KEY, KEY, b"x" * 16], [0, 1, 0], [7, 3, 5]
+    keys, sample_indices, lengths = [KEY, KEY, b"x" * 16], [0, 1, 0], [7, 3, 5]
     offsets = offsets_of(lengths)
-    together = draft_uniforms(3, 11, keys, slots, offsets)
-    for i, (key, slot, length) in enumerate(zip(keys, slots, lengths, strict=True)):
-        alone = draft_uniforms(3, 11, [key], [slot], offsets_of([length]))
+    together = draft_uniforms(3, 11, keys, sample_indices, offsets)
+    for i, (key, sample_index, length) in enumerate(
+        zip(keys, sample_indices, lengths, strict=True)
+    ):
+        alone = draft_uniforms(3, 11, [key], [sample_index], offsets_of([length]))
         assert np.array_equal(alone, together[offsets[i] : offsets[i + 1]])
     longer = draft_uniforms(3, 11, [KEY], [0], offsets_of([20]))
     assert np.array_equal(longer[:7], together[:7])
 
 
 @pytest.mark.parametrize(
-    ("seed", "version", "key", "slot"),
+    ("seed", "version", "key", "sample_index"),
     [(4, 11, KEY, 0), (3, 12, KEY, 0), (3, 11, b"y" * 16, 0), (3, 11, KEY, 1)],
 )
-def test_uniforms_are_fresh_for_every_seed_version_prompt_and_slot(seed, version, key, slot):
+def test_uniforms_are_fresh_for_every_seed_version_prompt_and_sample_index(
+    seed, version, key, sample_index
+):
     offsets = offsets_of([64])
     base = draft_uniforms(3, 11, [KEY], [0], offsets)
-    other = draft_uniforms(seed, version, [key], [slot], offsets)
+    other = draft_uniforms(seed, version, [key], [sample_index], offsets)
     assert not np.isin(base, other).any()
 
 

@@ -16,9 +16,9 @@ import torch
 from scipy import stats
 
 from nemo_specrl import SpecRLConfig
-from nemo_specrl.local.losses import group_advantages, policy_loss
-from nemo_specrl.local.recipe import LossConfig
 from nemo_specrl.speculation.acceptance import accepted_lengths, offsets_of
+from nemo_specrl.trainer.losses import group_advantages, policy_loss
+from nemo_specrl.trainer.recipe import LossConfig
 
 LENGTH = 2
 RESPONSES = list(itertools.product((0, 1), repeat=LENGTH))
@@ -169,12 +169,12 @@ class State:
     rows: list[Row | None]
 
 
-def rows_of(state, slot, method):
-    """All that a slot can become: (probability, Row).
+def rows_of(state, sample_index, method):
+    """All that a sample index can become: (probability, Row).
 
     A lossless draft becomes what a fresh row would have been, so that both are one case.
     """
-    old = state.rows[slot]
+    old = state.rows[sample_index]
     fresh = 1.0 if old is None or method == "lossless" else method.fresh_fraction
     if fresh < 1:
         reference = old.birth if method.acceptance_reference == "birth" else old.last
@@ -245,7 +245,7 @@ def learn(method, epochs, *, rate=1.0, on_drafts=True):
         for state in states:
             own = law(state.logits)
             value += state.p * own @ REWARDS
-            options = [list(rows_of(state, slot, method)) for slot in range(GROUP)]
+            options = [list(rows_of(state, sample_index, method)) for sample_index in range(GROUP)]
             for option in options:
                 made = np.zeros(len(RESPONSES))
                 for p, row in option:

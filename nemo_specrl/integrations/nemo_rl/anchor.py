@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nemo_specrl.cache.cluster import ClusterCache
+from nemo_specrl.cache.cluster.driver import ClusterCache
 from nemo_specrl.rollout import Rollout, prompt_key
 
 __all__ = ["anchor_at_birth", "birth_spans", "same_tokens"]

@@ -153,7 +153,7 @@ def _with_run(original: Callable[..., Any], algorithm: str) -> Callable[..., Any
                     run.spec_rl,
                     seed=run.seed,
                     steps_per_epoch=_steps_per_epoch(parts),
-                    turn=generation.turn,
+                    set_fresh_fraction=generation.set_fresh_fraction,
                     state=run.checkpoint and run.checkpoint / CACHE_FOLDER,
                 )
                 if algorithm == "ppo":

@@ -1,4 +1,4 @@
-"""The driver's side of NeMo-RL's generation: slots, balance, policy versions, metrics.
+"""The driver's side of NeMo-RL's generation: sample indices, balance, policy versions, metrics.
 
 A subclass of ``VllmGeneration`` that gives each row what its engine needs to find the draft, and
 otherwise is its base class. Copies of it are sent to other actors (the data plane's rollout actor,
@@ -21,15 +21,15 @@ import ray
 import torch
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 
-from nemo_specrl.cache.cluster import ClusterCache, start_shards
+from nemo_specrl.cache.cluster.driver import ClusterCache, start_shards
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.errors import CacheError, ConfigError
 from nemo_specrl.integrations.nemo_rl import compat
 from nemo_specrl.integrations.nemo_rl.metrics import counts, times
-from nemo_specrl.integrations.nemo_rl.run import BLOCK, CACHE_FOLDER, SLOTS, Run, current
+from nemo_specrl.integrations.nemo_rl.run import BLOCK, CACHE_FOLDER, SAMPLE_INDICES, Run, current
 from nemo_specrl.rollout import prompt_key
 from nemo_specrl.speculation.balance import balanced_order
-from nemo_specrl.speculation.drafts import Row, assign_slots, select_drafts
+from nemo_specrl.speculation.drafts import Row, assign_sample_indices, select_drafts
 
 __all__ = ["SpecVllmGeneration", "validating"]
 
@@ -87,18 +87,18 @@ class SpecVllmGeneration(VllmGeneration):
             prompt_key(ids[:length].numpy())
             for ids, length in zip(data["input_ids"], data["input_lengths"].tolist(), strict=True)
         ]
-        slots = assign_slots(keys)
-        order = balanced_order(self._costs(keys, slots), self.dp_size)
+        sample_indices = assign_sample_indices(keys)
+        order = balanced_order(self._costs(keys, sample_indices), self.dp_size)
         data = data.select_indices(order)
-        data[SLOTS] = torch.tensor(slots)[order]
+        data[SAMPLE_INDICES] = torch.tensor(sample_indices)[order]
         output = super().generate(data, greedy=greedy)
         return output.select_indices(np.argsort(order).tolist())
 
     async def generate_async(self, data: Any, greedy: bool = False) -> AsyncIterator[Any]:
-        """As the base class; the worker finds a slot for the row."""
+        """As the base class; the worker finds a sample index for the row."""
         if self.cache is not None and not self._validating and not greedy:
             data = data.slice(0, data.size)  # the caller keeps its own
-            data[SLOTS] = torch.full((data.size,), -1)
+            data[SAMPLE_INDICES] = torch.full((data.size,), -1)
         async for result in super().generate_async(data, greedy=greedy):
             yield result
 
@@ -128,10 +128,10 @@ class SpecVllmGeneration(VllmGeneration):
         if self.cache is not None:
             self.cache.snapshot(folder, self.policy_version)
 
-    def turn(self, fresh_fraction: float) -> None:
+    def set_fresh_fraction(self, fresh_fraction: float) -> None:
         """Have another share of the rows decoded plainly, from the next batch on."""
         self.fresh_fraction = fresh_fraction
-        self._tell_workers("spec_rl_turn", fresh_fraction=fresh_fraction)
+        self._tell_workers("spec_rl_set_fresh_fraction", fresh_fraction=fresh_fraction)
 
     @property
     def policy_version(self) -> int:
@@ -149,7 +149,7 @@ class SpecVllmGeneration(VllmGeneration):
                 logger.warning("closing the rollout cache: %s", error)
         return bool(super().shutdown())
 
-    def _costs(self, keys: list[bytes], slots: list[int]) -> list[float]:
+    def _costs(self, keys: list[bytes], sample_indices: list[int]) -> list[float]:
         """Tokens that each row is expected to decode."""
         assert self.cache is not None
         if self.dp_size < 2:
@@ -158,7 +158,10 @@ class SpecVllmGeneration(VllmGeneration):
         # Asked of the engines, since the batch before may have been another copy's.
         asked = self._ask_workers("spec_rl_last_metrics")
         choices = select_drafts(
-            [Row(key, slot) for key, slot in zip(keys, slots, strict=True)],
+            [
+                Row(key, sample_index)
+                for key, sample_index in zip(keys, sample_indices, strict=True)
+            ],
             self.cache.outlines(keys),
             policy_version=-1,
             seed=self._run.seed,

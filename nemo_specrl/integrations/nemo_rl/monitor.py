@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from nemo_specrl.cache.cluster import ClusterCache
+from nemo_specrl.cache.cluster.driver import ClusterCache
 from nemo_specrl.config import SpecRLConfig
 from nemo_specrl.integrations.nemo_rl.anchor import birth_spans, same_tokens
 from nemo_specrl.rollout import Rollout, prompt_key
@@ -41,7 +41,7 @@ class Watch:
         config: the ``spec_rl:`` block.
         seed: of the run.
         steps_per_epoch: batches in a pass over the prompts.
-        turn: called with ``fresh_fraction`` when ``monitor.auto`` has changed it.
+        set_fresh_fraction: called with ``fresh_fraction`` when ``monitor.auto`` has changed it.
         state: folder where :meth:`save` left what to go on from, or None.
     """
 
@@ -52,10 +52,10 @@ class Watch:
         *,
         seed: int,
         steps_per_epoch: int,
-        turn: Callable[[float], None],
+        set_fresh_fraction: Callable[[float], None],
         state: Path | None = None,
     ) -> None:
-        self.cache, self.seed, self.turn = cache, seed, turn
+        self.cache, self.seed, self.set_fresh_fraction = cache, seed, set_fresh_fraction
         self.monitor = DriftMonitor(
             config.monitor,
             fresh_fraction=config.effective_fresh_fraction,
@@ -63,7 +63,7 @@ class Watch:
         )
         if state is not None and (state / STATE).exists():
             self.monitor.restore(json.loads((state / STATE).read_text()))
-            self.turn(self.monitor.fresh_fraction)
+            self.set_fresh_fraction(self.monitor.fresh_fraction)
 
     def save(self, folder: Path) -> None:
         """Write what a resumed run goes on from."""
@@ -113,7 +113,7 @@ class Watch:
                 np.array(stale),
             )
         if self.monitor.fresh_fraction != fraction:
-            self.turn(self.monitor.fresh_fraction)
+            self.set_fresh_fraction(self.monitor.fresh_fraction)
         if groups and self.monitor.warning:
             logger.warning("%s (spec_rl.fresh_fraction is %.2f)", self.monitor.warning, fraction)
         return self.monitor.as_dict()
@@ -196,7 +196,7 @@ def _was_fresh(rollout: Rollout, seed: int, fresh_fraction: float) -> bool:
 
     That no token was accepted would not do: a draft that fails at once is no sample of the policy.
     """
-    if rollout.visit == 0:
+    if rollout.occurrence == 0:
         return True
-    row = Row(rollout.key, rollout.slot)
-    return is_fresh(row, rollout.visit, seed=seed, fresh_fraction=fresh_fraction)
+    row = Row(rollout.key, rollout.sample_index)
+    return is_fresh(row, rollout.occurrence, seed=seed, fresh_fraction=fresh_fraction)

@@ -17,13 +17,14 @@ from typing import Any
 from nemo_specrl.config import SpecRLConfig, validated
 from nemo_specrl.errors import ConfigError
 
-__all__ = ["BLOCK", "CACHE_FOLDER", "SLOTS", "Run", "current", "option", "running"]
+__all__ = ["BLOCK", "CACHE_FOLDER", "SAMPLE_INDICES", "Run", "current", "option", "running"]
 
 BLOCK = "policy.generation.spec_rl"
 CACHE_FOLDER = "rollout_cache"
 """In a checkpoint's folder, beside the weights."""
-SLOTS = "spec_rl_slots"
-"""Key of a batch: the slot of each row, int64 ``[rows]``. Without it, rows are decoded plainly."""
+SAMPLE_INDICES = "spec_rl_sample_indices"
+"""Key of a batch: the sample index of each row, int64 ``[rows]``. Without it, rows are decoded
+plainly."""
 
 _current: Run | None = None
 

@@ -12,10 +12,10 @@ import ray
 from nemo_rl.distributed.worker_group_utils import get_nsight_config_if_pattern_matches
 from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 
-from nemo_specrl.cache.cluster import ClusterCache
+from nemo_specrl.cache.cluster.driver import ClusterCache
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.speculative import SpeculativeLLM
-from nemo_specrl.integrations.nemo_rl.run import SLOTS, Run
+from nemo_specrl.integrations.nemo_rl.run import SAMPLE_INDICES, Run
 
 __all__ = ["SpecVllmGenerationWorker", "SpecVllmGenerationWorkerImpl"]
 
@@ -39,7 +39,7 @@ class SpecVllmGenerationWorkerImpl(VllmGenerationWorkerImpl):
         """Decode plainly, and keep nothing, while ``paused``."""
         self._paused = paused
 
-    def spec_rl_turn(self, fresh_fraction: float) -> None:
+    def spec_rl_set_fresh_fraction(self, fresh_fraction: float) -> None:
         """Decode another share of the rows plainly, from the next call on."""
         if self._speculative is not None:
             self._speculative.fresh_fraction = fresh_fraction
@@ -62,12 +62,12 @@ class SpecVllmGenerationWorkerImpl(VllmGenerationWorkerImpl):
 
     def generate(self, data: Any, greedy: bool = False) -> Any:
         """As the base class, whose call of ``self.llm.generate`` goes to SpeculativeLLM."""
-        slots = data.get(SLOTS)
+        sample_indices = data.get(SAMPLE_INDICES)
         speculative = self._speculative
-        if slots is None or speculative is None or self._paused or greedy:
+        if sample_indices is None or speculative is None or self._paused or greedy:
             return super().generate(data, greedy=greedy)
         llm = self.llm
-        self.llm = _Seam(speculative, slots.tolist())
+        self.llm = _Seam(speculative, sample_indices.tolist())
         try:
             output = super().generate(data, greedy=greedy)
         finally:
@@ -99,12 +99,12 @@ class SpecVllmGenerationWorkerImpl(VllmGenerationWorkerImpl):
 class _Seam:
     """What stands in ``self.llm`` during one ``generate`` call of the base class."""
 
-    def __init__(self, speculative: SpeculativeLLM, slots: list[int]) -> None:
-        self._speculative, self._slots = speculative, slots
+    def __init__(self, speculative: SpeculativeLLM, sample_indices: list[int]) -> None:
+        self._speculative, self._sample_indices = speculative, sample_indices
 
     def generate(self, prompts: Any, sampling_params: Any, use_tqdm: Any = True) -> Any:
         return self._speculative.generate(
-            prompts, sampling_params, slots=self._slots, use_tqdm=use_tqdm
+            prompts, sampling_params, sample_indices=self._sample_indices, use_tqdm=use_tqdm
         )
 
     def __getattr__(self, name: str) -> Any:

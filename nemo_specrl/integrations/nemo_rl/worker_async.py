@@ -14,10 +14,10 @@ import ray
 from nemo_rl.distributed.worker_group_utils import get_nsight_config_if_pattern_matches
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 
-from nemo_specrl.cache.cluster import ClusterCache
+from nemo_specrl.cache.cluster.driver import ClusterCache
 from nemo_specrl.engine.asynchronous import AsyncSpeculativeLLM
 from nemo_specrl.engine.metrics import EngineMetrics
-from nemo_specrl.integrations.nemo_rl.run import SLOTS, Run
+from nemo_specrl.integrations.nemo_rl.run import SAMPLE_INDICES, Run
 
 __all__ = ["SpecVllmAsyncGenerationWorker", "SpecVllmAsyncGenerationWorkerImpl"]
 
@@ -43,7 +43,7 @@ class SpecVllmAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
         """Decode plainly, and keep nothing, while ``paused``."""
         self._paused = paused
 
-    async def spec_rl_turn(self, fresh_fraction: float) -> None:
+    async def spec_rl_set_fresh_fraction(self, fresh_fraction: float) -> None:
         """Decode another share of the rows plainly, from the next one on."""
         if self._speculative is not None:
             self._speculative.fresh_fraction = fresh_fraction
@@ -62,7 +62,9 @@ class SpecVllmAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
 
     async def generate_async(self, data: Any, greedy: bool = False) -> AsyncIterator[Any]:
         """As the base class, whose call of ``self.llm.generate`` goes to AsyncSpeculativeLLM."""
-        _drafting.set(SLOTS in data and not self._paused and not greedy)  # of this call's task
+        _drafting.set(
+            SAMPLE_INDICES in data and not self._paused and not greedy
+        )  # of this call's task
         async for result in super().generate_async(data, greedy=greedy):
             yield result
 

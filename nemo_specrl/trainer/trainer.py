@@ -22,15 +22,15 @@ import xxhash
 from nemo_specrl.cache import RolloutStore
 from nemo_specrl.cache.journal import JournaledStore
 from nemo_specrl.errors import CheckpointError
-from nemo_specrl.local import checkpoint
-from nemo_specrl.local.batch import Batch, Group
-from nemo_specrl.local.generation import Generation, tokenizer_identity
-from nemo_specrl.local.log import MetricsLog
-from nemo_specrl.local.losses import gae
-from nemo_specrl.local.policy import Policy, Sample, TorchPolicy, ValueModel
-from nemo_specrl.local.recipe import Recipe
-from nemo_specrl.local.task import Problem, problems, reward
 from nemo_specrl.speculation.drift import DriftMonitor
+from nemo_specrl.trainer import checkpoint
+from nemo_specrl.trainer.generation import Generation, tokenizer_identity
+from nemo_specrl.trainer.log import MetricsLog
+from nemo_specrl.trainer.losses import gae
+from nemo_specrl.trainer.policy.batching import Batch, Group
+from nemo_specrl.trainer.policy.torch_policy import Policy, Sample, TorchPolicy, ValueModel
+from nemo_specrl.trainer.recipe import Recipe
+from nemo_specrl.trainer.task import Problem, problems, reward
 
 __all__ = ["Trainer"]
 

@@ -29,9 +29,9 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from nemo_specrl.cache.client import ASK_SECONDS, CALL_SECONDS, FAILED, CacheClient, ready
-from nemo_specrl.cache.keeper import BACKGROUND, Keeper, last_line
-from nemo_specrl.cache.membership import Health
+from nemo_specrl.cache.cluster.client import ASK_SECONDS, CALL_SECONDS, FAILED, CacheClient, ready
+from nemo_specrl.cache.cluster.keeper import BACKGROUND, Keeper, last_line
+from nemo_specrl.cache.cluster.membership import Health
 from nemo_specrl.cache.snapshot import Manifest, PartitionFile, read_manifest, write_manifest
 from nemo_specrl.cache.store import StoreStats
 from nemo_specrl.errors import ForeignStore, StoreUnavailable
@@ -190,7 +190,7 @@ def start_shards(
         deadline_s: of look-ups, seconds.
         tokenizer_id: identity of the tokenizer.
         max_bytes: hard cap on each node, bytes.
-        groups_per_prompt: rollouts kept for each slot.
+        groups_per_prompt: rollouts kept for each sample index.
         name: the shards outlive this process's job, and whoever calls this with the same name finds
             them as they are, until they are closed; the other arguments do not count then.
 

@@ -14,7 +14,8 @@ each with a higher epoch, so that
 
 For that, whoever acts on it tells every member the routing before it copies anything or goes on to
 the next (:meth:`Membership.told`), and members tell clients. What is newer is decided by policy
-version and visit (:func:`age`), so that copies may be merged in any order and any number of times.
+version and occurrence (:func:`recency`), so that copies may be merged in any order and any number
+of times.
 
 Knows names and numbers, as :mod:`.placement`; nothing of nodes, stores or actors.
 """
@@ -25,10 +26,11 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from nemo_specrl.cache.placement import Table, moves, partition_of, place
+from nemo_specrl.cache.cluster.placement import Table, moves, place
+from nemo_specrl.cache.snapshot import partition_of
 from nemo_specrl.rollout import Rollout
 
-__all__ = ["Copy", "Health", "Membership", "Routing", "View", "age", "owed"]
+__all__ = ["Copy", "Health", "Membership", "Routing", "View", "owed", "recency"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Routing:
 
     Args:
         epoch: grows with each routing.
-        readers: by partition, nodes that have all of it; the first gives out its slots.
+        readers: by partition, nodes that have all of it; the first gives out its sample indices.
         writers: by partition, nodes that get what is put: its readers, and maybe others.
     """
 
@@ -91,9 +93,9 @@ class Health(NamedTuple):
     moving: int
 
 
-def age(rollout: Rollout) -> tuple[int, int]:
-    """What orders the rollouts of a slot: the newer is the larger."""
-    return rollout.policy_version, rollout.visit
+def recency(rollout: Rollout) -> tuple[int, int]:
+    """What orders the rollouts of a sample index: the newer is the larger."""
+    return rollout.policy_version, rollout.occurrence
 
 
 def owed(rollouts: Iterable[Rollout], old: Routing, new: Routing) -> dict[str, list[Rollout]]:

@@ -20,9 +20,9 @@ from typing import Any
 
 import ray
 
+from nemo_specrl.cache.cluster.keeper import last_line
+from nemo_specrl.cache.cluster.membership import Routing, View, owed
 from nemo_specrl.cache.codec import packed
-from nemo_specrl.cache.keeper import last_line
-from nemo_specrl.cache.membership import Routing, View, owed
 from nemo_specrl.rollout import Outline, Rollout
 
 __all__ = ["ASK_SECONDS", "CALL_SECONDS", "FAILED", "CacheClient", "ready"]
@@ -114,7 +114,7 @@ class CacheClient:
         return len(self._view.routing.readers)
 
     def get(self, keys: Iterable[bytes]) -> dict[bytes, list[Rollout]]:
-        """Rollouts by prompt key, newest first within a slot; what is late is absent.
+        """Rollouts by prompt key, newest first within a sample index; what is late is absent.
 
         What this client has put is found: a shard does what one client asks in the order asked.
         """
@@ -170,10 +170,11 @@ class CacheClient:
         self._prefetched = {key: (node, ref) for ref, (node, some) in asked.items() for key in some}
 
     async def claim(self, key: bytes, policy_version: int) -> tuple[int, list[Rollout]] | None:
-        """A slot for a row that comes alone, and its prompt's rollouts; None when that is late.
+        """A sample index for a row that comes alone, and its prompt's rollouts; None when that is
+        late.
 
-        All clients ask the same shard, so that no slot is given to two rows. The others are told,
-        so that one of them can take its place.
+        All clients ask the same shard, so that no sample index is given to two rows. The others
+        are told, so that one of them can take its place.
         """
         self._hear()
         for _ in range(2):  # the second time where the first one says that it is another
@@ -191,11 +192,11 @@ class CacheClient:
             self._breakers[node].count(failed=False)
             self._learn(news)
             if claimed is not None:
-                slot, rollouts = claimed
+                sample_index, rollouts = claimed
                 for other in self._view.routing.write(key):
                     if other != node:
-                        self._view.shards[other].hold.remote(key, slot)
-                return slot, rollouts
+                        self._view.shards[other].hold.remote(key, sample_index)
+                return sample_index, rollouts
         return None
 
     def put(self, rollouts: Iterable[Rollout]) -> None:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from nemo_specrl.local.task import (
+from nemo_specrl.trainer.task import (
     EOS,
     TASKS,
     VOCABULARY,

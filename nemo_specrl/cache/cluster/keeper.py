@@ -27,8 +27,8 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from nemo_specrl.cache.membership import Copy, Health, Membership, View
-from nemo_specrl.cache.shard import Hello, Shard
+from nemo_specrl.cache.cluster.membership import Copy, Health, Membership, View
+from nemo_specrl.cache.cluster.shard import Hello, Shard
 from nemo_specrl.cache.snapshot import key_range
 from nemo_specrl.errors import ConfigError, StoreUnavailable
 

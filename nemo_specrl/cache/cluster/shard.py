@@ -18,10 +18,15 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nemo_specrl.cache.membership import View, age
-from nemo_specrl.cache.placement import partition_of
-from nemo_specrl.cache.slots import SlotClaims
-from nemo_specrl.cache.snapshot import PartitionFile, key_range, read_partition, write_partition
+from nemo_specrl.cache.cluster.claims import SampleClaims
+from nemo_specrl.cache.cluster.membership import View, recency
+from nemo_specrl.cache.snapshot import (
+    PartitionFile,
+    key_range,
+    partition_of,
+    read_partition,
+    write_partition,
+)
 from nemo_specrl.cache.store import RolloutStore, StoreStats
 from nemo_specrl.errors import CacheError, StoreUnavailable
 from nemo_specrl.rollout import Outline, Rollout
@@ -54,8 +59,8 @@ class Piece(NamedTuple):
     """Some of what a shard has of a range of keys.
 
     Args:
-        rollouts: newest first within a slot.
-        claims: prompt and slot of rows that are under way, and for how long yet, seconds.
+        rollouts: newest first within a sample index.
+        claims: prompt and sample index of rows that are under way, and for how long yet, seconds.
         start: first key of it.
         stop: the first key behind it, where the next piece starts; None: there is none.
     """
@@ -90,7 +95,7 @@ class Shard:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         path = Path(folder)
-        self.claims = SlotClaims()
+        self.claims = SampleClaims()
         self.store = _open(path, options)
         self.name, of = _name(path / NAME_FILE)
         if not keep and of != run and len(self.store):
@@ -166,10 +171,10 @@ class Shard:
             raise
 
     def put(self, rollouts: list[Rollout], epoch: int) -> View | None:
-        """As :meth:`RolloutStore.put`; the slots are free again.
+        """As :meth:`RolloutStore.put`; the sample indices are free again.
 
-        What was put by an old routing may come late, behind newer rollouts of its slots: then
-        those stay.
+        What was put by an old routing may come late, behind newer rollouts of its sample indices:
+        then those stay.
 
         Returns:
             The view where it is newer than the caller's, who then knows whom else to tell.
@@ -179,7 +184,7 @@ class Shard:
         """
         with self._writing:
             for rollout in rollouts:
-                self.claims.release(rollout.key, rollout.slot)
+                self.claims.release(rollout.key, rollout.sample_index)
             if self._news(epoch) is None:
                 self.store.put(rollouts)
             else:
@@ -189,9 +194,11 @@ class Shard:
     def claim(
         self, key: bytes, policy_version: int, epoch: int
     ) -> tuple[tuple[int, list[Rollout]] | None, View | None]:
-        """A slot for a row that comes alone (:class:`SlotClaims`), and the prompt's rollouts.
+        """A sample index for a row that comes alone (:class:`SampleClaims`), and the prompt's
+        rollouts.
 
-        None in the place of both where, by news, another shard gives out the slots of this prompt.
+        None in the place of both where, by news, another shard gives out the sample indices of
+        this prompt.
 
         Raises:
             StoreUnavailable: reading failed, or the keeper has not been heard for long.
@@ -204,10 +211,10 @@ class Shard:
         with self._writing:
             return (self.claims.claim(key, rollouts, policy_version), rollouts), self._news(epoch)
 
-    def hold(self, key: bytes, slot: int) -> None:
-        """Another shard has given out a slot; known here, it is not given out again."""
+    def hold(self, key: bytes, sample_index: int) -> None:
+        """Another shard has given out a sample index; known here, it is not given out again."""
         with self._writing:
-            self.claims.hold(key, slot)
+            self.claims.hold(key, sample_index)
 
     def sync(self) -> None:
         """As :meth:`RolloutStore.sync`."""
@@ -248,8 +255,8 @@ class Shard:
             StoreUnavailable: reading or writing failed.
         """
         with self._writing:
-            for key, slot, seconds in piece.claims:
-                self.claims.hold(key, slot, seconds)
+            for key, sample_index, seconds in piece.claims:
+                self.claims.hold(key, sample_index, seconds)
             self._merge(piece.rollouts, self.store.scan(piece.start, piece.stop or stop))
             if piece.stop is None:
                 self.store.sync()
@@ -309,20 +316,21 @@ class Shard:
         self._merge(rollouts, (r for group in here.values() for r in group))
 
     def _merge(self, rollouts: Iterable[Rollout], here: Iterable[Rollout]) -> None:
-        """Put what is newer than what is here, and keep the order of age within each slot."""
+        """Put what is newer than what is here, and keep the order of age within each sample
+        index."""
         groups: dict[tuple[bytes, int], list[Rollout]] = defaultdict(list)
         for rollout in here:
-            groups[rollout.key, rollout.slot].append(rollout)
+            groups[rollout.key, rollout.sample_index].append(rollout)
         new: dict[tuple[bytes, int], dict[tuple[int, int], Rollout]] = defaultdict(dict)
         for rollout in rollouts:
-            new[rollout.key, rollout.slot][age(rollout)] = rollout
-        for place, by_age in new.items():
-            old = {age(rollout): rollout for rollout in groups[place]}
-            by_age |= old
-            newest = sorted(by_age, reverse=True)[: self._groups]
+            new[rollout.key, rollout.sample_index][recency(rollout)] = rollout
+        for place, by_recency in new.items():
+            old = {recency(rollout): rollout for rollout in groups[place]}
+            by_recency |= old
+            newest = sorted(by_recency, reverse=True)[: self._groups]
             if newest != list(old)[: self._groups]:
                 # What is put last is the newest of a store.
-                self.store.put(by_age[when] for when in reversed(newest))
+                self.store.put(by_recency[when] for when in reversed(newest))
 
 
 def _open(path: Path, options: Mapping[str, Any]) -> RolloutStore:

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nemo_specrl.errors import ConfigError
-from nemo_specrl.local.losses import clipped_value_loss, policy_loss, token_weights
-from nemo_specrl.local.recipe import LossConfig, OptimizerConfig, PolicyConfig, ValueConfig
+from nemo_specrl.trainer.losses import clipped_value_loss, policy_loss, token_weights
+from nemo_specrl.trainer.recipe import LossConfig, OptimizerConfig, PolicyConfig, ValueConfig
 
 __all__ = ["Policy", "Sample", "TorchPolicy", "ValueModel", "load_model", "model_folder"]
 

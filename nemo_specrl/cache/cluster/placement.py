@@ -18,7 +18,7 @@ import xxhash
 
 from nemo_specrl.errors import ConfigError
 
-__all__ = ["Move", "Table", "moves", "partition_of", "place"]
+__all__ = ["Move", "Table", "moves", "place"]
 
 Table = tuple[tuple[str, ...], ...]
 """By partition, the nodes that hold it, the first of them answering for it."""
@@ -37,16 +37,6 @@ class Move(NamedTuple):
     partition: int
     target: str
     sources: tuple[str, ...]
-
-
-def partition_of(key: bytes, partitions: int) -> int:
-    """The partition of a prompt: the key's first 8 bytes cut into equal ranges.
-
-    Args:
-        key: a prompt's key, 16 bytes.
-        partitions: how many there are.
-    """
-    return int.from_bytes(key[:8], "big") * partitions >> 64
 
 
 def place(

@@ -22,10 +22,10 @@ from nemo_specrl.engine.fingerprint import fingerprint
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.speculative import SpeculativeLLM
 from nemo_specrl.errors import ConfigError
-from nemo_specrl.local.policy import model_folder
-from nemo_specrl.local.recipe import Recipe
 from nemo_specrl.rollout import prompt_key
 from nemo_specrl.speculation.acceptance import derived_seed
+from nemo_specrl.trainer.policy.torch_policy import model_folder
+from nemo_specrl.trainer.recipe import Recipe
 
 if TYPE_CHECKING:
     import torch
@@ -212,10 +212,10 @@ class Generation:
         for prompt in prompts:
             key = prompt_key(prompt)
             rows += [{"prompt_token_ids": prompt} for _ in range(group)]
-            params += [self._params(key, slot, purpose) for slot in range(group)]
+            params += [self._params(key, sample_index, purpose) for sample_index in range(group)]
         return rows, params
 
-    def _params(self, key: bytes, slot: int, purpose: str) -> Any:
+    def _params(self, key: bytes, sample_index: int, purpose: str) -> Any:
         """Sampling parameters whose seed depends on the row alone: a replay draws the same."""
         from vllm import SamplingParams
 
@@ -232,7 +232,7 @@ class Generation:
             logprobs=0,
             flat_logprobs=True,
             detokenize=bool(generation.stop_strings),
-            seed=derived_seed(purpose, seed, self.policy_version, key, slot),
+            seed=derived_seed(purpose, seed, self.policy_version, key, sample_index),
         )
 
     @property

@@ -14,8 +14,8 @@ import time
 import pytest
 
 from nemo_specrl import RolloutStore
-from nemo_specrl.local.generation import tokenizer_identity
-from nemo_specrl.local.log import read_metrics
+from nemo_specrl.trainer.generation import tokenizer_identity
+from nemo_specrl.trainer.log import read_metrics
 from tests.conftest import REPOSITORY, SHIPPED_MODEL
 
 DEMO = "examples/configs/grpo_arith_cpu.yaml"

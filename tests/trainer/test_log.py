@@ -6,8 +6,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from nemo_specrl.config import QUANTITIES, MonitorConfig
-from nemo_specrl.local.log import MetricsLog, read_metrics, write_prometheus
 from nemo_specrl.speculation.drift import DriftMonitor
+from nemo_specrl.trainer.log import MetricsLog, read_metrics, write_prometheus
 from tests.conftest import REPOSITORY
 
 RECORD = {"step": 3, "reward": 0.5, "fresh_reward": None, "spec_rl/reward_gap": -0.25}

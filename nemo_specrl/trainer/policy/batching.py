@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nemo_specrl.local.generation import Generated
-from nemo_specrl.local.losses import group_advantages
-from nemo_specrl.local.policy import Sample
-from nemo_specrl.local.recipe import Recipe
-from nemo_specrl.local.task import Problem
+from nemo_specrl.trainer.generation import Generated
+from nemo_specrl.trainer.losses import group_advantages
+from nemo_specrl.trainer.policy.torch_policy import Sample
+from nemo_specrl.trainer.recipe import Recipe
+from nemo_specrl.trainer.task import Problem
 
 __all__ = ["Batch", "Group"]
 

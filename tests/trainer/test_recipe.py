@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from nemo_specrl.errors import ConfigError
-from nemo_specrl.local.recipe import load_recipe
+from nemo_specrl.trainer.recipe import load_recipe
 from tests.conftest import REPOSITORY
 
 RECIPES = sorted((REPOSITORY / "examples" / "configs").glob("*_cpu.yaml"))

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_specrl.local.losses import (
+from nemo_specrl.trainer.losses import (
     clipped_value_loss,
     gae,
     group_advantages,
     policy_loss,
     token_weights,
 )
-from nemo_specrl.local.recipe import LossConfig
+from nemo_specrl.trainer.recipe import LossConfig
 
 
 def test_group_advantages():

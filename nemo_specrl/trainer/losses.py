@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nemo_specrl.local.recipe import LossConfig
+from nemo_specrl.trainer.recipe import LossConfig
 
 __all__ = ["clipped_value_loss", "gae", "group_advantages", "policy_loss", "token_weights"]
 

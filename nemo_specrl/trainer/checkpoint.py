@@ -4,8 +4,8 @@
 stands. It is written as ``tmp_step_N`` and renamed, as NeMo-RL does (nemo_rl/utils/checkpoint.py),
 after everything in it has reached the disk.
 
-Randomness is counter-based throughout (seed, policy version, prompt, slot), so that "where the run
-stands" is a few numbers: no state of a random generator has to be kept.
+Randomness is counter-based throughout (seed, policy version, prompt, sample index), so that "where
+the run stands" is a few numbers: no state of a random generator has to be kept.
 """
 
 from __future__ import annotations
