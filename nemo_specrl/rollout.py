@@ -23,6 +23,18 @@ KEY_BYTES = 16
 MAX_SAMPLE_INDEX = 2**16 - 1
 _KEY_SEED = 0x53504543  # "SPEC": keeps the keys apart from other xxh3 hashes of the same tokens
 
+_SCALARS = (
+    "key",
+    "sample_index",
+    "finish",
+    "policy_version",
+    "occurrence",
+    "fingerprint",
+    "fresh",
+    "incarnation",
+)
+_ARRAYS = ("tokens", "logprobs", "birth_logprobs", "birth_versions")
+
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 
@@ -96,6 +108,11 @@ class Rollout:
         birth_versions: int64 ``[n]``: of the policy that sampled each token. None: born now.
         occurrence: how many rollouts the sample index had before this one.
         fingerprint: of the weights that judged it last, ``0 .. 2**64 - 1``; 0: not known.
+        fresh: whether it was decoded without a draft, so that given its weights it is an ordinary
+            sample of the policy. False where a draft was verified, even if no token was accepted.
+        incarnation: of the run that made it, ``0 .. 2**64 - 1``: larger each time that a run starts
+            or resumes on a cluster's cache, so that policy versions that run back after a resume
+            still order rollouts. 0: not known.
 
     Raises:
         InvalidRollout: lengths differ, or a value is out of its range.
@@ -111,11 +128,19 @@ class Rollout:
     birth_versions: npt.NDArray[np.int64] = None  # type: ignore[assignment]
     occurrence: int = 0
     fingerprint: int = 0
+    fresh: bool = True
+    incarnation: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.key, bytes) or len(self.key) != KEY_BYTES:
             raise InvalidRollout(f"key must be {KEY_BYTES} bytes, got {self.key!r}")
-        for name in ("sample_index", "policy_version", "occurrence", "fingerprint"):
+        for name in (
+            "sample_index",
+            "policy_version",
+            "occurrence",
+            "fingerprint",
+            "incarnation",
+        ):
             try:
                 object.__setattr__(self, name, operator.index(getattr(self, name)))
             except TypeError:
@@ -132,6 +157,8 @@ class Rollout:
             raise InvalidRollout(f"occurrence must be in 0..2^32-1, got {self.occurrence}")
         if not 0 <= self.fingerprint < 2**64:
             raise InvalidRollout(f"fingerprint must be in 0..2^64-1, got {self.fingerprint}")
+        if not 0 <= self.incarnation < 2**64:
+            raise InvalidRollout(f"incarnation must be in 0..2^64-1, got {self.incarnation}")
         tokens = np.ascontiguousarray(self.tokens, dtype=np.int32)
         logprobs = np.ascontiguousarray(self.logprobs, dtype=np.float32)
         birth_logprobs = (
@@ -163,6 +190,7 @@ class Rollout:
             raise InvalidRollout(f"birth_versions must not be negative, got {birth_versions.min()}")
         for name, value in (
             ("finish", Finish(self.finish)),
+            ("fresh", bool(self.fresh)),
             ("tokens", tokens),
             ("logprobs", logprobs),
             ("birth_logprobs", birth_logprobs),
@@ -188,23 +216,8 @@ class Rollout:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Rollout):
             return NotImplemented
-        return (
-            (
-                self.key,
-                self.sample_index,
-                self.finish,
-                self.policy_version,
-                self.occurrence,
-                self.fingerprint,
-            )
-            == (
-                *(other.key, other.sample_index, other.finish),
-                *(other.policy_version, other.occurrence, other.fingerprint),
-            )
-            and np.array_equal(self.tokens, other.tokens)
-            and np.array_equal(self.logprobs, other.logprobs)
-            and np.array_equal(self.birth_logprobs, other.birth_logprobs)
-            and np.array_equal(self.birth_versions, other.birth_versions)
+        return all(getattr(self, name) == getattr(other, name) for name in _SCALARS) and all(
+            np.array_equal(getattr(self, name), getattr(other, name)) for name in _ARRAYS
         )
 
     __hash__ = None  # type: ignore[assignment]  # arrays can change; a rollout is no key
@@ -224,4 +237,6 @@ class Rollout:
             self.birth_versions[:length],
             self.occurrence,
             self.fingerprint,
+            self.fresh,
+            self.incarnation,
         )

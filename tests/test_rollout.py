@@ -87,9 +87,9 @@ def test_rollouts_compare_by_content():
     ("change", "message"),
     [
         ({"key": b"short"}, "key must be 16 bytes"),
-        ({"sample_index": 1.5}, "sample index must be a whole number, got 1.5"),
-        ({"sample_index": -1}, "sample index must be in"),
-        ({"sample_index": 65536}, "sample index must be in"),
+        ({"sample_index": 1.5}, "sample_index must be a whole number, got 1.5"),
+        ({"sample_index": -1}, "sample_index must be in"),
+        ({"sample_index": 65536}, "sample_index must be in"),
         ({"logprobs": [-1.0]}, "logprobs must have the shape of tokens"),
         ({"birth_versions": [0]}, "birth_versions must have the shape of tokens"),
         ({"tokens": [1, -2, 3]}, "tokens must not be negative"),

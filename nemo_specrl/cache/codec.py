@@ -3,7 +3,7 @@
 A record, little-endian, of a rollout with ``n`` tokens::
 
     u8 version, u8 finish, u8 flags, u16 sample index, u32 occurrence, u64 policy_version, u64
-    fingerprint, u32 n, u32 runs
+    fingerprint, u64 incarnation, u32 n, u32 runs
     tokens           u16[n], their low halves; then the high ones, u8[n] with flag TOKENS_24, u16[n]
                      with flag TOKENS_32
     logprobs         u16[n], -logprob in steps of STEP; f32[n] with flag EXACT
@@ -37,17 +37,18 @@ from nemo_specrl.rollout import KEY_BYTES, Finish, Rollout
 
 __all__ = ["RECORD_VERSION", "STEP", "Recorded", "decode", "encode_all", "packed"]
 
-RECORD_VERSION = 3
+RECORD_VERSION = 4
 STEP = 2.0**-10
 """Nats."""
 TOKENS_24 = 1
 TOKENS_32 = 2
 OWN_BIRTH_LOGPROBS = 4
 EXACT = 8
+FRESH = 16
 
-_HEADER = struct.Struct("<BBBHIQQII")
+_HEADER = struct.Struct("<BBBHIQQQII")
 _CHECKSUM = struct.Struct("<Q")
-_KNOWN_FLAGS = TOKENS_24 | TOKENS_32 | OWN_BIRTH_LOGPROBS | EXACT
+_KNOWN_FLAGS = TOKENS_24 | TOKENS_32 | OWN_BIRTH_LOGPROBS | EXACT | FRESH
 _FINISHES = {int(finish): finish for finish in Finish}
 
 Array = npt.NDArray[Any]
@@ -61,7 +62,7 @@ def encode_all(
     """The records of rollouts that are stored under ``db_keys``.
 
     Args:
-        rollouts: with ``n`` tokens a record has 41 bytes, 4 per token (5 where a token id is above
+        rollouts: with ``n`` tokens a record has 49 bytes, 4 per token (5 where a token id is above
             65,535, 6 where one is above 2^24 - 1; 2 more where a birth log-prob is not the last
             one), and 12 per run of equal birth versions.
         db_keys: keys in the database; the first 16 bytes are the prompt's key. The checksum covers
@@ -114,7 +115,7 @@ def _columns(rollouts: Sequence[Rollout], exact: bool) -> list[tuple[BytesLike, 
     for i, (rollout, a, b, top) in enumerate(
         zip(rollouts, starts.tolist(), ends.tolist(), tops.tolist(), strict=True)
     ):
-        flags = EXACT if exact else 0
+        flags = (EXACT if exact else 0) | (FRESH if rollout.fresh else 0)
         wide: BytesLike = b""
         if top > 0xFFFFFF:
             flags |= TOKENS_32
@@ -140,6 +141,7 @@ def _columns(rollouts: Sequence[Rollout], exact: bool) -> list[tuple[BytesLike, 
             rollout.occurrence,
             rollout.policy_version,
             rollout.fingerprint,
+            rollout.incarnation,
             b - a,
             d - c,
         )
@@ -206,6 +208,7 @@ class Header(NamedTuple):
     occurrence: int
     policy_version: int
     fingerprint: int
+    incarnation: int
     tokens: int
     runs: int
 
@@ -317,6 +320,8 @@ def _recorded(key: bytes, record: bytes, header: Header | None = None) -> Record
         policy_version=header.policy_version,
         occurrence=header.occurrence,
         fingerprint=header.fingerprint,
+        fresh=bool(header.flags & FRESH),
+        incarnation=header.incarnation,
         _record=record,
         _flags=header.flags,
         _length=header.tokens,

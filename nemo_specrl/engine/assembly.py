@@ -32,6 +32,7 @@ class Reuse:
     """What became of a completion's draft; stands in its ``spec_rl`` attribute.
 
     Args:
+        fresh: whether the completion was decoded without a draft (:attr:`Rollout.fresh`).
         drafted: tokens that were offered for verification, 0 where there was no draft.
         accepted: tokens of the completion that come from the draft.
         policy_logprobs: of each token under the current policy, float32 ``[n]``, nats.
@@ -39,16 +40,12 @@ class Reuse:
         birth_versions: policy version that sampled each token, int64 ``[n]``.
     """
 
+    fresh: bool
     drafted: int
     accepted: int
     policy_logprobs: Float32Array
     birth_logprobs: Float32Array
     birth_versions: npt.NDArray[np.int64]
-
-    @property
-    def fresh(self) -> bool:
-        """Whether the completion was decoded plainly, without a draft."""
-        return self.drafted == 0
 
 
 def reuse_of(completion: Any) -> Reuse | None:
@@ -134,7 +131,7 @@ def completed(
     )
     drafted = 0 if draft is None else len(draft)
     completion.spec_rl = Reuse(
-        drafted, accepted, policy, rollout.birth_logprobs, rollout.birth_versions
+        rollout.fresh, drafted, accepted, policy, rollout.birth_logprobs, rollout.birth_versions
     )
     return completion, rollout
 
@@ -173,6 +170,7 @@ def kept(
         versions,
         request.occurrence,
         fingerprint,
+        fresh=draft is None,
     )
 
 

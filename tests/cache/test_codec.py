@@ -185,13 +185,13 @@ def test_acceptance_decisions_stay_the_same(lenience):
 def test_a_record_takes_few_bytes_per_token():
     n = 1000
     own = {"birth_logprobs": np.zeros(n)}
-    assert len(encode(rollout(n), DB_KEY)) == 41 + 4 * n
-    assert len(encode(rollout(n, **own), DB_KEY)) == 41 + 6 * n
+    assert len(encode(rollout(n), DB_KEY)) == 49 + 4 * n
+    assert len(encode(rollout(n, **own), DB_KEY)) == 49 + 6 * n
     # A vocabulary of 152k, with birth log-probs of their own: 7 bytes a token.
-    assert len(encode(rollout(n, token=151_999, **own), DB_KEY)) == 41 + 7 * n
-    assert len(encode(rollout(n, token=2**24), DB_KEY)) == 41 + 6 * n
+    assert len(encode(rollout(n, token=151_999, **own), DB_KEY)) == 49 + 7 * n
+    assert len(encode(rollout(n, token=2**24), DB_KEY)) == 49 + 6 * n
     two_births = np.repeat([1, 2], n // 2)
-    assert len(encode(rollout(n, birth_versions=two_births), DB_KEY)) == 41 + 4 * n + 2 * 12
+    assert len(encode(rollout(n, birth_versions=two_births), DB_KEY)) == 49 + 4 * n + 2 * 12
 
 
 @pytest.mark.parametrize(
