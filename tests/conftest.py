@@ -82,7 +82,6 @@ def engine(random_model):
         max_model_len=192,
         max_num_seqs=64,
         max_num_batched_tokens=2048,
-        long_prefill_token_threshold=96,
         block_size=32,
         enforce_eager=True,
         enable_prefix_caching=True,

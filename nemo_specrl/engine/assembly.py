@@ -1,6 +1,6 @@
-"""Outputs of responses whose prefix came from a draft, in the form that vLLM gives them.
+"""Completions and rollouts of requests that have ended, in vLLM's form and in the cache's.
 
-Joins what vLLM's verification and continuation requests returned; runs no engine.
+Joins the outputs of vLLM's verification and continuation requests; runs no engine.
 """
 
 from __future__ import annotations
@@ -22,22 +22,32 @@ if TYPE_CHECKING:
     from vllm import CompletionOutput, RequestOutput
     from vllm.logprobs import FlatLogprobs, SampleLogprobs
 
-__all__ = ["Reuse", "completed", "extend", "request_outputs", "reuse_of", "text_of"]
+__all__ = [
+    "Reuse",
+    "build_completion",
+    "build_rollout",
+    "extend_logprobs",
+    "request_outputs",
+    "reuse_of",
+    "text_of",
+]
 
 Float32Array = npt.NDArray[np.float32]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Reuse:
-    """What became of a completion's draft; stands in its ``spec_rl`` attribute.
+    """How much of a completion came from a draft; the completion's ``spec_rl`` attribute.
 
     Args:
-        fresh: whether the completion was decoded without a draft (:attr:`Rollout.fresh`).
-        drafted: tokens that were offered for verification, 0 where there was no draft.
+        fresh: whether the completion is an ordinary sample of the policy, decoded without a draft
+            of other weights (:func:`build_rollout`).
+        drafted: tokens that were verified, 0 where there was no draft or it was refused.
         accepted: tokens of the completion that come from the draft.
-        policy_logprobs: of each token under the current policy, float32 ``[n]``, nats.
-        birth_logprobs: of each token under the policy that sampled it, float32 ``[n]``, nats.
-        birth_versions: policy version that sampled each token, int64 ``[n]``.
+        policy_logprobs: log-prob of each token under the current policy, float32 ``[n]``, nats.
+        birth_logprobs: log-prob of each token under the policy that sampled it, float32 ``[n]``,
+            nats.
+        birth_versions: version of the policy that sampled each token, int64 ``[n]``.
     """
 
     fresh: bool
@@ -53,8 +63,8 @@ def reuse_of(completion: Any) -> Reuse | None:
     return getattr(completion, "spec_rl", None)
 
 
-def extend(logprobs: FlatLogprobs, more: FlatLogprobs) -> None:
-    """Add the positions of ``more`` behind those of ``logprobs``, in place."""
+def extend_logprobs(logprobs: FlatLogprobs, more: FlatLogprobs) -> None:
+    """Append the positions of ``more`` to ``logprobs``, in place."""
     shift = len(logprobs.logprobs)
     logprobs.start_indices += [i + shift for i in more.start_indices]
     logprobs.end_indices += [i + shift for i in more.end_indices]
@@ -64,14 +74,15 @@ def extend(logprobs: FlatLogprobs, more: FlatLogprobs) -> None:
     logprobs.decoded_tokens += more.decoded_tokens
 
 
-def reported(
+def reported_logprobs(
     logprobs: FlatLogprobs, values: Float32Array, *, wanted: int | None, flat: bool
 ) -> tuple[SampleLogprobs | None, float | None]:
-    """Log-probs in the form that the request asked for, and their sum.
+    """Log-probs in the form that the request asked for, and their sum in nats.
 
     Args:
-        logprobs: one position a token.
-        values: what the tokens carry, float32 ``[n]``; the other candidates keep their own.
+        logprobs: one position per token.
+        values: log-probs to report for the tokens, float32 ``[n]``, nats; other candidates of a
+            position keep their own.
         wanted: ``SamplingParams.logprobs``.
         flat: ``SamplingParams.flat_logprobs``.
     """
@@ -84,7 +95,7 @@ def reported(
     return (result if flat else list(result)), float(values.sum(dtype=np.float64))
 
 
-def completed(
+def build_completion(
     request: Request,
     output: RequestOutput,
     ending: Ending,
@@ -92,7 +103,7 @@ def completed(
     policy_version: int,
     fingerprint: int,
 ) -> tuple[CompletionOutput, Rollout]:
-    """What a request that has ended gives its caller, and the rollout that the cache keeps.
+    """The completion of a request that has ended, for its caller, and its rollout, for the cache.
 
     Args:
         request: its tokens and log-probs are the whole response.
@@ -100,11 +111,13 @@ def completed(
         ending: how the response ended.
         config: the ``spec_rl:`` block.
         policy_version: of the weights that judged and decoded.
-        fingerprint: of the same.
+        fingerprint: of these weights.
     """
     assert request.logprobs is not None and ending.finish is not None
     policy = sampled_values(request.logprobs)
-    rollout = kept(request, policy, ending.finish, policy_version, fingerprint)
+    rollout = request.replayed or build_rollout(
+        request, policy, ending.finish, policy_version, fingerprint
+    )
     carried = policy
     draft, accepted = request.draft, request.accepted
     completion = output.outputs[0]
@@ -114,7 +127,7 @@ def completed(
             carried = policy.copy()
             carried[:accepted] = behaviour_logprobs(policy[:accepted], old, config.lenience)
         completion = dataclasses.replace(completion, text=text_of(request, ending))
-    logprobs, total = reported(
+    logprobs, total = reported_logprobs(
         request.logprobs,
         carried,
         wanted=request.wanted.logprobs,
@@ -136,7 +149,7 @@ def completed(
     return completion, rollout
 
 
-def kept(
+def build_rollout(
     request: Request,
     logprobs: Float32Array,
     finish: Finish,
@@ -145,12 +158,17 @@ def kept(
 ) -> Rollout:
     """The rollout that the cache keeps of a request's tokens, with their births.
 
+    It is fresh where no draft was verified. A draft that was rejected at its first token makes it
+    not fresh, since the rejection was a choice. A draft that is itself a fresh rollout of the very
+    same weights, one that an interrupt cut off, leaves it fresh: both parts are samples of one
+    policy.
+
     Args:
         request: its tokens are the response so far.
-        logprobs: of them, under the weights that judged and decoded, float32 ``[n]``, nats.
-        finish: how it ended, or PARTIAL.
+        logprobs: of these tokens, under the weights that judged and decoded, float32 ``[n]``, nats.
+        finish: how the response ended, or PARTIAL.
         policy_version: of those weights.
-        fingerprint: of the same.
+        fingerprint: of those weights; 0: not known.
     """
     births = logprobs
     versions = np.full(len(logprobs), policy_version, dtype=np.int64)
@@ -159,6 +177,11 @@ def kept(
         births = logprobs.copy()
         births[:accepted] = draft.birth_logprobs[:accepted]
         versions[:accepted] = draft.birth_versions[:accepted]
+    same_weights = (
+        draft is not None
+        and draft.fingerprint == fingerprint != 0
+        and draft.policy_version == policy_version
+    )
     return Rollout(
         request.row.key,
         request.row.sample_index,
@@ -170,12 +193,12 @@ def kept(
         versions,
         request.occurrence,
         fingerprint,
-        fresh=draft is None,
+        fresh=draft is None or (same_weights and draft.fresh),
     )
 
 
 def text_of(request: Request, ending: Ending) -> str:
-    """Text of a response that the engine did not decode in one piece."""
+    """The text of a response that the engine did not decode in one piece, as vLLM reports it."""
     if request.rules.tokenizer is None or not request.params.detokenize:
         return ""
     if request.detokenizer is not None:
@@ -192,8 +215,8 @@ def request_outputs(
     """One output for each prompt of the call, its completions in order.
 
     Args:
-        requests: of the call, in order.
-        ended: by position in ``requests``, the engine's last output and the completion.
+        requests: all requests of the call, in order.
+        ended: the engine's last output and the completion, by position in ``requests``.
     """
     outputs: list[RequestOutput] = []
     for i, request in enumerate(requests):

@@ -1,8 +1,8 @@
-"""AsyncSpeculativeLLM: ``AsyncLLM.generate`` that drafts the last rollout of a prompt.
+"""AsyncSpeculativeLLM: ``AsyncLLM.generate`` with the last rollout of a prompt as a draft.
 
-The asynchronous twin of ``speculative``: rows come one by one and each is a coroutine, vLLM's own
-loop drives the engine. Weights may move while a row is in the engine; a verdict of two weights is
-no verdict, and such a draft is dropped.
+Rows come one by one and each is a coroutine, while vLLM's own loop drives the engine. The weights
+may be replaced while a row is in the engine. A draft whose verification saw two sets of weights is
+dropped, since its log-probs belong to neither.
 """
 
 from __future__ import annotations
@@ -27,22 +27,25 @@ __all__ = ["AsyncSpeculativeLLM", "ClaimingCache"]
 
 
 class ClaimingCache(Protocol):
-    """A cache that gives out sample indices;
-    :class:`nemo_specrl.cache.cluster.driver.ClusterCache` is one."""
+    """A cache that assigns sample indices, such as
+    :class:`nemo_specrl.cache.cluster.driver.ClusterCache`.
+    """
 
     async def claim(self, key: bytes, policy_version: int) -> tuple[int, list[Rollout]] | None:
-        """A sample index for a row of a prompt and the prompt's rollouts.
+        """Reserve a sample index for a row of a prompt.
 
-        None: none can be had now, which the cache has counted.
+        Returns:
+            The sample index and the prompt's rollouts; None when none can be had now, a failure
+            that the cache has counted.
         """
         ...
 
     def put(self, rollouts: Iterable[Rollout]) -> None:
-        """Keep rollouts, each newer than what its prompt and sample index had."""
+        """Keep rollouts; each replaces the one that its prompt and sample index had."""
         ...
 
     def flush(self) -> None:
-        """Send on what was put; waits for nothing."""
+        """Send what was put, without waiting for it to arrive."""
         ...
 
 
@@ -51,19 +54,22 @@ class AsyncSpeculativeLLM(Speculation):
 
     Args:
         llm: a running engine. Its ``logprobs_mode`` must be one of log-probs, not of logits.
-        cache: gives out sample indices and keeps rollouts; :class:`ClaimingCache`.
-        config: the ``spec_rl:`` block.
-        seed: of the run; acceptance draws from it.
+        cache: assigns sample indices and keeps rollouts (:class:`ClaimingCache`).
+        config: the ``spec_rl:`` block of the recipe.
+        seed: seed of the run, from which the uniforms of acceptance are derived.
 
     Attributes:
-        policy_version: to be moved by the caller with every refit, and at no other time.
-        fingerprint: of the weights, moved with it; 0: not known.
-        metrics: :class:`EngineMetrics` since the caller last replaced it. Rows wait side by side,
-            so that its times are sums of what each row waited.
+        policy_version: version of the weights in the engine. The caller raises it with every refit
+            and at no other time.
+        fingerprint: of these weights, set with ``policy_version``; 0: not known.
+        fresh_fraction: share of rows that are decoded without a draft, from the configuration
+            until the caller changes it.
+        metrics: :class:`EngineMetrics` since the caller last replaced it. Rows wait concurrently,
+            so that its times are sums over rows and may exceed the time that has passed.
 
     Raises:
-        ConfigError: the engine and the configuration do not go together.
-        IncompatibleVersion: the installed vLLM is not one that this release works with.
+        ConfigError: the engine's ``logprobs_mode`` is one of logits.
+        IncompatibleVersion: this release does not work with the installed vLLM.
     """
 
     llm: AsyncLLM
@@ -72,17 +78,24 @@ class AsyncSpeculativeLLM(Speculation):
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncIterator[RequestOutput]:
-        """One response to a prompt: its last output, as ``AsyncLLM.generate`` gives it.
+        """Generate one response to a prompt and yield it once, when it is complete.
+
+        Where the row has no sample index (speculation is off, the request is greedy, the cache
+        does not answer) this is ``AsyncLLM.generate`` itself, with all its outputs.
 
         Args:
-            prompt: token-id or text prompt.
+            prompt: token ids or text.
             sampling_params: with ``n == 1``.
-            request_id: unique; the requests that it becomes have names of their own.
-            kwargs: of ``AsyncLLM.generate``.
+            request_id: unique. The verification runs under an id derived from it.
+            kwargs: passed to ``AsyncLLM.generate``.
+
+        Yields:
+            The output; its completion has an attribute ``spec_rl``, a
+            :class:`~nemo_specrl.engine.assembly.Reuse`.
 
         Raises:
-            UnsupportedSampling: sampling under which drafts cannot be verified.
-            ConfigError: several responses are asked for.
+            UnsupportedSampling: drafts cannot be verified under these parameters.
+            ConfigError: ``sampling_params.n`` is not 1.
         """
         if sampling_params.n != 1:
             raise ConfigError(f"n = {sampling_params.n}: must be 1; ask once for each response")
@@ -90,7 +103,7 @@ class AsyncSpeculativeLLM(Speculation):
         claimed, started = None, time.perf_counter()
         if self.config.enabled and request.draftable:
             claimed = await self._claim(request)
-        if claimed is None:  # nothing to draft, and no sample index to keep it in
+        if claimed is None:  # no draft, and no sample index to cache the result under
             async for output in self.llm.generate(prompt, sampling_params, request_id, **kwargs):
                 yield output
             return
@@ -107,12 +120,12 @@ class AsyncSpeculativeLLM(Speculation):
         self.metrics.decode_s += time.perf_counter() - verified_at
         assert output is not None
         completion, rollouts = self._finish(request, output, ending)
-        self._keep(rollouts)
+        self._store(rollouts)
         self.cache.flush()
         yield request_outputs([request], {0: (output, completion)})[0]
 
     async def _claim(self, request: Request) -> Request | None:
-        """The request with its sample index and draft, or None."""
+        """Reserve a sample index for a request and offer it its draft; None where none is had."""
         try:
             claimed = await self.cache.claim(request.row.key, self.policy_version)
         except Exception as error:  # the cache can only cost speed
@@ -122,13 +135,17 @@ class AsyncSpeculativeLLM(Speculation):
             return None
         sample_index, rollouts = claimed
         request.row = type(request.row)(request.row.key, sample_index)
-        self._choose([request], {request.row.key: rollouts})
+        self._offer_drafts([request], {request.row.key: rollouts})
         return request
 
     async def _verify(
         self, request: Request, request_id: str, kwargs: Any
     ) -> tuple[RequestOutput | None, Ending | None]:
-        """Judge the draft; its ending where all of it stands and nothing is left to decode."""
+        """Verify and judge the draft of a request.
+
+        Returns:
+            The engine's output, and how the response ended; None where decoding has to go on.
+        """
         assert request.draft is not None
         version = self.policy_version
         request.verifying = True
@@ -137,9 +154,8 @@ class AsyncSpeculativeLLM(Speculation):
             prompt, verification_params(request), f"{request_id}-verify", **kwargs
         )
         outputs = [output async for output in stream]
-        if version != self.policy_version:  # log-probs of two weights: the row begins anew
-            request.draft, request.verifying = None, False
-            self.metrics.refused_drafts += 1
+        if version != self.policy_version:  # log-probs of two sets of weights
+            self._refuse_draft(request)
             return None, None
         [(_, output, ending)] = self._judge([(request, outputs[-1])])
         return output, ending
@@ -147,23 +163,19 @@ class AsyncSpeculativeLLM(Speculation):
     async def _decode(
         self, request: Request, request_id: str, kwargs: Any
     ) -> tuple[RequestOutput, Ending]:
-        """Decode what the draft did not bring."""
-        params = (
-            request.params
-            if request.draft is None
-            else continuation_params(request, self.policy_version)
-        )
+        """Decode what the draft did not bring; the last output and how the response ended."""
+        params = continuation_params(request, self.policy_version)
         prompt = {"prompt_token_ids": request.rules.prompt + request.tokens}
         stream = self.llm.generate(prompt, params, request_id, **kwargs)
         version, ended = self.policy_version, False
         try:
             async for output in stream:
-                ending = self._take(request, output)
+                ending = self._append_decoded(request, output)
                 if ending is not None:
                     ended = True
                     return output, ending
         finally:
             if not ended and version == self.policy_version:  # cancelled
-                self._keep_unfinished({request_id: request})
+                self._store_unfinished({request_id: request})
             await stream.aclose()  # ends the request where a stop string ended the response
         raise RuntimeError(f"request {request_id} ended without an output")

@@ -1,7 +1,7 @@
-"""What happens to a row on its way through an engine, whichever engine it is.
+"""The part of speculation that synchronous and asynchronous engines share.
 
-Finds drafts, judges them, adds up what was decoded and hands rollouts to the cache; the loops that
-drive an engine are in ``speculative`` and ``asynchronous``.
+Looks drafts up, judges them, collects what the engine decodes and hands rollouts to the cache. The
+loops that drive an engine are in ``speculative`` and ``asynchronous``.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from nemo_specrl.config import SpecRLConfig
-from nemo_specrl.engine.assembly import completed, extend, kept
-from nemo_specrl.engine.compat import check_version, tokens_so_far
+from nemo_specrl.engine.assembly import build_completion, build_rollout, extend_logprobs
+from nemo_specrl.engine.compat import check_version, logprobs_slice, new_logprobs, tokens_so_far
 from nemo_specrl.engine.metrics import EngineMetrics
-from nemo_specrl.engine.replay import Journal, put_back, stand_in
+from nemo_specrl.engine.replay import Journal, replayed_output, restore_request
 from nemo_specrl.engine.requests import EngineLimits, Request
 from nemo_specrl.engine.sampling import Ending
-from nemo_specrl.engine.verification import judge, sampled_values
+from nemo_specrl.engine.verification import draft_logprobs, judge, sampled_values
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.rollout import Finish, Rollout
 from nemo_specrl.speculation.drafts import select_drafts
@@ -33,29 +33,38 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutCache(Protocol):
-    """What a cache of rollouts has to offer; :class:`nemo_specrl.RolloutStore` is one."""
+    """The interface of a cache of rollouts, such as :class:`nemo_specrl.RolloutStore`."""
 
     def get(self, keys: Iterable[bytes]) -> dict[bytes, list[Rollout]]:
-        """Rollouts by prompt key, newest first within a sample index."""
+        """Return rollouts by prompt key, the newest first within a sample index."""
         ...
 
     def put(self, rollouts: Iterable[Rollout]) -> None:
-        """Keep rollouts, each newer than what its prompt and sample index had."""
+        """Keep rollouts; each replaces the one that its prompt and sample index had."""
         ...
 
 
 class Speculation:
-    """The part that a synchronous and an asynchronous engine share.
+    """Base of :class:`SpeculativeLLM` and :class:`AsyncSpeculativeLLM`.
 
     Args:
         llm: a running engine. Its ``logprobs_mode`` must be one of log-probs, not of logits.
-        cache: where rollouts are looked up and kept; :class:`RolloutCache`.
-        config: the ``spec_rl:`` block.
-        seed: of the run; acceptance draws from it.
+        cache: where rollouts are looked up and kept.
+        config: the ``spec_rl:`` block of the recipe.
+        seed: seed of the run, from which the uniforms of acceptance are derived.
+
+    Attributes:
+        policy_version: version of the weights in the engine. The caller raises it with every refit
+            and at no other time.
+        fingerprint: of these weights (:func:`~nemo_specrl.engine.fingerprint.fingerprint`), set
+            with ``policy_version``. 0 means unknown, and nothing is replayed from a journal.
+        fresh_fraction: share of rows that are decoded without a draft, from the configuration
+            until the caller changes it.
+        metrics: :class:`EngineMetrics`, counts and times.
 
     Raises:
-        ConfigError: the engine and the configuration do not go together.
-        IncompatibleVersion: the installed vLLM is not one that this release works with.
+        ConfigError: the engine's ``logprobs_mode`` is one of logits.
+        IncompatibleVersion: this release does not work with the installed vLLM.
     """
 
     def __init__(self, llm: Any, cache: Any, config: SpecRLConfig, seed: int = 0) -> None:
@@ -75,16 +84,17 @@ class Speculation:
         self._cache_error_logged = False
 
     def _find_drafts(self, requests: list[Request]) -> None:
+        """Look up the prompts of a call in the cache and offer each request its draft."""
         candidates = [request for request in requests if request.draftable]
         try:
             cached = self.cache.get(list(dict.fromkeys(r.row.key for r in candidates)))
         except Exception as error:  # the cache can only cost speed
             self._count_cache_error(error)
             return
-        self._choose(candidates, cached)
+        self._offer_drafts(candidates, cached)
 
-    def _choose(self, requests: list[Request], cached: dict[bytes, list[Rollout]]) -> None:
-        """Offer each request its draft, if it has one."""
+    def _offer_drafts(self, requests: list[Request], cached: dict[bytes, list[Rollout]]) -> None:
+        """Offer each request the draft that the cached rollouts have for it, if any."""
         choices = select_drafts(
             [request.row for request in requests],
             cached,
@@ -98,41 +108,40 @@ class Speculation:
                 self.metrics.refused_drafts += 1
 
     def _replay(self, requests: list[Request]) -> list[tuple[Request, RequestOutput, Ending]]:
-        """Requests that a process which died had made to their end under these very weights.
+        """Complete requests from the journal of a process that died in this very step.
 
-        They are what they were then. What was made for this step by other weights is offered as a
-        draft.
+        A rollout that these weights (by fingerprint) had already made for a request is taken as it
+        was recorded. One that other weights had made for this step is offered as a draft.
         """
         if not (self.fingerprint and isinstance(self.cache, Journal)):
             return []
-        # Further candidates of a position are not kept.
-        asking = [r for r in requests if r.draftable and not r.wanted.logprobs]
+        # The journal has no log-probs of candidates other than the sampled token.
+        candidates = [r for r in requests if r.draftable and not r.wanted.logprobs]
         try:
-            places = [(r.row.key, r.row.sample_index) for r in asking]
-            taken = self.cache.take(places, self.policy_version, self.fingerprint)
+            rows = [(r.row.key, r.row.sample_index) for r in candidates]
+            rollouts = self.cache.take(rows, self.policy_version, self.fingerprint)
         except Exception as error:  # the cache can only cost speed
             self._count_cache_error(error)
             return []
         replayed = []
-        for request, rollout in zip(asking, taken, strict=True):
+        for request, rollout in zip(candidates, rollouts, strict=True):
             if rollout is None or not len(rollout):
                 continue
             ending = None
             if rollout.fingerprint == self.fingerprint:
-                ending = put_back(request, rollout)
+                ending = restore_request(request, rollout)
             if ending is None:
                 request.offer(rollout, self._limits)
                 continue
-            request.replayed = True
             self.metrics.replayed_rows += 1
             self.metrics.decoded_tokens += len(rollout) - request.accepted
             if request.draft is not None:
                 self._count_draft(request)
-            replayed.append((request, stand_in(request, ending), ending))
+            replayed.append((request, replayed_output(request, ending), ending))
         return replayed
 
     def _count_draft(self, request: Request) -> bool:
-        """Add a verdict to the metrics; whether the draft is all of the response."""
+        """Count a judged draft; True where the draft is the whole response."""
         assert request.draft is not None and request.ending is not None
         whole = request.accepted == len(request.draft) and request.ending.finish is not None
         self.metrics.drafts += 1
@@ -144,32 +153,54 @@ class Speculation:
     def _judge(
         self, verified: list[tuple[Request, RequestOutput]]
     ) -> list[tuple[Request, RequestOutput, Ending | None]]:
-        """Each verified request with its ending, or None where a continuation is to be decoded."""
-        judge(verified, self.config, seed=self.seed, policy_version=self.policy_version)
+        """Judge verified drafts.
+
+        A draft of which the engine's output proves nothing is refused: its row is decoded from the
+        start, as a fresh one.
+
+        Returns:
+            Each request with its output and its ending, or None where decoding has to go on.
+        """
+        provable = []
+        for request, output in verified:
+            request.verifying = False
+            logprobs = draft_logprobs(request, output)
+            if logprobs is None:
+                self._refuse_draft(request)
+            else:
+                provable.append((request, logprobs))
+        judge(provable, self.config, seed=self.seed, policy_version=self.policy_version)
         verdicts: list[tuple[Request, RequestOutput, Ending | None]] = []
         for request, output in verified:
-            assert request.draft is not None and request.ending is not None
-            request.verifying = False
-            whole = self._count_draft(request)
+            whole = request.draft is not None and self._count_draft(request)
             verdicts.append((request, output, request.ending if whole else None))
         return verdicts
 
-    def _take(self, request: Request, output: RequestOutput) -> Ending | None:
-        """Add what the engine decoded; how the response ended, None while it goes on."""
+    def _refuse_draft(self, request: Request) -> None:
+        """Drop a draft on which no verdict is possible; the row is decoded without one."""
+        request.draft, request.ending, request.verifying = None, None, False
+        self.metrics.refused_drafts += 1
+
+    def _append_decoded(self, request: Request, output: RequestOutput) -> Ending | None:
+        """Append what the engine decoded to a request.
+
+        Returns:
+            How the response ended, or None while it goes on.
+        """
         completion = output.outputs[0]
-        tokens, logprobs = list(completion.token_ids), completion.logprobs
+        tokens, logprobs = list(completion.token_ids), new_logprobs(completion)
         found = None
         if request.detokenizer is not None:
             by_token = completion.finish_reason == "stop"
             found = request.detokenizer.feed(tokens, stop_terminated=by_token)
-            if found is not None:  # with what was decoded behind the stop string left out
+            if found is not None:  # leave out what was decoded behind the stop string
                 tokens = request.detokenizer.tokens[len(request.tokens) :]
-                logprobs = logprobs[: len(tokens)]
+                logprobs = logprobs_slice(logprobs, 0, len(tokens))
         request.tokens += tokens
         if request.logprobs is None:
             request.logprobs = logprobs
         else:
-            extend(request.logprobs, logprobs)
+            extend_logprobs(request.logprobs, logprobs)
         self.metrics.decoded_tokens += len(tokens)
         if found is None and not output.finished:
             return None
@@ -183,22 +214,25 @@ class Speculation:
     def _finish(
         self, request: Request, output: RequestOutput, ending: Ending
     ) -> tuple[CompletionOutput, list[Rollout]]:
-        """The completion of a request that has ended, and what the cache is to keep of it."""
-        completion, rollout = completed(
+        """The completion of a request that has ended, and the rollouts to be cached (0 or 1)."""
+        completion, rollout = build_completion(
             request, output, ending, self.config, self.policy_version, self.fingerprint
         )
         self.metrics.response_tokens += len(request.tokens)
-        if request.replayed:
-            return completion, []  # it is in the cache
+        if request.replayed is not None:
+            return completion, []  # it is in the cache already
         if request.draft is not None and request.accepted < len(request.tokens):
             prefill = len(request.rules.prompt) + request.accepted
             self.metrics.recomputed_tokens += prefill - (output.num_cached_tokens or 0)
         return completion, [rollout] if request.cacheable else []
 
-    def _keep_unfinished(self, inflight: Mapping[str, Request]) -> None:
-        """Journal the rows that an interrupt found under way, marked partial.
+    def _store_unfinished(self, inflight: Mapping[str, Request]) -> None:
+        """Cache the rows that an interrupt found in the engine, marked partial.
 
-        Only what the engine has decoded is worth it: what else a row has is in its draft.
+        Only rows of which the engine has decoded something: the rest is in their drafts.
+
+        Args:
+            inflight: requests by the id that the engine knows them by.
         """
         engine = getattr(self.llm, "llm_engine", self.llm)
         partial = []
@@ -219,11 +253,14 @@ class Speculation:
             request.tokens = request.tokens[: request.accepted] + tokens
             values = np.concatenate([judged, sampled_values(logprobs)])
             partial.append(
-                kept(request, values, Finish.PARTIAL, self.policy_version, self.fingerprint)
+                build_rollout(
+                    request, values, Finish.PARTIAL, self.policy_version, self.fingerprint
+                )
             )
-        self._keep(partial)
+        self._store(partial)
 
-    def _keep(self, rollouts: list[Rollout]) -> None:
+    def _store(self, rollouts: list[Rollout]) -> None:
+        """Put rollouts into the cache; a failure is counted."""
         try:
             if rollouts:
                 self.cache.put(rollouts)
@@ -231,6 +268,7 @@ class Speculation:
             self._count_cache_error(error)
 
     def _count_cache_error(self, error: Exception) -> None:
+        """Count a failure of the cache and log the first one."""
         self.metrics.cache_errors += 1
         if not self._cache_error_logged:
             self._cache_error_logged = True

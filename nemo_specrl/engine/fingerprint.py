@@ -1,4 +1,4 @@
-"""A number that stands for the weights that generate: the same weights, the same number."""
+"""Fingerprint of the weights in an engine: equal weights have equal fingerprints."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ if TYPE_CHECKING:
 
 __all__ = ["fingerprint"]
 
-SAMPLED = 2**18
+SAMPLED = 2**18  # at most so many elements of a tensor are hashed
 
 
 def fingerprint(weights: Iterable[tuple[str, torch.Tensor]]) -> int:
-    """xxh3-64 of weights by name, dtype, shape and value, never 0.
+    """The xxh3-64 hash of weights by name, dtype, shape and value; never 0.
 
-    Of a tensor with more than 262,144 elements, evenly spaced ones stand for the rest: an optimizer
-    moves them all, so that two versions of a policy cannot be alike in each of them; and 8B
-    parameters take 0.15 GB from the device instead of 16. Weights that were edited in a few places
-    by hand may be taken for one another.
+    Of a tensor with more than 262,144 elements, that many evenly spaced ones are hashed. An
+    optimizer step changes all elements, so that two versions of a policy differ in some of these,
+    and 0.15 GB instead of 16 are copied from the device for 8B parameters. Weights that were edited
+    in a few places by hand may get the same fingerprint.
 
     Args:
-        weights: as the engine gets them, after the cast to its dtype. Order does not count.
+        weights: name and tensor of each parameter as the engine gets them, after the cast to its
+            dtype, in any order.
     """
     import torch
 
@@ -34,4 +35,4 @@ def fingerprint(weights: Iterable[tuple[str, torch.Tensor]]) -> int:
         flat = tensor.detach().reshape(-1)
         sample = flat[:: -(-len(flat) // SAMPLED) or 1].contiguous().cpu()
         hasher.update(sample.view(torch.uint8).numpy().data)
-    return hasher.intdigest() or 1  # 0 is that of weights that nobody knows
+    return hasher.intdigest() or 1  # 0 means unknown

@@ -1,4 +1,4 @@
-"""What a call of the engine did and how long each part took, under ``spec_rl/``."""
+"""Counts and times of the engine, reported under ``spec_rl/``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,28 @@ __all__ = ["EngineMetrics"]
 
 @dataclass
 class EngineMetrics:
-    """Counts and seconds of one ``generate`` call, or the sum of several.
+    """Counts and seconds of one ``generate`` call, or the sum over several.
 
-    A step of the engine that verifies and decodes at once is charged to both in proportion to the
-    tokens of each that it holds; ``lookup_s + verify_s + decode_s + assembly_s`` is the whole.
+    The time of an engine step that verifies and decodes at once is divided in proportion to the
+    tokens of each; ``lookup_s + verify_s + decode_s + assembly_s`` is the time of the call.
+
+    Attributes:
+        rows: rollouts that were asked for.
+        drafts: rows whose draft was verified.
+        full_reuses: drafts that were the whole response, with nothing left to decode.
+        draft_tokens: verified tokens.
+        accepted_tokens: those of them that were accepted.
+        decoded_tokens: tokens that the engine decoded.
+        response_tokens: tokens of all responses.
+        recomputed_tokens: tokens of prompts and accepted prefixes that continuations had to
+            prefill again because the prefix cache did not have them.
+        refused_drafts: drafts on which no verdict was possible; their rows were decoded plainly.
+        replayed_rows: rows taken from the journal of a process that died.
+        cache_errors: failed calls of the cache.
+        lookup_s: time of looking drafts up.
+        verify_s: time of verification.
+        decode_s: time of decoding.
+        assembly_s: time of judging, putting outputs together and caching them.
     """
 
     rows: int = 0
@@ -32,13 +50,13 @@ class EngineMetrics:
     assembly_s: float = 0.0
 
     def __add__(self, other: EngineMetrics) -> EngineMetrics:
-        """Of both calls together."""
+        """The sum of both."""
         return EngineMetrics(
             **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
         )
 
     def as_dict(self) -> dict[str, float]:
-        """Scalars by metric name; token counts are of tokens, times are seconds."""
+        """Scalars by metric name: counts, fractions, and seconds in names that end in ``_s``."""
         drafts, rows = max(1, self.drafts), max(1, self.rows)
         return {
             "spec_rl/draft_coverage": self.drafts / rows,

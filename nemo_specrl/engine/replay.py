@@ -1,6 +1,7 @@
-"""Rollouts that a process which died had made for the present step, put back into their requests.
+"""Replay of rollouts that a process which died had made for the present step.
 
-What the journal is and whose weights are the same is the cache's and the caller's to know.
+The cache keeps the journal, and the caller knows whether the weights are the same; here a rollout
+of the journal becomes the result of a request.
 """
 
 from __future__ import annotations
@@ -18,32 +19,44 @@ from nemo_specrl.rollout import Rollout
 if TYPE_CHECKING:
     from vllm import RequestOutput
 
-__all__ = ["Journal", "put_back", "stand_in"]
+__all__ = ["Journal", "replayed_output", "restore_request"]
 
 
 @runtime_checkable
 class Journal(Protocol):
-    """A cache that keeps the rollouts of lost steps; :class:`~nemo_specrl.cache.JournaledStore`."""
+    """A cache with a journal, such as :class:`nemo_specrl.cache.journal.JournaledStore`."""
 
     def take(
         self, rows: Sequence[tuple[bytes, int]], policy_version: int, fingerprint: int
     ) -> list[Rollout | None]:
-        """The rollout of each row that was made for this step before; each once."""
+        """Remove and return the journal's rollout of each row, or None.
+
+        Args:
+            rows: prompt key and sample index of each.
+            policy_version: of the step.
+            fingerprint: of its weights.
+        """
         ...
 
 
-def put_back(request: Request, rollout: Rollout) -> Ending | None:
-    """Bring a request to where it was when its rollout ended; how that was.
+def restore_request(request: Request, rollout: Rollout) -> Ending | None:
+    """Set a request to the state in which it ended when its rollout was made.
+
+    Sets ``tokens``, ``logprobs``, ``accepted`` and ``replayed``.
+
+    Args:
+        request: one that the engine has not seen.
+        rollout: what it ended as before, under the present weights.
 
     Returns:
-        None where the request is another one, or has another draft than it had then.
+        How it ended; None where the rollout belongs to other parameters or another draft.
     """
     from vllm.logprobs import FlatLogprobs
 
     ending = request.rules.ending(rollout.tokens)
     if (ending.length, ending.finish) != (len(rollout), rollout.finish):
         return None
-    # What the present weights did not decode came from a draft.
+    # Tokens that the present weights did not decode came from a draft.
     accepted = int(np.count_nonzero(rollout.reused))
     if accepted:
         draft = request.draft
@@ -52,6 +65,9 @@ def put_back(request: Request, rollout: Rollout) -> Ending | None:
             and np.array_equal(draft.birth_logprobs[:accepted], rollout.birth_logprobs[:accepted])
         ):
             return None
+    if rollout.fresh:
+        request.draft = None  # it was decoded without one, whatever may be drafted now
+    request.replayed = rollout
     request.accepted = accepted
     request.tokens = rollout.tokens.tolist()
     n = len(rollout)
@@ -66,8 +82,8 @@ def put_back(request: Request, rollout: Rollout) -> Ending | None:
     return ending
 
 
-def stand_in(request: Request, ending: Ending) -> RequestOutput:
-    """What stands for the engine's output of a request that the engine never saw."""
+def replayed_output(request: Request, ending: Ending) -> RequestOutput:
+    """An output for a restored request, in place of the one of an engine."""
     from vllm import CompletionOutput, RequestOutput
 
     completion = CompletionOutput(

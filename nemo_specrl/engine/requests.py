@@ -1,4 +1,4 @@
-"""What a caller asks of ``generate``, as one request for each rollout that is to be made.
+"""Requests: one for each rollout that a call of ``generate`` is to make.
 
 Reads the engine's limits; runs nothing.
 """
@@ -28,7 +28,7 @@ __all__ = ["EngineLimits", "Request", "build_requests"]
 
 @dataclasses.dataclass(frozen=True)
 class EngineLimits:
-    """What an engine allows and how it ends responses; counts are of tokens."""
+    """Limits of an engine and how it ends responses; lengths are in tokens."""
 
     max_model_len: int
     vocabulary: int
@@ -41,7 +41,7 @@ class EngineLimits:
 
     @classmethod
     def of(cls, llm: LLM | AsyncLLM) -> EngineLimits:
-        """The limits of a running engine."""
+        """Read the limits of a running engine."""
         engine = getattr(llm, "llm_engine", llm)
         config = engine.vllm_config
         eos, extra_eos = eos_token_ids(engine)
@@ -62,20 +62,21 @@ class Request:
     """One rollout on its way through the engine.
 
     Args:
-        text: of its prompt, where the caller gave one.
-        child: its index among the ``n`` of its prompt.
-        wanted: what the caller asked for.
+        text: the prompt's text, where the caller gave one.
+        child: index among the ``n`` rollouts of its prompt.
+        wanted: the caller's sampling parameters.
         params: the same for one rollout, with the log-probs that the cache needs.
         rules: what ends its response.
         row: prompt key and sample index.
         occurrence: how many rollouts the sample index had before.
-        draft: what is offered for verification, already cut to the request's rules and limits.
+        draft: tokens offered for verification, cut to the request's rules and limits.
         ending: how the request's rules end the draft.
         verifying: the draft is in the engine.
-        accepted: tokens of the draft that stand.
-        tokens, logprobs: of the response so far.
-        detokenizer: watches for stop strings across the seam.
-        replayed: it came out of the journal as it is.
+        accepted: number of accepted tokens of the draft.
+        tokens: token ids of the response so far.
+        logprobs: their log-probs, one position per token.
+        detokenizer: watches for stop strings that begin in the accepted prefix.
+        replayed: the rollout of the journal that it was completed from.
     """
 
     text: str | None
@@ -92,24 +93,29 @@ class Request:
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: FlatLogprobs | None = None
     detokenizer: Detokenizer | None = None
-    replayed: bool = False
+    replayed: Rollout | None = None
 
     @property
     def cacheable(self) -> bool:
-        """Greedy requests neither read nor write the cache (design, rule 8)."""
+        """Whether it reads and writes the cache; greedy requests, such as validation's, do not."""
         return not is_greedy(self.wanted)
 
     @property
     def draftable(self) -> bool:
-        """A request for prompt log-probs wants the engine's own answer about its prompt."""
+        """Whether it may have a draft; a request for prompt log-probs gets the engine's answer."""
         return self.cacheable and self.wanted.prompt_logprobs is None
 
     def offer(self, draft: Rollout, limits: EngineLimits) -> bool:
-        """Take a draft, cut to what may be verified; False when nothing of it may."""
+        """Set the draft, cut to what may be verified.
+
+        Returns:
+            False when nothing of it may be: it has tokens that the model does not know, or there is
+            no room for it.
+        """
         if int(draft.tokens.max()) >= limits.vocabulary:
             return False
         ending = self.rules.ending(draft.tokens)
-        # To vLLM the draft is prompt, behind which it wants room for a token.
+        # The draft is part of the prompt, after which vLLM requires room for one token.
         room = limits.max_model_len - 1 - len(self.rules.prompt)
         if ending.length > room:
             ending = Ending(room, None)
@@ -125,18 +131,19 @@ def build_requests(
     sampling_params: SamplingParams | Sequence[SamplingParams],
     sample_indices: Sequence[int] | None,
 ) -> list[Request]:
-    """A request for each of the ``n`` rollouts of each prompt, in order.
+    """Make a request for each of the ``n`` rollouts of each prompt, in order.
 
     Args:
         limits: of the engine.
         prompts: as ``vllm.LLM.generate`` takes them.
         sampling_params: one for all, or one for each prompt.
-        sample_indices: first sample index of each prompt; None: the k-th rollout of a prompt has
-        sample index k.
+        sample_indices: first sample index of each prompt. None: the k-th rollout of a prompt has
+            sample index k.
 
     Raises:
-        UnsupportedSampling: sampling under which drafts cannot be verified.
-        ConfigError: prompts, parameters and sample indices do not fit each other.
+        UnsupportedSampling: drafts cannot be verified under these parameters.
+        ConfigError: the numbers of prompts, parameters and sample indices differ, a sample index
+            occurs twice, or a prompt is not of text.
     """
     from vllm.sampling_params import RequestOutputKind
 
@@ -177,7 +184,7 @@ def build_requests(
 def _rows(
     prompts: list[list[int]], counts: list[int], sample_indices: Sequence[int] | None
 ) -> list[Row]:
-    """Key and sample index of each rollout."""
+    """Prompt key and sample index of each rollout."""
     keys = [
         key for prompt, n in zip(prompts, counts, strict=True) for key in [prompt_key(prompt)] * n
     ]
@@ -204,7 +211,7 @@ def _as_list(prompts: Any) -> Any:
 
 
 def _tokens(prompt: Any, tokenizer: Any) -> tuple[str | None, list[int]]:
-    """Text (where there is one) and token ids of a prompt."""
+    """The text, where there is one, and the token ids of a prompt."""
     if isinstance(prompt, dict):
         if prompt.get("multi_modal_data"):
             raise ConfigError("multi-modal prompts cannot be drafted; set spec_rl.enabled: false")

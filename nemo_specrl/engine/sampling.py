@@ -1,6 +1,6 @@
-"""Sampling parameters: which can be verified, and where they end a response.
+"""Sampling parameters: which of them allow verification, and where they end a response.
 
-Works on vLLM's ``SamplingParams``; runs no engine.
+Reads vLLM's ``SamplingParams``; runs no engine.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Ending", "StopRules", "check_verifiable", "is_greedy"]
 
-# Everything that changes the distribution a token is drawn from, and the value that leaves it raw.
-# Prompt log-probs are of the raw distribution in all vLLM versions (design, rule 5).
+# Everything that changes the distribution a token is drawn from, with the values that leave it raw.
+# Acceptance compares log-probs, and vLLM's prompt log-probs are of the raw distribution whatever
+# the sampling parameters are.
 _RAW: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("temperature", (1, 1.0)),
     ("top_p", (1, 1.0)),
@@ -42,12 +43,12 @@ _RAW: tuple[tuple[str, tuple[Any, ...]], ...] = (
 
 
 def is_greedy(params: SamplingParams) -> bool:
-    """Temperature 0: such a request neither reads nor writes the cache (design, rule 8)."""
+    """Whether the temperature is 0, within vLLM's tolerance."""
     return params.temperature < 1e-5
 
 
 def check_verifiable(params: SamplingParams) -> None:
-    """Refuse sampling under which a draft cannot be verified.
+    """Raise for sampling parameters under which a draft cannot be verified.
 
     Raises:
         UnsupportedSampling: naming the parameter, its value and what to set.
@@ -63,7 +64,13 @@ def check_verifiable(params: SamplingParams) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """Where and how a response ends: ``length`` tokens, and None while it goes on."""
+    """Where and how a response ends.
+
+    Args:
+        length: tokens of the response.
+        finish: how it ends; None while it goes on.
+        stop_reason: the stop token or stop string that ended it, as vLLM reports it.
+    """
 
     length: int
     finish: Finish | None
@@ -71,20 +78,20 @@ class Ending:
 
     @property
     def finish_reason(self) -> str:
-        """The word that vLLM has for it."""
+        """The ``finish_reason`` that vLLM reports."""
         return "length" if self.finish is Finish.LENGTH else "stop"
 
 
 @dataclasses.dataclass(frozen=True)
 class StopRules:
-    """What ends a response of one request, as vLLM applies it token by token.
+    """The conditions that end a request's response, applied token by token as vLLM does.
 
     Args:
-        params: of the request, ``n == 1``.
-        prompt: its token ids.
-        max_model_len: of the engine, tokens of prompt and response together.
+        params: sampling parameters, with ``n == 1``.
+        prompt: token ids.
+        max_model_len: the engine's limit for prompt and response together, tokens.
         eos: the engine's end-of-sequence token, or None.
-        extra_eos: further ones, which count as stop tokens.
+        extra_eos: further ones, which vLLM treats as stop tokens.
         tokenizer: the engine's, or None; stop strings need one.
     """
 
@@ -97,16 +104,16 @@ class StopRules:
 
     @property
     def budget(self) -> int:
-        """Tokens that the response may have."""
+        """The most tokens that the response may have."""
         room = self.max_model_len - len(self.prompt)
         return room if self.params.max_tokens is None else min(self.params.max_tokens, room)
 
     def detokenizer(self) -> Detokenizer:
-        """A detokenizer that knows the prompt and the stop strings."""
+        """A new detokenizer with the prompt and the stop strings."""
         return Detokenizer(self.tokenizer, self.prompt, self.params)
 
     def ending(self, tokens: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Ending:
-        """Where ``tokens`` end when the request's rules are applied to them from the start."""
+        """Where a response that begins with ``tokens`` ends."""
         tokens = np.asarray(tokens, dtype=np.int64)[: self.budget]
         stops = set(self.params.stop_token_ids or ())
         eos = None if self.params.ignore_eos else self.eos

@@ -1,13 +1,12 @@
-"""SpeculativeLLM: ``vllm.LLM.generate`` that drafts the last rollout of each prompt.
+"""SpeculativeLLM: ``vllm.LLM.generate`` with the last rollout of each prompt as a draft.
 
-A draft is verified in one prefill of prompt + draft (``prompt_logprobs``); what the current policy
-accepts stands, and decoding goes on from the first rejected token, on the prefix cache that the
-verification filled. Each row moves on by itself through the engine's step loop: a continuation
-starts as soon as its draft is judged, and only a window of rows is in the engine at a time, so
-that the KV blocks of a prefix are still there when its continuation reads them.
+A draft is verified in one prefill of prompt + draft (``prompt_logprobs``). The prefix that the
+current policy accepts stands, and decoding continues from the first rejected token, on the prefix
+cache that the verification filled. Each row moves through the engine's step loop by itself: its
+continuation starts as soon as its draft is judged, and only a window of rows is in the engine at a
+time, so that the KV blocks of a prefix are still there when its continuation reads them.
 
-The caller's policy version and cache are all it knows of training; refits, rewards and batches
-belong to the caller. Source of the method: SPEC-RL, arXiv 2509.23232.
+Refits, rewards and batches belong to the caller. Source of the method: SPEC-RL, arXiv 2509.23232.
 """
 
 from __future__ import annotations
@@ -31,31 +30,34 @@ if TYPE_CHECKING:
 
 __all__ = ["RolloutCache", "SpeculativeLLM"]
 
-KEEP_SECONDS = 0.25  # so long what is finished waits for others: a put of many costs what one does
+STORE_SECONDS = 0.25
+"""How long finished rollouts wait for others before they are cached, in one put for all of them."""
 
 
 class SpeculativeLLM(Speculation):
     """A drop-in for ``vllm.LLM.generate`` that reuses earlier rollouts.
 
+    Verification needs up to ``compat.prompt_logprob_bytes(llm)`` of memory beside the KV cache, a
+    bound that the engine's ``max_num_batched_tokens`` sets.
+
     Args:
         llm: a running engine. Its ``logprobs_mode`` must be one of log-probs, not of logits.
-        cache: where rollouts are looked up and kept; :class:`RolloutCache`.
-        config: the ``spec_rl:`` block.
-        seed: of the run; acceptance draws from it.
+        cache: where rollouts are looked up and kept (:class:`RolloutCache`).
+        config: the ``spec_rl:`` block of the recipe.
+        seed: seed of the run, from which the uniforms of acceptance are derived.
 
     Attributes:
-        policy_version: to be moved by the caller with every refit, and at no other time.
-        fingerprint: of the weights (:func:`~nemo_specrl.engine.fingerprint.fingerprint`), moved
-            with it; 0: not known, and nothing is taken from a journal.
-        fresh_fraction: share of rows decoded plainly; the config's, until the caller turns it.
+        policy_version: version of the weights in the engine. The caller raises it with every refit
+            and at no other time.
+        fingerprint: of these weights (:func:`~nemo_specrl.engine.fingerprint.fingerprint`), set
+            with ``policy_version``. 0 means unknown, and nothing is replayed from a journal.
+        fresh_fraction: share of rows that are decoded without a draft, from the configuration
+            until the caller changes it.
         metrics: :class:`EngineMetrics` of the last call.
 
     Raises:
-        ConfigError: the engine and the configuration do not go together.
-        IncompatibleVersion: the installed vLLM is not one that this release works with.
-
-    Memory: verification takes up to ``compat.prompt_logprob_bytes(llm)`` beside the KV cache, a
-    bound set by ``max_num_batched_tokens`` of the engine.
+        ConfigError: the engine's ``logprobs_mode`` is one of logits.
+        IncompatibleVersion: this release does not work with the installed vLLM.
     """
 
     llm: LLM
@@ -69,25 +71,29 @@ class SpeculativeLLM(Speculation):
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: Any = None,
     ) -> list[RequestOutput]:
-        """Responses to ``prompts``, in their order, as ``vllm.LLM.generate`` returns them.
+        """Generate responses to ``prompts``; returns what ``vllm.LLM.generate`` returns.
 
-        Each completion has an attribute ``spec_rl``, a :class:`~nemo_specrl.engine.assembly.Reuse`.
         Greedy requests neither read nor write the cache. With ``enabled: false`` this is
         ``llm.generate`` itself.
 
         Args:
-            prompts: token-id or text prompts, as ``vllm.LLM.generate`` takes them.
-            sampling_params: one for all, or one for each prompt.
+            prompts: token ids or text, as ``vllm.LLM.generate`` takes them.
+            sampling_params: one for all, or one for each prompt; None: the engine's defaults.
             sample_indices: first sample index of each prompt. None: the k-th row of a prompt in
-            this call has
-                sample index k. To be given where the rows of a group come in several calls.
-            use_tqdm: show a progress bar, or what makes one.
+                this call has sample index k. Must be given where the rows of a group come in
+                several calls.
+            use_tqdm: whether to show a progress bar, or a function that makes one.
             lora_request: as in vLLM.
 
+        Returns:
+            One output per prompt, in order. Each completion has an attribute ``spec_rl``, a
+            :class:`~nemo_specrl.engine.assembly.Reuse`.
+
         Raises:
-            UnsupportedSampling: sampling under which drafts cannot be verified.
-            ConfigError: prompts and parameters, or sample indices, do not fit each other.
-            Exception: vLLM's own, for a prompt that it refuses. The engine can be used again.
+            UnsupportedSampling: drafts cannot be verified under these parameters.
+            ConfigError: the numbers of prompts, parameters and sample indices differ, or a sample
+                index occurs twice.
+            Exception: vLLM's own, for a prompt that it refuses; the engine can be used again.
         """
         if not self.config.enabled:
             return self.llm.generate(
@@ -115,17 +121,27 @@ class SpeculativeLLM(Speculation):
         lora_request: Any,
         use_tqdm: bool | Callable[..., Any],
     ) -> dict[int, tuple[RequestOutput, CompletionOutput]]:
-        """Drive every request to its end: its last output and its completion, by position."""
+        """Run all requests to their ends.
+
+        Args:
+            requests: all requests of the call.
+            replayed: those that the journal completed.
+            lora_request: as in vLLM.
+            use_tqdm: whether to show a progress bar, or a function that makes one.
+
+        Returns:
+            The engine's last output and the completion, by position in ``requests``.
+        """
         engine, metrics = self.llm.llm_engine, self.metrics
-        to_run = [request for request in requests if not request.replayed]
-        twins = _twins(to_run)
-        waiting = deque(_order(to_run, but=twins))
+        to_run = [request for request in requests if request.replayed is None]
+        duplicates = _duplicates(to_run)
+        waiting = deque(_longest_first(to_run, duplicates))
         position = {id(request): i for i, request in enumerate(requests)}
         inflight: dict[str, Request] = {}
         ended: dict[int, tuple[RequestOutput, CompletionOutput]] = {}
         progress = _progress(use_tqdm, len(requests))
         finished: list[Rollout] = []
-        kept_at = time.perf_counter()
+        stored_at = time.perf_counter()
 
         def submit(request: Request, tokens: list[int], params: SamplingParams) -> None:
             request_id = str(next(self.llm.request_counter))
@@ -142,11 +158,11 @@ class SpeculativeLLM(Speculation):
                 progress.update(1)
 
         try:
-            for taken, stand_in, how in replayed:
-                finish(taken, stand_in, how)
+            for restored, stub, how in replayed:
+                finish(restored, stub, how)
             while waiting or inflight:
-                # Twice what runs at once: the engine never waits for us, and the blocks of a
-                # verified prefix are not driven out before its continuation has read them.
+                # Twice what runs at once: the engine never waits for this loop, and the blocks of a
+                # verified prefix are not evicted before its continuation has read them.
                 while waiting and len(inflight) < 2 * self._limits.max_num_seqs:
                     request = waiting.popleft()
                     prompt = request.rules.prompt
@@ -171,9 +187,10 @@ class SpeculativeLLM(Speculation):
                         if output.finished:
                             del inflight[output.request_id]
                             verified.append((request, output))
-                            verified += [(twin, copy.copy(output)) for twin in twins[id(request)]]
+                            same = duplicates[id(request)]
+                            verified += [(other, copy.copy(output)) for other in same]
                         continue
-                    ending = self._take(request, output)
+                    ending = self._append_decoded(request, output)
                     if ending is not None:
                         del inflight[output.request_id]
                         if not output.finished:
@@ -185,21 +202,21 @@ class SpeculativeLLM(Speculation):
                     else:
                         prefix = request.rules.prompt + request.tokens
                         submit(request, prefix, continuation_params(request, self.policy_version))
-                if time.perf_counter() - kept_at > KEEP_SECONDS:
-                    self._keep(finished)
-                    finished, kept_at = [], time.perf_counter()
+                if time.perf_counter() - stored_at > STORE_SECONDS:
+                    self._store(finished)
+                    finished, stored_at = [], time.perf_counter()
                 metrics.assembly_s += time.perf_counter() - stepped
         finally:
-            self._keep(finished)
+            self._store(finished)
             if inflight:  # an error or an interrupt: leave an engine that can be used again
-                self._keep_unfinished(inflight)
+                self._store_unfinished(inflight)
                 engine.abort_request(list(inflight))
             if progress is not None:
                 progress.close()
         return ended
 
     def _verified_share(self, requests: Iterable[Request]) -> float:
-        """Share of the coming step's tokens that are verified rather than decoded."""
+        """Share of the next step's tokens that are verified rather than decoded."""
         verified, decoding = 0, 0
         for request in requests:
             if request.verifying:
@@ -211,30 +228,33 @@ class SpeculativeLLM(Speculation):
         return verified / max(1, verified + min(decoding, self._limits.max_num_seqs))
 
 
-def _twins(requests: list[Request]) -> dict[int, list[Request]]:
-    """The requests with the same draft as an earlier one, by that one's id.
+def _duplicates(requests: list[Request]) -> dict[int, list[Request]]:
+    """Group requests that have the same prompt and the same draft.
 
-    Equal drafts of a prompt have equal log-probs: one prefill verifies them all, and each is judged
-    with uniforms of its own. Short answers and policies that have become sure give many of them.
+    Equal drafts of a prompt have equal log-probs, so one prefill verifies them all, and each is
+    judged with uniforms of its own. Short answers and policies of low entropy yield many of them.
+
+    Returns:
+        By the ``id`` of the first request of a group, the others.
     """
     first: dict[Any, Request] = {}
-    twins: dict[int, list[Request]] = defaultdict(list)
+    duplicates: dict[int, list[Request]] = defaultdict(list)
     for request in requests:
         if request.draft is not None:
             wanted = (request.params.logprobs, request.params.detokenize)
-            alike = (request.row.key, request.draft.tokens.tobytes(), wanted)
-            same = first.setdefault(alike, request)
-            if same is not request:
-                twins[id(same)].append(request)
-    return twins
+            content = (request.row.key, request.draft.tokens.tobytes(), wanted)
+            leader = first.setdefault(content, request)
+            if leader is not request:
+                duplicates[id(leader)].append(request)
+    return duplicates
 
 
-def _order(requests: list[Request], but: dict[int, list[Request]]) -> list[Request]:
-    """Longest expected decoding first: rows without a draft, then long drafts before short ones.
+def _longest_first(requests: list[Request], duplicates: dict[int, list[Request]]) -> list[Request]:
+    """Order by expected decoding: rows without a draft, then long drafts before short ones.
 
-    Those in ``but`` are left out: they wait for their twin.
+    Duplicates are left out: they are judged when the first request of their group is verified.
     """
-    left_out = {id(twin) for group in but.values() for twin in group}
+    left_out = {id(other) for group in duplicates.values() for other in group}
     return sorted(
         (request for request in requests if id(request) not in left_out),
         key=lambda r: float("-inf") if r.draft is None else -len(r.draft),

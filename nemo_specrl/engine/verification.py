@@ -1,4 +1,4 @@
-"""Verification: the prefill that judges a draft, the verdict, and what decodes on from it.
+"""Verification of drafts: the prefill's parameters, the verdict, the continuation's parameters.
 
 Makes vLLM's sampling parameters and reads its outputs; runs no engine.
 """
@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from nemo_specrl.config import SpecRLConfig
+from nemo_specrl.engine.compat import logprobs_slice
 from nemo_specrl.engine.requests import Request
-from nemo_specrl.rollout import Rollout
+from nemo_specrl.rollout import MAX_SAMPLE_INDEX, Rollout
 from nemo_specrl.speculation.acceptance import (
     accepted_lengths,
     derived_seed,
@@ -27,20 +28,25 @@ if TYPE_CHECKING:
 
 __all__ = [
     "continuation_params",
+    "draft_logprobs",
     "judge",
     "reference_logprobs",
     "sampled_values",
     "verification_params",
 ]
 
-REPLAYED_OFFSET = 2**16  # above every sample index
+# Uniforms are keyed by policy version and sample index, so that a repeated step repeats them. A
+# draft that the present policy version (or a later one, before a resume) has already judged or
+# decoded was made with those very uniforms; judging it by them again would not be independent.
+# Such a draft is judged by the uniforms of a sample index that no row can have.
+RESUMED_SAMPLE_OFFSET = MAX_SAMPLE_INDEX + 1
 
 
 def verification_params(request: Request) -> SamplingParams:
-    """Of the request whose prompt is prompt + draft.
+    """Sampling parameters of the request whose prompt is prompt + draft.
 
     ``prompt_logprobs=0`` yields the log-prob of each prompt token and nothing else. The one token
-    that vLLM insists on decoding is thrown away; greedy, it draws no randomness.
+    that vLLM insists on decoding is thrown away; decoded greedily, it draws no randomness.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -56,18 +62,28 @@ def verification_params(request: Request) -> SamplingParams:
 
 
 def continuation_params(request: Request, policy_version: int) -> SamplingParams:
-    """Of the request that decodes on from the accepted prefix."""
+    """Sampling parameters of the request that decodes what its draft did not bring.
+
+    Where stop strings may begin in the accepted prefix, ``request.detokenizer`` is set to watch for
+    them instead of vLLM.
+
+    Args:
+        request: a judged request, or one without a draft, whose parameters stay as they are.
+        policy_version: of the weights that decode.
+    """
     from vllm.sampling_params import RequestOutputKind
 
+    if request.draft is None:
+        return request.params
     params = copy.copy(request.params)
     params.max_tokens = request.rules.budget - request.accepted
     if params.seed is not None:
-        # The draft was drawn with this very stream: its continuation needs one of its own.
+        # The draft was drawn with this very stream; its continuation needs one of its own.
         params.seed = derived_seed(
             "continue", params.seed, policy_version, request.row.key, request.row.sample_index
         )
     if params.stop and params.detokenize:
-        # A stop string may begin in the prefix, where vLLM would not look for it.
+        # vLLM would not look for a stop string that begins in the prefix.
         request.detokenizer = request.rules.detokenizer()
         request.detokenizer.feed(request.tokens, stop_terminated=False)
         params.stop = []
@@ -76,7 +92,7 @@ def continuation_params(request: Request, policy_version: int) -> SamplingParams
 
 
 def reference_logprobs(draft: Rollout, config: SpecRLConfig) -> npt.NDArray[np.float32]:
-    """What the current policy's log-probs are compared with, float32 ``[n]``, nats."""
+    """The log-probs that acceptance compares the current policy's with, float32 ``[n]``, nats."""
     birth = config.acceptance_reference == "birth"
     return draft.birth_logprobs if birth else draft.logprobs
 
@@ -90,8 +106,34 @@ def sampled_values(logprobs: FlatLogprobs) -> npt.NDArray[np.float32]:
     return values[np.asarray(logprobs.start_indices, dtype=np.int64)]
 
 
+def draft_logprobs(request: Request, output: RequestOutput) -> FlatLogprobs | None:
+    """The current policy's log-probs of a draft's tokens, one position per token.
+
+    None where the engine's answer is not about this draft, so that it proves nothing: positions are
+    missing, or name other tokens. Both come from vLLM 0.20. Its V1 model runner forgets the first
+    chunks of a prompt whose prefill was interrupted and returns uninitialised memory for them
+    (v1/worker/gpu_input_batch.py); its V2 model runner returns nothing where the last chunk is one
+    token long (v1/worker/gpu/sample/prompt_logprob.py).
+
+    Args:
+        request: with the draft.
+        output: of its verification.
+    """
+    assert request.draft is not None
+    start, draft = len(request.rules.prompt), request.draft.tokens
+    logprobs: Any = output.prompt_logprobs
+    if logprobs is None or len(logprobs) != start + len(draft):
+        return None
+    piece = logprobs_slice(logprobs, start, start + len(draft))
+    if len(piece.token_ids) < len(draft):  # positions without an entry
+        return None
+    tokens = np.asarray(piece.token_ids, dtype=np.int64)
+    named = tokens[np.asarray(piece.start_indices, dtype=np.int64)]
+    return piece if np.array_equal(named, draft) else None
+
+
 def judge(
-    verified: list[tuple[Request, RequestOutput]],
+    verified: list[tuple[Request, FlatLogprobs]],
     config: SpecRLConfig,
     *,
     seed: int,
@@ -100,33 +142,28 @@ def judge(
     """Set the accepted prefix of each verified request: ``accepted``, ``tokens``, ``logprobs``.
 
     Args:
-        verified: requests and what the engine returned for their verification.
+        verified: requests with the log-probs of their drafts (:func:`draft_logprobs`).
         config: the ``spec_rl:`` block.
         seed: of the run.
         policy_version: of the weights that judge.
     """
     if not verified:
         return
-    drafts, pieces = [], []
-    for request, output in verified:
+    drafts: list[Rollout] = []
+    for request, _ in verified:
         assert request.draft is not None
-        start = len(request.rules.prompt)
-        prompt_logprobs: Any = output.prompt_logprobs
         drafts.append(request.draft)
-        pieces.append(prompt_logprobs[start : start + len(request.draft)])
     offsets = offsets_of([len(draft) for draft in drafts])
     lengths = accepted_lengths(
-        np.concatenate([sampled_values(piece) for piece in pieces]),
+        np.concatenate([sampled_values(logprobs) for _, logprobs in verified]),
         np.concatenate([reference_logprobs(draft, config) for draft in drafts]),
         draft_uniforms(
             seed,
             policy_version,
             [request.row.key for request, _ in verified],
-            # What these weights, or later ones, had a part in was made with the uniforms of this
-            # step already, before a crash: it is judged by others.
             [
                 request.row.sample_index
-                + (REPLAYED_OFFSET if draft.policy_version >= policy_version else 0)
+                + (RESUMED_SAMPLE_OFFSET if draft.policy_version >= policy_version else 0)
                 for (request, _), draft in zip(verified, drafts, strict=True)
             ],
             offsets,
@@ -134,9 +171,7 @@ def judge(
         offsets,
         config.lenience,
     )
-    for (request, _), draft, piece, length in zip(
-        verified, drafts, pieces, lengths.tolist(), strict=True
-    ):
+    for (request, logprobs), draft, length in zip(verified, drafts, lengths.tolist(), strict=True):
         request.accepted = length
         request.tokens = draft.tokens[:length].tolist()
-        request.logprobs = piece[:length]
+        request.logprobs = logprobs_slice(logprobs, 0, length)

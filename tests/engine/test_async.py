@@ -12,7 +12,7 @@ from nemo_specrl.engine.asynchronous import AsyncSpeculativeLLM
 from nemo_specrl.errors import ConfigError, UnsupportedSampling
 from nemo_specrl.trainer.task import encode
 from tests.conftest import DictCache
-from tests.engine.test_cases import NEVER, PROMPT, STRICT, draft, sampling
+from tests.engine.helpers import NEVER, PROMPT, STRICT, draft, sampling
 
 OTHER = [1, *encode("45-21=?")]
 
@@ -192,6 +192,8 @@ def test_a_verdict_of_two_weights_is_dropped(ask, speculative, async_llm):
     [completion] = ask(made, [PROMPT])
     assert made.policy_version == 2
     assert reuse_of(completion).fresh
+    [rollout] = cache.all()
+    assert rollout.fresh and set(rollout.birth_versions.tolist()) == {2}
     assert made.metrics.refused_drafts == 1 and made.metrics.accepted_tokens == 0
 
 

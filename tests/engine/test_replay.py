@@ -1,0 +1,71 @@
+"""Rollouts that a lost process had made for the present step, taken from the journal."""
+
+import contextlib
+
+from nemo_specrl import RolloutStore, prompt_key
+from nemo_specrl.cache.journal import JournaledStore
+from nemo_specrl.engine.assembly import reuse_of
+from tests.engine.helpers import PROMPT, generate, sampling
+
+
+def test_what_a_lost_step_had_made_is_taken_as_it_is(speculative, tmp_path):
+    """Plain rows, drafted rows, a stop string; metrics and log-probs to the bit."""
+
+    def opened(name):
+        return JournaledStore(
+            tmp_path / name,
+            tmp_path / "journal",
+            run="test",
+            max_bytes=8 * 2**20,
+            tokenizer_id="test",
+        )
+
+    def made_by(cache, version, fingerprint):
+        made = speculative(cache, version=version, lenience=1.0)
+        made.fingerprint = fingerprint
+        return made
+
+    def step(made):
+        params = [sampling(seed=s, stop=["9"] if s % 3 == 0 else None) for s in range(8)]
+        return generate(made, rows=8, params=params)
+
+    store = opened("store")
+    step(made_by(store, 0, 1))
+    store.snapshot(tmp_path / "snapshot")
+    store.forget()
+    first = made_by(store, 1, 2)
+    before = step(first)
+    kept = store.get([prompt_key(PROMPT)])
+    twice = step(first)  # the same rows again under the same weights: other rollouts
+    store.close()
+    RolloutStore.restore(tmp_path / "snapshot", tmp_path / "store")  # as after a crash
+    with contextlib.closing(opened("store")) as store:
+        again = made_by(store, 1, 2)
+        after = step(again)
+        assert store.get([prompt_key(PROMPT)]) == kept
+        assert again.metrics.replayed_rows == 8 and first.metrics.replayed_rows == 0
+        for old, new in zip(before + twice, after + step(again), strict=True):
+            a, b = old.outputs[0], new.outputs[0]
+            for name in ("token_ids", "text", "finish_reason", "stop_reason", "cumulative_logprob"):
+                assert getattr(a, name) == getattr(b, name), name
+            assert [next(iter(p.values())).logprob for p in a.logprobs] == [
+                next(iter(p.values())).logprob for p in b.logprobs
+            ]
+            for name in ("fresh", "drafted", "accepted"):
+                assert getattr(reuse_of(a), name) == getattr(reuse_of(b), name)
+            for name in ("policy_logprobs", "birth_logprobs", "birth_versions"):
+                assert getattr(reuse_of(a), name).tolist() == getattr(reuse_of(b), name).tolist()
+        step(again)
+        assert again.metrics.replayed_rows == 0  # each is taken once
+    RolloutStore.restore(tmp_path / "snapshot", tmp_path / "store")
+    with contextlib.closing(opened("store")) as store:
+        other = made_by(store, 1, 3)  # the step could not be repeated to the bit
+        step(other)
+        assert other.metrics.replayed_rows == 0
+        assert other.metrics.drafts == 8
+        assert other.metrics.accepted_tokens == other.metrics.draft_tokens  # p_new = p_old here
+    RolloutStore.restore(tmp_path / "snapshot", tmp_path / "store")
+    with contextlib.closing(opened("store")) as store:
+        unknown = made_by(store, 1, 0)
+        step(unknown)
+        assert unknown.metrics.replayed_rows == 0
