@@ -4,31 +4,50 @@
 # changed; a run that was interrupted starts over.
 #
 #   PYTHON=python3.12 scripts/setup.sh     # another Python than python3.11
-#   scripts/setup.sh nemo                  # .venv-nemo, which has what NeMo-RL needs as well
+#   scripts/setup.sh vllm VERSION          # .venv-vllm-VERSION: the same with another vLLM
+#   scripts/setup.sh nemo DIR              # .venv-nemo-VERSION: what the checkout of NeMo-RL in DIR
+#                                          # needs, with the vLLM that it pins
+#
+# The last line of output of `vllm` and `nemo` is the environment's folder.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-locks=(requirements/cpu.lock)
-venv=.venv
-case "${1:-}" in
-    "") ;;
-    nemo)
-        venv=.venv-nemo
-        locks+=(requirements/nemo.lock)
-        export UV_LINK_MODE=copy # NeMo-RL rewrites files of vLLM: not those of uv's cache
-        ;;
-    *)
-        echo "setup: there is no environment '$1'; give none, or nemo" >&2
-        exit 1
-        ;;
-esac
-log=$venv/setup.log
-
-say() { echo "setup: $*"; }
+say() { echo "setup: $*" >&2; }
 die() {
-    echo "setup: $*" >&2
+    say "$*"
     exit 1
 }
+
+# The version of vLLM that a checkout of NeMo-RL pins: 0.25.1.
+pinned_vllm() {
+    local project=$1/pyproject.toml
+    [[ -n $1 && -f $project && -d $1/nemo_rl ]] ||
+        die "'$1' is no checkout of NeMo-RL; give its folder: make test-nemo NEMO_RL_HOME=DIR"
+    grep -om1 'vllm==[0-9.]*[0-9]' "$project" | cut -d= -f3 ||
+        die "$project pins no version of vLLM (looked for vllm==VERSION)"
+}
+
+kind=${1:-default}
+case $kind in
+    default) ;;
+    vllm) version=${2:-} ;;
+    nemo) version=$(pinned_vllm "${2:-}") ;;
+    *) die "there is no environment '$kind'; give none, vllm VERSION, or nemo DIR" ;;
+esac
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+if [[ $kind == default ]]; then
+    lock=requirements/cpu.lock venv=.venv size="1 GB to download, 2.5 GB on disk"
+else
+    lock=requirements/$kind-$version.lock venv=.venv-$kind-$version
+    size="3 GB to download, 5.5 GB on disk"
+    if [[ ! -f $lock ]]; then
+        known=$(printf '%s\n' requirements/"$kind"-*.lock | sed "s/.*$kind-//; s/\.lock$//" | paste -sd' ')
+        die "no lock for vLLM '$version'; there are: $known (requirements/lock makes them)"
+    fi
+fi
+# NeMo-RL rewrites files of vLLM on disk, which must not be those of uv's cache.
+[[ $kind != nemo ]] || export UV_LINK_MODE=copy
+log=$venv/setup.log
 
 # A Python that runs, with venv and pip: Debian ships these apart, pyenv has names that do not run.
 usable() { "$1" -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; }
@@ -49,8 +68,8 @@ find_python() {
     die "no Python 3.11, 3.12 or 3.13 with the venv module (on Debian: apt-get install python3.11-venv)"
 }
 
-# What the two stamps hold. The folder is in one because the scripts in .venv/bin name it.
-stack_state() { { echo "$PWD" && cat "${locks[@]}" scripts/setup.sh; } | sha256sum; }
+# The contents of the two stamps. The folder is in one because the scripts in .venv/bin name it.
+stack_state() { { echo "$PWD" && cat "$lock" scripts/setup.sh; } | sha256sum; }
 project_state() { sha256sum <pyproject.toml; }
 same() { [[ -f $1 && $(<"$1") == "$2" ]]; }
 
@@ -63,13 +82,13 @@ same_python() {
 # In parentheses with exec, so that to kill the job is to kill the installer.
 pip() (exec "$venv/bin/python" -m pip install --quiet --no-compile "$@" >>"$log" 2>&1)
 uv() { "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" "$@" >>"$log" 2>&1; }
-pinned() { grep -h "^$1==" "${locks[@]}"; }
+pinned() { grep "^$1==" "$lock"; }
 failed() { die "could not install $1: $(grep -i error "$log" | tail -n 1) (all of it: $log)"; }
 
 # uv reads no settings of pip; where that is what it takes, pip does the same, slower.
 install_rest() {
     local rest=$venv/rest.txt
-    grep -hv '^torch==' "${locks[@]}" >"$rest"
+    if [[ $kind == default ]]; then grep -v '^torch==' "$lock" >"$rest"; else cp "$lock" "$rest"; fi
     pip "$(pinned uv)" && uv --no-deps -r "$rest" && return
     say "uv could not install, trying pip (takes minutes)"
     pip --no-deps -r "$rest"
@@ -89,9 +108,13 @@ print(v["__version__"] if v["cuda"] else "")')
 
 install_stack() {
     find_python
-    say "installing $(cat "${locks[@]}" | grep -c ==) packages into $venv with $python: 1 GB to download, 2.5 GB on disk"
+    say "installing $(grep -c == "$lock") packages into $venv with $python: $size"
     rm -rf "$venv/.stack" "$venv/.project" "$venv"   # the stamps first, in case this is interrupted
     "$python" -m venv "$venv" || die "$python -m venv failed"
+    if [[ $kind != default ]]; then # the lock has torch's CUDA build and the libraries it needs
+        install_rest || failed "the lock"
+        return
+    fi
     # torch goes through pip, which finds the machine's CPU build where pip's settings name one.
     pip --no-deps "$(pinned torch)" &
     local torch=$!
@@ -119,3 +142,4 @@ if ! same "$venv/.project" "$project"; then
     echo "$project" >"$venv/.project"
     say "ready: $venv/bin/nemo-specrl --help"
 fi
+[[ $kind == default ]] || echo "$venv"
