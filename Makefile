@@ -1,8 +1,9 @@
 # make demo   set up, then GRPO on one CPU machine, with and without speculation, side by side
 # make test   set up, then the whole test suite
-# make test-nemo NEMO_RL_HOME=DIR   the tests that run a checkout of NeMo-RL, on CPU
+# make test-vllm VERSION=0.25.1   the engine's tests and a short training on another vLLM
+# make test-nemo NEMO_RL_HOME=DIR   the tests that run a checkout of NeMo-RL, on the vLLM it pins
 # make lint   set up, then style, types, layers, shell scripts and the Dockerfile
-.PHONY: help setup demo test test-nemo lint clean
+.PHONY: help setup demo test test-vllm test-nemo lint clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -16,9 +17,12 @@ demo: setup
 test: setup
 	.venv/bin/python -m pytest
 
+test-vllm:
+	scripts/test_vllm.sh $(VERSION)
+
 test-nemo:
-	@scripts/setup.sh nemo
-	NEMO_RL_HOME=$(abspath $(NEMO_RL_HOME)) .venv-nemo/bin/python -m pytest tests/nemo_rl tests/slurm
+	venv=$$(scripts/setup.sh nemo "$(abspath $(NEMO_RL_HOME))") && \
+	NEMO_RL_HOME=$(abspath $(NEMO_RL_HOME)) $$venv/bin/python -m pytest tests/nemo_rl tests/slurm
 
 lint: setup
 	.venv/bin/ruff check .
@@ -29,4 +33,4 @@ lint: setup
 	.venv/bin/hadolint docker/Dockerfile
 
 clean:
-	rm -rf .venv .venv-nemo results
+	rm -rf .venv .venv-vllm-* .venv-nemo-* results

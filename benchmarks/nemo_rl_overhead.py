@@ -1,6 +1,6 @@
 r"""Rollout seconds of NeMo-RL's own GRPO job on a CPU, with ``spec_rl.enabled`` false and true.
 
-    NEMO_RL_HOME=DIR .venv-nemo/bin/python -m benchmarks.nemo_rl_overhead \
+    NEMO_RL_HOME=DIR .venv-nemo-0.25.1/bin/python -m benchmarks.nemo_rl_overhead \
         --json docs/nemo_rl_overhead.json
 
 Runs the job of tests/nemo_rl (its real ``setup`` and trainer, two vLLM engines) with the plug-in
@@ -9,7 +9,7 @@ registered, in turn with speculation off and on, and compares step by step what 
 what is more is overhead. From the second epoch on, drafts are there. Off, the plug-in has nothing
 to measure: workers are NeMo-RL's own classes, and the driver's asks one attribute of itself.
 
-`make test-nemo` makes .venv-nemo. About a quarter of an hour on two idle cores.
+`make test-nemo` makes .venv-nemo-0.25.1. About a quarter of an hour on two idle cores.
 """
 
 from __future__ import annotations
