@@ -1,4 +1,4 @@
-"""What several test modules share: the repository's folder, a tiny model, an in-memory cache."""
+"""Shared by the tests: the repository's folder, a tiny model, an engine, an in-memory cache."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ SHIPPED_MODEL = REPOSITORY / "examples" / "models" / "qwen3-arith"
 
 local_cpu_environment()
 
-_hypothesis_files = tempfile.TemporaryDirectory()  # nothing is left in the tree
+_hypothesis_files = tempfile.TemporaryDirectory()  # instead of .hypothesis in the tree
 hypothesis.configuration.set_hypothesis_home_dir(_hypothesis_files.name)
 
 
 class DictCache:
-    """Rollouts in a dictionary, for tests of the engine: the store has tests of its own."""
+    """A cache in a dictionary that counts calls. The real store has tests of its own."""
 
     def __init__(self, rollouts=()):
         self.rollouts = {}
@@ -44,7 +44,7 @@ class DictCache:
 
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory):
-    """A folder with a tokenizer and a Qwen3 of random weights: every token has some chance."""
+    """A folder with a tokenizer and a Qwen3 of random weights: no token has zero probability."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -73,7 +73,7 @@ def random_model(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def engine(random_model):
-    """One real vLLM engine for the whole session; ``fresh_engine`` gives it its first weights."""
+    """One real vLLM engine for the whole session; ``llm`` resets its weights for each test."""
     from vllm import LLM
 
     return LLM(
@@ -93,7 +93,7 @@ def engine(random_model):
 
 
 def weights_of(folder, *, noise=0.0, seed=0):
-    """The weights in a model's folder, moved by Gaussian noise."""
+    """The weights in a model's folder with Gaussian noise added, by name."""
     import torch
     from safetensors.torch import load_file
 

@@ -1,4 +1,4 @@
-"""The engine as the tests of this folder want it: first weights, empty prefix cache."""
+"""Fixtures of the engine's tests: the shared engine with its first weights and no cached blocks."""
 
 import math
 
@@ -13,7 +13,7 @@ LENIENCE = math.exp(0.5)
 
 @pytest.fixture
 def llm(engine, random_model):
-    """The session's engine with the weights it started from."""
+    """The session's engine, reset to the weights it started from."""
     refit(engine, weights_of(random_model))
     yield engine
     assert not engine.llm_engine.has_unfinished_requests()
@@ -21,7 +21,7 @@ def llm(engine, random_model):
 
 @pytest.fixture
 def speculative(llm):
-    """Make a SpeculativeLLM; without fresh rows unless asked for."""
+    """A function that makes a SpeculativeLLM, with ``fresh_fraction`` 0 unless given."""
 
     def make(cache=None, *, version=0, seed=0, lenience=LENIENCE, **options):
         config = SpecRLConfig(enabled=True, lenience=lenience, **{"fresh_fraction": 0.0, **options})

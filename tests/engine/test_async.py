@@ -1,4 +1,4 @@
-"""The asynchronous twin on a real AsyncLLM: rows come one by one, from anywhere, at any time."""
+"""AsyncSpeculativeLLM on a real AsyncLLM, with rows that come one by one and run concurrently."""
 
 import asyncio
 
@@ -18,7 +18,7 @@ OTHER = [1, *encode("45-21=?")]
 
 
 class ClaimingCache(DictCache):
-    """Rollouts and sample indices in this process."""
+    """A cache in this process that assigns sample indices."""
 
     def __init__(self, rollouts=()):
         self.claims = SampleClaims()
@@ -70,7 +70,7 @@ def async_llm(random_model, loop):
 
 @pytest.fixture
 def ask(async_llm, loop):
-    """Asks for rows, all at once, and returns their completions in order."""
+    """A function that generates rows concurrently and returns their completions in order."""
     count = iter(range(10**6))
 
     def ask(made, rows, params=None):
@@ -125,11 +125,10 @@ def test_of_the_same_weights_every_draft_stands_once(ask, speculative):
     assert sorted(tuple(c.token_ids) for c in second) == sorted(tuple(c.token_ids) for c in first)
     assert again.metrics.full_reuses == again.metrics.drafts == again.metrics.rows == len(ROWS)
     assert again.metrics.decoded_tokens == 0
-    assert again.metrics.lookup_s > 0 and again.metrics.verify_s > 0  # what rows waited, summed
+    assert again.metrics.lookup_s > 0 and again.metrics.verify_s > 0  # sums over the rows
     assert sorted(cache.rollouts[prompt_key(PROMPT)]) == list(range(6))
-    third = ask(
-        again, ROWS
-    )  # the same weights have served these sample indices: new rows get new ones
+    # These weights have served these sample indices already; further rows get further ones.
+    third = ask(again, ROWS)
     assert all(reuse_of(c).fresh for c in third)
     assert sorted(cache.rollouts[prompt_key(PROMPT)]) == list(range(12))
 
@@ -170,7 +169,7 @@ def test_a_stop_string_across_the_seam_ends_the_response(ask, speculative):
 
 
 class Refitting:
-    """The engine, whose weights are said to move while a draft is verified."""
+    """The engine, with a refit announced at the end of each verification."""
 
     def __init__(self, llm):
         self.llm, self.made = llm, None

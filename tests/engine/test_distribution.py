@@ -1,4 +1,4 @@
-"""The law of rollouts, by chi-squared tests on the real engine.
+"""The distribution of rollouts, by chi-squared tests on the real engine.
 
 Each test states its own error rate; draws are seeded, so that a test that passes goes on passing.
 """
@@ -67,7 +67,7 @@ def chi_squared(counts, expected):
     return stats.chisquare(counts, expected * counts.sum() / expected.sum()).pvalue
 
 
-def test_with_unchanged_weights_reuse_has_the_plain_law(llm, speculative):
+def test_with_unchanged_weights_reuse_has_the_plain_distribution(llm, speculative):
     """Pairs of tokens: the first from a draft, the second from its continuation, against exact p.
 
     The drafts were cut to one token, so that half of what is compared was decoded on the prefix
@@ -107,7 +107,9 @@ def changed(engine, random_model):
 
 
 @pytest.mark.parametrize("lenience", [1.0, math.exp(0.5)])
-def test_with_changed_weights_one_tokens_law_is_the_stated_one(llm, speculative, changed, lenience):
+def test_with_changed_weights_one_token_is_distributed_as_stated(
+    llm, speculative, changed, lenience
+):
     """min(p_old, l p_new) + r p_new, with r the rejected mass."""
     old, drafts, weights = changed
     refit(llm, weights)
@@ -115,12 +117,12 @@ def test_with_changed_weights_one_tokens_law_is_the_stated_one(llm, speculative,
     kept = np.minimum(old, lenience * new)
     rejected = 1 - kept.sum()
     assert 0.02 < rejected < 0.6, "weights that differ too little or too much show nothing"
-    law = kept + rejected * new
+    stated = kept + rejected * new
     made = speculative(DictCache(drafts), version=1, lenience=lenience)
     _, tokens = sample(made, len(drafts), 1)
     counts = np.bincount(tokens[:, 0], minlength=VOCABULARY).astype(float)
-    assert chi_squared(counts, len(drafts) * law) > ERROR_RATE / 2
-    # The test can tell: the law is neither the new policy's nor the old one's.
+    assert chi_squared(counts, len(drafts) * stated) > ERROR_RATE / 2
+    # The test can tell them apart: neither the new policy's distribution fits, nor the old one's.
     assert chi_squared(counts, len(drafts) * new) < 1e-6
     assert chi_squared(counts, len(drafts) * old) < 1e-6
     accepted = made.metrics.accepted_tokens

@@ -1,4 +1,4 @@
-"""A cache that fails, damaged or foreign drafts, interrupts: speed is lost, never a rollout."""
+"""Failures of the cache, damaged and foreign drafts, interrupts: they cost speed, no rollout."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ def test_a_cache_that_fails_costs_speed_alone(speculative, llm, caplog, on):
     assert [o.outputs[0].token_ids for o in outputs] == [
         list(o.outputs[0].token_ids) for o in plain
     ]
-    # Of puts as many as there were: rows that finish together are put together.
+    # One error per put; rows that finish together share one.
     assert 1 <= made.metrics.cache_errors <= (1 if on == "get" else 3)
     messages = [r.message for r in caplog.records if "rollout cache failed" in r.message]
     assert len(messages) == 1
@@ -47,7 +47,7 @@ def test_a_draft_of_foreign_tokens_is_decoded_plainly(speculative):
 
 
 class LosingEngine:
-    """An engine whose answers to verifications are damaged as vLLM 0.20 damages them."""
+    """Damages the engine's verifications as vLLM 0.20 does, on whichever version runs here."""
 
     def __init__(self, llm, monkeypatch, damage):
         self.step, self.damage, self.verified = llm.llm_engine.step, damage, 0
@@ -111,7 +111,7 @@ def test_a_damaged_record_is_decoded_plainly_and_counted(speculative, tmp_path):
         assert sound.outputs[0].text == "99"
         assert store.stats().corrupt_records == 1
         assert made.metrics.cache_errors == 0
-        assert len(store) == 2  # what was decoded has taken the damaged record's place
+        assert len(store) == 2  # the new rollout has replaced the damaged record
 
 
 def test_an_interrupt_leaves_an_engine_that_can_be_used_again(speculative, llm):
@@ -175,7 +175,7 @@ def test_what_an_interrupt_finds_under_way_is_kept_and_continued(
     assert by_sample[0].birth_logprobs[:2].tolist() == [SURE, SURE]
     assert set(by_sample[1].birth_versions.tolist()) == {1}
     assert [by_sample[s].fresh for s in (0, 1)] == [False, True]
-    # The same weights go on with it, and so do those that come next.
+    # The same weights continue the rows, and so do the next ones.
     for version in (1, 2):
         again = speculative(DictCache(by_sample.values()), version=version, lenience=1e6)
         again.fingerprint = 4 + version

@@ -1,4 +1,4 @@
-"""The number that stands for weights: equal for equal ones, another for any that training makes."""
+"""Fingerprints of weights: equal for equal weights, different after any optimizer step."""
 
 import torch
 

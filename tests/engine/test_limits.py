@@ -19,7 +19,7 @@ def test_prompts_at_the_models_length_limit(speculative, room):
     completion = only(generate(made, prompt, sampling(max_tokens=50, ignore_eos=True)))
     assert len(completion.token_ids) == room
     assert completion.finish_reason == "length"
-    # The last token of the model's length cannot be verified, since vLLM wants room behind it.
+    # The last token before the limit cannot be verified: vLLM requires room for one more.
     assert list(completion.token_ids)[: room - 1] == tokens[: room - 1]
     assert reuse_of(completion).accepted == room - 1
 

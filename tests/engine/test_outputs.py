@@ -1,4 +1,4 @@
-"""Outputs beside vLLM's own, log-probs in all their forms, and requests that have no draft."""
+"""Outputs compared with vLLM's, forms of log-probs, and requests that bypass the cache."""
 
 import math
 
@@ -41,7 +41,7 @@ def test_plain_rows_are_what_vllm_returns(speculative, llm):
 
 @pytest.mark.parametrize(("wanted", "flat"), [(0, True), (0, False), (3, False)])
 def test_logprobs_of_reused_tokens_are_those_of_plain_decoding(speculative, wanted, flat):
-    """Half a response is reused and the rest decoded: all log-probs as if decoded in one piece."""
+    """Half a response is reused and the rest decoded; log-probs are as if decoded in one piece."""
     cache = DictCache()
     params = sampling(max_tokens=30, ignore_eos=True, logprobs=wanted, flat_logprobs=flat)
     plain = only(generate(speculative(cache), params=params))

@@ -1,4 +1,4 @@
-"""New weights for a running engine: what it computes then is what they say."""
+"""Refits of a running engine, compared with transformers on the same weights."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def engine_logprobs(llm):
 
 
 def reference_logprobs(folder, weights):
-    """The answer of transformers, in float32."""
+    """The log-probs that transformers computes, in float32."""
     from transformers import Qwen3ForCausalLM
 
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Rollouts that a lost process had made for the present step, taken from the journal."""
+"""Replay from the journal of rollouts that a lost process had made for the present step."""
 
 import contextlib
 
@@ -8,8 +8,8 @@ from nemo_specrl.engine.assembly import reuse_of
 from tests.engine.helpers import PROMPT, generate, sampling
 
 
-def test_what_a_lost_step_had_made_is_taken_as_it_is(speculative, tmp_path):
-    """Plain rows, drafted rows, a stop string; metrics and log-probs to the bit."""
+def test_rollouts_of_a_lost_step_are_replayed_unchanged(speculative, tmp_path):
+    """Rows with and without drafts and stop strings; metrics and log-probs are equal to the bit."""
 
     def opened(name):
         return JournaledStore(

@@ -11,7 +11,7 @@ from tests.engine.helpers import NEVER, STRICT, SURE, draft, generate, only, sam
 
 @pytest.mark.parametrize("include", [True, False])
 def test_a_stop_string_across_the_seam(speculative, include):
-    # The draft stands up to "...3"; whatever printable token is decoded behind it stops.
+    # The draft is accepted up to "...3"; any printable token after it completes a stop string.
     stops = ["3" + c for c in "0123456789+-=;#?"]
     tokens, old = encode("12+34"), np.array([SURE] * 4 + [NEVER], dtype=np.float32)
     for seed in range(6):
@@ -24,14 +24,14 @@ def test_a_stop_string_across_the_seam(speculative, include):
         assert completion.stop_reason in stops
         assert completion.text == ("12+" + completion.stop_reason if include else "12+")
         assert list(completion.token_ids)[:4] == tokens[:4]
-        # Special and unused tokens have no text and may lie in between; the last one completes it.
+        # Tokens without text may come in between; the last token completes the stop string.
         assert encode(completion.stop_reason[-1])[0] == completion.token_ids[-1]
         assert len(completion.logprobs) == len(completion.token_ids)
         assert made.cache.all()[0].finish is Finish.STOP_STRING
 
 
 def test_a_stop_string_in_the_continuation_alone(speculative):
-    """A seeded continuation, once with stop strings watched here and once without any."""
+    """A seeded continuation, with and without a stop string."""
     tokens, old = encode("12+34"), np.array([SURE] * 3 + [NEVER] * 2, dtype=np.float32)
 
     def run(**options):
