@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nemo_specrl.config import Block, ByteSize, validated
-from nemo_specrl.errors import CacheError, ConfigError, ForeignStore
+from nemo_specrl.errors import CacheError, ConfigError, ForeignStore, StoreInUse
 from nemo_specrl.rollout import Rollout
 
 __all__ = ["app"]
@@ -90,11 +90,9 @@ def verify(path: PathArgument) -> None:
                     damaged.append(str(rollout))
                 else:
                     sound += 1
-    except ForeignStore:
+    except (ForeignStore, StoreInUse):
         raise
     except CacheError as error:
-        if " is open in " in str(error):
-            raise
         damaged.append(str(error))
     for line in damaged[:SHOWN]:
         _say(f"damaged: {line}")

@@ -6,6 +6,7 @@ SpecRLError
 ├── InvalidRollout          a rollout whose parts contradict each other
 ├── CacheError              the rollout cache
 │   ├── StoreUnavailable    a folder that is unwritable, full, or no store
+│   │   └── StoreInUse      a store that another process has open
 │   ├── ForeignStore        a store of another tokenizer, or of another release
 │   └── CorruptRecord       a record whose checksum or structure is wrong
 ├── CheckpointError         a checkpoint that is damaged, or of another run
@@ -26,6 +27,7 @@ __all__ = [
     "IncompatibleVersion",
     "InvalidRollout",
     "SpecRLError",
+    "StoreInUse",
     "StoreUnavailable",
     "UnsupportedSampling",
 ]
@@ -57,6 +59,19 @@ class CacheError(SpecRLError):
 
 class StoreUnavailable(CacheError, OSError):
     """A folder that is unwritable, full, or holds something other than a store."""
+
+
+class StoreInUse(StoreUnavailable):
+    """A store that a process has open.
+
+    Args:
+        message: one line.
+        pid: of the process; None if it is not known.
+    """
+
+    def __init__(self, message: str, *, pid: int | None = None) -> None:
+        super().__init__(message)
+        self.pid = pid
 
 
 class ForeignStore(CacheError):

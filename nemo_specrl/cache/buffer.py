@@ -1,4 +1,4 @@
-"""What a store has been given and not committed yet, and the transactions that commit it."""
+"""The write buffer of a store, and the transactions that commit it."""
 
 from __future__ import annotations
 
@@ -13,23 +13,21 @@ __all__ = ["Buffer"]
 
 
 class Buffer:
-    """Records that were put and uses of prompts, until they are in the tables.
+    """Holds records that were put, and uses of prompts, until they are in the tables.
 
     Args:
         groups: rollouts kept for each sample index of a prompt, at least 1.
-        mark: told of each prompt before its pages are looked at.
     """
 
-    def __init__(self, groups: int, mark: Callable[[bytes], None]) -> None:
+    def __init__(self, groups: int) -> None:
         self.records: dict[bytes, dict[bytes, bytes]] = {}
         """Prompt key to db key to record."""
         self.touched: dict[bytes, int] = {}
         """Prompt key to the clock of its last use."""
         self.pages = 0
-        """That writing the records dirties."""
+        """Number of pages that writing the records dirties."""
         self._bytes = 0
         self._groups = groups
-        self._mark = mark
 
     def add(
         self, key: bytes, clock: int, name: bytes, record: bytes, size: tuple[int, int]
@@ -91,7 +89,11 @@ class Buffer:
         corrupt: Collection[bytes],
         start_over: Callable[[], Tables],
     ) -> tuple[Tables, bool]:
-        """One transaction; false if no eviction makes room for it. And the tables to go on with."""
+        """Write in one transaction, evicting prompts until there is room for it.
+
+        Returns:
+            The tables to go on with, and whether it was written.
+        """
         for keep in (0.75, 0.5, 0.25, 0.0, None):
             try:
                 self._write(tables, touched, records, corrupt)
@@ -114,7 +116,6 @@ class Buffer:
             if records:
                 writer.evict_down_to(tables.budget - self._bytes)
             for key in dict.fromkeys([*records, *(name[:KEY_BYTES] for name in corrupt)]):
-                self._mark(key)
                 clock = touched.get(key) or tables.tick()
                 writer.update(key, clock, records.get(key, {}), corrupt, self._groups)
 

@@ -9,7 +9,8 @@ from typing import BinaryIO
 import lmdb
 
 from nemo_specrl.cache.files import as_cache_errors, digest, replacing
-from nemo_specrl.cache.folder import TEMPORARY_FILE, FolderLock
+from nemo_specrl.cache.folder import TEMPORARY_FILE
+from nemo_specrl.cache.lock import FolderLock
 from nemo_specrl.cache.tables import DATA_FILE
 from nemo_specrl.errors import StoreUnavailable
 

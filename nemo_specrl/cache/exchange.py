@@ -1,10 +1,10 @@
 """Rollouts as safetensors files, for other programs and other runs.
 
 An export is a folder of ``rollouts-00000.safetensors``, ...: flat columns, one entry a rollout
-(``keys`` uint8 ``[r, 16]``, ``sample_indices``, ``occurrences``, ``finishes``,
-``policy_versions``, ``lengths``) or one a token (``tokens``, ``logprobs``, ``birth_logprobs``,
-``birth_versions``), the rollouts of a sample index oldest first. The metadata has the tokenizer's
-identity and a checksum.
+(``keys`` uint8 ``[r, 16]``, ``sample_indices``, ``occurrences``, ``finishes``, ``fresh``,
+``incarnations``, ``policy_versions``, ``lengths``) or one a token (``tokens``, ``logprobs``,
+``birth_logprobs``, ``birth_versions``), the rollouts of a sample index oldest first. The metadata
+has the tokenizer's identity and a checksum.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nemo_specrl.rollout import KEY_BYTES, Finish, Rollout
 __all__ = ["EXPORTS", "as_of_another_run", "read_export", "write_export"]
 
 EXPORTS = "rollouts-*.safetensors"
-FORMAT = "nemo_specrl rollouts 2"
+FORMAT = "nemo_specrl rollouts 3"
 FILE_TOKENS = 2**24
 """Tokens of a file, about: 0.3 GB."""
 
@@ -34,6 +34,8 @@ _COLUMNS = {
     "sample_indices": np.int32,
     "occurrences": np.int64,
     "finishes": np.uint8,
+    "fresh": np.bool_,
+    "incarnations": np.uint64,
     "policy_versions": np.int64,
     "lengths": np.int64,
     "tokens": np.int32,
@@ -102,6 +104,8 @@ def _columns(rollouts: list[Rollout]) -> Columns:
         "sample_indices": np.array([rollout.sample_index for rollout in rollouts]),
         "occurrences": np.array([rollout.occurrence for rollout in rollouts]),
         "finishes": np.array([rollout.finish for rollout in rollouts]),
+        "fresh": np.array([rollout.fresh for rollout in rollouts]),
+        "incarnations": np.array([rollout.incarnation for rollout in rollouts], np.uint64),
         "policy_versions": np.array([rollout.policy_version for rollout in rollouts]),
         "lengths": np.array([len(rollout) for rollout in rollouts]),
     } | {name: flat(name) for name in ("tokens", "logprobs", "birth_logprobs", "birth_versions")}
@@ -174,6 +178,8 @@ def _read_file(file: Path) -> list[Rollout]:
                 columns["birth_logprobs"][a:b],
                 columns["birth_versions"][a:b],
                 int(columns["occurrences"][i]),
+                fresh=bool(columns["fresh"][i]),
+                incarnation=int(columns["incarnations"][i]),
             )
         )
     return rollouts
@@ -182,7 +188,7 @@ def _read_file(file: Path) -> list[Rollout]:
 def as_of_another_run(rollout: Rollout) -> Rollout:
     """A rollout for a run whose policy versions have nothing to do with those that made it.
 
-    It comes from before the first step: version 0, and weights that nobody knows.
+    It counts as made before the first step: policy version 0, no incarnation, unknown weights.
     """
     return Rollout(
         rollout.key,
@@ -194,4 +200,5 @@ def as_of_another_run(rollout: Rollout) -> Rollout:
         rollout.birth_logprobs,
         np.zeros(len(rollout), np.int64),
         rollout.occurrence,
+        fresh=rollout.fresh,
     )

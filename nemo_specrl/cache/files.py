@@ -1,4 +1,4 @@
-"""What the cache needs of the file system: atomic replacement, digests, clear errors."""
+"""The file system for the cache: atomic replacement, digests, clear errors, private files."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ import xxhash
 
 from nemo_specrl.errors import CacheError, StoreUnavailable
 
-__all__ = ["as_cache_errors", "digest", "replacing", "sync_folder"]
+__all__ = ["FILE_MODE", "FOLDER_MODE", "as_cache_errors", "digest", "replacing", "sync_folder"]
 
+FILE_MODE, FOLDER_MODE = 0o600, 0o700
+"""Of all that has prompts or rollouts in it: they are for their owner alone."""
 _BLOCK = 2**20
 
 
 @contextlib.contextmanager
 def as_cache_errors(doing: str, path: Path) -> Iterator[None]:
-    """Failures of the system or of LMDB, as StoreUnavailable: ``cannot <doing> <path>: why``."""
+    """Turn failures of the system or of LMDB into StoreUnavailable: ``cannot DOING PATH: why``."""
     try:
         yield
     except CacheError:
@@ -32,16 +34,19 @@ def as_cache_errors(doing: str, path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(file: Path, temporary: Path, *, sync_name: bool = True) -> Iterator[BinaryIO]:
-    """A new file that takes the place of ``file`` when all of it is on disk, or not at all.
+    """Write a file that takes the place of ``file`` when all of it is on disk, or not at all.
+
+    The file, and its folder if it has to be made, are readable for their owner alone.
 
     Args:
         file: to be there at the end.
         temporary: name of the new file until then, in the same folder.
         sync_name: make sure of its name, too; else whoever writes the folder's last file does.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
+    file.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
     try:
-        with open(temporary, "w+b") as new:
+        with open(temporary, "w+b", opener=_private) as new:
+            os.fchmod(new.fileno(), FILE_MODE)  # it may be there, of a process that died
             yield new
             new.flush()
             os.fsync(new.fileno())
@@ -54,8 +59,12 @@ def replacing(file: Path, temporary: Path, *, sync_name: bool = True) -> Iterato
         sync_folder(file.parent)
 
 
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, FILE_MODE)
+
+
 def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable, and its own as well if its parent can be read."""
+    """Make the names in a folder durable, and its own as well if its parent can be read."""
     _sync(folder)
     with contextlib.suppress(PermissionError):
         _sync(folder.parent)
@@ -70,7 +79,7 @@ def _sync(folder: Path) -> None:
 
 
 def digest(file: BinaryIO, size: int, copy_to: BinaryIO | None = None) -> bytes:
-    """xxh3-64 of the first ``size`` bytes of a file, which are copied on the way if asked for."""
+    """Return the xxh3-64 of the first ``size`` bytes of a file, which may be copied on the way."""
     file.seek(0)
     hasher = xxhash.xxh3_64()
     buffer = memoryview(bytearray(min(_BLOCK, size)))  # one: new memory costs more than a read

@@ -6,7 +6,6 @@ Nothing is repaired, moved aside or counted as used here; stores do that when th
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -19,11 +18,12 @@ from nemo_specrl.cache.codec import decode
 from nemo_specrl.cache.copies import check_copy
 from nemo_specrl.cache.exchange import EXPORTS, read_export
 from nemo_specrl.cache.files import as_cache_errors
-from nemo_specrl.cache.folder import probe
+from nemo_specrl.cache.lock import holder
+from nemo_specrl.cache.pages import PageFile
 from nemo_specrl.cache.snapshot import MANIFEST, partition_of, read_manifest, read_partition
 from nemo_specrl.cache.store import SNAPSHOT_FILE
 from nemo_specrl.cache.tables import DATA_FILE, FORMAT, reading_file
-from nemo_specrl.errors import CacheError, ConfigError, ForeignStore, StoreUnavailable
+from nemo_specrl.errors import CacheError, ConfigError, ForeignStore, StoreInUse, StoreUnavailable
 from nemo_specrl.rollout import Finish, Rollout
 
 __all__ = ["Source", "Summary", "opened", "summary"]
@@ -60,8 +60,7 @@ def opened(path: Path, *, check: bool = False) -> Iterator[Source]:
 
     Args:
         path: a folder.
-        check: read a snapshot's own checksum first, and walk a store's tables in a process of its
-            own, since damaged ones may end the process that reads them.
+        check: check a snapshot's own checksum, or all pages of a store, first.
 
     Raises:
         ConfigError: there is nothing of the kind.
@@ -74,9 +73,11 @@ def opened(path: Path, *, check: bool = False) -> Iterator[Source]:
         path = path / "rollout_cache"
     with as_cache_errors("read", path):
         if (path / DATA_FILE).is_file():
-            with _held(path):
+            with _at_rest(path):
                 if check:
-                    probe(path, seconds=math.inf)
+                    with PageFile(path / DATA_FILE) as pages:
+                        if pages.known:
+                            pages.check("rollouts", seconds=math.inf)
                 with _tables(path / DATA_FILE, "store") as source:
                     yield source
         elif (path / SNAPSHOT_FILE).is_file():
@@ -98,23 +99,35 @@ def opened(path: Path, *, check: bool = False) -> Iterator[Source]:
 
 
 @contextlib.contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """No process may write to a store while it is read; the file says who does."""
+def _at_rest(folder: Path) -> Iterator[None]:
+    """Read a store to which no process writes, without keeping one from opening it.
+
+    Raises:
+        StoreInUse: a process has it open, or has changed it meanwhile; what was read is void.
+    """
+    data = folder / DATA_FILE
+    before = data.stat()
+    held, pid = holder(folder)
+    if held:
+        raise StoreInUse(
+            f"the rollout store {folder} is open in process {pid or 'unknown'}; look at a "
+            "checkpoint's rollout_cache, or wait until it ends",
+            pid=pid,
+        )
+    error: CacheError | lmdb.Error | None = None
     try:
-        lock = open(folder / "lock", "rb")  # noqa: SIM115
-    except FileNotFoundError:
         yield
-        return
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            pid = lock.read(32).decode("ascii", "replace").strip("\0\n")
-            raise StoreUnavailable(
-                f"the rollout store {folder} is open in process {pid}; look at a checkpoint's "
-                "rollout_cache, or wait until it ends"
-            ) from None
-        yield
+    except (CacheError, lmdb.Error) as caught:
+        error = caught
+    after = data.stat() if data.exists() else None
+    if after is None or (before.st_ino, before.st_mtime_ns) != (after.st_ino, after.st_mtime_ns):
+        raise StoreInUse(
+            f"the rollout store {folder} was opened by a process while it was read; look at a "
+            "checkpoint's rollout_cache, or wait until it ends",
+            pid=holder(folder)[1],
+        )
+    if error is not None:
+        raise error
 
 
 @contextlib.contextmanager

@@ -107,7 +107,9 @@ class JournaledStore:
                 for rollout in reversed(found.get(key, ()))  # now the oldest first
                 if (rollout.sample_index, rollout.policy_version) == (sample_index, policy_version)
             ]
-            earlier = earlier[: len(earlier) - self._put[place]]
+            # Of this process's own, the cap may have made the journal forget some, but then all
+            # that were there before are forgotten, too: a prompt goes as a whole.
+            earlier = earlier[: max(0, len(earlier) - self._put[place])]
             whole = [rollout for rollout in earlier if rollout.finish is not Finish.PARTIAL]
             index = self._asked[place]
             taken.append(whole[index] if index < len(whole) else None)

@@ -10,7 +10,6 @@ import itertools
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,8 @@ from nemo_specrl.cache.codec import encode_all
 from nemo_specrl.cache.copies import restore_copy, write_copy
 from nemo_specrl.cache.decoder import Decoder
 from nemo_specrl.cache.files import as_cache_errors
-from nemo_specrl.cache.folder import FolderLock, move_aside, open_tables, probe
+from nemo_specrl.cache.folder import check_pages, move_aside, open_tables
+from nemo_specrl.cache.lock import FolderLock
 from nemo_specrl.cache.tables import DAMAGE, DATA_FILE, Reader, Tables, db_key, visible
 from nemo_specrl.errors import CacheError, ConfigError, InvalidRollout, StoreUnavailable
 from nemo_specrl.rollout import KEY_BYTES, Rollout
@@ -108,16 +108,15 @@ class RolloutStore:
         self._lookups = self._hits = self._dropped_records = 0
         self._decoder = Decoder(self._path, groups_per_prompt)
         self._lock = FolderLock(self._path)
-        self._buffer = Buffer(groups_per_prompt, self._lock.mark)
+        self._buffer = Buffer(groups_per_prompt)
         try:
             with as_cache_errors("open the rollout store", self._path):
                 try:
-                    if not self._lock.clean:
-                        probe(self._path, self._lock.last_mark)
-                    self._tables = open_tables(self._path, max_bytes, tokenizer_id)
+                    check_pages(self._path, self._lock)
+                    self._tables = self._open_tables()
                 except DAMAGE as error:
                     move_aside(self._path, error)
-                    self._tables = open_tables(self._path, max_bytes, tokenizer_id)
+                    self._tables = self._open_tables()
         except BaseException:
             self._lock.release()
             raise
@@ -327,11 +326,14 @@ class RolloutStore:
                     self._failed = self._tables.failed()
                     raise
 
+    def _open_tables(self) -> Tables:
+        return open_tables(self._path, self._max_bytes, self._tokenizer_id, self._lock)
+
     def _reopen(self) -> None:
         """Goes on with what is on disk, after LMDB has given up; what is buffered stays so."""
         old = self._tables
         old.env.close()
-        self._tables = open_tables(self._path, self._max_bytes, self._tokenizer_id)
+        self._tables = self._open_tables()
         self._carry_over(old)
         self._failed = False
 
@@ -344,7 +346,7 @@ class RolloutStore:
                 (self._path / DATA_FILE).unlink()
             else:
                 move_aside(self._path, damage)
-            self._tables = open_tables(self._path, self._max_bytes, self._tokenizer_id)
+            self._tables = self._open_tables()
             self._carry_over(old)
         except BaseException:
             self._closed = True
@@ -359,8 +361,7 @@ class RolloutStore:
     def _records(
         self, reader: Reader, key: bytes, *, buffered: bool = True
     ) -> tuple[bytes, dict[bytes, bytes]]:
-        """A prompt and what there is of it, by db key."""
-        self._lock.mark(key)
+        """Return a prompt and its records by db key."""
         records = reader.records(key)
         return key, (records | self._buffer.records.get(key, {}) if buffered else records)
 
@@ -377,13 +378,13 @@ class RolloutStore:
             self._flush_later()
 
     def _flush_later(self) -> None:
-        # No daemon: a process that ends in peace without a close waits for it, and loses nothing.
-        flush = weakref.WeakMethod(self._flush_now)
-        self._timer = threading.Timer(FLUSH_SECONDS, lambda: (method := flush()) and method())
+        # It keeps a store alive that was dropped without a close, until its puts are committed. No
+        # daemon, so that a process that ends in peace waits for it, and loses nothing either.
+        self._timer = threading.Timer(FLUSH_SECONDS, self._flush_now)
         self._timer.start()
 
     def _flush_now(self) -> None:
-        """What the timer does: commits the buffer. What fails stays, to be tried again."""
+        """Commit the buffer, as the timer's thread; what fails stays, to be tried again."""
         try:
             with self._guard("write to"):
                 self._timer = None

@@ -3,7 +3,8 @@
 Integers are big-endian, so that they sort::
 
     meta       identity -> JSON {format, tokenizer}, xxh3-64 of it
-               state -> u64 clock, u64 rollouts, u64 prompts ever asked for, u64 of them found
+               state -> u64 clock, u64 rollouts, u64 prompts ever asked for, u64 of them found,
+                        xxh3-64 of it
     rollouts   prompt key -> u64 last use, u32 rollouts
                db key, u32 piece -> a piece of the record of that db key
     uses       u64 clock -> prompt key, longest unused first
@@ -29,7 +30,9 @@ from typing import Any
 import lmdb
 import xxhash
 
-from nemo_specrl.cache.files import sync_folder
+from nemo_specrl.cache.files import FILE_MODE, sync_folder
+from nemo_specrl.cache.lock import FolderLock
+from nemo_specrl.cache.pages import PageFile
 from nemo_specrl.errors import ForeignStore, StoreUnavailable
 from nemo_specrl.rollout import KEY_BYTES
 
@@ -37,6 +40,7 @@ __all__ = [
     "DAMAGE",
     "DATA_FILE",
     "FORMAT",
+    "TABLES",
     "Contents",
     "Reader",
     "Tables",
@@ -46,8 +50,9 @@ __all__ = [
     "visible",
 ]
 
-FORMAT = 2
+FORMAT = 3
 DATA_FILE = "data.mdb"
+TABLES = frozenset({b"meta", b"rollouts", b"uses"})
 DAMAGE = (
     lmdb.CorruptedError,
     lmdb.PageNotFoundError,
@@ -56,8 +61,15 @@ DAMAGE = (
     lmdb.CursorFullError,
     lmdb.PageFullError,
     lmdb.BadValsizeError,
+    lmdb.BadDbiError,
+    lmdb.IncompatibleError,
+    lmdb.InvalidParameterError,
+    lmdb.KeyExistsError,
+    lmdb.MapResizedError,
+    lmdb.NotFoundError,
+    lmdb.TxnFullError,
 )
-"""What LMDB raises where the bytes of a file make no sense."""
+"""What LMDB raises where the bytes of a file make no sense. None comes of a failing disk."""
 
 _DB_KEY = struct.Struct(f">{KEY_BYTES}sHQ")
 _PIECE = struct.Struct(">I")
@@ -65,6 +77,7 @@ _CLOCK = struct.Struct(">Q")
 _HEAD = struct.Struct(">QI")
 _STATE = struct.Struct(">QQQQ")
 _PAGE_HEADER = 16
+_NODE_HEADER = 8
 _SAMPLE_END = KEY_BYTES + 2
 _MIB = 2**20
 
@@ -73,7 +86,7 @@ _BEHIND = b"\xff" * (_DB_KEY.size - KEY_BYTES + _PIECE.size + 1)
 
 
 def db_key(key: bytes, sample_index: int, clock: int) -> bytes:
-    """Under which the record of a rollout, put at a time of the clock, is stored."""
+    """Return the key under which a rollout that was put at a time of the clock is stored."""
     return _DB_KEY.pack(key, sample_index, 2**64 - 1 - clock)
 
 
@@ -85,6 +98,7 @@ class Tables:
         map_size: the file never grows beyond it, bytes. LMDB raises it to the size of a file that
             is larger already: then ``oversized`` is true.
         tokenizer_id: of a new store, and expected of an old one.
+        lock: of the folder; it notes which prompt's pages are in use.
 
     Raises:
         ForeignStore: of another tokenizer, or of another release's format.
@@ -92,10 +106,27 @@ class Tables:
         lmdb.Error: one of ``DAMAGE``, or a failure of the system.
     """
 
-    def __init__(self, folder: Path, map_size: int, tokenizer_id: str) -> None:
+    def __init__(self, folder: Path, map_size: int, tokenizer_id: str, lock: FolderLock) -> None:
         self._file = folder / DATA_FILE
+        self._lock = lock
+        self.mark = lock.mark
+        with lock.busy():
+            self._open(folder, map_size, tokenizer_id)
+        pages = map_size // self.page_size
+        # Copy-on-write and the pages freed last, which LMDB does not reuse yet, need free pages.
+        headroom = min(pages // 6, (32 * _MIB + map_size // 32) // self.page_size)
+        self.budget = (pages - headroom) * self.page_size
+        """Bytes in use up to which nothing is evicted."""
+        self.batch_pages = max(1, min(16 * _MIB // self.page_size, pages // 64))
+        """Pages of records that a transaction may write without needing more than the headroom."""
+        self.touch_batch = max(self.batch_pages, min(4096, pages // 128))
+        """Uses that it may record, likewise."""
+        self.record_limit = self.budget - 8 * self.page_size
+        """Bytes that a record may take: it and the tables' own pages fit into the budget."""
+
+    def _open(self, folder: Path, map_size: int, tokenizer_id: str) -> None:
         try:
-            self.env = lmdb.open(str(folder), map_size, max_dbs=3, lock=False)
+            self.env = lmdb.open(str(folder), map_size, max_dbs=3, lock=False, mode=FILE_MODE)
         except lmdb.VersionMismatchError:
             raise ForeignStore(
                 f"{self._file} was written by a newer LMDB; upgrade it, or name another folder"
@@ -122,33 +153,20 @@ class Tables:
                     identity = json.dumps({"format": FORMAT, "tokenizer": tokenizer_id}).encode()
                     checksum = xxhash.xxh3_64_digest(identity)
                     txn.put(b"identity", identity + checksum, db=self.meta)
-                    txn.put(b"state", _STATE.pack(0, 0, 0, 0), db=self.meta)
+                    txn.put(b"state", _packed_state(0, 0, 0, 0), db=self.meta)
                 self._check_identity(txn.get(b"identity", b"", db=self.meta), tokenizer_id)
-                state = txn.get(b"state", b"", db=self.meta)
-                if len(state) != _STATE.size:
-                    raise lmdb.CorruptedError("no state")
+                state = _state(txn.get(b"state", b"", db=self.meta))
                 self.clock: int
                 self.count: int
                 self.lookups: int
                 self.hits: int
-                self.clock, self.count, self.lookups, self.hits = _STATE.unpack(state)
+                self.clock, self.count, self.lookups, self.hits = state
                 self.evicted = 0
             if new:
                 sync_folder(folder)
         except BaseException:
             self.env.close()
             raise
-        pages = map_size // self.page_size
-        # Copy-on-write and the pages freed last, which LMDB does not reuse yet, need free pages.
-        headroom = min(pages // 6, (32 * _MIB + map_size // 32) // self.page_size)
-        self.budget = (pages - headroom) * self.page_size
-        """Bytes in use up to which nothing is evicted."""
-        self.batch_pages = max(1, min(16 * _MIB // self.page_size, pages // 64))
-        """Pages of records that a transaction may write without needing more than the headroom."""
-        self.touch_batch = max(self.batch_pages, min(4096, pages // 128))
-        """Uses that it may record, likewise."""
-        self.record_limit = self.budget - 8 * self.page_size
-        """Bytes that a record may take: it and the tables' own pages fit into the budget."""
 
     def _check_identity(self, identity: bytes, tokenizer_id: str) -> None:
         stored = _identity(identity)
@@ -170,18 +188,18 @@ class Tables:
         return (self.env.info()["last_pgno"] + 1) * self.page_size
 
     def tick(self) -> int:
-        """The next time of the clock."""
+        """Advance the clock, and return its time."""
         self.clock += 1
         return self.clock
 
     def size_of(self, record: bytes) -> tuple[int, int]:
-        """Bytes of the pages that a record takes, about, and pages that writing it dirties."""
+        """Return the bytes of pages that a record takes, about, and how many it dirties."""
         full, rest = divmod(len(record), self.page_size - _PAGE_HEADER)
         # A small rest shares a page, half full on average, with others.
         return full * self.page_size + min(self.page_size, 2 * (rest + 64)), full + 1
 
     def failed(self) -> bool:
-        """Whether LMDB refuses every transaction from now on."""
+        """Return whether LMDB refuses every transaction from now on."""
         try:
             with self.env.begin():
                 return False
@@ -190,19 +208,29 @@ class Tables:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Reader]:
-        """What was committed last."""
-        with self.env.begin(db=self.rollouts, buffers=True) as txn, txn.cursor() as cursor:
+        """Read what was committed last."""
+        with (
+            self._lock.busy(),
+            self.env.begin(db=self.rollouts, buffers=True) as txn,
+            txn.cursor() as cursor,
+        ):
             yield Reader(self, txn, cursor)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Writer]:
-        """One durable transaction; if the block raises, nothing has happened."""
-        with self.env.begin(db=self.rollouts, write=True) as txn:
+        """Write in one durable transaction; if the block raises, nothing has happened.
+
+        Raises:
+            lmdb.CorruptedError: LMDB has freed other pages than it should have.
+        """
+        with self._lock.busy(), self.env.begin(db=self.rollouts, write=True, buffers=True) as txn:
             with txn.cursor() as cursor:
                 writer = Writer(self, txn, cursor)
                 yield writer
-            state = _STATE.pack(self.clock, writer.count, self.lookups, self.hits)
+                writer.verify()
+            state = _packed_state(self.clock, writer.count, self.lookups, self.hits)
             txn.put(b"state", state, db=self.meta)
+        self._lock.committed()
         self.count = writer.count
         self.evicted += writer.evicted
         # A last page that a transaction took and freed again may not have been written; without it
@@ -211,7 +239,10 @@ class Tables:
             os.truncate(self._file, self._end())
 
     def evict_down_to(self, target: int) -> None:
-        """Evicts the longest-unused prompts, in several transactions, as ``Writer`` does in one."""
+        """Evict the longest-unused prompts until ``target`` bytes are in use.
+
+        Unlike :meth:`Writer.evict_down_to`, it takes as many transactions as it needs.
+        """
         done = False
         while not done:
             with self.writing() as writer:
@@ -219,16 +250,30 @@ class Tables:
 
 
 def _identity(value: bytes) -> dict[str, Any]:
-    text, checksum = value[:-8], value[-8:]
-    if xxhash.xxh3_64_digest(text) != checksum:
-        raise lmdb.CorruptedError("no identity")
-    identity: dict[str, Any] = json.loads(text)
+    identity: dict[str, Any] = json.loads(_unsealed("identity", value))
     return identity
+
+
+def _state(value: bytes) -> tuple[int, ...]:
+    """Return clock, rollouts, look-ups and hits."""
+    return _STATE.unpack(_unsealed("state", value))
+
+
+def _packed_state(*numbers: int) -> bytes:
+    packed = _STATE.pack(*numbers)
+    return packed + xxhash.xxh3_64_digest(packed)
+
+
+def _unsealed(what: str, value: bytes) -> bytes:
+    content, checksum = value[:-8], value[-8:]
+    if xxhash.xxh3_64_digest(content) != checksum:
+        raise lmdb.CorruptedError(f"no {what}")
+    return content
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a file of tables has, as it is read without being changed.
+    """The contents of a file of tables that is read without being changed.
 
     Args:
         format: of the tables; records can be read where it is this release's.
@@ -247,30 +292,32 @@ class Contents:
 
 @contextlib.contextmanager
 def reading_file(file: Path) -> Iterator[Contents]:
-    """The tables in a file that nobody writes to: a store's, or a copy.
+    """Read the tables in a file: a store's, or a copy.
+
+    LMDB has no part in it, so that a damaged file raises an error instead of ending the process,
+    and so does one to which a process writes meanwhile.
 
     Raises:
-        lmdb.Error: it is damaged, or no file of LMDB.
+        lmdb.CorruptedError: it is damaged, or no file of LMDB.
         StoreUnavailable: it is no rollout store.
     """
-    env = lmdb.open(str(file), max_dbs=3, subdir=False, readonly=True, lock=False)
-    with env, env.begin() as txn:
-        end = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
-        if file.stat().st_size < end:
-            raise lmdb.CorruptedError(f"cut off at {file.stat().st_size} of {end} bytes")
-        try:
-            meta, rollouts = (
-                env.open_db(name, txn=txn, create=False) for name in (b"meta", b"rollouts")
+    with PageFile(file) as pages:
+        if not pages.known:
+            raise StoreUnavailable(
+                f"{file} is empty, or of another LMDB or another kind of machine than this one"
             )
-        except (lmdb.NotFoundError, lmdb.IncompatibleError):
-            raise StoreUnavailable(f"{file} is an LMDB file but no rollout store") from None
-        identity = _identity(txn.get(b"identity", b"", db=meta))
-        state = txn.get(b"state", b"", db=meta)
-        lookups, hits = _STATE.unpack(state)[2:] if len(state) == _STATE.size else (0, 0)
-        with txn.cursor(rollouts) as cursor:
-            yield Contents(
-                identity["format"], identity["tokenizer"], lookups, hits, _joined(iter(cursor))
-            )
+        tables = pages.tables()
+        if len(tables.keys() & TABLES) < 2:
+            raise StoreUnavailable(f"{file} is an LMDB file but no rollout store")
+        if tables.keys() != TABLES:
+            raise lmdb.CorruptedError(f"its tables are {sorted(tables)}")
+        meta = dict(pages.items(tables[b"meta"]))
+        identity = _identity(meta.get(b"identity", b""))
+        lookups = hits = 0
+        if identity["format"] == FORMAT:
+            lookups, hits = _state(meta.get(b"state", b""))[2:]
+        records = _joined(pages.items(tables[b"rollouts"]))
+        yield Contents(identity["format"], identity["tokenizer"], lookups, hits, records)
 
 
 def _joined(pieces: Iterator[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, bytes]]:
@@ -290,11 +337,11 @@ class Reader:
         self._cursor = cursor  # of the rollouts
 
     def prompts(self) -> int:
-        """Number of prompts."""
+        """Return the number of prompts."""
         return self._txn.stat(self._tables.uses)["entries"]
 
     def used(self) -> int:
-        """Bytes of the pages in use; what is free, within the file or beyond it, is not counted."""
+        """Return the bytes of the pages in use; free pages of the file are not counted."""
         pages = 2 + 1  # LMDB's two meta pages and the root of its main table
         for table in (self._tables.meta, self._tables.rollouts, self._tables.uses):
             stat = self._txn.stat(table)
@@ -302,7 +349,8 @@ class Reader:
         return pages * self._tables.page_size
 
     def records(self, key: bytes) -> dict[bytes, bytes]:
-        """The records of a prompt, by db key."""
+        """Return the records of a prompt, by db key."""
+        self._tables.mark(key)
         pieces: dict[bytes, list[memoryview]] = {}
         if self._cursor.set_range(key):
             record = b""
@@ -319,7 +367,8 @@ class Reader:
         return {name: b"".join(values) for name, values in pieces.items()}
 
     def keys(self, start: bytes, stop: bytes | None, at_most: int) -> list[bytes]:
-        """Keys of prompts from ``start`` on, in order, below ``stop`` where it is given."""
+        """Return keys of prompts from ``start`` on, in order, below ``stop`` where it is given."""
+        self._tables.mark(start)
         found: list[bytes] = []
         more = self._cursor.set_range(start)
         while more and len(found) < at_most:
@@ -331,14 +380,15 @@ class Reader:
             more = self._cursor.set_range(name + _BEHIND)
         return found
 
-    def _names(self, key: bytes) -> list[bytes]:
-        """Keys of all that the rollouts have of a prompt."""
-        names = []
+    def _names(self, key: bytes) -> dict[bytes, int]:
+        """Return the keys of everything that belongs to a prompt, and the sizes of the values."""
+        names = {}
         if self._cursor.set_range(key):
-            for name in self._cursor.iternext(keys=True, values=False):
+            for place, value in self._cursor:
+                name = bytes(place)
                 if not name.startswith(key):
                     break
-                names.append(name)
+                names[name] = len(value)
         return names
 
 
@@ -346,20 +396,46 @@ class Writer(Reader):
     """What can be done to the tables in one write transaction."""
 
     def __init__(
-        self, tables: Tables, txn: lmdb.Transaction[bytes], cursor: lmdb.Cursor[bytes]
+        self, tables: Tables, txn: lmdb.Transaction[Any], cursor: lmdb.Cursor[Any]
     ) -> None:
         super().__init__(tables, txn, cursor)
         self.count = tables.count
         self.evicted = 0
+        self._large = self._overflow_pages()
+        # LMDB gives a value a page of its own if its node is larger than that.
+        self._node_limit = ((tables.page_size - _PAGE_HEADER) // 2 & -2) - 2
+
+    def _overflow_pages(self) -> int:
+        return self._txn.stat(self._tables.rollouts)["overflow_pages"]
+
+    def _is_large(self, name: bytes, size: int) -> bool:
+        return _NODE_HEADER + len(name) + size > self._node_limit
+
+    def _delete(self, names: Mapping[bytes, int]) -> None:
+        for name, size in names.items():
+            if self._txn.delete(name):
+                self._large -= self._is_large(name, size)
+
+    def verify(self) -> None:
+        """Check that one page was taken or freed for each large value that came or went.
+
+        LMDB frees as many as a page's header says, and pages in use among them if that is damaged.
+
+        Raises:
+            lmdb.CorruptedError: it was not so.
+        """
+        if self._overflow_pages() != self._large:
+            raise lmdb.CorruptedError("the header of a value's page is wrong")
 
     def touch(self, key: bytes, clock: int) -> None:
-        """Records a use of a prompt, if it is there."""
+        """Record a use of a prompt, if it is there."""
+        self._tables.mark(key)
         last_use, count = self._head(key)
         if count:
             self._set_head(key, last_use, clock, count)
 
     def _head(self, key: bytes) -> tuple[int | None, int]:
-        """Last use and number of rollouts of a prompt; None and 0 if it is not there."""
+        """Return last use and number of rollouts of a prompt; None and 0 if it is not there."""
         head = self._txn.get(key)
         if head is None:
             return None, 0
@@ -378,7 +454,7 @@ class Writer(Reader):
             self._txn.delete(key)
 
     def evict_down_to(self, target: int, at_most: int | None = None) -> bool:
-        """Evicts the longest-unused prompts until ``target`` bytes are in use.
+        """Evict the longest-unused prompts until ``target`` bytes are in use.
 
         Returns:
             False if it stopped short of that after ``at_most`` prompts.
@@ -390,11 +466,11 @@ class Writer(Reader):
             with self._txn.cursor(self._tables.uses) as cursor:
                 if not cursor.first():
                     break
-                clock, key = cursor.item()
+                clock, key = map(bytes, cursor.item())
+            self._tables.mark(key)
             self._txn.delete(clock, db=self._tables.uses)
-            self.count -= self._head(key)[1]
-            for name in self._names(key):
-                self._txn.delete(name)
+            self.count = max(0, self.count - self._head(key)[1])
+            self._delete(self._names(key))
             self.evicted += 1
         return True
 
@@ -406,7 +482,7 @@ class Writer(Reader):
         unwanted: Collection[bytes],
         groups: int,
     ) -> None:
-        """Adds records of a prompt, and keeps the newest ``groups`` of each sample index.
+        """Add records of a prompt, and keep the newest ``groups`` of each sample index.
 
         Args:
             key: of the prompt.
@@ -415,31 +491,31 @@ class Writer(Reader):
             unwanted: db keys to delete.
             groups: at least 1.
         """
+        self._tables.mark(key)
         last_use, old_count = self._head(key)
-        pieces: dict[bytes, list[bytes]] = {}
-        for name in self._names(key):
+        pieces: dict[bytes, dict[bytes, int]] = {}
+        for name, length in self._names(key).items():
             if len(name) > KEY_BYTES:
-                pieces.setdefault(name[: -_PIECE.size], []).append(name)
+                pieces.setdefault(name[: -_PIECE.size], {})[name] = length
         kept = set(visible({*pieces, *new} - set(unwanted), groups))
         for record_key, names in pieces.items():
             if record_key not in kept:
-                for name in names:
-                    self._txn.delete(name)
+                self._delete(names)
         size = self._tables.page_size - _PAGE_HEADER
-        self._cursor.putmulti(
-            [
-                (record_key + _PIECE.pack(i // size), record[i : i + size])
-                for record_key, record in new.items()
-                if record_key in kept
-                for i in range(0, len(record), size)
-            ]
-        )
+        added = [
+            (record_key + _PIECE.pack(i // size), record[i : i + size])
+            for record_key, record in new.items()
+            if record_key in kept
+            for i in range(0, len(record), size)
+        ]
+        self._cursor.putmulti(added)
+        self._large += sum(self._is_large(name, len(piece)) for name, piece in added)
         self._set_head(key, last_use, clock, len(kept))
-        self.count += len(kept) - old_count
+        self.count = max(0, self.count + len(kept) - old_count)
 
 
 def visible(db_keys: Collection[bytes], groups: int) -> list[bytes]:
-    """Of db keys, the newest ``groups`` of each prompt and sample index, sorted."""
+    """Return, of db keys, the newest ``groups`` of each prompt and sample index, sorted."""
     kept: list[bytes] = []
     sample_index, count = b"", 0
     for name in sorted(db_keys):

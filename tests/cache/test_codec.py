@@ -24,7 +24,7 @@ from nemo_specrl.rollout import MAX_SAMPLE_INDEX, Finish, Rollout, prompt_key
 
 KEY = prompt_key([1, 2, 3])
 DB_KEY = KEY + b"\0\7" + bytes(8)
-HEADER = struct.Struct("<BBBHIQQII")
+HEADER = struct.Struct("<BBBHIQQQII")
 
 
 def rollout(n=5, *, token=7, version=3, **births):
@@ -77,6 +77,8 @@ def rollouts(draw):
         else None,
         draw(st.integers(0, 2**32 - 1)),
         draw(st.integers(0, 2**64 - 1)),
+        draw(st.booleans()),
+        draw(st.integers(0, 2**64 - 1)),
     )
 
 
@@ -104,6 +106,8 @@ def test_extreme_values_are_exact():
         logprobs[::-1],
         np.array([0, 2**63 - 1, 2**63 - 1, 1, 0]),
         2**32 - 1,
+        2**64 - 1,
+        False,
         2**64 - 1,
     )
     assert_exact(decode(DB_KEY, encode(original, DB_KEY)), original)
@@ -237,26 +241,29 @@ def test_a_record_under_another_key_is_refused():
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        (HEADER.pack(RECORD_VERSION + 1, 1, 0, 0, 0, 0, 0, 0, 0), "version 4"),
-        (HEADER.pack(RECORD_VERSION, 9, 0, 0, 0, 0, 0, 0, 0), "9 is not a valid Finish"),
-        (HEADER.pack(RECORD_VERSION, 1, 16, 0, 0, 0, 0, 0, 0), "unknown flags"),
-        (HEADER.pack(RECORD_VERSION, 1, 3, 0, 0, 0, 0, 0, 0), "unknown flags"),
-        (HEADER.pack(RECORD_VERSION, 1, 0, 0, 0, 2**63, 0, 0, 0), "policy_version"),
-        (HEADER.pack(RECORD_VERSION, 1, 0, 0, 0, 0, 0, 0, 0) + b"\0", "1 bytes too many"),
-        (HEADER.pack(RECORD_VERSION, 1, 0, 0, 0, 0, 0, 2**32 - 1, 0), "bytes too few"),
-        (HEADER.pack(RECORD_VERSION, 1, 0, 0, 0, 0, 0, 1, 1) + bytes(4 + 12), "runs of 0"),
         (
-            HEADER.pack(RECORD_VERSION, 1, 0, 0, 0, 0, 0, 1, 1)
+            HEADER.pack(RECORD_VERSION + 1, 1, 0, 0, 0, 0, 0, 0, 0, 0),
+            f"version {RECORD_VERSION + 1}",
+        ),
+        (HEADER.pack(RECORD_VERSION, 9, 0, 0, 0, 0, 0, 0, 0, 0), "9 is not a valid Finish"),
+        (HEADER.pack(RECORD_VERSION, 1, 32, 0, 0, 0, 0, 0, 0, 0), "unknown flags"),
+        (HEADER.pack(RECORD_VERSION, 1, 3, 0, 0, 0, 0, 0, 0, 0), "unknown flags"),
+        (HEADER.pack(RECORD_VERSION, 1, 0, 0, 0, 2**63, 0, 0, 0, 0), "policy_version"),
+        (HEADER.pack(RECORD_VERSION, 1, 0, 0, 0, 0, 0, 0, 0, 0) + b"\0", "1 bytes too many"),
+        (HEADER.pack(RECORD_VERSION, 1, 0, 0, 0, 0, 0, 0, 2**32 - 1, 0), "bytes too few"),
+        (HEADER.pack(RECORD_VERSION, 1, 0, 0, 0, 0, 0, 0, 1, 1) + bytes(4 + 12), "runs of 0"),
+        (
+            HEADER.pack(RECORD_VERSION, 1, 0, 0, 0, 0, 0, 0, 1, 1)
             + bytes(4)
             + struct.pack("<IQ", 1, 2**63),
             "birth version",
         ),
         (
-            HEADER.pack(RECORD_VERSION, 1, TOKENS_32, 0, 0, 0, 0, 1, 0) + b"\xff" * 4 + bytes(2),
+            HEADER.pack(RECORD_VERSION, 1, TOKENS_32, 0, 0, 0, 0, 0, 1, 0) + b"\xff" * 4 + bytes(2),
             "negative",
         ),
         (
-            HEADER.pack(RECORD_VERSION, 1, EXACT, 0, 0, 0, 0, 1, 0)
+            HEADER.pack(RECORD_VERSION, 1, EXACT, 0, 0, 0, 0, 0, 1, 0)
             + bytes(2)
             + struct.pack("<f", math.nan),
             "NaN",

@@ -18,14 +18,8 @@ from nemo_specrl.cache import RolloutStore
 from nemo_specrl.cache.snapshot import read_partition, write_partition
 from nemo_specrl.errors import CacheError, StoreUnavailable
 from nemo_specrl.rollout import prompt_key
-from tests.cache.test_store import (
-    PREAMBLE,
-    contents,
-    damaged_folders,
-    open_store,
-    rollout,
-    run_python,
-)
+from tests.cache.stores import PREAMBLE, contents, damaged_folders, open_store, run_python
+from tests.factories import rollout
 
 VERSIONS = 40
 LENGTHS = (5, 300, 4000)

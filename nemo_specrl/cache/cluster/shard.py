@@ -28,7 +28,7 @@ from nemo_specrl.cache.snapshot import (
     write_partition,
 )
 from nemo_specrl.cache.store import RolloutStore, StoreStats
-from nemo_specrl.errors import CacheError, StoreUnavailable
+from nemo_specrl.errors import CacheError, StoreInUse, StoreUnavailable
 from nemo_specrl.rollout import Outline, Rollout
 
 __all__ = ["LEASE_SECONDS", "Hello", "Piece", "Shard"]
@@ -339,8 +339,8 @@ def _open(path: Path, options: Mapping[str, Any]) -> RolloutStore:
     while True:
         try:
             return RolloutStore(path, **options)
-        except StoreUnavailable as error:
-            if time.monotonic() > until or " is open in " not in str(error):
+        except StoreInUse:
+            if time.monotonic() > until:
                 raise
             time.sleep(0.5)
 

@@ -1,0 +1,139 @@
+"""A rollout store whose process is killed, or ends without closing it."""
+
+import contextlib
+import inspect
+import itertools
+import os
+import random
+import signal
+import subprocess
+import time
+
+import lmdb
+import pytest
+
+from nemo_specrl.cache import RolloutStore
+from nemo_specrl.cache.codec import decode
+from nemo_specrl.cache.lock import FolderLock
+from nemo_specrl.cache.tables import reading_file
+from nemo_specrl.rollout import prompt_key
+from tests.cache.stores import (
+    PREAMBLE,
+    contents,
+    damaged_folders,
+    open_store,
+    run_python,
+)
+from tests.factories import rollout
+
+CRASHES = int(os.environ.get("NEMO_SPECRL_CRASHES", "20"))
+
+
+def write_until_killed(path, start):
+    """Puts and syncs; says on standard output, after each sync, up to which number it did."""
+    store = RolloutStore(path, max_bytes=2**24, tokenizer_id="tok")
+    for i in itertools.count(start):
+        store.put([rollout(i % 50, version=i, n=[5, 300, 4000][i % 3])])
+        if i % 5 == 0:
+            store.get([prompt_key([i % 7])])
+        if i % 3 == 0:
+            store.sync()
+            print(i, flush=True)
+
+
+WRITER = f"""{PREAMBLE}
+{inspect.getsource(write_until_killed)}
+write_until_killed(sys.argv[1], int(sys.argv[2]))
+"""
+
+
+@pytest.mark.timeout(15 * CRASHES)
+def test_what_was_acknowledged_survives_sigkill(tmp_path):
+    """Every store opens, every record that was acknowledged is there, and no wrong one is served.
+
+    NEMO_SPECRL_CRASHES says how often; each crash is at another moment.
+    """
+    path, rng = tmp_path / "a", random.Random(11)
+    acknowledged = {}  # prompt -> version
+    start = 0
+    for _ in range(CRASHES):
+        with run_python(WRITER, path, start, stdout=subprocess.PIPE) as process:
+            for _ in range(rng.randrange(1, 80)):
+                line = process.stdout.readline()
+            for _ in range(rng.randrange(40_000)):  # so that it may be anywhere between two syncs
+                pass
+            process.send_signal(signal.SIGKILL)
+            last = int([line, *process.stdout.read().splitlines()][-1])
+            assert process.wait() == -signal.SIGKILL
+        acknowledged |= {i % 50: i for i in range(start, last + 1)}
+        with open_store(path) as store:
+            found = contents(store, range(50))
+            version_of = {prompt: group[0].policy_version for prompt, group in found.items()}
+            for prompt, version in version_of.items():
+                assert version % 50 == prompt
+                assert found[prompt] == [rollout(prompt, version, n=[5, 300, 4000][version % 3])]
+            for prompt, version in acknowledged.items():
+                assert version_of[prompt] >= version
+            assert store.stats().corrupt_records == 0
+        start = max(version_of.values()) + 1
+    assert not damaged_folders(path)
+
+
+def test_what_nobody_syncs_is_committed_all_the_same(tmp_path):
+    """By the timer, in a process that does nothing more with its store."""
+    path = tmp_path / "a"
+    script = f"""{PREAMBLE}
+store = RolloutStore(sys.argv[1], max_bytes=2**24, tokenizer_id="tok")
+for version in range(2):
+    store.put([rollout(p, version) for p in range(20)])
+    print("put", flush=True)
+    sys.stdin.readline()
+"""
+    pipe = subprocess.PIPE
+    with run_python(script, path, stdin=pipe, stdout=pipe) as process:
+        for version in range(2):
+            assert process.stdout.readline() == "put\n"
+            while True:  # until another process sees it
+                with contextlib.suppress(lmdb.Error), reading_file(path / "data.mdb") as found:
+                    records = [decode(*record) for record in found.records]
+                    if {(r.policy_version, len(records)) for r in records} == {(version, 20)}:
+                        break
+                time.sleep(0.01)
+            if version == 0:
+                process.stdin.write("\n")
+                process.stdin.flush()
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    with open_store(path) as store:
+        assert contents(store, range(20)) == {p: [rollout(p, 1)] for p in range(20)}
+
+
+def test_a_process_that_ends_without_closing_loses_nothing(tmp_path):
+    script = f"""{PREAMBLE}
+store = RolloutStore(sys.argv[1], max_bytes=2**24, tokenizer_id="tok")
+store.put([rollout(p) for p in range(20)])
+"""
+    with run_python(script, tmp_path / "a") as process:
+        assert process.wait() == 0
+    with open_store(tmp_path / "a") as store:
+        assert contents(store, range(20)) == {p: [rollout(p)] for p in range(20)}
+
+
+def test_the_prompt_that_a_process_died_at_is_known_to_the_next(tmp_path):
+    script = """
+import os, signal, sys
+from nemo_specrl.cache import RolloutStore
+store = RolloutStore(sys.argv[1], max_bytes=2**24, tokenizer_id="tok")
+store.get([bytes.fromhex(key) for key in sys.argv[2:]])
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    keys = [prompt_key([p]) for p in range(5)]
+    with run_python(script, tmp_path / "a", *(key.hex() for key in keys)) as process:
+        process.wait()
+    lock = FolderLock(tmp_path / "a")
+    assert not lock.clean and lock.last_mark == keys[-1]
+    lock.release()
+    open_store(tmp_path / "a").close()
+    lock = FolderLock(tmp_path / "a")
+    assert lock.clean and lock.last_mark == b""
+    lock.release()

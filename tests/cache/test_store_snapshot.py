@@ -1,0 +1,121 @@
+"""Snapshots of a rollout store, and stores restored from them."""
+
+import os
+import random
+
+import pytest
+
+from nemo_specrl.cache import RolloutStore
+from nemo_specrl.errors import StoreUnavailable as Unavailable
+from tests.cache.stores import (
+    MIB,
+    assert_one_line,
+    bytes_on_disk,
+    contents,
+    damaged_folders,
+    open_store,
+    snapshot_of,
+)
+from tests.factories import rollout
+
+
+def test_a_snapshot_is_the_store_as_it_was(tmp_path):
+    with open_store(tmp_path / "a") as store:
+        store.put(rollout(p, sample_index=s) for p in range(20) for s in range(2))
+        then = contents(store, range(20))
+        store.snapshot(tmp_path / "new" / "snapshot")
+        store.put(rollout(p, 1) for p in range(10, 30))
+        now = contents(store, range(30))
+        RolloutStore.restore(tmp_path / "new" / "snapshot", tmp_path / "b")
+        with open_store(tmp_path / "b") as copy:
+            assert contents(copy, range(30)) == then
+            assert len(copy) == 40
+        store.snapshot(tmp_path / "new" / "snapshot")
+        assert contents(store, range(30)) == now
+        RolloutStore.restore(tmp_path / "new" / "snapshot", tmp_path / "b")
+        with open_store(tmp_path / "b") as copy:
+            assert contents(copy, range(30)) == now
+    assert len(os.listdir(tmp_path / "new" / "snapshot")) == 1
+
+
+def test_a_restored_store_evicts_as_the_original_does(tmp_path):
+    def use(store):
+        rng = random.Random(1)
+        left = []
+        for step in range(60):
+            store.put([rollout(1000 + step, n=3000)])
+            contents(store, [rng.randrange(100)])
+            if step % 20 == 19:
+                store.sync()
+                left.append(store.stats())
+        return left, contents(store, range(2000))
+
+    with open_store(tmp_path / "a", MIB) as store:
+        store.put(rollout(p, n=1500) for p in range(100))
+        contents(store, [95, 70, 80])
+        store.snapshot(tmp_path / "snapshot")
+        RolloutStore.restore(tmp_path / "snapshot", tmp_path / "b")
+        with open_store(tmp_path / "b", MIB) as copy:
+            assert contents(copy, range(90, 100)) == contents(store, range(90, 100))
+            (left, found), (copy_left, copy_found) = use(store), use(copy)
+    assert copy_found == found
+    for a, b in zip(left, copy_left, strict=True):
+        assert (a.prompts, a.rollouts, a.bytes_used) == (b.prompts, b.rollouts, b.bytes_used)
+
+
+def test_restoring_replaces_what_is_there_and_ignores_leftovers(tmp_path):
+    snapshot = snapshot_of(tmp_path, [rollout(1)])
+    with open_store(tmp_path / "b") as store:
+        store.put([rollout(2)])
+    (tmp_path / "b" / "data.mdb.tmp").write_bytes(b"of a restore that died" * 100_000)
+    with open_store(tmp_path / "b") as store:  # it died before the rename: the old store stands
+        assert contents(store, [1, 2]) == {2: [rollout(2)]}
+    assert not (tmp_path / "b" / "data.mdb.tmp").exists()
+    (tmp_path / "b" / "data.mdb.tmp").write_bytes(b"of a restore that died" * 100_000)
+    RolloutStore.restore(snapshot, tmp_path / "b")
+    with open_store(tmp_path / "b") as store:
+        assert contents(store, [1, 2]) == {1: [rollout(1)]}
+    assert sorted(os.listdir(tmp_path / "b")) == ["data.mdb", "lock"]
+
+
+def test_restoring_over_a_damaged_store_heals_it(tmp_path):
+    snapshot = snapshot_of(tmp_path, [rollout(1)])
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "data.mdb").write_bytes(b"\xa5" * 50_000)
+    RolloutStore.restore(snapshot, tmp_path / "b")
+    with open_store(tmp_path / "b") as store:
+        assert contents(store, [1]) == {1: [rollout(1)]}
+    assert not damaged_folders(tmp_path / "b")
+
+
+def test_restoring_under_a_lower_cap_keeps_the_latest_used(tmp_path):
+    snapshot = snapshot_of(tmp_path, (rollout(p, n=3000) for p in range(200)))
+    RolloutStore.restore(snapshot, tmp_path / "b")
+    with open_store(tmp_path / "b", MIB) as store:
+        left = sorted(contents(store, range(200)))
+        assert len(left) > 20 and left == list(range(200 - len(left), 200))
+    assert bytes_on_disk(tmp_path / "b") <= MIB
+
+
+def test_a_missing_or_damaged_snapshot_is_refused_and_the_store_stays(tmp_path):
+    snapshot = snapshot_of(tmp_path, [rollout(p, n=300) for p in range(20)])
+    with open_store(tmp_path / "b") as store:
+        store.put([rollout(2)])
+    with pytest.raises(Unavailable) as caught:
+        RolloutStore.restore(tmp_path / "nowhere", tmp_path / "b")
+    assert_one_line(caught.value, tmp_path / "nowhere", "No such file")
+    (file,) = snapshot.iterdir()
+    whole, rng = file.read_bytes(), random.Random(0)
+    flips = [0, len(whole) - 1, len(whole) - 10, *rng.sample(range(len(whole)), 20)]
+    damaged = [whole[:i] + bytes([whole[i] ^ 1]) + whole[i + 1 :] for i in flips]
+    damaged += [whole[:n] for n in (0, 1, 15, 16, 17, 4096, len(whole) - 1)] + [whole + b"\0"]
+    for data in damaged:
+        file.write_bytes(data)
+        with pytest.raises(Unavailable, match="is damaged"):
+            RolloutStore.restore(snapshot, tmp_path / "b")
+    with open_store(tmp_path / "b") as store:
+        assert contents(store, range(20)) == {2: [rollout(2)]}
+    file.write_bytes(whole)
+    RolloutStore.restore(snapshot, tmp_path / "b")
+    with open_store(tmp_path / "b") as store:
+        assert len(contents(store, range(20))) == 20
