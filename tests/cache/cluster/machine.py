@@ -1,7 +1,7 @@
 """A cluster's cache in one process: the real keeper, clients, shards and stores, without Ray.
 
-Whatever happens, in any order: no look-up gives an older rollout after a newer one was acknowledged,
-and nothing is lost of which there is a copy.
+Whatever happens, in any order: after a rollout was acknowledged no look-up gives an older one, and
+nothing is lost of which there is a copy.
 """
 
 import itertools

@@ -6,6 +6,7 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from nemo_specrl.cache.cluster import shard as shard_module
+from nemo_specrl.errors import StoreUnavailable
 from nemo_specrl.rollout import prompt_key
 from tests.cache.cluster.machine import ClusterMachine
 
@@ -58,10 +59,10 @@ def test_what_is_put_by_an_old_routing_behind_a_copy_gets_to_who_copied(tmp_path
     first, second = machine.readers(0)
     [third] = {0, 1, 2} - {first, second}
     machine.kill(second, True, True)
-    while machine.membership.health.nodes == 3 or machine.membership.health.moving:
+    while machine.version_on(third, 0) < 1:
         machine.keeper_steps()
         machine.world.carry_out_all_of("keeper")
-    assert third in machine.actors and machine.readers(0) == [first]
+    assert machine.readers(0) == [first]
     machine.put(1, 0)  # by a client that has not heard of any of it
     assert machine.clients[1]._view.routing.read(prompt_key([0])) != machine.keeper.view()
     machine.elapse(6)
@@ -73,4 +74,28 @@ def test_what_is_put_by_an_old_routing_behind_a_copy_gets_to_who_copied(tmp_path
         for disk in (first, third):
             assert machine.get(client, 0, disk) == (1, 2)
     assert machine.version_on(third, 0) == 2
+    machine.teardown()
+
+
+def test_a_shard_that_could_not_write_is_no_reader_until_it_has_caught_up(tmp_path, monkeypatch):
+    machine = ClusterMachine(tmp_path, monkeypatch)
+    machine.put(0, 0)
+    machine.rest()
+    first, second = machine.readers(0)
+
+    def full(rollouts):
+        raise StoreUnavailable("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(machine.actors[first].target.store, "put", full)
+        machine.put(0, 0)
+        machine.finish(0, False)
+        assert machine.clients[0].take_failures() == 1
+        assert machine.acknowledged[0] == (1, 2)
+        assert machine.readers(0) == [second]
+        machine.elapse(1)  # so that the shard hears of it, for clients that have not
+        assert machine.get(1, 0, first) == (1, 2)
+        assert machine.version_on(first, 0) == 1
+    machine.rest()
+    assert machine.version_on(first, 0) == 2
     machine.teardown()

@@ -22,14 +22,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nemo_specrl.cache.cluster.driver import start_shards
 from nemo_specrl.cache.cluster.shard import LEASE_SECONDS
-from tests.cache.nodes import (
+from tests.cache.cluster.nodes import (
     KEYS,
     NODE,
     OPTIONS,
     PROMPTS,
     SAMPLE_INDICES,
+    STARTS,
+    all_at,
     copies,
-    group,
+    put_all,
     ray_head,
     versions_of,
     wait_until,
@@ -54,7 +56,7 @@ echo ready
 read # until it is plugged in
 ip addr add "$3/24" dev eth0
 ip link set eth0 up
-"${@:4}" >"$2/start.log" 2>&1 &
+("${@:4}" >"$2/start.log" 2>&1; touch "$2/ended") &
 cat
 """
 TRIAL = "ip link add br0 type bridge && ip link add v0 type veth && mount --bind /tmp /tmp"
@@ -94,19 +96,38 @@ class Network:
         _ip("link", "set", HERE, "up")
 
     def add_nodes(self, *numbers):
-        """Machines with a Ray node each; one that was there before has its disk."""
+        """Machines with a Ray node each; one that was there before has its disk.
+
+        A node that dies while it starts is started again.
+        """
         for number in numbers:
-            self.disk(number).mkdir(exist_ok=True)
-            start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
-            start += [f"--address={self.ray_address}", f"--node-ip-address={_address(number)}"]
-            start += [f"--{name.replace('_', '-')}={value}" for name, value in NODE.items()]
-            folders = (self.disk(number), self.disk(0))
-            pid = self._begin(number, MACHINE, *folders, _address(number), *start)
-            self._plug(number, "eth0", pid)
-            self._processes[number].stdin.write("\n")
-            self._processes[number].stdin.flush()
-        wait_until(lambda: all(_address(number) in alive() for number in numbers))
+            self._start(number)
+        for number in numbers:
+            for left in reversed(range(STARTS)):
+                wait_until(lambda n=number: _address(n) in alive() or self._ended(n).exists())
+                if _address(number) in alive():
+                    break
+                print(f"node {number}: {(self.disk(number) / 'start.log').read_text()[-2000:]}")
+                assert left, f"node {number} died {STARTS} times while starting"
+                self.stop(number)
+                self._start(number)
         self.nodes |= {number: alive()[_address(number)] for number in numbers}
+
+    def _start(self, number):
+        self.disk(number).mkdir(exist_ok=True)
+        self._ended(number).unlink(missing_ok=True)
+        start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
+        start += [f"--address={self.ray_address}", f"--node-ip-address={_address(number)}"]
+        start += [f"--{name.replace('_', '-')}={value}" for name, value in NODE.items()]
+        folders = (self.disk(number), self.disk(0))
+        pid = self._begin(number, MACHINE, *folders, _address(number), *start)
+        self._plug(number, "eth0", pid)
+        self._processes[number].stdin.write("\n")
+        self._processes[number].stdin.flush()
+
+    def _ended(self, number):
+        """The file that is there when the Ray node of a machine has ended."""
+        return self.disk(number) / "ended"
 
     def disk(self, number):
         """Of a machine: its own processes see it as ``ray``."""
@@ -200,8 +221,7 @@ def network():
 def cache(network):
     """With version 1 of all prompts, and look-ups that are soon over."""
     cache = start_shards(network.disk(0) / "stores", **OPTIONS | {"deadline_s": 1.0})
-    cache.put(r for g in all_of(1).values() for r in g)
-    cache.sync()
+    put_all(cache, 1)
     yield cache
     cache.close()
 
@@ -217,7 +237,7 @@ class Engine:
         """Looks all prompts up again and again, whoever may reach it meanwhile; takes notes."""
         while not (Path(folder) / "end").exists():
             begun = time.monotonic()
-            found = [[r.policy_version for r in g] for g in versions_of(self.cache).values()]
+            found = list(versions_of(self.cache).values())
             with (Path(folder) / "notes").open("a") as notes:
                 print(json.dumps([begun, found]), file=notes)
             time.sleep(0.2)
@@ -229,8 +249,7 @@ class Engine:
             got = self.cache.get(KEYS[first : first + 10])
             some = [got.get(key, []) for key in KEYS[first : first + 10]]
             found += [[r.policy_version for r in g] for g in some]
-        self.cache.put(r for g in all_of(version).values() for r in g)
-        self.cache.sync()
+        put_all(self.cache, version)
         return found
 
     def failures(self):
@@ -261,10 +280,6 @@ def engine_on(network, cache, number):
     return Engine.options(scheduling_strategy=where).remote(cache)
 
 
-def all_of(version):
-    return {p: group(p, version) for p in range(PROMPTS)}
-
-
 def either(found, *versions):
     """Whether a look-up found one of these, or nothing, of every prompt."""
     return all(v == [] or v in [[version] * SAMPLE_INDICES for version in versions] for v in found)
@@ -273,7 +288,7 @@ def either(found, *versions):
 def whole(cache, version):
     """Whether two copies of each prompt are there, and are found, in this version."""
     copied = [list(has.values()) for has in copies(cache).values()]
-    return copied == [[[version] * SAMPLE_INDICES] * 2] * PROMPTS and versions_of(cache) == all_of(
+    return copied == [[[version] * SAMPLE_INDICES] * 2] * PROMPTS and versions_of(cache) == all_at(
         version
     )
 
@@ -287,12 +302,11 @@ def test_a_node_is_cut_off_and_comes_back(network, cache, caplog):
         try:
             found = versions_of(cache)
             assert time.monotonic() < cut + SOON
-            assert all(g in ([], group(p, 1)) for p, g in found.items())
-            cache.put(r for g in all_of(2).values() for r in g)
-            cache.sync()  # ends when the node has been left out
+            assert either(found.values(), 1)
+            put_all(cache, 2)  # ends when the node has been left out
             assert cache.failures > 0
             cache.deadline_s = OPTIONS["deadline_s"]
-            assert versions_of(cache) == all_of(2)
+            assert versions_of(cache) == all_at(2)
             wait_until(lambda: watch.since(cut + LEASE_SECONDS))
         finally:
             network.mend(1)
@@ -320,10 +334,9 @@ def test_two_nodes_are_cut_from_one_another(network, cache):
         wait_until(lambda: any(either(found, 2) for found in watch.since(stepped)))
         told = time.monotonic()
         cache.deadline_s = OPTIONS["deadline_s"]
-        assert versions_of(cache) == all_of(2)
-        cache.put(r for g in all_of(3).values() for r in g)
-        cache.sync()
-        assert versions_of(cache) == all_of(3)
+        assert versions_of(cache) == all_at(2)
+        put_all(cache, 3)
+        assert versions_of(cache) == all_at(3)
         assert cache.failures == 0
     finally:
         network.join(1, 2)
@@ -337,10 +350,9 @@ def test_a_node_is_cut_off_until_ray_gives_it_up(network, cache):
     watch = Watch(network, cache, 1)
     network.cut(1)
     cut = time.monotonic()
-    cache.put(r for g in all_of(2).values() for r in g)
-    cache.sync()
+    put_all(cache, 2)
     cache.deadline_s = OPTIONS["deadline_s"]
-    assert versions_of(cache) == all_of(2)
+    assert versions_of(cache) == all_at(2)
     wait_until(lambda: network.nodes[1] not in alive().values())
     wait_until(lambda: cache.health() == (2, 0, 0))
     assert whole(cache, 2)
