@@ -157,7 +157,7 @@ class CacheClient:
         while calls:
             again: list[bytes] = []
             done = ready(calls, max(0.0, until - time.monotonic()))
-            for call, (node, some) in calls.items():
+            for call, (node, asked) in calls.items():
                 if call not in done:
                     call.future()  # takes the answer, which Ray would log if it is an error
                     self._failed(node, TimeoutError(f"no answer in {self.deadline_s:g} s"))
@@ -165,13 +165,13 @@ class CacheClient:
                 answer = self._result(node, call)
                 if answer is FAILED:
                     failed.add(node)
-                    again += some
+                    again += asked
                     continue
                 rollouts, newer = answer
                 self._adopt(newer)
-                found |= {key: rollouts[key] for key in some if key in rollouts}
+                found |= {key: rollouts[key] for key in asked if key in rollouts}
                 if newer is not None:  # then the shard has left out what it is no reader of
-                    again += [key for key in some if node not in newer.routing.read(key)]
+                    again += [key for key in asked if node not in newer.routing.read(key)]
             late = time.monotonic() >= until
             calls = {} if late else self._call_nearest(again, failed, method)
         return found
@@ -285,16 +285,16 @@ class CacheClient:
         for key in keys:
             by_readers[self._view.routing.read(key)].append(key)
         by_node: dict[str, list[bytes]] = defaultdict(list)
-        for readers, some in by_readers.items():
+        for readers, batch in by_readers.items():
             node = self._nearest(reader for reader in readers if reader not in failed)
             if node is None:
                 self._request_view()  # by now there may be others
             else:
-                by_node[node] += some
+                by_node[node] += batch
         epoch = self._view.routing.epoch
         return {
-            getattr(self._view.shards[node], method).remote(some, epoch): (node, some)
-            for node, some in by_node.items()
+            getattr(self._view.shards[node], method).remote(batch, epoch): (node, batch)
+            for node, batch in by_node.items()
         }
 
     def _send(self) -> None:
@@ -312,7 +312,7 @@ class CacheClient:
                 else:
                     self._missed.add(node)
         if by_node:
-            calls = {shards[n].put.remote(some, routing.epoch): n for n, some in by_node.items()}
+            calls = {shards[n].put.remote(batch, routing.epoch): n for n, batch in by_node.items()}
             self._writes.append(_Write(rollouts, routing, calls))
             self._unsynced |= by_node.keys()
         elif rollouts:
@@ -341,8 +341,8 @@ class CacheClient:
         self._breakers = {node: _Breaker() for node in view.shards}  # the keeper reaches them
         for write in self._writes:
             missing = missing_writes(write.rollouts, write.routing, view.routing)
-            for node, some in missing.items():
-                write.calls[view.shards[node].put.remote(some, ANY_EPOCH)] = node
+            for node, batch in missing.items():
+                write.calls[view.shards[node].put.remote(batch, ANY_EPOCH)] = node
                 self._unsynced.add(node)
             write.routing = view.routing
 
