@@ -1,4 +1,4 @@
-"""Seconds of the acceptance test and its uniforms on a large batch, without any engine.
+"""Time of the acceptance test and its uniforms on a large batch, without an engine.
 
     .venv/bin/python benchmarks/acceptance.py
 

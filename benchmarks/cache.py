@@ -234,14 +234,16 @@ def benchmark(folder: Path, prompts: int, tokens: int, runs: int) -> dict[str, A
 def pauses(path: Path, folder: Path, prompts: int) -> dict[str, float]:
     """A checkpoint's snapshot by partitions, and how long look-ups of 8 prompts wait meanwhile."""
     options = {"max_bytes": 2**40, "tokenizer_id": "benchmark"}
-    shard = Shard(str(path), "benchmark", True, options)
+    shard = Shard(str(path), 1, True, options)
     keys = [prompt_key([prompt]) for prompt in range(prompts)]
     shard.store.get(keys)  # warm
     speeds: list[float] = []
 
     def write() -> None:
         started = time.perf_counter()
-        files = shard.write(str(folder / "partitions"), list(range(PARTITIONS)), PARTITIONS)
+        files = shard.write_snapshot(
+            str(folder / "partitions"), list(range(PARTITIONS)), PARTITIONS
+        )
         taken = time.perf_counter() - started
         speeds.append(sum(file.bytes for file in files) / MB / taken)
 
@@ -301,7 +303,7 @@ def opening(folder: Path, gb: float, runs: int) -> dict[str, float]:
     size = (path / DATA_FILE).stat().st_size / 1e9
     opened = {"gb": size, "s": statistics.median(seconds), "worst_s": max(seconds), "runs": runs}
     # Checkpoints of that size, too: in small ones new pages of the page cache are all that counts.
-    shard = Shard(str(path), "benchmark", True, {"max_bytes": 2**40, "tokenizer_id": "benchmark"})
+    shard = Shard(str(path), 1, True, {"max_bytes": 2**40, "tokenizer_id": "benchmark"})
     timings = Timings()
     everything = list(range(PARTITIONS))
     for _ in range(2):
@@ -310,7 +312,7 @@ def opening(folder: Path, gb: float, runs: int) -> dict[str, float]:
         timings.measure(
             "snapshot by partitions",
             size * 1e3,
-            lambda: shard.write(str(folder / "parts"), everything, PARTITIONS),
+            lambda: shard.write_snapshot(str(folder / "parts"), everything, PARTITIONS),
         )
     shard.close()
     return opened | {

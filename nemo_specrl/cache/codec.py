@@ -47,6 +47,8 @@ EXACT = 8
 FRESH = 16
 
 _HEADER = struct.Struct("<BBBHIQQQII")
+_INCARNATION = struct.Struct("<Q")
+_INCARNATION_AT = struct.calcsize("<BBBHIQQ")  # its offset in the header
 _CHECKSUM = struct.Struct("<Q")
 _KNOWN_FLAGS = TOKENS_24 | TOKENS_32 | OWN_BIRTH_LOGPROBS | EXACT | FRESH
 _FINISHES = {int(finish): finish for finish in Finish}
@@ -330,12 +332,27 @@ def _recorded(key: bytes, record: bytes, header: Header | None = None) -> Record
     return rollout
 
 
-def packed(rollouts: Sequence[Rollout]) -> list[Recorded]:
-    """Rollouts as they would come back from a store: for who sends them to one."""
+def packed(rollouts: Sequence[Rollout], incarnation: int | None = None) -> list[Recorded]:
+    """Encode rollouts that are about to be sent to a store, as the store would return them.
+
+    Args:
+        rollouts: of any origin.
+        incarnation: recorded in place of the rollouts' own. None: they keep theirs.
+    """
     keys = [rollout.key for rollout in rollouts]
-    return [
-        _recorded(key, record) for key, record in zip(keys, encode_all(rollouts, keys), strict=True)
-    ]
+    records = encode_all(rollouts, keys)
+    if incarnation is not None:
+        records = [_restamped(*named, incarnation) for named in zip(keys, records, strict=True)]
+    return [_recorded(key, record) for key, record in zip(keys, records, strict=True)]
+
+
+def _restamped(db_key: bytes, record: bytes, incarnation: int) -> bytes:
+    """A record with another incarnation, and the checksum that belongs to it."""
+    body = bytearray(memoryview(record)[: -_CHECKSUM.size])
+    _INCARNATION.pack_into(body, _INCARNATION_AT, incarnation)
+    hasher = xxhash.xxh3_64(db_key)
+    hasher.update(body)
+    return bytes(body) + _CHECKSUM.pack(hasher.intdigest())
 
 
 def decode(db_key: bytes, record: bytes) -> Recorded:

@@ -1,1 +1,1 @@
-"""Which draft serves which request, and how much of it stands. Numpy only: no torch, no vLLM."""
+"""Choice of drafts, their acceptance, and statistics of reuse. Numpy only: no torch, no vLLM."""

@@ -1,10 +1,10 @@
-"""The acceptance test, its uniforms, and the log-probs with which accepted tokens were produced.
+"""The acceptance test, its uniforms, and the log-probs under which accepted tokens were sampled.
 
-Everything is ragged: the drafts of a batch lie behind one another in flat arrays, and ``offsets``
-(int64 ``[b + 1]``) says where each begins and ends. Which draft is judged lives in ``drafts``.
+Batches are ragged: the drafts of a batch are concatenated in flat arrays, and ``offsets`` (int64
+``[b + 1]``) has where each begins and ends. Which draft a request gets is decided in ``drafts``.
 
-Source: SPEC-RL, arXiv 2509.23232, section 3.2. Unlike its reference implementation the uniforms
-are fresh at every verification, and a test with ratio 0 can never pass.
+Source: SPEC-RL, arXiv 2509.23232, section 3.2. Unlike in its reference implementation, the uniforms
+are drawn anew at every verification, and a token with ratio 0 is never accepted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Int64Array = npt.NDArray[np.int64]
 
 
 def _digest(purpose: str, seed: int, policy_version: int, key: bytes, sample_index: int) -> int:
-    """128 bits that belong to one purpose, run, policy version, prompt and sample index alone."""
+    """Hash a purpose, run, policy version, prompt and sample index to 128 bits."""
     message = b"%s\0%d\0%d\0%d\0%s" % (purpose.encode(), seed, policy_version, sample_index, key)
     return xxhash.xxh3_128_intdigest(message)
 
@@ -42,19 +42,19 @@ def _digest(purpose: str, seed: int, policy_version: int, key: bytes, sample_ind
 def derived_seed(
     purpose: str, seed: int, policy_version: int, key: bytes, sample_index: int
 ) -> int:
-    """A seed in ``0 .. 2**31 - 1`` for one purpose, policy version, prompt and sample index."""
+    """Return a seed in ``0 .. 2**31 - 1`` for a purpose, version, prompt and sample index."""
     return _digest(purpose, seed, policy_version, key, sample_index) & 0x7FFFFFFF
 
 
 def row_uniform(
     purpose: str, seed: int, policy_version: int, key: bytes, sample_index: int
 ) -> float:
-    """One uniform in [0, 1) for one purpose, policy version, prompt and sample index."""
+    """Return a uniform in [0, 1) for a purpose, policy version, prompt and sample index."""
     return (_digest(purpose, seed, policy_version, key, sample_index) >> 75) * 2.0**-53
 
 
 def offsets_of(lengths: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Int64Array:
-    """Where each of the drafts with these lengths begins and ends, int64 ``[b + 1]``."""
+    """Return where drafts of these lengths begin and end in a flat array, int64 ``[b + 1]``."""
     offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
@@ -67,14 +67,15 @@ def draft_uniforms(
     sample_indices: Sequence[int],
     offsets: Int64Array,
 ) -> npt.NDArray[np.float64]:
-    """A uniform in (0, 1] for each draft token: fresh at every verification, equal on a replay.
+    """Draw a uniform in (0, 1] for each draft token: new ones at every verification.
 
-    Philox counters keyed by (seed, policy version, prompt key, sample index): token i of a draft
-    has the same uniform whatever else is in the batch and wherever the draft stands in it.
+    The Philox generator is keyed by (seed, policy version, prompt key, sample index). Token i of a
+    draft has the same uniform whatever else is in the batch and wherever the draft is in it, and a
+    replay of the step draws the same uniforms.
 
     Args:
         seed: of the run.
-        policy_version: of the weights that judge.
+        policy_version: of the weights that verify.
         keys: ``b`` prompt keys.
         sample_indices: int ``[b]``.
         offsets: int64 ``[b + 1]``.
@@ -86,7 +87,7 @@ def draft_uniforms(
     for i, (key, sample_index) in enumerate(zip(keys, sample_indices, strict=True)):
         philox = np.random.Philox(key=_digest("accept", seed, policy_version, key, sample_index))
         np.random.Generator(philox).random(out=uniforms[offsets[i] : offsets[i + 1]])
-    # From [0, 1) to (0, 1]: a ratio of 0 never passes, a ratio of 1 always does.
+    # From [0, 1) to (0, 1]: a ratio of 0 never accepts, a ratio of 1 always does.
     return np.subtract(1.0, uniforms, out=uniforms)
 
 
@@ -97,13 +98,13 @@ def accepted_lengths(
     offsets: Int64Array,
     lenience: float,
 ) -> Int64Array:
-    """Length of the accepted prefix of each draft.
+    """Return the length of the accepted prefix of each draft.
 
-    Token i is accepted when ``u_i <= min(1, lenience * p_new / p_old)``; the prefix ends at the
-    first token that is not. A log-prob that is NaN accepts nothing.
+    Token i is accepted if ``u_i <= min(1, lenience * p_new / p_old)``; the prefix ends before the
+    first token that is not. A token whose log-prob is NaN is rejected.
 
     Args:
-        new_logprobs: under the policy that judges, float ``[t]``, nats.
+        new_logprobs: under the policy that verifies, float ``[t]``, nats.
         old_logprobs: under the reference policy, float ``[t]``, nats.
         uniforms: float ``[t]`` in (0, 1].
         offsets: int64 ``[b + 1]`` with ``offsets[-1] == t``.
@@ -129,7 +130,7 @@ def accepted_lengths(
     rejected = np.flatnonzero(~(np.log(uniforms) <= log_ratio))
     starts, ends = offsets[:-1], offsets[1:]
     first = np.searchsorted(rejected, starts)
-    # Behind the last rejection stands the end of the batch, which lies beyond every draft's end.
+    # After the last rejection comes the end of the batch, which is beyond every draft's end.
     position = np.append(rejected, total)[first]
     lengths: Int64Array = np.minimum(position, ends) - starts
     return lengths
@@ -138,7 +139,7 @@ def accepted_lengths(
 def accepted_length(
     new_logprobs: FloatArray, old_logprobs: FloatArray, uniforms: FloatArray, lenience: float
 ) -> int:
-    """Length of the accepted prefix of one draft; see :func:`accepted_lengths`."""
+    """Return the length of the accepted prefix of one draft; see :func:`accepted_lengths`."""
     offsets = np.array([0, len(new_logprobs)], dtype=np.int64)
     return int(accepted_lengths(new_logprobs, old_logprobs, uniforms, offsets, lenience)[0])
 
@@ -146,13 +147,13 @@ def accepted_length(
 def behaviour_logprobs(
     new_logprobs: FloatArray, old_logprobs: FloatArray, lenience: float
 ) -> FloatArray:
-    """Log-prob with which accepted tokens were really produced, nats.
+    """Return the log-probs with which accepted tokens were really produced, nats.
 
-    A token comes out of the draft with probability ``min(p_old, lenience * p_new)``. That leaves
-    out the small rejected mass, from which the same token can come a second way.
+    A token is drafted and accepted with probability ``min(p_old, lenience * p_new)``. The same
+    token can also be sampled after a rejection; that small probability is left out.
 
     Args:
-        new_logprobs: under the policy that judged, float ``[n]``, nats.
+        new_logprobs: under the policy that verified, float ``[n]``, nats.
         old_logprobs: under the reference policy, float ``[n]``, nats.
         lenience: > 0.
     """

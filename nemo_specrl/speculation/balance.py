@@ -1,6 +1,6 @@
-"""Which engine gets which rows, so that all of them finish at about the same time.
+"""Distribution of rows over engines, so that all engines finish at about the same time.
 
-Knows costs and counts; nothing of rows, drafts or engines.
+This module deals in costs and counts only. It does not know rows, drafts or engines.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Sequence
 __all__ = ["balanced_order"]
 
 WORTHWHILE = 0.95
-"""Rows are moved only where the longest share gets at most this part of what it was."""
+"""Rows are moved only if that cuts the cost of the longest share to this fraction of it."""
 
 
 def balanced_order(costs: Sequence[float], shards: int) -> list[int]:
-    """An order of rows whose contiguous shares, one for each engine, cost about the same.
+    """Order rows such that the contiguous shares of the engines cost about the same.
 
-    Shares are of ``ceil(n / shards)`` rows, the last ones shorter, as a batch is cut. The most
-    expensive rows are dealt first, each to the share that has cost least and has room (longest
-    processing time first; Graham, doi:10.1137/0117039). Rows stay in their order within a share,
-    and all of them where moving them gains little: siblings that stay together share their prompt's
+    Shares have ``ceil(n / shards)`` rows, the last ones fewer, which is how a batch is split. The
+    most expensive rows are assigned first, each to the cheapest share with room (longest processing
+    time first; Graham, doi:10.1137/0117039). Within a share rows keep their order. If moving rows
+    gains little, all of them keep it: rows of a group that stay together share their prompt's
     prefill.
 
     Args:

@@ -1,6 +1,7 @@
-"""Which cached rollout serves which request.
+"""Choice of the cached rollout that each row verifies.
 
-Knows rollouts, rows and policy versions; nothing of engines, stores or tokenizers.
+This module knows rollouts, rows and policy versions. It does not know engines, stores or
+tokenizers.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ __all__ = ["Choice", "Row", "assign_sample_indices", "is_fresh", "select_drafts"
 
 @dataclass(frozen=True)
 class Row:
-    """One rollout to make: the key of its prompt and its sample index in the group."""
+    """A rollout to be made: the key of its prompt, and its sample index in the group."""
 
     key: bytes
     sample_index: int
 
 
 def assign_sample_indices(keys: Sequence[bytes]) -> list[int]:
-    """The k-th row of a prompt in a batch has sample index k."""
+    """Give the k-th row of a prompt in a batch sample index k."""
     seen: dict[bytes, int] = defaultdict(int)
     sample_indices = []
     for key in keys:
@@ -39,24 +40,31 @@ Draft = TypeVar("Draft", Rollout, Outline)
 
 
 class Choice(NamedTuple, Generic[Draft]):
-    """What a row gets: a draft, or None to be decoded plainly, and how often it came before."""
+    """The draft of a row.
+
+    Args:
+        draft: None: the row is decoded plainly.
+        occurrence: how many rollouts its sample index had before this one.
+    """
 
     draft: Draft | None
     occurrence: int
 
 
 def is_fresh(row: Row, occurrence: int, *, seed: int, fresh_fraction: float) -> bool:
-    """Whether a row is decoded plainly although a draft may be there (design, rule 10).
+    """Decide whether a row is decoded plainly even if there is a draft.
 
-    Rows take turns: each one's share of plain occurrences is ``fresh_fraction`` over every stretch
-    of occurrences, and it never waits longer than ``ceil(1 / fresh_fraction)`` occurrences for its
-    turn. The wait bounds how often a token can be trained on, and for a given number of decoded
-    tokens no rule has a lower bound. Where in the turn a row begins is random, so that a step has
-    its share, too.
+    Reuse is not exact, and what the policy would write without it has to stay visible: so a
+    fraction of the rows is decoded plainly at each step. Rows take turns. A row is plain at every
+    ``1 / fresh_fraction``-th occurrence, rounded up or down, so it is never drafted more than
+    ``ceil(1 / fresh_fraction) - 1`` times in a row. That bounds how often a token can be trained
+    on; no other rule has a lower bound for the same number of decoded tokens. The occurrence at
+    which a row's first turn comes is random, so that each step has about the same share of plain
+    rows.
 
     Args:
         row: prompt and sample index.
-        occurrence: how many rollouts the sample index had before.
+        occurrence: how many rollouts the sample index had before this one.
         seed: of the run.
         fresh_fraction: in [0, 1].
     """
@@ -73,21 +81,26 @@ def select_drafts(
     seed: int = 0,
     fresh_fraction: float = 0.0,
 ) -> list[Choice[Draft]]:
-    """A draft for each row, or None.
+    """Choose a draft for each row, or none.
 
-    The row with sample index k takes the newest draft of its prompt's sample index k and no other,
-    so that no draft is given to two rows, whether the rows of a group come in one batch, in
-    several, or on several engines. A sample index that the present weights have served gets no
-    draft: its uniforms have been used, and the same draft would only come out as a copy. Not so a
-        rollout that was
-    interrupted: it is continued, as the occurrence that it is.
+    The row with sample index k gets the newest rollout of its prompt's sample index k and no other
+    one. No draft is given to two rows this way, whether the rows of a group come in one batch, in
+    several, or on several engines.
+
+    A sample index that the current weights have served gets no draft: its uniforms would be the
+    same again, and so would the result. An interrupted rollout is different: it is continued, and
+    counts as the same occurrence.
 
     Args:
-        rows: what is asked for.
+        rows: to be made.
         cached: rollouts, or outlines of them, by prompt key, newest first within a sample index.
-        policy_version: of the weights that will judge.
-        seed: of the run; the turns of fresh rows depend on it.
-        fresh_fraction: share of rows that get none although there is one.
+        policy_version: of the weights that will verify.
+        seed: of the run; it determines which rows are plain when.
+        fresh_fraction: fraction of the rows that get no draft even if there is one
+            (:func:`is_fresh`).
+
+    Returns:
+        A choice for each row.
     """
     newest: dict[Row, Draft] = {}
     served: set[Row] = set()
@@ -108,7 +121,7 @@ def select_drafts(
             unfinished = draft.finish is Finish.PARTIAL
             occurrence = draft.occurrence + (not unfinished)
             plain = is_fresh(row, occurrence, seed=seed, fresh_fraction=fresh_fraction)
-            # Where these weights were at it, it is as fresh as what they would decode now.
+            # What these weights have decoded of it is as fresh as what they would decode now.
             plain &= not (unfinished and draft.policy_version == policy_version)
             choices.append(Choice(None if plain or not len(draft) else draft, occurrence))
     return choices

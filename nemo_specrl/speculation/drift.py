@@ -1,19 +1,19 @@
-"""Does reuse still give what fresh rollouts give? A sequential test of fresh against reused rows.
+"""A sequential test of whether reused rows still behave like fresh ones.
 
-Were reuse exact, the two kinds of rows of a prompt would have one law, and so the same expected
-reward, length and mean log-prob. Training on what is drafted again breaks that first where it
-hurts: reused rows are remembered, so their log-prob and their reward rise above those of fresh
-ones. Rows are compared within their group, because prompts differ in difficulty (Mantel and
-Haenszel, doi:10.1093/jnci/22.4.719). The test may be looked at after every step without losing its
-error rate: its bound is a normal-mixture confidence sequence (Robbins, doi:10.1214/aoms/1177696786;
+If reuse were exact, fresh and reused rows of a prompt would have the same distribution, and so the
+same expected reward, length and mean log-prob. Training on rows that are drafted again breaks this:
+the policy memorizes reused rows, and their log-prob and reward rise above those of fresh ones. Rows
+are compared within their group, because prompts differ in difficulty (Mantel and Haenszel,
+doi:10.1093/jnci/22.4.719). The test can be evaluated after every step at its nominal error rate,
+because its bound is a normal-mixture confidence sequence (Robbins, doi:10.1214/aoms/1177696786;
 Howard et al., arXiv 1810.08240, section 3.2).
 
-Reused tokens say something by themselves, too. For a row with the present policy's law, the mean of
-the sum over its tokens of log p_now - log p_birth cannot be negative: E[p_birth / p_now] is at most
-1, and Jensen. Where it is negative, the policy has turned away from what it is shown. Rows are
-looked at once an epoch, so that none counts twice.
+The reused tokens alone allow a second test. For rows from the current policy's distribution, the
+mean of the sum over tokens of log p_now - log p_birth is not negative, by Jensen's inequality with
+E[p_birth / p_now] <= 1. If it is negative, the policy has moved away from the rows that it is
+trained on. This is evaluated once an epoch, so that no row counts twice.
 
-Knows arrays of rows; nothing of engines, losses or logs.
+This module knows arrays of rows. It does not know engines, losses or logs.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ __all__ = ["DriftMonitor", "Gap"]
 
 FloatArray = npt.NDArray[np.floating[Any]]
 
-# Where the confidence sequence is at its tightest, in units of information (about fresh rows).
+# Information (about a number of fresh rows) at which the confidence sequence is tightest.
 TIGHTEST_AT = 64.0
-# Degrees of freedom from which on the spread of a quantity counts as known.
+# Degrees of freedom from which the variance of a quantity counts as known.
 ROWS_TO_JUDGE = 64
 
 
 @dataclass
 class Estimate:
-    """A mean and how well it is known, summed up piece by piece.
+    """A weighted mean and its standard error, accumulated batch by batch.
 
     Args:
-        information: sum of weights.
-        difference: weighted sum.
-        squares: sum of squared deviations from the mean of a piece.
+        information: sum of the weights.
+        difference: weighted sum of the values.
+        squares: sum of squared deviations from the means of the batches.
         freedom: degrees of freedom of ``squares``.
     """
 
@@ -57,37 +57,37 @@ class Estimate:
 
     @property
     def mean(self) -> float:
-        """In the quantity's units; 0 where nothing was counted."""
+        """The mean, in the quantity's units; 0 if nothing was counted."""
         return self.difference / self.information if self.information else 0.0
 
     @property
     def standard_error(self) -> float:
-        """Of ``mean``; infinite while the spread is not known: a few rows may all be alike."""
+        """Standard error of ``mean``; infinite while too few rows tell the variance."""
         if self.freedom < ROWS_TO_JUDGE or not self.information:
             return math.inf
         return math.sqrt(self.squares / self.freedom / self.information)
 
     @property
     def z(self) -> float:
-        """``mean`` in standard errors; 0 where these are not known."""
+        """``mean`` in standard errors; 0 if these are not known."""
         error = self.standard_error
         return self.mean / error if 0 < error < math.inf else 0.0
 
     def count(self, values: FloatArray) -> None:
-        """Add up the spread of one kind of values, float ``[n]``."""
+        """Add the squared deviations of values of one kind, float ``[n]``."""
         if len(values):
             self.squares += float(((values - values.mean()) ** 2).sum())
             self.freedom += len(values) - 1
 
 
 class Gap(Estimate):
-    """By how much fresh rows exceed reused ones in one quantity, summed over groups.
+    """Mean difference between fresh and reused rows in one quantity, over groups.
 
-    A group with ``f`` fresh and ``r`` reused rows weighs ``f r / (f + r)``: its information.
+    A group with ``f`` fresh and ``r`` reused rows has weight ``f r / (f + r)``, its information.
     """
 
     def add(self, values: FloatArray, fresh: npt.NDArray[np.bool_]) -> None:
-        """Count a group.
+        """Add a group.
 
         Args:
             values: of its rows, float ``[n]``.
@@ -103,10 +103,10 @@ class Gap(Estimate):
             self.count(kind)
 
     def half_width(self, error_rate: float) -> float:
-        """Of the confidence sequence about ``mean``: it holds at all looks at once.
+        """Return the half width of the confidence sequence around ``mean``, valid at all steps.
 
         Args:
-            error_rate: chance that the true gap is ever outside.
+            error_rate: probability that the true gap is ever outside.
         """
         error, v = self.standard_error, self.information
         if math.isinf(error):
@@ -116,10 +116,10 @@ class Gap(Estimate):
 
 
 class Staleness(Estimate):
-    """By how much reused tokens have become less likely since birth, nats per row."""
+    """Mean loss of log-prob of a row's reused tokens since birth, nats per row."""
 
     def add(self, values: FloatArray) -> None:
-        """Count the rows of a step.
+        """Add the rows of a step.
 
         Args:
             values: sum over a row's reused tokens of log p_birth - log p_now, float ``[n]``.
@@ -130,19 +130,20 @@ class Staleness(Estimate):
 
 
 class DriftMonitor:
-    """Compares fresh and reused rows step by step, and turns ``fresh_fraction`` where asked to.
+    """Compares fresh and reused rows step by step, and adapts ``fresh_fraction`` if configured to.
 
     Args:
         config: the ``spec_rl.monitor:`` block.
         fresh_fraction: ``spec_rl.fresh_fraction``.
-        steps_per_epoch: how many :meth:`update` calls make an epoch.
+        steps_per_epoch: number of :meth:`update` calls in an epoch.
 
     Attributes:
-        fresh_fraction: to be used for the next step; other than configured only with ``auto``.
-        gaps: what was seen in the present window, by quantity.
-        staleness: what was seen in the last whole epoch.
+        fresh_fraction: for the next step; differs from the configured one only with ``auto``.
+        gaps: gap of each quantity in the current window.
+        staleness: staleness in the last complete epoch.
         drifting: quantities that drift as of the last update.
-        warning: one line about them where they are others than at the update before, else empty.
+        warning: one line that names them, if they differ from those of the update before; else
+            empty.
     """
 
     def __init__(
@@ -170,15 +171,18 @@ class DriftMonitor:
         values: Mapping[str, FloatArray],
         stale: FloatArray,
     ) -> list[str]:
-        """Count the rows of a step; the quantities that drift, beyond tolerance and chance.
+        """Add the rows of a step and test for drift.
 
         Args:
-            groups: what the rows of a group have in common, ``[rows]``.
+            groups: an identifier of each row's group, ``[rows]``.
             fresh: which rows were decoded plainly, bool ``[rows]``.
             values: float ``[rows]`` each: ``reward``; ``length`` in tokens; ``logprob``, the mean
                 over a row's tokens under the current policy, nats.
             stale: of the rows that have reused tokens, the sum over these of log p_birth - log
                 p_now, float ``[any]``, nats.
+
+        Returns:
+            The quantities whose gap exceeds its tolerance by more than chance.
         """
         if self.steps >= self.window:
             if not self.alarmed:
@@ -216,7 +220,7 @@ class DriftMonitor:
         return self.drifting
 
     def as_dict(self) -> dict[str, float]:
-        """By metric name: the gaps, also in standard errors, and whether each drifts (0 or 1)."""
+        """Return the metrics: each gap, the gap in standard errors, and 1 if it drifts, else 0."""
         out: dict[str, float] = {}
         for name, gap in self.gaps.items():
             out[f"spec_rl/{name}_gap"] = gap.mean
@@ -239,7 +243,7 @@ class DriftMonitor:
         )
 
     def state(self) -> dict[str, Any]:
-        """All that :meth:`restore` needs, as JSON values."""
+        """Return what :meth:`restore` needs, as JSON values."""
         return {
             "fresh_fraction": self.fresh_fraction,
             "steps": self.steps,
@@ -250,7 +254,7 @@ class DriftMonitor:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state` gave."""
+        """Continue from what :meth:`state` has returned."""
         self.fresh_fraction = float(state["fresh_fraction"])
         self.steps, self.alarmed = int(state["steps"]), bool(state["alarmed"])
         self.drifting = list(state["drifting"])

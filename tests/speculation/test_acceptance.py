@@ -1,4 +1,4 @@
-"""The acceptance test against its definition, its uniforms, and its speed-relevant shapes."""
+"""The acceptance test against its definition, and the statistics of its uniforms."""
 
 import itertools
 import math

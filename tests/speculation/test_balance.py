@@ -1,4 +1,4 @@
-"""Rows to engines: every row once, in shares of the right size, finishing together."""
+"""Balance of rows over engines: each row once, in shares of the right size and similar cost."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Which cached rollout serves which row."""
+"""Choice of the cached rollout that each row verifies."""
 
 import math
 

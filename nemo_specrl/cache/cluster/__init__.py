@@ -1,4 +1,4 @@
 """The rollout cache of a Ray cluster: replicated shards, their keeper, and clients.
 
-``driver`` is what a training driver uses; ``client`` is the part of it that generation workers get.
+Training drivers use ``driver``; generation workers get a ``client``.
 """

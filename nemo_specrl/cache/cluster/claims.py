@@ -1,6 +1,7 @@
-"""Which sample index a row gets that comes alone.
+"""Sample indices for rows that are generated one at a time.
 
-Knows keys, sample indices and policy versions; nothing of stores, actors or engines.
+This module knows keys, sample indices and policy versions. It does not know stores, actors or
+engines.
 """
 
 from __future__ import annotations
@@ -16,37 +17,49 @@ CLAIM_SECONDS = 3600.0
 
 
 class SampleClaims:
-    """Sample indices for rows of a prompt that come one by one, from anywhere, in any order.
+    """Assigns sample indices to rows of a prompt that arrive one by one and in any order.
 
-    Rows of a batch have their sample indices by position; rows of an asynchronous trainer come
-    alone, and nobody knows how many there will be. A row gets the sample index that was served
-    longest ago, of those that the present weights have not served and no other row is at; where
-    there is none, a new one. So no draft is given to two rows, and a group of n keeps to n sample
-    indices.
+    Rows of a batch have their sample indices by position. Rows of an asynchronous trainer arrive
+    alone, and how many there will be is unknown. Such a row gets the sample index that was served
+    longest ago, among those that the current weights have not served and that no other row is
+    being generated for; if there is none, a new one. No draft is given to two rows this way, and a
+    group of n rows keeps to n sample indices.
     """
 
     def __init__(self) -> None:
         self._until: dict[tuple[bytes, int], float] = {}
 
-    def claim(self, key: bytes, rollouts: Sequence[Rollout], policy_version: int) -> int:
-        """A sample index for the next row of a prompt; it stays claimed until its rollout is there.
+    def claim(
+        self,
+        key: bytes,
+        rollouts: Sequence[Rollout],
+        policy_version: int,
+        incarnation: int = 0,
+    ) -> int:
+        """Assign a sample index to the next row of a prompt.
+
+        It stays claimed until its rollout is stored (:meth:`release`), or for
+        ``CLAIM_SECONDS``.
 
         Args:
-            key: the prompt's.
-            rollouts: the prompt's, newest first within a sample index.
+            key: the prompt's key.
+            rollouts: what is cached of the prompt.
             policy_version: of the weights that will serve the row.
+            incarnation: of the run. Rollouts of an older one were served earlier, whatever their
+                policy version: versions run back when a run resumes from a checkpoint.
         """
         now = time.monotonic()
-        served: dict[int, int] = {}
+        served: dict[int, tuple[int, int]] = {}
         for rollout in rollouts:
-            # What was interrupted has not been served; whoever takes its sample index goes on with
-            # it.
+            # An interrupted rollout has not been served: the row that gets its sample index
+            # continues it.
             version = rollout.policy_version - (rollout.finish is Finish.PARTIAL)
-            served[rollout.sample_index] = max(served.get(rollout.sample_index, -1), version)
+            when = rollout.incarnation, version
+            served[rollout.sample_index] = max(served.get(rollout.sample_index, when), when)
         waiting = [
             sample_index
-            for sample_index, version in sorted(served.items(), key=lambda item: (item[1], item[0]))
-            if version < policy_version and not self._claimed((key, sample_index), now)
+            for sample_index, when in sorted(served.items(), key=lambda item: (item[1], item[0]))
+            if when < (incarnation, policy_version) and not self._claimed((key, sample_index), now)
         ]
         if waiting:
             sample_index = waiting[0]
@@ -58,12 +71,19 @@ class SampleClaims:
         return sample_index
 
     def hold(self, key: bytes, sample_index: int, seconds: float = CLAIM_SECONDS) -> None:
-        """A sample index was given out elsewhere; it is claimed here too, for ``seconds``."""
+        """Claim a sample index that another shard has assigned, for ``seconds``."""
         self._until[(key, sample_index)] = time.monotonic() + seconds
 
     def held(self, start: bytes, stop: bytes | None) -> list[tuple[bytes, int, float]]:
-        """Prompt and sample index of each claim in a range of keys, and the seconds that it has
-        left."""
+        """Return the claims on prompts in a range of keys.
+
+        Args:
+            start: first key of the range.
+            stop: first key behind it. None: the range has no end.
+
+        Returns:
+            Prompt key, sample index and the seconds that are left, for each claim.
+        """
         now = time.monotonic()
         return [
             (key, sample_index, until - now)
@@ -72,7 +92,7 @@ class SampleClaims:
         ]
 
     def release(self, key: bytes, sample_index: int) -> None:
-        """The row is done; a claim whose row never is runs out by itself."""
+        """Drop a claim whose rollout is stored. A claim whose row fails expires by itself."""
         self._until.pop((key, sample_index), None)
 
     def _claimed(self, row: tuple[bytes, int], now: float) -> bool:

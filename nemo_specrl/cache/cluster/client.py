@@ -1,11 +1,12 @@
-"""A client of a cluster's cache: looks rollouts up, keeps them, and never stands in the way.
+"""A client of a cluster's cache: looks rollouts up and stores them, and never holds a rollout up.
 
-Partitions lie on several shards each. A client writes to all of them and reads from the nearest
-that answers, within its deadline; a shard that keeps failing is left alone for a while. Where
-partitions lie it learns from the shards, whose answers bring a newer view where there is one, and
-from the keeper, whom it asks where shards fail and tells which of them it could not write to.
+Each partition lies on several shards. A client writes to all of them and reads from the nearest one
+that answers, within its deadline; a shard that keeps failing is left alone for a while. Clients
+learn where partitions lie from the shards, whose answers carry a newer view where there is one, and
+from the keeper, which they ask when shards fail and tell which shards they could not write to.
 
-Knows Ray, shards by their methods, and views; nothing of nodes, or of how copies are made.
+This module imports Ray and knows the methods of shards and keeper. It does not know nodes, or how
+copies are made.
 """
 
 from __future__ import annotations
@@ -20,30 +21,30 @@ from typing import Any
 
 import ray
 
-from nemo_specrl.cache.cluster.keeper import last_line
-from nemo_specrl.cache.cluster.membership import Routing, View, owed
+from nemo_specrl.cache.cluster.membership import Routing, View, missing_writes
+from nemo_specrl.cache.cluster.transfers import last_line
 from nemo_specrl.cache.codec import packed
 from nemo_specrl.rollout import Outline, Rollout
 
-__all__ = ["ASK_SECONDS", "CALL_SECONDS", "FAILED", "CacheClient", "ready"]
+__all__ = ["CALL_SECONDS", "FAILED", "POLL_SECONDS", "CacheClient", "ready"]
 
 PUT_AT_ONCE = 64
-PREFETCHED_PROMPTS = 1024
 FAILURES_TO_OPEN = 3
 OPEN_SECONDS = 30.0
 SYNC_SECONDS = 30.0
-ASK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 CALL_SECONDS = 60.0
-LATE = -1  # epoch of what is sent to someone for whom it was not meant at first
+ANY_EPOCH = -1
+"""Older than every routing: a shard merges what is put with it, since it may come late."""
 FAILED = object()
-"""Of a shard, instead of an answer."""
+"""Stands for the answer of a shard that failed."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class _Breaker:
-    """Whether a shard is asked; after some failures in a row it is left alone for a while."""
+    """A circuit breaker: after several failures in a row a shard is not called for a while."""
 
     failures: int = 0
     open_until: float = 0.0
@@ -59,138 +60,150 @@ class _Breaker:
 
 
 @dataclass
-class _Sent:
-    """Rollouts on their way to the nodes that a routing names."""
+class _Write:
+    """Rollouts that have been sent, and the calls that have no answer yet.
+
+    Args:
+        rollouts: what was sent.
+        routing: that it was sent by.
+        calls: each with the name of its shard.
+    """
 
     rollouts: list[Rollout]
     routing: Routing
-    refs: dict[Any, str]  # calls that have no answer yet, and whom they are to
+    calls: dict[Any, str]
+
+
+Lookups = dict[Any, tuple[str, list[bytes]]]
+"""Calls that look up, with the name of the shard and the keys."""
 
 
 class CacheClient:
-    """What an engine has of the cache; can be sent to any process.
+    """An engine's access to the cache. It can be pickled and sent to any process.
 
     Args:
-        view: where partitions lie, and how shards are reached.
-        keeper: the actor to ask for a newer one; None: there is none.
+        view: where partitions lie, and how to reach the shards.
+        keeper: the actor to ask for a newer view. None: there is none.
         deadline_s: a look-up that takes longer is answered without what is late, seconds.
         tokenizer_id: of the stores.
+        incarnation: of the run. Every rollout that is put is stored with it, so that it is newer
+            than anything that an earlier run, or an earlier life of this one, has left on disks.
 
     Attributes:
-        failures: calls of shards that failed or came too late, since they were last taken.
+        failures: calls of shards that failed or were late, since they were last taken.
     """
 
-    def __init__(self, view: View, keeper: Any, *, deadline_s: float, tokenizer_id: str) -> None:
+    def __init__(
+        self, view: View, keeper: Any, *, deadline_s: float, tokenizer_id: str, incarnation: int
+    ) -> None:
         self.deadline_s = deadline_s
         self.tokenizer_id = tokenizer_id
+        self.incarnation = incarnation
         self._view = view
         self._keeper = keeper
         self._logged = False
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self.failures = 0
         self._breakers = {node: _Breaker() for node in self._view.shards}
         self._buffer: list[Rollout] = []
-        self._sent: list[_Sent] = []
+        self._writes: list[_Write] = []
         self._unsynced: set[str] = set()
-        self._missed: set[str] = set()  # nodes that have not got what they should
-        self._prefetched: dict[bytes, tuple[str, Any]] = {}  # prompt to node and call
-        self._asked: Any = None
-        self._asked_at = -ASK_SECONDS
+        self._missed: set[str] = set()  # shards that did not receive what they should have
+        self._keeper_call: Any = None
+        self._keeper_called_at = -POLL_SECONDS
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy starts with nothing on its way; what is, stays with the one that sent it."""
-        names = ("deadline_s", "tokenizer_id", "_view", "_keeper", "_logged")
+        """Leave out what has been sent: it stays with the client that sent it."""
+        names = ("deadline_s", "tokenizer_id", "incarnation", "_view", "_keeper", "_logged")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._begin()
+        self._reset()
 
     @property
     def partitions(self) -> int:
-        """Into how many the keys fall."""
+        """Number of partitions that the keys fall into."""
         return len(self._view.routing.readers)
 
     def get(self, keys: Iterable[bytes]) -> dict[bytes, list[Rollout]]:
-        """Rollouts by prompt key, newest first within a sample index; what is late is absent.
+        """Look prompts up.
 
-        What this client has put is found: a shard does what one client asks in the order asked.
+        What this client has put is found, because a shard handles the calls of one client in order.
+
+        Args:
+            keys: of prompts.
+
+        Returns:
+            The rollouts of each prompt, newest first within a sample index. Prompts without any,
+            and those whose answer is late, are absent.
         """
-        self._send()
-        wanted = list(dict.fromkeys(keys))
-        asked = self._take_prefetched(wanted)
-        early = {key for _, some in asked.values() for key in some}
-        asked |= self._ask([key for key in wanted if key not in early], set())
-        return self._answers(asked, "get")
+        return self._look_up(keys, "get")
 
     def outlines(self, keys: Iterable[bytes]) -> dict[bytes, list[Outline]]:
-        """As :meth:`get`, of each rollout what says whether and how long a draft it is."""
-        self._send()
-        return self._answers(self._ask(dict.fromkeys(keys), set(), "outlines"), "outlines")
+        """Look prompts up like :meth:`get`, without tokens and log-probs."""
+        return self._look_up(keys, "outlines")
 
-    def _answers(self, asked: dict[Any, tuple[str, list[bytes]]], method: str) -> dict[bytes, Any]:
-        """What shards answer within the deadline; another copy is asked where one fails."""
+    def _look_up(self, keys: Iterable[bytes], method: str) -> dict[bytes, Any]:
+        """Collect what shards answer within the deadline; where one fails, ask another copy."""
+        self._send()
+        self._report_missed()
         until = time.monotonic() + self.deadline_s
         found: dict[bytes, Any] = {}
         failed: set[str] = set()
-        while asked:
+        calls = self._call_nearest(dict.fromkeys(keys), failed, method)
+        while calls:
             again: list[bytes] = []
-            done = ready(asked, max(0.0, until - time.monotonic()))
-            for ref, (node, some) in asked.items():
-                if ref not in done:
-                    ref.future()  # taken: else Ray logs an error that comes yet as unhandled
+            done = ready(calls, max(0.0, until - time.monotonic()))
+            for call, (node, asked) in calls.items():
+                if call not in done:
+                    call.future()  # takes the answer, which Ray would log if it is an error
                     self._failed(node, TimeoutError(f"no answer in {self.deadline_s:g} s"))
                     continue
-                answer = self._result(node, ref)
+                answer = self._result(node, call)
                 if answer is FAILED:
                     failed.add(node)
-                    again += some
+                    again += asked
                     continue
-                rollouts, news = answer
-                self._learn(news)
-                found |= {key: rollouts[key] for key in some if key in rollouts}
-                if news is not None:  # then it was asked only for what it reads by that
-                    again += [key for key in some if node not in news.routing.read(key)]
+                rollouts, newer = answer
+                self._adopt(newer)
+                found |= {key: rollouts[key] for key in asked if key in rollouts}
+                if newer is not None:  # then the shard has left out what it is no reader of
+                    again += [key for key in asked if node not in newer.routing.read(key)]
             late = time.monotonic() >= until
-            asked = {} if late else self._ask(again, failed, method)
+            calls = {} if late else self._call_nearest(again, failed, method)
         return found
 
-    def prefetch(self, keys: Iterable[bytes]) -> None:
-        """Have the rollouts of the next batch's prompts brought here; waits for nothing.
-
-        The next :meth:`get` of a prompt takes what came, once; it is what the cache had when this
-        was called, or what this client has put since. Prompts of an earlier call that were not
-        taken are dropped, as are those beyond the first ``PREFETCHED_PROMPTS``.
-        """
-        self._send()
-        some = list(dict.fromkeys(keys))[:PREFETCHED_PROMPTS]
-        asked = self._ask(some, set())
-        self._prefetched = {key: (node, ref) for ref, (node, some) in asked.items() for key in some}
-
     async def claim(self, key: bytes, policy_version: int) -> tuple[int, list[Rollout]] | None:
-        """A sample index for a row that comes alone, and its prompt's rollouts; None when that is
-        late.
+        """Get a sample index for a row that comes alone, and its prompt's rollouts.
 
-        All clients ask the same shard, so that no sample index is given to two rows. The others
-        are told, so that one of them can take its place.
+        All clients ask the same shard, so no sample index is given to two rows. The other shards of
+        the partition are told, so that one of them can take over.
+
+        Args:
+            key: of the row's prompt.
+            policy_version: of the weights that will serve the row.
+
+        Returns:
+            The sample index and the rollouts. None: the answer is late, or there is no shard.
         """
-        self._hear()
-        for _ in range(2):  # the second time where the first one says that it is another
+        self._poll_keeper()
+        for _ in range(2):  # again where the shard says that another one is responsible
             node = next(iter(self._view.routing.read(key)), None)
             if node is None or not self._usable(node):
-                self._ask_keeper()
+                self._request_view()
                 return None
             epoch = self._view.routing.epoch
-            ref = self._view.shards[node].claim.remote(key, policy_version, epoch)
+            call = self._view.shards[node].claim.remote(key, policy_version, epoch)
             try:
-                claimed, news = await asyncio.wait_for(ref, self.deadline_s)
+                claimed, newer = await asyncio.wait_for(call, self.deadline_s)
             except Exception as error:  # the cache can only cost speed
                 self._failed(node, error)
                 return None
             self._breakers[node].count(failed=False)
-            self._learn(news)
+            self._adopt(newer)
             if claimed is not None:
                 sample_index, rollouts = claimed
                 for other in self._view.routing.write(key):
@@ -200,56 +213,58 @@ class CacheClient:
         return None
 
     def put(self, rollouts: Iterable[Rollout]) -> None:
-        """Keep rollouts: sent on in batches, and at the latest with ``flush`` or ``sync``."""
-        for rollout in rollouts:
-            self._buffer.append(rollout)
-            self._prefetched.pop(rollout.key, None)
+        """Store rollouts.
+
+        They are sent in batches, the last one with :meth:`flush`, :meth:`deliver` or :meth:`sync`.
+        """
+        self._buffer += rollouts
         if len(self._buffer) >= PUT_AT_ONCE:
             self.flush()
 
     def flush(self) -> None:
-        """Send on what was put, and wait for nothing."""
+        """Send what was put, without waiting for answers."""
         self._send()
-        if len(self._sent) > PUT_AT_ONCE:
-            self._settle(0)
+        self._report_missed()
+        if len(self._writes) > PUT_AT_ONCE:
+            self._collect_acks(0)
 
     def deliver(self) -> None:
-        """Return when every shard that answers has what was put; on disk it is within a second.
+        """Return when every shard that answers has what was put; within a second it is on disk.
 
-        Shards that do not answer, or not within ``SYNC_SECONDS``, are no readers then where others
-        are.
+        Shards that do not answer within ``SYNC_SECONDS`` are no readers from then on, where there
+        are others.
         """
         self._send()
-        self._finish(on_disk=False)
+        self._wait_for_writes(on_disk=False)
 
     def sync(self) -> None:
-        """As :meth:`deliver`, and what was put would survive SIGKILL."""
+        """Return when every shard that answers has on disk what was put (see :meth:`deliver`)."""
         self._send()
-        self._finish(on_disk=True)
+        self._wait_for_writes(on_disk=True)
 
-    def _finish(self, on_disk: bool) -> None:
+    def _wait_for_writes(self, on_disk: bool) -> None:
         until = time.monotonic() + SYNC_SECONDS
-        while self._sent or (on_disk and self._unsynced):
+        while self._writes or (on_disk and self._unsynced):
             if on_disk:
                 for node in self._unsynced & self._view.shards.keys():
                     call = self._view.shards[node].sync.remote()
-                    self._sent.append(_Sent([], self._view.routing, {call: node}))
+                    self._writes.append(_Write([], self._view.routing, {call: node}))
                 self._unsynced.clear()
             left = until - time.monotonic()
-            self._settle(max(0.0, min(ASK_SECONDS, left)))
-            late = {node for sent in self._sent for node in sent.refs.values()}
+            self._collect_acks(max(0.0, min(POLL_SECONDS, left)))
+            late = {node for write in self._writes for node in write.calls.values()}
             if late and left <= 0:
                 for node in late:
                     self._failed(node, TimeoutError(f"not written in {SYNC_SECONDS:g} s"))
                     self._missed.add(node)
-                self._sent = []
+                self._writes = []
                 self._unsynced.clear()
             elif late:
-                self._ask_keeper()
-        self._report(wait=True)
+                self._request_view()
+        self._report_missed(wait=True)
 
     def take_failures(self) -> int:
-        """The number of failures since this was last asked."""
+        """Return the number of failures since the last call."""
         failures, self.failures = self.failures, 0
         return failures
 
@@ -257,118 +272,111 @@ class CacheClient:
         return node in self._breakers and self._breakers[node].closed
 
     def _nearest(self, nodes: Iterable[str]) -> str | None:
-        """The shard to ask: this node's own where it has a copy, else the first that answers."""
+        """Choose the shard to ask: this node's own if it has a copy, else the first usable one."""
         here = ray.get_runtime_context().get_node_id()
         for node in sorted(nodes, key=lambda node: self._view.nodes.get(node) != here):
             if self._usable(node):
                 return node
         return None
 
-    def _ask(
-        self, keys: Iterable[bytes], failed: Collection[str], method: str = "get"
-    ) -> dict[Any, tuple[str, list[bytes]]]:
-        """Look-ups of the nearest shards: call to node and keys."""
-        by_nodes: dict[tuple[str, ...], list[bytes]] = defaultdict(list)
+    def _call_nearest(self, keys: Iterable[bytes], failed: Collection[str], method: str) -> Lookups:
+        """Call a look-up method of the nearest shard of each key that has not failed."""
+        by_readers: dict[tuple[str, ...], list[bytes]] = defaultdict(list)
         for key in keys:
-            by_nodes[self._view.routing.read(key)].append(key)
+            by_readers[self._view.routing.read(key)].append(key)
         by_node: dict[str, list[bytes]] = defaultdict(list)
-        for nodes, some in by_nodes.items():
-            node = self._nearest(node for node in nodes if node not in failed)
+        for readers, batch in by_readers.items():
+            node = self._nearest(reader for reader in readers if reader not in failed)
             if node is None:
-                self._ask_keeper()  # there may be others by now
+                self._request_view()  # by now there may be others
             else:
-                by_node[node] += some
+                by_node[node] += batch
         epoch = self._view.routing.epoch
         return {
-            getattr(self._view.shards[node], method).remote(some, epoch): (node, some)
-            for node, some in by_node.items()
+            getattr(self._view.shards[node], method).remote(batch, epoch): (node, batch)
+            for node, batch in by_node.items()
         }
 
-    def _take_prefetched(self, keys: Iterable[bytes]) -> dict[Any, tuple[str, list[bytes]]]:
-        taken: dict[Any, tuple[str, list[bytes]]] = {}
-        for key in keys:
-            if key in self._prefetched:
-                node, ref = self._prefetched.pop(key)
-                taken.setdefault(ref, (node, []))[1].append(key)
-        return taken
-
     def _send(self) -> None:
-        self._hear()
-        self._buffer = list(packed(self._buffer))  # a third of the bytes, for each that gets them
+        """Send what is buffered to all writers of its partitions."""
+        self._poll_keeper()
+        buffer, self._buffer = self._buffer, []
+        # Encoded here once: a third of the bytes, for each shard that receives them.
+        rollouts: list[Rollout] = list(packed(buffer, self.incarnation))
         routing, shards = self._view.routing, self._view.shards
         by_node: dict[str, list[Rollout]] = defaultdict(list)
-        for rollout in self._buffer:
+        for rollout in rollouts:
             for node in routing.write(rollout.key):
                 if self._usable(node):
                     by_node[node].append(rollout)
                 else:
                     self._missed.add(node)
         if by_node:
-            refs = {shards[n].put.remote(some, routing.epoch): n for n, some in by_node.items()}
-            self._sent.append(_Sent(self._buffer, routing, refs))
+            calls = {shards[n].put.remote(batch, routing.epoch): n for n, batch in by_node.items()}
+            self._writes.append(_Write(rollouts, routing, calls))
             self._unsynced |= by_node.keys()
-        if self._buffer and not by_node:
-            self._ask_keeper()
-        self._buffer = []
-        self._report()
+        elif rollouts:
+            self._request_view()
 
-    def _settle(self, timeout: float) -> None:
-        """Take the answers to what was sent, as far as they come in time; the rest stays sent."""
-        done = ready([ref for sent in self._sent for ref in sent.refs], timeout)
-        for sent in self._sent:
-            for ref in done & sent.refs.keys():
-                node = sent.refs.pop(ref)
-                news = self._result(node, ref)
-                if news is FAILED:
+    def _collect_acks(self, timeout: float) -> None:
+        """Take the answers to writes that come within ``timeout`` seconds."""
+        done = ready([call for write in self._writes for call in write.calls], timeout)
+        for write in self._writes:
+            for call in done & write.calls.keys():
+                node = write.calls.pop(call)
+                newer = self._result(node, call)
+                if newer is FAILED:
                     self._missed.add(node)
                 else:
-                    self._learn(news)
-        for sent in self._sent:  # who is gone will not answer
-            sent.refs = {ref: n for ref, n in sent.refs.items() if n in self._view.shards}
-        self._sent = [sent for sent in self._sent if sent.refs]
+                    self._adopt(newer)
+        for write in self._writes:  # a shard that is gone will not answer
+            write.calls = {call: n for call, n in write.calls.items() if n in self._view.shards}
+        self._writes = [write for write in self._writes if write.calls]
 
-    def _learn(self, view: View | None) -> None:
-        """Go by a newer view; whoever gets a partition by it gets what is on its way there, too."""
+    def _adopt(self, view: View | None) -> None:
+        """Use a view if it is newer; nodes that it adds get the writes that are under way, too."""
         if view is None or view.routing.epoch <= self._view.routing.epoch:
             return
         self._view = view
-        self._breakers = {node: _Breaker() for node in view.shards}  # it says that they are there
-        for sent in self._sent:
-            for node, some in owed(sent.rollouts, sent.routing, view.routing).items():
-                sent.refs[view.shards[node].put.remote(some, LATE)] = node
+        self._breakers = {node: _Breaker() for node in view.shards}  # the keeper reaches them
+        for write in self._writes:
+            missing = missing_writes(write.rollouts, write.routing, view.routing)
+            for node, batch in missing.items():
+                write.calls[view.shards[node].put.remote(batch, ANY_EPOCH)] = node
                 self._unsynced.add(node)
-            sent.routing = view.routing
+            write.routing = view.routing
 
-    def _ask_keeper(self) -> None:
-        """Ask for the present view; :meth:`_hear` takes the answer."""
-        self._hear()
+    def _request_view(self) -> None:
+        """Ask the keeper for its view, at most once in ``POLL_SECONDS``."""
+        self._poll_keeper()
         now = time.monotonic()
-        if self._keeper is not None and now - self._asked_at >= ASK_SECONDS:
-            self._asked, self._asked_at = self._keeper.view.remote(), now
+        if self._keeper is not None and now - self._keeper_called_at >= POLL_SECONDS:
+            self._keeper_call, self._keeper_called_at = self._keeper.view.remote(), now
 
-    def _hear(self) -> None:
-        if self._asked is not None and ready([self._asked], 0):
-            asked, self._asked = self._asked, None
+    def _poll_keeper(self) -> None:
+        """Adopt the view that the keeper was asked for, if it has come."""
+        if self._keeper_call is not None and ready([self._keeper_call], 0):
+            call, self._keeper_call = self._keeper_call, None
             try:
-                self._learn(ray.get(asked))
-            except Exception as error:  # without a keeper the shards fall silent, and that counts
+                self._adopt(ray.get(call))
+            except Exception as error:  # without a keeper the shards refuse, and that is counted
                 logger.debug("the cache's keeper: %s", last_line(error))
 
-    def _report(self, wait: bool = False) -> None:
-        """Tell the keeper whom this client could not write to."""
+    def _report_missed(self, wait: bool = False) -> None:
+        """Tell the keeper which shards this client could not write to."""
         missed = sorted(self._missed & self._view.shards.keys())
         self._missed.clear()
         if missed and self._keeper is not None:
-            call = self._keeper.missed.remote(missed)
+            call = self._keeper.report_missed.remote(missed)
             if wait:
-                self._asked = call
+                self._keeper_call = call
                 ready([call], SYNC_SECONDS)
-                self._hear()
+                self._poll_keeper()
 
-    def _result(self, node: str, ref: Any) -> Any:
-        """What a shard answered, or ``FAILED``."""
+    def _result(self, node: str, call: Any) -> Any:
+        """Return a shard's answer, or ``FAILED``."""
         try:
-            result = ray.get(ref)
+            result = ray.get(call)
         except Exception as error:  # the cache can only cost speed
             self._failed(node, error)
             return FAILED
@@ -380,7 +388,7 @@ class CacheClient:
         self.failures += 1
         if node in self._breakers:
             self._breakers[node].count(failed=True)
-        self._ask_keeper()
+        self._request_view()
         if not self._logged:
             self._logged = True
             logger.warning(
@@ -392,8 +400,8 @@ class CacheClient:
             )
 
 
-def ready(refs: Collection[Any], timeout: float) -> set[Any]:
-    """Of calls, those that have an answer within ``timeout`` seconds."""
-    if not refs:
+def ready(calls: Collection[Any], timeout: float) -> set[Any]:
+    """Return the calls that are answered within ``timeout`` seconds."""
+    if not calls:
         return set()  # which Ray does not take
-    return set(ray.wait(list(refs), num_returns=len(refs), timeout=timeout)[0])
+    return set(ray.wait(list(calls), num_returns=len(calls), timeout=timeout)[0])

@@ -1,26 +1,39 @@
-"""The rollout cache of a Ray cluster: what engines, drivers and checkpoints have of it.
+"""The rollout cache of a Ray cluster, as a training driver uses it.
 
-Each node has a shard (:mod:`.shard`), which owns the store on the node's disk. Partitions of the
-prompts are placed on ``replicas`` shards each (:mod:`.placement`), and the keeper (:mod:`.keeper`)
-moves and copies them as nodes come and go; clients (:mod:`.client`) look up and write.
+Each node has a shard (:mod:`.shard`), which owns the store on the node's disk. The partitions of
+the prompts are placed on ``replicas`` shards each (:mod:`.placement`). The keeper (:mod:`.keeper`)
+has them copied and moved as nodes come and go. Clients (:mod:`.client`) look rollouts up and store
+them.
 
-Promised: a look-up neither raises into a rollout nor holds it up beyond the deadline; what is late,
-lost or out of reach counts as absent. What was put before a ``sync`` is lost only with all copies
-of it; so is, a second later, what was put before a ``deliver``. A look-up that begins after either
-gets nothing older than what was put before, while a copy of that lives and has not been evicted.
+What is guaranteed:
 
-Not promised: the last where this client could not write to a node that others can read from, for
-the second that it takes to tell them, or while its lease lasts (:data:`.shard.LEASE_SECONDS`) where
-it is cut off; or where a node is declared dead while its processes live on; nor that a prompt is
-found whose copies are all lost; nor, after a restart of the whole job, that the newest is found
-before the disks have been compared.
+- A look-up neither raises an error nor takes longer than the deadline. Rollouts that are late,
+  lost or out of reach count as absent.
+- What was put before a ``sync`` is lost only if all copies of it are. The same holds for what was
+  put before a ``deliver``, a second later.
+- A look-up that begins after a ``sync`` or ``deliver`` returns nothing older than what was put
+  before it, as long as a copy of that exists and has not been evicted.
 
-Knows Ray; nothing of engines or of NeMo-RL.
+What is not guaranteed:
+
+- The last point, if the client that wrote could not reach a node from which others read: for the
+  second that it takes to inform those, or, if the node is cut off from the keeper as well, until
+  its lease ends (:data:`.shard.LEASE_SECONDS`). The same where Ray declares a node dead whose
+  processes live on.
+- That a prompt is found whose copies are all lost.
+- That the newest rollout is found right after a restart of the whole job, before the disks have
+  been compared.
+
+Rollouts carry the incarnation of the run that put them: the wall clock of the driver's node when it
+started or resumed. A resumed run's policy versions run back to those of its checkpoint; the
+incarnation is why what it puts is newer than what its disks have of the steps that were lost.
+
+This module imports Ray. It knows neither engines nor NeMo-RL.
 """
 
 from __future__ import annotations
 
-import uuid
+import time
 from collections import defaultdict
 from collections.abc import Collection
 from pathlib import Path
@@ -29,9 +42,10 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from nemo_specrl.cache.cluster.client import ASK_SECONDS, CALL_SECONDS, FAILED, CacheClient, ready
-from nemo_specrl.cache.cluster.keeper import BACKGROUND, Keeper, last_line
+from nemo_specrl.cache.cluster.client import CALL_SECONDS, FAILED, POLL_SECONDS, CacheClient, ready
+from nemo_specrl.cache.cluster.keeper import Keeper
 from nemo_specrl.cache.cluster.membership import Health
+from nemo_specrl.cache.cluster.transfers import BACKGROUND, last_line
 from nemo_specrl.cache.snapshot import Manifest, PartitionFile, read_manifest, write_manifest
 from nemo_specrl.cache.store import StoreStats
 from nemo_specrl.errors import ForeignStore, StoreUnavailable
@@ -40,12 +54,12 @@ __all__ = ["ClusterCache", "start_shards"]
 
 
 class ClusterCache(CacheClient):
-    """The cache of a cluster: a client, and what a driver asks of all shards together."""
+    """The cache of a cluster: a client, and the operations that concern all shards."""
 
     def stats(self) -> dict[str, StoreStats]:
-        """Of the shards that answer, by the name of the shard.
+        """Return the statistics of the shards that answer, by the name of the shard.
 
-        A store may still have prompts of partitions that have moved elsewhere.
+        A store may still have prompts of partitions that have moved to other shards.
         """
         refs = {shard.stats.remote(): node for node, shard in self._view.shards.items()}
         done = ready(refs, CALL_SECONDS)
@@ -53,31 +67,31 @@ class ClusterCache(CacheClient):
         return {node: value for node, value in stats.items() if value is not FAILED}
 
     def health(self) -> Health:
-        """How many nodes there are, and copies missing or on their way.
+        """Return how many nodes there are, and how many copies are missing or being made.
 
         Raises:
             StoreUnavailable: the keeper does not answer.
         """
-        health: Health = self._of_keeper("health")
+        health: Health = self._call_keeper("health")
         return health
 
     def reshard(self, layout: Collection[str]) -> None:
-        """Have the partitions lie on these nodes, in the background; where they lie, they serve.
+        """Place the partitions on these nodes; they move in the background, and serve meanwhile.
 
         Call it when the engines are placed on other nodes. Only what has to move does.
 
         Args:
-            layout: ids in Ray of the nodes with engines; other nodes hold something only where
-                these are fewer than ``replicas``. Empty: all nodes are equal, as at the start.
+            layout: Ray's ids of the nodes with engines. Other nodes hold partitions only if these
+                are fewer than ``replicas``. Empty: all nodes are equal, as at the start.
 
         Raises:
             ConfigError: one of them is no node of the Ray cluster.
             StoreUnavailable: the keeper does not answer.
         """
-        self._of_keeper("reshard", sorted(layout))
+        self._call_keeper("reshard", sorted(layout))
 
     def snapshot(self, folder: Path, policy_version: int) -> Manifest:
-        """Write all that is in the cache beside a checkpoint's weights.
+        """Write the whole cache beside a checkpoint's weights.
 
         Args:
             folder: on a file system that every node sees.
@@ -101,11 +115,11 @@ class ClusterCache(CacheClient):
                     raise StoreUnavailable(f"{folder}: {why}")
                 shares[self._nearest(nodes) or nodes[0]].append(partition)
             for node, share in shares.items():
-                write = self._view.shards[node].write.options(concurrency_group=BACKGROUND)
+                write = self._view.shards[node].write_snapshot.options(concurrency_group=BACKGROUND)
                 calls[write.remote(str(folder), share, self.partitions)] = node, share
             left = []
-            done = ready(calls, ASK_SECONDS)
-            self._ask_keeper()  # a shard that is gone or stopped is no longer in the view
+            done = ready(calls, POLL_SECONDS)
+            self._request_view()  # which no longer has shards that are gone or stopped
             for ref, (node, share) in list(calls.items()):
                 if ref in done:
                     try:
@@ -124,10 +138,13 @@ class ClusterCache(CacheClient):
         return manifest
 
     def restore(self, folder: Path) -> tuple[Manifest, list[str]]:
-        """Take over a snapshot, where the shards have nothing newer.
+        """Merge a snapshot into the cache; what is newer in the shards stays.
+
+        Args:
+            folder: of the snapshot, on a file system that every node sees.
 
         Returns:
-            Its manifest, and a line for each partition that is damaged, which is left out.
+            Its manifest, and a line for each damaged partition, which is left out.
 
         Raises:
             StoreUnavailable: there is no snapshot, or its manifest is damaged.
@@ -139,12 +156,13 @@ class ClusterCache(CacheClient):
             raise ForeignStore(
                 f"{folder} is of tokenizer {manifest.tokenizer_id!r}, not of {self.tokenizer_id!r}"
             )
-        same = manifest.partitions == self.partitions  # else any file may have some of a shard's
+        # With another number of partitions, any file may have prompts of any shard.
+        same = manifest.partitions == self.partitions
         refs = []
         for node, shard in self._view.shards.items():
             mine = {p for p, nodes in enumerate(self._view.routing.writers) if node in nodes}
             files = [f for f in manifest.files if not same or f.partition in mine]
-            read = shard.read.options(concurrency_group=BACKGROUND)
+            read = shard.read_snapshot.options(concurrency_group=BACKGROUND)
             refs.append(read.remote(str(folder), files, mine, self.partitions))
         return manifest, sorted({line for lines in ray.get(refs) for line in lines})
 
@@ -152,11 +170,11 @@ class ClusterCache(CacheClient):
         """Send what is buffered, close the stores and end the actors."""
         self.sync()
         try:
-            self._of_keeper("close")
+            self._call_keeper("close")
         finally:
             ray.kill(self._keeper)
 
-    def _of_keeper(self, method: str, *args: Any) -> Any:
+    def _call_keeper(self, method: str, *args: Any) -> Any:
         try:
             return ray.get(getattr(self._keeper, method).remote(*args), timeout=CALL_SECONDS)
         except ray.exceptions.RayTaskError as error:
@@ -175,28 +193,29 @@ def start_shards(
     tokenizer_id: str,
     max_bytes: int,
     groups_per_prompt: int,
-    name: str | None = None,
 ) -> ClusterCache:
-    """A shard on each node of the Ray cluster that this process is part of, and their client.
+    """Start a shard on each node of the Ray cluster that this process is part of.
 
-    Nodes that join later get theirs within seconds. The shards end with this process's job; their
-    disks keep what they had, and a node that comes back to the run goes on with its disk.
+    Nodes that join later get a shard within seconds. The shards end with this process's job; their
+    disks keep what they have, and a node that comes back to the run keeps what its disk has.
 
     Args:
         folder: on each node's own disk.
-        keep: go on with what is there, as a resumed run does; else start empty.
-        partitions: into how many the keys fall.
-        replicas: copies of each, on distinct nodes; fewer where there are fewer nodes.
+        keep: keep what is there, as a resumed run does; otherwise start empty.
+        partitions: number of partitions that the keys fall into.
+        replicas: copies of each partition, on distinct nodes; fewer where there are fewer nodes.
         deadline_s: of look-ups, seconds.
         tokenizer_id: identity of the tokenizer.
         max_bytes: hard cap on each node, bytes.
         groups_per_prompt: rollouts kept for each sample index.
-        name: the shards outlive this process's job, and whoever calls this with the same name finds
-            them as they are, until they are closed; the other arguments do not count then.
+
+    Returns:
+        A client of the shards.
 
     Raises:
         StoreUnavailable: a node's folder cannot be used.
     """
+    incarnation = time.time_ns()
     options = {
         "max_bytes": max_bytes,
         "tokenizer_id": tokenizer_id,
@@ -207,11 +226,10 @@ def start_shards(
         num_cpus=0,
         max_concurrency=16,
         max_restarts=-1,
-        # Where this process is: without it there is no run, and no use for a keeper.
-        scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=name is not None),
-        **({} if name is None else {"name": name, "lifetime": "detached", "get_if_exists": True}),
+        # Beside this process: the run ends with its node, and then there is no use for a keeper.
+        scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
     )
-    keeper = actor.remote(str(folder), uuid.uuid4().hex, keep, partitions, replicas, options)
+    keeper = actor.remote(str(folder), incarnation, keep, partitions, replicas, options)
     try:
         view = ray.get(keeper.start.remote())
     except ray.exceptions.RayError as error:
@@ -220,4 +238,10 @@ def start_shards(
         if isinstance(cause, StoreUnavailable):
             raise cause from None
         raise StoreUnavailable(f"{folder}: {last_line(error)}") from error
-    return ClusterCache(view, keeper, deadline_s=deadline_s, tokenizer_id=tokenizer_id)
+    return ClusterCache(
+        view,
+        keeper,
+        deadline_s=deadline_s,
+        tokenizer_id=tokenizer_id,
+        incarnation=incarnation,
+    )

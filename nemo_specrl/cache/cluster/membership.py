@@ -1,23 +1,24 @@
-"""Who reads and who writes which partition while nodes come and go: the rules, and nothing else.
+"""Which nodes serve and receive each partition while nodes come and go.
 
-A :class:`Routing` says of each partition which nodes answer look-ups (``readers``, which have all
-of it) and which get what is written (``writers``, the readers and those on their way to become
-one). :class:`Membership` takes note of what happens to nodes and turns one routing into the next,
-each with a higher epoch, so that
+A :class:`Routing` names, for each partition, the nodes that answer look-ups (``readers``, which
+have all of it) and the nodes that receive what is written (``writers``: the readers, and nodes that
+are about to become readers or have just stopped being one). :class:`Membership` records what
+happens to nodes and derives one routing from the last, each with a higher epoch, such that
 
-- a node becomes a reader once it has got everything that the other readers have, and what was
-  written meanwhile;
-- a node keeps getting what is written until nobody can be reading from it any more;
-- a node that missed a write, or was away, is no reader until it has caught up, unless no other node
-  has the partition;
-- a partition whose last copy is lost begins anew, with whatever disks have left of it.
+- a node becomes a reader only after it has everything the other readers have, including what was
+  written while it was being copied;
+- a node keeps receiving writes until no client can still be reading from it;
+- a node that missed a write, or was away, stops being a reader until it has caught up, unless no
+  other node has the partition;
+- a partition whose last copy is lost starts again, with whatever is left of it on disks.
 
-For that, whoever acts on it tells every member the routing before it copies anything or goes on to
-the next (:meth:`Membership.told`), and members tell clients. What is newer is decided by policy
-version and occurrence (:func:`recency`), so that copies may be merged in any order and any number
-of times.
+This holds as long as whoever acts on a routing makes it known to every member before copies are
+made or the next routing is derived (:meth:`Membership.acknowledged`), and members make it known to
+clients. Which of two rollouts is newer depends on the rollouts alone (:func:`recency`), so copies
+can be merged in any order and any number of times.
 
-Knows names and numbers, as :mod:`.placement`; nothing of nodes, stores or actors.
+This module deals in names and numbers only. It does not import Ray and knows neither stores nor
+actors.
 """
 
 from __future__ import annotations
@@ -28,19 +29,32 @@ from typing import Any, NamedTuple
 
 from nemo_specrl.cache.cluster.placement import Table, moves, place
 from nemo_specrl.cache.snapshot import partition_of
-from nemo_specrl.rollout import Rollout
+from nemo_specrl.rollout import Finish, Rollout
 
-__all__ = ["Copy", "Health", "Membership", "Routing", "View", "owed", "recency"]
+__all__ = [
+    "Copy",
+    "Health",
+    "Membership",
+    "Recency",
+    "Routing",
+    "View",
+    "missing_writes",
+    "newest",
+    "recency",
+]
+
+Recency = tuple[int, int, int, bool, int]
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Where partitions lie.
+    """The nodes of each partition.
 
     Args:
         epoch: grows with each routing.
-        readers: by partition, nodes that have all of it; the first gives out its sample indices.
-        writers: by partition, nodes that get what is put: its readers, and maybe others.
+        readers: for each partition, the nodes that have all of it; the first of them assigns its
+            sample indices.
+        writers: for each partition, the nodes that receive writes: its readers, and maybe others.
     """
 
     epoch: int
@@ -48,22 +62,22 @@ class Routing:
     writers: Table
 
     def read(self, key: bytes) -> tuple[str, ...]:
-        """The nodes that have a prompt."""
+        """Return the nodes that answer look-ups of a prompt."""
         return self.readers[partition_of(key, len(self.readers))]
 
     def write(self, key: bytes) -> tuple[str, ...]:
-        """The nodes that get a prompt's rollouts."""
+        """Return the nodes that receive a prompt's rollouts."""
         return self.writers[partition_of(key, len(self.writers))]
 
 
 @dataclass(frozen=True)
 class View:
-    """A routing, and how its nodes are reached.
+    """A routing, and how to reach its nodes.
 
     Args:
-        routing: that holds.
-        shards: name of a node to its actor.
-        nodes: name of a node to its id in Ray.
+        routing: the current one.
+        shards: actor of each node, by the node's name.
+        nodes: Ray's id of each node, by the node's name.
     """
 
     routing: Routing
@@ -72,7 +86,7 @@ class View:
 
 
 class Copy(NamedTuple):
-    """A partition, or what a node has of it, that is to be merged into another node's."""
+    """A copy to be made: what ``source`` has of a partition is merged into ``target``."""
 
     partition: int
     target: str
@@ -80,12 +94,12 @@ class Copy(NamedTuple):
 
 
 class Health(NamedTuple):
-    """How far the copies of a cache are from what they should be.
+    """How far the copies of a cache are from complete.
 
     Args:
-        nodes: that are there.
-        missing: copies, over all partitions, that there are fewer of than ``replicas``.
-        moving: copies that are being made now.
+        nodes: nodes that are present.
+        missing: copies that are short of ``replicas``, over all partitions.
+        moving: copies that are being made.
     """
 
     nodes: int
@@ -93,32 +107,73 @@ class Health(NamedTuple):
     moving: int
 
 
-def recency(rollout: Rollout) -> tuple[int, int]:
-    """What orders the rollouts of a sample index: the newer is the larger."""
-    return rollout.policy_version, rollout.occurrence
+def recency(rollout: Rollout) -> Recency:
+    """Order the rollouts of one sample index: the newer one compares greater.
+
+    The incarnation comes first, because policy versions run back when a run resumes from a
+    checkpoint: what the resumed run makes is newer than what its disks have of the lost steps,
+    whatever version that had. Of one rollout (same version, same occurrence) the finished form is
+    newer than a partial one, and a longer partial one newer than a shorter one.
+    """
+    finished = rollout.finish is not Finish.PARTIAL
+    return (
+        rollout.incarnation,
+        rollout.policy_version,
+        rollout.occurrence,
+        finished,
+        0 if finished else len(rollout),
+    )
 
 
-def owed(rollouts: Iterable[Rollout], old: Routing, new: Routing) -> dict[str, list[Rollout]]:
-    """By node, what it has yet to get of rollouts that were put by an old routing."""
-    owed: dict[str, list[Rollout]] = {}
+def newest(incoming: Iterable[Rollout], present: Iterable[Rollout], groups: int) -> list[Rollout]:
+    """Merge two sets of rollouts of one sample index.
+
+    A partial rollout counts only while it is the newest: just the newest can be continued, and an
+    older partial one would take the place of a finished one.
+
+    Args:
+        incoming: rollouts of another store, in any order.
+        present: what the store has. It cannot delete single rollouts, so an outdated partial one
+            that it has already stays while there is room.
+        groups: how many to keep.
+
+    Returns:
+        The rollouts to keep, newest first.
+    """
+    old: dict[Recency, Rollout] = {}
+    for rollout in present:
+        old.setdefault(recency(rollout), rollout)
+    found = {recency(rollout): rollout for rollout in incoming} | old
+    ordered = sorted(found, reverse=True)
+    outdated = [when for when in ordered[1:] if found[when].finish is Finish.PARTIAL]
+    kept = [when for when in ordered if when not in outdated]
+    kept += [when for when in outdated if when in old]
+    return [found[when] for when in kept[:groups]]
+
+
+def missing_writes(
+    rollouts: Iterable[Rollout], old: Routing, new: Routing
+) -> dict[str, list[Rollout]]:
+    """Return what each node still has to receive of rollouts that were sent by an old routing."""
+    missing: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
         for node in new.write(rollout.key):
             if node not in old.write(rollout.key):
-                owed.setdefault(node, []).append(rollout)
-    return owed
+                missing.setdefault(node, []).append(rollout)
+    return missing
 
 
 class Membership:
     """The nodes of a cache, and the routing that follows from what has happened to them.
 
     Args:
-        partitions: into how many the keys fall.
-        replicas: copies of each, on distinct nodes; fewer where there are fewer nodes.
-        epoch: that routings count on from.
+        partitions: number of partitions.
+        replicas: copies of each partition, on distinct nodes; fewer where there are fewer nodes.
+        epoch: routings count on from here.
 
     Attributes:
-        routing: the present one; nobody reads or writes before the first :meth:`plan`.
-        members: names of the nodes that are there.
+        routing: the current one. It names no node before the first :meth:`plan`.
+        members: names of the nodes that are present.
     """
 
     def __init__(self, partitions: int, replicas: int, epoch: int = 0) -> None:
@@ -126,24 +181,25 @@ class Membership:
         self.routing = Routing(epoch, nobody, nobody)
         self.members: set[str] = set()
         self._replicas = replicas
-        self._first: frozenset[str] = frozenset()
+        self._preferred: frozenset[str] = frozenset()
         self._goal: Table = nobody
-        self._may_read = nobody  # by partition, whom a client may ask that knows an old routing
-        self._unmerged: dict[str, set[int]] = {}  # what a disk may have and no other node has
+        # For each partition, nodes that a client with an old routing may still read from.
+        self._may_read = nobody
+        self._unmerged: dict[str, set[int]] = {}  # partitions whose data only this disk may have
         self._behind: dict[str, set[int]] = {}  # partitions of which a node lacks something
-        self._missed: set[str] = set()  # nodes behind, of which the routing does not know yet
+        self._missed: set[str] = set()  # nodes behind, which the routing does not reflect yet
         self._changed = False
-        self._told = False
-        self._copies: set[Copy] = set()  # that have yet to be made
+        self._acknowledged = False
+        self._copies: set[Copy] = set()  # still to be made
 
     @property
     def changed(self) -> bool:
-        """Whether something has happened that asks for a :meth:`plan`."""
+        """Whether something has happened that requires a :meth:`plan`."""
         return self._changed and bool(self.members)
 
     @property
     def health(self) -> Health:
-        """How far the copies are from what they should be."""
+        """How far the copies are from complete."""
         copies = min(self._replicas, len(self.members))
         here = (sum(node in self.members for node in nodes) for nodes in self.routing.readers)
         return Health(
@@ -153,10 +209,10 @@ class Membership:
         )
 
     def join(self, name: str, holds: Collection[int]) -> None:
-        """A node is there.
+        """Add a node.
 
         Args:
-            name: its own; the same one when it comes back with its disk.
+            name: the node's own; the same one when it comes back with its disk.
             holds: partitions of which its disk has something.
         """
         self.members.add(name)
@@ -165,38 +221,41 @@ class Membership:
         self._changed = True
 
     def leave(self, name: str) -> None:
-        """A node is gone, or does not answer."""
+        """Remove a node that is gone or does not answer."""
         self.members.discard(name)
         self._unmerged.pop(name, None)
         self._behind.pop(name, None)
         self._missed.discard(name)
         self._changed = True
 
-    def missed(self, name: str) -> None:
-        """A node has not got something that was written to the others."""
+    def missed_write(self, name: str) -> None:
+        """Record that a node did not receive something that was written to the others."""
         if name in self.members:
             self._missed.add(name)
             self._changed = True
 
-    def prefer(self, first: Collection[str]) -> None:
-        """Have these nodes hold the partitions, and others only where there are too few."""
-        if self._first != frozenset(first):
-            self._first = frozenset(first)
+    def prefer(self, nodes: Collection[str]) -> None:
+        """Place the partitions on these nodes, and on others only where these are too few."""
+        if self._preferred != frozenset(nodes):
+            self._preferred = frozenset(nodes)
             self._changed = True
 
     def plan(self) -> Routing:
-        """The routing after all that has happened; copies that are still needed begin anew."""
+        """Derive the routing that follows from all that has happened.
+
+        Copies that were not finished are dropped; those still needed start again.
+        """
         for name in self._missed:
             self._behind[name] = set(range(len(self._goal)))
         self._missed.clear()
-        self._goal = place(self.members, len(self._goal), self._replicas, self._first)
+        self._goal = place(self.members, len(self._goal), self._replicas, self._preferred)
         self._copies.clear()
         readers: list[tuple[str, ...]] = []
         for partition, goal in enumerate(self._goal):
             here = tuple(n for n in self.routing.readers[partition] if n in self.members)
             now = tuple(n for n in here if partition not in self._behind[n])
             holders = [n for n in sorted(self.members) if partition in self._unmerged[n]]
-            if not now:  # each that is left lacks something, which another may have
+            if not now:  # every node that is left lacks something, which another one may have
                 left = (n for n in self.routing.writers[partition] if n in self.members)
                 holders = sorted({*holders, *left})
                 now = here or tuple(n for n in goal if n in holders) or tuple(holders) or goal
@@ -210,27 +269,28 @@ class Membership:
         self._changed = False
         return self._next(tuple(readers))
 
-    def told(self) -> list[Copy]:
-        """Every member knows the present routing.
+    def acknowledged(self) -> list[Copy]:
+        """Record that every member knows the current routing.
 
         Returns:
-            The copies that can be made now, from where a partition lies to where it is to lie.
+            The copies that can be made now.
         """
-        self._told = True
+        self._acknowledged = True
         self._may_read = self.routing.readers
         return sorted(self._copies)
 
     def copied(self, copy: Copy) -> None:
-        """A copy has been made; one that is not wanted any more does not count."""
+        """Record that a copy has been made; one that is no longer wanted is ignored."""
         self._copies.discard(copy)
 
-    def settle(self) -> bool:
-        """Go on to the next routing, if there is one: whoever has caught up becomes a reader.
+    def advance(self) -> bool:
+        """Derive the next routing, in which nodes that have caught up are readers, if there is one.
 
         Returns:
-            Whether there is one; it is to be told to all. False, too, before the present one is.
+            Whether there is a new routing, which every member has to learn. There is none before
+            the current one has been acknowledged.
         """
-        if not self._told or self._changed:
+        if not self._acknowledged or self._changed:
             return False
         copying = {copy.partition for copy in self._copies}
         readers = []
@@ -253,7 +313,7 @@ class Membership:
             tuple(dict.fromkeys((*old, *new)))
             for old, new in zip(self._may_read, readers, strict=True)
         )
-        self._told = False
+        self._acknowledged = False
         return self.routing
 
     def _writers(self, readers: Table) -> Table:

@@ -1,12 +1,12 @@
-"""Which node holds which partition, and what has to move when the nodes change.
+"""Placement of partitions on nodes, and the copies that a change of nodes requires.
 
 Pure functions: the same members, partitions and replicas give the same table in every process, so
-that nobody has to be asked. Partitions are placed by rendezvous hashing (Thaler and Ravishankar,
-doi:10.1109/90.663936): each node has a score for each partition, and the highest scores hold it. A
-node that goes takes nothing but its own partitions out of their places, and one that comes takes
-nothing but those on which it scores among the highest.
+no process has to ask another. Partitions are placed by rendezvous hashing (Thaler and Ravishankar,
+doi:10.1109/90.663936): each node has a score for each partition, and the nodes with the highest
+scores hold it. When a node leaves, only its own partitions move; when one joins, only those on
+which it scores among the highest.
 
-Knows names and numbers; nothing of nodes, stores or actors.
+This module deals in names and numbers only. It does not know nodes, stores or actors.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ from nemo_specrl.errors import ConfigError
 __all__ = ["Move", "Table", "moves", "place"]
 
 Table = tuple[tuple[str, ...], ...]
-"""By partition, the nodes that hold it, the first of them answering for it."""
+"""For each partition, the nodes that hold it; the first of them assigns its sample indices."""
 
 
 class Move(NamedTuple):
-    """A copy of a partition that a node is to get.
+    """A partition that a node has to receive.
 
     Args:
         partition: its index.
         target: the node that is to hold it.
-        sources: nodes that held it before and still are members, the best first; none where the
-            last copy is lost.
+        sources: members that held it before, the best first; none if the last copy is lost.
     """
 
     partition: int
@@ -42,13 +41,16 @@ class Move(NamedTuple):
 def place(
     members: Iterable[str], partitions: int, replicas: int, first: Collection[str] = ()
 ) -> Table:
-    """The nodes of each partition: ``replicas`` of them, or all where there are fewer.
+    """Place each partition on ``replicas`` nodes, or on all where there are fewer.
 
     Args:
         members: names of the nodes, in any order.
         partitions: how many there are.
         replicas: copies of each on distinct nodes.
-        first: members that hold partitions before any other does; those that are none do not count.
+        first: nodes that are chosen before any other; those that are no members are ignored.
+
+    Returns:
+        The nodes of each partition.
 
     Raises:
         ConfigError: no members, the same one twice, or a number that is not positive.
@@ -69,12 +71,12 @@ def place(
 
 
 def moves(before: Table, after: Table, members: Collection[str]) -> list[Move]:
-    """What has to be copied so that ``after`` holds; nothing else is.
+    """List the copies that lead from one table to another, and no more than these.
 
     Args:
-        before: the table by which the copies lie now.
-        after: the table that is to hold.
-        members: nodes that are there; the others' copies are lost.
+        before: the current table.
+        after: the table to be reached.
+        members: nodes that are present; copies on others are lost.
 
     Raises:
         ConfigError: the tables have different numbers of partitions.

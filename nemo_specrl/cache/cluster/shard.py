@@ -1,10 +1,11 @@
-"""One node's part of a cluster's cache: its store, what others copy from it and into it.
+"""One node's part of a cluster's cache: its store, and the ranges of it that are copied.
 
-A shard answers look-ups only for partitions of which its view says that it has all, and only while
-it hears from the keeper: one that was cut off, or stopped, may lack what was written meanwhile and
-says so, until the keeper has brought it up to date. What it is given is kept at any time.
+A shard answers look-ups only for partitions of which the current view says that it has everything,
+and only while it hears from the keeper. A shard that was cut off or stopped may lack what was
+written meanwhile; it refuses look-ups until the keeper has brought it up to date. It accepts writes
+at any time.
 
-Knows stores and views; nothing of Ray, whose actors :mod:`.keeper` makes of it.
+This module knows stores and views. :mod:`.keeper` makes Ray actors of it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nemo_specrl.cache.cluster.claims import SampleClaims
-from nemo_specrl.cache.cluster.membership import View, recency
+from nemo_specrl.cache.cluster.identity import Identity, read_identity, write_identity
+from nemo_specrl.cache.cluster.membership import View, newest, recency
 from nemo_specrl.cache.snapshot import (
     PartitionFile,
     key_range,
@@ -31,38 +33,38 @@ from nemo_specrl.cache.store import RolloutStore, StoreStats
 from nemo_specrl.errors import CacheError, StoreInUse, StoreUnavailable
 from nemo_specrl.rollout import Outline, Rollout
 
-__all__ = ["LEASE_SECONDS", "Hello", "Piece", "Shard"]
+__all__ = ["LEASE_SECONDS", "Chunk", "Shard", "ShardInfo"]
 
 LEASE_SECONDS = 10.0
-"""So long a shard answers after the keeper has heard from it; the keeper waits for longer."""
+"""How long a shard answers look-ups after its last exchange with the keeper, which waits longer
+before it gives a shard up."""
 LOCK_SECONDS = 20.0
-PIECE_TOKENS = 2**19
-"""A piece of a copy ends with the prompt that reaches it: some 4 MiB."""
-NAME_FILE = "shard"  # in the folder: its name and the run
+CHUNK_TOKENS = 2**19
+"""A chunk of a copy ends with the prompt that reaches this many tokens: about 4 MiB."""
 
 
-class Hello(NamedTuple):
-    """What a shard says of itself.
+class ShardInfo(NamedTuple):
+    """A shard's description of itself.
 
     Args:
         name: the same for as long as its folder is there.
-        life: another one each time that its store begins.
-        holds: partitions of which there is something in its store.
+        store_id: a new one each time that the store is opened, or goes on empty.
+        holds: partitions of which there is something in the store.
     """
 
     name: str
-    life: str
+    store_id: str
     holds: tuple[int, ...]
 
 
-class Piece(NamedTuple):
-    """Some of what a shard has of a range of keys.
+class Chunk(NamedTuple):
+    """Part of a shard's contents in a range of keys.
 
     Args:
         rollouts: newest first within a sample index.
-        claims: prompt and sample index of rows that are under way, and for how long yet, seconds.
-        start: first key of it.
-        stop: the first key behind it, where the next piece starts; None: there is none.
+        claims: prompt, sample index and remaining seconds of rows that are being generated.
+        start: first key of the chunk.
+        stop: first key behind it, where the next chunk starts. None: this is the last one.
     """
 
     rollouts: list[Rollout]
@@ -76,20 +78,20 @@ class Shard:
 
     Args:
         folder: on the node's own disk.
-        run: names the run that it is of.
-        keep: go on with what is in the folder even if it is of another run; else it is emptied.
+        incarnation: of the run.
+        keep: keep what the folder holds even if it is of another run; otherwise it is emptied.
         options: of :class:`RolloutStore`.
-        clock: seconds, that never go back.
+        clock: monotonic seconds.
 
     Raises:
-        StoreUnavailable: the folder cannot be used, or another process holds it for long.
-        ForeignStore: what is in it is of another tokenizer or of a newer release.
+        StoreUnavailable: the folder cannot be used, or another process keeps it open.
+        ForeignStore: its contents are of another tokenizer or of a newer release.
     """
 
     def __init__(
         self,
         folder: str,
-        run: str,
+        incarnation: int,
         keep: bool,
         options: Mapping[str, Any],
         clock: Callable[[], float] = time.monotonic,
@@ -97,87 +99,105 @@ class Shard:
         path = Path(folder)
         self.claims = SampleClaims()
         self.store = _open(path, options)
-        self.name, of = _name(path / NAME_FILE)
-        if not keep and of != run and len(self.store):
+        self.name, last_used_by = read_identity(path)
+        if not keep and last_used_by != incarnation and len(self.store):
             self.store.close()
             for file in path.glob("*.mdb"):
                 file.unlink()
             self.store = _open(path, options)
-        _write_name(path / NAME_FILE, self.name, run)
+        write_identity(path, Identity(self.name, incarnation))
         self.view: View | None = None
+        self._incarnation = incarnation
         self._groups = int(options.get("groups_per_prompt", 1))
         self._clock = clock
         self._writing = threading.Lock()  # so that no copy undoes a put
-        self._seeing = threading.Lock()
-        self._life = uuid.uuid4().hex
+        self._view_lock = threading.Lock()
+        self._store_id = uuid.uuid4().hex
         self._answers = 0
-        self._answered = self._heard = -math.inf
+        self._answered_at = self._confirmed_at = -math.inf
 
-    def hello(self, partitions: int) -> Hello:
-        """Who this is, and what it has."""
+    def describe(self, partitions: int) -> ShardInfo:
+        """Return the shard's name and what it holds.
+
+        Args:
+            partitions: number of partitions.
+
+        Raises:
+            StoreUnavailable: reading failed.
+        """
         holds = []
         for partition in range(partitions):
             if next(self.store.scan(*key_range(partition, partitions)), None) is not None:
                 holds.append(partition)
-        return Hello(self.name, self._life, tuple(holds))
+        return ShardInfo(self.name, self._store_id, tuple(holds))
 
-    def see(self, view: View, heard: int) -> tuple[str, int]:
-        """Learn the present view, and that the keeper has heard this shard.
+    def heartbeat(self, view: View, last_answer: int) -> tuple[str, int]:
+        """Learn the current view, and that the keeper has received an earlier answer.
+
+        The lease on which look-ups are answered begins when the shard gave that answer: the call
+        that confirms it may have been under way for long.
 
         Args:
-            view: that holds.
-            heard: the number of the last answer that the keeper has got, 0 before the first.
+            view: the current one.
+            last_answer: number of the last answer that the keeper has received; 0 before the first.
 
         Returns:
-            The life of the store, and the number of this answer.
+            The store's id (:class:`ShardInfo`), and the number of this answer.
         """
-        with self._seeing:
+        with self._view_lock:
             if self.view is None or self.view.routing.epoch < view.routing.epoch:
                 self.view = view
-            if heard and heard == self._answers:
-                self._heard = self._answered  # when it answered: this call may be an old one
+            if last_answer and last_answer == self._answers:
+                self._confirmed_at = self._answered_at
             self._answers += 1
-            self._answered = self._clock()
-            return self._life, self._answers
+            self._answered_at = self._clock()
+            return self._store_id, self._answers
 
     def outlines(
         self, keys: list[bytes], epoch: int
     ) -> tuple[dict[bytes, list[Outline]], View | None]:
-        """As :meth:`get`, without the arrays: a thousandth of the bytes to send."""
-        found, news = self.get(keys, epoch)
-        return {key: [rollout.outline for rollout in group] for key, group in found.items()}, news
+        """Look prompts up like :meth:`get`, and leave the arrays out: a thousandth of the bytes."""
+        found, newer = self.get(keys, epoch)
+        outlines = {key: [rollout.outline for rollout in group] for key, group in found.items()}
+        return outlines, newer
 
     def get(self, keys: list[bytes], epoch: int) -> tuple[dict[bytes, list[Rollout]], View | None]:
-        """As :meth:`RolloutStore.get`; of prompts that it does not read by news, nothing.
+        """Look prompts up.
 
         Args:
             keys: of prompts.
             epoch: of the caller's routing.
 
         Returns:
-            What was found, and the view where it is newer than the caller's.
+            The rollouts of each prompt, and the current view where it is newer than the caller's.
+            Prompts for which this shard is no reader by that view are left out.
 
         Raises:
-            StoreUnavailable: reading failed, or the keeper has not been heard for long.
+            StoreUnavailable: reading failed, or the keeper has not been heard from for too long.
         """
-        self._check_heard()
-        news = self._news(epoch)
-        if news is not None:  # else the caller knows as much as this shard, or more
-            keys = [key for key in keys if self.name in news.routing.read(key)]
+        self._check_lease()
+        newer = self._newer_view(epoch)
+        if newer is not None:  # otherwise the caller knows as much as this shard, or more
+            keys = [key for key in keys if self.name in newer.routing.read(key)]
         try:
-            return self.store.get(keys), news
-        except StoreUnavailable:  # maybe it goes on empty: then it has to be filled again
-            self._life = uuid.uuid4().hex
+            return self.store.get(keys), newer
+        except StoreUnavailable:  # it may go on empty, and then has to be filled again
+            self._store_id = uuid.uuid4().hex
             raise
 
     def put(self, rollouts: list[Rollout], epoch: int) -> View | None:
-        """As :meth:`RolloutStore.put`; the sample indices are free again.
+        """Store rollouts and release the claims on their sample indices.
 
-        What was put by an old routing may come late, behind newer rollouts of its sample indices:
-        then those stay.
+        Rollouts that were sent by an old routing may arrive after newer ones of the same sample
+        indices; the newer ones are then kept.
+
+        Args:
+            rollouts: of any prompts.
+            epoch: of the caller's routing.
 
         Returns:
-            The view where it is newer than the caller's, who then knows whom else to tell.
+            The current view where it is newer than the caller's, who then sends the rollouts to the
+            nodes that it adds.
 
         Raises:
             StoreUnavailable: writing failed.
@@ -185,47 +205,62 @@ class Shard:
         with self._writing:
             for rollout in rollouts:
                 self.claims.release(rollout.key, rollout.sample_index)
-            if self._news(epoch) is None:
+            if self._newer_view(epoch) is None:
                 self.store.put(rollouts)
             else:
                 self._merge_prompts(rollouts)
-            return self._news(epoch)
+            return self._newer_view(epoch)
 
     def claim(
         self, key: bytes, policy_version: int, epoch: int
     ) -> tuple[tuple[int, list[Rollout]] | None, View | None]:
-        """A sample index for a row that comes alone (:class:`SampleClaims`), and the prompt's
-        rollouts.
+        """Assign a sample index to a row that comes alone (:class:`SampleClaims`).
 
-        None in the place of both where, by news, another shard gives out the sample indices of
-        this prompt.
+        Args:
+            key: of the row's prompt.
+            policy_version: of the weights that will serve the row.
+            epoch: of the caller's routing.
+
+        Returns:
+            The sample index and the prompt's rollouts, and the current view where it is newer than
+            the caller's. None in place of the former where, by that view, another shard assigns the
+            prompt's sample indices.
 
         Raises:
-            StoreUnavailable: reading failed, or the keeper has not been heard for long.
+            StoreUnavailable: reading failed, or the keeper has not been heard from for too long.
         """
-        self._check_heard()
-        news = self._news(epoch)
-        if news is not None and news.routing.read(key)[0] != self.name:
-            return None, news
+        self._check_lease()
+        newer = self._newer_view(epoch)
+        if newer is not None and newer.routing.read(key)[0] != self.name:
+            return None, newer
         rollouts = self.store.get([key]).get(key, [])
         with self._writing:
-            return (self.claims.claim(key, rollouts, policy_version), rollouts), self._news(epoch)
+            index = self.claims.claim(key, rollouts, policy_version, self._incarnation)
+            return (index, rollouts), self._newer_view(epoch)
 
     def hold(self, key: bytes, sample_index: int) -> None:
-        """Another shard has given out a sample index; known here, it is not given out again."""
+        """Note that another shard has assigned a sample index, so as not to assign it again."""
         with self._writing:
             self.claims.hold(key, sample_index)
 
     def sync(self) -> None:
-        """As :meth:`RolloutStore.sync`."""
+        """Return when everything put so far is on disk.
+
+        Raises:
+            StoreUnavailable: writing failed.
+        """
         self.store.sync()
 
     def stats(self) -> StoreStats:
-        """As :meth:`RolloutStore.stats`."""
+        """Return what the store holds and has done."""
         return self.store.stats()
 
-    def piece(self, start: bytes, stop: bytes | None) -> Piece:
-        """The first of what is here of a range of keys, bounded in size; all of its prompts whole.
+    def read_range(self, start: bytes, stop: bytes | None) -> Chunk:
+        """Read the first chunk of a range of keys; all of its prompts are complete.
+
+        Args:
+            start: first key.
+            stop: first key behind the range. None: the range has no end.
 
         Raises:
             StoreUnavailable: reading failed.
@@ -235,35 +270,44 @@ class Shard:
         rollouts: list[Rollout] = []
         size = 0
         for rollout in self.store.scan(start, stop):
-            if size >= PIECE_TOKENS and rollout.key != rollouts[-1].key:
-                return Piece(rollouts, claims, start, rollouts[-1].key + b"\0")
+            if size >= CHUNK_TOKENS and rollout.key != rollouts[-1].key:
+                return Chunk(rollouts, claims, start, rollouts[-1].key + b"\0")
             rollouts.append(rollout)
             size += len(rollout) + 64
-        return Piece(rollouts, claims, start, None)
+        return Chunk(rollouts, claims, start, None)
 
-    def take(self, piece: Piece, stop: bytes | None) -> bytes | None:
-        """Merge a piece of another shard's; where there is something newer here, that stays.
+    def merge_range(self, chunk: Chunk, stop: bytes | None) -> bytes | None:
+        """Merge a chunk of another shard; what is newer here stays.
 
         Args:
-            piece: of a range of keys.
-            stop: end of that range, where the piece is its last.
+            chunk: of a range of keys.
+            stop: first key behind that range.
 
         Returns:
-            Where the next piece starts; None: this was the last, and all of it is on disk.
+            Where the next chunk starts. None: this was the last one, and all of it is on disk.
 
         Raises:
             StoreUnavailable: reading or writing failed.
         """
         with self._writing:
-            for key, sample_index, seconds in piece.claims:
+            for key, sample_index, seconds in chunk.claims:
                 self.claims.hold(key, sample_index, seconds)
-            self._merge(piece.rollouts, self.store.scan(piece.start, piece.stop or stop))
-            if piece.stop is None:
+            self._merge(chunk.rollouts, self.store.scan(chunk.start, chunk.stop or stop))
+            if chunk.stop is None:
                 self.store.sync()
-        return piece.stop
+        return chunk.stop
 
-    def write(self, folder: str, partitions: list[int], of: int) -> list[PartitionFile]:
-        """Write some partitions of a snapshot; those without rollouts get no file."""
+    def write_snapshot(self, folder: str, partitions: list[int], of: int) -> list[PartitionFile]:
+        """Write some partitions of a snapshot; those without rollouts get no file.
+
+        Args:
+            folder: of the snapshot.
+            partitions: to be written.
+            of: number of partitions.
+
+        Raises:
+            StoreUnavailable: reading the store or writing the folder failed.
+        """
         files = []
         for partition in partitions:
             rollouts = self.store.scan(*key_range(partition, of))
@@ -272,17 +316,22 @@ class Shard:
                 files.append(write_partition(Path(folder), partition, _chain(first, rollouts)))
         return files
 
-    def read(self, folder: str, files: list[PartitionFile], mine: set[int], of: int) -> list[str]:
-        """Take over files of a snapshot, where the store has nothing newer.
+    def read_snapshot(
+        self, folder: str, files: list[PartitionFile], mine: set[int], of: int
+    ) -> list[str]:
+        """Merge files of a snapshot; what is newer in the store stays.
 
         Args:
             folder: of the snapshot.
-            files: in it; their partitions may be others than those of today.
+            files: to be read; the snapshot may have another number of partitions.
             mine: partitions that this shard holds, out of ``of``.
             of: number of partitions.
 
         Returns:
-            A line for each partition that is damaged, which is left out.
+            A line for each damaged file, which is left out.
+
+        Raises:
+            StoreUnavailable: writing the store failed.
         """
         damaged = []
         for file in files:
@@ -300,14 +349,16 @@ class Shard:
         return damaged
 
     def close(self) -> None:
-        """Commit what is buffered and give the folder free."""
+        """Commit what is buffered and release the folder."""
         self.store.close()
 
-    def _check_heard(self) -> None:
-        if self._clock() - self._heard > LEASE_SECONDS:
-            raise StoreUnavailable(f"shard {self.name}: its keeper has not been heard for long")
+    def _check_lease(self) -> None:
+        if self._clock() - self._confirmed_at > LEASE_SECONDS:
+            raise StoreUnavailable(
+                f"shard {self.name}: no contact with its keeper for {LEASE_SECONDS:g} s"
+            )
 
-    def _news(self, epoch: int) -> View | None:
+    def _newer_view(self, epoch: int) -> View | None:
         view = self.view
         return view if view is not None and view.routing.epoch > epoch else None
 
@@ -316,21 +367,18 @@ class Shard:
         self._merge(rollouts, (r for group in here.values() for r in group))
 
     def _merge(self, rollouts: Iterable[Rollout], here: Iterable[Rollout]) -> None:
-        """Put what is newer than what is here, and keep the order of age within each sample
-        index."""
-        groups: dict[tuple[bytes, int], list[Rollout]] = defaultdict(list)
+        """Put what is newer than what is here, and keep the order within each sample index."""
+        present: dict[tuple[bytes, int], list[Rollout]] = defaultdict(list)
         for rollout in here:
-            groups[rollout.key, rollout.sample_index].append(rollout)
-        new: dict[tuple[bytes, int], dict[tuple[int, int], Rollout]] = defaultdict(dict)
+            present[rollout.key, rollout.sample_index].append(rollout)
+        incoming: dict[tuple[bytes, int], list[Rollout]] = defaultdict(list)
         for rollout in rollouts:
-            new[rollout.key, rollout.sample_index][recency(rollout)] = rollout
-        for place, by_recency in new.items():
-            old = {recency(rollout): rollout for rollout in groups[place]}
-            by_recency |= old
-            newest = sorted(by_recency, reverse=True)[: self._groups]
-            if newest != list(old)[: self._groups]:
-                # What is put last is the newest of a store.
-                self.store.put(by_recency[when] for when in reversed(newest))
+            incoming[rollout.key, rollout.sample_index].append(rollout)
+        for row, group in incoming.items():
+            kept = newest(group, present[row], self._groups)
+            current = list(dict.fromkeys(map(recency, present[row])))
+            if list(map(recency, kept)) != current[: self._groups]:
+                self.store.put(reversed(kept))  # to a store, what is put last is the newest
 
 
 def _open(path: Path, options: Mapping[str, Any]) -> RolloutStore:
@@ -343,21 +391,6 @@ def _open(path: Path, options: Mapping[str, Any]) -> RolloutStore:
             if time.monotonic() > until:
                 raise
             time.sleep(0.5)
-
-
-def _name(file: Path) -> tuple[str, str]:
-    """The name of a folder, which goes with the disk that it is on, and whose run it was of."""
-    if file.exists():
-        name, _, run = file.read_text().strip().partition(" ")
-        if name:
-            return name, run
-    return f"shard-{uuid.uuid4().hex[:12]}", ""
-
-
-def _write_name(file: Path, name: str, run: str) -> None:
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text(f"{name} {run}\n")
-    temporary.replace(file)
 
 
 def _chain(first: Rollout, rest: Iterable[Rollout]) -> Iterable[Rollout]:

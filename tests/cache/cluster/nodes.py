@@ -1,4 +1,4 @@
-"""What the tests with real Ray nodes share: prompts with known rollouts, and what a cache has."""
+"""Shared by the tests with real Ray nodes: starting nodes, known rollouts, what a cache has."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ OPTIONS = {
     "groups_per_prompt": 1,
 }
 KEYS = [prompt_key([p]) for p in range(PROMPTS)]
+STARTS = 3  # on a busy machine a raylet may die while it starts
 
 
 @contextlib.contextmanager
@@ -60,7 +61,22 @@ def ray_head(module, folder, failures, **arguments):
         cluster.shutdown()
 
 
-def rollout(prompt, version=0, sample_index=0):
+def add_node(cluster):
+    """A node; one that dies while it starts is started again."""
+    for start in range(1, STARTS + 1):
+        before = set(cluster.worker_nodes)
+        try:
+            return cluster.add_node(**NODE)
+        except Exception as error:  # Ray raises bare ones
+            print(f"start {start} of a node: {type(error).__name__}: {error}")
+            for node in cluster.worker_nodes - before:
+                cluster.remove_node(node, allow_graceful=False)
+            if start == STARTS:
+                raise
+    raise AssertionError("unreachable")
+
+
+def rollout(prompt, version=0, sample_index=0, incarnation=0):
     rng = np.random.default_rng([prompt, version, sample_index])
     return Rollout(
         prompt_key([prompt]),
@@ -69,6 +85,7 @@ def rollout(prompt, version=0, sample_index=0):
         np.zeros(9),
         Finish.STOP,
         version,
+        incarnation=incarnation,
     )
 
 
@@ -76,9 +93,24 @@ def group(prompt, version):
     return [rollout(prompt, version, sample_index) for sample_index in range(SAMPLE_INDICES)]
 
 
+def put_all(cache, version, prompts=range(PROMPTS)):
+    """Put a group of each prompt, and wait until it is on disk."""
+    cache.put(r for p in prompts for r in group(p, version))
+    cache.sync()
+
+
 def versions_of(cache):
+    """Of each prompt, the versions of its rollouts, which are as they were put."""
     found = cache.get(KEYS)
-    return {p: found.get(KEYS[p], []) for p in range(PROMPTS)}
+    for p in range(PROMPTS):
+        for r in found.get(KEYS[p], []):
+            assert r == rollout(p, r.policy_version, r.sample_index, cache.incarnation)
+    return {p: [r.policy_version for r in found.get(KEYS[p], [])] for p in range(PROMPTS)}
+
+
+def all_at(version):
+    """As :func:`versions_of`, where every prompt has a group of a version."""
+    return {p: [version] * SAMPLE_INDICES for p in range(PROMPTS)}
 
 
 def wait_until(condition, seconds=120.0):
@@ -95,7 +127,7 @@ def copies(cache):
     view = ray.get(cache._keeper.view.remote())
     there = {p: {} for p in range(PROMPTS)}
     for name, shard in view.shards.items():
-        for r in ray.get(shard.piece.remote(b"", None)).rollouts:
+        for r in ray.get(shard.read_range.remote(b"", None)).rollouts:
             if name in view.routing.read(r.key):
                 there[KEYS.index(r.key)].setdefault(name, []).append(r.policy_version)
     return there

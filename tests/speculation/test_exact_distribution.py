@@ -1,9 +1,9 @@
-"""The law of reused rollouts on a model where everything can be enumerated (docs/fidelity.md).
+"""The distribution of reused rollouts, on a model small enough to enumerate (docs/fidelity.md).
 
 Two tokens, responses of two tokens, one prompt; the policy is a table of logits, one for each
 prefix. All responses, all accepted lengths and, where weights are trained on drafts, all drafts are
 summed over, so that the statements are checked to rounding and not by sampling. One test samples,
-with the product's own acceptance test, and shows that it has the enumerated law.
+with the product's own acceptance test, and shows that it has the enumerated distribution.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ PAPER = math.exp(0.5)
 
 
 def token_logprobs(logits, response):
-    """Of each token, [LENGTH], as a list of torch scalars or floats alike."""
+    """Log-prob of each token of a response, [LENGTH]."""
     out = []
     for i, token in enumerate(response):
         logit = logits[NODES[response[:i]]]
@@ -36,7 +36,7 @@ def token_logprobs(logits, response):
     return torch.stack(out)
 
 
-def law(logits):
+def distribution(logits):
     """Probability of each response, [4]."""
     return np.array([token_logprobs(logits, r).sum().exp().item() for r in RESPONSES])
 
@@ -60,7 +60,7 @@ def outcomes(new, reference, draft, lenience):
 
 
 def reused(new, reference, draft, lenience):
-    """Law of what becomes of a draft, [4]."""
+    """Distribution of what becomes of a draft, [4]."""
     out = np.zeros(len(RESPONSES))
     for p, response, _ in outcomes(new, reference, draft, lenience):
         out[RESPONSES.index(response)] += p
@@ -83,11 +83,11 @@ def weights():
 
 
 @pytest.mark.parametrize("lenience", [1.0, PAPER])
-def test_untrained_the_law_is_stated_token_by_token(weights, lenience):
+def test_untrained_the_distribution_is_stated_token_by_token(weights, lenience):
     """P(z) of reuse is a product over tokens of min(p_old, l p_new), cut off by a rejection."""
     old, new = weights
     mixture = sum(
-        law(old)[i] * reused(new, token_logprobs(old, draft), draft, lenience)
+        distribution(old)[i] * reused(new, token_logprobs(old, draft), draft, lenience)
         for i, draft in enumerate(RESPONSES)
     )
     assert mixture.sum() == pytest.approx(1)
@@ -115,11 +115,11 @@ def test_untrained_reuse_is_never_further_from_the_new_policy_than_the_old_polic
 
 
 @pytest.mark.parametrize("lenience", [1.0, PAPER])
-def test_the_acceptance_test_has_the_enumerated_law(weights, lenience):
+def test_the_acceptance_test_has_the_enumerated_distribution(weights, lenience):
     """Chi-squared with 20,000 drafts; error rate 1e-4."""
     old, new = weights
     rng = np.random.default_rng(1)
-    picks = rng.choice(len(RESPONSES), size=20_000, p=law(old))
+    picks = rng.choice(len(RESPONSES), size=20_000, p=distribution(old))
     lengths = accepted_lengths(
         np.concatenate([token_logprobs(new, r).numpy() for r in RESPONSES])[
             (picks[:, None] * LENGTH + np.arange(LENGTH)).ravel()
@@ -139,11 +139,11 @@ def test_the_acceptance_test_has_the_enumerated_law(weights, lenience):
             response.append(int(rng.random() < p_one))
         counts[RESPONSES.index(tuple(response))] += 1
     expected = sum(
-        law(old)[i] * reused(new, token_logprobs(old, draft), draft, lenience)
+        distribution(old)[i] * reused(new, token_logprobs(old, draft), draft, lenience)
         for i, draft in enumerate(RESPONSES)
     )
     assert stats.chisquare(counts, len(picks) * expected).pvalue > 1e-4
-    assert stats.chisquare(counts, len(picks) * law(new)).pvalue < 1e-6  # it can tell
+    assert stats.chisquare(counts, len(picks) * distribution(new)).pvalue < 1e-6  # it can tell
 
 
 # --- weights that were trained on the draft ----------------------------------------------------
@@ -183,7 +183,7 @@ def rows_of(state, sample_index, method):
             birth = torch.cat([old.birth[:kept], last[kept:]])
             yield (1 - fresh) * p, Row(response, last, birth)
     if fresh > 0:
-        for p, response in zip(law(state.logits), RESPONSES, strict=True):
+        for p, response in zip(distribution(state.logits), RESPONSES, strict=True):
             last = token_logprobs(state.logits, response)
             yield fresh * p, Row(response, last, last)
 
@@ -235,15 +235,15 @@ def learn(method, epochs, *, rate=1.0, on_drafts=True):
 
     Returns:
         for each epoch, before its update: value of the policy, mean reward of the rows, and total
-        variation between the rows' law given the weights and the policy's own.
+        variation between the rows' distribution given the weights and the policy's own.
     """
     states = [State(1.0, torch.tensor([0.3, -0.2, 0.1], dtype=torch.float64), [None] * GROUP)]
     seen = []
     for epoch in range(epochs):
         value = reward = 0.0
-        laws, after = {}, []
+        totals, after = {}, []
         for state in states:
-            own = law(state.logits)
+            own = distribution(state.logits)
             value += state.p * own @ REWARDS
             options = [list(rows_of(state, sample_index, method)) for sample_index in range(GROUP)]
             for option in options:
@@ -253,8 +253,8 @@ def learn(method, epochs, *, rate=1.0, on_drafts=True):
                 assert made.sum() == pytest.approx(1)
                 reward += state.p * made @ REWARDS / GROUP
                 weights = state.logits.numpy().round(9).tobytes()
-                p, total = laws.get(weights, (0.0, 0.0))
-                laws[weights] = (p + state.p / GROUP, total + state.p / GROUP * (made - own))
+                p, total = totals.get(weights, (0.0, 0.0))
+                totals[weights] = (p + state.p / GROUP, total + state.p / GROUP * (made - own))
             if epoch == epochs - 1:
                 continue
             for choice in itertools.product(*options):
@@ -268,7 +268,7 @@ def learn(method, epochs, *, rate=1.0, on_drafts=True):
                     if p * share > 0:
                         moved = trained(state.logits, group, method, rate)
                         after.append(State(p * share, moved, rows))
-        distance = sum(0.5 * np.abs(total).sum() for _, total in laws.values())
+        distance = sum(0.5 * np.abs(total).sum() for _, total in totals.values())
         seen.append((value, reward, distance))
         states = merged(after)
     return np.array(seen)
@@ -291,7 +291,7 @@ def learned():
 
 
 def test_fresh_randomness_is_exact_whatever_was_trained_on(learned):
-    """Lossless: given the weights the rows have the policy's law, and learning is plain's."""
+    """Lossless: given the weights, rows have the policy's distribution; learning is plain's."""
     assert learned["lossless"][:, DISTANCE] == pytest.approx(0, abs=1e-12)
     assert learned["lossless"][:, REWARD] == pytest.approx(learned["lossless"][:, VALUE])
     assert learned["lossless"] == pytest.approx(learned["plain"])
@@ -306,8 +306,8 @@ def test_unchanged_weights_make_any_reuse_exact(method):
 def test_most_of_the_distance_comes_from_training_on_the_draft(method):
     """Weights that moved by other rows leave reuse close; weights that moved by the draft do not.
 
-    The second is what a reused row is: its law given the weights is mostly the draft itself, since
-    the weights tell which draft they were trained on.
+    The second is what a reused row is: its distribution given the weights is mostly the draft
+    itself, since the weights tell which draft they were trained on.
     """
     apart = learn(method, 2, on_drafts=False)[1, DISTANCE]
     together = learn(method, 2)[1, DISTANCE]
@@ -324,7 +324,7 @@ def test_presets_are_ordered_by_their_distance(learned):
 
 
 def test_rewards_of_reused_rows_are_not_those_of_the_policy(learned):
-    """What the monitor looks for: fast lags behind its policy, faithful by less."""
+    """The monitor looks for this: fast lags behind its policy, faithful by less."""
     gap = {name: seen[2, VALUE] - seen[2, REWARD] for name, seen in learned.items()}
     assert gap["plain"] == pytest.approx(0, abs=1e-12)
     assert abs(gap["faithful"]) < abs(gap["fast"])

@@ -1,7 +1,7 @@
 """The cluster's cache while Ray nodes die, join and stop: real nodes, real kills.
 
-What is waited for is waited for generously; the one promise in seconds is that two copies are back
-within 30 s of a new node, and the test prints how long it took.
+What is waited for is waited for generously; how soon two copies are back after a new node is
+printed.
 """
 
 import logging
@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import tempfile
-import time
 
 import pytest
 import ray
@@ -17,20 +16,20 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nemo_specrl.cache.cluster.driver import start_shards
 from nemo_specrl.errors import ConfigError
-from tests.cache.nodes import (
+from tests.cache.cluster.nodes import (
     KEYS,
-    NODE,
     OPTIONS,
     PROMPTS,
     SAMPLE_INDICES,
+    add_node,
+    all_at,
     copies,
     group,
+    put_all,
     ray_head,
     versions_of,
     wait_until,
 )
-
-PROMISED_SECONDS = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +47,7 @@ def ray_cluster():
 def cluster(ray_cluster):
     """With three nodes, whatever was done to it before."""
     while len(ray_cluster.others) < 2:
-        ray_cluster.others.append(ray_cluster.add_node(**NODE))
+        ray_cluster.others.append(add_node(ray_cluster))
     return ray_cluster
 
 
@@ -66,11 +65,22 @@ class Engine:
     def __init__(self, cache):
         self.cache = cache
 
-    def step(self, version):
-        """Looks all prompts up, a few at a time, and puts what follows; what was found."""
+    def step(self, version, pause=None):
+        """Look all prompts up, a few at a time, and put what follows.
+
+        Args:
+            version: of what is put.
+            pause: file to make in the middle of the step, which goes on when it is gone.
+
+        Returns:
+            The versions that were found of each prompt.
+        """
         versions = []
         for first in range(0, PROMPTS, 6):
-            some = range(first, min(first + 6, PROMPTS))
+            if pause is not None and first == PROMPTS // 2:
+                pause.touch()
+                wait_until(lambda: not pause.exists())
+            some = range(first, first + 6)
             found = self.cache.get([KEYS[p] for p in some])
             versions += [[r.policy_version for r in found.get(KEYS[p], [])] for p in some]
             self.cache.put(r for p in some for r in group(p, version))
@@ -79,19 +89,21 @@ class Engine:
         return versions
 
     def read(self):
-        return {p: [r.policy_version for r in g] for p, g in versions_of(self.cache).items()}
+        return versions_of(self.cache)
 
 
-def kill(cluster, *nodes):
-    """Nodes, at once; it is believed when Ray says so."""
+def kill(cluster, *nodes, meanwhile=lambda: None):
+    """Kill nodes, at once; it is believed when Ray says so."""
     for node in nodes:
         cluster.remove_node(node, allow_graceful=False)
         cluster.others.remove(node)
+    meanwhile()
     gone = {node.node_id for node in nodes}
     wait_until(lambda: not any(n["Alive"] for n in ray.nodes() if n["NodeID"] in gone))
 
 
-def test_a_node_dies_in_the_middle_of_a_step(cluster, cache):
+def test_a_node_dies_in_the_middle_of_a_step(cluster, cache, tmp_path):
+    pause = tmp_path / "pause"
     here = ray.get_runtime_context().get_node_id()
     engine = Engine.options(
         scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False)
@@ -100,9 +112,9 @@ def test_a_node_dies_in_the_middle_of_a_step(cluster, cache):
     assert ray.get(engine.step.remote(2)) == [[1] * SAMPLE_INDICES] * PROMPTS
 
     # One node, in the middle of a step: nothing is lost.
-    step = engine.step.remote(3)
-    time.sleep(0.2)
-    kill(cluster, cluster.others[0])
+    step = engine.step.remote(3, pause)
+    wait_until(pause.exists)
+    kill(cluster, cluster.others[0], meanwhile=pause.unlink)
     assert ray.get(step) == [[2] * SAMPLE_INDICES] * PROMPTS
     assert ray.get(engine.step.remote(4)) == [[3] * SAMPLE_INDICES] * PROMPTS
     wait_until(lambda: cache.health() == (2, 0, 0))  # two are left, and have all of it
@@ -112,10 +124,9 @@ def test_a_node_dies_in_the_middle_of_a_step(cluster, cache):
     }
 
     # A new one: two copies of each, and the third node has its share.
-    cluster.others.append(cluster.add_node(**NODE))
+    cluster.others.append(add_node(cluster))
     took = wait_until(lambda: cache.health() == (3, 0, 0))
     print(f"two copies of everything {took:.1f} s after a new node")
-    assert took < PROMISED_SECONDS
     there = copies(cache)
     assert all(len(has) == 2 for has in there.values())
     assert all(
@@ -125,8 +136,9 @@ def test_a_node_dies_in_the_middle_of_a_step(cluster, cache):
     assert ray.get(engine.step.remote(5)) == [[4] * SAMPLE_INDICES] * PROMPTS
 
     # Both copies of some: the step goes on; what is left is found, or what a disk had before.
-    step = engine.step.remote(6)
-    kill(cluster, *cluster.others)
+    step = engine.step.remote(6, pause)
+    wait_until(pause.exists)
+    kill(cluster, *cluster.others, meanwhile=pause.unlink)
     found = ray.get(step)
     assert all(versions in ([], [4] * SAMPLE_INDICES, [5] * SAMPLE_INDICES) for versions in found)
     wait_until(lambda: cache.health() == (1, 0, 0))
@@ -135,47 +147,39 @@ def test_a_node_dies_in_the_middle_of_a_step(cluster, cache):
 
 
 def test_a_node_that_comes_back_finds_its_disk(cluster, cache):
-    cache.put(r for p in range(PROMPTS) for r in group(p, 1))
-    cache.sync()
+    put_all(cache, 1)
     kill(cluster, *cluster.others)  # before one can be copied to the other
     wait_until(lambda: cache.health() == (1, 0, 0))
     left = {p for p, found in versions_of(cache).items() if found}
     assert 0 < len(left) < PROMPTS, "too few prompts for a test that could fail"
     again = [p for p in range(PROMPTS) if p % 3 == 0]
-    cache.put(r for p in again for r in group(p, 2))
-    cache.sync()
+    put_all(cache, 2, again)
     for _ in range(2):
-        cluster.others.append(cluster.add_node(**NODE))
+        cluster.others.append(add_node(cluster))
     wait_until(lambda: cache.health() == (3, 0, 0))
-    assert versions_of(cache) == {p: group(p, 2 if p in again else 1) for p in range(PROMPTS)}
+    assert versions_of(cache) == all_at(1) | {p: [2] * SAMPLE_INDICES for p in again}
     assert all(len(has) == 2 for has in copies(cache).values())
 
 
 def test_partitions_move_to_the_nodes_with_engines(cluster, cache):
-    cache.put(r for p in range(PROMPTS) for r in group(p, 1))
-    cache.sync()
+    put_all(cache, 1)
     with pytest.raises(ConfigError, match=r"layout: \['nowhere'\] are no nodes of this Ray"):
         cache.reshard(["nowhere"])
     layout = {node.node_id for node in cluster.others}
     cache.reshard(layout)
 
     def moved():
-        assert versions_of(cache) == {p: group(p, 1) for p in range(PROMPTS)}  # meanwhile, too
+        assert versions_of(cache) == all_at(1)  # meanwhile, too
         view = ray.get(cache._keeper.view.remote())
         return all({view.nodes[n] for n in nodes} == layout for nodes in view.routing.writers)
 
     wait_until(moved)
     assert all(len(has) == 2 for has in copies(cache).values())
-    cache.prefetch(KEYS[:-1])
-    cache.put(group(0, 2))
-    found = cache.get(KEYS)
-    assert found == {KEYS[p]: group(p, 2 if p == 0 else 1) for p in range(PROMPTS)}
     assert cache.failures == 0
 
 
 def test_a_shard_that_is_stopped_costs_a_deadline_and_catches_up(cluster, cache, caplog):
-    cache.put(r for p in range(PROMPTS) for r in group(p, 1))
-    cache.sync()
+    put_all(cache, 1)
     here = ray.get_runtime_context().get_node_id()  # whose shard is asked first
     name = next(n for n, node in cache._view.nodes.items() if node == here)
     shard = cache._view.shards[name]
@@ -185,25 +189,23 @@ def test_a_shard_that_is_stopped_costs_a_deadline_and_catches_up(cluster, cache,
         os.kill(pid, signal.SIGSTOP)
         try:
             found = versions_of(cache)  # without its drafts, or with another's
-            assert all(g in ([], group(p, 1)) for p, g in found.items())
-            cache.put(r for p in range(PROMPTS) for r in group(p, 2))
-            cache.sync()  # ends when the shard has been left out
+            assert all(g in ([], [1] * SAMPLE_INDICES) for g in found.values())
+            put_all(cache, 2)  # ends when the shard has been left out
             assert cache.failures > 0
             assert name not in cache._view.shards
             cache.deadline_s = OPTIONS["deadline_s"]
-            assert versions_of(cache) == {p: group(p, 2) for p in range(PROMPTS)}
+            assert versions_of(cache) == all_at(2)
         finally:
             os.kill(pid, signal.SIGCONT)
         wait_until(lambda: cache.health() == (3, 0, 0))
-        assert versions_of(cache) == {p: group(p, 2) for p in range(PROMPTS)}
+        assert versions_of(cache) == all_at(2)
     assert len([r for r in caplog.records if "rows are decoded plainly" in r.message]) == 1
     has = [has[name] for has in copies(cache).values() if name in has]
     assert has and all(versions == [2] * SAMPLE_INDICES for versions in has)
 
 
 def test_a_keeper_that_dies_begins_again_on_the_same_disks(cluster, cache):
-    cache.put(r for p in range(PROMPTS) for r in group(p, 1))
-    cache.sync()
+    put_all(cache, 1)
     names = set(cache._view.shards)
     pid = keeper_pid(cache)
     os.kill(pid, signal.SIGKILL)
@@ -211,7 +213,7 @@ def test_a_keeper_that_dies_begins_again_on_the_same_disks(cluster, cache):
 
     def whole():
         found = versions_of(cache)  # cold at first, and never an error
-        assert all(g in ([], group(p, 1)) for p, g in found.items())
+        assert all(g in ([], [1] * SAMPLE_INDICES) for g in found.values())
         return all(found.values()) and cache.health() == (3, 0, 0)
 
     wait_until(whole)
@@ -223,13 +225,3 @@ def keeper_pid(cache):
         return ray.get(cache._keeper.__ray_call__.remote(lambda self: os.getpid()))
     except ray.exceptions.RayError:
         return None
-
-
-def test_a_cache_with_a_name_is_found_again(cluster, tmp_path):
-    cache = start_shards(tmp_path / "stores", name="a run", **OPTIONS)
-    cache.put(group(1, 1))
-    cache.sync()
-    again = start_shards(tmp_path / "elsewhere", name="a run", **OPTIONS)
-    assert again.get([KEYS[1]]) == {KEYS[1]: group(1, 1)}
-    assert not (tmp_path / "elsewhere").exists()
-    again.close()

@@ -1,6 +1,7 @@
 """The cluster's cache on real Ray nodes: every partition in its places, late shards, snapshots."""
 
 import asyncio
+import dataclasses
 import logging
 import pickle
 import sys
@@ -15,9 +16,9 @@ from nemo_specrl.cache.cluster.driver import start_shards
 from nemo_specrl.cache.cluster.membership import Routing, View
 from nemo_specrl.cache.snapshot import partition_of, read_manifest
 from nemo_specrl.errors import ForeignStore, StoreUnavailable
-from nemo_specrl.rollout import prompt_key
-from tests.cache.nodes import NODE, ray_head, rollout, wait_until
-from tests.cache.nodes import OPTIONS as SHARED_OPTIONS
+from nemo_specrl.rollout import Rollout, prompt_key
+from tests.cache.cluster.nodes import OPTIONS as SHARED_OPTIONS
+from tests.cache.cluster.nodes import add_node, ray_head, rollout, wait_until
 
 NODES = 3
 # Two cores share three nodes: nothing here tests how fast they are.
@@ -32,7 +33,7 @@ def nodes():
         ray_head(sys.modules[__name__], folder, failures=60) as cluster,
     ):
         for _ in range(NODES - 1):
-            cluster.add_node(**NODE)
+            add_node(cluster)
         yield
 
 
@@ -55,9 +56,17 @@ def key_of(prompt):
     return prompt_key([prompt])
 
 
+def as_put(found):
+    """Rollouts before they got the incarnation of their run."""
+    names = [field.name for field in dataclasses.fields(Rollout)]
+    return [
+        Rollout(**{name: getattr(r, name) for name in names} | {"incarnation": 0}) for r in found
+    ]
+
+
 def contents(cache, prompts):
     found = cache.get([prompt_key([p]) for p in prompts])
-    return {p: found.get(prompt_key([p]), []) for p in prompts}
+    return {p: as_put(found.get(prompt_key([p]), [])) for p in prompts}
 
 
 def test_what_is_put_is_found_from_every_copy_of_the_client(start):
@@ -107,7 +116,7 @@ def test_each_partition_lies_on_its_two_nodes_and_no_other(start):
     assert all(len(nodes) == 2 for nodes in view.routing.readers)
     assert view.routing.readers == view.routing.writers
     for node, shard in view.shards.items():
-        everything = ray.get(shard.piece.remote(b"", None))
+        everything = ray.get(shard.read_range.remote(b"", None))
         there = [rollout.key for rollout in everything.rollouts]
         expected = {
             key for key in (prompt_key([p]) for p in range(60)) if node in view.routing.read(key)
@@ -138,7 +147,7 @@ def test_a_shard_that_dies_is_covered_for_and_comes_back_with_its_disk(start, ca
         assert contents(client, range(60)) == {p: [rollout(p, version=1)] for p in range(60)}
     again = ray.get(cache._keeper.view.remote()).shards
     assert name in again and again[name] != shard
-    there = {r.key for r in ray.get(again[name].piece.remote(b"", None)).rollouts}
+    there = {r.key for r in ray.get(again[name].read_range.remote(b"", None)).rollouts}
     read = cache._view.routing.read
     assert there == {key for key in map(key_of, range(60)) if name in read(key)}
 
@@ -156,7 +165,7 @@ def test_a_shard_that_is_late_answers_nothing_and_raises_nothing(nodes):
     assert ray.get(slow.get.remote([], 0)) == ({}, None)
     table = (("slow",),) * 4
     view = View(Routing(0, table, table), {"slow": slow}, {})
-    cache = CacheClient(view, None, deadline_s=0.05, tokenizer_id="tok")
+    cache = CacheClient(view, None, deadline_s=0.05, tokenizer_id="tok", incarnation=1)
     for tried in range(1, FAILURES_TO_OPEN + 3):
         assert cache.get([prompt_key([1])]) == {}
         assert cache.failures == min(tried, FAILURES_TO_OPEN)  # then it is left alone
@@ -181,7 +190,7 @@ def test_rows_that_come_alone_get_sample_indices_of_their_own_from_every_client(
         client.sync()
     claimed = asyncio.run(claim((other, cache, cache, other), 1))
     assert [sample_index for sample_index, _ in claimed] == [0, 1, 2, 3]
-    assert claimed[0][1] == [rollout(5, sample_index=s) for s in range(4)]
+    assert as_put(claimed[0][1]) == [rollout(5, sample_index=s) for s in range(4)]
     assert cache.failures == other.failures == 0
 
 
@@ -197,6 +206,12 @@ def test_a_snapshot_restores_onto_any_partitions_and_replicas(start, tmp_path):
     restored, damaged = other.restore(tmp_path / "snapshot")
     assert (restored.policy_version, damaged) == (7, [])
     assert contents(other, range(50)) == contents(cache, range(50))
+    assert other.incarnation > cache.incarnation
+    assert {r.incarnation for r in other.get([key_of(0)])[key_of(0)]} == {cache.incarnation}
+    other.put([rollout(0, sample_index=s) for s in range(3)])  # of the same version, and newer
+    other.sync()
+    other.restore(tmp_path / "snapshot")
+    assert {r.incarnation for r in other.get([key_of(0)])[key_of(0)]} == {other.incarnation}
     assert sum(s.rollouts for s in other.stats().values()) == len(put)
 
 

@@ -1,0 +1,80 @@
+"""The identity of a shard's folder: its name, and the run that used it last.
+
+The name belongs to the disk. A shard that comes back with its disk has the name that it had, and
+with it the same partitions.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+__all__ = ["Identity", "read_identity", "write_identity"]
+
+IDENTITY_FILE = "shard"
+
+logger = logging.getLogger(__name__)
+
+
+class Identity(NamedTuple):
+    """What the identity file of a folder says.
+
+    Args:
+        name: of the shard.
+        incarnation: of the run that used the folder last; 0: not known.
+    """
+
+    name: str
+    incarnation: int
+
+
+def read_identity(folder: Path) -> Identity:
+    """Read the identity of a folder; a new one where there is none, or where it is damaged.
+
+    Args:
+        folder: of a shard.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    file = folder / IDENTITY_FILE
+    if file.exists():
+        identity = _parse(file.read_bytes())
+        if identity is not None:
+            return identity
+        logger.warning(
+            "rollout cache: %s is damaged; the shard gets a new name and goes by its store", file
+        )
+    return Identity(f"shard-{uuid.uuid4().hex[:12]}", 0)
+
+
+def write_identity(folder: Path, identity: Identity) -> None:
+    """Write the identity of a folder, by an atomic rename.
+
+    Args:
+        folder: of a shard.
+        identity: to be found there from now on.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    text = f"{identity.name} {identity.incarnation}".encode()
+    temporary = folder / f"{IDENTITY_FILE}.tmp"
+    temporary.write_bytes(text + b" " + _checksum(text) + b"\n")
+    temporary.replace(folder / IDENTITY_FILE)
+
+
+def _parse(line: bytes) -> Identity | None:
+    text, _, checksum = line.removesuffix(b"\n").rpartition(b" ")
+    if not text or checksum != _checksum(text):
+        return None
+    name, _, incarnation = text.decode().partition(" ")
+    return Identity(name, int(incarnation))
+
+
+def _checksum(text: bytes) -> bytes:
+    return xxhash.xxh3_64_hexdigest(text).encode()

@@ -1,0 +1,135 @@
+"""The copies that a keeper has shards make of one another, a chunk at a time.
+
+Nothing here waits: :meth:`Transfers.advance` looks which calls have been answered and makes the
+next ones. The data goes from shard to shard; only references pass through the keeper.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from nemo_specrl.cache.cluster.membership import Copy
+from nemo_specrl.cache.snapshot import key_range
+
+__all__ = ["BACKGROUND", "PATIENCE_SECONDS", "RETRY_SECONDS", "Transfers", "last_line"]
+
+BACKGROUND = "background"
+"""Concurrency group of shards for calls that must not queue behind those of clients."""
+PATIENCE_SECONDS = 12.0
+RETRY_SECONDS = 5.0
+COPIES_AT_ONCE = 4
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Transfer:
+    """A copy under way.
+
+    Args:
+        call: the call that has no answer yet.
+        since: when it was made.
+        merging: whether it merges a chunk; otherwise it reads one.
+    """
+
+    call: Any
+    since: float
+    merging: bool = False
+
+
+class Transfers:
+    """The copies that are under way.
+
+    Args:
+        partitions: number of partitions.
+    """
+
+    def __init__(self, partitions: int) -> None:
+        self._partitions = partitions
+        self._running: dict[Copy, _Transfer] = {}
+        self._retry_at: dict[Copy, float] = {}
+
+    @property
+    def calls(self) -> list[Any]:
+        """Calls that have no answer yet."""
+        return [transfer.call for transfer in self._running.values()]
+
+    def restart(self) -> None:
+        """Drop all copies; a chunk that is being merged does no harm."""
+        self._running.clear()
+        self._retry_at.clear()
+
+    def advance(self, wanted: Collection[Copy], shards: Mapping[str, Any]) -> list[Copy]:
+        """Start the copies that are wanted, some at a time, and continue those under way.
+
+        A copy whose shard fails or does not answer starts again after ``RETRY_SECONDS``.
+
+        Args:
+            wanted: copies to be made.
+            shards: actors by name. Copies between others are left for later.
+
+        Returns:
+            The copies that are complete now.
+        """
+        now = time.monotonic()
+        for copy in sorted(wanted):
+            if len(self._running) == COPIES_AT_ONCE:
+                break
+            waiting = copy in self._running or self._retry_at.get(copy, now) > now
+            if not waiting and {copy.source, copy.target} <= shards.keys():
+                start, _ = key_range(copy.partition, self._partitions)
+                self._running[copy] = self._read(copy, start, shards)
+        if not self._running:
+            return []
+        done = set(
+            ray.wait(self.calls, num_returns=len(self._running), timeout=0, fetch_local=False)[0]
+        )
+        complete = []
+        for copy, transfer in list(self._running.items()):
+            try:
+                if transfer.call in done:
+                    following = self._follow(copy, transfer, shards)
+                elif now - transfer.since > PATIENCE_SECONDS:
+                    raise TimeoutError(f"no answer in {PATIENCE_SECONDS:g} s")
+                else:
+                    continue
+            except Exception as error:  # of an actor, its store or its node
+                logger.warning("rollout cache: copying %s: %s", copy, last_line(error))
+                del self._running[copy]
+                self._retry_at[copy] = now + RETRY_SECONDS
+                continue
+            if following is None:
+                del self._running[copy]
+                complete.append(copy)
+            else:
+                self._running[copy] = following
+        return complete
+
+    def _read(self, copy: Copy, start: bytes, shards: Mapping[str, Any]) -> _Transfer:
+        _, stop = key_range(copy.partition, self._partitions)
+        read = shards[copy.source].read_range.options(concurrency_group=BACKGROUND)
+        return _Transfer(read.remote(start, stop), time.monotonic())
+
+    def _follow(
+        self, copy: Copy, transfer: _Transfer, shards: Mapping[str, Any]
+    ) -> _Transfer | None:
+        """Make the call that follows one that was answered; None where the copy is complete."""
+        if transfer.merging:
+            following = ray.get(transfer.call)
+            return None if following is None else self._read(copy, following, shards)
+        # The chunk was waited for, so that no thread of the target waits for it.
+        _, stop = key_range(copy.partition, self._partitions)
+        merge = shards[copy.target].merge_range.options(concurrency_group=BACKGROUND)
+        return _Transfer(merge.remote(transfer.call, stop), time.monotonic(), merging=True)
+
+
+def last_line(error: BaseException) -> str:
+    """Return an error's type and the last line of its message; Ray adds tracebacks before it."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[-1].strip()}"

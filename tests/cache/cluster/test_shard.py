@@ -1,0 +1,137 @@
+"""One shard: its name, its lease, what it merges and copies."""
+
+import logging
+
+import pytest
+
+from nemo_specrl.cache.cluster import shard as shard_module
+from nemo_specrl.cache.cluster.identity import IDENTITY_FILE, read_identity
+from nemo_specrl.cache.cluster.membership import Routing, View
+from nemo_specrl.cache.cluster.shard import LEASE_SECONDS, Chunk, Shard
+from nemo_specrl.cache.snapshot import key_range
+from nemo_specrl.errors import StoreUnavailable
+from nemo_specrl.rollout import Finish, Rollout, prompt_key
+from tests.cache.cluster.conftest import STORE, learn, view_of
+
+PARTITIONS = 2
+
+
+def rollout(prompt, version, sample_index=0, occurrence=0):
+    return Rollout(
+        prompt_key([prompt]), sample_index, [version], [0.0], Finish.STOP, version,
+        occurrence=occurrence
+    )  # fmt: skip
+
+
+def versions(shard, prompt):
+    key = prompt_key([prompt])
+    return [r.policy_version for r in shard.store.scan(key, key + b"\0")]
+
+
+def test_a_folder_keeps_its_name_and_its_contents_belong_to_a_run(shards):
+    shard = shards()
+    shard.put([rollout(1, 1)], 1)
+    info = shard.describe(PARTITIONS)
+    shard.close()
+    again = shards()
+    assert again.name == shard.name and versions(again, 1) == [1]
+    assert again.describe(PARTITIONS).name == info.name
+    assert again.describe(PARTITIONS).holds == info.holds
+    assert again.describe(PARTITIONS).store_id != info.store_id
+    again.close()
+    resumed = shards(incarnation=2, keep=True)
+    assert resumed.name == shard.name and versions(resumed, 1) == [1]
+    resumed.close()
+    new = shards(incarnation=3)
+    assert new.name == shard.name and versions(new, 1) == []
+
+
+def test_a_flipped_bit_in_the_name_file_gives_a_new_name_and_a_warning(shards, tmp_path, caplog):
+    shard = shards()
+    shard.put([rollout(1, 1)], 1)
+    shard.close()
+    file = tmp_path / "a" / IDENTITY_FILE
+    good = file.read_bytes()
+    for bit in range(8 * len(good)):
+        bad = bytearray(good)
+        bad[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(bad)
+        caplog.clear()
+        identity = read_identity(tmp_path / "a")
+        if identity.name == shard.name:  # all but the line's end counts
+            assert bit // 8 == len(good) - 1 and identity.incarnation == 1
+            continue
+        assert [r.levelno for r in caplog.records] == [logging.WARNING]
+        assert f"{file} is damaged" in caplog.text
+    file.write_bytes(b"\xff" + good[1:])
+    resumed = shards(keep=True)
+    assert resumed.name != shard.name and versions(resumed, 1) == [1]
+    name = resumed.name
+    resumed.close()
+    assert shards(keep=True).name == name
+
+
+def test_a_shard_without_contact_to_its_keeper_answers_no_look_ups(tmp_path):
+    now = [100.0]
+    shard = Shard(str(tmp_path), 1, False, STORE, clock=lambda: now[0])
+    view = view_of(1, shard.name)
+    refused = pytest.raises(StoreUnavailable, match="no contact with its keeper for 10 s")
+    with refused:
+        shard.get([prompt_key([1])], 1)
+    _, first = shard.heartbeat(view, 0)
+    with refused:  # the keeper may not have got that answer
+        shard.get([prompt_key([1])], 1)
+    _, second = shard.heartbeat(view, first)
+    assert shard.get([prompt_key([1])], 1) == ({}, None)
+    now[0] += LEASE_SECONDS + 1  # stopped, say
+    shard.put([rollout(1, 1)], 1)
+    with refused:
+        shard.get([prompt_key([1])], 1)
+    _, third = shard.heartbeat(view, second)  # which may have waited for as long
+    with refused:
+        shard.claim(prompt_key([1]), 1, 1)
+    shard.heartbeat(view, third)
+    assert shard.get([prompt_key([1])], 0) == ({prompt_key([1]): [rollout(1, 1)]}, view)
+    shard.close()
+
+
+def test_what_is_newer_stays_whatever_comes_late(shards):
+    shard = shards(groups_per_prompt=2)
+    shard.put([rollout(1, 5)], 1)
+    assert shard.put([rollout(1, 3), rollout(1, 4), rollout(2, 3)], 0).routing.epoch == 1
+    chunk = Chunk([rollout(1, 5, occurrence=1), rollout(1, 2)], [], b"", None)
+    assert shard.merge_range(chunk, None) is None
+    found, _ = shard.get([prompt_key([1]), prompt_key([2])], 1)
+    assert found[prompt_key([1])] == [rollout(1, 5, occurrence=1), rollout(1, 5)]
+    assert found[prompt_key([2])] == [rollout(2, 3)]
+
+
+def test_chunks_are_bounded_and_leave_nothing_out(shards, monkeypatch):
+    monkeypatch.setattr(shard_module, "CHUNK_TOKENS", 300)
+    source, target = shards("a"), shards("b")
+    source.put([rollout(p, 1, sample_index) for p in range(40) for sample_index in range(3)], 1)
+    source.claims.hold(prompt_key([1]), 7)
+    for partition in range(PARTITIONS):
+        following, stop = key_range(partition, PARTITIONS)
+        chunks = 0
+        while following is not None:
+            chunk = source.read_range(following, stop)
+            assert len(chunk.rollouts) <= 6 and len({r.key for r in chunk.rollouts}) <= 2
+            following = target.merge_range(chunk, stop)
+            chunks += 1
+        assert chunks > 5
+    assert list(target.store.scan(b"")) == list(source.store.scan(b""))
+    [(key, sample_index, seconds)] = target.claims.held(b"", None)
+    assert (key, sample_index) == (prompt_key([1]), 7) and 3500 < seconds <= 3600
+
+
+def test_only_the_first_reader_assigns_sample_indices(shards):
+    shard = shards()
+    key = prompt_key([1])
+    table = (("other", shard.name),) * PARTITIONS
+    view = View(Routing(2, table, table), {}, {})
+    learn(shard, view)
+    assert shard.claim(key, 1, 1) == (None, view)
+    shard.hold(key, 0)
+    learn(shard, view_of(3, shard.name))
+    assert shard.claim(key, 1, 3) == ((1, []), None)  # 0 was assigned by the other
