@@ -38,6 +38,7 @@ class Reuse:
         policy_logprobs: of each token under the current policy, float32 ``[n]``, nats.
         birth_logprobs: of each token under the policy that sampled it, float32 ``[n]``, nats.
         birth_versions: policy version that sampled each token, int64 ``[n]``.
+        rollout: the rollout as the cache keeps it, with its prompt key and sample index.
     """
 
     fresh: bool
@@ -46,6 +47,7 @@ class Reuse:
     policy_logprobs: Float32Array
     birth_logprobs: Float32Array
     birth_versions: npt.NDArray[np.int64]
+    rollout: Rollout
 
 
 def reuse_of(completion: Any) -> Reuse | None:
@@ -131,7 +133,13 @@ def completed(
     )
     drafted = 0 if draft is None else len(draft)
     completion.spec_rl = Reuse(
-        rollout.fresh, drafted, accepted, policy, rollout.birth_logprobs, rollout.birth_versions
+        rollout.fresh,
+        drafted,
+        accepted,
+        policy,
+        rollout.birth_logprobs,
+        rollout.birth_versions,
+        rollout,
     )
     return completion, rollout
 
