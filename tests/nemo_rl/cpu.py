@@ -23,12 +23,15 @@ from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGeneration
 from nemo_specrl.integrations.nemo_rl.compat import (
     STOCK_ASYNC_WORKER,
     STOCK_WORKER,
-    worker_class,
+    substituted_workers,
 )
 from nemo_specrl.integrations.nemo_rl.generation import SpecVllmGeneration
-from nemo_specrl.integrations.nemo_rl.run import current
+from nemo_specrl.integrations.nemo_rl.run import current_run
 from nemo_specrl.integrations.nemo_rl.worker import SpecVllmGenerationWorkerImpl
 from nemo_specrl.integrations.nemo_rl.worker_async import SpecVllmAsyncGenerationWorkerImpl
+from tests.nemo_rl import counting
+
+counting.install()
 
 WEIGHTS = "NEMO_SPECRL_TEST_WEIGHTS"
 """File through which the policy's weights reach the engines, instead of CUDA's IPC."""
@@ -163,10 +166,10 @@ class CpuGeneration(SpecVllmGeneration):
     }
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if current() is not None:
+        if current_run() is not None:
             super().__init__(*args, **kwargs)
             return
-        with worker_class(self.stock_classes):
+        with substituted_workers(self.stock_classes):
             super().__init__(*args, **kwargs)
 
     def prepare_refit_info(self, state_dict_info: Any) -> None:

@@ -34,14 +34,15 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     RAY_USAGE_STATS_ENABLED="0",
     NEMO_SPECRL_TEST_WEIGHTS=str(OUT / "weights.safetensors"),
+    NEMO_SPECRL_TEST_COUNTS=str(OUT / "counts.jsonl"),
 )
 
 import ray  # noqa: E402
 import torch  # noqa: E402
 
-from nemo_specrl.integrations.nemo_rl import compat  # noqa: E402
+from nemo_specrl.integrations.nemo_rl.register import rebind, register  # noqa: E402
 
-compat.register()
+register()
 
 from nemo_rl.algorithms import grpo, grpo_sync, ppo  # noqa: E402
 from nemo_rl.distributed.ray_actor_environment_registry import (  # noqa: E402
@@ -60,6 +61,7 @@ from transformers import PreTrainedTokenizerFast  # noqa: E402
 
 from nemo_specrl.integrations.nemo_rl.run import option  # noqa: E402
 from nemo_specrl.trainer.task import EOS, encode, problems, reward  # noqa: E402
+from tests.nemo_rl import counting  # noqa: E402
 from tests.nemo_rl.cpu import CpuGeneration  # noqa: E402
 from tests.nemo_rl.models import SmallPolicy, SmallValue, small_plane_policy  # noqa: E402
 
@@ -189,7 +191,9 @@ class Recorded(CpuGeneration):
 
     def generate(self, data: Any, greedy: bool = False) -> Any:
         version = None if self.cache is None else self.policy_version
+        counting.note("generate", validating=self._validating, rows=len(data["input_ids"]))
         output = super().generate(data, greedy=greedy)
+        counting.note("generated")
         self._record(data, output, version)
         return output
 
@@ -235,7 +239,7 @@ def main() -> None:
     for name in ACTOR_ENVIRONMENT_REGISTRY:  # one environment for all actors
         ACTOR_ENVIRONMENT_REGISTRY[name] = sys.executable
     recorded = config.env.get("recorded", True)
-    compat.replace("VllmGeneration", grpo.VllmGeneration, Recorded if recorded else CpuGeneration)
+    rebind("VllmGeneration", grpo.VllmGeneration, Recorded if recorded else CpuGeneration)
 
     record_metrics()
     torch.manual_seed(1)  # the order of the prompts

@@ -80,6 +80,23 @@ class Job:
         """All ``generate`` calls of training, whatever their size."""
         return [r for r in self._lines("rows.jsonl") if not r["validating"]]
 
+    def counts(self):
+        """By ``generate`` call of the training batches: how often what was done in each process.
+
+        A list of {(kind, process): count}, of what was done from the call up to the next one: the
+        step's generation, training and logging.
+        """
+        steps, validating = [], True
+        for line in self._lines("counts.jsonl"):
+            kind = line["kind"]
+            if kind == "generate":
+                validating = line["validating"]
+                if not validating:
+                    steps.append(Counter())
+            elif kind != "generated" and not validating:
+                steps[-1][kind, line["pid"]] += 1
+        return steps
+
     def calls(self):
         """The training batches."""
         return [r for r in self._lines("rows.jsonl") if len(r["prompts"]) == BATCH]

@@ -41,6 +41,12 @@ def reused(folder):
     return Job(folder / "reused", steps=6, spec_rl={"enabled": "true"}).wait()
 
 
+@pytest.fixture(scope="module")
+def anchored(folder):
+    spec_rl = {"enabled": "true", "clip_anchor": "birth"}
+    return Job(folder / "anchored", steps=4, spec_rl=spec_rl).wait()
+
+
 def test_switched_off_the_plugin_leaves_no_trace(plain):
     steps = plain.train()
     assert sorted(steps) == [1, 2, 3, 4, 5, 6]
@@ -89,6 +95,23 @@ def test_fresh_rows_are_compared_with_reused_ones(reused):
     assert last["spec_rl/fresh_fraction"] == 0.2
     saved = reused.out / "checkpoints" / "step_6" / "rollout_cache" / "monitor.json"
     assert json.loads(saved.read_text())["steps"] == 5  # trainers save a step, then log its rows
+
+
+def test_a_prompt_is_hashed_once_a_step_and_each_process_asks_the_cache_once(reused, anchored):
+    """With the monitor, and with the birth anchor as well, over generation, training and logging.
+
+    The driver hashes the prompt of each row and asks how long the drafts are; two workers ask for
+    the drafts of their rows.
+    """
+    for job in (reused, anchored):
+        counts = job.counts()
+        assert len(counts) == len(job.calls())
+        for counted in counts:
+            hashed = [n for (kind, _), n in counted.items() if kind == "hash"]
+            assert hashed == [BATCH]
+            asked = {kind: n for (kind, _), n in counted.items() if kind != "hash"}
+            assert asked == {"outlines": 1, "get": 1}
+            assert sum(kind == "get" for kind, _ in counted) == 2  # processes
 
 
 def test_rows_come_back_in_their_order_although_engines_get_them_balanced(reused):
@@ -153,10 +176,7 @@ def test_a_damaged_cache_costs_the_resumed_run_its_drafts_and_no_more(folder):
     assert resumed.train()[3]["spec_rl/draft_coverage"] == 0
 
 
-def test_anchored_at_birth_the_ratio_of_reused_tokens_does_not_start_at_one(folder, reused):
-    anchored = Job(
-        folder / "anchored", steps=4, spec_rl={"enabled": "true", "clip_anchor": "birth"}
-    ).wait()
+def test_anchored_at_birth_the_ratio_of_reused_tokens_does_not_start_at_one(reused, anchored):
     for job, moved in ((reused, False), (anchored, True)):
         steps = job.train()
         for step in (1, 2):
