@@ -7,7 +7,9 @@ transport of weights (a file; ``cpu.py``, which has the rest). Writes OUT/metric
 for each call of NeMo-RL's logger, and OUT/rows.jsonl, one for each ``generate`` call.
 
 Beside NeMo-RL's keys: ``++env.prompts``, how many there are; ``++env.turns``, of a conversation
-that does a sum step by step; ``++env.recorded=false`` leaves out OUT/rows.jsonl, which takes time.
+that does a sum step by step; ``++env.recorded=false`` leaves out OUT/rows.jsonl, which takes time;
+``++env.killed_in_step``: after the rollouts of this step, the job and all that it has started are
+killed.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import functools
 import json
 import os
 import re
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -182,7 +185,10 @@ class Steps(EnvironmentInterface):
 
 
 class Recorded(CpuGeneration):
-    """Writes down what it was given and gave back."""
+    """Writes down what it was given and gave back; kills the job where it was told to."""
+
+    killed_in_step = 0
+    _steps = 0
 
     async def generate_async(self, data: Any, greedy: bool = False) -> Any:
         async for index, output in super().generate_async(data, greedy=greedy):
@@ -195,6 +201,9 @@ class Recorded(CpuGeneration):
         output = super().generate(data, greedy=greedy)
         counting.note("generated")
         self._record(data, output, version)
+        self._steps += not self._validating
+        if self._steps == self.killed_in_step:
+            os.killpg(0, signal.SIGKILL)
         return output
 
     def _record(self, data: Any, output: Any, version: int | None = None) -> None:
@@ -239,6 +248,7 @@ def main() -> None:
     for name in ACTOR_ENVIRONMENT_REGISTRY:  # one environment for all actors
         ACTOR_ENVIRONMENT_REGISTRY[name] = sys.executable
     recorded = config.env.get("recorded", True)
+    Recorded.killed_in_step = config.env.get("killed_in_step", -1)
     rebind("VllmGeneration", grpo.VllmGeneration, Recorded if recorded else CpuGeneration)
 
     record_metrics()

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 
 import pytest
@@ -54,13 +53,9 @@ class Job:
         assert self.process.wait() == 0, self.log.read_text()[-6000:]
         return self
 
-    def kill_after_step(self, step):
-        """SIGKILL the driver and what it started, in the step behind ``step``."""
-        while not any(r["step"] >= step for r in self.metrics("timing/train")):
-            assert self.process.poll() is None, self.log.read_text()[-6000:]
-            time.sleep(0.1)
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+    def wait_for_kill(self):
+        """Wait until the job has killed itself (``++env.killed_in_step``)."""
+        assert self.process.wait() == -signal.SIGKILL, self.log.read_text()[-6000:]
 
     def _lines(self, name):
         path = self.out / name

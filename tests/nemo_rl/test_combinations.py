@@ -117,7 +117,7 @@ def test_dynamic_sampling_draws_on_until_a_batch_is_full(tmp_path):
 
 
 def test_on_the_data_plane_rollouts_are_made_and_kept_by_another_process(tmp_path):
-    pytest.importorskip("transfer_queue")
+    pytest.importorskip("transfer_queue", reason="NeMo-RL's data plane is not installed")
     job = Job(
         tmp_path / "plane",
         steps=4,

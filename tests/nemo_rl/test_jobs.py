@@ -151,7 +151,8 @@ def test_a_checkpoint_has_the_cache_beside_the_weights(reused):
 
 def test_killed_and_resumed_it_drafts_at_once(folder):
     out = folder / "killed"
-    Job(out, steps=6, spec_rl={"enabled": "true"}).kill_after_step(3)
+    killed = Job(out, steps=6, spec_rl={"enabled": "true"}, **{"++env.killed_in_step": 4})
+    killed.wait_for_kill()
     assert [p.name for p in sorted(out.glob("checkpoints/step_*"))] == ["step_2"]
     # The node's disk is lost, too: what is left is the checkpoint.
     for path in (folder / "stores").glob("*/*.mdb"):
@@ -299,7 +300,7 @@ def test_the_launcher_runs_a_script_with_the_plugin_in_place(tmp_path):
 @pytest.mark.parametrize("module", ["distillation", "single_controller_utils.setup"])
 def test_where_there_is_no_reuse_yet_it_is_refused(tmp_path, module):
     if module != "distillation":
-        pytest.importorskip("transfer_queue")
+        pytest.importorskip("transfer_queue", reason="NeMo-RL's data plane is not installed")
         if not (Path(HOME) / "nemo_rl" / "algorithms" / "single_controller_utils").is_dir():
             pytest.skip("this NeMo-RL has no single controller")
     done = launched(
