@@ -50,12 +50,21 @@ class Job:
             )
 
     def wait(self):
-        assert self.process.wait() == 0, self.log.read_text()[-6000:]
+        """Wait for the job's end, which must be a good one."""
+        assert self.exit_code() == 0, self.log.read_text()[-6000:]
         return self
 
     def wait_for_kill(self):
         """Wait until the job has killed itself (``++env.killed_in_step``)."""
-        assert self.process.wait() == -signal.SIGKILL, self.log.read_text()[-6000:]
+        assert self.exit_code() == -signal.SIGKILL, self.log.read_text()[-6000:]
+
+    def exit_code(self):
+        """Wait for the job's end; an interrupt or a time-out of the test ends the job, too."""
+        try:
+            return self.process.wait()
+        except BaseException:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            raise
 
     def _lines(self, name):
         path = self.out / name
