@@ -20,6 +20,7 @@ from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtens
 from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 
+from nemo_specrl.engine.compat import local_cpu_environment
 from nemo_specrl.integrations.nemo_rl.compat import (
     STOCK_ASYNC_WORKER,
     STOCK_WORKER,
@@ -55,9 +56,10 @@ CpuExtension = type(
 
 
 class OnCpu:
-    """Comes before a worker's class."""
+    """What each worker changes; comes before its class."""
 
     def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
+        local_cpu_environment()  # by the process: in vLLM 0.20 it depends on it
         # Packed weights cannot be loaded in place.
         import vllm.model_executor.layers.utils as utils
 
