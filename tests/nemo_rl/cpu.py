@@ -1,7 +1,7 @@
-"""What NeMo-RL's vLLM worker needs to run on a CPU; the plug-in's own code is used as it is.
+"""Changes that let NeMo-RL's vLLM workers run on a CPU; the plug-in's own code is not changed.
 
-NeMo-RL takes a GPU for granted: NUMA binding by GPU, sleep mode, weights through CUDA's IPC. Each
-piece below replaces one such thing, in tests only.
+NeMo-RL assumes a GPU: NUMA binding by GPU, sleep mode, weights through CUDA's IPC. Each class or
+function below replaces one such part, in tests only.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class OnCpu:
 
 
 class AsyncOnCpu(OnCpu):
-    """The same for the asynchronous worker."""
+    """The same changes for the asynchronous worker."""
 
     async def post_init_async(self) -> None:
         self.vllm_device_ids = self.report_device_id()
@@ -134,7 +134,7 @@ class StockWorkerImpl(OnCpu, VllmGenerationWorkerImpl):
 
 
 class SpecWorkerImpl(SpecVllmGenerationWorkerImpl, StockWorkerImpl):
-    """The plug-in's methods first, then those for the CPU, then NeMo-RL's."""
+    """The plug-in's methods come first, then those for the CPU, then NeMo-RL's."""
 
 
 @ray.remote

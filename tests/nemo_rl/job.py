@@ -2,14 +2,15 @@
 
     python -m tests.nemo_rl.job OUT grpo|ppo [KEY=VALUE ...]
 
-What needs a GPU and is replaced: the workers of policy and value model (``models.py``) and the
-transport of weights (a file; ``cpu.py``, which has the rest). Writes OUT/metrics.jsonl, one line
-for each call of NeMo-RL's logger, and OUT/rows.jsonl, one for each ``generate`` call.
+Parts that need a GPU are replaced: the workers of policy and value model (``models.py``), the
+transport of weights (through a file) and details of the vLLM workers (``cpu.py``). The job writes
+OUT/metrics.jsonl, one line for each call of NeMo-RL's logger; OUT/rows.jsonl, one for each
+``generate`` call; and OUT/counts.jsonl (``counting.py``).
 
-Beside NeMo-RL's keys: ``++env.prompts``, how many there are; ``++env.turns``, of a conversation
-that does a sum step by step; ``++env.recorded=false`` leaves out OUT/rows.jsonl, which takes time;
-``++env.killed_in_step``: after the rollouts of this step, the job and all that it has started are
-killed.
+Keys in addition to NeMo-RL's: ``++env.prompts``, the number of prompts; ``++env.turns``, the number
+of turns in a conversation that does a sum step by step; ``++env.recorded=false``, which leaves out
+OUT/rows.jsonl, because it takes time; ``++env.killed_in_step``, the step after whose rollouts the
+job and all that it has started are killed.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ class Sums(EnvironmentInterface):
 
 @ray.remote(num_cpus=0)
 class Steps(EnvironmentInterface):
-    """A conversation: the policy adds, the environment says what is to be added next."""
+    """A conversation: the policy adds, and the environment gives the next number to add."""
 
     def __init__(self, turns: int) -> None:
         self.turns = turns
@@ -185,7 +186,7 @@ class Steps(EnvironmentInterface):
 
 
 class Recorded(CpuGeneration):
-    """Writes down what it was given and gave back; kills the job where it was told to."""
+    """Records the inputs and outputs of each call, and kills the job in a given step."""
 
     killed_in_step = 0
     _steps = 0

@@ -1,4 +1,4 @@
-"""Starts tests/nemo_rl/job.py in a process of its own, and reads what it writes."""
+"""Runs tests/nemo_rl/job.py in a process of its own, and reads the files that it writes."""
 
 import json
 import os
@@ -22,7 +22,7 @@ marks = [
 PROMPTS, GROUP, STEPS_PER_EPOCH = 4, 4, 2
 BATCH = PROMPTS // STEPS_PER_EPOCH * GROUP
 TOTAL = 192
-"""Tokens that a sequence may have; what a response may have is more than most prompts leave."""
+"""Limit of a sequence in tokens; responses may be longer than most prompts leave room for."""
 
 
 class Job:
@@ -85,10 +85,11 @@ class Job:
         return [r for r in self._lines("rows.jsonl") if not r["validating"]]
 
     def counts(self):
-        """By ``generate`` call of the training batches: how often what was done in each process.
+        """How often each process did what, for each ``generate`` call of training.
 
-        A list of {(kind, process): count}, of what was done from the call up to the next one: the
-        step's generation, training and logging.
+        Returns:
+            For each call, ``{(kind, process): count}`` from the call up to the next one, which
+            includes the step's training and logging. Validation is left out.
         """
         steps, validating = [], True
         for line in self._lines("counts.jsonl"):
@@ -107,7 +108,7 @@ class Job:
 
 
 def with_history(calls):
-    """By call, whether each row's prompt and place in its group had a rollout of older weights."""
+    """For each call, whether each row's prompt and sample index had a rollout of older weights."""
     made, marked = {}, []
     for call in calls:
         seen, drafted = Counter(), []
@@ -121,7 +122,7 @@ def with_history(calls):
 
 
 def assert_drafts_follow_the_history(job, calls):
-    """Of synchronous engines and ``fresh_fraction: 0``: who has an older rollout has a draft."""
+    """Each row with an older rollout has a draft (synchronous engines, ``fresh_fraction: 0``)."""
     rows = {}
     for call, drafted in zip(calls, with_history(calls), strict=True):
         rows.setdefault(call["policy_version"], []).extend(drafted)

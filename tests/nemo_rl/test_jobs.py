@@ -1,6 +1,6 @@
 """Real NeMo-RL jobs on a CPU with two vLLM engines: GRPO, PPO, asynchronous GRPO.
 
-They need a checkout of NeMo-RL, unmodified, in NEMO_RL_HOME, and its environment: `make test-nemo`.
+They need an unmodified checkout of NeMo-RL in NEMO_RL_HOME and its environment: `make test-nemo`.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What a recipe of NeMo-RL says to the plug-in, and what is refused; needs no NeMo-RL."""
+"""How the plug-in reads recipes of NeMo-RL, and which it refuses; needs no NeMo-RL."""
 
 import copy
 import subprocess
