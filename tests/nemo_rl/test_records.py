@@ -77,6 +77,13 @@ def test_rows_that_are_trained_on_later_keep_their_record():
         table.end_step()
 
 
+def test_in_a_step_that_asks_for_no_rows_the_workers_forget_them():
+    rows, rollouts = step([7], np.random.default_rng(0))
+    table = table_of(rows, rollouts)
+    table.end_step()
+    assert all(row[0].record is None for row in found(table, rows))
+
+
 def test_records_that_nobody_takes_are_limited(monkeypatch):
     monkeypatch.setattr(records, "MAX_RECORDS", 5)
     workers = Workers()

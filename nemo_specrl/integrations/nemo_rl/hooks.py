@@ -131,7 +131,8 @@ class Hooks:
             metrics = {**metrics, **self._compared}
             self._compared = {}
         elif prefix == END_OF_STEP:
-            self._records.end_step()
+            if self._monitor is not None or self._anchor_at_birth:
+                self._records.end_step()
             taken = self._generation.take_metrics()
             if taken is not None:
                 counts, seconds = taken

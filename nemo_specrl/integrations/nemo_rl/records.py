@@ -161,7 +161,14 @@ class RecordTable:
         return rows
 
     def end_step(self) -> None:
-        """Forget the records that :meth:`find` has returned; the next step has others."""
+        """Forget the records that :meth:`find` has returned.
+
+        The others may be of rows that are trained on later, as in asynchronous GRPO. In a step
+        without a call of :meth:`find`, such as PPO's steps that train the value model alone, the
+        workers' records are dropped.
+        """
+        if not self._taken:
+            self._take()
         for sequence, count in self._used.items():
             records = self._records.get(sequence, deque())
             for _ in range(min(count, len(records))):
