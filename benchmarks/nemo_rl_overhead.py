@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def measured(side: str, args: Any) -> list[dict[str, float]]:
-    """What a job logged of each step: seconds of its rollouts, and of speculation."""
+    """Run a job and return, for each step, the seconds of rollouts and of speculation."""
     rows = args.prompts * args.group
     with tempfile.TemporaryDirectory() as folder:
         job = Job(

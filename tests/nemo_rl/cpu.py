@@ -56,7 +56,7 @@ CpuExtension = type(
 
 
 class OnCpu:
-    """What each worker changes; comes before its class."""
+    """Changes that both workers need; a base class in front of NeMo-RL's."""
 
     def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
         local_cpu_environment()  # by the process: in vLLM 0.20 it depends on it

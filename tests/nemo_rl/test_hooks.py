@@ -1,4 +1,4 @@
-"""What is wrapped around NeMo-RL's policy, logger and checkpoint manager, and in which order."""
+"""The hooks around NeMo-RL's policy, logger and checkpoint manager, and their order."""
 
 import logging
 from pathlib import Path

@@ -31,7 +31,7 @@ SequenceKey = tuple[bytes, int]
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """What the drift monitor and the birth anchor need to know of a rollout.
+    """The properties of a rollout that the drift monitor and the birth anchor use.
 
     Args:
         key: of the prompt.
