@@ -3,13 +3,13 @@ r"""Rollout seconds of NeMo-RL's own GRPO job on a CPU, with ``spec_rl.enabled``
     NEMO_RL_HOME=DIR .venv-nemo-0.25.1/bin/python -m benchmarks.nemo_rl_overhead \
         --json docs/nemo_rl_overhead.json
 
-Runs the job of tests/nemo_rl (its real ``setup`` and trainer, two vLLM engines) with the plug-in
-registered, in turn with speculation off and on, and compares step by step what NeMo-RL logs as
-``timing/train/generation``. In the first epoch the cache is cold and both make the same tokens:
-what is more is overhead. From the second epoch on, drafts are there. Off, the plug-in has nothing
-to measure: workers are NeMo-RL's own classes, and the driver's asks one attribute of itself.
+Runs the job of tests/nemo_rl (NeMo-RL's real ``setup`` and trainer, two vLLM engines) with the
+plug-in registered, alternately with speculation off and on, and compares what NeMo-RL logs as
+``timing/train/generation`` step by step. In the first epoch the cache is cold and both sides make
+the same tokens, so a difference is overhead. From the second epoch on, rows have drafts. With
+speculation off, the workers are NeMo-RL's own classes.
 
-`make test-nemo` makes .venv-nemo-0.25.1. About a quarter of an hour on two idle cores.
+`make test-nemo` makes .venv-nemo-0.25.1. Takes about a quarter of an hour on two idle cores.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def measured(side: str, args: Any) -> list[dict[str, float]]:
-    """What a job logged of each step: seconds of its rollouts, and of speculation."""
+    """Run a job and return, for each step, the seconds of rollouts and of speculation."""
     rows = args.prompts * args.group
     with tempfile.TemporaryDirectory() as folder:
         job = Job(

@@ -48,6 +48,7 @@ class Reuse:
         birth_logprobs: log-prob of each token under the policy that sampled it, float32 ``[n]``,
             nats.
         birth_versions: version of the policy that sampled each token, int64 ``[n]``.
+        rollout: the rollout as the cache keeps it, with its prompt key and sample index.
     """
 
     fresh: bool
@@ -56,6 +57,7 @@ class Reuse:
     policy_logprobs: Float32Array
     birth_logprobs: Float32Array
     birth_versions: npt.NDArray[np.int64]
+    rollout: Rollout
 
 
 def reuse_of(completion: Any) -> Reuse | None:
@@ -144,7 +146,13 @@ def build_completion(
     )
     drafted = 0 if draft is None else len(draft)
     completion.spec_rl = Reuse(
-        rollout.fresh, drafted, accepted, policy, rollout.birth_logprobs, rollout.birth_versions
+        rollout.fresh,
+        drafted,
+        accepted,
+        policy,
+        rollout.birth_logprobs,
+        rollout.birth_versions,
+        rollout,
     )
     return completion, rollout
 

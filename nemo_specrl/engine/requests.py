@@ -130,6 +130,7 @@ def build_requests(
     prompts: Any,
     sampling_params: SamplingParams | Sequence[SamplingParams],
     sample_indices: Sequence[int] | None,
+    prompt_keys: Sequence[bytes] | None = None,
 ) -> list[Request]:
     """Make a request for each of the ``n`` rollouts of each prompt, in order.
 
@@ -139,6 +140,8 @@ def build_requests(
         sampling_params: one for all, or one for each prompt.
         sample_indices: first sample index of each prompt. None: the k-th rollout of a prompt has
             sample index k.
+        prompt_keys: key of each prompt (:func:`nemo_specrl.prompt_key`), where the caller has
+            computed them already. None: they are computed here.
 
     Raises:
         UnsupportedSampling: drafts cannot be verified under these parameters.
@@ -150,14 +153,20 @@ def build_requests(
     prompts = _as_list(prompts)
     if not isinstance(sampling_params, Sequence):
         sampling_params = [sampling_params] * len(prompts)
-    for name, values in (("sampling_params", sampling_params), ("sample_indices", sample_indices)):
+    for name, values in (
+        ("sampling_params", sampling_params),
+        ("sample_indices", sample_indices),
+        ("prompt_keys", prompt_keys),
+    ):
         if values is not None and len(values) != len(prompts):
             raise ConfigError(f"{name}: {len(values)} of them for {len(prompts)} prompts")
     for params in sampling_params:
         if not is_greedy(params):
             check_verifiable(params)
     rendered = [_tokens(prompt, limits.tokenizer) for prompt in prompts]
-    rows = _rows([tokens for _, tokens in rendered], [p.n for p in sampling_params], sample_indices)
+    if prompt_keys is None:
+        prompt_keys = [prompt_key(tokens) for _, tokens in rendered]
+    rows = _rows(prompt_keys, [p.n for p in sampling_params], sample_indices)
     requests: list[Request] = []
     for (text, tokens), params in zip(rendered, sampling_params, strict=True):
         for child in range(params.n):
@@ -182,12 +191,10 @@ def build_requests(
 
 
 def _rows(
-    prompts: list[list[int]], counts: list[int], sample_indices: Sequence[int] | None
+    prompt_keys: Sequence[bytes], counts: list[int], sample_indices: Sequence[int] | None
 ) -> list[Row]:
     """Prompt key and sample index of each rollout."""
-    keys = [
-        key for prompt, n in zip(prompts, counts, strict=True) for key in [prompt_key(prompt)] * n
-    ]
+    keys = [key for key, n in zip(prompt_keys, counts, strict=True) for _ in range(n)]
     if sample_indices is None:
         flat = assign_sample_indices(keys)
     else:

@@ -68,6 +68,7 @@ class SpeculativeLLM(Speculation):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         sample_indices: Sequence[int] | None = None,
+        prompt_keys: Sequence[bytes] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: Any = None,
     ) -> list[RequestOutput]:
@@ -82,6 +83,7 @@ class SpeculativeLLM(Speculation):
             sample_indices: first sample index of each prompt. None: the k-th row of a prompt in
                 this call has sample index k. Must be given where the rows of a group come in
                 several calls.
+            prompt_keys: key of each prompt, where the caller has computed them already.
             use_tqdm: whether to show a progress bar, or a function that makes one.
             lora_request: as in vLLM.
 
@@ -103,7 +105,9 @@ class SpeculativeLLM(Speculation):
         started = time.perf_counter()
         if sampling_params is None:
             sampling_params = self.llm.get_default_sampling_params()
-        requests = build_requests(self._limits, prompts, sampling_params, sample_indices)
+        requests = build_requests(
+            self._limits, prompts, sampling_params, sample_indices, prompt_keys
+        )
         self._find_drafts(requests)
         replayed = self._replay(requests)
         self.metrics.rows = len(requests)

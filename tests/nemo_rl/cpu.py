@@ -1,7 +1,7 @@
-"""What NeMo-RL's vLLM worker needs to run on a CPU; the plug-in's own code is used as it is.
+"""Changes that let NeMo-RL's vLLM workers run on a CPU; the plug-in's own code is not changed.
 
-NeMo-RL takes a GPU for granted: NUMA binding by GPU, sleep mode, weights through CUDA's IPC. Each
-piece below replaces one such thing, in tests only.
+NeMo-RL assumes a GPU: NUMA binding by GPU, sleep mode, weights through CUDA's IPC. Each class or
+function below replaces one such part, in tests only.
 """
 
 from __future__ import annotations
@@ -20,15 +20,19 @@ from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtens
 from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 
+from nemo_specrl.engine.compat import local_cpu_environment
 from nemo_specrl.integrations.nemo_rl.compat import (
     STOCK_ASYNC_WORKER,
     STOCK_WORKER,
-    worker_class,
+    substituted_workers,
 )
 from nemo_specrl.integrations.nemo_rl.generation import SpecVllmGeneration
-from nemo_specrl.integrations.nemo_rl.run import current
+from nemo_specrl.integrations.nemo_rl.run import current_run
 from nemo_specrl.integrations.nemo_rl.worker import SpecVllmGenerationWorkerImpl
 from nemo_specrl.integrations.nemo_rl.worker_async import SpecVllmAsyncGenerationWorkerImpl
+from tests.nemo_rl import counting
+
+counting.install()
 
 WEIGHTS = "NEMO_SPECRL_TEST_WEIGHTS"
 """File through which the policy's weights reach the engines, instead of CUDA's IPC."""
@@ -52,9 +56,10 @@ CpuExtension = type(
 
 
 class OnCpu:
-    """Comes before a worker's class."""
+    """Changes that both workers need; a base class in front of NeMo-RL's."""
 
     def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
+        local_cpu_environment()  # by the process: in vLLM 0.20 it depends on it
         # Packed weights cannot be loaded in place.
         import vllm.model_executor.layers.utils as utils
 
@@ -87,7 +92,7 @@ class OnCpu:
 
 
 class AsyncOnCpu(OnCpu):
-    """The same for the asynchronous worker."""
+    """The same changes for the asynchronous worker."""
 
     async def post_init_async(self) -> None:
         self.vllm_device_ids = self.report_device_id()
@@ -129,7 +134,7 @@ class StockWorkerImpl(OnCpu, VllmGenerationWorkerImpl):
 
 
 class SpecWorkerImpl(SpecVllmGenerationWorkerImpl, StockWorkerImpl):
-    """The plug-in's methods first, then those for the CPU, then NeMo-RL's."""
+    """The plug-in's methods come first, then those for the CPU, then NeMo-RL's."""
 
 
 @ray.remote
@@ -163,10 +168,10 @@ class CpuGeneration(SpecVllmGeneration):
     }
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if current() is not None:
+        if current_run() is not None:
             super().__init__(*args, **kwargs)
             return
-        with worker_class(self.stock_classes):
+        with substituted_workers(self.stock_classes):
             super().__init__(*args, **kwargs)
 
     def prepare_refit_info(self, state_dict_info: Any) -> None:

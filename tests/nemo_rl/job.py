@@ -2,12 +2,15 @@
 
     python -m tests.nemo_rl.job OUT grpo|ppo [KEY=VALUE ...]
 
-What needs a GPU and is replaced: the workers of policy and value model (``models.py``) and the
-transport of weights (a file; ``cpu.py``, which has the rest). Writes OUT/metrics.jsonl, one line
-for each call of NeMo-RL's logger, and OUT/rows.jsonl, one for each ``generate`` call.
+Parts that need a GPU are replaced: the workers of policy and value model (``models.py``), the
+transport of weights (through a file) and details of the vLLM workers (``cpu.py``). The job writes
+OUT/metrics.jsonl, one line for each call of NeMo-RL's logger; OUT/rows.jsonl, one for each
+``generate`` call; and OUT/counts.jsonl (``counting.py``).
 
-Beside NeMo-RL's keys: ``++env.prompts``, how many there are; ``++env.turns``, of a conversation
-that does a sum step by step; ``++env.recorded=false`` leaves out OUT/rows.jsonl, which takes time.
+Keys in addition to NeMo-RL's: ``++env.prompts``, the number of prompts; ``++env.turns``, the number
+of turns in a conversation that does a sum step by step; ``++env.recorded=false``, which leaves out
+OUT/rows.jsonl, because it takes time; ``++env.killed_in_step``, the step after whose rollouts the
+job and all that it has started are killed.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import functools
 import json
 import os
 import re
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -34,14 +38,15 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     RAY_USAGE_STATS_ENABLED="0",
     NEMO_SPECRL_TEST_WEIGHTS=str(OUT / "weights.safetensors"),
+    NEMO_SPECRL_TEST_COUNTS=str(OUT / "counts.jsonl"),
 )
 
 import ray  # noqa: E402
 import torch  # noqa: E402
 
-from nemo_specrl.integrations.nemo_rl import compat  # noqa: E402
+from nemo_specrl.integrations.nemo_rl.register import rebind, register  # noqa: E402
 
-compat.register()
+register()
 
 from nemo_rl.algorithms import grpo, grpo_sync, ppo  # noqa: E402
 from nemo_rl.distributed.ray_actor_environment_registry import (  # noqa: E402
@@ -60,6 +65,7 @@ from transformers import PreTrainedTokenizerFast  # noqa: E402
 
 from nemo_specrl.integrations.nemo_rl.run import option  # noqa: E402
 from nemo_specrl.trainer.task import EOS, encode, problems, reward  # noqa: E402
+from tests.nemo_rl import counting  # noqa: E402
 from tests.nemo_rl.cpu import CpuGeneration  # noqa: E402
 from tests.nemo_rl.models import SmallPolicy, SmallValue, small_plane_policy  # noqa: E402
 
@@ -146,7 +152,7 @@ class Sums(EnvironmentInterface):
 
 @ray.remote(num_cpus=0)
 class Steps(EnvironmentInterface):
-    """A conversation: the policy adds, the environment says what is to be added next."""
+    """A conversation: the policy adds, and the environment gives the next number to add."""
 
     def __init__(self, turns: int) -> None:
         self.turns = turns
@@ -180,7 +186,10 @@ class Steps(EnvironmentInterface):
 
 
 class Recorded(CpuGeneration):
-    """Writes down what it was given and gave back."""
+    """Records the inputs and outputs of each call, and kills the job in a given step."""
+
+    killed_in_step = 0
+    _steps = 0
 
     async def generate_async(self, data: Any, greedy: bool = False) -> Any:
         async for index, output in super().generate_async(data, greedy=greedy):
@@ -189,8 +198,13 @@ class Recorded(CpuGeneration):
 
     def generate(self, data: Any, greedy: bool = False) -> Any:
         version = None if self.cache is None else self.policy_version
+        counting.note("generate", validating=self._validating, rows=len(data["input_ids"]))
         output = super().generate(data, greedy=greedy)
+        counting.note("generated")
         self._record(data, output, version)
+        self._steps += not self._validating
+        if self._steps == self.killed_in_step:
+            os.killpg(0, signal.SIGKILL)
         return output
 
     def _record(self, data: Any, output: Any, version: int | None = None) -> None:
@@ -235,7 +249,8 @@ def main() -> None:
     for name in ACTOR_ENVIRONMENT_REGISTRY:  # one environment for all actors
         ACTOR_ENVIRONMENT_REGISTRY[name] = sys.executable
     recorded = config.env.get("recorded", True)
-    compat.replace("VllmGeneration", grpo.VllmGeneration, Recorded if recorded else CpuGeneration)
+    Recorded.killed_in_step = config.env.get("killed_in_step", -1)
+    rebind("VllmGeneration", grpo.VllmGeneration, Recorded if recorded else CpuGeneration)
 
     record_metrics()
     torch.manual_seed(1)  # the order of the prompts

@@ -1,11 +1,10 @@
-"""Starts tests/nemo_rl/job.py in a process of its own, and reads what it writes."""
+"""Runs tests/nemo_rl/job.py in a process of its own, and reads the files that it writes."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 
 import pytest
@@ -23,7 +22,7 @@ marks = [
 PROMPTS, GROUP, STEPS_PER_EPOCH = 4, 4, 2
 BATCH = PROMPTS // STEPS_PER_EPOCH * GROUP
 TOTAL = 192
-"""Tokens that a sequence may have; what a response may have is more than most prompts leave."""
+"""Limit of a sequence in tokens; responses may be longer than most prompts leave room for."""
 
 
 class Job:
@@ -51,16 +50,21 @@ class Job:
             )
 
     def wait(self):
-        assert self.process.wait() == 0, self.log.read_text()[-6000:]
+        """Wait for the job's end, which must be a good one."""
+        assert self.exit_code() == 0, self.log.read_text()[-6000:]
         return self
 
-    def kill_after_step(self, step):
-        """SIGKILL the driver and what it started, in the step behind ``step``."""
-        while not any(r["step"] >= step for r in self.metrics("timing/train")):
-            assert self.process.poll() is None, self.log.read_text()[-6000:]
-            time.sleep(0.1)
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+    def wait_for_kill(self):
+        """Wait until the job has killed itself (``++env.killed_in_step``)."""
+        assert self.exit_code() == -signal.SIGKILL, self.log.read_text()[-6000:]
+
+    def exit_code(self):
+        """Wait for the job's end; an interrupt or a time-out of the test ends the job, too."""
+        try:
+            return self.process.wait()
+        except BaseException:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            raise
 
     def _lines(self, name):
         path = self.out / name
@@ -80,13 +84,31 @@ class Job:
         """All ``generate`` calls of training, whatever their size."""
         return [r for r in self._lines("rows.jsonl") if not r["validating"]]
 
+    def counts(self):
+        """How often each process did what, for each ``generate`` call of training.
+
+        Returns:
+            For each call, ``{(kind, process): count}`` from the call up to the next one, which
+            includes the step's training and logging. Validation is left out.
+        """
+        steps, validating = [], True
+        for line in self._lines("counts.jsonl"):
+            kind = line["kind"]
+            if kind == "generate":
+                validating = line["validating"]
+                if not validating:
+                    steps.append(Counter())
+            elif kind != "generated" and not validating:
+                steps[-1][kind, line["pid"]] += 1
+        return steps
+
     def calls(self):
         """The training batches."""
         return [r for r in self._lines("rows.jsonl") if len(r["prompts"]) == BATCH]
 
 
 def with_history(calls):
-    """By call, whether each row's prompt and place in its group had a rollout of older weights."""
+    """For each call, whether each row's prompt and sample index had a rollout of older weights."""
     made, marked = {}, []
     for call in calls:
         seen, drafted = Counter(), []
@@ -100,7 +122,7 @@ def with_history(calls):
 
 
 def assert_drafts_follow_the_history(job, calls):
-    """Of synchronous engines and ``fresh_fraction: 0``: who has an older rollout has a draft."""
+    """Each row with an older rollout has a draft (synchronous engines, ``fresh_fraction: 0``)."""
     rows = {}
     for call, drafted in zip(calls, with_history(calls), strict=True):
         rows.setdefault(call["policy_version"], []).extend(drafted)

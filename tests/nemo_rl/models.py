@@ -1,6 +1,6 @@
-"""Small models in the driver, where NeMo-RL has Megatron's or DTensor's workers, which need a GPU.
+"""Small models in the driver, in place of NeMo-RL's Megatron or DTensor workers, which need a GPU.
 
-They pack and unpack rows as NeMo-RL's own do, and meet its losses; weights leave through a file.
+They pack and unpack rows as NeMo-RL's own do and use its losses; weights are written to a file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.nemo_rl.cpu import WEIGHTS
 
 
 class SmallPolicy(ColocatablePolicyInterface):
-    """A Hugging Face model in the driver, where NeMo-RL has Megatron or DTensor workers."""
+    """A Hugging Face model in the driver, in place of NeMo-RL's policy workers."""
 
     def __init__(self, config: Any = None, weights_path: Any = None, **_: Any) -> None:
         path = f"{weights_path}" if weights_path else config["model_name"]
@@ -41,7 +41,7 @@ class SmallPolicy(ColocatablePolicyInterface):
 
     @torch.no_grad()
     def get_logprobs(self, data: Any, timer: Any = None) -> Any:
-        """Row by row as NeMo-RL packs them, and back in their order, as its Policy does."""
+        """Log-probs of all rows, packed and put back into their order as NeMo-RL's Policy does."""
         if not self.packing["enabled"]:
             logprobs = self._logprobs(data)
         else:
@@ -130,7 +130,7 @@ class SmallPolicy(ColocatablePolicyInterface):
 
 
 def small_plane_policy(config: Any, data_plane: Any, **kwargs: Any) -> Any:
-    """SmallPolicy on NeMo-RL's data plane: what its workers fetch and write, the driver does."""
+    """A SmallPolicy on NeMo-RL's data plane; the driver fetches and writes for the workers."""
     from nemo_rl.data_plane import build_data_plane_client
     from nemo_rl.data_plane.adapters import transfer_queue
     from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS
@@ -170,7 +170,7 @@ def small_plane_policy(config: Any, data_plane: Any, **kwargs: Any) -> Any:
 
 
 class SmallValue(ValueInterface):
-    """A Hugging Face model with one output, where NeMo-RL's PPO has a value model's workers."""
+    """A Hugging Face model with one output, in place of the workers of PPO's value model."""
 
     def __init__(self, config: Any, **_: Any) -> None:
         self.model = AutoModelForTokenClassification.from_pretrained(

@@ -1,4 +1,4 @@
-"""Reuse beside what else a NeMo-RL recipe may ask for: real jobs on a CPU, as in test_jobs."""
+"""Reuse with other options of NeMo-RL's recipes: real jobs on a CPU, as in test_jobs."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,7 @@ pytestmark = marks
 
 @pytest.fixture(scope="module")
 def conversations(tmp_path_factory):
-    """Three turns each, which end at a stop string; corrected by importance sampling."""
+    """Conversations of three turns that end at a stop string, with importance sampling."""
     return Job(
         tmp_path_factory.mktemp("nemo") / "conversations",
         steps=6,
@@ -117,7 +117,7 @@ def test_dynamic_sampling_draws_on_until_a_batch_is_full(tmp_path):
 
 
 def test_on_the_data_plane_rollouts_are_made_and_kept_by_another_process(tmp_path):
-    pytest.importorskip("transfer_queue")
+    pytest.importorskip("transfer_queue", reason="NeMo-RL's data plane is not installed")
     job = Job(
         tmp_path / "plane",
         steps=4,
@@ -135,7 +135,7 @@ def test_on_the_data_plane_rollouts_are_made_and_kept_by_another_process(tmp_pat
 
 
 def test_lora_is_merged_before_it_reaches_the_engines():
-    """Training LoRA takes a GPU; here, that NeMo-RL gives vLLM no adapters beside its weights."""
+    """Training LoRA needs a GPU, so only check that NeMo-RL passes no adapters to vLLM."""
     workers = sorted((Path(HOME) / "nemo_rl/models/generation/vllm").glob("vllm_worker*.py"))
     assert len(workers) >= 2
     for worker in workers:

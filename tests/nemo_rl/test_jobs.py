@@ -1,6 +1,6 @@
 """Real NeMo-RL jobs on a CPU with two vLLM engines: GRPO, PPO, asynchronous GRPO.
 
-They need a checkout of NeMo-RL, unmodified, in NEMO_RL_HOME, and its environment: `make test-nemo`.
+They need an unmodified checkout of NeMo-RL in NEMO_RL_HOME and its environment: `make test-nemo`.
 """
 
 import json
@@ -39,6 +39,12 @@ def plain(folder):
 @pytest.fixture(scope="module")
 def reused(folder):
     return Job(folder / "reused", steps=6, spec_rl={"enabled": "true"}).wait()
+
+
+@pytest.fixture(scope="module")
+def anchored(folder):
+    spec_rl = {"enabled": "true", "clip_anchor": "birth"}
+    return Job(folder / "anchored", steps=4, spec_rl=spec_rl).wait()
 
 
 def test_switched_off_the_plugin_leaves_no_trace(plain):
@@ -91,6 +97,23 @@ def test_fresh_rows_are_compared_with_reused_ones(reused):
     assert json.loads(saved.read_text())["steps"] == 5  # trainers save a step, then log its rows
 
 
+def test_a_prompt_is_hashed_once_a_step_and_each_process_asks_the_cache_once(reused, anchored):
+    """With the monitor, and with the birth anchor as well, over generation, training and logging.
+
+    The driver hashes the prompt of each row and asks how long the drafts are; two workers ask for
+    the drafts of their rows.
+    """
+    for job in (reused, anchored):
+        counts = job.counts()
+        assert len(counts) == len(job.calls())
+        for counted in counts:
+            hashed = [n for (kind, _), n in counted.items() if kind == "hash"]
+            assert hashed == [BATCH]
+            asked = {kind: n for (kind, _), n in counted.items() if kind != "hash"}
+            assert asked == {"outlines": 1, "get": 1}
+            assert sum(kind == "get" for kind, _ in counted) == 2  # processes
+
+
 def test_rows_come_back_in_their_order_although_engines_get_them_balanced(reused):
     assert len(reused.calls()) == 6
     for call in reused.calls():
@@ -128,7 +151,8 @@ def test_a_checkpoint_has_the_cache_beside_the_weights(reused):
 
 def test_killed_and_resumed_it_drafts_at_once(folder):
     out = folder / "killed"
-    Job(out, steps=6, spec_rl={"enabled": "true"}).kill_after_step(3)
+    killed = Job(out, steps=6, spec_rl={"enabled": "true"}, **{"++env.killed_in_step": 4})
+    killed.wait_for_kill()
     assert [p.name for p in sorted(out.glob("checkpoints/step_*"))] == ["step_2"]
     # The node's disk is lost, too: what is left is the checkpoint.
     for path in (folder / "stores").glob("*/*.mdb"):
@@ -153,10 +177,7 @@ def test_a_damaged_cache_costs_the_resumed_run_its_drafts_and_no_more(folder):
     assert resumed.train()[3]["spec_rl/draft_coverage"] == 0
 
 
-def test_anchored_at_birth_the_ratio_of_reused_tokens_does_not_start_at_one(folder, reused):
-    anchored = Job(
-        folder / "anchored", steps=4, spec_rl={"enabled": "true", "clip_anchor": "birth"}
-    ).wait()
+def test_anchored_at_birth_the_ratio_of_reused_tokens_does_not_start_at_one(reused, anchored):
     for job, moved in ((reused, False), (anchored, True)):
         steps = job.train()
         for step in (1, 2):
@@ -245,7 +266,7 @@ def test_what_cannot_be_is_refused_before_anything_is_started(folder):
         spec_rl={"enabled": "true"},
         **{"policy.generation.temperature": 0.7},
     )
-    assert job.process.wait() != 0
+    assert job.exit_code() != 0
     assert "policy.generation.temperature = 0.7: drafts are verified by" in job.log.read_text()
     assert not job.metrics("train")
 
@@ -279,7 +300,7 @@ def test_the_launcher_runs_a_script_with_the_plugin_in_place(tmp_path):
 @pytest.mark.parametrize("module", ["distillation", "single_controller_utils.setup"])
 def test_where_there_is_no_reuse_yet_it_is_refused(tmp_path, module):
     if module != "distillation":
-        pytest.importorskip("transfer_queue")
+        pytest.importorskip("transfer_queue", reason="NeMo-RL's data plane is not installed")
         if not (Path(HOME) / "nemo_rl" / "algorithms" / "single_controller_utils").is_dir():
             pytest.skip("this NeMo-RL has no single controller")
     done = launched(

@@ -1,220 +1,137 @@
-"""The drift monitor over what NeMo-RL's trainers log of a step; needs no NeMo-RL."""
+"""The drift monitor over the rows of NeMo-RL's trainers; needs no NeMo-RL."""
 
 import logging
-from collections import UserDict
 
 import numpy as np
 import pytest
-import torch
+from vllm import SamplingParams
 
-from nemo_specrl import Finish, Rollout, SpecRLConfig, prompt_key
-from nemo_specrl.integrations.nemo_rl.anchor import anchor_at_birth
-from nemo_specrl.integrations.nemo_rl.monitor import Watch, watch, watch_training
+from nemo_specrl import Finish, Rollout, SpecRLConfig, SpeculativeLLM, prompt_key
+from nemo_specrl.integrations.nemo_rl.records import RecordLog, RecordTable
 from nemo_specrl.speculation.drafts import Row, is_fresh
 from tests.conftest import DictCache
-
-SEED, GROUP, WIDTH = 3, 8, 12
-
-
-def step(prompts, occurrence, rng, *, remembered=0.0):
-    """Rows of a step as NeMo-RL logs them, and the rollouts that the cache has of them.
-
-    Reused rows are right with probability 0.4 + ``remembered``, fresh ones with 0.4.
-    """
-    names = ("token_ids", "token_loss_mask", "input_lengths", "rewards", "prev_logprobs")
-    rows = {name: [] for name in names}
-    rollouts, fresh = [], []
-    for prompt in prompts:
-        start = [1, prompt, 2]
-        for sample_index in range(GROUP):
-            tokens = rng.integers(5, 5000, rng.integers(3, WIDTH - 3)).tolist()
-            key = prompt_key(start)
-            fresh.append(occurrence == 0 or is_fresh(Row(key, sample_index), occurrence, seed=SEED,
-                                                fresh_fraction=0.2))  # fmt: skip
-            length = len(start) + len(tokens)
-            padding = WIDTH - length
-            right = rng.random() < 0.4 + (0 if fresh[-1] else remembered)
-            logprobs = [0.0] * len(start) + [-1.0 - sample_index] * len(tokens) + [0.0] * padding
-            rows["token_ids"].append([*start, *tokens, *[0] * padding])
-            rows["token_loss_mask"].append([0] * 3 + [1] * len(tokens) + [0] * padding)
-            rows["input_lengths"].append(length)
-            rows["rewards"].append(float(right))
-            rows["prev_logprobs"].append(logprobs)
-            rollouts.append(
-                Rollout(
-                    key,
-                    sample_index,
-                    tokens,
-                    np.zeros(len(tokens)),
-                    Finish.STOP,
-                    occurrence,
-                    occurrence=occurrence,
-                )
-            )
-    return rows, rollouts, np.array(fresh)
+from tests.nemo_rl.steps import GROUP, Workers, monitor_of, step, table_of
 
 
-def watching(cache, turned=None, **options):
-    state = options.pop("state", None)
-    config = SpecRLConfig(enabled=True, **options)
-    turn = (turned if turned is not None else []).append
-    return Watch(cache, config, seed=SEED, steps_per_epoch=1, set_fresh_fraction=turn, state=state)
+def kinds(rollouts):
+    return np.array([rollout.fresh for rollout in rollouts])
 
 
 def test_it_compares_fresh_with_reused_rows_of_a_prompt():
-    rng = np.random.default_rng(0)
-    rows, rollouts, fresh = step([7], 3, rng)
-    got = watching(DictCache(rollouts)).update(rows)
+    rows, rollouts = step([7], np.random.default_rng(0))
+    fresh = kinds(rollouts)
     assert 0 < fresh.sum() < GROUP
+    got = monitor_of(table_of(rows, rollouts)).compare(rows)
     for name, values in (
         ("reward", np.array(rows["rewards"])),
         ("logprob", -1.0 - np.arange(GROUP)),
     ):
         expected = values[fresh].mean() - values[~fresh].mean()
         assert got[f"spec_rl/{name}_gap"] == pytest.approx(expected)
+    assert got["spec_rl/staleness"] == pytest.approx(-18)  # two reused tokens, nine nats each
 
 
-def test_a_cold_epoch_and_rows_that_the_cache_has_lost_compare_nothing():
+def test_a_cold_epoch_and_rows_without_a_record_compare_nothing():
     rng = np.random.default_rng(0)
-    cold, rollouts, _ = step([7, 8], 0, rng)
-    assert watching(DictCache(rollouts)).update(cold)["spec_rl/reward_gap"] == 0
-    warm, _, _ = step([7, 8], 1, rng)
-    assert watching(DictCache()).update(warm)["spec_rl/reward_gap"] == 0
-
-
-def test_equal_rollouts_of_which_one_is_fresh_are_told_apart():
-    rng = np.random.default_rng(0)
-    rows, rollouts, fresh = step([7], 3, rng)
-    for name in ("token_ids", "token_loss_mask", "input_lengths", "prev_logprobs"):
-        rows[name] = [rows[name][0]] * GROUP
-    tokens = rollouts[0].tokens
-    same = [Rollout(r.key, r.sample_index, tokens, np.zeros(len(tokens)), Finish.STOP, 3,
-    occurrence=3)
-            for r in rollouts]  # fmt: skip
-    made = watching(DictCache(same))
-    made.update(rows)
-    f = fresh.sum()
-    assert made.monitor.gaps["length"].information == pytest.approx(f * (GROUP - f) / GROUP)
+    cold, rollouts = step([7, 8], rng, fresh_fraction=1)
+    assert monitor_of(table_of(cold, rollouts)).compare(cold)["spec_rl/reward_gap"] == 0
+    warm, rollouts = step([7, 8], rng)
+    lost = monitor_of(table_of(warm, [None] * len(rollouts)))
+    assert lost.compare(warm)["spec_rl/reward_gap"] == 0 and lost.monitor.steps == 0
 
 
 def test_under_dynamic_sampling_the_rewards_are_those_of_the_rows_kept():
-    rng = np.random.default_rng(1)
-    rows, rollouts, _ = step([7, 8], 3, rng)
-    expected = watching(DictCache(rollouts)).update(rows)
+    rows, rollouts = step([7, 8], np.random.default_rng(1))
+    expected = monitor_of(table_of(rows, rollouts)).compare(rows)
     filtered = rows | {"filtered_rewards": rows["rewards"], "rewards": [1.0] * 99}
-    assert watching(DictCache(rollouts)).update(filtered) == expected
+    assert monitor_of(table_of(rows, rollouts)).compare(filtered) == expected
 
 
-def test_remembered_rows_raise_a_warning_and_turn_the_dial(caplog):
-    turned = []
-    cache = DictCache()
-    made = watching(cache, turned, monitor={"auto": True})
+def test_remembered_rows_raise_a_warning_and_with_auto_the_fresh_fraction(caplog):
+    changed, workers = [], Workers()
+    records = RecordTable(workers.take)
+    monitor = monitor_of(records, changed, monitor={"auto": True})
     rng = np.random.default_rng(2)
     with caplog.at_level(logging.WARNING):
-        for occurrence in range(1, 9):
-            rows, rollouts, _ = step(range(10, 60), occurrence, rng, remembered=0.4)
-            cache.put(rollouts)
-            made.update(rows)
-            if turned:
+        for version in range(1, 9):
+            rows, rollouts = step(range(10, 60), rng, version=version, remembered=0.4)
+            workers.make(rows, rollouts)
+            monitor.compare(rows)
+            records.end_step()
+            if changed:
                 break
-    assert turned == [0.4]
+    assert changed == [0.4]
     assert (
         "reuse drifts, reused rows are not what the policy would write (reward -0." in caplog.text
     )
 
 
-def test_a_run_that_is_resumed_goes_on_from_what_was_seen(tmp_path):
-    rng = np.random.default_rng(3)
-    rows, rollouts, _ = step(range(10, 20), 3, rng)
-    first = watching(DictCache(rollouts))
-    first.update(rows)
+def test_max_age_counts_where_fresh_fraction_does():
+    """With a third of the rows fresh, no token survives more than two epochs."""
+    rows, rollouts = step([7], np.random.default_rng(0))
+    bounded = monitor_of(table_of(rows, rollouts), fresh_fraction=0.1, max_age=2)
+    assert bounded.compare(rows)["spec_rl/fresh_fraction"] == pytest.approx(1 / 3)
+
+
+def test_a_run_that_is_resumed_continues_from_what_was_seen(tmp_path):
+    rows, rollouts = step(range(10, 20), np.random.default_rng(3))
+    first = monitor_of(table_of(rows, rollouts))
+    first.compare(rows)
     first.save(tmp_path)
-    turned = []
-    again = watching(DictCache(rollouts), turned, state=tmp_path)
+    changed = []
+    again = monitor_of(table_of(rows, rollouts), changed, state=tmp_path)
     assert again.monitor.state() == first.monitor.state()
-    assert turned == [0.2]
-    assert watching(DictCache(rollouts), state=tmp_path / "none").monitor.steps == 0
+    assert changed == [0.2]
+    assert monitor_of(table_of(rows, rollouts), state=tmp_path / "none").monitor.steps == 0
 
 
-class Logger:
-    def __init__(self):
-        self.files, self.metrics = [], []
-
-    def log_batched_dict_as_jsonl(self, to_log, filename):
-        self.files.append(filename)
-
-    def log_metrics(self, metrics, step, prefix=""):
-        self.metrics.append((step, prefix, metrics))
-
-
-def test_the_trainers_logger_passes_its_rows_on(caplog):
-    rows, rollouts, _ = step([7], 3, np.random.default_rng(0))
-    log = Logger()
-    watch(log, watching(DictCache(rollouts)))
-    log.log_batched_dict_as_jsonl(rows, "train_data_step4.jsonl")
-    log.log_batched_dict_as_jsonl(rows, "val_data_step4.jsonl")
-    assert log.files == ["train_data_step4.jsonl", "val_data_step4.jsonl"]
-    ((number, prefix, metrics),) = log.metrics
-    assert (number, prefix) == (4, "train")
-    assert metrics["spec_rl/fresh_fraction"] == 0.2
-    with caplog.at_level(logging.WARNING):  # what it does not understand costs no step
-        log.log_batched_dict_as_jsonl({"token_ids": [[1]]}, "train_data_step5.jsonl")
-    assert "the drift monitor failed: KeyError" in caplog.text
-
-
-class Batch(UserDict):
-    """What PPO trains on has the rows under other names, as tensors."""
-
-    def __init__(self, rows):
-        names = {"token_ids": "input_ids", "token_loss_mask": "token_mask"}
-        super().__init__({names.get(k, k): torch.tensor(v) for k, v in rows.items()})
-
-
-class Policy:
-    def __init__(self):
-        self.trained = []
-
-    def train(self, data, loss_fn):
-        self.trained.append((data["prev_logprobs"].clone(), loss_fn))
-
-
-def test_ppos_policy_passes_on_what_it_is_trained_on_once(caplog):
-    rows, rollouts, _ = step([7], 3, np.random.default_rng(0))
-    expected = watching(DictCache(rollouts)).update(rows)
-    log, policy, made = Logger(), Policy(), watching(DictCache(rollouts))
-    watch_training(policy, log, made)
-    batch = Batch(rows)
-    for _ in range(2):  # ppo_epochs
-        policy.train(batch, "loss")
-    assert made.monitor.steps == 1 and [loss for _, loss in policy.trained] == ["loss"] * 2
-    log.log_metrics({"loss": 1.0}, 4, prefix="train")
-    log.log_metrics({"loss": 2.0}, 5, prefix="train")
-    log.log_metrics({"seconds": 1.0}, 5, prefix="timing/train")
-    assert log.metrics[0] == (4, "train", {"loss": 1.0, **expected})
-    assert [metrics for *_, metrics in log.metrics[1:]] == [{"loss": 2.0}, {"seconds": 1.0}]
+def test_rows_that_it_does_not_understand_cost_no_step(caplog):
+    rows, rollouts = step([7], np.random.default_rng(0))
+    del rows["rewards"]
     with caplog.at_level(logging.WARNING):
-        policy.train(Batch({"prev_logprobs": rows["prev_logprobs"]}), "loss")
-    assert "the drift monitor failed: " in caplog.text and len(policy.trained) == 3
+        assert monitor_of(table_of(rows, rollouts)).compare(rows) == {}
+    assert "the drift monitor failed: KeyError: 'rewards'" in caplog.text
 
 
-def test_the_anchor_is_what_is_trained_from_and_nothing_else():
-    """Reused tokens start at birth; whoever holds the batch still has the policy's log-probs."""
-    rows, rollouts, _ = step([7], 3, np.random.default_rng(0))
-    born = [
-        Rollout(
-            *(r.key, r.sample_index, r.tokens, r.logprobs, r.finish, 3),
-            birth_logprobs=np.full(len(r), -9.0),
-            birth_versions=np.where(np.arange(len(r)) < 2, 1, 3),
-            occurrence=3,
-        )
-        for r in rollouts
-    ]
-    batch, policy = Batch(rows), Policy()
-    before = batch["prev_logprobs"].clone()
-    anchor_at_birth(policy, DictCache(born[:-1]))  # the last row's rollout is lost
-    policy.train(batch, "loss")
-    ((anchored, _),) = policy.trained
-    assert torch.equal(batch["prev_logprobs"], before)
-    expected = before.clone()
-    expected[:-1, 3:5] = -9.0
-    assert torch.equal(anchored, expected)
+def test_monitor_and_engine_agree_on_fresh_rows_when_drafts_are_refused(engine):
+    """A row whose draft the engine refuses is a fresh one, whatever was scheduled for it."""
+    prompt, cache, fraction, rows = [1, 12, 5, 14], DictCache(), 0.25, 16
+    key = prompt_key(prompt)
+    speculative = SpeculativeLLM(
+        engine, cache, SpecRLConfig(enabled=True, fresh_fraction=fraction), seed=3
+    )
+
+    def generate(version):
+        speculative.policy_version = version
+        params = [SamplingParams(max_tokens=12, seed=100 * version + i) for i in range(rows)]
+        prompts = [{"prompt_token_ids": prompt}] * rows
+        return speculative.generate(prompts, params, prompt_keys=[key] * rows, use_tqdm=False)
+
+    generate(0)
+    unknown = np.full(6, 1000)  # beyond the vocabulary, as of another model
+    cache.put(Rollout(key, i, unknown, np.zeros(6), Finish.STOP, 0) for i in range(0, rows, 2))
+    outputs = generate(1)
+    scheduled = [is_fresh(Row(key, i), 1, seed=3, fresh_fraction=fraction) for i in range(rows)]
+    refused = speculative.metrics.refused_drafts
+    assert refused == sum(not fresh for fresh in scheduled[::2]) > 0
+
+    log = RecordLog(births=False)
+    log.note(outputs)
+    ids = [[*prompt, *output.outputs[0].token_ids] for output in outputs]
+    width = max(map(len, ids))
+    columns = {
+        "token_ids": [row + [0] * (width - len(row)) for row in ids],
+        "token_loss_mask": [
+            [0] * len(prompt) + [1] * (len(row) - len(prompt)) + [0] * (width - len(row))
+            for row in ids
+        ],
+        "input_lengths": [len(row) for row in ids],
+        "rewards": [0.0] * rows,
+        "prev_logprobs": [[-1.0] * width] * rows,
+    }
+    monitor = monitor_of(RecordTable(log.take), fresh_fraction=fraction)
+    monitor.compare(columns)
+    kept = sum(rollout.fresh for rollout in cache.all())
+    assert kept == sum(scheduled) + refused
+    gap = monitor.monitor.gaps["length"]
+    assert gap.information == pytest.approx(kept * (rows - kept) / rows)

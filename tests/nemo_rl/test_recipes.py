@@ -1,6 +1,6 @@
-"""The recipes of examples/configs/nemo_rl: each on its own, and by NeMo-RL's own loader and models.
+"""The recipes of examples/configs/nemo_rl, read as files and by NeMo-RL's loader and models.
 
-The second part runs with the checkout that NEMO_RL_HOME names, and is skipped without one.
+The tests of the second kind need a checkout of NeMo-RL in NEMO_RL_HOME.
 """
 
 import importlib
@@ -25,26 +25,26 @@ ALGORITHMS = {
     "grpo_qwen3_8b_megatron_tp2": "grpo",
     "ppo_qwen3_8b": "ppo",
 }
-"""Of each recipe: the algorithm whose script starts it."""
+"""The algorithm of each recipe, whose script starts it."""
 STOCK = "${oc.env:NEMO_RL_HOME}/"
 WORKERS = "nemo_rl.models.generation.vllm."
 ABSENT = object()
 
 
 def own(name):
-    """What the recipe itself says."""
+    """The keys of the recipe itself, without those that it inherits."""
     return yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
 
 
 def header(name):
-    """Its first comment lines, as one text."""
+    """The comment at the head of a recipe, as one text."""
     lines = (FOLDER / f"{name}.yaml").read_text().split("\n")
     comment = lines[: next(i for i, line in enumerate(lines) if not line.startswith("#"))]
     return "\n".join(line.removeprefix("#").strip() for line in comment)
 
 
 def hardware(name):
-    """Nodes, and GPUs of each, as the header has them."""
+    """The numbers of nodes, and of GPUs in each, from the header."""
     found = re.search(r"^Hardware: (\d+) nodes? of (\d+) GPUs;", header(name), re.MULTILINE)
     assert found is not None, "the header has no line 'Hardware: N nodes of M GPUs; ...'"
     return int(found[1]), int(found[2])
@@ -117,14 +117,14 @@ def nemo():
 
 
 def loaded(nemo, path):
-    """A recipe as NeMo-RL's scripts see it: with what it inherits, and interpolated."""
+    """A recipe as NeMo-RL's scripts see it, with inherited and interpolated values."""
     from omegaconf import OmegaConf
 
     return OmegaConf.to_container(nemo.load(path), resolve=True)
 
 
 def recipe_and_run(nemo, name):
-    """The recipe, and the plug-in's reading of it; refused by neither NeMo-RL nor the plug-in."""
+    """Load a recipe, and read it as the plug-in does; neither may refuse it."""
     recipe = loaded(nemo, FOLDER / f"{name}.yaml")
     algorithm = ALGORITHMS[name]
     return recipe, Run.of(nemo.algorithms[algorithm].MasterConfig(**recipe), algorithm)

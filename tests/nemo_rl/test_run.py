@@ -1,4 +1,4 @@
-"""What a recipe of NeMo-RL says to the plug-in, and what is refused; needs no NeMo-RL."""
+"""How the plug-in reads recipes of NeMo-RL, and which it refuses; needs no NeMo-RL."""
 
 import copy
 import subprocess
@@ -11,7 +11,8 @@ import pytest
 
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.integrations.nemo_rl.launcher import plugin_folder
-from nemo_specrl.integrations.nemo_rl.run import Run, current, running
+from nemo_specrl.integrations.nemo_rl.records import response_spans
+from nemo_specrl.integrations.nemo_rl.run import Run, current_run, setting_up
 
 GENERATION = {
     "backend": "vllm",
@@ -142,9 +143,9 @@ def test_a_disabled_drafter_is_no_drafter(tmp_path):
 
 def test_a_run_is_current_while_it_is_set_up(tmp_path):
     run = Run.of(recipe(tmp_path), "grpo")
-    with running(run):
-        assert current() is run
-    assert current() is None
+    with setting_up(run):
+        assert current_run() is run
+    assert current_run() is None
 
 
 def test_workers_get_the_folder_of_the_plugin_alone(tmp_path, monkeypatch):
@@ -154,7 +155,9 @@ def test_workers_get_the_folder_of_the_plugin_alone(tmp_path, monkeypatch):
     package = tmp_path / "plugin" / "nemo_specrl"
     package.mkdir(parents=True)
     monkeypatch.setattr("nemo_specrl.__file__", str(package / "__init__.py"))
-    with pytest.raises(ConfigError, match=r"lmdb does not lie beside it.*--target DIR"):
+    with pytest.raises(
+        ConfigError, match=r"lmdb is not beside it.*pip wheel --no-deps.*--target DIR"
+    ):
         plugin_folder()
     for name in ("lmdb", "xxhash"):
         (package.parent / name).mkdir()
@@ -177,9 +180,6 @@ def test_the_launcher_says_what_is_missing(tmp_path):
 
 
 def test_spans_of_responses():
-    pytest.importorskip("ray")
-    from nemo_specrl.integrations.nemo_rl.anchor import birth_spans
-
-    assert birth_spans(np.array([0, 0, 1, 1, 0, 1], dtype=bool)) == [(2, 4), (5, 6)]
-    assert birth_spans(np.array([1, 1], dtype=bool)) == [(0, 2)]
-    assert birth_spans(np.zeros(3, dtype=bool)) == []
+    assert response_spans(np.array([0, 0, 1, 1, 0, 1], dtype=bool)) == [(2, 4), (5, 6)]
+    assert response_spans(np.array([1, 1], dtype=bool)) == [(0, 2)]
+    assert response_spans(np.zeros(3, dtype=bool)) == []

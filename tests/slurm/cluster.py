@@ -1,4 +1,4 @@
-"""A real Slurm of a few nodes on one machine, for tests; gone with the process that made it.
+"""A real Slurm of a few nodes on one machine, for tests; ends with the process that made it.
 
 Each node, and the controller, is a set of namespaces: its own network, host name, processes, and
 ``local`` folder, which stands for the node's own disk. Nothing of the machine is touched, and when
@@ -72,7 +72,7 @@ PartitionName=test Nodes=n[1-{count}] Default=YES State=UP
 
 
 def why_not() -> str | None:
-    """Why no cluster can run here, with what to do about it; None where one can."""
+    """The reason why no cluster can run here and what to do about it, or None."""
     missing = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
     if missing:
         return f"no {', '.join(missing)} here; to run this test: {INSTALL}"
@@ -82,7 +82,7 @@ def why_not() -> str | None:
 
 
 class Cluster:
-    """Nodes n1, n2, ...; ``folder`` is the disk that they share, ``folder/local`` their own.
+    """Nodes n1, n2, ..., which share the disk ``folder`` and have ``folder/local`` each.
 
     Seen from outside, node n1's own disk is ``folder/n1/local``.
     """
@@ -106,7 +106,7 @@ class Cluster:
     def run(
         self, *command: str, cwd: Path, env: dict[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """A command on the controller, as a user at a login node has it."""
+        """Run a command on the controller, as a user on a login node would."""
         return subprocess.run(
             [*self._inside(self._first("ctl")), f"--wdns={cwd}", *command],
             env={**self._environment(), **(env or {})},
@@ -158,7 +158,7 @@ class Cluster:
         }
 
     def _start(self, name: str, script: str, *arguments: str) -> int:
-        """Start a node; returns its first process."""
+        """Start a node and return its first process."""
         with (self.folder / "log" / f"{name}.out").open("wb") as log:
             process = subprocess.Popen(
                 [*UNSHARE, "bash", "-c", script, name, str(self.folder), SUBNET, *arguments],
@@ -179,7 +179,7 @@ class Cluster:
         return ["nsenter", "-t", str(first), "--net", "--uts", "--mount", "--pid"]
 
     def _connect(self, controller: int, number: int, node: int) -> None:
-        """A cable from the node to the controller's bridge, as soon as that is there."""
+        """Connect the node to the controller's bridge as soon as that exists."""
         ip = ["nsenter", "-t", str(controller), "--net", "ip", "link"]
         link, peer = f"v{number}", ["type", "veth", "peer", "name", "eth0", "netns", str(node)]
         for command in ([*ip, "add", link, *peer], [*ip, "set", link, "master", "br0", "up"]):

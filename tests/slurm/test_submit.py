@@ -1,9 +1,9 @@
-"""slurm/nemo_rl.sub, on a real Slurm of two nodes.
+"""slurm/nemo_rl.sub on a real Slurm of two nodes.
 
-What stands in, because the real thing needs GPUs, containers and NeMo-RL: the checkout with its
-ray.sub, which here runs COMMAND on the first node without a container and without Ray, and the
-plug-in's folder, whose ``nemo_specrl`` writes down how it was called. With NEMO_RL_HOME, one test
-runs that checkout's own ray.sub.
+GPUs, containers and NeMo-RL are missing, so two parts are replaced: ray.sub of the checkout, which
+here runs COMMAND on the first node without a container and without Ray; and the plug-in's folder,
+whose ``nemo_specrl`` records how it was called. With NEMO_RL_HOME, one test runs that checkout's
+own ray.sub.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ esac
 
 
 def make_checkout(folder):
-    """What the script looks for in a NeMo-RL checkout."""
+    """Make the files that the script looks for in a NeMo-RL checkout."""
     (folder / "examples" / "configs").mkdir(parents=True)
     (folder / "examples" / "run_grpo.py").touch()
     (folder / RECIPE).touch()
@@ -69,7 +69,7 @@ def make_checkout(folder):
 
 
 def make_plugin(folder, python="313"):
-    """What ``pip install --no-deps --target`` makes, as far as the script looks."""
+    """Make those files of ``pip install --no-deps --target`` that the script looks for."""
     for name in ("nemo_specrl", "lmdb", "xxhash"):
         (folder / name).mkdir(parents=True)
         (folder / name / f"c.cpython-{python}-x86_64-linux-gnu.so").touch()
@@ -79,7 +79,7 @@ def make_plugin(folder, python="313"):
 
 
 def settings(folder):
-    """A good environment, with all that the script needs."""
+    """Environment variables with which all checks pass."""
     return {
         "CONTAINER": "registry#nemo-rl:v0",
         "SPECRL_CACHE_DIR": "/raid/specrl",
@@ -98,7 +98,7 @@ def place(tmp_path):
 
 
 def check(place, *arguments, **changes):
-    """The script outside of a job; a change to None takes the variable away."""
+    """Run the script outside of a job; a change to None removes the variable."""
     env = {"PATH": os.environ["PATH"], **settings(place), **changes}
     return subprocess.run(
         ["bash", SCRIPT, *arguments],
@@ -249,11 +249,11 @@ class Job:
 
     @property
     def lines(self):
-        """What the script said, without Slurm's own lines."""
+        """The script's messages, without Slurm's own lines."""
         return [line for line in self.output.splitlines() if line.startswith("nemo_rl.sub: ")]
 
     def on_nodes(self, path):
-        """A path below the nodes' own disks, as each node has it."""
+        """A path below each node's own disk, one for each node."""
         below = Path(path).relative_to(self.cluster.local)
         return [self.cluster.folder / name / "local" / below for name in self.cluster.names]
 
@@ -340,7 +340,7 @@ def test_cache_folder_that_one_node_cannot_make(cluster):
 
 
 def test_the_ray_sub_of_nemo_rl(cluster):
-    """Containers, Ray and GPUs still stand in; the script that starts them is NeMo-RL's."""
+    """Containers, Ray and GPUs are replaced; the script that starts them is NeMo-RL's."""
     if "NEMO_RL_HOME" not in os.environ:
         pytest.skip("no NeMo-RL here; to run this test: NEMO_RL_HOME=CHECKOUT")
     # It removes every Ray session below /tmp, as if it had the machine for itself.

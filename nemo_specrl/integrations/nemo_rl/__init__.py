@@ -1,14 +1,16 @@
 """The plug-in for NeMo-RL: ``nemo-specrl run`` registers it, ``spec_rl.enabled`` switches it on.
 
-::
+Modules, each of which imports only from those below it::
 
-    launcher     registers the plug-in, then runs a stock NeMo-RL script as it is
-    compat       every name of NeMo-RL that is replaced or relied upon, checked at registration
-    run          what a run says of itself: its recipe, folders and last checkpoint
-    generation   the driver's side: sample indices, balance, metrics (subclass of VllmGeneration)
-    worker       the engine's side: SpeculativeLLM in place of vllm.LLM (subclass of the worker)
-    metrics      what reuse did, among what NeMo-RL logs
-    monitor      the drift monitor over the rows of each step
-    checkpoints  the cache beside the weights, under the same rename
-    anchor       the clipped ratio starts from birth log-probs
+    launcher             registers the plug-in, then runs a stock NeMo-RL script unchanged
+    register             replaces NeMo-RL's classes and functions
+    hooks                wraps the methods of policy, logger and checkpoint manager, in one order
+    generation           the driver's side: identities of rows, balance (subclass of VllmGeneration)
+    worker, worker_async the engine's side: SpeculativeLLM in place of vllm.LLM
+    monitor              feeds the drift monitor with the rows of each step
+    anchor               starts the clipped ratio from birth log-probs
+    metrics              the engines' metrics under NeMo-RL's names
+    records              carries what is known of each rollout from the engines to the driver
+    run                  the plug-in's view of a run: recipe, folders, last checkpoint
+    compat               names of NeMo-RL that are relied on, and the check that they are there
 """

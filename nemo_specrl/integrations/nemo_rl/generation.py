@@ -1,8 +1,8 @@
-"""The driver's side of NeMo-RL's generation: sample indices, balance, policy versions, metrics.
+"""The driver's side of generation: identities of rows, load balance, policy version, metrics.
 
-A subclass of ``VllmGeneration`` that gives each row what its engine needs to find the draft, and
-otherwise is its base class. Copies of it are sent to other actors (the data plane's rollout actor,
-the asynchronous collector): state that must be one is with the workers or in the cache.
+``SpecVllmGeneration`` gives each row its prompt key and sample index, by which an engine finds the
+row's draft. NeMo-RL sends copies of it to other actors (the data plane's rollout actor, the
+asynchronous collector), so state that all copies share is kept by the workers or in the cache.
 """
 
 from __future__ import annotations
@@ -26,7 +26,15 @@ from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.errors import CacheError, ConfigError
 from nemo_specrl.integrations.nemo_rl import compat
 from nemo_specrl.integrations.nemo_rl.metrics import counts, times
-from nemo_specrl.integrations.nemo_rl.run import BLOCK, CACHE_FOLDER, SAMPLE_INDICES, Run, current
+from nemo_specrl.integrations.nemo_rl.records import Record, SequenceKey
+from nemo_specrl.integrations.nemo_rl.run import (
+    BLOCK,
+    CACHE_FOLDER,
+    PROMPT_KEYS,
+    SAMPLE_INDICES,
+    Run,
+    current_run,
+)
 from nemo_specrl.rollout import prompt_key
 from nemo_specrl.speculation.balance import balanced_order
 from nemo_specrl.speculation.drafts import Row, assign_sample_indices, select_drafts
@@ -41,12 +49,12 @@ _generations: weakref.WeakSet[SpecVllmGeneration] = weakref.WeakSet()
 
 
 class SpecVllmGeneration(VllmGeneration):
-    """``VllmGeneration`` with reuse, where the run that is being set up has it switched on.
+    """``VllmGeneration`` that reuses rollouts, if the run that is being set up has this enabled.
 
     Attributes:
-        worker_classes: full name of a stock worker class to the one that takes its place.
-        cache: client of the rollout cache; None with speculation off.
-        fresh_fraction: share of rows decoded plainly although there is a draft.
+        worker_classes: full name of each stock worker class, and of the class that replaces it.
+        cache: client of the rollout cache; None where reuse is off, and after a shutdown.
+        fresh_fraction: share of rows decoded without a draft although there is one.
     """
 
     worker_classes: ClassVar[dict[str, str]] = {
@@ -57,30 +65,34 @@ class SpecVllmGeneration(VllmGeneration):
     _validating = False
 
     def __init__(self, cluster: Any, config: Any, **kwargs: Any) -> None:
-        run = current()
+        run = current_run()
         if run is None:
             if (config.get("spec_rl") or {}).get("enabled"):
                 raise ConfigError(
-                    f"{BLOCK}.enabled = true: there is reuse in NeMo-RL's GRPO and PPO, not in its "
-                    "single controller, distillation or evaluation; set false"
+                    f"{BLOCK}.enabled = true: rollouts are reused in NeMo-RL's GRPO and PPO, not "
+                    "in its single controller, distillation or evaluation; set false"
                 )
             super().__init__(cluster, config, **kwargs)
             return
-        with compat.worker_class(self.worker_classes):
+        with compat.substituted_workers(self.worker_classes):
             super().__init__(cluster, config, **kwargs)
         self._run = run
-        self._lookup_s = 0.0  # of the driver, since the last metrics
+        self._lookup_s = 0.0  # spent by the driver since metrics were last taken
         self.fresh_fraction = run.spec_rl.effective_fresh_fraction
         self.cache, policy_version = _open_cache(run)
         nodes = self._tell_workers(
             "spec_rl_attach", cache=self.cache, run=run, policy_version=policy_version
         )
-        # Where engines have nodes of their own, drafts lie there and not beside the trainer.
+        # Where engines have nodes of their own, drafts are kept there and not beside the trainer.
         self.cache.reshard(set(nodes))
         _generations.add(self)
 
     def generate(self, data: Any, greedy: bool = False) -> Any:
-        """As the base class; rows come back in the order in which they were given."""
+        """Generate a response to each row, in the order given.
+
+        Rows are dealt out to the engines so that all of them finish at about the same time, each
+        with its prompt key and sample index.
+        """
         if self.cache is None or self._validating or greedy or not len(data["input_ids"]):
             return super().generate(data, greedy=greedy)
         keys = [
@@ -91,24 +103,26 @@ class SpecVllmGeneration(VllmGeneration):
         order = balanced_order(self._costs(keys, sample_indices), self.dp_size)
         data = data.select_indices(order)
         data[SAMPLE_INDICES] = torch.tensor(sample_indices)[order]
+        data[PROMPT_KEYS] = [keys[i] for i in order]
         output = super().generate(data, greedy=greedy)
         return output.select_indices(np.argsort(order).tolist())
 
     async def generate_async(self, data: Any, greedy: bool = False) -> AsyncIterator[Any]:
-        """As the base class; the worker finds a sample index for the row."""
+        """Generate a response to each row as it comes; the worker claims a sample index for it."""
         if self.cache is not None and not self._validating and not greedy:
-            data = data.slice(0, data.size)  # the caller keeps its own
+            data = data.slice(0, data.size)  # the caller's batch stays as it is
             data[SAMPLE_INDICES] = torch.full((data.size,), -1)
         async for result in super().generate_async(data, greedy=greedy):
             yield result
 
-    def take_metrics(self) -> tuple[dict[str, float], dict[str, float]]:
-        """What reuse did since the last call: counts, and seconds."""
-        assert self.cache is not None
+    def take_metrics(self) -> tuple[dict[str, float], dict[str, float]] | None:
+        """Return the engines' counts and seconds since the last call; None after a shutdown."""
+        if self.cache is None:
+            return None
         taken = [m for m in self._tell_workers("spec_rl_take_metrics") if m is not None]
         total = sum(taken, EngineMetrics())
         total.cache_errors += self.cache.take_failures()
-        # Engines run side by side; so do the rows of asynchronous ones.
+        # Engines run concurrently; so do the rows of asynchronous ones.
         timed = times(total, total.rows if self.cfg["vllm_cfg"]["async_engine"] else len(taken))
         timed["spec_rl_lookup"] += self._lookup_s
         self._lookup_s = 0.0
@@ -119,8 +133,13 @@ class SpecVllmGeneration(VllmGeneration):
             counted["spec_rl/cache_missing_copies"] = float(health.missing)
         return counted, timed
 
+    def take_records(self) -> list[tuple[SequenceKey, Record]]:
+        """Collect from the workers the records of the rollouts made since the last call."""
+        taken = self._tell_workers("spec_rl_take_records")
+        return [record for records in taken for record in records]
+
     def save_cache(self, folder: Path) -> None:
-        """Write the cache beside a checkpoint's weights; nothing once it is closed.
+        """Write the cache beside a checkpoint's weights; nothing after a shutdown.
 
         Raises:
             StoreUnavailable: it cannot be written.
@@ -129,33 +148,33 @@ class SpecVllmGeneration(VllmGeneration):
             self.cache.snapshot(folder, self.policy_version)
 
     def set_fresh_fraction(self, fresh_fraction: float) -> None:
-        """Have another share of the rows decoded plainly, from the next batch on."""
-        self.fresh_fraction = fresh_fraction
+        """Have another share of the rows decoded without a draft, from the next batch on."""
+        self.fresh_fraction = max(fresh_fraction, self._run.spec_rl.effective_fresh_fraction)
         self._tell_workers("spec_rl_set_fresh_fraction", fresh_fraction=fresh_fraction)
 
     @property
     def policy_version(self) -> int:
-        """Of the weights that generate: the number of refits, over all of a run's lives."""
+        """Policy version of the engines' weights: refits since the run first started."""
         return int(self._tell_workers("spec_rl_policy_version")[0])
 
     def shutdown(self) -> bool:
-        """As the base class; the cache's stores are closed."""
+        """Shut the workers down, and close the cache."""
         cache, self.cache = self.cache, None
-        if cache is not None and self in _generations:  # not a copy
+        if cache is not None and self in _generations:  # a copy leaves the cache open
             _generations.discard(self)
             try:
                 cache.close()
-            except Exception as error:  # whatever it is, the run is over
+            except Exception as error:  # the run is over in any case
                 logger.warning("closing the rollout cache: %s", error)
         return bool(super().shutdown())
 
     def _costs(self, keys: list[bytes], sample_indices: list[int]) -> list[float]:
-        """Tokens that each row is expected to decode."""
+        """Estimate the number of tokens that each row will decode."""
         assert self.cache is not None
         if self.dp_size < 2:
             return [1.0] * len(keys)
         started = time.perf_counter()
-        # Asked of the engines, since the batch before may have been another copy's.
+        # The engines are asked, since another copy may have generated the batch before.
         asked = self._ask_workers("spec_rl_last_metrics")
         choices = select_drafts(
             [
@@ -174,11 +193,11 @@ class SpecVllmGeneration(VllmGeneration):
         return [length if choice.draft is None else left * len(choice.draft) for choice in choices]
 
     def _tell_workers(self, method: str, **kwargs: Any) -> list[Any]:
-        """What a method of every worker that owns an engine returns."""
+        """Call a method of every worker that owns an engine, and return the results."""
         return list(ray.get(self._ask_workers(method, **kwargs)))
 
     def _ask_workers(self, method: str, **kwargs: Any) -> list[Any]:
-        """Calls of a method of every worker that owns an engine."""
+        """Call a method of every worker that owns an engine, and return the pending results."""
         return list(
             self.worker_group.run_all_workers_single_data(
                 method, run_rank_0_only_axes=["tensor_parallel", "pipeline_parallel"], **kwargs
@@ -188,10 +207,10 @@ class SpecVllmGeneration(VllmGeneration):
 
 @contextmanager
 def validating(everywhere: bool) -> Iterator[None]:
-    """While this process validates: its rollouts neither read nor write the cache.
+    """Keep the rollouts made inside this context from reading and writing the cache.
 
     Args:
-        everywhere: the rollouts are made by copies in other processes; the workers are told.
+        everywhere: the rollouts are made by copies in other processes, so tell the workers.
     """
     generations = [g for g in _generations if g.cache is not None]
     for generation in generations:
@@ -208,7 +227,7 @@ def validating(everywhere: bool) -> Iterator[None]:
 
 
 def _open_cache(run: Run) -> tuple[ClusterCache, int]:
-    """The cache of a run, with what its last checkpoint has of it; and that policy version."""
+    """Open a run's cache, restore its last checkpoint, and return it and the policy version."""
     block = run.spec_rl.cache
     cache = start_shards(
         run.store_folder,
@@ -224,7 +243,7 @@ def _open_cache(run: Run) -> tuple[ClusterCache, int]:
         return cache, 0
     try:
         manifest, damaged = cache.restore(run.checkpoint / CACHE_FOLDER)
-    except CacheError as error:  # rule 1: it can only cost speed
+    except CacheError as error:  # a lost cache costs speed alone
         logger.warning("rollout cache: %s; it starts cold", error)
         return cache, 0
     for line in damaged:

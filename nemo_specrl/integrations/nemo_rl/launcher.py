@@ -1,7 +1,7 @@
-"""``nemo-specrl run SCRIPT``: a stock NeMo-RL script, with the plug-in registered.
+"""``nemo-specrl run SCRIPT``: runs a stock NeMo-RL script with the plug-in registered.
 
-Registers before the script imports any algorithm, puts the plug-in where every worker's Python
-finds it, and runs the script unchanged with its own arguments.
+The plug-in is registered before the script imports any algorithm, and its folder is put on the
+``PYTHONPATH`` of all workers. The script and its arguments stay as they are.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ from pathlib import Path
 
 import nemo_specrl
 from nemo_specrl.errors import ConfigError
-from nemo_specrl.integrations.nemo_rl.compat import register
+from nemo_specrl.integrations.nemo_rl.register import register
 
 __all__ = ["launch", "plugin_folder"]
 
 COMPILED = ("lmdb", "xxhash")
-"""What the plug-in needs in a worker and NeMo-RL's environments do not have."""
-HEAVY = ("torch", "vllm", "ray")
+"""Packages that the plug-in needs in a worker and that NeMo-RL's environments lack."""
+OWN = ("torch", "vllm", "ray")
+"""Packages that a worker must import from its own environment."""
 
 
 def launch(script: Path, arguments: list[str]) -> None:
-    """Run ``script`` as ``python script arguments...`` would.
+    """Run ``script`` as ``python script arguments...`` would, with the plug-in registered.
 
     Raises:
         ConfigError: there is no such script, or workers could not import the plug-in.
-        IncompatibleVersion: NeMo-RL is missing, or not one that this release works with.
+        IncompatibleVersion: NeMo-RL is missing, or this release does not work with its version.
     """
     if not script.is_file():
         raise ConfigError(
@@ -42,30 +43,33 @@ def launch(script: Path, arguments: list[str]) -> None:
     register()
     import nemo_rl
 
-    # Recipes beside the checkout inherit stock ones through this.
+    # Recipes outside of the checkout inherit stock ones through this variable.
     os.environ.setdefault("NEMO_RL_HOME", str(Path(nemo_rl.__file__).resolve().parents[1]))
     runpy.run_path(str(script), run_name="__main__")
 
 
 def plugin_folder() -> Path | None:
-    """The folder that brings the plug-in to workers which have a Python of their own.
+    """Find the folder from which workers with an environment of their own import the plug-in.
 
-    None where workers run in this very environment (NEMO_RL_PY_EXECUTABLES_SYSTEM=1).
+    Returns:
+        The folder, or None where workers share this environment
+        (NEMO_RL_PY_EXECUTABLES_SYSTEM=1).
 
     Raises:
-        ConfigError: the plug-in lies in an environment whose other packages would come before the
-            workers' own, or without its compiled dependencies.
+        ConfigError: the folder has packages that would shadow the workers' own, or lacks the
+            plug-in's compiled dependencies.
     """
     if os.environ.get("NEMO_RL_PY_EXECUTABLES_SYSTEM") == "1":
         return None
     folder = Path(nemo_specrl.__file__).resolve().parents[1]
-    heavy = [name for name in HEAVY if (folder / name).is_dir()]
+    shadowing = [name for name in OWN if (folder / name).is_dir()]
     missing = [name for name in COMPILED if not (folder / name).is_dir()]
-    if heavy or missing:
-        why = f"{heavy[0]} lies beside it" if heavy else f"{missing[0]} does not lie beside it"
+    if shadowing or missing:
+        why = f"{shadowing[0]} lies beside it" if shadowing else f"{missing[0]} is not beside it"
         raise ConfigError(
             f"nemo_specrl in {folder}: workers have a Python of their own and cannot use this copy "
-            f"({why}); install it by 'pip install --no-deps --target DIR nemo-specrl "
+            f"({why}); build a wheel ('pip wheel --no-deps .' in a checkout of nemo_specrl), "
+            f"install it by 'pip install --no-deps --target DIR nemo_specrl-*.whl "
             f"{' '.join(COMPILED)}' and put DIR first on PYTHONPATH"
         )
     return folder

@@ -1,7 +1,7 @@
-"""What a NeMo-RL run says of itself, read once from its MasterConfig when it is set up.
+"""The plug-in's view of a NeMo-RL run, read from its MasterConfig when the run is set up.
 
-``setup`` of NeMo-RL's algorithms has the whole recipe; the generation that it builds sees a part.
-Refuses here, before anything is started, what the plug-in cannot do.
+``setup`` of NeMo-RL's algorithms has the whole recipe; the generation that it builds gets a part.
+What the plug-in cannot do is refused here, before anything is started.
 """
 
 from __future__ import annotations
@@ -17,28 +17,39 @@ from typing import Any
 from nemo_specrl.config import SpecRLConfig, validated
 from nemo_specrl.errors import ConfigError
 
-__all__ = ["BLOCK", "CACHE_FOLDER", "SAMPLE_INDICES", "Run", "current", "option", "running"]
+__all__ = [
+    "BLOCK",
+    "CACHE_FOLDER",
+    "PROMPT_KEYS",
+    "SAMPLE_INDICES",
+    "Run",
+    "current_run",
+    "option",
+    "setting_up",
+]
 
 BLOCK = "policy.generation.spec_rl"
 CACHE_FOLDER = "rollout_cache"
-"""In a checkpoint's folder, beside the weights."""
+"""Name of the cache's folder in a checkpoint, beside the weights."""
 SAMPLE_INDICES = "spec_rl_sample_indices"
-"""Key of a batch: the sample index of each row, int64 ``[rows]``. Without it, rows are decoded
-plainly."""
+"""Column of a batch for generation: the sample index of each row, int64 ``[rows]``. Without it,
+rows are decoded plainly."""
+PROMPT_KEYS = "spec_rl_prompt_keys"
+"""Column of a batch for generation: the key of each row's prompt, a list of bytes."""
 
 _current: Run | None = None
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run with speculation.
+    """A run that reuses rollouts.
 
     Args:
         spec_rl: the ``spec_rl:`` block.
         seed: of the algorithm.
-        name: tells its node-local folder from those of other runs.
-        checkpoint: folder that the run goes on from, or None.
-        tokenizer_id: names the tokenizer in the cache.
+        name: of the run's folder on each node, different for each checkpoint folder.
+        checkpoint: folder of the checkpoint from which the run resumes, or None.
+        tokenizer_id: the tokenizer's identity in the cache.
     """
 
     spec_rl: SpecRLConfig
@@ -49,20 +60,25 @@ class Run:
 
     @property
     def store_folder(self) -> Path:
-        """Of the rollout store on each node."""
+        """Folder of the rollout store on each node."""
         assert self.spec_rl.cache.dir is not None
         return self.spec_rl.cache.dir / self.name
 
+    @property
+    def needs_records(self) -> bool:
+        """Whether the driver needs a record of each rollout from the workers."""
+        return self.spec_rl.monitor.enabled or self.spec_rl.clip_anchor == "birth"
+
     @classmethod
     def of(cls, master_config: Any, algorithm: str) -> Run | None:
-        """The run that a recipe describes; None where speculation is off.
+        """Read the run from a recipe; None where ``spec_rl`` is absent or not enabled.
 
         Args:
             master_config: NeMo-RL's MasterConfig.
-            algorithm: ``grpo`` or ``ppo``, the name of its block.
+            algorithm: ``grpo`` or ``ppo``, the name of the algorithm's block.
 
         Raises:
-            ConfigError: the recipe asks for what the plug-in cannot do.
+            ConfigError: the recipe asks for something that the plug-in cannot do.
         """
         generation = master_config.policy["generation"]
         block = (generation or {}).get("spec_rl")
@@ -84,14 +100,14 @@ class Run:
         )
 
 
-def current() -> Run | None:
-    """The run that is being set up in this process."""
+def current_run() -> Run | None:
+    """The run that is being set up in this process, or None."""
     return _current
 
 
 @contextmanager
-def running(run: Run | None) -> Iterator[None]:
-    """While NeMo-RL's ``setup`` builds what belongs to ``run``."""
+def setting_up(run: Run | None) -> Iterator[None]:
+    """Make ``run`` the current one while NeMo-RL's ``setup`` builds the objects of the run."""
     global _current
     _current = run
     try:
@@ -107,7 +123,7 @@ def _refuse(master_config: Any, spec_rl: SpecRLConfig, algorithm: str) -> None:
     drafter = vllm_kwargs.get("speculative_config") or {}
     raw = "drafts are verified by prompt log-probs, which are those of raw sampling"
     threshold = option(getattr(master_config, algorithm), "seq_logprob_error_threshold", None)
-    masked = f"{algorithm}.seq_logprob_error_threshold takes that for an error and masks such rows"
+    masked = f"{algorithm}.seq_logprob_error_threshold takes them for errors and masks such rows"
     refused: list[tuple[bool, str]] = [
         (
             generation["backend"] != "vllm",
@@ -131,7 +147,7 @@ def _refuse(master_config: Any, spec_rl: SpecRLConfig, algorithm: str) -> None:
         ),
         (
             generation.get("quant_cfg") is not None,
-            f"policy.generation.quant_cfg: its workers do not know reuse; leave it out, {off}",
+            f"policy.generation.quant_cfg: its workers cannot reuse rollouts; leave it out, {off}",
         ),
         (
             bool(vllm_cfg.get("expose_http_server")),
@@ -178,14 +194,14 @@ def _refuse(master_config: Any, spec_rl: SpecRLConfig, algorithm: str) -> None:
 
 
 def _plain(block: Any) -> Any:
-    """OmegaConf's containers as Python's own."""
+    """Copy OmegaConf's containers into plain dicts."""
     if isinstance(block, Mapping):
         return {str(name): _plain(value) for name, value in block.items()}
     return block
 
 
 def option(block: Any, name: str, default: Any) -> Any:
-    """A key of a block, which is a dict in some versions and a model in others."""
+    """Read a key of a block, which is a dict in some versions of NeMo-RL and a model in others."""
     if block is None:
         return default
     if isinstance(block, Mapping):
@@ -194,6 +210,6 @@ def option(block: Any, name: str, default: Any) -> Any:
 
 
 def _latest(folder: Path) -> Path | None:
-    """The checkpoint that NeMo-RL will resume from (utils/checkpoint.py)."""
+    """Find the checkpoint from which NeMo-RL will resume (utils/checkpoint.py)."""
     steps = [path for path in folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
     return max(steps, key=lambda path: int(path.name[5:]), default=None)

@@ -1,7 +1,7 @@
-"""The engine's side of NeMo-RL's generation: SpeculativeLLM in the place of ``vllm.LLM``.
+"""The synchronous worker, which generates through SpeculativeLLM instead of ``vllm.LLM``.
 
-Runs in the worker's own environment, which has vLLM. The class that Ray decorates is empty: Ray
-sends such a class by value, and what it inherits by name.
+Runs in the worker's own environment, which has vLLM. The decorated class at the end is empty,
+because Ray pickles a decorated class by value, and the classes that it inherits from by name.
 """
 
 from __future__ import annotations
@@ -15,41 +15,49 @@ from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 from nemo_specrl.cache.cluster.driver import ClusterCache
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.speculative import SpeculativeLLM
-from nemo_specrl.integrations.nemo_rl.run import SAMPLE_INDICES, Run
+from nemo_specrl.integrations.nemo_rl.records import Record, RecordLog, SequenceKey
+from nemo_specrl.integrations.nemo_rl.run import PROMPT_KEYS, SAMPLE_INDICES, Run
 
 __all__ = ["SpecVllmGenerationWorker", "SpecVllmGenerationWorkerImpl"]
 
 
 class SpecVllmGenerationWorkerImpl(VllmGenerationWorkerImpl):
-    """A worker that drafts, where its driver has attached a cache to it."""
+    """A worker that drafts rows once the driver has attached a cache."""
 
     llm: Any
     _speculative: SpeculativeLLM | None = None
+    _records: RecordLog | None = None
     _paused = False
 
     def spec_rl_attach(self, cache: ClusterCache, run: Run, policy_version: int) -> str:
-        """Get to know the cache; called once, when the engine runs. Returns the node's id."""
+        """Start drafting from ``cache``; called once, after the engine has started.
+
+        Returns:
+            The id of this worker's node in Ray.
+        """
         self._speculative = SpeculativeLLM(self.llm, cache, run.spec_rl, seed=run.seed)
         self._speculative.policy_version = policy_version
         self._cache = cache
         self._metrics = EngineMetrics()
+        if run.needs_records:
+            self._records = RecordLog(births=run.spec_rl.clip_anchor == "birth")
         return str(ray.get_runtime_context().get_node_id())
 
     def spec_rl_pause(self, paused: bool) -> None:
-        """Decode plainly, and keep nothing, while ``paused``."""
+        """Decode without drafts and keep nothing in the cache while ``paused``."""
         self._paused = paused
 
     def spec_rl_set_fresh_fraction(self, fresh_fraction: float) -> None:
-        """Decode another share of the rows plainly, from the next call on."""
+        """Decode another share of the rows without a draft, from the next call on."""
         if self._speculative is not None:
             self._speculative.fresh_fraction = fresh_fraction
 
     def spec_rl_policy_version(self) -> int:
-        """Of the weights in the engine."""
+        """Return the policy version of the engine's weights."""
         return 0 if self._speculative is None else self._speculative.policy_version
 
     def spec_rl_take_metrics(self) -> EngineMetrics | None:
-        """Of the calls since this was last asked."""
+        """Return the metrics of the calls since they were last taken."""
         if self._speculative is None:
             return None
         metrics, self._metrics = self._metrics, EngineMetrics()
@@ -57,55 +65,75 @@ class SpecVllmGenerationWorkerImpl(VllmGenerationWorkerImpl):
         return metrics
 
     def spec_rl_last_metrics(self) -> EngineMetrics:
-        """Of the last call."""
+        """Return the metrics of the last call."""
         return EngineMetrics() if self._speculative is None else self._speculative.metrics
 
+    def spec_rl_take_records(self) -> list[tuple[SequenceKey, Record]]:
+        """Return the records of the rollouts since they were last taken."""
+        return [] if self._records is None else self._records.take()
+
     def generate(self, data: Any, greedy: bool = False) -> Any:
-        """As the base class, whose call of ``self.llm.generate`` goes to SpeculativeLLM."""
-        sample_indices = data.get(SAMPLE_INDICES)
+        """Generate as the base class does, with a draft for each row that has an identity."""
         speculative = self._speculative
-        if sample_indices is None or speculative is None or self._paused or greedy:
+        if SAMPLE_INDICES not in data or speculative is None or self._paused or greedy:
             return super().generate(data, greedy=greedy)
         llm = self.llm
-        self.llm = _Seam(speculative, sample_indices.tolist())
+        # The base class calls self.llm.generate(prompts, sampling_params, use_tqdm=...).
+        self.llm = _DraftingEngine(
+            speculative, data[SAMPLE_INDICES].tolist(), data[PROMPT_KEYS], self._records
+        )
         try:
             output = super().generate(data, greedy=greedy)
         finally:
             self.llm = llm
-        self._cache.deliver()  # the next step's look-ups may come from anywhere
+        self._cache.deliver()  # the next step's look-ups may come from any node
         self._metrics = self._metrics + speculative.metrics
         return output
 
-    # The weights move in these calls and in no other (design: policy version).
+    # These three methods change the engine's weights, and no others do.
 
     def update_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> Any:
-        """As the base class; then the policy version moves."""
-        return self._moved(super().update_weights_via_ipc_zmq(*args, **kwargs))
+        """Update the weights, and count the policy version up."""
+        return self._refitted(super().update_weights_via_ipc_zmq(*args, **kwargs))
 
     def update_weights_from_collective(self, *args: Any, **kwargs: Any) -> Any:
-        """As the base class; then the policy version moves."""
-        return self._moved(super().update_weights_from_collective(*args, **kwargs))
+        """Update the weights, and count the policy version up."""
+        return self._refitted(super().update_weights_from_collective(*args, **kwargs))
 
     def nccl_reshard_refit(self, *args: Any, **kwargs: Any) -> Any:
-        """As the base class; then the policy version moves."""
-        return self._moved(super().nccl_reshard_refit(*args, **kwargs))
+        """Update the weights, and count the policy version up."""
+        return self._refitted(super().nccl_reshard_refit(*args, **kwargs))
 
-    def _moved(self, result: Any) -> Any:
+    def _refitted(self, result: Any) -> Any:
         if self._speculative is not None:
             self._speculative.policy_version += 1
         return result
 
 
-class _Seam:
-    """What stands in ``self.llm`` during one ``generate`` call of the base class."""
+class _DraftingEngine:
+    """Stands in for ``self.llm`` during one call of the base class's ``generate``."""
 
-    def __init__(self, speculative: SpeculativeLLM, sample_indices: list[int]) -> None:
-        self._speculative, self._sample_indices = speculative, sample_indices
+    def __init__(
+        self,
+        speculative: SpeculativeLLM,
+        sample_indices: list[int],
+        prompt_keys: list[bytes],
+        records: RecordLog | None,
+    ) -> None:
+        self._speculative, self._records = speculative, records
+        self._sample_indices, self._prompt_keys = sample_indices, prompt_keys
 
     def generate(self, prompts: Any, sampling_params: Any, use_tqdm: Any = True) -> Any:
-        return self._speculative.generate(
-            prompts, sampling_params, sample_indices=self._sample_indices, use_tqdm=use_tqdm
+        outputs = self._speculative.generate(
+            prompts,
+            sampling_params,
+            sample_indices=self._sample_indices,
+            prompt_keys=self._prompt_keys,
+            use_tqdm=use_tqdm,
         )
+        if self._records is not None:
+            self._records.note(outputs)
+        return outputs
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._speculative.llm, name)
@@ -113,4 +141,4 @@ class _Seam:
 
 @ray.remote(runtime_env={**get_nsight_config_if_pattern_matches("vllm_generation_worker")})
 class SpecVllmGenerationWorker(SpecVllmGenerationWorkerImpl):
-    """The actor."""
+    """The Ray actor."""

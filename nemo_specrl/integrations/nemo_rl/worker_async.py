@@ -1,7 +1,7 @@
-"""The asynchronous engine's side: AsyncSpeculativeLLM in the place of vLLM's AsyncLLM.
+"""The asynchronous worker (``vllm_cfg.async_engine: true``), which uses AsyncSpeculativeLLM.
 
-As ``worker``, for ``vllm_cfg.async_engine: true``. Rows come one by one, and those of training and
-of validation may be in the engine together: what a row is, its call says.
+Rows come one by one, and rows of training and of validation may be in the engine together, so
+whether a row is drafted is decided for each call.
 """
 
 from __future__ import annotations
@@ -17,90 +17,109 @@ from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGeneration
 from nemo_specrl.cache.cluster.driver import ClusterCache
 from nemo_specrl.engine.asynchronous import AsyncSpeculativeLLM
 from nemo_specrl.engine.metrics import EngineMetrics
+from nemo_specrl.integrations.nemo_rl.records import Record, RecordLog, SequenceKey
 from nemo_specrl.integrations.nemo_rl.run import SAMPLE_INDICES, Run
 
 __all__ = ["SpecVllmAsyncGenerationWorker", "SpecVllmAsyncGenerationWorkerImpl"]
 
 _drafting: ContextVar[bool] = ContextVar("drafting", default=False)
+"""Whether the row of the current task is drafted."""
 
 
 class SpecVllmAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
-    """A worker that drafts, where its driver has attached a cache to it."""
+    """A worker that drafts rows once the driver has attached a cache."""
 
     llm: Any
     _speculative: AsyncSpeculativeLLM | None = None
+    _records: RecordLog | None = None
     _paused = False
 
     async def spec_rl_attach(self, cache: ClusterCache, run: Run, policy_version: int) -> str:
-        """Get to know the cache; called once, when the engine runs. Returns the node's id."""
+        """Start drafting from ``cache``; called once, after the engine has started.
+
+        Returns:
+            The id of this worker's node in Ray.
+        """
         self._speculative = AsyncSpeculativeLLM(self.llm, cache, run.spec_rl, seed=run.seed)
         self._speculative.policy_version = policy_version
         self._cache = cache
-        self.llm = _Seam(self._speculative)
+        if run.needs_records:
+            self._records = RecordLog(births=run.spec_rl.clip_anchor == "birth")
+        self.llm = _DraftingEngine(self._speculative, self._records)
         return str(ray.get_runtime_context().get_node_id())
 
     async def spec_rl_pause(self, paused: bool) -> None:
-        """Decode plainly, and keep nothing, while ``paused``."""
+        """Decode without drafts and keep nothing in the cache while ``paused``."""
         self._paused = paused
 
     async def spec_rl_set_fresh_fraction(self, fresh_fraction: float) -> None:
-        """Decode another share of the rows plainly, from the next one on."""
+        """Decode another share of the rows without a draft, from the next one on."""
         if self._speculative is not None:
             self._speculative.fresh_fraction = fresh_fraction
 
     async def spec_rl_policy_version(self) -> int:
-        """Of the weights in the engine."""
+        """Return the policy version of the engine's weights."""
         return 0 if self._speculative is None else self._speculative.policy_version
 
     async def spec_rl_take_metrics(self) -> EngineMetrics | None:
-        """Of the rows since this was last asked."""
+        """Return the metrics of the rows since they were last taken."""
         if self._speculative is None:
             return None
         metrics, self._speculative.metrics = self._speculative.metrics, EngineMetrics()
         metrics.cache_errors += self._cache.take_failures()
         return metrics
 
+    async def spec_rl_take_records(self) -> list[tuple[SequenceKey, Record]]:
+        """Return the records of the rollouts since they were last taken."""
+        return [] if self._records is None else self._records.take()
+
     async def generate_async(self, data: Any, greedy: bool = False) -> AsyncIterator[Any]:
-        """As the base class, whose call of ``self.llm.generate`` goes to AsyncSpeculativeLLM."""
-        _drafting.set(
-            SAMPLE_INDICES in data and not self._paused and not greedy
-        )  # of this call's task
+        """Generate as the base class does, with a draft for a row of training."""
+        # Set for the task of this call, in which the base class calls self.llm.generate.
+        _drafting.set(SAMPLE_INDICES in data and not self._paused and not greedy)
         async for result in super().generate_async(data, greedy=greedy):
             yield result
 
-    # The weights move in these calls and in no other (design: policy version).
+    # These three methods change the engine's weights, and no others do.
 
     async def update_weights_via_ipc_zmq_async(self, *args: Any, **kwargs: Any) -> Any:
-        """As the base class; then the policy version moves."""
-        return await self._moved(await super().update_weights_via_ipc_zmq_async(*args, **kwargs))
+        """Update the weights, and count the policy version up."""
+        return await self._refitted(await super().update_weights_via_ipc_zmq_async(*args, **kwargs))
 
     async def update_weights_from_collective_async(self, *args: Any, **kwargs: Any) -> Any:
-        """As the base class; then the policy version moves."""
+        """Update the weights, and count the policy version up."""
         result = await super().update_weights_from_collective_async(*args, **kwargs)
-        return await self._moved(result)
+        return await self._refitted(result)
 
     async def nccl_reshard_refit_async(self, *args: Any, **kwargs: Any) -> Any:
-        """As the base class; then the policy version moves."""
-        return await self._moved(await super().nccl_reshard_refit_async(*args, **kwargs))
+        """Update the weights, and count the policy version up."""
+        return await self._refitted(await super().nccl_reshard_refit_async(*args, **kwargs))
 
-    async def _moved(self, result: Any) -> Any:
+    async def _refitted(self, result: Any) -> Any:
         if self._speculative is not None:
             self._speculative.policy_version += 1
-            # A continuation must not read what the old weights prefilled. Without effect on what
-            # runs at this moment, which NeMo-RL drains or recomputes as its recipe says.
+            # A continuation must not read what the old weights prefilled. Requests that are running
+            # now are not affected: NeMo-RL drains or recomputes them as its recipe says.
             await self.llm.reset_prefix_cache()
         return result
 
 
-class _Seam:
-    """What stands in ``self.llm``: the engine, whose training rows draft."""
+class _DraftingEngine:
+    """Stands in for ``self.llm``: drafts rows of training, and passes on everything else."""
 
-    def __init__(self, speculative: AsyncSpeculativeLLM) -> None:
-        self._speculative = speculative
+    def __init__(self, speculative: AsyncSpeculativeLLM, records: RecordLog | None) -> None:
+        self._speculative, self._records = speculative, records
 
-    def generate(self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any) -> Any:
-        engine = self._speculative if _drafting.get() else self._speculative.llm
-        return engine.generate(prompt, sampling_params, request_id, **kwargs)
+    def generate(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        if _drafting.get():
+            return self._drafted(*args, **kwargs)
+        return self._speculative.llm.generate(*args, **kwargs)
+
+    async def _drafted(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        async for output in self._speculative.generate(*args, **kwargs):
+            if self._records is not None:
+                self._records.note([output])
+            yield output
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._speculative.llm, name)
@@ -108,4 +127,4 @@ class _Seam:
 
 @ray.remote(runtime_env={**get_nsight_config_if_pattern_matches("vllm_async_generation_worker")})
 class SpecVllmAsyncGenerationWorker(SpecVllmAsyncGenerationWorkerImpl):
-    """The actor."""
+    """The Ray actor."""

@@ -1,8 +1,8 @@
-"""On the PYTHONPATH of test jobs: an unmodified NeMo-RL beside the Python and transformers we have.
+"""Lets test jobs import an unmodified NeMo-RL with other versions of Python and transformers.
 
-NeMo-RL wants Python 3.13 and transformers below 5.12. While ``nemo_rl.models.policy`` is imported,
-which asserts that, transformers says that it is 5.11; and before Python 3.12 pydantic takes only
-the TypedDict of typing_extensions. Everything else runs as it is.
+NeMo-RL needs Python 3.13 and transformers below 5.12. ``nemo_rl.models.policy`` asserts the latter,
+so transformers reports 5.11 while that module is imported. Before Python 3.12, pydantic accepts
+only the TypedDict of typing_extensions. This folder is on the PYTHONPATH of the jobs.
 """
 
 import importlib.abc

@@ -1,0 +1,193 @@
+"""Carries what is known of each rollout from the engines to the trainer's process.
+
+NeMo-RL's trainers keep a response's tokens and log-probs and drop every other column of what a
+generation returns (experience/rollouts.py). So each worker notes a record of every rollout it has
+made, under a hash of the rollout's tokens, and the driver collects them from the workers once a
+step: whichever process asked for the rollout, and without asking the cache or hashing prompts
+again. Rows are matched to records by the hash of their tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from nemo_specrl.rollout import Rollout
+
+__all__ = ["Record", "RecordLog", "RecordTable", "Response", "response_spans"]
+
+MAX_RECORDS = 2**17
+"""Limit for a worker and for the driver; the oldest go first, which no trainer has used."""
+
+SequenceKey = tuple[bytes, int]
+"""Hash of a prompt with its response, and the length of the response in tokens."""
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """The properties of a rollout that the drift monitor and the birth anchor use.
+
+    Args:
+        key: of the prompt.
+        sample_index: of the rollout in its group.
+        fresh: whether the rollout was decoded without a draft (:attr:`Rollout.fresh`).
+        staleness: sum over its reused tokens of log p_birth - log p_now, nats; None where no token
+            was reused.
+        reused: positions of the reused tokens in the response, int32 ``[r]``; None where the run
+            does not need them.
+        births: birth log-probs of those tokens, float32 ``[r]``, nats; None with ``reused``.
+    """
+
+    key: bytes
+    sample_index: int
+    fresh: bool
+    staleness: float | None
+    reused: npt.NDArray[np.int32] | None = None
+    births: npt.NDArray[np.float32] | None = None
+
+    @classmethod
+    def of(cls, rollout: Rollout, *, births: bool) -> Record:
+        """The record of a rollout.
+
+        Args:
+            rollout: as the cache keeps it.
+            births: include ``reused`` and ``births``.
+        """
+        positions = np.flatnonzero(rollout.reused).astype(np.int32)
+        born = rollout.birth_logprobs[positions]
+        lost = float((born - rollout.logprobs[positions]).sum(dtype=np.float64))
+        return cls(
+            rollout.key,
+            rollout.sample_index,
+            rollout.fresh,
+            lost if len(positions) else None,
+            positions if births else None,
+            born if births else None,
+        )
+
+
+class RecordLog:
+    """The records that a worker has noted since the driver last took them.
+
+    Args:
+        births: note the birth log-probs of reused tokens, too.
+    """
+
+    def __init__(self, births: bool) -> None:
+        self.births = births
+        self._noted: deque[tuple[SequenceKey, Record]] = deque(maxlen=MAX_RECORDS)
+
+    def note(self, outputs: Iterable[Any]) -> None:
+        """Note the rollouts in request outputs of a speculative engine."""
+        for output in outputs:
+            for completion in output.outputs:
+                reuse = getattr(completion, "spec_rl", None)
+                if reuse is None:  # decoded beside the cache: nobody knows its sample index
+                    continue
+                hasher = xxhash.xxh3_128(_bytes(output.prompt_token_ids))
+                hasher.update(_bytes(completion.token_ids))
+                sequence = hasher.digest(), len(completion.token_ids)
+                self._noted.append((sequence, Record.of(reuse.rollout, births=self.births)))
+
+    def take(self) -> list[tuple[SequenceKey, Record]]:
+        """Return the records and forget them."""
+        noted = list(self._noted)
+        self._noted.clear()
+        return noted
+
+
+class Response(NamedTuple):
+    """A response in a row, from ``start`` up to ``end``, and its record if there is one."""
+
+    start: int
+    end: int
+    record: Record | None
+
+
+class RecordTable:
+    """The driver's side: records of the rollouts that have not been trained on yet.
+
+    Args:
+        take: collects what the workers have noted.
+    """
+
+    def __init__(self, take: Callable[[], list[tuple[SequenceKey, Record]]]) -> None:
+        self._take = take
+        self._taken = False
+        self._records: dict[SequenceKey, deque[Record]] = {}
+        self._used: dict[SequenceKey, int] = {}
+
+    def find(
+        self, token_ids: Sequence[Any], token_mask: Sequence[Any], lengths: Sequence[int]
+    ) -> list[list[Response]]:
+        """The responses in each row of a step, in order; a multi-turn row has several.
+
+        The first call in a step collects the workers' records. Equal rows, of which one may be
+        fresh and another not, get a record each.
+
+        Args:
+            token_ids: int ``[rows][length]``.
+            token_mask: 1 where the policy wrote the token, ``[rows][length]``.
+            lengths: of the rows without padding.
+        """
+        if not self._taken:
+            self._taken = True
+            for sequence, record in self._take():
+                self._records.setdefault(sequence, deque()).append(record)
+            while len(self._records) > MAX_RECORDS:
+                del self._records[next(iter(self._records))]
+        seen: dict[SequenceKey, int] = {}
+        rows = []
+        for ids, mask, length in zip(token_ids, token_mask, lengths, strict=True):
+            row = []
+            hasher, hashed = xxhash.xxh3_128(), 0
+            for start, end in response_spans(np.asarray(mask[:length]) > 0):
+                hasher.update(_bytes(ids[hashed:end]))
+                hashed = end
+                sequence = hasher.digest(), end - start
+                nth = seen.get(sequence, 0)
+                seen[sequence] = nth + 1
+                found = self._records.get(sequence, ())
+                row.append(Response(start, end, found[nth] if nth < len(found) else None))
+            rows.append(row)
+        for sequence, count in seen.items():
+            self._used[sequence] = max(count, self._used.get(sequence, 0))
+        return rows
+
+    def end_step(self) -> None:
+        """Forget the records that :meth:`find` has returned.
+
+        The others may be of rows that are trained on later, as in asynchronous GRPO. In a step
+        without a call of :meth:`find`, such as PPO's steps that train the value model alone, the
+        workers' records are dropped.
+        """
+        if not self._taken:
+            self._take()
+        for sequence, count in self._used.items():
+            records = self._records.get(sequence, deque())
+            for _ in range(min(count, len(records))):
+                records.popleft()
+            if not records:
+                self._records.pop(sequence, None)
+        self._used.clear()
+        self._taken = False
+
+
+def response_spans(mask: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """First position and end of each response in a row.
+
+    Args:
+        mask: which tokens the policy wrote, bool ``[length]``.
+    """
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], mask.astype(np.int8), [0]))))
+    return [(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def _bytes(token_ids: Any) -> bytes:
+    return np.asarray(token_ids, dtype="<i4").tobytes()

@@ -1,0 +1,171 @@
+"""The hooks around NeMo-RL's policy, logger and checkpoint manager, and their order."""
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_specrl.integrations.nemo_rl.hooks import Hooks
+from nemo_specrl.integrations.nemo_rl.records import RecordTable
+from nemo_specrl.integrations.nemo_rl.run import CACHE_FOLDER
+from tests.nemo_rl.steps import Batch, Workers, monitor_of, step
+
+
+class Trainer:
+    """NeMo-RL's side and the plug-in's parts, which write down in which order they are called."""
+
+    def __init__(self, *, ppo=False, anchor=False, monitor=True, checkpointer=None):
+        self.done, self.logged, self.trained = [], [], []
+        self.workers = Workers(births=anchor)
+        self.records = RecordTable(self.workers.take)
+        self.checkpointer = Main(self.done) if checkpointer is None else checkpointer
+        self.monitor = monitor_of(self.records) if monitor else None
+        if monitor:
+            compare = self.monitor._compare
+            self.monitor._compare = lambda rows: self.done.append("compare") or compare(rows)
+            save = self.monitor.save
+            self.monitor.save = lambda folder: self.done.append("save state") or save(folder)
+        end_step = self.records.end_step
+        self.records.end_step = lambda: self.done.append("end step") or end_step()
+        hooks = Hooks(
+            self, self.records, self.monitor, anchor_at_birth=anchor, rewards_in_batch=ppo
+        )
+        hooks.install(policy=self, logger=self, checkpointer=self.checkpointer)
+
+    def train(self, data, loss_fn, timer=None):
+        self.done.append("train")
+        self.trained.append((data["prev_logprobs"].clone(), loss_fn))
+        return "results"
+
+    def log_batched_dict_as_jsonl(self, to_log, filename):
+        self.done.append(f"write {filename}")
+
+    def log_metrics(self, metrics, step, prefix="", step_metric=None):
+        self.done.append(f"log {prefix}")
+        self.logged.append((step, prefix, metrics))
+
+    def take_metrics(self):
+        return {"spec_rl/rows": 8.0}, {"spec_rl_decoding": 1.0}
+
+    def save_cache(self, folder):
+        self.done.append("save cache")
+        folder.mkdir(parents=True)
+
+
+class V070:
+    """The checkpoint manager of v0.7.0."""
+
+    def __init__(self, done):
+        self.done = done
+
+    def finalize_checkpoint(self, checkpoint_path):
+        self.done.append("finalize")
+
+
+class Main(V070):
+    """The checkpoint manager of main."""
+
+    def begin_finalization(self, checkpoint_path, wait_fn=None):
+        self.done.append("begin")
+
+
+def rows_of(trainer):
+    rows, rollouts = step([7], np.random.default_rng(0))
+    trainer.workers.make(rows, rollouts)
+    return rows, rollouts
+
+
+def test_a_step_of_grpo():
+    trainer = Trainer(anchor=True)
+    rows, _ = rows_of(trainer)
+    batch = Batch(rows)
+    before = batch["prev_logprobs"].clone()
+    assert trainer.train(batch, "loss", timer=None) == "results"
+    trainer.log_batched_dict_as_jsonl(rows, "train_data_step4.jsonl")
+    trainer.log_metrics({"loss": 1.0}, 4, prefix="train")
+    trainer.log_metrics({"generation": 2.0}, 4, prefix="timing/train")
+    assert trainer.done == [
+        "train",
+        "write train_data_step4.jsonl",
+        "compare",
+        "log train",
+        "log train",
+        "end step",
+        "log train",
+        "log timing/train",
+    ]
+    assert [(number, prefix) for number, prefix, _ in trainer.logged] == [
+        *[(4, "train")] * 3,
+        (4, "timing/train"),
+    ]
+    compared, own, counts, seconds = (metrics for *_, metrics in trainer.logged)
+    assert compared["spec_rl/fresh_fraction"] == 0.2
+    assert own == {"loss": 1.0} and counts == {"spec_rl/rows": 8.0}
+    assert seconds == {"generation": 2.0, "spec_rl_decoding": 1.0}
+    ((anchored, _),) = trainer.trained
+    assert not torch.equal(anchored, before) and torch.equal(batch["prev_logprobs"], before)
+    assert trainer.workers.asked == 1  # for anchor and monitor together
+
+
+def test_a_step_of_ppo_is_compared_and_anchored_once_however_often_it_is_trained_on():
+    trainer = Trainer(ppo=True, anchor=True)
+    rows, _ = rows_of(trainer)
+    batch = Batch(rows)
+    for _ in range(2):  # ppo_epochs
+        trainer.train(batch, "loss")
+    trainer.log_metrics({"loss": 1.0}, 4, prefix="train")
+    trainer.log_batched_dict_as_jsonl(rows, "train_data_step4.jsonl")
+    trainer.log_metrics({}, 4, prefix="timing/train")
+    trainer.log_metrics({"loss": 2.0}, 5, prefix="train")
+    assert trainer.done[:4] == ["compare", "train", "train", "log train"]
+    assert trainer.done.count("compare") == trainer.workers.asked == 1
+    first, last = trainer.logged[0][2], trainer.logged[-1][2]
+    assert first["loss"] == 1.0 and first["spec_rl/logprob_gap"] != 0
+    assert last == {"loss": 2.0}
+    one, other = (logprobs for logprobs, _ in trainer.trained)
+    assert torch.equal(one, other) and not torch.equal(one, batch["prev_logprobs"])
+
+
+def test_files_of_validation_are_not_compared():
+    trainer = Trainer()
+    rows, _ = rows_of(trainer)
+    trainer.log_batched_dict_as_jsonl(rows, "val_data_step4.jsonl")
+    assert trainer.done == ["write val_data_step4.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "own"),
+    [
+        (V070, "finalize_checkpoint", "finalize"),
+        (Main, "begin_finalization", "begin"),
+        (Main, "finalize_checkpoint", "finalize"),
+    ],
+)
+def test_the_cache_and_then_the_state_are_written_before_the_checkpoint_is_renamed(
+    tmp_path, kind, name, own
+):
+    done = []
+    trainer = Trainer(checkpointer=kind(done))
+    trainer.done = done
+    getattr(trainer.checkpointer, name)(str(tmp_path / "tmp_step_2"))
+    assert done == ["save cache", "save state", own]
+    assert (tmp_path / "tmp_step_2" / CACHE_FOLDER / "monitor.json").is_file()
+
+
+def test_what_cannot_be_written_costs_the_checkpoint_nothing(tmp_path, caplog):
+    trainer = Trainer()
+    Path(tmp_path / CACHE_FOLDER).write_text("in the way")
+    with caplog.at_level(logging.WARNING):
+        trainer.checkpointer.begin_finalization(tmp_path)
+    assert trainer.done == ["save cache", "begin"]
+    assert "resuming from it starts cold" in caplog.text
+
+
+def test_without_anchor_and_monitor_nothing_of_the_policy_is_wrapped():
+    trainer = Trainer(monitor=False)
+    rows, _ = rows_of(trainer)
+    assert trainer.train(Batch(rows), "loss") == "results"
+    trainer.log_batched_dict_as_jsonl(rows, "train_data_step4.jsonl")
+    assert trainer.done == ["train", "write train_data_step4.jsonl"] and not trainer.workers.asked
