@@ -70,7 +70,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", type=Path, default=Path("examples/configs/grpo_arith_cpu.yaml"))
+    parser.add_argument("--config", type=Path, default=Path("examples/configs/grpo_sort_cpu.yaml"))
     parser.add_argument("--out", type=Path, default=Path("results/demo_seeds"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--val-period", type=int, default=6, help="steps")

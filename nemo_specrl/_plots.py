@@ -389,7 +389,7 @@ def _canvas() -> Iterator[Figure]:
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError(
-            "plots need matplotlib, which is not installed: pip install nemo-specrl[plots]"
+            "pictures need matplotlib, which is not installed: pip install matplotlib"
         ) from None
     with matplotlib.rc_context(_STYLE):
         yield Figure(figsize=_INCHES, dpi=_DPI, facecolor="white")

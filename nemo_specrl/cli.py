@@ -62,7 +62,7 @@ def _fail(error: Exception, code: int) -> None:
 
 
 @app.command(
-    epilog="Example: nemo-specrl train examples/configs/grpo_arith_cpu.yaml grpo.max_num_epochs=3"
+    epilog="Example: nemo-specrl train examples/configs/grpo_sort_cpu.yaml grpo.max_num_epochs=3"
 )
 def train(config: RecipeArgument, overrides: OverridesArgument = None) -> None:
     """Train on one machine. Run again, it goes on from its last checkpoint; Ctrl-C leaves one."""
@@ -133,7 +133,7 @@ def _stop_on_signals(trainer: Trainer) -> None:
 
 
 @app.command(
-    epilog="Example: nemo-specrl compare examples/configs/grpo_arith_cpu.yaml --out results/demo"
+    epilog="Example: nemo-specrl compare examples/configs/grpo_sort_cpu.yaml --out results/demo"
 )
 def compare(
     config: RecipeArgument,
@@ -191,7 +191,7 @@ def run(
     launch(script, context.args)
 
 
-@app.command(epilog="Example: nemo-specrl report results/grpo_arith_cpu")
+@app.command(epilog="Example: nemo-specrl report results/grpo_sort_cpu")
 def report(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's or a comparison's.")],
 ) -> None:

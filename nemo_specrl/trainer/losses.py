@@ -33,7 +33,7 @@ def group_advantages(rewards: FloatArray, *, normalize: bool, leave_one_out: boo
     mean = rewards.mean(axis=1, keepdims=True)
     if leave_one_out and n > 1:
         mean = (rewards.sum(axis=1, keepdims=True) - rewards) / (n - 1)
-    advantages = rewards - mean
+    advantages: FloatArray = rewards - mean
     if normalize:
         advantages = advantages / (rewards.std(axis=1, keepdims=True) + 1e-6)
     advantages[np.ptp(rewards, axis=1) == 0] = 0.0

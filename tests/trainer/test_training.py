@@ -18,7 +18,7 @@ from nemo_specrl.trainer.generation import tokenizer_identity
 from nemo_specrl.trainer.log import read_metrics
 from tests.conftest import REPOSITORY, SHIPPED_MODEL
 
-DEMO = "examples/configs/grpo_arith_cpu.yaml"
+DEMO = "examples/configs/grpo_sort_cpu.yaml"
 SMALL = (
     "grpo.num_prompts_per_step=4",
     "grpo.num_generations_per_prompt=4",
