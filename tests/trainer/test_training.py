@@ -143,7 +143,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(whole, tmp_path, seed):
     done_before = len(read_metrics(tmp_path / "metrics.jsonl"))
     survived = max((int(p.name[5:]) for p in tmp_path.glob("step_*")), default=0)
     done = train(tmp_path)
-    assert survived == 0 or f"going on from step {survived}" in done.stdout
+    assert survived == 0 or f"resuming from step {survived}" in done.stdout
     assert records(tmp_path) == records(whole)
     replayed = {
         r["step"]: r["spec_rl/replayed_rows"] for r in read_metrics(tmp_path / "metrics.jsonl")
