@@ -1,6 +1,6 @@
 """The demo over several seeds: what plain training, ``faithful`` and ``fast`` learn, and how fast.
 
-    .venv/bin/python benchmarks/demo_seeds.py --out results/demo_seeds --json docs/demo_seeds.json
+    .venv/bin/python benchmarks/demo_seeds.py --out results/demo_seeds --json docs/demo_sort_seeds.json
 
 Runs ``nemo-specrl train`` for each seed and side, one after the other (resumable; about 12 minutes
 a seed on two cores), and prints the tables of docs/demo.md. With ``--compare DIR``, the folder of
@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/demo_seeds"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
-    parser.add_argument("--val-period", type=int, default=12, help="steps")
+    parser.add_argument("--val-period", type=int, default=20, help="steps")
     parser.add_argument("--override", nargs="*", default=[], help="further overrides, key=value")
     parser.add_argument("--no-run", action="store_true", help="only read what is in --out")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
