@@ -12,7 +12,7 @@ setup:
 	@scripts/setup.sh
 
 demo: setup
-	.venv/bin/nemo-specrl compare examples/configs/grpo_arith_cpu.yaml --out results/demo
+	.venv/bin/nemo-specrl compare examples/configs/grpo_sort_cpu.yaml --out results/demo
 
 test: setup
 	.venv/bin/python -m pytest

@@ -1,90 +1,160 @@
-"""Held-out accuracy of the demo's recipe, plain and speculative, over several seeds.
+"""The demo over several seeds: what plain training, ``faithful`` and ``fast`` learn, and how fast.
 
-    .venv/bin/python benchmarks/demo_seeds.py --out results/demo_seeds --json docs/demo_seeds.json
+    .venv/bin/python benchmarks/demo_seeds.py --out results/demo_seeds --json docs/demo_sort_seeds.json
 
-Runs ``nemo-specrl train`` for each seed and side (resumable; about 15 minutes a seed on two cores)
-and prints a table for docs/demo.md. With ``--compare DIR``, the folder of ``nemo-specrl compare``,
-that comparison's picture is drawn again with the seeds in it.
+Runs ``nemo-specrl train`` for each seed and side, one after the other (resumable; about 12 minutes
+a seed on two cores), and prints the tables of docs/demo.md. With ``--compare DIR``, the folder of
+``nemo-specrl compare``, that comparison's picture is drawn again with the seeds in it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from scipy import stats
+
 from nemo_specrl.report import write_comparison
 from nemo_specrl.trainer.log import read_metrics
 
-SIDES = {"plain": "false", "speculative": "true"}
+SPEC = "policy.generation.spec_rl"
+SIDES = {
+    "plain": f"{SPEC}.enabled=false",
+    "faithful": f"{SPEC}.preset=faithful",
+    "fast": f"{SPEC}.preset=fast",
+}
+SUMS = ("rollout_s", "verify_s", "train_s", "step_s", "decoded_tokens", "response_tokens")
+WARM_EPOCH = 2  # as in nemo_specrl.report
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Train every seed and side; one row for each held-out evaluation."""
+    """Train every seed and side; returns one row for each run."""
     rows = []
     for seed in args.seeds:
-        for side, enabled in SIDES.items():
+        for side in args.sides:
             folder = args.out / f"seed_{seed}" / side
             command = [
                 *(sys.executable, "-m", "nemo_specrl", "train", str(args.config)),
                 f"grpo.seed={seed}",
                 f"grpo.val_period={args.val_period}",
                 "grpo.max_val_samples=256",
-                f"policy.generation.spec_rl.enabled={enabled}",
+                SIDES[side],
                 f"checkpointing.checkpoint_dir={folder}",
                 f"logger.log_dir={folder}",
                 "logger.tensorboard_enabled=false",
+                *args.override,
             ]
-            subprocess.run(command, check=True)
+            if not args.no_run:
+                subprocess.run(command, check=True)
             records = read_metrics(folder / "metrics.jsonl")
-            points = {0: records[0]["heldout_accuracy_at_start"]}
-            points |= {r["step"]: r["heldout_accuracy"] for r in records if "heldout_accuracy" in r}
-            rows += [
-                {"side": side, "seed": seed, "step": step, "heldout_accuracy": accuracy}
-                for step, accuracy in points.items()
-            ]
+            if records:
+                rows.append({"side": side, "seed": seed, **summary(records)})
     return rows
 
 
-def print_table(rows: list[dict[str, Any]]) -> None:
-    """A Markdown table: mean over seeds, and each seed."""
-    steps = sorted({row["step"] for row in rows})
+def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Sums over the steps of a run, and its held-out accuracy by step."""
+    points = {0: records[0]["heldout_accuracy_at_start"]}
+    points |= {r["step"]: r["heldout_accuracy"] for r in records if "heldout_accuracy" in r}
+    warm = [r["rollout_s"] for r in records if r["epoch"] >= WARM_EPOCH]
+    return {
+        "steps": len(records),
+        **{name: round(sum(r[name] for r in records), 2) for name in SUMS},
+        "rollout_warm_s": round(sum(warm), 2),
+        "heldout_accuracy": points,
+    }
+
+
+def print_learning(rows: list[dict[str, Any]]) -> None:
+    """A Markdown table of held-out accuracy: mean over seeds, and each seed."""
+    steps = sorted({step for row in rows for step in row["heldout_accuracy"]})
     print("| side | " + " | ".join(f"step {step}" for step in steps) + " |")
     print("|---" * (len(steps) + 1) + "|")
     for side in SIDES:
         cells = []
         for step in steps:
-            values = [
-                row["heldout_accuracy"]
-                for row in rows
-                if row["side"] == side and row["step"] == step
-            ]
+            values = accuracies(rows, side, step)
             each = ", ".join(f"{v:.3f}" for v in values)
-            cells.append(f"**{statistics.mean(values):.3f}** ({each})")
-        print(f"| {side} | " + " | ".join(cells) + " |")
+            cells.append(f"**{statistics.mean(values):.3f}** ({each})" if values else "")
+        if any(cells):
+            print(f"| {side} | " + " | ".join(cells) + " |")
+    half = band(rows, steps)
+    if half is not None:
+        print(f"\n95 % band of plain's mean (Student's t, pooled over evaluations): ± {half:.3f}")
+
+
+def accuracies(rows: list[dict[str, Any]], side: str, step: int) -> list[float]:
+    """Held-out accuracy of each seed of a side at a step."""
+    mine = [row["heldout_accuracy"] for row in rows if row["side"] == side]
+    return [points[step] for points in mine if step in points]
+
+
+def band(rows: list[dict[str, Any]], steps: list[int]) -> float | None:
+    """Half width of the 95 % confidence band of plain's mean; None with a single seed."""
+    by_step = [accuracies(rows, "plain", step) for step in steps]
+    seeds = min(map(len, by_step), default=0)
+    if seeds < 2:
+        return None
+    pooled = math.sqrt(float(np.mean([np.var(v, ddof=1) for v in by_step])))
+    return float(stats.t.ppf(0.975, seeds - 1)) * pooled / math.sqrt(seeds)
+
+
+def print_speed(rows: list[dict[str, Any]]) -> None:
+    """A Markdown table of each seed's ratios, plain over the other side."""
+    plain = {row["seed"]: row for row in rows if row["side"] == "plain"}
+    print("| seed | side | rollout s: plain, side | ratio | from the third epoch on", end="")
+    print(" | whole steps | decoded tokens |")
+    print("|---" * 7 + "|")
+    for row in rows:
+        base = plain.get(row["seed"])
+        if row["side"] == "plain" or base is None or base["steps"] != row["steps"]:
+            continue
+        names = ("rollout_s", "rollout_warm_s", "step_s", "decoded_tokens")
+        ratios = [f"{base[name] / row[name]:.2f}" for name in names]
+        seconds = f"{base['rollout_s']:.0f}, {row['rollout_s']:.0f}"
+        print(f"| {row['seed']} | {row['side']} | {seconds} | " + " | ".join(ratios) + " |")
+
+
+def heldout_table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows that ``write_comparison`` draws: plain, and ``faithful`` as its other side."""
+    names = {"plain": "plain", "faithful": "speculative"}
+    return [
+        {"side": names[row["side"]], "seed": row["seed"], "step": step, "heldout_accuracy": value}
+        for row in rows
+        if row["side"] in names
+        for step, value in row["heldout_accuracy"].items()
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", type=Path, default=Path("examples/configs/grpo_arith_cpu.yaml"))
+    parser.add_argument("--config", type=Path, default=Path("examples/configs/grpo_sort_cpu.yaml"))
     parser.add_argument("--out", type=Path, default=Path("results/demo_seeds"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--val-period", type=int, default=6, help="steps")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--val-period", type=int, default=20, help="steps")
+    parser.add_argument("--override", nargs="*", default=[], help="further overrides, key=value")
+    parser.add_argument("--no-run", action="store_true", help="only read what is in --out")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--compare", type=Path, help="folder of a comparison to draw again")
     args = parser.parse_args()
 
     rows = run(args)
-    print_table(rows)
+    print_learning(rows)
+    print()
+    print_speed(rows)
     if args.json:
         args.json.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
     if args.compare:
         compared = json.loads((args.compare / "compare.json").read_text())
-        write_comparison(args.compare, compared, heldout_table=rows)
+        write_comparison(args.compare, compared, heldout_table=heldout_table(rows))
 
 
 if __name__ == "__main__":

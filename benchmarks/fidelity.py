@@ -31,7 +31,11 @@ from scipy import stats
 from nemo_specrl.config import PRESETS
 from nemo_specrl.trainer.log import read_metrics
 
-CONFIGS = Path("examples/configs")
+CONFIGS = {
+    "grpo": "examples/configs/grpo_sort_cpu.yaml",
+    "dapo": "examples/configs/dapo_arith_cpu.yaml",
+    "ppo": "examples/configs/ppo_arith_cpu.yaml",
+}
 SPEC = "policy.generation.spec_rl."
 PLAIN = "plain"
 PROMPTS_PER_STEP = 16
@@ -64,22 +68,41 @@ class Setting:
 
 
 LR = "policy.optimizer.kwargs.lr"
+SUMS_TASK = (
+    "data.dataset_name=arithmetic",
+    "policy.model_name=examples/models/qwen3-arith",
+    "policy.generation.max_new_tokens=240",
+    "policy.generation.vllm_cfg.max_model_len=512",
+)
 SORTING = (
     "data.dataset_name=sorting",
     "policy.model_name=examples/models/qwen3-sort",
     f"{LR}=2.0e-5",
 )
 SMALL = (
+    *SUMS_TASK,
     "policy.model_name=examples/models/qwen3-arith-small",
     f"{LR}=3.0e-5",
 )
 SETTINGS = {
-    "sums-64-2e-5": Setting("sums, 64 prompts, 1.6M at 2e-5", 64, 15, 5, (f"{LR}=2.0e-5",)),
-    "sums-64-5e-5": Setting("sums, 64 prompts, 1.6M at 5e-5", 64, 15, 5, (f"{LR}=5.0e-5",)),
-    "sums-64-1e-4": Setting("sums, 64 prompts, 1.6M at 1e-4", 64, 15, 5, (f"{LR}=1.0e-4",)),
-    "sums-256-2e-5": Setting("sums, 256 prompts, 1.6M at 2e-5", 256, 10, 2, (f"{LR}=2.0e-5",)),
-    "sums-256-5e-5": Setting("sums, 256 prompts, 1.6M at 5e-5", 256, 10, 2, (f"{LR}=5.0e-5",)),
-    "sums-1024": Setting("sums, 1,024 prompts, 1.6M at 2e-5", 1024, 3, 1, (f"{LR}=2.0e-5",)),
+    "sums-64-2e-5": Setting(
+        "sums, 64 prompts, 1.6M at 2e-5", 64, 15, 5, (*SUMS_TASK, f"{LR}=2.0e-5")
+    ),
+    "sums-64-5e-5": Setting(
+        "sums, 64 prompts, 1.6M at 5e-5", 64, 15, 5, (*SUMS_TASK, f"{LR}=5.0e-5")
+    ),
+    "sums-64-1e-4": Setting(
+        "sums, 64 prompts, 1.6M at 1e-4", 64, 15, 5, (*SUMS_TASK, f"{LR}=1.0e-4")
+    ),
+    "sums-256-2e-5": Setting(
+        "sums, 256 prompts, 1.6M at 2e-5", 256, 10, 2, (*SUMS_TASK, f"{LR}=2.0e-5")
+    ),
+    "sums-256-5e-5": Setting(
+        "sums, 256 prompts, 1.6M at 5e-5", 256, 10, 2, (*SUMS_TASK, f"{LR}=5.0e-5")
+    ),
+    "sums-1024": Setting(
+        "sums, 1,024 prompts, 1.6M at 2e-5", 1024, 3, 1, (*SUMS_TASK, f"{LR}=2.0e-5")
+    ),
     "sums-small-64": Setting("sums, 64 prompts, 0.6M parameters", 64, 15, 5, SMALL),
     "sums-small-64-ppo": Setting("PPO, sums, 64 prompts, 0.6M parameters", 64, 15, 5, SMALL, "ppo"),
     "sums-small-64-ppo-1.5e-5": Setting(
@@ -171,10 +194,10 @@ def train(
 ) -> str:
     """One run on some cores, from where it stands to its end; returns a line about it."""
     s = SETTINGS[setting]
-    a, config = s.block, CONFIGS / f"{s.algorithm}_arith_cpu.yaml"
+    a, config = s.block, CONFIGS[s.algorithm]
     folder = out / setting / variant / str(seed)
     command = [
-        *(sys.executable, "-m", "nemo_specrl", "train", str(config)),
+        *(sys.executable, "-m", "nemo_specrl", "train", config),
         f"{a}.num_prompts_per_step={PROMPTS_PER_STEP}",
         f"data.num_prompts={s.prompts}",
         f"{a}.max_num_epochs={s.epochs}",

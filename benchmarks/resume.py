@@ -19,7 +19,7 @@ from typing import Any
 
 from nemo_specrl.trainer.log import read_metrics
 
-RECIPE = "examples/configs/grpo_arith_cpu.yaml"
+RECIPE = "examples/configs/grpo_sort_cpu.yaml"
 
 
 def command(folder: Path, steps: int, overrides: list[str]) -> list[str]:

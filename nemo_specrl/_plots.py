@@ -1,8 +1,8 @@
-"""The pictures of ``report``: from columns of numbers to a PNG, nothing else.
+"""The pictures of ``report``, drawn from columns of numbers into a PNG.
 
-matplotlib is an extra and is imported only when a picture is drawn. Figures are made without
-pyplot, so no display and no global state is touched. The two colours can be told apart by the
-colour-blind (Okabe and Ito), and no meaning rests on colour alone.
+matplotlib is optional and is imported only when a picture is drawn. Figures are made without
+pyplot, so that no display is needed and no global state changes. The colours are safe for the
+colour-blind (Okabe and Ito), and no information is in colour alone.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _STYLE: Any = {
 }
 
 
-# Of one run: heading, note below it, and (metric, label, colour) of each line.
+# Panels of a run's picture: heading, note below it, and (metric, label, colour) of each line.
 _PANELS: list[tuple[str, str, list[tuple[str, str, str]]]] = [
     ("Tokens per step", "decoded: lower is better", [
         ("response_tokens", "in the responses", _BLUE),
         ("decoded_tokens", "decoded; the rest is reused", _ORANGE)]),
-    ("What becomes of drafts", "fractions; higher is faster", [
+    ("Drafts", "fractions; higher is faster", [
         ("spec_rl/draft_coverage", "rows with a draft", _BLUE),
         ("spec_rl/accepted_fraction", "draft tokens accepted", _ORANGE),
         ("spec_rl/full_reuse_ratio", "drafts reused whole", _GREEN),
@@ -78,12 +78,12 @@ class HeldOut(NamedTuple):
 def comparison_picture(
     compare: dict[str, Any], heldout: dict[str, list[HeldOut]], verdict: str
 ) -> bytes:
-    """Both sides of a comparison in one PNG of 1400 x 900 pixels.
+    """Draw both sides of a comparison into a PNG of 1400 x 900 pixels.
 
     Args:
-        compare: as ``compare.json`` holds it.
-        heldout: the points of each side, by step.
-        verdict: where speculation is lower, in words.
+        compare: content of ``compare.json``.
+        heldout: held-out accuracies of each side, by step.
+        verdict: text of the box beside the big figures.
 
     Raises:
         ConfigError: matplotlib is missing.
@@ -106,10 +106,10 @@ def comparison_picture(
         _title(axes[4], "Reward of freshly decoded rows", "higher is better; in plain, every row")
         _draw_heldout(axes[5], heldout)
         for ax in axes:
-            # What has been spent so far rises to the right, out of its legend's way.
+            # Cumulative curves rise to the right and leave room for the legend on the left.
             room = 0.3 if ax is axes[1] and len(compare["plain"]["epoch"]) >= 10 else None
             _finish(ax, compare["plain"]["epoch"], room=room)
-        # One scale for both rewards, else noise in the few fresh rows would look like a difference.
+        # One scale for both rewards, so that noise of the few fresh rows does not look like a gap.
         low = min(axes[3].get_ylim()[0], axes[4].get_ylim()[0])
         high = max(axes[3].get_ylim()[1], axes[4].get_ylim()[1])
         axes[3].set_ylim(low, high)
@@ -118,11 +118,11 @@ def comparison_picture(
 
 
 def run_picture(columns: dict[str, list[float | None]], title: str) -> bytes:
-    """One run in one PNG of 1400 x 900 pixels.
+    """Draw one run into a PNG of 1400 x 900 pixels.
 
     Args:
-        columns: metric name to its value at each step; a metric may be missing.
-        title: stands above the picture.
+        columns: metric name to its value at each step; metrics may be missing.
+        title: title of the picture.
 
     Raises:
         ConfigError: matplotlib is missing.
@@ -162,8 +162,8 @@ def _headline(figure: Figure, ratios: dict[str, float | None], verdict: str, *, 
         0.015,
         0.945,
         f"{steps} training step{'s' * (steps != 1)}, the same prompts at each. "
-        "Plain decodes every response anew; "
-        "speculative first verifies the previous epoch's response and keeps what is accepted.\n"
+        "Plain decodes every response from scratch; "
+        "speculative verifies the previous epoch's response and keeps the accepted prefix.\n"
         "Big figures: plain divided by speculative. Above 1, speculation needs less.",
         fontsize=11,
         color=_GREY,
@@ -300,7 +300,7 @@ def _draw_heldout(ax: Axes, heldout: dict[str, list[HeldOut]]) -> None:
 
 
 def _draw_step_seconds(ax: Axes, steps: Sequence[int], columns: dict[str, list[Any]]) -> None:
-    """Stacked: decoding, verification, training and the rest make up the step."""
+    """Stack verification, the rest of the rollout, training and the rest of the step."""
     empty: list[float | None] = [None] * len(steps)
     rollout, verify, train, whole = (
         [value or 0.0 for value in columns.get(name, empty)]
@@ -321,7 +321,7 @@ def _draw_step_seconds(ax: Axes, steps: Sequence[int], columns: dict[str, list[A
 
 
 def _draw_column(ax: Axes, steps: Sequence[int], column: Column, label: str, colour: str) -> None:
-    """A line through the values that there are; markers where they are few."""
+    """Draw a line through the values that are present, with markers where they are few."""
     present = [(step, value) for step, value in zip(steps, column, strict=False)
                if value is not None]  # fmt: skip
     if present:
@@ -335,9 +335,13 @@ def _title(ax: Axes, title: str, note: str) -> None:
 
 
 def _finish(ax: Axes, epochs: Column, steps: Sequence[int] = (), room: float | None = None) -> None:
-    """Grid, a legend in room of its own above the data, and thin marks where epochs begin.
+    """Add a legend above the data and thin lines where epochs begin.
 
-    ``room`` is the share of the height that the legend may take; None: as much as it needs.
+    Args:
+        ax: the panel.
+        epochs: epoch of each step.
+        steps: number of each step; empty: from 1 on.
+        room: share of the height for the legend; None: as much as it needs.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -373,7 +377,7 @@ def _gaps(column: Column) -> list[float]:
 
 
 def _moving_mean(values: Sequence[float], window: int) -> list[float]:
-    """Mean of the ``window`` steps that end at each step, of those that have a value."""
+    """Mean over the last ``window`` steps at each step; steps without a value are skipped."""
     means = []
     for i in range(len(values)):
         recent = [v for v in values[max(0, i + 1 - window) : i + 1] if not math.isnan(v)]
@@ -383,13 +387,13 @@ def _moving_mean(values: Sequence[float], window: int) -> list[float]:
 
 @contextlib.contextmanager
 def _canvas() -> Iterator[Figure]:
-    """A figure in this module's style; matplotlib's own settings are as before afterwards."""
+    """Yield a figure in this module's style without changing matplotlib's global settings."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError(
-            "plots need matplotlib, which is not installed: pip install nemo-specrl[plots]"
+            "pictures need matplotlib, which is not installed: pip install matplotlib"
         ) from None
     with matplotlib.rc_context(_STYLE):
         yield Figure(figsize=_INCHES, dpi=_DPI, facecolor="white")
@@ -400,7 +404,7 @@ def _png(figure: Figure) -> bytes:
 
     drawn, small = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, format="png")
-    # 256 colours are enough for flat drawings, and a third of the bytes.
+    # 256 colours are enough for flat drawings and take a third of the bytes.
     image = Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE)
     image.save(small, format="png", optimize=True)
     return small.getvalue()

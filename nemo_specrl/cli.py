@@ -1,6 +1,6 @@
 """The command line: ``nemo-specrl train | compare | run | cache | report | doctor``.
 
-Bad input ends with one line and exit code 2, whatever else goes wrong on purpose with code 1.
+Bad input prints one line and exits with code 2; other expected errors exit with code 1.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ OverridesArgument = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as grpo.max_num_epochs=3."),
 ]
-OutOption = Annotated[Path, typer.Option("--out", help="Folder for everything it writes.")]
+OutOption = Annotated[Path, typer.Option("--out", help="Folder for all output.")]
 
 
 def main() -> None:
-    """Entry point: runs the command, turns expected errors into one line and an exit code."""
+    """Run the command line; expected errors become one line and an exit code."""
     try:
         app()
     except (ConfigError, CheckpointError, CacheError) as error:
@@ -62,10 +62,10 @@ def _fail(error: Exception, code: int) -> None:
 
 
 @app.command(
-    epilog="Example: nemo-specrl train examples/configs/grpo_arith_cpu.yaml grpo.max_num_epochs=3"
+    epilog="Example: nemo-specrl train examples/configs/grpo_sort_cpu.yaml grpo.max_num_epochs=3"
 )
 def train(config: RecipeArgument, overrides: OverridesArgument = None) -> None:
-    """Train on one machine. Run again, it goes on from its last checkpoint; Ctrl-C leaves one."""
+    """Train on one machine. Run again to resume from the last checkpoint; Ctrl-C saves one."""
     from nemo_specrl.engine.compat import local_cpu_environment
     from nemo_specrl.trainer.recipe import load_recipe
 
@@ -80,7 +80,7 @@ def train(config: RecipeArgument, overrides: OverridesArgument = None) -> None:
         console.print(f"nothing to do: {begun} steps are done in {trainer.folder}")
     else:
         if begun:
-            console.print(f"going on from step {begun} in {trainer.folder}")
+            console.print(f"resuming from step {begun} in {trainer.folder}")
         _train_with_progress(trainer, recipe)
     if trainer.stop:
         raise SystemExit(130)
@@ -121,19 +121,19 @@ def _status(record: dict[str, Any]) -> str:
 
 
 def _stop_on_signals(trainer: Trainer) -> None:
-    """SIGINT and SIGTERM: finish the step, save, end. A second one ends at once."""
+    """On SIGINT or SIGTERM finish the step, save and exit. A second signal exits at once."""
 
     def stop(number: int, _frame: Any) -> None:
         trainer.stop = True
         signal.signal(number, signal.default_int_handler)
-        console.print("finishing this step, then saving; once more to end at once")
+        console.print("finishing this step, then saving; press Ctrl-C again to exit at once")
 
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
 
 
 @app.command(
-    epilog="Example: nemo-specrl compare examples/configs/grpo_arith_cpu.yaml --out results/demo"
+    epilog="Example: nemo-specrl compare examples/configs/grpo_sort_cpu.yaml --out results/demo"
 )
 def compare(
     config: RecipeArgument,
@@ -142,8 +142,7 @@ def compare(
 ) -> None:
     """Train with speculation off and on: same seeds, same machine, one after the other.
 
-    Prints a table and writes compare.json, compare.png and compare.html. Run again, it goes on
-    where it was.
+    Prints a table and writes compare.json, compare.png and compare.html. Run again to resume.
     """
     from nemo_specrl.report import comparison, print_comparison, write_comparison
     from nemo_specrl.trainer.recipe import load_recipe
@@ -167,11 +166,11 @@ def compare(
 
 
 def _run_side(arguments: list[str]) -> None:
-    """Each side in a process of its own: neither finds the other's engine or warm memory."""
+    """Train one side in a process of its own, so that it does not see the other's warm state."""
     process = subprocess.Popen([sys.executable, "-m", "nemo_specrl", *arguments])
     try:
         code = process.wait()
-    except KeyboardInterrupt:  # the terminal has sent it to the child too, which saves and ends
+    except KeyboardInterrupt:  # the terminal sends it to the child too, which saves and exits
         code = process.wait()
     if code:
         raise SystemExit(code)
@@ -191,11 +190,13 @@ def run(
     launch(script, context.args)
 
 
-@app.command(epilog="Example: nemo-specrl report results/grpo_arith_cpu")
+@app.command(epilog="Example: nemo-specrl report results/grpo_sort_cpu")
 def report(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's or a comparison's.")],
+    run_dir: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run or a comparison.")
+    ],
 ) -> None:
-    """Plots and an HTML page of a run."""
+    """Draw plots and write an HTML page of a run."""
     from nemo_specrl.report import write_comparison, write_report
 
     compared = run_dir / "compare.json"
@@ -211,7 +212,7 @@ def report(
 
 @app.command(epilog="Example: nemo-specrl doctor")
 def doctor() -> None:
-    """What is installed, what fits what, what is missing, and what to do about it."""
+    """Check the installation: what is missing, what does not fit, and what to do about it."""
     from nemo_specrl.doctor import diagnose, print_findings
 
     code = print_findings(diagnose(), console)

@@ -32,7 +32,7 @@ class _Cap(Block):
     max_bytes: ByteSize
 
 
-@app.command(epilog="Example: nemo-specrl cache inspect results/grpo_arith_cpu/step_20")
+@app.command(epilog="Example: nemo-specrl cache inspect results/grpo_sort_cpu/step_20")
 def inspect(
     path: PathArgument,
     partitions: Annotated[

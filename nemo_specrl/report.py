@@ -1,8 +1,8 @@
-"""Pictures, pages and tables: of one run, and of two runs side by side.
+"""Pictures, HTML pages and tables of one run, and of a plain and a speculative run side by side.
 
-A run folder holds ``metrics.jsonl``, one JSON object for each training step. This module reads
-it, does the sums and writes files; what the pictures look like is in ``_plots``. Times are
-seconds; ``verify_s`` is a part of ``rollout_s``, and ``rollout_s`` of ``step_s``.
+The input is the ``metrics.jsonl`` in a run's folder, one JSON object for each training step. Times
+are seconds; ``verify_s`` is a part of ``rollout_s``, and ``rollout_s`` of ``step_s``. Drawing is
+in ``_plots``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 METRICS = "metrics.jsonl"
-WARM_EPOCH = 2  # counted from 0: the cache is warm, and its drafts are themselves reused ones
+WARM_EPOCH = 2  # counted from 0; from here on drafts contain reused tokens themselves
 _REQUIRED = ("rollout_s", "verify_s", "train_s", "step_s", "decoded_tokens", "reward")
 _OPTIONAL = ("fresh_reward", "heldout_accuracy")
 _TABLE_COLUMNS = (
@@ -44,14 +44,14 @@ _TABLE_COLUMNS = (
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The steps of a run in order, one dict each.
+    """Read the steps of a run in order, one dict each.
 
-    A last line that was torn when the run was killed is left out. Where a resumed run did a step
-    again, the newer row stands and those from that step on that came before it go. NaN and
-    infinite numbers become None.
+    An incomplete last line, left by a run that was killed, is ignored. Where a resumed run repeated
+    steps, the newer rows replace the older ones. NaN and infinite numbers become None.
 
     Raises:
-        ConfigError: no metrics.jsonl, no complete step in it, or a damaged line before the last.
+        ConfigError: there is no metrics.jsonl, it has no complete step, or a line before the last
+            is damaged.
     """
     path = Path(run_dir) / METRICS
     try:
@@ -87,7 +87,8 @@ def write_report(run_dir: Path) -> Path:
         The path of the page.
 
     Raises:
-        ConfigError: nothing to report on, a folder that cannot be written, or no matplotlib.
+        ConfigError: there is nothing to report on, the folder cannot be written, or matplotlib is
+            missing.
     """
     run_dir = Path(run_dir)
     rows = read_metrics(run_dir)
@@ -104,15 +105,16 @@ def write_report(run_dir: Path) -> Path:
 
 
 def comparison(plain_dir: Path, speculative_dir: Path) -> dict[str, Any]:
-    """Two runs side by side, as ``compare.json`` holds them.
+    """Compare two runs of the same recipe and seed.
 
     Returns:
-        ``plain`` and ``speculative``: lists with one entry for each step, None where there is no
-        value (and ``heldout_accuracy_at_start``, a number, where the runs have it). ``ratio``:
-        plain over speculative, of sums over the steps: above 1, speculation needs less.
+        the content of ``compare.json``. ``plain`` and ``speculative``: lists with one entry for
+        each step, None where there is no value (and ``heldout_accuracy_at_start``, a number, where
+        the runs have it). ``ratio``: plain divided by speculative, of sums over the steps; above 1,
+        speculation needs less.
 
     Raises:
-        ConfigError: a run that cannot be read, or two runs that are not of the same steps.
+        ConfigError: a run cannot be read, or the runs differ in their steps or prompts.
     """
     runs = [read_metrics(Path(folder)) for folder in (plain_dir, speculative_dir)]
     if len(runs[0]) != len(runs[1]):
@@ -148,20 +150,20 @@ def write_comparison(
     """Write ``compare.json``, ``compare.png`` and the self-contained ``compare.html``.
 
     Args:
-        out_dir: made where it is missing.
-        compare: what :func:`comparison` returns, or a ``compare.json`` that was read.
+        out_dir: folder, created if missing.
+        compare: result of :func:`comparison`, or the content of a ``compare.json``.
         heldout_table: held-out accuracies of several seeds, dicts of ``side`` (plain or
-            speculative), ``seed``, ``step`` and ``heldout_accuracy`` (0 to 1). Drawn as mean with
-            a band from the least to the greatest, and kept in ``compare.json``.
+            speculative), ``seed``, ``step`` and ``heldout_accuracy`` (0 to 1). Drawn as their mean
+            with a band from minimum to maximum, and kept in ``compare.json``.
 
     Raises:
-        ConfigError: a table that is wrong, a folder that cannot be written, or no matplotlib.
+        ConfigError: the table is malformed, the folder cannot be written, or matplotlib is missing.
     """
     if heldout_table is not None:
         compare = compare | {"heldout_table": heldout_table}
     heldout, words = _heldout(compare), verdict(compare)
     out_dir = Path(out_dir)
-    # The numbers first: they are kept even where the picture cannot be drawn.
+    # The numbers first, so that they are kept even where the picture cannot be drawn.
     _write(out_dir / "compare.json", json.dumps(compare, indent=1).encode())
     picture = comparison_picture(compare, heldout, words)
     summary = _html_table(("", "plain", "speculative", "with speculation"), _summary(compare))
@@ -184,7 +186,7 @@ def write_comparison(
 
 
 def print_comparison(compare: dict[str, Any], console: Console) -> None:
-    """Print the sums of both sides, what speculation makes of them, and where it is lower."""
+    """Print the sums of both sides, their ratios, and the verdict on held-out accuracy."""
     table = Table(title="Plain and speculative rollouts, same prompts at every step")
     table.add_column("")
     for name in ("plain", "speculative", "with speculation"):
@@ -196,7 +198,7 @@ def print_comparison(compare: dict[str, Any], console: Console) -> None:
 
 
 def verdict(compare: dict[str, Any]) -> str:
-    """Where speculation is lower in held-out accuracy, in plain words."""
+    """Say in words where speculation is lower in held-out accuracy."""
     plain, speculative = ({p.step: p for p in _heldout(compare)[side]} for side in SIDES)
     common = sorted(plain.keys() & speculative.keys())
     if not common:
@@ -223,7 +225,7 @@ def verdict(compare: dict[str, Any]) -> str:
 
 
 def _summary(compare: dict[str, Any]) -> list[list[str]]:
-    """Rows of a quantity, its value on both sides, and what speculation makes of it."""
+    """Rows of the summary: a quantity, its value on both sides, and their ratio or difference."""
     lines = []
     for name, label in (
         ("rollout_s", "rollout, s"),
@@ -257,7 +259,7 @@ def _summary(compare: dict[str, Any]) -> list[list[str]]:
 
 
 def _heldout(compare: dict[str, Any]) -> dict[str, list[HeldOut]]:
-    """Held-out accuracy of each side by step: of the seeds' table where there is one."""
+    """Held-out accuracy of each side by step, from the seeds' table where there is one."""
     values: dict[str, dict[int, list[float]]] = {side: {} for side in SIDES}
     for side in SIDES:
         at_start = compare[side].get("heldout_accuracy_at_start")
@@ -369,7 +371,7 @@ def _html_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _html_page(title: str, picture: bytes, body: str) -> bytes:
-    """A page that needs no other file and no network."""
+    """An HTML page that needs no other file and no network."""
     style = (
         "body{font:15px/1.5 sans-serif;max-width:1400px;margin:24px auto;padding:0 16px;color:#222}"
         "img{max-width:100%}table{border-collapse:collapse;display:block;overflow-x:auto}"
@@ -387,7 +389,7 @@ def _html_page(title: str, picture: bytes, body: str) -> bytes:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file so that a reader sees the old one or the new one, whole."""
+    """Replace a file atomically."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,9 +3,10 @@
 import math
 
 import pytest
+from pydantic import model_validator
 
 from nemo_specrl import SpecRLConfig
-from nemo_specrl.config import validated
+from nemo_specrl.config import Block, WrongKey, validated
 from nemo_specrl.errors import ConfigError
 
 
@@ -51,17 +52,46 @@ def test_sizes_have_units(text, size):
         ({"cache": {"size": 1}}, r"spec_rl\.cache\.size: unknown key; known are dir, max_bytes"),
         ({"cache": {"max_bytes_per_node": "64 GB?"}}, r'a number of bytes, such as .*"64GiB"'),
         ({"cache": {"max_bytes_per_node": 5}}, r"max_bytes_per_node = 5: must be greater"),
-        ({"tree": {"enabled": True}}, r"tree\.enabled: false"),
-        ({"run_ahead": {"enabled": True}}, r"run_ahead\.enabled: false"),
+        ({"tree": {"enabled": True}}, r"spec_rl\.tree\.enabled = True: .*; set it to false"),
+        ({"run_ahead": {"enabled": True}}, r"run_ahead\.enabled = True: .*; set it to false"),
         ("yes", r"spec_rl: must be a mapping of keys, got 'yes'"),
         ({"lenience": -1, "max_age": -1}, r"\(and 1 more\)"),
     ],
 )
-def test_what_is_wrong_is_named_in_one_line(values, message):
+def test_a_wrong_key_is_named_in_one_line(values, message):
     with pytest.raises(ConfigError, match=message) as caught:
         validated(SpecRLConfig, values, "policy.generation.spec_rl")
     assert "\n" not in str(caught.value)
     assert str(caught.value).startswith("policy.generation.spec_rl")
+
+
+def test_the_stricter_of_fresh_fraction_and_max_age_applies():
+    assert SpecRLConfig(fresh_fraction=0.2).effective_fresh_fraction == 0.2
+    assert SpecRLConfig(fresh_fraction=0.2, max_age=1).effective_fresh_fraction == 0.5
+    assert SpecRLConfig(fresh_fraction=0.2, max_age=9).effective_fresh_fraction == 0.2
+
+
+def test_the_message_about_one_key_does_not_hold_its_block():
+    class Inner(Block):
+        wrong: int = 0
+        other: str = "neighbour"
+
+        @model_validator(mode="after")
+        def _refuse(self):
+            raise WrongKey("wrong", self.wrong, "must be 1")
+
+    class Outer(Block):
+        inner: Inner
+
+    with pytest.raises(ConfigError) as caught:
+        validated(Outer, {"inner": {"wrong": 3, "other": "neighbour"}}, "top")
+    assert str(caught.value) == "top.inner.wrong = 3: must be 1"
+
+
+def test_a_long_value_is_cut():
+    with pytest.raises(ConfigError) as caught:
+        validated(SpecRLConfig, {"lenience": list(range(1000))}, "spec_rl")
+    assert len(str(caught.value)) < 200
 
 
 def test_a_configuration_cannot_be_changed():

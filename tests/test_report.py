@@ -208,7 +208,7 @@ def test_without_matplotlib_the_advice_is_to_install_it(runs, tmp_path):
         [sys.executable, "-c", code, *map(str, runs), str(tmp_path / "out")],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert "pip install nemo-specrl[plots]" in done.stdout
+    assert "pip install matplotlib" in done.stdout
     assert done.stdout.count("\n") == 1
     assert (tmp_path / "out" / "compare.json").exists(), "the numbers need no matplotlib"
 

@@ -282,7 +282,7 @@ class RefitExtension:
     (model_executor/layers/vocab_parallel_embedding.py).
     """
 
-    def specrl_refit(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+    def specrl_refit(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load ``weights``, named as in the checkpoint; tied output weights may be left out.
 
         Raises:
@@ -330,6 +330,6 @@ def refit(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     Raises:
         ConfigError: requests are still running, so that the prefix cache cannot be cleared.
     """
-    llm.collective_rpc("specrl_refit", args=(list(weights),))
+    llm.collective_rpc("specrl_refit", args=(iter(weights),))
     if not llm.reset_prefix_cache():
         raise ConfigError("refit: requests are still running; let them end or abort them first")

@@ -1,1 +1,1 @@
-"""The embedded default: GRPO, DAPO and PPO on one machine with the real engine and cache."""
+"""The embedded trainer: GRPO, DAPO and PPO on one machine with a vLLM engine and the cache."""

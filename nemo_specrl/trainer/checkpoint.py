@@ -1,11 +1,11 @@
-"""Checkpoints of the embedded trainer: complete or absent, never half.
+"""Atomic checkpoints of the embedded trainer.
 
-``checkpoint_dir/step_N/`` holds the policy, the value model, the rollout cache and where the run
-stands. It is written as ``tmp_step_N`` and renamed, as NeMo-RL does (nemo_rl/utils/checkpoint.py),
-after everything in it has reached the disk.
+``checkpoint_dir/step_N/`` holds the policy, the value model, the rollout cache and the run's
+progress. It is written as ``tmp_step_N`` and renamed after everything in it has reached the disk,
+as in NeMo-RL (nemo_rl/utils/checkpoint.py).
 
-Randomness is counter-based throughout (seed, policy version, prompt, sample index), so that "where
-the run stands" is a few numbers: no state of a random generator has to be kept.
+All randomness is counter-based (seed, policy version, prompt, sample index), so that no state of a
+random generator has to be saved.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ FORMAT = 1
 
 @dataclass
 class Progress:
-    """Where a run stands after ``step`` steps.
+    """Progress of a run.
 
     Args:
-        step: training steps done, and the policy version.
+        step: training steps done; also the policy version.
         position: batches of prompts drawn from the data so far (with dynamic sampling a step may
             draw several).
-        recipe: what must not change between a run and its resumption, by key.
+        recipe: the keys that a resumed run must not change, with their values.
         monitor: state of the drift monitor, None before the first step.
     """
 
@@ -44,7 +44,7 @@ class Progress:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints in a folder, oldest first."""
+    """List the complete checkpoints in a folder, oldest first."""
     found = [
         (int(path.name.removeprefix("step_")), path)
         for path in folder.glob("step_*")
@@ -54,10 +54,10 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def latest(folder: Path) -> tuple[Path, Progress] | None:
-    """The newest checkpoint and the progress in it, or None.
+    """Find the newest checkpoint and read the progress in it; None where there is no checkpoint.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the checkpoint cannot be read.
     """
     found = checkpoints(folder)
     if not found:
@@ -82,12 +82,12 @@ def save(
 
     Args:
         folder: ``checkpoint_dir``.
-        progress: goes into it.
-        write: puts everything else into the folder it is given.
-        keep: how many to keep, None for all.
+        progress: progress of the run, saved with it.
+        write: writes everything else into the folder that it is given.
+        keep: number of checkpoints to keep, None for all.
 
     Raises:
-        CheckpointError: the folder cannot be written.
+        CheckpointError: the checkpoint cannot be written.
     """
     final = folder / f"step_{progress.step}"
     temporary = folder / f"tmp_step_{progress.step}"
@@ -101,7 +101,7 @@ def save(
         )
         for path in [*temporary.rglob("*"), temporary]:
             fsync(path)
-        if final.exists():  # the same step again, after its predecessor's folder was removed
+        if final.exists():  # from a run whose newer or damaged checkpoints were removed
             shutil.rmtree(final)
         temporary.rename(final)
         fsync(folder)
@@ -114,7 +114,7 @@ def save(
 
 
 def fsync(path: Path) -> None:
-    """Have a file or folder reach the disk."""
+    """Flush a file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

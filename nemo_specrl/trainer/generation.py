@@ -1,14 +1,14 @@
-"""Rollouts of the embedded trainer: the engine, its refits, and one batch of rollouts.
+"""The engine of the embedded trainer: rollouts, held-out responses and refits.
 
-Both sides of a comparison go through here: plain training has the same engine, the same seeds and
-the same path, with speculation switched off.
+Plain training uses the same engine, the same seeds and the same code with speculation switched
+off, so that both sides of a comparison differ in nothing else.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +24,7 @@ from nemo_specrl.engine.speculative import SpeculativeLLM
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.rollout import prompt_key
 from nemo_specrl.speculation.acceptance import derived_seed
-from nemo_specrl.trainer.policy.torch_policy import model_folder
-from nemo_specrl.trainer.recipe import Recipe
+from nemo_specrl.trainer.recipe import Recipe, model_folder
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +36,7 @@ __all__ = ["Generated", "Generation", "build_engine", "tokenizer_identity"]
 
 
 def tokenizer_identity(model_name: str) -> str:
-    """What makes a tokenizer the same one: a hash of its file. Stores are refused to others.
+    """Hash of a model's tokenizer file. A store opened with another tokenizer is refused.
 
     Raises:
         ConfigError: the folder has no tokenizer.json.
@@ -53,7 +52,7 @@ def tokenizer_identity(model_name: str) -> str:
 
 
 def build_engine(recipe: Recipe) -> LLM:
-    """The vLLM engine that a recipe describes, in this process.
+    """Build the vLLM engine that a recipe describes, in this process.
 
     Raises:
         ConfigError: vLLM refuses the model or an argument.
@@ -63,9 +62,10 @@ def build_engine(recipe: Recipe) -> LLM:
 
     generation = recipe.policy.generation
     vllm_cfg = generation.vllm_cfg
-    # A seeded request whose prefill is cut in two ends a CPU engine: vLLM rewinds the request's
-    # generator, which CPU generators cannot (v1/worker/gpu_model_runner.py, _bookkeeping_sync). So
-    # that none is cut, a step holds the longest rows that can run at once.
+    # A CPU engine must not split the prefill of a seeded request over two steps: vLLM would rewind
+    # the request's generator, which CPU generators do not support
+    # (v1/worker/gpu_model_runner.py, _bookkeeping_sync). A token budget for max_num_seqs rows of
+    # max_model_len makes sure that none is split.
     rows = generation.vllm_kwargs.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS)
     whole = rows * vllm_cfg.max_model_len
     batched = generation.vllm_kwargs.get("max_num_batched_tokens", whole)
@@ -100,17 +100,40 @@ def build_engine(recipe: Recipe) -> LLM:
         raise ConfigError(f"policy.generation: vLLM refuses it: {detail[:300]}") from None
 
 
+class _FingerprintedWeights:
+    """Weights on their way to the engine, cast to its dtype, with a fingerprint of all of them.
+
+    The fingerprint is the sum of the tensors' own: it needs neither their order nor a second pass.
+    """
+
+    def __init__(self, weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> None:
+        self._weights, self._dtype = weights, dtype
+        self._sum = 0
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._weights:
+            cast = tensor.to(self._dtype)
+            self._sum += fingerprint([(name, cast)])
+            yield name, cast
+
+    @property
+    def fingerprint(self) -> int:
+        """Of the weights that have passed, 64 bits and never 0."""
+        return self._sum % 2**64 or 1
+
+
 @dataclass(eq=False)
 class Generated:
     """A response of the current policy.
 
     Args:
         tokens: response token ids.
-        policy_logprobs: under the current policy, float32 ``[n]``, nats.
-        reported_logprobs: what leaves the plug-in (``reported_logprobs``), float32 ``[n]``, nats.
-        birth_logprobs: under the policy that sampled each token, float32 ``[n]``, nats.
+        policy_logprobs: log-probs under the current policy, float32 ``[n]``, nats.
+        reported_logprobs: log-probs that the engine reports (``spec_rl.reported_logprobs``),
+            float32 ``[n]``, nats.
+        birth_logprobs: log-probs under the policy that sampled each token, float32 ``[n]``, nats.
         reused: whether each token comes from a draft, bool ``[n]``.
-        fresh: no draft was offered for it.
+        fresh: whether the response was decoded without a draft.
     """
 
     tokens: list[int]
@@ -123,7 +146,7 @@ class Generated:
 
 @dataclass
 class RolloutTimes:
-    """Sums over the ``generate`` calls of a step."""
+    """Time and tokens of rollouts, summed over a step's ``generate`` calls."""
 
     rollout_s: float = 0.0
     decoded_tokens: int = 0
@@ -132,11 +155,14 @@ class RolloutTimes:
 
 
 class Generation:
-    """The engine with its cache, as the trainer uses them.
+    """The engine and its rollout cache.
 
     Args:
         recipe: the whole recipe.
         store: the rollout cache, or None with speculation switched off.
+
+    Raises:
+        ConfigError: vLLM refuses the model or an argument.
     """
 
     def __init__(self, recipe: Recipe, store: JournaledStore | None) -> None:
@@ -153,33 +179,42 @@ class Generation:
 
     @property
     def policy_version(self) -> int:
-        """Of the weights that generate."""
+        """Version of the weights in the engine."""
         return self.speculative.policy_version
 
     def refit(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
-        """Give the engine the policy's weights, and these their version and fingerprint."""
-        cast = self._cast(weights)
-        refit(self.llm, cast)
+        """Stream new weights into the engine, tensor by tensor.
+
+        Args:
+            weights: :meth:`Policy.stream_weights`.
+            policy_version: version of these weights.
+        """
+        stream = _FingerprintedWeights(weights, self._dtype)
+        refit(self.llm, stream)
         self.speculative.policy_version = policy_version
-        self.speculative.fingerprint = fingerprint(cast)
+        self.speculative.fingerprint = stream.fingerprint
 
     def begin(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Say what weights the engine has loaded by itself, at the start of a run."""
-        self.speculative.fingerprint = fingerprint(self._cast(weights))
+        """Note the fingerprint of the weights that the engine has loaded itself at the start."""
+        stream = _FingerprintedWeights(weights, self._dtype)
+        for _ in stream:
+            pass
+        self.speculative.fingerprint = stream.fingerprint
 
-    def _cast(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    @property
+    def _dtype(self) -> torch.dtype:
         import torch
 
-        dtype = getattr(torch, self.recipe.policy.generation.vllm_cfg.precision)
-        return [(name, tensor.to(dtype)) for name, tensor in weights]
+        dtype: torch.dtype = getattr(torch, self.recipe.policy.generation.vllm_cfg.precision)
+        return dtype
 
     def rollouts(self, prompts: list[list[int]], attempt: int = 0) -> list[list[Generated]]:
-        """A group of responses for each prompt; adds to ``times``.
+        """Roll out a group of responses for each prompt and add the time to ``times``.
 
         Args:
             prompts: token ids.
-            attempt: index of this batch in its step, so that a prompt that comes twice in a step
-                is not answered twice with the same words.
+            attempt: index of this batch in its step. It goes into the seeds, so that a prompt that
+                comes twice in a step gets different responses.
         """
         group = self.recipe.algorithm.num_generations_per_prompt
         rows, params = self._rows(prompts, group, f"rollout {attempt}")
@@ -193,21 +228,21 @@ class Generation:
         return [generated[i : i + group] for i in range(0, len(generated), group)]
 
     def heldout(self, prompts: list[list[int]], samples: int) -> list[list[Generated]]:
-        """Responses for an evaluation, straight from the engine: the cache has no part in it."""
+        """Decode responses for an evaluation, without the cache."""
         rows, params = self._rows(prompts, samples, "heldout")
         outputs = self.llm.generate(rows, params, use_tqdm=False)
         generated = [self._generated(output.outputs[0]) for output in outputs]
         return [generated[i : i + samples] for i in range(0, len(generated), samples)]
 
     def take_times(self) -> RolloutTimes:
-        """What the rollouts since the last call took."""
+        """Return ``times`` and start them anew."""
         times, self.times = self.times, RolloutTimes()
         return times
 
     def _rows(
         self, prompts: list[list[int]], group: int, purpose: str
     ) -> tuple[list[Any], list[Any]]:
-        """``group`` rows of each prompt, siblings side by side, and their sampling parameters."""
+        """Repeat each prompt ``group`` times, and make sampling parameters for every row."""
         rows, params = [], []
         for prompt in prompts:
             key = prompt_key(prompt)
@@ -216,7 +251,7 @@ class Generation:
         return rows, params
 
     def _params(self, key: bytes, sample_index: int, purpose: str) -> Any:
-        """Sampling parameters whose seed depends on the row alone: a replay draws the same."""
+        """Sampling parameters whose seed depends on the row alone, so that a replay is the same."""
         from vllm import SamplingParams
 
         generation = self.recipe.policy.generation
@@ -266,7 +301,7 @@ class Generation:
         times.engine = times.engine + metrics
 
     def _warm_up(self) -> None:
-        """Pay what a first request costs once, before anything is timed."""
+        """Run one request of each kind, so that one-time costs are not part of any timing."""
         from vllm import SamplingParams
 
         for params in (

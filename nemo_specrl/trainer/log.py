@@ -1,4 +1,4 @@
-"""metrics.jsonl, TensorBoard and Prometheus: a line and a set of scalars for each step."""
+"""The metrics of a run, written to metrics.jsonl, TensorBoard and Prometheus at each step."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ logger = logging.getLogger(__name__)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a metrics.jsonl; a torn last line is left out."""
+    """Read the complete lines of a metrics.jsonl; an incomplete last line is ignored."""
     if not path.exists():
         return []
     records = []
     for line in path.read_bytes().splitlines():
         try:
             records.append(json.loads(line))
-        except ValueError:  # cut off by a crash, within a character or at a block of zeros
+        except ValueError:  # cut off by a crash
             break
     return records
 
@@ -31,12 +31,12 @@ class MetricsLog:
 
     Args:
         folder: ``logger.log_dir``.
-        step: steps done; lines of later ones, of a run that was killed, are dropped: their steps
-            are done again.
+        step: steps done. Lines of later steps, left by a run that was killed, are dropped, since
+            their steps are repeated.
         tensorboard: write event files too.
-        prometheus: a file ending in .prom that holds the newest step's scalars as gauges, for
-            node_exporter's textfile collector; replaced whole at each step. One that cannot be
-            written is logged once in a row of failures. None: no such file.
+        prometheus: file ending in .prom for the newest step's scalars as gauges, for
+            node_exporter's textfile collector; replaced atomically at each step. A failure to write
+            it is logged once, until a write succeeds. None: no such file.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class MetricsLog:
             try:
                 write_prometheus(self._prometheus, record, self._run)
                 self._prometheus_failed = False
-            except OSError as error:  # what watches a run must not end it
+            except OSError as error:  # monitoring must not end a run
                 if not self._prometheus_failed:
                     logger.warning("%s: cannot be written (%s)", self._prometheus, error)
                 self._prometheus_failed = True
@@ -86,9 +86,9 @@ class MetricsLog:
 
 
 def write_prometheus(path: Path, record: dict[str, Any], run: str) -> None:
-    """The scalars of a step as gauges ``nemo_specrl_<name>`` with the label ``run``.
+    """Write the scalars of a step as gauges ``nemo_specrl_<name>`` with the label ``run``.
 
-    The alert in examples/monitoring/alerts.yaml looks at those that end in ``_drifts``.
+    The alert in examples/monitoring/alerts.yaml uses those that end in ``_drifts``.
 
     Raises:
         OSError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""Advantages and losses. Numpy and torch functions of arrays; knows no models and no engines.
+"""Advantages and losses, as functions of numpy arrays and torch tensors.
 
 Sources: GRPO (arXiv 2402.03300), DAPO (2503.14476) for clip-higher and token-level means, PPO
 (1707.06347) with GAE (1506.02438); the clipped loss has NeMo-RL's options
@@ -19,7 +19,7 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def group_advantages(rewards: FloatArray, *, normalize: bool, leave_one_out: bool) -> FloatArray:
-    """Advantages relative to the group.
+    """Advantages relative to the mean reward of the group.
 
     Args:
         rewards: float64 ``[groups, n]``.
@@ -33,7 +33,7 @@ def group_advantages(rewards: FloatArray, *, normalize: bool, leave_one_out: boo
     mean = rewards.mean(axis=1, keepdims=True)
     if leave_one_out and n > 1:
         mean = (rewards.sum(axis=1, keepdims=True) - rewards) / (n - 1)
-    advantages = rewards - mean
+    advantages: FloatArray = rewards - mean
     if normalize:
         advantages = advantages / (rewards.std(axis=1, keepdims=True) + 1e-6)
     advantages[np.ptp(rewards, axis=1) == 0] = 0.0
@@ -46,13 +46,13 @@ def gae(
     """Generalized advantage estimates of a response whose reward comes with its last token.
 
     Args:
-        reward: of the whole response.
-        values: float32 ``[n]``: value before each token.
+        reward: reward of the whole response.
+        values: value before each token, float32 ``[n]``.
         gamma: discount.
         lam: GAE's lambda.
 
     Returns:
-        float32 ``[n]``; the returns are these plus the values.
+        float32 ``[n]``; the returns are the advantages plus the values.
     """
     advantages = np.zeros(len(values), dtype=np.float32)
     running, after = 0.0, 0.0
@@ -64,11 +64,11 @@ def gae(
 
 
 def token_weights(lengths: list[int], *, token_level: bool) -> list[float]:
-    """Weight of each response's tokens, so that the weighted sum over a batch is its mean.
+    """Weight of each response's tokens with which the weighted sum over a batch is its mean.
 
     Args:
         lengths: tokens of each response of the whole optimizer step.
-        token_level: every token counts the same; else every response does.
+        token_level: every token counts the same; otherwise every response does.
     """
     if token_level:
         return [1.0 / max(1, sum(lengths))] * len(lengths)
@@ -89,8 +89,8 @@ def policy_loss(
 
     Args:
         logprobs: under the policy in training, ``[b, t]``, nats.
-        anchor: where the ratio starts from, ``[b, t]``, nats: the log-probs before the update, or
-            those of birth (``clip_anchor``).
+        anchor: log-probs in the ratio's denominator, ``[b, t]``, nats: those before the update, or
+            the birth log-probs (``clip_anchor``).
         advantages: ``[b, t]``.
         weights: ``[b, t]``; 0 at prompts and padding.
         config: the ``loss_fn:`` block.
@@ -98,7 +98,7 @@ def policy_loss(
         reference: log-probs under the reference policy, ``[b, t]``, nats.
 
     Returns:
-        the loss, and sums over ``weights`` of what is logged.
+        the loss, and weighted sums of clip fraction, ratio and KL for the log.
     """
     inside = weights > 0
     log_ratio = torch.where(inside, logprobs - anchor, torch.zeros_like(logprobs))

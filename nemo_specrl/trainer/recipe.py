@@ -1,7 +1,7 @@
-"""The recipe of the embedded trainer: NeMo-RL's key names wherever NeMo-RL has the same thing.
+"""The recipe of the embedded trainer, with NeMo-RL's key names wherever NeMo-RL has the same thing.
 
-A YAML file and ``key=value`` overrides become one validated, immutable :class:`Recipe`. Nothing is
-built here.
+:func:`load_recipe` turns a YAML file and ``key=value`` overrides into one validated, immutable
+:class:`Recipe`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Any, Literal
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 from yaml import YAMLError
 
-from nemo_specrl.config import Block, SpecRLConfig, validated
+from nemo_specrl.config import Block, SpecRLConfig, WrongKey, validated
 from nemo_specrl.errors import ConfigError
 
-__all__ = ["Algorithm", "Recipe", "load_recipe"]
+__all__ = ["Algorithm", "Recipe", "load_recipe", "model_folder"]
 
 
 class AdvEstimatorConfig(Block):
-    """How rewards become advantages; ``gae`` is PPO's."""
+    """Estimator of the advantages; ``gae`` is PPO's."""
 
     name: Literal["grpo", "gae"] = "grpo"
     gae_gamma: float = Field(default=1.0, gt=0, le=1)
@@ -53,7 +53,7 @@ class Algorithm(Block):
     """Held-out prompts."""
     val_num_generations_per_prompt: int = Field(default=1, ge=1)
     val_kl_to_start: bool = False
-    """Measure how far held-out responses are from the policy that the run began with."""
+    """Measure the KL divergence of held-out responses from the run's first weights."""
     seed: int = Field(default=42, ge=0, lt=2**31)
 
 
@@ -73,7 +73,7 @@ class LossConfig(Block):
 
 
 class OptimizerKwargs(Block):
-    """Of ``torch.optim.AdamW``."""
+    """Arguments of ``torch.optim.AdamW``."""
 
     lr: float = Field(default=1e-4, gt=0)
     weight_decay: float = Field(default=0.01, ge=0)
@@ -91,7 +91,9 @@ class OptimizerConfig(Block):
 class VllmConfig(Block):
     """The ``vllm_cfg:`` block."""
 
-    precision: Literal["bfloat16", "float32"] = "bfloat16"
+    precision: Literal["bfloat16", "float32"] = "float32"
+    """dtype of the engine. For small models on a CPU float32 is as fast as bfloat16 where the
+    processor has bfloat16 instructions, and several times faster where it has none."""
     max_model_len: int = Field(default=512, ge=2)
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     enforce_eager: bool = True
@@ -109,7 +111,7 @@ class GenerationConfig(Block):
     stop_strings: list[str] | None = None
     vllm_cfg: VllmConfig = VllmConfig()
     vllm_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Passed to ``vllm.LLM`` as they are."""
+    """Further arguments of ``vllm.LLM``."""
     spec_rl: SpecRLConfig = SpecRLConfig()
 
     @model_validator(mode="after")
@@ -121,12 +123,22 @@ class GenerationConfig(Block):
                 ("top_k", self.top_k, (None, 0, -1)),
             ):
                 if value not in raw:
-                    raise ValueError(
-                        f"{name} = {value}: drafts are verified by prompt log-probs, which are "
-                        f"those of raw sampling; set {name}: {'null' if raw[0] is None else raw[0]}"
-                        ", or spec_rl.enabled: false"
+                    right = "null" if raw[0] is None else raw[0]
+                    raise WrongKey(
+                        name,
+                        value,
+                        "drafts are verified by prompt log-probs, which are those of raw sampling; "
+                        f"set {name}: {right}, or spec_rl.enabled: false",
                     )
         return self
+
+
+class MegatronConfig(Block):
+    """The ``megatron_cfg:`` block. Its other keys are NeMo-RL's and are not read."""
+
+    model_config = ConfigDict(extra="allow")
+
+    enabled: bool = False
 
 
 class PolicyConfig(Block):
@@ -139,6 +151,7 @@ class PolicyConfig(Block):
     train_micro_batch_size: int = Field(default=8, ge=1)
     max_grad_norm: float = Field(default=1.0, gt=0)
     optimizer: OptimizerConfig = OptimizerConfig()
+    megatron_cfg: MegatronConfig = MegatronConfig()
     generation: GenerationConfig = GenerationConfig()
 
 
@@ -197,21 +210,24 @@ class Recipe(Block):
         if (self.grpo is None) == (self.ppo is None):
             raise ValueError("must have either a grpo: or a ppo: block")
         if self.ppo is not None and self.ppo.adv_estimator.name != "gae":
-            raise ValueError("ppo.adv_estimator.name must be gae")
+            raise WrongKey("ppo.adv_estimator.name", self.ppo.adv_estimator.name, "must be gae")
         if self.grpo is not None and self.grpo.adv_estimator.name != "grpo":
-            raise ValueError("grpo.adv_estimator.name must be grpo; gae belongs under ppo:")
-        algorithm = self.algorithm
+            name = self.grpo.adv_estimator.name
+            raise WrongKey("grpo.adv_estimator.name", name, "must be grpo; gae belongs under ppo:")
+        algorithm, block = self.algorithm, "grpo" if self.grpo else "ppo"
         if algorithm.num_prompts_per_step > self.data.num_prompts:
-            raise ValueError(
-                f"num_prompts_per_step = {algorithm.num_prompts_per_step} must not exceed "
-                f"data.num_prompts = {self.data.num_prompts}"
+            raise WrongKey(
+                f"{block}.num_prompts_per_step",
+                algorithm.num_prompts_per_step,
+                f"must not exceed data.num_prompts = {self.data.num_prompts}",
             )
         rows = algorithm.num_prompts_per_step * algorithm.num_generations_per_prompt
         if rows % self.policy.train_global_batch_size:
-            raise ValueError(
-                f"policy.train_global_batch_size = {self.policy.train_global_batch_size} must "
-                f"divide the {rows} rollouts of a step "
-                "(num_prompts_per_step * num_generations_per_prompt)"
+            raise WrongKey(
+                "policy.train_global_batch_size",
+                self.policy.train_global_batch_size,
+                f"must divide the {rows} rollouts of a step "
+                "(num_prompts_per_step * num_generations_per_prompt)",
             )
         return self
 
@@ -229,12 +245,31 @@ class Recipe(Block):
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps in a pass over the data; the prompts that fill no whole step sit the epoch out."""
+        """Steps in a pass over the data. Prompts beyond the last whole step are skipped."""
         return self.data.num_prompts // self.algorithm.num_prompts_per_step
 
 
+def model_folder(model_name: str) -> Path:
+    """The folder of a model in Hugging Face format.
+
+    Raises:
+        ConfigError: there is no such folder, or it has no config.json.
+    """
+    folder = Path(model_name)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"policy.model_name = {model_name!r}: must be a folder with a config.json and weights "
+            "in Hugging Face format"
+        )
+    return folder
+
+
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe in a YAML file, with ``key=value`` overrides (dotted keys, YAML values).
+    """Load a recipe from a YAML file.
+
+    Args:
+        path: the file.
+        overrides: ``key=value`` pairs with dotted keys and YAML values.
 
     Raises:
         ConfigError: one line that names the file or key, its value and what would be right.

@@ -1,14 +1,13 @@
 """The tasks of the embedded trainer: sums of many terms, and letters to be put in order.
 
-Both are worked step by step, and the answer stands behind ``#``, one token a character:
+Responses work the problem out step by step and give the answer after ``#``, one token a character:
 
 - ``arithmetic``: ``"23+45-17+...=?"`` with 11 to 16 two-digit terms; a response writes down every
   intermediate total: ``"23+45=68;68-17=51;...#51"``, 100 to 180 tokens.
 - ``sorting``: ``"cabm...=?"`` with 8 to 12 letters; a response inserts one letter after another:
   ``"c;ac;abc;abcm;...#abcm..."``, 50 to 105 tokens.
 
-Answers are verified exactly, so rewards need no judge. This module knows characters and numbers;
-it knows nothing of torch, vLLM or the trainer.
+Answers are checked exactly, so that rewards need no judge. Nothing here needs torch or vLLM.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ MIN_LETTERS, MAX_LETTERS = 8, 12
 
 
 class Problem(Protocol):
-    """What a task's problems have in common; hashable, equal where the question is."""
+    """A problem of a task. Hashable; two problems are equal if their questions are."""
 
     @property
     def question(self) -> str:
@@ -41,7 +40,7 @@ class Problem(Protocol):
 
     @property
     def answer(self) -> str:
-        """What must stand behind the response's last ``#``."""
+        """The text expected after the response's last ``#``."""
         ...
 
     @property
@@ -50,13 +49,13 @@ class Problem(Protocol):
         ...
 
     def steps(self, rng: random.Random, error_rate: float) -> list[str]:
-        """The worked steps and, last, the answer; a step goes wrong with ``error_rate``."""
+        """The worked steps and the answer; a step is wrong with probability ``error_rate``."""
         ...
 
 
 @dataclass(frozen=True)
 class Sum:
-    """One sum: its first term, and the signed terms that follow."""
+    """A sum of signed terms."""
 
     terms: tuple[int, ...]
 
@@ -91,7 +90,7 @@ class Sum:
         return [BOS, *encode(self.question)]
 
     def steps(self, rng: random.Random, error_rate: float) -> list[str]:
-        """Every intermediate total; a wrong one is off by 1 or 10."""
+        """The intermediate totals; a wrong one is off by 1 or 10."""
         total, steps = self.terms[0], []
         for term in self.terms[1:]:
             result = total + term
@@ -104,7 +103,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class Sorting:
-    """Letters that are to be put in alphabetical order."""
+    """Letters to be put in alphabetical order."""
 
     letters: str
 
@@ -129,7 +128,7 @@ class Sorting:
         return [BOS, *encode(self.question)]
 
     def steps(self, rng: random.Random, error_rate: float) -> list[str]:
-        """The letters so far in order, one letter more a step; a wrong one is a place off."""
+        """The letters sorted so far, one letter more in each step; a wrong one is a place off."""
         placed: list[str] = []
         steps = []
         for letter in self.letters:
@@ -142,26 +141,26 @@ class Sorting:
 
 
 TASKS: dict[str, type[Sum] | type[Sorting]] = {"arithmetic": Sum, "sorting": Sorting}
-"""By ``data.dataset_name``."""
+"""Tasks by ``data.dataset_name``."""
 
 
 def encode(text: str) -> list[int]:
-    """Token ids of ``text``, one a character.
+    """Token ids of ``text``, one for each character.
 
     Raises:
-        KeyError: a character that the tasks' vocabulary lacks.
+        KeyError: a character is not in the tasks' vocabulary.
     """
     return [_IDS[character] for character in text]
 
 
 def decode(tokens: list[int]) -> str:
-    """The characters of ``tokens``; special and unknown ids are left out."""
+    """The text of ``tokens``; special and unknown ids are left out."""
     return "".join(VOCABULARY[t] for t in tokens if EOS < t < len(VOCABULARY))
 
 
 @cache
 def problems(task: str, count: int, seed: int) -> tuple[Problem, ...]:
-    """``count`` distinct problems of a task, always the same ones for a seed."""
+    """Draw ``count`` distinct problems of a task; the same seed gives the same problems."""
     rng = random.Random(seed)
     found: dict[Problem, None] = {}
     while len(found) < count:
@@ -170,17 +169,17 @@ def problems(task: str, count: int, seed: int) -> tuple[Problem, ...]:
 
 
 def solution(problem: Problem, rng: random.Random | None = None, error_rate: float = 0.0) -> str:
-    """A worked solution; with ``error_rate`` each step's result is wrong with that probability.
+    """A worked solution in which each step is wrong with probability ``error_rate``.
 
-    A wrong step is carried on, as a model's own slip would be. Solutions with slips are what the
-    shipped models were trained on: they leave the accuracy that reinforcement learning then gains.
+    The following steps build on a wrong one, as they would after a model's own mistake. The shipped
+    models were trained on such solutions, which leaves room for reinforcement learning.
     """
     *steps, answer = problem.steps(rng or random.Random(0), error_rate)
     return "".join(f"{step};" for step in steps) + f"#{answer}"
 
 
 def reward(problem: Problem, tokens: list[int]) -> float:
-    """1.0 if the response ended by itself and the answer follows its last ``#``, else 0.0."""
+    """1.0 if the response ended with end-of-sequence and its answer is right, else 0.0."""
     if not tokens or tokens[-1] != EOS:
         return 0.0
     _, mark, answer = decode(tokens).rpartition("#")

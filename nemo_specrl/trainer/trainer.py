@@ -1,8 +1,8 @@
-"""The training loop of the embedded default: rollouts, rewards, update, refit.
+"""The training loop of the embedded trainer: rollouts, rewards, update, refit.
 
-The trainer knows the order of things; rollouts are ``generation``'s, gradients ``policy``'s, the
-formulas ``losses``', the disk ``checkpoint``'s. A run that is killed at any moment and started
-again goes on from its last checkpoint and does every later step as it would have done it.
+Rollouts are in ``generation``, gradients in ``policy``, formulas in ``losses``, files in
+``checkpoint``. A run that is killed at any moment and started again continues from its last
+checkpoint and repeats every later step exactly.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from nemo_specrl.trainer import checkpoint
 from nemo_specrl.trainer.generation import Generation, tokenizer_identity
 from nemo_specrl.trainer.log import MetricsLog
 from nemo_specrl.trainer.losses import gae
+from nemo_specrl.trainer.policy import Sample, build_policy, build_value_model
 from nemo_specrl.trainer.policy.batching import Batch, Group
-from nemo_specrl.trainer.policy.torch_policy import Policy, Sample, TorchPolicy, ValueModel
 from nemo_specrl.trainer.recipe import Recipe
 from nemo_specrl.trainer.task import Problem, problems, reward
 
 __all__ = ["Trainer"]
 
 HELDOUT_SEED = 977
-# More gain nothing for models of this size; a process that was given one core has one.
+# More threads gain nothing for models of this size.
 TRAINING_THREADS = min(2, len(os.sched_getaffinity(0)))
 
 
@@ -43,11 +43,11 @@ class Trainer:
     """A run of a recipe, from its last checkpoint or from the start.
 
     Args:
-        recipe: what to do.
+        recipe: the whole recipe.
 
     Attributes:
-        progress: where the run stands.
-        stop: set it to have the run save a checkpoint and end after the step under way.
+        progress: how far the run has come.
+        stop: set to True to save a checkpoint and end after the current step.
 
     Raises:
         CheckpointError: the checkpoint is damaged or of another recipe.
@@ -68,25 +68,26 @@ class Trainer:
             self._resumed_from, self.progress = found
 
     def _build(self) -> None:
-        """Everything that takes time and memory; a run that is done needs none of it."""
+        """Build the models, the engine and the store, which a finished run does not need."""
         recipe, found = self.recipe, self._resumed_from
+        torch.manual_seed(recipe.algorithm.seed)
+        self.policy = build_policy(recipe)
+        self.value = build_value_model(recipe) if recipe.ppo else None
         self.store = self._open_store(found)
         try:
-            torch.manual_seed(recipe.algorithm.seed)
-            self.policy: Policy = TorchPolicy(recipe.policy, recipe.loss_fn, recipe.algorithm.seed)
-            self.value = ValueModel(recipe.policy, recipe.value) if recipe.ppo else None
             self.generation = Generation(recipe, self.store)
             self.monitor = self._open_monitor()
             if found is not None:
                 self._load(found)
             else:
-                self.generation.begin(self.policy.weights())
+                self.generation.begin(self.policy.stream_weights())
             self.log = MetricsLog(
                 recipe.logger.log_dir,
                 self.progress.step,
                 tensorboard=recipe.logger.tensorboard_enabled,
                 prometheus=recipe.logger.prometheus_textfile,
             )
+            self._offload()
         except BaseException:
             if self.store is not None:
                 self.store.close()
@@ -94,24 +95,24 @@ class Trainer:
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run; with dynamic sampling the data may end it earlier."""
+        """Steps of the whole run. With dynamic sampling the data may run out earlier."""
         algorithm = self.recipe.algorithm
         return min(algorithm.max_num_steps, algorithm.max_num_epochs * self.recipe.steps_per_epoch)
 
     @property
     def done(self) -> bool:
-        """Whether all steps are done or all data is drawn."""
+        """Whether all steps are done or all prompts have been drawn."""
         algorithm = self.recipe.algorithm
         drawn_all = self.progress.position >= algorithm.max_num_epochs * self.recipe.steps_per_epoch
         return drawn_all or self.progress.step >= algorithm.max_num_steps
 
     def run(self) -> Iterator[dict[str, Any]]:
-        """Train to the end; yields the record of each step once it is in the log.
+        """Train to the end, and yield the record of each step once it is in the log.
 
-        Records are described in docs/local.md. The run's files are closed when the iterator ends.
+        Records are described in docs/trainer.md. The run's files are closed when the iterator ends.
 
         Raises:
-            ConfigError: a model, folder or engine option that cannot be.
+            ConfigError: a model, folder or engine option that cannot be used.
             CacheError: the rollout cache is in use, of another tokenizer, or cannot be written.
             CheckpointError: the checkpoint is damaged.
         """
@@ -138,12 +139,15 @@ class Trainer:
                 if saved:
                     self._save()
                 yield record
-            if not saved:  # stopped, whenever in its last step the signal came
+            if not saved:  # stopped by a signal
                 self._save()
         finally:
             self.log.close()
             if self.store is not None:
                 self.store.close()
+            self.policy.shutdown()
+            if self.value is not None:
+                self.value.shutdown()
 
     # --- one step -----------------------------------------------------------------------------
 
@@ -153,14 +157,16 @@ class Trainer:
         rollout_times = self.generation.take_times()
         training = time.perf_counter()
         samples = batch.samples(self.recipe)
+        self._reload()
         if self.value is not None:
             self._estimate(samples, batch.rewards.ravel())
         threads = torch.get_num_threads()
         torch.set_num_threads(TRAINING_THREADS)
-        metrics = self._update(samples)
+        metrics = self._train(samples)
         torch.set_num_threads(threads)
         self.progress.step += 1
-        self.generation.refit(self.policy.weights(), self.progress.step)
+        self.generation.refit(self.policy.stream_weights(), self.progress.step)
+        self._offload()
         ended = time.perf_counter()
 
         record: dict[str, Any] = {
@@ -188,7 +194,7 @@ class Trainer:
         return record
 
     def _collect(self) -> Batch:
-        """Roll out the next prompts; with dynamic sampling, until enough groups can teach."""
+        """Roll out the next prompts; with dynamic sampling, until enough groups are useful."""
         algorithm = self.recipe.algorithm
         wanted = algorithm.num_prompts_per_step
         batch = Batch(epoch=self.progress.position // self.recipe.steps_per_epoch)
@@ -204,16 +210,16 @@ class Trainer:
             batch.drawn += indices
             for problem, group in zip(chosen, generated, strict=True):
                 rewards = np.array([reward(problem, g.tokens) for g in group])
-                teaches = not algorithm.use_dynamic_sampling or np.ptp(rewards) > 0
-                (kept if teaches else idle).append(Group(problem, group, rewards))
+                useful = not algorithm.use_dynamic_sampling or np.ptp(rewards) > 0
+                (kept if useful else idle).append(Group(problem, group, rewards))
             if len(kept) >= wanted or self.done:
                 break
-        # Groups that cannot teach fill the batch where the rest ran short: they have no gradient.
+        # Groups without advantage, which have no gradient, fill a batch that would be too small.
         batch.groups = (kept + idle)[:wanted]
         return batch
 
     def _draw(self) -> list[int]:
-        """Indices of the next batch of prompts; the order is a function of (seed, epoch) alone."""
+        """Indices of the next prompts. Their order is a function of (seed, epoch) alone."""
         per_step, per_epoch = (
             self.recipe.algorithm.num_prompts_per_step,
             self.recipe.steps_per_epoch,
@@ -227,7 +233,7 @@ class Trainer:
         return [int(i) for i in order[index * per_step : (index + 1) * per_step]]
 
     def _estimate(self, samples: list[Sample], rewards: np.ndarray) -> None:
-        """PPO: values, returns and GAE advantages."""
+        """Set the values, returns and GAE advantages of PPO's samples."""
         estimator = self.recipe.algorithm.adv_estimator
         assert self.value is not None
         self.value.predict(samples)
@@ -246,16 +252,28 @@ class Trainer:
             for sample in samples:
                 sample.advantages = (sample.advantages - mean) / std
 
-    def _update(self, samples: list[Sample]) -> dict[str, float]:
+    def _train(self, samples: list[Sample]) -> dict[str, float]:
         epochs = self.recipe.algorithm.ppo_epochs
         metrics: dict[str, float] = {}
         if self.value is not None:
             for _ in range(epochs):
-                metrics |= self.value.update(samples)
-        return metrics | self.policy.update(samples, epochs=epochs)
+                metrics |= self.value.train(samples)
+        return metrics | self.policy.train(samples, epochs=epochs)
+
+    def _offload(self) -> None:
+        """Leave the device's memory to the engine."""
+        self.policy.offload()
+        if self.value is not None:
+            self.value.offload()
+
+    def _reload(self) -> None:
+        """Prepare the models for training."""
+        self.policy.reload()
+        if self.value is not None:
+            self.value.reload()
 
     def _evaluate(self) -> dict[str, float]:
-        """Held-out responses, sampled as in training: how many are right, and their law.
+        """Sample held-out responses as in training, and measure accuracy, length and entropy.
 
         Entropy and divergence are Monte Carlo estimates over those responses, nats per token.
         """
@@ -273,15 +291,20 @@ class Trainer:
         }
         if algorithm.val_kl_to_start:
             samples = [Sample.to_score(p.prompt, g.tokens) for p, g in pairs]
-            metrics["heldout_kl_to_start"] = self.policy.divergence_from_start(samples)
+            self.policy.reload()
+            now = np.concatenate(self.policy.logprobs(samples))
+            start = np.concatenate(self.policy.reference_logprobs(samples))
+            self.policy.offload()
+            metrics["heldout_kl_to_start"] = float((now - start).mean())
         return metrics
 
     # --- the disk -----------------------------------------------------------------------------
 
     def _open_store(self, resume_from: Path | None) -> JournaledStore | None:
-        """The cache as the checkpoint has it; cold at the start of a run in its own folder.
+        """Open the cache as the checkpoint has it; empty at the start of a run.
 
-        The journal stays: it has the rollouts of the steps that are lost, to be taken as they are.
+        The journal is kept: it holds the rollouts of the steps behind the checkpoint, which are
+        taken as they are.
         """
         spec_rl = self.recipe.spec_rl
         if not spec_rl.enabled:
@@ -306,7 +329,7 @@ class Trainer:
             return None
         monitor = DriftMonitor(
             spec_rl.monitor,
-            fresh_fraction=spec_rl.fresh_fraction,
+            fresh_fraction=spec_rl.effective_fresh_fraction,
             steps_per_epoch=self.recipe.steps_per_epoch,
         )
         if self.progress.monitor is not None:
@@ -341,18 +364,18 @@ class Trainer:
                 f"{folder}: damaged ({type(error).__name__}); remove this folder to resume from "
                 "the checkpoint before it"
             ) from None
-        self.generation.refit(self.policy.weights(), self.progress.step)
+        self.generation.refit(self.policy.stream_weights(), self.progress.step)
 
 
 def _heldout_problems(recipe: Recipe, training: tuple[Problem, ...]) -> list[Problem]:
-    """Problems that are not trained on, the same ones for every run."""
+    """Problems that are not in the training set, the same for every run of a recipe."""
     seen, count = set(training), recipe.algorithm.max_val_samples
     candidates = problems(recipe.data.dataset_name, count + len(seen), HELDOUT_SEED)
     return [problem for problem in candidates if problem not in seen][:count]
 
 
 def _fixed_part(recipe: Recipe) -> dict[str, Any]:
-    """What must stay as it is when a run is resumed: all but its length, evaluation and folders."""
+    """The keys that a resumed run must not change: all but length, evaluation and folders."""
     values = recipe.model_dump(mode="json", exclude={"checkpointing", "logger"})
     block = values["grpo"] or values["ppo"]
     for name in [n for n in block if n.startswith(("val_", "max_"))]:

@@ -18,7 +18,7 @@ from nemo_specrl.trainer.generation import tokenizer_identity
 from nemo_specrl.trainer.log import read_metrics
 from tests.conftest import REPOSITORY, SHIPPED_MODEL
 
-DEMO = "examples/configs/grpo_arith_cpu.yaml"
+DEMO = "examples/configs/grpo_sort_cpu.yaml"
 SMALL = (
     "grpo.num_prompts_per_step=4",
     "grpo.num_generations_per_prompt=4",
@@ -143,7 +143,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(whole, tmp_path, seed):
     done_before = len(read_metrics(tmp_path / "metrics.jsonl"))
     survived = max((int(p.name[5:]) for p in tmp_path.glob("step_*")), default=0)
     done = train(tmp_path)
-    assert survived == 0 or f"going on from step {survived}" in done.stdout
+    assert survived == 0 or f"resuming from step {survived}" in done.stdout
     assert records(tmp_path) == records(whole)
     replayed = {
         r["step"]: r["spec_rl/replayed_rows"] for r in read_metrics(tmp_path / "metrics.jsonl")

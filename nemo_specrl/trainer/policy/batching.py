@@ -1,7 +1,4 @@
-"""The groups of a step: what is logged of them, what is compared, and what the losses need.
-
-Knows rollouts and rewards; no engine, no gradients, no disk.
-"""
+"""The rollouts of a step: their metrics, their comparison in the drift monitor, their samples."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import numpy.typing as npt
 
 from nemo_specrl.trainer.generation import Generated
 from nemo_specrl.trainer.losses import group_advantages
-from nemo_specrl.trainer.policy.torch_policy import Sample
+from nemo_specrl.trainer.policy.base import Sample
 from nemo_specrl.trainer.recipe import Recipe
 from nemo_specrl.trainer.task import Problem
 
@@ -24,7 +21,13 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass
 class Group:
-    """The rollouts of one prompt in a step, and their rewards, float64 ``[n]``."""
+    """The ``n`` rollouts of one prompt in a step.
+
+    Args:
+        problem: the prompt's problem.
+        generated: the rollouts, by sample index.
+        rewards: float64 ``[n]``.
+    """
 
     problem: Problem
     generated: list[Generated]
@@ -33,12 +36,12 @@ class Group:
 
 @dataclass
 class Batch:
-    """What a step trains on.
+    """The groups that a step trains on.
 
     Args:
-        epoch: of the step's first prompts.
+        epoch: epoch of the step's first prompts, counted from 0.
         drawn: indices of all prompts that were rolled out, in order.
-        groups: that are trained on; with dynamic sampling fewer than were rolled out.
+        groups: the groups to train on. With dynamic sampling fewer than were rolled out.
     """
 
     epoch: int
@@ -47,16 +50,16 @@ class Batch:
 
     @property
     def rewards(self) -> FloatArray:
-        """float64 ``[groups, n]``."""
+        """Rewards, float64 ``[groups, n]``."""
         return np.stack([group.rewards for group in self.groups])
 
     @property
     def rows(self) -> list[Generated]:
-        """Of all groups, one after the other."""
+        """The rollouts of all groups, one group after the other."""
         return [row for group in self.groups for row in group.generated]
 
     def metrics(self) -> dict[str, Any]:
-        """What docs/local.md lists of rewards, lengths and diversity."""
+        """Rewards, lengths and diversity, by metric name (docs/trainer.md)."""
         rewards, rows = self.rewards, self.rows
         fresh = np.array([row.fresh for row in rows])
         flat = rewards.ravel()
@@ -96,7 +99,7 @@ class Batch:
         )
 
     def samples(self, recipe: Recipe) -> list[Sample]:
-        """Rollouts and rewards as what the losses need."""
+        """Samples for training, one for each rollout, in the order of ``rows``."""
         algorithm, spec_rl, loss = recipe.algorithm, recipe.spec_rl, recipe.loss_fn
         advantages = group_advantages(
             self.rewards,

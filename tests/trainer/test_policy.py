@@ -1,0 +1,208 @@
+"""The policy in training: log-probs, training, files, and weights on their way to an engine."""
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_specrl.engine.compat import refit
+from nemo_specrl.errors import ConfigError
+from nemo_specrl.trainer.generation import _FingerprintedWeights
+from nemo_specrl.trainer.policy import Sample, build_policy, build_value_model
+from nemo_specrl.trainer.policy.torch_model import load_model
+from nemo_specrl.trainer.recipe import Recipe
+from nemo_specrl.trainer.trainer import Trainer
+
+
+def recipe_of(model, block="grpo", *, policy=None, spec_rl=None, **loss):
+    estimator = "gae" if block == "ppo" else "grpo"
+    return Recipe.model_validate(
+        {
+            block: {"num_prompts_per_step": 2, "adv_estimator": {"name": estimator}},
+            "loss_fn": loss,
+            "policy": {
+                "model_name": str(model),
+                "train_global_batch_size": 4,
+                "train_micro_batch_size": 3,
+                "generation": {"spec_rl": spec_rl or {}},
+                **(policy or {}),
+            },
+        }
+    )
+
+
+def samples(count=5, seed=0):
+    """Random prompts and responses of different lengths, with advantages."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for i in range(count):
+        n = int(rng.integers(1, 12))
+        made.append(
+            Sample(
+                prompt=rng.integers(3, 32, size=int(rng.integers(1, 6))).tolist(),
+                response=rng.integers(3, 32, size=n).tolist(),
+                advantages=np.full(n, (-1.0) ** i, dtype=np.float32),
+                anchor=np.full(n, np.nan, dtype=np.float32),
+            )
+        )
+    return made
+
+
+def weights_of_policy(policy):
+    return {name: tensor.clone() for name, tensor in policy.stream_weights()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_logprobs_are_those_of_the_model_in_the_order_of_the_samples(random_model):
+    policy = build_policy(recipe_of(random_model))
+    model = load_model(str(random_model))
+    found = policy.logprobs(samples())
+    for sample, logprobs in zip(samples(), found, strict=True):
+        tokens = torch.tensor([sample.prompt + sample.response])
+        with torch.no_grad():
+            every = torch.log_softmax(model(input_ids=tokens).logits[0], -1)
+        start = len(sample.prompt) - 1
+        expected = [every[start + i, token].item() for i, token in enumerate(sample.response)]
+        assert logprobs == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.1])
+def test_the_reference_keeps_the_first_weights(random_model, penalty):
+    policy = build_policy(recipe_of(random_model, reference_policy_kl_penalty=penalty))
+    before = policy.logprobs(samples())
+    policy.train(samples(), epochs=1)
+    after, reference = policy.logprobs(samples()), policy.reference_logprobs(samples())
+    assert np.concatenate(reference) == pytest.approx(np.concatenate(before), abs=1e-5)
+    assert np.abs(np.concatenate(after) - np.concatenate(before)).max() > 1e-5
+
+
+def test_training_raises_what_has_an_advantage(random_model):
+    """Several passes over two optimizer steps each, with the anchor of the first weights."""
+    policy = build_policy(recipe_of(random_model))
+    trained = samples()
+    before = policy.logprobs(trained)
+    metrics = policy.train(trained, epochs=4)
+    moved = [a.sum() - b.sum() for a, b in zip(policy.logprobs(trained), before, strict=True)]
+    gains = [m * s.advantages[0] for m, s in zip(moved, trained, strict=True)]
+    assert sum(gains) > 0
+    assert metrics["grad_norm"] > 0
+    for sample, logprobs in zip(trained, before, strict=True):
+        assert sample.anchor == pytest.approx(logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["policy", "value"])
+def test_a_saved_model_goes_on_exactly(random_model, tmp_path, kind):
+    def build():
+        if kind == "policy":
+            return build_policy(recipe_of(random_model))
+        return build_value_model(recipe_of(random_model, "ppo"))
+
+    def train(model, seed):
+        batch = samples(seed=seed)
+        if kind == "policy":
+            return model.train(batch, epochs=2)
+        model.predict(batch)
+        for sample in batch:
+            sample.returns = sample.old_values + 1
+        return model.train(batch)
+
+    first = build()
+    train(first, 1)
+    first.offload()
+    first.save(tmp_path / "model")
+    first.reload()
+    expected = train(first, 2)
+    second = build()
+    second.load(tmp_path / "model")
+    assert train(second, 2) == expected
+
+
+def test_offloading_frees_the_gradients_and_shutdown_the_weights(random_model):
+    policy = build_policy(recipe_of(random_model))
+    policy.train(samples(), epochs=1)
+    alive = [weakref.ref(p) for p in policy.model.parameters()]
+    assert any(p().grad is not None for p in alive)
+    policy.offload()
+    assert all(p().grad is None for p in alive)
+    policy.shutdown()
+    policy.shutdown()
+    gc.collect()
+    assert all(p() is None for p in alive)
+
+
+def test_an_engine_that_was_refitted_has_the_policys_logprobs(random_model, engine):
+    """Real vLLM: streamed weights, and its prompt log-probs beside those of the policy."""
+    from vllm import SamplingParams
+
+    policy = build_policy(recipe_of(random_model, policy={"optimizer": {"kwargs": {"lr": 1e-2}}}))
+    at_first = policy.logprobs(samples())
+    policy.train(samples(), epochs=2)
+    refit(engine, _FingerprintedWeights(policy.stream_weights(), torch.float32))
+    outputs = engine.generate(
+        [{"prompt_token_ids": s.prompt + s.response} for s in samples()],
+        SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False),
+        use_tqdm=False,
+    )
+    expected = policy.logprobs(samples())
+    assert np.abs(np.concatenate(expected) - np.concatenate(at_first)).max() > 0.05
+    for sample, output, logprobs in zip(samples(), outputs, expected, strict=True):
+        entries = output.prompt_logprobs[len(sample.prompt) :]
+        got = [e[t].logprob for e, t in zip(entries, sample.response, strict=True)]
+        assert got == pytest.approx(logprobs, abs=1e-3)
+
+
+def test_weights_are_streamed_one_at_a_time():
+    """Of a model of ten tensors, no more than two are alive while they pass."""
+    alive: list[weakref.ref] = []
+
+    def gathered():
+        for i in range(10):
+            tensor = torch.full((4,), float(i))
+            alive.append(weakref.ref(tensor))
+            yield f"layer.{i}", tensor
+            del tensor
+
+    passed = 0
+    for _, cast in _FingerprintedWeights(gathered(), torch.bfloat16):
+        assert cast.dtype == torch.bfloat16
+        passed += 1
+        assert sum(reference() is not None for reference in alive) <= 2
+    assert passed == 10
+
+
+def test_the_fingerprint_is_of_the_values_and_not_of_their_order():
+    def fingerprint(weights, dtype=torch.float32):
+        stream = _FingerprintedWeights(weights, dtype)
+        for _ in stream:
+            pass
+        return stream.fingerprint
+
+    weights = [("a", torch.arange(4.0)), ("b", torch.ones(3, 2))]
+    changed = [("a", torch.arange(4.0)), ("b", torch.ones(3, 2).index_fill(0, torch.tensor(1), 2))]
+    renamed = [("a", torch.arange(4.0)), ("c", torch.ones(3, 2))]
+    first = fingerprint(weights)
+    assert first == fingerprint(weights[::-1]) != 0
+    assert len({first, *map(fingerprint, (changed, renamed, weights[:1]))}) == 4
+    assert fingerprint(weights, torch.bfloat16) != first
+
+
+@pytest.mark.parametrize("build", [build_policy, build_value_model])
+def test_a_backend_that_is_missing_is_named(random_model, build):
+    megatron = {"enabled": True, "tensor_model_parallel_size": 2}
+    recipe = recipe_of(random_model, "ppo", policy={"megatron_cfg": megatron})
+    with pytest.raises(ConfigError, match=r"^policy\.megatron_cfg\.enabled = True: .* set it to"):
+        build(recipe)
+    recipe_of(random_model, policy={"megatron_cfg": megatron | {"enabled": False}})
+
+
+@pytest.mark.parametrize(("max_age", "share"), [(None, 0.2), (1, 0.5), (9, 0.2)])
+def test_the_monitor_counts_max_age(random_model, max_age, share):
+    recipe = recipe_of(random_model, spec_rl={"enabled": True, "max_age": max_age})
+    monitor = Trainer(recipe)._open_monitor()
+    assert monitor.fresh_fraction == share
+    assert monitor.as_dict()["spec_rl/fresh_fraction"] == share
