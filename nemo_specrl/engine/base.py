@@ -15,17 +15,18 @@ import numpy as np
 from nemo_specrl.config import SpecRLConfig
 from nemo_specrl.engine.assembly import completed, extend, kept
 from nemo_specrl.engine.compat import check_version, tokens_so_far
+from nemo_specrl.engine.drafting import Histories
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.replay import Journal, put_back, stand_in
 from nemo_specrl.engine.requests import EngineLimits, Request
 from nemo_specrl.engine.sampling import Ending
-from nemo_specrl.engine.verification import judge, sampled_values
+from nemo_specrl.engine.verification import continuation_params, judge, sampled_values
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.rollout import Finish, Rollout
 from nemo_specrl.speculation.drafts import select_drafts
 
 if TYPE_CHECKING:
-    from vllm import CompletionOutput, RequestOutput
+    from vllm import CompletionOutput, RequestOutput, SamplingParams
 
 __all__ = ["RolloutCache", "Speculation"]
 
@@ -73,6 +74,12 @@ class Speculation:
         self.fresh_fraction = config.fresh_fraction
         self.metrics = EngineMetrics()
         self._cache_error_logged = False
+        if config.enabled and config.tree.enabled and not self._limits.drafts_from_trees:
+            raise ConfigError(
+                "spec_rl.tree.enabled = true: the engine was built without the tree proposer; pass "
+                "nemo_specrl.engine.drafting.engine_options(config) to vllm.LLM, or set false"
+            )
+        self._histories = Histories()
 
     def _find_drafts(self, requests: list[Request]) -> None:
         candidates = [request for request in requests if request.draftable]
@@ -85,6 +92,8 @@ class Speculation:
 
     def _choose(self, requests: list[Request], cached: dict[bytes, list[Rollout]]) -> None:
         """Offer each request its draft, if it has one."""
+        if self._limits.drafts_from_trees:
+            self._histories.add(cached)
         choices = select_drafts(
             [request.row for request in requests],
             cached,
@@ -130,6 +139,17 @@ class Speculation:
                 self._count_draft(request)
             replayed.append((request, stand_in(request, ending), ending))
         return replayed
+
+    def _decoding_params(self, request: Request) -> SamplingParams:
+        """Sampling parameters of the request that decodes what verification has not brought."""
+        params = (
+            request.params
+            if request.draft is None
+            else continuation_params(request, self.policy_version)
+        )
+        if self._limits.drafts_from_trees and self.config.tree.enabled and request.draftable:
+            return self._histories.attached(request, params, self.policy_version)
+        return params
 
     def _count_draft(self, request: Request) -> bool:
         """Add a verdict to the metrics; whether the draft is all of the response."""

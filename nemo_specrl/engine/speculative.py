@@ -23,7 +23,7 @@ from nemo_specrl.engine.base import RolloutCache, Speculation
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.requests import Request, build_requests
 from nemo_specrl.engine.sampling import Ending
-from nemo_specrl.engine.verification import continuation_params, verification_params
+from nemo_specrl.engine.verification import verification_params
 from nemo_specrl.rollout import Rollout
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class SpeculativeLLM(Speculation):
                     request = waiting.popleft()
                     prompt = request.rules.prompt
                     if request.draft is None:
-                        submit(request, prompt, request.params)
+                        submit(request, prompt, self._decoding_params(request))
                     else:
                         request.verifying = True
                         draft = request.draft.tokens.tolist()
@@ -184,7 +184,7 @@ class SpeculativeLLM(Speculation):
                         finish(request, output, ending)
                     else:
                         prefix = request.rules.prompt + request.tokens
-                        submit(request, prefix, continuation_params(request, self.policy_version))
+                        submit(request, prefix, self._decoding_params(request))
                 if time.perf_counter() - kept_at > KEEP_SECONDS:
                     self._keep(finished)
                     finished, kept_at = [], time.perf_counter()
