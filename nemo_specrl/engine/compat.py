@@ -267,12 +267,15 @@ def mend_cpu_rejection_sampler(vllm_config: Any) -> None:
         return
     from vllm.v1.sample import rejection_sampler
 
-    if not hasattr(rejection_sampler, "expand_batch_to_tokens"):
+    original = getattr(rejection_sampler, "expand_batch_to_tokens", None)
+    if original is None:
         raise IncompatibleVersion(
             "this vLLM's rejection sampler has no expand_batch_to_tokens; sampled speculative "
             "decoding on a CPU has not been checked with it"
         )
-    rejection_sampler.expand_batch_to_tokens = expanded_to_tokens
+    if original is not expanded_to_tokens:
+        rejection_sampler.expand_batch_to_tokens = expanded_to_tokens
+        expanded_to_tokens.replaced = original  # type: ignore[attr-defined]
 
 
 def expanded_to_tokens(

@@ -5,7 +5,7 @@
  * occurred, newest first. To draft, the longest context that occurred before is looked up, and the
  * positions found vote on each next token, those with a longer match with more weight.
  *
- * This does what a suffix tree bounded in depth does, in about 60 bytes a token; responses are
+ * This does what a suffix tree bounded in depth does, in 60 to 150 bytes a token; responses are
  * extended at any time and in any order. Nothing is removed: the caller makes a new index.
  * The limited API of Python 3.11 is used, so that one build serves later versions, too.
  */
@@ -91,15 +91,16 @@ static uint32_t append(SuffixIndex *self, uint32_t prev, int32_t token)
     if (self->count == self->capacity) {
         if (self->capacity > UINT32_MAX / 2)
             return NONE;
-        Node *nodes = realloc(self->nodes, (size_t)self->capacity * 2 * sizeof(Node));
+        uint32_t capacity = self->capacity + self->capacity / 2;
+        Node *nodes = realloc(self->nodes, (size_t)capacity * sizeof(Node));
         if (nodes == NULL)
             return NONE;
         self->nodes = nodes;
-        self->capacity *= 2;
+        self->capacity = capacity;
     }
     for (int o = 0; o < ORDERS; o++) {
         Table *table = &self->tables[o];
-        if ((uint64_t)table->used * 3 >= (uint64_t)table->mask * 2 && table_grow(table) < 0)
+        if ((uint64_t)table->used * 5 >= (uint64_t)table->mask * 4 && table_grow(table) < 0)
             return NONE;
     }
     uint32_t id = self->count++;
