@@ -13,6 +13,7 @@ the request's prompt may hold a beginning of the response. Rows without it are n
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import Any
 
@@ -20,9 +21,33 @@ from nemo_specrl.engine.compat import bind_proposer, mend_cpu_rejection_sampler
 from nemo_specrl.engine.drafting import EXTRA_ARG
 from nemo_specrl.speculation.trees import DraftTrees, TreeRow
 
-__all__ = ["TreeProposer"]
+__all__ = ["DraftCounts", "TreeProposer", "take_counts"]
 
 DEFAULT_MAX_BYTES = 4 * 2**30
+
+
+@dataclasses.dataclass
+class DraftCounts:
+    """What a proposer did.
+
+    Args:
+        steps: proposals for a row, empty ones included.
+        drafted: tokens proposed.
+        accepted: tokens of these that were accepted.
+        seconds: spent on it.
+    """
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    seconds: float = 0.0
+
+
+def take_counts(worker: Any) -> DraftCounts:
+    """The counts of a worker's proposer since they were last taken; to be run in the worker."""
+    proposer: TreeProposer = worker.model_runner.drafter
+    counts, proposer.counts = proposer.counts, DraftCounts()
+    return counts
 
 
 class _Row:
@@ -32,6 +57,7 @@ class _Row:
         self.row = row
         self.prompt_length = prompt_length
         self.max_length = max_length  # of prompt and response
+        self.drafted = 0  # tokens of the last draft
 
 
 class TreeProposer:
@@ -43,16 +69,14 @@ class TreeProposer:
 
     Attributes:
         runner: vLLM's model runner, which knows the requests; it is set before the first proposal.
-        seconds: spent here.
-        steps: proposals made.
-        drafted: tokens proposed.
+        counts: since they were last taken.
     """
 
     def __init__(self, vllm_config: Any) -> None:
         options = (vllm_config.additional_config or {}).get(EXTRA_ARG) or {}
         self.trees = DraftTrees(int(options.get("max_bytes", DEFAULT_MAX_BYTES)))
         self.runner: Any = None
-        self.seconds, self.steps, self.drafted = 0.0, 0, 0
+        self.counts = DraftCounts()
         self._max_tokens = int(vllm_config.speculative_config.num_speculative_tokens)
         self._max_model_len = int(vllm_config.model_config.max_model_len)
         self._rows: dict[str, _Row | None] = {}
@@ -85,9 +109,7 @@ class TreeProposer:
         if len(self._rows) > 2 * len(names) + 64:
             requests = self.runner.requests
             self._rows = {name: row for name, row in self._rows.items() if name in requests}
-        self.drafted += sum(map(len, drafts))
-        self.steps += 1
-        self.seconds += time.perf_counter() - started
+        self.counts.seconds += time.perf_counter() - started
         return drafts
 
     def _draft(self, name: str, length: int, token_ids: Any) -> list[int]:
@@ -96,9 +118,16 @@ class TreeProposer:
         row = self._rows[name]
         if row is None:
             return []
-        row.row.extend(token_ids[row.prompt_length + row.row.length : length].tolist())
+        new = token_ids[row.prompt_length + row.row.length : length].tolist()
+        row.row.extend(new)
         # The step that verifies a draft yields one token more than it accepts.
-        return row.row.draft(min(self._max_tokens, row.max_length - length - 1))
+        if row.drafted:
+            self.counts.accepted += len(new) - 1
+        draft = row.row.draft(min(self._max_tokens, row.max_length - length - 1))
+        row.drafted = len(draft)
+        self.counts.steps += 1
+        self.counts.drafted += len(draft)
+        return draft
 
     def _opened(self, name: str) -> _Row | None:
         request = self.runner.requests[name]

@@ -13,6 +13,7 @@ belong to the caller. Source of the method: SPEC-RL, arXiv 2509.23232.
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_specrl.engine.assembly import request_outputs
 from nemo_specrl.engine.base import RolloutCache, Speculation
 from nemo_specrl.engine.metrics import EngineMetrics
+from nemo_specrl.engine.proposer import take_counts
 from nemo_specrl.engine.requests import Request, build_requests
 from nemo_specrl.engine.sampling import Ending
 from nemo_specrl.engine.verification import verification_params
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from vllm import LLM, CompletionOutput, RequestOutput, SamplingParams
 
 __all__ = ["RolloutCache", "SpeculativeLLM"]
+
+logger = logging.getLogger(__name__)
 
 KEEP_SECONDS = 0.25  # so long what is finished waits for others: a put of many costs what one does
 
@@ -106,6 +110,8 @@ class SpeculativeLLM(Speculation):
         assembling = time.perf_counter()
         outputs = request_outputs(requests, ended)
         self.metrics.assembly_s += time.perf_counter() - assembling
+        if self._limits.drafts_from_trees:
+            self._count_tree_drafts()
         return outputs
 
     def _run(
@@ -197,6 +203,18 @@ class SpeculativeLLM(Speculation):
             if progress is not None:
                 progress.close()
         return ended
+
+    def _count_tree_drafts(self) -> None:
+        """Add what the proposer did, where its process can be asked."""
+        try:
+            counts = self.llm.collective_rpc(take_counts)[0]
+        except Exception as error:  # vLLM sends functions to other processes only where it may
+            logger.debug("the tree proposer's counts are not known: %s", error)
+            return
+        self.metrics.tree_steps += counts.steps
+        self.metrics.tree_drafted_tokens += counts.drafted
+        self.metrics.tree_accepted_tokens += counts.accepted
+        self.metrics.tree_s += counts.seconds
 
     def _verified_share(self, requests: Iterable[Request]) -> float:
         """Share of the coming step's tokens that are verified rather than decoded."""

@@ -168,8 +168,9 @@ def test_the_distribution_is_the_policys_whatever_is_drafted(llm, proposer, rand
     }[drafts]()
     if drafts == "of other weights":
         refit(llm, weights_of(random_model, noise=0.05, seed=3))
-    outputs, tokens = sample(made_with(llm, DictCache(rollouts(cached))), ROWS, 3)
-    assert proposer.drafted > ROWS / 4
+    made = made_with(llm, DictCache(rollouts(cached)))
+    outputs, tokens = sample(made, ROWS, 3)
+    assert made.metrics.tree_drafted_tokens > ROWS / 4
     check_distribution(llm, np.array(tokens))
     assert all(reuse_of(o.outputs[0]).fresh for o in outputs)
 
@@ -200,7 +201,7 @@ def test_behind_an_accepted_prefix_trees_draft_and_the_rest_is_as_without(llm, p
     made = made_with(llm, DictCache(cached), config=config)
     outputs, tokens = sample(made, ROWS, 4)
     assert all(reuse_of(o.outputs[0]).accepted == 1 for o in outputs)
-    assert proposer.drafted > ROWS / 4
+    assert made.metrics.tree_drafted_tokens > ROWS / 4
     tests = []
     tokens = np.array(tokens)
     counts = np.bincount(tokens[:, 1], minlength=VOCABULARY)
@@ -214,8 +215,12 @@ def test_behind_an_accepted_prefix_trees_draft_and_the_rest_is_as_without(llm, p
 
 def test_logprobs_are_the_policys_for_drafted_tokens_too(llm, proposer):
     cached = good_drafts(llm)
-    outputs, tokens = sample(made_with(llm, DictCache(rollouts(cached))), 32, 12)
-    assert proposer.drafted
+    made = made_with(llm, DictCache(rollouts(cached)))
+    outputs, tokens = sample(made, 32, 12)
+    decoded, steps = made.metrics.decoded_tokens, made.metrics.tree_steps
+    assert 0 < made.metrics.tree_accepted_tokens <= made.metrics.tree_drafted_tokens
+    # Each step of a row yields a token and what is accepted; the last one is not drafted behind.
+    assert decoded - 32 <= steps + made.metrics.tree_accepted_tokens <= decoded
     for output, response in zip(outputs, tokens, strict=True):
         (again,) = llm.generate(
             {"prompt_token_ids": PROMPT + response},
@@ -256,7 +261,7 @@ def test_greedy_requests_and_those_of_others_are_not_drafted_for(llm, proposer):
     made = made_with(llm, DictCache(rollouts(good_drafts(llm))))
     made.generate([PROMPT] * 4, params(5, temperature=0.0), use_tqdm=False)
     llm.generate({"prompt_token_ids": PROMPT}, params(5), use_tqdm=False)
-    assert proposer.steps and proposer.drafted == 0
+    assert proposer.counts.steps == 0
 
 
 def test_callers_extra_args_stay(llm, proposer):
