@@ -16,7 +16,6 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
-    field_validator,
     model_validator,
 )
 
@@ -92,13 +91,10 @@ class TreeConfig(Block):
     """Lossless drafting from a per-prompt tree (arXiv 2601.09083)."""
 
     enabled: bool = False
-    max_draft_tokens: int = Field(default=24, ge=1)
-
-    @model_validator(mode="after")
-    def _refuse(self) -> TreeConfig:
-        if self.enabled:
-            raise WrongKey("enabled", True, "tree drafting is not in this release; set it to false")
-        return self
+    max_draft_tokens: int = Field(default=24, ge=1, le=128)
+    """Tokens proposed for a row in a step, at most; vLLM's rejection sampler takes 128."""
+    max_bytes: ByteSize = Field(default=4 * 2**30, ge=2**20)
+    """Memory of the trees in each engine, bytes; the prompts unused for longest go first."""
 
 
 class RunAheadConfig(Block):
@@ -143,6 +139,12 @@ class MonitorConfig(Block):
 
 
 PRESETS: dict[str, dict[str, Any]] = {
+    "lossless": {
+        "lenience": 1.0,
+        "clip_anchor": "current",
+        "fresh_fraction": 1.0,
+        "tree": {"enabled": True},
+    },
     "faithful": {"lenience": 1.0, "clip_anchor": "current", "fresh_fraction": 0.2},
     "fast": {"lenience": math.exp(0.5), "clip_anchor": "current", "fresh_fraction": 0.05},
 }
@@ -187,17 +189,11 @@ class SpecRLConfig(Block):
         """Fill in the preset's values for the keys that are missing."""
         if not isinstance(values, dict):
             return values
-        return {**PRESETS.get(str(values.get("preset")), {}), **values}
-
-    @field_validator("preset")
-    @classmethod
-    def _refuse_lossless(cls, preset: str) -> str:
-        if preset == "lossless":
-            raise ValueError(
-                "needs drafting inside the engine, which is not in this release; "
-                "set preset: faithful"
-            )
-        return preset
+        filled = {**PRESETS.get(str(values.get("preset")), {}), **values}
+        tree = values.get("tree")
+        if isinstance(tree, dict):
+            filled["tree"] = {**PRESETS.get(str(values.get("preset")), {}).get("tree", {}), **tree}
+        return filled
 
 
 _Model = TypeVar("_Model", bound=BaseModel)

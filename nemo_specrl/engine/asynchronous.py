@@ -15,7 +15,7 @@ from nemo_specrl.engine.assembly import request_outputs
 from nemo_specrl.engine.base import Speculation
 from nemo_specrl.engine.requests import Request, build_requests
 from nemo_specrl.engine.sampling import Ending
-from nemo_specrl.engine.verification import continuation_params, verification_params
+from nemo_specrl.engine.verification import verification_params
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.rollout import Rollout
 
@@ -164,7 +164,7 @@ class AsyncSpeculativeLLM(Speculation):
         self, request: Request, request_id: str, kwargs: Any
     ) -> tuple[RequestOutput, Ending]:
         """Decode what the draft did not bring; the last output and how the response ended."""
-        params = continuation_params(request, self.policy_version)
+        params = self._decoding_params(request)
         prompt = {"prompt_token_ids": request.rules.prompt + request.tokens}
         stream = self.llm.generate(prompt, params, request_id, **kwargs)
         version, ended = self.policy_version, False

@@ -15,17 +15,23 @@ import numpy as np
 from nemo_specrl.config import SpecRLConfig
 from nemo_specrl.engine.assembly import build_completion, build_rollout, extend_logprobs
 from nemo_specrl.engine.compat import check_version, logprobs_slice, new_logprobs, tokens_so_far
+from nemo_specrl.engine.drafting import Histories
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.replay import Journal, replayed_output, restore_request
 from nemo_specrl.engine.requests import EngineLimits, Request
 from nemo_specrl.engine.sampling import Ending
-from nemo_specrl.engine.verification import draft_logprobs, judge, sampled_values
+from nemo_specrl.engine.verification import (
+    continuation_params,
+    draft_logprobs,
+    judge,
+    sampled_values,
+)
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.rollout import Finish, Rollout
 from nemo_specrl.speculation.drafts import select_drafts
 
 if TYPE_CHECKING:
-    from vllm import CompletionOutput, RequestOutput
+    from vllm import CompletionOutput, RequestOutput, SamplingParams
 
 __all__ = ["RolloutCache", "Speculation"]
 
@@ -82,6 +88,12 @@ class Speculation:
         self.fresh_fraction = config.fresh_fraction
         self.metrics = EngineMetrics()
         self._cache_error_logged = False
+        if config.enabled and config.tree.enabled and not self._limits.drafts_from_trees:
+            raise ConfigError(
+                "spec_rl.tree.enabled = true: the engine was built without the tree proposer; pass "
+                "nemo_specrl.engine.drafting.engine_options(config) to vllm.LLM, or set false"
+            )
+        self._histories = Histories()
 
     def _find_drafts(self, requests: list[Request]) -> None:
         """Look up the prompts of a call in the cache and offer each request its draft."""
@@ -95,6 +107,8 @@ class Speculation:
 
     def _offer_drafts(self, requests: list[Request], cached: dict[bytes, list[Rollout]]) -> None:
         """Offer each request the draft that the cached rollouts have for it, if any."""
+        if self._limits.drafts_from_trees:
+            self._histories.add(cached)
         choices = select_drafts(
             [request.row for request in requests],
             cached,
@@ -139,6 +153,13 @@ class Speculation:
                 self._count_draft(request)
             replayed.append((request, replayed_output(request, ending), ending))
         return replayed
+
+    def _decoding_params(self, request: Request) -> SamplingParams:
+        """Sampling parameters of the request that decodes what verification has not brought."""
+        params = continuation_params(request, self.policy_version)
+        if self._limits.drafts_from_trees and self.config.tree.enabled and request.draftable:
+            return self._histories.attached(request, params, self.policy_version)
+        return params
 
     def _count_draft(self, request: Request) -> bool:
         """Count a judged draft; True where the draft is the whole response."""

@@ -29,11 +29,14 @@ __all__ = [
     "VERSIONS_RUN",
     "Detokenizer",
     "RefitExtension",
+    "bind_proposer",
     "check_version",
     "cpu_thread_binding",
     "eos_token_ids",
+    "expanded_to_tokens",
     "local_cpu_environment",
     "logprobs_slice",
+    "mend_cpu_rejection_sampler",
     "new_logprobs",
     "prompt_logprob_bytes",
     "refit",
@@ -333,3 +336,80 @@ def refit(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     llm.collective_rpc("specrl_refit", args=(iter(weights),))
     if not llm.reset_prefix_cache():
         raise ConfigError("refit: requests are still running; let them end or abort them first")
+
+
+def bind_proposer(proposer: type[Any]) -> None:
+    """Have model runners tell proposers of this class who they are, before each proposal.
+
+    vLLM gives a custom proposer the tokens of each row, but not its request
+    (v1/worker/gpu_model_runner.py, ``propose_draft_token_ids``; 0.25 to 0.33).
+
+    Raises:
+        IncompatibleVersion: this vLLM's runner has no such method.
+    """
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    original = getattr(GPUModelRunner, "propose_draft_token_ids", None)
+    if original is None:
+        raise IncompatibleVersion(
+            "this vLLM's GPUModelRunner has no propose_draft_token_ids; set spec_rl.tree.enabled: "
+            "false"
+        )
+    if getattr(original, "binds_proposer", False):
+        return
+
+    @functools.wraps(original)
+    def propose_draft_token_ids(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self.drafter, proposer):
+            self.drafter.runner = self
+        return original(self, *args, **kwargs)
+
+    propose_draft_token_ids.binds_proposer = True  # type: ignore[attr-defined]
+    GPUModelRunner.propose_draft_token_ids = propose_draft_token_ids
+
+
+def mend_cpu_rejection_sampler(vllm_config: Any) -> None:
+    """On a CPU, make sampled speculative decoding divide logits by the temperature it was given.
+
+    ``expand_batch_to_tokens`` of vLLM's CPU builds writes temperatures (and top-k, top-p) into a
+    copy that is thrown away and returns memory that was never written, so that accepted tokens
+    come from another distribution (utils/cpu_triton_utils.py, ``_expand_kernel_impl``; 0.20 to
+    0.33). Greedy decoding is not affected.
+    """
+    if vllm_config.device_config.device_type != "cpu":
+        return
+    from vllm.v1.sample import rejection_sampler
+
+    original = getattr(rejection_sampler, "expand_batch_to_tokens", None)
+    if original is None:
+        raise IncompatibleVersion(
+            "this vLLM's rejection sampler has no expand_batch_to_tokens; sampled speculative "
+            "decoding on a CPU has not been checked with it"
+        )
+    if original is not expanded_to_tokens:
+        rejection_sampler.expand_batch_to_tokens = expanded_to_tokens
+        expanded_to_tokens.replaced = original  # type: ignore[attr-defined]
+
+
+def expanded_to_tokens(
+    values: torch.Tensor,
+    cumulative: torch.Tensor,
+    num_tokens: int,
+    replace_from: int = 0,
+    replace_to: int = 0,
+) -> torch.Tensor:
+    """Repeat each row's value for each of its tokens: what ``expand_batch_to_tokens`` documents.
+
+    Args:
+        values: by row, ``[rows]``.
+        cumulative: tokens of a row and those before it, int ``[rows]``.
+        num_tokens: of all rows.
+        replace_from: a value to replace.
+        replace_to: by this one.
+    """
+    import torch
+
+    counts = torch.diff(cumulative, prepend=cumulative.new_zeros(1)).long()
+    if replace_from != replace_to:
+        values = torch.where(values == replace_from, replace_to, values).to(values.dtype)
+    return values.repeat_interleave(counts, output_size=num_tokens)

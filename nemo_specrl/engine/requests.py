@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from vllm.logprobs import FlatLogprobs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-__all__ = ["EngineLimits", "Request", "build_requests"]
+__all__ = ["TREE_PROPOSER", "EngineLimits", "Request", "build_requests"]
+
+TREE_PROPOSER = "nemo_specrl.engine.proposer.TreeProposer"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +40,8 @@ class EngineLimits:
     extra_eos: frozenset[int]
     tokenizer: Any
     logprobs_mode: str
+    drafts_from_trees: bool
+    """The engine was built with the tree proposer."""
 
     @classmethod
     def of(cls, llm: LLM | AsyncLLM) -> EngineLimits:
@@ -54,6 +58,7 @@ class EngineLimits:
             extra_eos=extra_eos,
             tokenizer=None if config.model_config.skip_tokenizer_init else tokenizer_of(engine),
             logprobs_mode=str(getattr(config.model_config, "logprobs_mode", "logprobs")),
+            drafts_from_trees=getattr(config.speculative_config, "model", None) == TREE_PROPOSER,
         )
 
 

@@ -12,6 +12,7 @@ Refits, rewards and batches belong to the caller. Source of the method: SPEC-RL,
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -20,15 +21,18 @@ from typing import TYPE_CHECKING, Any
 from nemo_specrl.engine.assembly import request_outputs
 from nemo_specrl.engine.base import RolloutCache, Speculation
 from nemo_specrl.engine.metrics import EngineMetrics
+from nemo_specrl.engine.proposer import take_counts
 from nemo_specrl.engine.requests import Request, build_requests
 from nemo_specrl.engine.sampling import Ending
-from nemo_specrl.engine.verification import continuation_params, verification_params
+from nemo_specrl.engine.verification import verification_params
 from nemo_specrl.rollout import Rollout
 
 if TYPE_CHECKING:
     from vllm import LLM, CompletionOutput, RequestOutput, SamplingParams
 
 __all__ = ["RolloutCache", "SpeculativeLLM"]
+
+logger = logging.getLogger(__name__)
 
 STORE_SECONDS = 0.25
 """How long finished rollouts wait for others before they are cached, in one put for all of them."""
@@ -116,6 +120,8 @@ class SpeculativeLLM(Speculation):
         assembling = time.perf_counter()
         outputs = request_outputs(requests, ended)
         self.metrics.assembly_s += time.perf_counter() - assembling
+        if self._limits.drafts_from_trees:
+            self._count_tree_drafts()
         return outputs
 
     def _run(
@@ -171,7 +177,7 @@ class SpeculativeLLM(Speculation):
                     request = waiting.popleft()
                     prompt = request.rules.prompt
                     if request.draft is None:
-                        submit(request, prompt, request.params)
+                        submit(request, prompt, self._decoding_params(request))
                     else:
                         request.verifying = True
                         draft = request.draft.tokens.tolist()
@@ -205,7 +211,7 @@ class SpeculativeLLM(Speculation):
                         finish(request, output, ending)
                     else:
                         prefix = request.rules.prompt + request.tokens
-                        submit(request, prefix, continuation_params(request, self.policy_version))
+                        submit(request, prefix, self._decoding_params(request))
                 if time.perf_counter() - stored_at > STORE_SECONDS:
                     self._store(finished)
                     finished, stored_at = [], time.perf_counter()
@@ -218,6 +224,18 @@ class SpeculativeLLM(Speculation):
             if progress is not None:
                 progress.close()
         return ended
+
+    def _count_tree_drafts(self) -> None:
+        """Add what the proposer did, where its process can be asked."""
+        try:
+            counts = self.llm.collective_rpc(take_counts)[0]
+        except Exception as error:  # vLLM sends functions to other processes only where it may
+            logger.debug("the tree proposer's counts are not known: %s", error)
+            return
+        self.metrics.tree_steps += counts.steps
+        self.metrics.tree_drafted_tokens += counts.drafted
+        self.metrics.tree_accepted_tokens += counts.accepted
+        self.metrics.tree_s += counts.seconds
 
     def _verified_share(self, requests: Iterable[Request]) -> float:
         """Share of the next step's tokens that are verified rather than decoded."""

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from nemo_specrl.cache.journal import JournaledStore
 from nemo_specrl.engine.assembly import reuse_of
 from nemo_specrl.engine.compat import refit
+from nemo_specrl.engine.drafting import engine_options
 from nemo_specrl.engine.fingerprint import fingerprint
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.speculative import SpeculativeLLM
@@ -90,6 +91,7 @@ def build_engine(recipe: Recipe) -> LLM:
                 "max_num_seqs": rows,
                 "max_num_batched_tokens": batched,
                 **generation.vllm_kwargs,
+                **engine_options(recipe.spec_rl),
             },
         )
     except (ValueError, TypeError, OSError) as error:

@@ -1,0 +1,141 @@
+"""TreeProposer: drafts for vLLM's speculative decoding from the earlier responses to a prompt.
+
+vLLM makes one where ``speculative_config`` says ``method="custom_class"`` and names it
+(v1/spec_decode/custom_class_proposer.py), in each worker. It proposes tokens after every step; vLLM
+verifies them with the next one and keeps each by rejection sampling, so that responses have exactly
+the policy's distribution whatever is proposed (Leviathan et al., arXiv 2211.17192).
+
+What a row needs to draft comes with its request, in ``SamplingParams.extra_args`` (``drafting``),
+so that nothing has to be sent to workers beside it: the prompt's key, an identity of the response,
+earlier responses as pairs of identity and int32 tokens, and the length of the prompt, behind which
+the request's prompt may hold a beginning of the response. Rows without it are not drafted for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+from nemo_specrl.engine.compat import bind_proposer, mend_cpu_rejection_sampler
+from nemo_specrl.engine.drafting import EXTRA_ARG
+from nemo_specrl.speculation.trees import DraftTrees, TreeRow
+
+__all__ = ["DraftCounts", "TreeProposer", "take_counts"]
+
+DEFAULT_MAX_BYTES = 4 * 2**30
+
+
+@dataclasses.dataclass
+class DraftCounts:
+    """What a proposer did.
+
+    Args:
+        steps: proposals for a row, empty ones included.
+        drafted: tokens proposed.
+        accepted: tokens of these that were accepted.
+        seconds: spent on it.
+    """
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    seconds: float = 0.0
+
+
+def take_counts(worker: Any) -> DraftCounts:
+    """The counts of a worker's proposer since they were last taken; to be run in the worker."""
+    proposer: TreeProposer = worker.model_runner.drafter
+    counts, proposer.counts = proposer.counts, DraftCounts()
+    return counts
+
+
+class _Row:
+    """A request for which drafts are made."""
+
+    def __init__(self, row: TreeRow, prompt_length: int, max_length: int) -> None:
+        self.row = row
+        self.prompt_length = prompt_length
+        self.max_length = max_length  # of prompt and response
+        self.drafted = 0  # tokens of the last draft
+
+
+class TreeProposer:
+    """Proposes along the most likely path of each row's tree.
+
+    Args:
+        vllm_config: of the engine. ``additional_config["spec_rl"]["max_bytes"]`` bounds the memory
+            of the trees, bytes.
+
+    Attributes:
+        runner: vLLM's model runner, which knows the requests; it is set before the first proposal.
+        counts: since they were last taken.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        options = (vllm_config.additional_config or {}).get(EXTRA_ARG) or {}
+        self.trees = DraftTrees(int(options.get("max_bytes", DEFAULT_MAX_BYTES)))
+        self.runner: Any = None
+        self.counts = DraftCounts()
+        self._max_tokens = int(vllm_config.speculative_config.num_speculative_tokens)
+        self._max_model_len = int(vllm_config.model_config.max_model_len)
+        self._rows: dict[str, _Row | None] = {}
+        bind_proposer(TreeProposer)
+        mend_cpu_rejection_sampler(vllm_config)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Called by vLLM; there is no model."""
+
+    def propose(
+        self, sampled_token_ids: list[list[int]], num_tokens: Any, token_ids: Any, **kwargs: Any
+    ) -> list[list[int]]:
+        """Drafts for the rows of the step that was just sampled.
+
+        Args:
+            sampled_token_ids: by row, the tokens that the step yielded; empty in mid-prefill.
+            num_tokens: by row, tokens of prompt and response, int ``[rows]``.
+            token_ids: prompt and response of each row, int ``[rows, max_model_len]``.
+            kwargs: not used here.
+
+        Returns:
+            Tokens by row, none where nothing is likely enough.
+        """
+        started = time.perf_counter()
+        names = self.runner.input_batch.req_ids
+        drafts = [
+            self._draft(names[i], int(num_tokens[i]), token_ids[i]) if sampled else []
+            for i, sampled in enumerate(sampled_token_ids)
+        ]
+        if len(self._rows) > 2 * len(names) + 64:
+            requests = self.runner.requests
+            self._rows = {name: row for name, row in self._rows.items() if name in requests}
+        self.counts.seconds += time.perf_counter() - started
+        return drafts
+
+    def _draft(self, name: str, length: int, token_ids: Any) -> list[int]:
+        if name not in self._rows:
+            self._rows[name] = self._opened(name)
+        row = self._rows[name]
+        if row is None:
+            return []
+        new = token_ids[row.prompt_length + row.row.length : length].tolist()
+        row.row.extend(new)
+        # The step that verifies a draft yields one token more than it accepts.
+        if row.drafted:
+            self.counts.accepted += len(new) - 1
+        draft = row.row.draft(min(self._max_tokens, row.max_length - length - 1))
+        row.drafted = len(draft)
+        self.counts.steps += 1
+        self.counts.drafted += len(draft)
+        return draft
+
+    def _opened(self, name: str) -> _Row | None:
+        request = self.runner.requests[name]
+        params = request.sampling_params
+        args = ((params.extra_args if params is not None else None) or {}).get(EXTRA_ARG)
+        if args is None:
+            return None
+        key, identity, history, prompt_length = args
+        most = len(request.prompt_token_ids) + (params.max_tokens or self._max_model_len)
+        row = self.trees.open(key, identity, [(i, tokens) for i, tokens in history])
+        return _Row(row, prompt_length, min(most, self._max_model_len))

@@ -1,0 +1,301 @@
+"""Lossless drafting on the real engine: the policy's distribution, whatever the drafts are.
+
+Each statistical test states its error rate; draws are seeded, so that a test that passes goes on
+passing.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from vllm import LLM, SamplingParams
+from vllm.v1.sample import rejection_sampler
+
+from nemo_specrl import Finish, Rollout, SpecRLConfig, SpeculativeLLM, prompt_key
+from nemo_specrl.engine import compat
+from nemo_specrl.engine.assembly import reuse_of
+from nemo_specrl.engine.compat import refit
+from nemo_specrl.engine.drafting import EXTRA_ARG, engine_options
+from nemo_specrl.errors import ConfigError
+from nemo_specrl.trainer.task import encode
+from tests.conftest import DictCache, weights_of
+
+PROMPT = [1, *encode("12+34=?")]
+KEY = prompt_key(PROMPT)
+ERROR_RATE = 1e-4
+VOCABULARY = 32
+ROWS = 6000
+EOS = 2
+CONFIG = SpecRLConfig(enabled=True, preset="lossless", tree={"max_draft_tokens": 6})
+
+
+@pytest.fixture(scope="module")
+def drafting_engine(random_model):
+    """A real engine with the tree proposer."""
+    return LLM(
+        model=str(random_model),
+        dtype="float32",
+        max_model_len=192,
+        max_num_seqs=64,
+        max_num_batched_tokens=64 * 192,
+        block_size=32,
+        enforce_eager=True,
+        max_logprobs=VOCABULARY,
+        seed=0,
+        disable_log_stats=True,
+        worker_extension_cls="nemo_specrl.engine.compat.RefitExtension",
+        **engine_options(CONFIG),
+    )
+
+
+@pytest.fixture
+def llm(drafting_engine, random_model):
+    refit(drafting_engine, weights_of(random_model))
+    yield drafting_engine
+    assert not drafting_engine.llm_engine.has_unfinished_requests()
+
+
+@pytest.fixture
+def proposer(llm):
+    """The engine's own, with nothing in its trees and its counters at 0."""
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    runner.drafter.__init__(llm.llm_engine.vllm_config)
+    return runner.drafter
+
+
+def params(max_tokens, **options):
+    return SamplingParams(
+        **{
+            "temperature": 1.0,
+            "max_tokens": max_tokens,
+            "logprobs": 0,
+            "flat_logprobs": True,
+            "detokenize": False,
+            "ignore_eos": True,
+            **options,
+        }
+    )
+
+
+def made_with(llm, cache, *, version=1, config=CONFIG, seed=0):
+    made = SpeculativeLLM(llm, cache, config, seed=seed)
+    made.policy_version = version
+    return made
+
+
+def sample(made, rows, max_tokens, **options):
+    outputs = made.generate(
+        [PROMPT] * rows,
+        [params(max_tokens, seed=i, **options) for i in range(rows)],
+        use_tqdm=False,
+    )
+    return outputs, [list(o.outputs[0].token_ids) for o in outputs]
+
+
+def rollouts(responses, version=0):
+    return [
+        Rollout(KEY, i, tokens, [-1.0] * len(tokens), Finish.LENGTH, version)
+        for i, tokens in enumerate(responses)
+    ]
+
+
+def distribution(llm, prefix=()):
+    """The engine's own probabilities of the next token, float64 [vocabulary]."""
+    (output,) = llm.generate(
+        {"prompt_token_ids": [*PROMPT, *prefix]}, params(1, logprobs=VOCABULARY), use_tqdm=False
+    )
+    p = np.zeros(VOCABULARY)
+    logprobs = output.outputs[0].logprobs
+    # The first entry is the sampled token, which comes again among the others.
+    p[np.asarray(logprobs.token_ids)] = np.exp(logprobs.logprobs)
+    assert p.sum() == pytest.approx(1, abs=1e-3)
+    return p / p.sum()
+
+
+def chi_squared(counts, expected):
+    """p-value of counts under expected ones, cells of fewer than 5 put together."""
+    small = expected < 5
+    cells = np.append(counts[~small], counts[small].sum())
+    expected = np.append(expected[~small], expected[small].sum())
+    if expected[-1] < 5:
+        cells[-2] += cells[-1]
+        expected[-2] += expected[-1]
+        cells, expected = cells[:-1], expected[:-1]
+    assert len(cells) > 4, "too few cells for a test that could fail"
+    return stats.chisquare(cells, expected * cells.sum() / expected.sum()).pvalue
+
+
+def check_distribution(llm, tokens):
+    """Pairs of first and second token, and the third behind the commonest pair, against exact p."""
+    counts = np.zeros((VOCABULARY, VOCABULARY))
+    np.add.at(counts, (tokens[:, 0], tokens[:, 1]), 1)
+    tests = [chi_squared(counts.sum(axis=1), len(tokens) * distribution(llm))]
+    common = np.argsort(-counts.sum(axis=1))[:4]
+    for token in common.tolist():
+        p = distribution(llm, [token])
+        tests.append(chi_squared(counts[token], counts[token].sum() * p))
+    first, second = np.unravel_index(counts.argmax(), counts.shape)
+    behind = tokens[(tokens[:, 0] == first) & (tokens[:, 1] == second), 2]
+    p = distribution(llm, [int(first), int(second)])
+    tests.append(chi_squared(np.bincount(behind, minlength=VOCABULARY), len(behind) * p))
+    assert min(tests) > ERROR_RATE / len(tests)
+
+
+def good_drafts(llm):
+    """Responses of these very weights, plainly sampled."""
+    outputs = llm.generate(
+        [{"prompt_token_ids": PROMPT}] * 16, [params(3, seed=900 + i) for i in range(16)],
+        use_tqdm=False,
+    )  # fmt: skip
+    return [list(o.outputs[0].token_ids) for o in outputs]
+
+
+def unlikely(llm):
+    """Responses that begin with the three least likely tokens."""
+    worst = np.argsort(distribution(llm))[:3].tolist()
+    return [[token, *worst] for token in worst]
+
+
+@pytest.mark.parametrize("drafts", ["siblings alone", "good", "unlikely", "of other weights"])
+def test_the_distribution_is_the_policys_whatever_is_drafted(llm, proposer, random_model, drafts):
+    cached = {
+        "siblings alone": lambda: [],
+        "good": lambda: good_drafts(llm),
+        "unlikely": lambda: unlikely(llm),
+        "of other weights": lambda: good_drafts(llm),
+    }[drafts]()
+    if drafts == "of other weights":
+        refit(llm, weights_of(random_model, noise=0.05, seed=3))
+    made = made_with(llm, DictCache(rollouts(cached)))
+    outputs, tokens = sample(made, ROWS, 3)
+    assert made.metrics.tree_drafted_tokens > ROWS / 4
+    check_distribution(llm, np.array(tokens))
+    assert all(reuse_of(o.outputs[0]).fresh for o in outputs)
+
+
+def test_the_distribution_is_the_policys_after_epochs_of_its_own_rollouts(
+    llm, proposer, random_model
+):
+    """Each epoch drafts from those before it, under weights that have moved towards its drafts."""
+    cache = DictCache()
+
+    for epoch in range(3):
+        refit(llm, weights_of(random_model, noise=0.02 * epoch, seed=epoch))
+        _, tokens = sample(made_with(llm, cache, version=epoch), ROWS // 2, 3)
+    assert len(cache.all()) == ROWS // 2
+    check_distribution(llm, np.array(tokens))
+
+
+def test_behind_an_accepted_prefix_trees_draft_and_the_rest_is_as_without(llm, proposer):
+    """Prefix reuse and trees together: conditionals behind the prefix are the policy's."""
+    config = SpecRLConfig(
+        enabled=True, preset="faithful", fresh_fraction=0.0, tree={"enabled": True}
+    )
+    first = good_drafts(llm)[0][:1]
+    now = math.log(distribution(llm)[first[0]])  # as likely as at birth: accepted for certain
+    cached = [
+        Rollout(KEY, i, first, np.float32([now - 1e-3]), Finish.PARTIAL, 0) for i in range(ROWS)
+    ]
+    made = made_with(llm, DictCache(cached), config=config)
+    outputs, tokens = sample(made, ROWS, 4)
+    assert all(reuse_of(o.outputs[0]).accepted == 1 for o in outputs)
+    assert made.metrics.tree_drafted_tokens > ROWS / 4
+    tests = []
+    tokens = np.array(tokens)
+    counts = np.bincount(tokens[:, 1], minlength=VOCABULARY)
+    tests.append(chi_squared(counts, ROWS * distribution(llm, first)))
+    common = int(counts.argmax())
+    behind = tokens[tokens[:, 1] == common, 2]
+    p = distribution(llm, [*first, common])
+    tests.append(chi_squared(np.bincount(behind, minlength=VOCABULARY), len(behind) * p))
+    assert min(tests) > ERROR_RATE / 2
+
+
+def test_logprobs_are_the_policys_for_drafted_tokens_too(llm, proposer):
+    cached = good_drafts(llm)
+    made = made_with(llm, DictCache(rollouts(cached)))
+    outputs, tokens = sample(made, 32, 12)
+    decoded, steps = made.metrics.decoded_tokens, made.metrics.tree_steps
+    assert 0 < made.metrics.tree_accepted_tokens <= made.metrics.tree_drafted_tokens
+    # Each step of a row yields a token and what is accepted; the last one is not drafted behind.
+    assert decoded - 32 <= steps + made.metrics.tree_accepted_tokens <= decoded
+    for output, response in zip(outputs, tokens, strict=True):
+        (again,) = llm.generate(
+            {"prompt_token_ids": PROMPT + response},
+            SamplingParams(max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False),
+            use_tqdm=False,
+        )
+        expected = np.asarray(again.prompt_logprobs.logprobs)[-len(response) :]
+        reported = np.asarray(output.outputs[0].logprobs.logprobs)
+        assert reported.shape == expected.shape
+        assert np.allclose(reported, expected, atol=1e-4)
+
+
+def test_budgets_stop_tokens_and_the_models_limit_hold_inside_a_draft(llm, proposer):
+    long = [5, 6, 7, 8] * 50
+    cache = DictCache(rollouts([long] * 4))
+    for budget in (1, 2, 5, 7):
+        _, tokens = sample(made_with(llm, cache), 8, budget)
+        assert [len(t) for t in tokens] == [budget] * 8
+    room = 192 - len(PROMPT)
+    _, tokens = sample(made_with(llm, cache), 4, room)
+    assert [len(t) for t in tokens] == [room] * 4
+    # A response ends at its first stop token although a draft goes on behind it.
+    greedy_path = [list(o) for o in sample(made_with(llm, cache), 64, 40, ignore_eos=False)[1]]
+    ended = [t for t in greedy_path if EOS in t]
+    assert ended and all(t.index(EOS) == len(t) - 1 for t in ended)
+
+
+def test_the_same_seeds_and_trees_give_the_same_rollouts(llm, proposer):
+    cache = rollouts(good_drafts(llm))
+    runs = []
+    for _ in range(2):
+        proposer.__init__(llm.llm_engine.vllm_config)
+        runs.append(sample(made_with(llm, DictCache(cache)), 24, 10)[1])
+    assert runs[0] == runs[1]
+
+
+def test_greedy_requests_and_those_of_others_are_not_drafted_for(llm, proposer):
+    made = made_with(llm, DictCache(rollouts(good_drafts(llm))))
+    made.generate([PROMPT] * 4, params(5, temperature=0.0), use_tqdm=False)
+    llm.generate({"prompt_token_ids": PROMPT}, params(5), use_tqdm=False)
+    assert proposer.counts.steps == 0
+
+
+def test_callers_extra_args_stay(llm, proposer):
+    made = made_with(llm, DictCache())
+    mine = params(3, extra_args={"mine": 1})
+    made.generate([PROMPT], mine, use_tqdm=False)
+    assert mine.extra_args == {"mine": 1}
+    [row] = proposer._rows.values()
+    assert row is not None and EXTRA_ARG not in mine.extra_args
+
+
+def test_a_cache_that_fails_costs_no_rollout(llm, proposer):
+    class Broken(DictCache):
+        def get(self, keys):
+            raise OSError("gone")
+
+    made = made_with(llm, Broken())
+    _, tokens = sample(made, 8, 4)
+    assert [len(t) for t in tokens] == [4] * 8
+    assert made.metrics.cache_errors == 1
+
+
+def test_an_engine_without_the_proposer_is_refused_in_one_line(engine):
+    with pytest.raises(ConfigError, match="built without the tree proposer"):
+        SpeculativeLLM(engine, DictCache(), CONFIG)
+
+
+def test_vllm_still_needs_its_rejection_sampler_mended_on_a_cpu(llm):
+    """When this fails, vLLM has mended it, and ``mend_cpu_rejection_sampler`` can go."""
+    values = torch.tensor([1.0, 0.5, 2.0])
+    cumulative = torch.tensor([2, 5, 6], dtype=torch.int32)
+    expected = [1.0, 1.0, 0.5, 0.5, 0.5, 2.0]
+    assert compat.expanded_to_tokens.replaced(values, cumulative, 6).tolist() != expected
+    assert rejection_sampler.expand_batch_to_tokens is compat.expanded_to_tokens
+    assert compat.expanded_to_tokens(values, cumulative, 6).tolist() == expected
+    replaced = compat.expanded_to_tokens(torch.tensor([0, 3]), torch.tensor([1, 3]), 3, 0, 1)
+    assert replaced.tolist() == [1, 3, 3]

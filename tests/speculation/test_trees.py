@@ -1,0 +1,220 @@
+"""The draft trees: the native index against a plain reference, and what bounds them."""
+
+from array import array
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_specrl.speculation._suffix import SuffixIndex
+from nemo_specrl.speculation.trees import RESPONSES_KEPT, DraftTrees, response_id
+
+ORDERS = (16, 8, 4, 2, 1)
+MAX_MATCH, MAX_POSITIONS, MAX_CHAIN = 48, 32, 96
+START = -1
+
+
+class Reference:
+    """What ``_suffix.c`` computes, by search through the responses as they are."""
+
+    def __init__(self):
+        self.responses = []
+        self.order = []  # response and offset of each token, in the order of arrival
+
+    def start(self):
+        self.responses.append([START])
+        self.order.append((len(self.responses) - 1, 0))
+        return len(self.responses) - 1
+
+    def extend(self, response, tokens):
+        for token in tokens:
+            self.responses[response].append(token)
+            self.order.append((response, len(self.responses[response]) - 1))
+
+    def match(self, a, b):
+        n = 0
+        while n < min(MAX_MATCH, len(a), len(b)) and a[-1 - n] == b[-1 - n]:
+            n += 1
+        return n
+
+    def voters(self, context):
+        for order in ORDERS:
+            if len(context) < order:
+                continue
+            found, looked = [], 0
+            for response, offset in reversed(self.order):
+                tokens = self.responses[response]
+                before = tokens[: offset + 1]
+                if before[-order:] != context[-order:] or len(before) < order:
+                    continue
+                looked += 1
+                if looked > MAX_CHAIN or len(found) == MAX_POSITIONS:
+                    break
+                if offset + 1 < len(tokens):
+                    found.append((response, offset, self.match(before, context)))
+            if found:
+                return found
+        return []
+
+    def draft(self, response, most, least, prior):
+        voters = self.voters(self.responses[response])
+        longest = max((n for *_, n in voters), default=0)
+        voters = [(r, o, float(n * n)) for r, o, n in voters]
+        tokens, probabilities, path = [], [], 1.0
+        while len(tokens) < most and voters:
+            votes = defaultdict(float)
+            for r, o, weight in voters:
+                votes[self.responses[r][o + 1]] += weight
+            best = max(votes, key=votes.get)  # of equals the first
+            path *= votes[best] / (sum(votes.values()) + prior)
+            if path < least:
+                break
+            tokens.append(best)
+            probabilities.append(path)
+            voters = [
+                (r, o + 1, w)
+                for r, o, w in voters
+                if self.responses[r][o + 1] == best and o + 2 < len(self.responses[r])
+            ]
+        return tokens, probabilities, longest
+
+
+def drafted(index, *args):
+    tokens, probabilities, longest = index.draft(*args)
+    return np.frombuffer(tokens, np.int32).tolist(), np.frombuffer(probabilities, "f4"), longest
+
+
+pieces = st.lists(
+    st.tuples(st.integers(0, 4), st.lists(st.integers(0, 3), max_size=20)), max_size=30
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(pieces, st.sampled_from([0.0, 0.2]), st.sampled_from([0.0, 0.5]))
+def test_drafts_are_those_of_the_reference(pieces, least, prior):
+    index, reference = SuffixIndex(), Reference()
+    for _ in range(5):
+        assert index.start() == reference.start()
+    for response, tokens in pieces:
+        index.extend(response, array("i", tokens))
+        reference.extend(response, tokens)
+    assert index.tokens == sum(len(tokens) for _, tokens in pieces)
+    for response in range(5):
+        tokens, probabilities, longest = drafted(index, response, 24, least, prior)
+        expected, path, expected_longest = reference.draft(response, 24, least, prior)
+        assert (tokens, longest) == (expected, expected_longest)
+        assert np.allclose(probabilities, path, rtol=1e-5)
+
+
+def test_a_response_that_came_before_is_drafted_to_its_end():
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 150_000, 500).astype(np.int32)
+    index = SuffixIndex()
+    index.extend(index.start(), tokens)
+    row = index.start()
+    assert drafted(index, row, 24, 0.0, 0.0)[0] == tokens[:24].tolist()
+    index.extend(row, tokens[:490])
+    assert drafted(index, row, 24, 0.0, 0.0)[0] == tokens[490:].tolist()
+    index.extend(row, tokens[490:])
+    assert drafted(index, row, 24, 0.0, 0.0)[0] == []
+
+
+def test_memory_is_counted_and_stays_below_160_bytes_a_token():
+    rng = np.random.default_rng(0)
+    index = SuffixIndex()
+    empty = index.nbytes
+    for _ in range(8):
+        index.extend(index.start(), rng.integers(0, 150_000, 4096).astype(np.int32))
+    assert empty < 8192
+    assert 12 * index.tokens < index.nbytes < 160 * index.tokens
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda index: index.extend(1, array("i", [1])), IndexError),
+        (lambda index: index.draft(1, 4, 0.0, 0.0), IndexError),
+        (lambda index: index.draft(0, -1, 0.0, 0.0), ValueError),
+        (lambda index: index.draft(0, 2**20, 0.0, 0.0), ValueError),
+        (lambda index: index.extend(0, b"123"), ValueError),
+        (lambda index: index.extend(0, [1, 2]), TypeError),
+        (lambda index: index.extend(-1, array("i", [1])), (IndexError, OverflowError)),
+        (lambda index: SuffixIndex(3), TypeError),
+    ],
+)
+def test_what_an_index_cannot_do_is_an_error_and_changes_nothing(call, error):
+    index = SuffixIndex()
+    index.start()
+    with pytest.raises(error):
+        call(index)
+    assert index.tokens == 0
+
+
+KEY, OTHER = b"k" * 16, b"o" * 16
+
+
+def history(*responses, version=0):
+    return [
+        (response_id(i, version), array("i", tokens).tobytes())
+        for i, tokens in enumerate(responses)
+    ]
+
+
+def test_a_row_drafts_from_the_history_of_its_prompt_alone():
+    trees = DraftTrees(2**20)
+    row = trees.open(KEY, response_id(0, 1), history([5, 6, 7, 8], [5, 6, 7, 9]))
+    other = trees.open(OTHER, response_id(0, 1), [])
+    assert row.draft(3) == [5, 6, 7]
+    assert other.draft(3) == []
+    assert row.draft(0) == []
+
+
+def test_a_row_drafts_from_its_siblings_while_they_run():
+    trees = DraftTrees(2**20)
+    first, second = (trees.open(KEY, response_id(i, 1), []) for i in range(2))
+    first.extend([3, 4, 5, 6])
+    assert second.draft(2) == [3, 4]
+    second.extend([3, 4])
+    first.extend([7])
+    assert second.draft(4) == [5, 6, 7]
+
+
+def test_a_response_is_indexed_once_whether_it_was_watched_or_comes_from_the_cache():
+    trees = DraftTrees(2**20)
+    row = trees.open(KEY, response_id(0, 0), [])
+    row.extend([1, 2, 3])
+    before = trees.nbytes
+    index = trees._trees[KEY].index
+    trees.open(KEY, response_id(0, 1), history([1, 2, 3]))
+    trees.open(KEY, response_id(1, 1), history([1, 2, 3]))
+    assert index.tokens == 3
+    assert trees.nbytes == before
+
+
+def test_the_trees_unused_for_longest_are_dropped_and_rows_of_theirs_go_on():
+    trees = DraftTrees(200_000)
+    rng = np.random.default_rng(1)
+    keys = [bytes([i]) * 16 for i in range(40)]
+    rows = []
+    for key in keys:
+        tokens = rng.integers(0, 1000, 500).astype(np.int32)
+        rows.append((trees.open(key, response_id(0, 1), [(0, tokens.tobytes())]), tokens))
+    kept = list(trees._trees)
+    assert 1 < len(kept) < 20
+    assert kept == keys[-len(kept) :]
+    # The bound is kept when a tree is opened: the newest one comes on top of it.
+    assert trees.nbytes < 200_000 + 2 * 60_000
+    for row, tokens in rows:
+        row.extend(tokens[:4].tolist())
+        assert row.draft(8) == tokens[4:12].tolist()
+
+
+def test_a_tree_that_has_grown_far_beyond_its_history_is_made_anew():
+    trees = DraftTrees(2**20)
+    for version in range(RESPONSES_KEPT + 2):
+        row = trees.open(KEY, response_id(0, version), history([1, 2], version=version - 1))
+        row.extend([1, 2])
+    assert len(trees._trees[KEY].responses) <= RESPONSES_KEPT + 2
+    assert row.length == 2
