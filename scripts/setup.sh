@@ -68,9 +68,13 @@ find_python() {
     die "no Python 3.11, 3.12 or 3.13 with the venv module (on Debian: apt-get install python3.11-venv)"
 }
 
+# The one compiled part: an editable install leaves its library beside it, for any Python.
+native=nemo_specrl/speculation/_suffix.c
+built=${native%.c}.abi3.so
+
 # The contents of the two stamps. The folder is in one because the scripts in .venv/bin name it.
 stack_state() { { echo "$PWD" && cat "$lock" scripts/setup.sh; } | sha256sum; }
-project_state() { sha256sum <pyproject.toml; }
+project_state() { cat pyproject.toml "$native" | sha256sum; }
 same() { [[ -f $1 && $(<"$1") == "$2" ]]; }
 
 # The Python of .venv still runs, and is the one asked for.
@@ -136,7 +140,8 @@ if ! same "$venv/.stack" "$stack" || ! same_python; then
     install_stack
     echo "$stack" >"$venv/.stack"
 fi
-if ! same "$venv/.project" "$project"; then
+if ! same "$venv/.project" "$project" || [[ ! -f $built || $native -nt $built ]]; then
+    command -v cc >/dev/null || die "no C compiler (on Debian: apt-get install gcc python3-dev)"
     uv --no-deps --no-build-isolation --editable . || pip --no-deps --no-build-isolation --editable . ||
         failed nemo_specrl
     echo "$project" >"$venv/.project"

@@ -9,6 +9,7 @@ interface alone.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import logging
 import os
 import re
@@ -30,6 +31,7 @@ __all__ = [
     "Detokenizer",
     "RefitExtension",
     "bind_proposer",
+    "check_custom_proposers",
     "check_version",
     "cpu_thread_binding",
     "eos_token_ids",
@@ -336,6 +338,19 @@ def refit(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     llm.collective_rpc("specrl_refit", args=(iter(weights),))
     if not llm.reset_prefix_cache():
         raise ConfigError("refit: requests are still running; let them end or abort them first")
+
+
+def check_custom_proposers() -> None:
+    """Check that this vLLM takes proposers that it does not know (``method: custom_class``).
+
+    Raises:
+        IncompatibleVersion: it does not; 0.20 does not, 0.25.1 does.
+    """
+    if importlib.util.find_spec("vllm.v1.spec_decode.custom_class_proposer") is None:
+        raise IncompatibleVersion(
+            f"spec_rl.tree.enabled = true: vLLM {check_version()} has no custom proposers (0.25.1 "
+            "has); set it to false, or preset: faithful"
+        )
 
 
 def bind_proposer(proposer: type[Any]) -> None:

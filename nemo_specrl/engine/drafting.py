@@ -7,13 +7,16 @@ prompt and batch, and the options are made with which an engine has to be built.
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from nemo_specrl.config import SpecRLConfig
+from nemo_specrl.engine.compat import check_custom_proposers
 from nemo_specrl.engine.requests import TREE_PROPOSER, Request
+from nemo_specrl.errors import IncompatibleVersion
 from nemo_specrl.rollout import Rollout
-from nemo_specrl.speculation.trees import response_id
+from nemo_specrl.speculation.drafts import response_id
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -25,9 +28,21 @@ EXTRA_ARG = "spec_rl"
 
 
 def engine_options(config: SpecRLConfig) -> dict[str, Any]:
-    """Arguments of ``vllm.LLM`` that an engine for this configuration needs; none without trees."""
+    """Arguments of ``vllm.LLM`` that an engine for this configuration needs; none without trees.
+
+    Raises:
+        IncompatibleVersion: this vLLM has no custom proposers, or the package was not compiled.
+    """
     if not (config.enabled and config.tree.enabled):
         return {}
+    check_custom_proposers()
+    try:
+        importlib.import_module("nemo_specrl.speculation._suffix")
+    except ImportError as error:
+        raise IncompatibleVersion(
+            f"spec_rl.tree.enabled = true: the compiled part of nemo_specrl is missing ({error}); "
+            "install a wheel (pip wheel --no-deps .), or set it to false"
+        ) from None
     return {
         "speculative_config": {
             "method": "custom_class",

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from nemo_specrl.engine.assembly import request_outputs
 from nemo_specrl.engine.base import RolloutCache, Speculation
 from nemo_specrl.engine.metrics import EngineMetrics
-from nemo_specrl.engine.proposer import take_counts
 from nemo_specrl.engine.requests import Request, build_requests
 from nemo_specrl.engine.sampling import Ending
 from nemo_specrl.engine.verification import verification_params
@@ -227,6 +226,8 @@ class SpeculativeLLM(Speculation):
 
     def _count_tree_drafts(self) -> None:
         """Add what the proposer did, where its process can be asked."""
+        from nemo_specrl.engine.proposer import take_counts
+
         try:
             counts = self.llm.collective_rpc(take_counts)[0]
         except Exception as error:  # vLLM sends functions to other processes only where it may

@@ -15,7 +15,7 @@ from typing import Generic, NamedTuple, TypeVar
 from nemo_specrl.rollout import Finish, Outline, Rollout
 from nemo_specrl.speculation.acceptance import row_uniform
 
-__all__ = ["Choice", "Row", "assign_sample_indices", "is_fresh", "select_drafts"]
+__all__ = ["Choice", "Row", "assign_sample_indices", "is_fresh", "response_id", "select_drafts"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,11 @@ def assign_sample_indices(keys: Sequence[bytes]) -> list[int]:
         sample_indices.append(seen[key])
         seen[key] += 1
     return sample_indices
+
+
+def response_id(sample_index: int, policy_version: int) -> int:
+    """A number that identifies a response among those of its prompt, ``0 .. 2**63 - 1``."""
+    return (policy_version << 16 | sample_index) & (2**63 - 1)
 
 
 Draft = TypeVar("Draft", Rollout, Outline)

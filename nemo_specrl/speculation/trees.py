@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 
 from nemo_specrl.speculation import _suffix
 
-__all__ = ["DraftTrees", "TreeRow", "response_id"]
+__all__ = ["DraftTrees", "TreeRow"]
 
 MIN_PROBABILITY = 0.2
 """A draft ends where its estimated chance of being accepted up to there falls below this."""
@@ -25,11 +25,6 @@ PRIOR = 0.5
 """Votes against every token, so that a context seen once is not taken for certain."""
 RESPONSES_KEPT = 8
 """A tree is made anew from the cache when it has this many times as many responses as that has."""
-
-
-def response_id(sample_index: int, policy_version: int) -> int:
-    """A number that identifies a response among those of its prompt, ``0 .. 2**63 - 1``."""
-    return (policy_version << 16 | sample_index) & (2**63 - 1)
 
 
 class PromptTree:
@@ -96,7 +91,7 @@ class DraftTrees:
 
         Args:
             key: of the prompt.
-            identity: of the row's response (:func:`response_id`).
+            identity: of the row's response (:func:`~nemo_specrl.speculation.drafts.response_id`).
             history: earlier responses as identity and int32 tokens, oldest first; those that the
                 tree has are passed over.
         """

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_specrl.speculation._suffix import SuffixIndex
-from nemo_specrl.speculation.trees import RESPONSES_KEPT, DraftTrees, response_id
+from nemo_specrl.speculation.drafts import response_id
+from nemo_specrl.speculation.trees import RESPONSES_KEPT, DraftTrees
 
 ORDERS = (16, 8, 4, 2, 1)
 MAX_MATCH, MAX_POSITIONS, MAX_CHAIN = 48, 32, 96
