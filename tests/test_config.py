@@ -44,7 +44,6 @@ def test_sizes_have_units(text, size):
         ({"lenience": "much"}, r"spec_rl\.lenience = 'much': must be a valid number"),
         ({"lenience": float("inf")}, r"spec_rl\.lenience = inf: must be a finite number"),
         ({"fresh_fraction": 1.5}, r"spec_rl\.fresh_fraction = 1\.5: must be less than or equal"),
-        ({"preset": "lossless"}, r"spec_rl\.preset = 'lossless': needs .*; set preset: faithful"),
         ({"preset": "safe"}, r"spec_rl\.preset = 'safe': must be 'lossless', 'faithful' or 'fast'"),
         ({"max_age": 0}, r"spec_rl\.max_age = 0: must be greater than or equal to 1"),
         ({"clip_anchor": "death"}, r"spec_rl\.clip_anchor = 'death': must be 'birth' or 'current'"),
@@ -52,7 +51,10 @@ def test_sizes_have_units(text, size):
         ({"cache": {"size": 1}}, r"spec_rl\.cache\.size: unknown key; known are dir, max_bytes"),
         ({"cache": {"max_bytes_per_node": "64 GB?"}}, r'a number of bytes, such as .*"64GiB"'),
         ({"cache": {"max_bytes_per_node": 5}}, r"max_bytes_per_node = 5: must be greater"),
-        ({"tree": {"enabled": True}}, r"spec_rl\.tree\.enabled = True: .*; set it to false"),
+        (
+            {"tree": {"max_draft_tokens": 129}},
+            r"max_draft_tokens = 129: must be less than or equal",
+        ),
         ({"run_ahead": {"enabled": True}}, r"run_ahead\.enabled = True: .*; set it to false"),
         ("yes", r"spec_rl: must be a mapping of keys, got 'yes'"),
         ({"lenience": -1, "max_age": -1}, r"\(and 1 more\)"),
@@ -99,8 +101,10 @@ def test_a_configuration_cannot_be_changed():
         SpecRLConfig().lenience = 2.0
 
 
-def test_an_error_of_keys_that_go_together_names_them_and_not_their_whole_block():
-    with pytest.raises(ConfigError) as raised:
-        validated(SpecRLConfig, {"tree": {"enabled": True, "max_draft_tokens": 7}}, "spec_rl")
-    assert str(raised.value).startswith("spec_rl.tree: tree drafting is not in this release")
-    assert "7" not in str(raised.value)
+def test_lossless_is_drafting_from_trees_without_prefix_reuse():
+    lossless = SpecRLConfig(preset="lossless")
+    assert lossless.tree.enabled and lossless.effective_fresh_fraction == 1
+    tuned = SpecRLConfig(preset="lossless", tree={"max_draft_tokens": 8})
+    assert tuned.tree.enabled and tuned.tree.max_draft_tokens == 8
+    assert not SpecRLConfig(preset="lossless", tree={"enabled": False}).tree.enabled
+    assert not SpecRLConfig(preset="faithful").tree.enabled

@@ -24,6 +24,7 @@ __all__ = [
     "SAMPLE_INDICES",
     "Run",
     "current_run",
+    "engine_arguments",
     "option",
     "setting_up",
 ]
@@ -98,6 +99,28 @@ class Run:
             checkpoint=_latest(folder) if checkpointing["enabled"] else None,
             tokenizer_id=str(master_config.policy["tokenizer"]["name"]),
         )
+
+
+def engine_arguments(arguments: dict[str, Any], block: Any) -> dict[str, Any]:
+    """Add what lossless drafting needs to the arguments of a vLLM engine.
+
+    NeMo-RL's own ``vllm_kwargs.speculative_config`` stays empty: where it is set, NeMo-RL shortens
+    responses near the model's limit, for drafters that read beyond it (vllm_worker.py,
+    ``_spec_decode_max_tokens``). This one does not.
+
+    Args:
+        arguments: as NeMo-RL has made them.
+        block: the recipe's ``spec_rl:`` block.
+
+    Raises:
+        IncompatibleVersion: this vLLM has no custom proposers, or the package was not compiled.
+    """
+    from nemo_specrl.engine.drafting import engine_options
+
+    options = engine_options(validated(SpecRLConfig, _plain(block), BLOCK))
+    if options:
+        options["additional_config"] |= arguments.get("additional_config") or {}
+    return {**arguments, **options}
 
 
 def current_run() -> Run | None:

@@ -16,7 +16,7 @@ from nemo_specrl.cache.cluster.driver import ClusterCache
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.speculative import SpeculativeLLM
 from nemo_specrl.integrations.nemo_rl.records import Record, RecordLog, SequenceKey
-from nemo_specrl.integrations.nemo_rl.run import PROMPT_KEYS, SAMPLE_INDICES, Run
+from nemo_specrl.integrations.nemo_rl.run import PROMPT_KEYS, SAMPLE_INDICES, Run, engine_arguments
 
 __all__ = ["SpecVllmGenerationWorker", "SpecVllmGenerationWorkerImpl"]
 
@@ -28,6 +28,10 @@ class SpecVllmGenerationWorkerImpl(VllmGenerationWorkerImpl):
     _speculative: SpeculativeLLM | None = None
     _records: RecordLog | None = None
     _paused = False
+
+    def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
+        """Create the engine, with the tree proposer where the recipe asks for it."""
+        super()._create_engine(engine_arguments(llm_kwargs, self.cfg["spec_rl"]))
 
     def spec_rl_attach(self, cache: ClusterCache, run: Run, policy_version: int) -> str:
         """Start drafting from ``cache``; called once, after the engine has started.
