@@ -2,7 +2,8 @@
 
     .venv/bin/python benchmarks/fidelity.py --out results/fidelity --list
     .venv/bin/python benchmarks/fidelity.py --out results/fidelity --grid presets --jobs 2
-    .venv/bin/python benchmarks/fidelity.py --out results/fidelity --report benchmarks/results/fidelity
+    .venv/bin/python benchmarks/fidelity.py --out results/fidelity \\
+        --report benchmarks/results/fidelity
 
 Each run is a ``nemo-specrl train`` in DIR/SETTING/VARIANT/SEED, which goes on from its checkpoint
 when it is started again; runs that are done are not repeated, so that a grid may be made in pieces
