@@ -1,8 +1,8 @@
-"""Does reuse learn what plain training learns? Variants and seeds on the embedded trainer.
+r"""Does reuse learn what plain training learns? Variants and seeds on the embedded trainer.
 
     .venv/bin/python benchmarks/fidelity.py --out results/fidelity --list
     .venv/bin/python benchmarks/fidelity.py --out results/fidelity --grid presets --jobs 2
-    .venv/bin/python benchmarks/fidelity.py --out results/fidelity \\
+    .venv/bin/python benchmarks/fidelity.py --out results/fidelity \
         --report benchmarks/results/fidelity
 
 Each run is a ``nemo-specrl train`` in DIR/SETTING/VARIANT/SEED, which goes on from its checkpoint
