@@ -1,6 +1,6 @@
 """Speed of one rollout store, beside the raw speed of the machine's disk and memory.
 
-    .venv/bin/python benchmarks/cache.py --dir /raid/somewhere --json docs/cache.json
+    .venv/bin/python benchmarks/cache.py --dir /raid/somewhere --json benchmarks/results/cache.json
 
 MB are 10^6 bytes of encoded records: what is counted is what a store keeps of a rollout, without
 LMDB's pages around it. Each figure is the median of several runs; the seconds of the processor

@@ -1,13 +1,14 @@
-"""Does reuse learn what plain training learns? Variants and seeds on the embedded trainer.
+r"""Does reuse learn what plain training learns? Variants and seeds on the embedded trainer.
 
     .venv/bin/python benchmarks/fidelity.py --out results/fidelity --list
     .venv/bin/python benchmarks/fidelity.py --out results/fidelity --grid presets --jobs 2
-    .venv/bin/python benchmarks/fidelity.py --out results/fidelity --report docs/fidelity
+    .venv/bin/python benchmarks/fidelity.py --out results/fidelity \
+        --report benchmarks/results/fidelity
 
 Each run is a ``nemo-specrl train`` in DIR/SETTING/VARIANT/SEED, which goes on from its checkpoint
 when it is started again; runs that are done are not repeated, so that a grid may be made in pieces
 and in any order. ``--report`` reads what is there: data (``.json``), pictures (``-SETTING.png``),
-and tables for docs/fidelity.md. Of ``--jobs`` runs side by side, each has cores of its own.
+and tables for docs/laboratory.md. Of ``--jobs`` runs side by side, each has cores of its own.
 """
 
 from __future__ import annotations

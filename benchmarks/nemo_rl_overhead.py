@@ -1,7 +1,7 @@
 r"""Rollout seconds of NeMo-RL's own GRPO job on a CPU, with ``spec_rl.enabled`` false and true.
 
     NEMO_RL_HOME=DIR .venv-nemo-0.25.1/bin/python -m benchmarks.nemo_rl_overhead \
-        --json docs/nemo_rl_overhead.json
+        --json benchmarks/results/nemo_rl_overhead.json
 
 Runs the job of tests/nemo_rl (NeMo-RL's real ``setup`` and trainer, two vLLM engines) with the
 plug-in registered, alternately with speculation off and on, and compares what NeMo-RL logs as

@@ -1,7 +1,7 @@
-"""Fast rollouts for reinforcement learning of language models on NVIDIA's stack.
+"""Faster rollouts for reinforcement learning of language models with NeMo-RL and vLLM.
 
-Everything public is here; ``SpeculativeLLM`` and ``RolloutStore`` load what they need (vLLM, LMDB)
-when they are first asked for, so that the rest works on a light install.
+This module has the public names. ``SpeculativeLLM`` and ``RolloutStore`` import vLLM and LMDB when
+they are first used, so that everything else works where neither is installed.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    """Import ``RolloutStore`` or ``SpeculativeLLM`` at its first use."""
     if name == "RolloutStore":
         from nemo_specrl.cache import RolloutStore
 

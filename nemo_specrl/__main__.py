@@ -1,4 +1,4 @@
-"""``python -m nemo_specrl``: the command line."""
+"""Run the command line as ``python -m nemo_specrl``."""
 
 from nemo_specrl.cli import main
 

@@ -1,0 +1,73 @@
+"""The pages: their links lead somewhere, what they name exists, and the user's page stays short."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+PAGES = sorted(
+    REPOSITORY / name
+    for name in subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+)
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+NAMED = re.compile(
+    r"(?<![\w/.-])(?:examples|benchmarks|scripts|slurm|docker|tests|nemo_specrl|requirements)"
+    r"/[\w./-]*\w\.(?:py|yaml|yml|json|sh|sub|lock|in|png)\b"
+)
+
+
+def identifier(page: Path) -> str:
+    return str(page.relative_to(REPOSITORY))
+
+
+def anchors(page: Path) -> set[str]:
+    """Those that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=identifier)
+def test_links_lead_somewhere(page):
+    broken = []
+    for link in LINK.findall(page.read_text()):
+        if re.match(r"[a-z]+:", link):
+            continue  # the web
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert not broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=identifier)
+def test_files_that_a_page_names_exist(page):
+    named = set(NAMED.findall(page.read_text()))
+    assert not [
+        name
+        for name in named
+        # NeMo-RL's own scripts and recipes are in its checkout.
+        if not (REPOSITORY / name).exists() and not name.startswith("examples/run_")
+    ]
+
+
+def test_every_page_is_in_the_index():
+    index = REPOSITORY / "docs/README.md"
+    linked = {
+        (index.parent / link.partition("#")[0]).resolve()
+        for link in LINK.findall(index.read_text())
+    }
+    assert {page for page in PAGES if page.parent == index.parent} - {index} <= linked
+
+
+def test_the_users_page_on_fidelity_is_short():
+    assert len((REPOSITORY / "docs/fidelity.md").read_text().split()) < 900
