@@ -1,1 +1,1 @@
-"""Inside vLLM: verification of drafts and continuation from them. Knows nothing of NeMo-RL."""
+"""Speculation with vLLM: verification of drafts and continuation from accepted prefixes."""

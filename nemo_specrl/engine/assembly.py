@@ -117,9 +117,9 @@ def build_completion(
     """
     assert request.logprobs is not None and ending.finish is not None
     policy = sampled_values(request.logprobs)
-    rollout = request.replayed or build_rollout(
-        request, policy, ending.finish, policy_version, fingerprint
-    )
+    rollout = request.replayed
+    if rollout is None:
+        rollout = build_rollout(request, policy, ending.finish, policy_version, fingerprint)
     carried = policy
     draft, accepted = request.draft, request.accepted
     completion = output.outputs[0]
