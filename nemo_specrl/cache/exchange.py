@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from nemo_specrl.cache.files import as_cache_errors, replacing
+from nemo_specrl.cache.files import FOLDER_MODE, as_cache_errors, replacing
 from nemo_specrl.errors import ForeignStore, InvalidRollout, StoreUnavailable
 from nemo_specrl.rollout import KEY_BYTES, Finish, Rollout
 
@@ -61,7 +61,7 @@ def write_export(folder: Path, rollouts: Iterable[Rollout], tokenizer_id: str) -
     from safetensors.numpy import save
 
     with as_cache_errors("write the export", folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
         if next(folder.glob(EXPORTS), None) is not None:
             raise StoreUnavailable(f"{folder} has an export; name another folder")
         count = 0
