@@ -39,7 +39,7 @@ def inspect(
         int, typer.Option(min=1, max=65536, help="Partitions to count, for a store.")
     ] = 64,
 ) -> None:
-    """What is in a cache: prompts, rollouts, tokens, bytes, versions, ages."""
+    """Count what is in a cache: prompts, rollouts, tokens, bytes, versions, ages."""
     from nemo_specrl.cache.inspection import opened, summary
 
     with opened(path) as source:
@@ -79,7 +79,7 @@ def _versions(versions: dict[int, int], beside: int | None) -> str:
 
 @app.command(epilog="Example: nemo-specrl cache verify /raid/specrl")
 def verify(path: PathArgument) -> None:
-    """Every checksum of a cache. Exit code 1 where something is damaged, which is named."""
+    """Check every checksum of a cache. Exit code 1 if something is damaged, which is named."""
     from nemo_specrl.cache.inspection import opened
 
     damaged, sound = [], 0
@@ -154,7 +154,7 @@ def import_(
     from nemo_specrl.cache import RolloutStore
     from nemo_specrl.cache.exchange import as_of_another_run
     from nemo_specrl.cache.inspection import opened
-    from nemo_specrl.cache.tables import DATA_FILE, reading_file
+    from nemo_specrl.cache.layout import DATA_FILE, reading_file
 
     _needs_safetensors()
     cap = validated(_Cap, {"max_bytes": max_bytes}).max_bytes

@@ -1,4 +1,4 @@
-"""A rollout and the key of its prompt: the words that every other layer speaks.
+"""A rollout and the key of its prompt, which every other layer uses.
 
 Numpy and xxhash only. What is done with rollouts (drafting, storing, decoding) lives elsewhere.
 """
@@ -43,17 +43,17 @@ class Finish(enum.IntEnum):
     """How a rollout ended. Recorded when it ends, never inferred from padding."""
 
     STOP = 1
-    """By an end-of-sequence or stop token, which is its last token."""
+    """Ended by an end-of-sequence or stop token, which is its last token."""
     STOP_STRING = 2
-    """By a stop string, which its last token completes."""
+    """Ended by a stop string, which its last token completes."""
     LENGTH = 3
-    """At the token budget or the model's length limit."""
+    """Cut off at the token budget or the model's length limit."""
     PARTIAL = 4
-    """Not at all: it was stored before it ended."""
+    """Has not ended: it was stored while it was being decoded."""
 
 
 def prompt_key(token_ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> bytes:
-    """The 16-byte key of a prompt: the same in every process, on every machine, in every release.
+    """Return the 16-byte key of a prompt, equal in every process, machine and release.
 
     It is the xxh3-128 hash of the tokens as little-endian int32, so that two prompts with the
     same text but other tokens are two prompts.
@@ -79,7 +79,7 @@ def prompt_key(token_ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> bytes
 
 @dataclass(frozen=True)
 class Outline:
-    """What says whether a rollout is drafted and how long it is, without its arrays."""
+    """The part of a rollout that decides whether it is drafted, and its length: no arrays."""
 
     sample_index: int
     finish: Finish
@@ -200,12 +200,12 @@ class Rollout:
 
     @property
     def reused(self) -> npt.NDArray[np.bool_]:
-        """Which tokens an earlier policy sampled than the one that judged them last, ``[n]``."""
+        """Mask of the tokens that a policy before ``policy_version`` sampled, bool ``[n]``."""
         return self.birth_versions < self.policy_version
 
     @property
     def outline(self) -> Outline:
-        """Its :class:`Outline`."""
+        """The rollout without its arrays."""
         return Outline(
             self.sample_index, self.finish, self.policy_version, self.occurrence, len(self)
         )
@@ -223,7 +223,7 @@ class Rollout:
     __hash__ = None  # type: ignore[assignment]  # arrays can change; a rollout is no key
 
     def prefix(self, length: int) -> Rollout:
-        """The first ``length`` tokens, as a rollout that was cut off there (PARTIAL if shorter)."""
+        """Return the first ``length`` tokens as a rollout, PARTIAL if any were cut off."""
         if length >= len(self):
             return self
         return Rollout(

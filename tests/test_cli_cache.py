@@ -8,28 +8,19 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from nemo_specrl import Finish, Rollout, RolloutStore, prompt_key
-from nemo_specrl.cache.codec import STEP
+from nemo_specrl import Finish, RolloutStore, prompt_key
+from nemo_specrl.cache.inspection import opened
 from nemo_specrl.cache.snapshot import Manifest, write_manifest, write_partition
 from nemo_specrl.cli import main
+from nemo_specrl.errors import CacheError, StoreInUse
+from tests import factories
 
 MIB = 2**20
 
 
-def rollout(prompt, version, sample_index=0, n=20, finish=Finish.STOP):
-    rng = np.random.default_rng([prompt, version, sample_index, n])
-    return Rollout(
-        prompt_key([prompt]),
-        sample_index,
-        rng.integers(0, 60000, n),
-        rng.integers(-5000, 1, n) * STEP,
-        finish,
-        version,
-        rng.integers(-5000, 1, n) * STEP,
-        np.full(n, version // 2),
-        occurrence=version,
-        fingerprint=9,
-    )
+def rollout(prompt, version, sample_index=0, n=20, **fields):
+    births = {"birth_versions": np.full(n, version // 2), "occurrence": version, "fingerprint": 9}
+    return factories.rollout(prompt, version, sample_index, n, **(births | fields))
 
 
 def made(folder, tokenizer="tok", prompts=30, **options):
@@ -191,3 +182,30 @@ def test_bad_input_is_one_line_and_code_2(tmp_path, cache):
 @pytest.mark.parametrize("command", ["inspect", "verify", "export", "import"])
 def test_help_shows_an_example(command, cache):
     assert f"Example: nemo-specrl cache {command} " in cache(command, "--help")
+
+
+def test_a_run_may_open_a_store_that_is_being_looked_at(tmp_path):
+    path = made(tmp_path / "store")
+    meanwhile = "was opened by a process while it was read"
+    with pytest.raises(StoreInUse, match=meanwhile), opened(path) as source:
+        next(source.rollouts)
+        with RolloutStore(path, max_bytes=8 * MIB, tokenizer_id="tok") as store:
+            store.put([rollout(1, 9)])
+        list(source.rollouts)
+    with opened(path) as source:  # which changes nothing itself
+        assert sum(not isinstance(r, CacheError) for r in source.rollouts) == 60
+
+
+def test_damage_that_would_end_a_process_is_one_line(tmp_path, cache):
+    """The size of a value in every leaf page: LMDB would read far outside the file."""
+    path = made(tmp_path / "store")
+    data = bytearray((path / "data.mdb").read_bytes())
+    for page in range(2 * 4096, len(data), 4096):
+        if data[page + 10] == 2:
+            node = page + int.from_bytes(data[page + 16 : page + 18], "little")
+            data[node + 3] ^= 0x40
+    (path / "data.mdb").write_bytes(data)
+    for command in (("inspect", path), ("export", path, tmp_path / "out")):
+        assert "cannot read" in cache(*command, code=2)
+    assert "damaged: cannot read" in cache("verify", path, code=1)
+    assert "cannot read" in cache("import", path, tmp_path / "new", code=2)

@@ -61,7 +61,7 @@ T = TypeVar("T")
 def encode_all(
     rollouts: Sequence[Rollout], db_keys: Sequence[bytes], *, exact: bool = False
 ) -> list[bytes]:
-    """The records of rollouts that are stored under ``db_keys``.
+    """Encode rollouts as the records that are stored under ``db_keys``.
 
     Args:
         rollouts: with ``n`` tokens a record has 49 bytes, 4 per token (5 where a token id is above
@@ -92,7 +92,7 @@ def encode_all(
 
 
 def _columns(rollouts: Sequence[Rollout], exact: bool) -> list[tuple[BytesLike, ...]]:
-    """What the records of rollouts consist of, up to their checksums."""
+    """Encode rollouts, each as the parts of its record without the checksum."""
     if not rollouts:
         return []
     lengths = np.array([len(rollout.tokens) for rollout in rollouts])
@@ -170,7 +170,7 @@ def _floats(columns: list[npt.NDArray[np.float32]]) -> memoryview:
 
 
 def _steps(columns: list[npt.NDArray[np.float32]]) -> memoryview:
-    """Log-probs as whole numbers of ``STEP``."""
+    """Encode log-probs as whole numbers of ``STEP``."""
     values = np.concatenate(columns)
     np.clip(values, np.float32(-0xFFFF * STEP), np.float32(0), out=values)
     np.multiply(values, np.float32(-1 / STEP), out=values)
@@ -181,7 +181,7 @@ def _steps(columns: list[npt.NDArray[np.float32]]) -> memoryview:
 def _runs(
     rollouts: Sequence[Rollout], starts: Array, total: int, ends: Array
 ) -> tuple[memoryview, memoryview, list[int]]:
-    """Lengths and values of the runs of equal birth versions, and the first run of each rollout.
+    """Return lengths and values of the runs of equal birth versions, and each rollout's first run.
 
     Args:
         rollouts: with ``total`` tokens together.
@@ -202,7 +202,7 @@ def _runs(
 
 
 class Header(NamedTuple):
-    """What stands in front of a record."""
+    """The fields at the beginning of a record."""
 
     finish: int
     flags: int
@@ -216,7 +216,7 @@ class Header(NamedTuple):
 
 
 class _Column(Generic[T]):
-    """As ``functools.cached_property``, whose lock, before Python 3.12, costs as much again."""
+    """A ``functools.cached_property`` without the lock, which costs as much again before 3.12."""
 
     def __init__(self, made: Callable[[Any], T]) -> None:
         self._made = made
@@ -241,7 +241,7 @@ class Recorded(Rollout):
 
     @_Column
     def tokens(self) -> npt.NDArray[np.int32]:
-        """As of :class:`Rollout`."""
+        """Token ids, int32 ``[n]``."""
         flags, n = self._flags, self._length
         low = np.frombuffer(self._record, "<u2", n, _HEADER.size)
         if flags & (TOKENS_24 | TOKENS_32):
@@ -257,17 +257,17 @@ class Recorded(Rollout):
 
     @_Column
     def logprobs(self) -> npt.NDArray[np.float32]:
-        """As of :class:`Rollout`."""
+        """Last log-prob of each token, nats, float32 ``[n]``."""
         return self._nats(0)
 
     @_Column
     def birth_logprobs(self) -> npt.NDArray[np.float32]:
-        """As of :class:`Rollout`."""
+        """Log-prob of each token under the policy that sampled it, nats, float32 ``[n]``."""
         return self._nats(1) if self._flags & OWN_BIRTH_LOGPROBS else self.logprobs
 
     @_Column
     def birth_versions(self) -> npt.NDArray[np.int64]:
-        """As of :class:`Rollout`."""
+        """Version of the policy that sampled each token, int64 ``[n]``."""
         if not self._runs:
             return _fixed(np.full(self._length, self.policy_version, np.int64))
         lengths, versions = _runs_of(self._record, self._runs)
@@ -280,7 +280,7 @@ class Recorded(Rollout):
 
     @property
     def exact(self) -> bool:
-        """Whether its log-probs are what they were, to the last bit."""
+        """Whether the record keeps every bit of the log-probs."""
         return bool(self._flags & EXACT)
 
     def __len__(self) -> int:
@@ -290,7 +290,7 @@ class Recorded(Rollout):
         return _recorded, (self.key, self._record)
 
     def _nats(self, column: int) -> npt.NDArray[np.float32]:
-        """Log-probs: the last ones (0) or those at birth (1)."""
+        """Decode log-probs: the last ones (0) or those at birth (1)."""
         flags, n = self._flags, self._length
         width = 4 if flags & EXACT else 2
         at = _HEADER.size + n * (_token_bytes(flags) + column * width)
@@ -311,7 +311,7 @@ def _token_bytes(flags: int) -> int:
 
 
 def _recorded(key: bytes, record: bytes, header: Header | None = None) -> Recorded:
-    """The rollout of a record that has been checked."""
+    """Make the rollout of a record that has been checked."""
     if header is None:
         header = Header._make(_HEADER.unpack_from(record)[1:])
     rollout: Recorded = object.__new__(Recorded)
@@ -333,7 +333,7 @@ def _recorded(key: bytes, record: bytes, header: Header | None = None) -> Record
 
 
 def packed(rollouts: Sequence[Rollout], incarnation: int | None = None) -> list[Recorded]:
-    """Encode rollouts that are about to be sent to a store, as the store would return them.
+    """Encode rollouts that are about to be sent to a store, as the store would return them: a quarter of the bytes.
 
     Args:
         rollouts: of any origin.
@@ -356,7 +356,7 @@ def _restamped(db_key: bytes, record: bytes, incarnation: int) -> bytes:
 
 
 def decode(db_key: bytes, record: bytes) -> Recorded:
-    """The rollout of a record found under ``db_key``, which is checked from end to end.
+    """Decode the record found under ``db_key``, after checking it from end to end.
 
     Raises:
         CorruptRecord: the record is damaged, cut off, of an unknown version, was stored under
@@ -382,7 +382,7 @@ def decode(db_key: bytes, record: bytes) -> Recorded:
 
 
 def _contradiction(record: bytes, header: Header) -> str:
-    """What is wrong with the columns of a record whose size is right."""
+    """Describe what is wrong with the columns of a record whose size is right; empty: nothing."""
     if header.runs:
         lengths, versions = _runs_of(record, header.runs)
         if sum(lengths) != header.tokens:
@@ -399,13 +399,13 @@ def _contradiction(record: bytes, header: Header) -> str:
 
 
 def _runs_of(record: bytes, runs: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Lengths and values of the runs of equal birth versions."""
+    """Return lengths and values of the runs of equal birth versions."""
     numbers = _runs_struct(runs).unpack_from(record, len(record) - _CHECKSUM.size - 12 * runs)
     return numbers[:runs], numbers[runs:]
 
 
 def _problem(header: Header, size: int) -> str:
-    """What contradicts itself in a header that stands before ``size`` bytes."""
+    """Describe what is wrong with a header in front of ``size`` bytes; empty: nothing."""
     flags = header.flags
     if flags & ~_KNOWN_FLAGS or (flags & TOKENS_24 and flags & TOKENS_32):
         return f"unknown flags {flags:#x}"

@@ -1,4 +1,4 @@
-"""A whole store as one file and back: a compact copy of its tables with a checksum behind it."""
+"""Snapshots of a whole store: one file with a compact copy of its tables and a checksum."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import lmdb
 
 from nemo_specrl.cache.files import as_cache_errors, digest, replacing
 from nemo_specrl.cache.folder import TEMPORARY_FILE
+from nemo_specrl.cache.layout import DATA_FILE
 from nemo_specrl.cache.lock import FolderLock
-from nemo_specrl.cache.tables import DATA_FILE
 from nemo_specrl.errors import StoreUnavailable
 
 __all__ = ["check_copy", "restore_copy", "write_copy"]
@@ -21,7 +21,7 @@ _TRAILER_BYTES = len(_MAGIC) + 8
 
 
 def write_copy(env: lmdb.Environment, target: Path) -> None:
-    """Writes what is committed, in place of a copy that is there, by an atomic rename."""
+    """Write what is committed to a file, which replaces one that is there by an atomic rename."""
     with replacing(target, target.with_suffix(".tmp")) as file:
         env.copyfd(file.fileno(), compact=True)
         size = os.fstat(file.fileno()).st_size
@@ -31,7 +31,9 @@ def write_copy(env: lmdb.Environment, target: Path) -> None:
 
 
 def restore_copy(source: Path, target: Path) -> None:
-    """Makes the folder ``target`` a store of a copy's tables; until they are on disk, nothing.
+    """Make the folder ``target`` a store with the tables of a copy.
+
+    Until they are complete and on disk, the store that is there stays.
 
     Raises:
         StoreUnavailable: there is no copy, it is damaged, or ``target`` cannot be written or is in
@@ -50,7 +52,7 @@ def restore_copy(source: Path, target: Path) -> None:
 
 
 def check_copy(source: Path) -> int:
-    """Reads a copy to its end; the bytes of its tables.
+    """Check a copy from end to end, and return the bytes of its tables.
 
     Raises:
         StoreUnavailable: there is none, or it is damaged.

@@ -1,4 +1,4 @@
-"""What is served of the records of prompts: the newest that are sound, and a count of the rest."""
+"""Choice and decoding of the records that a store serves: the newest sound ones of a prompt."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from nemo_specrl.cache.codec import decode
-from nemo_specrl.cache.tables import visible
+from nemo_specrl.cache.layout import visible
 from nemo_specrl.errors import CorruptRecord
 from nemo_specrl.rollout import Rollout
 
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class Decoder:
-    """Records to rollouts; damaged ones are skipped, counted, and logged once.
+    """Decodes records; damaged ones are skipped, counted, and logged once.
 
     Args:
         path: of the store, for the log.
@@ -37,7 +37,7 @@ class Decoder:
     def decoded(
         self, prompts: Iterable[tuple[bytes, Mapping[bytes, bytes]]]
     ) -> dict[bytes, list[Rollout]]:
-        """What is served of prompts, without those of which nothing is.
+        """Decode the newest sound records of prompts.
 
         Args:
             prompts: key and, by db key, records of each.

@@ -1,4 +1,4 @@
-"""Rollouts as safetensors files, for other programs and other runs.
+"""Exports: rollouts as safetensors files, for other programs and other runs.
 
 An export is a folder of ``rollouts-00000.safetensors``, ...: flat columns, one entry a rollout
 (``keys`` uint8 ``[r, 16]``, ``sample_indices``, ``occurrences``, ``finishes``, ``fresh``,
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from nemo_specrl.cache.files import as_cache_errors, replacing
+from nemo_specrl.cache.files import FOLDER_MODE, as_cache_errors, replacing
 from nemo_specrl.errors import ForeignStore, InvalidRollout, StoreUnavailable
 from nemo_specrl.rollout import KEY_BYTES, Finish, Rollout
 
@@ -48,7 +48,7 @@ Columns = dict[str, npt.NDArray[Any]]
 
 
 def write_export(folder: Path, rollouts: Iterable[Rollout], tokenizer_id: str) -> int:
-    """Writes rollouts into an empty or new folder; returns their number.
+    """Write rollouts into an empty or new folder, and return their number.
 
     Args:
         folder: of the export.
@@ -61,7 +61,7 @@ def write_export(folder: Path, rollouts: Iterable[Rollout], tokenizer_id: str) -
     from safetensors.numpy import save
 
     with as_cache_errors("write the export", folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
         if next(folder.glob(EXPORTS), None) is not None:
             raise StoreUnavailable(f"{folder} has an export; name another folder")
         count = 0
@@ -80,7 +80,7 @@ def write_export(folder: Path, rollouts: Iterable[Rollout], tokenizer_id: str) -
 
 
 def _parts(rollouts: Iterable[Rollout]) -> Iterator[list[Rollout]]:
-    """Some files' worth each; the oldest of a prompt's rollouts first. At least one, if empty."""
+    """Split rollouts into files, at least one, with the oldest of a prompt's rollouts first."""
     part: list[Rollout] = []
     tokens = 0
     for _, group in itertools.groupby(rollouts, lambda rollout: rollout.key):
@@ -120,7 +120,7 @@ def _checksum(columns: Columns) -> str:
 
 
 def read_export(folder: Path) -> tuple[str, Iterator[Rollout | StoreUnavailable]]:
-    """The tokenizer of an export and its rollouts, or the error that stands for a file's.
+    """Return the tokenizer of an export and its rollouts, with an error in place of a damaged file.
 
     Raises:
         StoreUnavailable: the first file cannot be read.
@@ -156,7 +156,11 @@ def read_export(folder: Path) -> tuple[str, Iterator[Rollout | StoreUnavailable]
 
 
 def _read_file(file: Path) -> list[Rollout]:
-    """All of a file, or nothing."""
+    """Read all rollouts of a file.
+
+    Raises:
+        InvalidRollout: its checksum does not match.
+    """
     from safetensors import safe_open
 
     with safe_open(file, framework="np") as opened:
@@ -186,7 +190,7 @@ def _read_file(file: Path) -> list[Rollout]:
 
 
 def as_of_another_run(rollout: Rollout) -> Rollout:
-    """A rollout for a run whose policy versions have nothing to do with those that made it.
+    """Prepare a rollout for a run whose policy versions are not those of the run that made it.
 
     It counts as made before the first step: policy version 0, no incarnation, unknown weights.
     """

@@ -10,9 +10,10 @@ from pathlib import Path
 import lmdb
 
 from nemo_specrl.cache.files import FOLDER_MODE, replacing, sync_folder
+from nemo_specrl.cache.layout import DATA_FILE, TABLES
 from nemo_specrl.cache.lock import FolderLock
 from nemo_specrl.cache.pages import PageFile
-from nemo_specrl.cache.tables import DATA_FILE, TABLES, Tables
+from nemo_specrl.cache.tables import Tables
 from nemo_specrl.errors import StoreUnavailable
 
 __all__ = ["TEMPORARY_FILE", "check_pages", "move_aside", "open_tables"]

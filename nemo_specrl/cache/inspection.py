@@ -1,4 +1,4 @@
-"""Looking at rollouts on disk without changing them: stores, snapshots of both kinds, exports.
+"""Read-only access to rollouts on disk: stores, snapshots of both kinds, exports.
 
 Nothing is repaired, moved aside or counted as used here; stores do that when they are opened.
 """
@@ -18,11 +18,11 @@ from nemo_specrl.cache.codec import decode
 from nemo_specrl.cache.copies import check_copy
 from nemo_specrl.cache.exchange import EXPORTS, read_export
 from nemo_specrl.cache.files import as_cache_errors
+from nemo_specrl.cache.layout import DATA_FILE, FORMAT, reading_file
 from nemo_specrl.cache.lock import holder
 from nemo_specrl.cache.pages import PageFile
 from nemo_specrl.cache.snapshot import MANIFEST, partition_of, read_manifest, read_partition
 from nemo_specrl.cache.store import SNAPSHOT_FILE
-from nemo_specrl.cache.tables import DATA_FILE, FORMAT, reading_file
 from nemo_specrl.errors import CacheError, ConfigError, ForeignStore, StoreInUse, StoreUnavailable
 from nemo_specrl.rollout import Finish, Rollout
 
@@ -56,7 +56,7 @@ class Source:
 
 @contextlib.contextmanager
 def opened(path: Path, *, check: bool = False) -> Iterator[Source]:
-    """What lies at a path; a checkpoint's folder stands for the ``rollout_cache`` in it.
+    """Open what is at a path; a checkpoint's folder stands for the ``rollout_cache`` in it.
 
     Args:
         path: a folder.
@@ -181,7 +181,7 @@ def _partitions(folder: Path) -> Source:
 
 @dataclass
 class Summary:
-    """What is in a source, counted. Ages are of policy versions, up to the newest one there."""
+    """Counts of the contents of a source. Ages are policy versions, up to the newest one there."""
 
     prompts: int = 0
     rollouts: int = 0
@@ -195,12 +195,12 @@ class Summary:
 
     @property
     def mean_age(self) -> float:
-        """Of a rollout, since it was judged last."""
+        """Mean age of a rollout, since it was judged last."""
         return self._mean_age(self.versions)
 
     @property
     def mean_token_age(self) -> float:
-        """Of a token, since it was sampled."""
+        """Mean age of a token, since it was sampled."""
         return self._mean_age(self.token_versions)
 
     def _mean_age(self, versions: Counter[int]) -> float:
@@ -210,7 +210,7 @@ class Summary:
 
 
 def summary(source: Source, partitions: int) -> Summary:
-    """Reads a source to its end.
+    """Read a source to its end, and count what is in it.
 
     Args:
         source: just opened.

@@ -1,4 +1,4 @@
-"""The store of a run that checkpoints: with the rollouts that were made since the last checkpoint.
+"""A store with a journal of the rollouts that were made since the last checkpoint.
 
 After a crash the store goes back to what the checkpoint has; the journal does not. What a lost step
 had made is there to be taken as it is, by the same step under the same weights. Knows stores and
@@ -39,7 +39,7 @@ class JournaledStore:
         groups_per_prompt: rollouts that the store keeps for each sample index.
 
     Raises:
-        CacheError: as :class:`RolloutStore`.
+        CacheError: see :class:`RolloutStore`.
     """
 
     def __init__(
@@ -64,17 +64,16 @@ class JournaledStore:
         except BaseException:
             self._store.close()
             raise
-        self._asked: Counter[tuple[bytes, int, int]] = (
-            Counter()
-        )  # key, sample index, policy version
+        # By key, sample index and policy version.
+        self._asked: Counter[tuple[bytes, int, int]] = Counter()
         self._put: Counter[tuple[bytes, int, int]] = Counter()
 
     def get(self, keys: Iterable[bytes]) -> dict[bytes, list[Rollout]]:
-        """As :meth:`RolloutStore.get`; the journal has no part in it."""
+        """Look up rollouts in the store alone, as :meth:`RolloutStore.get` does."""
         return self._store.get(keys)
 
     def put(self, rollouts: Iterable[Rollout]) -> None:
-        """As :meth:`RolloutStore.put`, in the journal too."""
+        """Put rollouts into the store and the journal, as :meth:`RolloutStore.put` does."""
         rollouts = list(rollouts)
         self._store.put(rollouts)
         for rollout in rollouts:
@@ -84,7 +83,7 @@ class JournaledStore:
     def take(
         self, rows: Sequence[tuple[bytes, int]], policy_version: int, fingerprint: int
     ) -> list[Rollout | None]:
-        """What the journal has of a batch, as a process that died had made it for the same step.
+        """Return the rollouts that a process that died had made for the same step.
 
         All of the batch or nothing: what is decoded beside fewer rows than at first comes out with
         other roundings, and would not be what the lost step had. What is of these very weights
@@ -121,26 +120,26 @@ class JournaledStore:
         return taken
 
     def forget(self) -> None:
-        """A checkpoint is complete: its steps are lost no more."""
+        """Empty the journal, when a checkpoint is complete: its steps can be lost no more."""
         self._journal.clear()
         self._asked.clear()
         self._put.clear()
 
     def snapshot(self, folder: str | os.PathLike[str]) -> None:
-        """As :meth:`RolloutStore.snapshot`, of the store alone."""
+        """Write a snapshot of the store alone, as :meth:`RolloutStore.snapshot` does."""
         self._store.snapshot(folder)
 
     def sync(self) -> None:
-        """As :meth:`RolloutStore.sync`."""
+        """Commit both, as :meth:`RolloutStore.sync` does."""
         self._journal.sync()
         self._store.sync()
 
     def stats(self) -> StoreStats:
-        """As :meth:`RolloutStore.stats`, of the store alone."""
+        """Return the statistics of the store alone."""
         return self._store.stats()
 
     def close(self) -> None:
-        """As :meth:`RolloutStore.close`."""
+        """Close both, as :meth:`RolloutStore.close` does."""
         try:
             self._journal.close()
         finally:

@@ -25,7 +25,7 @@ import xxhash
 
 from nemo_specrl.cache.codec import decode, encode_all
 from nemo_specrl.cache.files import as_cache_errors, replacing
-from nemo_specrl.cache.tables import db_key
+from nemo_specrl.cache.layout import db_key
 from nemo_specrl.errors import CacheError, ForeignStore, StoreUnavailable
 from nemo_specrl.rollout import KEY_BYTES, Rollout
 
@@ -49,7 +49,7 @@ _NAME_BYTES = KEY_BYTES + 10
 
 @dataclass(frozen=True)
 class PartitionFile:
-    """What a manifest says of one file: its size in bytes, its checksum, what is in it."""
+    """A file of a snapshot, as the manifest describes it: size in bytes, rollouts, checksum."""
 
     partition: int
     bytes: int
@@ -59,7 +59,7 @@ class PartitionFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a snapshot is of.
+    """The description of a snapshot.
 
     Args:
         tokenizer_id: identity of the tokenizer that the tokens are of.
@@ -75,7 +75,7 @@ class Manifest:
 
 
 def partition_of(key: bytes, partitions: int) -> int:
-    """The partition of a prompt: the key's first 8 bytes cut into equal ranges.
+    """Return the partition of a prompt: the key's first 8 bytes cut into equal ranges.
 
     Args:
         key: a prompt's key, 16 bytes.
@@ -85,9 +85,9 @@ def partition_of(key: bytes, partitions: int) -> int:
 
 
 def key_range(partition: int, partitions: int) -> tuple[bytes, bytes | None]:
-    """First key of a partition and the first one behind it; None behind the last partition.
+    """Return the first key of a partition, and the first one behind it (None: there is none).
 
-    Keys fall into equal ranges of their first 8 bytes (:func:`~.placement.partition_of`).
+    Keys fall into equal ranges of their first 8 bytes (:func:`partition_of`).
     """
     first, behind = (-(-(p << 64) // partitions) for p in (partition, partition + 1))
     return first.to_bytes(8, "big"), None if behind >> 64 else behind.to_bytes(8, "big")
@@ -125,7 +125,7 @@ def write_partition(folder: Path, partition: int, rollouts: Iterable[Rollout]) -
 
 
 def read_partition(folder: Path, expected: PartitionFile) -> Iterator[Rollout]:
-    """The rollouts of a partition, in the order in which they were written.
+    """Read the rollouts of a partition, in the order in which they were written.
 
     The whole file is checked before the first is given out.
 
@@ -149,7 +149,7 @@ def read_partition(folder: Path, expected: PartitionFile) -> Iterator[Rollout]:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Make what was written a snapshot.
+    """Write the manifest, which makes the files of partitions a snapshot.
 
     Raises:
         StoreUnavailable: the folder cannot be written.
@@ -163,7 +163,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
-    """The manifest of a snapshot.
+    """Read the manifest of a snapshot.
 
     Raises:
         StoreUnavailable: there is none, or it is damaged.

@@ -22,8 +22,9 @@ from nemo_specrl.cache.copies import restore_copy, write_copy
 from nemo_specrl.cache.decoder import Decoder
 from nemo_specrl.cache.files import as_cache_errors
 from nemo_specrl.cache.folder import check_pages, move_aside, open_tables
+from nemo_specrl.cache.layout import DAMAGE, DATA_FILE, db_key, visible
 from nemo_specrl.cache.lock import FolderLock
-from nemo_specrl.cache.tables import DAMAGE, DATA_FILE, Reader, Tables, db_key, visible
+from nemo_specrl.cache.tables import Reader, Tables
 from nemo_specrl.errors import CacheError, ConfigError, InvalidRollout, StoreUnavailable
 from nemo_specrl.rollout import KEY_BYTES, Rollout
 
@@ -40,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StoreStats:
-    """What a store holds, and what it has done since it was opened."""
+    """Contents of a store, and counts of what it has done since it was opened."""
 
     prompts: int
     rollouts: int
@@ -78,7 +79,8 @@ class RolloutStore:
 
     Raises:
         ConfigError: ``max_bytes`` or ``groups_per_prompt`` is too small.
-        StoreUnavailable: the folder cannot be written, is full, is no store, or is in use.
+        StoreInUse: a process has the store open.
+        StoreUnavailable: the folder cannot be written, is full, or is no store.
         ForeignStore: the store is of another tokenizer or of a newer release.
     """
 
@@ -124,7 +126,7 @@ class RolloutStore:
         self._closed = False
 
     def put(self, rollouts: Iterable[Rollout]) -> None:
-        """Journals rollouts; a later one of the same prompt and sample index is newer.
+        """Put rollouts into the store; a later one of the same prompt and sample index is newer.
 
         What is put is found by ``get`` at once and is durable after ``sync``, or on its own within
         a second.
@@ -146,7 +148,7 @@ class RolloutStore:
                     self._add(rollout.key, clock, name, record)
 
     def get(self, keys: Iterable[bytes]) -> dict[bytes, list[Rollout]]:
-        """The rollouts of prompts: by sample index, and newest first within a sample index.
+        """Look up the rollouts of prompts, by sample index and newest first within one.
 
         Args:
             keys: of prompts, 16 bytes each.
@@ -174,7 +176,7 @@ class RolloutStore:
         return found
 
     def scan(self, start: bytes, stop: bytes | None = None) -> Iterator[Rollout]:
-        """Every rollout of the prompts in a range of keys, in the order of ``get``.
+        """Iterate over the rollouts of the prompts in a range of keys, in the order of ``get``.
 
         What is put meanwhile may be among them. Other calls run in between, and no prompt counts
         as used.
@@ -201,7 +203,7 @@ class RolloutStore:
             start = keys[-1] + b"\0"
 
     def sync(self) -> None:
-        """Returns when everything put so far would survive SIGKILL and a loss of power.
+        """Commit everything put so far, so that it survives SIGKILL and a loss of power.
 
         Raises:
             StoreUnavailable: writing failed.
@@ -210,7 +212,7 @@ class RolloutStore:
             self._flush()
 
     def snapshot(self, folder: str | os.PathLike[str]) -> None:
-        """Writes a compact, checksummed copy of the store, as it is now, into a folder.
+        """Write a compact, checksummed copy of the store, as it is now, into a folder.
 
         A snapshot that is already there is replaced by an atomic rename. Other calls wait.
 
@@ -224,7 +226,7 @@ class RolloutStore:
 
     @classmethod
     def restore(cls, snapshot_folder: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
-        """Makes ``path`` a store that is a copy of a snapshot, in place of what is there.
+        """Make ``path`` a store that is a copy of a snapshot, in place of what is there.
 
         Crash-safe: until the new store is complete and on disk, the old one stays.
 
@@ -237,7 +239,7 @@ class RolloutStore:
         )
 
     def clear(self) -> None:
-        """Forgets every rollout; what is counted goes on.
+        """Delete every rollout; the counts go on.
 
         Raises:
             StoreUnavailable: the folder cannot be written.
@@ -248,7 +250,7 @@ class RolloutStore:
             self._restart()
 
     def stats(self) -> StoreStats:
-        """What the store holds, buffered puts included, and what it has done since it was opened.
+        """Count the contents, buffered puts included, and what was done since the store was opened.
 
         Raises:
             StoreUnavailable: reading failed.
@@ -273,7 +275,7 @@ class RolloutStore:
             )
 
     def close(self) -> None:
-        """Commits what is buffered and gives the folder free; a second call does nothing.
+        """Commit what is buffered and release the folder; a second call does nothing.
 
         Raises:
             StoreUnavailable: writing failed; the store is closed all the same.
@@ -303,7 +305,7 @@ class RolloutStore:
 
     @contextlib.contextmanager
     def _guard(self, doing: str) -> Iterator[None]:
-        """One caller at a time, in the process that opened the store; failures as CacheErrors."""
+        """Admit one caller at a time, in the process that opened the store; raise CacheErrors."""
         if os.getpid() != self._pid:  # asked first: a thread of the parent may hold the mutex
             raise StoreUnavailable(
                 f"the rollout store {self._path} was opened before a fork, by pid {self._pid}; "
@@ -330,7 +332,7 @@ class RolloutStore:
         return open_tables(self._path, self._max_bytes, self._tokenizer_id, self._lock)
 
     def _reopen(self) -> None:
-        """Goes on with what is on disk, after LMDB has given up; what is buffered stays so."""
+        """Open the tables anew, after LMDB has given up on them; what is buffered stays so."""
         old = self._tables
         old.env.close()
         self._tables = self._open_tables()
@@ -338,7 +340,7 @@ class RolloutStore:
         self._failed = False
 
     def _restart(self, damage: Exception | None = None) -> Tables:
-        """Goes on with empty tables; the old ones are moved aside, or deleted if not damaged."""
+        """Go on with empty tables; the old ones are moved aside, or deleted if not damaged."""
         old = self._tables
         old.env.close()
         try:
@@ -366,7 +368,7 @@ class RolloutStore:
         return key, (records | self._buffer.records.get(key, {}) if buffered else records)
 
     def _add(self, key: bytes, clock: int, name: bytes, record: bytes) -> None:
-        """Takes a record into the buffer, which is committed when it is full, or has waited."""
+        """Put a record into the buffer, which is committed when it is full, or has waited."""
         footprint, pages = size = self._tables.size_of(record)
         if footprint > self._tables.record_limit:
             self._dropped_records += 1

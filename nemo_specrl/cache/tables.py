@@ -1,93 +1,41 @@
-"""The tables of a store in LMDB, and what one write transaction can do to them.
+"""The tables of a store in LMDB, and the transactions that read and write them.
 
-Integers are big-endian, so that they sort::
-
-    meta       identity -> JSON {format, tokenizer}, xxh3-64 of it
-               state -> u64 clock, u64 rollouts, u64 prompts ever asked for, u64 of them found,
-                        xxh3-64 of it
-    rollouts   prompt key -> u64 last use, u32 rollouts
-               db key, u32 piece -> a piece of the record of that db key
-    uses       u64 clock -> prompt key, longest unused first
-
-A db key is a prompt key, u16 sample index and the complement of the u64 clock, so that records
-sort by sample index and newest first. A record is cut into pieces of one page each: whatever page
-is free will do, and the file cannot fragment. The clock ticks at every put and at every use of a
-prompt.
+What is in them is in ``layout``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import json
 import os
-import struct
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lmdb
-import xxhash
 
 from nemo_specrl.cache.files import FILE_MODE, sync_folder
+from nemo_specrl.cache.layout import (
+    BEHIND,
+    CLOCK,
+    DATA_FILE,
+    FORMAT,
+    HEAD,
+    PIECE,
+    packed_identity,
+    packed_state,
+    unpacked_identity,
+    unpacked_state,
+    visible,
+)
 from nemo_specrl.cache.lock import FolderLock
-from nemo_specrl.cache.pages import PageFile
 from nemo_specrl.errors import ForeignStore, StoreUnavailable
 from nemo_specrl.rollout import KEY_BYTES
 
-__all__ = [
-    "DAMAGE",
-    "DATA_FILE",
-    "FORMAT",
-    "TABLES",
-    "Contents",
-    "Reader",
-    "Tables",
-    "Writer",
-    "db_key",
-    "reading_file",
-    "visible",
-]
+__all__ = ["Reader", "Tables", "Writer"]
 
-FORMAT = 3
-DATA_FILE = "data.mdb"
-TABLES = frozenset({b"meta", b"rollouts", b"uses"})
-DAMAGE = (
-    lmdb.CorruptedError,
-    lmdb.PageNotFoundError,
-    lmdb.InvalidError,
-    lmdb.BadTxnError,
-    lmdb.CursorFullError,
-    lmdb.PageFullError,
-    lmdb.BadValsizeError,
-    lmdb.BadDbiError,
-    lmdb.IncompatibleError,
-    lmdb.InvalidParameterError,
-    lmdb.KeyExistsError,
-    lmdb.MapResizedError,
-    lmdb.NotFoundError,
-    lmdb.TxnFullError,
-)
-"""What LMDB raises where the bytes of a file make no sense. None comes of a failing disk."""
-
-_DB_KEY = struct.Struct(f">{KEY_BYTES}sHQ")
-_PIECE = struct.Struct(">I")
-_CLOCK = struct.Struct(">Q")
-_HEAD = struct.Struct(">QI")
-_STATE = struct.Struct(">QQQQ")
 _PAGE_HEADER = 16
 _NODE_HEADER = 8
-_SAMPLE_END = KEY_BYTES + 2
 _MIB = 2**20
-
-_BEHIND = b"\xff" * (_DB_KEY.size - KEY_BYTES + _PIECE.size + 1)
-"""A prompt key and this sort behind all that belongs to the prompt."""
-
-
-def db_key(key: bytes, sample_index: int, clock: int) -> bytes:
-    """Return the key under which a rollout that was put at a time of the clock is stored."""
-    return _DB_KEY.pack(key, sample_index, 2**64 - 1 - clock)
 
 
 class Tables:
@@ -150,12 +98,10 @@ class Tables:
                         f"{self._file} is an LMDB file but no rollout store; name another folder"
                     ) from None
                 if new:
-                    identity = json.dumps({"format": FORMAT, "tokenizer": tokenizer_id}).encode()
-                    checksum = xxhash.xxh3_64_digest(identity)
-                    txn.put(b"identity", identity + checksum, db=self.meta)
-                    txn.put(b"state", _packed_state(0, 0, 0, 0), db=self.meta)
+                    txn.put(b"identity", packed_identity(tokenizer_id), db=self.meta)
+                    txn.put(b"state", packed_state(0, 0, 0, 0), db=self.meta)
                 self._check_identity(txn.get(b"identity", b"", db=self.meta), tokenizer_id)
-                state = _state(txn.get(b"state", b"", db=self.meta))
+                state = unpacked_state(txn.get(b"state", b"", db=self.meta))
                 self.clock: int
                 self.count: int
                 self.lookups: int
@@ -169,7 +115,7 @@ class Tables:
             raise
 
     def _check_identity(self, identity: bytes, tokenizer_id: str) -> None:
-        stored = _identity(identity)
+        stored = unpacked_identity(identity)
         folder = self._file.parent
         if stored["format"] != FORMAT:
             newer = stored["format"] > FORMAT
@@ -228,7 +174,7 @@ class Tables:
                 writer = Writer(self, txn, cursor)
                 yield writer
                 writer.verify()
-            state = _packed_state(self.clock, writer.count, self.lookups, self.hits)
+            state = packed_state(self.clock, writer.count, self.lookups, self.hits)
             txn.put(b"state", state, db=self.meta)
         self._lock.committed()
         self.count = writer.count
@@ -249,85 +195,8 @@ class Tables:
                 done = writer.evict_down_to(target, at_most=self.batch_pages)
 
 
-def _identity(value: bytes) -> dict[str, Any]:
-    identity: dict[str, Any] = json.loads(_unsealed("identity", value))
-    return identity
-
-
-def _state(value: bytes) -> tuple[int, ...]:
-    """Return clock, rollouts, look-ups and hits."""
-    return _STATE.unpack(_unsealed("state", value))
-
-
-def _packed_state(*numbers: int) -> bytes:
-    packed = _STATE.pack(*numbers)
-    return packed + xxhash.xxh3_64_digest(packed)
-
-
-def _unsealed(what: str, value: bytes) -> bytes:
-    content, checksum = value[:-8], value[-8:]
-    if xxhash.xxh3_64_digest(content) != checksum:
-        raise lmdb.CorruptedError(f"no {what}")
-    return content
-
-
-@dataclass(frozen=True)
-class Contents:
-    """The contents of a file of tables that is read without being changed.
-
-    Args:
-        format: of the tables; records can be read where it is this release's.
-        tokenizer_id: of the tokens.
-        lookups: prompts ever asked for.
-        hits: of them found.
-        records: db key and record of each rollout, in the order of the keys.
-    """
-
-    format: int
-    tokenizer_id: str
-    lookups: int
-    hits: int
-    records: Iterator[tuple[bytes, bytes]]
-
-
-@contextlib.contextmanager
-def reading_file(file: Path) -> Iterator[Contents]:
-    """Read the tables in a file: a store's, or a copy.
-
-    LMDB has no part in it, so that a damaged file raises an error instead of ending the process,
-    and so does one to which a process writes meanwhile.
-
-    Raises:
-        lmdb.CorruptedError: it is damaged, or no file of LMDB.
-        StoreUnavailable: it is no rollout store.
-    """
-    with PageFile(file) as pages:
-        if not pages.known:
-            raise StoreUnavailable(
-                f"{file} is empty, or of another LMDB or another kind of machine than this one"
-            )
-        tables = pages.tables()
-        if len(tables.keys() & TABLES) < 2:
-            raise StoreUnavailable(f"{file} is an LMDB file but no rollout store")
-        if tables.keys() != TABLES:
-            raise lmdb.CorruptedError(f"its tables are {sorted(tables)}")
-        meta = dict(pages.items(tables[b"meta"]))
-        identity = _identity(meta.get(b"identity", b""))
-        lookups = hits = 0
-        if identity["format"] == FORMAT:
-            lookups, hits = _state(meta.get(b"state", b""))[2:]
-        records = _joined(pages.items(tables[b"rollouts"]))
-        yield Contents(identity["format"], identity["tokenizer"], lookups, hits, records)
-
-
-def _joined(pieces: Iterator[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, bytes]]:
-    records = (piece for piece in pieces if len(piece[0]) > KEY_BYTES)
-    for name, some in itertools.groupby(records, lambda piece: piece[0][: -_PIECE.size]):
-        yield name, b"".join(value for _, value in some)
-
-
 class Reader:
-    """The tables in one transaction."""
+    """Reads the tables in one transaction."""
 
     def __init__(
         self, tables: Tables, txn: lmdb.Transaction[Any], cursor: lmdb.Cursor[Any]
@@ -362,7 +231,7 @@ class Reader:
                 if record and name.startswith(record):
                     values.append(value)
                 elif len(name) > KEY_BYTES:
-                    record, values = name[: -_PIECE.size], [value]
+                    record, values = name[: -PIECE.size], [value]
                     pieces[record] = values
         return {name: b"".join(values) for name, values in pieces.items()}
 
@@ -377,7 +246,7 @@ class Reader:
                 break
             if name >= start:
                 found.append(name)
-            more = self._cursor.set_range(name + _BEHIND)
+            more = self._cursor.set_range(name + BEHIND)
         return found
 
     def _names(self, key: bytes) -> dict[bytes, int]:
@@ -393,7 +262,7 @@ class Reader:
 
 
 class Writer(Reader):
-    """What can be done to the tables in one write transaction."""
+    """Changes the tables in one write transaction."""
 
     def __init__(
         self, tables: Tables, txn: lmdb.Transaction[Any], cursor: lmdb.Cursor[Any]
@@ -439,17 +308,17 @@ class Writer(Reader):
         head = self._txn.get(key)
         if head is None:
             return None, 0
-        if len(head) != _HEAD.size:
+        if len(head) != HEAD.size:
             raise lmdb.CorruptedError(f"prompt {key.hex()} has a head of {len(head)} bytes")
-        last_use, count = _HEAD.unpack(head)
+        last_use, count = HEAD.unpack(head)
         return last_use, count
 
     def _set_head(self, key: bytes, last_use: int | None, clock: int, count: int) -> None:
         if last_use is not None:
-            self._txn.delete(_CLOCK.pack(last_use), db=self._tables.uses)
+            self._txn.delete(CLOCK.pack(last_use), db=self._tables.uses)
         if count:
-            self._txn.put(_CLOCK.pack(clock), key, db=self._tables.uses)
-            self._txn.put(key, _HEAD.pack(clock, count))
+            self._txn.put(CLOCK.pack(clock), key, db=self._tables.uses)
+            self._txn.put(key, HEAD.pack(clock, count))
         else:
             self._txn.delete(key)
 
@@ -496,14 +365,14 @@ class Writer(Reader):
         pieces: dict[bytes, dict[bytes, int]] = {}
         for name, length in self._names(key).items():
             if len(name) > KEY_BYTES:
-                pieces.setdefault(name[: -_PIECE.size], {})[name] = length
+                pieces.setdefault(name[: -PIECE.size], {})[name] = length
         kept = set(visible({*pieces, *new} - set(unwanted), groups))
         for record_key, names in pieces.items():
             if record_key not in kept:
                 self._delete(names)
         size = self._tables.page_size - _PAGE_HEADER
         added = [
-            (record_key + _PIECE.pack(i // size), record[i : i + size])
+            (record_key + PIECE.pack(i // size), record[i : i + size])
             for record_key, record in new.items()
             if record_key in kept
             for i in range(0, len(record), size)
@@ -512,16 +381,3 @@ class Writer(Reader):
         self._large += sum(self._is_large(name, len(piece)) for name, piece in added)
         self._set_head(key, last_use, clock, len(kept))
         self.count = max(0, self.count + len(kept) - old_count)
-
-
-def visible(db_keys: Collection[bytes], groups: int) -> list[bytes]:
-    """Return, of db keys, the newest ``groups`` of each prompt and sample index, sorted."""
-    kept: list[bytes] = []
-    sample_index, count = b"", 0
-    for name in sorted(db_keys):
-        if not (sample_index and name.startswith(sample_index)):
-            sample_index, count = name[:_SAMPLE_END], 0
-        if count < groups:
-            kept.append(name)
-            count += 1
-    return kept

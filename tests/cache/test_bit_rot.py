@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 
+import lmdb
 import pytest
 
 from nemo_specrl.cache.journal import JournaledStore
@@ -175,3 +176,27 @@ def test_no_flipped_bit_ends_two_processes(tmp_path, whole, file, kind, running)
     assert running or died <= max(1, FLIPS // 20), (
         "the check at opening misses what it is there for"
     )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_check_says_what_is_damaged_and_fails_in_no_other_way(tmp_path, whole, kind):
+    """Ten times as many flips as lives are tried with, since no process has to be started."""
+    source = whole["store"] / "store" / "data.mdb"
+    data = source.read_bytes()
+    found = 0
+    (tmp_path / "store").mkdir()
+    file = tmp_path / "store" / "data.mdb"
+    for offset, bit in flips(source, kind, 10 * FLIPS):
+        file.write_bytes(data)
+        flip_bit(file, offset, bit)
+        try:
+            with PageFile(file) as pages:
+                if pages.known:
+                    pages.check("rollouts", expected(1, 0).key, seconds=60)
+                    assert pages.complete
+                    for tree in pages.tables().values():
+                        for _ in pages.items(tree):
+                            pass
+        except lmdb.CorruptedError:
+            found += 1
+    assert found, f"of {10 * FLIPS} flips none was noticed"

@@ -21,16 +21,17 @@ from nemo_specrl.cache.codec import (
 )
 from nemo_specrl.errors import CorruptRecord, InvalidRollout
 from nemo_specrl.rollout import MAX_SAMPLE_INDEX, Finish, Rollout, prompt_key
+from tests.factories import rollout
 
 KEY = prompt_key([1, 2, 3])
 DB_KEY = KEY + b"\0\7" + bytes(8)
 HEADER = struct.Struct("<BBBHIQQQII")
 
 
-def rollout(n=5, *, token=7, version=3, **births):
-    tokens = np.full(n, token, np.int32)
-    logprobs = -np.arange(1, n + 1, dtype=np.float32) / 8
-    return Rollout(KEY, 7, tokens, logprobs, Finish.STOP, version, **births)
+def sized(n=5, *, token=7, version=3, **births):
+    """A rollout of ``n`` equal tokens that was born now, unless ``births`` say otherwise."""
+    fields = {"tokens": np.full(n, token), "birth_logprobs": None} | births
+    return rollout(KEY, version, 7, n, **fields)
 
 
 def encode(original, db_key, *, exact=False):
@@ -189,18 +190,18 @@ def test_acceptance_decisions_stay_the_same(lenience):
 def test_a_record_takes_few_bytes_per_token():
     n = 1000
     own = {"birth_logprobs": np.zeros(n)}
-    assert len(encode(rollout(n), DB_KEY)) == 49 + 4 * n
-    assert len(encode(rollout(n, **own), DB_KEY)) == 49 + 6 * n
+    assert len(encode(sized(n), DB_KEY)) == 49 + 4 * n
+    assert len(encode(sized(n, **own), DB_KEY)) == 49 + 6 * n
     # A vocabulary of 152k, with birth log-probs of their own: 7 bytes a token.
-    assert len(encode(rollout(n, token=151_999, **own), DB_KEY)) == 49 + 7 * n
-    assert len(encode(rollout(n, token=2**24), DB_KEY)) == 49 + 6 * n
+    assert len(encode(sized(n, token=151_999, **own), DB_KEY)) == 49 + 7 * n
+    assert len(encode(sized(n, token=2**24), DB_KEY)) == 49 + 6 * n
     two_births = np.repeat([1, 2], n // 2)
-    assert len(encode(rollout(n, birth_versions=two_births), DB_KEY)) == 49 + 4 * n + 2 * 12
+    assert len(encode(sized(n, birth_versions=two_births), DB_KEY)) == 49 + 4 * n + 2 * 12
 
 
 @pytest.mark.parametrize(
     "original",
-    [rollout(0), rollout(6), rollout(6, birth_logprobs=np.zeros(6), birth_versions=range(6))],
+    [sized(0), sized(6), sized(6, birth_logprobs=np.zeros(6), birth_versions=range(6))],
     ids=["empty", "plain", "births"],
 )
 def test_every_flipped_bit_and_every_truncation_is_refused(original):
@@ -230,12 +231,12 @@ def test_arbitrary_bytes_are_refused_whatever_their_checksum(data, with_version)
 
 
 def test_a_record_under_another_key_is_refused():
-    record = encode(rollout(), DB_KEY)
+    record = encode(sized(), DB_KEY)
     for other in (prompt_key([1, 2, 4]) + DB_KEY[16:], KEY + b"\0\6" + bytes(8), KEY):
         with pytest.raises(CorruptRecord, match="checksum"):
             decode(other, record)
     with pytest.raises(InvalidRollout):
-        encode(rollout(), prompt_key([1, 2, 4]) + DB_KEY[16:])
+        encode(sized(), prompt_key([1, 2, 4]) + DB_KEY[16:])
 
 
 @pytest.mark.parametrize(
@@ -276,7 +277,7 @@ def test_a_record_that_contradicts_itself_is_refused_even_with_a_checksum_that_h
 
 
 def test_a_rollout_that_was_changed_into_an_invalid_one_does_not_come_back_as_a_valid_one():
-    changed = rollout()
+    changed = sized()
     changed.tokens[2] = -1
     with pytest.raises(CorruptRecord, match="negative"):
         decode(DB_KEY, encode(changed, DB_KEY))

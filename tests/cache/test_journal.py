@@ -7,26 +7,20 @@ import numpy as np
 from nemo_specrl.cache import RolloutStore
 from nemo_specrl.cache.journal import JournaledStore
 from nemo_specrl.rollout import Finish, Rollout, prompt_key
+from tests.factories import rollout
 
 KEYS = [prompt_key([p]) for p in range(3)]
 ROWS = [(key, sample_index) for key in KEYS for sample_index in range(2)]
 WEIGHTS = 77
 
 
-def rollout(key, sample_index, version, *, salt=0, fingerprint=WEIGHTS, finish=Finish.STOP):
-    """With log-probs of all bits, which only exact records keep."""
-    rng = np.random.default_rng([key[0], sample_index, version, salt])
+def exact(key, sample_index, version, *, salt=0, fingerprint=WEIGHTS, finish=Finish.STOP):
+    """A rollout with log-probs of all bits, which only exact records keep."""
     n = 5 + salt
-    return Rollout(
-        key,
-        sample_index,
-        rng.integers(0, 99, n),
-        -rng.random(n),
-        finish,
-        version,
-        occurrence=version,
-        fingerprint=fingerprint,
-    )
+    logprobs = -np.random.default_rng([key[0], sample_index, version, salt]).random(n)
+    fields = {"logprobs": logprobs, "birth_logprobs": None, "finish": finish}
+    return rollout(key, version, sample_index, n, salt=salt, occurrence=version,
+                   fingerprint=fingerprint, **fields)  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -39,7 +33,7 @@ def opened(folder, run="a run", max_bytes=8 * 2**20):
 
 
 def step(version, **options):
-    return [rollout(key, sample_index, version, **options) for key, sample_index in ROWS]
+    return [exact(key, sample_index, version, **options) for key, sample_index in ROWS]
 
 
 def test_what_was_made_is_taken_by_its_step_once_and_goes_into_the_store(tmp_path):
@@ -121,3 +115,28 @@ def test_both_together_stay_under_the_cap(tmp_path):
         files = [f.stat().st_size for f in tmp_path.rglob("*") if f.is_file()]
         assert sum(files) <= cap
         assert len(store.get(prompt_key([p]) for p in range(10))) == 10
+
+
+def test_where_the_cap_made_it_forget_it_hands_out_nothing_of_this_process(tmp_path):
+    with opened(tmp_path, max_bytes=4 * 2**20) as store:
+        store.put(step(1))
+        for prompt in range(100, 400):  # the journal has 1 MiB: the first ones are evicted
+            store.put([rollout(prompt, 1, n=3000)])
+        assert store._journal.get(KEYS) == {}
+        for _ in range(3):
+            store.put(step(1, salt=1))
+        assert len(store._journal.get(KEYS)) == len(KEYS)
+        assert store.take(ROWS, 1, WEIGHTS) == [None] * 6
+
+
+def test_a_damaged_journal_is_moved_aside_and_the_run_resumes_without_it(tmp_path, caplog):
+    with opened(tmp_path) as store:
+        store.put(step(1))
+    data = bytearray((tmp_path / "journal" / "data.mdb").read_bytes())
+    for page in range(0, len(data), 4096):
+        data[page + 12] ^= 1
+    (tmp_path / "journal" / "data.mdb").write_bytes(data)
+    with opened(tmp_path) as store:
+        assert store.take(ROWS, 1, WEIGHTS) == [None] * 6
+        assert len(store.get(KEYS)) == 3
+    assert f"{tmp_path / 'journal'} is damaged" in caplog.text

@@ -1,6 +1,7 @@
 """A rollout store whose process is killed, or ends without closing it."""
 
 import contextlib
+import gc
 import inspect
 import itertools
 import os
@@ -14,8 +15,9 @@ import pytest
 
 from nemo_specrl.cache import RolloutStore
 from nemo_specrl.cache.codec import decode
+from nemo_specrl.cache.layout import reading_file
 from nemo_specrl.cache.lock import FolderLock
-from nemo_specrl.cache.tables import reading_file
+from nemo_specrl.errors import StoreInUse
 from nemo_specrl.rollout import prompt_key
 from tests.cache.stores import (
     PREAMBLE,
@@ -137,3 +139,73 @@ os.kill(os.getpid(), signal.SIGKILL)
     lock = FolderLock(tmp_path / "a")
     assert lock.clean and lock.last_mark == b""
     lock.release()
+
+
+def test_a_store_that_is_dropped_without_closing_commits_what_was_put(tmp_path):
+    open_store(tmp_path / "a").put([rollout(1)])
+    while True:  # until its timer has committed, and let go of the folder
+        with contextlib.suppress(StoreInUse):
+            gc.collect()
+            with open_store(tmp_path / "a") as store:
+                assert contents(store, [1]) == {1: [rollout(1)]}
+            break
+
+
+def test_a_forked_child_that_outlives_a_killed_parent_does_not_keep_the_folder(tmp_path):
+    script = f"""{PREAMBLE}
+import os, signal
+store = RolloutStore(sys.argv[1], max_bytes=2**24, tokenizer_id="tok")
+store.put([rollout(1)])
+store.sync()
+child = os.fork()
+if child == 0:
+    print(os.getpid(), flush=True)
+    sys.stdin.read()
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+    pipe = subprocess.PIPE
+    with run_python(script, tmp_path / "a", stdin=pipe, stdout=pipe) as process:
+        child = int(process.stdout.readline())
+        with pytest.raises(StoreInUse) as caught:
+            open_store(tmp_path / "a")
+        assert caught.value.pid == process.pid
+        process.kill()
+        process.wait()
+        os.kill(child, 0)  # it lives
+        with open_store(tmp_path / "a") as store:
+            assert contents(store, [1]) == {1: [rollout(1)]}
+        process.stdin.close()
+
+
+def test_two_processes_that_die_at_the_same_prompt_leave_a_cold_store(tmp_path):
+    """The last resort, should the check of the pages miss what LMDB dies of."""
+    path = tmp_path / "a"
+    script = """
+import os, signal, sys
+from nemo_specrl.cache import RolloutStore
+store = RolloutStore(sys.argv[1], max_bytes=2**24, tokenizer_id="tok")
+with store._tables.reading() as reader:
+    reader.records(bytes.fromhex(sys.argv[2]))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+    def die_at(prompt):
+        with run_python(script, path, prompt_key([prompt]).hex()) as process:
+            assert process.wait() == -signal.SIGKILL
+
+    with open_store(path) as store:
+        store.put(rollout(p) for p in range(3))
+    die_at(1)
+    with open_store(path) as store:  # it reads, but commits nothing
+        assert len(contents(store, range(3))) == 3
+    for prompt in (1, 2, 1):  # at different ones, each time
+        die_at(prompt)
+    with open_store(path) as store:
+        assert len(contents(store, range(3))) == 3
+        store.put([rollout(3)])
+    die_at(1)
+    die_at(1)
+    with open_store(path) as store:
+        assert contents(store, range(4)) == {}
+    assert len(damaged_folders(path)) == 1

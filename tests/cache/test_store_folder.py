@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import pickle
 import subprocess
 from pathlib import Path
 
@@ -11,7 +12,10 @@ import pytest
 import xxhash
 
 from nemo_specrl.cache import RolloutStore
-from nemo_specrl.errors import ForeignStore
+from nemo_specrl.cache.exchange import write_export
+from nemo_specrl.cache.journal import JournaledStore
+from nemo_specrl.cache.snapshot import Manifest, write_manifest, write_partition
+from nemo_specrl.errors import ForeignStore, StoreInUse
 from nemo_specrl.errors import StoreUnavailable as Unavailable
 from tests.cache.stores import (
     MIB,
@@ -178,3 +182,38 @@ def test_a_disk_that_fills_up_later_costs_no_reads_and_no_data(small_disk):
         assert contents(store, [1, 2]) == both
     with open_store(small_disk / "a") as store:
         assert contents(store, [1, 2]) == both
+
+
+def test_what_holds_rollouts_is_for_its_owner_alone(tmp_path):
+    before = os.umask(0)
+    try:
+        store = JournaledStore(
+            *(tmp_path / "store", tmp_path / "journal"),
+            **{"run": "a", "max_bytes": 4 * MIB, "tokenizer_id": "tok"},
+        )
+        store.put([rollout(1)])
+        store.sync()
+        store.snapshot(tmp_path / "step_1" / "rollout_cache")
+        store.close()
+        RolloutStore.restore(tmp_path / "step_1" / "rollout_cache", tmp_path / "restored")
+        file = write_partition(tmp_path / "parts", 0, [rollout(1)])
+        write_manifest(tmp_path / "parts", Manifest("tok", 1, 1, (file,)))
+        write_export(tmp_path / "export", [rollout(1)], "tok")
+        (tmp_path / "store" / "data.mdb").write_bytes(b"damaged" * 1000)
+        open_store(tmp_path / "store").close()
+    finally:
+        os.umask(before)
+    folders = ("store", "journal", "step_1/rollout_cache", "restored", "parts", "export")
+    for folder in (*folders, "store.damaged-1"):
+        assert (tmp_path / folder).stat().st_mode & 0o777 == 0o700, folder
+        files = [f for f in (tmp_path / folder).iterdir() if f.is_file()]
+        assert files
+        for found in files:
+            assert found.stat().st_mode & 0o777 == 0o600, found
+
+
+def test_a_store_in_use_says_by_whom_in_another_process_too(tmp_path):
+    with open_store(tmp_path / "a"), pytest.raises(StoreInUse) as caught:
+        open_store(tmp_path / "a")
+    sent = pickle.loads(pickle.dumps(caught.value))  # as Ray sends it
+    assert (str(sent), sent.pid) == (str(caught.value), os.getpid())

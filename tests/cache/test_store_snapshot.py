@@ -6,6 +6,7 @@ import random
 import pytest
 
 from nemo_specrl.cache import RolloutStore
+from nemo_specrl.cache.snapshot import read_partition, write_partition
 from nemo_specrl.errors import StoreUnavailable as Unavailable
 from tests.cache.stores import (
     MIB,
@@ -119,3 +120,16 @@ def test_a_missing_or_damaged_snapshot_is_refused_and_the_store_stays(tmp_path):
     RolloutStore.restore(snapshot, tmp_path / "b")
     with open_store(tmp_path / "b") as store:
         assert len(contents(store, range(20))) == 20
+
+
+def test_both_kinds_of_snapshot_keep_freshness_and_incarnation(tmp_path):
+    put = [
+        rollout(p, fresh=p % 2 == 0, incarnation=incarnation)
+        for p, incarnation in enumerate((0, 3, 2**64 - 1))
+    ]
+    RolloutStore.restore(snapshot_of(tmp_path, put), tmp_path / "b")
+    with open_store(tmp_path / "b") as store:
+        assert contents(store, range(3)) == {p: [r] for p, r in enumerate(put)}
+    ordered = sorted(put, key=lambda r: r.key)
+    file = write_partition(tmp_path / "parts", 0, ordered)
+    assert list(read_partition(tmp_path / "parts", file)) == ordered
