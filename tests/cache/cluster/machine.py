@@ -319,7 +319,6 @@ class ClusterMachine(RuleBasedStateMachine):
             len(self.actors) == len(self.nodes)
             and self.keeper.started()
             and self.membership.health == Health(len(self.nodes), 0, 0)
-            and not any(self.membership._behind.values())
             and routing.readers == routing.writers
         )
 
