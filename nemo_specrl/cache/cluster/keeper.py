@@ -114,7 +114,7 @@ class Keeper:
         self._view = View(self._membership.routing, {}, {})
         self._transfers = Transfers(partitions)
         self._to_copy: set[Copy] = set()
-        self._nodes_checked_at = -PING_SECONDS
+        self._nodes_checked_at = self._advanced_at = -PING_SECONDS
         self._lock = threading.Lock()  # of membership, view and transfers
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -311,8 +311,11 @@ class Keeper:
             for copy in self._transfers.advance(self._to_copy, self._view.shards):
                 self._to_copy.discard(copy)
                 membership.copied(copy)
-            members = (shard for shard in self._shards.values() if shard.member)
-            if all(shard.epoch == membership.routing.epoch for shard in members):
+            now, epoch = time.monotonic(), membership.routing.epoch
+            known = all(shard.epoch == epoch for shard in self._shards.values() if shard.member)
+            # Copies of small partitions end many times a second; a routing goes to all shards.
+            if known and now - self._advanced_at >= TICK_SECONDS:
+                self._advanced_at = now
                 self._to_copy = set(membership.acknowledged())
                 membership.advance()
         self._update_view()

@@ -99,7 +99,7 @@ class Health(NamedTuple):
     Args:
         nodes: nodes that are present.
         missing: copies that are short of ``replicas``, over all partitions.
-        moving: copies that are being made.
+        moving: copies that are being made, or are not read from yet.
     """
 
     nodes: int
@@ -201,11 +201,17 @@ class Membership:
     def health(self) -> Health:
         """How far the copies are from complete."""
         copies = min(self._replicas, len(self.members))
-        here = (sum(node in self.members for node in nodes) for nodes in self.routing.readers)
+        readers = self.routing.readers
+        here = (sum(node in self.members for node in nodes) for nodes in readers)
+        unfinished = {(copy.partition, copy.target) for copy in self._copies}
+        for partition, goal in enumerate(self._goal):
+            for node in self.members.intersection(goal):
+                if node not in readers[partition] or partition in self._behind[node]:
+                    unfinished.add((partition, node))
         return Health(
             nodes=len(self.members),
             missing=sum(max(0, copies - n) for n in here),
-            moving=len({(copy.partition, copy.target) for copy in self._copies}),
+            moving=len(unfinished),
         )
 
     def join(self, name: str, holds: Collection[int]) -> None:

@@ -75,8 +75,11 @@ class InProcessRay:
 
     def install(self, monkeypatch, *modules):
         for module in modules:
-            monkeypatch.setattr(module, "ray", self)
-            monkeypatch.setattr(module, "time", self)
+            for name in ("ray", "time"):
+                if isinstance(getattr(module, name), InProcessRay):
+                    setattr(module, name, self)  # what monkeypatch undoes is there already
+                else:
+                    monkeypatch.setattr(module, name, self)
 
     @contextlib.contextmanager
     def acting(self, caller):

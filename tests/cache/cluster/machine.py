@@ -181,6 +181,7 @@ class ClusterMachine(RuleBasedStateMachine):
         key, cache = prompt_key([prompt]), self.clients[client]
         self.world.here = self.nodes.get(disk, "")
         cache.take_failures()
+        cache._poll_keeper()  # as the look-up does: what it asks is known before
         asked = any(cache._usable(node) for node in cache._view.routing.read(key))
         with self.world.acting(f"client {client}"):
             found = cache.get([key]).get(key)

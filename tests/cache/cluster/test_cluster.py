@@ -145,11 +145,10 @@ def test_a_shard_that_dies_is_covered_for_and_comes_back_with_its_disk(start, ca
     wait_until(lambda: cache.health() == (NODES, 0, 0))
     for client in (cache, other):
         assert contents(client, range(60)) == {p: [rollout(p, version=1)] for p in range(60)}
-    again = ray.get(cache._keeper.view.remote()).shards
-    assert name in again and again[name] != shard
-    there = {r.key for r in ray.get(again[name].read_range.remote(b"", None)).rollouts}
-    read = cache._view.routing.read
-    assert there == {key for key in map(key_of, range(60)) if name in read(key)}
+    view = ray.get(cache._keeper.view.remote())
+    assert view.shards[name] != shard
+    there = {r.key for r in ray.get(view.shards[name].read_range.remote(b"", None)).rollouts}
+    assert there == {key for key in map(key_of, range(60)) if name in view.routing.read(key)}
 
 
 class Slow:
