@@ -25,8 +25,8 @@ TOTAL = 192
 """Limit of a sequence in tokens; responses may be longer than most prompts leave room for."""
 
 ACCEPTED = 0.2
-"""Lower bound of ``accepted_fraction``. With a strict test, eight rows and the random numbers of each
-vLLM version, 0.33 to 1 was seen; of drafts from an unrelated policy hardly a token is accepted."""
+"""Lower bound of ``accepted_fraction``. With a strict test, eight rows and the random numbers of
+several vLLM versions it was 0.33 to 1; hardly a token of an unrelated policy's is accepted."""
 
 
 class Job:
