@@ -1,7 +1,7 @@
 r"""Rollout seconds of NeMo-RL's own GRPO job on a CPU, with ``spec_rl.enabled`` false and true.
 
-    NEMO_RL_HOME=DIR .venv-nemo/bin/python -m benchmarks.nemo_rl_overhead \
-        --json docs/nemo_rl_overhead.json
+    NEMO_RL_HOME=DIR .venv-nemo-0.25.1/bin/python -m benchmarks.nemo_rl_overhead \
+        --json benchmarks/results/nemo_rl_overhead.json
 
 Runs the job of tests/nemo_rl (NeMo-RL's real ``setup`` and trainer, two vLLM engines) with the
 plug-in registered, alternately with speculation off and on, and compares what NeMo-RL logs as
@@ -9,7 +9,7 @@ plug-in registered, alternately with speculation off and on, and compares what N
 the same tokens, so a difference is overhead. From the second epoch on, rows have drafts. With
 speculation off, the workers are NeMo-RL's own classes.
 
-`make test-nemo` makes .venv-nemo. Takes about a quarter of an hour on two idle cores.
+`make test-nemo` makes .venv-nemo-0.25.1. Takes about a quarter of an hour on two idle cores.
 """
 
 from __future__ import annotations

@@ -211,10 +211,7 @@ def validated(model: type[_Model], values: Any, where: str = "") -> _Model:
             message = f"{path}: missing; the recipe must set it"
         else:
             text = first["msg"].removeprefix("Value error, ").replace("Input should", "must")
-            value = first["input"]
-            # A check of several keys together fails on their block; its text names the key.
-            whole_block = isinstance(value, (dict, BaseModel)) and first["type"] == "value_error"
-            message = f"{path}: {text}" if whole_block else f"{path} = {value!r}: {text}"
+            message = f"{path} = {first['input']!r}: {text}"
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ConfigError(" ".join(message.split()) + more) from None
 

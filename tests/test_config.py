@@ -67,10 +67,3 @@ def test_what_is_wrong_is_named_in_one_line(values, message):
 def test_a_configuration_cannot_be_changed():
     with pytest.raises(ValueError, match="frozen"):
         SpecRLConfig().lenience = 2.0
-
-
-def test_an_error_of_keys_that_go_together_names_them_and_not_their_whole_block():
-    with pytest.raises(ConfigError) as raised:
-        validated(SpecRLConfig, {"tree": {"enabled": True, "max_draft_tokens": 7}}, "spec_rl")
-    assert str(raised.value).startswith("spec_rl.tree: tree drafting is not in this release")
-    assert "7" not in str(raised.value)
