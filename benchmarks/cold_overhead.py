@@ -1,4 +1,4 @@
-"""What speculation costs where it cannot help: rollouts with a cache that never hits.
+"""Overhead of speculation where it cannot help: rollouts with a cache that never hits.
 
     .venv/bin/python benchmarks/cold_overhead.py
 

@@ -1,6 +1,6 @@
 """The demo over several seeds: what plain training, ``faithful`` and ``fast`` learn, and how fast.
 
-    .venv/bin/python benchmarks/demo_seeds.py --out results/demo_seeds --json docs/demo_sort_seeds.json
+    .venv/bin/python benchmarks/demo_seeds.py --out results/demo_seeds --json FILE
 
 Runs ``nemo-specrl train`` for each seed and side, one after the other (resumable; about 12 minutes
 a seed on two cores), and prints the tables of docs/demo.md. With ``--compare DIR``, the folder of

@@ -2,8 +2,8 @@
 
     .venv/bin/python benchmarks/resume.py
 
-A real trainer, without a checkpoint, is killed by SIGKILL after some steps and started again; what
-``rollout_s`` says of a lost step the second time is compared with what it said the first time.
+A trainer without a checkpoint is killed by SIGKILL after some steps and started again; the
+``rollout_s`` of each lost step the second time is compared with that of the first time.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def killed_after(folder: Path, steps: int, overrides: list[str]) -> list[dict[str, Any]]:
-    """The records of a run's first steps, which it then loses."""
+    """Run the first steps, kill the run, and return the records of these steps."""
     process = subprocess.Popen(
         command(folder, 1000, overrides), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )

@@ -5,9 +5,9 @@
     python scripts/train_tiny_model.py examples/models/qwen3-sort --task sorting --size small \
         --steps 900 --error-rate 0.1
 
-Supervised training on worked problems (nemo_specrl/trainer/task.py) of which a share of the steps
-is wrong, so that the model ends at 35 to 50 % accuracy when it samples at temperature 1: what a
-base model is to reinforcement learning. 10 to 20 minutes on two cores; seeded.
+Supervised training on worked problems (nemo_specrl/trainer/task.py) in which a share of the steps
+is wrong, so that the model ends at 35 to 50 % accuracy when it samples at temperature 1 and
+reinforcement learning has something to gain. Seeded; 10 to 20 minutes on two cores.
 """
 
 from __future__ import annotations

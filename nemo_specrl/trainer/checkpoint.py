@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from nemo_specrl.errors import CheckpointError
+from nemo_specrl.trainer.recipe import Recipe
 
-__all__ = ["Progress", "checkpoints", "latest", "save"]
+__all__ = ["Progress", "check_same_recipe", "checkpoints", "fixed_part", "latest", "save"]
 
 FORMAT = 1
 
@@ -120,3 +121,42 @@ def fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def fixed_part(recipe: Recipe) -> dict[str, Any]:
+    """The keys that a resumed run must not change: all but length, evaluation and folders."""
+    values = recipe.model_dump(mode="json", exclude={"checkpointing", "logger"})
+    block = values["grpo"] or values["ppo"]
+    for name in [n for n in block if n.startswith(("val_", "max_"))]:
+        del block[name]
+    del values["policy"]["generation"]["spec_rl"]["cache"]["dir"]
+    return values
+
+
+def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(values, dict):
+        return {prefix: values}
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flat(value, f"{prefix}.{name}" if prefix else name)
+    return flat
+
+
+def check_same_recipe(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuse to resume a run with another recipe.
+
+    Args:
+        folder: the checkpoint.
+        before: :func:`fixed_part` of the recipe that made it.
+        now: :func:`fixed_part` of the present recipe.
+
+    Raises:
+        CheckpointError: they differ; the message names the first key that does.
+    """
+    old, new = _flat(before), _flat(now)
+    for name in sorted(old.keys() | new.keys()):
+        if old.get(name) != new.get(name):
+            raise CheckpointError(
+                f"{folder}: was made with {name} = {old.get(name)!r}, the recipe says "
+                f"{new.get(name)!r}; set it back, or choose another checkpointing.checkpoint_dir"
+            )

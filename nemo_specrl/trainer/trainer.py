@@ -60,11 +60,11 @@ class Trainer:
         data = recipe.data
         self.problems = problems(data.dataset_name, data.num_prompts, data.seed)
         self.heldout = _heldout_problems(recipe, self.problems)
-        self.progress = checkpoint.Progress(recipe=_fixed_part(recipe))
+        self.progress = checkpoint.Progress(recipe=checkpoint.fixed_part(recipe))
         self._resumed_from: Path | None = None
         found = checkpoint.latest(self.folder)
         if found is not None:
-            _check_same_recipe(found[0], found[1].recipe, self.progress.recipe)
+            checkpoint.check_same_recipe(found[0], found[1].recipe, self.progress.recipe)
             self._resumed_from, self.progress = found
 
     def _build(self) -> None:
@@ -372,32 +372,3 @@ def _heldout_problems(recipe: Recipe, training: tuple[Problem, ...]) -> list[Pro
     seen, count = set(training), recipe.algorithm.max_val_samples
     candidates = problems(recipe.data.dataset_name, count + len(seen), HELDOUT_SEED)
     return [problem for problem in candidates if problem not in seen][:count]
-
-
-def _fixed_part(recipe: Recipe) -> dict[str, Any]:
-    """The keys that a resumed run must not change: all but length, evaluation and folders."""
-    values = recipe.model_dump(mode="json", exclude={"checkpointing", "logger"})
-    block = values["grpo"] or values["ppo"]
-    for name in [n for n in block if n.startswith(("val_", "max_"))]:
-        del block[name]
-    del values["policy"]["generation"]["spec_rl"]["cache"]["dir"]
-    return values
-
-
-def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(values, dict):
-        return {prefix: values}
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= _flat(value, f"{prefix}.{name}" if prefix else name)
-    return flat
-
-
-def _check_same_recipe(folder: Path, before: Any, now: Any) -> None:
-    old, new = _flat(before), _flat(now)
-    for name in sorted(old.keys() | new.keys()):
-        if old.get(name) != new.get(name):
-            raise CheckpointError(
-                f"{folder}: was made with {name} = {old.get(name)!r}, the recipe says "
-                f"{new.get(name)!r}; set it back, or choose another checkpointing.checkpoint_dir"
-            )
