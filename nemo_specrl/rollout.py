@@ -109,7 +109,9 @@ class Rollout:
         occurrence: how many rollouts the sample index had before this one.
         fingerprint: of the weights that judged it last, ``0 .. 2**64 - 1``; 0: not known.
         fresh: whether it was decoded without a draft, so that given its weights it is an ordinary
-            sample of the policy. False where a draft was verified, even if no token was accepted.
+            sample of the policy. False where a draft was verified, even if no token was accepted,
+            unless the draft was itself a fresh rollout of the same weights, cut off by an
+            interrupt.
         incarnation: of the run that made it, ``0 .. 2**64 - 1``: larger each time that a run starts
             or resumes on a cluster's cache, so that policy versions that run back after a resume
             still order rollouts. 0: not known.

@@ -333,7 +333,9 @@ def _recorded(key: bytes, record: bytes, header: Header | None = None) -> Record
 
 
 def packed(rollouts: Sequence[Rollout], incarnation: int | None = None) -> list[Recorded]:
-    """Encode rollouts that are about to be sent to a store, as the store would return them: a quarter of the bytes.
+    """Encode rollouts that are about to be sent to a store, as the store would return them.
+
+    A record takes a quarter of the bytes of the arrays.
 
     Args:
         rollouts: of any origin.

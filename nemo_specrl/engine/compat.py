@@ -240,7 +240,7 @@ class Detokenizer:
         """
         for i, token in enumerate(tokens):
             last = i + 1 == len(tokens)
-            found = self._detokenizer.update([token], stop_terminated and last)
+            found: str | None = self._detokenizer.update([token], stop_terminated and last)
             if found is not None:
                 return found
         return None
@@ -253,7 +253,7 @@ class Detokenizer:
     @property
     def text(self) -> str:
         """The text of these tokens, as a finished request reports it."""
-        return self._detokenizer.get_next_output_text(finished=True, delta=False)
+        return str(self._detokenizer.get_next_output_text(finished=True, delta=False))
 
 
 def prompt_logprob_bytes(llm: LLM) -> int:
@@ -275,7 +275,7 @@ def prompt_logprob_bytes(llm: LLM) -> int:
     dtype_bytes = config.model_config.dtype.itemsize
     v1 = min(batch, config.model_config.max_model_len) * (dtype_bytes + 4)
     v2 = min(batch, 1024) * dtype_bytes
-    return max(v1, v2) * config.model_config.get_vocab_size()
+    return int(max(v1, v2) * config.model_config.get_vocab_size())
 
 
 class RefitExtension:

@@ -44,7 +44,7 @@ _RAW: tuple[tuple[str, tuple[Any, ...]], ...] = (
 
 def is_greedy(params: SamplingParams) -> bool:
     """Whether the temperature is 0, within vLLM's tolerance."""
-    return params.temperature < 1e-5
+    return bool(params.temperature < 1e-5)
 
 
 def check_verifiable(params: SamplingParams) -> None:

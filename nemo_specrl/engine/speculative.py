@@ -101,9 +101,10 @@ class SpeculativeLLM(Speculation):
             Exception: vLLM's own, for a prompt that it refuses; the engine can be used again.
         """
         if not self.config.enabled:
-            return self.llm.generate(
+            plain: list[RequestOutput] = self.llm.generate(
                 prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request
             )
+            return plain
         self.metrics = EngineMetrics()
         started = time.perf_counter()
         if sampling_params is None:

@@ -117,7 +117,8 @@ class _DraftingEngine:
     def generate(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         if _drafting.get():
             return self._drafted(*args, **kwargs)
-        return self._speculative.llm.generate(*args, **kwargs)
+        plain: AsyncIterator[Any] = self._speculative.llm.generate(*args, **kwargs)
+        return plain
 
     async def _drafted(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         async for output in self._speculative.generate(*args, **kwargs):
