@@ -202,8 +202,11 @@ class Rollout:
 
     @property
     def reused(self) -> npt.NDArray[np.bool_]:
-        """Mask of the tokens that a policy before ``policy_version`` sampled, bool ``[n]``."""
-        return self.birth_versions < self.policy_version
+        """Mask of the tokens that another policy than ``policy_version`` sampled, bool ``[n]``.
+
+        After a resume, versions run back: a token that was born in a lost step has a higher one.
+        """
+        return self.birth_versions != self.policy_version
 
     @property
     def outline(self) -> Outline:

@@ -7,6 +7,7 @@ checkpoint and repeats every later step exactly.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -21,7 +22,7 @@ import xxhash
 
 from nemo_specrl.cache import RolloutStore
 from nemo_specrl.cache.journal import JournaledStore
-from nemo_specrl.errors import CheckpointError
+from nemo_specrl.errors import CacheError, CheckpointError
 from nemo_specrl.speculation.drift import DriftMonitor
 from nemo_specrl.trainer import checkpoint
 from nemo_specrl.trainer.generation import Generation, tokenizer_identity
@@ -185,7 +186,8 @@ class Trainer:
         }
         if self.store is not None:
             record |= rollout_times.engine.as_dict()
-            record["spec_rl/corrupt_records"] = self.store.stats().corrupt_records
+            with contextlib.suppress(CacheError):  # what is not known is not logged
+                record["spec_rl/corrupt_records"] = self.store.stats().corrupt_records
         if self.monitor is not None:
             self.monitor.update(*batch.rows_to_compare())
             record |= self.monitor.as_dict()
