@@ -206,7 +206,8 @@ class Rollout:
 
         After a resume, versions run back: a token that was born in a lost step has a higher one.
         """
-        return self.birth_versions != self.policy_version
+        mask: npt.NDArray[np.bool_] = self.birth_versions != self.policy_version
+        return mask
 
     @property
     def outline(self) -> Outline:
