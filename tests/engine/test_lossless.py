@@ -31,7 +31,7 @@ EOS = 2
 CONFIG = SpecRLConfig(enabled=True, preset="lossless", tree={"max_draft_tokens": 6})
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # an engine that ends takes the process groups of others along
 def drafting_engine(random_model):
     """A real engine with the tree proposer."""
     return LLM(
