@@ -16,7 +16,7 @@ import pytest
 from nemo_specrl import RolloutStore
 from nemo_specrl.trainer.generation import tokenizer_identity
 from nemo_specrl.trainer.log import read_metrics
-from tests.conftest import REPOSITORY, SHIPPED_MODEL
+from tests.conftest import REPOSITORY
 
 DEMO = "examples/configs/grpo_sort_cpu.yaml"
 SMALL = (
@@ -192,7 +192,7 @@ def test_an_interrupt_leaves_a_checkpoint(whole, tmp_path):
 
 def test_the_cache_of_a_run_is_in_its_checkpoint(whole, tmp_path):
     RolloutStore.restore(whole / "step_6" / "rollout_cache", tmp_path / "copy")
-    identity = tokenizer_identity(str(SHIPPED_MODEL))
+    identity = tokenizer_identity(str(REPOSITORY / "examples/models/qwen3-sort"))
     with RolloutStore(tmp_path / "copy", max_bytes=2**22, tokenizer_id=identity) as store:
         assert store.stats().prompts == 8
         assert store.stats().rollouts == 32
