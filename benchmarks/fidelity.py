@@ -128,7 +128,7 @@ SETTINGS = {
 
 def spec(*keys: str) -> tuple[str, ...]:
     """Overrides of the ``spec_rl:`` block; what is not named is strict and has no bounds."""
-    base = ("lenience=1", "clip_anchor=current", "fresh_fraction=0.05")
+    base = ("preset=faithful", "lenience=1", "clip_anchor=current", "fresh_fraction=0.05")
     return tuple(f"{SPEC}{key}" for key in ("enabled=true", *base, *keys))
 
 

@@ -26,6 +26,7 @@ def command(folder: Path, steps: int, overrides: list[str]) -> list[str]:
     return [
         *(sys.executable, "-m", "nemo_specrl", "train", RECIPE),
         *("grpo.val_at_start=false", "grpo.val_at_end=false", "grpo.val_period=0"),
+        "policy.generation.spec_rl.preset=faithful",  # whose rollouts depend on the seed alone
         *("checkpointing.save_period=1000", f"grpo.max_num_steps={steps}"),
         *(f"checkpointing.checkpoint_dir={folder}", f"logger.log_dir={folder}"),
         *overrides,

@@ -17,7 +17,8 @@ fi
 
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-"$venv/bin/nemo-specrl" train examples/configs/grpo_arith_cpu.yaml \
+"$venv/bin/nemo-specrl" train examples/configs/grpo_sort_cpu.yaml \
+    policy.generation.spec_rl.preset=faithful \
     grpo.max_num_epochs=3 grpo.num_prompts_per_step=4 grpo.num_generations_per_prompt=4 \
     grpo.val_at_start=false grpo.val_at_end=false data.num_prompts=8 \
     policy.train_global_batch_size=16 policy.generation.vllm_cfg.precision=float32 \

@@ -30,7 +30,10 @@ SMALL = (
     "grpo.val_period=0",
     "checkpointing.save_period=2",
     "policy.generation.spec_rl.cache.max_bytes_per_node=4MiB",
+    "policy.generation.spec_rl.cache.groups_per_prompt=1",
+    "policy.generation.spec_rl.preset=faithful",
 )
+LOSSLESS = "policy.generation.spec_rl.preset=lossless"
 TIMED = ("rollout_s", "verify_s", "train_s", "step_s", "eval_s")
 OF_THE_JOURNAL = ("spec_rl/replayed_rows", "spec_rl/recomputed_tokens")
 """How much of a step came out of the journal, and what it took again of prefixes: none then."""
@@ -222,6 +225,27 @@ def test_plain_and_speculative_begin_alike(whole, tmp_path):
         assert [r[name] for r in plain] == [r[name] for r in speculative]
     assert not (tmp_path / "rollout_cache").exists()
     assert not any(name.startswith("spec_rl/") for r in plain for name in r)
+
+
+def test_lossless(tmp_path):
+    """Trees draft from the first epoch on, nothing is reused, and a kill loses no rollout."""
+    process = start(tmp_path, LOSSLESS, "checkpointing.save_period=1000")
+    wait_for_steps(process, tmp_path, 3)
+    process.kill()
+    process.wait()
+    before = read_metrics(tmp_path / "metrics.jsonl")
+    train(tmp_path, LOSSLESS, "checkpointing.save_period=1000")
+    steps = read_metrics(tmp_path / "metrics.jsonl")
+    assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6]
+    replayed = [r["spec_rl/replayed_rows"] for r in steps]
+    assert replayed[: len(before)] == [16] * len(before)
+    for name in ("prompts", "reward", "response_tokens"):
+        assert [r[name] for r in steps[: len(before)]] == [r[name] for r in before]
+    for record in (*before, *steps[len(before) + 1 :]):
+        assert record["spec_rl/draft_coverage"] == record["spec_rl/cache_errors"] == 0
+        assert record["decoded_tokens"] == record["response_tokens"]
+        assert record["spec_rl/tree_tokens_per_step"] > 1
+    assert steps[-1]["spec_rl/tree_tokens_per_step"] > before[0]["spec_rl/tree_tokens_per_step"]
 
 
 def test_dapo(tmp_path):
