@@ -4,6 +4,7 @@ Each statistical test states its error rate; draws are seeded, so that a test th
 passing.
 """
 
+import importlib.util
 import math
 
 import numpy as np
@@ -18,10 +19,11 @@ from nemo_specrl.engine import compat
 from nemo_specrl.engine.assembly import reuse_of
 from nemo_specrl.engine.compat import refit
 from nemo_specrl.engine.drafting import EXTRA_ARG, engine_options
-from nemo_specrl.errors import ConfigError
+from nemo_specrl.errors import ConfigError, IncompatibleVersion
 from nemo_specrl.trainer.task import encode
 from tests.conftest import DictCache, weights_of
 
+DRAFTS = importlib.util.find_spec("vllm.v1.spec_decode.custom_class_proposer") is not None
 PROMPT = [1, *encode("12+34=?")]
 KEY = prompt_key(PROMPT)
 ERROR_RATE = 1e-4
@@ -34,6 +36,8 @@ CONFIG = SpecRLConfig(enabled=True, preset="lossless", tree={"max_draft_tokens":
 @pytest.fixture(scope="session")  # an engine that ends takes the process groups of others along
 def drafting_engine(random_model):
     """A real engine with the tree proposer."""
+    if not DRAFTS:
+        pytest.skip("this vLLM has no custom proposers")
     return LLM(
         model=str(random_model),
         dtype="float32",
@@ -282,6 +286,14 @@ def test_a_cache_that_fails_costs_no_rollout(llm, proposer):
     _, tokens = sample(made, 8, 4)
     assert [len(t) for t in tokens] == [4] * 8
     assert made.metrics.cache_errors == 1
+
+
+def test_a_vllm_without_custom_proposers_is_refused_in_one_line():
+    if DRAFTS:
+        assert engine_options(CONFIG)["speculative_config"]["method"] == "custom_class"
+        return
+    with pytest.raises(IncompatibleVersion, match="has no custom proposers"):
+        engine_options(CONFIG)
 
 
 def test_an_engine_without_the_proposer_is_refused_in_one_line(engine):
