@@ -5,8 +5,8 @@ vLLM makes one where ``speculative_config`` says ``method="custom_class"`` and n
 verifies them with the next one and keeps each by rejection sampling, so that responses have exactly
 the policy's distribution whatever is proposed (Leviathan et al., arXiv 2211.17192).
 
-What a row needs to draft comes with its request, in ``SamplingParams.extra_args`` (``drafting``),
-so that nothing has to be sent to workers beside it: the prompt's key, an identity of the response,
+The request itself brings what drafting needs, in ``SamplingParams.extra_args`` (``drafting``), so
+that nothing has to be sent to workers beside it: the prompt's key, an identity of the response,
 earlier responses as pairs of identity and int32 tokens, and the length of the prompt, behind which
 the request's prompt may hold a beginning of the response. Rows without it are not drafted for.
 """
@@ -28,7 +28,7 @@ DEFAULT_MAX_BYTES = 4 * 2**30
 
 @dataclasses.dataclass
 class DraftCounts:
-    """What a proposer did.
+    """Counts of a proposer's work.
 
     Args:
         steps: proposals for a row, empty ones included.

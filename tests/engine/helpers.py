@@ -1,11 +1,16 @@
 """Prompts, drafts and calls that the engine's tests share."""
 
+import math
+
 import numpy as np
+import pytest
+from scipy import stats
 from vllm import SamplingParams
 
 from nemo_specrl import Finish, Rollout, prompt_key
 from nemo_specrl.trainer.task import encode
 
+VOCABULARY = 32  # of the random model
 PROMPT = [1, *encode("12+34=?")]
 SURE = -60.0  # an old log-prob that makes acceptance certain
 NEVER, STRICT = 0.0, 1e-9  # an old log-prob and a lenience that reject (accepted with p < 1e-8)
@@ -31,3 +36,32 @@ def only(outputs):
     (output,) = outputs
     (completion,) = output.outputs
     return completion
+
+
+def distribution(llm, prefix=()):
+    """The engine's own probabilities of the next token, float64 [vocabulary]."""
+    (output,) = llm.generate(
+        {"prompt_token_ids": [*PROMPT, *prefix]},
+        SamplingParams(max_tokens=1, logprobs=VOCABULARY, temperature=1.0, detokenize=False),
+        use_tqdm=False,
+    )
+    (position,) = output.outputs[0].logprobs
+    p = np.zeros(VOCABULARY)
+    for token, entry in position.items():
+        p[token] = math.exp(entry.logprob)
+    assert p.sum() == pytest.approx(1, abs=1e-3)
+    return p / p.sum()
+
+
+def chi_squared(counts, expected):
+    """p-value of counts under expected ones, cells of fewer than 5 put together."""
+    small = expected < 5
+    if small.any():
+        counts = np.append(counts[~small], counts[small].sum())
+        expected = np.append(expected[~small], expected[small].sum())
+        if expected[-1] < 5:
+            counts[-2] += counts[-1]
+            expected[-2] += expected[-1]
+            counts, expected = counts[:-1], expected[:-1]
+    assert len(counts) > 4, "too few cells for a test that could fail"
+    return stats.chisquare(counts, expected * counts.sum() / expected.sum()).pvalue

@@ -13,12 +13,10 @@ from vllm import SamplingParams
 from nemo_specrl import Finish, SpecRLConfig, SpeculativeLLM
 from nemo_specrl.engine.assembly import reuse_of
 from nemo_specrl.engine.compat import refit
-from nemo_specrl.trainer.task import encode
 from tests.conftest import DictCache, weights_of
+from tests.engine.helpers import PROMPT, VOCABULARY, chi_squared, distribution
 
-PROMPT = [1, *encode("12+34=?")]
 ERROR_RATE = 1e-4
-VOCABULARY = 32
 
 
 def params(max_tokens, **options):
@@ -36,35 +34,6 @@ def params(max_tokens, **options):
 def sample(made, rows, max_tokens):
     outputs = made.generate([PROMPT] * rows, params(max_tokens), use_tqdm=False)
     return outputs, np.array([o.outputs[0].token_ids for o in outputs])
-
-
-def distribution(llm, prefix=()):
-    """The engine's own probabilities of the next token, float64 [vocabulary]."""
-    (output,) = llm.generate(
-        {"prompt_token_ids": [*PROMPT, *prefix]},
-        SamplingParams(max_tokens=1, logprobs=VOCABULARY, temperature=1.0, detokenize=False),
-        use_tqdm=False,
-    )
-    (position,) = output.outputs[0].logprobs
-    p = np.zeros(VOCABULARY)
-    for token, entry in position.items():
-        p[token] = math.exp(entry.logprob)
-    assert p.sum() == pytest.approx(1, abs=1e-3)
-    return p / p.sum()
-
-
-def chi_squared(counts, expected):
-    """p-value of counts under expected ones, cells of fewer than 5 put together."""
-    small = expected < 5
-    if small.any():
-        counts = np.append(counts[~small], counts[small].sum())
-        expected = np.append(expected[~small], expected[small].sum())
-        if expected[-1] < 5:
-            counts[-2] += counts[-1]
-            expected[-2] += expected[-1]
-            counts, expected = counts[:-1], expected[:-1]
-    assert len(counts) > 4, "too few cells for a test that could fail"
-    return stats.chisquare(counts, expected * counts.sum() / expected.sum()).pvalue
 
 
 def test_with_unchanged_weights_reuse_has_the_plain_distribution(llm, speculative):

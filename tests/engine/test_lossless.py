@@ -10,7 +10,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 from vllm import LLM, SamplingParams
 from vllm.v1.sample import rejection_sampler
 
@@ -20,14 +19,12 @@ from nemo_specrl.engine.assembly import reuse_of
 from nemo_specrl.engine.compat import refit
 from nemo_specrl.engine.drafting import EXTRA_ARG, engine_options
 from nemo_specrl.errors import ConfigError, IncompatibleVersion
-from nemo_specrl.trainer.task import encode
 from tests.conftest import DictCache, weights_of
+from tests.engine.helpers import PROMPT, VOCABULARY, chi_squared, distribution
 
 DRAFTS = importlib.util.find_spec("vllm.v1.spec_decode.custom_class_proposer") is not None
-PROMPT = [1, *encode("12+34=?")]
 KEY = prompt_key(PROMPT)
 ERROR_RATE = 1e-4
-VOCABULARY = 32
 ROWS = 6000
 EOS = 2
 CONFIG = SpecRLConfig(enabled=True, preset="lossless", tree={"max_draft_tokens": 6})
@@ -103,32 +100,6 @@ def rollouts(responses, version=0):
         Rollout(KEY, i, tokens, [-1.0] * len(tokens), Finish.LENGTH, version)
         for i, tokens in enumerate(responses)
     ]
-
-
-def distribution(llm, prefix=()):
-    """The engine's own probabilities of the next token, float64 [vocabulary]."""
-    (output,) = llm.generate(
-        {"prompt_token_ids": [*PROMPT, *prefix]}, params(1, logprobs=VOCABULARY), use_tqdm=False
-    )
-    p = np.zeros(VOCABULARY)
-    logprobs = output.outputs[0].logprobs
-    # The first entry is the sampled token, which comes again among the others.
-    p[np.asarray(logprobs.token_ids)] = np.exp(logprobs.logprobs)
-    assert p.sum() == pytest.approx(1, abs=1e-3)
-    return p / p.sum()
-
-
-def chi_squared(counts, expected):
-    """p-value of counts under expected ones, cells of fewer than 5 put together."""
-    small = expected < 5
-    cells = np.append(counts[~small], counts[small].sum())
-    expected = np.append(expected[~small], expected[small].sum())
-    if expected[-1] < 5:
-        cells[-2] += cells[-1]
-        expected[-2] += expected[-1]
-        cells, expected = cells[:-1], expected[:-1]
-    assert len(cells) > 4, "too few cells for a test that could fail"
-    return stats.chisquare(cells, expected * cells.sum() / expected.sum()).pvalue
 
 
 def check_distribution(llm, tokens):

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Identity(NamedTuple):
-    """What the identity file of a folder says.
+    """The contents of a folder's identity file.
 
     Args:
         name: of the shard.
