@@ -1,0 +1,101 @@
+"""Lossless drafting on a real AsyncLLM, whose proposer lies in another process."""
+
+import asyncio
+import importlib.util
+
+import numpy as np
+import pytest
+
+from nemo_specrl import SpecRLConfig
+from nemo_specrl.engine.assembly import reuse_of
+from nemo_specrl.engine.asynchronous import AsyncSpeculativeLLM
+from nemo_specrl.engine.drafting import engine_options
+from nemo_specrl.engine.proposer import take_counts
+from tests.engine.helpers import PROMPT, VOCABULARY, chi_squared, sampling
+from tests.engine.test_async import ClaimingCache
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("vllm.v1.spec_decode.custom_class_proposer") is None,
+    reason="this vLLM has no custom proposers",
+)
+CONFIG = SpecRLConfig(enabled=True, preset="lossless", tree={"max_draft_tokens": 6})
+ROWS = 1500
+ERROR_RATE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def loop():
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture(scope="module")
+def async_llm(random_model, loop):
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    arguments = AsyncEngineArgs(
+        model=str(random_model),
+        dtype="float32",
+        max_model_len=192,
+        max_num_seqs=64,
+        max_num_batched_tokens=64 * 192,
+        block_size=32,
+        enforce_eager=True,
+        max_logprobs=VOCABULARY,
+        disable_log_stats=True,
+        **engine_options(CONFIG),
+    )
+    with pytest.MonkeyPatch.context() as environment:
+        # So that its proposer can be asked what it did, as NeMo-RL's workers have it.
+        environment.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+
+        async def start():
+            return AsyncLLM.from_engine_args(arguments)
+
+        llm = loop.run_until_complete(start())
+        yield llm
+        llm.shutdown()
+
+
+def test_rows_draft_from_the_cache_and_from_each_other(async_llm, loop):
+    """Two epochs of one prompt; the second token's distribution is the policy's."""
+    cache = ClaimingCache()
+    made = AsyncSpeculativeLLM(async_llm, cache, CONFIG)
+
+    async def row(i):
+        params = sampling(3, seed=i, ignore_eos=True, flat_logprobs=True, detokenize=False)
+        prompt = {"prompt_token_ids": PROMPT}
+        outputs = [o async for o in made.generate(prompt, params, f"{made.policy_version}-{i}")]
+        return outputs[-1].outputs[0]
+
+    async def epoch(version):
+        made.policy_version = version
+        return await asyncio.gather(*(row(version * ROWS + i) for i in range(ROWS)))
+
+    async def next_tokens(prefix):
+        params = sampling(1, logprobs=VOCABULARY, flat_logprobs=True, detokenize=False)
+        prompt = {"prompt_token_ids": [*PROMPT, *prefix]}
+        async for output in async_llm.generate(prompt, params, f"exact-{prefix}"):
+            logprobs = output.outputs[0].logprobs
+        p = np.zeros(VOCABULARY)
+        p[np.asarray(logprobs.token_ids)] = np.exp(logprobs.logprobs)
+        return p / p.sum()
+
+    loop.run_until_complete(epoch(0))
+    completions = loop.run_until_complete(epoch(1))
+    (counts,) = loop.run_until_complete(async_llm.collective_rpc(take_counts))
+    assert counts.drafted > ROWS and 0 < counts.accepted < counts.drafted
+    assert made.metrics.cache_errors == 0
+    assert all(reuse_of(c).fresh and len(c.token_ids) == 3 for c in completions)
+
+    tokens = np.array([c.token_ids for c in completions])
+    first = loop.run_until_complete(next_tokens([]))
+    counted = np.bincount(tokens[:, 0], minlength=VOCABULARY).astype(float)
+    assert chi_squared(counted, ROWS * first) > ERROR_RATE / 2
+    common = int(counted.argmax())
+    behind = tokens[tokens[:, 0] == common, 1]
+    second = loop.run_until_complete(next_tokens([common]))
+    counted = np.bincount(behind, minlength=VOCABULARY).astype(float)
+    assert chi_squared(counted, len(behind) * second) > ERROR_RATE / 2
