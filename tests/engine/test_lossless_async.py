@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
     reason="this vLLM has no custom proposers",
 )
 CONFIG = SpecRLConfig(enabled=True, preset="lossless", tree={"max_draft_tokens": 6})
-ROWS = 1500
+ROWS = 600
 ERROR_RATE = 1e-4
 
 
@@ -83,8 +83,7 @@ def test_rows_draft_from_the_cache_and_from_each_other(async_llm, loop):
         p[np.asarray(logprobs.token_ids)] = np.exp(logprobs.logprobs)
         return p / p.sum()
 
-    loop.run_until_complete(epoch(0))
-    completions = loop.run_until_complete(epoch(1))
+    completions = [c for v in (0, 1) for c in loop.run_until_complete(epoch(v))]
     (counts,) = loop.run_until_complete(async_llm.collective_rpc(take_counts))
     assert counts.drafted > ROWS and 0 < counts.accepted < counts.drafted
     assert made.metrics.cache_errors == 0
@@ -93,7 +92,7 @@ def test_rows_draft_from_the_cache_and_from_each_other(async_llm, loop):
     tokens = np.array([c.token_ids for c in completions])
     first = loop.run_until_complete(next_tokens([]))
     counted = np.bincount(tokens[:, 0], minlength=VOCABULARY).astype(float)
-    assert chi_squared(counted, ROWS * first) > ERROR_RATE / 2
+    assert chi_squared(counted, len(tokens) * first) > ERROR_RATE / 2
     common = int(counted.argmax())
     behind = tokens[tokens[:, 0] == common, 1]
     second = loop.run_until_complete(next_tokens([common]))
