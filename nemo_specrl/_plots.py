@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import statistics
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -89,14 +90,17 @@ def comparison_picture(
         ConfigError: matplotlib is missing.
     """
     with _canvas() as figure:
-        _headline(figure, compare["ratio"], verdict, steps=len(compare["plain"]["step_s"]))
+        _headline(figure, compare, verdict)
         grid = figure.add_gridspec(
             2, 3, left=0.055, right=0.985, bottom=0.07, top=0.69, hspace=0.52, wspace=0.22
         )
         axes = [figure.add_subplot(grid[i // 3, i % 3]) for i in range(6)]
         _draw_rollout_seconds(axes[0], compare)
         _draw_cumulative(axes[1], compare)
-        _draw_decoded_tokens(axes[2], compare)
+        if _gains(compare):
+            _draw_tokens_per_step(axes[2], compare)
+        else:
+            _draw_decoded_tokens(axes[2], compare)
         _draw_rewards(axes[3], {side: compare[side]["reward"] for side in SIDES})
         _title(axes[3], "Training reward, all rows", "higher is better")
         fresh = {side: compare[side]["fresh_reward"] for side in SIDES}
@@ -149,7 +153,14 @@ def run_picture(columns: dict[str, list[float | None]], title: str) -> bytes:
         return _png(figure)
 
 
-def _headline(figure: Figure, ratios: dict[str, float | None], verdict: str, *, steps: int) -> None:
+def _headline(figure: Figure, compare: dict[str, Any], verdict: str) -> None:
+    ratios: dict[str, float | None] = compare["ratio"]
+    steps = len(compare["plain"]["step_s"])
+    what = (
+        "speculative drafts from earlier responses, and the engine verifies losslessly"
+        if _gains(compare)
+        else "speculative verifies the previous epoch's response and keeps the accepted prefix"
+    )
     figure.text(
         0.015,
         0.968,
@@ -162,8 +173,7 @@ def _headline(figure: Figure, ratios: dict[str, float | None], verdict: str, *, 
         0.015,
         0.945,
         f"{steps} training step{'s' * (steps != 1)}, the same prompts at each. "
-        "Plain decodes every response from scratch; "
-        "speculative verifies the previous epoch's response and keeps the accepted prefix.\n"
+        f"Plain decodes every response from scratch; {what}.\n"
         "Big figures: plain divided by speculative. Above 1, speculation needs less.",
         fontsize=11,
         color=_GREY,
@@ -176,6 +186,10 @@ def _headline(figure: Figure, ratios: dict[str, float | None], verdict: str, *, 
         "step": "time of whole steps",
         "decoded_tokens": "decoded tokens",
     }
+    if _gains(compare):
+        ratios = {**ratios, "tokens_per_step": statistics.mean(_gains(compare))}
+        captions["tokens_per_step"] = "tokens of a row\nper engine step"
+        del captions["decoded_tokens"]
     for i, (name, caption) in enumerate(captions.items()):
         ratio, x = ratios[name], 0.085 + 0.148 * i
         if ratio is None:
@@ -258,6 +272,21 @@ def _draw_decoded_tokens(ax: Axes, compare: dict[str, Any]) -> None:
         )
     ax.set_ylim(0, most / divisor or 1)
     _title(ax, f"Decoded tokens per step{unit}", "lower is better: the rest is reused")
+
+
+def _gains(compare: dict[str, Any]) -> list[float]:
+    """Tokens that a row gained from an engine step, by training step; none without tree drafts."""
+    column = compare["speculative"].get("spec_rl/tree_tokens_per_step") or []
+    return [gain for gain in column if gain is not None]
+
+
+def _draw_tokens_per_step(ax: Axes, compare: dict[str, Any]) -> None:
+    gains = _gains(compare)
+    steps = range(1, len(gains) + 1)
+    ax.plot(steps, [1.0] * len(gains), color=_COLOUR["plain"], linewidth=2, label="plain")
+    ax.plot(steps, gains, color=_COLOUR["speculative"], linewidth=2, label="speculative")
+    ax.set_ylim(0, 1.25 * max(gains))
+    _title(ax, "Tokens of a row per engine step", "higher is better; plain decodes one")
 
 
 def _draw_rewards(ax: Axes, rewards: dict[str, Column]) -> None:

@@ -35,10 +35,11 @@ __all__ = [
 METRICS = "metrics.jsonl"
 WARM_EPOCH = 2  # counted from 0; from here on drafts contain reused tokens themselves
 _REQUIRED = ("rollout_s", "verify_s", "train_s", "step_s", "decoded_tokens", "reward")
-_OPTIONAL = ("fresh_reward", "heldout_accuracy")
+_OPTIONAL = ("fresh_reward", "heldout_accuracy", "spec_rl/tree_tokens_per_step")
 _TABLE_COLUMNS = (
     "step", "epoch", "reward", "fresh_reward", "heldout_accuracy", "rollout_s", "verify_s",
     "train_s", "step_s", "decoded_tokens", "response_tokens", "spec_rl/reused_token_fraction",
+    "spec_rl/tree_tokens_per_step",
     "kl", "clip_fraction", "grad_norm", "loss",
 )  # fmt: skip
 

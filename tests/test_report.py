@@ -272,6 +272,24 @@ def test_a_step_without_a_needed_value_is_refused(tmp_path, name):
         comparison(run, run)
 
 
+def test_a_comparison_with_tree_drafts_shows_what_a_step_gains(runs, tmp_path):
+    plain, folder = runs[0], tmp_path / "lossless"
+    make_run(folder, speculative=True)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    gains = [3.0, 3.0, 7.0, 8.0, 12.0, 15.0]
+    for row, gain in zip(rows, gains, strict=True):
+        row |= {"spec_rl/tree_tokens_per_step": gain, "decoded_tokens": row["response_tokens"]}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    compare = comparison(plain, folder)
+    assert compare["speculative"]["spec_rl/tree_tokens_per_step"] == gains
+    pictures = []
+    for name, side in (("lossless", folder), ("reuse", runs[1])):
+        write_comparison(tmp_path / f"out-{name}", comparison(plain, side))
+        pictures.append((tmp_path / f"out-{name}" / "compare.png").read_bytes())
+    assert pictures[0] != pictures[1]
+    assert image_of(pictures[0]).size == image_of(pictures[1]).size
+
+
 def test_comparison_files(runs, tmp_path):
     out = tmp_path / "deep" / "out"
     compare = comparison(*runs)
