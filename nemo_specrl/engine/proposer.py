@@ -137,5 +137,5 @@ class TreeProposer:
             return None
         key, identity, history, prompt_length = args
         most = len(request.prompt_token_ids) + (params.max_tokens or self._max_model_len)
-        row = self.trees.open(key, identity, [(i, tokens) for i, tokens in history])
+        row = self.trees.open(key, identity, history)
         return _Row(row, prompt_length, min(most, self._max_model_len))

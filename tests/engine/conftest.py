@@ -1,5 +1,6 @@
 """Fixtures of the engine's tests: the shared engine with its first weights and no cached blocks."""
 
+import asyncio
 import math
 
 import pytest
@@ -9,6 +10,13 @@ from nemo_specrl.engine.compat import refit
 from tests.conftest import DictCache, weights_of
 
 LENIENCE = math.exp(0.5)
+
+
+@pytest.fixture(scope="module")
+def loop():
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.close()
 
 
 @pytest.fixture
