@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -15,6 +16,9 @@ REPOSITORY = Path(__file__).parent.parent
 SHIPPED_MODEL = REPOSITORY / "examples" / "models" / "qwen3-arith"
 
 local_cpu_environment()
+# Engines in other processes are sent functions, as by NeMo-RL's workers, which set this too. The
+# first engine of a process makes vLLM keep its environment's values, so no later place will do.
+os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
 
 _hypothesis_files = tempfile.TemporaryDirectory()  # instead of .hypothesis in the tree
 hypothesis.configuration.set_hypothesis_home_dir(_hypothesis_files.name)

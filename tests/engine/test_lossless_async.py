@@ -40,16 +40,13 @@ def async_llm(random_model, loop):
         disable_log_stats=True,
         **engine_options(CONFIG),
     )
-    with pytest.MonkeyPatch.context() as environment:
-        # So that its proposer can be asked what it did, as NeMo-RL's workers have it.
-        environment.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
 
-        async def start():
-            return AsyncLLM.from_engine_args(arguments)
+    async def start():
+        return AsyncLLM.from_engine_args(arguments)
 
-        llm = loop.run_until_complete(start())
-        yield llm
-        llm.shutdown()
+    llm = loop.run_until_complete(start())
+    yield llm
+    llm.shutdown()
 
 
 def test_rows_draft_from_the_cache_and_from_each_other(async_llm, loop):
