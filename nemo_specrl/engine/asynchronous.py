@@ -7,6 +7,7 @@ dropped, since its log-probs belong to neither.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import AsyncIterator, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 __all__ = ["AsyncSpeculativeLLM", "ClaimingCache"]
+
+logger = logging.getLogger(__name__)
 
 
 class ClaimingCache(Protocol):
@@ -123,6 +126,23 @@ class AsyncSpeculativeLLM(Speculation):
         self._store(rollouts)
         self.cache.flush()
         yield request_outputs([request], {0: (output, completion)})[0]
+
+    async def count_tree_drafts(self) -> None:
+        """Add to the metrics what the tree proposer did since the last call.
+
+        To be called before the metrics are taken, since rows have no step of their own in which to
+        ask the engine. Nothing is added without a proposer, or where its process cannot be asked.
+        """
+        if not self._limits.drafts_from_trees:
+            return
+        from nemo_specrl.engine.proposer import take_counts
+
+        try:
+            [counts, *_] = await self.llm.collective_rpc(take_counts)
+        except Exception as error:  # vLLM sends functions to other processes only where it may
+            logger.debug("the tree proposer's counts are not known: %s", error)
+            return
+        self._add_tree_counts(counts)
 
     async def _claim(self, request: Request) -> Request | None:
         """Reserve a sample index for a request and offer it its draft; None where none is had."""

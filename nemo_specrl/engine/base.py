@@ -33,6 +33,8 @@ from nemo_specrl.speculation.drafts import select_drafts
 if TYPE_CHECKING:
     from vllm import CompletionOutput, RequestOutput, SamplingParams
 
+    from nemo_specrl.engine.proposer import DraftCounts
+
 __all__ = ["RolloutCache", "Speculation"]
 
 logger = logging.getLogger(__name__)
@@ -94,6 +96,13 @@ class Speculation:
                 "nemo_specrl.engine.drafting.engine_options(config) to vllm.LLM, or set false"
             )
         self._histories = Histories()
+
+    def _add_tree_counts(self, counts: DraftCounts) -> None:
+        """Add to the metrics what the tree proposer did."""
+        self.metrics.tree_steps += counts.steps
+        self.metrics.tree_drafted_tokens += counts.drafted
+        self.metrics.tree_accepted_tokens += counts.accepted
+        self.metrics.tree_s += counts.seconds
 
     def _find_drafts(self, requests: list[Request]) -> None:
         """Look up the prompts of a call in the cache and offer each request its draft."""

@@ -234,10 +234,7 @@ class SpeculativeLLM(Speculation):
         except Exception as error:  # vLLM sends functions to other processes only where it may
             logger.debug("the tree proposer's counts are not known: %s", error)
             return
-        self.metrics.tree_steps += counts.steps
-        self.metrics.tree_drafted_tokens += counts.drafted
-        self.metrics.tree_accepted_tokens += counts.accepted
-        self.metrics.tree_s += counts.seconds
+        self._add_tree_counts(counts)
 
     def _verified_share(self, requests: Iterable[Request]) -> float:
         """Share of the next step's tokens that are verified rather than decoded."""

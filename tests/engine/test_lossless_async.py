@@ -10,7 +10,6 @@ from nemo_specrl import SpecRLConfig
 from nemo_specrl.engine.assembly import reuse_of
 from nemo_specrl.engine.asynchronous import AsyncSpeculativeLLM
 from nemo_specrl.engine.drafting import engine_options
-from nemo_specrl.engine.proposer import take_counts
 from tests.engine.helpers import PROMPT, VOCABULARY, chi_squared, sampling
 from tests.engine.test_async import ClaimingCache
 
@@ -74,9 +73,15 @@ def test_rows_draft_from_the_cache_and_from_each_other(async_llm, loop):
         return p / p.sum()
 
     completions = [c for v in (0, 1) for c in loop.run_until_complete(epoch(v))]
-    (counts,) = loop.run_until_complete(async_llm.collective_rpc(take_counts))
-    assert counts.drafted > ROWS and 0 < counts.accepted < counts.drafted
-    assert made.metrics.cache_errors == 0
+    loop.run_until_complete(made.count_tree_drafts())
+    metrics = made.metrics
+    assert metrics.tree_drafted_tokens > ROWS
+    assert 0 < metrics.tree_accepted_tokens < metrics.tree_drafted_tokens
+    assert metrics.tree_steps > 0 and metrics.tree_s > 0
+    counted = metrics.tree_steps
+    loop.run_until_complete(made.count_tree_drafts())
+    assert metrics.tree_steps == counted  # each step once
+    assert metrics.cache_errors == 0
     assert all(reuse_of(c).fresh and len(c.token_ids) == 3 for c in completions)
 
     tokens = np.array([c.token_ids for c in completions])

@@ -7,6 +7,9 @@ transport of weights (through a file) and details of the vLLM workers (``cpu.py`
 OUT/metrics.jsonl, one line for each call of NeMo-RL's logger; OUT/rows.jsonl, one for each
 ``generate`` call; and OUT/counts.jsonl (``counting.py``).
 
+Ray's files are in the folder that NEMO_SPECRL_TEST_RAY names. Where Ray does not start, the job
+exits with os.EX_TEMPFAIL, before it has written anything.
+
 Keys in addition to NeMo-RL's: ``++env.prompts``, the number of prompts; ``++env.turns``, the number
 of turns in a conversation that does a sum step by step; ``++env.recorded=false``, which leaves out
 OUT/rows.jsonl, because it takes time; ``++env.killed_in_step``, the step after whose rollouts the
@@ -21,7 +24,6 @@ import os
 import re
 import signal
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ os.environ.update(
     OMP_NUM_THREADS="1",
     HF_HUB_OFFLINE="1",
     RAY_USAGE_STATS_ENABLED="0",
+    RAY_worker_niceness="0",  # Ray's own is 15: on a busy machine its workers would hardly run
     NEMO_SPECRL_TEST_WEIGHTS=str(OUT / "weights.safetensors"),
     NEMO_SPECRL_TEST_COUNTS=str(OUT / "counts.jsonl"),
 )
@@ -254,43 +257,52 @@ def main() -> None:
 
     record_metrics()
     torch.manual_seed(1)  # the order of the prompts
-    with tempfile.TemporaryDirectory(dir="/tmp", prefix="ray") as folder:
+    start_ray()
+    # The asynchronous trainer makes one pass over its data, whatever max_num_epochs says.
+    asynchronous = ALGORITHM == "grpo" and bool(
+        option(option(config.grpo, "async_grpo", None), "enabled", False)
+    )
+    data = (
+        Problems(config.env.get("prompts", 4), 5, tokenizer, times=9 if asynchronous else 1),
+        Problems(2, 6, tokenizer),
+    )
+    turns = config.env.get("turns", 1)
+    environment = {"sums": Sums.remote() if turns == 1 else Steps.remote(turns)}
+    environments = (environment, environment)
+    if ALGORITHM == "ppo":
+        ppo.Policy, ppo.Value = SmallPolicy, SmallValue  # PPO's setup has no factory
+        parts = ppo.setup(config, tokenizer, *data)
+        policy, generation, value, _, loader, val_loader, loss, value_loss, *rest = parts
+        logger, checkpointer, state, config = rest
+        models = (policy, generation, value, loader, val_loader, tokenizer, loss, value_loss)
+        ppo.ppo_train(*models, *environments, logger, checkpointer, state, config)
+    else:
+        train = grpo.async_grpo_train if asynchronous else grpo.grpo_train
+        factory: Any = SmallPolicy
+        if option(config.data_plane, "enabled", False):
+            factory = functools.partial(small_plane_policy, data_plane=config.data_plane)
+            train = grpo_sync.grpo_train_sync
+        parts = grpo.setup(config, tokenizer, *data, policy_factory=factory)
+        policy, generation, _, _, loader, val_loader, loss, logger, checkpointer, *rest = parts
+        state, config = rest[:2]
+        models = (policy, generation, loader, val_loader, tokenizer, loss)
+        train(*models, *environments, logger, checkpointer, state, config)
+    getattr(checkpointer, "shutdown", lambda: None)()
+    generation.shutdown()
+    policy.shutdown()  # while Ray is there: the data plane's client asks it
+    ray.shutdown()
+
+
+def start_ray() -> None:
+    """Start Ray, or exit with the status that says that another attempt may succeed."""
+    folder = os.environ["NEMO_SPECRL_TEST_RAY"]
+    try:
         ray.init(num_cpus=8, num_gpus=ENGINES + 1, include_dashboard=False, _temp_dir=folder)
-        # NeMo-RL's memory tracker asks the only cluster of a machine; there may be several.
-        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
-        # The asynchronous trainer makes one pass over its data, whatever max_num_epochs says.
-        asynchronous = ALGORITHM == "grpo" and bool(
-            option(option(config.grpo, "async_grpo", None), "enabled", False)
-        )
-        data = (
-            Problems(config.env.get("prompts", 4), 5, tokenizer, times=9 if asynchronous else 1),
-            Problems(2, 6, tokenizer),
-        )
-        turns = config.env.get("turns", 1)
-        environment = {"sums": Sums.remote() if turns == 1 else Steps.remote(turns)}
-        environments = (environment, environment)
-        if ALGORITHM == "ppo":
-            ppo.Policy, ppo.Value = SmallPolicy, SmallValue  # PPO's setup has no factory
-            parts = ppo.setup(config, tokenizer, *data)
-            policy, generation, value, _, loader, val_loader, loss, value_loss, *rest = parts
-            logger, checkpointer, state, config = rest
-            models = (policy, generation, value, loader, val_loader, tokenizer, loss, value_loss)
-            ppo.ppo_train(*models, *environments, logger, checkpointer, state, config)
-        else:
-            train = grpo.async_grpo_train if asynchronous else grpo.grpo_train
-            factory: Any = SmallPolicy
-            if option(config.data_plane, "enabled", False):
-                factory = functools.partial(small_plane_policy, data_plane=config.data_plane)
-                train = grpo_sync.grpo_train_sync
-            parts = grpo.setup(config, tokenizer, *data, policy_factory=factory)
-            policy, generation, _, _, loader, val_loader, loss, logger, checkpointer, *rest = parts
-            state, config = rest[:2]
-            models = (policy, generation, loader, val_loader, tokenizer, loss)
-            train(*models, *environments, logger, checkpointer, state, config)
-        getattr(checkpointer, "shutdown", lambda: None)()
-        generation.shutdown()
-        policy.shutdown()  # while Ray is there: the data plane's client asks it
-        ray.shutdown()
+    except Exception as error:  # Ray raises bare ones
+        print(f"Ray did not start: {error}")
+        sys.exit(os.EX_TEMPFAIL)
+    # NeMo-RL's memory tracker asks the only cluster of a machine; there may be several.
+    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
 
 
 def record_metrics() -> None:

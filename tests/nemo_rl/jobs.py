@@ -1,10 +1,13 @@
 """Runs tests/nemo_rl/job.py in a process of its own, and reads the files that it writes."""
 
+import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 
 import pytest
@@ -28,6 +31,20 @@ ACCEPTED = 0.2
 """Lower bound of ``accepted_fraction``. With a strict test, eight rows and the random numbers of
 several vLLM versions it was 0.33 to 1; hardly a token of an unrelated policy's is accepted."""
 
+STARTS = 3
+"""How often a job is started at most: Ray gives a node 30 s, too few on a busy machine."""
+
+ASYNCHRONOUS = {
+    "policy.generation.vllm_cfg.async_engine": "true",
+    "grpo.async_grpo.enabled": "true",
+    "loss_fn.use_importance_sampling_correction": "true",
+    "policy.generation.colocated.enabled": "false",
+    "policy.generation.colocated.resources.gpus_per_node": "2",
+    "cluster.gpus_per_node": "3",
+    "grpo.val_at_start": "false",
+}
+"""Overrides of a job whose collector generates with two engines while the policy is trained."""
+
 
 class Job:
     """A run of tests/nemo_rl/job.py in a process group of its own."""
@@ -43,11 +60,17 @@ class Job:
             arguments.append(f"++policy.generation.spec_rl={{{block}}}")
         paths = [HOME, str(REPOSITORY), str(REPOSITORY / "tests" / "nemo_rl" / "path")]
         self.log = out / "log.txt"
+        self._command = [sys.executable, "-m", "tests.nemo_rl.job", str(out), *arguments]
+        self._env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+        self._start()
+
+    def _start(self):
+        self._ray = tempfile.mkdtemp(dir="/tmp", prefix="ray")  # short, for the names of sockets
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.nemo_rl.job", str(out), *arguments],
+                self._command,
                 cwd=REPOSITORY,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+                env=self._env | {"NEMO_SPECRL_TEST_RAY": self._ray},
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -63,12 +86,23 @@ class Job:
         assert self.exit_code() == -signal.SIGKILL, self.log.read_text()[-6000:]
 
     def exit_code(self):
-        """Wait for the job's end; an interrupt or a time-out of the test ends the job, too."""
-        try:
-            return self.process.wait()
-        except BaseException:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            raise
+        """Wait for the job's end, and start it again where Ray could not start.
+
+        An interrupt or a time-out of the test ends the job, too.
+        """
+        for left in reversed(range(STARTS)):
+            code = None
+            try:
+                code = self.process.wait()
+            finally:
+                if code is None or code == os.EX_TEMPFAIL:  # with what is left of Ray
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(self.process.pid, signal.SIGKILL)
+                shutil.rmtree(self._ray, ignore_errors=True)
+            if code != os.EX_TEMPFAIL or not left:
+                break
+            self._start()
+        return code
 
     def _lines(self, name):
         path = self.out / name

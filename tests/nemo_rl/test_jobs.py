@@ -14,6 +14,7 @@ import pytest
 from tests.conftest import REPOSITORY
 from tests.nemo_rl.jobs import (
     ACCEPTED,
+    ASYNCHRONOUS,
     BATCH,
     GROUP,
     HOME,
@@ -215,20 +216,7 @@ def test_with_the_asynchronous_engine_drafts_are_accepted_and_validation_stays_o
 
 
 def test_asynchronous_grpo_drafts_in_its_collector(folder):
-    job = Job(
-        folder / "async",
-        steps=5,
-        spec_rl={"enabled": "true"},
-        **{
-            "policy.generation.vllm_cfg.async_engine": "true",
-            "grpo.async_grpo.enabled": "true",
-            "loss_fn.use_importance_sampling_correction": "true",
-            "policy.generation.colocated.enabled": "false",
-            "policy.generation.colocated.resources.gpus_per_node": "2",
-            "cluster.gpus_per_node": "3",
-            "grpo.val_at_start": "false",
-        },
-    ).wait()
+    job = Job(folder / "async", steps=5, spec_rl={"enabled": "true"}, **ASYNCHRONOUS).wait()
     steps = job.train()
     assert sorted(steps) == [1, 2, 3, 4, 5]
     # The collector runs ahead: some steps find all their rows rolled out already, and the first may
@@ -312,6 +300,7 @@ def test_where_there_is_no_reuse_yet_it_is_refused(tmp_path, module):
     assert done.returncode != 0
     [line] = [line for line in done.stderr.splitlines() if "spec_rl.enabled = true" in line]
     assert "not in its single controller, distillation or evaluation; set false" in line
+    assert "shutdown" not in done.stdout  # there is nothing yet to shut down
 
 
 def test_another_nemo_rl_is_refused_with_the_versions_that_are_known(tmp_path):

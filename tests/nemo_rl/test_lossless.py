@@ -7,7 +7,8 @@ from importlib import metadata
 
 import pytest
 
-from tests.nemo_rl.jobs import STEPS_PER_EPOCH, Job, marks
+from nemo_specrl.trainer.task import EOS, problems, reward
+from tests.nemo_rl.jobs import ASYNCHRONOUS, PROMPTS, STEPS_PER_EPOCH, Job, marks
 
 pytestmark = marks
 
@@ -39,3 +40,31 @@ def test_trees_draft_and_nothing_is_reused(job):
         assert record["spec_rl/decoded_tokens"] == record["spec_rl/response_tokens"]
         assert record["spec_rl/tree_tokens_per_step"] > (1.5 if step > STEPS_PER_EPOCH else 1)
         assert record["gen_kl_error"] < 1e-4  # what engines report is the policy's own
+
+
+def test_in_asynchronous_grpo_trees_draft_too(tmp_path):
+    """The engines' proposers lie in other processes, and weights are replaced while rows decode."""
+    if not DRAFTS:
+        pytest.skip("this vLLM has no custom proposers")
+    job = Job(tmp_path / "async", steps=5, spec_rl=LOSSLESS, **ASYNCHRONOUS).wait()
+    steps = [record for _, record in sorted(job.train().items())]
+    assert len(steps) == 5
+    for record in steps:
+        assert record["spec_rl/cache_errors"] == record["spec_rl/refused_drafts"] == 0
+        assert record["spec_rl/draft_coverage"] == 0
+    # The collector runs ahead: a step may find that all its rows were rolled out already.
+    drafted = [record for record in steps if "spec_rl/tree_tokens_per_step" in record]
+    assert all(record["spec_rl/tree_drafted_tokens"] > 0 for record in drafted)
+    assert all(record["spec_rl/tree_tokens_per_step"] > 1 for record in drafted)
+    assert max(record["spec_rl/tree_tokens_per_step"] for record in drafted) > 1.5  # later epochs
+
+    made = {tuple(problem.prompt): problem for problem in problems("arithmetic", PROMPTS, 5)}
+    earned = []
+    for call in job.rollouts():
+        ((prompt,), (output,)) = call["prompts"], call["outputs"]
+        response = output[len(prompt) :]
+        assert output[: len(prompt)] == prompt and EOS not in response[:-1]
+        earned.append(reward(made[tuple(prompt)], response))
+    # The model earns 0.4; of 40 responses, all or none are right once in 1e9 runs.
+    assert len(earned) >= 40 and 0 < sum(earned) < len(earned)
+    assert any(record["reward"] > 0 for record in steps)

@@ -159,6 +159,8 @@ class SpecVllmGeneration(VllmGeneration):
 
     def shutdown(self) -> bool:
         """Shut the workers down, and close the cache."""
+        if not hasattr(self, "worker_group"):  # the constructor has failed, and __del__ calls this
+            return True
         cache, self.cache = self.cache, None
         if cache is not None and self in _generations:  # a copy leaves the cache open
             _generations.discard(self)

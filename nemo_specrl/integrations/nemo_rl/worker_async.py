@@ -69,6 +69,7 @@ class SpecVllmAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
         """Return the metrics of the rows since they were last taken."""
         if self._speculative is None:
             return None
+        await self._speculative.count_tree_drafts()
         metrics, self._speculative.metrics = self._speculative.metrics, EngineMetrics()
         metrics.cache_errors += self._cache.take_failures()
         return metrics
