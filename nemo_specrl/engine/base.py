@@ -108,7 +108,7 @@ class Speculation:
     def _offer_drafts(self, requests: list[Request], cached: dict[bytes, list[Rollout]]) -> None:
         """Offer each request the draft that the cached rollouts have for it, if any."""
         if self._limits.drafts_from_trees:
-            self._histories.add(cached)
+            self._histories.add(cached, self.policy_version)
         choices = select_drafts(
             [request.row for request in requests],
             cached,

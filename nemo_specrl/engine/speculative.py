@@ -237,6 +237,9 @@ class SpeculativeLLM(Speculation):
         self.metrics.tree_steps += counts.steps
         self.metrics.tree_drafted_tokens += counts.drafted
         self.metrics.tree_accepted_tokens += counts.accepted
+        self.metrics.tree_batches += counts.batches
+        self.metrics.tree_plain_batches += counts.plain_batches
+        self.metrics.tree_price += counts.price
         self.metrics.tree_s += counts.seconds
 
     def _verified_share(self, requests: Iterable[Request]) -> float:
