@@ -225,7 +225,8 @@ class Controller:
         """Take in a step that had no prefill: its rows, their draft tokens, and its time."""
         self.costs.observe(rows, drafted, seconds)
         usual = self._plain or seconds
-        self._credit = min(self._credit + PROBE_SHARE * min(seconds, 4 * usual), 8 * usual)
+        most = (64 if self._refused >= REFUSED else 8) * usual
+        self._credit = min(self._credit + PROBE_SHARE * min(seconds, 4 * usual), most)
 
     def outcome(self, cells: bytes, accepted: int) -> None:
         """Take in a verified draft: the cells of its tokens, and how many were accepted."""

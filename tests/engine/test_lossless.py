@@ -237,10 +237,8 @@ def test_but_for_measured_time_the_same_seeds_and_trees_give_the_same_rollouts(l
     assert runs[0] == runs[1]
 
 
-@pytest.mark.parametrize(("token_s", "least", "most"), [(1e-9, 1.0, 6.0), (1.0, 0.0, 0.2)])
-def test_drafts_are_long_where_tokens_are_free_and_rare_where_they_are_dear(
-    llm, proposer, token_s, least, most
-):
+@pytest.mark.parametrize("token_s", [1e-9, 1.0])
+def test_drafts_are_long_where_tokens_are_free_and_rare_where_they_are_dear(llm, proposer, token_s):
     """On a clock by which a draft token takes so many seconds and a step a millisecond."""
     now = 0.0
 
@@ -256,10 +254,13 @@ def test_drafts_are_long_where_tokens_are_free_and_rare_where_they_are_dear(
         made = made_with(llm, cache, version=version)
         sample(made, 16, 60)
     metrics = made.metrics.as_dict()
-    assert least < metrics["spec_rl/tree_draft_length"] <= most
-    assert (metrics["spec_rl/tree_plain_fraction"] > 0.9) == (token_s == 1.0)
     assert 0 < metrics["spec_rl/tree_price"] <= 0.95
-    assert made.metrics.tree_batches > made.metrics.tree_plain_batches
+    if token_s == 1.0:
+        assert metrics["spec_rl/tree_draft_length"] < 0.2
+        assert metrics["spec_rl/tree_plain_fraction"] > 0.9
+    else:
+        assert metrics["spec_rl/tree_draft_length"] > 1
+        assert metrics["spec_rl/tree_plain_fraction"] < 0.5
 
 
 def test_the_memory_of_trees_keeps_its_bound_inside_the_engine(llm, proposer):

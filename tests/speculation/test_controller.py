@@ -220,7 +220,7 @@ def test_chances_come_to_be_those_observed_and_fall_with_what_is_rejected():
         cells = rng.integers(0, CELLS - 1, 200).astype(np.uint8)
         hit = rng.random(200) < truth[cells]
         chances.learn(cells[hit].tobytes(), cells[~hit].tobytes())
-    assert np.allclose(chances.table[:-1], truth[:-1], atol=0.06)
+    assert np.allclose(chances.table[:-1], truth[:-1], atol=0.13)  # 4 standard errors
     # The last cell was never seen: the prior said .98 of it, and too much of all the others.
     assert 0.5 < chances.table[-1] < PRIOR[-1]
 
