@@ -102,6 +102,9 @@ class Speculation:
         self.metrics.tree_steps += counts.steps
         self.metrics.tree_drafted_tokens += counts.drafted
         self.metrics.tree_accepted_tokens += counts.accepted
+        self.metrics.tree_batches += counts.batches
+        self.metrics.tree_plain_batches += counts.plain_batches
+        self.metrics.tree_price += counts.price
         self.metrics.tree_s += counts.seconds
 
     def _find_drafts(self, requests: list[Request]) -> None:
@@ -117,7 +120,7 @@ class Speculation:
     def _offer_drafts(self, requests: list[Request], cached: dict[bytes, list[Rollout]]) -> None:
         """Offer each request the draft that the cached rollouts have for it, if any."""
         if self._limits.drafts_from_trees:
-            self._histories.add(cached)
+            self._histories.add(cached, self.policy_version)
         choices = select_drafts(
             [request.row for request in requests],
             cached,

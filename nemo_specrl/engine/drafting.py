@@ -54,14 +54,25 @@ def engine_options(config: SpecRLConfig) -> dict[str, Any]:
 
 
 class Histories:
-    """Earlier responses of prompts, until the first request of each prompt takes them along."""
+    """Earlier responses of prompts, which go to the engine once for each prompt and policy version.
+
+    The engine's tree of a prompt may have them already, or may have been dropped since they were
+    sent. The client cannot know, and once an epoch they cost next to nothing beside the decoding
+    of the prompt: so they are sent then, and drafts that were lost come back with the next epoch.
+    """
 
     def __init__(self) -> None:
         self._waiting: dict[bytes, list[tuple[int, bytes]]] = {}
+        self._sent: set[bytes] = set()
+        self._sent_at = -1  # the policy version
 
-    def add(self, cached: Mapping[bytes, Iterable[Rollout]]) -> None:
+    def add(self, cached: Mapping[bytes, Iterable[Rollout]], policy_version: int) -> None:
         """Have the rollouts of a look-up sent with the next request of their prompt."""
+        if policy_version != self._sent_at:
+            self._sent, self._sent_at = set(), policy_version
         for key, rollouts in cached.items():
+            if key in self._sent:
+                continue
             oldest_first = sorted(rollouts, key=lambda rollout: rollout.policy_version)
             self._waiting[key] = [
                 (response_id(r.sample_index, r.policy_version), r.tokens.tobytes())
@@ -73,13 +84,16 @@ class Histories:
     ) -> SamplingParams:
         """Sampling parameters with what the proposer needs to draft for a request."""
         key = request.row.key
+        history = self._waiting.pop(key, [])
+        if history:
+            self._sent.add(key)
         params = copy.copy(params)
         params.extra_args = {
             **(params.extra_args or {}),
             EXTRA_ARG: [
                 key,
                 response_id(request.row.sample_index, policy_version),
-                self._waiting.pop(key, []),
+                history,
                 len(request.rules.prompt),
             ],
         }

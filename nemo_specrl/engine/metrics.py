@@ -34,6 +34,9 @@ class EngineMetrics:
         tree_steps: steps of rows for which the tree proposer was asked, with a draft or without.
         tree_drafted_tokens: tokens that it proposed.
         tree_accepted_tokens: those of them that were accepted.
+        tree_batches: steps of the engine for which it was asked.
+        tree_plain_batches: those of them in which it proposed nothing for any row.
+        tree_price: sum over these steps of the price of a draft token, in tokens.
         tree_s: time of the proposer, a part of ``decode_s``.
     """
 
@@ -51,6 +54,9 @@ class EngineMetrics:
     tree_steps: int = 0
     tree_drafted_tokens: int = 0
     tree_accepted_tokens: int = 0
+    tree_batches: int = 0
+    tree_plain_batches: int = 0
+    tree_price: float = 0.0
     tree_s: float = 0.0
     lookup_s: float = 0.0
     verify_s: float = 0.0
@@ -94,5 +100,8 @@ class EngineMetrics:
             "spec_rl/tree_drafted_tokens": float(self.tree_drafted_tokens),
             "spec_rl/tree_accepted_fraction": self.tree_accepted_tokens
             / max(1, self.tree_drafted_tokens),
+            "spec_rl/tree_draft_length": self.tree_drafted_tokens / self.tree_steps,
+            "spec_rl/tree_price": self.tree_price / max(1, self.tree_batches),
+            "spec_rl/tree_plain_fraction": self.tree_plain_batches / max(1, self.tree_batches),
             "spec_rl/tree_s": self.tree_s,
         }

@@ -21,6 +21,11 @@ static const int ORDER[ORDERS] = {1, 2, 4, 8, 16};
 #define MAX_MATCH 48      /* context tokens compared beyond the hashed ones */
 #define MAX_POSITIONS 32  /* occurrences of a context that vote */
 #define MAX_CHAIN 96      /* occurrences looked at, those of other contexts included */
+/* The chance that a token is accepted is read from a table by what speaks for it: see cell_of. */
+#define SHARES 7
+#define MATCHES 6
+#define VOTES 4
+#define CELLS (SHARES * MATCHES * VOTES)
 #define START_TOKEN (-1)
 #define NONE 0u
 
@@ -139,12 +144,12 @@ static int match_length(const SuffixIndex *self, uint32_t a, uint32_t b, int mos
 typedef struct {
     uint32_t node; /* the next token of this position is voted for */
     float weight;
+    int match; /* tokens before it that are the row's last ones */
 } Voter;
 
-/* The positions that the longest known context of `tail` leads to; the longest match in *longest. */
-static int find_voters(const SuffixIndex *self, uint32_t tail, Voter *voters, int *longest)
+/* The positions that the longest known context of `tail` leads to. */
+static int find_voters(const SuffixIndex *self, uint32_t tail, Voter *voters)
 {
-    *longest = 0;
     for (int o = ORDERS - 1; o >= 0; o--) {
         uint32_t hash = context_hash(self, tail, ORDER[o]);
         if (hash == 0)
@@ -157,9 +162,8 @@ static int find_voters(const SuffixIndex *self, uint32_t tail, Voter *voters, in
                 if (n >= ORDER[o]) {
                     voters[found].node = at;
                     voters[found].weight = (float)n * n;
+                    voters[found].match = n;
                     found++;
-                    if (n > *longest)
-                        *longest = n;
                 }
             }
             at = self->nodes[at].older[o];
@@ -170,15 +174,32 @@ static int find_voters(const SuffixIndex *self, uint32_t tail, Voter *voters, in
     return 0;
 }
 
+/* Cell of a token that `share` of the weights and `votes` positions are for, of which the longest
+ * match is `match` tokens. */
+static int cell_of(float share, int match, int votes)
+{
+    static const float SHARE[SHARES - 1] = {0.3f, 0.5f, 0.7f, 0.85f, 0.95f, 0.995f};
+    int s = 0, m = 0, v = 0;
+    while (s < SHARES - 1 && share >= SHARE[s])
+        s++;
+    while (m < MATCHES - 1 && match >= 2 << m) /* 1, 2.., 4.., 8.., 16.., 32.. */
+        m++;
+    while (v < VOTES - 1 && votes >= 2 << v) /* 1, 2.., 4.., 8.. */
+        v++;
+    return (s * MATCHES + m) * VOTES + v;
+}
+
 /* Tokens that the voters follow on together, the likeliest at each step; their number. */
 static int follow(const SuffixIndex *self, Voter *voters, int count, int most, double least,
-                  double prior, int32_t *tokens, float *probabilities)
+                  const float *chances, int32_t *tokens, unsigned char *cells,
+                  float *probabilities)
 {
     int n = 0;
     double path = 1.0;
     while (n < most && count > 0) {
         int32_t seen[MAX_POSITIONS];
-        float votes[MAX_POSITIONS];
+        float weights[MAX_POSITIONS];
+        int votes[MAX_POSITIONS];
         int kinds = 0;
         float total = 0.0f;
         for (int i = 0; i < count; i++) {
@@ -188,30 +209,37 @@ static int follow(const SuffixIndex *self, Voter *voters, int count, int most, d
                 k++;
             if (k == kinds) {
                 seen[kinds] = token;
-                votes[kinds++] = 0.0f;
+                weights[kinds] = 0.0f;
+                votes[kinds++] = 0;
             }
-            votes[k] += voters[i].weight;
+            weights[k] += voters[i].weight;
+            votes[k]++;
             total += voters[i].weight;
         }
         int best = 0;
         for (int k = 1; k < kinds; k++)
-            if (votes[k] > votes[best])
+            if (weights[k] > weights[best])
                 best = k;
-        path *= votes[best] / (total + prior);
+        int kept = 0, longest = 0;
+        for (int i = 0; i < count; i++) {
+            uint32_t next = self->nodes[voters[i].node].next;
+            if (self->nodes[next].token != seen[best])
+                continue;
+            if (voters[i].match > longest)
+                longest = voters[i].match;
+            if (self->nodes[next].next != NONE) {
+                voters[kept] = voters[i];
+                voters[kept++].node = next;
+            }
+        }
+        int cell = cell_of(weights[best] / total, longest + n, votes[best]);
+        path *= chances[cell];
         if (path < least)
             break;
         tokens[n] = seen[best];
+        cells[n] = (unsigned char)cell;
         probabilities[n] = (float)path;
         n++;
-        int kept = 0;
-        for (int i = 0; i < count; i++) {
-            uint32_t next = self->nodes[voters[i].node].next;
-            if (self->nodes[next].token == seen[best] && self->nodes[next].next != NONE) {
-                voters[kept].node = next;
-                voters[kept].weight = voters[i].weight;
-                kept++;
-            }
-        }
         count = kept;
     }
     return n;
@@ -281,29 +309,42 @@ static PyObject *index_draft(PyObject *object, PyObject *args)
     SuffixIndex *self = (SuffixIndex *)object;
     unsigned long number;
     int most;
-    double least, prior;
-    if (!PyArg_ParseTuple(args, "kidd", &number, &most, &least, &prior) ||
-        response_of(self, number) < 0)
+    double least;
+    Py_buffer chances;
+    if (!PyArg_ParseTuple(args, "kidy*", &number, &most, &least, &chances))
         return NULL;
+    PyObject *result = NULL;
+    int32_t *tokens = NULL;
+    unsigned char *cells = NULL;
+    float *probabilities = NULL;
+    if (response_of(self, number) < 0)
+        goto done;
     if (most < 0 || most > 4096) {
         PyErr_Format(PyExc_ValueError, "max_tokens must be in 0..4096, got %d", most);
-        return NULL;
+        goto done;
+    }
+    if (chances.len != (Py_ssize_t)(CELLS * sizeof(float))) {
+        PyErr_Format(PyExc_ValueError, "chances must be float32 [%d]", CELLS);
+        goto done;
+    }
+    tokens = malloc((size_t)(most + 1) * sizeof(int32_t));
+    cells = malloc((size_t)(most + 1));
+    probabilities = malloc((size_t)(most + 1) * sizeof(float));
+    if (tokens == NULL || cells == NULL || probabilities == NULL) {
+        PyErr_NoMemory();
+        goto done;
     }
     Voter voters[MAX_POSITIONS];
-    int longest;
-    int count = find_voters(self, self->tails[number], voters, &longest);
-    int32_t *tokens = malloc((size_t)(most + 1) * sizeof(int32_t));
-    float *probabilities = malloc((size_t)(most + 1) * sizeof(float));
-    PyObject *result = NULL;
-    if (tokens == NULL || probabilities == NULL) {
-        PyErr_NoMemory();
-    } else {
-        int n = follow(self, voters, count, most, least, prior, tokens, probabilities);
-        result = Py_BuildValue("(y#y#i)", (char *)tokens, (Py_ssize_t)(n * sizeof(int32_t)),
-                               (char *)probabilities, (Py_ssize_t)(n * sizeof(float)), longest);
-    }
+    int count = find_voters(self, self->tails[number], voters);
+    int n = follow(self, voters, count, most, least, chances.buf, tokens, cells, probabilities);
+    result = Py_BuildValue("(y#y#y#)", (char *)tokens, (Py_ssize_t)(n * sizeof(int32_t)),
+                           (char *)cells, (Py_ssize_t)n, (char *)probabilities,
+                           (Py_ssize_t)(n * sizeof(float)));
+done:
     free(tokens);
+    free(cells);
     free(probabilities);
+    PyBuffer_Release(&chances);
     return result;
 }
 
@@ -369,7 +410,7 @@ static PyMethodDef index_methods[] = {
     {"start", index_start, METH_NOARGS, "Begin a response; its number."},
     {"extend", index_extend, METH_VARARGS, "extend(response, tokens): append int32 tokens."},
     {"draft", index_draft, METH_VARARGS,
-     "draft(response, max_tokens, min_probability, prior): (tokens, probabilities, match)."},
+     "draft(response, max_tokens, least, chances): (tokens, cells, probabilities)."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -402,6 +443,9 @@ static int module_exec(PyObject *module)
     if (type == NULL)
         return -1;
     int failed = PyModule_AddObjectRef(module, "SuffixIndex", type);
+    if (!failed)
+        failed = PyModule_AddIntMacro(module, SHARES) | PyModule_AddIntMacro(module, MATCHES) |
+                 PyModule_AddIntMacro(module, VOTES);
     Py_DECREF(type);
     return failed;
 }

@@ -13,78 +13,129 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from nemo_specrl.speculation import _suffix
 
-__all__ = ["DraftTrees", "TreeRow"]
+__all__ = ["CHANCES", "Draft", "DraftTrees", "TreeRow"]
 
 MIN_PROBABILITY = 0.2
 """A draft ends where its estimated chance of being accepted up to there falls below this."""
-PRIOR = 0.5
-"""Votes against every token, so that a context seen once is not taken for certain."""
-RESPONSES_KEPT = 8
-"""A tree is made anew from the cache when it has this many times as many responses as that has."""
+RESPONSES_KEPT = 2
+"""Where memory is short, a tree with this many times the responses of the cache is made anew."""
+
+
+def _chances() -> npt.NDArray[np.float64]:
+    """By cell: a token's share of the weights, shrunk where little speaks for it."""
+    share = np.array([0.2, 0.4, 0.6, 0.78, 0.9, 0.97, 1.0])[:, None, None]
+    match = np.array([1.0, 2.5, 5.5, 12.0, 24.0, 48.0])[:, None]
+    votes = np.array([1.0, 2.5, 5.5, 12.0])
+    evidence = votes + match / 4
+    chances = share * evidence / (evidence + 0.5)
+    assert chances.shape == (_suffix.SHARES, _suffix.MATCHES, _suffix.VOTES)
+    return np.ravel(chances)
+
+
+CHANCES = _chances()
+"""Chances of acceptance before any is known, by cell (``cell_of`` in ``_suffix.c``)."""
+_TABLE = CHANCES.astype(np.float32)
+
+
+class Draft(NamedTuple):
+    """Likely next tokens of a row.
+
+    Args:
+        tokens: ids.
+        cells: uint8, by token: what speaks for it, as an index of ``CHANCES``.
+        chances: float32, by token: that all tokens up to it are accepted.
+    """
+
+    tokens: list[int]
+    cells: bytes
+    chances: bytes
 
 
 class PromptTree:
-    """The indexed responses to one prompt."""
+    """The indexed responses to one prompt.
+
+    Attributes:
+        index: None once the tree was dropped for want of memory.
+        responses: identities of those that are in it.
+        rows: how many draft from it now.
+        counted: its bytes in the sum of all trees.
+    """
 
     def __init__(self) -> None:
-        self.index = _suffix.SuffixIndex()
+        self.index: _suffix.SuffixIndex | None = _suffix.SuffixIndex()
         self.responses: set[int] = set()
-
-    def add(self, history: Iterable[tuple[int, bytes]]) -> None:
-        """Index responses that it does not have yet; see :meth:`DraftTrees.open`."""
-        for identity, tokens in history:
-            if identity not in self.responses:
-                self.responses.add(identity)
-                self.index.extend(self.index.start(), tokens)
+        self.rows = 0
+        self.counted = 0
 
 
 class TreeRow:
-    """A response that is being decoded: it drafts from the tree of its prompt and extends it."""
+    """A response that is being decoded: it drafts from the tree of its prompt and extends it.
 
-    def __init__(self, tree: PromptTree, identity: int) -> None:
-        tree.responses.add(identity)
-        self._index = tree.index
-        self._response = tree.index.start()
+    A tree is kept while it has rows. Only where the trees of the rows alone are too large is one
+    dropped all the same, and then its rows draft nothing any more.
+    """
+
+    def __init__(self, trees: DraftTrees, tree: PromptTree, identity: int) -> None:
+        self._trees = trees
+        self._tree = tree
+        tree.rows += 1
+        self._response = trees.start(tree, identity)
         self.length = 0
         """Tokens so far."""
 
+    def __del__(self) -> None:
+        self._tree.rows -= 1
+
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens that the policy has produced."""
-        self._index.extend(self._response, array("i", tokens))
         self.length += len(tokens)
+        self._trees.extend(self._tree, self._response, array("i", tokens))
 
     def draft(self, max_tokens: int) -> list[int]:
         """Likely next tokens, at most ``max_tokens``; empty where nothing is likely enough."""
-        if max_tokens <= 0:
-            return []
-        tokens, _, _ = self._index.draft(self._response, max_tokens, MIN_PROBABILITY, PRIOR)
+        return self.propose(max_tokens, MIN_PROBABILITY, _TABLE).tokens
+
+    def propose(self, max_tokens: int, least: float, chances: npt.NDArray[np.float32]) -> Draft:
+        """The same with what a controller has to know.
+
+        Args:
+            max_tokens: at most.
+            least: chance of being accepted up to there at which the draft ends.
+            chances: of acceptance by cell, float32, in the shape of ``CHANCES``.
+        """
+        index = self._tree.index
+        if max_tokens <= 0 or index is None:
+            return Draft([], b"", b"")
+        tokens, cells, survival = index.draft(self._response, max_tokens, least, chances)
         draft = array("i")
         draft.frombytes(tokens)
-        return draft.tolist()
+        return Draft(draft.tolist(), cells, survival)
 
 
 class DraftTrees:
     """The trees of the prompts that were used last, within a bound of memory.
 
     Args:
-        max_bytes: of all trees together; the prompts unused for longest go first.
+        max_bytes: of all trees together, also while they grow; the ones unused for longest go
+            first, and those that rows draft from last.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
+        self.nbytes = 0
+        """Memory of all trees, bytes."""
         self._trees: OrderedDict[bytes, PromptTree] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._trees)
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of all trees, bytes."""
-        return sum(tree.index.nbytes for tree in self._trees.values())
 
     def open(self, key: bytes, identity: int, history: Sequence[tuple[int, bytes]]) -> TreeRow:
         """A row of a prompt that is about to be decoded.
@@ -95,17 +146,66 @@ class DraftTrees:
             history: earlier responses as identity and int32 tokens, oldest first; those that the
                 tree has are passed over.
         """
-        tree = self._trees.pop(key, None)
-        if tree is None or (history and len(tree.responses) > RESPONSES_KEPT * len(history)):
-            tree = PromptTree()
-            self._make_room()
-        tree.add(history)
-        self._trees[key] = tree
-        return TreeRow(tree, identity)
+        tree = self._trees.get(key)
+        if tree is None:
+            tree = self._trees[key] = PromptTree()
+        elif self._is_too_large(tree, len(history)):
+            self._drop(key)
+            tree = self._trees[key] = PromptTree()
+        self._trees.move_to_end(key)
+        for known, tokens in history:
+            if known not in tree.responses:
+                self.extend(tree, self.start(tree, known), tokens)
+        return TreeRow(self, tree, identity)
 
-    def _make_room(self) -> None:
-        """Drop trees until those that are left take less than the bound."""
-        used = self.nbytes
-        while self._trees and used > self.max_bytes:
-            _, dropped = self._trees.popitem(last=False)
-            used -= dropped.index.nbytes
+    def _is_too_large(self, tree: PromptTree, cached: int) -> bool:
+        """Whether a tree that is to be used again had better be made anew from the cache.
+
+        Older responses make drafts better, and so a tree keeps them while there is room. Where
+        there is not, all trees would be dropped in turn before their prompts come up again.
+        """
+        short = self.nbytes > self.max_bytes // 2
+        return short and 0 < RESPONSES_KEPT * cached < len(tree.responses) and not tree.rows
+
+    def start(self, tree: PromptTree, identity: int) -> int:
+        """Begin a response in a tree; its number."""
+        tree.responses.add(identity)
+        if tree.index is None:
+            return 0
+        response = tree.index.start()
+        self._count(tree)
+        return response
+
+    def extend(self, tree: PromptTree, response: int, tokens: bytes | array[int]) -> None:
+        """Append int32 tokens to a response in a tree, and keep the bound."""
+        if tree.index is not None:
+            tree.index.extend(response, tokens)
+            self._count(tree)
+
+    def _count(self, tree: PromptTree) -> None:
+        """Bring the sum up to date after a tree has grown, and keep the bound."""
+        assert tree.index is not None
+        nbytes = tree.index.nbytes
+        if nbytes == tree.counted:
+            return
+        self.nbytes += nbytes - tree.counted
+        tree.counted = nbytes
+        if self.nbytes > self.max_bytes:
+            self._make_room(tree)
+
+    def _make_room(self, grown: PromptTree) -> None:
+        """Drop trees without rows until the rest is within the bound, else the one that grew."""
+        idle = [key for key, tree in self._trees.items() if not tree.rows and tree is not grown]
+        for key in idle:
+            self._drop(key)
+            if self.nbytes <= self.max_bytes:
+                return
+        for key, tree in self._trees.items():
+            if tree is grown:
+                self._drop(key)
+                return
+
+    def _drop(self, key: bytes) -> None:
+        tree = self._trees.pop(key)
+        tree.index = None
+        self.nbytes -= tree.counted

@@ -6,6 +6,7 @@ passing.
 
 import importlib.util
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,8 +18,9 @@ from nemo_specrl import Finish, Rollout, SpecRLConfig, SpeculativeLLM, prompt_ke
 from nemo_specrl.engine import compat
 from nemo_specrl.engine.assembly import reuse_of
 from nemo_specrl.engine.compat import refit
-from nemo_specrl.engine.drafting import EXTRA_ARG, engine_options
+from nemo_specrl.engine.drafting import EXTRA_ARG, Histories, engine_options
 from nemo_specrl.errors import ConfigError, IncompatibleVersion
+from nemo_specrl.speculation.drafts import Row, response_id
 from tests.conftest import DictCache, weights_of
 from tests.engine.helpers import PROMPT, VOCABULARY, chi_squared, distribution
 
@@ -223,13 +225,74 @@ def test_budgets_stop_tokens_and_the_models_limit_hold_inside_a_draft(llm, propo
     assert ended and all(t.index(EOS) == len(t) - 1 for t in ended)
 
 
-def test_the_same_seeds_and_trees_give_the_same_rollouts(llm, proposer):
+def test_but_for_measured_time_the_same_seeds_and_trees_give_the_same_rollouts(llm, proposer):
+    """Draft lengths go by the time of steps; nothing else may differ between two runs."""
     cache = rollouts(good_drafts(llm))
     runs = []
     for _ in range(2):
         proposer.__init__(llm.llm_engine.vllm_config)
+        ticks = iter(range(10**9))
+        proposer.clock = lambda ticks=ticks: 1e-3 * next(ticks)
         runs.append(sample(made_with(llm, DictCache(cache)), 24, 10)[1])
     assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("token_s", [1e-9, 1.0])
+def test_drafts_are_long_where_tokens_are_free_and_rare_where_they_are_dear(llm, proposer, token_s):
+    """On a clock by which a draft token takes so many seconds and a step a millisecond."""
+    now = 0.0
+
+    def clock():
+        nonlocal now
+        drafted = sum(map(len, proposer.scheduled.scheduled_spec_decode_tokens.values()))
+        now += 1e-3 + token_s * drafted
+        return now
+
+    proposer.clock = clock
+    cache = DictCache(rollouts(sample(made_with(llm, DictCache()), 16, 60)[1]))
+    for version in range(2, 6):
+        made = made_with(llm, cache, version=version)
+        sample(made, 16, 60)
+    metrics = made.metrics.as_dict()
+    assert 0 < metrics["spec_rl/tree_price"] <= 0.95
+    if token_s == 1.0:
+        assert metrics["spec_rl/tree_draft_length"] < 0.2
+        assert metrics["spec_rl/tree_plain_fraction"] > 0.9
+    else:
+        assert metrics["spec_rl/tree_draft_length"] > 1
+        assert metrics["spec_rl/tree_plain_fraction"] < 0.5
+
+
+def test_the_memory_of_trees_keeps_its_bound_inside_the_engine(llm, proposer):
+    proposer.trees.max_bytes = 60_000
+    prompts = [[*PROMPT, i] for i in range(3, 23)]
+    made = made_with(llm, DictCache())
+    outputs = made.generate(
+        [{"prompt_token_ids": p} for p in prompts],
+        [params(60, seed=i) for i in range(len(prompts))],
+        use_tqdm=False,
+    )
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [60] * len(prompts)
+    trees = proposer.trees
+    assert 0 < len(trees) < len(prompts)
+    assert trees.nbytes == sum(t.index.nbytes for t in trees._trees.values()) <= 60_000
+
+
+def test_a_history_is_sent_once_for_each_policy_version():
+    def request(sample_index):
+        return SimpleNamespace(
+            row=Row(KEY, sample_index), rules=SimpleNamespace(prompt=PROMPT), params=None
+        )
+
+    def history(version, sample_index):
+        histories.add(cached, version)
+        sent = histories.attached(request(sample_index), SamplingParams(), version)
+        return sent.extra_args[EXTRA_ARG][2]
+
+    histories, cached = Histories(), {KEY: rollouts([[3, 4], [5]])}
+    everything = [(response_id(i, 0), np.int32(t).tobytes()) for i, t in enumerate([[3, 4], [5]])]
+    assert [history(1, 0), history(1, 1), history(1, 2)] == [everything, [], []]
+    assert [history(2, 0), history(2, 1)] == [everything, []]
 
 
 def test_greedy_requests_and_those_of_others_are_not_drafted_for(llm, proposer):

@@ -1,5 +1,6 @@
 """The draft trees: the native index against a plain reference, and what bounds them."""
 
+import bisect
 from array import array
 from collections import defaultdict
 
@@ -8,12 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_specrl.speculation import _suffix
 from nemo_specrl.speculation._suffix import SuffixIndex
 from nemo_specrl.speculation.drafts import response_id
-from nemo_specrl.speculation.trees import RESPONSES_KEPT, DraftTrees
+from nemo_specrl.speculation.trees import CHANCES, RESPONSES_KEPT, DraftTrees
 
 ORDERS = (16, 8, 4, 2, 1)
 MAX_MATCH, MAX_POSITIONS, MAX_CHAIN = 48, 32, 96
+SHARES = (0.3, 0.5, 0.7, 0.85, 0.95, 0.995)
+SURE = np.ones(len(CHANCES), np.float32)
 START = -1
 
 
@@ -59,32 +63,40 @@ class Reference:
                 return found
         return []
 
-    def draft(self, response, most, least, prior):
+    def draft(self, response, most, least, chances):
         voters = self.voters(self.responses[response])
-        longest = max((n for *_, n in voters), default=0)
-        voters = [(r, o, float(n * n)) for r, o, n in voters]
-        tokens, probabilities, path = [], [], 1.0
+        tokens, cells, probabilities, path = [], [], [], 1.0
         while len(tokens) < most and voters:
-            votes = defaultdict(float)
-            for r, o, weight in voters:
-                votes[self.responses[r][o + 1]] += weight
-            best = max(votes, key=votes.get)  # of equals the first
-            path *= votes[best] / (sum(votes.values()) + prior)
+            votes = defaultdict(list)
+            for r, o, n in voters:
+                votes[self.responses[r][o + 1]].append(n)
+            weights = {token: sum(n * n for n in ns) for token, ns in votes.items()}
+            best = max(weights, key=weights.get)  # of equals the first
+            share = bisect.bisect_right(SHARES, weights[best] / sum(weights.values()))
+            match = min((max(votes[best]) + len(tokens)).bit_length(), _suffix.MATCHES) - 1
+            count = min(len(votes[best]).bit_length(), _suffix.VOTES) - 1
+            cell = (share * _suffix.MATCHES + match) * _suffix.VOTES + count
+            path *= chances[cell]
             if path < least:
                 break
             tokens.append(best)
+            cells.append(cell)
             probabilities.append(path)
             voters = [
-                (r, o + 1, w)
-                for r, o, w in voters
+                (r, o + 1, n)
+                for r, o, n in voters
                 if self.responses[r][o + 1] == best and o + 2 < len(self.responses[r])
             ]
-        return tokens, probabilities, longest
+        return tokens, cells, probabilities
 
 
 def drafted(index, *args):
-    tokens, probabilities, longest = index.draft(*args)
-    return np.frombuffer(tokens, np.int32).tolist(), np.frombuffer(probabilities, "f4"), longest
+    tokens, cells, probabilities = index.draft(*args)
+    return (
+        np.frombuffer(tokens, np.int32).tolist(),
+        list(cells),
+        np.frombuffer(probabilities, "f4"),
+    )
 
 
 pieces = st.lists(
@@ -93,8 +105,9 @@ pieces = st.lists(
 
 
 @settings(max_examples=300, deadline=None)
-@given(pieces, st.sampled_from([0.0, 0.2]), st.sampled_from([0.0, 0.5]))
-def test_drafts_are_those_of_the_reference(pieces, least, prior):
+@given(pieces, st.sampled_from([0.0, 0.2]), st.integers(0, 9))
+def test_drafts_are_those_of_the_reference(pieces, least, seed):
+    chances = np.random.default_rng(seed).uniform(0.5, 1, len(CHANCES)).astype(np.float32)
     index, reference = SuffixIndex(), Reference()
     for _ in range(5):
         assert index.start() == reference.start()
@@ -103,9 +116,9 @@ def test_drafts_are_those_of_the_reference(pieces, least, prior):
         reference.extend(response, tokens)
     assert index.tokens == sum(len(tokens) for _, tokens in pieces)
     for response in range(5):
-        tokens, probabilities, longest = drafted(index, response, 24, least, prior)
-        expected, path, expected_longest = reference.draft(response, 24, least, prior)
-        assert (tokens, longest) == (expected, expected_longest)
+        tokens, cells, probabilities = drafted(index, response, 24, least, chances)
+        expected, expected_cells, path = reference.draft(response, 24, least, chances)
+        assert (tokens, cells) == (expected, expected_cells)
         assert np.allclose(probabilities, path, rtol=1e-5)
 
 
@@ -115,11 +128,11 @@ def test_a_response_that_came_before_is_drafted_to_its_end():
     index = SuffixIndex()
     index.extend(index.start(), tokens)
     row = index.start()
-    assert drafted(index, row, 24, 0.0, 0.0)[0] == tokens[:24].tolist()
+    assert drafted(index, row, 24, 0.0, SURE)[0] == tokens[:24].tolist()
     index.extend(row, tokens[:490])
-    assert drafted(index, row, 24, 0.0, 0.0)[0] == tokens[490:].tolist()
+    assert drafted(index, row, 24, 0.0, SURE)[0] == tokens[490:].tolist()
     index.extend(row, tokens[490:])
-    assert drafted(index, row, 24, 0.0, 0.0)[0] == []
+    assert drafted(index, row, 24, 0.0, SURE)[0] == []
 
 
 def test_memory_is_counted_and_stays_below_160_bytes_a_token():
@@ -136,9 +149,11 @@ def test_memory_is_counted_and_stays_below_160_bytes_a_token():
     ("call", "error"),
     [
         (lambda index: index.extend(1, array("i", [1])), IndexError),
-        (lambda index: index.draft(1, 4, 0.0, 0.0), IndexError),
-        (lambda index: index.draft(0, -1, 0.0, 0.0), ValueError),
-        (lambda index: index.draft(0, 2**20, 0.0, 0.0), ValueError),
+        (lambda index: index.draft(1, 4, 0.0, SURE), IndexError),
+        (lambda index: index.draft(0, -1, 0.0, SURE), ValueError),
+        (lambda index: index.draft(0, 2**20, 0.0, SURE), ValueError),
+        (lambda index: index.draft(0, 4, 0.0, SURE[1:]), ValueError),
+        (lambda index: index.draft(0, 4, 0.0, 0.5), TypeError),
         (lambda index: index.extend(0, b"123"), ValueError),
         (lambda index: index.extend(0, [1, 2]), TypeError),
         (lambda index: index.extend(-1, array("i", [1])), (IndexError, OverflowError)),
@@ -194,28 +209,77 @@ def test_a_response_is_indexed_once_whether_it_was_watched_or_comes_from_the_cac
     assert trees.nbytes == before
 
 
-def test_the_trees_unused_for_longest_are_dropped_and_rows_of_theirs_go_on():
+def measured(trees):
+    return sum(tree.index.nbytes for tree in trees._trees.values())
+
+
+def test_the_trees_unused_for_longest_are_dropped():
     trees = DraftTrees(200_000)
     rng = np.random.default_rng(1)
     keys = [bytes([i]) * 16 for i in range(40)]
-    rows = []
     for key in keys:
         tokens = rng.integers(0, 1000, 500).astype(np.int32)
-        rows.append((trees.open(key, response_id(0, 1), [(0, tokens.tobytes())]), tokens))
+        row = trees.open(key, response_id(0, 1), [(0, tokens.tobytes())])
+        row.extend(tokens[:4].tolist())
+        assert row.draft(8) == tokens[4:12].tolist()
+        assert trees.nbytes == measured(trees) <= 200_000
     kept = list(trees._trees)
     assert 1 < len(kept) < 20
     assert kept == keys[-len(kept) :]
-    # The bound is kept when a tree is opened: the newest one comes on top of it.
-    assert trees.nbytes < 200_000 + 2 * 60_000
-    for row, tokens in rows:
-        row.extend(tokens[:4].tolist())
-        assert row.draft(8) == tokens[4:12].tolist()
 
 
-def test_a_tree_that_has_grown_far_beyond_its_history_is_made_anew():
+def test_the_bound_holds_while_the_rows_of_one_call_grow():
+    trees = DraftTrees(400_000)
+    rng = np.random.default_rng(2)
+    rows = [trees.open(bytes([i]) * 16, response_id(0, 1), []) for i in range(20)]
+    texts = [rng.integers(0, 1000, 2000).astype(np.int32).tolist() for _ in rows]
+    for at in range(0, 2000, 10):
+        for row, text in zip(rows, texts, strict=True):
+            row.extend(text[at : at + 10])
+            assert trees.nbytes == measured(trees) <= 400_000
+    left = len(trees)
+    assert 0 < left < 20
+    assert all(row.length == 2000 and len(row.draft(4)) <= 4 for row in rows)
+    # Those that had to go draft nothing; the others still have all of their text.
+    for row, text in zip(rows, texts, strict=True):
+        row.extend(text[:5])
+    drafting = [row.draft(4) == text[5:9] for row, text in zip(rows, texts, strict=True)]
+    assert sum(drafting) == left
+    assert all(row.draft(4) == [] for row, drafts in zip(rows, drafting, strict=True) if not drafts)
+
+
+def test_trees_without_rows_go_before_those_that_rows_draft_from():
+    trees = DraftTrees(200_000)
+    rng = np.random.default_rng(3)
+    tokens = rng.integers(0, 1000, 500).astype(np.int32)
+    row = trees.open(KEY, response_id(0, 1), [(0, tokens.tobytes())])
+    for i in range(40):
+        other = rng.integers(0, 1000, 500).astype(np.int32)
+        trees.open(bytes([i]) * 16, response_id(0, 1), [(0, other.tobytes())])
+    row.extend(tokens[:4].tolist())
+    assert row.draft(8) == tokens[4:12].tolist()
+    del row
+    for i in range(40):
+        other = rng.integers(0, 1000, 500).astype(np.int32)
+        trees.open(bytes([i, 1]) * 8, response_id(0, 1), [(0, other.tobytes())])
+    assert KEY not in trees._trees
+    assert trees.nbytes == measured(trees) <= 200_000
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_older_responses_are_kept_while_there_is_room(short):
+    """A tree is made anew from what the cache has only where memory is short."""
     trees = DraftTrees(2**20)
-    for version in range(RESPONSES_KEPT + 2):
+    if short:
+        rng = np.random.default_rng(4)
+        trees.open(OTHER, 0, history(rng.integers(0, 1000, 8000).astype(np.int32)))
+        assert 2**19 < trees.nbytes < 2**20
+    row = None
+    for version in range(20):
+        del row  # as when its response has ended
         row = trees.open(KEY, response_id(0, version), history([1, 2], version=version - 1))
         row.extend([1, 2])
-    assert len(trees._trees[KEY].responses) <= RESPONSES_KEPT + 2
+    responses = len(trees._trees[KEY].responses)
+    assert responses <= RESPONSES_KEPT + 2 if short else responses == 21
     assert row.length == 2
+    assert trees.nbytes == measured(trees)
