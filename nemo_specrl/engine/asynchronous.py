@@ -164,18 +164,26 @@ class AsyncSpeculativeLLM(Speculation):
         self, request: Request, request_id: str, kwargs: Any
     ) -> tuple[RequestOutput, Ending]:
         """Decode what the draft did not bring; the last output and how the response ended."""
-        params = self._decoding_params(request)
-        prompt = {"prompt_token_ids": request.rules.prompt + request.tokens}
-        stream = self.llm.generate(prompt, params, request_id, **kwargs)
-        version, ended = self.policy_version, False
+        version, ended, number = self.policy_version, False, 0
         try:
-            async for output in stream:
-                ending = self._append_decoded(request, output)
-                if ending is not None:
-                    ended = True
-                    return output, ending
+            while True:
+                prompt, params = self._next_request(request)
+                name = f"{request_id}-{number}" if number else request_id
+                number += 1
+                stream = self.llm.generate(prompt, params, name, **kwargs)
+                try:
+                    async for output in stream:
+                        ending = self._append_decoded(request, output)
+                        if ending is not None:
+                            ended = True
+                            return output, ending
+                        if request.finished_round:
+                            break
+                    else:
+                        raise RuntimeError(f"request {name} ended without an output")
+                finally:
+                    # Ends a request whose row has ended by a stop string, or goes on in another.
+                    await stream.aclose()
         finally:
             if not ended and version == self.policy_version:  # cancelled
                 self._store_unfinished({request_id: request})
-            await stream.aclose()  # ends the request where a stop string ended the response
-        raise RuntimeError(f"request {request_id} ended without an output")

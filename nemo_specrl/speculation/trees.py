@@ -59,12 +59,17 @@ class TreeRow:
 
     def draft(self, max_tokens: int) -> list[int]:
         """Likely next tokens, at most ``max_tokens``; empty where nothing is likely enough."""
+        return self.proposal(max_tokens)[0]
+
+    def proposal(self, max_tokens: int) -> tuple[list[int], list[float]]:
+        """A draft, and for each of its tokens the estimated chance of being accepted up to it."""
         if max_tokens <= 0:
-            return []
-        tokens, _, _ = self._index.draft(self._response, max_tokens, MIN_PROBABILITY, PRIOR)
-        draft = array("i")
+            return [], []
+        tokens, chances, _ = self._index.draft(self._response, max_tokens, MIN_PROBABILITY, PRIOR)
+        draft, estimated = array("i"), array("f")
         draft.frombytes(tokens)
-        return draft.tolist()
+        estimated.frombytes(chances)
+        return draft.tolist(), estimated.tolist()
 
 
 class DraftTrees:
