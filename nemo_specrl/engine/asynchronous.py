@@ -7,10 +7,13 @@ dropped, since its log-probs belong to neither.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
+from nemo_specrl.config import SpecRLConfig
 from nemo_specrl.engine.assembly import request_outputs
 from nemo_specrl.engine.base import Speculation
 from nemo_specrl.engine.requests import Request, build_requests
@@ -75,6 +78,15 @@ class AsyncSpeculativeLLM(Speculation):
     llm: AsyncLLM
     cache: ClaimingCache
 
+    def __init__(self, llm: Any, cache: Any, config: SpecRLConfig, seed: int = 0) -> None:
+        super().__init__(llm, cache, config, seed)
+        self._decoding: Any = contextlib.nullcontext()
+        if self._rounds is not None:
+            # No more rows than the engine runs at once: between two requests, a row must not wait
+            # in the engine's queue, where its blocks would be evicted.
+            engines = llm.vllm_config.parallel_config.data_parallel_size
+            self._decoding = asyncio.Semaphore(self._limits.max_num_seqs * engines)
+
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncIterator[RequestOutput]:
@@ -116,7 +128,8 @@ class AsyncSpeculativeLLM(Speculation):
         verified_at = time.perf_counter()
         self.metrics.verify_s += verified_at - claimed_at
         if ending is None:
-            output, ending = await self._decode(request, request_id, kwargs)
+            async with self._decoding:
+                output, ending = await self._decode(request, request_id, kwargs)
         self.metrics.decode_s += time.perf_counter() - verified_at
         assert output is not None
         completion, rollouts = self._finish(request, output, ending)
