@@ -98,7 +98,8 @@ class AsyncSpeculativeLLM(Speculation):
         Args:
             prompt: token ids or text.
             sampling_params: with ``n == 1``.
-            request_id: unique. The verification runs under an id derived from it.
+            request_id: unique. The verification, and rounds after the first, run under ids derived
+                from it.
             kwargs: passed to ``AsyncLLM.generate``.
 
         Yields:

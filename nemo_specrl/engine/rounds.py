@@ -49,7 +49,8 @@ __all__ = ["Rounds", "RowInRounds"]
 CANDIDATES = 4
 """Tokens at each position of a draft, the likeliest ones, of which the log-probs are asked for."""
 MIN_GAIN = 3.0
-"""Tokens that a draft must be expected to bring for a row that is decoding to stop for it."""
+"""Tokens that a draft must be expected to bring for a row that is decoding to stop for it; half of
+a longest draft where that is less."""
 EXCLUDED = -100.0
 """Bias of a logit that leaves its token e^-100 of its weight; the most that vLLM allows."""
 
@@ -264,7 +265,7 @@ class Rounds:
         row.tree.extend(new)
         if ending is None and not row.again:
             _, gain = self._draft(request, row)
-            row.again = gain >= MIN_GAIN
+            row.again = gain >= min(MIN_GAIN, self._max_draft / 2)
         metrics.tree_s += time.perf_counter() - started
         return ending
 
