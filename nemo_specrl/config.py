@@ -91,6 +91,9 @@ class TreeConfig(Block):
     """Lossless drafting from a per-prompt tree (arXiv 2601.09083)."""
 
     enabled: bool = False
+    method: Literal["auto", "proposer", "rounds"] = "auto"
+    """How drafts reach the engine: by a proposer inside it, or in requests of their own (rounds).
+    auto: by a proposer where the engine can have one."""
     max_draft_tokens: int = Field(default=24, ge=1, le=128)
     """Tokens proposed for a row in a step, at most; vLLM's rejection sampler takes 128."""
     max_bytes: ByteSize = Field(default=4 * 2**30, ge=2**20)

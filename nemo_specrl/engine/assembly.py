@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nemo_specrl.config import SpecRLConfig
+from nemo_specrl.engine.compat import logprobs_slice, new_logprobs
 from nemo_specrl.engine.requests import Request
 from nemo_specrl.engine.sampling import Ending
 from nemo_specrl.engine.verification import reference_logprobs, sampled_values
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Reuse",
+    "append_decoded",
+    "append_tokens",
     "build_completion",
     "build_rollout",
     "extend_logprobs",
@@ -76,6 +79,58 @@ def extend_logprobs(logprobs: FlatLogprobs, more: FlatLogprobs) -> None:
     logprobs.decoded_tokens += more.decoded_tokens
 
 
+def append_tokens(
+    request: Request, tokens: list[int], logprobs: FlatLogprobs, *, stop_terminated: bool
+) -> str | None:
+    """Append tokens to a response, up to the one that completes a stop string.
+
+    Args:
+        request: of the response.
+        tokens: token ids.
+        logprobs: one position per token.
+        stop_terminated: whether the last one is a stop token.
+
+    Returns:
+        The stop string, where ``request.detokenizer`` watches for them and has found one.
+    """
+    found = None
+    if request.detokenizer is not None:
+        found = request.detokenizer.feed(tokens, stop_terminated=stop_terminated)
+        if found is not None:  # leave out what lies behind the stop string
+            tokens = request.detokenizer.tokens[len(request.tokens) :]
+            logprobs = logprobs_slice(logprobs, 0, len(tokens))
+    request.tokens += tokens
+    if request.logprobs is None:
+        request.logprobs = logprobs
+    else:
+        extend_logprobs(request.logprobs, logprobs)
+    return found
+
+
+def append_decoded(request: Request, output: RequestOutput) -> Ending | None:
+    """Append what the engine decoded to a response.
+
+    Returns:
+        How the response ended, or None while it goes on.
+    """
+    completion = output.outputs[0]
+    by_token = completion.finish_reason == "stop"
+    found = append_tokens(
+        request,
+        list(completion.token_ids),
+        new_logprobs(completion),
+        stop_terminated=by_token,
+    )
+    if found is None and not output.finished:
+        return None
+    reason = found or completion.stop_reason
+    if isinstance(reason, str):
+        return Ending(len(request.tokens), Finish.STOP_STRING, reason)
+    if by_token:
+        return Ending(len(request.tokens), Finish.STOP, reason)
+    return Ending(len(request.tokens), Finish.LENGTH)
+
+
 def reported_logprobs(
     logprobs: FlatLogprobs, values: Float32Array, *, wanted: int | None, flat: bool
 ) -> tuple[SampleLogprobs | None, float | None]:
@@ -123,11 +178,13 @@ def build_completion(
     carried = policy
     draft, accepted = request.draft, request.accepted
     completion = output.outputs[0]
-    if draft is not None:
-        if config.reported_logprobs == "behaviour":
-            old = reference_logprobs(draft, config)[:accepted]
-            carried = policy.copy()
-            carried[:accepted] = behaviour_logprobs(policy[:accepted], old, config.lenience)
+    if draft is not None and config.reported_logprobs == "behaviour":
+        old = reference_logprobs(draft, config)[:accepted]
+        carried = policy.copy()
+        carried[:accepted] = behaviour_logprobs(policy[:accepted], old, config.lenience)
+    if request.rounds is not None and request.params.detokenize:
+        name_tokens(request.logprobs, request.rules.tokenizer)
+    if draft is not None or request.rounds is not None:
         completion = dataclasses.replace(completion, text=text_of(request, ending))
     logprobs, total = reported_logprobs(
         request.logprobs,
@@ -205,6 +262,16 @@ def build_rollout(
     )
 
 
+def name_tokens(logprobs: FlatLogprobs, tokenizer: Any) -> None:
+    """Fill in the text of each token for which the engine has not done so, in place."""
+    names: dict[int, str] = {}
+    for i, token in enumerate(logprobs.token_ids):
+        if logprobs.decoded_tokens[i] is None:
+            if token not in names:
+                names[token] = tokenizer.decode([token])
+            logprobs.decoded_tokens[i] = names[token]
+
+
 def text_of(request: Request, ending: Ending) -> str:
     """The text of a response that the engine did not decode in one piece, as vLLM reports it."""
     if request.rules.tokenizer is None or not request.params.detokenize:
@@ -234,7 +301,7 @@ def request_outputs(
             continue
         carrier.prompt = request.text
         carrier.prompt_token_ids = list(request.rules.prompt)
-        if request.draft is not None:
+        if request.draft is not None or request.rounds is not None:
             carrier.prompt_logprobs = None
         carrier.outputs = [completion]
         outputs.append(carrier)

@@ -7,11 +7,14 @@ dropped, since its log-probs belong to neither.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
+from nemo_specrl.config import SpecRLConfig
 from nemo_specrl.engine.assembly import request_outputs
 from nemo_specrl.engine.base import Speculation
 from nemo_specrl.engine.requests import Request, build_requests
@@ -78,6 +81,15 @@ class AsyncSpeculativeLLM(Speculation):
     llm: AsyncLLM
     cache: ClaimingCache
 
+    def __init__(self, llm: Any, cache: Any, config: SpecRLConfig, seed: int = 0) -> None:
+        super().__init__(llm, cache, config, seed)
+        self._decoding: Any = contextlib.nullcontext()
+        if self._rounds is not None:
+            # No more rows than the engine runs at once: between two requests, a row must not wait
+            # in the engine's queue, where its blocks would be evicted.
+            engines = llm.vllm_config.parallel_config.data_parallel_size
+            self._decoding = asyncio.Semaphore(self._limits.max_num_seqs * engines)
+
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncIterator[RequestOutput]:
@@ -89,7 +101,8 @@ class AsyncSpeculativeLLM(Speculation):
         Args:
             prompt: token ids or text.
             sampling_params: with ``n == 1``.
-            request_id: unique. The verification runs under an id derived from it.
+            request_id: unique. The verification, and rounds after the first, run under ids derived
+                from it.
             kwargs: passed to ``AsyncLLM.generate``.
 
         Yields:
@@ -119,7 +132,8 @@ class AsyncSpeculativeLLM(Speculation):
         verified_at = time.perf_counter()
         self.metrics.verify_s += verified_at - claimed_at
         if ending is None:
-            output, ending = await self._decode(request, request_id, kwargs)
+            async with self._decoding:
+                output, ending = await self._decode(request, request_id, kwargs)
         self.metrics.decode_s += time.perf_counter() - verified_at
         assert output is not None
         completion, rollouts = self._finish(request, output, ending)
@@ -133,7 +147,7 @@ class AsyncSpeculativeLLM(Speculation):
         To be called before the metrics are taken, since rows have no step of their own in which to
         ask the engine. Nothing is added without a proposer, or where its process cannot be asked.
         """
-        if not self._limits.drafts_from_trees:
+        if not self._proposes:
             return
         from nemo_specrl.engine.proposer import take_counts
 
@@ -184,18 +198,26 @@ class AsyncSpeculativeLLM(Speculation):
         self, request: Request, request_id: str, kwargs: Any
     ) -> tuple[RequestOutput, Ending]:
         """Decode what the draft did not bring; the last output and how the response ended."""
-        params = self._decoding_params(request)
-        prompt = {"prompt_token_ids": request.rules.prompt + request.tokens}
-        stream = self.llm.generate(prompt, params, request_id, **kwargs)
-        version, ended = self.policy_version, False
+        version, ended, number = self.policy_version, False, 0
         try:
-            async for output in stream:
-                ending = self._append_decoded(request, output)
-                if ending is not None:
-                    ended = True
-                    return output, ending
+            while True:
+                prompt, params = self._next_request(request)
+                name = f"{request_id}-{number}" if number else request_id
+                number += 1
+                stream = self.llm.generate(prompt, params, name, **kwargs)
+                try:
+                    async for output in stream:
+                        ending = self._append_decoded(request, output)
+                        if ending is not None:
+                            ended = True
+                            return output, ending
+                        if request.finished_round:
+                            break
+                    else:
+                        raise RuntimeError(f"request {name} ended without an output")
+                finally:
+                    # Ends a request whose row has ended by a stop string, or goes on in another.
+                    await stream.aclose()
         finally:
             if not ended and version == self.policy_version:  # cancelled
                 self._store_unfinished({request_id: request})
-            await stream.aclose()  # ends the request where a stop string ended the response
-        raise RuntimeError(f"request {request_id} ended without an output")

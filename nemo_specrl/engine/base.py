@@ -11,14 +11,16 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from nemo_specrl.config import SpecRLConfig
-from nemo_specrl.engine.assembly import build_completion, build_rollout, extend_logprobs
-from nemo_specrl.engine.compat import check_version, logprobs_slice, new_logprobs, tokens_so_far
+from nemo_specrl.engine.assembly import append_decoded, build_completion, build_rollout
+from nemo_specrl.engine.compat import check_version, tokens_so_far
 from nemo_specrl.engine.drafting import Histories
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.replay import Journal, replayed_output, restore_request
 from nemo_specrl.engine.requests import EngineLimits, Request
+from nemo_specrl.engine.rounds import Rounds
 from nemo_specrl.engine.sampling import Ending
 from nemo_specrl.engine.verification import (
     continuation_params,
@@ -90,16 +92,22 @@ class Speculation:
         self.fresh_fraction = config.fresh_fraction
         self.metrics = EngineMetrics()
         self._cache_error_logged = False
-        if config.enabled and config.tree.enabled and not self._limits.drafts_from_trees:
+        drafts, method = config.enabled and config.tree.enabled, config.tree.method
+        if drafts and method == "proposer" and not self._limits.drafts_from_trees:
             raise ConfigError(
-                "spec_rl.tree.enabled = true: the engine was built without the tree proposer; pass "
-                "nemo_specrl.engine.drafting.engine_options(config) to vllm.LLM, or set false"
+                "spec_rl.tree.method = proposer: the engine was built without the tree proposer; "
+                "pass nemo_specrl.engine.drafting.engine_options(config) to vllm.LLM, or set auto"
             )
+        self._proposes = drafts and self._limits.drafts_from_trees and method != "rounds"
         self._histories = Histories()
+        self._rounds: Rounds | None = None
+        if drafts and not self._proposes:
+            self._rounds = Rounds(self._limits, config.tree, seed)
 
     def _add_tree_counts(self, counts: DraftCounts) -> None:
         """Add to the metrics what the tree proposer did."""
         self.metrics.tree_steps += counts.steps
+        self.metrics.tree_tokens += counts.steps + counts.accepted
         self.metrics.tree_drafted_tokens += counts.drafted
         self.metrics.tree_accepted_tokens += counts.accepted
         self.metrics.tree_batches += counts.batches
@@ -119,8 +127,10 @@ class Speculation:
 
     def _offer_drafts(self, requests: list[Request], cached: dict[bytes, list[Rollout]]) -> None:
         """Offer each request the draft that the cached rollouts have for it, if any."""
-        if self._limits.drafts_from_trees:
+        if self._proposes:
             self._histories.add(cached, self.policy_version)
+        if self._rounds is not None:
+            self._rounds.add(requests, cached, self.policy_version)
         choices = select_drafts(
             [request.row for request in requests],
             cached,
@@ -166,10 +176,17 @@ class Speculation:
             replayed.append((request, replayed_output(request, ending), ending))
         return replayed
 
+    def _next_request(self, request: Request) -> tuple[dict[str, Any], SamplingParams]:
+        """Prompt and sampling parameters of the request that decodes, behind the tokens so far."""
+        if self._rounds is not None and request.draftable:
+            return self._rounds.next_request(request, self.policy_version, self.metrics)
+        prompt = {"prompt_token_ids": request.rules.prompt + request.tokens}
+        return prompt, self._decoding_params(request)
+
     def _decoding_params(self, request: Request) -> SamplingParams:
         """Sampling parameters of the request that decodes what verification has not brought."""
         params = continuation_params(request, self.policy_version)
-        if self._limits.drafts_from_trees and self.config.tree.enabled and request.draftable:
+        if self._proposes and request.draftable:
             return self._histories.attached(request, params, self.policy_version)
         return params
 
@@ -218,31 +235,15 @@ class Speculation:
         """Append what the engine decoded to a request.
 
         Returns:
-            How the response ended, or None while it goes on.
+            How the response ended, or None while it goes on: in another request (``_next_request``)
+            where ``request.finished_round`` says so.
         """
-        completion = output.outputs[0]
-        tokens, logprobs = list(completion.token_ids), new_logprobs(completion)
-        found = None
-        if request.detokenizer is not None:
-            by_token = completion.finish_reason == "stop"
-            found = request.detokenizer.feed(tokens, stop_terminated=by_token)
-            if found is not None:  # leave out what was decoded behind the stop string
-                tokens = request.detokenizer.tokens[len(request.tokens) :]
-                logprobs = logprobs_slice(logprobs, 0, len(tokens))
-        request.tokens += tokens
-        if request.logprobs is None:
-            request.logprobs = logprobs
-        else:
-            extend_logprobs(request.logprobs, logprobs)
-        self.metrics.decoded_tokens += len(tokens)
-        if found is None and not output.finished:
-            return None
-        reason = found or completion.stop_reason
-        if isinstance(reason, str):
-            return Ending(len(request.tokens), Finish.STOP_STRING, reason)
-        if completion.finish_reason == "stop":
-            return Ending(len(request.tokens), Finish.STOP, reason)
-        return Ending(len(request.tokens), Finish.LENGTH)
+        if self._rounds is not None and request.rounds is not None:
+            return self._rounds.take(request, output, self.policy_version, self.metrics)
+        before = len(request.tokens)
+        ending = append_decoded(request, output)
+        self.metrics.decoded_tokens += len(request.tokens) - before
+        return ending
 
     def _finish(
         self, request: Request, output: RequestOutput, ending: Ending
@@ -254,7 +255,7 @@ class Speculation:
         self.metrics.response_tokens += len(request.tokens)
         if request.replayed is not None:
             return completion, []  # it is in the cache already
-        if request.draft is not None and request.accepted < len(request.tokens):
+        if request.rounds is None and request.draft and request.accepted < len(request.tokens):
             prefill = len(request.rules.prompt) + request.accepted
             self.metrics.recomputed_tokens += prefill - (output.num_cached_tokens or 0)
         return completion, [rollout] if request.cacheable else []
@@ -272,6 +273,10 @@ class Speculation:
         for request_id, request in inflight.items():
             if request.verifying or not request.cacheable:
                 continue
+            if request.rounds is not None:  # its outputs have come token by token
+                if request.logprobs is not None and len(request.tokens) > request.accepted:
+                    partial.append(self._partial(request, sampled_values(request.logprobs)))
+                continue
             try:
                 tokens, logprobs = tokens_so_far(engine, request_id)
             except Exception as error:  # it is the engine, perhaps, that has failed
@@ -285,12 +290,14 @@ class Speculation:
                 judged = sampled_values(request.logprobs)[: request.accepted]
             request.tokens = request.tokens[: request.accepted] + tokens
             values = np.concatenate([judged, sampled_values(logprobs)])
-            partial.append(
-                build_rollout(
-                    request, values, Finish.PARTIAL, self.policy_version, self.fingerprint
-                )
-            )
+            partial.append(self._partial(request, values))
         self._store(partial)
+
+    def _partial(self, request: Request, logprobs: npt.NDArray[np.float32]) -> Rollout:
+        """The rollout of a response that was interrupted."""
+        return build_rollout(
+            request, logprobs, Finish.PARTIAL, self.policy_version, self.fingerprint
+        )
 
     def _store(self, rollouts: list[Rollout]) -> None:
         """Put rollouts into the cache; a failure is counted."""

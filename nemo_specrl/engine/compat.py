@@ -31,11 +31,11 @@ __all__ = [
     "Detokenizer",
     "RefitExtension",
     "bind_proposer",
-    "check_custom_proposers",
     "check_version",
     "cpu_thread_binding",
     "eos_token_ids",
     "expanded_to_tokens",
+    "has_custom_proposers",
     "local_cpu_environment",
     "logprobs_slice",
     "mend_cpu_rejection_sampler",
@@ -340,17 +340,12 @@ def refit(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         raise ConfigError("refit: requests are still running; let them end or abort them first")
 
 
-def check_custom_proposers() -> None:
-    """Check that this vLLM takes proposers that it does not know (``method: custom_class``).
+def has_custom_proposers() -> bool:
+    """Whether this vLLM takes proposers that it does not know (``method: custom_class``).
 
-    Raises:
-        IncompatibleVersion: it does not; 0.20 does not, 0.25.1 does.
+    0.20 does not, 0.25.1 does.
     """
-    if importlib.util.find_spec("vllm.v1.spec_decode.custom_class_proposer") is None:
-        raise IncompatibleVersion(
-            f"spec_rl.tree.enabled = true: vLLM {check_version()} has no custom proposers (0.25.1 "
-            "has); set it to false, or preset: faithful"
-        )
+    return importlib.util.find_spec("vllm.v1.spec_decode.custom_class_proposer") is not None
 
 
 def bind_proposer(proposer: type[Any]) -> None:

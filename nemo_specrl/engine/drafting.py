@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from nemo_specrl.config import SpecRLConfig
-from nemo_specrl.engine.compat import check_custom_proposers
+from nemo_specrl.engine.compat import check_version, has_custom_proposers
 from nemo_specrl.engine.requests import TREE_PROPOSER, Request
 from nemo_specrl.errors import IncompatibleVersion
 from nemo_specrl.rollout import Rollout
@@ -21,28 +21,32 @@ from nemo_specrl.speculation.drafts import response_id
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
-__all__ = ["EXTRA_ARG", "Histories", "engine_options"]
+__all__ = ["EXTRA_ARG", "Histories", "check_compiled", "engine_options"]
 
 EXTRA_ARG = "spec_rl"
 """Key in ``SamplingParams.extra_args``."""
 
 
 def engine_options(config: SpecRLConfig) -> dict[str, Any]:
-    """Arguments of ``vllm.LLM`` that an engine for this configuration needs; none without trees.
+    """Arguments of ``vllm.LLM`` that an engine for this configuration needs.
+
+    There are none without trees, nor where drafts are verified in rounds (``rounds``).
 
     Raises:
-        IncompatibleVersion: this vLLM has no custom proposers, or the package was not compiled.
+        IncompatibleVersion: ``tree.method`` asks for a proposer, which this vLLM does not take, or
+            the package was not compiled.
     """
     if not (config.enabled and config.tree.enabled):
         return {}
-    check_custom_proposers()
-    try:
-        importlib.import_module("nemo_specrl.speculation._suffix")
-    except ImportError as error:
+    check_compiled()
+    method = config.tree.method
+    if method == "rounds" or (method == "auto" and not has_custom_proposers()):
+        return {}
+    if not has_custom_proposers():
         raise IncompatibleVersion(
-            f"spec_rl.tree.enabled = true: the compiled part of nemo_specrl is missing ({error}); "
-            "install a wheel (pip wheel --no-deps .), or set it to false"
-        ) from None
+            f"spec_rl.tree.method = proposer: vLLM {check_version()} has no custom proposers "
+            "(0.25.1 has); set auto or rounds"
+        )
     return {
         "speculative_config": {
             "method": "custom_class",
@@ -51,6 +55,21 @@ def engine_options(config: SpecRLConfig) -> dict[str, Any]:
         },
         "additional_config": {EXTRA_ARG: {"max_bytes": config.tree.max_bytes}},
     }
+
+
+def check_compiled() -> None:
+    """Check that the index of the trees, which is native code, can be imported.
+
+    Raises:
+        IncompatibleVersion: it cannot.
+    """
+    try:
+        importlib.import_module("nemo_specrl.speculation._suffix")
+    except ImportError as error:
+        raise IncompatibleVersion(
+            f"spec_rl.tree.enabled = true: the compiled part of nemo_specrl is missing ({error}); "
+            "install a wheel (pip wheel --no-deps .), or set it to false"
+        ) from None
 
 
 class Histories:
@@ -79,21 +98,25 @@ class Histories:
                 for r in oldest_first
             ]
 
+    def take(self, key: bytes) -> list[tuple[int, bytes]]:
+        """A prompt's responses as identity and int32 tokens, oldest first; once, then none."""
+        history = self._waiting.pop(key, [])
+        if history:
+            self._sent.add(key)
+        return history
+
     def attached(
         self, request: Request, params: SamplingParams, policy_version: int
     ) -> SamplingParams:
         """Sampling parameters with what the proposer needs to draft for a request."""
         key = request.row.key
-        history = self._waiting.pop(key, [])
-        if history:
-            self._sent.add(key)
         params = copy.copy(params)
         params.extra_args = {
             **(params.extra_args or {}),
             EXTRA_ARG: [
                 key,
                 response_id(request.row.sample_index, policy_version),
-                history,
+                self.take(key),
                 len(request.rules.prompt),
             ],
         }

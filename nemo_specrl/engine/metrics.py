@@ -31,13 +31,15 @@ class EngineMetrics:
         verify_s: time of verification.
         decode_s: time of decoding.
         assembly_s: time of judging, putting outputs together and caching them.
-        tree_steps: steps of rows for which the tree proposer was asked, with a draft or without.
-        tree_drafted_tokens: tokens that it proposed.
+        tree_steps: steps of the engine's for rows that may draft from trees, summed over rows.
+        tree_tokens: tokens that these steps yielded.
+        tree_drafted_tokens: tokens proposed from trees.
         tree_accepted_tokens: those of them that were accepted.
-        tree_batches: steps of the engine for which it was asked.
+        tree_batches: steps of the engine for which the proposer was asked.
         tree_plain_batches: those of them in which it proposed nothing for any row.
         tree_price: sum over these steps of the price of a draft token, in tokens.
-        tree_s: time of the proposer, a part of ``decode_s``.
+        tree_requests: requests that verified in rounds, or decoded between them.
+        tree_s: time spent on trees, a part of ``decode_s``.
     """
 
     rows: int = 0
@@ -52,11 +54,13 @@ class EngineMetrics:
     replayed_rows: int = 0
     cache_errors: int = 0
     tree_steps: int = 0
+    tree_tokens: int = 0
     tree_drafted_tokens: int = 0
     tree_accepted_tokens: int = 0
     tree_batches: int = 0
     tree_plain_batches: int = 0
     tree_price: float = 0.0
+    tree_requests: int = 0
     tree_s: float = 0.0
     lookup_s: float = 0.0
     verify_s: float = 0.0
@@ -84,19 +88,19 @@ class EngineMetrics:
             "spec_rl/refused_drafts": float(self.refused_drafts),
             "spec_rl/replayed_rows": float(self.replayed_rows),
             "spec_rl/cache_errors": float(self.cache_errors),
-            **self._of_trees(),
+            **self._of_trees(rows),
             "spec_rl/lookup_s": self.lookup_s,
             "spec_rl/verify_s": self.verify_s,
             "spec_rl/decode_s": self.decode_s,
             "spec_rl/assembly_s": self.assembly_s,
         }
 
-    def _of_trees(self) -> dict[str, float]:
-        """Of lossless drafting; nothing where the engine has no tree proposer."""
+    def _of_trees(self, rows: int) -> dict[str, float]:
+        """Of lossless drafting; nothing without it."""
         if not self.tree_steps:
             return {}
         return {
-            "spec_rl/tree_tokens_per_step": 1 + self.tree_accepted_tokens / self.tree_steps,
+            "spec_rl/tree_tokens_per_step": self.tree_tokens / self.tree_steps,
             "spec_rl/tree_drafted_tokens": float(self.tree_drafted_tokens),
             "spec_rl/tree_accepted_fraction": self.tree_accepted_tokens
             / max(1, self.tree_drafted_tokens),
@@ -104,4 +108,9 @@ class EngineMetrics:
             "spec_rl/tree_price": self.tree_price / max(1, self.tree_batches),
             "spec_rl/tree_plain_fraction": self.tree_plain_batches / max(1, self.tree_batches),
             "spec_rl/tree_s": self.tree_s,
+            **(
+                {"spec_rl/tree_requests_per_row": self.tree_requests / rows}
+                if self.tree_requests
+                else {}
+            ),
         }

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from vllm.logprobs import FlatLogprobs
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from nemo_specrl.engine.rounds import RowInRounds
+
 __all__ = ["TREE_PROPOSER", "EngineLimits", "Request", "build_requests"]
 
 TREE_PROPOSER = "nemo_specrl.engine.proposer.TreeProposer"
@@ -40,6 +42,8 @@ class EngineLimits:
     extra_eos: frozenset[int]
     tokenizer: Any
     logprobs_mode: str
+    max_logprobs: int
+    """Candidates that a request may ask for at each position; -1: any number."""
     drafts_from_trees: bool
     """The engine was built with the tree proposer."""
 
@@ -58,6 +62,7 @@ class EngineLimits:
             extra_eos=extra_eos,
             tokenizer=None if config.model_config.skip_tokenizer_init else tokenizer_of(engine),
             logprobs_mode=str(getattr(config.model_config, "logprobs_mode", "logprobs")),
+            max_logprobs=config.model_config.max_logprobs,
             drafts_from_trees=getattr(config.speculative_config, "model", None) == TREE_PROPOSER,
         )
 
@@ -82,6 +87,7 @@ class Request:
         logprobs: their log-probs, one position per token.
         detokenizer: watches for stop strings that begin in the accepted prefix.
         replayed: the rollout of the journal that it was completed from.
+        rounds: state of verification in rounds, for a row that is decoded so.
     """
 
     text: str | None
@@ -99,6 +105,12 @@ class Request:
     logprobs: FlatLogprobs | None = None
     detokenizer: Detokenizer | None = None
     replayed: Rollout | None = None
+    rounds: RowInRounds | None = None
+
+    @property
+    def finished_round(self) -> bool:
+        """Whether its present request has served, and the response goes on in another one."""
+        return self.rounds is not None and self.rounds.again
 
     @property
     def cacheable(self) -> bool:

@@ -108,6 +108,24 @@ class StopRules:
         room = self.max_model_len - len(self.prompt)
         return room if self.params.max_tokens is None else min(self.params.max_tokens, room)
 
+    @property
+    def stop_tokens(self) -> frozenset[int]:
+        """The tokens that end a response, end-of-sequence among them."""
+        stops = frozenset(self.params.stop_token_ids or ())
+        if self.params.ignore_eos:
+            return stops
+        return stops | self.extra_eos | (frozenset() if self.eos is None else {self.eos})
+
+    def ending_at(self, length: int, token: int) -> Ending | None:
+        """How a response of ``length`` tokens ends at its last one; None where it goes on.
+
+        Stop strings are not looked for.
+        """
+        if token in self.stop_tokens:
+            is_eos = token == self.eos and not self.params.ignore_eos
+            return Ending(length, Finish.STOP, None if is_eos else token)
+        return Ending(length, Finish.LENGTH) if length >= self.budget else None
+
     def detokenizer(self) -> Detokenizer:
         """A new detokenizer with the prompt and the stop strings."""
         return Detokenizer(self.tokenizer, self.prompt, self.params)
@@ -115,17 +133,10 @@ class StopRules:
     def ending(self, tokens: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Ending:
         """Where a response that begins with ``tokens`` ends."""
         tokens = np.asarray(tokens, dtype=np.int64)[: self.budget]
-        stops = set(self.params.stop_token_ids or ())
-        eos = None if self.params.ignore_eos else self.eos
-        if not self.params.ignore_eos:
-            stops |= self.extra_eos
-        hits = np.flatnonzero(np.isin(tokens, [*stops, *([] if eos is None else [eos])]))
-        if len(hits):
-            last = int(tokens[hits[0]])
-            end = Ending(int(hits[0]) + 1, Finish.STOP, None if last == eos else last)
-        else:
-            ended = len(tokens) >= self.budget
-            end = Ending(len(tokens), Finish.LENGTH if ended else None)
+        hits = np.flatnonzero(np.isin(tokens, list(self.stop_tokens)))
+        length = int(hits[0]) + 1 if len(hits) else len(tokens)
+        last = int(tokens[length - 1]) if length else -1
+        end = self.ending_at(length, last) or Ending(length, None)
         if self.params.stop and self.params.detokenize:
             detokenizer = self.detokenizer()
             for i, token in enumerate(tokens[: end.length].tolist()):

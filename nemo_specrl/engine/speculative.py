@@ -120,7 +120,7 @@ class SpeculativeLLM(Speculation):
         assembling = time.perf_counter()
         outputs = request_outputs(requests, ended)
         self.metrics.assembly_s += time.perf_counter() - assembling
-        if self._limits.drafts_from_trees:
+        if self._proposes:
             self._count_tree_drafts()
         return outputs
 
@@ -152,12 +152,14 @@ class SpeculativeLLM(Speculation):
         progress = _progress(use_tqdm, len(requests))
         finished: list[Rollout] = []
         stored_at = time.perf_counter()
+        # Twice what runs at once: the engine never waits for this loop, and the blocks of a
+        # verified prefix are not evicted before its continuation has read them. In rounds, a row
+        # must not wait behind others between its requests.
+        window = self._limits.max_num_seqs * (2 if self._rounds is None else 1)
 
-        def submit(request: Request, tokens: list[int], params: SamplingParams) -> None:
+        def submit(request: Request, prompt: dict[str, Any], params: SamplingParams) -> None:
             request_id = str(next(self.llm.request_counter))
-            engine.add_request(
-                request_id, {"prompt_token_ids": tokens}, params, lora_request=lora_request
-            )
+            engine.add_request(request_id, prompt, params, lora_request=lora_request)
             inflight[request_id] = request
 
         def finish(request: Request, output: RequestOutput, ending: Ending) -> None:
@@ -171,17 +173,14 @@ class SpeculativeLLM(Speculation):
             for restored, stub, how in replayed:
                 finish(restored, stub, how)
             while waiting or inflight:
-                # Twice what runs at once: the engine never waits for this loop, and the blocks of a
-                # verified prefix are not evicted before its continuation has read them.
-                while waiting and len(inflight) < 2 * self._limits.max_num_seqs:
+                while waiting and len(inflight) < window:
                     request = waiting.popleft()
-                    prompt = request.rules.prompt
                     if request.draft is None:
-                        submit(request, prompt, self._decoding_params(request))
+                        submit(request, *self._next_request(request))
                     else:
                         request.verifying = True
-                        draft = request.draft.tokens.tolist()
-                        submit(request, prompt + draft, verification_params(request))
+                        tokens = request.rules.prompt + request.draft.tokens.tolist()
+                        submit(request, {"prompt_token_ids": tokens}, verification_params(request))
                 share = self._verified_share(inflight.values())
                 stepping = time.perf_counter()
                 outputs = engine.step()
@@ -201,17 +200,20 @@ class SpeculativeLLM(Speculation):
                             verified += [(other, copy.copy(output)) for other in same]
                         continue
                     ending = self._append_decoded(request, output)
-                    if ending is not None:
-                        del inflight[output.request_id]
-                        if not output.finished:
-                            engine.abort_request([output.request_id])
+                    if ending is None and not request.finished_round:
+                        continue
+                    del inflight[output.request_id]
+                    if not output.finished:
+                        engine.abort_request([output.request_id])
+                    if ending is None:
+                        submit(request, *self._next_request(request))
+                    else:
                         finish(request, output, ending)
                 for request, output, ending in self._judge(verified):
                     if ending is not None:
                         finish(request, output, ending)
                     else:
-                        prefix = request.rules.prompt + request.tokens
-                        submit(request, prefix, self._decoding_params(request))
+                        submit(request, *self._next_request(request))
                 if time.perf_counter() - stored_at > STORE_SECONDS:
                     self._store(finished)
                     finished, stored_at = [], time.perf_counter()

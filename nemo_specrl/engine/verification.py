@@ -6,6 +6,7 @@ Makes vLLM's sampling parameters and reads its outputs; runs no engine.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,9 +31,11 @@ __all__ = [
     "continuation_params",
     "draft_logprobs",
     "judge",
+    "proved_logprobs",
     "reference_logprobs",
     "sampled_values",
     "verification_params",
+    "watch_stop_strings",
 ]
 
 # Uniforms are keyed by policy version and sample index, so that a repeated step repeats them. A
@@ -82,13 +85,20 @@ def continuation_params(request: Request, policy_version: int) -> SamplingParams
         params.seed = derived_seed(
             "continue", params.seed, policy_version, request.row.key, request.row.sample_index
         )
-    if params.stop and params.detokenize:
+    if watch_stop_strings(request):
         # vLLM would not look for a stop string that begins in the prefix.
-        request.detokenizer = request.rules.detokenizer()
-        request.detokenizer.feed(request.tokens, stop_terminated=False)
         params.stop = []
         params.output_kind = RequestOutputKind.DELTA
     return params
+
+
+def watch_stop_strings(request: Request) -> bool:
+    """Set ``request.detokenizer`` to watch for the request's stop strings; False if it has none."""
+    if not (request.params.stop and request.params.detokenize):
+        return False
+    request.detokenizer = request.rules.detokenizer()
+    request.detokenizer.feed(request.tokens, stop_terminated=False)
+    return True
 
 
 def reference_logprobs(draft: Rollout, config: SpecRLConfig) -> npt.NDArray[np.float32]:
@@ -120,15 +130,30 @@ def draft_logprobs(request: Request, output: RequestOutput) -> FlatLogprobs | No
         output: of its verification.
     """
     assert request.draft is not None
-    start, draft = len(request.rules.prompt), request.draft.tokens
+    draft = request.draft.tokens
     logprobs: Any = output.prompt_logprobs
-    if logprobs is None or len(logprobs) != start + len(draft):
+    if logprobs is None or len(logprobs) != len(request.rules.prompt) + len(draft):
         return None
-    piece = logprobs_slice(logprobs, start, start + len(draft))
-    if len(piece.token_ids) < len(draft):  # positions without an entry
+    return proved_logprobs(logprobs, draft)
+
+
+def proved_logprobs(
+    logprobs: FlatLogprobs, draft: Sequence[int] | npt.NDArray[np.int32]
+) -> FlatLogprobs | None:
+    """The last positions of a prompt's log-probs, if they are those of the draft that ends it.
+
+    Args:
+        logprobs: of a prompt, or of its end.
+        draft: token ids.
+    """
+    start = len(logprobs) - len(draft)
+    if start < 0:
         return None
-    tokens = np.asarray(piece.token_ids, dtype=np.int64)
-    named = tokens[np.asarray(piece.start_indices, dtype=np.int64)]
+    piece = logprobs_slice(logprobs, start, len(logprobs))
+    starts = np.asarray(piece.start_indices, dtype=np.int64)
+    if not np.all(starts < np.asarray(piece.end_indices)):  # positions without an entry
+        return None
+    named = np.asarray(piece.token_ids, dtype=np.int64)[starts]
     return piece if np.array_equal(named, draft) else None
 
 

@@ -27,6 +27,7 @@ __all__ = [
     "draft_uniforms",
     "offsets_of",
     "row_uniform",
+    "row_uniforms",
 ]
 
 FloatArray = npt.NDArray[np.floating[Any]]
@@ -51,6 +52,14 @@ def row_uniform(
 ) -> float:
     """Return a uniform in [0, 1) for a purpose, policy version, prompt and sample index."""
     return (_digest(purpose, seed, policy_version, key, sample_index) >> 75) * 2.0**-53
+
+
+def row_uniforms(
+    purpose: str, seed: int, policy_version: int, key: bytes, sample_index: int
+) -> np.random.Generator:
+    """Return a stream of uniforms in [0, 1) for a purpose, version, prompt and sample index."""
+    digest = _digest(purpose, seed, policy_version, key, sample_index)
+    return np.random.Generator(np.random.Philox(key=digest))
 
 
 def offsets_of(lengths: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Int64Array:
@@ -85,8 +94,8 @@ def draft_uniforms(
     """
     uniforms = np.empty(int(offsets[-1]), dtype=np.float64)
     for i, (key, sample_index) in enumerate(zip(keys, sample_indices, strict=True)):
-        philox = np.random.Philox(key=_digest("accept", seed, policy_version, key, sample_index))
-        np.random.Generator(philox).random(out=uniforms[offsets[i] : offsets[i + 1]])
+        stream = row_uniforms("accept", seed, policy_version, key, sample_index)
+        stream.random(out=uniforms[offsets[i] : offsets[i + 1]])
     # From [0, 1) to (0, 1]: a ratio of 0 never accepts, a ratio of 1 always does.
     return np.subtract(1.0, uniforms, out=uniforms)
 

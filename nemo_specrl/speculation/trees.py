@@ -101,10 +101,17 @@ class TreeRow:
 
     def draft(self, max_tokens: int) -> list[int]:
         """Likely next tokens, at most ``max_tokens``; empty where nothing is likely enough."""
-        return self.propose(max_tokens, MIN_PROBABILITY, _TABLE).tokens
+        return self.proposal(max_tokens)[0]
+
+    def proposal(self, max_tokens: int) -> tuple[list[int], list[float]]:
+        """A draft, and for each of its tokens the estimated chance of being accepted up to it."""
+        draft = self.propose(max_tokens, MIN_PROBABILITY, _TABLE)
+        chances = array("f")
+        chances.frombytes(draft.chances)
+        return draft.tokens, chances.tolist()
 
     def propose(self, max_tokens: int, least: float, chances: npt.NDArray[np.float32]) -> Draft:
-        """The same with what a controller has to know.
+        """A draft with what a controller has to know.
 
         Args:
             max_tokens: at most.

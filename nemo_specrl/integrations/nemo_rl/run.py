@@ -113,7 +113,8 @@ def engine_arguments(arguments: dict[str, Any], block: Any) -> dict[str, Any]:
         block: the recipe's ``spec_rl:`` block.
 
     Raises:
-        IncompatibleVersion: this vLLM has no custom proposers, or the package was not compiled.
+        IncompatibleVersion: ``tree.method: proposer`` on a vLLM that takes none, or the package was
+            not compiled.
     """
     from nemo_specrl.engine.drafting import engine_options
 

@@ -30,7 +30,7 @@ class SpecVllmGenerationWorkerImpl(VllmGenerationWorkerImpl):
     _paused = False
 
     def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
-        """Create the engine, with the tree proposer where the recipe asks for it."""
+        """Create the engine, with what lossless drafting needs, if anything."""
         super()._create_engine(engine_arguments(llm_kwargs, self.cfg["spec_rl"]))
 
     def spec_rl_attach(self, cache: ClusterCache, run: Run, policy_version: int) -> str:

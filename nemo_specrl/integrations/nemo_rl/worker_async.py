@@ -35,7 +35,7 @@ class SpecVllmAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
     _paused = False
 
     def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
-        """Create the engine, with the tree proposer where the recipe asks for it."""
+        """Create the engine, with what lossless drafting needs, if anything."""
         super()._create_engine(engine_arguments(llm_kwargs, self.cfg["spec_rl"]))
 
     async def spec_rl_attach(self, cache: ClusterCache, run: Run, policy_version: int) -> str:
