@@ -236,12 +236,21 @@ class Reader:
         return {name: b"".join(values) for name, values in pieces.items()}
 
     def keys(self, start: bytes, stop: bytes | None, at_most: int) -> list[bytes]:
-        """Return keys of prompts from ``start`` on, in order, below ``stop`` where it is given."""
+        """Return keys of prompts from ``start`` on, in order, below ``stop`` where it is given.
+
+        Raises:
+            lmdb.CorruptedError: a page has its keys in another order, so that the search would not
+                end.
+        """
         self._tables.mark(start)
         found: list[bytes] = []
+        last = b""
         more = self._cursor.set_range(start)
         while more and len(found) < at_most:
             name = bytes(self._cursor.key()[:KEY_BYTES])
+            if name <= last:
+                raise lmdb.CorruptedError("keys of prompts are out of order")
+            last = name
             if stop is not None and name >= stop:
                 break
             if name >= start:
@@ -327,6 +336,10 @@ class Writer(Reader):
 
         Returns:
             False if it stopped short of that after ``at_most`` prompts.
+
+        Raises:
+            lmdb.CorruptedError: a page has its keys in another order, so that the prompt that was
+                found cannot be deleted.
         """
         stop = None if at_most is None else self.evicted + at_most
         while self.used() > target:
@@ -337,7 +350,8 @@ class Writer(Reader):
                     break
                 clock, key = map(bytes, cursor.item())
             self._tables.mark(key)
-            self._txn.delete(clock, db=self._tables.uses)
+            if not self._txn.delete(clock, db=self._tables.uses):
+                raise lmdb.CorruptedError("uses of prompts are out of order")
             self.count = max(0, self.count - self._head(key)[1])
             self._delete(self._names(key))
             self.evicted += 1

@@ -16,11 +16,12 @@ import subprocess
 import sys
 
 import lmdb
+import numpy as np
 import pytest
 
 from nemo_specrl.cache.journal import JournaledStore
 from nemo_specrl.cache.pages import PageFile
-from nemo_specrl.errors import CacheError
+from nemo_specrl.errors import CacheError, StoreUnavailable
 from tests.cache.stores import MIB, contents, open_store, run_python
 from tests.factories import rollout
 
@@ -176,6 +177,54 @@ def test_no_flipped_bit_ends_two_processes(tmp_path, whole, file, kind, running)
     assert running or died <= max(1, FLIPS // 20), (
         "the check at opening misses what it is there for"
     )
+
+
+def first_keys(file, table):
+    """Offset and first byte of the first key of each leaf page of a table."""
+    with PageFile(file) as pages:
+        tree = pages.tables()[table]
+        leaves = [n for depth, some in pages._levels(tree) if depth == tree.depth for n in some]
+        for number in leaves:
+            nodes = pages._nodes(np.array([number]), 2)
+            at = int(nodes.at[0]) + 8
+            yield 4096 * int(number) + at, int(nodes.data[0, at])
+
+
+@pytest.mark.timeout(60)
+def test_uses_out_of_order_do_not_keep_an_eviction_going(tmp_path):
+    """The oldest use becomes the newest by its key, where no search finds it."""
+    store = open_store(tmp_path / "store", 4 * MIB)
+    store.put(expected(prompt, 0) for prompt in range(PROMPTS))
+    store.sync()
+    file = tmp_path / "store" / "data.mdb"
+    offset, byte = next(first_keys(file, b"uses"))
+    assert byte < 128
+    flip_bit(file, offset, 7)
+    with pytest.raises(StoreUnavailable, match=r"out of order.*goes on empty"):
+        store.put(expected(prompt, 0) for prompt in range(3000))
+        store.sync()
+    goes_on(store)
+
+
+@pytest.mark.timeout(60)
+def test_prompts_out_of_order_do_not_keep_a_scan_going(tmp_path):
+    """A search runs off the end of one page to the first key of the next, which is a small one."""
+    store = open_store(tmp_path / "store", 4 * MIB)
+    store.put(expected(prompt, 0) for prompt in range(400))
+    store.sync()
+    file = tmp_path / "store" / "data.mdb"
+    offset, _ = next((at, byte) for at, byte in first_keys(file, b"rollouts") if byte >= 128)
+    flip_bit(file, offset, 7)
+    with pytest.raises(StoreUnavailable, match=r"out of order.*goes on empty"):
+        list(store.scan(b""))
+    goes_on(store)
+
+
+def goes_on(store):
+    store.put([expected(1, 99)])
+    store.sync()
+    assert [r.policy_version for r in contents(store, [1])[1]] == [99]
+    store.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
