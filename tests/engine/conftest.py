@@ -16,6 +16,11 @@ LENIENCE = math.exp(0.5)
 def loop():
     loop = asyncio.new_event_loop()
     yield loop
+    tasks = asyncio.all_tasks(loop)  # that of vLLM 0.25 which takes an engine's outputs outlives it
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        loop.run_until_complete(asyncio.wait(tasks))
     loop.close()
 
 

@@ -233,6 +233,8 @@ def test_ppo_drafts_from_the_second_epoch_on_and_is_anchored_and_watched(folder)
         steps=4,
         spec_rl={"enabled": "true", "clip_anchor": "birth"},
         algorithm="ppo",
+        # A step's four passes move the policy as far as the other jobs' one pass.
+        **{"policy.optimizer.kwargs.lr": "7.5e-6"},
     ).wait()
     steps = job.train()
     assert_drafts_from_the_second_epoch_on(steps)
@@ -240,9 +242,13 @@ def test_ppo_drafts_from_the_second_epoch_on_and_is_anchored_and_watched(folder)
         # Of several passes over a batch, the last is logged: its ratios have moved in any case, but
         # what they start from are the engines' log-probs only where no token was reused.
         assert (record["gen_kl_error"] > 1e-7) is (step > 2)
-        assert (record["spec_rl/logprob_gap"] != 0) is (step > 2)
+        assert step > 2 or record["spec_rl/logprob_gap"] == 0
+    assert steps[4]["spec_rl/staleness"] != 0
     saved = job.out / "checkpoints" / "step_4" / "rollout_cache" / "monitor.json"
-    assert json.loads(saved.read_text())["steps"] == 4  # however many passes
+    state = json.loads(saved.read_text())
+    assert state["steps"] == 4  # however many passes
+    # The gap itself may be 0: often the fresh and the reused rows of a prompt have the same text.
+    assert state["gaps"]["logprob"]["information"] > 0
     for call in job._lines("rows.jsonl"):
         assert call["validating"] is (len(call["prompts"]) != BATCH)
     assert (job.out / "checkpoints" / "step_4" / "rollout_cache" / "manifest.json").is_file()

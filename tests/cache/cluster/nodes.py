@@ -49,7 +49,8 @@ def ray_head(module, folder, failures, **arguments):
         "health_check_failure_threshold": failures,
     }
     own = {"include_dashboard": False, "temp_dir": str(folder), "_system_config": config}
-    cluster = Cluster(initialize_head=True, head_node_args=NODE | own | arguments)
+    cluster = Cluster()
+    start_node(cluster, NODE | own | arguments)
     for each in (sys.modules[__name__], module):
         ray.cloudpickle.register_pickle_by_value(each)
     try:
@@ -62,14 +63,19 @@ def ray_head(module, folder, failures, **arguments):
 
 
 def add_node(cluster):
-    """A node; one that dies while it starts is started again."""
+    """Add a node to a cluster that has a head."""
+    return start_node(cluster, NODE)
+
+
+def start_node(cluster, arguments):
+    """Add a node, first the head; one that dies while it starts is started again."""
     for start in range(1, STARTS + 1):
-        before = set(cluster.worker_nodes)
+        before = set(cluster.list_all_nodes())
         try:
-            return cluster.add_node(**NODE)
+            return cluster.add_node(**arguments)
         except Exception as error:  # Ray raises bare ones
             print(f"start {start} of a node: {type(error).__name__}: {error}")
-            for node in cluster.worker_nodes - before:
+            for node in set(cluster.list_all_nodes()) - before:
                 cluster.remove_node(node, allow_graceful=False)
             if start == STARTS:
                 raise
