@@ -1,0 +1,193 @@
+"""Megatron-Core models: built from a Hugging Face folder for one rank, and their log-probs.
+
+What depends on the version of megatron-core is here. Parallel state must be initialized first
+(:mod:`.megatron_worker`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt import gpt_layer_specs as specs
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from nemo_specrl.trainer.policy.megatron_weights import (
+    Architecture,
+    CheckpointReader,
+    Layout,
+    Parameter,
+    parameters,
+    shard,
+)
+from nemo_specrl.trainer.recipe import PolicyConfig
+
+__all__ = ["build_model", "build_optimizer", "causal_mask", "local_parameters", "token_logprobs"]
+
+
+def build_model(model: Architecture, layout: Layout) -> torch.nn.Module:
+    """This rank's part of a model, in float32, with the weights of the model's folder.
+
+    Layers are those of transformer-engine where it is installed and there is a GPU, else
+    Megatron's own.
+    """
+    engine = torch.cuda.is_available() and specs.HAVE_TE
+    if engine:
+        layer = specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_norm)
+    else:
+        layer = specs.get_gpt_layer_local_spec(
+            qk_layernorm=model.qk_norm, normalization="RMSNorm"
+        )
+    config = TransformerConfig(
+        num_layers=model.layers,
+        hidden_size=model.hidden,
+        ffn_hidden_size=model.intermediate,
+        num_attention_heads=model.heads,
+        num_query_groups=model.kv_heads,
+        kv_channels=model.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_eps,
+        qk_layernorm=model.qk_norm,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=torch.float32,
+        pipeline_dtype=torch.float32,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # there are no experts; the check is made all the same
+        # Sums of the samples' gradients are wanted: the losses carry their weights already.
+        calculate_per_token_loss=True,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        # Initial weights are overwritten, and drawing them takes time.
+        perform_initialization=False,
+        # These fusions need apex, transformer-engine or a GPU.
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+    )
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    built: torch.nn.Module = GPTModel(
+        config,
+        layer,
+        vocab_size=model.padded_vocabulary,
+        max_sequence_length=model.positions,
+        pre_process=stage == 0,
+        post_process=stage == layout.pp - 1,
+        parallel_output=True,
+        share_embeddings_and_output_weights=model.tied,
+        position_embedding_type="rope",
+        rotary_base=model.rope_theta,
+    )
+    _load_weights(built, model, layout, stage)
+    return built
+
+
+def local_parameters(
+    module: torch.nn.Module, model: Architecture, layout: Layout, stage: int
+) -> list[tuple[Parameter, torch.nn.Parameter]]:
+    """The entries of :func:`.megatron_weights.parameters` with this rank's tensors."""
+    by_name = dict(module.named_parameters())
+    found = []
+    for entry in parameters(model, layout, stage):
+        (name,) = (n for n in entry.names if n in by_name)
+        found.append((entry, by_name.pop(name)))
+    assert not by_name, f"parameters without a Hugging Face tensor: {sorted(by_name)}"
+    return found
+
+
+def _load_weights(module: torch.nn.Module, model: Architecture, layout: Layout, stage: int) -> None:
+    reader = CheckpointReader(model.folder)
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    with torch.no_grad():
+        for entry, parameter in local_parameters(module, model, layout, stage):
+            tensors = [reader.read(name) for name in entry.tensors]
+            parameter.copy_(shard(entry, tensors, model, layout.tp, tp_rank))
+
+
+def build_optimizer(
+    module: torch.nn.Module, config: PolicyConfig
+) -> tuple[DistributedDataParallel, Any]:
+    """Wrap a model for data-parallel training, and its optimizer: Megatron's distributed AdamW.
+
+    It takes the same steps as :func:`.torch_model.build_optimizer`: weight decay applies to all
+    parameters, which is not Megatron's default.
+
+    Returns:
+        The wrapped model, and Megatron's optimizer. Its state exists already, all 0.
+    """
+    wrapped = DistributedDataParallel(
+        module.config,
+        DistributedDataParallelConfig(
+            use_distributed_optimizer=True, overlap_grad_reduce=False, grad_reduce_in_fp32=True
+        ),
+        module,
+    )
+    kwargs = config.optimizer.kwargs
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=kwargs.lr,
+            weight_decay=kwargs.weight_decay,
+            adam_beta1=kwargs.betas[0],
+            adam_beta2=kwargs.betas[1],
+            adam_eps=kwargs.eps,
+            clip_grad=config.max_grad_norm,
+            params_dtype=torch.float32,
+            use_distributed_optimizer=True,
+        ),
+        [wrapped],
+        config_overrides={},
+    )
+    # Checkpoints hold the count of steps beside the moments. Megatron makes the moments of a
+    # fresh optimizer before it loads one, but no count for torch's AdamW, and fails with a
+    # KeyError (optimizer/__init__.py, init_state_fn; distrib_optimizer.py:641).
+    if isinstance(optimizer.optimizer, torch.optim.AdamW):
+        for group in optimizer.optimizer.param_groups:
+            for parameter in group["params"]:
+                optimizer.optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+    return wrapped, optimizer
+
+
+def causal_mask(length: int) -> torch.Tensor:
+    """Megatron's attention mask, bool ``[1, 1, length, length]``: True where a token is hidden."""
+    return torch.ones(1, 1, length, length, dtype=torch.bool).triu_(1)
+
+
+def token_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, model: Architecture
+) -> torch.Tensor:
+    """Log-prob of each token after the first.
+
+    The softmax runs over the shards of all tensor-parallel ranks; no rank gathers the logits.
+
+    Args:
+        logits: this rank's part, float32 ``[b, t + 1, padded vocabulary / tp]``.
+        tokens: int64 ``[b, t + 1]``.
+        model: the architecture.
+
+    Returns:
+        float32 ``[b, t]``, nats, the same on all tensor-parallel ranks.
+    """
+    width = logits.shape[-1]
+    start = parallel_state.get_tensor_model_parallel_rank() * width
+    padding = torch.arange(start, start + width, device=logits.device) >= model.vocabulary
+    # A copy of the logits in any case: Megatron's function overwrites what it is given.
+    real = logits[:, :-1].float().masked_fill(padding, float("-inf")).contiguous()
+    targets = tokens[:, 1:].contiguous()
+    loss: torch.Tensor = tensor_parallel.vocab_parallel_cross_entropy(real, targets)
+    return -loss
