@@ -6,10 +6,14 @@ What depends on the version of megatron-core is here. Parallel state must be ini
 
 from __future__ import annotations
 
+import queue
+from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt import gpt_layer_specs as specs
@@ -26,7 +30,18 @@ from nemo_specrl.trainer.policy.megatron_weights import (
 )
 from nemo_specrl.trainer.recipe import PolicyConfig
 
-__all__ = ["build_model", "build_optimizer", "causal_mask", "local_parameters", "token_logprobs"]
+__all__ = [
+    "build_model",
+    "build_optimizer",
+    "causal_mask",
+    "load_checkpoint",
+    "local_parameters",
+    "save_checkpoint",
+    "token_logprobs",
+]
+
+SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
+"""Megatron's format of the optimizer state that any layout can load."""
 
 
 def build_model(model: Architecture, layout: Layout) -> torch.nn.Module:
@@ -113,6 +128,9 @@ def _load_weights(module: torch.nn.Module, model: Architecture, layout: Layout, 
         for entry, parameter in local_parameters(module, model, layout, stage):
             tensors = [reader.read(name) for name in entry.tensors]
             parameter.copy_(shard(entry, tensors, model, layout.tp, tp_rank))
+            # Megatron's initialization would have set it. Without it, the norm of the gradients
+            # counts such a parameter on one tensor-parallel rank only.
+            parameter.tensor_model_parallel = entry.split != "all"
 
 
 def build_optimizer(
@@ -149,18 +167,41 @@ def build_optimizer(
         [wrapped],
         config_overrides={},
     )
-    # Checkpoints hold the count of steps beside the moments. Megatron makes the moments of a
-    # fresh optimizer before it loads one, but no count for torch's AdamW, and fails with a
-    # KeyError (optimizer/__init__.py, init_state_fn; distrib_optimizer.py:641).
-    if isinstance(optimizer.optimizer, torch.optim.AdamW):
-        for group in optimizer.optimizer.param_groups:
-            for parameter in group["params"]:
-                optimizer.optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
+    for each in optimizer.chained_optimizers:
+        if isinstance(each.optimizer, torch.optim.AdamW):
+            _make_loadable(each)
     return wrapped, optimizer
+
+
+def _make_loadable(optimizer: Any) -> None:
+    """Let Megatron's distributed optimizer load checkpoints into torch's AdamW.
+
+    AdamW, which Megatron takes where neither transformer-engine nor apex is installed, keeps the
+    count of steps with each parameter. Megatron 0.16.1 saves it, but fails with ``KeyError: 'step'``
+    when it loads: it makes the moments of a fresh optimizer without a count (optimizer/__init__.py,
+    init_state_fn), and then looks for a count beside the loaded moments, where there is none
+    (distrib_optimizer.py, _set_main_param_and_optimizer_states). Where that is passed, all
+    parameters share one count (load_state_dict), and the steps after it are wrong.
+    """
+    inner = optimizer.optimizer
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            inner.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+    original = optimizer._set_main_param_and_optimizer_states
+
+    def with_step(model_parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+        # load_state_dict has set the count before: one tensor for all parameters, to which each
+        # of them would add its steps.
+        group, order = optimizer.model_param_group_index_map[model_parameter]
+        state = inner.state[inner.param_groups[group]["params"][order]]
+        state["step"] = state["step"].clone()
+        original(model_parameter, tensors | {"step": state["step"]})
+
+    optimizer._set_main_param_and_optimizer_states = with_step
 
 
 def causal_mask(length: int) -> torch.Tensor:
@@ -191,3 +232,39 @@ def token_logprobs(
     targets = tokens[:, 1:].contiguous()
     loss: torch.Tensor = tensor_parallel.vocab_parallel_cross_entropy(real, targets)
     return -loss
+
+
+def save_checkpoint(folder: Path, module: Any, optimizer: Any, extra: dict[str, Any]) -> None:
+    """Write this rank's part of a distributed checkpoint.
+
+    Args:
+        folder: exists, and is the same for all ranks.
+        module: from :func:`build_model`.
+        optimizer: from :func:`build_optimizer`.
+        extra: further values, the same on all ranks.
+    """
+    # By default the writer's results come through a process of its own, as asynchronous saves
+    # need it. It would outlive a rank that is killed.
+    assert hasattr(filesystem_async, "_results_queue")
+    filesystem_async._results_queue = queue.SimpleQueue()
+    state = _state(module, optimizer, is_loading=False) | extra
+    one_writer = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
+    dist_checkpointing.save(state, str(folder), one_writer)
+
+
+def load_checkpoint(folder: Path, module: Any, optimizer: Any) -> dict[str, Any]:
+    """Load a checkpoint of the same model in any layout; returns its ``extra`` values."""
+    state: dict[str, Any] = dist_checkpointing.load(
+        _state(module, optimizer, is_loading=True), str(folder)
+    )
+    module.load_state_dict(state.pop("model"))
+    optimizer.load_state_dict(state.pop("optimizer"))
+    return state
+
+
+def _state(module: Any, optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
+    model = module.sharded_state_dict(metadata=SHARDING)
+    return {
+        "model": model,
+        "optimizer": optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=SHARDING),
+    }

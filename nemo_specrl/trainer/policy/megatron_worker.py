@@ -31,9 +31,6 @@ __all__ = ["MegatronRank"]
 
 COLLECTIVE_SECONDS = 600
 """After which a rank gives up waiting for the others."""
-SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
-"""Megatron's format of the optimizer state that any layout can load."""
-
 
 class MegatronRank:
     """A rank in a process of its own.
@@ -254,10 +251,7 @@ class MegatronRank:
             folder: exists, and is the same for all ranks.
             updates: optimizer steps made so far.
         """
-        from megatron.core import dist_checkpointing
-
-        state = self._state(is_loading=False) | {"updates": updates}
-        dist_checkpointing.save(state, str(folder))
+        self.megatron.save_checkpoint(folder, self.module, self.optimizer, {"updates": updates})
 
     def load(self, folder: Path) -> int:
         """Load a checkpoint that any layout wrote.
@@ -268,22 +262,11 @@ class MegatronRank:
         Raises:
             CheckpointError: it is damaged, or of another model.
         """
-        from megatron.core import dist_checkpointing
-
         try:
-            state = dist_checkpointing.load(self._state(is_loading=True), str(folder))
+            extra = self.megatron.load_checkpoint(folder, self.module, self.optimizer)
         except Exception as error:  # of many kinds, by what is wrong with the files
             line = (str(error).strip().splitlines() or [""])[0]
             raise CheckpointError(
                 f"{folder}: not a checkpoint of this model: {type(error).__name__}: {line}"
             ) from error
-        self.module.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        return int(state["updates"])
-
-    def _state(self, *, is_loading: bool) -> dict[str, Any]:
-        model = self.module.sharded_state_dict(metadata=SHARDING)
-        optimizer = self.optimizer.sharded_state_dict(
-            model, is_loading=is_loading, metadata=SHARDING
-        )
-        return {"model": model, "optimizer": optimizer}
+        return int(extra["updates"])
