@@ -16,7 +16,7 @@ import traceback
 import numpy as np
 import torch
 
-from nemo_specrl.trainer.policy import Sample
+from nemo_specrl.trainer.policy import Sample, megatron_cpu
 from nemo_specrl.trainer.policy.megatron_weights import Architecture, Layout, assemble, parameters
 from nemo_specrl.trainer.policy.megatron_worker import MegatronRank
 from nemo_specrl.trainer.recipe import LossConfig, PolicyConfig
@@ -43,9 +43,15 @@ def context():
     return server
 
 
-def _process(rank, layout, config, loss, port, function, arguments, results):
+class RanksFailed(AssertionError):
+    """A rank raised an error."""
+
+
+def _process(rank, layout, config, loss, port, function, arguments, without, results):
     try:
         torch.set_num_threads(1)
+        for name in without:
+            del megatron_cpu.PATCHES[name]
         worker = MegatronRank(rank, layout, config, loss)
         if rank == 0:
             port.put(worker.listen("127.0.0.1"))
@@ -59,17 +65,18 @@ def _process(rank, layout, config, loss, port, function, arguments, results):
         results.put((rank, None, traceback.format_exc()))
 
 
-def run_ranks(layout, config, function, *arguments, loss=None):
+def run_ranks(layout, config, function, *arguments, loss=None, without=()):
     """Call ``function(rank, *arguments)`` with every rank of a layout at once.
 
-    Returns:
-        what it returned on each rank, in order.
+    Patches of the CPU shim whose names are in ``without`` are left out. Returns what the function
+    returned on each rank, in order.
     """
+    loss = loss or LossConfig()
     port, results = context().Queue(), context().Queue()
     processes = [
         context().Process(
             target=_process,
-            args=(rank, layout, config, loss or LossConfig(), port, function, arguments, results),
+            args=(rank, layout, config, loss, port, function, arguments, without, results),
         )
         for rank in range(layout.size)
     ]
@@ -80,7 +87,8 @@ def run_ranks(layout, config, function, *arguments, loss=None):
         deadline = time.monotonic() + WAIT_S
         while len(found) < layout.size:
             rank, value, error = results.get(timeout=max(0.0, deadline - time.monotonic()))
-            assert error is None, f"{layout.describe(rank)}:\n{error}"
+            if error is not None:
+                raise RanksFailed(f"{layout.describe(rank)}:\n{error}")
             found[rank] = value
     except queue.Empty:
         raise AssertionError(f"ranks {set(range(layout.size)) - set(found)} hang") from None

@@ -13,7 +13,7 @@ CUDA device. Where CUDA is available nothing is patched.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -127,15 +127,10 @@ PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 
 
 @contextlib.contextmanager
-def megatron_on_cpu(*, without: Collection[str] = ()) -> Iterator[None]:
-    """Run Megatron-Core on the CPU inside; does nothing where CUDA is available.
-
-    Args:
-        without: names of patches to leave out, for the tests that ask whether they are needed.
-    """
+def megatron_on_cpu() -> Iterator[None]:
+    """Run Megatron-Core on the CPU inside; does nothing where CUDA is available."""
     with contextlib.ExitStack() as stack:
         if not torch.cuda.is_available():
-            for name, patch in PATCHES.items():
-                if name not in without:
-                    stack.enter_context(patch())
+            for patch in PATCHES.values():
+                stack.enter_context(patch())
         yield

@@ -54,9 +54,7 @@ def build_model(model: Architecture, layout: Layout) -> torch.nn.Module:
     if engine:
         layer = specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_norm)
     else:
-        layer = specs.get_gpt_layer_local_spec(
-            qk_layernorm=model.qk_norm, normalization="RMSNorm"
-        )
+        layer = specs.get_gpt_layer_local_spec(qk_layernorm=model.qk_norm, normalization="RMSNorm")
     config = TransformerConfig(
         num_layers=model.layers,
         hidden_size=model.hidden,
@@ -77,7 +75,7 @@ def build_model(model: Architecture, layout: Layout) -> torch.nn.Module:
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # there are no experts; the check is made all the same
+        moe_token_dispatcher_type="alltoall",  # lengths may not vary with the default
         # Sums of the samples' gradients are wanted: the losses carry their weights already.
         calculate_per_token_loss=True,
         use_cpu_initialization=not torch.cuda.is_available(),
@@ -177,11 +175,11 @@ def _make_loadable(optimizer: Any) -> None:
     """Let Megatron's distributed optimizer load checkpoints into torch's AdamW.
 
     AdamW, which Megatron takes where neither transformer-engine nor apex is installed, keeps the
-    count of steps with each parameter. Megatron 0.16.1 saves it, but fails with ``KeyError: 'step'``
-    when it loads: it makes the moments of a fresh optimizer without a count (optimizer/__init__.py,
-    init_state_fn), and then looks for a count beside the loaded moments, where there is none
-    (distrib_optimizer.py, _set_main_param_and_optimizer_states). Where that is passed, all
-    parameters share one count (load_state_dict), and the steps after it are wrong.
+    count of steps with each parameter. Megatron 0.16.1 saves it, but fails with a KeyError of
+    'step' when it loads: it makes the moments of a fresh optimizer without a count
+    (optimizer/__init__.py, init_state_fn), and then looks for a count beside the loaded moments,
+    where there is none (distrib_optimizer.py, _set_main_param_and_optimizer_states). Where that is
+    passed, all parameters share one count (load_state_dict), and the steps after it are wrong.
     """
     inner = optimizer.optimizer
     for group in inner.param_groups:
@@ -209,9 +207,7 @@ def causal_mask(length: int) -> torch.Tensor:
     return torch.ones(1, 1, length, length, dtype=torch.bool).triu_(1)
 
 
-def token_logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, model: Architecture
-) -> torch.Tensor:
+def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, model: Architecture) -> torch.Tensor:
     """Log-prob of each token after the first.
 
     The softmax runs over the shards of all tensor-parallel ranks; no rank gathers the logits.

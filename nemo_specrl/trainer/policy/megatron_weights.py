@@ -227,10 +227,9 @@ def parameters(model: Architecture, layout: Layout, stage: int) -> list[Paramete
             ),
         ]
         if model.qk_norm:
-            found += [
-                Parameter((f"{attention}.{x}_layernorm.weight",), (f"{of}.self_attn.{x}_norm.weight",))
-                for x in "qk"
-            ]  # fmt: skip
+            for x in "qk":
+                norm = f"{of}.self_attn.{x}_norm.weight"
+                found.append(Parameter((f"{attention}.{x}_layernorm.weight",), (norm,)))
         found += [
             Parameter(
                 (f"{mlp}.linear_fc1.weight",),

@@ -32,6 +32,7 @@ __all__ = ["MegatronRank"]
 COLLECTIVE_SECONDS = 600
 """After which a rank gives up waiting for the others."""
 
+
 class MegatronRank:
     """A rank in a process of its own.
 
@@ -42,9 +43,7 @@ class MegatronRank:
         loss: the ``loss_fn:`` block.
     """
 
-    def __init__(
-        self, rank: int, layout: Layout, config: PolicyConfig, loss: LossConfig
-    ) -> None:
+    def __init__(self, rank: int, layout: Layout, config: PolicyConfig, loss: LossConfig) -> None:
         self.rank, self.layout, self.config, self.loss = rank, layout, config, loss
         self.tp, self.stage, _ = layout.place(rank)
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -129,9 +128,7 @@ class MegatronRank:
         return [found[id(sample)] for sample in samples] if self._reports else None
 
     @torch.no_grad()
-    def _forward(
-        self, model: torch.nn.Module, batches: Sequence[MicroBatch]
-    ) -> list[torch.Tensor]:
+    def _forward(self, model: torch.nn.Module, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """Log-probs of each micro-batch, ``[b, t]``; an empty list before the last stage."""
 
         def keep(index: int, logits: torch.Tensor, *, non_loss_data: bool) -> torch.Tensor:
@@ -262,11 +259,12 @@ class MegatronRank:
         Raises:
             CheckpointError: it is damaged, or of another model.
         """
+        from torch.distributed.checkpoint.api import CheckpointException
+
         try:
             extra = self.megatron.load_checkpoint(folder, self.module, self.optimizer)
-        except Exception as error:  # of many kinds, by what is wrong with the files
-            line = (str(error).strip().splitlines() or [""])[0]
-            raise CheckpointError(
-                f"{folder}: not a checkpoint of this model: {type(error).__name__}: {line}"
-            ) from error
+        # Of many kinds, by what is wrong with the files; torch's own is no Exception.
+        except (Exception, CheckpointException) as error:
+            line = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+            raise CheckpointError(f"{folder}: not a checkpoint of this model: {line}") from None
         return int(extra["updates"])
