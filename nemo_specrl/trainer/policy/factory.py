@@ -23,11 +23,11 @@ def build_policy(recipe: Recipe) -> Policy:
         from nemo_specrl.trainer.policy.torch_policy import TorchPolicy
 
         return TorchPolicy(policy, recipe.loss_fn, seed)
-    for package in ("megatron.core", "ray"):
-        if not _installed(package):
+    for module, package in (("megatron.core", "megatron-core"), ("ray", "ray")):
+        if not _installed(module):
             raise ConfigError(
                 f"policy.megatron_cfg.enabled = True: {package} is not installed; "
-                "pip install 'nemo-specrl[megatron]', or set it to false to train with torch"
+                f"pip install {package}, or set it to false to train with torch"
             )
     from nemo_specrl.trainer.policy.megatron_policy import MegatronPolicy
     from nemo_specrl.trainer.policy.megatron_weights import Layout
@@ -46,8 +46,8 @@ def build_value_model(recipe: Recipe) -> ValueModel:
     return TorchValueModel(recipe.policy, recipe.value)
 
 
-def _installed(package: str) -> bool:
+def _installed(module: str) -> bool:
     try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # of the package's parent
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the module's parent
         return False

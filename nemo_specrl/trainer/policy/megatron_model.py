@@ -128,7 +128,8 @@ def _load_weights(module: torch.nn.Module, model: Architecture, layout: Layout, 
             parameter.copy_(shard(entry, tensors, model, layout.tp, tp_rank))
             # Megatron's initialization would have set it. Without it, the norm of the gradients
             # counts such a parameter on one tensor-parallel rank only.
-            parameter.tensor_model_parallel = entry.split != "all"
+            attributes: Any = parameter
+            attributes.tensor_model_parallel = entry.split != "all"
 
 
 def build_optimizer(

@@ -8,6 +8,7 @@ from the ranks' parts, one parameter at a time.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import threading
@@ -45,7 +46,7 @@ def _start_ray() -> None:
     address = os.environ.get("RAY_ADDRESS")
     local: dict[str, Any] = {} if address else {"include_dashboard": False}
     before = signal.getsignal(signal.SIGTERM)
-    ray.init(address or "local", log_to_driver=False, logging_level="error", **local)
+    ray.init(address or "local", log_to_driver=False, logging_level=logging.ERROR, **local)
     if threading.current_thread() is threading.main_thread():
         # Ray's own would end this process at once; the training loop ends with the step.
         signal.signal(signal.SIGTERM, before)
@@ -56,7 +57,8 @@ class _Actor(MegatronRank):
 
     def open(self) -> tuple[str, int]:
         """Listen on this node's address; returns host and port."""
-        host = str(ray.util.get_node_ip_address())
+        address: Any = ray.util.get_node_ip_address
+        host = str(address())
         return host, self.listen(host)
 
     def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
@@ -104,7 +106,8 @@ class MegatronPolicy:
             raise
 
     def _start(self) -> None:
-        gpus = 1 if ray.cluster_resources().get("GPU", 0) >= self.layout.size else 0
+        resources: Any = ray.cluster_resources
+        gpus = 1 if resources().get("GPU", 0) >= self.layout.size else 0
         actor: Any = ray.remote(_Actor).options(num_cpus=0, num_gpus=gpus)
         # A folder that is given relative to this process's own.
         model = str(self.architecture.folder.absolute())

@@ -295,10 +295,11 @@ def assemble(
         case "vocabulary":
             return [torch.cat(list(shards))[: model.vocabulary]]
         case "qkv":
-            sizes = [model.heads // model.kv_heads * model.head_dim, model.head_dim, model.head_dim]
-            width = shards[0].shape[1]
+            width, q = shards[0].shape[1], model.heads // model.kv_heads * model.head_dim
             groups = torch.cat(list(shards)).view(model.kv_heads, -1, width)
-            return [part.reshape(-1, width) for part in groups.split(sizes, 1)]
+            k = q + model.head_dim
+            parts = groups[:, :q], groups[:, q:k], groups[:, k:]
+            return [part.reshape(-1, width) for part in parts]
         case "gate_up":
             halves = zip(*(s.chunk(2) for s in shards), strict=True)
             return [torch.cat(half) for half in halves]

@@ -29,6 +29,8 @@ from nemo_specrl.trainer.recipe import LossConfig, PolicyConfig
 
 __all__ = ["MegatronRank"]
 
+_distributed: Any = torch.distributed
+
 COLLECTIVE_SECONDS = 600
 """After which a rank gives up waiting for the others."""
 
@@ -48,7 +50,7 @@ class MegatronRank:
         self.tp, self.stage, _ = layout.place(rank)
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         self._on_cpu = contextlib.ExitStack()
-        self._store: torch.distributed.TCPStore | None = None
+        self._store: Any = None
         self.reference: torch.nn.Module | None = None
 
     @property
@@ -62,7 +64,7 @@ class MegatronRank:
         Returns:
             the port.
         """
-        self._store = torch.distributed.TCPStore(
+        self._store = _distributed.TCPStore(
             host, 0, self.layout.size, is_master=True, wait_for_workers=False
         )
         return int(self._store.port)
@@ -75,7 +77,7 @@ class MegatronRank:
         """
         size = self.layout.size
         timeout = datetime.timedelta(seconds=COLLECTIVE_SECONDS)
-        store = self._store or torch.distributed.TCPStore(host, port, size, is_master=False)
+        store = self._store or _distributed.TCPStore(host, port, size, is_master=False)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         else:
