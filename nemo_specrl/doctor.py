@@ -34,8 +34,9 @@ _BASE = ("numpy", "pydantic", "xxhash", "rich", "typer")
 # Package, purpose, how to get it. Each is needed for some jobs only.
 _OPTIONAL = (
     ("transformers", "tokenizers and models of the embedded trainer", _CPU_SETUP),
-    ("megatron-core", "Megatron policies in NeMo-RL", "work in NeMo-RL's container, which has it"),
-    ("ray", "the cache of a cluster, NeMo-RL", "pip install ray"),
+    ("megatron-core", "Megatron policies, in the embedded trainer and in NeMo-RL",
+     "pip install megatron-core, or work in NeMo-RL's container, which has it"),
+    ("ray", "Megatron policies, the cache of a cluster, NeMo-RL", "pip install ray"),
     ("nvidia-resiliency-ext", "restarts and local checkpoints with NVRx",
      "pip install nvidia-resiliency-ext"),
     ("matplotlib", "pictures of report and compare", "pip install matplotlib"),

@@ -9,6 +9,7 @@ SpecRLError
 │   │   └── StoreInUse      a store that another process has open
 │   ├── ForeignStore        a store of another tokenizer, or of another release
 │   └── CorruptRecord       a record whose checksum or structure is wrong
+├── PolicyError             a rank of the policy died or failed
 ├── CheckpointError         a checkpoint that is damaged, or of another run
 └── IncompatibleVersion     an installed package that this release cannot work with
 
@@ -26,6 +27,7 @@ __all__ = [
     "ForeignStore",
     "IncompatibleVersion",
     "InvalidRollout",
+    "PolicyError",
     "SpecRLError",
     "StoreInUse",
     "StoreUnavailable",
@@ -80,6 +82,10 @@ class ForeignStore(CacheError):
 
 class CorruptRecord(CacheError):
     """A record whose checksum or structure is wrong. Stores count these and go on."""
+
+
+class PolicyError(SpecRLError):
+    """A rank of the policy died or failed; the policy cannot be used afterwards."""
 
 
 class CheckpointError(SpecRLError):

@@ -124,8 +124,13 @@ def fsync(path: Path) -> None:
 
 
 def fixed_part(recipe: Recipe) -> dict[str, Any]:
-    """The keys that a resumed run must not change: all but length, evaluation and folders."""
-    values = recipe.model_dump(mode="json", exclude={"checkpointing", "logger"})
+    """The keys that a resumed run must not change: all but length, evaluation, folders and layout.
+
+    Of the Megatron block only ``enabled`` counts: a Megatron checkpoint can be loaded in any
+    layout, but not by the torch policy.
+    """
+    values = recipe.model_dump(mode="json", exclude={"checkpointing", "logger", "cluster"})
+    values["policy"]["megatron_cfg"] = {"enabled": recipe.policy.megatron_cfg.enabled}
     block = values["grpo"] or values["ppo"]
     for name in [n for n in block if n.startswith(("val_", "max_"))]:
         del block[name]

@@ -139,6 +139,9 @@ class MegatronConfig(Block):
     model_config = ConfigDict(extra="allow")
 
     enabled: bool = False
+    """Train a Megatron-Core model over several ranks instead of a torch model in this process."""
+    tensor_model_parallel_size: int = Field(default=1, ge=1)
+    pipeline_model_parallel_size: int = Field(default=1, ge=1)
 
 
 class PolicyConfig(Block):
@@ -193,6 +196,14 @@ class LoggerConfig(Block):
     """File ending in .prom for node_exporter's textfile collector."""
 
 
+class ClusterConfig(Block):
+    """The ``cluster:`` block: the ranks of a Megatron policy."""
+
+    gpus_per_node: int | None = Field(default=None, ge=1)
+    """Ranks of a node, on a machine without GPUs too; None: as many as one replica takes."""
+    num_nodes: int = Field(default=1, ge=1)
+
+
 class Recipe(Block):
     """A whole recipe."""
 
@@ -204,6 +215,7 @@ class Recipe(Block):
     data: DataConfig = DataConfig()
     checkpointing: CheckpointingConfig = CheckpointingConfig()
     logger: LoggerConfig = LoggerConfig()
+    cluster: ClusterConfig = ClusterConfig()
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
@@ -229,6 +241,17 @@ class Recipe(Block):
                 f"must divide the {rows} rollouts of a step "
                 "(num_prompts_per_step * num_generations_per_prompt)",
             )
+        megatron, cluster = self.policy.megatron_cfg, self.cluster
+        replica = megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size
+        if megatron.enabled and cluster.gpus_per_node is not None:
+            ranks = cluster.gpus_per_node * cluster.num_nodes
+            if ranks % replica:
+                raise WrongKey(
+                    "cluster.gpus_per_node",
+                    cluster.gpus_per_node,
+                    f"times num_nodes = {cluster.num_nodes} must be a multiple of the {replica} "
+                    "ranks of tensor_model_parallel_size * pipeline_model_parallel_size",
+                )
         return self
 
     @property
@@ -242,6 +265,14 @@ class Recipe(Block):
     def spec_rl(self) -> SpecRLConfig:
         """``policy.generation.spec_rl``."""
         return self.policy.generation.spec_rl
+
+    @property
+    def parallelism(self) -> tuple[int, int, int]:
+        """Tensor-, pipeline- and data-parallel size; the last is what is left of the ranks."""
+        megatron = self.policy.megatron_cfg
+        tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+        ranks = (self.cluster.gpus_per_node or tp * pp) * self.cluster.num_nodes
+        return tp, pp, ranks // (tp * pp)
 
     @property
     def steps_per_epoch(self) -> int:

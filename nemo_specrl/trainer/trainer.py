@@ -72,10 +72,11 @@ class Trainer:
         """Build the models, the engine and the store, which a finished run does not need."""
         recipe, found = self.recipe, self._resumed_from
         torch.manual_seed(recipe.algorithm.seed)
+        self.store = None
         self.policy = build_policy(recipe)
-        self.value = build_value_model(recipe) if recipe.ppo else None
-        self.store = self._open_store(found)
         try:
+            self.value = build_value_model(recipe) if recipe.ppo else None
+            self.store = self._open_store(found)
             self.generation = Generation(recipe, self.store)
             self.monitor = self._open_monitor()
             if found is not None:
@@ -92,6 +93,7 @@ class Trainer:
         except BaseException:
             if self.store is not None:
                 self.store.close()
+            self.policy.shutdown()
             raise
 
     @property

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from nemo_specrl.engine.compat import refit
-from nemo_specrl.errors import ConfigError
 from nemo_specrl.trainer.generation import _FingerprintedWeights
 from nemo_specrl.trainer.policy import Sample, build_policy, build_value_model
 from nemo_specrl.trainer.policy.torch_model import load_model
@@ -189,15 +188,6 @@ def test_the_fingerprint_is_of_the_values_and_not_of_their_order():
     assert first == fingerprint(weights[::-1]) != 0
     assert len({first, *map(fingerprint, (changed, renamed, weights[:1]))}) == 4
     assert fingerprint(weights, torch.bfloat16) != first
-
-
-@pytest.mark.parametrize("build", [build_policy, build_value_model])
-def test_a_backend_that_is_missing_is_named(random_model, build):
-    megatron = {"enabled": True, "tensor_model_parallel_size": 2}
-    recipe = recipe_of(random_model, "ppo", policy={"megatron_cfg": megatron})
-    with pytest.raises(ConfigError, match=r"^policy\.megatron_cfg\.enabled = True: .* set it to"):
-        build(recipe)
-    recipe_of(random_model, policy={"megatron_cfg": megatron | {"enabled": False}})
 
 
 @pytest.mark.parametrize(("max_age", "share"), [(None, 0.2), (1, 0.5), (9, 0.2)])

@@ -4,11 +4,13 @@ import pytest
 import yaml
 
 from nemo_specrl.errors import ConfigError
+from nemo_specrl.trainer.checkpoint import fixed_part
 from nemo_specrl.trainer.recipe import load_recipe
 from tests.conftest import REPOSITORY
 
 RECIPES = sorted((REPOSITORY / "examples" / "configs").glob("*_cpu.yaml"))
 DEMO = REPOSITORY / "examples" / "configs" / "grpo_sort_cpu.yaml"
+MEGATRON = DEMO.with_name("grpo_sort_megatron_cpu.yaml")
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
@@ -73,6 +75,40 @@ def test_what_is_wrong_is_named_in_one_line(override, message):
         load_recipe(DEMO, [override])
     assert "\n" not in str(caught.value)
     assert "model_name" not in str(caught.value) or "model_name" in override  # one key, not all
+
+
+def test_what_is_left_of_the_ranks_is_data_parallel():
+    recipe = load_recipe(MEGATRON, ["cluster.gpus_per_node=8", "cluster.num_nodes=3"])
+    assert recipe.parallelism == (2, 1, 12)
+    assert load_recipe(DEMO).parallelism == (1, 1, 1)
+
+
+def test_a_resumed_run_may_have_another_layout():
+    def fixed(*overrides):
+        return fixed_part(load_recipe(MEGATRON, overrides))
+
+    sizes = ["tensor_model_parallel_size=1", "pipeline_model_parallel_size=2"]
+    assert fixed() == fixed(*(f"policy.megatron_cfg.{size}" for size in sizes))
+    assert fixed() == fixed("cluster.gpus_per_node=4")
+    assert fixed() != fixed("policy.megatron_cfg.enabled=false")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "cluster.gpus_per_node=3",
+            r"^cluster\.gpus_per_node = 3: times num_nodes = 1 must be a multiple of the 2 ranks",
+        ),
+        (
+            "policy.megatron_cfg.tensor_model_parallel_size=0",
+            r"^policy\.megatron_cfg\.tensor_model_parallel_size = 0: must be greater than",
+        ),
+    ],
+)
+def test_ranks_that_do_not_add_up(override, message):
+    with pytest.raises(ConfigError, match=message):
+        load_recipe(MEGATRON, [override])
 
 
 def test_temperature_may_be_any_with_speculation_off():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.trainer.policy.base import Policy, ValueModel
 from nemo_specrl.trainer.recipe import Recipe
@@ -13,31 +15,39 @@ def build_policy(recipe: Recipe) -> Policy:
     """Build the policy that a recipe describes, with its first weights.
 
     Raises:
-        ConfigError: the recipe asks for a backend that this release lacks, or for a model that
-            cannot be loaded.
+        ConfigError: the backend is not installed, the model cannot be loaded, or the layout does
+            not divide it.
     """
-    _check_backend(recipe)
-    from nemo_specrl.trainer.policy.torch_policy import TorchPolicy
+    policy, seed = recipe.policy, recipe.algorithm.seed
+    if not policy.megatron_cfg.enabled:
+        from nemo_specrl.trainer.policy.torch_policy import TorchPolicy
 
-    return TorchPolicy(recipe.policy, recipe.loss_fn, recipe.algorithm.seed)
+        return TorchPolicy(policy, recipe.loss_fn, seed)
+    for module, package in (("megatron.core", "megatron-core"), ("ray", "ray")):
+        if not _installed(module):
+            raise ConfigError(
+                f"policy.megatron_cfg.enabled = True: {package} is not installed; "
+                f"pip install {package}, or set it to false to train with torch"
+            )
+    from nemo_specrl.trainer.policy.megatron_policy import MegatronPolicy
+    from nemo_specrl.trainer.policy.megatron_weights import Layout
+
+    return MegatronPolicy(policy, recipe.loss_fn, seed, Layout(*recipe.parallelism))
 
 
 def build_value_model(recipe: Recipe) -> ValueModel:
-    """Build PPO's value model in the backend of the policy.
+    """Build PPO's value model, which is a torch model beside a Megatron policy as well.
 
     Raises:
-        ConfigError: see :func:`build_policy`.
+        ConfigError: the model cannot be loaded.
     """
-    _check_backend(recipe)
     from nemo_specrl.trainer.policy.torch_value import TorchValueModel
 
     return TorchValueModel(recipe.policy, recipe.value)
 
 
-def _check_backend(recipe: Recipe) -> None:
-    if recipe.policy.megatron_cfg.enabled:
-        raise ConfigError(
-            "policy.megatron_cfg.enabled = True: the Megatron backend is not in this release; "
-            "set it to false to train with torch on one machine, or use nemo-specrl run for "
-            "Megatron policies in NeMo-RL"
-        )
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the module's parent
+        return False

@@ -1,4 +1,8 @@
-"""Building blocks of the torch backend: models, optimizers, their files, and micro-batches."""
+"""Building blocks of the torch backend: models, optimizers, their files, micro-batches and steps.
+
+The Megatron backend has the micro-batches, the loss and the order of steps from here, so that both
+train on the same.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nemo_specrl.errors import ConfigError
+from nemo_specrl.trainer.losses import policy_loss
 from nemo_specrl.trainer.policy.base import Float32Array, Sample
-from nemo_specrl.trainer.recipe import OptimizerConfig, model_folder
+from nemo_specrl.trainer.recipe import LossConfig, OptimizerConfig, model_folder
 
-__all__ = ["MicroBatch", "build_optimizer", "load_model", "load_state", "ones", "save_state"]
+__all__ = [
+    "MicroBatch",
+    "build_optimizer",
+    "load_model",
+    "load_state",
+    "ones",
+    "save_state",
+    "train_in_steps",
+]
 
 
 def load_model(model_name: str) -> torch.nn.Module:
@@ -129,3 +142,84 @@ class MicroBatch:
         logits = model(input_ids=self.tokens).logits[:, :-1].float()
         chosen: torch.Tensor = logits.gather(-1, self.tokens[:, 1:, None])[..., 0]
         return chosen - torch.logsumexp(logits, -1)
+
+    def loss(
+        self,
+        logprobs: torch.Tensor,
+        weights: dict[int, float],
+        config: LossConfig,
+        reference: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """The clipped loss of these samples, weighted.
+
+        Args:
+            logprobs: under the policy in training, float32 ``[b, t]``, nats.
+            weights: of each token, by the ``id`` of its sample.
+            config: the ``loss_fn:`` block.
+            reference: log-probs under the reference policy, float32 ``[b, t]``, nats.
+
+        Returns:
+            the loss, and it and weighted sums for the log by name.
+        """
+        device = logprobs.device
+        anchor = self.scatter(lambda s: s.anchor).to(device)
+        anchor = torch.where(torch.isnan(anchor), logprobs.detach(), anchor)
+        importance = None
+        if config.use_importance_sampling_correction:
+            importance = self.scatter(
+                lambda s: ones(s) if s.importance is None else s.importance
+            ).to(device)
+        loss, logged = policy_loss(
+            logprobs,
+            anchor,
+            self.scatter(lambda s: s.advantages).to(device),
+            self.scatter(lambda s: ones(s) * np.float32(weights[id(s)])).to(device),
+            config,
+            importance=importance,
+            reference=reference,
+        )
+        return loss, {"loss": loss.item()} | {name: v.item() for name, v in logged.items()}
+
+
+def train_in_steps(
+    samples: Sequence[Sample],
+    *,
+    epochs: int,
+    size: int,
+    key: tuple[int, int],
+    logprobs: Callable[[Sequence[Sample]], list[Float32Array]],
+    step: Callable[[list[Sample]], dict[str, float]],
+) -> dict[str, float]:
+    """Make the optimizer steps of :meth:`.Policy.train`.
+
+    Args:
+        samples: all samples of the training step.
+        epochs: passes over them.
+        size: samples in an optimizer step.
+        key: seed, and optimizer steps made before; with several steps they decide which samples
+            share one.
+        logprobs: :meth:`.Policy.logprobs`.
+        step: takes an optimizer step and returns metrics by name.
+
+    Returns:
+        metrics averaged over the optimizer steps.
+    """
+    several = epochs > 1 or len(samples) > size
+    if several:
+        # The later updates of a step have their ratios against the policy before the first.
+        for sample, current in zip(samples, logprobs(samples), strict=True):
+            sample.anchor = np.where(np.isnan(sample.anchor), current, sample.anchor)
+    seed, updates = key
+    totals: dict[str, float] = {}
+    count = 0
+    for _ in range(epochs):
+        order = np.arange(len(samples))
+        if several:
+            philox = np.random.Philox(key=[seed, updates + count])
+            order = np.random.Generator(philox).permutation(len(samples))
+        for i in range(0, len(samples), size):
+            metrics = step([samples[j] for j in order[i : i + size]])
+            count += 1
+            for name, value in metrics.items():
+                totals[name] = totals.get(name, 0.0) + value
+    return {name: value / count for name, value in totals.items()}

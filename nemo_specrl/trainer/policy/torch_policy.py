@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nemo_specrl.trainer.losses import policy_loss, token_weights
+from nemo_specrl.trainer.losses import token_weights
 from nemo_specrl.trainer.policy.base import Float32Array, Sample
 from nemo_specrl.trainer.policy.torch_model import (
     MicroBatch,
     build_optimizer,
     load_model,
     load_state,
-    ones,
     save_state,
+    train_in_steps,
 )
 from nemo_specrl.trainer.recipe import LossConfig, PolicyConfig
 
@@ -69,61 +69,33 @@ class TorchPolicy:
 
         An optimizer step takes ``train_global_batch_size`` samples.
         """
-        size = self.config.train_global_batch_size
-        several = epochs > 1 or len(samples) > size
-        if several:
-            # The later updates of a step have their ratios against the policy before the first.
-            for sample, current in zip(samples, self.logprobs(samples), strict=True):
-                sample.anchor = np.where(np.isnan(sample.anchor), current, sample.anchor)
-        totals: dict[str, float] = {}
-        count = 0
-        for _ in range(epochs):
-            order = np.arange(len(samples))
-            if several:
-                philox = np.random.Philox(key=[self.seed, self.updates])
-                order = np.random.Generator(philox).permutation(len(samples))
-            for i in range(0, len(samples), size):
-                metrics = self._optimizer_step([samples[j] for j in order[i : i + size]])
-                count += 1
-                for name, value in metrics.items():
-                    totals[name] = totals.get(name, 0.0) + value
-        return {name: value / count for name, value in totals.items()}
+        return train_in_steps(
+            samples,
+            epochs=epochs,
+            size=self.config.train_global_batch_size,
+            key=(self.seed, self.updates),
+            logprobs=self.logprobs,
+            step=self._optimizer_step,
+        )
 
     def _optimizer_step(self, samples: list[Sample]) -> dict[str, float]:
         weights = token_weights(
             [len(s.response) for s in samples], token_level=self.loss.token_level_loss
         )
-        weight = {id(s): np.float32(w) for s, w in zip(samples, weights, strict=True)}
+        weight = {id(s): w for s, w in zip(samples, weights, strict=True)}
         # A response without advantage has no gradient: it only counts in the means.
         live = [s for s in samples if self.reference is not None or np.any(s.advantages)]
         sums: dict[str, float] = {"loss": 0.0, "clip_fraction": 0.0, "ratio": 0.0}
         self.optimizer.zero_grad(set_to_none=True)
         for batch in MicroBatch.split(live, self.config.train_micro_batch_size):
-            logprobs = batch.logprobs(self.model)
-            anchor = batch.scatter(lambda s: s.anchor)
-            anchor = torch.where(torch.isnan(anchor), logprobs.detach(), anchor)
-            importance = None
-            if self.loss.use_importance_sampling_correction:
-                importance = batch.scatter(
-                    lambda s: ones(s) if s.importance is None else s.importance
-                )
             reference = None
             if self.reference is not None:
                 with torch.no_grad():
                     reference = batch.logprobs(self.reference)
-            loss, logged = policy_loss(
-                logprobs,
-                anchor,
-                batch.scatter(lambda s: s.advantages),
-                batch.scatter(lambda s: ones(s) * weight[id(s)]),
-                self.loss,
-                importance=importance,
-                reference=reference,
-            )
+            loss, logged = batch.loss(batch.logprobs(self.model), weight, self.loss, reference)
             torch.autograd.backward(loss)
-            sums["loss"] += loss.item()
             for name, value in logged.items():
-                sums[name] = sums.get(name, 0.0) + value.item()
+                sums[name] = sums.get(name, 0.0) + value
         sums["grad_norm"] = 0.0
         if live:
             norm = torch.nn.utils.clip_grad_norm_(
