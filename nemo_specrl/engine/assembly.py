@@ -123,11 +123,11 @@ def build_completion(
     carried = policy
     draft, accepted = request.draft, request.accepted
     completion = output.outputs[0]
-    if draft is not None:
-        if config.reported_logprobs == "behaviour":
-            old = reference_logprobs(draft, config)[:accepted]
-            carried = policy.copy()
-            carried[:accepted] = behaviour_logprobs(policy[:accepted], old, config.lenience)
+    if draft is not None and config.reported_logprobs == "behaviour":
+        old = reference_logprobs(draft, config)[:accepted]
+        carried = policy.copy()
+        carried[:accepted] = behaviour_logprobs(policy[:accepted], old, config.lenience)
+    if draft is not None or request.detokenizer is not None:
         completion = dataclasses.replace(completion, text=text_of(request, ending))
     logprobs, total = reported_logprobs(
         request.logprobs,

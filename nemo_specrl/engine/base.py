@@ -15,7 +15,7 @@ import numpy as np
 from nemo_specrl.config import SpecRLConfig
 from nemo_specrl.engine.assembly import build_completion, build_rollout, extend_logprobs
 from nemo_specrl.engine.compat import check_version, logprobs_slice, new_logprobs, tokens_so_far
-from nemo_specrl.engine.drafting import Histories
+from nemo_specrl.engine.drafting import Histories, check_cpu_drafter
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.replay import Journal, replayed_output, restore_request
 from nemo_specrl.engine.requests import EngineLimits, Request
@@ -69,7 +69,8 @@ class Speculation:
         metrics: :class:`EngineMetrics`, counts and times.
 
     Raises:
-        ConfigError: the engine's ``logprobs_mode`` is one of logits.
+        ConfigError: the engine's ``logprobs_mode`` is one of logits, or its drafter lies in another
+            process on a CPU, where this package is not installed.
         IncompatibleVersion: this release does not work with the installed vLLM.
     """
 
@@ -93,6 +94,8 @@ class Speculation:
                 "spec_rl.tree.enabled = true: the engine was built without the tree proposer; pass "
                 "nemo_specrl.engine.drafting.engine_options(config) to vllm.LLM, or set false"
             )
+        if config.enabled and not self._limits.drafts_from_trees:
+            check_cpu_drafter(getattr(llm, "llm_engine", llm))
         self._histories = Histories()
 
     def _find_drafts(self, requests: list[Request]) -> None:
@@ -156,7 +159,9 @@ class Speculation:
 
     def _decoding_params(self, request: Request) -> SamplingParams:
         """Sampling parameters of the request that decodes what verification has not brought."""
-        params = continuation_params(request, self.policy_version)
+        params = continuation_params(
+            request, self.policy_version, watch_stops=self._limits.steps_of_several_tokens
+        )
         if self._limits.drafts_from_trees and self.config.tree.enabled and request.draftable:
             return self._histories.attached(request, params, self.policy_version)
         return params

@@ -81,7 +81,7 @@ class TreeProposer:
         self._max_model_len = int(vllm_config.model_config.max_model_len)
         self._rows: dict[str, _Row | None] = {}
         bind_proposer(TreeProposer)
-        mend_cpu_rejection_sampler(vllm_config)
+        mend_cpu_rejection_sampler()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Called by vLLM; there is no model."""

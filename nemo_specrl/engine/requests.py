@@ -42,6 +42,8 @@ class EngineLimits:
     logprobs_mode: str
     drafts_from_trees: bool
     """The engine was built with the tree proposer."""
+    steps_of_several_tokens: bool
+    """The engine has a drafter, this package's or one of vLLM's."""
 
     @classmethod
     def of(cls, llm: LLM | AsyncLLM) -> EngineLimits:
@@ -59,6 +61,7 @@ class EngineLimits:
             tokenizer=None if config.model_config.skip_tokenizer_init else tokenizer_of(engine),
             logprobs_mode=str(getattr(config.model_config, "logprobs_mode", "logprobs")),
             drafts_from_trees=getattr(config.speculative_config, "model", None) == TREE_PROPOSER,
+            steps_of_several_tokens=config.speculative_config is not None,
         )
 
 
