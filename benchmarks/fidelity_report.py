@@ -129,10 +129,9 @@ def table(rows: list[dict[str, Any]], setting: str) -> str:
         return ""
     names = [f"epoch {e}" for e in reference.epochs]
     lines = [
-        "| variant | seeds | rollout s | decoded tokens | reward at the end | "
-        + " | ".join(names)
-        + " |",
-        "|---" * (5 + len(names)) + "|",
+        "| variant | seeds | rollout s | processor s | engine steps | decoded tokens "
+        "| reward at the end | " + " | ".join(names) + " |",
+        "|---" * (7 + len(names)) + "|",
     ]
     for variant in variants_in(rows, setting):
         mine = of(rows, setting, variant)
@@ -154,9 +153,11 @@ def table(rows: list[dict[str, Any]], setting: str) -> str:
             below = reference.seeds > 1 and mean < reference.mean[i] - reference.half
             cells.append(f"{mean:.3f}" + (" (below)" if below else ""))
         decoded = at_end("decoded_tokens")
+        counted = all(name in r for r in mine if r["epoch"] == last for name in COUNTED)
+        counts = [f"{at_end(name):,.0f}" if counted else "" for name in COUNTED]
         lines.append(
-            f"| {variant} | {held.seeds} | {at_end('rollout_s'):.0f} | {decoded / 1e6:.2f}M"
-            f" | {at_end('reward'):.2f} | " + " | ".join(cells) + " |"
+            f"| {variant} | {held.seeds} | {at_end('rollout_s'):.0f} | {' | '.join(counts)}"
+            f" | {decoded / 1e6:.2f}M | {at_end('reward'):.2f} | " + " | ".join(cells) + " |"
         )
     note = f"95 % band of plain: ± {reference.half:.3f}; *below*: under it."
     return "\n".join([*lines, "", note if reference.seeds > 1 else "One seed: no band."])

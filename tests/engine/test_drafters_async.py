@@ -115,7 +115,7 @@ def test_fresh_rows_and_continuations_have_the_policys_distribution(async_llm, l
     exact = loop.run_until_complete(next_tokens([]))
     first = int(exact.argmax())
     old = np.float32([np.log(exact[first]) - 1e-3])  # accepted for certain
-    cache = ClaimingCache(Rollout(KEY, i, [first], old, Finish.PARTIAL, 0) for i in range(ROWS))
+    cache = ClaimingCache([Rollout(KEY, i, [first], old, Finish.PARTIAL, 0) for i in range(ROWS)])
     made = AsyncSpeculativeLLM(async_llm, cache, CONFIG)
     made.policy_version = 1
 
