@@ -75,6 +75,10 @@ def test_the_wheel_of_a_dry_run_works_in_an_empty_environment(clone, tmp_path):
     typed = "import nemo_specrl, pathlib; print(pathlib.Path(nemo_specrl.__file__).parent)"
     package = Path(run(python, "-c", typed, cwd=tmp_path).strip())
     assert package.is_relative_to(environment) and (package / "py.typed").exists()
+    # What vLLM finds among its plug-ins can be loaded, in processes that have no vLLM, too.
+    plugins = "[p] = entry_points(group='vllm.general_plugins'); print(p.name, p.load().__name__)"
+    found = run(python, "-c", f"from importlib.metadata import *; {plugins}", cwd=tmp_path)
+    assert found.split() == ["nemo_specrl", "vllm_plugin"]
 
 
 def test_a_release_is_tagged_on_main_alone_and_with_a_section_in_the_changelog(clone):

@@ -184,7 +184,7 @@ def build_completion(
         carried[:accepted] = behaviour_logprobs(policy[:accepted], old, config.lenience)
     if request.rounds is not None and request.params.detokenize:
         name_tokens(request.logprobs, request.rules.tokenizer)
-    if draft is not None or request.rounds is not None:
+    if not (draft is None and request.rounds is None and request.detokenizer is None):
         completion = dataclasses.replace(completion, text=text_of(request, ending))
     logprobs, total = reported_logprobs(
         request.logprobs,

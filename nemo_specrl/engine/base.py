@@ -16,7 +16,7 @@ import numpy.typing as npt
 from nemo_specrl.config import SpecRLConfig
 from nemo_specrl.engine.assembly import append_decoded, build_completion, build_rollout
 from nemo_specrl.engine.compat import check_version, tokens_so_far
-from nemo_specrl.engine.drafting import Histories
+from nemo_specrl.engine.drafting import Histories, check_cpu_drafter
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.replay import Journal, replayed_output, restore_request
 from nemo_specrl.engine.requests import EngineLimits, Request
@@ -73,7 +73,8 @@ class Speculation:
         metrics: :class:`EngineMetrics`, counts and times.
 
     Raises:
-        ConfigError: the engine's ``logprobs_mode`` is one of logits.
+        ConfigError: the engine's ``logprobs_mode`` is one of logits, or its drafter lies in another
+            process on a CPU, where this package is not installed.
         IncompatibleVersion: this release does not work with the installed vLLM.
     """
 
@@ -98,6 +99,8 @@ class Speculation:
                 "spec_rl.tree.method = proposer: the engine was built without the tree proposer; "
                 "pass nemo_specrl.engine.drafting.engine_options(config) to vllm.LLM, or set auto"
             )
+        if config.enabled and not self._limits.drafts_from_trees:
+            check_cpu_drafter(getattr(llm, "llm_engine", llm))
         self._proposes = drafts and self._limits.drafts_from_trees and method != "rounds"
         self._histories = Histories()
         self._rounds: Rounds | None = None
@@ -185,7 +188,9 @@ class Speculation:
 
     def _decoding_params(self, request: Request) -> SamplingParams:
         """Sampling parameters of the request that decodes what verification has not brought."""
-        params = continuation_params(request, self.policy_version)
+        params = continuation_params(
+            request, self.policy_version, watch_stops=self._limits.steps_of_several_tokens
+        )
         if self._proposes and request.draftable:
             return self._histories.attached(request, params, self.policy_version)
         return params

@@ -8,6 +8,7 @@ interface alone.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import logging
@@ -36,6 +37,7 @@ __all__ = [
     "eos_token_ids",
     "expanded_to_tokens",
     "has_custom_proposers",
+    "in_this_process",
     "local_cpu_environment",
     "logprobs_slice",
     "mend_cpu_rejection_sampler",
@@ -45,6 +47,7 @@ __all__ = [
     "tokenizer_of",
     "tokens_so_far",
     "version_numbers",
+    "vllm_plugin",
 ]
 
 logger = logging.getLogger(__name__)
@@ -379,15 +382,18 @@ def bind_proposer(proposer: type[Any]) -> None:
     GPUModelRunner.propose_draft_token_ids = propose_draft_token_ids
 
 
-def mend_cpu_rejection_sampler(vllm_config: Any) -> None:
+def mend_cpu_rejection_sampler() -> None:
     """On a CPU, make sampled speculative decoding divide logits by the temperature it was given.
 
     ``expand_batch_to_tokens`` of vLLM's CPU builds writes temperatures (and top-k, top-p) into a
     copy that is thrown away and returns memory that was never written, so that accepted tokens
     come from another distribution (utils/cpu_triton_utils.py, ``_expand_kernel_impl``; 0.20 to
-    0.33). Greedy decoding is not affected.
+    0.33). Neither greedy decoding nor GPUs are affected. Raises IncompatibleVersion where this
+    vLLM's rejection sampler has no such function.
     """
-    if vllm_config.device_config.device_type != "cpu":
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
         return
     from vllm.v1.sample import rejection_sampler
 
@@ -400,6 +406,20 @@ def mend_cpu_rejection_sampler(vllm_config: Any) -> None:
     if original is not expanded_to_tokens:
         rejection_sampler.expand_batch_to_tokens = expanded_to_tokens
         expanded_to_tokens.replaced = original  # type: ignore[attr-defined]
+
+
+def vllm_plugin() -> None:
+    """Entry point ``vllm.general_plugins`` (pyproject.toml), which vLLM runs in each process."""
+    # A vLLM that cannot be mended is refused where that matters (drafting.check_cpu_drafter).
+    with contextlib.suppress(IncompatibleVersion):
+        mend_cpu_rejection_sampler()
+
+
+def in_this_process(engine: Any) -> bool:
+    """Whether an ``LLMEngine`` or ``AsyncLLM`` has its core and its worker in this process."""
+    one_worker = engine.vllm_config.parallel_config.world_size == 1
+    # LLMEngine sets it only where its core is in this process (v1/engine/llm_engine.py).
+    return one_worker and hasattr(engine, "model_executor")
 
 
 def expanded_to_tokens(

@@ -1,27 +1,36 @@
-"""Lossless drafting from the side of the engine's client: histories of prompts on their way to it.
+"""Drafters inside vLLM from the side of the engine's client.
 
-The engine's own part is ``proposer``. Here earlier rollouts are attached to requests, once for each
-prompt and batch, and the options are made with which an engine has to be built.
+The tree proposer itself is ``proposer``. Here earlier rollouts are attached to requests, once for
+each prompt and batch, the options are made with which an engine has to be built, and engines with
+a drafter of vLLM's own are checked.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib
+import os
 from collections.abc import Iterable, Mapping
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from nemo_specrl.config import SpecRLConfig
-from nemo_specrl.engine.compat import check_version, has_custom_proposers
+from nemo_specrl.engine.compat import (
+    check_version,
+    has_custom_proposers,
+    in_this_process,
+    mend_cpu_rejection_sampler,
+    vllm_plugin,
+)
 from nemo_specrl.engine.requests import TREE_PROPOSER, Request
-from nemo_specrl.errors import IncompatibleVersion
+from nemo_specrl.errors import ConfigError, IncompatibleVersion
 from nemo_specrl.rollout import Rollout
 from nemo_specrl.speculation.drafts import response_id
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
-__all__ = ["EXTRA_ARG", "Histories", "check_compiled", "engine_options"]
+__all__ = ["EXTRA_ARG", "Histories", "check_compiled", "check_cpu_drafter", "engine_options"]
 
 EXTRA_ARG = "spec_rl"
 """Key in ``SamplingParams.extra_args``."""
@@ -70,6 +79,38 @@ def check_compiled() -> None:
             f"spec_rl.tree.enabled = true: the compiled part of nemo_specrl is missing ({error}); "
             "install a wheel (pip wheel --no-deps .), or set it to false"
         ) from None
+
+
+def check_cpu_drafter(engine: Any) -> None:
+    """Make sure that an engine with a drafter of vLLM's samples from the policy on a CPU, too.
+
+    In this process the rejection sampler is mended here. Other processes of the engine mend theirs
+    when vLLM loads its plug-ins, if it finds this package among them. On GPUs nothing is wrong.
+
+    Args:
+        engine: an ``LLMEngine`` or ``AsyncLLM``.
+
+    Raises:
+        ConfigError: the engine has other processes, and this package is no plug-in of theirs.
+        IncompatibleVersion: this vLLM's rejection sampler is not known.
+    """
+    config = engine.vllm_config
+    if config.speculative_config is None or config.device_config.device_type != "cpu":
+        return
+    mend_cpu_rejection_sampler()
+    allowed = os.environ.get("VLLM_PLUGINS")
+    loaded = any(
+        plugin.value == f"{vllm_plugin.__module__}:{vllm_plugin.__name__}"
+        and (allowed is None or plugin.name in allowed.split(","))
+        for plugin in metadata.entry_points(group="vllm.general_plugins")
+    )
+    if not (loaded or in_this_process(engine)):
+        raise ConfigError(
+            "speculative_config on a CPU: vLLM's rejection sampler is wrong there, and nemo_specrl "
+            "mends it in the engine's other processes as a plug-in of vLLM, which it is only where "
+            "it was installed by pip and VLLM_PLUGINS does not leave it out; install it, or set "
+            "VLLM_ENABLE_V1_MULTIPROCESSING=0, or leave the drafter out"
+        )
 
 
 class Histories:

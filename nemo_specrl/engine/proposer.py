@@ -103,7 +103,7 @@ class TreeProposer:
         self._names: list[str] = []
         self._proposed_at: float | None = None
         bind_proposer(TreeProposer)
-        mend_cpu_rejection_sampler(vllm_config)
+        mend_cpu_rejection_sampler()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Called by vLLM; there is no model."""

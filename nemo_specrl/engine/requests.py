@@ -46,6 +46,8 @@ class EngineLimits:
     """Candidates that a request may ask for at each position; -1: any number."""
     drafts_from_trees: bool
     """The engine was built with the tree proposer."""
+    steps_of_several_tokens: bool
+    """The engine has a drafter, this package's or one of vLLM's."""
 
     @classmethod
     def of(cls, llm: LLM | AsyncLLM) -> EngineLimits:
@@ -64,6 +66,7 @@ class EngineLimits:
             logprobs_mode=str(getattr(config.model_config, "logprobs_mode", "logprobs")),
             max_logprobs=config.model_config.max_logprobs,
             drafts_from_trees=getattr(config.speculative_config, "model", None) == TREE_PROPOSER,
+            steps_of_several_tokens=config.speculative_config is not None,
         )
 
 

@@ -64,23 +64,28 @@ def verification_params(request: Request) -> SamplingParams:
     )
 
 
-def continuation_params(request: Request, policy_version: int) -> SamplingParams:
+def continuation_params(
+    request: Request, policy_version: int, *, watch_stops: bool
+) -> SamplingParams:
     """Sampling parameters of the request that decodes what its draft did not bring.
 
-    Where stop strings may begin in the accepted prefix, ``request.detokenizer`` is set to watch for
-    them instead of vLLM.
+    ``request.detokenizer`` is set to watch for stop strings instead of vLLM where they may begin in
+    the accepted prefix, or where vLLM would keep tokens behind them.
 
     Args:
         request: a judged request, or one without a draft, whose parameters stay as they are.
         policy_version: of the weights that decode.
+        watch_stops: a step of the engine may bring several tokens. Up to 0.31, vLLM keeps those
+            that follow a stop string (v1/engine/detokenizer.py).
     """
     from vllm.sampling_params import RequestOutputKind
 
-    if request.draft is None:
+    stops = bool(request.params.stop and request.params.detokenize)
+    if request.draft is None and not (stops and watch_stops):
         return request.params
     params = copy.copy(request.params)
     params.max_tokens = request.rules.budget - request.accepted
-    if params.seed is not None:
+    if request.draft is not None and params.seed is not None:
         # The draft was drawn with this very stream; its continuation needs one of its own.
         params.seed = derived_seed(
             "continue", params.seed, policy_version, request.row.key, request.row.sample_index

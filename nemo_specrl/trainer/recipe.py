@@ -130,6 +130,14 @@ class GenerationConfig(Block):
                         "drafts are verified by prompt log-probs, which are those of raw sampling; "
                         f"set {name}: {right}, or spec_rl.enabled: false",
                     )
+            drafter = self.vllm_kwargs.get("speculative_config")
+            if drafter and self.spec_rl.tree.enabled:
+                raise WrongKey(
+                    "vllm_kwargs.speculative_config",
+                    drafter,
+                    "an engine has one drafter, and spec_rl.tree.enabled: true asks for another; "
+                    "leave it out, or take preset: faithful without trees",
+                )
         return self
 
 

@@ -80,16 +80,6 @@ def test_a_resumed_run_knows_its_last_checkpoint(tmp_path):
         ({"quant_cfg": {}}, "policy.generation.quant_cfg", "leave it out"),
         ({"vllm_cfg__expose_http_server": True}, "vllm_cfg.expose_http_server", "set false"),
         ({"vllm_kwargs__enable_return_routed_experts": True}, "routed_experts", "router replay"),
-        (
-            {"vllm_kwargs__speculative_config": {"method": "eagle3", "num_speculative_tokens": 3}},
-            "speculative_config",
-            "num_speculative_tokens = 0",
-        ),
-        (
-            {"vllm_kwargs__speculative_config": {"method": "mtp"}},  # as many as its model has
-            "speculative_config",
-            "num_speculative_tokens = 0",
-        ),
         ({"spec_rl__cache": {}}, "spec_rl.cache.dir", "such as /raid/specrl"),
         ({"spec_rl__lenience": 0}, "policy.generation.spec_rl.lenience = 0", "greater than 0"),
         ({"spec_rl__lenient": 1}, "spec_rl.lenient: unknown key", "known are enabled, preset"),
@@ -136,9 +126,32 @@ def test_log_probs_that_nemo_rl_would_take_for_errors_are_refused(tmp_path):
     assert Run.of(recipe(tmp_path), "grpo") is not None
 
 
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        {"method": "eagle3", "num_speculative_tokens": 3},
+        {"method": "mtp"},  # as many as its model has
+        {"method": "ngram", "num_speculative_tokens": 4},
+    ],
+)
+def test_an_engine_has_one_drafter(tmp_path, drafter):
+    """The recipe's own beside reuse, the tree proposer, or neither; never both."""
+    own = {"vllm_kwargs__speculative_config": drafter}
+    for spec_rl in ({}, {"spec_rl__preset": "fast"}):
+        assert Run.of(recipe(tmp_path, **own, **spec_rl), "grpo") is not None
+    for spec_rl in ({"spec_rl__preset": "lossless"}, {"spec_rl__tree": {"enabled": True}}):
+        assert Run.of(recipe(tmp_path, **spec_rl), "grpo") is not None
+        with pytest.raises(ConfigError) as raised:
+            Run.of(recipe(tmp_path, **own, **spec_rl), "grpo")
+        line = str(raised.value)
+        assert "vllm_kwargs.speculative_config" in line and "spec_rl.tree.enabled" in line
+        assert "leave it out" in line and "\n" not in line
+
+
 def test_a_disabled_drafter_is_no_drafter(tmp_path):
     drafter = {"method": "mtp", "num_speculative_tokens": 0}
-    assert Run.of(recipe(tmp_path, vllm_kwargs__speculative_config=drafter), "grpo") is not None
+    disabled = recipe(tmp_path, vllm_kwargs__speculative_config=drafter, spec_rl__preset="lossless")
+    assert Run.of(disabled, "grpo") is not None
 
 
 def test_a_run_is_current_while_it_is_set_up(tmp_path):

@@ -50,6 +50,10 @@ def test_overrides_are_yaml_values():
         ),
         ("policy.generation.top_p=0.9", r"generation\.top_p = 0\.9: .* set top_p: 1\.0"),
         ("policy.generation.top_k=5", r"generation\.top_k = 5: .* set top_k: null"),
+        (
+            "policy.generation.vllm_kwargs.speculative_config={method: ngram}",
+            r"generation\.vllm_kwargs\.speculative_config = .* one drafter, .* leave it out, or",
+        ),
         ("policy.generation.backend=sglang", r"backend = 'sglang': must be 'vllm'"),
         (
             "policy.train_global_batch_size=100",
@@ -109,6 +113,14 @@ def test_a_resumed_run_may_have_another_layout():
 def test_ranks_that_do_not_add_up(override, message):
     with pytest.raises(ConfigError, match=message):
         load_recipe(MEGATRON, [override])
+
+
+def test_a_drafter_of_vllms_own_may_stand_beside_reuse():
+    drafter = "policy.generation.vllm_kwargs.speculative_config={method: ngram}"
+    reuse = load_recipe(DEMO, [drafter, "policy.generation.spec_rl.preset=faithful"])
+    assert reuse.policy.generation.vllm_kwargs["speculative_config"] == {"method": "ngram"}
+    assert not reuse.spec_rl.tree.enabled
+    assert load_recipe(DEMO, [drafter, "policy.generation.spec_rl.enabled=false"])
 
 
 def test_temperature_may_be_any_with_speculation_off():

@@ -186,9 +186,10 @@ def _refuse(master_config: Any, spec_rl: SpecRLConfig, algorithm: str) -> None:
             f"switch router replay (enable_return_routed_experts) off, {off}",
         ),
         (
-            bool(drafter) and drafter.get("num_speculative_tokens") != 0,
-            "policy.generation.vllm_kwargs.speculative_config: a drafter beside reuse has not been "
-            f"tried yet; leave it out (main also takes num_speculative_tokens = 0), {off}",
+            spec_rl.tree.enabled and bool(drafter) and drafter.get("num_speculative_tokens") != 0,
+            "policy.generation.vllm_kwargs.speculative_config: an engine has one drafter, and "
+            f"{BLOCK}.tree.enabled = true asks for another; leave it out, or take preset: faithful "
+            "without trees",
         ),
         (
             spec_rl.cache.dir is None,

@@ -1,0 +1,55 @@
+"""``nemo-specrl train`` that also counts what rollouts take, for ``fidelity.py``.
+
+    .venv/bin/python benchmarks/fidelity_train.py COUNTS.jsonl RECIPE [KEY=VALUE ...]
+
+Appends a line for each batch of rollouts: processor seconds of this process and steps of the
+engine, neither of which depends on what else the machine does. The engine is in this process.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from nemo_specrl.cli import main
+from nemo_specrl.trainer.generation import Generation
+
+
+def count_into(path: Path) -> None:
+    """Have every batch of rollouts noted in ``path``."""
+    original = Generation.rollouts
+
+    def rollouts(self: Generation, prompts: Any, attempt: int = 0) -> Any:
+        engine, steps = self.llm.llm_engine, 0
+        step = engine.step
+
+        def counted() -> Any:
+            nonlocal steps
+            steps += 1
+            return step()
+
+        started = time.process_time()
+        engine.step = counted  # type: ignore[method-assign]
+        try:
+            return original(self, prompts, attempt)
+        finally:
+            del engine.step
+            line = {
+                "step": self.policy_version + 1,
+                "attempt": attempt,
+                "rollout_cpu_s": time.process_time() - started,
+                "engine_steps": steps,
+            }
+            with path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    Generation.rollouts = rollouts  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    count_into(Path(sys.argv[1]))
+    sys.argv[1:] = ["train", *sys.argv[2:]]
+    main()
