@@ -14,6 +14,7 @@ from nemo_specrl.speculation.trees import RESPONSES_KEPT, DraftTrees
 
 ORDERS = (16, 8, 4, 2, 1)
 MAX_MATCH, MAX_POSITIONS, MAX_CHAIN = 48, 32, 96
+MIN_CONTEXT, OWN_WEIGHT = 2, 16
 START = -1
 
 
@@ -41,10 +42,13 @@ class Reference:
         return n
 
     def voters(self, context):
+        found, known = [], MAX_MATCH + 1
         for order in ORDERS:
+            if found and order < MIN_CONTEXT:
+                break
             if len(context) < order:
                 continue
-            found, looked = [], 0
+            looked = 0
             for response, offset in reversed(self.order):
                 tokens = self.responses[response]
                 before = tokens[: offset + 1]
@@ -53,16 +57,16 @@ class Reference:
                 looked += 1
                 if looked > MAX_CHAIN or len(found) == MAX_POSITIONS:
                     break
-                if offset + 1 < len(tokens):
-                    found.append((response, offset, self.match(before, context)))
-            if found:
-                return found
-        return []
+                n = self.match(before, context)
+                if offset + 1 < len(tokens) and n < known:
+                    found.append((response, offset, n))
+            known = order
+        return found
 
     def draft(self, response, most, least, prior):
         voters = self.voters(self.responses[response])
         longest = max((n for *_, n in voters), default=0)
-        voters = [(r, o, float(n * n)) for r, o, n in voters]
+        voters = [(r, o, n**3 * (OWN_WEIGHT if r == response else 1)) for r, o, n in voters]
         tokens, probabilities, path = [], [], 1.0
         while len(tokens) < most and voters:
             votes = defaultdict(float)
