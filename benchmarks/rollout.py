@@ -80,9 +80,9 @@ class Counter:
 
     Attributes:
         steps: of the engine.
-        row_steps: tokens that a row's steps would have yielded had nothing been drafted: the steps
-            in which a row yielded a token, summed over rows.
-        drafted: tokens verified that a drafter inside the engine had proposed.
+        row_steps: steps in which a row yielded a token, summed over rows; without drafting, as
+            many as tokens.
+        drafted: tokens that a drafter inside the engine had proposed and the engine verified.
         accepted: those of them that were accepted.
         proposer_s: time of that drafter, seconds.
         tree_bytes: memory of trees, at most.
@@ -312,7 +312,9 @@ def run(args: argparse.Namespace) -> None:
         for seed in args.seeds:
             for part in parts:
                 epochs = min(args.epochs, GROUP_EPOCHS) if part["of_groups"] else args.epochs
-                arms = GROUP_ARMS if part["of_groups"] else {a: ARMS[a] for a in args.arms}
+                arms = (
+                    GROUP_ARMS if part["of_groups"] else {a: ARMS[a] for a in [PLAIN, *args.arms]}
+                )
                 part = {"task": task, "seed": seed, **part}
                 data = merged(result, *in_own_process(measure, part, recording, arms, epochs))
                 print(f"\n{report(data)}\n", flush=True)
@@ -325,7 +327,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder of the recordings and of rollout.json")
     parser.add_argument("--recordings", type=Path, help="folder of the recordings, if another")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument(
+        "--arms", nargs="+", choices=ARMS, default=list(ARMS), help="beside plain, always measured"
+    )
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="of sampling")
     parser.add_argument("--sequences", type=int, nargs="*", default=[10, 64], help="max_num_seqs")

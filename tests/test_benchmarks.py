@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.conftest import REPOSITORY
 
@@ -23,17 +24,17 @@ def run(*arguments):
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
-    """What it printed, the rows it wrote and the arms it left out."""
+    """What it printed, the rows it wrote, the arms it left out, its report, and its folder."""
     out = tmp_path_factory.mktemp("rollout")
     printed = run(
         *("--out", out, "--tasks", "sorting", "--arms", *ARMS, "--epochs", EPOCHS),
         *("--prompts", PROMPTS, "--group", GROUP, "--sequences", 4, "--groups", 2),
-        *("--override", "data.num_prompts=2", "grpo.num_prompts_per_step=2"),
-        *("grpo.num_generations_per_prompt=2", "policy.train_global_batch_size=4"),
+        *("--override", "data.num_prompts=4", "grpo.num_prompts_per_step=4"),
+        *("grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=16"),
     )
     data = json.loads((out / "rollout.json").read_text())
     again = run("--report", out / "rollout.json")
-    return printed, data["rows"], data["left_out"], again
+    return printed, data["rows"], data["left_out"], again, out
 
 
 def of(rows, arm, *, of_groups=False):
@@ -41,7 +42,7 @@ def of(rows, arm, *, of_groups=False):
 
 
 def test_every_arm_has_a_row_for_each_epoch_or_a_reason(result):
-    _, rows, left_out, _ = result
+    _, rows, left_out, *_ = result
     for arm in ARMS:
         if arm in left_out:
             assert arm == "suffix" and "Arctic Inference" in left_out[arm]
@@ -52,7 +53,7 @@ def test_every_arm_has_a_row_for_each_epoch_or_a_reason(result):
 
 
 def test_counts_of_plain_decoding_are_those_of_its_tokens(result):
-    _, rows, _, _ = result
+    _, rows, *_ = result
     for row in of(rows, "plain"):
         assert row["drafted_tokens"] == row["accepted_tokens"] == row["tree_bytes"] == 0
         assert row["row_steps"] == row["response_tokens"] == row["decoded_tokens"] > 0
@@ -60,7 +61,7 @@ def test_counts_of_plain_decoding_are_those_of_its_tokens(result):
 
 
 def test_drafting_is_counted_and_saves_steps(result):
-    _, rows, _, _ = result
+    _, rows, *_ = result
     for row in of(rows, "tree") + of(rows, "n-gram"):
         assert 0 < row["accepted_tokens"] <= row["drafted_tokens"]
         # A response may end inside its last draft, of which the rest is counted as accepted.
@@ -75,7 +76,14 @@ def test_drafting_is_counted_and_saves_steps(result):
 
 def test_weights_move_between_the_epochs_and_arms_share_them(result):
     """The policies are the same for all arms: only sampling tells their log-probs apart."""
-    _, rows, _, _ = result
+    _, rows, _, _, out = result
+    first, second = (
+        load_file(out / "recordings" / "sorting" / f"epoch_{epoch}.safetensors")
+        for epoch in range(EPOCHS)
+    )
+    assert second.keys() == first.keys() - {"lm_head.weight"}
+    moved = [float((second[name] - first[name].float()).abs().max()) for name in second]
+    assert 0 < max(moved) < 1e-3
     for epoch in range(EPOCHS):
         here = [row for row in rows if row["epoch"] == epoch and not row["of_groups"]]
         plain = next(row for row in here if row["arm"] == "plain")
@@ -86,7 +94,7 @@ def test_weights_move_between_the_epochs_and_arms_share_them(result):
 
 
 def test_groups_are_measured_and_the_trees_of_a_bound_are_an_arm(result):
-    _, rows, _, _ = result
+    _, rows, *_ = result
     for arm in ("plain", "tree", "tree, 2 MiB"):
         assert [(row["group"], row["epoch"]) for row in of(rows, arm, of_groups=True)] == [
             (2, 0),
@@ -95,7 +103,7 @@ def test_groups_are_measured_and_the_trees_of_a_bound_are_an_arm(result):
 
 
 def test_the_report_is_what_was_printed(result):
-    printed, rows, _, again = result
+    printed, rows, _, again, _ = result
     assert again.strip() in printed
     for arm in {row["arm"] for row in rows}:
         assert f"| {arm} |" in again
