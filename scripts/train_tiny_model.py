@@ -5,6 +5,10 @@
     python scripts/train_tiny_model.py examples/models/qwen3-sort --task sorting --size small \
         --steps 900 --error-rate 0.1
 
+``--start`` goes on from a model. ``--any-order`` works through the letters of ``sorting`` in random
+order, so that a model comes to be unsure of its next step though not of its answer
+(benchmarks/recording.py).
+
 Supervised training on worked problems (nemo_specrl/trainer/task.py) in which a share of the steps
 is wrong, so that the model ends at 35 to 50 % accuracy when it samples at temperature 1 and
 reinforcement learning has something to gain. Seeded; 10 to 20 minutes on two cores.
@@ -21,7 +25,17 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from nemo_specrl.trainer.task import BOS, EOS, PAD, TASKS, VOCABULARY, encode, solution
+from nemo_specrl.trainer.task import (
+    BOS,
+    EOS,
+    PAD,
+    TASKS,
+    VOCABULARY,
+    Problem,
+    Sorting,
+    encode,
+    solution,
+)
 
 ROWS_PER_STEP = 64
 ROWS_PER_MICRO_BATCH = 8  # rows of like length together: little padding, and the caches hold them
@@ -92,6 +106,12 @@ def batch_loss(model: Qwen3ForCausalLM, rows: list[tuple[list[int], list[int]]])
     )
 
 
+def reordered(problem: Problem, rng: random.Random) -> Problem:
+    """The same letters in random order: its solution is one of the problem's many right ones."""
+    assert isinstance(problem, Sorting)
+    return Sorting("".join(rng.sample(problem.letters, len(problem.letters))))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -103,12 +123,23 @@ def main() -> None:
     parser.add_argument(
         "--error-rate", type=float, default=0.05, help="share of steps that are wrong"
     )
+    parser.add_argument("--start", type=Path, help="folder of a model to go on from, of any size")
+    parser.add_argument(
+        "--any-order", action="store_true", help="sorting: insert the letters in random order"
+    )
+    parser.add_argument(
+        "--learning-rate", type=float, default=PEAK_LEARNING_RATE, help="at its peak"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if args.any_order and args.task != "sorting":
+        parser.error("--any-order: only --task sorting has an order to change")
 
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
     model, started = build_model(args.size), time.perf_counter()
+    if args.start:
+        model = Qwen3ForCausalLM.from_pretrained(args.start, dtype=torch.float32)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=PEAK_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01
     )
@@ -116,7 +147,8 @@ def main() -> None:
         rows = []
         for _ in range(ROWS_PER_STEP):
             problem = TASKS[args.task].sample(rng)
-            rows.append((problem.prompt, [*encode(solution(problem, rng, args.error_rate)), EOS]))
+            worked = reordered(problem, rng) if args.any_order else problem
+            rows.append((problem.prompt, [*encode(solution(worked, rng, args.error_rate)), EOS]))
         rows.sort(key=lambda row: len(row[0]) + len(row[1]))
         answer_tokens = sum(len(answer) for _, answer in rows)
         total = 0.0

@@ -2,8 +2,10 @@
  *
  * A response is a chain of nodes, one for each token, behind a start node. For each of a few context
  * lengths (ORDERS) a hash table leads from the last tokens of a context to the positions where they
- * occurred, newest first. To draft, the longest context that occurred before is looked up, and the
- * positions found vote on each next token, those with a longer match with more weight.
+ * occurred, newest first. To draft, the contexts of the last tokens are looked up, longest first, and the
+ * positions found vote on each next token: those with a longer match with much more weight, and those in
+ * the row's own response with more than those in others. Short contexts vote beside long ones because the
+ * longest match is often a sibling that has not got further than this row.
  *
  * This does what a suffix tree bounded in depth does, in 60 to 150 bytes a token; responses are
  * extended at any time and in any order. Nothing is removed: the caller makes a new index.
@@ -26,6 +28,8 @@ static const int ORDER[ORDERS] = {1, 2, 4, 8, 16};
 #define MATCHES 6
 #define VOTES 4
 #define CELLS (SHARES * MATCHES * VOTES)
+#define MIN_CONTEXT 2     /* tokens; shorter contexts vote only where no longer one occurred */
+#define OWN_WEIGHT 16     /* of a position in the row's own response */
 #define START_TOKEN (-1)
 #define NONE 0u
 
@@ -42,6 +46,7 @@ typedef struct {
 typedef struct {
     int32_t token;
     uint32_t next, prev;
+    uint32_t start;         /* first node of its response */
     uint32_t older[ORDERS]; /* the occurrence before this one of the same context */
 } Node;
 
@@ -113,6 +118,7 @@ static uint32_t append(SuffixIndex *self, uint32_t prev, int32_t token)
     node->token = token;
     node->next = NONE;
     node->prev = prev;
+    node->start = prev == NONE ? id : self->nodes[prev].start;
     for (int o = 0; o < ORDERS; o++) {
         node->older[o] = NONE;
         uint32_t hash = context_hash(self, id, ORDER[o]);
@@ -147,31 +153,32 @@ typedef struct {
     int match; /* tokens before it that are the row's last ones */
 } Voter;
 
-/* The positions that the longest known context of `tail` leads to. */
+/* The positions that the contexts of `tail` lead to, those of the longest first. */
 static int find_voters(const SuffixIndex *self, uint32_t tail, Voter *voters)
 {
-    for (int o = ORDERS - 1; o >= 0; o--) {
+    int found = 0;
+    int known = MAX_MATCH + 1; /* positions that match this far have been found with longer contexts */
+    for (int o = ORDERS - 1; o >= 0 && (!found || ORDER[o] >= MIN_CONTEXT); o--) {
         uint32_t hash = context_hash(self, tail, ORDER[o]);
         if (hash == 0)
             continue;
         uint32_t at = table_find(&self->tables[o], hash)->head;
-        int found = 0;
         for (int looked = 0; at != NONE && looked < MAX_CHAIN && found < MAX_POSITIONS; looked++) {
             if (self->nodes[at].next != NONE) {
                 int n = match_length(self, at, tail, MAX_MATCH);
-                if (n >= ORDER[o]) {
+                if (n >= ORDER[o] && n < known) {
+                    int own = self->nodes[at].start == self->nodes[tail].start;
                     voters[found].node = at;
-                    voters[found].weight = (float)n * n;
+                    voters[found].weight = (float)(n * n * n) * (own ? OWN_WEIGHT : 1);
                     voters[found].match = n;
                     found++;
                 }
             }
             at = self->nodes[at].older[o];
         }
-        if (found)
-            return found;
+        known = ORDER[o];
     }
-    return 0;
+    return found;
 }
 
 /* Cell of a token that `share` of the weights and `votes` positions are for, of which the longest

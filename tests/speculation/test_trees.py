@@ -18,6 +18,7 @@ ORDERS = (16, 8, 4, 2, 1)
 MAX_MATCH, MAX_POSITIONS, MAX_CHAIN = 48, 32, 96
 SHARES = (0.3, 0.5, 0.7, 0.85, 0.95, 0.995)
 SURE = np.ones(len(CHANCES), np.float32)
+MIN_CONTEXT, OWN_WEIGHT = 2, 16
 START = -1
 
 
@@ -45,10 +46,13 @@ class Reference:
         return n
 
     def voters(self, context):
+        found, known = [], MAX_MATCH + 1
         for order in ORDERS:
+            if found and order < MIN_CONTEXT:
+                break
             if len(context) < order:
                 continue
-            found, looked = [], 0
+            looked = 0
             for response, offset in reversed(self.order):
                 tokens = self.responses[response]
                 before = tokens[: offset + 1]
@@ -57,11 +61,11 @@ class Reference:
                 looked += 1
                 if looked > MAX_CHAIN or len(found) == MAX_POSITIONS:
                     break
-                if offset + 1 < len(tokens):
-                    found.append((response, offset, self.match(before, context)))
-            if found:
-                return found
-        return []
+                n = self.match(before, context)
+                if offset + 1 < len(tokens) and n < known:
+                    found.append((response, offset, n))
+            known = order
+        return found
 
     def draft(self, response, most, least, chances):
         voters = self.voters(self.responses[response])
@@ -69,11 +73,17 @@ class Reference:
         while len(tokens) < most and voters:
             votes = defaultdict(list)
             for r, o, n in voters:
-                votes[self.responses[r][o + 1]].append(n)
-            weights = {token: sum(n * n for n in ns) for token, ns in votes.items()}
+                votes[self.responses[r][o + 1]].append((n, r == response))
+            weights = {
+                token: sum(n**3 * (OWN_WEIGHT if own else 1) for n, own in ns)
+                for token, ns in votes.items()
+            }
             best = max(weights, key=weights.get)  # of equals the first
             share = bisect.bisect_right(SHARES, weights[best] / sum(weights.values()))
-            match = min((max(votes[best]) + len(tokens)).bit_length(), _suffix.MATCHES) - 1
+            match = (
+                min((max(n for n, _ in votes[best]) + len(tokens)).bit_length(), _suffix.MATCHES)
+                - 1
+            )
             count = min(len(votes[best]).bit_length(), _suffix.VOTES) - 1
             cell = (share * _suffix.MATCHES + match) * _suffix.VOTES + count
             path *= chances[cell]

@@ -1,0 +1,113 @@
+"""The tables of ``rollout.py``, from the rows that it wrote. Nothing here measures."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+from recording import TASKS
+
+PLAIN = "plain"
+PLACE = ("task", "sequences", "group", "seed", "epoch", "of_groups")
+"""What tells the rows of an arm apart."""
+
+
+def mean(rows: list[dict[str, Any]], name: str) -> float:
+    return statistics.fmean(row[name] for row in rows)
+
+
+def total(rows: list[dict[str, Any]], name: str) -> float:
+    return sum(row[name] for row in rows)
+
+
+def deviation(mine: list[dict[str, Any]], base: list[dict[str, Any]], name: str) -> str:
+    """Mean over epochs of the difference to plain, with its standard error."""
+    by_place = {tuple(row[k] for k in PLACE): row for row in base}
+    pairs = [(row, by_place[tuple(row[k] for k in PLACE)]) for row in mine]
+    difference = statistics.fmean(a[name] - b[name] for a, b in pairs)
+    squares = sum(a[f"{name}_se"] ** 2 + b[f"{name}_se"] ** 2 for a, b in pairs)
+    return f"{difference:+.4f} ± {math.sqrt(squares) / len(pairs):.4f}"
+
+
+def ratios(mine: list[dict[str, Any]], base: list[dict[str, Any]]) -> list[str]:
+    """Tokens a step of a row, and plain over this arm: engine steps, seconds, processor seconds."""
+    names = ("engine_steps", "wall_s", "processor_s")
+    return [
+        f"{total(mine, 'response_tokens') / total(mine, 'row_steps'):.2f}",
+        *(f"{total(base, name) / total(mine, name):.2f}" for name in names),
+    ]
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: each arm in its first epoch and in those behind it, beside plain."""
+    epochs = 1 + max(row["epoch"] for row in rows)
+    base = [row for row in rows if row["arm"] == PLAIN]
+    head = ["tokens a step", "steps", "seconds", "processor s"]
+    lines = [
+        "| arm | cold: " + " | ".join(head) + " | warm: " + " | ".join(head)
+        + " | accepted of drafted | proposer | reward | log-prob |",
+        "|---" * 13 + "|",
+    ]  # fmt: skip
+    for name in dict.fromkeys(row["arm"] for row in rows):
+        mine = [row for row in rows if row["arm"] == name]
+        cells = []
+        for lot in (range(1), range(1, epochs)):
+            here = [row for row in mine if row["epoch"] in lot]
+            there = [row for row in base if row["epoch"] in lot]
+            cells += ratios(here, there) if here and there else [""] * 4
+        drafted = total(mine, "drafted_tokens")
+        cells.append(f"{total(mine, 'accepted_tokens') / drafted:.2f}" if drafted else "")
+        share = total(mine, "proposer_s") / total(mine, "wall_s")
+        cells.append(f"{share:.1%}" if share else "")
+        cells += (
+            ["", ""] if name == PLAIN else [deviation(mine, base, q) for q in ("reward", "logprob")]
+        )
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def group_table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: cost of a rollout as groups grow."""
+    lines = [
+        "| n | arm | cold: steps a rollout | ms a rollout | processor ms | warm: steps a rollout"
+        " | ms a rollout | processor ms | trees, MiB |",
+        "|---" * 9 + "|",
+    ]
+    for group in sorted({row["group"] for row in rows}):
+        here = [row for row in rows if row["group"] == group]
+        for name in dict.fromkeys(row["arm"] for row in here):
+            mine = [row for row in here if row["arm"] == name]
+            cells = []
+            for lot in ([r for r in mine if not r["epoch"]], [r for r in mine if r["epoch"]]):
+                rollouts = sum(row["prompts"] * row["group"] for row in lot) or math.nan
+                cells.append(f"{total(lot, 'engine_steps') / rollouts:.2f}")
+                for seconds in ("wall_s", "processor_s"):
+                    cells.append(f"{1000 * total(lot, seconds) / rollouts:.1f}")
+            most = max((row["tree_bytes"] for row in mine), default=0)
+            cells.append(f"{most / 2**20:.2f}" if most else "")
+            lines.append(f"| {group} | {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def report(data: dict[str, Any]) -> str:
+    """All tables of a result, as Markdown."""
+    parts = []
+    places = {(r["task"], r["sequences"]) for r in data["rows"] if not r["of_groups"]}
+    for task, sequences in sorted(places):
+        rows = [
+            r for r in data["rows"]
+            if (r["task"], r["sequences"], r["of_groups"]) == (task, sequences, False)
+        ]  # fmt: skip
+        p = mean([r for r in rows if r["arm"] == PLAIN] or rows, "mean_p")
+        title = f"{TASKS[task].title}; {sequences} sequences at once; mean p of a token {p:.3f}"
+        parts += [title, table(rows)]
+    for task in sorted({r["task"] for r in data["rows"] if r["of_groups"]}):
+        rows = [r for r in data["rows"] if r["of_groups"] and r["task"] == task]
+        prompts, sequences = rows[0]["prompts"], rows[0]["sequences"]
+        title = (
+            f"{TASKS[task].title}; groups of n rollouts of {prompts} prompts, {sequences} at once"
+        )
+        parts += [title, group_table(rows)]
+    parts += [f"{name}: left out: {why}" for name, why in data["left_out"].items()]
+    return "\n\n".join(parts)

@@ -1,0 +1,109 @@
+"""benchmarks/rollout.py in its smallest form, on the real engine: what it writes, not its speed."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.conftest import REPOSITORY
+
+SCRIPT = REPOSITORY / "benchmarks" / "rollout.py"
+ARMS = ["plain", "n-gram", "suffix", "tree", "fast, tree"]
+EPOCHS, PROMPTS, GROUP = 2, 2, 3
+pytestmark = pytest.mark.timeout(900)  # two processes with three to five engines each
+
+
+def run(*arguments):
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    """What it printed, the rows it wrote, the arms it left out, its report, and its folder."""
+    out = tmp_path_factory.mktemp("rollout")
+    printed = run(
+        *("--out", out, "--tasks", "sorting", "--arms", *ARMS, "--epochs", EPOCHS),
+        *("--prompts", PROMPTS, "--group", GROUP, "--sequences", 4, "--groups", 2),
+        *("--override", "data.num_prompts=4", "grpo.num_prompts_per_step=4"),
+        *("grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=16"),
+    )
+    data = json.loads((out / "rollout.json").read_text())
+    again = run("--report", out / "rollout.json")
+    return printed, data["rows"], data["left_out"], again, out
+
+
+def of(rows, arm, *, of_groups=False):
+    return [row for row in rows if (row["arm"], row["of_groups"]) == (arm, of_groups)]
+
+
+def test_every_arm_has_a_row_for_each_epoch_or_a_reason(result):
+    _, rows, left_out, *_ = result
+    for arm in ARMS:
+        if arm in left_out:
+            assert arm == "suffix" and "Arctic Inference" in left_out[arm]
+            continue
+        assert [row["epoch"] for row in of(rows, arm)] == list(range(EPOCHS))
+        assert all(row["prompts"] * row["group"] == PROMPTS * GROUP for row in of(rows, arm))
+    assert not {row["arm"] for row in rows} & set(left_out)
+
+
+def test_counts_of_plain_decoding_are_those_of_its_tokens(result):
+    _, rows, *_ = result
+    for row in of(rows, "plain"):
+        assert row["drafted_tokens"] == row["accepted_tokens"] == row["tree_bytes"] == 0
+        assert row["row_steps"] == row["response_tokens"] == row["decoded_tokens"] > 0
+        assert row["engine_steps"] < row["row_steps"]
+
+
+def test_drafting_is_counted_and_saves_steps(result):
+    _, rows, *_ = result
+    for row in of(rows, "tree") + of(rows, "n-gram"):
+        assert 0 < row["accepted_tokens"] <= row["drafted_tokens"]
+        # A response may end inside its last draft, of which the rest is counted as accepted.
+        assert row["row_steps"] < row["response_tokens"]
+        assert row["row_steps"] + row["accepted_tokens"] >= row["response_tokens"]
+        assert row["proposer_s"] > 0
+    assert all(row["tree_bytes"] > 0 for row in of(rows, "tree"))
+    cold, warm = of(rows, "fast, tree")
+    assert cold["decoded_tokens"] == cold["response_tokens"]
+    assert warm["decoded_tokens"] < warm["response_tokens"]
+
+
+def test_weights_move_between_the_epochs_and_arms_share_them(result):
+    """The policies are the same for all arms: only sampling tells their log-probs apart."""
+    _, rows, _, _, out = result
+    first, second = (
+        load_file(out / "recordings" / "sorting" / f"epoch_{epoch}.safetensors")
+        for epoch in range(EPOCHS)
+    )
+    assert second.keys() == first.keys() - {"lm_head.weight"}
+    moved = [float((second[name] - first[name].float()).abs().max()) for name in second]
+    assert 0 < max(moved) < 1e-3
+    for epoch in range(EPOCHS):
+        here = [row for row in rows if row["epoch"] == epoch and not row["of_groups"]]
+        plain = next(row for row in here if row["arm"] == "plain")
+        for row in here:
+            assert 0.9 < row["mean_p"] <= 1
+            assert abs(row["logprob"] - plain["logprob"]) < 0.1
+            assert 0 <= row["reward"] <= 1 and row["wall_s"] > 0 and row["processor_s"] > 0
+
+
+def test_groups_are_measured_and_the_trees_of_a_bound_are_an_arm(result):
+    _, rows, *_ = result
+    for arm in ("plain", "tree", "tree, 2 MiB"):
+        assert [(row["group"], row["epoch"]) for row in of(rows, arm, of_groups=True)] == [
+            (2, 0),
+            (2, 1),
+        ]
+
+
+def test_the_report_is_what_was_printed(result):
+    printed, rows, _, again, _ = result
+    assert again.strip() in printed
+    for arm in {row["arm"] for row in rows}:
+        assert f"| {arm} |" in again
