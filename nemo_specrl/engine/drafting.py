@@ -63,10 +63,11 @@ class Histories:
         """Have the rollouts of a look-up sent with the next request of their prompt."""
         for key, rollouts in cached.items():
             oldest_first = sorted(rollouts, key=lambda rollout: rollout.policy_version)
-            self._waiting[key] = [
-                (response_id(r.sample_index, r.policy_version), r.tokens.tobytes())
-                for r in oldest_first
-            ]
+            self._waiting[key] = [_response(rollout) for rollout in oldest_first]
+
+    def append(self, rollout: Rollout) -> None:
+        """Have one rollout more sent with the next request of its prompt."""
+        self._waiting.setdefault(rollout.key, []).append(_response(rollout))
 
     def attached(
         self, request: Request, params: SamplingParams, policy_version: int
@@ -84,3 +85,8 @@ class Histories:
             ],
         }
         return params
+
+
+def _response(rollout: Rollout) -> tuple[int, bytes]:
+    """Identity and tokens of a rollout, as the proposer takes them."""
+    return response_id(rollout.sample_index, rollout.policy_version), rollout.tokens.tobytes()

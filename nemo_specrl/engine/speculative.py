@@ -274,15 +274,24 @@ def _duplicates(requests: list[Request]) -> dict[int, list[Request]]:
 
 
 def _longest_first(requests: list[Request], duplicates: dict[int, list[Request]]) -> list[Request]:
-    """Order by expected decoding: rows without a draft, then long drafts before short ones.
+    """Order by expected decoding, so that few rows are left when the batch nears its end.
 
-    Duplicates are left out: they are judged when the first request of their group is verified.
+    Rows without a draft come first, those of prompts with long earlier responses before the others;
+    prompts without a history are taken for the mean of those that have one. Long drafts come before
+    short ones. Duplicates are left out: they are judged when the first request of their group is
+    verified.
     """
     left_out = {id(other) for group in duplicates.values() for other in group}
-    return sorted(
-        (request for request in requests if id(request) not in left_out),
-        key=lambda r: float("-inf") if r.draft is None else -len(r.draft),
-    )
+    known = [r.earlier_length for r in requests if r.earlier_length is not None]
+    neutral = sum(known) / len(known) if known else 0.0
+
+    def place(request: Request) -> tuple[bool, float]:
+        if request.draft is not None:
+            return True, -len(request.draft)
+        length = request.earlier_length
+        return False, -(neutral if length is None else length)
+
+    return sorted((r for r in requests if id(r) not in left_out), key=place)
 
 
 def _progress(use_tqdm: bool | Callable[..., Any], total: int) -> Any:

@@ -15,7 +15,15 @@ from typing import Generic, NamedTuple, TypeVar
 from nemo_specrl.rollout import Finish, Outline, Rollout
 from nemo_specrl.speculation.acceptance import row_uniform
 
-__all__ = ["Choice", "Row", "assign_sample_indices", "is_fresh", "response_id", "select_drafts"]
+__all__ = [
+    "Choice",
+    "Row",
+    "assign_sample_indices",
+    "is_fresh",
+    "mean_lengths",
+    "response_id",
+    "select_drafts",
+]
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,21 @@ def response_id(sample_index: int, policy_version: int) -> int:
 
 
 Draft = TypeVar("Draft", Rollout, Outline)
+
+
+def mean_lengths(cached: Mapping[bytes, Sequence[Draft]]) -> dict[bytes, float]:
+    """Mean length of the cached responses to each prompt, tokens.
+
+    An interrupted response would have become longer. It counts only where nothing else is known of
+    its prompt.
+    """
+    lengths = {}
+    for key, rollouts in cached.items():
+        whole = [len(r) for r in rollouts if r.finish is not Finish.PARTIAL]
+        known = whole or [len(r) for r in rollouts]
+        if known:
+            lengths[key] = sum(known) / len(known)
+    return lengths
 
 
 class Choice(NamedTuple, Generic[Draft]):
