@@ -35,6 +35,8 @@ class EngineMetrics:
         tree_drafted_tokens: tokens that it proposed.
         tree_accepted_tokens: those of them that were accepted.
         tree_s: time of the proposer, a part of ``decode_s``.
+        run_ahead_rows: rollouts of upcoming prompts that were begun. They are in no other count.
+        run_ahead_tokens: tokens decoded for them.
     """
 
     rows: int = 0
@@ -52,6 +54,8 @@ class EngineMetrics:
     tree_drafted_tokens: int = 0
     tree_accepted_tokens: int = 0
     tree_s: float = 0.0
+    run_ahead_rows: int = 0
+    run_ahead_tokens: int = 0
     lookup_s: float = 0.0
     verify_s: float = 0.0
     decode_s: float = 0.0
@@ -95,4 +99,6 @@ class EngineMetrics:
             "spec_rl/tree_accepted_fraction": self.tree_accepted_tokens
             / max(1, self.tree_drafted_tokens),
             "spec_rl/tree_s": self.tree_s,
+            "spec_rl/run_ahead_rows": float(self.run_ahead_rows),
+            "spec_rl/run_ahead_tokens": float(self.run_ahead_tokens),
         }

@@ -19,6 +19,8 @@ from typing import Any
 
 from nemo_specrl.engine.compat import bind_proposer, mend_cpu_rejection_sampler
 from nemo_specrl.engine.drafting import EXTRA_ARG
+from nemo_specrl.rollout import MAX_SAMPLE_INDEX
+from nemo_specrl.speculation.drafts import RUN_AHEAD_INDEX
 from nemo_specrl.speculation.trees import DraftTrees, TreeRow
 
 __all__ = ["DraftCounts", "TreeProposer", "take_counts"]
@@ -31,7 +33,7 @@ class DraftCounts:
     """Counts of a proposer's work.
 
     Args:
-        steps: proposals for a row, empty ones included.
+        steps: proposals for a row, empty ones included. Run-ahead rows are not counted here.
         drafted: tokens proposed.
         accepted: tokens of these that were accepted.
         seconds: spent on it.
@@ -53,8 +55,9 @@ def take_counts(worker: Any) -> DraftCounts:
 class _Row:
     """A request for which drafts are made."""
 
-    def __init__(self, row: TreeRow, prompt_length: int, max_length: int) -> None:
+    def __init__(self, row: TreeRow, prompt_length: int, max_length: int, run_ahead: bool) -> None:
         self.row = row
+        self.run_ahead = run_ahead  # not counted: nobody has asked for it
         self.prompt_length = prompt_length
         self.max_length = max_length  # of prompt and response
         self.drafted = 0  # tokens of the last draft
@@ -121,12 +124,13 @@ class TreeProposer:
         new = token_ids[row.prompt_length + row.row.length : length].tolist()
         row.row.extend(new)
         # The step that verifies a draft yields one token more than it accepts.
-        if row.drafted:
+        if row.drafted and not row.run_ahead:
             self.counts.accepted += len(new) - 1
         draft = row.row.draft(min(self._max_tokens, row.max_length - length - 1))
         row.drafted = len(draft)
-        self.counts.steps += 1
-        self.counts.drafted += len(draft)
+        if not row.run_ahead:
+            self.counts.steps += 1
+            self.counts.drafted += len(draft)
         return draft
 
     def _opened(self, name: str) -> _Row | None:
@@ -138,4 +142,5 @@ class TreeProposer:
         key, identity, history, prompt_length = args
         most = len(request.prompt_token_ids) + (params.max_tokens or self._max_model_len)
         row = self.trees.open(key, identity, history)
-        return _Row(row, prompt_length, min(most, self._max_model_len))
+        run_ahead = identity & MAX_SAMPLE_INDEX == RUN_AHEAD_INDEX
+        return _Row(row, prompt_length, min(most, self._max_model_len), run_ahead)

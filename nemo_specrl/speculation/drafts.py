@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
-from nemo_specrl.rollout import Finish, Outline, Rollout
+from nemo_specrl.rollout import MAX_SAMPLE_INDEX, Finish, Outline, Rollout
 from nemo_specrl.speculation.acceptance import row_uniform
 
 __all__ = [
+    "RUN_AHEAD_INDEX",
     "Choice",
     "Row",
     "assign_sample_indices",
@@ -42,6 +43,10 @@ def assign_sample_indices(keys: Sequence[bytes]) -> list[int]:
         sample_indices.append(seen[key])
         seen[key] += 1
     return sample_indices
+
+
+RUN_AHEAD_INDEX = MAX_SAMPLE_INDEX
+"""Stands for the sample index of responses that belong to no group: those of run-ahead."""
 
 
 def response_id(sample_index: int, policy_version: int) -> int:
