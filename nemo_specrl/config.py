@@ -101,15 +101,10 @@ class TreeConfig(Block):
 
 
 class RunAheadConfig(Block):
-    """Rollouts of upcoming prompts while an engine has idle capacity."""
+    """Rollouts of upcoming prompts as drafts while an engine is idle (arXiv 2605.08862)."""
 
     enabled: bool = False
-
-    @model_validator(mode="after")
-    def _refuse(self) -> RunAheadConfig:
-        if self.enabled:
-            raise WrongKey("enabled", True, "run-ahead is not in this release; set it to false")
-        return self
+    """Decode for the prompts of the next batch while fewer rows run than ``max_num_seqs``."""
 
 
 QUANTITIES = ("reward", "length", "logprob")
@@ -185,6 +180,17 @@ class SpecRLConfig(Block):
     def effective_fresh_fraction(self) -> float:
         """Share of fresh rows that satisfies both ``fresh_fraction`` and ``max_age``."""
         return max(self.fresh_fraction, 0 if self.max_age is None else 1 / (1 + self.max_age))
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SpecRLConfig:
+        if self.run_ahead.enabled and not self.tree.enabled:
+            raise WrongKey(
+                "run_ahead.enabled",
+                True,
+                "what is decoded ahead is drafted by trees; set tree.enabled: true or "
+                "preset: lossless, or set it to false",
+            )
+        return self
 
     @model_validator(mode="before")
     @classmethod

@@ -55,7 +55,10 @@ def test_sizes_have_units(text, size):
             {"tree": {"max_draft_tokens": 129}},
             r"max_draft_tokens = 129: must be less than",
         ),
-        ({"run_ahead": {"enabled": True}}, r"run_ahead\.enabled = True: .*; set it to false"),
+        (
+            {"run_ahead": {"enabled": True}},
+            r"run_ahead\.enabled = True: .*; set tree\.enabled: true",
+        ),
         ("yes", r"spec_rl: must be a mapping of keys, got 'yes'"),
         ({"lenience": -1, "max_age": -1}, r"\(and 1 more\)"),
     ],

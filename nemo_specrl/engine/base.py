@@ -30,7 +30,7 @@ from nemo_specrl.engine.verification import (
 )
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.rollout import Finish, Rollout
-from nemo_specrl.speculation.drafts import select_drafts
+from nemo_specrl.speculation.drafts import mean_lengths, select_drafts
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput, RequestOutput, SamplingParams
@@ -102,6 +102,11 @@ class Speculation:
         if config.enabled and not self._limits.drafts_from_trees:
             check_cpu_drafter(getattr(llm, "llm_engine", llm))
         self._proposes = drafts and self._limits.drafts_from_trees and method != "rounds"
+        if config.enabled and config.run_ahead.enabled and not self._proposes:
+            raise ConfigError(
+                "spec_rl.run_ahead.enabled = true: needs the tree proposer (spec_rl.tree.method = "
+                "proposer), which this engine does not have; set run_ahead.enabled to false"
+            )
         self._histories = Histories()
         self._rounds: Rounds | None = None
         if drafts and not self._proposes:
@@ -139,18 +144,39 @@ class Speculation:
             cached,
             policy_version=self.policy_version,
             seed=self.seed,
-            fresh_fraction=max(self.fresh_fraction, self.config.effective_fresh_fraction),
+            fresh_fraction=self._fresh_share,
         )
+        lengths = mean_lengths(cached)
         for request, (draft, occurrence) in zip(requests, choices, strict=True):
             request.occurrence = occurrence
-            if draft is not None and not request.offer(draft, self._limits):
+            request.earlier_length = lengths.get(request.row.key)
+            if draft is None:
+                continue
+            if self._lossless and not (draft.fresh and self._of_these_weights(draft)):
+                continue  # the prompt's tree drafts it
+            if not request.offer(draft, self._limits):
                 self.metrics.refused_drafts += 1
+
+    @property
+    def _fresh_share(self) -> float:
+        return max(self.fresh_fraction, self.config.effective_fresh_fraction)
+
+    @property
+    def _lossless(self) -> bool:
+        """Whether no prefix may be reused. What the present weights have decoded of a response
+        that was cut off is no draft but its beginning, and is continued all the same.
+        """
+        return self._fresh_share >= 1
+
+    def _of_these_weights(self, rollout: Rollout) -> bool:
+        return rollout.fingerprint == self.fingerprint != 0
 
     def _replay(self, requests: list[Request]) -> list[tuple[Request, RequestOutput, Ending]]:
         """Complete requests from the journal of a process that died in this very step.
 
         A rollout that these weights (by fingerprint) had already made for a request is taken as it
-        was recorded. One that other weights had made for this step is offered as a draft.
+        was recorded. One that other weights had made for this step is offered as a draft, or to the
+        prompt's tree where nothing is reused.
         """
         if not (self.fingerprint and isinstance(self.cache, Journal)):
             return []
@@ -167,10 +193,13 @@ class Speculation:
             if rollout is None or not len(rollout):
                 continue
             ending = None
-            if rollout.fingerprint == self.fingerprint:
+            if self._of_these_weights(rollout):
                 ending = restore_request(request, rollout)
             if ending is None:
-                request.offer(rollout, self._limits)
+                if not self._lossless:
+                    request.offer(rollout, self._limits)
+                elif self._limits.drafts_from_trees:
+                    self._histories.append(rollout)
                 continue
             self.metrics.replayed_rows += 1
             self.metrics.decoded_tokens += len(rollout) - request.accepted

@@ -134,10 +134,11 @@ class Histories:
             if key in self._sent:
                 continue
             oldest_first = sorted(rollouts, key=lambda rollout: rollout.policy_version)
-            self._waiting[key] = [
-                (response_id(r.sample_index, r.policy_version), r.tokens.tobytes())
-                for r in oldest_first
-            ]
+            self._waiting[key] = [_response(rollout) for rollout in oldest_first]
+
+    def append(self, rollout: Rollout) -> None:
+        """Have one rollout more sent with the next request of its prompt."""
+        self._waiting.setdefault(rollout.key, []).append(_response(rollout))
 
     def take(self, key: bytes) -> list[tuple[int, bytes]]:
         """A prompt's responses as identity and int32 tokens, oldest first; once, then none."""
@@ -162,3 +163,8 @@ class Histories:
             ],
         }
         return params
+
+
+def _response(rollout: Rollout) -> tuple[int, bytes]:
+    """Identity and tokens of a rollout, as the proposer takes them."""
+    return response_id(rollout.sample_index, rollout.policy_version), rollout.tokens.tobytes()

@@ -40,6 +40,8 @@ class EngineMetrics:
         tree_price: sum over these steps of the price of a draft token, in tokens.
         tree_requests: requests that verified in rounds, or decoded between them.
         tree_s: time spent on trees, a part of ``decode_s``.
+        run_ahead_rows: rollouts of upcoming prompts that were begun. They are in no other count.
+        run_ahead_tokens: tokens decoded for them.
     """
 
     rows: int = 0
@@ -62,6 +64,8 @@ class EngineMetrics:
     tree_price: float = 0.0
     tree_requests: int = 0
     tree_s: float = 0.0
+    run_ahead_rows: int = 0
+    run_ahead_tokens: int = 0
     lookup_s: float = 0.0
     verify_s: float = 0.0
     decode_s: float = 0.0
@@ -113,4 +117,6 @@ class EngineMetrics:
                 if self.tree_requests
                 else {}
             ),
+            "spec_rl/run_ahead_rows": float(self.run_ahead_rows),
+            "spec_rl/run_ahead_tokens": float(self.run_ahead_tokens),
         }

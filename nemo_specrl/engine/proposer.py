@@ -27,7 +27,9 @@ from typing import Any
 
 from nemo_specrl.engine.compat import bind_proposer, mend_cpu_rejection_sampler
 from nemo_specrl.engine.drafting import EXTRA_ARG
+from nemo_specrl.rollout import MAX_SAMPLE_INDEX
 from nemo_specrl.speculation.controller import Controller
+from nemo_specrl.speculation.drafts import RUN_AHEAD_INDEX
 from nemo_specrl.speculation.trees import CHANCES, Draft, DraftTrees, TreeRow
 
 __all__ = ["DraftCounts", "TreeProposer", "take_counts"]
@@ -40,7 +42,7 @@ class DraftCounts:
     """Counts of a proposer's work.
 
     Args:
-        steps: proposals for a row, empty ones included.
+        steps: proposals for a row, empty ones included. Run-ahead rows are not counted here.
         drafted: tokens proposed.
         accepted: tokens of these that were accepted.
         seconds: spent on it.
@@ -68,9 +70,10 @@ def take_counts(worker: Any) -> DraftCounts:
 class _Row:
     """A request for which drafts are made."""
 
-    def __init__(self, row: TreeRow, max_length: int) -> None:
+    def __init__(self, row: TreeRow, max_length: int, run_ahead: bool) -> None:
         self.row = row
         self.max_length = max_length  # of the response
+        self.run_ahead = run_ahead  # not counted: nobody has asked for it
         self.cells = b""  # of the last draft
 
 
@@ -160,7 +163,8 @@ class TreeProposer:
             # The step that verifies a draft yields one token more than it accepts. The scheduler
             # may have cut the draft, or left it out where the row was preempted.
             drafted = len(self.scheduled.scheduled_spec_decode_tokens.get(name, ()))
-            self.counts.accepted += len(sampled) - 1
+            if not row.run_ahead:
+                self.counts.accepted += len(sampled) - 1
             self.controller.outcome(row.cells[:drafted], len(sampled) - 1)
             row.cells = b""
         row.row.extend(sampled)
@@ -172,7 +176,7 @@ class TreeProposer:
         nothing: list[list[int]] = [[] for _ in rows]
         if not drafting:
             return nothing
-        counts.steps += len(drafting)
+        counts.steps += sum(not row.run_ahead for row in drafting)
         counts.batches += 1
         lookup = controller.prepare(len(rows))
         counts.price += controller.price
@@ -188,8 +192,8 @@ class TreeProposer:
         if lengths is None:
             counts.plain_batches += 1
             return nothing
-        counts.drafted += sum(lengths)
         for row, draft, length in zip(drafting, made, lengths, strict=True):
+            counts.drafted += 0 if row.run_ahead else length
             row.cells = draft.cells[:length]
             del draft.tokens[length:]
         drafts = iter(made)
@@ -214,4 +218,5 @@ class TreeProposer:
         row = self.trees.open(key, identity, history)
         row.extend(token_ids[prompt_length:length].tolist())
         self.controller.wake()
-        return _Row(row, min(most, self._max_model_len) - prompt_length)
+        run_ahead = identity & MAX_SAMPLE_INDEX == RUN_AHEAD_INDEX
+        return _Row(row, min(most, self._max_model_len) - prompt_length, run_ahead)

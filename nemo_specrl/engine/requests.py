@@ -82,6 +82,7 @@ class Request:
         rules: what ends its response.
         row: prompt key and sample index.
         occurrence: how many rollouts the sample index had before.
+        earlier_length: mean length of the earlier responses to its prompt, tokens; None: not known.
         draft: tokens offered for verification, cut to the request's rules and limits.
         ending: how the request's rules end the draft.
         verifying: the draft is in the engine.
@@ -100,6 +101,7 @@ class Request:
     rules: StopRules
     row: Row
     occurrence: int = 0
+    earlier_length: float | None = None
     draft: Rollout | None = None
     ending: Ending | None = None
     verifying: bool = False

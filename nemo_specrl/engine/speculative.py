@@ -22,6 +22,7 @@ from nemo_specrl.engine.assembly import request_outputs
 from nemo_specrl.engine.base import RolloutCache, Speculation
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.requests import Request, build_requests
+from nemo_specrl.engine.run_ahead import RunAhead, run_ahead_requests
 from nemo_specrl.engine.sampling import Ending
 from nemo_specrl.engine.verification import verification_params
 from nemo_specrl.rollout import Rollout
@@ -72,6 +73,7 @@ class SpeculativeLLM(Speculation):
         *,
         sample_indices: Sequence[int] | None = None,
         prompt_keys: Sequence[bytes] | None = None,
+        upcoming: Sequence[Any] = (),
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: Any = None,
     ) -> list[RequestOutput]:
@@ -87,6 +89,9 @@ class SpeculativeLLM(Speculation):
                 this call has sample index k. Must be given where the rows of a group come in
                 several calls.
             prompt_keys: key of each prompt, where the caller has computed them already.
+            upcoming: prompts of the calls that come next, the nearest first. With
+                ``run_ahead.enabled`` the engine decodes for them where it would be idle, and drafts
+                from that when they come; else they are not looked at.
             use_tqdm: whether to show a progress bar, or a function that makes one.
             lora_request: as in vLLM.
 
@@ -116,7 +121,7 @@ class SpeculativeLLM(Speculation):
         replayed = self._replay(requests)
         self.metrics.rows = len(requests)
         self.metrics.lookup_s = time.perf_counter() - started
-        ended = self._run(requests, replayed, lora_request, use_tqdm)
+        ended = self._run(requests, replayed, upcoming, lora_request, use_tqdm)
         assembling = time.perf_counter()
         outputs = request_outputs(requests, ended)
         self.metrics.assembly_s += time.perf_counter() - assembling
@@ -128,6 +133,7 @@ class SpeculativeLLM(Speculation):
         self,
         requests: list[Request],
         replayed: list[tuple[Request, RequestOutput, Ending]],
+        upcoming: Sequence[Any],
         lora_request: Any,
         use_tqdm: bool | Callable[..., Any],
     ) -> dict[int, tuple[RequestOutput, CompletionOutput]]:
@@ -136,6 +142,7 @@ class SpeculativeLLM(Speculation):
         Args:
             requests: all requests of the call.
             replayed: those that the journal completed.
+            upcoming: prompts of the calls that come next.
             lora_request: as in vLLM.
             use_tqdm: whether to show a progress bar, or a function that makes one.
 
@@ -157,10 +164,21 @@ class SpeculativeLLM(Speculation):
         # must not wait behind others between its requests.
         window = self._limits.max_num_seqs * (2 if self._rounds is None else 1)
 
-        def submit(request: Request, prompt: dict[str, Any], params: SamplingParams) -> None:
+        def add(prompt: dict[str, Any], params: SamplingParams) -> str:
             request_id = str(next(self.llm.request_counter))
             engine.add_request(request_id, prompt, params, lora_request=lora_request)
-            inflight[request_id] = request
+            return request_id
+
+        def submit(request: Request, prompt: dict[str, Any], params: SamplingParams) -> None:
+            inflight[add(prompt, params)] = request
+
+        ahead = RunAhead(
+            engine,
+            self._limits.max_num_seqs,
+            self._run_ahead_requests(upcoming, requests),
+            lambda request: add(*self._next_request(request)),
+            metrics,
+        )
 
         def finish(request: Request, output: RequestOutput, ending: Ending) -> None:
             completion, rollouts = self._finish(request, output, ending)
@@ -181,7 +199,8 @@ class SpeculativeLLM(Speculation):
                         request.verifying = True
                         tokens = request.rules.prompt + request.draft.tokens.tolist()
                         submit(request, {"prompt_token_ids": tokens}, verification_params(request))
-                share = self._verified_share(inflight.values())
+                ahead.fill(len(inflight))
+                share = self._verified_share([*inflight.values(), *ahead.rows.values()])
                 stepping = time.perf_counter()
                 outputs = engine.step()
                 stepped = time.perf_counter()
@@ -189,7 +208,7 @@ class SpeculativeLLM(Speculation):
                 metrics.decode_s += (1 - share) * (stepped - stepping)
                 verified: list[tuple[Request, RequestOutput]] = []
                 for output in outputs:
-                    if output.request_id not in inflight:
+                    if ahead.take(output) or output.request_id not in inflight:
                         continue  # aborted a step ago
                     request = inflight[output.request_id]
                     if request.verifying:
@@ -220,12 +239,27 @@ class SpeculativeLLM(Speculation):
                 metrics.assembly_s += time.perf_counter() - stepped
         finally:
             self._store(finished)
+            ahead.end()
             if inflight:  # an error or an interrupt: leave an engine that can be used again
                 self._store_unfinished(inflight)
                 engine.abort_request(list(inflight))
             if progress is not None:
                 progress.close()
         return ended
+
+    def _run_ahead_requests(
+        self, upcoming: Sequence[Any], requests: list[Request]
+    ) -> list[Request]:
+        """Requests for upcoming prompts, where the configuration has them run ahead."""
+        if not self.config.run_ahead.enabled:
+            return []
+        return run_ahead_requests(
+            self._limits,
+            upcoming,
+            requests,
+            seed=self.seed,
+            policy_version=self.policy_version,
+        )
 
     def _count_tree_drafts(self) -> None:
         """Add what the proposer did, where its process can be asked."""
@@ -273,15 +307,24 @@ def _duplicates(requests: list[Request]) -> dict[int, list[Request]]:
 
 
 def _longest_first(requests: list[Request], duplicates: dict[int, list[Request]]) -> list[Request]:
-    """Order by expected decoding: rows without a draft, then long drafts before short ones.
+    """Order by expected decoding, so that few rows are left when the batch nears its end.
 
-    Duplicates are left out: they are judged when the first request of their group is verified.
+    Rows without a draft come first, those of prompts with long earlier responses before the others;
+    prompts without a history are taken for the mean of those that have one. Long drafts come before
+    short ones. Duplicates are left out: they are judged when the first request of their group is
+    verified.
     """
     left_out = {id(other) for group in duplicates.values() for other in group}
-    return sorted(
-        (request for request in requests if id(request) not in left_out),
-        key=lambda r: float("-inf") if r.draft is None else -len(r.draft),
-    )
+    known = [r.earlier_length for r in requests if r.earlier_length is not None]
+    neutral = sum(known) / len(known) if known else 0.0
+
+    def place(request: Request) -> tuple[bool, float]:
+        if request.draft is not None:
+            return True, -len(request.draft)
+        length = request.earlier_length
+        return False, -(neutral if length is None else length)
+
+    return sorted((r for r in requests if id(r) not in left_out), key=place)
 
 
 def _progress(use_tqdm: bool | Callable[..., Any], total: int) -> Any:

@@ -12,10 +12,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
-from nemo_specrl.rollout import Finish, Outline, Rollout
+from nemo_specrl.rollout import MAX_SAMPLE_INDEX, Finish, Outline, Rollout
 from nemo_specrl.speculation.acceptance import row_uniform
 
-__all__ = ["Choice", "Row", "assign_sample_indices", "is_fresh", "response_id", "select_drafts"]
+__all__ = [
+    "RUN_AHEAD_INDEX",
+    "Choice",
+    "Row",
+    "assign_sample_indices",
+    "is_fresh",
+    "mean_lengths",
+    "response_id",
+    "select_drafts",
+]
 
 
 @dataclass(frozen=True)
@@ -36,12 +45,31 @@ def assign_sample_indices(keys: Sequence[bytes]) -> list[int]:
     return sample_indices
 
 
+RUN_AHEAD_INDEX = MAX_SAMPLE_INDEX
+"""Stands for the sample index of responses that belong to no group: those of run-ahead."""
+
+
 def response_id(sample_index: int, policy_version: int) -> int:
     """A number that identifies a response among those of its prompt, ``0 .. 2**63 - 1``."""
     return (policy_version << 16 | sample_index) & (2**63 - 1)
 
 
 Draft = TypeVar("Draft", Rollout, Outline)
+
+
+def mean_lengths(cached: Mapping[bytes, Sequence[Draft]]) -> dict[bytes, float]:
+    """Mean length of the cached responses to each prompt, tokens.
+
+    An interrupted response would have become longer. It counts only where nothing else is known of
+    its prompt.
+    """
+    lengths = {}
+    for key, rollouts in cached.items():
+        whole = [len(r) for r in rollouts if r.finish is not Finish.PARTIAL]
+        known = whole or [len(r) for r in rollouts]
+        if known:
+            lengths[key] = sum(known) / len(known)
+    return lengths
 
 
 class Choice(NamedTuple, Generic[Draft]):

@@ -210,18 +210,23 @@ class Generation:
         dtype: torch.dtype = getattr(torch, self.recipe.policy.generation.vllm_cfg.precision)
         return dtype
 
-    def rollouts(self, prompts: list[list[int]], attempt: int = 0) -> list[list[Generated]]:
+    def rollouts(
+        self, prompts: list[list[int]], attempt: int = 0, upcoming: list[list[int]] | None = None
+    ) -> list[list[Generated]]:
         """Roll out a group of responses for each prompt and add the time to ``times``.
 
         Args:
             prompts: token ids.
             attempt: index of this batch in its step. It goes into the seeds, so that a prompt that
                 comes twice in a step gets different responses.
+            upcoming: prompts of the next batch, for ``run_ahead``.
         """
         group = self.recipe.algorithm.num_generations_per_prompt
         rows, params = self._rows(prompts, group, f"rollout {attempt}")
         started = time.perf_counter()
-        outputs = self.speculative.generate(rows, params, use_tqdm=False)
+        outputs = self.speculative.generate(
+            rows, params, upcoming=[{"prompt_token_ids": p} for p in upcoming or ()], use_tqdm=False
+        )
         if self.store is not None:
             self.store.sync()
         elapsed = time.perf_counter() - started

@@ -210,7 +210,9 @@ class Trainer:
         for attempt in range(attempts):
             indices = self._draw()
             chosen = [self.problems[i] for i in indices]
-            generated = self.generation.rollouts([p.prompt for p in chosen], attempt)
+            generated = self.generation.rollouts(
+                [p.prompt for p in chosen], attempt, self._upcoming()
+            )
             batch.drawn += indices
             for problem, group in zip(chosen, generated, strict=True):
                 rewards = np.array([reward(problem, g.tokens) for g in group])
@@ -223,17 +225,34 @@ class Trainer:
         return batch
 
     def _draw(self) -> list[int]:
-        """Indices of the next prompts. Their order is a function of (seed, epoch) alone."""
+        """Take the next prompts; returns their indices."""
+        indices = self._batch(self.progress.position)
+        self.progress.position += 1
+        return indices
+
+    def _upcoming(self) -> list[list[int]]:
+        """Prompts of the batch that is drawn next; none after the last one.
+
+        A look ahead leaves no trace in ``progress``, so that a resumed run sees the same prompts.
+        """
+        algorithm = self.recipe.algorithm
+        drawn_all = self.progress.position >= algorithm.max_num_epochs * self.recipe.steps_per_epoch
+        last = self.progress.step + 1 >= algorithm.max_num_steps
+        if drawn_all or (last and not algorithm.use_dynamic_sampling):
+            return []
+        return [self.problems[i].prompt for i in self._batch(self.progress.position)]
+
+    def _batch(self, position: int) -> list[int]:
+        """Indices of a batch's prompts. Their order is a function of (seed, epoch) alone."""
         per_step, per_epoch = (
             self.recipe.algorithm.num_prompts_per_step,
             self.recipe.steps_per_epoch,
         )
-        epoch, index = divmod(self.progress.position, per_epoch)
+        epoch, index = divmod(position, per_epoch)
         order = np.arange(len(self.problems))
         if self.recipe.data.shuffle:
             philox = np.random.Philox(key=[self.recipe.algorithm.seed, epoch])
             order = np.random.Generator(philox).permutation(len(self.problems))
-        self.progress.position += 1
         return [int(i) for i in order[index * per_step : (index + 1) * per_step]]
 
     def _estimate(self, samples: list[Sample], rewards: np.ndarray) -> None:

@@ -7,7 +7,9 @@ import pytest
 
 from nemo_specrl import SpecRLConfig, SpeculativeLLM
 from nemo_specrl.engine.compat import refit
+from nemo_specrl.engine.drafting import engine_options
 from tests.conftest import DictCache, weights_of
+from tests.engine.helpers import DRAFTS, LOSSLESS, VOCABULARY
 
 LENIENCE = math.exp(0.5)
 
@@ -43,3 +45,42 @@ def speculative(llm):
         return made
 
     return make
+
+
+@pytest.fixture(scope="session")  # an engine that ends takes the process groups of others along
+def drafting_engine(random_model):
+    """A real engine with the tree proposer."""
+    if not DRAFTS:
+        pytest.skip("this vLLM has no custom proposers")
+    from vllm import LLM
+
+    return LLM(
+        model=str(random_model),
+        dtype="float32",
+        max_model_len=192,
+        max_num_seqs=64,
+        max_num_batched_tokens=64 * 192,
+        block_size=32,
+        enforce_eager=True,
+        max_logprobs=VOCABULARY,
+        seed=0,
+        disable_log_stats=True,
+        worker_extension_cls="nemo_specrl.engine.compat.RefitExtension",
+        **engine_options(LOSSLESS),
+    )
+
+
+@pytest.fixture
+def drafting_llm(drafting_engine, random_model):
+    """The engine with the tree proposer, reset to the weights it started from."""
+    refit(drafting_engine, weights_of(random_model))
+    yield drafting_engine
+    assert not drafting_engine.llm_engine.has_unfinished_requests()
+
+
+@pytest.fixture
+def proposer(drafting_llm):
+    """The engine's own, with nothing in its trees and its counters at 0."""
+    runner = drafting_llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    runner.drafter.__init__(drafting_llm.llm_engine.vllm_config)
+    return runner.drafter

@@ -1,5 +1,6 @@
 """Prompts, drafts and calls that the engine's tests share."""
 
+import importlib.util
 import math
 
 import numpy as np
@@ -7,12 +8,14 @@ import pytest
 from scipy import stats
 from vllm import SamplingParams
 
-from nemo_specrl import Finish, Rollout, prompt_key
+from nemo_specrl import Finish, Rollout, SpecRLConfig, prompt_key
 from nemo_specrl.trainer.task import encode
 
 VOCABULARY = 32  # of the random model
 PROMPT = [1, *encode("12+34=?")]
 SURE = -60.0  # an old log-prob that makes acceptance certain
+LOSSLESS = SpecRLConfig(enabled=True, preset="lossless", tree={"max_draft_tokens": 6})
+DRAFTS = importlib.util.find_spec("vllm.v1.spec_decode.custom_class_proposer") is not None
 NEVER, STRICT = 0.0, 1e-9  # an old log-prob and a lenience that reject (accepted with p < 1e-8)
 
 

@@ -108,3 +108,33 @@ def test_sample_indices_may_come_in_several_calls(speculative):
         generate(made, rows=2, sample_indices=[1, 1])
     with pytest.raises(ConfigError, match="sample_indices: 1 of them for 2 prompts"):
         generate(made, rows=2, sample_indices=[1])
+
+
+def test_rows_begin_longest_expected_first_and_come_back_in_order(speculative, llm, monkeypatch):
+    """Earlier responses say which prompt's are long; one without any stands in the middle."""
+    prompts = [[1, *encode(f"{i}+{i}=?")] for i in range(10, 15)]
+    lengths = {0: (2, 4), 1: (30, 50), 3: (9, 11), 4: (60, 80)}  # the mean is 31
+    cache = [
+        draft([5] * n, sample_index=s, prompt=prompts[i], finish=Finish.LENGTH)
+        for i, both in lengths.items()
+        for s, n in enumerate(both)
+    ]
+    begun = []
+    add = llm.llm_engine.add_request
+
+    def note(request_id, prompt, params, **options):
+        begun.append(prompt["prompt_token_ids"])
+        return add(request_id, prompt, params, **options)
+
+    monkeypatch.setattr(llm.llm_engine, "add_request", note)
+    rows = [{"prompt_token_ids": p} for p in prompts for _ in range(2)]
+    params = [sampling(seed=i) for i in range(10)]
+    got = []
+    for known in (cache, []):
+        made = speculative(DictCache(known), version=1, fresh_fraction=1.0)
+        outputs = made.generate(rows, params, use_tqdm=False)
+        assert [o.prompt_token_ids for o in outputs] == [r["prompt_token_ids"] for r in rows]
+        got.append([list(o.outputs[0].token_ids) for o in outputs])
+    assert begun[:10] == [p for i in (4, 1, 2, 3, 0) for p in (prompts[i], prompts[i])]
+    assert begun[10:] == [r["prompt_token_ids"] for r in rows]
+    assert got[0] == got[1]

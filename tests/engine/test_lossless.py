@@ -4,14 +4,13 @@ Each statistical test states its error rate; draws are seeded, so that a test th
 passing.
 """
 
-import importlib.util
 import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from vllm import LLM, SamplingParams
+from vllm import SamplingParams
 from vllm.v1.sample import rejection_sampler
 
 from nemo_specrl import Finish, Rollout, SpecRLConfig, SpeculativeLLM
@@ -22,7 +21,8 @@ from nemo_specrl.engine.drafting import EXTRA_ARG, Histories, engine_options
 from nemo_specrl.errors import ConfigError, IncompatibleVersion
 from nemo_specrl.speculation.drafts import Row, response_id
 from tests.conftest import DictCache, weights_of
-from tests.engine.helpers import PROMPT, VOCABULARY, chi_squared, distribution
+from tests.engine.helpers import DRAFTS, PROMPT, VOCABULARY, chi_squared, distribution
+from tests.engine.helpers import LOSSLESS as CONFIG
 from tests.engine.lossless import (
     DRAFTS_OF,
     EOS,
@@ -37,44 +37,10 @@ from tests.engine.lossless import (
     sample,
 )
 
-DRAFTS = importlib.util.find_spec("vllm.v1.spec_decode.custom_class_proposer") is not None
-CONFIG = SpecRLConfig(enabled=True, preset="lossless", tree={"max_draft_tokens": 6})
-
-
-@pytest.fixture(scope="session")  # an engine that ends takes the process groups of others along
-def drafting_engine(random_model):
-    """A real engine with the tree proposer."""
-    if not DRAFTS:
-        pytest.skip("this vLLM has no custom proposers")
-    return LLM(
-        model=str(random_model),
-        dtype="float32",
-        max_model_len=192,
-        max_num_seqs=64,
-        max_num_batched_tokens=64 * 192,
-        block_size=32,
-        enforce_eager=True,
-        max_logprobs=VOCABULARY,
-        seed=0,
-        disable_log_stats=True,
-        worker_extension_cls="nemo_specrl.engine.compat.RefitExtension",
-        **engine_options(CONFIG),
-    )
-
 
 @pytest.fixture
-def llm(drafting_engine, random_model):
-    refit(drafting_engine, weights_of(random_model))
-    yield drafting_engine
-    assert not drafting_engine.llm_engine.has_unfinished_requests()
-
-
-@pytest.fixture
-def proposer(llm):
-    """The engine's own, with nothing in its trees and its counters at 0."""
-    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    runner.drafter.__init__(llm.llm_engine.vllm_config)
-    return runner.drafter
+def llm(drafting_llm):
+    return drafting_llm
 
 
 @pytest.mark.parametrize("drafts", DRAFTS_OF)

@@ -73,6 +73,11 @@ def test_a_resumed_run_knows_its_last_checkpoint(tmp_path):
     ("changes", "named", "way_out"),
     [
         ({"temperature": 0.6}, "policy.generation.temperature = 0.6", "set 1.0"),
+        (
+            {"spec_rl__preset": "lossless", "spec_rl__run_ahead": {"enabled": True}},
+            "spec_rl.run_ahead.enabled = True",
+            "set it to false",
+        ),
         ({"top_p": 0.95}, "policy.generation.top_p = 0.95", "set 1.0"),
         ({"top_k": 50}, "policy.generation.top_k = 50", "set null"),
         ({"bad_words": ["x"]}, "policy.generation.bad_words", "leave them out"),

@@ -7,7 +7,13 @@ import pytest
 from scipy import stats
 
 from nemo_specrl import Finish, Rollout
-from nemo_specrl.speculation.drafts import Row, assign_sample_indices, is_fresh, select_drafts
+from nemo_specrl.speculation.drafts import (
+    Row,
+    assign_sample_indices,
+    is_fresh,
+    mean_lengths,
+    select_drafts,
+)
 
 A, B = b"a" * 16, b"b" * 16
 
@@ -124,3 +130,13 @@ def test_the_ends_of_the_dial():
     for occurrence in range(1, 20):
         assert not any(is_fresh(r, occurrence, seed=1, fresh_fraction=0.0) for r in rows)
         assert all(is_fresh(r, occurrence, seed=1, fresh_fraction=1.0) for r in rows)
+
+
+def test_mean_lengths_count_what_was_cut_off_only_where_nothing_else_is_known():
+    def of(n, finish, sample_index=0):
+        return Rollout(A, sample_index, np.arange(n), -np.ones(n), finish, 1)
+
+    whole = [of(4, Finish.STOP), of(8, Finish.LENGTH, 1)]
+    cut = [of(3, Finish.PARTIAL), of(5, Finish.PARTIAL, 1)]
+    cached = {b"whole": whole, b"both": whole + cut, b"cut": cut, b"none": []}
+    assert mean_lengths(cached) == {b"whole": 6, b"both": 6, b"cut": 4}

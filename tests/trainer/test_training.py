@@ -248,6 +248,38 @@ def test_lossless(tmp_path):
     assert steps[-1]["spec_rl/tree_tokens_per_step"] > before[0]["spec_rl/tree_tokens_per_step"]
 
 
+def test_run_ahead(whole, tmp_path):
+    """The look ahead moves nothing: after a kill, each step has the prompts of a run without it.
+
+    What is decoded ahead is in no count of the training's, and not in the cache.
+    """
+    options = (LOSSLESS, "policy.generation.spec_rl.run_ahead.enabled=true")
+    process = start(tmp_path, *options, "checkpointing.save_period=2")
+    wait_for_steps(process, tmp_path, 3)
+    process.kill()
+    process.wait()
+    before = read_metrics(tmp_path / "metrics.jsonl")
+    train(tmp_path, *options, "checkpointing.save_period=2")
+    steps = read_metrics(tmp_path / "metrics.jsonl")
+    assert [r["prompts"] for r in steps] == [r["prompts"] for r in records(whole)]
+    for name in ("prompts", "reward", "response_tokens"):
+        assert [r[name] for r in steps[: len(before)]] == [r[name] for r in before]
+    assert sum(r["spec_rl/run_ahead_tokens"] for r in before) > 0
+    for record in (*before, *steps):
+        if record["spec_rl/replayed_rows"] or record["step"] == 6:
+            # Nothing is decoded in a replayed step, and nothing comes behind the last one.
+            assert record.get("spec_rl/run_ahead_tokens", 0) == 0
+        assert record.get("spec_rl/run_ahead_rows", 0) <= 4  # one for each prompt of a batch
+        assert record["decoded_tokens"] == record["response_tokens"]
+        assert record["spec_rl/cache_errors"] == record["spec_rl/draft_coverage"] == 0
+    identity = tokenizer_identity(str(REPOSITORY / "examples/models/qwen3-sort"))
+    for folder in (tmp_path / "step_6" / "rollout_cache", tmp_path / "step_4" / "rollout_cache"):
+        copy = tmp_path / f"copy-{folder.parent.name}"
+        RolloutStore.restore(folder, copy)
+        with RolloutStore(copy, max_bytes=2**22, tokenizer_id=identity) as store:
+            assert (store.stats().prompts, store.stats().rollouts) == (8, 32)
+
+
 def test_dapo(tmp_path):
     """Clip-higher and dynamic sampling: groups that teach nothing are replaced."""
     config = "examples/configs/dapo_arith_cpu.yaml"

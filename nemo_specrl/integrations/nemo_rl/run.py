@@ -154,6 +154,11 @@ def _refuse(master_config: Any, spec_rl: SpecRLConfig, algorithm: str) -> None:
             f"policy.generation.backend = {generation['backend']!r}: must be vllm, {off}",
         ),
         (
+            spec_rl.run_ahead.enabled,
+            f"{BLOCK}.run_ahead.enabled = True: NeMo-RL asks for one batch at a time and does not "
+            "say which prompts come next; set it to false",
+        ),
+        (
             generation["temperature"] != 1,
             f"policy.generation.temperature = {generation['temperature']}: {raw}; set 1.0, {off}",
         ),

@@ -1,0 +1,130 @@
+"""Run-ahead: rollouts of upcoming prompts, in the places that the tail of a batch leaves empty.
+
+Their tokens go into the trees of their prompts, inside the engine, and draft for the rows of these
+prompts when their batch comes (BubbleSpec, arXiv 2605.08862). They are returned to no caller and
+put into no cache. Which prompts come next is the caller's to say; ``speculative`` drives the
+engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from nemo_specrl.engine.compat import tokens_so_far
+from nemo_specrl.engine.metrics import EngineMetrics
+from nemo_specrl.engine.requests import EngineLimits, Request, build_requests
+from nemo_specrl.speculation.acceptance import derived_seed
+from nemo_specrl.speculation.drafts import RUN_AHEAD_INDEX
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput
+
+__all__ = ["RunAhead", "run_ahead_requests"]
+
+
+def run_ahead_requests(
+    limits: EngineLimits,
+    prompts: Sequence[Any],
+    requests: Iterable[Request],
+    *,
+    seed: int,
+    policy_version: int,
+) -> list[Request]:
+    """One request for each upcoming prompt, with the sampling parameters of a batch.
+
+    Prompts of the batch itself are left out, since its own rows draft for each other, and so are
+    prompts that leave no room for a response.
+
+    Args:
+        limits: of the engine.
+        prompts: as ``vllm.LLM.generate`` takes them, those that come up first at the beginning.
+        requests: of the batch. The first that may be drafted for lends its parameters.
+        seed: of the run.
+        policy_version: of the weights that decode.
+
+    Raises:
+        UnsupportedSampling: see :func:`~nemo_specrl.engine.requests.build_requests`.
+        ConfigError: a prompt is not of text.
+    """
+    requests = list(requests)
+    present = {request.row.key for request in requests}
+    lender = next((request for request in requests if request.draftable), None)
+    if lender is None or not prompts:
+        return []
+    params = copy.copy(lender.wanted)
+    params.n = 1
+    made: dict[bytes, Request] = {}
+    for prompt in prompts:
+        [request] = build_requests(limits, [prompt], params, [RUN_AHEAD_INDEX])
+        key = request.row.key
+        if key not in present and len(request.rules.prompt) < limits.max_model_len:
+            if params.seed is not None:
+                request.params.seed = derived_seed("run-ahead", seed, policy_version, key, 0)
+            made.setdefault(key, request)
+    return list(made.values())
+
+
+class RunAhead:
+    """The run-ahead rows of one call of ``generate``.
+
+    Args:
+        engine: vLLM's ``LLMEngine``.
+        places: rows that the engine decodes at once.
+        requests: of the upcoming prompts, in the order in which they begin.
+        submit: sends a request to the engine and returns the id that the engine knows it by.
+        metrics: of the call.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        places: int,
+        requests: Iterable[Request],
+        submit: Callable[[Request], str],
+        metrics: EngineMetrics,
+    ) -> None:
+        self._engine, self._places, self._submit = engine, places, submit
+        self._waiting = deque(requests)
+        self._metrics = metrics
+        self.rows: dict[str, Request] = {}
+        """Those in the engine, by its id, in the order in which they began."""
+
+    def fill(self, primary: int) -> None:
+        """Begin rows in the places that are free; end the newest ones where there are too few.
+
+        Args:
+            primary: rows of the caller's that the engine has, running or waiting.
+        """
+        free = self._places - primary - len(self.rows)
+        if free < 0:
+            self._abort(list(self.rows)[free:])
+        for _ in range(min(free, len(self._waiting))):
+            request = self._waiting.popleft()
+            self.rows[self._submit(request)] = request
+            self._metrics.run_ahead_rows += 1
+
+    def take(self, output: RequestOutput) -> bool:
+        """Whether an output of the engine is of a run-ahead row; one that has ended is counted."""
+        if output.request_id not in self.rows:
+            return False
+        if output.finished:
+            del self.rows[output.request_id]
+            self._metrics.run_ahead_tokens += len(output.outputs[0].token_ids)
+        return True
+
+    def end(self) -> None:
+        """End all rows; what they have is in the trees."""
+        self._waiting.clear()
+        self._abort(list(self.rows))
+
+    def _abort(self, names: list[str]) -> None:
+        for name in names:
+            del self.rows[name]
+            with contextlib.suppress(KeyError):  # an engine that has failed
+                self._metrics.run_ahead_tokens += len(tokens_so_far(self._engine, name)[0])
+        if names:
+            self._engine.abort_request(names)
