@@ -22,7 +22,13 @@ from nemo_specrl.engine.drafting import EXTRA_ARG, Histories, engine_options
 from nemo_specrl.errors import ConfigError, IncompatibleVersion
 from nemo_specrl.speculation.drafts import Row, response_id
 from tests.conftest import DictCache, weights_of
-from tests.engine.helpers import PROMPT, VOCABULARY, chi_squared, distribution
+from tests.engine.helpers import (
+    PROMPT,
+    VOCABULARY,
+    chi_squared,
+    distribution,
+    make_tokens_free,
+)
 
 DRAFTS = importlib.util.find_spec("vllm.v1.spec_decode.custom_class_proposer") is not None
 KEY = prompt_key(PROMPT)
@@ -62,10 +68,11 @@ def llm(drafting_engine, random_model):
 
 @pytest.fixture
 def proposer(llm):
-    """The engine's own, with nothing in its trees and its counters at 0."""
-    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    runner.drafter.__init__(llm.llm_engine.vllm_config)
-    return runner.drafter
+    """The engine's own, with nothing in its trees and its counters at 0; tokens are free."""
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    worker.model_runner.drafter.__init__(llm.llm_engine.vllm_config)
+    make_tokens_free(worker)
+    return worker.model_runner.drafter
 
 
 def params(max_tokens, **options):
@@ -231,8 +238,7 @@ def test_but_for_measured_time_the_same_seeds_and_trees_give_the_same_rollouts(l
     runs = []
     for _ in range(2):
         proposer.__init__(llm.llm_engine.vllm_config)
-        ticks = iter(range(10**9))
-        proposer.clock = lambda ticks=ticks: 1e-3 * next(ticks)
+        make_tokens_free(llm.llm_engine.model_executor.driver_worker.worker)
         runs.append(sample(made_with(llm, DictCache(cache)), 24, 10)[1])
     assert runs[0] == runs[1]
 
