@@ -185,9 +185,9 @@ def main() -> None:
                     measured[side].append(run(llm, proposer, regime, EPOCHS + turn))
             result[name] = summary(measured)
             report(name, result[name])
+            if args.json:
+                args.json.write_text(json.dumps(result, indent=1) + "\n")
         del plain, drafting, runner
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def summary(measured: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:

@@ -21,7 +21,14 @@ from nemo_specrl.engine.drafting import EXTRA_ARG, Histories, engine_options
 from nemo_specrl.errors import ConfigError, IncompatibleVersion
 from nemo_specrl.speculation.drafts import Row, response_id
 from tests.conftest import DictCache, weights_of
-from tests.engine.helpers import DRAFTS, PROMPT, VOCABULARY, chi_squared, distribution
+from tests.engine.helpers import (
+    DRAFTS,
+    PROMPT,
+    VOCABULARY,
+    chi_squared,
+    distribution,
+    make_tokens_free,
+)
 from tests.engine.helpers import LOSSLESS as CONFIG
 from tests.engine.lossless import (
     DRAFTS_OF,
@@ -134,8 +141,7 @@ def test_but_for_measured_time_the_same_seeds_and_trees_give_the_same_rollouts(l
     runs = []
     for _ in range(2):
         proposer.__init__(llm.llm_engine.vllm_config)
-        ticks = iter(range(10**9))
-        proposer.clock = lambda ticks=ticks: 1e-3 * next(ticks)
+        make_tokens_free(llm.llm_engine.model_executor.driver_worker.worker)
         runs.append(sample(made_with(llm, DictCache(cache), CONFIG), 24, 10)[1])
     assert runs[0] == runs[1]
 
