@@ -118,9 +118,6 @@ class Speculation:
         self.metrics.tree_tokens += counts.steps + counts.accepted
         self.metrics.tree_drafted_tokens += counts.drafted
         self.metrics.tree_accepted_tokens += counts.accepted
-        self.metrics.tree_batches += counts.batches
-        self.metrics.tree_plain_batches += counts.plain_batches
-        self.metrics.tree_price += counts.price
         self.metrics.tree_s += counts.seconds
 
     def _find_drafts(self, requests: list[Request]) -> None:

@@ -354,7 +354,7 @@ def has_custom_proposers() -> bool:
 def bind_proposer(proposer: type[Any]) -> None:
     """Have model runners tell proposers of this class who they are, before each proposal.
 
-    vLLM gives a custom proposer the tokens of each row, but not its request, nor what the step had
+    vLLM gives a custom proposer the tokens of each row, but not its request
     (v1/worker/gpu_model_runner.py, ``propose_draft_token_ids``; 0.25 to 0.33).
 
     Raises:
@@ -372,11 +372,10 @@ def bind_proposer(proposer: type[Any]) -> None:
         return
 
     @functools.wraps(original)
-    def propose_draft_token_ids(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    def propose_draft_token_ids(self: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self.drafter, proposer):
             self.drafter.runner = self
-            self.drafter.scheduled = scheduler_output
-        return original(self, scheduler_output, *args, **kwargs)
+        return original(self, *args, **kwargs)
 
     propose_draft_token_ids.binds_proposer = True  # type: ignore[attr-defined]
     GPUModelRunner.propose_draft_token_ids = propose_draft_token_ids

@@ -35,9 +35,6 @@ class EngineMetrics:
         tree_tokens: tokens that these steps yielded.
         tree_drafted_tokens: tokens proposed from trees.
         tree_accepted_tokens: those of them that were accepted.
-        tree_batches: steps of the engine for which the proposer was asked.
-        tree_plain_batches: those of them in which it proposed nothing for any row.
-        tree_price: sum over these steps of the price of a draft token, in tokens.
         tree_requests: requests that verified in rounds, or decoded between them.
         tree_s: time spent on trees, a part of ``decode_s``.
         run_ahead_rows: rollouts of upcoming prompts that were begun. They are in no other count.
@@ -59,9 +56,6 @@ class EngineMetrics:
     tree_tokens: int = 0
     tree_drafted_tokens: int = 0
     tree_accepted_tokens: int = 0
-    tree_batches: int = 0
-    tree_plain_batches: int = 0
-    tree_price: float = 0.0
     tree_requests: int = 0
     tree_s: float = 0.0
     run_ahead_rows: int = 0
@@ -109,8 +103,6 @@ class EngineMetrics:
             "spec_rl/tree_accepted_fraction": self.tree_accepted_tokens
             / max(1, self.tree_drafted_tokens),
             "spec_rl/tree_draft_length": self.tree_drafted_tokens / self.tree_steps,
-            "spec_rl/tree_price": self.tree_price / max(1, self.tree_batches),
-            "spec_rl/tree_plain_fraction": self.tree_plain_batches / max(1, self.tree_batches),
             "spec_rl/tree_s": self.tree_s,
             **(
                 {"spec_rl/tree_requests_per_row": self.tree_requests / rows}

@@ -9,28 +9,19 @@ The request itself brings what drafting needs, in ``SamplingParams.extra_args`` 
 that nothing has to be sent to workers beside it: the prompt's key, an identity of the response,
 earlier responses as pairs of identity and int32 tokens, and the length of the prompt, behind which
 the request's prompt may hold a beginning of the response. Rows without it are not drafted for.
-
-How long drafts are is the controller's decision (``speculation.controller``), which has to know
-what a step costs. The time from one proposal to the next is what a step takes with all that comes
-with it, scheduling and the client's own work included; sampled tokens are on the host by then, so
-that it covers a GPU's kernels, too. Only steps without prefill are taken, and so waiting between
-batches is not. On a CPU the thread's time is taken rather than the clock's: it leaves out what
-other processes take, and waits for requests.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from nemo_specrl.engine.compat import bind_proposer, mend_cpu_rejection_sampler
 from nemo_specrl.engine.drafting import EXTRA_ARG
 from nemo_specrl.rollout import MAX_SAMPLE_INDEX
-from nemo_specrl.speculation.controller import Controller
 from nemo_specrl.speculation.drafts import RUN_AHEAD_INDEX
-from nemo_specrl.speculation.trees import CHANCES, Draft, DraftTrees, TreeRow
+from nemo_specrl.speculation.trees import DraftTrees, TreeRow
 
 __all__ = ["DraftCounts", "TreeProposer", "take_counts"]
 
@@ -46,18 +37,12 @@ class DraftCounts:
         drafted: tokens proposed.
         accepted: tokens of these that were accepted.
         seconds: spent on it.
-        batches: proposals for all rows of a step.
-        plain_batches: those of them in which nothing was proposed.
-        price: sum over batches of the price of a draft token, in tokens.
     """
 
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
     seconds: float = 0.0
-    batches: int = 0
-    plain_batches: int = 0
-    price: float = 0.0
 
 
 def take_counts(worker: Any) -> DraftCounts:
@@ -74,7 +59,7 @@ class _Row:
         self.row = row
         self.max_length = max_length  # of the response
         self.run_ahead = run_ahead  # not counted: nobody has asked for it
-        self.cells = b""  # of the last draft
+        self.drafted = 0  # tokens of the last draft
 
 
 class TreeProposer:
@@ -85,26 +70,19 @@ class TreeProposer:
             of the trees, bytes.
 
     Attributes:
-        runner: vLLM's model runner, which knows the requests; it is set before each proposal, and
-            ``scheduled``, the scheduler's output for the step that was just sampled.
+        runner: vLLM's model runner, which knows the requests; it is set before each proposal.
         counts: since they were last taken.
-        clock: seconds, for the cost of steps.
     """
 
     def __init__(self, vllm_config: Any) -> None:
         options = (vllm_config.additional_config or {}).get(EXTRA_ARG) or {}
         self.trees = DraftTrees(int(options.get("max_bytes", DEFAULT_MAX_BYTES)))
-        self.controller = Controller(CHANCES)
         self.runner: Any = None
-        self.scheduled: Any = None
         self.counts = DraftCounts()
-        on_cpu = vllm_config.device_config.device_type == "cpu"
-        self.clock = time.thread_time if on_cpu else time.perf_counter
         self._max_tokens = int(vllm_config.speculative_config.num_speculative_tokens)
         self._max_model_len = int(vllm_config.model_config.max_model_len)
         self._rows: dict[str, _Row | None] = {}
         self._names: list[str] = []
-        self._proposed_at: float | None = None
         bind_proposer(TreeProposer)
         mend_cpu_rejection_sampler()
 
@@ -127,77 +105,36 @@ class TreeProposer:
         """
         started = time.perf_counter()
         names = self.runner.input_batch.req_ids
-        self._observe_step(len(names))
         if names != self._names:
             self._forget_ended(names)
-        rows: list[_Row | None] = []
-        for i, (name, sampled) in enumerate(zip(names, sampled_token_ids, strict=True)):
-            if not sampled:
-                rows.append(None)
-            elif name in self._rows:
-                row = self._rows[name]
-                rows.append(row)
-                if row is not None:
-                    self._take_in(row, name, sampled)
-            else:
-                self._rows[name] = row = self._opened(name, token_ids[i], int(num_tokens[i]))
-                rows.append(row)
-        drafts = self._drafts(rows)
+        drafts = [
+            self._draft(name, sampled, token_ids[i], int(num_tokens[i])) if sampled else []
+            for i, (name, sampled) in enumerate(zip(names, sampled_token_ids, strict=True))
+        ]
         self.counts.seconds += time.perf_counter() - started
         return drafts
 
-    def _observe_step(self, rows: int) -> None:
-        """Tell the controller of the step that has ended, unless it had prefill."""
-        now = self.clock()
-        drafted = sum(map(len, self.scheduled.scheduled_spec_decode_tokens.values()))
-        if (
-            self._proposed_at is not None
-            and self.scheduled.total_num_scheduled_tokens == rows + drafted
-        ):
-            self.controller.observe(rows, drafted, now - self._proposed_at)
-        self._proposed_at = now
-
-    def _take_in(self, row: _Row, name: str, sampled: list[int]) -> None:
-        """Append what a step yielded to a row, and count what was accepted of its draft."""
-        if row.cells:
-            # The step that verifies a draft yields one token more than it accepts. The scheduler
-            # may have cut the draft, or left it out where the row was preempted.
-            drafted = len(self.scheduled.scheduled_spec_decode_tokens.get(name, ()))
-            if not row.run_ahead:
+    def _draft(self, name: str, sampled: list[int], token_ids: Any, length: int) -> list[int]:
+        """Append what a step yielded to a row, and draft for the next one."""
+        if name not in self._rows:
+            self._rows[name] = self._opened(name, token_ids, length)
+            row = self._rows[name]
+            if row is None:
+                return []
+        else:
+            row = self._rows[name]
+            if row is None:
+                return []
+            # The step that verifies a draft yields one token more than it accepts.
+            if row.drafted and not row.run_ahead:
                 self.counts.accepted += len(sampled) - 1
-            self.controller.outcome(row.cells[:drafted], len(sampled) - 1)
-            row.cells = b""
-        row.row.extend(sampled)
-
-    def _drafts(self, rows: Sequence[_Row | None]) -> list[list[int]]:
-        """Drafts for the rows, as long as the controller has them."""
-        counts, controller = self.counts, self.controller
-        drafting = [row for row in rows if row is not None]
-        nothing: list[list[int]] = [[] for _ in rows]
-        if not drafting:
-            return nothing
-        counts.steps += sum(not row.run_ahead for row in drafting)
-        counts.batches += 1
-        lookup = controller.prepare(len(rows))
-        counts.price += controller.price
-        if not lookup:
-            counts.plain_batches += 1
-            return nothing
-        made: list[Draft] = []
-        least, table = controller.least, controller.chances.table
-        for row in drafting:
-            room = row.max_length - row.row.length - 1
-            made.append(row.row.propose(min(self._max_tokens, room), least, table))
-        lengths = controller.lengths(len(rows), [draft.chances for draft in made])
-        if lengths is None:
-            counts.plain_batches += 1
-            return nothing
-        for row, draft, length in zip(drafting, made, lengths, strict=True):
-            counts.drafted += 0 if row.run_ahead else length
-            row.cells = draft.cells[:length]
-            del draft.tokens[length:]
-        drafts = iter(made)
-        return [[] if row is None else next(drafts).tokens for row in rows]
+            row.row.extend(sampled)
+        draft = row.row.draft(min(self._max_tokens, row.max_length - row.row.length - 1))
+        row.drafted = len(draft)
+        if not row.run_ahead:
+            self.counts.steps += 1
+            self.counts.drafted += len(draft)
+        return draft
 
     def _forget_ended(self, names: list[str]) -> None:
         """Let go of rows whose requests have ended, so that their trees can make room."""
@@ -217,6 +154,5 @@ class TreeProposer:
         most = len(request.prompt_token_ids) + (params.max_tokens or self._max_model_len)
         row = self.trees.open(key, identity, history)
         row.extend(token_ids[prompt_length:length].tolist())
-        self.controller.wake()
         run_ahead = identity & MAX_SAMPLE_INDEX == RUN_AHEAD_INDEX
         return _Row(row, min(most, self._max_model_len) - prompt_length, run_ahead)

@@ -14,14 +14,13 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from nemo_specrl.speculation import _suffix
 
-__all__ = ["CHANCES", "Draft", "DraftTrees", "TreeRow"]
+__all__ = ["CHANCES", "DraftTrees", "TreeRow"]
 
 MIN_PROBABILITY = 0.2
 """A draft ends where its estimated chance of being accepted up to there falls below this."""
@@ -41,22 +40,8 @@ def _chances() -> npt.NDArray[np.float64]:
 
 
 CHANCES = _chances()
-"""Chances of acceptance before any is known, by cell (``cell_of`` in ``_suffix.c``)."""
+"""Estimated chances of acceptance, by what speaks for a token (``cell_of`` in ``_suffix.c``)."""
 _TABLE = CHANCES.astype(np.float32)
-
-
-class Draft(NamedTuple):
-    """Likely next tokens of a row.
-
-    Args:
-        tokens: ids.
-        cells: uint8, by token: what speaks for it, as an index of ``CHANCES``.
-        chances: float32, by token: that all tokens up to it are accepted.
-    """
-
-    tokens: list[int]
-    cells: bytes
-    chances: bytes
 
 
 class PromptTree:
@@ -105,26 +90,14 @@ class TreeRow:
 
     def proposal(self, max_tokens: int) -> tuple[list[int], list[float]]:
         """A draft, and for each of its tokens the estimated chance of being accepted up to it."""
-        draft = self.propose(max_tokens, MIN_PROBABILITY, _TABLE)
-        chances = array("f")
-        chances.frombytes(draft.chances)
-        return draft.tokens, chances.tolist()
-
-    def propose(self, max_tokens: int, least: float, chances: npt.NDArray[np.float32]) -> Draft:
-        """A draft with what a controller has to know.
-
-        Args:
-            max_tokens: at most.
-            least: chance of being accepted up to there at which the draft ends.
-            chances: of acceptance by cell, float32, in the shape of ``CHANCES``.
-        """
         index = self._tree.index
         if max_tokens <= 0 or index is None:
-            return Draft([], b"", b"")
-        tokens, cells, survival = index.draft(self._response, max_tokens, least, chances)
-        draft = array("i")
+            return [], []
+        tokens, _, chances = index.draft(self._response, max_tokens, MIN_PROBABILITY, _TABLE)
+        draft, estimated = array("i"), array("f")
         draft.frombytes(tokens)
-        return Draft(draft.tolist(), cells, survival)
+        estimated.frombytes(chances)
+        return draft.tolist(), estimated.tolist()
 
 
 class DraftTrees:

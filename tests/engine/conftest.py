@@ -9,7 +9,7 @@ from nemo_specrl import SpecRLConfig, SpeculativeLLM
 from nemo_specrl.engine.compat import refit
 from nemo_specrl.engine.drafting import engine_options
 from tests.conftest import DictCache, weights_of
-from tests.engine.helpers import DRAFTS, LOSSLESS, VOCABULARY, make_tokens_free
+from tests.engine.helpers import DRAFTS, LOSSLESS, VOCABULARY
 
 LENIENCE = math.exp(0.5)
 
@@ -80,8 +80,7 @@ def drafting_llm(drafting_engine, random_model):
 
 @pytest.fixture
 def proposer(drafting_llm):
-    """The engine's own, with nothing in its trees and its counters at 0; tokens are free."""
+    """The engine's own, with nothing in its trees and its counters at 0."""
     worker = drafting_llm.llm_engine.model_executor.driver_worker.worker
     worker.model_runner.drafter.__init__(drafting_llm.llm_engine.vllm_config)
-    make_tokens_free(worker)
     return worker.model_runner.drafter

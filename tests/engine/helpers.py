@@ -68,13 +68,3 @@ def chi_squared(counts, expected):
             counts, expected = counts[:-1], expected[:-1]
     assert len(counts) > 4, "too few cells for a test that could fail"
     return stats.chisquare(counts, expected * counts.sum() / expected.sum()).pvalue
-
-
-def make_tokens_free(worker):
-    """Have the clock of a worker's proposer say that every step takes as long: drafts always pay.
-
-    On machines as small as those of the tests they may not, and what is to be shown is that they
-    do no harm.
-    """
-    ticks = iter(range(2**62))
-    worker.model_runner.drafter.clock = lambda: 1e-3 * next(ticks)

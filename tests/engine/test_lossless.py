@@ -27,7 +27,6 @@ from tests.engine.helpers import (
     VOCABULARY,
     chi_squared,
     distribution,
-    make_tokens_free,
 )
 from tests.engine.helpers import LOSSLESS as CONFIG
 from tests.engine.lossless import (
@@ -141,35 +140,8 @@ def test_but_for_measured_time_the_same_seeds_and_trees_give_the_same_rollouts(l
     runs = []
     for _ in range(2):
         proposer.__init__(llm.llm_engine.vllm_config)
-        make_tokens_free(llm.llm_engine.model_executor.driver_worker.worker)
         runs.append(sample(made_with(llm, DictCache(cache), CONFIG), 24, 10)[1])
     assert runs[0] == runs[1]
-
-
-@pytest.mark.parametrize("token_s", [1e-9, 1.0])
-def test_drafts_are_long_where_tokens_are_free_and_rare_where_they_are_dear(llm, proposer, token_s):
-    """On a clock by which a draft token takes so many seconds and a step a millisecond."""
-    now = 0.0
-
-    def clock():
-        nonlocal now
-        drafted = sum(map(len, proposer.scheduled.scheduled_spec_decode_tokens.values()))
-        now += 1e-3 + token_s * drafted
-        return now
-
-    proposer.clock = clock
-    cache = DictCache(rollouts(sample(made_with(llm, DictCache(), CONFIG), 16, 60)[1]))
-    for version in range(2, 6):
-        made = made_with(llm, cache, CONFIG, version=version)
-        sample(made, 16, 60)
-    metrics = made.metrics.as_dict()
-    assert 0 < metrics["spec_rl/tree_price"] <= 0.95
-    if token_s == 1.0:
-        assert metrics["spec_rl/tree_draft_length"] < 0.2
-        assert metrics["spec_rl/tree_plain_fraction"] > 0.9
-    else:
-        assert metrics["spec_rl/tree_draft_length"] > 1
-        assert metrics["spec_rl/tree_plain_fraction"] < 0.5
 
 
 def test_the_memory_of_trees_keeps_its_bound_inside_the_engine(llm, proposer):

@@ -10,7 +10,7 @@ from nemo_specrl import SpecRLConfig
 from nemo_specrl.engine.assembly import reuse_of
 from nemo_specrl.engine.asynchronous import AsyncSpeculativeLLM
 from nemo_specrl.engine.drafting import engine_options
-from tests.engine.helpers import PROMPT, VOCABULARY, chi_squared, make_tokens_free, sampling
+from tests.engine.helpers import PROMPT, VOCABULARY, chi_squared, sampling
 from tests.engine.test_async import ClaimingCache
 
 pytestmark = pytest.mark.skipif(
@@ -72,7 +72,6 @@ def test_rows_draft_from_the_cache_and_from_each_other(async_llm, loop):
         p[np.asarray(logprobs.token_ids)] = np.exp(logprobs.logprobs)
         return p / p.sum()
 
-    loop.run_until_complete(async_llm.collective_rpc(make_tokens_free))
     completions = [c for v in (0, 1) for c in loop.run_until_complete(epoch(v))]
     loop.run_until_complete(made.count_tree_drafts())
     metrics = made.metrics
