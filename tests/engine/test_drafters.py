@@ -77,12 +77,17 @@ def draft_model_engine(random_model, draft_model):
     return made_engine(random_model, {"method": "draft_model", "model": str(draft_model)})
 
 
-@pytest.fixture(params=["ngram", "draft_model"])
-def llm(request, random_model):
-    engine = request.getfixturevalue(f"{request.param}_engine")
-    refit(engine, weights_of(random_model))
-    yield engine
-    assert not engine.llm_engine.has_unfinished_requests()
+@pytest.fixture(scope="module", params=["ngram", "draft_model"])
+def engine_with_drafter(request):
+    """All tests of one engine come before the other is made: its counters replace those before."""
+    return request.getfixturevalue(f"{request.param}_engine")
+
+
+@pytest.fixture
+def llm(engine_with_drafter, random_model):
+    refit(engine_with_drafter, weights_of(random_model))
+    yield engine_with_drafter
+    assert not engine_with_drafter.llm_engine.has_unfinished_requests()
 
 
 def counted(llm):

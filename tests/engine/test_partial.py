@@ -12,8 +12,9 @@ from nemo_specrl import Finish, RolloutStore
 from nemo_specrl.cache.journal import JournaledStore
 from nemo_specrl.engine.assembly import reuse_of
 from tests.conftest import DictCache
+from tests.engine.helpers import LOSSLESS
+from tests.engine.lossless import made_with, rollouts, sample
 from tests.engine.test_failures import interrupt_after
-from tests.engine.test_lossless import made_with, rollouts, sample
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def llm(drafting_llm):
 def interrupted(llm, proposer, monkeypatch):
     """A cache with three rows of version 1 and fingerprint 5 that an interrupt cut off."""
     cache = DictCache()
-    made = made_with(llm, cache)
+    made = made_with(llm, cache, LOSSLESS)
     made.fingerprint = 5
     interrupt_after(llm, monkeypatch, 20)
     with pytest.raises(KeyboardInterrupt):
@@ -39,7 +40,7 @@ def interrupted(llm, proposer, monkeypatch):
 
 def continued(llm, cache, version, fingerprint, budget=150):
     """One row of each sample index, and the call's metrics."""
-    made = made_with(llm, DictCache(cache.all()), version=version)
+    made = made_with(llm, DictCache(cache.all()), LOSSLESS, version=version)
     made.fingerprint = fingerprint
     outputs, tokens = sample(made, 3, budget)
     assert all(reuse_of(o.outputs[0]).fresh for o in outputs)
@@ -75,7 +76,7 @@ def test_a_response_cut_at_its_budget_is_drafted_and_goes_on_under_a_larger_one(
     assert {r.finish for r in cut} == {Finish.LENGTH}
     for cache, drafted in (([], False), (cut, True)):
         proposer.__init__(llm.llm_engine.vllm_config)
-        made = made_with(llm, DictCache(cache))
+        made = made_with(llm, DictCache(cache), LOSSLESS)
         sample(made, 4, 3)
         assert (made.metrics.tree_drafted_tokens > 0) == drafted
     outputs, tokens = sample(made, 4, 90)
@@ -97,7 +98,7 @@ def test_what_lost_weights_had_made_for_a_step_is_drafted_and_not_taken(llm, pro
         )
 
     def step(store, fingerprint, budget):
-        made = made_with(llm, store)
+        made = made_with(llm, store, LOSSLESS)
         made.fingerprint = fingerprint
         return sample(made, 1, budget)[0][0].outputs[0], made.metrics
 

@@ -87,13 +87,23 @@ def test_behind_an_accepted_prefix_trees_draft_and_the_rest_is_as_without(llm):
     )
     first = good_drafts(llm)[0][:1]
     now = math.log(distribution(llm)[first[0]])  # as likely as at birth: accepted for certain
+    # Rows with equal drafts begin together: they draft from responses that were there before. Of
+    # many rows that have not gone on, the tree would look at these alone.
+    batch = 60
+    second = int(distribution(llm, first).argmax())
+    longer = [*first, second, int(distribution(llm, [*first, second]).argmax())]
     cached = [
-        Rollout(KEY, i, first, np.float32([now - 1e-3]), Finish.PARTIAL, 0) for i in range(ROWS)
+        Rollout(KEY, i, first, np.float32([now - 1e-3]), Finish.PARTIAL, 0) for i in range(batch)
     ]
-    made = made_with(llm, DictCache(cached), config)
-    outputs, tokens = sample(made, ROWS, 4)
-    assert all(reuse_of(o.outputs[0]).accepted == 1 for o in outputs)
-    assert made.metrics.tree_drafted_tokens > ROWS / 4
+    cached += [Rollout(KEY, batch + i, longer, [-1.0] * 3, Finish.LENGTH, 0) for i in range(8)]
+    tokens, drafted = [], 0
+    for version in range(1, 1 + ROWS // batch):
+        made = made_with(llm, DictCache(cached), config, version=version)
+        outputs, some = sample(made, batch, 4, first_seed=version * batch)
+        assert all(reuse_of(o.outputs[0]).accepted == 1 for o in outputs)
+        tokens += some
+        drafted += made.metrics.tree_drafted_tokens
+    assert drafted > ROWS / 4
     tokens = np.array(tokens)
     counts = np.bincount(tokens[:, 1], minlength=VOCABULARY)
     tests = [chi_squared(counts, ROWS * distribution(llm, first))]
@@ -113,8 +123,13 @@ def test_rows_that_the_same_weights_make_again_are_independent_of_the_first_ones
         np.array(sample(by, ROWS // 2, 3, first_seed=i * ROWS)[1])
         for i, by in enumerate([made, made, resumed])
     ]
-    check_distribution(llm, tokens[1])
     p = distribution(llm)
+    counts = np.bincount(tokens[1][:, 0], minlength=VOCABULARY)
+    assert chi_squared(counts, ROWS // 2 * p) > ERROR_RATE
+    common = int(counts.argmax())
+    behind = tokens[1][tokens[1][:, 0] == common, 1]
+    expected = len(behind) * distribution(llm, [common])
+    assert chi_squared(np.bincount(behind, minlength=VOCABULARY), expected) > ERROR_RATE
     for one, other in itertools.combinations(tokens, 2):
         equal = int((one[:, 0] == other[:, 0]).sum())
         test = stats.binomtest(equal, ROWS // 2, float((p**2).sum()))
@@ -288,7 +303,7 @@ def test_a_draft_that_the_prefix_cache_covers_is_refused_and_the_distribution_st
     outputs = made.generate(
         [prompt] * 3000, [params(4, seed=i) for i in range(3000)], use_tqdm=False
     )
-    assert made.metrics.refused_drafts > 1000
+    assert made.metrics.refused_drafts > 50
     tokens = np.array([o.outputs[0].token_ids for o in outputs])
     counts = np.bincount(tokens[:, 0], minlength=VOCABULARY)
     tests = [chi_squared(counts, 3000 * distribution(llm, padding))]
@@ -301,6 +316,7 @@ def test_a_draft_that_the_prefix_cache_covers_is_refused_and_the_distribution_st
 def test_an_interrupted_row_is_kept_and_continued(llm):
     cache = DictCache(rollouts(good_drafts(llm)))
     made = made_with(llm, cache, CONFIG, version=1)
+    made.fingerprint = 7  # only the very weights that began a row continue it
     steps = itertools.count()
     step = llm.llm_engine.step
 
@@ -319,6 +335,7 @@ def test_an_interrupted_row_is_kept_and_continued(llm):
     assert len(partial) == 8
     assert all(r.finish is Finish.PARTIAL and len(r) >= 6 for r in partial.values())
     made = made_with(llm, cache, CONFIG, version=1)
+    made.fingerprint = 7  # only the very weights that began a row continue it
     outputs, tokens = sample(made, 8, 60)
     for i, response in enumerate(tokens):
         begun = partial[i].tokens.tolist()
