@@ -160,7 +160,7 @@ class Arm:
         self.generation = Generation(recipe, self.store)
         config = self.generation.llm.llm_engine.vllm_config
         if config.speculative_config is not None:
-            mend_cpu_rejection_sampler(config)
+            mend_cpu_rejection_sampler()
         self.counter = Counter(self.generation.llm)
         self.responses: list[list[list[int]]] = []  # of the last epoch, [prompt][sample]
 

@@ -28,6 +28,7 @@ from tests.engine.lossless import (
     ROWS,
     check_distribution,
     good_drafts,
+    likely,
     made_with,
     params,
     rollouts,
@@ -164,7 +165,7 @@ def test_logprobs_are_the_policys_for_every_token(
     engine = llm if mode == "raw" else request.getfixturevalue("processed_engine")
     if candidates == 0:
         monkeypatch.setattr(rounds, "CANDIDATES", 1)  # so that the engine draws most of the rest
-    cached = good_drafts(llm)
+    cached = likely(llm)
     made = made_with(engine, DictCache(rollouts(cached)), CONFIG)
     outputs, tokens = sample(made, 32, 12, logprobs=candidates)
     metrics = made.metrics
@@ -252,7 +253,7 @@ def test_stop_strings_end_a_response_wherever_they_begin(llm, included):
 
 
 def test_the_same_seeds_and_trees_give_the_same_rollouts_and_other_seeds_others(llm):
-    cached = rollouts(good_drafts(llm))
+    cached = rollouts(likely(llm))
     runs = [
         sample(made_with(llm, DictCache(cached), CONFIG, seed=seed), 24, 10)[1]
         for seed in (0, 0, 1)
@@ -271,7 +272,7 @@ def test_greedy_requests_are_not_drafted_for_and_callers_parameters_stay(llm):
 
 
 def test_several_rollouts_of_one_request_are_decoded_in_rounds(llm):
-    made = made_with(llm, DictCache(rollouts(good_drafts(llm))), CONFIG)
+    made = made_with(llm, DictCache(rollouts(likely(llm))), CONFIG)
     [output] = made.generate([PROMPT], params(6, n=5, seed=1), use_tqdm=False)
     assert [c.index for c in output.outputs] == [0, 1, 2, 3, 4]
     assert all(len(c.token_ids) == 6 for c in output.outputs)
@@ -367,10 +368,9 @@ def test_an_engine_for_rounds_is_built_as_without_speculation():
 
 
 def test_rows_take_fewer_steps_and_what_a_round_adds_is_a_few_tokens_of_prefill(llm):
-    _, responses = sample(made_with(llm, DictCache(), CONFIG), 4, 100)
-    made = made_with(llm, DictCache(rollouts(responses)), CONFIG, version=2)
-    sample(made, 4, 100)
+    made = made_with(llm, DictCache(rollouts(likely(llm))), CONFIG, version=2)
+    sample(made, 64, 8)
     metrics = made.metrics
-    assert metrics.tree_steps < metrics.tree_tokens == 400
+    assert metrics.tree_steps < metrics.tree_tokens == 64 * 8
     # Each request prefills at most what lies behind its last full block.
     assert metrics.recomputed_tokens <= 32 * metrics.tree_requests
