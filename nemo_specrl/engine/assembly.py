@@ -182,8 +182,9 @@ def build_completion(
         old = reference_logprobs(draft, config)[:accepted]
         carried = policy.copy()
         carried[:accepted] = behaviour_logprobs(policy[:accepted], old, config.lenience)
-    if request.rounds is not None and request.params.detokenize:
-        name_tokens(request.logprobs, request.rules.tokenizer)
+    tokenizer = request.rules.tokenizer  # NeMo-RL's engines have none
+    if request.rounds is not None and request.params.detokenize and tokenizer is not None:
+        name_tokens(request.logprobs, tokenizer)
     if not (draft is None and request.rounds is None and request.detokenizer is None):
         completion = dataclasses.replace(completion, text=text_of(request, ending))
     logprobs, total = reported_logprobs(

@@ -4,6 +4,7 @@ Each statistical test states its error rate; draws are seeded, so that a test th
 passing.
 """
 
+import dataclasses
 import itertools
 import math
 
@@ -374,3 +375,13 @@ def test_rows_take_fewer_steps_and_what_a_round_adds_is_a_few_tokens_of_prefill(
     assert metrics.tree_steps < metrics.tree_tokens == 64 * 8
     # Each request prefills at most what lies behind its last full block.
     assert metrics.recomputed_tokens <= 32 * metrics.tree_requests
+
+
+def test_an_engine_without_a_tokenizer_decodes_in_rounds(llm):
+    """As NeMo-RL builds its engines; parameters say ``detokenize`` all the same."""
+    made = made_with(llm, DictCache(rollouts(likely(llm))), CONFIG)
+    made._limits = dataclasses.replace(made._limits, tokenizer=None)
+    made._rounds._limits = made._limits
+    _, tokens = sample(made, 8, 12, detokenize=True)
+    assert [len(response) for response in tokens] == [12] * 8
+    assert made.metrics.tree_drafted_tokens > 0
