@@ -28,7 +28,7 @@ RESPONSES_KEPT = 2
 """Where memory is short, a tree with this many times the responses of the cache is made anew."""
 
 
-def _chances() -> npt.NDArray[np.float64]:
+def _chances() -> npt.NDArray[np.float32]:
     """By cell: a token's share of the weights, shrunk where little speaks for it."""
     share = np.array([0.2, 0.4, 0.6, 0.78, 0.9, 0.97, 1.0])[:, None, None]
     match = np.array([1.0, 2.5, 5.5, 12.0, 24.0, 48.0])[:, None]
@@ -36,12 +36,11 @@ def _chances() -> npt.NDArray[np.float64]:
     evidence = votes + match / 4
     chances = share * evidence / (evidence + 0.5)
     assert chances.shape == (_suffix.SHARES, _suffix.MATCHES, _suffix.VOTES)
-    return np.ravel(chances)
+    return np.ravel(chances).astype(np.float32)
 
 
 CHANCES = _chances()
 """Estimated chances of acceptance, by what speaks for a token (``cell_of`` in ``_suffix.c``)."""
-_TABLE = CHANCES.astype(np.float32)
 
 
 class PromptTree:
@@ -93,7 +92,7 @@ class TreeRow:
         index = self._tree.index
         if max_tokens <= 0 or index is None:
             return [], []
-        tokens, _, chances = index.draft(self._response, max_tokens, MIN_PROBABILITY, _TABLE)
+        tokens, _, chances = index.draft(self._response, max_tokens, MIN_PROBABILITY, CHANCES)
         draft, estimated = array("i"), array("f")
         draft.frombytes(tokens)
         estimated.frombytes(chances)
