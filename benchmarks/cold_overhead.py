@@ -50,7 +50,7 @@ def main() -> None:
         tempfile.TemporaryDirectory() as folder,
         RolloutStore(folder, max_bytes=2**28, tokenizer_id="benchmark") as store,
     ):
-        speculative = SpeculativeLLM(llm, store, SpecRLConfig(enabled=True))
+        speculative = SpeculativeLLM(llm, store, SpecRLConfig(enabled=True, preset="faithful"))
         for pair in range(args.pairs + 1):
             batch = sums[pair * args.prompts : (pair + 1) * args.prompts]
             prompts = [{"prompt_token_ids": p.prompt} for p in batch for _ in range(GROUP)]

@@ -147,25 +147,25 @@ PRESETS: dict[str, dict[str, Any]] = {
     "fast": {"lenience": math.exp(0.5), "clip_anchor": "current", "fresh_fraction": 0.05},
 }
 """Values that each preset gives to the keys a recipe leaves out (reasons: docs/fidelity.md)."""
-_DEFAULTS = PRESETS["faithful"]
+_DEFAULT = "lossless"
 
 
 class SpecRLConfig(Block):
     """The ``spec_rl:`` block: how rollouts are drafted, verified and reported."""
 
     enabled: bool = False
-    preset: Literal["lossless", "faithful", "fast"] = "faithful"
+    preset: Literal["lossless", "faithful", "fast"] = "lossless"
     """Sets the keys below that a recipe leaves out (``PRESETS``)."""
-    lenience: float = Field(default=_DEFAULTS["lenience"], gt=0, allow_inf_nan=False)
+    lenience: float = Field(default=PRESETS[_DEFAULT]["lenience"], gt=0, allow_inf_nan=False)
     """l: a token is accepted when u <= min(1, l * p_new / p_old). 1 is the strict test."""
     reported_logprobs: Literal["policy", "behaviour"] = "policy"
     """Log-prob reported for an accepted token: the current policy's, or the probability with
     which reuse produced the token."""
     acceptance_reference: Literal["last", "birth"] = "last"
     """p_old: under the policy that judged the token last, or the one that sampled it."""
-    clip_anchor: Literal["birth", "current"] = _DEFAULTS["clip_anchor"]
+    clip_anchor: Literal["birth", "current"] = PRESETS[_DEFAULT]["clip_anchor"]
     """Start of the loss's clipped ratio: the current policy, or the one that sampled a token."""
-    fresh_fraction: float = Field(default=_DEFAULTS["fresh_fraction"], ge=0, le=1)
+    fresh_fraction: float = Field(default=PRESETS[_DEFAULT]["fresh_fraction"], ge=0, le=1)
     """Share of rows that are decoded plainly although a draft is there. Rows take turns, so that
     no token is trained on more than ``ceil(1 / fresh_fraction)`` times."""
     max_age: int | None = Field(default=None, ge=1)
@@ -173,7 +173,7 @@ class SpecRLConfig(Block):
     stricter of the two applies; None: ``fresh_fraction`` alone."""
     monitor: MonitorConfig = MonitorConfig()
     cache: CacheConfig = CacheConfig()
-    tree: TreeConfig = TreeConfig()
+    tree: TreeConfig = TreeConfig(enabled=True)
     run_ahead: RunAheadConfig = RunAheadConfig()
 
     @property
@@ -190,6 +190,13 @@ class SpecRLConfig(Block):
                 "what is decoded ahead is drafted by trees; set tree.enabled: true or "
                 "preset: lossless, or set it to false",
             )
+        if self.preset == "lossless" and self.lenience != 1 and self.effective_fresh_fraction >= 1:
+            raise WrongKey(
+                "lenience",
+                self.lenience,
+                "preset: lossless reuses no prefix, which lenience is about; leave it out, or set "
+                "preset: faithful or fast",
+            )
         return self
 
     @model_validator(mode="before")
@@ -198,10 +205,10 @@ class SpecRLConfig(Block):
         """Fill in the preset's values for the keys that are missing."""
         if not isinstance(values, dict):
             return values
-        filled = {**PRESETS.get(str(values.get("preset")), {}), **values}
-        tree = values.get("tree")
-        if isinstance(tree, dict):
-            filled["tree"] = {**PRESETS.get(str(values.get("preset")), {}).get("tree", {}), **tree}
+        preset = {"tree": {}, **PRESETS.get(str(values.get("preset", _DEFAULT)), {})}
+        filled = {**preset, **values}
+        if isinstance(values.get("tree"), dict):
+            filled["tree"] = {**preset["tree"], **values["tree"]}
         return filled
 
 

@@ -13,9 +13,11 @@ from nemo_specrl.errors import ConfigError
 def test_defaults_are_the_documented_ones():
     config = SpecRLConfig()
     assert not config.enabled
-    assert (config.preset, config.lenience) == ("faithful", 1.0)
+    assert (config.preset, config.lenience) == ("lossless", 1.0)
     assert (config.reported_logprobs, config.acceptance_reference) == ("policy", "last")
-    assert (config.clip_anchor, config.fresh_fraction, config.max_age) == ("current", 0.2, None)
+    assert (config.clip_anchor, config.fresh_fraction, config.max_age) == ("current", 1.0, None)
+    assert config.tree.enabled
+    assert config == SpecRLConfig(preset="lossless") == validated(SpecRLConfig, {})
     assert config.cache.max_bytes_per_node == 64 * 2**30
 
 
@@ -56,9 +58,10 @@ def test_sizes_have_units(text, size):
             r"max_draft_tokens = 129: must be less than",
         ),
         (
-            {"run_ahead": {"enabled": True}},
+            {"preset": "faithful", "run_ahead": {"enabled": True}},
             r"run_ahead\.enabled = True: .*; set tree\.enabled: true",
         ),
+        ({"lenience": 1.5}, r"lenience = 1\.5: .* leave it out, or set preset: faithful or fast"),
         ("yes", r"spec_rl: must be a mapping of keys, got 'yes'"),
         ({"lenience": -1, "max_age": -1}, r"\(and 1 more\)"),
     ],

@@ -39,7 +39,9 @@ def speculative(llm):
     """A function that makes a SpeculativeLLM, with ``fresh_fraction`` 0 unless given."""
 
     def make(cache=None, *, version=0, seed=0, lenience=LENIENCE, **options):
-        config = SpecRLConfig(enabled=True, lenience=lenience, **{"fresh_fraction": 0.0, **options})
+        config = SpecRLConfig(
+            enabled=True, preset="faithful", lenience=lenience, **{"fresh_fraction": 0.0, **options}
+        )
         made = SpeculativeLLM(llm, DictCache() if cache is None else cache, config, seed=seed)
         made.policy_version = version
         return made

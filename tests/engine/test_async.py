@@ -87,7 +87,9 @@ def ask(async_llm, loop):
 @pytest.fixture
 def speculative(async_llm):
     def make(cache, *, version=0, llm=None, lenience=1.0, enabled=True):
-        config = SpecRLConfig(enabled=enabled, lenience=lenience, fresh_fraction=0.0)
+        config = SpecRLConfig(
+            enabled=enabled, preset="faithful", lenience=lenience, fresh_fraction=0.0
+        )
         made = AsyncSpeculativeLLM(llm or async_llm, cache, config)
         made.policy_version = version
         return made

@@ -68,7 +68,9 @@ def changed(engine, random_model):
     refit(engine, weights_of(random_model))
     old = distribution(engine)
     cache = DictCache()
-    made = SpeculativeLLM(engine, cache, SpecRLConfig(enabled=True, fresh_fraction=0.0))
+    made = SpeculativeLLM(
+        engine, cache, SpecRLConfig(enabled=True, preset="faithful", fresh_fraction=0.0)
+    )
     sample(made, 20_000, 1)
     drafts = cache.all()
     assert all(d.finish is Finish.LENGTH for d in drafts)

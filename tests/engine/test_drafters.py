@@ -19,8 +19,10 @@ from nemo_specrl.engine import compat
 from nemo_specrl.engine.assembly import reuse_of
 from nemo_specrl.engine.compat import refit
 from tests.conftest import DictCache, weights_of
-from tests.engine.helpers import PROMPT, VOCABULARY, chi_squared, distribution
+from tests.engine.helpers import PROMPT, VOCABULARY, chi_squared, distribution, needs_drafters
 from tests.engine.test_failures import interrupt_after
+
+pytestmark = needs_drafters
 
 # Behind every token of the vocabulary something follows, so that an n-gram drafts for every row.
 LOOKUP = [*range(3, VOCABULARY), *range(VOCABULARY - 1, 2, -1)]
@@ -113,7 +115,7 @@ def params(max_tokens, **options):
 
 
 def made_with(llm, cache=None, *, version=1, **options):
-    config = SpecRLConfig(enabled=True, **{"fresh_fraction": 0.0, **options})
+    config = SpecRLConfig(enabled=True, preset="faithful", **{"fresh_fraction": 0.0, **options})
     made = SpeculativeLLM(llm, DictCache() if cache is None else cache, config)
     made.policy_version = version
     return made

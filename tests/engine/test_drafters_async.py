@@ -13,14 +13,15 @@ from nemo_specrl.engine.assembly import reuse_of
 from nemo_specrl.engine.asynchronous import AsyncSpeculativeLLM
 from nemo_specrl.errors import ConfigError
 from tests.conftest import REPOSITORY
-from tests.engine.helpers import PROMPT, VOCABULARY, chi_squared, sampling
+from tests.engine.helpers import PROMPT, VOCABULARY, chi_squared, needs_drafters, sampling
 from tests.engine.test_async import ClaimingCache
 
+pytestmark = needs_drafters
 START = [*PROMPT, *range(3, VOCABULARY), *range(VOCABULARY - 1, 2, -1)]
 KEY = prompt_key(START)
 ROWS = 800
 ERROR_RATE = 1e-4
-CONFIG = SpecRLConfig(enabled=True, fresh_fraction=0.0)
+CONFIG = SpecRLConfig(enabled=True, preset="faithful", fresh_fraction=0.0)
 
 
 @pytest.fixture(scope="module")

@@ -92,7 +92,7 @@ def table_of(rows, rollouts, births=False):
 def monitor_of(records, changed=None, *, state=None, **options):
     """A monitor with one step an epoch; ``changed`` gets what it sets ``fresh_fraction`` to."""
     set_fresh_fraction = (changed if changed is not None else []).append
-    config = SpecRLConfig(enabled=True, **options)
+    config = SpecRLConfig(enabled=True, **{"preset": "faithful", **options})
     return StepMonitor(
         records, config, steps_per_epoch=1, set_fresh_fraction=set_fresh_fraction, state=state
     )

@@ -26,7 +26,12 @@ def conversations(tmp_path_factory):
     return Job(
         tmp_path_factory.mktemp("nemo") / "conversations",
         steps=6,
-        spec_rl={"enabled": "true", "fresh_fraction": 0, "reported_logprobs": "behaviour"},
+        spec_rl={
+            "enabled": "true",
+            "preset": "faithful",
+            "fresh_fraction": 0,
+            "reported_logprobs": "behaviour",
+        },
         **{
             "++env.turns": 3,
             "grpo.max_rollout_turns": 3,
@@ -74,7 +79,7 @@ def test_with_the_asynchronous_engine_later_turns_are_drafted_too(tmp_path):
     job = Job(
         tmp_path / "turns",
         steps=4,
-        spec_rl={"enabled": "true", "fresh_fraction": 0},
+        spec_rl={"enabled": "true", "preset": "faithful", "fresh_fraction": 0},
         **{
             "++env.turns": 3,
             "grpo.max_rollout_turns": 3,
@@ -94,7 +99,7 @@ def test_dynamic_sampling_draws_on_until_a_batch_is_full(tmp_path):
     job = Job(
         tmp_path / "dapo",
         steps=5,
-        spec_rl={"enabled": "true", "fresh_fraction": 0},
+        spec_rl={"enabled": "true", "preset": "faithful", "fresh_fraction": 0},
         **{
             "++env.prompts": 6,
             "grpo.use_dynamic_sampling": "true",
@@ -122,7 +127,7 @@ def test_on_the_data_plane_rollouts_are_made_and_kept_by_another_process(tmp_pat
     job = Job(
         tmp_path / "plane",
         steps=4,
-        spec_rl={"enabled": "true", "fresh_fraction": 0},
+        spec_rl={"enabled": "true", "preset": "faithful", "fresh_fraction": 0},
         **{"data_plane.enabled": "true", "data_plane.num_storage_units": 1},
     ).wait()
     assert_drafts_follow_the_history(job, job.calls())

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.engine.helpers import needs_drafters
 from tests.nemo_rl.jobs import (
     ACCEPTED,
     TOTAL,
@@ -10,7 +11,7 @@ from tests.nemo_rl.jobs import (
     marks,
 )
 
-pytestmark = marks
+pytestmark = [*marks, needs_drafters]
 LOOKAHEAD = 3
 NGRAM = {
     "method": "ngram",
@@ -26,7 +27,7 @@ def job(tmp_path_factory):
     return Job(
         tmp_path_factory.mktemp("drafters") / "job",
         steps=4,
-        spec_rl={"enabled": "true", "fresh_fraction": 0},
+        spec_rl={"enabled": "true", "preset": "faithful", "fresh_fraction": 0},
         **{"++policy.generation.vllm_kwargs.speculative_config": f"{{{drafter}}}"},
     ).wait()
 

@@ -40,12 +40,12 @@ def plain(folder):
 
 @pytest.fixture(scope="module")
 def reused(folder):
-    return Job(folder / "reused", steps=6, spec_rl={"enabled": "true"}).wait()
+    return Job(folder / "reused", steps=6, spec_rl={"enabled": "true", "preset": "faithful"}).wait()
 
 
 @pytest.fixture(scope="module")
 def anchored(folder):
-    spec_rl = {"enabled": "true", "clip_anchor": "birth"}
+    spec_rl = {"enabled": "true", "preset": "faithful", "clip_anchor": "birth"}
     return Job(folder / "anchored", steps=4, spec_rl=spec_rl).wait()
 
 
@@ -153,13 +153,18 @@ def test_a_checkpoint_has_the_cache_beside_the_weights(reused):
 
 def test_killed_and_resumed_it_drafts_at_once(folder):
     out = folder / "killed"
-    killed = Job(out, steps=6, spec_rl={"enabled": "true"}, **{"++env.killed_in_step": 4})
+    killed = Job(
+        out,
+        steps=6,
+        spec_rl={"enabled": "true", "preset": "faithful"},
+        **{"++env.killed_in_step": 4},
+    )
     killed.wait_for_kill()
     assert [p.name for p in sorted(out.glob("checkpoints/step_*"))] == ["step_2"]
     # The node's disk is lost, too: what is left is the checkpoint.
     for path in (folder / "stores").glob("*/*.mdb"):
         path.unlink()
-    resumed = Job(out, steps=6, spec_rl={"enabled": "true"}).wait()
+    resumed = Job(out, steps=6, spec_rl={"enabled": "true", "preset": "faithful"}).wait()
     steps = resumed.train()
     assert sorted(steps) == [1, 2, 3, 4, 5, 6]
     assert steps[3]["spec_rl/accepted_fraction"] > ACCEPTED
@@ -169,12 +174,12 @@ def test_killed_and_resumed_it_drafts_at_once(folder):
 
 def test_a_damaged_cache_costs_the_resumed_run_its_drafts_and_no_more(folder):
     out = folder / "damaged"
-    Job(out, steps=2, spec_rl={"enabled": "true"}).wait()
+    Job(out, steps=2, spec_rl={"enabled": "true", "preset": "faithful"}).wait()
     manifest = out / "checkpoints" / "step_2" / "rollout_cache" / "manifest.json"
     manifest.write_text(manifest.read_text()[:50])
     for path in (folder / "stores").glob("*/*.mdb"):
         path.unlink()
-    resumed = Job(out, steps=4, spec_rl={"enabled": "true"}).wait()
+    resumed = Job(out, steps=4, spec_rl={"enabled": "true", "preset": "faithful"}).wait()
     assert "manifest.json: damaged" in resumed.log.read_text()
     assert resumed.train()[3]["spec_rl/draft_coverage"] == 0
 
@@ -200,7 +205,7 @@ def test_with_the_asynchronous_engine_drafts_are_accepted_and_validation_stays_o
     job = Job(
         folder / "engine",
         steps=4,
-        spec_rl={"enabled": "true"},
+        spec_rl={"enabled": "true", "preset": "faithful"},
         **{"policy.generation.vllm_cfg.async_engine": "true"},
     ).wait()
     steps = job.train()
@@ -216,7 +221,9 @@ def test_with_the_asynchronous_engine_drafts_are_accepted_and_validation_stays_o
 
 
 def test_asynchronous_grpo_drafts_in_its_collector(folder):
-    job = Job(folder / "async", steps=5, spec_rl={"enabled": "true"}, **ASYNCHRONOUS).wait()
+    job = Job(
+        folder / "async", steps=5, spec_rl={"enabled": "true", "preset": "faithful"}, **ASYNCHRONOUS
+    ).wait()
     steps = job.train()
     assert sorted(steps) == [1, 2, 3, 4, 5]
     # The collector runs ahead: some steps find all their rows rolled out already, and the first may
@@ -231,7 +238,7 @@ def test_ppo_drafts_from_the_second_epoch_on_and_is_anchored_and_watched(folder)
     job = Job(
         folder / "ppo",
         steps=4,
-        spec_rl={"enabled": "true", "clip_anchor": "birth"},
+        spec_rl={"enabled": "true", "preset": "faithful", "clip_anchor": "birth"},
         algorithm="ppo",
         # A step's four passes move the policy as far as the other jobs' one pass.
         **{"policy.optimizer.kwargs.lr": "7.5e-6"},
@@ -258,7 +265,7 @@ def test_what_cannot_be_is_refused_before_anything_is_started(folder):
     job = Job(
         folder / "refused",
         steps=2,
-        spec_rl={"enabled": "true"},
+        spec_rl={"enabled": "true", "preset": "faithful"},
         **{"policy.generation.temperature": 0.7},
     )
     assert job.exit_code() != 0

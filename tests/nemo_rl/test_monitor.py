@@ -98,7 +98,10 @@ def test_monitor_and_engine_agree_on_fresh_rows_when_drafts_are_refused(engine):
     prompt, cache, fraction, rows = [1, 12, 5, 14], DictCache(), 0.25, 16
     key = prompt_key(prompt)
     speculative = SpeculativeLLM(
-        engine, cache, SpecRLConfig(enabled=True, fresh_fraction=fraction), seed=3
+        engine,
+        cache,
+        SpecRLConfig(enabled=True, preset="faithful", fresh_fraction=fraction),
+        seed=3,
     )
 
     def generate(version):

@@ -87,7 +87,7 @@ def test_a_recipe_inherits_from_stock_and_switches_reuse_on(name):
     recipe = own(name)
     assert recipe["defaults"].startswith(f"{STOCK}examples/configs/")
     spec_rl = validated(SpecRLConfig, recipe["policy"]["generation"]["spec_rl"], BLOCK)
-    assert (spec_rl.enabled, spec_rl.preset) == (True, "faithful")
+    assert (spec_rl.enabled, spec_rl.preset) == (True, "lossless")
     assert spec_rl.cache.dir == Path("/raid/specrl")
 
 

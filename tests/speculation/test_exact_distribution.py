@@ -274,7 +274,7 @@ def learn(method, epochs, *, rate=1.0, on_drafts=True):
     return np.array(seen)
 
 
-PLAIN = SpecRLConfig(enabled=True, fresh_fraction=1.0)
+PLAIN = SpecRLConfig(enabled=True, preset="faithful", fresh_fraction=1.0)
 FAITHFUL = SpecRLConfig(enabled=True, preset="faithful")
 FAST = SpecRLConfig(enabled=True, preset="fast")
 VALUE, REWARD, DISTANCE = range(3)

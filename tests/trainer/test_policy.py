@@ -192,7 +192,9 @@ def test_the_fingerprint_is_of_the_values_and_not_of_their_order():
 
 @pytest.mark.parametrize(("max_age", "share"), [(None, 0.2), (1, 0.5), (9, 0.2)])
 def test_the_monitor_counts_max_age(random_model, max_age, share):
-    recipe = recipe_of(random_model, spec_rl={"enabled": True, "max_age": max_age})
+    recipe = recipe_of(
+        random_model, spec_rl={"enabled": True, "preset": "faithful", "max_age": max_age}
+    )
     monitor = Trainer(recipe)._open_monitor()
     assert monitor.fresh_fraction == share
     assert monitor.as_dict()["spec_rl/fresh_fraction"] == share
