@@ -333,12 +333,14 @@ def refit(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
 
     Args:
         llm: the engine.
-        weights: name, as in the checkpoint, and tensor of each parameter.
+        weights: name, as in the checkpoint, and tensor of each parameter. They are streamed, but to
+            a worker in another process, such as vLLM 0.20's on a CPU, which gets all at once.
 
     Raises:
         ConfigError: requests are still running, so that the prefix cache cannot be cleared.
     """
-    llm.collective_rpc("specrl_refit", args=(iter(weights),))
+    sent = iter(weights) if in_this_process(llm.llm_engine) else list(weights)
+    llm.collective_rpc("specrl_refit", args=(sent,))
     if not llm.reset_prefix_cache():
         raise ConfigError("refit: requests are still running; let them end or abort them first")
 
@@ -416,9 +418,10 @@ def vllm_plugin() -> None:
 
 def in_this_process(engine: Any) -> bool:
     """Whether an ``LLMEngine`` or ``AsyncLLM`` has its core and its worker in this process."""
-    one_worker = engine.vllm_config.parallel_config.world_size == 1
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
     # LLMEngine sets it only where its core is in this process (v1/engine/llm_engine.py).
-    return one_worker and hasattr(engine, "model_executor")
+    return isinstance(getattr(engine, "model_executor", None), UniProcExecutor)
 
 
 def expanded_to_tokens(

@@ -296,7 +296,7 @@ def test_what_an_interrupt_finds_under_way_is_kept_and_continued(llm, monkeypatc
     made = made_with(llm, cache)
     made.fingerprint = 7
     with monkeypatch.context() as patched:
-        interrupt_after(llm, patched, 8)
+        interrupt_after(llm, patched, 24)
         with pytest.raises(KeyboardInterrupt):
             sample(made, 16, 60)
     kept = {r.sample_index: r for r in cache.all()}
