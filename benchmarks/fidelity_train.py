@@ -22,7 +22,7 @@ def count_into(path: Path) -> None:
     """Have every batch of rollouts noted in ``path``."""
     original = Generation.rollouts
 
-    def rollouts(self: Generation, prompts: Any, attempt: int = 0) -> Any:
+    def rollouts(self: Generation, prompts: Any, attempt: int = 0, *rest: Any) -> Any:
         engine, steps = self.llm.llm_engine, 0
         step = engine.step
 
@@ -34,7 +34,7 @@ def count_into(path: Path) -> None:
         started = time.process_time()
         engine.step = counted  # type: ignore[method-assign]
         try:
-            return original(self, prompts, attempt)
+            return original(self, prompts, attempt, *rest)
         finally:
             del engine.step
             line = {

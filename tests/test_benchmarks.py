@@ -1,4 +1,4 @@
-"""benchmarks/rollout.py in its smallest form, on the real engine: what it writes, not its speed."""
+"""Benchmarks in their smallest form, on the real engine: what they write, not how fast."""
 
 import json
 import subprocess
@@ -9,14 +9,14 @@ from safetensors.torch import load_file
 
 from tests.conftest import REPOSITORY
 
-SCRIPT = REPOSITORY / "benchmarks" / "rollout.py"
+BENCHMARKS = REPOSITORY / "benchmarks"
 ARMS = ["plain", "n-gram", "suffix", "tree", "fast, tree"]
 EPOCHS, PROMPTS, GROUP = 2, 2, 3
 pytestmark = pytest.mark.timeout(900)  # two processes with three to five engines each
 
 
-def run(*arguments):
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+def run(*arguments, script="rollout.py"):
+    command = [sys.executable, str(BENCHMARKS / script), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -107,3 +107,19 @@ def test_the_report_is_what_was_printed(result):
     assert again.strip() in printed
     for arm in {row["arm"] for row in rows}:
         assert f"| {arm} |" in again
+
+
+def test_a_training_for_the_study_of_fidelity_counts_its_rollouts(tmp_path):
+    counts = tmp_path / "counts.jsonl"
+    run(
+        *(counts, REPOSITORY / "examples/configs/grpo_sort_cpu.yaml", "data.num_prompts=4"),
+        *("grpo.num_prompts_per_step=2", "grpo.num_generations_per_prompt=2"),
+        *("grpo.max_num_epochs=1", "grpo.val_at_start=false", "grpo.val_at_end=false"),
+        *("policy.train_global_batch_size=4", "logger.tensorboard_enabled=false"),
+        *(f"logger.log_dir={tmp_path}", f"checkpointing.checkpoint_dir={tmp_path}"),
+        script="fidelity_train.py",
+    )
+    lines = [json.loads(line) for line in counts.read_text().splitlines()]
+    assert [(line["step"], line["attempt"]) for line in lines] == [(1, 0), (2, 0)]
+    # A response has at most 160 tokens, and no step yields less than one.
+    assert all(0 < line["engine_steps"] <= 160 and line["rollout_cpu_s"] > 0 for line in lines)

@@ -74,7 +74,7 @@ class AsyncSpeculativeLLM(Speculation):
             so that its times are sums over rows and may exceed the time that has passed.
 
     Raises:
-        ConfigError: the engine's ``logprobs_mode`` is one of logits.
+        ConfigError: the engine's ``logprobs_mode`` is one of logits, or ``run_ahead`` is enabled.
         IncompatibleVersion: this release does not work with the installed vLLM.
     """
 
@@ -83,6 +83,11 @@ class AsyncSpeculativeLLM(Speculation):
 
     def __init__(self, llm: Any, cache: Any, config: SpecRLConfig, seed: int = 0) -> None:
         super().__init__(llm, cache, config, seed)
+        if config.enabled and config.run_ahead.enabled:
+            raise ConfigError(
+                "spec_rl.run_ahead.enabled = true: an asynchronous engine is asked for one row at "
+                "a time and does not know which prompts come next; set it to false"
+            )
         self._decoding: Any = contextlib.nullcontext()
         if self._rounds is not None:
             # No more rows than the engine runs at once: between two requests, a row must not wait

@@ -10,6 +10,7 @@ from nemo_specrl import SpecRLConfig
 from nemo_specrl.engine.assembly import reuse_of
 from nemo_specrl.engine.asynchronous import AsyncSpeculativeLLM
 from nemo_specrl.engine.drafting import engine_options
+from nemo_specrl.errors import ConfigError
 from tests.engine.helpers import PROMPT, VOCABULARY, chi_squared, sampling
 from tests.engine.test_async import ClaimingCache
 
@@ -46,6 +47,12 @@ def async_llm(random_model, loop):
     llm = loop.run_until_complete(start())
     yield llm
     llm.shutdown()
+
+
+def test_run_ahead_is_refused(async_llm):
+    config = SpecRLConfig(enabled=True, preset="lossless", run_ahead={"enabled": True})
+    with pytest.raises(ConfigError, match=r"run_ahead\.enabled = true: .*; set it to false"):
+        AsyncSpeculativeLLM(async_llm, ClaimingCache(), config)
 
 
 def test_rows_draft_from_the_cache_and_from_each_other(async_llm, loop):
