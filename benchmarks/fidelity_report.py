@@ -106,7 +106,7 @@ def band(rows: Iterable[dict[str, Any]], name: str) -> Band | None:
 
 
 def run_of(row: dict[str, Any]) -> tuple[str, str, int]:
-    """What tells runs apart."""
+    """The key that tells runs apart."""
     return row["setting"], row["variant"], row["seed"]
 
 

@@ -1,4 +1,4 @@
-"""What ``fidelity.py`` compares: settings, variants of ``spec_rl:``, grids. Runs nothing."""
+"""The comparisons of ``fidelity.py``: settings, variants of ``spec_rl:``, grids. Runs nothing."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Task:
-    """What a policy is trained on.
+    """A task that a policy is trained on.
 
     Args:
         title: for tables.

@@ -1,4 +1,4 @@
-r"""What rollouts cost with each method of speculation, on the same policies and the same prompts.
+r"""Compare what rollouts cost with each method of speculation, policies and prompts being the same.
 
     .venv/bin/python benchmarks/rollout.py --out results/rollout
     .venv/bin/python benchmarks/rollout.py --out results/rollout --tasks sorting --arms plain tree

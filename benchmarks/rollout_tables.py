@@ -10,7 +10,7 @@ from recording import TASKS
 
 PLAIN = "plain"
 PLACE = ("task", "sequences", "group", "seed", "epoch", "of_groups")
-"""What tells the rows of an arm apart."""
+"""The keys that tell the rows of an arm apart."""
 
 
 def mean(rows: list[dict[str, Any]], name: str) -> float:

@@ -1,4 +1,4 @@
-"""What run-ahead gains and costs: the demo's rollouts with and without it, same seeds.
+"""Measure what run-ahead gains and costs: the demo's rollouts with and without it, same seeds.
 
     .venv/bin/python benchmarks/run_ahead.py --places 8 --json benchmarks/results/run_ahead.json
 

@@ -17,7 +17,7 @@ from nemo_specrl.cache import RolloutStore
 from nemo_specrl.rollout import prompt_key
 from tests.factories import rollout
 """
-"""What a script of :func:`run_python` begins with."""
+"""The first lines of a script of :func:`run_python`."""
 
 
 def open_store(path, max_bytes=16 * MIB, tokenizer_id="tok", **options):
@@ -25,7 +25,7 @@ def open_store(path, max_bytes=16 * MIB, tokenizer_id="tok", **options):
 
 
 def contents(store, prompts):
-    """What a store has of prompts, by number."""
+    """The rollouts that a store has of prompts, by number."""
     found = store.get([prompt_key([p]) for p in prompts])
     return {p: found[prompt_key([p])] for p in prompts if prompt_key([p]) in found}
 

@@ -109,7 +109,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def crash(self):
-        """What is on disk at this moment is what another process finds."""
+        """Another process finds what is on disk at this moment."""
         self.lives += 1
         with self.store._mutex:
             shutil.copytree(self.path, self.folder / f"store-{self.lives}")

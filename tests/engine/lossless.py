@@ -1,4 +1,4 @@
-"""What the tests of both ways of lossless drafting share: rows of one prompt, and exact tests."""
+"""Shared by the tests of both ways of lossless drafting: rows of one prompt, and exact tests."""
 
 import numpy as np
 from vllm import SamplingParams

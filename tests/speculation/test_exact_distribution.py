@@ -42,7 +42,7 @@ def distribution(logits):
 
 
 def outcomes(new, reference, draft, lenience):
-    """What becomes of a draft: (probability, response, accepted length), all that can be.
+    """All fates of a draft: (probability, response, accepted length), all that can be.
 
     Args:
         new: logits of the policy that judges and decodes.

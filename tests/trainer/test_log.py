@@ -1,4 +1,4 @@
-"""What a step leaves for Prometheus, and the alert that looks at it."""
+"""The metrics that a step leaves for Prometheus, and the alert that looks at it."""
 
 import re
 

@@ -97,7 +97,7 @@ def train(rank, batches):
 
 
 def everything(rank, batches):
-    """What a rank does from its start: log-probs, weights, gradients, steps, weights."""
+    """The work of a rank from its start: log-probs, weights, gradients, steps, weights."""
     (scored,) = replica(rank, [samples()])
     logprobs = rank.logprobs(scored, False)
     at_first = exported(rank)

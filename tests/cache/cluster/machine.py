@@ -160,7 +160,7 @@ class ClusterMachine(RuleBasedStateMachine):
 
     @rule(client=client, on_disk=st.booleans())
     def finish(self, client, on_disk):
-        """What a client has put is acknowledged."""
+        """Check that what a client has put is acknowledged."""
         with self.world.acting(f"client {client}"):
             (self.clients[client].sync if on_disk else self.clients[client].deliver)()
         for prompt, what in self.under_way[client].items():
@@ -290,7 +290,7 @@ class ClusterMachine(RuleBasedStateMachine):
         return newest(self.actors[disk].target.store, prompt)[1]
 
     def held(self, prompt):
-        """What the readers have that lack nothing; the oldest of it."""
+        """The oldest of what the readers have that lack nothing."""
         sound = self.sound(partition_of(prompt_key([prompt]), PARTITIONS))
         shards = self.shards()
         has = [newest(shards[name].store, prompt) for name in sound if name in shards]

@@ -91,7 +91,7 @@ class Engine:
 
 
 class Watch:
-    """What an engine on a machine sees."""
+    """An engine on one machine, and what it sees."""
 
     def __init__(self, network, cache, number):
         self._folder = Path(tempfile.mkdtemp(dir=network.disk(number)))
@@ -100,7 +100,7 @@ class Watch:
         wait_until(lambda: self.since(0.0))
 
     def since(self, when):
-        """What it found in look-ups that began since then: prompt by prompt, versions."""
+        """The versions that look-ups begun since then have found, prompt by prompt."""
         notes = self._folder / "notes"
         lines = notes.read_text().split("\n")[:-1] if notes.exists() else []
         return [found for begun, found in map(json.loads, lines) if begun > when]
