@@ -38,7 +38,7 @@ MB = 1e6
 
 
 def rollouts(prompts: int, tokens: int, version: int) -> list[Rollout]:
-    """Rollouts like those of a run with reuse: a vocabulary of 152k, the first half drafted a version ago."""
+    """Rollouts as of a run with reuse: 152k token ids, the first half drafted a version ago."""
     rng = np.random.default_rng(version)
     ids = rng.integers(0, 151_936, (SAMPLE_INDICES, tokens), dtype=np.int32)
     logprobs = -rng.exponential(0.5, (2, SAMPLE_INDICES, tokens)).astype(np.float32)

@@ -24,7 +24,7 @@ def run(*arguments, script="rollout.py"):
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
-    """What it printed, the rows it wrote, the arms it left out, its report, and its folder."""
+    """Its printed text, the rows it wrote, the arms it left out, its report, and its folder."""
     out = tmp_path_factory.mktemp("rollout")
     printed = run(
         *("--out", out, "--tasks", "sorting", "--arms", *ARMS, "--epochs", EPOCHS),

@@ -26,7 +26,7 @@ CONFIG = SpecRLConfig(enabled=True, preset="faithful", fresh_fraction=0.0)
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """The files that pip installs beside the package: the entry points of this tree's pyproject.toml."""
+    """Files that pip installs beside the package: entry points of this tree's pyproject.toml."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     folder = tmp_path_factory.mktemp("site")
     info = folder / "nemo_specrl-0.dist-info"

@@ -24,7 +24,7 @@ def llm(drafting_llm):
 
 
 class Watch:
-    """Records what the engine was given and how many rows it had in each step, callers' and ahead."""
+    """Records what the engine was given, and its rows in each step, callers' and ahead."""
 
     def __init__(self, llm, monkeypatch):
         self.steps, self.begun, self._ahead = [], [], set()

@@ -23,7 +23,7 @@ START = -1
 
 
 class Reference:
-    """What ``_suffix.c`` computes, by search through the responses as they are."""
+    """Computes the same as ``_suffix.c``, by search through the responses as they are."""
 
     def __init__(self):
         self.responses = []
