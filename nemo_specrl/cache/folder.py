@@ -81,7 +81,7 @@ def check_pages(folder: Path, lock: FolderLock) -> None:
         if pages.known:
             found = set(pages.tables())
             # One of the names may be what is damaged.
-            if found and len(found & TABLES) < 2:
+            if found and len(found & TABLES) < 2 and not pages.had_tables(TABLES):
                 raise StoreUnavailable(
                     f"{data} is an LMDB file but no rollout store; name another folder"
                 )

@@ -163,7 +163,7 @@ def reading_file(file: Path) -> Iterator[Contents]:
                 f"{file} is empty, or of another LMDB or another kind of machine than this one"
             )
         tables = pages.tables()
-        if len(tables.keys() & TABLES) < 2:
+        if len(tables.keys() & TABLES) < 2 and not pages.had_tables(TABLES):
             raise StoreUnavailable(f"{file} is an LMDB file but no rollout store")
         if tables.keys() != TABLES:
             raise lmdb.CorruptedError(f"its tables are {sorted(tables)}")

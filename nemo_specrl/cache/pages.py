@@ -18,7 +18,7 @@ import os
 import struct
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,8 +136,10 @@ class PageFile:
                 raise lmdb.CorruptedError(f"flags {free.flags:#x} in meta page {number}")
         if abs(txns[0] - txns[1]) > 1:
             raise lmdb.CorruptedError(f"meta pages of the transactions {txns[0]} and {txns[1]}")
-        _, meta, self._free = metas[txns[1] > txns[0]]
+        newer = txns[1] > txns[0]
+        _, meta, self._free = metas[newer]
         self._main = Tree._make(_TREE.unpack(meta[5]))
+        self._main_before = Tree._make(_TREE.unpack(metas[not newer][1][5]))
         self._last, self._transaction = meta[6], meta[7]
         self._page_size = page_size
         if self._main.flags:
@@ -154,8 +156,21 @@ class PageFile:
         Raises:
             lmdb.CorruptedError: the main table is damaged.
         """
+        return self._tables(self._main)
+
+    def had_tables(self, names: Collection[bytes]) -> bool:
+        """Whether these were the tables before the last transaction, whose pages are still there.
+
+        A flipped bit in the newer meta page can make the file look like one of something else.
+        """
+        try:
+            return self._tables(self._main_before).keys() == set(names)
+        except lmdb.CorruptedError:
+            return False
+
+    def _tables(self, main: Tree) -> dict[bytes, Tree]:
         found = {}
-        for name, value, flags in self._items(self._main):
+        for name, value, flags in self._items(main):
             found[name] = Tree(0, 0, -1, 0, 0, 0, 0, 0)
             if flags == _SUB_TREE and len(value) == _TREE.size:
                 found[name] = Tree._make(_TREE.unpack(value))

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from nemo_specrl.cache.journal import JournaledStore
+from nemo_specrl.cache.layout import reading_file
 from nemo_specrl.cache.pages import PageFile
 from nemo_specrl.errors import CacheError, StoreUnavailable
 from tests.cache.stores import MIB, contents, open_store, run_python
@@ -145,6 +146,22 @@ def flips(file, kind, count):
         (4096 * rng.choice(numbers) + rng.randrange(near if i % 2 else 4096), rng.randrange(8))
         for i in range(count)
     ]
+
+
+def test_a_flipped_root_is_damage_and_not_a_file_of_something_else(whole, tmp_path):
+    """The newer meta page names another page as the root of the table of tables."""
+    intact = whole["store"] / "store" / "data.mdb"
+    data = intact.read_bytes()
+    newer = max((0, 1), key=lambda page: data[4096 * page + 144 : 4096 * page + 152][::-1])
+    damaged = tmp_path / "data.mdb"
+    why = []
+    for bit in range(64):
+        shutil.copyfile(intact, damaged)
+        flip_bit(damaged, 4096 * newer + 128 + bit // 8, bit % 8)
+        with pytest.raises(lmdb.CorruptedError) as caught, reading_file(damaged) as contents:
+            assert not contents
+        why.append(str(caught.value))
+    assert any("its tables are" in line for line in why)
 
 
 @pytest.mark.parametrize("running", [False, True], ids=["at rest", "while open"])
