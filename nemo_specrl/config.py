@@ -147,7 +147,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "fast": {"lenience": math.exp(0.5), "clip_anchor": "current", "fresh_fraction": 0.05},
 }
 """Values that each preset gives to the keys a recipe leaves out (reasons: docs/fidelity.md)."""
-_DEFAULT = "lossless"
+_DEFAULT_PRESET = "lossless"
 
 
 class SpecRLConfig(Block):
@@ -156,16 +156,16 @@ class SpecRLConfig(Block):
     enabled: bool = False
     preset: Literal["lossless", "faithful", "fast"] = "lossless"
     """Sets the keys below that a recipe leaves out (``PRESETS``)."""
-    lenience: float = Field(default=PRESETS[_DEFAULT]["lenience"], gt=0, allow_inf_nan=False)
+    lenience: float = Field(default=PRESETS[_DEFAULT_PRESET]["lenience"], gt=0, allow_inf_nan=False)
     """l: a token is accepted when u <= min(1, l * p_new / p_old). 1 is the strict test."""
     reported_logprobs: Literal["policy", "behaviour"] = "policy"
     """Log-prob reported for an accepted token: the current policy's, or the probability with
     which reuse produced the token."""
     acceptance_reference: Literal["last", "birth"] = "last"
     """p_old: under the policy that judged the token last, or the one that sampled it."""
-    clip_anchor: Literal["birth", "current"] = PRESETS[_DEFAULT]["clip_anchor"]
+    clip_anchor: Literal["birth", "current"] = PRESETS[_DEFAULT_PRESET]["clip_anchor"]
     """Start of the loss's clipped ratio: the current policy, or the one that sampled a token."""
-    fresh_fraction: float = Field(default=PRESETS[_DEFAULT]["fresh_fraction"], ge=0, le=1)
+    fresh_fraction: float = Field(default=PRESETS[_DEFAULT_PRESET]["fresh_fraction"], ge=0, le=1)
     """Share of rows that are decoded plainly although a draft is there. Rows take turns, so that
     no token is trained on more than ``ceil(1 / fresh_fraction)`` times."""
     max_age: int | None = Field(default=None, ge=1)
@@ -205,7 +205,7 @@ class SpecRLConfig(Block):
         """Fill in the preset's values for the keys that are missing."""
         if not isinstance(values, dict):
             return values
-        preset = {"tree": {}, **PRESETS.get(str(values.get("preset", _DEFAULT)), {})}
+        preset = {"tree": {}, **PRESETS.get(str(values.get("preset", _DEFAULT_PRESET)), {})}
         filled = {**preset, **values}
         if isinstance(values.get("tree"), dict):
             filled["tree"] = {**preset["tree"], **values["tree"]}
