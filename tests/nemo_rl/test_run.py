@@ -54,7 +54,7 @@ def test_without_the_block_or_switched_off_there_is_nothing_to_do(tmp_path):
 def test_a_run_reads_its_recipe(tmp_path):
     run = Run.of(recipe(tmp_path), "grpo")
     assert (run.seed, run.checkpoint, run.tokenizer_id) == (42, None, "Qwen/Qwen3-8B")
-    assert run.spec_rl.preset == "faithful"
+    assert run.spec_rl.preset == "lossless"
     assert run.store_folder.parent == Path("/raid/specrl")
     other = recipe(tmp_path / "elsewhere")
     assert Run.of(other, "grpo").store_folder != run.store_folder
@@ -142,9 +142,9 @@ def test_log_probs_that_nemo_rl_would_take_for_errors_are_refused(tmp_path):
 def test_an_engine_has_one_drafter(tmp_path, drafter):
     """The recipe's own beside reuse, the tree proposer, or neither; never both."""
     own = {"vllm_kwargs__speculative_config": drafter}
-    for spec_rl in ({}, {"spec_rl__preset": "fast"}):
+    for spec_rl in ({"spec_rl__preset": "faithful"}, {"spec_rl__preset": "fast"}):
         assert Run.of(recipe(tmp_path, **own, **spec_rl), "grpo") is not None
-    for spec_rl in ({"spec_rl__preset": "lossless"}, {"spec_rl__tree": {"enabled": True}}):
+    for spec_rl in ({}, {"spec_rl__preset": "fast", "spec_rl__tree": {"enabled": True}}):
         assert Run.of(recipe(tmp_path, **spec_rl), "grpo") is not None
         with pytest.raises(ConfigError) as raised:
             Run.of(recipe(tmp_path, **own, **spec_rl), "grpo")
