@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -147,14 +147,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     "fast": {"lenience": math.exp(0.5), "clip_anchor": "current", "fresh_fraction": 0.05},
 }
 """Values that each preset gives to the keys a recipe leaves out (reasons: docs/fidelity.md)."""
-_DEFAULT_PRESET = "lossless"
+_DEFAULT_PRESET: Final = "lossless"
 
 
 class SpecRLConfig(Block):
     """The ``spec_rl:`` block: how rollouts are drafted, verified and reported."""
 
     enabled: bool = False
-    preset: Literal["lossless", "faithful", "fast"] = "lossless"
+    preset: Literal["lossless", "faithful", "fast"] = _DEFAULT_PRESET
     """Sets the keys below that a recipe leaves out (``PRESETS``)."""
     lenience: float = Field(default=PRESETS[_DEFAULT_PRESET]["lenience"], gt=0, allow_inf_nan=False)
     """l: a token is accepted when u <= min(1, l * p_new / p_old). 1 is the strict test."""
@@ -173,7 +173,7 @@ class SpecRLConfig(Block):
     stricter of the two applies; None: ``fresh_fraction`` alone."""
     monitor: MonitorConfig = MonitorConfig()
     cache: CacheConfig = CacheConfig()
-    tree: TreeConfig = TreeConfig(enabled=True)
+    tree: TreeConfig = TreeConfig(**PRESETS[_DEFAULT_PRESET]["tree"])
     run_ahead: RunAheadConfig = RunAheadConfig()
 
     @property

@@ -10,7 +10,7 @@ from pathlib import Path
 import lmdb
 
 from nemo_specrl.cache.files import FOLDER_MODE, replacing, sync_folder
-from nemo_specrl.cache.layout import DATA_FILE, TABLES
+from nemo_specrl.cache.layout import DATA_FILE, TABLES, is_of_store
 from nemo_specrl.cache.lock import FolderLock
 from nemo_specrl.cache.pages import PageFile
 from nemo_specrl.cache.tables import Tables
@@ -80,8 +80,7 @@ def check_pages(folder: Path, lock: FolderLock) -> None:
     with PageFile(data) as pages:
         if pages.known:
             found = set(pages.tables())
-            # One of the names may be what is damaged.
-            if found and len(found & TABLES) < 2 and not pages.had_tables(TABLES):
+            if found and not is_of_store(pages, found):
                 raise StoreUnavailable(
                     f"{data} is an LMDB file but no rollout store; name another folder"
                 )

@@ -146,6 +146,14 @@ class Contents:
     records: Iterator[tuple[bytes, bytes]]
 
 
+def is_of_store(pages: PageFile, tables: Collection[bytes]) -> bool:
+    """Whether a file with these tables is a store's, perhaps a damaged one.
+
+    One of the names may be what is damaged, or the page that leads to them.
+    """
+    return len(TABLES.intersection(tables)) >= 2 or pages.had_tables(TABLES)
+
+
 @contextlib.contextmanager
 def reading_file(file: Path) -> Iterator[Contents]:
     """Read the tables in a file: a store's, or a copy.
@@ -163,7 +171,7 @@ def reading_file(file: Path) -> Iterator[Contents]:
                 f"{file} is empty, or of another LMDB or another kind of machine than this one"
             )
         tables = pages.tables()
-        if len(tables.keys() & TABLES) < 2 and not pages.had_tables(TABLES):
+        if not is_of_store(pages, tables):
             raise StoreUnavailable(f"{file} is an LMDB file but no rollout store")
         if tables.keys() != TABLES:
             raise lmdb.CorruptedError(f"its tables are {sorted(tables)}")

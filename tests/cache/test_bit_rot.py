@@ -152,14 +152,15 @@ def test_a_flipped_root_is_damage_and_not_a_file_of_something_else(whole, tmp_pa
     """The newer meta page names another page as the root of the table of tables."""
     intact = whole["store"] / "store" / "data.mdb"
     data = intact.read_bytes()
-    newer = max((0, 1), key=lambda page: data[4096 * page + 144 : 4096 * page + 152][::-1])
+    transactions = [int.from_bytes(data[at : at + 8], "little") for at in (144, 4096 + 144)]
+    root = 4096 * int(transactions[1] > transactions[0]) + 128
     damaged = tmp_path / "data.mdb"
     why = []
     for bit in range(64):
         shutil.copyfile(intact, damaged)
-        flip_bit(damaged, 4096 * newer + 128 + bit // 8, bit % 8)
-        with pytest.raises(lmdb.CorruptedError) as caught, reading_file(damaged) as contents:
-            assert not contents
+        flip_bit(damaged, root + bit // 8, bit % 8)
+        with pytest.raises(lmdb.CorruptedError) as caught, reading_file(damaged):
+            pass
         why.append(str(caught.value))
     assert any("its tables are" in line for line in why)
 

@@ -1,7 +1,6 @@
 """Lossless drafting on a real AsyncLLM, whose proposer lies in another process."""
 
 import asyncio
-import importlib.util
 
 import numpy as np
 import pytest
@@ -11,13 +10,10 @@ from nemo_specrl.engine.assembly import reuse_of
 from nemo_specrl.engine.asynchronous import AsyncSpeculativeLLM
 from nemo_specrl.engine.drafting import engine_options
 from nemo_specrl.errors import ConfigError
-from tests.engine.helpers import PROMPT, VOCABULARY, chi_squared, sampling
+from tests.engine.helpers import DRAFTS, PROMPT, VOCABULARY, chi_squared, sampling
 from tests.engine.test_async import ClaimingCache
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("vllm.v1.spec_decode.custom_class_proposer") is None,
-    reason="this vLLM has no custom proposers",
-)
+pytestmark = pytest.mark.skipif(not DRAFTS, reason="this vLLM has no custom proposers")
 CONFIG = SpecRLConfig(enabled=True, preset="lossless", tree={"max_draft_tokens": 6})
 ROWS = 600
 ERROR_RATE = 1e-4

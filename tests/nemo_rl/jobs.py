@@ -22,6 +22,8 @@ marks = [
     ),
     pytest.mark.timeout(900),
 ]
+FAITHFUL = {"enabled": "true", "preset": "faithful"}
+"""The spec_rl: block of a job with prefix reuse."""
 PROMPTS, GROUP, STEPS_PER_EPOCH = 4, 4, 2
 BATCH = PROMPTS // STEPS_PER_EPOCH * GROUP
 TOTAL = 192

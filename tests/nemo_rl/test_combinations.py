@@ -9,6 +9,7 @@ from nemo_specrl.trainer.task import EOS, encode
 from tests.nemo_rl.jobs import (
     ACCEPTED,
     BATCH,
+    FAITHFUL,
     HOME,
     Job,
     assert_drafts_follow_the_history,
@@ -26,12 +27,7 @@ def conversations(tmp_path_factory):
     return Job(
         tmp_path_factory.mktemp("nemo") / "conversations",
         steps=6,
-        spec_rl={
-            "enabled": "true",
-            "preset": "faithful",
-            "fresh_fraction": 0,
-            "reported_logprobs": "behaviour",
-        },
+        spec_rl=FAITHFUL | {"fresh_fraction": 0, "reported_logprobs": "behaviour"},
         **{
             "++env.turns": 3,
             "grpo.max_rollout_turns": 3,
@@ -79,7 +75,7 @@ def test_with_the_asynchronous_engine_later_turns_are_drafted_too(tmp_path):
     job = Job(
         tmp_path / "turns",
         steps=4,
-        spec_rl={"enabled": "true", "preset": "faithful", "fresh_fraction": 0},
+        spec_rl=FAITHFUL | {"fresh_fraction": 0},
         **{
             "++env.turns": 3,
             "grpo.max_rollout_turns": 3,
@@ -99,7 +95,7 @@ def test_dynamic_sampling_draws_on_until_a_batch_is_full(tmp_path):
     job = Job(
         tmp_path / "dapo",
         steps=5,
-        spec_rl={"enabled": "true", "preset": "faithful", "fresh_fraction": 0},
+        spec_rl=FAITHFUL | {"fresh_fraction": 0},
         **{
             "++env.prompts": 6,
             "grpo.use_dynamic_sampling": "true",
@@ -127,7 +123,7 @@ def test_on_the_data_plane_rollouts_are_made_and_kept_by_another_process(tmp_pat
     job = Job(
         tmp_path / "plane",
         steps=4,
-        spec_rl={"enabled": "true", "preset": "faithful", "fresh_fraction": 0},
+        spec_rl=FAITHFUL | {"fresh_fraction": 0},
         **{"data_plane.enabled": "true", "data_plane.num_storage_units": 1},
     ).wait()
     assert_drafts_follow_the_history(job, job.calls())

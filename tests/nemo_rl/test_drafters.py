@@ -5,6 +5,7 @@ import pytest
 from tests.engine.helpers import needs_drafters
 from tests.nemo_rl.jobs import (
     ACCEPTED,
+    FAITHFUL,
     TOTAL,
     Job,
     assert_drafts_follow_the_history,
@@ -27,7 +28,7 @@ def job(tmp_path_factory):
     return Job(
         tmp_path_factory.mktemp("drafters") / "job",
         steps=4,
-        spec_rl={"enabled": "true", "preset": "faithful", "fresh_fraction": 0},
+        spec_rl=FAITHFUL | {"fresh_fraction": 0},
         **{"++policy.generation.vllm_kwargs.speculative_config": f"{{{drafter}}}"},
     ).wait()
 

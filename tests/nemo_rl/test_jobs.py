@@ -16,6 +16,7 @@ from tests.nemo_rl.jobs import (
     ACCEPTED,
     ASYNCHRONOUS,
     BATCH,
+    FAITHFUL,
     GROUP,
     HOME,
     PROMPTS,
@@ -40,12 +41,12 @@ def plain(folder):
 
 @pytest.fixture(scope="module")
 def reused(folder):
-    return Job(folder / "reused", steps=6, spec_rl={"enabled": "true", "preset": "faithful"}).wait()
+    return Job(folder / "reused", steps=6, spec_rl=FAITHFUL).wait()
 
 
 @pytest.fixture(scope="module")
 def anchored(folder):
-    spec_rl = {"enabled": "true", "preset": "faithful", "clip_anchor": "birth"}
+    spec_rl = FAITHFUL | {"clip_anchor": "birth"}
     return Job(folder / "anchored", steps=4, spec_rl=spec_rl).wait()
 
 
@@ -156,7 +157,7 @@ def test_killed_and_resumed_it_drafts_at_once(folder):
     killed = Job(
         out,
         steps=6,
-        spec_rl={"enabled": "true", "preset": "faithful"},
+        spec_rl=FAITHFUL,
         **{"++env.killed_in_step": 4},
     )
     killed.wait_for_kill()
@@ -164,7 +165,7 @@ def test_killed_and_resumed_it_drafts_at_once(folder):
     # The node's disk is lost, too: what is left is the checkpoint.
     for path in (folder / "stores").glob("*/*.mdb"):
         path.unlink()
-    resumed = Job(out, steps=6, spec_rl={"enabled": "true", "preset": "faithful"}).wait()
+    resumed = Job(out, steps=6, spec_rl=FAITHFUL).wait()
     steps = resumed.train()
     assert sorted(steps) == [1, 2, 3, 4, 5, 6]
     assert steps[3]["spec_rl/accepted_fraction"] > ACCEPTED
@@ -174,12 +175,12 @@ def test_killed_and_resumed_it_drafts_at_once(folder):
 
 def test_a_damaged_cache_costs_the_resumed_run_its_drafts_and_no_more(folder):
     out = folder / "damaged"
-    Job(out, steps=2, spec_rl={"enabled": "true", "preset": "faithful"}).wait()
+    Job(out, steps=2, spec_rl=FAITHFUL).wait()
     manifest = out / "checkpoints" / "step_2" / "rollout_cache" / "manifest.json"
     manifest.write_text(manifest.read_text()[:50])
     for path in (folder / "stores").glob("*/*.mdb"):
         path.unlink()
-    resumed = Job(out, steps=4, spec_rl={"enabled": "true", "preset": "faithful"}).wait()
+    resumed = Job(out, steps=4, spec_rl=FAITHFUL).wait()
     assert "manifest.json: damaged" in resumed.log.read_text()
     assert resumed.train()[3]["spec_rl/draft_coverage"] == 0
 
@@ -205,7 +206,7 @@ def test_with_the_asynchronous_engine_drafts_are_accepted_and_validation_stays_o
     job = Job(
         folder / "engine",
         steps=4,
-        spec_rl={"enabled": "true", "preset": "faithful"},
+        spec_rl=FAITHFUL,
         **{"policy.generation.vllm_cfg.async_engine": "true"},
     ).wait()
     steps = job.train()
@@ -221,9 +222,7 @@ def test_with_the_asynchronous_engine_drafts_are_accepted_and_validation_stays_o
 
 
 def test_asynchronous_grpo_drafts_in_its_collector(folder):
-    job = Job(
-        folder / "async", steps=5, spec_rl={"enabled": "true", "preset": "faithful"}, **ASYNCHRONOUS
-    ).wait()
+    job = Job(folder / "async", steps=5, spec_rl=FAITHFUL, **ASYNCHRONOUS).wait()
     steps = job.train()
     assert sorted(steps) == [1, 2, 3, 4, 5]
     # The collector runs ahead: some steps find all their rows rolled out already, and the first may
@@ -238,7 +237,7 @@ def test_ppo_drafts_from_the_second_epoch_on_and_is_anchored_and_watched(folder)
     job = Job(
         folder / "ppo",
         steps=4,
-        spec_rl={"enabled": "true", "preset": "faithful", "clip_anchor": "birth"},
+        spec_rl=FAITHFUL | {"clip_anchor": "birth"},
         algorithm="ppo",
         # A step's four passes move the policy as far as the other jobs' one pass.
         **{"policy.optimizer.kwargs.lr": "7.5e-6"},
@@ -265,7 +264,7 @@ def test_what_cannot_be_is_refused_before_anything_is_started(folder):
     job = Job(
         folder / "refused",
         steps=2,
-        spec_rl={"enabled": "true", "preset": "faithful"},
+        spec_rl=FAITHFUL,
         **{"policy.generation.temperature": 0.7},
     )
     assert job.exit_code() != 0
