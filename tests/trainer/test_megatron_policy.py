@@ -17,7 +17,7 @@ import torch
 
 from nemo_specrl.engine.compat import refit
 from nemo_specrl.errors import CheckpointError, ConfigError, PolicyError
-from nemo_specrl.trainer.policy import build_policy, build_value_model
+from nemo_specrl.trainer.policy import build_policy, build_value_model, megatron_policy
 from nemo_specrl.trainer.policy.megatron_policy import MegatronPolicy
 from nemo_specrl.trainer.policy.megatron_weights import Layout
 from nemo_specrl.trainer.policy.torch_policy import TorchPolicy
@@ -158,6 +158,26 @@ def test_a_rank_that_dies_in_a_step_ends_the_call(policy, monkeypatch):
     with pytest.raises(PolicyError, match=r"has been shut down, or one of its ranks has failed"):
         policy.logprobs(samples())
     policy.shutdown()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_rank_that_hangs_in_a_step_ends_the_call(random_model, ray_folder, monkeypatch, shared):
+    """In a Ray of the policy's own, and in one that was there before."""
+    monkeypatch.setenv("RAY_TMPDIR", ray_folder)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(megatron_policy, "SILENT_SECONDS", 5.0)
+    if shared:
+        ray.init("local", include_dashboard=False, log_to_driver=False)
+    try:
+        policy = build_policy(recipe_of(random_model, policy=PIPELINE))
+        pids = policy.pids()
+        os.kill(pids[1], signal.SIGSTOP)
+        with pytest.raises(PolicyError, match=r"^rank 1 \(TP 0, PP 1, DP 0\) .* has not a"):
+            policy.train(samples(), epochs=1)
+        assert ray.is_initialized() is shared
+        wait_until_gone(pids)
+    finally:
+        ray.shutdown()
 
 
 def test_the_reason_is_the_rank_that_died_and_not_those_that_noticed():

@@ -41,6 +41,10 @@ GRACE_SECONDS = 5.0
 """How long to wait, once a rank has failed, for the reason why: the first to fail may be one that
 lost its connection to another that died."""
 
+SILENT_SECONDS = 20.0
+"""How long the process of a rank may leave a ping unanswered. It answers pings while it computes,
+and while it waits for other ranks."""
+
 
 def _start_ray() -> None:
     address = os.environ.get("RAY_ADDRESS")
@@ -65,9 +69,37 @@ class _Actor(MegatronRank):
         """Call a method with arguments that the driver has stored once for several ranks."""
         return getattr(self, method)(*arguments)
 
+    @ray.method(concurrency_group="health")
     def pid(self) -> int:
-        """Process id."""
+        """Process id, also in the middle of another call."""
         return os.getpid()
+
+
+class _Watch:
+    """Pings to ranks while their answers are waited for.
+
+    Args:
+        ranks: the actors; all of them, as any of them may be what the others wait for.
+    """
+
+    def __init__(self, ranks: Sequence[Any]) -> None:
+        self._ranks = ranks
+        self._pings: dict[Any, int] = {}
+        self._since = time.monotonic()
+
+    def silent(self) -> int | None:
+        """The first rank that has left a ping unanswered for too long."""
+        now = time.monotonic()
+        if self._pings:
+            # A ping that failed has an answer too: the rank's own call fails as well.
+            _, open_ = ray.wait(list(self._pings), num_returns=len(self._pings), timeout=0)
+            self._pings = {ping: self._pings[ping] for ping in open_}
+            if self._pings and now - self._since > SILENT_SECONDS:
+                return min(self._pings.values())
+        if not self._pings and now - self._since > SILENT_SECONDS / 4:
+            self._pings = {actor.pid.remote(): rank for rank, actor in enumerate(self._ranks)}
+            self._since = now
+        return None
 
 
 class MegatronPolicy:
@@ -95,6 +127,7 @@ class MegatronPolicy:
         layout.check(self.architecture)
         CheckpointReader(self.architecture.folder)
         self._ranks: list[Any] = []
+        self._pids: list[int] = []
         self._offloaded = False
         self._own_ray = not ray.is_initialized()
         if self._own_ray:
@@ -108,13 +141,16 @@ class MegatronPolicy:
     def _start(self) -> None:
         resources: Any = ray.cluster_resources
         gpus = 1 if resources().get("GPU", 0) >= self.layout.size else 0
-        actor: Any = ray.remote(_Actor).options(num_cpus=0, num_gpus=gpus)
+        # Calls run one at a time in a thread, pings in another.
+        remote: Any = ray.remote
+        actor = remote(concurrency_groups={"health": 1}, num_cpus=0, num_gpus=gpus)(_Actor)
         # A folder that is given relative to this process's own.
         model = str(self.architecture.folder.absolute())
         config = self.config.model_copy(update={"model_name": model})
         self._ranks = [
             actor.remote(rank, self.layout, config, self.loss) for rank in range(self.layout.size)
         ]
+        self._pids = self._all("pid")  # they run, and have to answer from now on
         host, port = self._wait({self._ranks[0].open.remote(): 0})[0]
         self._all("start", host, port)
 
@@ -244,8 +280,8 @@ class MegatronPolicy:
     # --- the ranks ----------------------------------------------------------------------------
 
     def pids(self) -> list[int]:
-        """Process ids of the ranks."""
-        return list(self._all("pid"))
+        """Process ids of the ranks, each on its node."""
+        return list(self._pids)
 
     def _deal(self, indices: Sequence[int], samples: Sequence[Sample]) -> list[list[int]]:
         """Deal samples to the replicas, of similar length each."""
@@ -292,15 +328,23 @@ class MegatronPolicy:
 
         Raises:
             SpecRLError: which a rank raised.
-            PolicyError: a rank died or raised another error. It names the rank.
+            PolicyError: a rank died, does not answer pings, or raised another error. It names the
+                rank.
         """
         found: dict[int, Any] = {}
         errors: dict[int, Exception] = {}
         left = dict(refs)
         until = float("inf")
+        watch = _Watch(self._ranks if self._pids else [])
         try:
             while left and time.monotonic() < until:
                 done, _ = ray.wait(list(left), timeout=1.0)
+                if not errors and (silent := watch.silent()) is not None:
+                    raise PolicyError(
+                        f"{self.layout.describe(silent)} of the Megatron policy has not answered "
+                        f"for {SILENT_SECONDS:.0f} s; the run can be resumed from its last "
+                        "checkpoint"
+                    )
                 for ref in done:
                     rank = left.pop(ref)
                     try:
