@@ -10,6 +10,7 @@ SpecRLError
 │   ├── ForeignStore        a store of another tokenizer, or of another release
 │   └── CorruptRecord       a record whose checksum or structure is wrong
 ├── PolicyError             a rank of the policy died or failed
+├── RefitError              an engine whose last refit broke off
 ├── CheckpointError         a checkpoint that is damaged, or of another run
 └── IncompatibleVersion     an installed package that this release cannot work with
 
@@ -28,6 +29,7 @@ __all__ = [
     "IncompatibleVersion",
     "InvalidRollout",
     "PolicyError",
+    "RefitError",
     "SpecRLError",
     "StoreInUse",
     "StoreUnavailable",
@@ -86,6 +88,10 @@ class CorruptRecord(CacheError):
 
 class PolicyError(SpecRLError):
     """A rank of the policy died or failed; the policy cannot be used afterwards."""
+
+
+class RefitError(SpecRLError):
+    """An engine whose last refit broke off: it has some of the old weights and some of the new."""
 
 
 class CheckpointError(SpecRLError):

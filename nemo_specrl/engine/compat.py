@@ -19,7 +19,7 @@ from importlib import metadata
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from nemo_specrl.errors import ConfigError, IncompatibleVersion
+from nemo_specrl.errors import ConfigError, IncompatibleVersion, RefitError
 
 if TYPE_CHECKING:
     import torch
@@ -337,12 +337,32 @@ def refit(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
             a worker in another process, such as vLLM 0.20's on a CPU, which gets all at once.
 
     Raises:
-        ConfigError: requests are still running, so that the prefix cache cannot be cleared.
+        ConfigError: requests are still running, whose KV blocks are those of the old weights. The
+            engine keeps these weights.
+        RefitError: an earlier refit of this engine broke off.
+        Exception: whatever ``weights`` raised. vLLM cannot take back a refit that has begun, nor
+            begin another, so that the engine accepts no request from then on.
     """
-    sent = iter(weights) if in_this_process(llm.llm_engine) else list(weights)
+    engine: Any = llm.llm_engine
+    running = "refit: requests are still running; let them end or abort them first"
+    if engine.has_unfinished_requests():
+        raise ConfigError(running)
+    _refuse_if_incomplete(engine)
+    sent = iter(weights) if in_this_process(engine) else list(weights)
+    engine.add_request = functools.partial(_refuse_if_incomplete, engine)
     llm.collective_rpc("specrl_refit", args=(sent,))
+    del engine.add_request
     if not llm.reset_prefix_cache():
-        raise ConfigError("refit: requests are still running; let them end or abort them first")
+        raise ConfigError(running)
+
+
+def _refuse_if_incomplete(engine: Any, *args: Any, **kwargs: Any) -> None:
+    """Raise RefitError if a refit has begun and not ended. It stands for ``add_request`` then."""
+    if "add_request" in vars(engine):
+        raise RefitError(
+            "the engine's last refit broke off, so that its weights are incomplete; build a new "
+            "engine, or resume the run from its last checkpoint"
+        )
 
 
 def has_custom_proposers() -> bool:

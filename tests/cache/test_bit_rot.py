@@ -74,7 +74,8 @@ def live(folder, kind, life, flip=None):
         store = opened(folder, kind)
         if flip is not None:
             flip_bit(*flip)
-        for i in range(3):
+        i = failed = 0
+        while i < 3:
             try:
                 found = contents(store, range(PROMPTS))
                 for prompt, group in found.items():
@@ -90,8 +91,10 @@ def live(folder, kind, life, flip=None):
                 store.put(expected(prompt, version) for prompt in range(i, PROMPTS, 2))
                 store.sync()
                 store.stats()
+                i += 1
             except CacheError as error:
-                if i > 1:  # it goes on empty after the first
+                failed += 1
+                if failed > 1:  # it goes on empty after the first
                     print(error, file=sys.stderr)
                     return 3
         if not contents(store, [2]):

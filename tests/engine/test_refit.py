@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from vllm import SamplingParams
+from vllm import LLM, SamplingParams
 
-from nemo_specrl.engine.compat import refit
-from nemo_specrl.errors import ConfigError
+from nemo_specrl.engine.compat import in_this_process, refit
+from nemo_specrl.errors import ConfigError, PolicyError, RefitError
 from nemo_specrl.trainer.task import encode
 from tests.conftest import weights_of
 
@@ -57,15 +57,49 @@ def test_a_refit_forgets_the_old_weights_blocks(llm, random_model):
     assert cold.num_cached_tokens == 0
 
 
+@pytest.fixture(scope="session")  # an engine that ends takes the process groups of others along
+def engine_to_break(random_model):
+    return LLM(
+        model=str(random_model),
+        dtype="float32",
+        max_model_len=64,
+        max_num_batched_tokens=64,
+        enforce_eager=True,
+        disable_log_stats=True,
+        worker_extension_cls="nemo_specrl.engine.compat.RefitExtension",
+    )
+
+
+def test_an_engine_whose_refit_broke_off_serves_nothing(engine_to_break, random_model):
+    """The weights stop in the middle, as those of a policy do that loses a rank."""
+    llm = engine_to_break
+    if not in_this_process(llm.llm_engine):
+        pytest.skip("the engine gets all weights at once")
+    assert len(engine_logprobs(llm)) == len(TOKENS) - 1
+
+    def broken():
+        yield from weights_of(random_model, noise=0.05)[:9]
+        raise PolicyError("rank 1 died")
+
+    with pytest.raises(PolicyError, match="rank 1 died"):
+        refit(llm, broken())
+    with pytest.raises(RefitError, match="the engine's last refit broke off"):
+        engine_logprobs(llm)
+    with pytest.raises(RefitError, match="the engine's last refit broke off"):
+        refit(llm, weights_of(random_model))
+
+
 def test_a_refit_under_running_requests_is_refused(llm, random_model):
+    before = engine_logprobs(llm)
     engine = llm.llm_engine
     engine.add_request(
         "running", {"prompt_token_ids": [5] * 100}, SamplingParams(max_tokens=50, ignore_eos=True)
     )
     engine.step()
     with pytest.raises(ConfigError, match="requests are still running"):
-        refit(llm, weights_of(random_model))
+        refit(llm, weights_of(random_model, noise=0.05))
     engine.abort_request(["running"])
     while engine.has_unfinished_requests():
         engine.step()
+    assert np.array_equal(engine_logprobs(llm), before)  # it has kept its weights
     refit(llm, weights_of(random_model))
