@@ -19,6 +19,8 @@ from nemo_specrl.trainer.log import read_metrics
 from tests.conftest import REPOSITORY
 
 DEMO = "examples/configs/grpo_sort_cpu.yaml"
+DAPO = "examples/configs/dapo_arith_cpu.yaml"
+PPO = "examples/configs/ppo_arith_cpu.yaml"
 SMALL = (
     "grpo.num_prompts_per_step=4",
     "grpo.num_generations_per_prompt=4",
@@ -40,8 +42,9 @@ OF_THE_JOURNAL = ("spec_rl/replayed_rows", "spec_rl/recomputed_tokens")
 
 
 def command(folder, *overrides, config=DEMO):
+    small = [o.replace("grpo.", "ppo.") for o in SMALL] if config == PPO else SMALL
     return [
-        *(sys.executable, "-m", "nemo_specrl", "train", config, *SMALL),
+        *(sys.executable, "-m", "nemo_specrl", "train", config, *small),
         f"checkpointing.checkpoint_dir={folder}",
         f"logger.log_dir={folder}",
         *overrides,
@@ -282,9 +285,8 @@ def test_run_ahead(whole, tmp_path):
 
 def test_dapo(tmp_path):
     """Clip-higher and dynamic sampling: groups that teach nothing are replaced."""
-    config = "examples/configs/dapo_arith_cpu.yaml"
     small_groups = ("grpo.num_generations_per_prompt=2", "policy.train_global_batch_size=8")
-    train(tmp_path, *small_groups, config=config)
+    train(tmp_path, *small_groups, config=DAPO)
     steps = read_metrics(tmp_path / "metrics.jsonl")
     assert sum(len(r["prompts"]) for r in steps) == 24  # three epochs of eight
     assert any(len(r["prompts"]) > 4 for r in steps)
@@ -293,28 +295,10 @@ def test_dapo(tmp_path):
 
 def test_ppo(tmp_path):
     """A value model, GAE and several passes; it resumes like GRPO."""
-    config = "examples/configs/ppo_arith_cpu.yaml"
-    overrides = [o.replace("grpo.", "ppo.") for o in SMALL]
     folders = [tmp_path / "a", tmp_path / "b"]
-
-    def run(folder, *more):
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "nemo_specrl", "train", config, *overrides),
-                f"checkpointing.checkpoint_dir={folder}",
-                f"logger.log_dir={folder}",
-                *more,
-            ],
-            cwd=REPOSITORY,
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-
-    run(folders[0], "ppo.max_num_steps=4")
-    run(folders[1], "ppo.max_num_steps=2")
-    run(folders[1], "ppo.max_num_steps=4")
+    train(folders[0], "ppo.max_num_steps=4", config=PPO)
+    train(folders[1], "ppo.max_num_steps=2", config=PPO)
+    train(folders[1], "ppo.max_num_steps=4", config=PPO)
     assert records(folders[0]) == records(folders[1])
     steps = records(folders[0])
     assert all(r["value_loss"] > 0 for r in steps)

@@ -1,0 +1,74 @@
+"""Training of Megatron policies through the command line: changes of layout, PPO and DAPO.
+
+Every run is a process of its own with its own Ray, as a user's is.
+"""
+
+import shutil
+import tempfile
+
+import pytest
+
+from nemo_specrl.trainer.log import read_metrics
+from tests.trainer.test_training import DAPO, PPO, records, train
+
+DEMO = "examples/configs/grpo_sort_megatron_cpu.yaml"
+SUMS = (  # with a model of four layers
+    "policy.model_name=examples/models/qwen3-arith",
+    "data.dataset_name=arithmetic",
+    "grpo.max_num_epochs=4",
+)
+
+
+def layout(tp=1, pp=1, ranks=2):
+    return (
+        "policy.megatron_cfg.enabled=true",
+        f"policy.megatron_cfg.tensor_model_parallel_size={tp}",
+        f"policy.megatron_cfg.pipeline_model_parallel_size={pp}",
+        f"cluster.gpus_per_node={ranks}",
+        "cluster.num_nodes=1",
+    )
+
+
+@pytest.fixture(autouse=True)
+def ray_folder(monkeypatch):
+    """For Ray's sockets, whose paths have to be short."""
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        yield
+
+
+def test_a_run_goes_on_in_another_layout(tmp_path):
+    """From TP2 to PP2 to DP2; beside it, a run that stays at TP2."""
+    stays, changes = tmp_path / "stays", tmp_path / "changes"
+    train(stays, *SUMS, *layout(tp=2), "grpo.max_num_steps=4", config=DEMO)
+    shutil.copytree(stays, changes)
+    train(stays, *SUMS, *layout(tp=2), config=DEMO)
+    train(changes, *SUMS, *layout(pp=2), "grpo.max_num_steps=6", config=DEMO)
+    train(changes, *SUMS, *layout(), config=DEMO)
+    before, after = records(stays), records(changes)
+    assert [r["step"] for r in before] == [r["step"] for r in after] == list(range(1, 9))
+    assert before[:4] == after[:4]
+    for expected, found in zip(before[4:], after[4:], strict=True):
+        assert found["prompts"] == expected["prompts"]
+        assert found["spec_rl/draft_coverage"] == expected["spec_rl/draft_coverage"] > 0.5
+        name = "spec_rl/accepted_fraction"
+        assert found[name] == pytest.approx(expected[name], abs=0.02)
+        # Of the optimizer's state: other moments would make another next step.
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.1)
+    assert before[4]["spec_rl/accepted_fraction"] > 0.5
+
+
+def test_ppo(tmp_path):
+    """The value model is a torch model beside the policy's ranks."""
+    train(tmp_path, *layout(pp=2), "ppo.max_num_steps=2", config=PPO)
+    steps = read_metrics(tmp_path / "metrics.jsonl")
+    assert len(steps) == 2
+    assert all(r["value_loss"] > 0 and r["grad_norm"] > 0 for r in steps)
+
+
+def test_dapo(tmp_path):
+    train(tmp_path, *layout(tp=2), "grpo.max_num_steps=2", config=DAPO)
+    steps = read_metrics(tmp_path / "metrics.jsonl")
+    assert [r["step"] for r in steps] == [1, 2]
+    assert any(len(r["prompts"]) > 4 for r in steps)
