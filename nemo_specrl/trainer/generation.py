@@ -103,20 +103,19 @@ def build_engine(recipe: Recipe) -> LLM:
 
 
 class _FingerprintedWeights:
-    """Weights on their way to the engine, cast to its dtype, with a fingerprint of all of them.
+    """Weights on their way to the engine, with a fingerprint of all of them.
 
     The fingerprint is the sum of the tensors' own: it needs neither their order nor a second pass.
     """
 
-    def __init__(self, weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> None:
-        self._weights, self._dtype = weights, dtype
+    def __init__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._weights = weights
         self._sum = 0
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._weights:
-            cast = tensor.to(self._dtype)
-            self._sum += fingerprint([(name, cast)])
-            yield name, cast
+            self._sum += fingerprint([(name, tensor)])
+            yield name, tensor
 
     @property
     def fingerprint(self) -> int:
@@ -188,23 +187,28 @@ class Generation:
         """Stream new weights into the engine, tensor by tensor.
 
         Args:
-            weights: :meth:`Policy.stream_weights`.
+            weights: :meth:`Policy.stream_weights`, in the engine's ``dtype``.
             policy_version: version of these weights.
         """
-        stream = _FingerprintedWeights(weights, self._dtype)
+        stream = _FingerprintedWeights(weights)
         refit(self.llm, stream)
         self.speculative.policy_version = policy_version
         self.speculative.fingerprint = stream.fingerprint
 
     def begin(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Note the fingerprint of the weights that the engine has loaded itself at the start."""
-        stream = _FingerprintedWeights(weights, self._dtype)
+        """Note the fingerprint of the weights that the engine has loaded itself at the start.
+
+        Args:
+            weights: :meth:`Policy.stream_weights`, in the engine's ``dtype``.
+        """
+        stream = _FingerprintedWeights(weights)
         for _ in stream:
             pass
         self.speculative.fingerprint = stream.fingerprint
 
     @property
-    def _dtype(self) -> torch.dtype:
+    def dtype(self) -> torch.dtype:
+        """Of the engine's weights."""
         import torch
 
         dtype: torch.dtype = getattr(torch, self.recipe.policy.generation.vllm_cfg.precision)

@@ -82,7 +82,7 @@ class Trainer:
             if found is not None:
                 self._load(found)
             else:
-                self.generation.begin(self.policy.stream_weights())
+                self.generation.begin(self.policy.stream_weights(self.generation.dtype))
             self.log = MetricsLog(
                 recipe.logger.log_dir,
                 self.progress.step,
@@ -168,7 +168,7 @@ class Trainer:
         metrics = self._train(samples)
         torch.set_num_threads(threads)
         self.progress.step += 1
-        self.generation.refit(self.policy.stream_weights(), self.progress.step)
+        self._refit()
         self._offload()
         ended = time.perf_counter()
 
@@ -283,6 +283,10 @@ class Trainer:
                 metrics |= self.value.train(samples)
         return metrics | self.policy.train(samples, epochs=epochs)
 
+    def _refit(self) -> None:
+        weights = self.policy.stream_weights(self.generation.dtype)
+        self.generation.refit(weights, self.progress.step)
+
     def _offload(self) -> None:
         """Leave the device's memory to the engine."""
         self.policy.offload()
@@ -387,7 +391,7 @@ class Trainer:
                 f"{folder}: damaged ({type(error).__name__}); remove this folder to resume from "
                 "the checkpoint before it"
             ) from None
-        self.generation.refit(self.policy.stream_weights(), self.progress.step)
+        self._refit()
 
 
 def _heldout_problems(recipe: Recipe, training: tuple[Problem, ...]) -> list[Problem]:

@@ -112,6 +112,12 @@ def test_an_engine_that_was_refitted_has_its_logprobs(policy, engine):
     assert difference() > 1e-2
 
 
+def test_weights_are_cast_for_the_engine(policy):
+    cast = {name: weight.clone() for name, weight in policy.stream_weights(torch.bfloat16)}
+    own = policy.stream_weights()
+    assert all(torch.equal(cast[name], weight.to(torch.bfloat16)) for name, weight in own)
+
+
 def test_weights_are_gathered_when_they_are_asked_for(policy):
     """No more is alive than what one of Megatron's parameters is made of, and the one before."""
     alive = []

@@ -141,7 +141,7 @@ def test_an_engine_that_was_refitted_has_the_policys_logprobs(random_model, engi
     policy = build_policy(recipe_of(random_model, policy={"optimizer": {"kwargs": {"lr": 1e-2}}}))
     at_first = policy.logprobs(samples())
     policy.train(samples(), epochs=2)
-    refit(engine, _FingerprintedWeights(policy.stream_weights(), torch.float32))
+    refit(engine, _FingerprintedWeights(policy.stream_weights()))
     outputs = engine.generate(
         [{"prompt_token_ids": s.prompt + s.response} for s in samples()],
         SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False),
@@ -153,6 +153,14 @@ def test_an_engine_that_was_refitted_has_the_policys_logprobs(random_model, engi
         entries = output.prompt_logprobs[len(sample.prompt) :]
         got = [e[t].logprob for e, t in zip(entries, sample.response, strict=True)]
         assert got == pytest.approx(logprobs, abs=1e-3)
+
+
+def test_weights_are_cast_for_the_engine(random_model):
+    policy = build_policy(recipe_of(random_model))
+    own = weights_of_policy(policy)
+    assert {t.dtype for t in own.values()} == {torch.float32}
+    cast = dict(policy.stream_weights(torch.bfloat16))
+    assert all(torch.equal(cast[name], t.to(torch.bfloat16)) for name, t in own.items())
 
 
 def test_weights_are_streamed_one_at_a_time():
@@ -167,16 +175,15 @@ def test_weights_are_streamed_one_at_a_time():
             del tensor
 
     passed = 0
-    for _, cast in _FingerprintedWeights(gathered(), torch.bfloat16):
-        assert cast.dtype == torch.bfloat16
+    for _ in _FingerprintedWeights(gathered()):
         passed += 1
         assert sum(reference() is not None for reference in alive) <= 2
     assert passed == 10
 
 
 def test_the_fingerprint_is_of_the_values_and_not_of_their_order():
-    def fingerprint(weights, dtype=torch.float32):
-        stream = _FingerprintedWeights(weights, dtype)
+    def fingerprint(weights):
+        stream = _FingerprintedWeights(weights)
         for _ in stream:
             pass
         return stream.fingerprint
@@ -187,7 +194,7 @@ def test_the_fingerprint_is_of_the_values_and_not_of_their_order():
     first = fingerprint(weights)
     assert first == fingerprint(weights[::-1]) != 0
     assert len({first, *map(fingerprint, (changed, renamed, weights[:1]))}) == 4
-    assert fingerprint(weights, torch.bfloat16) != first
+    assert fingerprint([(name, t.to(torch.bfloat16)) for name, t in weights]) != first
 
 
 @pytest.mark.parametrize(("max_age", "share"), [(None, 0.2), (1, 0.5), (9, 0.2)])

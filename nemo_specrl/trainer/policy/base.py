@@ -83,11 +83,16 @@ class Policy(Protocol):
         """
         ...
 
-    def stream_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def stream_weights(
+        self, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights one tensor at a time, for a refit.
 
         No more than one full tensor has to exist beside the policy's own copy: a backend that
-        holds shards gathers each tensor when it is asked for.
+        holds shards casts them and gathers each tensor when it is asked for.
+
+        Args:
+            dtype: of the tensors; None for the policy's own.
 
         Yields:
             name as in a Hugging Face checkpoint, and tensor. The tensor is valid until the next

@@ -13,11 +13,13 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import ray
 import torch
 
@@ -73,6 +75,13 @@ class _Actor(MegatronRank):
     def pid(self) -> int:
         """Process id, also in the middle of another call."""
         return os.getpid()
+
+
+def _tensor(part: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor on the memory of an array from Ray, which must not be written to."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(part).view(dtype)
 
 
 class _Watch:
@@ -210,12 +219,16 @@ class MegatronPolicy:
         self.updates += 1
         return sums
 
-    def stream_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def stream_weights(
+        self, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights, each gathered when it is asked for; see :meth:`Policy.stream_weights`.
 
         What is in memory beside the ranks' parts is one parameter, at most a layer's queries, keys
-        and values, or its gate and up projections.
+        and values, or its gate and up projections: its parts, in Ray's shared memory, and the
+        tensors that they are assembled to.
         """
+        dtype = dtype or torch.float32
         layout = self.layout
         for stage in range(layout.pp):
             for index, entry in enumerate(parameters(self.architecture, layout, stage)):
@@ -224,14 +237,12 @@ class MegatronPolicy:
                 needed = [layout.rank(tp=i, pp=stage) for i in range(layout.tp)]
                 if entry.split == "all":
                     del needed[1:]
-                refs = {self._rank(rank).shard.remote(index): rank for rank in needed}
+                refs = {self._rank(rank).shard.remote(index, dtype): rank for rank in needed}
                 parts = self._wait(refs)
-                # Ray's arrays are views of its shared memory that cannot be written to.
-                shards = [torch.tensor(parts[rank]) for rank in needed]
-                del refs, parts
-                yield from zip(
-                    entry.tensors, assemble(entry, shards, self.architecture), strict=True
-                )
+                shards = [_tensor(parts[rank], dtype) for rank in needed]
+                tensors = assemble(entry, shards, self.architecture)
+                del refs, parts, shards
+                yield from zip(entry.tensors, tensors, strict=True)
 
     def offload(self) -> None:
         """Free the gradients."""

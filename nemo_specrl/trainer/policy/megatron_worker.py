@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed
@@ -231,9 +230,18 @@ class MegatronRank:
 
     # --- weights and files --------------------------------------------------------------------
 
-    def shard(self, index: int) -> npt.NDArray[np.float32]:
-        """This rank's part of one of its stage's parameters, in the order of ``parameters``."""
-        return self.parameters[index][1].detach().cpu().numpy()
+    def shard(self, index: int, dtype: torch.dtype) -> npt.NDArray[Any]:
+        """This rank's part of one of its stage's parameters.
+
+        Args:
+            index: in ``parameters``.
+            dtype: to cast it to.
+
+        Returns:
+            the values; int16 with their bits for the 16-bit types, since numpy has no bfloat16.
+        """
+        part = self.parameters[index][1].detach().to(dtype).cpu()
+        return (part.view(torch.int16) if dtype.itemsize == 2 else part).numpy()
 
     def offload(self) -> None:
         """Free the gradients."""

@@ -106,10 +106,12 @@ class TorchPolicy:
         self.updates += 1
         return sums
 
-    def stream_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights as they are, without copying; see :meth:`Policy.stream_weights`."""
+    def stream_weights(
+        self, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the weights, copied if they are cast; see :meth:`Policy.stream_weights`."""
         for name, parameter in self.model.named_parameters():
-            yield name, parameter.detach()
+            yield name, parameter.detach().to(dtype or parameter.dtype)
 
     def offload(self) -> None:
         """Free the gradients. Weights and optimizer state are in host memory anyway."""

@@ -1,0 +1,143 @@
+"""Seconds and memory of refits: from Megatron ranks to a vLLM engine in the driver's process.
+
+    .venv/bin/python benchmarks/refit.py --out results/refit.json --layout 2x1x1
+    .venv/bin/python benchmarks/refit.py --out results/refit.json --layout 2x1x1 --random
+
+Without ``--random`` the model is that of the recipe; with it, a Qwen3 of random weights is made, of
+a billion parameters unless another size is given. Results are added to the file. All processes run
+on this machine. Memory is the resident set (VmRSS) before a refit, and by how much its peak (VmHWM)
+within the refit is above it, MB of 10^6 bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from nemo_specrl.engine.compat import local_cpu_environment
+
+local_cpu_environment()
+
+RECIPE = "examples/configs/grpo_sort_megatron_cpu.yaml"
+MB = 1e6
+
+
+def memory(pid: int, name: str) -> float:
+    """One of a process's memory counters, MB."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024 / MB
+    raise ValueError(f"/proc/{pid}/status has no {name}")
+
+
+def write_random_model(folder: Path, args: argparse.Namespace) -> None:
+    """Write a Qwen3 of random weights in bfloat16, with the recipe's tokenizer."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=args.vocabulary,
+        hidden_size=args.hidden,
+        intermediate_size=3 * args.hidden,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.hidden // 128,
+        num_key_value_heads=args.hidden // 256,
+        head_dim=128,
+        tie_word_embeddings=True,
+        eos_token_id=2,
+    )
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path("examples/models/qwen3-sort") / name, folder)
+
+
+def measure(overrides: list[str], layout: tuple[int, int, int], runs: int) -> dict[str, Any]:
+    """Refit an engine ``runs`` times from ranks in a layout."""
+    from nemo_specrl.trainer.generation import Generation
+    from nemo_specrl.trainer.policy import build_policy
+    from nemo_specrl.trainer.recipe import load_recipe
+
+    tp, pp, dp = layout
+    recipe = load_recipe(
+        RECIPE,
+        [
+            *overrides,
+            f"policy.megatron_cfg.tensor_model_parallel_size={tp}",
+            f"policy.megatron_cfg.pipeline_model_parallel_size={pp}",
+            f"cluster.gpus_per_node={tp * pp * dp}",
+            "policy.generation.spec_rl.enabled=false",
+        ],
+    )
+    policy: Any = build_policy(recipe)
+    try:
+        policy.offload()  # as the training loop does, but for the first refit
+        generation = Generation(recipe, None)
+        dtype = generation.dtype
+        names = [(name, weight.numel()) for name, weight in policy.stream_weights()]
+        pids = {"driver": os.getpid()}
+        pids |= {f"rank {rank}": pid for rank, pid in enumerate(policy.pids())}
+        seconds, processes = [], {name: {"before": 0.0, "growth": 0.0} for name in pids}
+        for version in range(runs + 1):
+            before = {name: memory(pid, "VmRSS") for name, pid in pids.items()}
+            for pid in pids.values():
+                Path(f"/proc/{pid}/clear_refs").write_text("5")  # VmHWM begins anew
+            started = time.perf_counter()
+            generation.refit(policy.stream_weights(dtype), version)
+            elapsed = time.perf_counter() - started
+            if version == 0:
+                continue  # code and connections are loaded
+            seconds.append(elapsed)
+            for name, pid in pids.items():
+                growth = memory(pid, "VmHWM") - before[name]
+                found = processes[name]
+                found["before"] = max(found["before"], before[name])
+                found["growth"] = max(found["growth"], growth)
+    finally:
+        policy.shutdown()
+    return {
+        "layout": {"tp": tp, "pp": pp, "dp": dp},
+        "parameters": sum(count for _, count in names),
+        "largest_tensor_mb": max(count for _, count in names) * dtype.itemsize / MB,
+        "seconds": seconds,
+        "median_seconds": statistics.median(seconds),
+        "memory_mb": processes,
+    }
+
+
+def main() -> None:
+    """Measure a layout, and print and write what was found."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="file for the results, JSON")
+    parser.add_argument("--random", action="store_true", help="a model of random weights")
+    parser.add_argument("--layers", type=int, default=18)
+    parser.add_argument("--hidden", type=int, default=2048, help="a multiple of 256")
+    parser.add_argument("--vocabulary", type=int, default=50_000)
+    parser.add_argument("--layout", required=True, help="tensor x pipeline x data parallel: 2x1x1")
+    parser.add_argument("--runs", type=int, default=5)
+    args = parser.parse_args()
+    tp, pp, dp = map(int, args.layout.split("x"))
+    with tempfile.TemporaryDirectory() as folder:
+        overrides = []
+        if args.random:
+            write_random_model(Path(folder), args)
+            precision = "policy.generation.vllm_cfg.precision=bfloat16"
+            overrides = [f"policy.model_name={folder}", precision]
+        found = measure(overrides, (tp, pp, dp), args.runs)
+    print(json.dumps(found))
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    results = json.loads(args.out.read_text()) if args.out.exists() else []
+    args.out.write_text(json.dumps([*results, found], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
