@@ -18,6 +18,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,28 @@ def write_random_model(folder: Path, args: argparse.Namespace) -> None:
         shutil.copy(Path("examples/models/qwen3-sort") / name, folder)
 
 
+def measured(work: Callable[[], None], pids: dict[str, int], runs: int) -> dict[str, Any]:
+    """Seconds of some runs, and the largest growth of each process; after a run to warm up."""
+    work()
+    seconds, growth = [], dict.fromkeys(pids, 0.0)
+    for _ in range(runs):
+        before = {name: memory(pid, "VmRSS") for name, pid in pids.items()}
+        for pid in pids.values():
+            Path(f"/proc/{pid}/clear_refs").write_text("5")  # VmHWM begins anew
+        started = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - started)
+        for name, pid in pids.items():
+            growth[name] = max(growth[name], memory(pid, "VmHWM") - before[name])
+    return {
+        "seconds": seconds,
+        "median_seconds": statistics.median(seconds),
+        "growth_mb": growth,
+    }
+
+
 def measure(overrides: list[str], layout: tuple[int, int, int], runs: int) -> dict[str, Any]:
-    """Refit an engine ``runs`` times from ranks in a layout."""
+    """Stream weights from ranks in a layout, with nobody to take them, and refit an engine."""
     from nemo_specrl.trainer.generation import Generation
     from nemo_specrl.trainer.policy import build_policy
     from nemo_specrl.trainer.recipe import load_recipe
@@ -84,31 +105,25 @@ def measure(overrides: list[str], layout: tuple[int, int, int], runs: int) -> di
         names = [(name, weight.numel()) for name, weight in policy.stream_weights()]
         pids = {"driver": os.getpid()}
         pids |= {f"rank {rank}": pid for rank, pid in enumerate(policy.pids())}
-        seconds, processes = [], {name: {"before": 0.0, "growth": 0.0} for name in pids}
-        for version in range(runs + 1):
-            before = {name: memory(pid, "VmRSS") for name, pid in pids.items()}
-            for pid in pids.values():
-                Path(f"/proc/{pid}/clear_refs").write_text("5")  # VmHWM begins anew
-            started = time.perf_counter()
-            generation.refit(policy.stream_weights(dtype), version)
-            elapsed = time.perf_counter() - started
-            if version == 0:
-                continue  # code and connections are loaded
-            seconds.append(elapsed)
-            for name, pid in pids.items():
-                growth = memory(pid, "VmHWM") - before[name]
-                found = processes[name]
-                found["before"] = max(found["before"], before[name])
-                found["growth"] = max(found["growth"], growth)
+
+        def stream() -> None:
+            for _ in policy.stream_weights(dtype):
+                pass
+
+        def refit() -> None:
+            generation.refit(policy.stream_weights(dtype), 1)
+
+        found = {
+            name: measured(work, pids, runs)
+            for name, work in (("stream", stream), ("refit", refit))
+        }
     finally:
         policy.shutdown()
     return {
         "layout": {"tp": tp, "pp": pp, "dp": dp},
         "parameters": sum(count for _, count in names),
         "largest_tensor_mb": max(count for _, count in names) * dtype.itemsize / MB,
-        "seconds": seconds,
-        "median_seconds": statistics.median(seconds),
-        "memory_mb": processes,
+        **found,
     }
 
 
