@@ -16,7 +16,7 @@ from nemo_specrl.cache.pages import PageFile
 from nemo_specrl.cache.tables import Tables
 from nemo_specrl.errors import StoreUnavailable
 
-__all__ = ["TEMPORARY_FILE", "check_pages", "move_aside", "open_tables"]
+__all__ = ["TEMPORARY_FILE", "check_file", "check_pages", "move_aside", "open_tables"]
 
 TEMPORARY_FILE = DATA_FILE + ".tmp"
 CHECK_SECONDS = 0.3
@@ -72,11 +72,27 @@ def check_pages(folder: Path, lock: FolderLock) -> None:
         StoreUnavailable: it is an LMDB file of something else.
         lmdb.CorruptedError: a page is damaged, or two processes in a row have died of it.
     """
+    if lock.died_again and (folder / DATA_FILE).exists():
+        raise lmdb.CorruptedError("two processes that used it ended at the same prompt")
+    check_file(
+        folder, lock.last_mark, CHECK_SECONDS_AFTER_CRASH if lock.died_busy else CHECK_SECONDS
+    )
+
+
+def check_file(folder: Path, mark: bytes = b"", seconds: float = CHECK_SECONDS) -> None:
+    """Check the pages of a store, as :func:`check_pages` does, whoever used it before.
+
+    Args:
+        folder: of the tables. No other process writes to them.
+        mark: the prompt that is checked first.
+        seconds: time for it.
+
+    Raises:
+        StoreUnavailable, lmdb.CorruptedError: see :func:`check_pages`.
+    """
     data = folder / DATA_FILE
     if not data.exists():
         return
-    if lock.died_again:
-        raise lmdb.CorruptedError("two processes that used it ended at the same prompt")
     with PageFile(data) as pages:
         if pages.known:
             found = set(pages.tables())
@@ -86,8 +102,7 @@ def check_pages(folder: Path, lock: FolderLock) -> None:
                 )
             if found and found != TABLES:
                 raise lmdb.CorruptedError(f"its tables are {sorted(found)}")
-            seconds = CHECK_SECONDS_AFTER_CRASH if lock.died_busy else CHECK_SECONDS
-            pages.check("rollouts", lock.last_mark, seconds=seconds)
+            pages.check("rollouts", mark, seconds=seconds)
 
 
 def move_aside(folder: Path, why: Exception) -> None:

@@ -21,7 +21,7 @@ from nemo_specrl.cache.codec import encode_all
 from nemo_specrl.cache.copies import restore_copy, write_copy
 from nemo_specrl.cache.decoder import Decoder
 from nemo_specrl.cache.files import as_cache_errors
-from nemo_specrl.cache.folder import check_pages, move_aside, open_tables
+from nemo_specrl.cache.folder import check_file, check_pages, move_aside, open_tables
 from nemo_specrl.cache.layout import DAMAGE, DATA_FILE, db_key, visible
 from nemo_specrl.cache.lock import FolderLock
 from nemo_specrl.cache.tables import Reader, Tables
@@ -107,6 +107,7 @@ class RolloutStore:
         self._timer: threading.Timer | None = None
         self._flush_failed = False
         self._failed = False  # LMDB gives up for good where it cannot write a page of its own
+        self._checked = False  # the pages, since a write has failed
         self._lookups = self._hits = self._dropped_records = 0
         self._decoder = Decoder(self._path, groups_per_prompt)
         self._lock = FolderLock(self._path)
@@ -319,14 +320,35 @@ class RolloutStore:
                     self._reopen()
                 try:
                     yield
-                except DAMAGE as error:
-                    self._restart(error)
+                except lmdb.Error as error:
+                    damage = self._damage(error)
+                    if damage is None:
+                        self._failed = self._tables.failed()
+                        raise
+                    self._restart(damage)
                     raise StoreUnavailable(
-                        f"the rollout store {self._path} was damaged ({error}); it goes on empty"
+                        f"the rollout store {self._path} was damaged ({damage}); it goes on empty"
                     ) from error
-                except lmdb.Error:
-                    self._failed = self._tables.failed()
-                    raise
+
+    def _damage(self, error: lmdb.Error) -> lmdb.Error | None:
+        """The damage of which an error speaks, or that has caused it; None if the disk failed.
+
+        LMDB writes to places outside its file where a damaged free list tells it to, and then says
+        that input or output failed. So the pages are checked where a write has failed, once until
+        another one succeeds.
+        """
+        if isinstance(error, DAMAGE):
+            return error
+        if self._checked:
+            return None
+        self._checked = True
+        try:
+            check_file(self._path)
+        except lmdb.Error as damage:
+            return damage
+        except OSError:  # the disk does not read either
+            return None
+        return None
 
     def _open_tables(self) -> Tables:
         return open_tables(self._path, self._max_bytes, self._tokenizer_id, self._lock)
@@ -404,3 +426,4 @@ class RolloutStore:
     def _flush(self) -> None:
         corrupt = self._decoder.corrupt
         self._dropped_records += self._buffer.commit(self._tables, corrupt, self._restart)
+        self._checked = False

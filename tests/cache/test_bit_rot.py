@@ -145,10 +145,13 @@ def flips(file, kind, count):
     numbers = sorted(pages_by_kind(file)[kind])
     assert numbers, f"no {kind} page"
     near = 160 if kind == "meta" else 16 if kind == "overflow" else 64
-    return [
+    chosen = [
         (4096 * rng.choice(numbers) + rng.randrange(near if i % 2 else 4096), rng.randrange(8))
-        for i in range(count)
+        for i in range(count - 1)
     ]
+    # The flag of an overflow page, which a branch or leaf is not: LMDB takes it for a value of many
+    # pages when it writes it, and says that input or output failed.
+    return [*chosen, (4096 * numbers[-1] + 10, 2)]
 
 
 def test_a_flipped_root_is_damage_and_not_a_file_of_something_else(whole, tmp_path):

@@ -20,6 +20,7 @@ FOLDER = Path(__file__).parents[2] / "examples" / "configs" / "nemo_rl"
 ALGORITHMS = {
     "dapo_qwen3_8b": "grpo",
     "grpo_math_1B": "grpo",
+    "grpo_qwen3_0.6b_megatron_tp2_pp2": "grpo",
     "grpo_qwen3_32b_megatron_tp8_pp2": "grpo",
     "grpo_qwen3_8b_async": "grpo",
     "grpo_qwen3_8b_megatron_tp2": "grpo",
@@ -106,14 +107,15 @@ def nemo():
     # By its path, since this Python may have a sitecustomize of its own.
     runpy.run_path(str(Path(__file__).parent / "path" / "sitecustomize.py"))
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPECRL", str(FOLDER.parents[2]))
         patch.syspath_prepend(str(home))
         config = importlib.import_module("nemo_rl.utils.config")
         algorithms = {
             name: importlib.import_module(f"nemo_rl.algorithms.{name}") for name in ("grpo", "ppo")
         }
-    assert Path(config.__file__).is_relative_to(home), "another NeMo-RL came first on PYTHONPATH"
-    config.register_omegaconf_resolvers()
-    return SimpleNamespace(home=home, load=config.load_config, algorithms=algorithms)
+        assert Path(config.__file__).is_relative_to(home), "another NeMo-RL is first on PYTHONPATH"
+        config.register_omegaconf_resolvers()
+        yield SimpleNamespace(home=home, load=config.load_config, algorithms=algorithms)
 
 
 def loaded(nemo, path):
@@ -191,7 +193,15 @@ def test_files_and_data_that_it_names_are_in_the_checkout(nemo, name):
         assert file is None or (nemo.home / file).is_file()
     known = importlib.import_module("nemo_rl.data.datasets.response_datasets").DATASET_REGISTRY
     for part in ("train", "validation"):
-        assert recipe["data"][part]["dataset_name"] in known
+        data = recipe["data"][part]
+        if data is None:  # a recipe that does not validate
+            assert recipe[ALGORITHMS[name]]["val_period"] == 0
+            continue
+        assert data["dataset_name"] in known
+        if "data_path" in data:  # a file of this repository
+            (first, *_) = known[data["dataset_name"]](**data).dataset
+            question, answer = first["messages"]
+            assert question["content"].startswith("What is") and int(answer["content"])
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
