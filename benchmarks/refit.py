@@ -3,10 +3,13 @@
     .venv/bin/python benchmarks/refit.py --out results/refit.json --layout 2x1x1
     .venv/bin/python benchmarks/refit.py --out results/refit.json --layout 2x1x1 --random
 
-Without ``--random`` the model is that of the recipe; with it, a Qwen3 of random weights is made, of
-a billion parameters unless another size is given. Results are added to the file. All processes run
-on this machine. Memory is the resident set (VmRSS) before a refit, and by how much its peak (VmHWM)
-within the refit is above it, MB of 10^6 bytes.
+Without ``--random`` the model is that of the recipe, with ``--untied`` its copy with an output
+layer of its own; with it, a Qwen3 of random weights is made, of a billion parameters unless another
+size is given. The engine is in bfloat16. The log-probs of 64 of its rollouts are compared with the
+policy's, which is in float32, after an optimizer step and again after a refit: on the recipe's
+model, since one of random weights has no rollouts to speak of. Results are added to the file. All
+processes run on this machine. Memory is the resident set (VmRSS) before a refit, and by how much
+its peak (VmHWM) within the refit is above it, MB of 10^6 bytes.
 """
 
 from __future__ import annotations
@@ -25,6 +28,13 @@ from typing import Any
 from nemo_specrl.engine.compat import local_cpu_environment
 
 local_cpu_environment()
+
+import numpy as np  # noqa: E402
+
+from nemo_specrl.trainer.generation import Generation  # noqa: E402
+from nemo_specrl.trainer.policy import Sample, build_policy  # noqa: E402
+from nemo_specrl.trainer.recipe import Recipe, load_recipe  # noqa: E402
+from nemo_specrl.trainer.task import problems  # noqa: E402
 
 RECIPE = "examples/configs/grpo_sort_megatron_cpu.yaml"
 MB = 1e6
@@ -60,6 +70,50 @@ def write_random_model(folder: Path, args: argparse.Namespace) -> None:
         shutil.copy(Path("examples/models/qwen3-sort") / name, folder)
 
 
+def write_untied(folder: Path) -> None:
+    """Write the recipe's model with an output layer of its own, equal to the embedding at first."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = load_recipe(RECIPE).policy.model_name
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.model.embed_tokens.weight.detach().clone())
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+
+
+def differences(recipe: Recipe, policy: Any, generation: Generation) -> dict[str, float]:
+    """Mean absolute difference of the engine's and the policy's log-probs of rollouts, nats.
+
+    Once the policy has taken an optimizer step, and again after the refit that follows.
+    """
+    prompts = [p.prompt for p in problems(recipe.data.dataset_name, 8, 1)]
+
+    def rollouts() -> tuple[list[Sample], list[Any]]:
+        samples, logprobs = [], []
+        for prompt, group in zip(prompts, generation.rollouts(prompts), strict=True):
+            for i, row in enumerate(group):
+                sample = Sample.to_score(prompt, row.tokens)
+                sample.advantages = np.full(len(row.tokens), (-1.0) ** i, dtype=np.float32)
+                sample.anchor = np.full(len(row.tokens), np.nan, dtype=np.float32)
+                samples.append(sample)
+                logprobs.append(row.policy_logprobs)
+        return samples, logprobs
+
+    def difference(samples: list[Sample], logprobs: list[Any]) -> float:
+        own = np.concatenate(policy.logprobs(samples))
+        return float(np.abs(own - np.concatenate(logprobs)).mean())
+
+    samples, logprobs = rollouts()
+    policy.reload()
+    policy.train(samples, epochs=1)
+    policy.offload()
+    before = difference(samples, logprobs)
+    generation.refit(policy.stream_weights(generation.dtype), 1)
+    return {"before_refit": before, "after_refit": difference(*rollouts())}
+
+
 def measured(work: Callable[[], None], pids: dict[str, int], runs: int) -> dict[str, Any]:
     """Seconds of some runs, and the largest growth of each process; after a run to warm up."""
     work()
@@ -80,12 +134,10 @@ def measured(work: Callable[[], None], pids: dict[str, int], runs: int) -> dict[
     }
 
 
-def measure(overrides: list[str], layout: tuple[int, int, int], runs: int) -> dict[str, Any]:
+def measure(
+    overrides: list[str], layout: tuple[int, int, int], runs: int, *, compare: bool
+) -> dict[str, Any]:
     """Stream weights from ranks in a layout, with nobody to take them, and refit an engine."""
-    from nemo_specrl.trainer.generation import Generation
-    from nemo_specrl.trainer.policy import build_policy
-    from nemo_specrl.trainer.recipe import load_recipe
-
     tp, pp, dp = layout
     recipe = load_recipe(
         RECIPE,
@@ -95,6 +147,8 @@ def measure(overrides: list[str], layout: tuple[int, int, int], runs: int) -> di
             f"policy.megatron_cfg.pipeline_model_parallel_size={pp}",
             f"cluster.gpus_per_node={tp * pp * dp}",
             "policy.generation.spec_rl.enabled=false",
+            "policy.generation.vllm_cfg.precision=bfloat16",
+            "policy.optimizer.kwargs.lr=1e-3",
         ],
     )
     policy: Any = build_policy(recipe)
@@ -113,14 +167,17 @@ def measure(overrides: list[str], layout: tuple[int, int, int], runs: int) -> di
         def refit() -> None:
             generation.refit(policy.stream_weights(dtype), 1)
 
-        found = {
+        found: dict[str, Any] = {
             name: measured(work, pids, runs)
             for name, work in (("stream", stream), ("refit", refit))
         }
+        if compare:
+            found["logprob_differences"] = differences(recipe, policy, generation)
     finally:
         policy.shutdown()
     return {
         "layout": {"tp": tp, "pp": pp, "dp": dp},
+        "tied": policy.architecture.tied,
         "parameters": sum(count for _, count in names),
         "largest_tensor_mb": max(count for _, count in names) * dtype.itemsize / MB,
         **found,
@@ -134,6 +191,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="file for the results, JSON")
     parser.add_argument("--random", action="store_true", help="a model of random weights")
+    parser.add_argument("--untied", action="store_true", help="an output layer of its own")
     parser.add_argument("--layers", type=int, default=18)
     parser.add_argument("--hidden", type=int, default=2048, help="a multiple of 256")
     parser.add_argument("--vocabulary", type=int, default=50_000)
@@ -145,9 +203,11 @@ def main() -> None:
         overrides = []
         if args.random:
             write_random_model(Path(folder), args)
-            precision = "policy.generation.vllm_cfg.precision=bfloat16"
-            overrides = [f"policy.model_name={folder}", precision]
-        found = measure(overrides, (tp, pp, dp), args.runs)
+        elif args.untied:
+            write_untied(Path(folder))
+        if args.random or args.untied:
+            overrides = [f"policy.model_name={folder}"]
+        found = measure(overrides, (tp, pp, dp), args.runs, compare=not args.random)
     print(json.dumps(found))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     results = json.loads(args.out.read_text()) if args.out.exists() else []
