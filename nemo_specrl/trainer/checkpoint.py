@@ -10,6 +10,7 @@ random generator has to be saved.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -18,10 +19,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_specrl.errors import CheckpointError
+from nemo_specrl.errors import CheckpointError, SpecRLError
 from nemo_specrl.trainer.recipe import Recipe
 
-__all__ = ["Progress", "check_same_recipe", "checkpoints", "fixed_part", "latest", "save"]
+__all__ = [
+    "Progress",
+    "check_same_recipe",
+    "checkpoints",
+    "fixed_part",
+    "latest",
+    "save",
+    "unwritable",
+]
 
 FORMAT = 1
 
@@ -106,12 +115,24 @@ def save(
             shutil.rmtree(final)
         temporary.rename(final)
         fsync(folder)
-    except OSError as error:
-        raise CheckpointError(f"{final}: cannot be written: {error}") from None
+    except Exception as error:  # torch and safetensors raise many kinds where a disk fails
+        unwritten = error if isinstance(error, SpecRLError) else unwritable(final, error)
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise unwritten from None
     if keep is not None:
         for old in checkpoints(folder)[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+def unwritable(path: Path, error: BaseException) -> CheckpointError:
+    """The error that says in a line why a checkpoint, or a part of it, could not be written."""
+    why = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+    with contextlib.suppress(OSError):
+        place = next(folder for folder in (path, *path.parents) if folder.exists())
+        if shutil.disk_usage(place).free < 2**20:
+            why = f"no space left on its disk ({why})"
+    return CheckpointError(f"{path}: cannot be written: {why}")
 
 
 def fsync(path: Path) -> None:

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -184,6 +185,21 @@ def test_a_rank_that_hangs_in_a_step_ends_the_call(random_model, ray_folder, mon
         wait_until_gone(pids)
     finally:
         ray.shutdown()
+
+
+def test_a_checkpoint_that_a_disk_does_not_take_is_one_line(random_model, ray_folder, tmp_path):
+    """A rank may not let a file grow beyond a part of its weights."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", ray_folder)
+        patch.delenv("RAY_ADDRESS", raising=False)
+        policy = build_policy(recipe_of(random_model, policy=PIPELINE))
+    for pid in policy.pids():
+        _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (50_000, hard))
+    with pytest.raises(CheckpointError, match=r"a: cannot be written: ") as caught:
+        policy.save(tmp_path / "a")
+    assert "\n" not in str(caught.value)
+    wait_until_gone(policy.pids())
 
 
 def test_the_reason_is_the_rank_that_died_and_not_those_that_noticed():

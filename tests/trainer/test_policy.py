@@ -1,6 +1,7 @@
 """The policy in training: log-probs, training, files, and weights on their way to an engine."""
 
 import gc
+import resource
 import weakref
 
 import numpy as np
@@ -8,6 +9,8 @@ import pytest
 import torch
 
 from nemo_specrl.engine.compat import refit
+from nemo_specrl.errors import CheckpointError
+from nemo_specrl.trainer import checkpoint
 from nemo_specrl.trainer.generation import _FingerprintedWeights
 from nemo_specrl.trainer.policy import Sample, build_policy, build_value_model
 from nemo_specrl.trainer.policy.torch_model import load_model
@@ -132,6 +135,27 @@ def test_offloading_frees_the_gradients_and_shutdown_the_weights(random_model):
     policy.shutdown()
     gc.collect()
     assert all(p() is None for p in alive)
+
+
+def test_a_checkpoint_that_a_disk_does_not_take_leaves_the_one_before(random_model, tmp_path):
+    """No file may grow beyond a part of the weights; torch's error is none of the system's."""
+    policy = build_policy(recipe_of(random_model))
+
+    def save(step):
+        return checkpoint.save(tmp_path, checkpoint.Progress(step=step), policy.save, keep=None)
+
+    first = save(1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"step_2: cannot be written: ") as caught:
+            save(2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == [first]
+    policy.load(first)
+    assert checkpoint.latest(tmp_path)[0] == first
 
 
 def test_an_engine_that_was_refitted_has_the_policys_logprobs(random_model, engine):

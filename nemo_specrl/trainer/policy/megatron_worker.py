@@ -20,6 +20,7 @@ import torch
 import torch.distributed
 
 from nemo_specrl.errors import CheckpointError
+from nemo_specrl.trainer.checkpoint import unwritable
 from nemo_specrl.trainer.policy.base import Float32Array, Sample
 from nemo_specrl.trainer.policy.megatron_cpu import megatron_on_cpu
 from nemo_specrl.trainer.policy.megatron_weights import Architecture, Layout
@@ -257,8 +258,17 @@ class MegatronRank:
         Args:
             folder: exists, and is the same for all ranks.
             updates: optimizer steps made so far.
+
+        Raises:
+            CheckpointError: it cannot be written.
         """
-        self.megatron.save_checkpoint(folder, self.module, self.optimizer, {"updates": updates})
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        extra = {"updates": updates}
+        try:
+            self.megatron.save_checkpoint(folder, self.module, self.optimizer, extra)
+        except (Exception, CheckpointException) as error:  # as many kinds as when it is loaded
+            raise unwritable(folder, error) from None
 
     def load(self, folder: Path) -> int:
         """Load a checkpoint that any layout wrote.
