@@ -6,7 +6,7 @@ import logging
 import pickle
 import sys
 import tempfile
-import time
+import threading
 
 import pytest
 import ray
@@ -151,24 +151,29 @@ def test_a_shard_that_dies_is_covered_for_and_comes_back_with_its_disk(start, ca
     assert there == {key for key in map(key_of, range(60)) if name in view.routing.read(key)}
 
 
-class Slow:
-    """A shard that answers too late."""
+class Late:
+    """A shard that answers once, and then no more."""
+
+    def __init__(self):
+        self.asked = False
 
     def get(self, keys, epoch):
-        time.sleep(3)
+        if self.asked:
+            threading.Event().wait()
+        self.asked = True
         return {}, None
 
 
 def test_a_shard_that_is_late_answers_nothing_and_raises_nothing(nodes):
-    slow = ray.remote(Slow).options(num_cpus=0).remote()
-    assert ray.get(slow.get.remote([], 0)) == ({}, None)
-    table = (("slow",),) * 4
-    view = View(Routing(0, table, table), {"slow": slow}, {})
+    late = ray.remote(Late).options(num_cpus=0).remote()
+    assert ray.get(late.get.remote([], 0)) == ({}, None)
+    table = (("late",),) * 4
+    view = View(Routing(0, table, table), {"late": late}, {})
     cache = CacheClient(view, None, deadline_s=0.05, tokenizer_id="tok", incarnation=1)
     for tried in range(1, FAILURES_TO_OPEN + 3):
         assert cache.get([prompt_key([1])]) == {}
         assert cache.failures == min(tried, FAILURES_TO_OPEN)  # then it is left alone
-    ray.kill(slow)
+    ray.kill(late)
 
 
 def test_rows_that_come_alone_get_sample_indices_of_their_own_from_every_client(start):
