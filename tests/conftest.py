@@ -92,7 +92,7 @@ def engine(random_model):
         max_logprobs=32,
         seed=0,
         disable_log_stats=True,
-        worker_extension_cls="nemo_specrl.engine.compat.RefitExtension",
+        worker_extension_cls="nemo_specrl.engine.refit.RefitExtension",
     )
 
 

@@ -14,12 +14,12 @@ import importlib.util
 import logging
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from nemo_specrl.errors import ConfigError, IncompatibleVersion, RefitError
+from nemo_specrl.errors import IncompatibleVersion
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,6 @@ __all__ = [
     "OLDEST",
     "VERSIONS_RUN",
     "Detokenizer",
-    "RefitExtension",
     "bind_proposer",
     "check_version",
     "cpu_thread_binding",
@@ -43,7 +42,6 @@ __all__ = [
     "mend_cpu_rejection_sampler",
     "new_logprobs",
     "prompt_logprob_bytes",
-    "refit",
     "tokenizer_of",
     "tokens_so_far",
     "version_numbers",
@@ -279,94 +277,6 @@ def prompt_logprob_bytes(llm: LLM) -> int:
     v1 = min(batch, config.model_config.max_model_len) * (dtype_bytes + 4)
     v2 = min(batch, 1024) * dtype_bytes
     return int(max(v1, v2) * config.model_config.get_vocab_size())
-
-
-class RefitExtension:
-    """Mixin of vLLM's worker (``worker_extension_cls``) that loads new weights while it runs.
-
-    ``model.load_weights``, which GPU engines use, fails halfway on a CPU, where the packed GEMM has
-    freed the parameters (model_executor/layers/utils.py). ``reload_weights`` packs them again, but
-    silently leaves a tied output layer with its old packed copy
-    (model_executor/layers/vocab_parallel_embedding.py).
-    """
-
-    def specrl_refit(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load ``weights``, named as in the checkpoint; tied output weights may be left out.
-
-        Raises:
-            IncompatibleVersion: the tied output layer of a CPU engine kept its old weights.
-        """
-        runner: Any = self.model_runner  # type: ignore[attr-defined]  # vLLM's worker has it
-        runner.reload_weights(weights_iterator=iter(weights))
-        # The runner's device: that of CPU workers themselves is None before vLLM 0.23.
-        if runner.device.type != "cpu":
-            return
-        model = runner.model
-        head, body = getattr(model, "lm_head", None), getattr(model, "model", None)
-        embedding = getattr(body, "embed_tokens", None)
-        if head is None or embedding is None or not model.config.tie_word_embeddings:
-            return
-        head.weight = embedding.weight
-        head.quant_method.process_weights_after_loading(head)
-        _check_tied(head, embedding)
-
-
-def _check_tied(head: Any, embedding: Any) -> None:
-    """Raise unless the output layer computes with the weights of the embedding.
-
-    Every so many rows are compared: in float32 all of them would take much memory.
-    """
-    import torch
-
-    every = slice(None, None, -(-embedding.weight.shape[0] // 4096))
-    probe = torch.ones(1, embedding.weight.shape[1], dtype=embedding.weight.dtype)
-    expected = probe.float() @ embedding.weight[every].float().t()
-    actual = head.quant_method.apply(head, probe).float()[:, : len(embedding.weight) : every.step]
-    if not torch.allclose(actual, expected, rtol=0.05, atol=0.05 * float(expected.abs().max())):
-        raise IncompatibleVersion(
-            "refit: the tied output layer kept its old weights; this vLLM packs it in a way that "
-            "nemo_specrl.engine.compat does not know"
-        )
-
-
-def refit(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Load new weights into a running engine and drop the KV blocks of the old ones.
-
-    For engines built with ``worker_extension_cls="nemo_specrl.engine.compat.RefitExtension"`` in
-    the caller's process. Host frameworks with a refit of their own do not need it.
-
-    Args:
-        llm: the engine.
-        weights: name, as in the checkpoint, and tensor of each parameter. They are streamed, but to
-            a worker in another process, such as vLLM 0.20's on a CPU, which gets all at once.
-
-    Raises:
-        ConfigError: requests are still running, whose KV blocks are those of the old weights. The
-            engine keeps these weights.
-        RefitError: an earlier refit of this engine broke off.
-        Exception: whatever ``weights`` raised. vLLM cannot take back a refit that has begun, nor
-            begin another, so that the engine accepts no request from then on.
-    """
-    engine: Any = llm.llm_engine
-    running = "refit: requests are still running; let them end or abort them first"
-    if engine.has_unfinished_requests():
-        raise ConfigError(running)
-    _refuse_if_incomplete(engine)
-    sent = iter(weights) if in_this_process(engine) else list(weights)
-    engine.add_request = functools.partial(_refuse_if_incomplete, engine)
-    llm.collective_rpc("specrl_refit", args=(sent,))
-    del engine.add_request
-    if not llm.reset_prefix_cache():
-        raise ConfigError(running)
-
-
-def _refuse_if_incomplete(engine: Any, *args: Any, **kwargs: Any) -> None:
-    """Raise RefitError if a refit has begun and not ended. It stands for ``add_request`` then."""
-    if "add_request" in vars(engine):
-        raise RefitError(
-            "the engine's last refit broke off, so that its weights are incomplete; build a new "
-            "engine, or resume the run from its last checkpoint"
-        )
 
 
 def has_custom_proposers() -> bool:

@@ -17,10 +17,10 @@ import numpy.typing as npt
 
 from nemo_specrl.cache.journal import JournaledStore
 from nemo_specrl.engine.assembly import reuse_of
-from nemo_specrl.engine.compat import refit
 from nemo_specrl.engine.drafting import engine_options
 from nemo_specrl.engine.fingerprint import fingerprint
 from nemo_specrl.engine.metrics import EngineMetrics
+from nemo_specrl.engine.refit import refit
 from nemo_specrl.engine.speculative import SpeculativeLLM
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.rollout import prompt_key
@@ -86,7 +86,7 @@ def build_engine(recipe: Recipe) -> LLM:
             skip_tokenizer_init=not generation.stop_strings,
             enable_prefix_caching=True,
             disable_log_stats=True,
-            worker_extension_cls="nemo_specrl.engine.compat.RefitExtension",
+            worker_extension_cls="nemo_specrl.engine.refit.RefitExtension",
             **{
                 "max_num_seqs": rows,
                 "max_num_batched_tokens": batched,

@@ -6,8 +6,8 @@ import math
 import pytest
 
 from nemo_specrl import SpecRLConfig, SpeculativeLLM
-from nemo_specrl.engine.compat import refit
 from nemo_specrl.engine.drafting import engine_options
+from nemo_specrl.engine.refit import refit
 from tests.conftest import DictCache, weights_of
 from tests.engine.helpers import DRAFTS, LOSSLESS, VOCABULARY
 
@@ -67,7 +67,7 @@ def drafting_engine(random_model):
         max_logprobs=VOCABULARY,
         seed=0,
         disable_log_stats=True,
-        worker_extension_cls="nemo_specrl.engine.compat.RefitExtension",
+        worker_extension_cls="nemo_specrl.engine.refit.RefitExtension",
         **engine_options(LOSSLESS),
     )
 

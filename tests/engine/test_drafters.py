@@ -17,7 +17,7 @@ from vllm.v1.sample import rejection_sampler
 from nemo_specrl import Finish, Rollout, SpecRLConfig, SpeculativeLLM, prompt_key
 from nemo_specrl.engine import compat
 from nemo_specrl.engine.assembly import reuse_of
-from nemo_specrl.engine.compat import refit
+from nemo_specrl.engine.refit import refit
 from tests.conftest import DictCache, weights_of
 from tests.engine.helpers import PROMPT, VOCABULARY, chi_squared, distribution, needs_drafters
 from tests.engine.test_failures import interrupt_after
@@ -58,7 +58,7 @@ def made_engine(random_model, drafter):
         max_logprobs=VOCABULARY,
         seed=0,
         disable_log_stats=False,  # its counters say what was drafted
-        worker_extension_cls="nemo_specrl.engine.compat.RefitExtension",
+        worker_extension_cls="nemo_specrl.engine.refit.RefitExtension",
         speculative_config={**drafter, "num_speculative_tokens": LOOKAHEAD},
     )
 

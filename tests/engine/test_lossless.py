@@ -16,8 +16,8 @@ from vllm.v1.sample import rejection_sampler
 from nemo_specrl import Finish, Rollout, SpecRLConfig, SpeculativeLLM
 from nemo_specrl.engine import compat
 from nemo_specrl.engine.assembly import reuse_of
-from nemo_specrl.engine.compat import refit
 from nemo_specrl.engine.drafting import EXTRA_ARG, Histories, engine_options
+from nemo_specrl.engine.refit import refit
 from nemo_specrl.errors import ConfigError, IncompatibleVersion
 from nemo_specrl.speculation.drafts import Row, response_id
 from tests.conftest import DictCache, weights_of

@@ -5,7 +5,8 @@ import pytest
 import torch
 from vllm import LLM, SamplingParams
 
-from nemo_specrl.engine.compat import in_this_process, refit
+from nemo_specrl.engine.compat import in_this_process
+from nemo_specrl.engine.refit import refit
 from nemo_specrl.errors import ConfigError, PolicyError, RefitError
 from nemo_specrl.trainer.task import encode
 from tests.conftest import weights_of
@@ -66,7 +67,7 @@ def engine_to_break(random_model):
         max_num_batched_tokens=64,
         enforce_eager=True,
         disable_log_stats=True,
-        worker_extension_cls="nemo_specrl.engine.compat.RefitExtension",
+        worker_extension_cls="nemo_specrl.engine.refit.RefitExtension",
     )
 
 

@@ -16,8 +16,8 @@ from vllm import LLM, SamplingParams
 from nemo_specrl import Finish, Rollout, SpecRLConfig, prompt_key
 from nemo_specrl.engine import rounds
 from nemo_specrl.engine.assembly import reuse_of
-from nemo_specrl.engine.compat import refit
 from nemo_specrl.engine.drafting import engine_options
+from nemo_specrl.engine.refit import refit
 from nemo_specrl.errors import UnsupportedSampling
 from tests.conftest import DictCache, weights_of
 from tests.engine.helpers import PROMPT, VOCABULARY, chi_squared, distribution

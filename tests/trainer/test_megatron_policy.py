@@ -16,7 +16,7 @@ import pytest
 import ray
 import torch
 
-from nemo_specrl.engine.compat import refit
+from nemo_specrl.engine.refit import refit
 from nemo_specrl.errors import CheckpointError, ConfigError, PolicyError
 from nemo_specrl.trainer.policy import build_policy, build_value_model, megatron_policy
 from nemo_specrl.trainer.policy.megatron_policy import MegatronPolicy

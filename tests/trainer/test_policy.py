@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_specrl.engine.compat import refit
+from nemo_specrl.engine.refit import refit
 from nemo_specrl.errors import CheckpointError
 from nemo_specrl.trainer import checkpoint
 from nemo_specrl.trainer.generation import _FingerprintedWeights
