@@ -82,7 +82,7 @@ def furthest(a, b):
 
 
 def exported(rank):
-    return [rank.shard(i).copy() for i in range(len(rank.parameters))]
+    return [rank.shard(i, torch.float32).copy() for i in range(len(rank.parameters))]
 
 
 def replica(rank, batch):
