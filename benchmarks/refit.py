@@ -70,12 +70,16 @@ def write_random_model(folder: Path, args: argparse.Namespace) -> None:
         shutil.copy(Path("examples/models/qwen3-sort") / name, folder)
 
 
-def write_untied(folder: Path) -> None:
-    """Write the recipe's model with an output layer of its own, equal to the embedding at first."""
+def write_untied(source: str | Path, folder: Path) -> None:
+    """Write a model with an output layer of its own, equal to the embedding at first.
+
+    Args:
+        source: the model's folder.
+        folder: where to write it.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    source = load_recipe(RECIPE).policy.model_name
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     model.config.tie_word_embeddings = False
     model.lm_head.weight = torch.nn.Parameter(model.model.embed_tokens.weight.detach().clone())
@@ -204,7 +208,7 @@ def main() -> None:
         if args.random:
             write_random_model(Path(folder), args)
         elif args.untied:
-            write_untied(Path(folder))
+            write_untied(load_recipe(RECIPE).policy.model_name, Path(folder))
         if args.random or args.untied:
             overrides = [f"policy.model_name={folder}"]
         found = measure(overrides, (tp, pp, dp), args.runs, compare=not args.random)

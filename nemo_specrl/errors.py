@@ -34,6 +34,7 @@ __all__ = [
     "StoreInUse",
     "StoreUnavailable",
     "UnsupportedSampling",
+    "last_line",
 ]
 
 
@@ -100,3 +101,9 @@ class CheckpointError(SpecRLError):
 
 class IncompatibleVersion(SpecRLError, ImportError):
     """An installed package that this release cannot work with."""
+
+
+def last_line(error: BaseException) -> str:
+    """The last line of an error's message; empty if it has none. Ray adds tracebacks before it."""
+    lines = str(error).strip().splitlines()
+    return lines[-1].strip() if lines else ""

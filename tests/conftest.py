@@ -75,25 +75,30 @@ def random_model(tmp_path_factory):
     return folder
 
 
+def make_engine(model, **arguments):
+    """A real vLLM engine that can be refitted.
+
+    For fixtures of the session: an engine that ends takes the process groups of others along.
+    """
+    from vllm import LLM
+
+    usual = {
+        "dtype": "float32",
+        "max_model_len": 192,
+        "max_num_batched_tokens": 2048,
+        "block_size": 32,
+        "enforce_eager": True,
+        "seed": 0,
+        "disable_log_stats": True,
+        "worker_extension_cls": "nemo_specrl.engine.refit.RefitExtension",
+    }
+    return LLM(str(model), **usual | arguments)
+
+
 @pytest.fixture(scope="session")
 def engine(random_model):
     """One real vLLM engine for the whole session; ``llm`` resets its weights for each test."""
-    from vllm import LLM
-
-    return LLM(
-        model=str(random_model),
-        dtype="float32",
-        max_model_len=192,
-        max_num_seqs=64,
-        max_num_batched_tokens=2048,
-        block_size=32,
-        enforce_eager=True,
-        enable_prefix_caching=True,
-        max_logprobs=32,
-        seed=0,
-        disable_log_stats=True,
-        worker_extension_cls="nemo_specrl.engine.refit.RefitExtension",
-    )
+    return make_engine(random_model, max_num_seqs=64, enable_prefix_caching=True, max_logprobs=32)
 
 
 def weights_of(folder, *, noise=0.0, seed=0):

@@ -333,21 +333,20 @@ class RolloutStore:
     def _damage(self, error: lmdb.Error) -> lmdb.Error | None:
         """The damage of which an error speaks, or that has caused it; None if the disk failed.
 
-        LMDB writes to places outside its file where a damaged free list tells it to, and then says
-        that input or output failed. So the pages are checked where a write has failed, once until
-        another one succeeds.
+        LMDB takes a page whose flags are damaged for a value of many pages, fails to write that,
+        and says that input or output failed. So the pages are checked where a write has failed,
+        once until another one succeeds.
         """
         if isinstance(error, DAMAGE):
             return error
-        if self._checked:
-            return None
-        self._checked = True
-        try:
-            check_file(self._path)
-        except lmdb.Error as damage:
-            return damage
-        except OSError:  # the disk does not read either
-            return None
+        if not self._checked:
+            self._checked = True
+            try:
+                check_file(self._path)
+            except lmdb.Error as damage:
+                return damage
+            except OSError:
+                pass  # the disk does not read either
         return None
 
     def _open_tables(self) -> Tables:

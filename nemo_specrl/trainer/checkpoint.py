@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_specrl.errors import CheckpointError, SpecRLError
+from nemo_specrl.errors import CheckpointError, SpecRLError, last_line
 from nemo_specrl.trainer.recipe import Recipe
 
 __all__ = [
@@ -127,7 +127,7 @@ def save(
 
 def unwritable(path: Path, error: BaseException) -> CheckpointError:
     """The error that says in a line why a checkpoint, or a part of it, could not be written."""
-    why = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+    why = last_line(error) or type(error).__name__
     with contextlib.suppress(OSError):
         place = next(folder for folder in (path, *path.parents) if folder.exists())
         if shutil.disk_usage(place).free < 2**20:

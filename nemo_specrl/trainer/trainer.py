@@ -22,7 +22,7 @@ import xxhash
 
 from nemo_specrl.cache import RolloutStore
 from nemo_specrl.cache.journal import JournaledStore
-from nemo_specrl.errors import CacheError, CheckpointError
+from nemo_specrl.errors import CacheError, CheckpointError, PolicyError, last_line
 from nemo_specrl.speculation.drift import DriftMonitor
 from nemo_specrl.trainer import checkpoint
 from nemo_specrl.trainer.generation import Generation, tokenizer_identity
@@ -386,10 +386,13 @@ class Trainer:
             self.policy.load(folder / "policy")
             if self.value is not None:
                 self.value.load(folder / "value")
+        except PolicyError:  # a rank died, which says nothing about the checkpoint
+            raise
         except Exception as error:  # torch and safetensors raise many kinds
+            why = last_line(error) or type(error).__name__
             raise CheckpointError(
-                f"{folder}: damaged ({type(error).__name__}); remove this folder to resume from "
-                "the checkpoint before it"
+                f"{folder}: damaged ({why}); remove this folder to resume from the checkpoint "
+                "before it"
             ) from None
         self._refit()
 

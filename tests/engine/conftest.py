@@ -8,7 +8,7 @@ import pytest
 from nemo_specrl import SpecRLConfig, SpeculativeLLM
 from nemo_specrl.engine.drafting import engine_options
 from nemo_specrl.engine.refit import refit
-from tests.conftest import DictCache, weights_of
+from tests.conftest import DictCache, make_engine, weights_of
 from tests.engine.helpers import DRAFTS, LOSSLESS, VOCABULARY
 
 LENIENCE = math.exp(0.5)
@@ -49,25 +49,16 @@ def speculative(llm):
     return make
 
 
-@pytest.fixture(scope="session")  # an engine that ends takes the process groups of others along
+@pytest.fixture(scope="session")
 def drafting_engine(random_model):
     """A real engine with the tree proposer."""
     if not DRAFTS:
         pytest.skip("this vLLM has no custom proposers")
-    from vllm import LLM
-
-    return LLM(
-        model=str(random_model),
-        dtype="float32",
-        max_model_len=192,
+    return make_engine(
+        random_model,
         max_num_seqs=64,
         max_num_batched_tokens=64 * 192,
-        block_size=32,
-        enforce_eager=True,
         max_logprobs=VOCABULARY,
-        seed=0,
-        disable_log_stats=True,
-        worker_extension_cls="nemo_specrl.engine.refit.RefitExtension",
         **engine_options(LOSSLESS),
     )
 

@@ -11,14 +11,14 @@ import sys
 import numpy as np
 import pytest
 from safetensors.torch import save_file
-from vllm import LLM, SamplingParams
+from vllm import SamplingParams
 from vllm.v1.sample import rejection_sampler
 
 from nemo_specrl import Finish, Rollout, SpecRLConfig, SpeculativeLLM, prompt_key
 from nemo_specrl.engine import compat
 from nemo_specrl.engine.assembly import reuse_of
 from nemo_specrl.engine.refit import refit
-from tests.conftest import DictCache, weights_of
+from tests.conftest import DictCache, make_engine, weights_of
 from tests.engine.helpers import PROMPT, VOCABULARY, chi_squared, distribution, needs_drafters
 from tests.engine.test_failures import interrupt_after
 
@@ -46,24 +46,18 @@ def draft_model(random_model, tmp_path_factory):
 
 
 def made_engine(random_model, drafter):
-    return LLM(
-        model=str(random_model),
-        dtype="float32",
+    return make_engine(
+        random_model,
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=64,
         max_num_batched_tokens=64 * MAX_MODEL_LEN,
-        block_size=32,
-        enforce_eager=True,
         enable_prefix_caching=True,
         max_logprobs=VOCABULARY,
-        seed=0,
         disable_log_stats=False,  # its counters say what was drafted
-        worker_extension_cls="nemo_specrl.engine.refit.RefitExtension",
         speculative_config={**drafter, "num_speculative_tokens": LOOKAHEAD},
     )
 
 
-# For the session: an engine that ends takes the process groups of others along.
 @pytest.fixture(scope="session")
 def ngram_engine(random_model):
     lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": 2}

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from vllm import LLM, SamplingParams
+from vllm import SamplingParams
 
 from nemo_specrl.engine.compat import in_this_process
 from nemo_specrl.engine.refit import refit
 from nemo_specrl.errors import ConfigError, PolicyError, RefitError
 from nemo_specrl.trainer.task import encode
-from tests.conftest import weights_of
+from tests.conftest import make_engine, weights_of
 
 TOKENS = [1, *encode("12+34=46;#46")]
 
@@ -58,17 +58,9 @@ def test_a_refit_forgets_the_old_weights_blocks(llm, random_model):
     assert cold.num_cached_tokens == 0
 
 
-@pytest.fixture(scope="session")  # an engine that ends takes the process groups of others along
+@pytest.fixture(scope="session")
 def engine_to_break(random_model):
-    return LLM(
-        model=str(random_model),
-        dtype="float32",
-        max_model_len=64,
-        max_num_batched_tokens=64,
-        enforce_eager=True,
-        disable_log_stats=True,
-        worker_extension_cls="nemo_specrl.engine.refit.RefitExtension",
-    )
+    return make_engine(random_model, max_model_len=64, max_num_batched_tokens=64)
 
 
 def test_an_engine_whose_refit_broke_off_serves_nothing(engine_to_break, random_model):

@@ -11,7 +11,7 @@ import math
 import numpy as np
 import pytest
 from scipy import stats
-from vllm import LLM, SamplingParams
+from vllm import SamplingParams
 
 from nemo_specrl import Finish, Rollout, SpecRLConfig, prompt_key
 from nemo_specrl.engine import rounds
@@ -19,7 +19,7 @@ from nemo_specrl.engine.assembly import reuse_of
 from nemo_specrl.engine.drafting import engine_options
 from nemo_specrl.engine.refit import refit
 from nemo_specrl.errors import UnsupportedSampling
-from tests.conftest import DictCache, weights_of
+from tests.conftest import DictCache, make_engine, weights_of
 from tests.engine.helpers import PROMPT, VOCABULARY, chi_squared, distribution
 from tests.engine.lossless import (
     DRAFTS_OF,
@@ -40,21 +40,14 @@ TREE = {"method": "rounds", "max_draft_tokens": 6}
 CONFIG = SpecRLConfig(enabled=True, preset="lossless", tree=TREE)
 
 
-@pytest.fixture(scope="session")  # an engine that ends takes the process groups of others along
+@pytest.fixture(scope="session")
 def processed_engine(random_model):
     """An engine that reports log-probs of what it samples from, as NeMo-RL's do."""
-    return LLM(
-        model=str(random_model),
-        dtype="float32",
-        max_model_len=192,
+    return make_engine(
+        random_model,
         max_num_seqs=16,
-        max_num_batched_tokens=2048,
-        block_size=32,
-        enforce_eager=True,
         max_logprobs=VOCABULARY,
         logprobs_mode="processed_logprobs",
-        seed=0,
-        disable_log_stats=True,
     )
 
 

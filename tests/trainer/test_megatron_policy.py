@@ -7,7 +7,6 @@ import resource
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import weakref
 
@@ -16,6 +15,7 @@ import pytest
 import ray
 import torch
 
+from benchmarks.refit import write_untied
 from nemo_specrl.engine.refit import refit
 from nemo_specrl.errors import CheckpointError, ConfigError, PolicyError
 from nemo_specrl.trainer.policy import build_policy, build_value_model, megatron_policy
@@ -26,6 +26,8 @@ from nemo_specrl.trainer.recipe import load_recipe
 from tests.conftest import REPOSITORY
 from tests.trainer.ranks import samples
 from tests.trainer.test_policy import recipe_of
+
+pytestmark = pytest.mark.usefixtures("own_ray")
 
 DEMO = "examples/configs/grpo_sort_megatron_cpu.yaml"
 PIPELINE = {
@@ -38,21 +40,11 @@ PIPELINE = {
 
 
 @pytest.fixture(scope="module")
-def ray_folder():
-    """For Ray's sockets, whose paths have to be short."""
-    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
-        yield folder
-
-
-@pytest.fixture(scope="module")
-def policy(random_model, ray_folder):
+def policy(random_model, own_ray):
     """A policy of two pipeline stages that has started its own Ray."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_TMPDIR", ray_folder)
-        patch.delenv("RAY_ADDRESS", raising=False)
-        before = signal.getsignal(signal.SIGTERM)
-        built = build_policy(recipe_of(random_model, policy=PIPELINE))
-        assert signal.getsignal(signal.SIGTERM) is before
+    before = signal.getsignal(signal.SIGTERM)
+    built = build_policy(recipe_of(random_model, policy=PIPELINE))
+    assert signal.getsignal(signal.SIGTERM) is before
     yield built
     built.shutdown()
 
@@ -168,10 +160,8 @@ def test_a_rank_that_dies_in_a_step_ends_the_call(policy, monkeypatch):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_rank_that_hangs_in_a_step_ends_the_call(random_model, ray_folder, monkeypatch, shared):
+def test_a_rank_that_hangs_in_a_step_ends_the_call(random_model, monkeypatch, shared):
     """In a Ray of the policy's own, and in one that was there before."""
-    monkeypatch.setenv("RAY_TMPDIR", ray_folder)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(megatron_policy, "SILENT_SECONDS", 5.0)
     if shared:
         ray.init("local", include_dashboard=False, log_to_driver=False)
@@ -187,12 +177,9 @@ def test_a_rank_that_hangs_in_a_step_ends_the_call(random_model, ray_folder, mon
         ray.shutdown()
 
 
-def test_a_checkpoint_that_a_disk_does_not_take_is_one_line(random_model, ray_folder, tmp_path):
+def test_a_checkpoint_that_a_disk_does_not_take_is_one_line(random_model, tmp_path):
     """A rank may not let a file grow beyond a part of its weights."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_TMPDIR", ray_folder)
-        patch.delenv("RAY_ADDRESS", raising=False)
-        policy = build_policy(recipe_of(random_model, policy=PIPELINE))
+    policy = build_policy(recipe_of(random_model, policy=PIPELINE))
     for pid in policy.pids():
         _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (50_000, hard))
@@ -272,19 +259,12 @@ def test_the_value_model_of_ppo_is_a_torch_model(random_model):
 @pytest.fixture(scope="module")
 def untied_model(tmp_path_factory):
     """The demo's model with an output layer of its own."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    source = REPOSITORY / load_recipe(REPOSITORY / DEMO).policy.model_name
     folder = tmp_path_factory.mktemp("untied")
-    model = AutoModelForCausalLM.from_pretrained(source)
-    model.config.tie_word_embeddings = False
-    model.lm_head.weight = torch.nn.Parameter(model.model.embed_tokens.weight.detach().clone())
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    write_untied(REPOSITORY / load_recipe(REPOSITORY / DEMO).policy.model_name, folder)
     return folder
 
 
-def test_a_run_of_the_recipe(untied_model, tmp_path, ray_folder):
+def test_a_run_of_the_recipe(untied_model, tmp_path):
     """Two steps at TP2, with an untied output layer, in a Ray that was there before."""
     done = subprocess.run(
         [
@@ -303,7 +283,6 @@ def test_a_run_of_the_recipe(untied_model, tmp_path, ray_folder):
             f"logger.log_dir={tmp_path}",
         ],
         cwd=REPOSITORY,
-        env=os.environ | {"RAY_TMPDIR": ray_folder},
         capture_output=True,
         text=True,
         timeout=240,

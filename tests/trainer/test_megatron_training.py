@@ -3,13 +3,15 @@
 Every run is a process of its own with its own Ray, as a user's is.
 """
 
+import re
 import shutil
-import tempfile
 
 import pytest
 
 from nemo_specrl.trainer.log import read_metrics
 from tests.trainer.test_training import DAPO, PPO, records, train
+
+pytestmark = pytest.mark.usefixtures("own_ray")
 
 DEMO = "examples/configs/grpo_sort_megatron_cpu.yaml"
 SUMS = (  # with a model of four layers
@@ -27,15 +29,6 @@ def layout(tp=1, pp=1, ranks=2):
         f"cluster.gpus_per_node={ranks}",
         "cluster.num_nodes=1",
     )
-
-
-@pytest.fixture(autouse=True)
-def ray_folder(monkeypatch):
-    """For Ray's sockets, whose paths have to be short."""
-    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
-        monkeypatch.setenv("RAY_TMPDIR", folder)
-        monkeypatch.delenv("RAY_ADDRESS", raising=False)
-        yield
 
 
 def test_a_run_goes_on_in_another_layout(tmp_path):
@@ -68,7 +61,13 @@ def test_ppo(tmp_path):
 
 
 def test_dapo(tmp_path):
+    """Two steps; resuming from a damaged checkpoint then names it."""
     train(tmp_path, *layout(tp=2), "grpo.max_num_steps=2", config=DAPO)
     steps = read_metrics(tmp_path / "metrics.jsonl")
     assert [r["step"] for r in steps] == [1, 2]
     assert any(len(r["prompts"]) > 4 for r in steps)
+    for file in (tmp_path / "step_2" / "policy").glob("*.distcp"):
+        file.write_bytes(b"")
+    done = train(tmp_path, *layout(tp=2), "grpo.max_num_steps=3", config=DAPO, code=2)
+    said = " ".join(done.stderr.split())
+    assert re.search(r"step_2: damaged .*: not a checkpoint of this model: .*; remove this", said)

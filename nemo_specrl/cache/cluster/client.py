@@ -22,7 +22,7 @@ from typing import Any
 import ray
 
 from nemo_specrl.cache.cluster.membership import Routing, View, missing_writes
-from nemo_specrl.cache.cluster.transfers import last_line
+from nemo_specrl.cache.cluster.transfers import in_one_line
 from nemo_specrl.cache.codec import packed
 from nemo_specrl.rollout import Outline, Rollout
 
@@ -360,7 +360,7 @@ class CacheClient:
             try:
                 self._adopt(ray.get(call))
             except Exception as error:  # without a keeper the shards refuse, and that is counted
-                logger.debug("the cache's keeper: %s", last_line(error))
+                logger.debug("the cache's keeper: %s", in_one_line(error))
 
     def _report_missed(self, wait: bool = False) -> None:
         """Tell the keeper which shards this client could not write to."""
@@ -396,7 +396,7 @@ class CacheClient:
                 "counted in spec_rl/cache_errors",
                 node,
                 self._view.nodes.get(node, "unknown"),
-                last_line(error),
+                in_one_line(error),
             )
 
 

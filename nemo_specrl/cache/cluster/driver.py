@@ -45,7 +45,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from nemo_specrl.cache.cluster.client import CALL_SECONDS, FAILED, POLL_SECONDS, CacheClient, ready
 from nemo_specrl.cache.cluster.keeper import Keeper
 from nemo_specrl.cache.cluster.membership import Health
-from nemo_specrl.cache.cluster.transfers import BACKGROUND, last_line
+from nemo_specrl.cache.cluster.transfers import BACKGROUND, in_one_line
 from nemo_specrl.cache.snapshot import Manifest, PartitionFile, read_manifest, write_manifest
 from nemo_specrl.cache.store import StoreStats
 from nemo_specrl.errors import ForeignStore, StoreUnavailable
@@ -125,7 +125,7 @@ class ClusterCache(CacheClient):
                     try:
                         files += ray.get(ref)
                     except Exception as error:
-                        failed[node] = last_line(error)
+                        failed[node] = in_one_line(error)
                         left += share
                 elif node in self._view.shards:
                     continue
@@ -180,7 +180,7 @@ class ClusterCache(CacheClient):
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
         except ray.exceptions.RayError as error:
-            raise StoreUnavailable(f"the cache's keeper: {last_line(error)}") from error
+            raise StoreUnavailable(f"the cache's keeper: {in_one_line(error)}") from error
 
 
 def start_shards(
@@ -237,7 +237,7 @@ def start_shards(
         cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else None
         if isinstance(cause, StoreUnavailable):
             raise cause from None
-        raise StoreUnavailable(f"{folder}: {last_line(error)}") from error
+        raise StoreUnavailable(f"{folder}: {in_one_line(error)}") from error
     return ClusterCache(
         view,
         keeper,

@@ -33,7 +33,7 @@ from nemo_specrl.cache.cluster.transfers import (
     PATIENCE_SECONDS,
     RETRY_SECONDS,
     Transfers,
-    last_line,
+    in_one_line,
 )
 from nemo_specrl.errors import ConfigError, StoreUnavailable
 
@@ -134,7 +134,7 @@ class Keeper:
                 try:
                     ray.get(shard.call, timeout=START_SECONDS)
                 except ray.exceptions.RayError as error:
-                    raise StoreUnavailable(f"{self._folder}: {last_line(error)}") from error
+                    raise StoreUnavailable(f"{self._folder}: {in_one_line(error)}") from error
             while not self.started():
                 self.step()
                 time.sleep(0.01)
@@ -262,7 +262,9 @@ class Keeper:
             try:
                 answer = ray.get(call)
             except Exception as error:  # of the actor, its store or its node
-                logger.warning("rollout cache: shard of node %s: %s", shard.node, last_line(error))
+                logger.warning(
+                    "rollout cache: shard of node %s: %s", shard.node, in_one_line(error)
+                )
                 self._drop(shard)
                 self._retry_at[shard.node] = now + RETRY_SECONDS
                 continue

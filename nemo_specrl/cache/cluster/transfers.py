@@ -16,8 +16,9 @@ import ray
 
 from nemo_specrl.cache.cluster.membership import Copy
 from nemo_specrl.cache.snapshot import key_range
+from nemo_specrl.errors import last_line
 
-__all__ = ["BACKGROUND", "PATIENCE_SECONDS", "RETRY_SECONDS", "Transfers", "last_line"]
+__all__ = ["BACKGROUND", "PATIENCE_SECONDS", "RETRY_SECONDS", "Transfers", "in_one_line"]
 
 BACKGROUND = "background"
 """Concurrency group of shards for calls that must not queue behind those of clients."""
@@ -100,7 +101,7 @@ class Transfers:
                 else:
                     continue
             except Exception as error:  # of an actor, its store or its node
-                logger.warning("rollout cache: copying %s: %s", copy, last_line(error))
+                logger.warning("rollout cache: copying %s: %s", copy, in_one_line(error))
                 del self._running[copy]
                 self._retry_at[copy] = now + RETRY_SECONDS
                 continue
@@ -129,7 +130,6 @@ class Transfers:
         return _Transfer(merge.remote(transfer.call, stop), time.monotonic(), merging=True)
 
 
-def last_line(error: BaseException) -> str:
-    """Return an error's type and the last line of its message; Ray adds tracebacks before it."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[-1].strip()}"
+def in_one_line(error: BaseException) -> str:
+    """Return an error's type and the last line of its message."""
+    return f"{type(error).__name__}: {last_line(error)}"

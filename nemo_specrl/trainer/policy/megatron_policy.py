@@ -23,7 +23,7 @@ import numpy.typing as npt
 import ray
 import torch
 
-from nemo_specrl.errors import CheckpointError, PolicyError, SpecRLError
+from nemo_specrl.errors import CheckpointError, PolicyError, SpecRLError, last_line
 from nemo_specrl.trainer.losses import token_weights
 from nemo_specrl.trainer.policy.base import Float32Array, Sample
 from nemo_specrl.trainer.policy.megatron_weights import (
@@ -385,7 +385,5 @@ class MegatronPolicy:
             if isinstance(cause, SpecRLError):
                 return cause
         rank, error = next(iter(errors.items()))
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        return PolicyError(
-            f"{self.layout.describe(rank)} of the Megatron policy failed: {lines[-1].strip()}"
-        )
+        line = last_line(error) or type(error).__name__
+        return PolicyError(f"{self.layout.describe(rank)} of the Megatron policy failed: {line}")

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed
 
-from nemo_specrl.errors import CheckpointError
+from nemo_specrl.errors import CheckpointError, last_line
 from nemo_specrl.trainer.checkpoint import unwritable
 from nemo_specrl.trainer.policy.base import Float32Array, Sample
 from nemo_specrl.trainer.policy.megatron_cpu import megatron_on_cpu
@@ -285,6 +285,6 @@ class MegatronRank:
             extra = self.megatron.load_checkpoint(folder, self.module, self.optimizer)
         # Of many kinds, by what is wrong with the files; torch's own is no Exception.
         except (Exception, CheckpointException) as error:
-            line = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+            line = last_line(error) or type(error).__name__
             raise CheckpointError(f"{folder}: not a checkpoint of this model: {line}") from None
         return int(extra["updates"])
