@@ -101,6 +101,21 @@ def engine(random_model):
     return make_engine(random_model, max_num_seqs=64, enable_prefix_caching=True, max_logprobs=32)
 
 
+@pytest.fixture(scope="module")
+def own_ray():
+    """Policies of a module start a Ray of their own, in a folder whose path is short.
+
+    Paths of Ray's sockets may not be longer than 107 bytes.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("RAY_TMPDIR", folder)
+        patch.delenv("RAY_ADDRESS", raising=False)
+        yield
+
+
 def weights_of(folder, *, noise=0.0, seed=0):
     """The weights in a model's folder with Gaussian noise added, by name."""
     import torch

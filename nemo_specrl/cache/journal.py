@@ -7,9 +7,10 @@ rollouts; which weights are the same is the caller's to say, by their fingerprin
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -25,16 +26,17 @@ _ALL = 2**16  # groups: a prompt may come often between two checkpoints
 class JournaledStore:
     """A :class:`RolloutStore` and its journal; a quarter of the bytes is the journal's.
 
-    The journal is a store of its own, in which nothing replaces anything and log-probs keep every
-    bit, so that what is trained on it is trained on what the lost step was. Where its cap makes it
-    forget, rollouts are made again.
+    The journal is two stores, in which nothing replaces anything and log-probs keep every bit, so
+    that what is trained on it is trained on what the lost step was. Where its cap makes it forget,
+    rollouts are made again. The two take turns: while a checkpoint is written, what is made goes
+    into the one of which nothing will be forgotten when the checkpoint is complete.
 
     Args:
         folder: of the store.
         journal: folder of the journal.
         run: whose journal it is: anything in which two runs differ whose rollouts must not be
             taken for one another's. The journal of another run is emptied.
-        max_bytes: hard cap of both together, bytes (each has at least 1 MiB).
+        max_bytes: hard cap of all together, bytes (each store has at least 1 MiB).
         tokenizer_id: identity of the tokenizer.
         groups_per_prompt: rollouts that the store keeps for each sample index.
 
@@ -52,17 +54,21 @@ class JournaledStore:
         tokenizer_id: str,
         groups_per_prompt: int = 1,
     ) -> None:
-        share = max(MIN_BYTES, max_bytes // 4)
+        share = max(MIN_BYTES, max_bytes // 8)
         self._store = RolloutStore(
             folder,
-            max_bytes=max(MIN_BYTES, max_bytes - share),
+            max_bytes=max(MIN_BYTES, max_bytes - 2 * share),
             tokenizer_id=tokenizer_id,
             groups_per_prompt=groups_per_prompt,
         )
+        self._journal: deque[RolloutStore] = deque()
+        """The last is the one that is written to."""
         try:
-            self._journal = _open_journal(journal, share, f"{tokenizer_id} {run}")
+            for part in ("0", "1"):
+                store = _open_journal(Path(journal, part), share, f"{tokenizer_id} {run}")
+                self._journal.append(store)
         except BaseException:
-            self._store.close()
+            self.close()
             raise
         # By key, sample index and policy version.
         self._asked: Counter[tuple[bytes, int, int]] = Counter()
@@ -78,7 +84,7 @@ class JournaledStore:
         self._store.put(rollouts)
         for rollout in rollouts:
             self._put[rollout.key, rollout.sample_index, rollout.policy_version] += 1
-        self._journal.put(rollouts)
+        self._journal[-1].put(rollouts)
 
     def take(
         self, rows: Sequence[tuple[bytes, int]], policy_version: int, fingerprint: int
@@ -97,7 +103,10 @@ class JournaledStore:
             policy_version: of the weights that generate, which says the step.
             fingerprint: of the same weights.
         """
-        found = self._journal.get(dict.fromkeys(key for key, _ in rows))
+        found: dict[bytes, list[Rollout]] = {}
+        for part in reversed(self._journal):  # newest first, as each of them gives them
+            for key, rollouts in part.get(dict.fromkeys(key for key, _ in rows)).items():
+                found.setdefault(key, []).extend(rollouts)
         taken: list[Rollout | None] = []
         for key, sample_index in rows:
             place = key, sample_index, policy_version
@@ -119,19 +128,28 @@ class JournaledStore:
         self._store.put(same)
         return taken
 
-    def forget(self) -> None:
-        """Empty the journal, when a checkpoint is complete: its steps can be lost no more."""
-        self._journal.clear()
+    def snapshot(self, folder: str | os.PathLike[str]) -> None:
+        """Write a snapshot of the store alone, as :meth:`RolloutStore.snapshot` does.
+
+        It has what the journal has. Call it between two steps: what is put afterwards is of later
+        ones, and :meth:`forget` leaves it in the journal.
+        """
+        self._store.snapshot(folder)
+        self._journal.rotate()
         self._asked.clear()
         self._put.clear()
 
-    def snapshot(self, folder: str | os.PathLike[str]) -> None:
-        """Write a snapshot of the store alone, as :meth:`RolloutStore.snapshot` does."""
-        self._store.snapshot(folder)
+    def forget(self) -> None:
+        """Forget what the journal had at the last snapshot.
+
+        For when the checkpoint with that snapshot is complete: its steps can be lost no more.
+        """
+        self._journal[0].clear()
 
     def sync(self) -> None:
         """Commit both, as :meth:`RolloutStore.sync` does."""
-        self._journal.sync()
+        for part in self._journal:
+            part.sync()
         self._store.sync()
 
     def stats(self) -> StoreStats:
@@ -140,10 +158,9 @@ class JournaledStore:
 
     def close(self) -> None:
         """Close both, as :meth:`RolloutStore.close` does."""
-        try:
-            self._journal.close()
-        finally:
-            self._store.close()
+        with contextlib.ExitStack() as stack:
+            for store in (self._store, *self._journal):
+                stack.callback(store.close)
 
 
 def _open_journal(folder: Path, max_bytes: int, identity: str) -> RolloutStore:

@@ -8,11 +8,14 @@ checkpoint and repeats every later step exactly.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import shutil
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +66,10 @@ class Trainer:
         self.heldout = _heldout_problems(recipe, self.problems)
         self.progress = checkpoint.Progress(recipe=checkpoint.fixed_part(recipe))
         self._resumed_from: Path | None = None
+        self._saving: Future[Path] | None = None
+        """The checkpoint that is being written beside the next rollouts."""
+        self._checkpoint_s = 0.0
+        """Seconds for which the run has waited for checkpoints since its last record."""
         found = checkpoint.latest(self.folder)
         if found is not None:
             checkpoint.check_same_recipe(found[0], found[1].recipe, self.progress.recipe)
@@ -144,7 +151,10 @@ class Trainer:
                 yield record
             if not saved:  # stopped by a signal
                 self._save()
+            self._finish_saving()
         finally:
+            if self._saving is not None:  # something else has failed, and says so
+                wait([self._saving])
             self.log.close()
             if self.store is not None:
                 self.store.close()
@@ -158,6 +168,8 @@ class Trainer:
         started = time.perf_counter()
         batch = self._collect()
         rollout_times = self.generation.take_times()
+        rolled_out = time.perf_counter()
+        self._finish_saving()
         training = time.perf_counter()
         samples = batch.samples(self.recipe)
         self._reload()
@@ -181,11 +193,13 @@ class Trainer:
             "rollout_s": rollout_times.rollout_s,
             "verify_s": rollout_times.engine.verify_s,
             "train_s": ended - training,
-            "step_s": ended - started,
+            "step_s": ended - training + rolled_out - started,
+            "checkpoint_s": self._checkpoint_s,
             "decoded_tokens": rollout_times.decoded_tokens,
             "response_tokens": rollout_times.response_tokens,
             **metrics,
         }
+        self._checkpoint_s = 0.0
         if self.store is not None:
             record |= rollout_times.engine.as_dict()
             with contextlib.suppress(CacheError):  # what is not known is not logged
@@ -365,21 +379,53 @@ class Trainer:
         return monitor
 
     def _save(self) -> None:
+        """Begin to write a checkpoint.
+
+        The cache is copied at once. The weights are written while the rollouts of the next step
+        are made, since they change with its training, for which :meth:`_finish_saving` waits.
+        """
         if not self.recipe.checkpointing.enabled:
             return
+        started = time.perf_counter()
+        progress = copy.deepcopy(self.progress)
+        copied = threading.Event()
 
         def write(folder: Path) -> None:
+            if self.store is not None:
+                self.store.snapshot(folder / "rollout_cache")
+            copied.set()
             self.policy.save(folder / "policy")
             if self.value is not None:
                 self.value.save(folder / "value")
-            if self.store is not None:
-                self.store.snapshot(folder / "rollout_cache")
 
-        checkpoint.save(
-            self.folder, self.progress, write, keep=self.recipe.checkpointing.keep_top_k
-        )
+        def save() -> Path:
+            keep = self.recipe.checkpointing.keep_top_k
+            try:
+                return checkpoint.save(self.folder, progress, write, keep=keep)
+            finally:
+                copied.set()
+
+        writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._saving = writer.submit(save)
+        writer.shutdown(wait=False)
+        copied.wait()
+        self._checkpoint_s += time.perf_counter() - started
+
+    def _finish_saving(self) -> None:
+        """Wait until the last checkpoint is complete.
+
+        Raises:
+            CheckpointError: it cannot be written.
+            PolicyError: a rank of the policy failed in it.
+        """
+        if self._saving is None:
+            return
+        started = time.perf_counter()
+        saving, self._saving = self._saving, None
+        saving.result()
         if self.store is not None:
             self.store.forget()
+        self._checkpoint_s += time.perf_counter() - started
 
     def _load(self, folder: Path) -> None:
         try:

@@ -60,6 +60,11 @@ def opened(folder, kind):
     )  # fmt: skip
 
 
+def data_file(folder, kind):
+    """The file that is written to."""
+    return folder / ("store" if kind == "store" else "journal/1") / "data.mdb"
+
+
 def flip_bit(file, offset, bit):
     with open(file, "r+b") as opened:
         opened.seek(offset)
@@ -178,10 +183,10 @@ def test_a_flipped_root_is_damage_and_not_a_file_of_something_else(whole, tmp_pa
 def test_no_flipped_bit_ends_two_processes(tmp_path, whole, file, kind, running):
     with run_python(LIVES, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         died = 0
-        for offset, bit in flips(whole[file] / file / "data.mdb", kind, FLIPS):
+        for offset, bit in flips(data_file(whole[file], file), kind, FLIPS):
             folder = tmp_path / "lives"
             shutil.copytree(whole[file], folder)
-            flip = [str(folder / file / "data.mdb"), offset, bit]
+            flip = [str(data_file(folder, file)), offset, bit]
             if not running:
                 flip_bit(*flip)
             ends = []

@@ -91,6 +91,7 @@ def test_what_other_weights_made_is_offered_but_not_stored(tmp_path):
 def test_a_checkpoint_makes_it_forget_and_another_run_has_its_own(tmp_path):
     with opened(tmp_path) as store:
         store.put(step(1))
+        store.snapshot(tmp_path / "snapshot")
         store.forget()
         store.put(step(2))
     with opened(tmp_path) as store:
@@ -101,6 +102,27 @@ def test_a_checkpoint_makes_it_forget_and_another_run_has_its_own(tmp_path):
         assert len(store.get(KEYS)) == 3  # the store is the folder's
     with opened(tmp_path) as store:
         assert store.take(ROWS, 2, WEIGHTS) == [None] * 6
+
+
+def test_what_a_step_makes_while_a_checkpoint_is_written_stays(tmp_path):
+    first, second = step(2), step(2, salt=1)
+    with opened(tmp_path) as store:
+        store.put(step(1))
+        store.snapshot(tmp_path / "snapshot")
+        store.put(first)
+    with opened(tmp_path) as store:  # the process died before the checkpoint was complete
+        assert store.take(ROWS, 1, WEIGHTS) == step(1)
+        assert store.take(ROWS, 2, WEIGHTS) == first
+        store.put(second)
+        assert store.take(ROWS, 2, WEIGHTS) == [None] * 6
+        store.put(step(3))
+        store.snapshot(tmp_path / "snapshot")
+        store.put(step(4))
+        store.forget()
+    with opened(tmp_path) as store:
+        assert store.take(ROWS, 1, WEIGHTS) == [None] * 6
+        assert store.take(ROWS, 3, WEIGHTS) == [None] * 6
+        assert store.take(ROWS, 4, WEIGHTS) == step(4)
 
 
 def test_both_together_stay_under_the_cap(tmp_path):
@@ -122,21 +144,22 @@ def test_where_the_cap_made_it_forget_it_hands_out_nothing_of_this_process(tmp_p
         store.put(step(1))
         for prompt in range(100, 400):  # the journal has 1 MiB: the first ones are evicted
             store.put([rollout(prompt, 1, n=3000)])
-        assert store._journal.get(KEYS) == {}
+        assert store._journal[-1].get(KEYS) == {}
         for _ in range(3):
             store.put(step(1, salt=1))
-        assert len(store._journal.get(KEYS)) == len(KEYS)
+        assert len(store._journal[-1].get(KEYS)) == len(KEYS)
         assert store.take(ROWS, 1, WEIGHTS) == [None] * 6
 
 
 def test_a_damaged_journal_is_moved_aside_and_the_run_resumes_without_it(tmp_path, caplog):
     with opened(tmp_path) as store:
         store.put(step(1))
-    data = bytearray((tmp_path / "journal" / "data.mdb").read_bytes())
-    for page in range(0, len(data), 4096):
-        data[page + 12] ^= 1
-    (tmp_path / "journal" / "data.mdb").write_bytes(data)
+    for file in (tmp_path / "journal").glob("*/data.mdb"):
+        data = bytearray(file.read_bytes())
+        for page in range(0, len(data), 4096):
+            data[page + 12] ^= 1
+        file.write_bytes(data)
     with opened(tmp_path) as store:
         assert store.take(ROWS, 1, WEIGHTS) == [None] * 6
         assert len(store.get(KEYS)) == 3
-    assert f"{tmp_path / 'journal'} is damaged" in caplog.text
+    assert f"{tmp_path / 'journal' / '1'} is damaged" in caplog.text

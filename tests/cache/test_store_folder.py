@@ -203,7 +203,15 @@ def test_what_holds_rollouts_is_for_its_owner_alone(tmp_path):
         open_store(tmp_path / "store").close()
     finally:
         os.umask(before)
-    folders = ("store", "journal", "step_1/rollout_cache", "restored", "parts", "export")
+    folders = (
+        "store",
+        "journal/0",
+        "journal/1",
+        "step_1/rollout_cache",
+        "restored",
+        "parts",
+        "export",
+    )
     for folder in (*folders, "store.damaged-1"):
         assert (tmp_path / folder).stat().st_mode & 0o777 == 0o700, folder
         files = [f for f in (tmp_path / folder).iterdir() if f.is_file()]

@@ -36,15 +36,15 @@ SMALL = (
     "policy.generation.spec_rl.preset=faithful",
 )
 LOSSLESS = "policy.generation.spec_rl.preset=lossless"
-TIMED = ("rollout_s", "verify_s", "train_s", "step_s", "eval_s")
+TIMED = ("rollout_s", "verify_s", "train_s", "step_s", "checkpoint_s", "eval_s")
 OF_THE_JOURNAL = ("spec_rl/replayed_rows", "spec_rl/recomputed_tokens")
 """How much of a step came out of the journal, and what it took again of prefixes: none then."""
 
 
-def command(folder, *overrides, config=DEMO):
+def command(folder, *overrides, config=DEMO, program=("nemo_specrl", "train")):
     small = [o.replace("grpo.", "ppo.") for o in SMALL] if config == PPO else SMALL
     return [
-        *(sys.executable, "-m", "nemo_specrl", "train", config, *small),
+        *(sys.executable, "-m", *program, config, *small),
         f"checkpointing.checkpoint_dir={folder}",
         f"logger.log_dir={folder}",
         *overrides,
@@ -58,9 +58,9 @@ def environment(folder):
     return os.environ | {"TMPDIR": str(temporary), "COLUMNS": "200"}
 
 
-def train(folder, *overrides, code=0, config=DEMO):
+def train(folder, *overrides, code=0, **options):
     done = subprocess.run(
-        command(folder, *overrides, config=config),
+        command(folder, *overrides, **options),
         cwd=REPOSITORY,
         env=environment(folder),
         capture_output=True,
@@ -181,6 +181,22 @@ def test_a_run_of_another_recipe_takes_nothing_from_the_journal(tmp_path):
     process.wait()
     train(tmp_path, "checkpointing.save_period=1000", "grpo.seed=7", "grpo.max_num_steps=1")
     assert [r["spec_rl/replayed_rows"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [0]
+
+
+@pytest.mark.timeout(600)  # three runs
+def test_a_checkpoint_is_written_beside_the_rollouts_of_the_next_step(whole, tmp_path):
+    """It has the weights of its own step, and these rollouts outlive the process in the journal."""
+    job = "tests.trainer.saving_job"
+    train(tmp_path, code=-signal.SIGKILL, program=(job, "kill"))
+    assert [p.name for p in tmp_path.glob("step_*")] == ["step_2"]
+    failed = train(tmp_path, code=2, program=(job, "full"))
+    assert "resuming from step 2" in failed.stdout
+    assert "step_4: cannot be written: " in failed.stderr
+    assert [p.name for p in tmp_path.glob("*step_*")] == ["step_2"]
+    train(tmp_path)
+    assert records(tmp_path) == records(whole)
+    steps = {r["step"]: r for r in read_metrics(tmp_path / "metrics.jsonl")}
+    assert [steps[step]["spec_rl/replayed_rows"] for step in (3, 4, 5, 6)] == [16, 16, 16, 0]
 
 
 def test_an_interrupt_leaves_a_checkpoint(whole, tmp_path):

@@ -32,7 +32,8 @@ def build_policy(recipe: Recipe) -> Policy:
     from nemo_specrl.trainer.policy.megatron_policy import MegatronPolicy
     from nemo_specrl.trainer.policy.megatron_weights import Layout
 
-    return MegatronPolicy(policy, recipe.loss_fn, seed, Layout(*recipe.parallelism))
+    layout, nodes = Layout(*recipe.parallelism), recipe.cluster.num_nodes
+    return MegatronPolicy(policy, recipe.loss_fn, seed, layout, nodes)
 
 
 def build_value_model(recipe: Recipe) -> ValueModel:

@@ -16,14 +16,21 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import ray
 import torch
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from nemo_specrl.errors import CheckpointError, PolicyError, SpecRLError, last_line
+from nemo_specrl.errors import (
+    CheckpointError,
+    ConfigError,
+    PolicyError,
+    SpecRLError,
+    last_line,
+)
 from nemo_specrl.trainer.losses import token_weights
 from nemo_specrl.trainer.policy.base import Float32Array, Sample
 from nemo_specrl.trainer.policy.megatron_weights import (
@@ -52,10 +59,26 @@ def _start_ray() -> None:
     address = os.environ.get("RAY_ADDRESS")
     local: dict[str, Any] = {} if address else {"include_dashboard": False}
     before = signal.getsignal(signal.SIGTERM)
-    ray.init(address or "local", log_to_driver=False, logging_level=logging.ERROR, **local)
+    try:
+        ray.init(address or "local", log_to_driver=False, logging_level=logging.ERROR, **local)
+    except ConnectionError:
+        raise ConfigError(
+            f"RAY_ADDRESS = {address!r}: no Ray answers there; start one, or unset it"
+        ) from None
+    except OSError as error:  # the paths of its sockets may have 107 bytes
+        raise ConfigError(
+            f"Ray cannot start: {last_line(error)}; set RAY_TMPDIR to a folder with a shorter path"
+        ) from None
     if threading.current_thread() is threading.main_thread():
         # Ray's own would end this process at once; the training loop ends with the step.
         signal.signal(signal.SIGTERM, before)
+
+
+def _nodes() -> list[str]:
+    """Ray's ids of the nodes that are alive, this process's own first."""
+    own, nodes = ray.get_runtime_context().get_node_id(), cast(Any, ray.nodes)()
+    alive = [node["NodeID"] for node in nodes if node["Alive"]]
+    return sorted(alive, key=lambda node: (node != own, node))
 
 
 class _Actor(MegatronRank):
@@ -123,13 +146,17 @@ class MegatronPolicy:
         loss: the ``loss_fn:`` block.
         seed: decides which samples share an optimizer step.
         layout: of the ranks.
+        nodes: of Ray, over which they are spread: this process's own, and as many others as there
+            are up to this number. Each has consecutive ranks.
 
     Raises:
         ConfigError: the model cannot be loaded, or the layout does not divide it.
         PolicyError: a rank failed.
     """
 
-    def __init__(self, config: PolicyConfig, loss: LossConfig, seed: int, layout: Layout) -> None:
+    def __init__(
+        self, config: PolicyConfig, loss: LossConfig, seed: int, layout: Layout, nodes: int
+    ) -> None:
         self.config, self.loss, self.seed, self.layout = config, loss, seed, layout
         self.updates = 0
         self.architecture = Architecture.read(config.model_name)
@@ -142,12 +169,12 @@ class MegatronPolicy:
         if self._own_ray:
             _start_ray()
         try:
-            self._start()
+            self._start(nodes)
         except BaseException:
             self.shutdown()
             raise
 
-    def _start(self) -> None:
+    def _start(self, nodes: int) -> None:
         resources: Any = ray.cluster_resources
         gpus = 1 if resources().get("GPU", 0) >= self.layout.size else 0
         # Calls run one at a time in a thread, pings in another.
@@ -156,8 +183,14 @@ class MegatronPolicy:
         # A folder that is given relative to this process's own.
         model = str(self.architecture.folder.absolute())
         config = self.config.model_copy(update={"model_name": model})
+        size, places = self.layout.size, _nodes()[:nodes]
         self._ranks = [
-            actor.remote(rank, self.layout, config, self.loss) for rank in range(self.layout.size)
+            actor.options(
+                scheduling_strategy=NodeAffinitySchedulingStrategy(
+                    places[rank * len(places) // size], soft=False
+                )
+            ).remote(rank, self.layout, config, self.loss)
+            for rank in range(size)
         ]
         self._pids = self._all("pid")  # they run, and have to answer from now on
         host, port = self._wait({self._ranks[0].open.remote(): 0})[0]
