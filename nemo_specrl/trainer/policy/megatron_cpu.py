@@ -3,8 +3,8 @@
 Megatron-Core names CUDA in places that gloo and the processor could serve as well.
 :func:`megatron_on_cpu` answers for CUDA there. In megatron itself only its two functions for the
 state of the random number generator are replaced. Each patch says which line needs it (as of
-megatron-core 0.16.1, the one it was made for) and has a test that fails when megatron no longer
-does.
+megatron-core 0.16.1, unless it names another version) and has a test that fails when megatron no
+longer does. :data:`SINCE` names those that only later versions need.
 
 It is meant for processes that do nothing but run a rank: a patched torch claims to have a current
 CUDA device. Where CUDA is available nothing is patched.
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["PATCHES", "megatron_on_cpu"]
+__all__ = ["PATCHES", "SINCE", "megatron_on_cpu"]
 
 _CPU = torch.device("cpu")
 
@@ -74,6 +74,12 @@ def _synchronize() -> contextlib.AbstractContextManager[None]:
     return _replaced(torch.cuda, "synchronize", _nothing)
 
 
+def _current_stream() -> contextlib.AbstractContextManager[None]:
+    """The stream that waits for CUDA graphs before gradients are reduced
+    (param_and_grad_buffer.py:632 of 0.19.2). Without graphs it is asked for, but not used."""
+    return _replaced(torch.cuda, "current_stream", _nothing)
+
+
 def _tensor_cuda() -> contextlib.AbstractContextManager[None]:
     """Moving a tied output layer to the device (language_module.py:244)."""
     return _replaced(torch.Tensor, "cuda", lambda self, *args, **kwargs: self)
@@ -119,11 +125,16 @@ PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "current_device": _current_device,
     "literals": _literals,
     "synchronize": _synchronize,
+    "current_stream": _current_stream,
     "tensor_cuda": _tensor_cuda,
     "tensor_type": _tensor_type,
     "random_state": _random_state,
 }
 """Each patch by name; its docstring says what needs it."""
+
+SINCE = {"current_stream": (0, 19)}
+"""The first version of megatron-core that needs a patch, where that is not 0.16. Older ones run
+with it too, so it is applied in all of them."""
 
 
 @contextlib.contextmanager

@@ -126,8 +126,8 @@ def _load_weights(module: torch.nn.Module, model: Architecture, layout: Layout, 
         for entry, parameter in local_parameters(module, model, layout, stage):
             tensors = [reader.read(name) for name in entry.tensors]
             parameter.copy_(shard(entry, tensors, model, layout.tp, tp_rank))
-            # Megatron's initialization would have set it. Without it, the norm of the gradients
-            # counts such a parameter on one tensor-parallel rank only.
+            # Up to 0.17 only Megatron's initialization sets it. Without it, the norm of the
+            # gradients counts such a parameter on one tensor-parallel rank only.
             attributes: Any = parameter
             attributes.tensor_model_parallel = entry.split != "all"
 
@@ -176,11 +176,12 @@ def _make_loadable(optimizer: Any) -> None:
     """Let Megatron's distributed optimizer load checkpoints into torch's AdamW.
 
     AdamW, which Megatron takes where neither transformer-engine nor apex is installed, keeps the
-    count of steps with each parameter. Megatron 0.16.1 saves it, but fails with a KeyError of
-    'step' when it loads: it makes the moments of a fresh optimizer without a count
-    (optimizer/__init__.py, init_state_fn), and then looks for a count beside the loaded moments,
-    where there is none (distrib_optimizer.py, _set_main_param_and_optimizer_states). Where that is
-    passed, all parameters share one count (load_state_dict), and the steps after it are wrong.
+    count of steps with each parameter. Megatron, 0.16.1 to 0.19.2, saves it, but cannot load it. It
+    makes the moments of a fresh optimizer without a count (optimizer/__init__.py, init_state_fn),
+    and fails an assertion that there is one (distrib_optimizer.py, state_dict). Where that is
+    passed, it fails with a KeyError of 'step': it looks for a count beside the loaded moments,
+    where there is none (_set_main_param_and_optimizer_states). Where that is passed too, all
+    parameters share one count (load_state_dict), and the steps after it are wrong.
     """
     inner = optimizer.optimizer
     for group in inner.param_groups:
