@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -48,7 +49,7 @@ SlurmctldHost=ctl({subnet}.1)
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.sock
+AuthInfo=socket={folder}/munge.sock,cred_expire=10
 StateSaveLocation={folder}/ctl
 SlurmctldLogFile={folder}/log/slurmctld.log
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -64,8 +65,14 @@ JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 MpiDefault=none
 KillWait=5
+UnkillableStepTimeout=10
+SlurmdTimeout=45
+MessageTimeout=10
+BatchStartTimeout=10
+JobRequeue=1
+MinJobAge=3600
 ReturnToService=2
-SchedulerParameters=batch_sched_delay=0,sched_interval=2,sched_min_interval=0
+SchedulerParameters=batch_sched_delay=0,sched_interval=2,sched_min_interval=0,requeue_delay=0
 {nodes}
 PartitionName=test Nodes=n[1-{count}] Default=YES State=UP
 """
@@ -114,6 +121,20 @@ class Cluster:
             text=True,
             timeout=240,
         )
+
+    def crash(self, name: str) -> None:
+        """Cut a node's power: all its processes are gone at once."""
+        os.kill(self._first(name), signal.SIGKILL)
+
+    def boot(self, name: str) -> None:
+        """Bring a node back that has crashed."""
+        index = ["ctl", *self.names].index(name)
+        dead = self._processes.pop(index)
+        dead.stdin.close()
+        dead.wait()
+        node = self._start(name, NODE, str(index))
+        self._processes.insert(index, self._processes.pop())
+        self._connect(self._first("ctl"), index, node)
 
     def close(self) -> None:
         """End every process of the cluster, and remove its files."""

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -26,7 +29,7 @@ RECIPE = "examples/configs/recipe.yaml"
 
 RAY_SUB = """
 set -euo pipefail
-logs=$SLURM_SUBMIT_DIR/$SLURM_JOB_ID-logs
+logs=$SLURM_SUBMIT_DIR/$SLURM_JOB_ID${SLURM_RESTART_COUNT:+-$SLURM_RESTART_COUNT}-logs
 mkdir "$logs"
 printf '%s' "$COMMAND" >"$logs/driver_command.sh"
 env >"$logs/environment"
@@ -164,6 +167,7 @@ BAD = [
     ([RECIPE], {"MOUNTS": "{place}:/elsewhere"}, "MOUNTS={place}:/elsewhere: lacks the checkout"),
     ([RECIPE], {"GPUS_PER_NODE": "all"}, "GPUS_PER_NODE=all: must be a number"),
     ([RECIPE], {"DEDICATED_RAY_HEAD": "yes"}, "DEDICATED_RAY_HEAD=yes: must be 0 or 1"),
+    ([RECIPE], {"SPECRL_SAVE_SECONDS": "5m"}, "SPECRL_SAVE_SECONDS=5m: must be a whole number"),
     ([RECIPE], {"COMMAND": "python train.py"}, "COMMAND is set"),
 ]
 
@@ -221,6 +225,17 @@ def cluster():
     assert [line for line in command_lines() if name in line] == []
 
 
+@pytest.fixture
+def three_nodes():
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    cluster = Cluster(3)
+    make_plugin(cluster.folder / "plugin")
+    yield cluster
+    cluster.close()
+
+
 def command_lines():
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -232,14 +247,22 @@ def command_lines():
 class Job:
     """A job that has ended, and the folder of its checkout."""
 
-    def __init__(self, cluster, *arguments, ray_sub=RAY_SUB, **changes):
+    def __init__(self, cluster, *arguments, ray_sub=RAY_SUB, options=(), **changes):
         self.cluster = cluster
         self.checkout = make_checkout(cluster.folder / f"checkout-{len(files(cluster.folder))}")
         (self.checkout / "ray.sub").write_text(ray_sub)
         self.cache = cluster.local / "specrl"
         changes = {"SPECRL_CACHE_DIR": str(self.cache), **changes}
         self.submitted = cluster.run(
-            *("sbatch", "--wait", "--nodes=2", "--output=%j.out", str(SCRIPT), *arguments),
+            *(
+                "sbatch",
+                "--wait",
+                "--nodes=2",
+                "--output=%j.out",
+                *options,
+                str(SCRIPT),
+                *arguments,
+            ),
             cwd=self.checkout,
             env={**settings(cluster.folder), "PYTHONPATH": "/from/the/image", **changes},
         )
@@ -250,7 +273,7 @@ class Job:
     @property
     def lines(self):
         """The script's messages, without Slurm's own lines."""
-        return [line for line in self.output.splitlines() if line.startswith("nemo_rl.sub: ")]
+        return [line for line in self.output.splitlines() if "nemo_rl.sub: " in line[:40]]
 
     def on_nodes(self, path):
         """A path below each node's own disk, one for each node."""
@@ -306,7 +329,52 @@ def test_head_without_gpus_is_not_counted(cluster):
 
 
 def test_code_of_the_driver_is_passed_on(cluster):
-    assert Job(cluster, RECIPE, "exit=7").code == 7
+    job = Job(cluster, RECIPE, "exit=7")
+    assert job.code == 7
+    line = "the training ended with exit code 7, and all nodes answer: not started again"
+    assert job.lines[-1].endswith(f" {line}")
+
+
+def saved():
+    """What NeMo-RL says when it has ended before the time limit, as the script knows it."""
+    return SCRIPT.read_text().split("SAVED='")[1].split("'")[0]
+
+
+def test_a_training_that_ends_for_want_of_time_is_started_again(cluster):
+    """NeMo-RL is told when, and says so when it ends then; here a line of its log says it once."""
+    say_it = f'[[ -n ${{SLURM_RESTART_COUNT:-}} ]] || echo "{saved()}" >>"$logs/ray-driver.log"'
+    ray_sub = f"{RAY_SUB}\n{say_it}\n"
+    settings = {"SPECRL_SAVE_SECONDS": "3600", "ray_sub": ray_sub}
+    job = Job(cluster, RECIPE, options=("--time=1-02:00:00",), **settings)
+    assert job.code == 0, job.output
+    (line,) = job.lines
+    assert line.endswith(
+        "the time limit; starting again (restart 1 of at most 50), from checkpoint none"
+    )
+    first, second = (
+        json.loads((logs / "ray-driver.log").read_text().splitlines()[0])["arguments"]
+        for logs in sorted(job.checkout.glob("*-logs"), key=lambda logs: logs.name.count("-"))
+    )
+    save_at = re.compile(r"\+\+checkpointing.checkpoint_must_save_by=01:0(0:59|1:00):\d\d")
+    for arguments in (first, second):
+        assert any(save_at.fullmatch(argument) for argument in arguments), arguments
+
+
+def test_a_node_that_dies_gives_the_job_back_to_slurm(three_nodes):
+    """The driver ends at once, long before Slurm notices."""
+    fail_once = '[[ -n ${SLURM_RESTART_COUNT:-} ]] || { touch "$logs/up"; sleep 5; exit 1; }'
+    ray_sub = RAY_SUB.replace("srun --nodes=1", f"{fail_once}\nsrun --nodes=1")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(Job, three_nodes, RECIPE, ray_sub=ray_sub)
+        deadline = time.monotonic() + 60
+        while not list(three_nodes.folder.glob("checkout-*/*-logs/up")):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        three_nodes.crash("n2")
+        job = waiting.result()
+    assert job.code == 0, job.output
+    assert any("no answer from n2; starting again" in line for line in job.lines), job.output
+    assert (job.logs.parent / "1-1-logs" / "ray-driver.log").exists()
 
 
 def test_bad_input_starts_nothing(cluster):
@@ -343,6 +411,8 @@ def test_the_ray_sub_of_nemo_rl(cluster):
     """Containers, Ray and GPUs are replaced; the script that starts them is NeMo-RL's."""
     if "NEMO_RL_HOME" not in os.environ:
         pytest.skip("no NeMo-RL here; to run this test: NEMO_RL_HOME=CHECKOUT")
+    algorithms = Path(os.environ["NEMO_RL_HOME"]) / "nemo_rl" / "algorithms"
+    assert all(saved() in (algorithms / name).read_text() for name in ("grpo.py", "ppo.py"))
     # It removes every Ray session below /tmp, as if it had the machine for itself.
     ray_sub = (Path(os.environ["NEMO_RL_HOME"]) / "ray.sub").read_text()
     ray_sub = ray_sub.replace("/tmp/", f"{cluster.local}/")

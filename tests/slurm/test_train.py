@@ -1,0 +1,255 @@
+"""slurm/train.sbatch on a real Slurm of three nodes, with real Ray, Megatron ranks and engines.
+
+What the script decides by itself (limits, bad input) is tested with a stand-in for the training.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+
+import pytest
+
+from nemo_specrl.trainer.log import read_metrics
+from tests.conftest import REPOSITORY
+from tests.slurm.cluster import Cluster, why_not
+from tests.trainer.test_training import SMALL, records, train
+
+SCRIPT = REPOSITORY / "slurm" / "train.sbatch"
+RECIPE = "examples/configs/grpo_sort_megatron_cpu.yaml"
+RUN = (*SMALL, "cluster.gpus_per_node=1", "cluster.num_nodes=2", "grpo.max_num_epochs=6")
+STEPS = 12
+PYTHON = REPOSITORY / ".venv" / "bin" / "python"
+
+pytestmark = pytest.mark.usefixtures("own_ray")
+
+STAND_IN = """#!/bin/bash
+# Stands for Python: a Ray that runs, and a training that does what its overrides say.
+case "$*" in
+    *ray.scripts*) sleep infinity ;;
+    *" train "*)
+        echo $$ >"$SPECRL_PID_FILE"
+        for argument; do
+            case $argument in
+                checkpointing.checkpoint_dir=*) folder=${argument#*=} ;;
+                test.exit=*) code=${argument#*=} ;;
+                test.save=*) mkdir -p "$folder/step_$SLURM_RESTART_COUNT" ;;
+                test.hang=*) exec sleep infinity ;;
+            esac
+        done
+        echo "arguments: ${*:3}"
+        exit "${code:-0}" ;;
+esac
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    cluster = Cluster(3)
+    (cluster.folder / "python").write_text(STAND_IN)
+    (cluster.folder / "python").chmod(0o755)
+    yield cluster
+    cluster.close()
+
+
+class Job:
+    """A job of the script; its run is in a folder of its own."""
+
+    def __init__(self, cluster, name, *overrides, options=("--nodes=2",), **settings):
+        self.cluster, self.run = cluster, cluster.folder / name
+        self.output = cluster.folder / f"{name}.out"
+        environment = {
+            "SPECRL_RUN_DIR": str(self.run),
+            "SPECRL_PYTHON": str(cluster.folder / "python"),
+            "RAY_TMPDIR": str(cluster.local),
+            "TMPDIR": str(cluster.local),
+            **settings,
+        }
+        submitted = cluster.run(
+            *("sbatch", "--parsable", *options, f"--output={self.output}"),
+            *(str(SCRIPT), RECIPE, *overrides),
+            cwd=REPOSITORY,
+            env=environment,
+        )
+        self.id = submitted.stdout.strip()
+        assert self.id, submitted.stderr
+
+    @property
+    def said(self):
+        """The script's own lines, without their times."""
+        lines = self.output.read_text(errors="replace").splitlines() if self.output.exists() else []
+        return [line.split(": ", 1)[1] for line in lines if " train.sbatch: " in line[:60]]
+
+    def until(self, condition, seconds=300):
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, self.output.read_text(errors="replace")[-3000:]
+            time.sleep(0.2)
+
+    def until_steps(self, count):
+        self.until(lambda: len(read_metrics(self.run / "metrics.jsonl")) >= count)
+
+    def end(self):
+        """Wait for the job's end; its exit code."""
+
+        def shown(name):
+            show = ("scontrol", "show", "job", "--oneliner", self.id)
+            text = self.cluster.run(*show, cwd=REPOSITORY).stdout
+            return text.split(f" {name}=")[1].split()[0]
+
+        self.until(lambda: shown("JobState") in ("COMPLETED", "FAILED", "NODE_FAIL", "CANCELLED"))
+        return int(shown("ExitCode").split(":")[0])
+
+
+def started_on(job):
+    """The nodes of each start, as the script names them."""
+    return [line.split(", run ")[0] for line in job.said if line.startswith("nodes ")]
+
+
+@pytest.mark.timeout(900)
+def test_a_job_goes_on_after_it_has_lost_a_node_its_batch_node_and_its_time(cluster, tmp_path):
+    """It ends as a run that nothing happened to, step for step; no rollout is decoded twice."""
+    undisturbed = tmp_path / "undisturbed"
+    train(undisturbed, *RUN, config=RECIPE)
+    job = Job(cluster, "run", *RUN, SPECRL_PYTHON=str(PYTHON))
+    job.until_steps(3)
+    cluster.crash("n2")
+    job.until(lambda: len(started_on(job)) == 2)
+    cluster.boot("n2")
+    job.until_steps(6)
+    cluster.crash("n1")
+    job.until(lambda: len(started_on(job)) == 3)
+    cluster.boot("n1")
+    job.until_steps(9)
+    cluster.run("scancel", "--batch", "--signal=USR1", job.id, cwd=REPOSITORY)
+    assert job.end() == 0, job.output.read_text(errors="replace")[-3000:]
+    assert started_on(job)[:3] == ["nodes n1 n2", "nodes n1 n3", "nodes n2 n3"]
+    assert len(started_on(job)) == 4
+    # Whether Ray or the training ends first is chance.
+    assert any(re.match("no answer from n2[:;].* starting again", line) for line in job.said)
+    assert any(line.startswith("the time limit; starting again") for line in job.said)
+    assert len(read_metrics(job.run / "metrics.jsonl")) == STEPS
+    assert records(job.run) == records(undisturbed)
+    assert not (job.run / f"slurm-{job.id}" / "ray-token").exists()
+    for name in cluster.names:
+        assert not list((cluster.folder / name / "local").glob("ray-*"))
+
+
+@pytest.mark.timeout(600)
+def test_two_jobs_share_their_nodes(cluster, tmp_path):
+    alone = tmp_path / "alone"
+    steps = (*RUN, "grpo.max_num_steps=2")
+    train(alone, *steps, config=RECIPE)
+    options = ("--nodes=2", "--nodelist=n1,n2")
+    jobs = [
+        Job(cluster, name, *steps, options=options, SPECRL_PYTHON=str(PYTHON))
+        for name in ("left", "right")
+    ]
+    assert [job.end() for job in jobs] == [0, 0], [job.output.read_text() for job in jobs]
+    for job in jobs:
+        assert started_on(job) == ["nodes n1 n2"]
+        assert records(job.run) == records(alone)
+
+
+def test_a_typo_fails_once_with_its_own_message(cluster):
+    job = Job(cluster, "typo", "grpo.max_num_stepz=3", SPECRL_PYTHON=str(PYTHON))
+    assert job.end() == 2
+    assert "grpo.max_num_stepz: unknown key" in job.output.read_text()
+    assert len(started_on(job)) == 1
+    assert (
+        job.said[-1]
+        == "the training ended with exit code 2, and all nodes answer: not started again"
+    )
+
+
+def test_restarts_that_bring_nothing_come_to_an_end(cluster):
+    """As those of a training that hangs at its first step each time."""
+    hang = {"SPECRL_HANG_SECONDS": "1", "SPECRL_MAX_STALLED": "1"}
+    job = Job(cluster, "stalled", "test.hang=1", **hang)
+    assert job.end() == 75
+    assert len(started_on(job)) == 2
+    assert job.said[1] == (
+        "no step was logged for 1 s; starting again (restart 1 of at most 50), from checkpoint none"
+    )
+    assert job.said[-1] == (
+        "no step was logged for 1 s; not started again: 1 restarts have brought no checkpoint "
+        "after step 0 "
+        f"(SPECRL_MAX_STALLED=1); look at the logs in {job.run}/slurm-{job.id}"
+    )
+
+
+def test_the_limit_of_restarts(cluster):
+    """Checkpoints come, and it ends all the same."""
+    limits = {"SPECRL_HANG_SECONDS": "1", "SPECRL_MAX_STALLED": "1", "SPECRL_MAX_RESTARTS": "2"}
+    job = Job(cluster, "limit", "test.save=1", "test.hang=1", **limits)
+    assert job.end() == 75
+    assert len(started_on(job)) == 3
+    assert job.said[-1].endswith("not started again: SPECRL_MAX_RESTARTS=2 is reached")
+
+
+def test_an_array_takes_a_line_of_overrides_for_each_task(cluster):
+    sweep = cluster.folder / "sweep"
+    sweep.write_text("a.preset=lossless b=1\na.preset=faithful\n")
+    options = ("--nodes=1", "--array=0-2")
+    job = Job(cluster, "sweep-%a", options=options, SPECRL_SWEEP=str(sweep),
+              SPECRL_RUN_DIR=str(cluster.folder / "swept"))  # fmt: skip
+    outputs = [cluster.folder / f"sweep-{task}.out" for task in range(3)]
+    job.until(lambda: not cluster.run("squeue", "--noheader", cwd=REPOSITORY).stdout)
+    first, second, third = (output.read_text() for output in outputs)
+    assert f"checkpoint_dir={cluster.folder}/swept/0 " in first
+    assert "a.preset=lossless b=1\n" in first
+    assert f"checkpoint_dir={cluster.folder}/swept/1 " in second
+    assert "a.preset=faithful\n" in second
+    assert third == (
+        f"train.sbatch: SPECRL_SWEEP={sweep}: has no line for task 2 (lines count from 0)\n"
+    )
+
+
+def check(*arguments, **settings):
+    """Run the script outside of a job."""
+    environment = {"PATH": os.environ["PATH"], "SPECRL_PYTHON": "python3", **settings}
+    return subprocess.run(
+        ["bash", SCRIPT, *arguments],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_shows_what_would_run():
+    done = check(RECIPE, "grpo.max_num_steps=3", SPECRL_RUN_DIR="/runs/one")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        f"python3 -m nemo_specrl train {RECIPE} grpo.max_num_steps=3",
+        "run: /runs/one",
+    ]
+
+
+BAD = [
+    ([], {}, "no recipe given; usage:"),
+    (["none.yaml"], {}, "none.yaml: no such recipe in"),
+    ([RECIPE, "--steps"], {}, "--steps: not an override; give KEY=VALUE"),
+    ([RECIPE, "logger.log_dir=/x"], {}, "logger.log_dir=/x: set SPECRL_RUN_DIR instead"),
+    ([RECIPE, "policy.generation.spec_rl.cache.dir=/x"], {}, "set SPECRL_CACHE_DIR instead"),
+    ([RECIPE], {"SPECRL_CACHE_DIR": "raid"}, "SPECRL_CACHE_DIR=raid: must be an absolute path"),
+    ([RECIPE], {"SPECRL_CONTAINER": "/none.sqsh"}, "SPECRL_CONTAINER=/none.sqsh: no such file"),
+    ([RECIPE], {"SPECRL_PYTHON": "pythn"}, "SPECRL_PYTHON=pythn: no such program"),
+    ([RECIPE], {"SPECRL_SWEEP": "/none"}, "SPECRL_SWEEP=/none: no such file"),
+    ([RECIPE], {"SPECRL_HANG_SECONDS": "1h"}, "SPECRL_HANG_SECONDS=1h: must be a whole number"),
+    ([RECIPE], {"SPECRL_MAX_STALLED": "-1"}, "SPECRL_MAX_STALLED=-1: must be a whole number"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "settings", "line"), BAD, ids=[line for *_, line in BAD])
+def test_bad_input_is_one_line(arguments, settings, line):
+    done = check(*arguments, **settings)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert line in done.stderr
