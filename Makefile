@@ -29,7 +29,7 @@ lint: setup
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	.venv/bin/lint-imports
-	.venv/bin/shellcheck $$(git ls-files '*.sh' '*.sub' .ci/run requirements/lock)
+	.venv/bin/shellcheck -x $$(git ls-files '*.sh' '*.sub' '*.sbatch' .ci/run requirements/lock)
 	.venv/bin/hadolint docker/Dockerfile
 
 clean:
