@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import subprocess
 import sys
 import time
@@ -119,7 +118,7 @@ def started_on(job):
 @needs_megatron
 @pytest.mark.timeout(900)
 def test_a_job_goes_on_after_it_has_lost_a_node_its_batch_node_and_its_time(cluster, tmp_path):
-    """It ends as a run that nothing happened to, step for step; no rollout is decoded twice."""
+    """It ends as a run that nothing happened to, step for step."""
     undisturbed = tmp_path / "undisturbed"
     train(undisturbed, *RUN, config=RECIPE)
     job = Job(cluster, "run", *RUN, SPECRL_PYTHON=sys.executable)
@@ -136,8 +135,7 @@ def test_a_job_goes_on_after_it_has_lost_a_node_its_batch_node_and_its_time(clus
     assert job.end() == 0, job.output.read_text(errors="replace")[-3000:]
     assert started_on(job)[:3] == ["nodes n1 n2", "nodes n1 n3", "nodes n2 n3"]
     assert len(started_on(job)) == 4
-    # Whether Ray or the training ends first is chance.
-    assert any(re.match("no answer from n2[:;].* starting again", line) for line in job.said)
+    # Whether the script or Slurm notices first that n2 is dead is chance.
     assert any(line.startswith("the time limit; starting again") for line in job.said)
     assert len(read_metrics(job.run / "metrics.jsonl")) == STEPS
     assert records(job.run) == records(undisturbed)
