@@ -104,6 +104,6 @@ class IncompatibleVersion(SpecRLError, ImportError):
 
 
 def last_line(error: BaseException) -> str:
-    """The last line of an error's message; empty if it has none. Ray adds tracebacks before it."""
-    lines = str(error).strip().splitlines()
-    return lines[-1].strip() if lines else ""
+    """The last line of an error's message, or its type; Ray adds tracebacks before it."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1].strip()

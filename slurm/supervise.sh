@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# What becomes of a job whose training has ended: functions for the batch scripts in this folder.
+# Functions for the batch scripts in this folder: to name bad input, and to decide what becomes of a
+# job whose training has ended.
 #
 # `#SBATCH --requeue` alone does not help where a node dies. Ray and the training notice it within
 # seconds and end; Slurm notices it minutes later (SlurmdTimeout), and by then the job has failed
@@ -19,6 +20,15 @@ PROBE_SECONDS=15
 PROBES_AT_ONCE=32
 
 say() { echo "$(date +%FT%T) $SCRIPT: $*" >&2; }
+
+# Name something wrong with the input; the script ends after all of its checks, if `wrong` is 1.
+# shellcheck disable=SC2034 # read by the scripts
+wrong=0
+# shellcheck disable=SC2034
+bad() {
+    echo "$SCRIPT: $*" >&2
+    wrong=1
+}
 
 # Those of the job's nodes that do not start a process within PROBE_SECONDS. The others clean up.
 dead_nodes() {

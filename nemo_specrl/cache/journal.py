@@ -103,9 +103,10 @@ class JournaledStore:
             policy_version: of the weights that generate, which says the step.
             fingerprint: of the same weights.
         """
+        keys = dict.fromkeys(key for key, _ in rows)
         found: dict[bytes, list[Rollout]] = {}
         for part in reversed(self._journal):  # newest first, as each of them gives them
-            for key, rollouts in part.get(dict.fromkeys(key for key, _ in rows)).items():
+            for key, rollouts in part.get(keys).items():
                 found.setdefault(key, []).extend(rollouts)
         taken: list[Rollout | None] = []
         for key, sample_index in rows:
@@ -147,7 +148,7 @@ class JournaledStore:
         self._journal[0].clear()
 
     def sync(self) -> None:
-        """Commit both, as :meth:`RolloutStore.sync` does."""
+        """Commit all, as :meth:`RolloutStore.sync` does."""
         for part in self._journal:
             part.sync()
         self._store.sync()
@@ -157,7 +158,7 @@ class JournaledStore:
         return self._store.stats()
 
     def close(self) -> None:
-        """Close both, as :meth:`RolloutStore.close` does."""
+        """Close all, as :meth:`RolloutStore.close` does."""
         with contextlib.ExitStack() as stack:
             for store in (self._store, *self._journal):
                 stack.callback(store.close)

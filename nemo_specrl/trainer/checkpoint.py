@@ -127,7 +127,7 @@ def save(
 
 def unwritable(path: Path, error: BaseException) -> CheckpointError:
     """The error that says in a line why a checkpoint, or a part of it, could not be written."""
-    why = last_line(error) or type(error).__name__
+    why = last_line(error)
     with contextlib.suppress(OSError):
         place = next(folder for folder in (path, *path.parents) if folder.exists())
         if shutil.disk_usage(place).free < 2**20:

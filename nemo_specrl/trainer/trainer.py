@@ -387,7 +387,6 @@ class Trainer:
         if not self.recipe.checkpointing.enabled:
             return
         started = time.perf_counter()
-        progress = copy.deepcopy(self.progress)
         copied = threading.Event()
 
         def write(folder: Path) -> None:
@@ -398,16 +397,16 @@ class Trainer:
             if self.value is not None:
                 self.value.save(folder / "value")
 
-        def save() -> Path:
-            keep = self.recipe.checkpointing.keep_top_k
-            try:
-                return checkpoint.save(self.folder, progress, write, keep=keep)
-            finally:
-                copied.set()
-
         writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._saving = writer.submit(save)
+        self._saving = writer.submit(
+            checkpoint.save,
+            self.folder,
+            copy.deepcopy(self.progress),
+            write,
+            keep=self.recipe.checkpointing.keep_top_k,
+        )
         writer.shutdown(wait=False)
+        self._saving.add_done_callback(lambda _: copied.set())  # if it fails before the copy
         copied.wait()
         self._checkpoint_s += time.perf_counter() - started
 
@@ -435,10 +434,9 @@ class Trainer:
         except PolicyError:  # a rank died, which says nothing about the checkpoint
             raise
         except Exception as error:  # torch and safetensors raise many kinds
-            why = last_line(error) or type(error).__name__
             raise CheckpointError(
-                f"{folder}: damaged ({why}); remove this folder to resume from the checkpoint "
-                "before it"
+                f"{folder}: damaged ({last_line(error)}); remove this folder to resume from the "
+                "checkpoint before it"
             ) from None
         self._refit()
 

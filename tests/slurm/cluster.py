@@ -7,14 +7,17 @@ the pipe to a node's first process closes, the kernel ends every process of that
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import pytest
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "unshare", "nsenter")
 INSTALL = "apt-get install --no-install-recommends slurm-wlm munge iproute2"
@@ -86,6 +89,16 @@ def why_not() -> str | None:
     if os.geteuid() or subprocess.run([*UNSHARE, "true"], capture_output=True).returncode:
         return "nodes are namespaces, which this user may not make; run as root, with CAP_SYS_ADMIN"
     return None
+
+
+@contextlib.contextmanager
+def running(count: int) -> Iterator[Cluster]:
+    """A cluster for a fixture; where none can run, the test is skipped with the reason."""
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    with contextlib.closing(Cluster(count)) as cluster:
+        yield cluster
 
 
 class Cluster:

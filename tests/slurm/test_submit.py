@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.slurm.cluster import Cluster, why_not
+from tests.slurm.cluster import running
 
 SCRIPT = REPOSITORY / "slurm" / "nemo_rl.sub"
 RECIPE = "examples/configs/recipe.yaml"
@@ -209,16 +209,10 @@ def test_outside_of_a_checkout(place):
 
 @pytest.fixture(scope="module")
 def cluster():
-    reason = why_not()
-    if reason:
-        pytest.skip(reason)
-    cluster = Cluster(2)
-    make_plugin(cluster.folder / "plugin")
-    yield cluster
-    try:
+    with running(2) as cluster:
+        make_plugin(cluster.folder / "plugin")
+        yield cluster
         assert cluster.run("squeue", "--noheader", cwd=cluster.folder).stdout == ""
-    finally:
-        cluster.close()
     name = cluster.folder.name
     assert not cluster.folder.exists()
     assert name not in Path("/proc/self/mountinfo").read_text()
@@ -227,13 +221,9 @@ def cluster():
 
 @pytest.fixture
 def three_nodes():
-    reason = why_not()
-    if reason:
-        pytest.skip(reason)
-    cluster = Cluster(3)
-    make_plugin(cluster.folder / "plugin")
-    yield cluster
-    cluster.close()
+    with running(3) as cluster:
+        make_plugin(cluster.folder / "plugin")
+        yield cluster
 
 
 def command_lines():
@@ -254,15 +244,8 @@ class Job:
         self.cache = cluster.local / "specrl"
         changes = {"SPECRL_CACHE_DIR": str(self.cache), **changes}
         self.submitted = cluster.run(
-            *(
-                "sbatch",
-                "--wait",
-                "--nodes=2",
-                "--output=%j.out",
-                *options,
-                str(SCRIPT),
-                *arguments,
-            ),
+            *("sbatch", "--wait", "--nodes=2", "--output=%j.out", *options),
+            *(str(SCRIPT), *arguments),
             cwd=self.checkout,
             env={**settings(cluster.folder), "PYTHONPATH": "/from/the/image", **changes},
         )

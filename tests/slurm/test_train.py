@@ -15,7 +15,7 @@ import pytest
 
 from nemo_specrl.trainer.log import read_metrics
 from tests.conftest import REPOSITORY
-from tests.slurm.cluster import Cluster, why_not
+from tests.slurm.cluster import running
 from tests.trainer.test_training import SMALL, records, train
 
 SCRIPT = REPOSITORY / "slurm" / "train.sbatch"
@@ -51,14 +51,10 @@ esac
 
 @pytest.fixture(scope="module")
 def cluster():
-    reason = why_not()
-    if reason:
-        pytest.skip(reason)
-    cluster = Cluster(3)
-    (cluster.folder / "python").write_text(STAND_IN)
-    (cluster.folder / "python").chmod(0o755)
-    yield cluster
-    cluster.close()
+    with running(3) as cluster:
+        (cluster.folder / "python").write_text(STAND_IN)
+        (cluster.folder / "python").chmod(0o755)
+        yield cluster
 
 
 class Job:

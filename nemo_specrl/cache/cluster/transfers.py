@@ -131,5 +131,6 @@ class Transfers:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return an error's type and the last line of its message."""
-    return f"{type(error).__name__}: {last_line(error)}"
+    """Return an error's type and the last line of its message, if it has one."""
+    name, line = type(error).__name__, last_line(error)
+    return name if line == name else f"{name}: {line}"

@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -76,7 +76,7 @@ def _start_ray() -> None:
 
 def _nodes() -> list[str]:
     """Ray's ids of the nodes that are alive, this process's own first."""
-    own, nodes = ray.get_runtime_context().get_node_id(), cast(Any, ray.nodes)()
+    own, nodes = ray.get_runtime_context().get_node_id(), ray.nodes()  # type: ignore[no-untyped-call]
     alive = [node["NodeID"] for node in nodes if node["Alive"]]
     return sorted(alive, key=lambda node: (node != own, node))
 
@@ -418,5 +418,6 @@ class MegatronPolicy:
             if isinstance(cause, SpecRLError):
                 return cause
         rank, error = next(iter(errors.items()))
-        line = last_line(error) or type(error).__name__
-        return PolicyError(f"{self.layout.describe(rank)} of the Megatron policy failed: {line}")
+        return PolicyError(
+            f"{self.layout.describe(rank)} of the Megatron policy failed: {last_line(error)}"
+        )

@@ -285,6 +285,7 @@ class MegatronRank:
             extra = self.megatron.load_checkpoint(folder, self.module, self.optimizer)
         # Of many kinds, by what is wrong with the files; torch's own is no Exception.
         except (Exception, CheckpointException) as error:
-            line = last_line(error) or type(error).__name__
-            raise CheckpointError(f"{folder}: not a checkpoint of this model: {line}") from None
+            raise CheckpointError(
+                f"{folder}: not a checkpoint of this model: {last_line(error)}"
+            ) from None
         return int(extra["updates"])
