@@ -114,7 +114,7 @@ def differences(recipe: Recipe, policy: Any, generation: Generation) -> dict[str
     policy.train(samples, epochs=1)
     policy.offload()
     before = difference(samples, logprobs)
-    generation.refit(policy.stream_weights(generation.dtype), 1)
+    generation.refit(policy.stream_weights(generation.recipe.dtype), 1)
     return {"before_refit": before, "after_refit": difference(*rollouts())}
 
 
@@ -159,7 +159,7 @@ def measure(
     try:
         policy.offload()  # as the training loop does, but for the first refit
         generation = Generation(recipe, None)
-        dtype = generation.dtype
+        dtype = generation.recipe.dtype
         names = [(name, weight.numel()) for name, weight in policy.stream_weights()]
         pids = {"driver": os.getpid()}
         pids |= {f"rank {rank}": pid for rank, pid in enumerate(policy.pids())}

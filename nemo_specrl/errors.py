@@ -10,6 +10,7 @@ SpecRLError
 │   ├── ForeignStore        a store of another tokenizer, or of another release
 │   └── CorruptRecord       a record whose checksum or structure is wrong
 ├── PolicyError             a rank of the policy died or failed
+├── EngineError             an engine in a process of its own died or failed
 ├── RefitError              an engine whose last refit broke off
 ├── CheckpointError         a checkpoint that is damaged, or of another run
 └── IncompatibleVersion     an installed package that this release cannot work with
@@ -25,6 +26,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "CorruptRecord",
+    "EngineError",
     "ForeignStore",
     "IncompatibleVersion",
     "InvalidRollout",
@@ -89,6 +91,10 @@ class CorruptRecord(CacheError):
 
 class PolicyError(SpecRLError):
     """A rank of the policy died or failed; the policy cannot be used afterwards."""
+
+
+class EngineError(SpecRLError):
+    """An engine in a process of its own died or failed; the run's engines have been ended."""
 
 
 class RefitError(SpecRLError):

@@ -84,6 +84,7 @@ class Outline:
     sample_index: int
     finish: Finish
     policy_version: int
+    incarnation: int
     occurrence: int
     tokens: int
 
@@ -213,7 +214,12 @@ class Rollout:
     def outline(self) -> Outline:
         """The rollout without its arrays."""
         return Outline(
-            self.sample_index, self.finish, self.policy_version, self.occurrence, len(self)
+            self.sample_index,
+            self.finish,
+            self.policy_version,
+            self.incarnation,
+            self.occurrence,
+            len(self),
         )
 
     def __len__(self) -> int:

@@ -30,6 +30,7 @@ from nemo_specrl.engine.verification import (
 )
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.rollout import Finish, Rollout
+from nemo_specrl.speculation.acceptance import derived_seed
 from nemo_specrl.speculation.drafts import mean_lengths, select_drafts
 
 if TYPE_CHECKING:
@@ -64,6 +65,9 @@ class Speculation:
         seed: seed of the run, from which the uniforms of acceptance are derived.
 
     Attributes:
+        draw_seed: what uniforms are derived from: the seed of the run; where a cluster's cache says
+            that the run was resumed, another one. Rollouts of a lost step draft for those in their
+            place, which must not be made with the same randomness.
         policy_version: version of the weights in the engine. The caller raises it with every refit
             and at no other time.
         fingerprint: of these weights (:func:`~nemo_specrl.engine.fingerprint.fingerprint`), set
@@ -88,6 +92,10 @@ class Speculation:
         self.cache = cache
         self.config = config
         self.seed = seed
+        self.draw_seed = seed
+        self._incarnation: int = getattr(cache, "incarnation", 0)
+        if getattr(cache, "resumed", False):
+            self.draw_seed = derived_seed("draws", seed, 0, self._incarnation.to_bytes(8), 0)
         self.policy_version = 0
         self.fingerprint = 0
         self.fresh_fraction = config.fresh_fraction
@@ -110,7 +118,7 @@ class Speculation:
         self._histories = Histories()
         self._rounds: Rounds | None = None
         if drafts and not self._proposes:
-            self._rounds = Rounds(self._limits, config.tree, seed)
+            self._rounds = Rounds(self._limits, config.tree, self.draw_seed)
 
     def _add_tree_counts(self, counts: DraftCounts) -> None:
         """Add to the metrics what the tree proposer did."""
@@ -140,6 +148,7 @@ class Speculation:
             [request.row for request in requests],
             cached,
             policy_version=self.policy_version,
+            incarnation=self._incarnation,
             seed=self.seed,
             fresh_fraction=self._fresh_share,
         )
@@ -250,7 +259,7 @@ class Speculation:
                 self._refuse_draft(request)
             else:
                 provable.append((request, logprobs))
-        judge(provable, self.config, seed=self.seed, policy_version=self.policy_version)
+        judge(provable, self.config, seed=self.draw_seed, policy_version=self.policy_version)
         verdicts: list[tuple[Request, RequestOutput, Ending | None]] = []
         for request, output in verified:
             whole = request.draft is not None and self._count_draft(request)

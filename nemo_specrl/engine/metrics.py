@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 __all__ = ["EngineMetrics"]
 
@@ -70,6 +70,11 @@ class EngineMetrics:
         return EngineMetrics(
             **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
         )
+
+    def of_engines(self, engines: int) -> EngineMetrics:
+        """These counts with mean seconds, if they are the sum over engines that ran at once."""
+        seconds = (f.name for f in fields(self) if f.name.endswith("_s"))
+        return replace(self, **{name: getattr(self, name) / engines for name in seconds})
 
     def as_dict(self) -> dict[str, float]:
         """Scalars by metric name: counts, fractions, and seconds in names that end in ``_s``."""

@@ -257,7 +257,7 @@ class SpeculativeLLM(Speculation):
             self._limits,
             upcoming,
             requests,
-            seed=self.seed,
+            seed=self.draw_seed,
             policy_version=self.policy_version,
         )
 

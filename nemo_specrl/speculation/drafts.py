@@ -111,6 +111,7 @@ def select_drafts(
     cached: Mapping[bytes, Sequence[Draft]],
     *,
     policy_version: int,
+    incarnation: int = 0,
     seed: int = 0,
     fresh_fraction: float = 0.0,
 ) -> list[Choice[Draft]]:
@@ -122,12 +123,15 @@ def select_drafts(
 
     A sample index that the current weights have served gets no draft: its uniforms would be the
     same again, and so would the result. An interrupted rollout is different: it is continued, and
-    counts as the same occurrence.
+    counts as the same occurrence. So is what was made for a step that was lost when the run broke
+    off: it drafts for the rollout that takes its place.
 
     Args:
         rows: to be made.
         cached: rollouts, or outlines of them, by prompt key, newest first within a sample index.
         policy_version: of the weights that will verify.
+        incarnation: of the run, which tells rollouts of this policy version from those of a lost
+            step.
         seed: of the run; it determines which rows are plain when.
         fresh_fraction: fraction of the rows that get no draft even if there is one
             (:func:`is_fresh`).
@@ -141,7 +145,8 @@ def select_drafts(
         for rollout in rollouts:
             place = Row(key, rollout.sample_index)
             newest.setdefault(place, rollout)
-            if rollout.policy_version == policy_version and rollout.finish is not Finish.PARTIAL:
+            made = rollout.policy_version, rollout.incarnation
+            if made == (policy_version, incarnation) and rollout.finish is not Finish.PARTIAL:
                 served.add(place)
     choices: list[Choice[Draft]] = []
     for row in rows:

@@ -148,10 +148,15 @@ def fixed_part(recipe: Recipe) -> dict[str, Any]:
     """The keys that a resumed run must not change: all but length, evaluation, folders and layout.
 
     Of the Megatron block only ``enabled`` counts: a Megatron checkpoint can be loaded in any
-    layout, but not by the torch policy.
+    layout, but not by the torch policy. So it is with the number of engines: the cache of one in
+    the trainer's process has another form than that of several.
     """
     values = recipe.model_dump(mode="json", exclude={"checkpointing", "logger", "cluster"})
     values["policy"]["megatron_cfg"] = {"enabled": recipe.policy.megatron_cfg.enabled}
+    if recipe.engines is None:
+        del values["policy"]["generation"]["colocated"]
+    else:
+        del values["policy"]["generation"]["colocated"]["resources"]
     block = values["grpo"] or values["ppo"]
     for name in [n for n in block if n.startswith(("val_", "max_"))]:
         del block[name]

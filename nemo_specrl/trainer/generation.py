@@ -1,4 +1,6 @@
-"""The engine of the embedded trainer: rollouts, held-out responses and refits.
+"""The engine of the embedded trainer: rollouts, held-out responses, refits and the rollout cache.
+
+Here it is in the trainer's process. Several engines in processes of their own are in ``engines``.
 
 Plain training uses the same engine, the same seeds and the same code with speculation switched
 off, so that both sides of a comparison differ in nothing else.
@@ -7,16 +9,22 @@ off, so that both sides of a comparison differ in nothing else.
 from __future__ import annotations
 
 import hashlib
+import json
+import shutil
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
+from nemo_specrl.cache import RolloutStore
 from nemo_specrl.cache.journal import JournaledStore
 from nemo_specrl.engine.assembly import reuse_of
+from nemo_specrl.engine.base import RolloutCache
 from nemo_specrl.engine.drafting import engine_options
 from nemo_specrl.engine.fingerprint import fingerprint
 from nemo_specrl.engine.metrics import EngineMetrics
@@ -31,9 +39,21 @@ if TYPE_CHECKING:
     import torch
     from vllm import LLM
 
-DEFAULT_MAX_NUM_SEQS = 64
+__all__ = [
+    "CACHE_FOLDER",
+    "Engine",
+    "Generated",
+    "Generation",
+    "RolloutTimes",
+    "build_engine",
+    "open_store",
+    "tokenizer_identity",
+]
 
-__all__ = ["Generated", "Generation", "build_engine", "tokenizer_identity"]
+CACHE_FOLDER = "rollout_cache"
+"""Name of the cache's folder, in a run and in a checkpoint."""
+
+DEFAULT_MAX_NUM_SEQS = 64
 
 
 def tokenizer_identity(model_name: str) -> str:
@@ -50,6 +70,43 @@ def tokenizer_identity(model_name: str) -> str:
             f"policy.model_name = {model_name!r}: no tokenizer.json in it; "
             "give a model with its tokenizer in Hugging Face format"
         ) from None
+
+
+def open_store(
+    recipe: Recipe, fixed: dict[str, Any], resume_from: Path | None
+) -> JournaledStore | None:
+    """Open a run's cache as its checkpoint has it; empty at the start of a run.
+
+    The journal is kept: it holds the rollouts of the steps behind the checkpoint, which are taken
+    as they are.
+
+    Args:
+        recipe: the whole recipe.
+        fixed: of it, what cannot change between the starts of a run; it says whose journal it is.
+        resume_from: the checkpoint.
+
+    Returns:
+        None where speculation is switched off.
+
+    Raises:
+        CacheError: it is in use, of another tokenizer, or cannot be written.
+    """
+    spec_rl, run = recipe.spec_rl, recipe.checkpointing.checkpoint_dir
+    if not spec_rl.enabled:
+        return None
+    folder = spec_rl.cache.dir or run / CACHE_FOLDER
+    if resume_from is not None:
+        RolloutStore.restore(resume_from / CACHE_FOLDER, folder)
+    elif spec_rl.cache.dir is None and folder.exists():
+        shutil.rmtree(folder)  # of a run that was killed before its first checkpoint
+    return JournaledStore(
+        folder,
+        run / "rollout_journal",
+        run=xxhash.xxh3_64_hexdigest(json.dumps(fixed, sort_keys=True).encode()),
+        max_bytes=spec_rl.cache.max_bytes_per_node,
+        tokenizer_id=tokenizer_identity(recipe.policy.model_name),
+        groups_per_prompt=spec_rl.cache.groups_per_prompt,
+    )
 
 
 def build_engine(recipe: Recipe) -> LLM:
@@ -155,23 +212,31 @@ class RolloutTimes:
     engine: EngineMetrics = field(default_factory=EngineMetrics)
 
 
-class Generation:
-    """The engine and its rollout cache.
+class Cache(RolloutCache, Protocol):
+    """A cache of rollouts that others read as well."""
+
+    def sync(self) -> None:
+        """Return when what was put is on disk and can be found by everyone."""
+        ...
+
+
+class Engine:
+    """An engine that drafts from a rollout cache.
 
     Args:
         recipe: the whole recipe.
-        store: the rollout cache, or None with speculation switched off.
+        cache: of rollouts, or None with speculation switched off.
 
     Raises:
         ConfigError: vLLM refuses the model or an argument.
     """
 
-    def __init__(self, recipe: Recipe, store: JournaledStore | None) -> None:
-        self.recipe, self.store = recipe, store
+    def __init__(self, recipe: Recipe, cache: Cache | None) -> None:
+        self.recipe, self.cache = recipe, cache
         self.llm = build_engine(recipe)
         self.speculative = SpeculativeLLM(
             self.llm,
-            store,
+            cache,
             recipe.spec_rl,
             seed=recipe.algorithm.seed,
         )
@@ -195,25 +260,6 @@ class Generation:
         self.speculative.policy_version = policy_version
         self.speculative.fingerprint = stream.fingerprint
 
-    def begin(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Note the fingerprint of the weights that the engine has loaded itself at the start.
-
-        Args:
-            weights: :meth:`Policy.stream_weights`, in the engine's ``dtype``.
-        """
-        stream = _FingerprintedWeights(weights)
-        for _ in stream:
-            pass
-        self.speculative.fingerprint = stream.fingerprint
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the engine's weights."""
-        import torch
-
-        dtype: torch.dtype = getattr(torch, self.recipe.policy.generation.vllm_cfg.precision)
-        return dtype
-
     def rollouts(
         self, prompts: list[list[int]], attempt: int = 0, upcoming: list[list[int]] | None = None
     ) -> list[list[Generated]]:
@@ -226,13 +272,14 @@ class Generation:
             upcoming: prompts of the next batch, for ``run_ahead``.
         """
         group = self.recipe.algorithm.num_generations_per_prompt
-        rows, params = self._rows(prompts, group, f"rollout {attempt}")
+        seed = self.speculative.draw_seed
+        rows, params = self._rows(prompts, group, f"rollout {attempt}", seed)
         started = time.perf_counter()
         outputs = self.speculative.generate(
             rows, params, upcoming=[{"prompt_token_ids": p} for p in upcoming or ()], use_tqdm=False
         )
-        if self.store is not None:
-            self.store.sync()
+        if self.cache is not None:
+            self.cache.sync()
         elapsed = time.perf_counter() - started
         generated = [self._generated(output.outputs[0]) for output in outputs]
         self._count(elapsed, generated)
@@ -240,7 +287,7 @@ class Generation:
 
     def heldout(self, prompts: list[list[int]], samples: int) -> list[list[Generated]]:
         """Decode responses for an evaluation, without the cache."""
-        rows, params = self._rows(prompts, samples, "heldout")
+        rows, params = self._rows(prompts, samples, "heldout", self.recipe.algorithm.seed)
         outputs = self.llm.generate(rows, params, use_tqdm=False)
         generated = [self._generated(output.outputs[0]) for output in outputs]
         return [generated[i : i + samples] for i in range(0, len(generated), samples)]
@@ -251,22 +298,25 @@ class Generation:
         return times
 
     def _rows(
-        self, prompts: list[list[int]], group: int, purpose: str
+        self, prompts: list[list[int]], group: int, purpose: str, seed: int
     ) -> tuple[list[Any], list[Any]]:
         """Repeat each prompt ``group`` times, and make sampling parameters for every row."""
         rows, params = [], []
         for prompt in prompts:
             key = prompt_key(prompt)
             rows += [{"prompt_token_ids": prompt} for _ in range(group)]
-            params += [self._params(key, sample_index, purpose) for sample_index in range(group)]
+            # The row alone decides, so that a replay is the same.
+            params += [
+                self._params(derived_seed(purpose, seed, self.policy_version, key, sample_index))
+                for sample_index in range(group)
+            ]
         return rows, params
 
-    def _params(self, key: bytes, sample_index: int, purpose: str) -> Any:
-        """Sampling parameters whose seed depends on the row alone, so that a replay is the same."""
+    def _params(self, seed: int) -> Any:
+        """Sampling parameters of a row."""
         from vllm import SamplingParams
 
         generation = self.recipe.policy.generation
-        seed = self.recipe.algorithm.seed
         return SamplingParams(
             max_tokens=generation.max_new_tokens,
             temperature=generation.temperature,
@@ -278,7 +328,7 @@ class Generation:
             logprobs=0,
             flat_logprobs=True,
             detokenize=bool(generation.stop_strings),
-            seed=derived_seed(purpose, seed, self.policy_version, key, sample_index),
+            seed=seed,
         )
 
     @property
@@ -321,3 +371,57 @@ class Generation:
         ):
             self.llm.generate({"prompt_token_ids": [self.eos] * 8}, params, use_tqdm=False)
         self.llm.reset_prefix_cache()
+
+
+class Generation(Engine):
+    """One engine in the trainer's process, with a cache that nobody else uses.
+
+    Args:
+        recipe: the whole recipe.
+        store: the rollout cache, or None with speculation switched off.
+
+    Raises:
+        ConfigError: vLLM refuses the model or an argument.
+    """
+
+    def __init__(self, recipe: Recipe, store: JournaledStore | None) -> None:
+        super().__init__(recipe, store)
+        self.store = store
+
+    def begin(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Note the fingerprint of the weights that the engine has loaded itself at the start.
+
+        Args:
+            weights: :meth:`Policy.stream_weights`, in the engine's data type.
+        """
+        stream = _FingerprintedWeights(weights)
+        for _ in stream:
+            pass
+        self.speculative.fingerprint = stream.fingerprint
+
+    def set_fresh_fraction(self, fresh_fraction: float) -> None:
+        """Have another share of the rows decoded without a draft, from the next batch on."""
+        self.speculative.fresh_fraction = fresh_fraction
+
+    def save(self, folder: Path) -> None:
+        """Write the cache into a checkpoint. Call it between two steps."""
+        if self.store is not None:
+            self.store.snapshot(folder)
+
+    def saved(self) -> None:
+        """Forget what only matters until a checkpoint with what :meth:`save` wrote is complete."""
+        if self.store is not None:
+            self.store.forget()
+
+    def corrupt_records(self) -> int:
+        """Damaged records that the cache has come upon since it was opened.
+
+        Raises:
+            CacheError: they cannot be counted.
+        """
+        return 0 if self.store is None else self.store.stats().corrupt_records
+
+    def shutdown(self) -> None:
+        """Close the cache."""
+        if self.store is not None:
+            self.store.close()

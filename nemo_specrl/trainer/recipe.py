@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -17,6 +17,9 @@ from yaml import YAMLError
 
 from nemo_specrl.config import Block, SpecRLConfig, WrongKey, validated
 from nemo_specrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Algorithm", "Recipe", "load_recipe", "model_folder"]
 
@@ -99,10 +102,40 @@ class VllmConfig(Block):
     enforce_eager: bool = True
 
 
+class EngineResources(Block):
+    """The ``resources:`` block of engines that are not colocated: one engine for each GPU of these.
+
+    On a machine without GPUs it says how many engines share its cores.
+    """
+
+    gpus_per_node: int | None = Field(default=None, ge=1)
+    num_nodes: int | None = Field(default=None, ge=1)
+    """None: 1."""
+
+
+class ColocatedConfig(Block):
+    """The ``colocated:`` block: where the engines are."""
+
+    enabled: bool = True
+    """One engine, in the trainer's process; else ``resources`` says how many, each in its own."""
+    resources: EngineResources = EngineResources()
+
+    @model_validator(mode="after")
+    def _complete(self) -> ColocatedConfig:
+        if not self.enabled and self.resources.gpus_per_node is None:
+            raise WrongKey(
+                "resources.gpus_per_node",
+                None,
+                "must be the number of engines on a node with colocated.enabled: false",
+            )
+        return self
+
+
 class GenerationConfig(Block):
     """The ``generation:`` block."""
 
     backend: Literal["vllm"] = "vllm"
+    colocated: ColocatedConfig = ColocatedConfig()
     max_new_tokens: int = Field(default=256, ge=1)
     temperature: float = Field(default=1.0, ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -281,6 +314,26 @@ class Recipe(Block):
         tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
         ranks = (self.cluster.gpus_per_node or tp * pp) * self.cluster.num_nodes
         return tp, pp, ranks // (tp * pp)
+
+    @property
+    def engines(self) -> tuple[int, int] | None:
+        """Number of engines in processes of their own, and of nodes for them.
+
+        None: one engine, in this process.
+        """
+        colocated = self.policy.generation.colocated
+        if colocated.enabled:
+            return None
+        nodes = colocated.resources.num_nodes or 1
+        return (colocated.resources.gpus_per_node or 1) * nodes, nodes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of the engine's weights."""
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.policy.generation.vllm_cfg.precision)
+        return dtype
 
     @property
     def steps_per_epoch(self) -> int:

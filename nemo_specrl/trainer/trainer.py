@@ -9,32 +9,38 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
+import importlib.util
 import os
-import shutil
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import xxhash
 
-from nemo_specrl.cache import RolloutStore
-from nemo_specrl.cache.journal import JournaledStore
-from nemo_specrl.errors import CacheError, CheckpointError, PolicyError, last_line
+from nemo_specrl.errors import (
+    CacheError,
+    CheckpointError,
+    ConfigError,
+    EngineError,
+    PolicyError,
+    last_line,
+)
 from nemo_specrl.speculation.drift import DriftMonitor
 from nemo_specrl.trainer import checkpoint
-from nemo_specrl.trainer.generation import Generation, tokenizer_identity
+from nemo_specrl.trainer.generation import CACHE_FOLDER, Generation, open_store
 from nemo_specrl.trainer.log import MetricsLog
 from nemo_specrl.trainer.losses import gae
 from nemo_specrl.trainer.policy import Sample, build_policy, build_value_model
 from nemo_specrl.trainer.policy.batching import Batch, Group
 from nemo_specrl.trainer.recipe import Recipe
 from nemo_specrl.trainer.task import Problem, problems, reward
+
+if TYPE_CHECKING:
+    from nemo_specrl.trainer.engines import Engines
 
 __all__ = ["Trainer"]
 
@@ -79,17 +85,16 @@ class Trainer:
         """Build the models, the engine and the store, which a finished run does not need."""
         recipe, found = self.recipe, self._resumed_from
         torch.manual_seed(recipe.algorithm.seed)
-        self.store = None
         self.policy = build_policy(recipe)
+        generation: Generation | Engines | None = None
         try:
             self.value = build_value_model(recipe) if recipe.ppo else None
-            self.store = self._open_store(found)
-            self.generation = Generation(recipe, self.store)
+            self.generation = generation = self._open_generation(found)
             self.monitor = self._open_monitor()
             if found is not None:
                 self._load(found)
             else:
-                self.generation.begin(self.policy.stream_weights(self.generation.dtype))
+                self.generation.begin(self.policy.stream_weights(recipe.dtype))
             self.log = MetricsLog(
                 recipe.logger.log_dir,
                 self.progress.step,
@@ -98,8 +103,8 @@ class Trainer:
             )
             self._offload()
         except BaseException:
-            if self.store is not None:
-                self.store.close()
+            if generation is not None:
+                generation.shutdown()
             self.policy.shutdown()
             raise
 
@@ -156,8 +161,7 @@ class Trainer:
             if self._saving is not None:  # something else has failed, and says so
                 wait([self._saving])
             self.log.close()
-            if self.store is not None:
-                self.store.close()
+            self.generation.shutdown()
             self.policy.shutdown()
             if self.value is not None:
                 self.value.shutdown()
@@ -200,14 +204,14 @@ class Trainer:
             **metrics,
         }
         self._checkpoint_s = 0.0
-        if self.store is not None:
+        if self.recipe.spec_rl.enabled:
             record |= rollout_times.engine.as_dict()
             with contextlib.suppress(CacheError):  # what is not known is not logged
-                record["spec_rl/corrupt_records"] = self.store.stats().corrupt_records
+                record["spec_rl/corrupt_records"] = self.generation.corrupt_records()
         if self.monitor is not None:
             self.monitor.update(*batch.rows_to_compare())
             record |= self.monitor.as_dict()
-            self.generation.speculative.fresh_fraction = self.monitor.fresh_fraction
+            self.generation.set_fresh_fraction(self.monitor.fresh_fraction)
             self.progress.monitor = self.monitor.state()
         return record
 
@@ -298,7 +302,7 @@ class Trainer:
         return metrics | self.policy.train(samples, epochs=epochs)
 
     def _refit(self) -> None:
-        weights = self.policy.stream_weights(self.generation.dtype)
+        weights = self.policy.stream_weights(self.recipe.dtype)
         self.generation.refit(weights, self.progress.step)
 
     def _offload(self) -> None:
@@ -341,28 +345,25 @@ class Trainer:
 
     # --- the disk -----------------------------------------------------------------------------
 
-    def _open_store(self, resume_from: Path | None) -> JournaledStore | None:
-        """Open the cache as the checkpoint has it; empty at the start of a run.
+    def _open_generation(self, resume_from: Path | None) -> Generation | Engines:
+        """Build the engine, or the engines, and open the cache."""
+        recipe = self.recipe
+        if recipe.engines is None:
+            store = open_store(recipe, self.progress.recipe, resume_from)
+            try:
+                return Generation(recipe, store)
+            except BaseException:
+                if store is not None:
+                    store.close()
+                raise
+        if importlib.util.find_spec("ray") is None:
+            raise ConfigError(
+                "policy.generation.colocated.enabled = False: ray is not installed; pip install "
+                "ray, or set it to true for one engine in the trainer's process"
+            )
+        from nemo_specrl.trainer.engines import Engines
 
-        The journal is kept: it holds the rollouts of the steps behind the checkpoint, which are
-        taken as they are.
-        """
-        spec_rl = self.recipe.spec_rl
-        if not spec_rl.enabled:
-            return None
-        folder = spec_rl.cache.dir or self.folder / "rollout_cache"
-        if resume_from is not None:
-            RolloutStore.restore(resume_from / "rollout_cache", folder)
-        elif spec_rl.cache.dir is None and folder.exists():
-            shutil.rmtree(folder)  # of a run that was killed before its first checkpoint
-        return JournaledStore(
-            folder,
-            self.folder / "rollout_journal",
-            run=xxhash.xxh3_64_hexdigest(json.dumps(self.progress.recipe, sort_keys=True).encode()),
-            max_bytes=spec_rl.cache.max_bytes_per_node,
-            tokenizer_id=tokenizer_identity(self.recipe.policy.model_name),
-            groups_per_prompt=spec_rl.cache.groups_per_prompt,
-        )
+        return Engines(recipe, resume_from)
 
     def _open_monitor(self) -> DriftMonitor | None:
         spec_rl = self.recipe.spec_rl
@@ -375,7 +376,7 @@ class Trainer:
         )
         if self.progress.monitor is not None:
             monitor.restore(self.progress.monitor)
-            self.generation.speculative.fresh_fraction = monitor.fresh_fraction
+            self.generation.set_fresh_fraction(monitor.fresh_fraction)
         return monitor
 
     def _save(self) -> None:
@@ -390,8 +391,7 @@ class Trainer:
         copied = threading.Event()
 
         def write(folder: Path) -> None:
-            if self.store is not None:
-                self.store.snapshot(folder / "rollout_cache")
+            self.generation.save(folder / CACHE_FOLDER)
             copied.set()
             self.policy.save(folder / "policy")
             if self.value is not None:
@@ -422,8 +422,7 @@ class Trainer:
         started = time.perf_counter()
         saving, self._saving = self._saving, None
         saving.result()
-        if self.store is not None:
-            self.store.forget()
+        self.generation.saved()
         self._checkpoint_s += time.perf_counter() - started
 
     def _load(self, folder: Path) -> None:
@@ -431,7 +430,10 @@ class Trainer:
             self.policy.load(folder / "policy")
             if self.value is not None:
                 self.value.load(folder / "value")
-        except PolicyError:  # a rank died, which says nothing about the checkpoint
+        except (
+            PolicyError,
+            EngineError,
+        ):  # which says nothing about the checkpoint
             raise
         except Exception as error:  # torch and safetensors raise many kinds
             raise CheckpointError(

@@ -20,7 +20,13 @@ from tests.trainer.test_training import SMALL, records, train
 
 SCRIPT = REPOSITORY / "slurm" / "train.sbatch"
 RECIPE = "examples/configs/grpo_sort_megatron_cpu.yaml"
-RUN = (*SMALL, "cluster.gpus_per_node=1", "cluster.num_nodes=2", "grpo.max_num_epochs=6")
+RUN = (
+    *SMALL,
+    "cluster.gpus_per_node=1",
+    "cluster.num_nodes=2",
+    "policy.generation.colocated.enabled=true",
+    "grpo.max_num_epochs=6",
+)
 STEPS = 12
 
 needs_megatron = pytest.mark.skipif(

@@ -1,5 +1,6 @@
 """Choice of the cached rollout that each row verifies."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -76,6 +77,14 @@ def test_a_sample_index_that_these_weights_have_served_gets_no_draft():
     assert drafts_of([Row(A, 0)], {A: [newer, older]}, policy_version=4) == [None]
     # A cache newer than the weights, after a resumption, still drafts.
     assert drafts_of([Row(A, 0)], {A: [newer]}, policy_version=3) == [newer]
+
+
+def test_what_was_made_for_a_step_that_was_lost_drafts_for_what_takes_its_place():
+    lost, older = rollout(A, 0, version=4), rollout(A, 0, version=2)
+    rows, cached = [Row(A, 0)], {A: [lost, older]}
+    assert drafts_of(rows, cached, policy_version=4, incarnation=7) == [lost]
+    again = dataclasses.replace(lost, incarnation=7)
+    assert drafts_of(rows, {A: [again, lost]}, policy_version=4, incarnation=7) == [None]
 
 
 def test_a_rollout_that_was_interrupted_is_continued_as_the_occurrence_that_it_is():

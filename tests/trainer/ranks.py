@@ -173,3 +173,18 @@ def whole(results, layout, folder):
                     assert torch.equal(tensor, found[name]), name
                 found[name] = tensor
     return found
+
+
+def wait_until_gone(pids, seconds=30):
+    until = time.monotonic() + seconds
+    while left := [pid for pid in pids if alive(pid)]:
+        assert time.monotonic() < until, f"{left} are still there"
+        time.sleep(0.05)
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

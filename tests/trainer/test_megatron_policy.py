@@ -7,7 +7,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 import weakref
 
 import numpy as np
@@ -18,13 +17,13 @@ import torch
 from benchmarks.refit import write_untied
 from nemo_specrl.engine.refit import refit
 from nemo_specrl.errors import CheckpointError, ConfigError, PolicyError
-from nemo_specrl.trainer.policy import build_policy, build_value_model, megatron_policy
-from nemo_specrl.trainer.policy.megatron_policy import MegatronPolicy
+from nemo_specrl.trainer import actors
+from nemo_specrl.trainer.policy import build_policy, build_value_model
 from nemo_specrl.trainer.policy.megatron_weights import Layout
 from nemo_specrl.trainer.policy.torch_policy import TorchPolicy
 from nemo_specrl.trainer.recipe import load_recipe
 from tests.conftest import REPOSITORY
-from tests.trainer.ranks import samples
+from tests.trainer.ranks import samples, wait_until_gone
 from tests.trainer.test_policy import recipe_of
 
 pytestmark = pytest.mark.usefixtures("own_ray")
@@ -154,7 +153,9 @@ def test_a_rank_that_dies_in_a_step_ends_the_call(policy, monkeypatch):
         policy.train(samples(), epochs=1)
     assert not ray.is_initialized()  # it was the policy's own
     wait_until_gone(pids)
-    with pytest.raises(PolicyError, match=r"has been shut down, or one of its ranks has failed"):
+    with pytest.raises(
+        PolicyError, match=r"^rank 0 .* has ended: by a shutdown, or as another failed"
+    ):
         policy.logprobs(samples())
     policy.shutdown()
 
@@ -162,7 +163,7 @@ def test_a_rank_that_dies_in_a_step_ends_the_call(policy, monkeypatch):
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_rank_that_hangs_in_a_step_ends_the_call(random_model, monkeypatch, shared):
     """In a Ray of the policy's own, and in one that was there before."""
-    monkeypatch.setattr(megatron_policy, "SILENT_SECONDS", 5.0)
+    monkeypatch.setattr(actors, "SILENT_SECONDS", 5.0)
     if shared:
         ray.init("local", include_dashboard=False, log_to_driver=False)
     try:
@@ -191,14 +192,15 @@ def test_a_checkpoint_that_a_disk_does_not_take_is_one_line(random_model, tmp_pa
 
 def test_the_reason_is_the_rank_that_died_and_not_those_that_noticed():
     """Ray's own errors, without ranks."""
-    policy = object.__new__(MegatronPolicy)
-    policy.layout = Layout(tp=2)
+    layout, ranks = Layout(tp=2), object.__new__(actors.Actors)
+    ranks._name = lambda rank: f"{layout.describe(rank)} of the Megatron policy"
+    ranks._error = PolicyError
 
     def raised(error):
         return ray.exceptions.RayTaskError("train", f"Traceback\n{error!r}", error)
 
     def reason(*errors):
-        return policy._reason(dict(enumerate(errors)))
+        return ranks._reason(dict(enumerate(errors)))
 
     lost = raised(RuntimeError("Connection closed by peer"))
     died = ray.exceptions.ActorDiedError()
@@ -211,21 +213,6 @@ def test_the_reason_is_the_rank_that_died_and_not_those_that_noticed():
         "rank 0 (TP 0, PP 0, DP 0) of the Megatron policy failed: "
         "RuntimeError('Connection closed by peer')"
     )
-
-
-def wait_until_gone(pids, seconds=30):
-    until = time.monotonic() + seconds
-    while left := [pid for pid in pids if alive(pid)]:
-        assert time.monotonic() < until, f"{left} are still there"
-        time.sleep(0.05)
-
-
-def alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_a_layout_that_does_not_fit_is_refused_before_anything_is_started(random_model):
@@ -270,6 +257,8 @@ def test_a_run_of_the_recipe(untied_model, tmp_path):
         [
             *(sys.executable, "-m", "tests.trainer.megatron_job", DEMO),
             f"policy.model_name={untied_model}",
+            "policy.generation.colocated.enabled=true",
+            "policy.generation.vllm_kwargs.max_num_seqs=8",
             "grpo.num_prompts_per_step=4",
             "grpo.num_generations_per_prompt=4",
             "policy.train_global_batch_size=16",

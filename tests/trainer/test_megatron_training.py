@@ -18,6 +18,7 @@ SUMS = (  # with a model of four layers
     "policy.model_name=examples/models/qwen3-arith",
     "data.dataset_name=arithmetic",
     "grpo.max_num_epochs=4",
+    "policy.generation.colocated.enabled=true",  # two engines have tests of their own
 )
 
 

@@ -94,6 +94,8 @@ def test_a_resumed_run_may_have_another_layout():
     sizes = ["tensor_model_parallel_size=1", "pipeline_model_parallel_size=2"]
     assert fixed() == fixed(*(f"policy.megatron_cfg.{size}" for size in sizes))
     assert fixed() == fixed("cluster.gpus_per_node=4")
+    assert fixed() == fixed("policy.generation.colocated.resources.gpus_per_node=3")
+    assert fixed() != fixed("policy.generation.colocated.enabled=true")
     assert fixed() != fixed("policy.megatron_cfg.enabled=false")
 
 
@@ -108,9 +110,13 @@ def test_a_resumed_run_may_have_another_layout():
             "policy.megatron_cfg.tensor_model_parallel_size=0",
             r"^policy\.megatron_cfg\.tensor_model_parallel_size = 0: must be greater than",
         ),
+        (
+            "policy.generation.colocated.resources.gpus_per_node=null",
+            r"^policy\.generation\.colocated\.resources\.gpus_per_node = None: must be the number ",
+        ),
     ],
 )
-def test_ranks_that_do_not_add_up(override, message):
+def test_ranks_and_engines_that_do_not_add_up(override, message):
     with pytest.raises(ConfigError, match=message):
         load_recipe(MEGATRON, [override])
 

@@ -88,17 +88,26 @@ class CacheClient:
         tokenizer_id: of the stores.
         incarnation: of the run. Every rollout that is put is stored with it, so that it is newer
             than anything that an earlier run, or an earlier life of this one, has left on disks.
+        resumed: whether such a life has left anything.
 
     Attributes:
         failures: calls of shards that failed or were late, since they were last taken.
     """
 
     def __init__(
-        self, view: View, keeper: Any, *, deadline_s: float, tokenizer_id: str, incarnation: int
+        self,
+        view: View,
+        keeper: Any,
+        *,
+        deadline_s: float,
+        tokenizer_id: str,
+        incarnation: int,
+        resumed: bool = False,
     ) -> None:
         self.deadline_s = deadline_s
         self.tokenizer_id = tokenizer_id
         self.incarnation = incarnation
+        self.resumed = resumed
         self._view = view
         self._keeper = keeper
         self._logged = False
@@ -116,7 +125,8 @@ class CacheClient:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what has been sent: it stays with the client that sent it."""
-        names = ("deadline_s", "tokenizer_id", "incarnation", "_view", "_keeper", "_logged")
+        of_connection = ("deadline_s", "tokenizer_id", "incarnation", "resumed")
+        names = (*of_connection, "_view", "_keeper", "_logged")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -244,4 +244,5 @@ def start_shards(
         deadline_s=deadline_s,
         tokenizer_id=tokenizer_id,
         incarnation=incarnation,
+        resumed=keep,
     )

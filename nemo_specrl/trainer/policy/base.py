@@ -6,10 +6,11 @@ rollouts, rewards or the cache.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +18,31 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Float32Array", "Policy", "Sample", "ValueModel"]
+__all__ = ["Float32Array", "Policy", "Sample", "ValueModel", "to_array", "to_tensor"]
 
 Float32Array = npt.NDArray[np.float32]
+
+
+def to_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """The values of a tensor on the CPU, for another process.
+
+    Those of the 16-bit types come as int16 with their bits, since numpy has no bfloat16.
+    """
+    import torch
+
+    return (tensor.view(torch.int16) if tensor.dtype.itemsize == 2 else tensor).numpy()
+
+
+def to_tensor(array: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
+    """The tensor of ``dtype`` of which :func:`to_array` made an array, on the array's memory.
+
+    Ray's arrays lie in shared memory, and must not be written to.
+    """
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(array).view(dtype)
 
 
 @dataclass(eq=False)

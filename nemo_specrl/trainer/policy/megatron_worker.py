@@ -21,7 +21,7 @@ import torch.distributed
 
 from nemo_specrl.errors import CheckpointError, last_line
 from nemo_specrl.trainer.checkpoint import unwritable
-from nemo_specrl.trainer.policy.base import Float32Array, Sample
+from nemo_specrl.trainer.policy.base import Float32Array, Sample, to_array
 from nemo_specrl.trainer.policy.megatron_cpu import megatron_on_cpu
 from nemo_specrl.trainer.policy.megatron_weights import Architecture, Layout
 from nemo_specrl.trainer.policy.torch_model import MicroBatch
@@ -239,10 +239,9 @@ class MegatronRank:
             dtype: to cast it to.
 
         Returns:
-            the values; int16 with their bits for the 16-bit types, since numpy has no bfloat16.
+            the values, as :func:`~nemo_specrl.trainer.policy.base.to_array` returns them.
         """
-        part = self.parameters[index][1].detach().to(dtype).cpu()
-        return (part.view(torch.int16) if dtype.itemsize == 2 else part).numpy()
+        return to_array(self.parameters[index][1].detach().to(dtype).cpu())
 
     def offload(self) -> None:
         """Free the gradients."""

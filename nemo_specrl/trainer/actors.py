@@ -1,0 +1,238 @@
+"""Parts of a run that are Ray actors: Ray itself, the nodes they run on, and waiting for answers.
+
+The actors do not know each other's results, and a run needs all of them: where one dies, fails or
+hangs, waiting ends within seconds with an error that names it. What the actors do is in
+``policy/megatron_policy.py`` and ``engines.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from nemo_specrl.errors import ConfigError, SpecRLError, last_line
+
+__all__ = ["Actors", "connect", "gpus"]
+
+GRACE_SECONDS = 5.0
+"""How long to wait, once an actor has failed, for the reason why: the first to fail may be one that
+lost its connection to another that died."""
+
+SILENT_SECONDS = 20.0
+"""How long the process of an actor may leave a ping unanswered. It answers pings while it computes,
+and while it waits for others."""
+
+
+def connect() -> bool:
+    """Connect this process to Ray, unless it is; returns whether it was not.
+
+    A Ray that ``RAY_ADDRESS`` names is used; otherwise one is started on this machine.
+
+    Raises:
+        ConfigError: no Ray answers there, or it cannot start.
+    """
+    if ray.is_initialized():
+        return False
+    address = os.environ.get("RAY_ADDRESS")
+    local: dict[str, Any] = {} if address else {"include_dashboard": False}
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(address or "local", log_to_driver=False, logging_level=logging.ERROR, **local)
+    except ConnectionError:
+        raise ConfigError(
+            f"RAY_ADDRESS = {address!r}: no Ray answers there; start one, or unset it"
+        ) from None
+    except OSError as error:  # the paths of its sockets may have 107 bytes
+        raise ConfigError(
+            f"Ray cannot start: {last_line(error)}; set RAY_TMPDIR to a folder with a shorter path"
+        ) from None
+    if threading.current_thread() is threading.main_thread():
+        # Ray's own would end this process at once; the training loop ends with the step.
+        signal.signal(signal.SIGTERM, before)
+    return True
+
+
+def gpus() -> int:
+    """Number of GPUs of the Ray cluster."""
+    resources: Any = ray.cluster_resources
+    return int(resources().get("GPU", 0))
+
+
+def _places(count: int, nodes: int) -> list[NodeAffinitySchedulingStrategy]:
+    """The node of each actor."""
+    own, known = ray.get_runtime_context().get_node_id(), ray.nodes()  # type: ignore[no-untyped-call]
+    alive = [node["NodeID"] for node in known if node["Alive"]]
+    places = sorted(alive, key=lambda node: (node != own, node))[:nodes]
+    return [
+        NodeAffinitySchedulingStrategy(places[index * len(places) // count], soft=False)
+        for index in range(count)
+    ]
+
+
+class _Watch:
+    """Pings to actors while their answers are waited for.
+
+    Args:
+        handles: all of them, as any of them may be what the others wait for.
+    """
+
+    def __init__(self, handles: Sequence[Any]) -> None:
+        self._handles = handles
+        self._pings: dict[Any, int] = {}
+        self._since = time.monotonic()
+
+    def silent(self) -> int | None:
+        """The first actor that has left a ping unanswered for too long."""
+        now = time.monotonic()
+        if self._pings:
+            # A ping that failed has an answer too: the actor's own call fails as well.
+            _, open_ = ray.wait(list(self._pings), num_returns=len(self._pings), timeout=0)
+            self._pings = {ping: self._pings[ping] for ping in open_}
+            if self._pings and now - self._since > SILENT_SECONDS:
+                return min(self._pings.values())
+        if not self._pings and now - self._since > SILENT_SECONDS / 4:
+            self._pings = {handle.pid.remote(): index for index, handle in enumerate(self._handles)}
+            self._since = now
+        return None
+
+
+class Actors:
+    """Actors of one kind, without CPUs of Ray's: they share those of their nodes.
+
+    Args:
+        kind: the actors' class. It has a method ``pid`` in the concurrency group ``health``, which
+            returns the process id also in the middle of another call.
+        arguments: of each actor's constructor.
+        groups: further concurrency groups of the class.
+        nodes: over which they are spread: this process's own, and as many others as there are up
+            to this number. Each has consecutive actors.
+        gpu: whether each gets a GPU.
+        name: of an actor by its index, for messages.
+        error: raised where one died, hangs or failed; its message names the actor.
+        on_failure: called before ``error`` is raised. It has to end the actors.
+
+    Attributes:
+        pids: process ids of the actors, each on its node; empty until :meth:`ready`.
+    """
+
+    def __init__(
+        self,
+        kind: type,
+        arguments: Sequence[tuple[Any, ...]],
+        *,
+        groups: Sequence[str] = (),
+        nodes: int,
+        gpu: bool,
+        name: Callable[[int], str],
+        error: type[SpecRLError],
+        on_failure: Callable[[], None],
+    ) -> None:
+        self._name, self._error, self._on_failure = name, error, on_failure
+        self._count = len(arguments)
+        self.pids: list[int] = []
+        # Calls run one at a time in a thread, those of each group in another.
+        remote: Any = ray.remote
+        threads = dict.fromkeys(("health", *groups), 1)
+        actor = remote(concurrency_groups=threads, num_cpus=0, num_gpus=int(gpu))(kind)
+        self._handles: list[Any] = [
+            actor.options(scheduling_strategy=place).remote(*values)
+            for place, values in zip(_places(len(arguments), nodes), arguments, strict=True)
+        ]
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Any:
+        """The handle of an actor.
+
+        Raises:
+            SpecRLError: ``error``; the actors have ended.
+        """
+        if not self._handles:
+            raise self._error(f"{self._name(index)} has ended: by a shutdown, or as another failed")
+        return self._handles[index]
+
+    def ready(self) -> None:
+        """Wait until all have been constructed. From then on they have to answer pings."""
+        self.pids = self.all("pid")
+
+    def all(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of all actors; returns by index."""
+        refs = {
+            getattr(self[index], method).remote(*arguments): index for index in range(len(self))
+        }
+        found = self.wait(refs)
+        return [found[index] for index in range(len(self))]
+
+    def wait(self, refs: dict[Any, int]) -> dict[int, Any]:
+        """Wait for all answers; an actor that fails ends all.
+
+        Args:
+            refs: what is waited for, and of which actor.
+
+        Returns:
+            the answers by index.
+
+        Raises:
+            SpecRLError: which an actor raised; else ``error``, naming the actor that died, does not
+                answer pings, or raised another error.
+        """
+        found: dict[int, Any] = {}
+        errors: dict[int, Exception] = {}
+        left = dict(refs)
+        until = float("inf")
+        watch = _Watch(self._handles if self.pids else [])
+        try:
+            while left and time.monotonic() < until:
+                done, _ = ray.wait(list(left), timeout=1.0)
+                if not errors and (silent := watch.silent()) is not None:
+                    raise self._error(
+                        f"{self._name(silent)} has not answered for {SILENT_SECONDS:.0f} s; the "
+                        "run can be resumed from its last checkpoint"
+                    )
+                for ref in done:
+                    index = left.pop(ref)
+                    try:
+                        found[index] = ray.get(ref)
+                    except ray.exceptions.RayError as error:
+                        errors[index] = error
+                        until = min(until, time.monotonic() + GRACE_SECONDS)
+                        if isinstance(error, ray.exceptions.RayActorError):
+                            until = 0.0
+        finally:
+            if errors or left:
+                self._on_failure()
+        if errors:
+            raise self._reason(errors) from None
+        return found
+
+    def _reason(self, errors: dict[int, Exception]) -> Exception:
+        """Which of the actors' errors is the reason of the others."""
+        for index, error in errors.items():
+            if isinstance(error, ray.exceptions.RayActorError):
+                return self._error(
+                    f"{self._name(index)} died; the run can be resumed from its last checkpoint"
+                )
+        for error in errors.values():
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, SpecRLError):
+                return cause
+        index, error = next(iter(errors.items()))
+        return self._error(f"{self._name(index)} failed: {last_line(error)}")
+
+    def end(self) -> None:
+        """End the actors' processes."""
+        handles, self._handles = self._handles, []
+        if ray.is_initialized():
+            for handle in handles:
+                with contextlib.suppress(ray.exceptions.RayError):
+                    ray.kill(handle)
