@@ -1,8 +1,10 @@
-"""Seconds and memory of refits: from Megatron ranks to a vLLM engine in the driver's process.
+"""Seconds and memory of refits: from Megatron ranks to a vLLM engine, or to several.
 
     .venv/bin/python benchmarks/refit.py --out results/refit.json --layout 2x1x1
     .venv/bin/python benchmarks/refit.py --out results/refit.json --layout 2x1x1 --random
+    .venv/bin/python benchmarks/refit.py --out results/refit.json --layout 2x1x1 --engines 2
 
+One engine is in the driver's process, unless ``--engines`` gives each a process of its own.
 Without ``--random`` the model is that of the recipe, with ``--untied`` its copy with an output
 layer of its own; with it, a Qwen3 of random weights is made, of a billion parameters unless another
 size is given. The engine is in bfloat16. The log-probs of 64 of its rollouts are compared with the
@@ -31,12 +33,13 @@ local_cpu_environment()
 
 import numpy as np  # noqa: E402
 
+from nemo_specrl.trainer.engines import Engines  # noqa: E402
 from nemo_specrl.trainer.generation import Generation  # noqa: E402
 from nemo_specrl.trainer.policy import Sample, build_policy  # noqa: E402
 from nemo_specrl.trainer.recipe import Recipe, load_recipe  # noqa: E402
 from nemo_specrl.trainer.task import problems  # noqa: E402
 
-RECIPE = "examples/configs/grpo_sort_megatron_cpu.yaml"
+RECIPE = Path("examples/configs/grpo_sort_megatron_cpu.yaml")
 MB = 1e6
 
 
@@ -87,7 +90,7 @@ def write_untied(source: str | Path, folder: Path) -> None:
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
 
 
-def differences(recipe: Recipe, policy: Any, generation: Generation) -> dict[str, float]:
+def differences(recipe: Recipe, policy: Any, generation: Generation | Engines) -> dict[str, float]:
     """Mean absolute difference of the engine's and the policy's log-probs of rollouts, nats.
 
     Once the policy has taken an optimizer step, and again after the refit that follows.
@@ -114,7 +117,7 @@ def differences(recipe: Recipe, policy: Any, generation: Generation) -> dict[str
     policy.train(samples, epochs=1)
     policy.offload()
     before = difference(samples, logprobs)
-    generation.refit(policy.stream_weights(generation.recipe.dtype), 1)
+    generation.refit(policy.stream_weights(recipe.dtype), 1)
     return {"before_refit": before, "after_refit": difference(*rollouts())}
 
 
@@ -139,9 +142,14 @@ def measured(work: Callable[[], None], pids: dict[str, int], runs: int) -> dict[
 
 
 def measure(
-    overrides: list[str], layout: tuple[int, int, int], runs: int, *, compare: bool
+    overrides: list[str],
+    layout: tuple[int, int, int],
+    engines: int,
+    runs: int,
+    *,
+    compare: bool,
 ) -> dict[str, Any]:
-    """Stream weights from ranks in a layout, with nobody to take them, and refit an engine."""
+    """Stream weights from ranks in a layout, with nobody to take them, and refit the engines."""
     tp, pp, dp = layout
     recipe = load_recipe(
         RECIPE,
@@ -150,6 +158,8 @@ def measure(
             f"policy.megatron_cfg.tensor_model_parallel_size={tp}",
             f"policy.megatron_cfg.pipeline_model_parallel_size={pp}",
             f"cluster.gpus_per_node={tp * pp * dp}",
+            f"policy.generation.colocated.enabled={not engines}",
+            f"policy.generation.colocated.resources.gpus_per_node={engines or 'null'}",
             "policy.generation.spec_rl.enabled=false",
             "policy.generation.vllm_cfg.precision=bfloat16",
             "policy.optimizer.kwargs.lr=1e-3",
@@ -158,11 +168,14 @@ def measure(
     policy: Any = build_policy(recipe)
     try:
         policy.offload()  # as the training loop does, but for the first refit
-        generation = Generation(recipe, None)
-        dtype = generation.recipe.dtype
+        generation: Engines | Generation
+        generation = Engines(recipe, None) if engines else Generation(recipe, None)
+        dtype = recipe.dtype
         names = [(name, weight.numel()) for name, weight in policy.stream_weights()]
         pids = {"driver": os.getpid()}
         pids |= {f"rank {rank}": pid for rank, pid in enumerate(policy.pids())}
+        if isinstance(generation, Engines):
+            pids |= {f"engine {i}": pid for i, pid in enumerate(generation.engines.pids)}
 
         def stream() -> None:
             for _ in policy.stream_weights(dtype):
@@ -181,6 +194,7 @@ def measure(
         policy.shutdown()
     return {
         "layout": {"tp": tp, "pp": pp, "dp": dp},
+        "engines": engines,
         "tied": policy.architecture.tied,
         "parameters": sum(count for _, count in names),
         "largest_tensor_mb": max(count for _, count in names) * dtype.itemsize / MB,
@@ -200,6 +214,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=2048, help="a multiple of 256")
     parser.add_argument("--vocabulary", type=int, default=50_000)
     parser.add_argument("--layout", required=True, help="tensor x pipeline x data parallel: 2x1x1")
+    parser.add_argument("--engines", type=int, default=0, help="in processes of their own")
     parser.add_argument("--runs", type=int, default=5)
     args = parser.parse_args()
     tp, pp, dp = map(int, args.layout.split("x"))
@@ -211,7 +226,8 @@ def main() -> None:
             write_untied(load_recipe(RECIPE).policy.model_name, Path(folder))
         if args.random or args.untied:
             overrides = [f"policy.model_name={folder}"]
-        found = measure(overrides, (tp, pp, dp), args.runs, compare=not args.random)
+        layout = tp, pp, dp
+        found = measure(overrides, layout, args.engines, args.runs, compare=not args.random)
     print(json.dumps(found))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     results = json.loads(args.out.read_text()) if args.out.exists() else []

@@ -30,6 +30,21 @@ def test_every_draft_accepted_in_full(speculative):
     assert again.metrics.accepted_tokens == again.metrics.response_tokens
 
 
+def test_a_lost_step_drafts_for_the_one_in_its_place(speculative):
+    """The same weights judge it, with other random numbers; a cluster's cache says that it is one."""
+    cache = DictCache()
+    lost = speculative(cache)
+    first = generate(lost, rows=16, params=[sampling(seed=i) for i in range(16)])
+    cache.incarnation, cache.resumed = 7, True
+    again = speculative(cache)
+    assert again.policy_version == lost.policy_version
+    second = generate(again, rows=16, params=[sampling(seed=99 + i) for i in range(16)])
+    assert again.metrics.full_reuses == again.metrics.drafts == 16
+    assert [o.outputs[0].token_ids for o in second] == [o.outputs[0].token_ids for o in first]
+    assert (again.seed, again.draw_seed) == (lost.seed, speculative(cache).draw_seed)
+    assert again.draw_seed != lost.draw_seed == lost.seed
+
+
 def test_every_draft_rejected_at_the_first_token(speculative):
     tokens = encode("12+34=46;#46")
     cache = DictCache([draft(tokens, NEVER, sample_index=s) for s in range(8)])
