@@ -31,7 +31,7 @@ def test_every_draft_accepted_in_full(speculative):
 
 
 def test_a_lost_step_drafts_for_the_one_in_its_place(speculative):
-    """The same weights judge it, with other random numbers; a cluster's cache says that it is one."""
+    """The same weights judge it, with other random numbers, where a cluster's cache says so."""
     cache = DictCache()
     lost = speculative(cache)
     first = generate(lost, rows=16, params=[sampling(seed=i) for i in range(16)])
