@@ -133,16 +133,6 @@ def test_pre_commit_runs_the_linters_of_make_lint():
     assert set(hooks) == {line.split()[0] for line in recipe.splitlines()}
 
 
-def test_the_alert_names_metrics_that_the_monitor_reports():
-    from nemo_specrl.config import QUANTITIES
-
-    path = REPOSITORY / "examples/monitoring/alerts.yaml"
-    (group,) = yaml.safe_load(path.read_text())["groups"]
-    (rule,) = group["rules"]
-    for quantity in (*QUANTITIES, "staleness"):
-        assert f"nemo_specrl_{quantity}_drifts" in rule["expr"]
-
-
 def test_the_citation_has_this_version():
     citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
     assert citation["version"] == __version__

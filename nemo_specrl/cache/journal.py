@@ -14,7 +14,8 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from nemo_specrl.cache.store import MIN_BYTES, RolloutStore, StoreStats
+from nemo_specrl.cache.statistics import StoreStats
+from nemo_specrl.cache.store import MIN_BYTES, RolloutStore
 from nemo_specrl.errors import ForeignStore
 from nemo_specrl.rollout import Finish, Rollout
 

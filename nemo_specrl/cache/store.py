@@ -11,7 +11,6 @@ import logging
 import os
 import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import lmdb
@@ -24,6 +23,7 @@ from nemo_specrl.cache.files import as_cache_errors
 from nemo_specrl.cache.folder import check_file, check_pages, move_aside, open_tables
 from nemo_specrl.cache.layout import DAMAGE, DATA_FILE, db_key, visible
 from nemo_specrl.cache.lock import FolderLock
+from nemo_specrl.cache.statistics import StoreStats, disk_used_fraction
 from nemo_specrl.cache.tables import Reader, Tables
 from nemo_specrl.errors import CacheError, ConfigError, InvalidRollout, StoreUnavailable
 from nemo_specrl.rollout import KEY_BYTES, Rollout
@@ -37,25 +37,6 @@ ENCODED_AT_ONCE = 64  # rollouts: more leave the processor's caches, fewer wait 
 SCANNED_AT_ONCE = 64  # prompts; other callers wait while they are read, some milliseconds
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class StoreStats:
-    """Contents of a store, and counts of what it has done since it was opened."""
-
-    prompts: int
-    rollouts: int
-    bytes_used: int
-    """Bytes of pages in use; the file may be larger, by pages that are free."""
-    max_bytes: int
-    lookups: int
-    """Prompts asked for."""
-    hits: int
-    """Prompts found."""
-    corrupt_records: int
-    dropped_records: int
-    """Rollouts that no eviction could make room for."""
-    evicted_prompts: int
 
 
 class RolloutStore:
@@ -273,6 +254,7 @@ class RolloutStore:
                 corrupt_records=self._decoder.damaged,
                 dropped_records=self._dropped_records,
                 evicted_prompts=self._tables.evicted,
+                disk_used_fraction=disk_used_fraction(self._path),
             )
 
     def close(self) -> None:

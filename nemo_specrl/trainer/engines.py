@@ -20,6 +20,7 @@ import numpy.typing as npt
 import ray
 
 from nemo_specrl.cache.cluster.driver import ClusterCache, start_shards
+from nemo_specrl.cache.statistics import StoreStats
 from nemo_specrl.engine.compat import local_cpu_environment
 from nemo_specrl.errors import CacheError, EngineError
 from nemo_specrl.rollout import prompt_key
@@ -124,6 +125,9 @@ class Engines:
         recipe: the whole recipe.
         resume_from: checkpoint of the run, with the cache; None at the start of a run.
 
+    Attributes:
+        heldout_s: time of the last plain decoding of held-out prompts.
+
     Raises:
         ConfigError: vLLM refuses the model or an argument.
         CacheError: a node's cache is in use, of another tokenizer, or cannot be written.
@@ -138,6 +142,7 @@ class Engines:
             update={"policy": recipe.policy.model_copy(update={"model_name": model})}
         )
         self.policy_version = 0
+        self.heldout_s = 0.0
         self.cache: ClusterCache | None = None
         self._times = RolloutTimes()
         self._engines: Actors | None = None
@@ -256,7 +261,10 @@ class Engines:
     def heldout(self, prompts: list[list[int]], samples: int) -> list[list[Generated]]:
         """Decode responses for an evaluation, without the cache."""
         order = list(range(len(prompts)))
-        return _in_order(order, self._call("heldout", prompts, order, lambda _: (samples,)))
+        started = time.perf_counter()
+        shares = self._call("heldout", prompts, order, lambda _: (samples,))
+        self.heldout_s = time.perf_counter() - started
+        return _in_order(order, shares)
 
     def _call(
         self,
@@ -294,11 +302,9 @@ class Engines:
     def saved(self) -> None:
         """Do nothing: the cache has no journal that a checkpoint would shorten."""
 
-    def corrupt_records(self) -> int:
-        """Damaged records that the cache has come upon since it was opened, on all nodes."""
-        if self.cache is None:
-            return 0
-        return sum(stats.corrupt_records for stats in self.cache.stats().values())
+    def stores(self) -> list[StoreStats]:
+        """What the stores of the nodes that answer have counted; none where there is no cache."""
+        return [] if self.cache is None else list(self.cache.stats().values())
 
     def shutdown(self) -> None:
         """Close the cache, end the engines, and Ray if these engines started it."""

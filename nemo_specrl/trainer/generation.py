@@ -23,6 +23,7 @@ import xxhash
 
 from nemo_specrl.cache import RolloutStore
 from nemo_specrl.cache.journal import JournaledStore
+from nemo_specrl.cache.statistics import StoreStats
 from nemo_specrl.engine.assembly import reuse_of
 from nemo_specrl.engine.base import RolloutCache
 from nemo_specrl.engine.drafting import engine_options
@@ -227,6 +228,10 @@ class Engine:
         recipe: the whole recipe.
         cache: of rollouts, or None with speculation switched off.
 
+    Attributes:
+        times: of the rollouts since they were last taken.
+        heldout_s: time of the last plain decoding of held-out prompts.
+
     Raises:
         ConfigError: vLLM refuses the model or an argument.
     """
@@ -241,6 +246,7 @@ class Engine:
             seed=recipe.algorithm.seed,
         )
         self.times = RolloutTimes()
+        self.heldout_s = 0.0
         self._warm_up()
 
     @property
@@ -288,7 +294,9 @@ class Engine:
     def heldout(self, prompts: list[list[int]], samples: int) -> list[list[Generated]]:
         """Decode responses for an evaluation, without the cache."""
         rows, params = self._rows(prompts, samples, "heldout", self.recipe.algorithm.seed)
+        started = time.perf_counter()
         outputs = self.llm.generate(rows, params, use_tqdm=False)
+        self.heldout_s = time.perf_counter() - started
         generated = [self._generated(output.outputs[0]) for output in outputs]
         return [generated[i : i + samples] for i in range(0, len(generated), samples)]
 
@@ -413,13 +421,13 @@ class Generation(Engine):
         if self.store is not None:
             self.store.forget()
 
-    def corrupt_records(self) -> int:
-        """Damaged records that the cache has come upon since it was opened.
+    def stores(self) -> list[StoreStats]:
+        """What the cache's store has counted; none where there is no cache.
 
         Raises:
-            CacheError: they cannot be counted.
+            CacheError: it cannot be read.
         """
-        return 0 if self.store is None else self.store.stats().corrupt_records
+        return [] if self.store is None else [self.store.stats()]
 
     def shutdown(self) -> None:
         """Close the cache."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MetricsLog", "read_metrics", "write_prometheus"]
+from nemo_specrl import prometheus as exported
+
+__all__ = ["MetricsLog", "read_metrics"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,16 +30,16 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class MetricsLog:
-    """Writes a run's metrics.
+    """Writes a run's metrics. Where this process is connected to Ray, its endpoint has them, too.
 
     Args:
         folder: ``logger.log_dir``.
         step: steps done. Lines of later steps, left by a run that was killed, are dropped, since
             their steps are repeated.
         tensorboard: write event files too.
-        prometheus: file ending in .prom for the newest step's scalars as gauges, for
-            node_exporter's textfile collector; replaced atomically at each step. A failure to write
-            it is logged once, until a write succeeds. None: no such file.
+        prometheus: file ending in .prom for node_exporter's textfile collector; replaced atomically
+            at each step. A failure to write it is logged once, until a write succeeds. None: no
+            such file.
     """
 
     def __init__(
@@ -54,9 +57,12 @@ class MetricsLog:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
-        self._prometheus = prometheus
-        self._prometheus_failed = False
-        self._run = folder.name
+        self._textfile = None if prometheus is None else exported.Textfile(prometheus, folder.name)
+        self._textfile_failed = False
+        ray = sys.modules.get("ray")
+        connected = ray is not None and ray.is_initialized()
+        self._ray = exported.RayEndpoint(folder.name) if connected else None
+        self._export(exported.started())
 
     def write(self, record: dict[str, Any]) -> None:
         """Add the record of a step; its scalars go to TensorBoard as ``train/<key>``."""
@@ -66,14 +72,24 @@ class MetricsLog:
             for name, value in record.items():
                 if isinstance(value, (int, float)) and name != "step":
                     self._writer.add_scalar(f"train/{name}", value, record["step"])
-        if self._prometheus is not None:
-            try:
-                write_prometheus(self._prometheus, record, self._run)
-                self._prometheus_failed = False
-            except OSError as error:  # monitoring must not end a run
-                if not self._prometheus_failed:
-                    logger.warning("%s: cannot be written (%s)", self._prometheus, error)
-                self._prometheus_failed = True
+        self._export(exported.of_step(record))
+
+    def finish(self) -> None:
+        """Say that the run ended well; Prometheus then no longer expects a next step."""
+        self._export(exported.ended())
+
+    def _export(self, samples: exported.Samples) -> None:
+        if self._ray is not None:
+            self._ray.write(samples)
+        if self._textfile is None:
+            return
+        try:
+            self._textfile.write(samples)
+            self._textfile_failed = False
+        except OSError as error:  # monitoring must not end a run
+            if not self._textfile_failed:
+                logger.warning("%s: cannot be written (%s)", self._textfile.path, error)
+            self._textfile_failed = True
 
     def close(self) -> None:
         """Flush and close; closing again does nothing."""
@@ -83,24 +99,3 @@ class MetricsLog:
         self._file.close()
         if self._writer is not None:
             self._writer.close()
-
-
-def write_prometheus(path: Path, record: dict[str, Any], run: str) -> None:
-    """Write the scalars of a step as gauges ``nemo_specrl_<name>`` with the label ``run``.
-
-    The alert in examples/monitoring/alerts.yaml uses those that end in ``_drifts``.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
-
-    registry = CollectorRegistry()
-    for name, value in record.items():
-        if isinstance(value, (int, float)):
-            metric = "nemo_specrl_" + name.removeprefix("spec_rl/")
-            Gauge(metric, f"{name} of the last step", ["run"], registry=registry).labels(run).set(
-                value
-            )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_to_textfile(str(path), registry)

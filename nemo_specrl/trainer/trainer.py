@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from nemo_specrl.cache.statistics import store_metrics
 from nemo_specrl.errors import (
     CacheError,
     CheckpointError,
@@ -143,8 +144,7 @@ class Trainer:
             while not self.done and not self.stop:
                 record = self._step() | at_start
                 at_start = {}
-                last = self.done
-                period = algorithm.val_period
+                last, period = self.done, algorithm.val_period
                 if (period and record["step"] % period == 0) or (last and algorithm.val_at_end):
                     started = time.perf_counter()
                     record |= self._evaluate()
@@ -157,6 +157,7 @@ class Trainer:
             if not saved:  # stopped by a signal
                 self._save()
             self._finish_saving()
+            self.log.finish()
         finally:
             if self._saving is not None:  # something else has failed, and says so
                 wait([self._saving])
@@ -207,7 +208,7 @@ class Trainer:
         if self.recipe.spec_rl.enabled:
             record |= rollout_times.engine.as_dict()
             with contextlib.suppress(CacheError):  # what is not known is not logged
-                record["spec_rl/corrupt_records"] = self.generation.corrupt_records()
+                record |= store_metrics(self.generation.stores())
         if self.monitor is not None:
             self.monitor.update(*batch.rows_to_compare())
             record |= self.monitor.as_dict()
@@ -262,10 +263,8 @@ class Trainer:
 
     def _batch(self, position: int) -> list[int]:
         """Indices of a batch's prompts. Their order is a function of (seed, epoch) alone."""
-        per_step, per_epoch = (
-            self.recipe.algorithm.num_prompts_per_step,
-            self.recipe.steps_per_epoch,
-        )
+        per_step = self.recipe.algorithm.num_prompts_per_step
+        per_epoch = self.recipe.steps_per_epoch
         epoch, index = divmod(position, per_epoch)
         order = np.arange(len(self.problems))
         if self.recipe.data.shuffle:
@@ -333,6 +332,8 @@ class Trainer:
             "heldout_accuracy": float(np.mean([reward(p, g.tokens) for p, g in pairs])),
             "heldout_length": tokens / len(pairs),
             "heldout_entropy": -float(sum(g.policy_logprobs.sum() for _, g in pairs)) / tokens,
+            "heldout_tokens": tokens,
+            "heldout_decode_s": self.generation.heldout_s,
         }
         if algorithm.val_kl_to_start:
             samples = [Sample.to_score(p.prompt, g.tokens) for p, g in pairs]

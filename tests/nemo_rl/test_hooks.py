@@ -30,7 +30,12 @@ class Trainer:
         end_step = self.records.end_step
         self.records.end_step = lambda: self.done.append("end step") or end_step()
         hooks = Hooks(
-            self, self.records, self.monitor, anchor_at_birth=anchor, rewards_in_batch=ppo
+            self,
+            self.records,
+            self.monitor,
+            anchor_at_birth=anchor,
+            rewards_in_batch=ppo,
+            label="run",
         )
         hooks.install(policy=self, logger=self, checkpointer=self.checkpointer)
 

@@ -74,9 +74,21 @@ def test_seconds_are_logged_beside_those_of_the_trainer(plain, reused):
     for record in reused.metrics("timing/train"):
         assert names <= set(record)
         assert record["spec_rl_lookup"] > 0 and record["spec_rl_decoding"] > 0
+        assert record["spec_rl_rollout"] > record["spec_rl_decoding"]
         assert (record["spec_rl_verification"] > 0) is (record["step"] > STEPS_PER_EPOCH)
     assert len(reused.metrics("timing/train")) == len(plain.metrics("timing/train")) == 6
     assert not names & {name for record in plain.metrics("timing/train") for name in record}
+
+
+def test_the_store_and_plain_decoding_in_validation_are_logged(reused):
+    for record in reused.train().values():
+        assert 0 < record["spec_rl/cache_bytes"] <= record["spec_rl/cache_max_bytes"]
+        assert (
+            record["spec_rl/corrupt_records"] == 0 and 0 < record["spec_rl/disk_used_fraction"] < 1
+        )
+    validated = {step for step, r in reused.train().items() if "spec_rl/heldout_tokens" in r}
+    timed = {r["step"] for r in reused.metrics("timing/train") if "spec_rl_heldout_decoding" in r}
+    assert validated == timed and len(validated) > 0
 
 
 def test_from_the_second_epoch_on_drafts_are_accepted(reused):

@@ -113,7 +113,8 @@ def test_fewer_prompts_than_engines(engines, policy):
 def test_the_cache_is_in_a_checkpoint(engines, recipe, tmp_path):
     engines.save(tmp_path / "rollout_cache")
     engines.saved()
-    assert engines.corrupt_records() == 0
+    (store,) = engines.stores()
+    assert (store.prompts, store.corrupt_records) == (5, 0)
     restored, damaged = engines.cache.restore(tmp_path / "rollout_cache")
     assert damaged == []
     assert restored.policy_version == engines.policy_version

@@ -1,16 +1,20 @@
-"""The metrics that a step leaves for Prometheus, and the alert that looks at it."""
+"""The metrics that a step leaves for Prometheus."""
 
-import re
+import time
 
-import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from nemo_specrl.config import QUANTITIES, MonitorConfig
-from nemo_specrl.speculation.drift import DriftMonitor
-from nemo_specrl.trainer.log import MetricsLog, read_metrics, write_prometheus
-from tests.conftest import REPOSITORY
+from nemo_specrl.trainer.log import MetricsLog, read_metrics
 
-RECORD = {"step": 3, "reward": 0.5, "fresh_reward": None, "spec_rl/reward_gap": -0.25}
+RECORD = {
+    "step": 3,
+    "reward": 0.5,
+    "fresh_reward": None,
+    "verify_s": 0.25,  # by the trainer
+    "spec_rl/verify_s": 0.25,  # and by the engine
+    "spec_rl/reward_gap": -0.25,
+    "spec_rl/cache_errors": 2.0,
+}
 
 
 def samples(path):
@@ -20,17 +24,29 @@ def samples(path):
     }
 
 
-def test_prometheus_sees_the_last_step(tmp_path):
-    path = tmp_path / "metrics" / "run.prom"
+def test_prometheus_sees_the_newest_values_and_the_sums(tmp_path):
+    path, before = tmp_path / "metrics" / "run.prom", time.time()
     log = MetricsLog(tmp_path / "run", 0, tensorboard=False, prometheus=path)
-    log.write(RECORD | {"reward": 0.1})
-    log.write(RECORD | {"step": 4})
-    log.close()
     run = ("run", "run")
-    assert samples(path) == {
+    progress = ("nemo_specrl_last_progress_timestamp_seconds", run)
+    started = samples(path)
+    assert before <= started.pop(progress) <= time.time()
+    assert started == {("nemo_specrl_running", run): 1}
+    log.write(RECORD | {"reward": 0.1, "heldout_accuracy_at_start": 0.25, "loss": float("nan")})
+    log.write(RECORD | {"step": 4})
+    log.finish()
+    log.close()
+    ended = samples(path)
+    assert ended.pop(progress) > before
+    assert ended == {
+        ("nemo_specrl_running", run): 0,
         ("nemo_specrl_step", run): 4,
         ("nemo_specrl_reward", run): 0.5,
         ("nemo_specrl_reward_gap", run): -0.25,
+        ("nemo_specrl_heldout_accuracy", run): 0.25,
+        ("nemo_specrl_steps_total", run): 2,
+        ("nemo_specrl_verify_seconds_total", run): 0.5,
+        ("nemo_specrl_cache_errors_total", run): 4,
     }
     assert [p.name for p in path.parent.iterdir()] == ["run.prom"]
     assert read_metrics(tmp_path / "run" / "metrics.jsonl")[1] == RECORD | {"step": 4}
@@ -48,15 +64,3 @@ def test_a_textfile_that_cannot_be_written_costs_no_step(tmp_path, caplog):
     log.close()
     assert samples(path)[("nemo_specrl_step", ("run", "run"))] == 3
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 4
-
-
-def test_the_alert_looks_at_metrics_that_are_there(tmp_path):
-    rules = yaml.safe_load((REPOSITORY / "examples/monitoring/alerts.yaml").read_text())
-    monitor = DriftMonitor(MonitorConfig(), fresh_fraction=0.2, steps_per_epoch=1)
-    write_prometheus(tmp_path / "run.prom", monitor.as_dict(), "run")
-    there = {name for name, *_ in samples(tmp_path / "run.prom")}
-    (rule,) = rules["groups"][0]["rules"]
-    looked_at = set(re.findall(r"nemo_specrl_\w+", rule["expr"]))
-    assert looked_at == {name for name in there if name.endswith("_drifts")}
-    assert len(looked_at) == len(QUANTITIES) + 1
-    assert set(re.findall(r"\$labels\.(\w+)", str(rule["annotations"]))) <= {"run"}

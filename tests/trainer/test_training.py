@@ -39,6 +39,8 @@ LOSSLESS = "policy.generation.spec_rl.preset=lossless"
 TIMED = ("rollout_s", "verify_s", "train_s", "step_s", "checkpoint_s", "eval_s")
 OF_THE_JOURNAL = ("spec_rl/replayed_rows", "spec_rl/recomputed_tokens")
 """How much of a step came out of the journal, and what it took again of prefixes: none then."""
+OF_THE_STORE = ("spec_rl/cache_bytes", "spec_rl/cache_hit_fraction", "spec_rl/disk_used_fraction")
+"""Depend on when pages are freed, on look-ups since the store was opened, and on the disk."""
 
 
 def command(folder, *overrides, config=DEMO, program=("nemo_specrl", "train")):
@@ -85,7 +87,11 @@ def start(folder, *overrides):
 def records(folder):
     """Each step's record without what depends on the clock."""
     return [
-        {k: v for k, v in r.items() if k not in (*TIMED, *OF_THE_JOURNAL) and not k.endswith("_s")}
+        {
+            k: v
+            for k, v in r.items()
+            if k not in (*TIMED, *OF_THE_JOURNAL, *OF_THE_STORE) and not k.endswith("_s")
+        }
         for r in read_metrics(folder / "metrics.jsonl")
     ]
 

@@ -47,7 +47,7 @@ from nemo_specrl.cache.cluster.keeper import Keeper
 from nemo_specrl.cache.cluster.membership import Health
 from nemo_specrl.cache.cluster.transfers import BACKGROUND, in_one_line
 from nemo_specrl.cache.snapshot import Manifest, PartitionFile, read_manifest, write_manifest
-from nemo_specrl.cache.store import StoreStats
+from nemo_specrl.cache.statistics import StoreStats
 from nemo_specrl.errors import ForeignStore, StoreUnavailable
 
 __all__ = ["ClusterCache", "start_shards"]

@@ -29,7 +29,8 @@ from nemo_specrl.cache.snapshot import (
     read_partition,
     write_partition,
 )
-from nemo_specrl.cache.store import RolloutStore, StoreStats
+from nemo_specrl.cache.statistics import StoreStats
+from nemo_specrl.cache.store import RolloutStore
 from nemo_specrl.errors import CacheError, StoreInUse, StoreUnavailable
 from nemo_specrl.rollout import Outline, Rollout
 

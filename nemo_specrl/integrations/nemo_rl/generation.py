@@ -22,6 +22,7 @@ import torch
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 
 from nemo_specrl.cache.cluster.driver import ClusterCache, start_shards
+from nemo_specrl.cache.statistics import store_metrics
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.errors import CacheError, ConfigError
 from nemo_specrl.integrations.nemo_rl import compat
@@ -77,7 +78,7 @@ class SpecVllmGeneration(VllmGeneration):
         with compat.substituted_workers(self.worker_classes):
             super().__init__(cluster, config, **kwargs)
         self._run = run
-        self._lookup_s = 0.0  # spent by the driver since metrics were last taken
+        self._start_counting()
         self.fresh_fraction = run.spec_rl.effective_fresh_fraction
         self.cache, policy_version = _open_cache(run)
         nodes = self._tell_workers(
@@ -94,7 +95,13 @@ class SpecVllmGeneration(VllmGeneration):
         with its prompt key and sample index.
         """
         if self.cache is None or self._validating or greedy or not len(data["input_ids"]):
-            return super().generate(data, greedy=greedy)
+            started = time.perf_counter()
+            output = super().generate(data, greedy=greedy)
+            if self._validating and not greedy:
+                self._heldout_s += time.perf_counter() - started
+                self._heldout_tokens += int(output["generation_lengths"].sum())
+            return output
+        started = time.perf_counter()
         keys = [
             prompt_key(ids[:length].numpy())
             for ids, length in zip(data["input_ids"], data["input_lengths"].tolist(), strict=True)
@@ -105,7 +112,9 @@ class SpecVllmGeneration(VllmGeneration):
         data[SAMPLE_INDICES] = torch.tensor(sample_indices)[order]
         data[PROMPT_KEYS] = [keys[i] for i in order]
         output = super().generate(data, greedy=greedy)
-        return output.select_indices(np.argsort(order).tolist())
+        output = output.select_indices(np.argsort(order).tolist())
+        self._rollout_s += time.perf_counter() - started
+        return output
 
     async def generate_async(self, data: Any, greedy: bool = False) -> AsyncIterator[Any]:
         """Generate a response to each row as it comes; the worker claims a sample index for it."""
@@ -125,13 +134,23 @@ class SpecVllmGeneration(VllmGeneration):
         # Engines run concurrently; so do the rows of asynchronous ones.
         timed = times(total, total.rows if self.cfg["vllm_cfg"]["async_engine"] else len(taken))
         timed["spec_rl_lookup"] += self._lookup_s
-        self._lookup_s = 0.0
         counted = counts(total)
+        if self._rollout_s:
+            timed["spec_rl_rollout"] = self._rollout_s
+        if self._heldout_s:
+            timed["spec_rl_heldout_decoding"] = self._heldout_s
+            counted["spec_rl/heldout_tokens"] = float(self._heldout_tokens)
+        self._start_counting()
         with contextlib.suppress(CacheError):  # what is not known is not logged
             health = self.cache.health()
             counted["spec_rl/cache_nodes"] = float(health.nodes)
             counted["spec_rl/cache_missing_copies"] = float(health.missing)
-        return counted, timed
+        return counted | store_metrics(self.cache.stats().values()), timed
+
+    def _start_counting(self) -> None:
+        """Begin the driver's own counts, in seconds, anew. Copies in other actors keep theirs."""
+        self._lookup_s = self._rollout_s = self._heldout_s = 0.0
+        self._heldout_tokens = 0
 
     def take_records(self) -> list[tuple[SequenceKey, Record]]:
         """Collect from the workers the records of the rollouts made since the last call."""

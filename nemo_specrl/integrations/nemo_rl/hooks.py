@@ -19,7 +19,8 @@ Each of their methods below is wrapped once, and does these things in this order
 ``logger.log_metrics(metrics)``
     1. with prefix ``train``: PPO's monitor adds its metrics.
        With prefix ``timing/train``, which every trainer logs last in a step: the engines' counts
-       are logged under ``train``, their times are added, and the step's records are dropped
+       are logged under ``train``, their times are added, the step's records are dropped, and the
+       step's metrics go to Ray's endpoint for Prometheus
     2. NeMo-RL's method
 """
 
@@ -34,7 +35,9 @@ from typing import Any, Protocol
 
 import torch
 
+from nemo_specrl import prometheus
 from nemo_specrl.integrations.nemo_rl.anchor import anchored_logprobs
+from nemo_specrl.integrations.nemo_rl.metrics import step_record
 from nemo_specrl.integrations.nemo_rl.monitor import StepMonitor
 from nemo_specrl.integrations.nemo_rl.records import RecordTable
 from nemo_specrl.integrations.nemo_rl.run import CACHE_FOLDER
@@ -68,6 +71,7 @@ class Hooks:
         anchor_at_birth: whether ``clip_anchor`` is ``birth``.
         rewards_in_batch: the batches that the policy is trained on have rewards, as PPO's do, and
             the monitor compares these instead of the rows that are logged.
+        label: of the run in Prometheus.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class Hooks:
         *,
         anchor_at_birth: bool,
         rewards_in_batch: bool,
+        label: str,
     ) -> None:
         self._generation = generation
         self._records = records
@@ -87,6 +92,10 @@ class Hooks:
         self._batch: weakref.ref[Any] | None = None
         self._anchored: torch.Tensor | None = None
         self._compared: dict[str, float] = {}
+        self._logged: dict[str, float] = {}
+        """What the plug-in has logged of this step under ``train``."""
+        self._endpoint = prometheus.RayEndpoint(label)
+        self._endpoint.write(prometheus.started())
 
     def install(self, policy: Any, logger: Any, checkpointer: Any) -> None:
         """Wrap the methods of the three objects."""
@@ -122,13 +131,16 @@ class Hooks:
         if self._monitor is not None and step is not None and "token_ids" in rows:
             compared = self._monitor.compare(rows)
             if compared:
-                self._log_metrics(compared, int(step[1]), prefix=TRAIN)
+                self._log_own(compared, int(step[1]))
         return result
 
     def log_metrics(self, metrics: Any, step: int, prefix: str | None = "", **kwargs: Any) -> None:
         """Stand in for ``logger.log_metrics``."""
+        if prefix == TRAIN and "reward" in metrics:
+            self._logged["reward"] = metrics["reward"]
         if prefix == TRAIN and self._compared:
             metrics = {**metrics, **self._compared}
+            self._logged |= self._compared
             self._compared = {}
         elif prefix == END_OF_STEP:
             if self._monitor is not None or self._anchor_at_birth:
@@ -136,9 +148,16 @@ class Hooks:
             taken = self._generation.take_metrics()
             if taken is not None:
                 counts, seconds = taken
-                self._log_metrics(counts, step, TRAIN)
+                self._log_own(counts, step)
                 metrics = {**metrics, **seconds}
+            record = step_record(step, self._logged, metrics)
+            self._endpoint.write(prometheus.of_step(record))
+            self._logged = {}
         self._log_metrics(metrics, step, prefix, **kwargs)
+
+    def _log_own(self, metrics: dict[str, float], step: int) -> None:
+        self._log_metrics(metrics, step, prefix=TRAIN)
+        self._logged |= metrics
 
     def save(self, folder: Path) -> None:
         """Write what a resumed run needs of the plug-in; a failure costs the checkpoint nothing."""

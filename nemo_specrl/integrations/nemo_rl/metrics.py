@@ -1,10 +1,16 @@
-"""The engines' metrics under NeMo-RL's names: counts in ``train/``, times in ``timing/train/``."""
+"""The engines' metrics under NeMo-RL's names, and NeMo-RL's under the plug-in's for Prometheus.
+
+In NeMo-RL's logger counts are in ``train/`` and times in ``timing/train/``.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from nemo_specrl.engine.metrics import EngineMetrics
 
-__all__ = ["counts", "times"]
+__all__ = ["counts", "step_record", "times"]
 
 TIMES = {
     "spec_rl/lookup_s": "spec_rl_lookup",
@@ -12,6 +18,14 @@ TIMES = {
     "spec_rl/decode_s": "spec_rl_decoding",
     "spec_rl/assembly_s": "spec_rl_assembly",
 }
+
+STEP_TIMES = {
+    "total_step_time": "step_s",
+    "policy_training": "train_s",
+    # Of the driver's calls of synchronous engines; rollouts of asynchronous ones overlap.
+    "spec_rl_rollout": "rollout_s",
+    "spec_rl_heldout_decoding": "heldout_decode_s",
+} | {timed: name for name, timed in TIMES.items()}
 
 
 def counts(metrics: EngineMetrics) -> dict[str, float]:
@@ -29,3 +43,17 @@ def times(metrics: EngineMetrics, concurrent: int) -> dict[str, float]:
     """
     values = metrics.as_dict()
     return {timed: values[name] / max(1, concurrent) for name, timed in TIMES.items()}
+
+
+def step_record(
+    step: int, values: Mapping[str, float], seconds: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A step's record as the embedded trainer writes it, for Prometheus.
+
+    Args:
+        step: number of the step.
+        values: what was logged under ``train/``.
+        seconds: what was logged under ``timing/train/``.
+    """
+    timed = {name: seconds[key] for key, name in STEP_TIMES.items() if key in seconds}
+    return {"step": step, **values, **timed}

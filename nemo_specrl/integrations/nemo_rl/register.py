@@ -96,6 +96,7 @@ def _add_hooks(run: Run, parts: tuple[Any, ...], algorithm: str) -> None:
         # PPO's trainers do not all write their rows to the logger, but train on a batch that has
         # the rewards. The batch that GRPO trains on has none, and its trainers all write them.
         rewards_in_batch=algorithm == "ppo",
+        label=run.label,
     )
     hooks.install(
         policy=parts[0],

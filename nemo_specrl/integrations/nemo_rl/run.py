@@ -49,6 +49,7 @@ class Run:
         spec_rl: the ``spec_rl:`` block.
         seed: of the algorithm.
         name: of the run's folder on each node, different for each checkpoint folder.
+        label: of the run in Prometheus, the name of its checkpoint folder.
         checkpoint: folder of the checkpoint from which the run resumes, or None.
         tokenizer_id: the tokenizer's identity in the cache.
     """
@@ -56,6 +57,7 @@ class Run:
     spec_rl: SpecRLConfig
     seed: int
     name: str
+    label: str
     checkpoint: Path | None
     tokenizer_id: str
 
@@ -96,6 +98,7 @@ class Run:
             spec_rl=spec_rl,
             seed=int(option(own, "seed", 0) or 0),
             name=hashlib.sha256(str(folder).encode()).hexdigest()[:16],
+            label=folder.name,
             checkpoint=_latest(folder) if checkpointing["enabled"] else None,
             tokenizer_id=str(master_config.policy["tokenizer"]["name"]),
         )

@@ -1,0 +1,155 @@
+"""A run's metrics for Prometheus, under the same names in a textfile and at Ray's endpoint.
+
+A step's record has one scalar for each quantity. What adds up over steps becomes a counter, so that
+a rate is right however long steps take beside the interval of scrapes: seconds end in
+``_seconds_total``, and the counts in ``COUNTED`` in ``_total``. Everything else is a gauge with its
+newest value. All have the label ``run`` (https://prometheus.io/docs/practices/naming).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+__all__ = ["COUNTED", "RayEndpoint", "Samples", "Textfile", "ended", "of_step", "started"]
+
+PREFIX = "nemo_specrl_"
+COUNTED = frozenset(
+    {
+        "decoded_tokens",
+        "response_tokens",
+        "recomputed_tokens",
+        "refused_drafts",
+        "replayed_rows",
+        "cache_errors",
+        "tree_drafted_tokens",
+        "run_ahead_rows",
+        "run_ahead_tokens",
+        "heldout_tokens",
+    }
+)
+
+Samples = tuple[dict[str, float], dict[str, float]]
+"""Gauges, and increments of counters, by their names in Prometheus."""
+
+
+def started() -> Samples:
+    """What a run exports when it starts or resumes."""
+    now = PREFIX + "last_progress_timestamp_seconds"
+    return {PREFIX + "running": 1.0, now: time.time()}, {}
+
+
+def ended() -> Samples:
+    """What a run exports that has ended well, so that nobody waits for its next step."""
+    return {PREFIX + "running": 0.0}, {}
+
+
+def of_step(record: Mapping[str, Any]) -> Samples:
+    """What a run exports at the end of a step.
+
+    Args:
+        record: the step's metrics by name, times in seconds under names that end in ``_s``. What is
+            no finite number is left out.
+    """
+    gauges, increments = started()
+    increments[PREFIX + "steps_total"] = 1.0
+    # The trainer and the engine both report some quantities; the engine's, under spec_rl/, stand.
+    values: dict[str, float] = {}
+    for name, value in record.items():
+        if isinstance(value, Real) and math.isfinite(value):
+            values[name.removeprefix("spec_rl/")] = float(value)
+    for name, value in values.items():
+        plain = name.removesuffix("_at_start")
+        if plain.endswith("_s"):
+            metric, to = PREFIX + plain[:-2] + "_seconds_total", increments
+        elif plain in COUNTED:
+            metric, to = PREFIX + plain + "_total", increments
+        else:
+            gauges[PREFIX + plain] = value
+            continue
+        to[metric] = to.get(metric, 0.0) + value
+    return gauges, increments
+
+
+class Textfile:
+    """A file for the textfile collector of node_exporter.
+
+    Args:
+        path: the file, ending in .prom; replaced atomically.
+        run: the label.
+    """
+
+    def __init__(self, path: Path, run: str) -> None:
+        self.path, self._run = path, run
+        self._gauges: dict[str, float] = {}
+        self._totals: dict[str, float] = {}
+
+    def write(self, samples: Samples) -> None:
+        """Set the gauges, add to the counters, and write the file.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        gauges, increments = samples
+        self._gauges |= gauges
+        for name, value in increments.items():
+            self._totals[name] = self._totals.get(name, 0.0) + value
+        from prometheus_client import CollectorRegistry, write_to_textfile
+
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_to_textfile(str(self.path), registry)
+
+    def collect(self) -> Iterator[Any]:
+        """Called by ``prometheus_client``."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        for kind, values, what in (
+            (GaugeMetricFamily, self._gauges, "newest value"),
+            (CounterMetricFamily, self._totals, "since the process started"),
+        ):
+            for name, value in values.items():
+                family = kind(name, _help(name, what), labels=["run"])
+                family.add_metric([self._run], value)
+                yield family
+
+
+class RayEndpoint:
+    """The metrics endpoint of the Ray node on which this process runs; Ray must be initialized.
+
+    Ray puts ``ray_`` before every name, which examples/monitoring/prometheus.yml takes off again.
+    Nodes export only where ``ray[default]`` is installed.
+
+    Args:
+        run: the label.
+    """
+
+    def __init__(self, run: str) -> None:
+        self._tags = {"run": run}
+        self._metrics: dict[str, Any] = {}
+
+    def write(self, samples: Samples) -> None:
+        """Set the gauges and add to the counters."""
+        from ray.util.metrics import Counter, Gauge
+
+        gauges, increments = samples
+        for name, value in gauges.items():
+            self._metric(Gauge, name, "newest value").set(value, tags=self._tags)
+        for name, value in increments.items():
+            counter = self._metric(Counter, name, "since the process started")
+            if value > 0:  # Ray refuses 0
+                counter.inc(value, tags=self._tags)
+
+    def _metric(self, kind: Any, name: str, what: str) -> Any:
+        if name not in self._metrics:
+            self._metrics[name] = kind(name, description=_help(name, what), tag_keys=("run",))
+        return self._metrics[name]
+
+
+def _help(name: str, what: str) -> str:
+    return f"{name.removeprefix(PREFIX).removesuffix('_total').replace('_', ' ')}, {what}"
