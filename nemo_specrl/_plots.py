@@ -1,4 +1,4 @@
-"""The pictures of ``report``, drawn from columns of numbers into a PNG.
+"""The picture of a comparison, drawn from columns of numbers into a PNG; and what pictures share.
 
 matplotlib is optional and is imported only when a picture is drawn. Figures are made without
 pyplot, so that no display is needed and no global state changes. The colours are safe for the
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["SIDES", "HeldOut", "comparison_picture", "run_picture"]
+__all__ = ["SIDES", "HeldOut", "comparison_picture"]
 
 SIDES = ("plain", "speculative")
 Column = Sequence[float | None]
 
-_BLUE, _ORANGE, _GREEN, _PURPLE, _SKY = "#0072B2", "#D55E00", "#009E73", "#8C5A94", "#56B4E9"
-_COLOUR = {"plain": _BLUE, "speculative": _ORANGE}
+BLUE, ORANGE, GREEN, PURPLE, SKY = "#0072B2", "#D55E00", "#009E73", "#8C5A94", "#56B4E9"
+_COLOUR = {"plain": BLUE, "speculative": ORANGE}
 _GREY = "#555555"
-_INCHES, _DPI = (14, 9), 100  # 1400 x 900 pixels
+INCHES, _DPI = (14, 9), 100  # 1400 x 900 pixels
 _STYLE: Any = {
     "font.size": 11,
     "axes.titlesize": 12,
@@ -43,27 +43,6 @@ _STYLE: Any = {
     "axes.spines.right": False,
     "legend.fontsize": 10,
 }
-
-
-# Panels of a run's picture: heading, note below it, and (metric, label, colour) of each line.
-_PANELS: list[tuple[str, str, list[tuple[str, str, str]]]] = [
-    ("Tokens per step", "decoded: lower is better", [
-        ("response_tokens", "in the responses", _BLUE),
-        ("decoded_tokens", "decoded; the rest is reused", _ORANGE)]),
-    ("Drafts", "fractions; higher is faster", [
-        ("spec_rl/draft_coverage", "rows with a draft", _BLUE),
-        ("spec_rl/accepted_fraction", "draft tokens accepted", _ORANGE),
-        ("spec_rl/full_reuse_ratio", "drafts reused whole", _GREEN),
-        ("spec_rl/reused_token_fraction", "response reused", _PURPLE)]),
-    ("Training reward", "higher is better", [
-        ("reward", "all rows", _BLUE),
-        ("fresh_reward", "freshly decoded rows", _ORANGE)]),
-    ("Held-out accuracy, %", "higher is better", [
-        ("heldout_percent", "held-out prompts", _BLUE)]),
-    ("Size of the updates", "both stay small in a healthy run", [
-        ("kl", "KL, nats", _BLUE),
-        ("clip_fraction", "tokens clipped, fraction", _ORANGE)]),
-]  # fmt: skip
 
 
 class HeldOut(NamedTuple):
@@ -89,7 +68,7 @@ def comparison_picture(
     Raises:
         ConfigError: matplotlib is missing.
     """
-    with _canvas() as figure:
+    with canvas() as figure:
         _headline(figure, compare, verdict)
         grid = figure.add_gridspec(
             2, 3, left=0.055, right=0.985, bottom=0.07, top=0.69, hspace=0.52, wspace=0.22
@@ -102,55 +81,25 @@ def comparison_picture(
         else:
             _draw_decoded_tokens(axes[2], compare)
         _draw_rewards(axes[3], {side: compare[side]["reward"] for side in SIDES})
-        _title(axes[3], "Training reward, all rows", "higher is better")
+        panel_title(axes[3], "Training reward, all rows", "higher is better")
         fresh = {side: compare[side]["fresh_reward"] for side in SIDES}
         if not any(v is not None for v in fresh["plain"]):
             fresh["plain"] = compare["plain"]["reward"]  # without speculation every row is fresh
         _draw_rewards(axes[4], fresh)
-        _title(axes[4], "Reward of freshly decoded rows", "higher is better; in plain, every row")
+        panel_title(
+            axes[4], "Reward of freshly decoded rows", "higher is better; in plain, every row"
+        )
         _draw_heldout(axes[5], heldout)
         for ax in axes:
             # Cumulative curves rise to the right and leave room for the legend on the left.
             room = 0.3 if ax is axes[1] and len(compare["plain"]["epoch"]) >= 10 else None
-            _finish(ax, compare["plain"]["epoch"], room=room)
+            finish_panel(ax, compare["plain"]["epoch"], room=room)
         # One scale for both rewards, so that noise of the few fresh rows does not look like a gap.
         low = min(axes[3].get_ylim()[0], axes[4].get_ylim()[0])
         high = max(axes[3].get_ylim()[1], axes[4].get_ylim()[1])
         axes[3].set_ylim(low, high)
         axes[4].set_ylim(low, high)
-        return _png(figure)
-
-
-def run_picture(columns: dict[str, list[float | None]], title: str) -> bytes:
-    """Draw one run into a PNG of 1400 x 900 pixels.
-
-    Args:
-        columns: metric name to its value at each step; metrics may be missing.
-        title: title of the picture.
-
-    Raises:
-        ConfigError: matplotlib is missing.
-    """
-    with _canvas() as figure:
-        figure.text(0.015, 0.96, title, fontsize=20, weight="bold", va="center")
-        grid = figure.add_gridspec(
-            2, 3, left=0.055, right=0.975, bottom=0.07, top=0.87, hspace=0.42, wspace=0.24
-        )
-        axes = [figure.add_subplot(grid[i // 3, i % 3]) for i in range(6)]
-        steps = [int(step or 0) for step in columns["step"]]
-        _draw_step_seconds(axes[0], steps, columns)
-        _title(axes[0], "Seconds per step", "lower is better")
-        accuracies = columns.get("heldout_accuracy", [])
-        columns = columns | {
-            "heldout_percent": [None if a is None else 100 * a for a in accuracies]
-        }
-        for ax, (heading, note, lines) in zip(axes[1:], _PANELS, strict=True):
-            for name, label, colour in lines:
-                _draw_column(ax, steps, columns.get(name, []), label, colour)
-            _title(ax, heading, note)
-        for ax in axes:
-            _finish(ax, columns.get("epoch", ()), steps)
-        return _png(figure)
+        return png_of(figure)
 
 
 def _headline(figure: Figure, compare: dict[str, Any], verdict: str) -> None:
@@ -209,7 +158,7 @@ def _headline(figure: Figure, compare: dict[str, Any], verdict: str) -> None:
             weight="bold",
             ha="center",
             va="center",
-            color=_ORANGE if gain else "black",
+            color=ORANGE if gain else "black",
         )
         figure.text(x, 0.818, caption, fontsize=11.5, ha="center", va="top")
     figure.text(
@@ -228,16 +177,16 @@ def _draw_rollout_seconds(ax: Axes, compare: dict[str, Any]) -> None:
     edges = [i + 0.5 for i in range(len(plain["rollout_s"]) + 1)]
     total, verify = sum(speculative["rollout_s"]), sum(speculative["verify_s"])
     share = f" ({100 * verify / total:.0f} %)" if total else ""
-    ax.stairs(speculative["rollout_s"], edges, fill=True, color=_ORANGE, alpha=0.55,
+    ax.stairs(speculative["rollout_s"], edges, fill=True, color=ORANGE, alpha=0.55,
               label="speculative")  # fmt: skip
     ax.stairs(speculative["verify_s"], edges, fill=True, facecolor="#7A3500", edgecolor="white",
               hatch="////", linewidth=0, label=f"of it verification{share}")  # fmt: skip
-    ax.stairs(plain["rollout_s"], edges, baseline=None, color=_BLUE, linewidth=2, label="plain")
+    ax.stairs(plain["rollout_s"], edges, baseline=None, color=BLUE, linewidth=2, label="plain")
     if any(plain["verify_s"]):
-        ax.stairs(plain["verify_s"], edges, baseline=None, color=_BLUE, linestyle=":",
+        ax.stairs(plain["verify_s"], edges, baseline=None, color=BLUE, linestyle=":",
                   label="verification in plain")  # fmt: skip
     ax.set_ylim(0, max(*plain["rollout_s"], *speculative["rollout_s"], 1e-9))
-    _title(ax, "Rollout seconds per step", "lower is better")
+    panel_title(ax, "Rollout seconds per step", "lower is better")
 
 
 def _draw_cumulative(ax: Axes, compare: dict[str, Any]) -> None:
@@ -254,7 +203,7 @@ def _draw_cumulative(ax: Axes, compare: dict[str, Any]) -> None:
             ax.plot(range(len(sums)), sums, style, color=_COLOUR[side], linewidth=2,
                     label=f"{label}, {side}: {total:.3g} {unit}")  # fmt: skip
     ax.set_ylim(0, None)
-    _title(ax, f"Time spent so far, {unit}", "lower is better")
+    panel_title(ax, f"Time spent so far, {unit}", "lower is better")
 
 
 def _draw_decoded_tokens(ax: Axes, compare: dict[str, Any]) -> None:
@@ -271,7 +220,7 @@ def _draw_decoded_tokens(ax: Axes, compare: dict[str, Any]) -> None:
             label=side,
         )
     ax.set_ylim(0, most / divisor or 1)
-    _title(ax, f"Decoded tokens per step{unit}", "lower is better: the rest is reused")
+    panel_title(ax, f"Decoded tokens per step{unit}", "lower is better: the rest is reused")
 
 
 def _gains(compare: dict[str, Any]) -> list[float]:
@@ -286,7 +235,7 @@ def _draw_tokens_per_step(ax: Axes, compare: dict[str, Any]) -> None:
     ax.plot(steps, [1.0] * len(gains), color=_COLOUR["plain"], linewidth=2, label="plain")
     ax.plot(steps, gains, color=_COLOUR["speculative"], linewidth=2, label="speculative")
     ax.set_ylim(0, 1.25 * max(gains))
-    _title(ax, "Tokens of a row per engine step", "higher is better; plain decodes one")
+    panel_title(ax, "Tokens of a row per engine step", "higher is better; plain decodes one")
 
 
 def _draw_rewards(ax: Axes, rewards: dict[str, Column]) -> None:
@@ -322,48 +271,22 @@ def _draw_heldout(ax: Axes, heldout: dict[str, list[HeldOut]]) -> None:
     lower = [p for p in heldout["speculative"] if p.mean < plain.get(p.step, 0) - 1e-11]
     if lower:
         ax.plot([p.step for p in lower], [100 * p.mean for p in lower], "v", color="black",
-                markerfacecolor=_ORANGE, markersize=size + 4,
+                markerfacecolor=ORANGE, markersize=size + 4,
                 label="speculation lower here")  # fmt: skip
     banded = any(p.seeds > 1 for points in heldout.values() for p in points)
-    _title(ax, "Held-out accuracy, %", "higher is better" + ("; band: all seeds" if banded else ""))
-
-
-def _draw_step_seconds(ax: Axes, steps: Sequence[int], columns: dict[str, list[Any]]) -> None:
-    """Stack verification, the rest of the rollout, training and the rest of the step."""
-    empty: list[float | None] = [None] * len(steps)
-    rollout, verify, train, whole = (
-        [value or 0.0 for value in columns.get(name, empty)]
-        for name in ("rollout_s", "verify_s", "train_s", "step_s")
+    panel_title(
+        ax, "Held-out accuracy, %", "higher is better" + ("; band: all seeds" if banded else "")
     )
-    parts = {
-        "verification": (verify, "#7A3500"),
-        "rest of the rollout": ([r - v for r, v in zip(rollout, verify, strict=True)], _ORANGE),
-        "training": (train, _SKY),
-        "rest": (
-            [max(0.0, w - r - t) for w, r, t in zip(whole, rollout, train, strict=True)],
-            "#BBBBBB",
-        ),
-    }
-    ax.stackplot(steps, *(values for values, _ in parts.values()), labels=list(parts),
-                 colors=[colour for _, colour in parts.values()])  # fmt: skip
-    ax.set_ylim(0, max(*whole, *rollout, 1e-9))
 
 
-def _draw_column(ax: Axes, steps: Sequence[int], column: Column, label: str, colour: str) -> None:
-    """Draw a line through the values that are present, with markers where they are few."""
-    present = [(step, value) for step, value in zip(steps, column, strict=False)
-               if value is not None]  # fmt: skip
-    if present:
-        ax.plot(*zip(*present, strict=True), "-o" if len(present) <= 30 else "-", color=colour,
-                linewidth=2, markersize=4, label=label)  # fmt: skip
-
-
-def _title(ax: Axes, title: str, note: str) -> None:
+def panel_title(ax: Axes, title: str, note: str) -> None:
     ax.set_title(title, pad=22)
     ax.text(0, 1.025, note, transform=ax.transAxes, fontsize=10.5, color=_GREY)
 
 
-def _finish(ax: Axes, epochs: Column, steps: Sequence[int] = (), room: float | None = None) -> None:
+def finish_panel(
+    ax: Axes, epochs: Column, steps: Sequence[int] = (), room: float | None = None
+) -> None:
     """Add a legend above the data and thin lines where epochs begin.
 
     Args:
@@ -415,7 +338,7 @@ def _moving_mean(values: Sequence[float], window: int) -> list[float]:
 
 
 @contextlib.contextmanager
-def _canvas() -> Iterator[Figure]:
+def canvas(inches: tuple[float, float] = INCHES) -> Iterator[Figure]:
     """Yield a figure in this module's style without changing matplotlib's global settings."""
     try:
         import matplotlib
@@ -425,10 +348,10 @@ def _canvas() -> Iterator[Figure]:
             "pictures need matplotlib, which is not installed: pip install matplotlib"
         ) from None
     with matplotlib.rc_context(_STYLE):
-        yield Figure(figsize=_INCHES, dpi=_DPI, facecolor="white")
+        yield Figure(figsize=inches, dpi=_DPI, facecolor="white")
 
 
-def _png(figure: Figure) -> bytes:
+def png_of(figure: Figure) -> bytes:
     from PIL import Image  # comes with matplotlib
 
     drawn, small = io.BytesIO(), io.BytesIO()

@@ -5,6 +5,7 @@ Bad input prints one line and exits with code 2; other expected errors exit with
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -40,6 +41,7 @@ OverridesArgument = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as grpo.max_num_epochs=3."),
 ]
+LIVE_PORT = 8377
 OutOption = Annotated[Path, typer.Option("--out", help="Folder for all output.")]
 
 
@@ -190,15 +192,31 @@ def run(
     launch(script, context.args)
 
 
-@app.command(epilog="Example: nemo-specrl report results/grpo_sort_cpu")
+@app.command(epilog="Example: nemo-specrl report results/grpo_sort_cpu --follow")
 def report(
     run_dir: Annotated[
         Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run or a comparison.")
     ],
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Serve a live page of a run until Ctrl-C.")
+    ] = False,
+    port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="With --follow, on 127.0.0.1; 0: any. Default: 8377."),
+    ] = None,
+    token: Annotated[
+        str | None,
+        typer.Option(envvar="NEMO_SPECRL_TOKEN", help="With --follow: what a browser must bring."),
+    ] = None,
 ) -> None:
-    """Draw plots and write an HTML page of a run."""
+    """Draw plots and write an HTML page of a run, or serve a live one."""
     from nemo_specrl.report import write_comparison, write_report
 
+    if follow:
+        _follow(run_dir, LIVE_PORT if port is None else port, token)
+        return
+    if port is not None:
+        raise ConfigError(f"--port {port}: is for --follow; give both or neither")
     compared = run_dir / "compare.json"
     if compared.is_file():
         try:
@@ -208,6 +226,15 @@ def report(
         console.print(f"written: {run_dir / 'compare.html'}")
     else:
         console.print(f"written: {write_report(run_dir)}")
+
+
+def _follow(run_dir: Path, port: int, token: str | None) -> None:
+    from nemo_specrl.live import LivePage
+
+    page = LivePage(run_dir, port, token)
+    console.print(f"{page.url}  (Ctrl-C ends it)", highlight=False, soft_wrap=True, markup=False)
+    with contextlib.suppress(KeyboardInterrupt):
+        page.serve()
 
 
 @app.command(epilog="Example: nemo-specrl doctor")

@@ -2,7 +2,7 @@
 
 The input is the ``metrics.jsonl`` in a run's folder, one JSON object for each training step. Times
 are seconds; ``verify_s`` is a part of ``rollout_s``, and ``rollout_s`` of ``step_s``. Drawing is
-in ``_plots``.
+in ``_plots`` and ``_run_plots``.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from nemo_specrl._plots import SIDES, HeldOut, comparison_picture, run_picture
+from nemo_specrl._plots import SIDES, HeldOut, comparison_picture
+from nemo_specrl._run_plots import run_picture
 from nemo_specrl.errors import ConfigError
 
 __all__ = [
     "comparison",
     "print_comparison",
     "read_metrics",
+    "run_columns",
     "verdict",
     "write_comparison",
     "write_report",
@@ -81,6 +83,17 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def run_columns(rows: Sequence[dict[str, Any]]) -> dict[str, list[float | None]]:
+    """What a run's picture and table show, by metric; None where a step has no value.
+
+    Raises:
+        ConfigError: a value is no number.
+    """
+    known = {name for row in rows for name in row if name.startswith("spec_rl/")}
+    known.update(_TABLE_COLUMNS, ("heldout_tokens", "heldout_decode_s"))
+    return {name: _column(rows, name) for name in known}
+
+
 def write_report(run_dir: Path) -> Path:
     """Write ``report.png`` and the self-contained ``report.html`` into a run's folder.
 
@@ -93,8 +106,7 @@ def write_report(run_dir: Path) -> Path:
     """
     run_dir = Path(run_dir)
     rows = read_metrics(run_dir)
-    known = {name for row in rows for name in row if name.startswith("spec_rl/")}
-    columns = {name: _column(rows, name) for name in known.union(_TABLE_COLUMNS)}
+    columns = run_columns(rows)
     name = run_dir.resolve().name
     picture = run_picture(columns, f"Run {name}: {len(rows)} steps")
     shown = [key for key in _TABLE_COLUMNS if any(v is not None for v in columns[key])]

@@ -92,11 +92,11 @@ def assert_self_contained(page, png):
     assert base64.b64decode(data) == png
 
 
-def assert_good_picture(png):
+def assert_good_picture(png, size=(1400, 900)):
     assert len(png) < 250_000
     image = image_of(png)
     assert image.format == "PNG"
-    assert image.size == (1400, 900)
+    assert image.size == size
     assert len(image.convert("RGB").getcolors(1 << 24)) > 20, "an empty canvas"
 
 
@@ -169,7 +169,7 @@ def test_report_of_a_run(tmp_path):
     page = write_report(run)
     assert page == run / "report.html"
     png = (run / "report.png").read_bytes()
-    assert_good_picture(png)
+    assert_good_picture(png, (1400, 1300))
     text = page.read_text()
     assert_self_contained(text, png)
     assert "<h1>Run &lt;run&gt;</h1>" in text
@@ -185,7 +185,7 @@ def test_report_of_one_plain_step_without_numbers(tmp_path):
         json.dumps(metrics_row(1, loss=float("nan"), kl=float("inf"), reward=None)) + "\n"
     )
     assert "nan" not in write_report(tmp_path).read_text().split("<h2>")[1].lower()
-    assert_good_picture((tmp_path / "report.png").read_bytes())
+    assert_good_picture((tmp_path / "report.png").read_bytes(), (1400, 1300))
 
 
 def test_report_refuses_a_metric_that_is_no_number(tmp_path):

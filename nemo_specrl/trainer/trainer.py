@@ -191,6 +191,7 @@ class Trainer:
 
         record: dict[str, Any] = {
             "step": self.progress.step,
+            "total_steps": self.total_steps,
             "epoch": batch.epoch,
             "policy_version": self.progress.step - 1,
             "prompts": batch.drawn,

@@ -1,4 +1,4 @@
-"""The alerts and the dashboard in examples/monitoring: what they ask for is there, and they fire."""
+"""The examples of monitoring ask for what a run exports, Prometheus takes them, and alerts fire."""
 
 import json
 import re

@@ -1,0 +1,279 @@
+"""The page of a run that is going on: its state in figures, its picture, and what to look into.
+
+Only the steps in metrics.jsonl are known here; times are those of the machine that serves the page.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["content", "page", "state_of", "warnings_of"]
+
+RECENT = 20
+"""Steps from which the time of a step is taken."""
+PATIENCE = (5, 1800.0)
+"""A run is said to make no progress after so many of its steps, and so many seconds at least."""
+GAPS = ("reward", "length", "logprob")
+
+Row = Mapping[str, Any]
+
+
+def state_of(rows: Sequence[Row], age: float) -> tuple[str, str]:
+    """State of the run in a word (waiting, running, stalled, done), and in a sentence.
+
+    Args:
+        rows: its steps.
+        age: time since the file was written to, seconds.
+    """
+    if not rows:
+        return "waiting", "no step is done yet"
+    last, pace = rows[-1], _seconds_per_step(rows)
+    if last["step"] >= last.get("total_steps", math.inf):
+        return "done", "all steps are done"
+    if age > max(PATIENCE[0] * pace, PATIENCE[1]):
+        return "stalled", f"no step for {_duration(age)}"
+    return "running", f"the last step took {_duration(last.get('step_s') or 0)}"
+
+
+def warnings_of(rows: Sequence[Row]) -> list[tuple[int, str]]:
+    """What the steps have had to complain of, newest first: step and sentence."""
+    found: list[tuple[int, str]] = []
+    before: Row = {}
+    for row in rows:
+        drifting = {
+            name for name in (*GAPS, "staleness") if _value(row, f"spec_rl/{name}_drifts")
+        } - {name for name in (*GAPS, "staleness") if _value(before, f"spec_rl/{name}_drifts")}
+        damaged = _value(row, "spec_rl/corrupt_records") - _value(before, "spec_rl/corrupt_records")
+        full = [_value(r, "spec_rl/disk_used_fraction") > 0.9 for r in (before, row)]
+        for wrong, sentence in (
+            (drifting, f"reused rows drift from fresh ones: {', '.join(sorted(drifting))}"),
+            (damaged > 0, f"the cache skipped {damaged:.0f} damaged records"),
+            (full == [False, True], "the cache's disk is used to more than 90 %"),
+            (
+                _value(row, "spec_rl/cache_errors"),
+                f"{_value(row, 'spec_rl/cache_errors'):.0f} calls of the cache failed",
+            ),
+            (
+                _value(row, "spec_rl/refused_drafts"),
+                f"{_value(row, 'spec_rl/refused_drafts'):.0f} drafts could not be verified",
+            ),
+            ("loss" in row and row["loss"] is None, "the loss is no finite number"),
+        ):
+            if wrong:
+                found.append((row["step"], sentence))
+        before = row
+    return found[::-1]
+
+
+def content(name: str, rows: Sequence[Row], age: float, *, version: str, problem: str) -> str:
+    """The part of the page that changes.
+
+    Args:
+        name: of the run.
+        rows: its steps.
+        age: time since the file was written to, seconds.
+        version: of the picture.
+        problem: why there are no rows although there is a file; empty: there is none.
+    """
+    state, sentence = state_of(rows, age)
+    head = (
+        f'<header><h1>{html.escape(name)}</h1><span class="state {state}">{state}</span>'
+        f"<span>{html.escape(problem or sentence)}</span></header>"
+    )
+    if not rows:
+        return f"{head}<p>The page fills itself with the first step.</p>"
+    tiles = "".join(
+        f'<div class="tile"><span>{label}</span><b>{value}</b><small>{note}</small></div>'
+        for label, value, note in _tiles(rows)
+    )
+    last = rows[-1]
+    total = last.get("total_steps")
+    bar = f'<progress max="{total}" value="{last["step"]}"></progress>' if total else ""
+    picture = f'<img alt="Metrics of every step" src="picture.png?{version}">'
+    return (
+        f'{head}{bar}<section class="tiles">{tiles}</section>'
+        f'<section class="columns">{_drift(last)}{_cache(last)}{_warnings(rows)}</section>{picture}'
+    )
+
+
+def page(name: str, inner: str, nonce: str) -> bytes:
+    """The whole page, which asks for its content every two seconds.
+
+    Args:
+        name: of the run.
+        inner: its content now.
+        nonce: with which the page may run its script.
+    """
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width">'
+        f"<title>{html.escape(name)}</title><style>{_STYLE}</style></head>"
+        f'<body><main id="content">{inner}</main><footer id="lost" hidden>The server has ended; '
+        f'this is the last that it said.</footer><script nonce="{nonce}">{_SCRIPT}</script>'
+        f"</body></html>\n"
+    ).encode()
+
+
+def _tiles(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
+    """Label, figure and note of each tile that the run has a value for."""
+    last, pace = rows[-1], _seconds_per_step(rows)
+    total = last.get("total_steps")
+    tiles = [("Step", f"{last['step']:,}", f"of {total:,}" if total else "")]
+    if "epoch" in last:
+        tiles.append(("Epoch", str(last["epoch"] + 1), ""))
+    if pace:
+        tiles.append(("Steps per hour", f"{3600 / pace:,.3g}", f"{_duration(pace)} each"))
+        if total and total > last["step"]:
+            tiles.append(("Time to end", _duration(pace * (total - last["step"])), "at this pace"))
+    if last.get("rollout_s") and last.get("response_tokens"):
+        speed = last["response_tokens"] / last["rollout_s"]
+        plain = _plain_speed(rows)
+        note = f"{speed / plain:.2f} times plain in evaluations" if plain else "in rollouts"
+        tiles.append(("Tokens per second", f"{speed:,.0f}", note))
+    gain = last.get("spec_rl/tree_tokens_per_step")
+    if gain:
+        tiles.append(("Tokens per engine step", f"{gain:.2f}", "of a row; plain: 1"))
+    for key, note in (
+        ("spec_rl/tree_accepted_fraction", "of tokens from trees"),
+        ("spec_rl/accepted_fraction", "of draft tokens"),
+    ):
+        if last.get(key):
+            tiles.append(("Accepted", f"{100 * last[key]:.0f} %", note))
+    if last.get("reward") is not None:
+        tiles.append(("Reward", f"{last['reward']:.3f}", "mean of the last step"))
+    return tiles
+
+
+def _drift(last: Row) -> str:
+    quantities = [name for name in (*GAPS, "staleness") if f"spec_rl/{name}_drifts" in last]
+    lines = []
+    for name in quantities:
+        mean = last.get(f"spec_rl/{name}" if name == "staleness" else f"spec_rl/{name}_gap")
+        z = last.get(f"spec_rl/{name}_z" if name == "staleness" else f"spec_rl/{name}_gap_z")
+        drifts = bool(_value(last, f"spec_rl/{name}_drifts"))
+        lines.append(
+            [name, _short(mean), _short(z), '<b class="bad">drifts</b>' if drifts else "no drift"]
+        )
+    if not lines:
+        return _table("Drift", (), [["the monitor is off", ""]])
+    return _table("Drift", ("fresh minus reused", "mean", "standard errors", ""), lines)
+
+
+def _cache(last: Row) -> str:
+    lines = []
+    if "spec_rl/cache_bytes" in last:
+        used, cap = _value(last, "spec_rl/cache_bytes"), _value(last, "spec_rl/cache_max_bytes")
+        disk = _value(last, "spec_rl/disk_used_fraction")
+        damaged = _value(last, "spec_rl/corrupt_records")
+        lines = [
+            ["size", f"{used / 2**20:,.1f} of {cap / 2**20:,.0f} MiB"],
+            ["rollouts", f"{_value(last, 'spec_rl/cache_rollouts'):,.0f}"],
+            ["prompts found", f"{100 * _value(last, 'spec_rl/cache_hit_fraction'):.0f} %"],
+            ["damaged records", _marked(f"{damaged:.0f}", damaged > 0)],
+            ["disk used", _marked(f"{100 * disk:.0f} %", disk > 0.9)],
+        ]
+    return _table("Cache", (), lines or [["this run has none", ""]])
+
+
+def _warnings(rows: Sequence[Row]) -> str:
+    found = warnings_of(rows)
+    lines = [[f"step {step}", html.escape(sentence)] for step, sentence in found[:8]]
+    return _table("Last warnings", (), lines or [["none", ""]])
+
+
+def _table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    def cells(values: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{value}</{tag}>" for value in values) + "</tr>"
+
+    head = cells(header, "th") if header else ""
+    body = "".join(cells(line, "td") for line in lines)
+    return f"<div><h2>{title}</h2><table>{head}{body}</table></div>"
+
+
+def _marked(text: str, bad: bool) -> str:
+    return f'<b class="bad">{text}</b>' if bad else text
+
+
+def _value(row: Row, name: str) -> float:
+    return float(row.get(name) or 0)
+
+
+def _short(value: float | None) -> str:
+    return "-" if value is None else f"{value:+.3g}"
+
+
+def _seconds_per_step(rows: Sequence[Row]) -> float:
+    """Mean over the last steps, with the evaluations and checkpoints between them."""
+    recent = rows[-RECENT:]
+    parts = ("step_s", "eval_s", "checkpoint_s")
+    return sum(_value(row, part) for row in recent for part in parts) / len(recent)
+
+
+def _plain_speed(rows: Sequence[Row]) -> float | None:
+    """Tokens per second of plain decoding, over all evaluations."""
+    tokens = sum(_value(r, f"heldout_tokens{end}") for r in rows for end in ("", "_at_start"))
+    seconds = sum(_value(r, f"heldout_decode_s{end}") for r in rows for end in ("", "_at_start"))
+    return tokens / seconds if seconds else None
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
+
+
+_STYLE = """
+body{font:15px/1.45 system-ui,sans-serif;color:#1d2430;background:#f3f5f8;margin:0}
+main{max-width:1400px;margin:0 auto;padding:20px}
+header{display:flex;align-items:center;gap:14px;flex-wrap:wrap}
+h1{font-size:24px;margin:0}h2{font-size:16px;margin:0 0 8px}
+.state{padding:2px 12px;border-radius:12px;color:#fff;background:#667085;font-weight:600}
+.state.running{background:#0072b2}.state.done{background:#00795a}.state.stalled{background:#b3261e}
+progress{width:100%;height:10px;margin:14px 0 0;accent-color:#0072b2}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px;margin:14px 0}
+.tile,.columns>div{background:#fff;border:1px solid #dfe3ea;border-radius:8px;padding:12px 14px}
+.tile span,.tile small{display:block;color:#5b6573}.tile b{font-size:24px;display:block}
+.tile b,td{font-variant-numeric:tabular-nums}.tile small{min-height:1.45em}
+img{width:100%;border:1px solid #dfe3ea;border-radius:8px;background:#fff;box-sizing:border-box}
+.columns{display:grid;grid-template-columns:repeat(auto-fit,minmax(330px,1fr));gap:12px}
+.columns{margin:12px 0}
+table{border-collapse:collapse;width:100%}
+td,th{padding:3px 10px 3px 0;text-align:left;border-bottom:1px solid #edf0f4}
+th{font-weight:400;color:#5b6573}.bad{color:#b3261e}
+footer{position:fixed;bottom:0;width:100%;padding:10px;background:#b3261e;color:#fff;text-align:center}
+footer[hidden]{display:none}
+"""
+
+# The new picture is fetched before the old one goes, so that the page does not flicker.
+_SCRIPT = """
+let shown = "";
+async function update() {
+  try {
+    const answer = await fetch("content", {cache: "no-store"});
+    if (!answer.ok) throw new Error(answer.status);
+    const text = await answer.text();
+    if (text !== shown) {
+      const next = document.createElement("template");
+      next.innerHTML = text;
+      const picture = next.content.querySelector("img");
+      if (picture) {
+        const loaded = new Image();
+        loaded.src = picture.getAttribute("src");
+        await loaded.decode().catch(() => {});
+      }
+      document.getElementById("content").replaceChildren(next.content);
+      shown = text;
+    }
+    document.getElementById("lost").hidden = true;
+  } catch (error) {
+    document.getElementById("lost").hidden = false;
+  }
+  setTimeout(update, 2000);
+}
+setTimeout(update, 2000);
+"""
