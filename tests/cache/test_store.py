@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from nemo_specrl.cache.codec import STEP
+from nemo_specrl.cache.statistics import store_metrics
 from nemo_specrl.errors import InvalidRollout
 from nemo_specrl.rollout import Finish, Rollout, prompt_key
 from tests.cache.stores import (
@@ -159,3 +160,21 @@ def test_a_cleared_store_is_empty_and_goes_on(tmp_path):
     with open_store(tmp_path / "a") as store:
         assert contents(store, [1, 2, 3]) == {3: [rollout(3)]}
     assert not damaged_folders(tmp_path / "a")
+
+
+def test_metrics_of_several_stores_are_sums(tmp_path):
+    assert store_metrics([]) == {}
+    with (
+        open_store(tmp_path / "a", max_bytes=MIB) as one,
+        open_store(tmp_path / "b", max_bytes=2 * MIB) as other,
+    ):
+        one.put([rollout(1), rollout(1, sample_index=1)])
+        other.put([rollout(2)])
+        one.get([prompt_key([1]), prompt_key([3])])
+        other.get([prompt_key([2]), prompt_key([4])])
+        stats = [one.stats(), other.stats()]
+        metrics = store_metrics(stats)
+    assert metrics["spec_rl/cache_prompts"] == 2 and metrics["spec_rl/cache_rollouts"] == 3
+    assert metrics["spec_rl/cache_max_bytes"] == sum(s.max_bytes for s in stats) <= 3 * MIB
+    assert metrics["spec_rl/cache_hit_fraction"] == 0.5
+    assert 0 < metrics["spec_rl/disk_used_fraction"] == stats[0].disk_used_fraction <= 1

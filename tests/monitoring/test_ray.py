@@ -19,17 +19,23 @@ from tests.conftest import REPOSITORY
 pytest.importorskip("ray", reason="Ray is not installed")
 pytest.importorskip("opencensus", reason="Ray exports no metrics: ray[default] is not installed")
 
+STARTS = 3
+"""How often Ray is started at most: it gives a node 30 s, too few on a busy machine."""
 JOB = """
 import sys
 import ray
 from nemo_specrl.trainer.log import MetricsLog
 from pathlib import Path
+from tests.nemo_rl.test_hooks import Trainer
 port, folder = int(sys.argv[1]), sys.argv[2]
 ray.init("local", include_dashboard=False, log_to_driver=False, num_cpus=1,
          _metrics_export_port=port, _system_config={"metrics_report_interval_ms": 500})
 log = MetricsLog(Path(folder) / "sort", 0, tensorboard=False)
 for step in (1, 2):
     log.write({"step": step, "reward": 0.5, "spec_rl/verify_s": 1.5, "spec_rl/cache_errors": 0.0})
+hooked = Trainer(monitor=False)  # as NeMo-RL's, with the plug-in's hooks, and "run" for a label
+hooked.log_metrics({"reward": 0.25}, 1, prefix="train")
+hooked.log_metrics({"total_step_time": 4.0}, 1, prefix="timing/train")
 print("written", flush=True)
 sys.stdin.readline()
 log.close()
@@ -64,34 +70,41 @@ def until(found, seconds=60):
 @pytest.fixture(scope="module")
 def endpoint(own_ray, tmp_path_factory):
     """Port of a Ray node on which a run has done two steps."""
-    port = free_port()
-    job = subprocess.Popen(
-        [sys.executable, "-c", JOB, str(port), str(tmp_path_factory.mktemp("run"))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        cwd=REPOSITORY,
-        text=True,
-    )
+    folder, port = tmp_path_factory.mktemp("run"), free_port()
+    for _ in range(STARTS):
+        job = subprocess.Popen(
+            [sys.executable, "-c", JOB, str(port), str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=REPOSITORY,
+            text=True,
+        )
+        if job.stdout.readline() == "written\n":
+            break
+        job.communicate(timeout=60)
+    else:
+        pytest.fail("Ray did not start")
     try:
-        assert job.stdout.readline() == "written\n"
         yield port
     finally:
         job.communicate("\n", timeout=60)
     assert job.returncode == 0
 
 
-def test_the_endpoint_has_the_names_of_the_textfile_behind_rays_prefix(endpoint):
-    def scraped():
-        text = fetch(f"http://127.0.0.1:{endpoint}/metrics")
-        values = {
-            sample.name: sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if sample.labels.get("run") == "sort"
-        }
-        return values if values.get("ray_nemo_specrl_step") == 2 else None
+def scraped(port, run, step):
+    """Values at the endpoint of a run that has done so many steps, by name; None before."""
+    families = text_string_to_metric_families(fetch(f"http://127.0.0.1:{port}/metrics"))
+    values = {
+        sample.name: sample.value
+        for family in families
+        for sample in family.samples
+        if sample.labels.get("run") == run
+    }
+    return values if values.get("ray_nemo_specrl_step") == step else None
 
-    values = until(scraped)
+
+def test_the_endpoint_has_the_names_of_the_textfile_behind_rays_prefix(endpoint):
+    values = until(lambda: scraped(endpoint, "sort", 2))
     assert values.pop("ray_nemo_specrl_last_progress_timestamp_seconds") > 1e9
     assert values == {
         "ray_nemo_specrl_running": 1,
@@ -100,6 +113,20 @@ def test_the_endpoint_has_the_names_of_the_textfile_behind_rays_prefix(endpoint)
         "ray_nemo_specrl_steps_total": 2,
         "ray_nemo_specrl_verify_seconds_total": 3,
     }  # and no counter that is 0: Ray begins it with its first event
+
+
+def test_what_nemo_rls_trainer_logs_is_there_under_the_same_names(endpoint):
+    values = until(lambda: scraped(endpoint, "run", 1))
+    assert values.pop("ray_nemo_specrl_last_progress_timestamp_seconds") > 1e9
+    assert values == {
+        "ray_nemo_specrl_running": 1,
+        "ray_nemo_specrl_step": 1,
+        "ray_nemo_specrl_reward": 0.25,
+        "ray_nemo_specrl_rows": 8,
+        "ray_nemo_specrl_steps_total": 1,
+        "ray_nemo_specrl_step_seconds_total": 4,
+        "ray_nemo_specrl_decode_seconds_total": 1,
+    }
 
 
 def test_prometheus_with_the_shipped_configuration_takes_the_prefix_off(endpoint, tmp_path):
