@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import signal
 import threading
 import time
@@ -44,6 +45,10 @@ def connect() -> bool:
         return False
     address = os.environ.get("RAY_ADDRESS")
     local: dict[str, Any] = {} if address else {"include_dashboard": False}
+    if not address and "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        # Ray's ports are open to the network; since 2.60 one that is started here asks for a token.
+        # A token that Ray makes itself lies in a file that others may read, ~/.ray/auth_token.
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     before = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address or "local", log_to_driver=False, logging_level=logging.ERROR, **local)
@@ -121,6 +126,7 @@ class Actors:
         on_failure: called before ``error`` is raised. It has to end the actors.
 
     Attributes:
+        nodes: number of nodes that they are on.
         pids: process ids of the actors, each on its node; empty until :meth:`ready`.
     """
 
@@ -143,9 +149,11 @@ class Actors:
         remote: Any = ray.remote
         threads = dict.fromkeys(("health", *groups), 1)
         actor = remote(concurrency_groups=threads, num_cpus=0, num_gpus=int(gpu))(kind)
+        places = _places(len(arguments), nodes)
+        self.nodes = len({place.node_id for place in places})
         self._handles: list[Any] = [
             actor.options(scheduling_strategy=place).remote(*values)
-            for place, values in zip(_places(len(arguments), nodes), arguments, strict=True)
+            for place, values in zip(places, arguments, strict=True)
         ]
 
     def __len__(self) -> int:

@@ -104,7 +104,7 @@ def save(
     try:
         if temporary.exists():
             shutil.rmtree(temporary)
-        temporary.mkdir(parents=True)
+        temporary.mkdir(mode=0o700, parents=True)  # whatever is in it, it is the owner's alone
         write(temporary)
         (temporary / "progress.json").write_text(
             json.dumps({"format": FORMAT, **asdict(progress)}, indent=1)

@@ -20,6 +20,7 @@ from megatron.core.models.gpt import gpt_layer_specs as specs
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from nemo_specrl.trainer.policy.megatron_reading import as_data
 from nemo_specrl.trainer.policy.megatron_weights import (
     Architecture,
     CheckpointReader,
@@ -252,9 +253,9 @@ def save_checkpoint(folder: Path, module: Any, optimizer: Any, extra: dict[str, 
 
 def load_checkpoint(folder: Path, module: Any, optimizer: Any) -> dict[str, Any]:
     """Load a checkpoint of the same model in any layout; returns its ``extra`` values."""
-    state: dict[str, Any] = dist_checkpointing.load(
-        _state(module, optimizer, is_loading=True), str(folder)
-    )
+    wanted = _state(module, optimizer, is_loading=True)
+    with as_data():
+        state: dict[str, Any] = dist_checkpointing.load(wanted, str(folder))
     module.load_state_dict(state.pop("model"))
     optimizer.load_state_dict(state.pop("optimizer"))
     return state

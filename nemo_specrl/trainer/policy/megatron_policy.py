@@ -27,7 +27,7 @@ from nemo_specrl.trainer.policy.megatron_weights import (
     assemble,
     parameters,
 )
-from nemo_specrl.trainer.policy.megatron_worker import MegatronRank
+from nemo_specrl.trainer.policy.megatron_worker import LOOPBACK, MegatronRank
 from nemo_specrl.trainer.policy.torch_model import train_in_steps
 from nemo_specrl.trainer.recipe import LossConfig, PolicyConfig
 
@@ -37,10 +37,10 @@ __all__ = ["MegatronPolicy"]
 class _Actor(MegatronRank):
     """A rank as a Ray actor."""
 
-    def open(self) -> tuple[str, int]:
-        """Listen on this node's address; returns host and port."""
+    def open(self, one_node: bool) -> tuple[str, int]:
+        """Listen where the other ranks are, on this node or others; returns host and port."""
         address: Any = ray.util.get_node_ip_address
-        host = str(address())
+        host = LOOPBACK if one_node else str(address())
         return host, self.listen(host)
 
     def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
@@ -105,7 +105,7 @@ class MegatronPolicy:
             on_failure=self.shutdown,
         )
         ranks.ready()
-        host, port = ranks.wait({ranks[0].open.remote(): 0})[0]
+        host, port = ranks.wait({ranks[0].open.remote(ranks.nodes == 1): 0})[0]
         ranks.all("start", host, port)
 
     @property

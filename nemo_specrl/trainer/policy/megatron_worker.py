@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,12 +28,15 @@ from nemo_specrl.trainer.policy.megatron_weights import Architecture, Layout
 from nemo_specrl.trainer.policy.torch_model import MicroBatch
 from nemo_specrl.trainer.recipe import LossConfig, PolicyConfig
 
-__all__ = ["MegatronRank"]
+__all__ = ["LOOPBACK", "MegatronRank"]
 
 _distributed: Any = torch.distributed
 
 COLLECTIVE_SECONDS = 600
 """After which a rank gives up waiting for the others."""
+
+LOOPBACK = "127.0.0.1"
+"""Where the ranks of one node find each other, out of reach of the network."""
 
 
 class MegatronRank:
@@ -61,13 +65,24 @@ class MegatronRank:
     def listen(self, host: str) -> int:
         """Open the store by which the ranks find each other, on the first rank.
 
+        It takes connections to ``host`` alone; a store that opens its port itself takes those to
+        any address of the machine, and asks nobody for a token.
+
         Returns:
             the port.
         """
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.create_server((host, 0), family=family)
+        port = int(listening.getsockname()[1])
         self._store = _distributed.TCPStore(
-            host, 0, self.layout.size, is_master=True, wait_for_workers=False
+            host,
+            port,
+            self.layout.size,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
         )
-        return int(self._store.port)
+        return port
 
     def start(self, host: str, port: int) -> None:
         """Join the other ranks, and load the model.
@@ -83,6 +98,8 @@ class MegatronRank:
         else:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
         backend = "nccl" if self.device.type == "cuda" else "gloo"
+        if host == LOOPBACK:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         torch.distributed.init_process_group(
             backend, store=store, rank=self.rank, world_size=size, timeout=timeout
         )

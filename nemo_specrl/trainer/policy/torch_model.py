@@ -40,7 +40,11 @@ def load_model(model_name: str) -> torch.nn.Module:
 
     folder = model_folder(model_name)
     try:
-        model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            trust_remote_code=False,  # else the terminal is asked whether to run the folder's code
+        )
     except Exception as error:
         first_line = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(

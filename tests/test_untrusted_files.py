@@ -1,0 +1,252 @@
+"""Files are data: a pickle in the place of any file that is read executes nothing.
+
+What megatron-core reads is in tests/trainer/test_megatron_reading.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from nemo_specrl.cache import RolloutStore
+from nemo_specrl.cache.exchange import read_export, write_export
+from nemo_specrl.cache.inspection import opened
+from nemo_specrl.cache.journal import JournaledStore
+from nemo_specrl.cache.snapshot import (
+    Manifest,
+    read_manifest,
+    read_partition,
+    write_manifest,
+    write_partition,
+)
+from nemo_specrl.errors import CacheError, ConfigError
+from nemo_specrl.trainer import checkpoint
+from nemo_specrl.trainer.checkpoint import Progress
+from nemo_specrl.trainer.generation import tokenizer_identity
+from nemo_specrl.trainer.log import MetricsLog, read_metrics
+from nemo_specrl.trainer.policy import build_policy, build_value_model
+from nemo_specrl.trainer.policy.torch_model import load_model
+from nemo_specrl.trainer.recipe import load_recipe
+from tests.cache.stores import contents, open_store
+from tests.factories import rollout
+from tests.trainer.test_policy import recipe_of, samples
+
+
+class Attack:
+    """What makes a folder when it is unpickled."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.fixture
+def attacks(tmp_path):
+    """Pickles that make the folder ``mark`` where they are executed, as that is tried out here."""
+    mark = tmp_path / "mark"
+    zipped = io.BytesIO()
+    torch.save({"state": Attack(mark)}, zipped)
+    legacy = io.BytesIO()
+    torch.save({"state": Attack(mark)}, legacy, _use_new_zipfile_serialization=False)
+    made = [pickle.dumps(Attack(mark)), pickle.dumps(Attack(mark), protocol=0)]
+    for text in made:
+        pickle.loads(text)
+        mark.rmdir()
+    for file in (zipped, legacy):
+        torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+        mark.rmdir()
+    yield [*made, zipped.getvalue(), legacy.getvalue()]
+    assert not mark.exists(), "a file was executed"
+
+
+def read_with_each_file_replaced(folder, attacks, read):
+    """Read copies of a folder in which one file, one after the other, is an attack."""
+    files = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    assert files
+    copy = folder.with_name(folder.name + "-attacked")
+    for file in files:
+        for attack in attacks:
+            shutil.copytree(folder, copy)
+            (copy / file).write_bytes(attack)
+            with contextlib.suppress(Exception):  # a damaged file is an error, or is left out
+                read(copy)
+            for left in copy.parent.glob(f"{copy.name}*"):
+                shutil.rmtree(left)
+
+
+def of_a_store(folder):
+    with open_store(folder) as store:
+        store.put([rollout(1), rollout(2)])
+
+    def read(copy):
+        with open_store(copy) as store:
+            contents(store, [1, 2])
+
+    return read
+
+
+def of_a_journal(folder):
+    def open_journal(copy):
+        return contextlib.closing(
+            JournaledStore(
+                *(copy / "store", copy / "journal"),
+                **{"run": "a", "max_bytes": 2**22, "tokenizer_id": "tok"},
+            )
+        )
+
+    with open_journal(folder) as store:
+        store.put([rollout(1), rollout(2)])
+        store.sync()
+
+    def read(copy):
+        with open_journal(copy) as store:
+            contents(store, [1, 2])
+
+    return read
+
+
+def of_a_snapshot(folder):
+    with open_store(folder.with_name("source")) as store:
+        store.put([rollout(1)])
+        store.snapshot(folder)
+    return lambda copy: RolloutStore.restore(copy, copy.with_name(f"{copy.name}-restored"))
+
+
+def of_partitions(folder):
+    file = write_partition(folder, 0, [rollout(1), rollout(2)])
+    write_manifest(folder, Manifest("tok", 1, 1, (file,)))
+
+    def read(copy):
+        for partition in read_manifest(copy).files:
+            list(read_partition(copy, partition))
+
+    return read
+
+
+def of_an_export(folder):
+    write_export(folder, [rollout(1), rollout(2)], "tok")
+    return lambda copy: list(read_export(copy)[1])
+
+
+def by_the_command_line(folder):
+    with open_store(folder) as store:
+        store.put([rollout(1), rollout(2)])
+
+    def read(copy):
+        with opened(copy, check=True) as source:
+            list(source.rollouts)
+
+    return read
+
+
+def of_metrics(folder):
+    log = MetricsLog(folder, 0, tensorboard=False)
+    log.write({"step": 1, "reward": 0.5})
+    log.close()
+    return lambda copy: read_metrics(copy / "metrics.jsonl")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [of_a_store, of_a_journal, of_a_snapshot, of_partitions, of_an_export, by_the_command_line,
+     of_metrics],
+    ids=lambda make: make.__name__,
+)  # fmt: skip
+def test_the_files_of_the_cache_and_of_a_run(make, tmp_path, attacks):
+    folder = tmp_path / "folder"
+    read = make(folder)
+    read(shutil.copytree(folder, tmp_path / "whole"))
+    read_with_each_file_replaced(folder, attacks, read)
+
+
+def test_a_record_of_the_store(tmp_path, attacks):
+    import lmdb
+
+    with open_store(tmp_path / "a") as store:
+        store.put([rollout(1)])
+    with lmdb.open(str(tmp_path / "a"), max_dbs=16, map_size=2**24, lock=False) as database:
+        with database.begin() as reading:
+            names = [name for name, _ in reading.cursor()]
+        for attack in attacks:
+            with database.begin(write=True) as writing:
+                for name in names:
+                    table = database.open_db(name, writing, create=False)
+                    for key, _ in list(writing.cursor(table)):
+                        writing.put(key, attack, db=table)
+            shutil.copytree(tmp_path / "a", tmp_path / "copy")
+            with contextlib.suppress(CacheError), open_store(tmp_path / "copy") as store:
+                assert contents(store, [1]) == {}
+            for left in tmp_path.glob("copy*"):
+                shutil.rmtree(left)
+
+
+def test_a_checkpoint_of_the_trainer(random_model, tmp_path, attacks):
+    recipe = recipe_of(random_model, "ppo")
+    policy, value = build_policy(recipe), build_value_model(recipe)
+    policy.train(samples(), epochs=1)  # the optimizer has a state
+
+    def write(folder):
+        policy.save(folder / "policy")
+        value.save(folder / "value")
+
+    def read(run):
+        folder, _ = checkpoint.latest(run)
+        policy.load(folder / "policy")
+        value.load(folder / "value")
+
+    checkpoint.save(tmp_path / "run", Progress(step=1), write, keep=None)
+    read(tmp_path / "run")
+    read_with_each_file_replaced(tmp_path / "run", attacks, read)
+    assert (tmp_path / "run/step_1").stat().st_mode & 0o777 == 0o700
+
+
+def test_the_folder_of_a_model(random_model, tmp_path, attacks):
+    def read(folder):
+        tokenizer_identity(str(folder))
+        load_model(str(folder))
+
+    read_with_each_file_replaced(
+        shutil.copytree(random_model, tmp_path / "model"), attacks[:1], read
+    )
+    # Without safetensors, transformers and vLLM take weights from a pickle.
+    from vllm.model_executor.model_loader.weight_utils import pt_weights_iterator
+
+    folder = shutil.copytree(random_model, tmp_path / "pickled")
+    (folder / "model.safetensors").unlink()
+    file = folder / "pytorch_model.bin"
+    for attack in attacks:
+        file.write_bytes(attack)
+        with pytest.raises(ConfigError, match="transformers cannot load it"):
+            load_model(str(folder))
+        with pytest.raises(Exception, match="Weights only load failed"):
+            list(pt_weights_iterator([str(file)], use_tqdm_on_load=False))
+
+
+def test_code_in_the_folder_of_a_model(tmp_path, attacks):
+    """transformers runs Python of a model's folder for those who allow it."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config",
+                                                "AutoModelForCausalLM": "own.Model"}}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text(f"import os; os.mkdir({str(tmp_path / 'mark')!r})")
+    save_file({"w": torch.zeros(1)}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match="contains custom code"):
+        load_model(str(folder))
+
+
+def test_a_recipe(tmp_path, attacks):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"grpo: !!python/object/apply:os.mkdir ['{tmp_path / 'mark'}']\n")
+    with pytest.raises(ConfigError):
+        load_recipe(recipe, [])
