@@ -30,6 +30,15 @@ bad() {
     wrong=1
 }
 
+# Make Ray ask everyone for a token of this job's own; its ports are open to the network. $1: file for
+# it, on a disk that all nodes see. The user may have chosen otherwise.
+want_ray_token() {
+    [[ ${RAY_AUTH_MODE:-token} == token && -z ${RAY_AUTH_TOKEN:-}${RAY_AUTH_TOKEN_PATH:-} ]] || return 0
+    rm -f "$1"
+    (umask 077 && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$1")
+    export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$1
+}
+
 # Those of the job's nodes that do not start a process within PROBE_SECONDS. The others clean up.
 dead_nodes() {
     # shellcheck disable=SC2016 # expanded by the shell of each probe

@@ -33,6 +33,8 @@ logs=$SLURM_SUBMIT_DIR/$SLURM_JOB_ID${SLURM_RESTART_COUNT:+-$SLURM_RESTART_COUNT
 mkdir "$logs"
 printf '%s' "$COMMAND" >"$logs/driver_command.sh"
 env >"$logs/environment"
+[[ ! -f ${RAY_AUTH_TOKEN_PATH:-} ]] ||
+    echo "$(stat -c %a "$RAY_AUTH_TOKEN_PATH") $(cat "$RAY_AUTH_TOKEN_PATH")" >"$logs/token"
 srun --nodes=1 --ntasks=1 bash "$logs/driver_command.sh" >"$logs/ray-driver.log" 2>&1
 """
 PLUGIN = """
@@ -289,6 +291,13 @@ def test_command_reaches_the_nodes(cluster):
     assert (
         f"MOUNTS={job.checkout}:{job.checkout},{job.cache}:{job.cache},{plugin}:{plugin}:ro"
     ) in given
+    # Ray asks for a token of the job's own, which is gone with the job and was in no log.
+    token = Path(next(x for x in given if x.startswith("RAY_AUTH_TOKEN_PATH=")).split("=")[1])
+    assert "RAY_AUTH_MODE=token" in given and token.is_relative_to(job.checkout)
+    kept = (job.logs / "token").read_text()
+    assert kept.split() == ["600", re.fullmatch(r"600 ([0-9a-f]{64})\n", kept)[1]]
+    assert not token.exists()
+    assert kept.split()[1] not in job.output + (job.logs / "ray-driver.log").read_text()
     # Without accounting Slurm sets none, and ray.sub would end at `set -u`.
     assert any(line.startswith("SLURM_JOB_ACCOUNT=") for line in given)
 
