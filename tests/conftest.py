@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import tempfile
 from pathlib import Path
@@ -19,6 +20,9 @@ local_cpu_environment()
 # Engines in other processes are sent functions, as by NeMo-RL's workers, which set this too. The
 # first engine of a process makes vLLM keep its environment's values, so no later place will do.
 os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+
+# Ray reads its token once in a process. Without one it would leave one in the user's home.
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 _hypothesis_files = tempfile.TemporaryDirectory()  # instead of .hypothesis in the tree
 hypothesis.configuration.set_hypothesis_home_dir(_hypothesis_files.name)

@@ -1,6 +1,6 @@
 """Files are data: a pickle in the place of any file that is read executes nothing.
 
-What megatron-core reads is in tests/trainer/test_megatron_reading.py.
+What megatron-core reads is in tests/trainer/test_megatron_security.py.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ def test_the_folder_of_a_model(random_model, tmp_path, attacks):
 
 
 def test_code_in_the_folder_of_a_model(tmp_path, attacks):
-    """transformers runs Python of a model's folder for those who allow it."""
+    """For those who allow it, transformers runs Python that lies in a model's folder."""
     folder = tmp_path / "model"
     folder.mkdir()
     config = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config",

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -66,6 +67,31 @@ def test_it_trains_as_the_torch_policy_does(policy, random_model):
     first = policy.reference_logprobs(samples())
     expected = torch_policy.reference_logprobs(samples())
     assert np.concatenate(first) == pytest.approx(np.concatenate(expected), abs=1e-5)
+
+
+CONNECT = """
+import sys, ray
+ray.init(sys.argv[1], log_to_driver=False)
+print(ray.nodes()[0]["Alive"])
+"""
+
+
+def test_its_ray_asks_for_a_token_that_is_in_no_file(policy):
+    address = ray.get_runtime_context().gcs_address
+    token = os.environ["RAY_AUTH_TOKEN"]
+    ours, wrong = (
+        subprocess.run(
+            [sys.executable, "-c", CONNECT, address],
+            env=os.environ | {"RAY_AUTH_TOKEN": each, "RAY_AUTH_MODE": "token"},
+            capture_output=True,
+            text=True,
+        )
+        for each in (token, "0" * len(token))
+    )
+    assert ours.stdout.strip() == "True", ours.stderr
+    assert wrong.returncode != 0 and "True" not in wrong.stdout
+    written = [path for path in Path(os.environ["RAY_TMPDIR"]).rglob("*") if path.is_file()]
+    assert written and not [path for path in written if token.encode() in path.read_bytes()]
 
 
 def test_rows_without_advantage_make_no_step(policy):

@@ -17,6 +17,7 @@ from nemo_specrl import RolloutStore
 from nemo_specrl.trainer.generation import tokenizer_identity
 from nemo_specrl.trainer.log import read_metrics
 from tests.conftest import REPOSITORY
+from tests.ports import listening
 
 DEMO = "examples/configs/grpo_sort_cpu.yaml"
 DAPO = "examples/configs/dapo_arith_cpu.yaml"
@@ -183,6 +184,7 @@ def test_a_run_that_loses_all_its_steps_takes_them_from_the_journal(whole, tmp_p
 def test_a_run_of_another_recipe_takes_nothing_from_the_journal(tmp_path):
     process = start(tmp_path, "checkpointing.save_period=1000")
     wait_for_steps(process, tmp_path, 1)
+    assert listening(process.pid) <= {"127.0.0.1", "::1"}  # nothing for other machines
     process.kill()
     process.wait()
     train(tmp_path, "checkpointing.save_period=1000", "grpo.seed=7", "grpo.max_num_steps=1")

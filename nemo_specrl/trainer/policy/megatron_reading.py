@@ -1,7 +1,7 @@
 """Megatron's distributed checkpoints are read as data: nothing that lies in one is executed.
 
-Left to themselves, megatron-core (0.16.1 to 0.19.2) and torch's distributed checkpoints (2.11 to
-2.13) read two kinds of pickles that may call any function: the file ``.metadata``
+Left to themselves, megatron-core (0.16.1, and 0.19.2 by its source) and torch's distributed
+checkpoints (2.13) read two kinds of pickles that may call any function: the file ``.metadata``
 (``FileSystemReader.read_metadata``), and the objects that lie beside the tensors in ``*.distcp``
 (``DefaultLoadPlanner.load_bytes``, by ``torch.load(..., weights_only=False)``). ``common.pt`` is
 read by torch.load's safe default.

@@ -1,4 +1,4 @@
-"""A checkpoint of a Megatron policy is data: no file in it can execute anything when it is loaded."""
+"""Megatron ranks: no file of a checkpoint is executed, and no port is open to the network."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from nemo_specrl.errors import CheckpointError
 from nemo_specrl.trainer.recipe import PolicyConfig
+from tests.ports import listening
 from tests.test_untrusted_files import Attack
 from tests.trainer.ranks import LAYOUTS, run_ranks
 
@@ -51,7 +52,7 @@ ATTACKS = {
 
 
 def save_and_load(rank, tmp_path):
-    """Save a checkpoint; load it as it is, and attacked in each way. Returns what was said."""
+    """Save a checkpoint; load it as it is, and attacked in each way. Returns what was seen."""
     os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"  # a user's own setting opens nothing
     (tmp_path / "whole").mkdir()
     rank.save(tmp_path / "whole", 3)
@@ -65,15 +66,17 @@ def save_and_load(rank, tmp_path):
         except CheckpointError as error:
             said[name] = str(error)
     said["environment"] = os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"]
+    said["ports"] = listening(os.getpid())
     said["updates again"] = rank.load(tmp_path / "whole")
     return said
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_no_file_of_a_checkpoint_is_executed(random_model, tmp_path):
+def test_no_file_is_executed_and_no_port_is_open(random_model, tmp_path):
     config = PolicyConfig(model_name=str(random_model), train_global_batch_size=4)
     (said,) = run_ranks(LAYOUTS["TP1"], config, save_and_load, tmp_path)
     assert not (tmp_path / "mark").exists()
+    assert said["ports"] == {"127.0.0.1"}  # of the store and of gloo
     assert (said["updates"], said["updates again"], said["environment"]) == (3, 3, "1")
     for name, (_, message) in ATTACKS.items():
         with pytest.raises(CheckpointError, match=message):
