@@ -2,8 +2,9 @@
 # make test   set up, then the whole test suite
 # make test-vllm VERSION=0.25.1   the engine's tests and a short training on another vLLM
 # make test-nemo NEMO_RL_HOME=DIR   the tests that run a checkout of NeMo-RL, on the vLLM it pins
-# make lint   set up, then style, types, layers, shell scripts and the Dockerfile
-.PHONY: help setup demo test test-vllm test-nemo lint clean
+# make lint   set up, then style, types, layers, shell scripts and Dockerfiles
+# make audit  set up, then known vulnerabilities of the locked packages, where the index tells them
+.PHONY: help setup demo test test-vllm test-nemo lint audit clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -30,7 +31,10 @@ lint: setup
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 	.venv/bin/shellcheck -x $$(git ls-files '*.sh' '*.sub' '*.sbatch' .ci/run requirements/lock)
-	.venv/bin/hadolint docker/Dockerfile
+	.venv/bin/hadolint docker/*Dockerfile
+
+audit: setup
+	.venv/bin/uv tool run pip-audit --strict --no-deps --disable-pip -r requirements/cpu.lock
 
 clean:
 	rm -rf .venv .venv-vllm-* .venv-nemo-* results

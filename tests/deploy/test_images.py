@@ -1,0 +1,130 @@
+"""The images of docker/, built for real with buildah on a stand-in base (:mod:`.stand_in`)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_specrl import __version__
+from tests.conftest import REPOSITORY
+from tests.deploy.stand_in import Images, why_not
+
+pytestmark = [
+    pytest.mark.skipif(bool(why_not()), reason=why_not()),
+    pytest.mark.timeout(600),  # a minute where nothing else runs
+]
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+LABELS = (f"--build-arg=VERSION={__version__}", f"--build-arg=COMMIT={COMMIT}")
+PASSWORD = "a-password-of-an-index"
+SMALL_LOCK = (
+    *("annotated-types", "click", "lmdb", "markdown-it-py", "mdurl"),
+    *("numpy", "omegaconf", "packaging", "pydantic", "pydantic-core", "pygments", "pyyaml", "rich"),
+    *("safetensors", "setuptools", "shellingham", "typer", "typing-extensions"),
+    *("typing-inspection", "xxhash", "annotated-doc"),
+)
+"""Of the CPU stack's packages, those without which `doctor` says that something is missing. The
+rest is 1 GB to download."""
+LEFT_BEHIND = ("/build", "/tmp/", "/run/secrets", "/var/cache/apt/", "/var/lib/apt/lists/")
+
+
+def checkout(folder: Path) -> Path:
+    """A copy of what git has of the tree, with things beside it that belong in no image."""
+    names = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=REPOSITORY, capture_output=True, text=True, check=True,
+    ).stdout.split()  # fmt: skip
+    for name in names:
+        if (REPOSITORY / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(REPOSITORY / name, folder / name)
+    for name in ("nemo_specrl/__pycache__/secret.pyc", "results/secret", "slurm/site.env"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("secret")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("images")
+    yield Images(folder)
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    return checkout(tmp_path_factory.mktemp("checkout"))
+
+
+@pytest.fixture(scope="module")
+def plugin(images, tree):
+    """The image of docker/Dockerfile; the tests' environment stands for NeMo-RL's."""
+    images.make_base("nemo-rl", [f"{sys.prefix}/bin", f"{sys.base_prefix}/bin"], root_mode=0o700)
+    images.build(tree / "docker/Dockerfile", "plugin", "nemo-rl", tree, *LABELS)
+    return "plugin"
+
+
+@pytest.fixture(scope="module")
+def cpu(images, tree):
+    """The image of docker/cpu.Dockerfile, with a few of the packages of the CPU stack."""
+    lock = tree / "requirements/cpu.lock"
+    few = [line for line in lock.read_text().splitlines() if line.split("==")[0] in SMALL_LOCK]
+    lock.write_text("\n".join(few) + "\n")
+    settings = images.folder / "pip.conf"
+    settings.write_text(f"# {PASSWORD}\n[global]\nno-color = true\n")
+    images.make_base("python", [f"{sys.base_prefix}/bin"], root_mode=0o755)
+    images.build(
+        tree / "docker/cpu.Dockerfile", "cpu", "python", tree, *LABELS,
+        "--build-arg=PIP_EXTRA_INDEX_URL=", f"--secret=id=pip.conf,src={settings}",
+    )  # fmt: skip
+    return "cpu"
+
+
+@pytest.mark.parametrize("name", ["plugin", "cpu"])
+def test_an_image(images, tree, name, request):
+    request.getfixturevalue(name)
+    config = images.config(name)
+    labels = config["config"]["Labels"]
+    assert labels["org.opencontainers.image.version"] == __version__
+    assert labels["org.opencontainers.image.revision"] == COMMIT
+    # Nothing secret, nothing that the build left over.
+    files = images.files(name)
+    assert "/opt/nemo_specrl" in files
+    own = files - images.files_of_base("nemo-rl" if name == "plugin" else "python")
+    assert not [file for file in own if file.startswith(LEFT_BEHIND)]
+    assert not [file for file in own if "/.cache" in file or file.endswith((".whl", ".tar.gz"))]
+    assert not {file.split("/")[-1] for file in own} & {"secret", "secret.pyc", "site.env"}
+    assert PASSWORD not in json.dumps(config)
+    # Without root, and with the doctor as its check.
+    assert images.run(name, "id", "-u").strip() == "10001"
+    assert config["config"]["Healthcheck"]["Test"] == ["CMD", "nemo-specrl", "doctor"]
+    assert "All needed is there." in images.run(name, "nemo-specrl", "doctor")
+    home = images.run(name, "sh", "-c", "cd && touch results && pwd").strip()
+    assert home == "/home/specrl"
+    assert "Permission denied" in images.run(
+        name, "sh", "-c", "touch /opt/nemo_specrl/other", code=1
+    )
+
+
+def test_the_plugin_is_imported_first_from_a_folder_that_has_nothing_else(images, plugin):
+    where = "import nemo_specrl, lmdb, xxhash; print(nemo_specrl.__file__, lmdb.__file__)"
+    said = images.run(plugin, "python", "-c", where).split()
+    assert all(file.startswith("/opt/nemo_specrl/") for file in said)
+    top = {
+        file.split("/")[3] for file in images.files(plugin) if file.startswith("/opt/nemo_specrl/")
+    }
+    packages = {name for name in top if not name.endswith(".dist-info")}
+    assert packages - {"bin", ".lock"} == {"nemo_specrl", "lmdb", "xxhash"}
+
+
+def test_the_cpu_image_runs_the_command_line(images, cpu):
+    config = images.config(cpu)["config"]
+    assert (config["Entrypoint"], config["Cmd"]) == (["nemo-specrl"], ["--help"])
+    said = images.run(cpu, "nemo-specrl", "train", "examples/configs/none.yaml", code=2)
+    assert "no such file; give a YAML recipe" in said
+    assert "rollouts" in images.run(cpu, "nemo-specrl", "cache", "--help")
