@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from nemo_specrl import cli_cache
 from nemo_specrl.errors import CacheError, CheckpointError, ConfigError, SpecRLError
+from nemo_specrl.integrations import nvrx
 
 if TYPE_CHECKING:
     from nemo_specrl.trainer.recipe import Recipe
@@ -48,11 +49,16 @@ OutOption = Annotated[Path, typer.Option("--out", help="Folder for all output.")
 def main() -> None:
     """Run the command line; expected errors become one line and an exit code."""
     try:
-        app()
-    except (ConfigError, CheckpointError, CacheError) as error:
-        _fail(error, 2)
-    except SpecRLError as error:
-        _fail(error, 1)
+        try:
+            app()
+        except (ConfigError, CheckpointError, CacheError) as error:
+            _fail(error, 2)
+        except SpecRLError as error:
+            _fail(error, 1)
+    except SystemExit as end:
+        if end.code in (2, 130):  # bad input, a full disk, an interrupt: what no restart makes good
+            nvrx.no_restart(f"exit code {end.code}")
+        raise
 
 
 def _fail(error: Exception, code: int) -> None:
@@ -73,6 +79,7 @@ def train(config: RecipeArgument, overrides: OverridesArgument = None) -> None:
 
     recipe = load_recipe(config, overrides or ())
     local_cpu_environment()
+    nvrx.connect(recipe.checkpointing.checkpoint_dir)
     from nemo_specrl.trainer.trainer import Trainer
 
     trainer = Trainer(recipe)

@@ -18,7 +18,19 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
-__all__ = ["TASKS", "VOCABULARY", "Problem", "decode", "encode", "problems", "reward", "solution"]
+__all__ = [
+    "TASKS",
+    "VOCABULARY",
+    "Problem",
+    "decode",
+    "encode",
+    "heldout_problems",
+    "problems",
+    "reward",
+    "solution",
+]
+
+HELDOUT_SEED = 977
 
 PAD, BOS, EOS = 0, 1, 2
 LETTERS = "abcdefghijklm"
@@ -166,6 +178,13 @@ def problems(task: str, count: int, seed: int) -> tuple[Problem, ...]:
     while len(found) < count:
         found.setdefault(TASKS[task].sample(rng))
     return tuple(found)
+
+
+def heldout_problems(training: tuple[Problem, ...], task: str, count: int) -> list[Problem]:
+    """Problems that are not in the training set, the same for every run of a recipe."""
+    seen = set(training)
+    candidates = problems(task, count + len(seen), HELDOUT_SEED)
+    return [problem for problem in candidates if problem not in seen][:count]
 
 
 def solution(problem: Problem, rng: random.Random | None = None, error_rate: float = 0.0) -> str:

@@ -30,6 +30,7 @@ from nemo_specrl.errors import (
     PolicyError,
     last_line,
 )
+from nemo_specrl.integrations import nvrx
 from nemo_specrl.speculation.drift import DriftMonitor
 from nemo_specrl.trainer import checkpoint
 from nemo_specrl.trainer.generation import CACHE_FOLDER, Generation, open_store
@@ -38,14 +39,13 @@ from nemo_specrl.trainer.losses import gae
 from nemo_specrl.trainer.policy import Sample, build_policy, build_value_model
 from nemo_specrl.trainer.policy.batching import Batch, Group
 from nemo_specrl.trainer.recipe import Recipe
-from nemo_specrl.trainer.task import Problem, problems, reward
+from nemo_specrl.trainer.task import heldout_problems, problems, reward
 
 if TYPE_CHECKING:
     from nemo_specrl.trainer.engines import Engines
 
 __all__ = ["Trainer"]
 
-HELDOUT_SEED = 977
 # More threads gain nothing for models of this size.
 TRAINING_THREADS = min(2, len(os.sched_getaffinity(0)))
 
@@ -70,7 +70,8 @@ class Trainer:
         self.folder = recipe.checkpointing.checkpoint_dir
         data = recipe.data
         self.problems = problems(data.dataset_name, data.num_prompts, data.seed)
-        self.heldout = _heldout_problems(recipe, self.problems)
+        heldout = recipe.algorithm.max_val_samples
+        self.heldout = heldout_problems(self.problems, data.dataset_name, heldout)
         self.progress = checkpoint.Progress(recipe=checkpoint.fixed_part(recipe))
         self._resumed_from: Path | None = None
         self._saving: Future[Path] | None = None
@@ -82,6 +83,7 @@ class Trainer:
             checkpoint.check_same_recipe(found[0], found[1].recipe, self.progress.recipe)
             self._resumed_from, self.progress = found
 
+    @nvrx.section("setup")
     def _build(self) -> None:
         """Build the models, the engine and the store, which a finished run does not need."""
         recipe, found = self.recipe, self._resumed_from
@@ -217,6 +219,7 @@ class Trainer:
             self.progress.monitor = self.monitor.state()
         return record
 
+    @nvrx.section("rollout")
     def _collect(self) -> Batch:
         """Roll out the next prompts; with dynamic sampling, until enough groups are useful."""
         algorithm = self.recipe.algorithm
@@ -293,6 +296,7 @@ class Trainer:
             for sample in samples:
                 sample.advantages = (sample.advantages - mean) / std
 
+    @nvrx.section("training")
     def _train(self, samples: list[Sample]) -> dict[str, float]:
         epochs = self.recipe.algorithm.ppo_epochs
         metrics: dict[str, float] = {}
@@ -301,6 +305,7 @@ class Trainer:
                 metrics |= self.value.train(samples)
         return metrics | self.policy.train(samples, epochs=epochs)
 
+    @nvrx.section("training")
     def _refit(self) -> None:
         weights = self.policy.stream_weights(self.recipe.dtype)
         self.generation.refit(weights, self.progress.step)
@@ -317,6 +322,7 @@ class Trainer:
         if self.value is not None:
             self.value.reload()
 
+    @nvrx.section("evaluation")
     def _evaluate(self) -> dict[str, float]:
         """Sample held-out responses as in training, and measure accuracy, length and entropy.
 
@@ -389,6 +395,7 @@ class Trainer:
         """
         if not self.recipe.checkpointing.enabled:
             return
+        nvrx.start("checkpoint")
         started = time.perf_counter()
         copied = threading.Event()
 
@@ -425,6 +432,7 @@ class Trainer:
         saving, self._saving = self._saving, None
         saving.result()
         self.generation.saved()
+        nvrx.end("checkpoint")
         self._checkpoint_s += time.perf_counter() - started
 
     def _load(self, folder: Path) -> None:
@@ -443,10 +451,3 @@ class Trainer:
                 "checkpoint before it"
             ) from None
         self._refit()
-
-
-def _heldout_problems(recipe: Recipe, training: tuple[Problem, ...]) -> list[Problem]:
-    """Problems that are not in the training set, the same for every run of a recipe."""
-    seen, count = set(training), recipe.algorithm.max_val_samples
-    candidates = problems(recipe.data.dataset_name, count + len(seen), HELDOUT_SEED)
-    return [problem for problem in candidates if problem not in seen][:count]

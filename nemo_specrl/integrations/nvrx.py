@@ -1,0 +1,204 @@
+"""Heartbeats and sections of a driver that runs under ``ft_launcher`` of nvidia-resiliency-ext.
+
+``ft_launcher`` starts the driver, and beside it a monitor that kills the driver where a section
+has been open, or no heartbeat has come, for too long; then it starts the driver again. Elsewhere
+every function here does nothing, and the package need not be installed.
+
+Sections are those that the launcher's configuration names; others cost nothing. Their timeouts, and
+that of the time outside of them, are learned: once a section has ended, its timeout is
+``safety_factor`` times the longest that it has ever taken, and no less than twelve of the monitor's
+``workload_check_interval``: with their defaults five times, and a minute. Each restart by the
+launcher doubles them, as what took too long may have been right, on slower machines than before.
+The longest are kept with the run, for its next process. A timeout of null stays off, and heartbeats
+keep the timeouts that are configured.
+
+The package's own ``calculate_and_set_section_timeouts`` is not used. It needs a process group,
+which the driver need not have, and its moving averages fall while steps come out of the journal in
+a fraction of a second, so that the next real step would be killed.
+
+Run with the release 0.4.1 and, from their sources, with 0.5.0, 0.6.0 and main before 0.7.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = ["connect", "end", "heartbeat", "no_restart", "section", "start"]
+
+FILE = "section_seconds.json"
+OUTSIDE = "outside"
+"""The file's name for the time in which no section is open."""
+LEAST_CHECKS = 12
+"""A learned timeout is at least so many intervals at which the monitor looks: what takes a
+fraction of a second may once take ten."""
+
+logger = logging.getLogger(__name__)
+
+
+class _Monitor:
+    """The connection of this process to its monitor.
+
+    Args:
+        client: a ``RankMonitorClient`` that is connected.
+        file: of the longest durations, seconds by section; None where there are no sections.
+    """
+
+    def __init__(self, client: Any, file: Path | None) -> None:
+        self._client = client
+        self._file = file
+        self._started: dict[str, float] = {}
+        self._outside_since = time.monotonic()
+        self._longest: dict[str, float] = {}
+        if file is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._longest = {str(k): float(v) for k, v in json.loads(file.read_text()).items()}
+            self._set_timeouts()
+
+    def heartbeat(self) -> None:
+        self._client.send_heartbeat()
+
+    def start(self, name: str) -> None:
+        self._client.send_heartbeat()
+        # The monitor of 0.4.1 fails at a section that it does not know.
+        if name in self._client.section_timeouts.section:
+            now = time.monotonic()
+            if not self._started:
+                self._took(OUTSIDE, now - self._outside_since)
+            self._client.start_section(name)
+            self._started[name] = now
+
+    def end(self, name: str) -> None:
+        started = self._started.pop(name, None)
+        if started is not None:
+            # Within the section still, since the disk may hang.
+            self._took(name, time.monotonic() - started)
+            self._client.end_section(name)
+            self._outside_since = time.monotonic()
+            self._set_timeouts()
+
+    def close(self) -> None:
+        self._client.shutdown_workload_monitoring()
+
+    def _took(self, name: str, seconds: float) -> None:
+        if seconds <= self._longest.get(name, 0.0):
+            return
+        self._longest[name] = seconds
+        if self._file is None:
+            return
+        temporary = self._file.with_suffix(".tmp")
+        with contextlib.suppress(OSError):  # then the next process learns anew
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(self._longest))
+            temporary.replace(self._file)
+
+    def _set_timeouts(self) -> None:
+        now = self._client.section_timeouts
+        before = {**now.section, OUTSIDE: now.out_of_section}
+        after = {name: self._learned(name, given) for name, given in before.items()}
+        if after != before:
+            timeouts = {
+                "out_of_section": after.pop(OUTSIDE),
+                "section": after,
+                "calculated_sections": sorted(after.keys() & self._longest.keys()),
+                "is_out_of_section_calculated": OUTSIDE in self._longest,
+            }
+            state = {self._client.CURRENT_TIMEOUTS_STATE_KEY: {"section": timeouts}}
+            self._client.load_state_dict(state)
+
+    def _learned(self, name: str, given: float | None) -> float | None:
+        if given is None or name not in self._longest:
+            return given
+        config = self._client.cfg
+        least = LEAST_CHECKS * float(config.workload_check_interval)
+        doubled = 2.0 ** int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+        return doubled * max(least, float(config.safety_factor) * self._longest[name])
+
+
+_monitor: _Monitor | None = None
+
+
+def connect(folder: Path | None = None) -> None:
+    """Let this process be watched from now on, if it runs under ``ft_launcher``.
+
+    Args:
+        folder: of the run; the longest durations are kept in its ``section_seconds.json``. None
+            where only heartbeats are sent.
+    """
+    global _monitor
+    if "FT_RANK_MONITOR_IPC_SOCKET" not in os.environ or _monitor is not None:
+        return
+    with _without_monitor_on_error():
+        from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient
+
+        client = RankMonitorClient()
+        client.init_workload_monitoring()
+        _monitor = _Monitor(client, folder and folder / FILE)
+
+
+def heartbeat() -> None:
+    """Say that the run goes on."""
+    with _without_monitor_on_error():
+        if _monitor is not None:
+            _monitor.heartbeat()
+
+
+def start(name: str) -> None:
+    """Begin a section, with a heartbeat. Others may be open; the same one may not."""
+    with _without_monitor_on_error():
+        if _monitor is not None:
+            _monitor.start(name)
+
+
+def end(name: str) -> None:
+    """End a section, and learn from how long it took."""
+    with _without_monitor_on_error():
+        if _monitor is not None:
+            _monitor.end(name)
+
+
+@contextlib.contextmanager
+def section(name: str) -> Iterator[None]:
+    """A section as a context or a decorator. It stays open where an exception leaves it.
+
+    What follows an exception, such as ending other processes, may hang as well.
+    """
+    start(name)
+    yield
+    end(name)
+
+
+def no_restart(reason: str) -> None:
+    """Ask the launcher not to start this process again when it ends."""
+    if "FT_LAUNCHER_IPC_SOCKET" not in os.environ:
+        return
+    with contextlib.suppress(Exception):  # then it is started again, in vain
+        from nvidia_resiliency_ext.fault_tolerance import ipc_connector
+        from nvidia_resiliency_ext.fault_tolerance.data import (
+            WorkloadAction,
+            WorkloadControlRequest,
+        )
+
+        request = WorkloadControlRequest(WorkloadAction.ShutdownWorkload, reason)
+        launcher = ipc_connector.IpcConnector(os.environ["FT_LAUNCHER_IPC_SOCKET"])
+        launcher.send((int(os.environ.get("RANK", 0)), request))
+
+
+@contextlib.contextmanager
+def _without_monitor_on_error() -> Iterator[None]:
+    """A monitor that is missing or fails ends no training."""
+    global _monitor
+    try:
+        yield
+    except Exception as error:
+        if _monitor is not None:
+            with contextlib.suppress(Exception):
+                _monitor.close()
+        _monitor = None
+        logger.warning("ft_launcher's monitor cannot be used: the run is not watched (%s)", error)
