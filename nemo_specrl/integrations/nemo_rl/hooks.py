@@ -19,8 +19,9 @@ Each of their methods below is wrapped once, and does these things in this order
 ``logger.log_metrics(metrics)``
     1. with prefix ``train``: PPO's monitor adds its metrics.
        With prefix ``timing/train``, which every trainer logs last in a step: the engines' counts
-       are logged under ``train``, their times are added, the step's records are dropped, and the
-       step's metrics go to Ray's endpoint for Prometheus
+       are logged under ``train``, their times are added, the step's records are dropped, the
+       step's metrics go to Ray's endpoint for Prometheus, and under ``ft_launcher`` its monitor
+       gets a heartbeat
     2. NeMo-RL's method
 """
 
@@ -36,6 +37,7 @@ from typing import Any, Protocol
 import torch
 
 from nemo_specrl import prometheus
+from nemo_specrl.integrations import nvrx
 from nemo_specrl.integrations.nemo_rl.anchor import anchored_logprobs
 from nemo_specrl.integrations.nemo_rl.metrics import step_record
 from nemo_specrl.integrations.nemo_rl.monitor import StepMonitor
@@ -99,6 +101,7 @@ class Hooks:
 
     def install(self, policy: Any, logger: Any, checkpointer: Any) -> None:
         """Wrap the methods of the three objects."""
+        nvrx.connect()
         if self._anchor_at_birth or (self._monitor is not None and self._rewards_in_batch):
             self._train = policy.train
             policy.train = self.train
@@ -143,6 +146,7 @@ class Hooks:
             self._logged |= self._compared
             self._compared = {}
         elif prefix == END_OF_STEP:
+            nvrx.heartbeat()
             if self._monitor is not None or self._anchor_at_birth:
                 self._records.end_step()
             taken = self._generation.take_metrics()
