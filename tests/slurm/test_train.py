@@ -40,7 +40,7 @@ STAND_IN = """#!/bin/bash
 case "$*" in
     *ray.scripts*) sleep infinity ;;
     *" train "*)
-        echo $$ >"$SPECRL_PID_FILE"
+        echo $$ >"$SPECRL_STATE/train.pid"
         for argument; do
             case $argument in
                 checkpointing.checkpoint_dir=*) folder=${argument#*=} ;;
@@ -49,7 +49,7 @@ case "$*" in
                 test.hang=*) exec sleep infinity ;;
             esac
         done
-        echo "arguments: ${*:3}"
+        echo "arguments: ${*:5}"
         exit "${code:-0}" ;;
 esac
 """
