@@ -37,8 +37,8 @@ _OPTIONAL = (
     ("megatron-core", "Megatron policies, in the embedded trainer and in NeMo-RL",
      "pip install megatron-core, or work in NeMo-RL's container, which has it"),
     ("ray", "Megatron policies, the cache of a cluster, NeMo-RL", "pip install ray"),
-    ("nvidia-resiliency-ext", "restarts and local checkpoints with NVRx",
-     "pip install nvidia-resiliency-ext"),
+    ("nvidia-resiliency-ext", "restarts of a run that hangs, by its ft_launcher",
+     "pip install nvidia-resiliency-ext; PyPI has it for Python 3.10 to 3.12"),
     ("matplotlib", "pictures of report and compare", "pip install matplotlib"),
     ("tensorboard", "metrics in TensorBoard", "pip install tensorboard"),
 )  # fmt: skip
