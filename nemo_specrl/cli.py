@@ -80,6 +80,7 @@ def train(config: RecipeArgument, overrides: OverridesArgument = None) -> None:
     recipe = load_recipe(config, overrides or ())
     local_cpu_environment()
     nvrx.connect(recipe.checkpointing.checkpoint_dir)
+    nvrx.start("setup")
     from nemo_specrl.trainer.trainer import Trainer
 
     trainer = Trainer(recipe)

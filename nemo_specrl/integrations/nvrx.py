@@ -16,7 +16,7 @@ The package's own ``calculate_and_set_section_timeouts`` is not used. It needs a
 which the driver need not have, and its moving averages fall while steps come out of the journal in
 a fraction of a second, so that the next real step would be killed.
 
-Run with the release 0.4.1 and, from their sources, with 0.5.0, 0.6.0 and main before 0.7.
+Run with the release 0.4.1 and, from their sources, with 0.5.0, 0.6.0 and main after 0.7.0-main.
 """
 
 from __future__ import annotations

@@ -83,7 +83,6 @@ class Trainer:
             checkpoint.check_same_recipe(found[0], found[1].recipe, self.progress.recipe)
             self._resumed_from, self.progress = found
 
-    @nvrx.section("setup")
     def _build(self) -> None:
         """Build the models, the engine and the store, which a finished run does not need."""
         recipe, found = self.recipe, self._resumed_from
@@ -138,6 +137,7 @@ class Trainer:
         if self.done:
             return
         self._build()
+        nvrx.end("setup")  # which the command line has begun
         try:
             saved = True
             at_start: dict[str, Any] = {}
