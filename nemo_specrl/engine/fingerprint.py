@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -10,7 +10,7 @@ import xxhash
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["fingerprint"]
+__all__ = ["FingerprintedWeights", "fingerprint"]
 
 SAMPLED = 2**18  # at most so many elements of a tensor are hashed
 
@@ -36,3 +36,24 @@ def fingerprint(weights: Iterable[tuple[str, torch.Tensor]]) -> int:
         sample = flat[:: -(-len(flat) // SAMPLED) or 1].contiguous().cpu()
         hasher.update(sample.view(torch.uint8).numpy().data)
     return hasher.intdigest() or 1  # 0 means unknown
+
+
+class FingerprintedWeights:
+    """Weights on their way to the engine, with a fingerprint of all of them.
+
+    The fingerprint is the sum of the tensors' own: it needs neither their order nor a second pass.
+    """
+
+    def __init__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._weights = weights
+        self._sum = 0
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._weights:
+            self._sum += fingerprint([(name, tensor)])
+            yield name, tensor
+
+    @property
+    def fingerprint(self) -> int:
+        """Of the weights that have passed, 64 bits and never 0."""
+        return self._sum % 2**64 or 1

@@ -8,11 +8,13 @@ off, so that both sides of a comparison differ in nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import importlib.util
 import json
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -27,7 +29,7 @@ from nemo_specrl.cache.statistics import StoreStats
 from nemo_specrl.engine.assembly import reuse_of
 from nemo_specrl.engine.base import RolloutCache
 from nemo_specrl.engine.drafting import engine_options
-from nemo_specrl.engine.fingerprint import fingerprint
+from nemo_specrl.engine.fingerprint import FingerprintedWeights
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.refit import refit
 from nemo_specrl.engine.speculative import SpeculativeLLM
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     import torch
     from vllm import LLM
 
+    from nemo_specrl.trainer.engines import Engines
+
 __all__ = [
     "CACHE_FOLDER",
     "Engine",
@@ -47,7 +51,7 @@ __all__ = [
     "Generation",
     "RolloutTimes",
     "build_engine",
-    "open_store",
+    "build_generation",
     "tokenizer_identity",
 ]
 
@@ -71,43 +75,6 @@ def tokenizer_identity(model_name: str) -> str:
             f"policy.model_name = {model_name!r}: no tokenizer.json in it; "
             "give a model with its tokenizer in Hugging Face format"
         ) from None
-
-
-def open_store(
-    recipe: Recipe, fixed: dict[str, Any], resume_from: Path | None
-) -> JournaledStore | None:
-    """Open a run's cache as its checkpoint has it; empty at the start of a run.
-
-    The journal is kept: it holds the rollouts of the steps behind the checkpoint, which are taken
-    as they are.
-
-    Args:
-        recipe: the whole recipe.
-        fixed: of it, what cannot change between the starts of a run; it says whose journal it is.
-        resume_from: the checkpoint.
-
-    Returns:
-        None where speculation is switched off.
-
-    Raises:
-        CacheError: it is in use, of another tokenizer, or cannot be written.
-    """
-    spec_rl, run = recipe.spec_rl, recipe.checkpointing.checkpoint_dir
-    if not spec_rl.enabled:
-        return None
-    folder = spec_rl.cache.dir or run / CACHE_FOLDER
-    if resume_from is not None:
-        RolloutStore.restore(resume_from / CACHE_FOLDER, folder)
-    elif spec_rl.cache.dir is None and folder.exists():
-        shutil.rmtree(folder)  # of a run that was killed before its first checkpoint
-    return JournaledStore(
-        folder,
-        run / "rollout_journal",
-        run=xxhash.xxh3_64_hexdigest(json.dumps(fixed, sort_keys=True).encode()),
-        max_bytes=spec_rl.cache.max_bytes_per_node,
-        tokenizer_id=tokenizer_identity(recipe.policy.model_name),
-        groups_per_prompt=spec_rl.cache.groups_per_prompt,
-    )
 
 
 def build_engine(recipe: Recipe) -> LLM:
@@ -158,27 +125,6 @@ def build_engine(recipe: Recipe) -> LLM:
             (x for x in lines if "error" not in x[:20].lower()), lines[0] if lines else ""
         )
         raise ConfigError(f"policy.generation: vLLM refuses it: {detail[:300]}") from None
-
-
-class _FingerprintedWeights:
-    """Weights on their way to the engine, with a fingerprint of all of them.
-
-    The fingerprint is the sum of the tensors' own: it needs neither their order nor a second pass.
-    """
-
-    def __init__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._weights = weights
-        self._sum = 0
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self._weights:
-            self._sum += fingerprint([(name, tensor)])
-            yield name, tensor
-
-    @property
-    def fingerprint(self) -> int:
-        """Of the weights that have passed, 64 bits and never 0."""
-        return self._sum % 2**64 or 1
 
 
 @dataclass(eq=False)
@@ -261,7 +207,7 @@ class Engine:
             weights: :meth:`Policy.stream_weights`, in the engine's ``dtype``.
             policy_version: version of these weights.
         """
-        stream = _FingerprintedWeights(weights)
+        stream = FingerprintedWeights(weights)
         refit(self.llm, stream)
         self.speculative.policy_version = policy_version
         self.speculative.fingerprint = stream.fingerprint
@@ -402,7 +348,7 @@ class Generation(Engine):
         Args:
             weights: :meth:`Policy.stream_weights`, in the engine's data type.
         """
-        stream = _FingerprintedWeights(weights)
+        stream = FingerprintedWeights(weights)
         for _ in stream:
             pass
         self.speculative.fingerprint = stream.fingerprint
@@ -433,3 +379,58 @@ class Generation(Engine):
         """Close the cache."""
         if self.store is not None:
             self.store.close()
+
+
+def build_generation(
+    recipe: Recipe, fixed: dict[str, Any], resume_from: Path | None
+) -> Generation | Engines:
+    """Build the engine, or the engines, and open the cache as the checkpoint has it.
+
+    Args:
+        recipe: the whole recipe.
+        fixed: of it, what cannot change between the starts of a run; it says whose journal it is.
+        resume_from: the checkpoint; None at the start of a run, where the cache is empty.
+
+    Raises:
+        ConfigError: vLLM refuses the model or an argument, or Ray is not installed.
+        CacheError: the cache is in use, of another tokenizer, or cannot be written.
+        EngineError: an engine in a process of its own died.
+    """
+    if recipe.engines is not None:
+        if importlib.util.find_spec("ray") is None:
+            raise ConfigError(
+                "policy.generation.colocated.enabled = False: ray is not installed; pip install "
+                "ray, or set it to true for one engine in the trainer's process"
+            )
+        from nemo_specrl.trainer.engines import Engines
+
+        return Engines(recipe, resume_from)
+    with contextlib.ExitStack() as on_failure:
+        store = _open_store(recipe, fixed, resume_from) if recipe.spec_rl.enabled else None
+        if store is not None:
+            on_failure.callback(store.close)
+        built = Generation(recipe, store)
+        on_failure.pop_all()
+        return built
+
+
+def _open_store(recipe: Recipe, fixed: dict[str, Any], resume_from: Path | None) -> JournaledStore:
+    """Open the cache of one engine.
+
+    The journal is kept: it holds the rollouts of the steps behind the checkpoint, which are taken
+    as they are.
+    """
+    block, run = recipe.spec_rl.cache, recipe.checkpointing.checkpoint_dir
+    folder = block.dir or run / CACHE_FOLDER
+    if resume_from is not None:
+        RolloutStore.restore(resume_from / CACHE_FOLDER, folder)
+    elif block.dir is None and folder.exists():
+        shutil.rmtree(folder)  # of a run that was killed before its first checkpoint
+    return JournaledStore(
+        folder,
+        run / "rollout_journal",
+        run=xxhash.xxh3_64_hexdigest(json.dumps(fixed, sort_keys=True).encode()),
+        max_bytes=block.max_bytes_per_node,
+        tokenizer_id=tokenizer_identity(recipe.policy.model_name),
+        groups_per_prompt=block.groups_per_prompt,
+    )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.util
 import os
 import threading
 import time
@@ -25,7 +24,6 @@ from nemo_specrl.cache.statistics import store_metrics
 from nemo_specrl.errors import (
     CacheError,
     CheckpointError,
-    ConfigError,
     EngineError,
     PolicyError,
     last_line,
@@ -33,7 +31,7 @@ from nemo_specrl.errors import (
 from nemo_specrl.integrations import nvrx
 from nemo_specrl.speculation.drift import DriftMonitor
 from nemo_specrl.trainer import checkpoint
-from nemo_specrl.trainer.generation import CACHE_FOLDER, Generation, open_store
+from nemo_specrl.trainer.generation import CACHE_FOLDER, Generation, build_generation
 from nemo_specrl.trainer.log import MetricsLog
 from nemo_specrl.trainer.losses import gae
 from nemo_specrl.trainer.policy import Sample, build_policy, build_value_model
@@ -91,7 +89,7 @@ class Trainer:
         generation: Generation | Engines | None = None
         try:
             self.value = build_value_model(recipe) if recipe.ppo else None
-            self.generation = generation = self._open_generation(found)
+            self.generation = generation = build_generation(recipe, self.progress.recipe, found)
             self.monitor = self._open_monitor()
             if found is not None:
                 self._load(found)
@@ -352,26 +350,6 @@ class Trainer:
         return metrics
 
     # --- the disk -----------------------------------------------------------------------------
-
-    def _open_generation(self, resume_from: Path | None) -> Generation | Engines:
-        """Build the engine, or the engines, and open the cache."""
-        recipe = self.recipe
-        if recipe.engines is None:
-            store = open_store(recipe, self.progress.recipe, resume_from)
-            try:
-                return Generation(recipe, store)
-            except BaseException:
-                if store is not None:
-                    store.close()
-                raise
-        if importlib.util.find_spec("ray") is None:
-            raise ConfigError(
-                "policy.generation.colocated.enabled = False: ray is not installed; pip install "
-                "ray, or set it to true for one engine in the trainer's process"
-            )
-        from nemo_specrl.trainer.engines import Engines
-
-        return Engines(recipe, resume_from)
 
     def _open_monitor(self) -> DriftMonitor | None:
         spec_rl = self.recipe.spec_rl

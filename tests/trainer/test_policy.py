@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from nemo_specrl.engine.fingerprint import FingerprintedWeights
 from nemo_specrl.engine.refit import refit
 from nemo_specrl.errors import CheckpointError
 from nemo_specrl.trainer import checkpoint
-from nemo_specrl.trainer.generation import _FingerprintedWeights
 from nemo_specrl.trainer.policy import Sample, build_policy, build_value_model
 from nemo_specrl.trainer.policy.torch_model import load_model
 from nemo_specrl.trainer.recipe import Recipe
@@ -165,7 +165,7 @@ def test_an_engine_that_was_refitted_has_the_policys_logprobs(random_model, engi
     policy = build_policy(recipe_of(random_model, policy={"optimizer": {"kwargs": {"lr": 1e-2}}}))
     at_first = policy.logprobs(samples())
     policy.train(samples(), epochs=2)
-    refit(engine, _FingerprintedWeights(policy.stream_weights()))
+    refit(engine, FingerprintedWeights(policy.stream_weights()))
     outputs = engine.generate(
         [{"prompt_token_ids": s.prompt + s.response} for s in samples()],
         SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False),
@@ -199,7 +199,7 @@ def test_weights_are_streamed_one_at_a_time():
             del tensor
 
     passed = 0
-    for _ in _FingerprintedWeights(gathered()):
+    for _ in FingerprintedWeights(gathered()):
         passed += 1
         assert sum(reference() is not None for reference in alive) <= 2
     assert passed == 10
@@ -207,7 +207,7 @@ def test_weights_are_streamed_one_at_a_time():
 
 def test_the_fingerprint_is_of_the_values_and_not_of_their_order():
     def fingerprint(weights):
-        stream = _FingerprintedWeights(weights)
+        stream = FingerprintedWeights(weights)
         for _ in stream:
             pass
         return stream.fingerprint
