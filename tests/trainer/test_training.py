@@ -37,6 +37,8 @@ SMALL = (
     "policy.generation.spec_rl.preset=faithful",
 )
 LOSSLESS = "policy.generation.spec_rl.preset=lossless"
+OF_THE_LENGTH = ("total_steps",)
+"""Of the run as its recipe had it at the time, which a resumed one may change."""
 TIMED = ("rollout_s", "verify_s", "train_s", "step_s", "checkpoint_s", "eval_s")
 OF_THE_JOURNAL = ("spec_rl/replayed_rows", "spec_rl/recomputed_tokens")
 """How much of a step came out of the journal, and what it took again of prefixes: none then."""
@@ -87,12 +89,9 @@ def start(folder, *overrides):
 
 def records(folder):
     """Each step's record without what depends on the clock."""
+    left_out = (*TIMED, *OF_THE_JOURNAL, *OF_THE_STORE, *OF_THE_LENGTH)
     return [
-        {
-            k: v
-            for k, v in r.items()
-            if k not in (*TIMED, *OF_THE_JOURNAL, *OF_THE_STORE) and not k.endswith("_s")
-        }
+        {k: v for k, v in r.items() if k not in left_out and not k.endswith("_s")}
         for r in read_metrics(folder / "metrics.jsonl")
     ]
 
