@@ -1,6 +1,7 @@
 """Benchmarks in their smallest form, on the real engine: what they write, not how fast."""
 
 import json
+import statistics
 import subprocess
 import sys
 
@@ -123,3 +124,70 @@ def test_a_training_for_the_study_of_fidelity_counts_its_rollouts(tmp_path):
     assert [(line["step"], line["attempt"]) for line in lines] == [(1, 0), (2, 0)]
     # A response has at most 160 tokens, and no step yields less than one.
     assert all(0 < line["engine_steps"] <= 160 and line["rollout_cpu_s"] > 0 for line in lines)
+
+
+@pytest.fixture(scope="module")
+def gpu_result(tmp_path_factory):
+    """The GPU benchmark with a tiny model on a CPU, cut off behind two points and begun again:
+    the points of the first part, everything, and what was printed.
+    """
+    out = tmp_path_factory.mktemp("gpu") / "gpu.json"
+    options = ("--size", "tiny", "--out", out)
+    run(*options, "--points", "verification/4x32", "memory/bound", script="gpu_rollout.py")
+    first = json.loads(out.read_text())["points"]
+    printed = run(*options, script="gpu_rollout.py")
+    return first, json.loads(out.read_text()), printed
+
+
+def medians(point, side, name):
+    return statistics.median(repetition[side][name] for repetition in point["repetitions"])
+
+
+def test_the_gpu_benchmark_goes_on_where_it_was_cut_off(gpu_result):
+    first, data, printed = gpu_result
+    assert set(first) == {"verification/4x32", "memory/bound"}
+    assert {name: data["points"][name] for name in first} == first
+    assert {name.split("/")[0] for name in data["points"]} == {
+        *("verification", "reuse", "lossless", "memory", "pressure")
+    }
+    assert not data["failed"] and "all points are measured" in printed
+    assert data["machine"]["size"] == "tiny" and data["machine"]["device"].startswith("CPU")
+    for point in data["points"].values():
+        assert len(point["repetitions"]) == 2
+        assert set(point["runners"].values()) == {"V1, CPU"}
+
+
+def test_the_gpu_benchmark_verifies_whole_drafts_and_finds_the_fractions_it_wants(gpu_result):
+    points = gpu_result[1]["points"]
+    for name in ("verification/4x32", "verification/8x64"):
+        assert medians(points[name], "verification", "accepted_fraction") == 1
+    reuse, pressure = points["reuse"], points["pressure"]
+    found = [medians(reuse, side, "accepted_fraction") for side in ("0.0", "0.5", "1.0")]
+    assert found[0] < 0.1 < found[1] < 0.9 < found[2]
+    assert medians(reuse, "1.0", "refused_drafts") == 0
+    assert pressure["tokens"] > 1.5 * pressure["kv_tokens"]
+    for side in ("loop", "phases"):
+        assert 0.1 < medians(pressure, side, "accepted_fraction") < 0.9
+
+
+def test_the_gpu_benchmark_drafts_for_policies_of_the_entropy_it_names(gpu_result):
+    points = gpu_result[1]["points"]
+    for batch in (1, 16):
+        uncertain, certain = (points[f"lossless/{p}/{batch}"] for p in (0.7, 0.95))
+        assert medians(uncertain, "plain", "mean_p") < medians(certain, "plain", "mean_p")
+        for method in ("proposer", "rounds"):
+            steps = [medians(p, method, "tokens_per_step") for p in (uncertain, certain)]
+            assert 1 < steps[0] < steps[1]
+            assert medians(certain, method, "refused_drafts") == 0
+    assert 0.6 < medians(points["lossless/0.7/16"], "plain", "mean_p") < 0.8
+
+
+def test_the_gpu_benchmark_refuses_to_mix_machines(tmp_path):
+    out = tmp_path / "gpu.json"
+    machine = {"size": "tiny", "device": "another"}
+    out.write_text(json.dumps({"machine": machine, "points": {}, "failed": {}}))
+    before = out.read_text()
+    command = [sys.executable, str(BENCHMARKS / "gpu_rollout.py"), "--size", "tiny", "--out", out]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.returncode == 2 and "name another file" in done.stderr
+    assert out.read_text() == before
