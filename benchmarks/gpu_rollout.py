@@ -98,6 +98,10 @@ def measure(path: Path, size_name: str, names: list[str]) -> None:
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     if size_name != "qwen3-8b":
         local_cpu_environment()
+    try:
+        check_version()
+    except SpecRLError as error:
+        refuse(str(error))
     size, data = SIZES[size_name], load(path)
     machine = {"size": size_name, **describe_machine()}
     if size_name == "qwen3-8b" and machine["device"].startswith("CPU"):
@@ -174,13 +178,13 @@ def main() -> None:
         parser.error("--out JSON or --report JSON is required")
     try:
         if args.out:
-            check_version()
             run(args.out, args.size, args.points, args.minutes)
         data = load(args.out or args.report)
-        print_report(data, [name for name in points(SIZES[args.size])])
+        size_name = data.get("machine", {}).get("size", args.size)
+        print_report(data, list(points(SIZES[size_name])))
         if args.plot:
             draw(data, args.plot)
-    except (SpecRLError, OSError) as error:
+    except (OSError, ValueError, ImportError) as error:  # a file, or matplotlib
         refuse(" ".join(str(error).split()))
     sys.exit(1 if data["failed"] else 0)
 

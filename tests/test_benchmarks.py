@@ -180,14 +180,3 @@ def test_the_gpu_benchmark_drafts_for_policies_of_the_entropy_it_names(gpu_resul
             assert 1 < steps[0] < steps[1]
             assert medians(certain, method, "refused_drafts") == 0
     assert 0.6 < medians(points["lossless/0.7/16"], "plain", "mean_p") < 0.8
-
-
-def test_the_gpu_benchmark_refuses_to_mix_machines(tmp_path):
-    out = tmp_path / "gpu.json"
-    machine = {"size": "tiny", "device": "another"}
-    out.write_text(json.dumps({"machine": machine, "points": {}, "failed": {}}))
-    before = out.read_text()
-    command = [sys.executable, str(BENCHMARKS / "gpu_rollout.py"), "--size", "tiny", "--out", out]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
-    assert done.returncode == 2 and "name another file" in done.stderr
-    assert out.read_text() == before
