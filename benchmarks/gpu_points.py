@@ -217,11 +217,8 @@ class Bench:
             params = sampling(size.decoded)
             times, outputs = timed(lambda: self.generate("plain", halves, params))
             cached = sum(output.num_cached_tokens or 0 for output in outputs)
-            return {
-                **times,
-                "tokens": rows * size.decoded,
-                "cached_fraction": cached / sum(len(half["prompt_token_ids"]) for half in halves),
-            }
+            fraction = cached / (rows * (n + length // 2))
+            return {**times, "tokens": rows * size.decoded, "cached_fraction": fraction}
 
         return {
             "repetitions": self.compare(
@@ -381,23 +378,22 @@ class Bench:
         tokens = [prompt["prompt_token_ids"] for prompt in prompts]
         drift = self.drift_to(name, scale, 0.5, drafts, tokens[:: 4 * GROUP])
         self.set_weights(name, scale, drift)
-        chosen = [drafts.rollouts[prompt_key(row)][k % GROUP] for k, row in enumerate(tokens)]
+        pairs = [(r, drafts.rollouts[prompt_key(r)][k % GROUP]) for k, r in enumerate(tokens)]
 
         def loop(i: int) -> dict[str, Any]:
             times, _, metrics = self.speculate(name, REUSE, drafts, prompts, params, i)
-            recomputed = {"recomputed_tokens": metrics.recomputed_tokens}
-            return {**times, **counts_of_reuse(metrics), **recomputed}
+            counts = counts_of_reuse(metrics)
+            return {**times, **counts, "recomputed_tokens": metrics.recomputed_tokens}
 
         def phases(i: int) -> dict[str, Any]:
             self.engine(name).reset_prefix_cache()
-            pairs = list(zip(tokens, chosen, strict=True))
             times, found = timed(lambda: self.two_phases(name, pairs, params, i))
             return {**times, **found}
 
         return {
             "drift": drift,
             "kv_tokens": kv_tokens,
-            "tokens": sum(len(row) + len(r) for row, r in zip(tokens, chosen, strict=True)),
+            "tokens": sum(len(row) + len(rollout) for row, rollout in pairs),
             "repetitions": self.compare(
                 lambda i: {"loop": lambda: loop(i), "phases": lambda: phases(i)}
             ),

@@ -135,7 +135,8 @@ def gpu_result(tmp_path_factory):
     options = ("--size", "tiny", "--out", out)
     run(*options, "--points", "verification/4x32", "memory/bound", script="gpu_rollout.py")
     first = json.loads(out.read_text())["points"]
-    printed = run(*options, script="gpu_rollout.py")
+    printed = run(*options, "--plot", out.with_suffix(".png"), script="gpu_rollout.py")
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     return first, json.loads(out.read_text()), printed
 
 
