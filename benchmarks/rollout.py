@@ -163,6 +163,7 @@ class Arm:
             mend_cpu_rejection_sampler()
         self.counter = Counter(self.generation.llm)
         self.responses: list[list[list[int]]] = []  # of the last epoch, [prompt][sample]
+        self.logprobs: list[list[list[float]]] = []  # of their tokens, nats
 
     def measure(self, epoch: int, new_weights: Any, chosen: list[Any]) -> dict[str, Any]:
         """Roll out a group for each problem under an epoch's weights."""
@@ -175,6 +176,7 @@ class Arm:
         wall, processor = time.perf_counter() - wall, time.process_time() - processor
         self.counter.look()
         self.responses = [[g.tokens for g in group] for group in groups]
+        self.logprobs = [[g.policy_logprobs.tolist() for g in group] for group in groups]
         times = self.generation.take_times()
         if self.store is not None:
             self.store.forget()  # the journal, as at a checkpoint

@@ -1,4 +1,4 @@
-"""The command line: ``nemo-specrl train | compare | run | cache | report | doctor``.
+"""The command line: ``nemo-specrl train | compare | run | cache | report | simulate | doctor``.
 
 Bad input prints one line and exits with code 2; other expected errors exit with code 1.
 """
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from nemo_specrl import cli_cache
 from nemo_specrl.errors import CacheError, CheckpointError, ConfigError, SpecRLError
@@ -243,6 +244,53 @@ def _follow(run_dir: Path, port: int, token: str | None) -> None:
     console.print(f"{page.url}  (Ctrl-C ends it)", highlight=False, soft_wrap=True, markup=False)
     with contextlib.suppress(KeyboardInterrupt):
         page.serve()
+
+
+@app.command(epilog="Example: nemo-specrl simulate logs/exp_001 --engines 8 --max-num-seqs 128")
+def simulate(
+    run_dir: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN_DIR", help="Folder of a run: NeMo-RL's log folder, or a speculative run."
+        ),
+    ],
+    engines: Annotated[int, typer.Option(min=1, help="Engines that share a step's rows.")] = 1,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(min=1, help="Rows that an engine runs at once.")
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens that an engine computes in a step, at most.")
+    ] = 8192,
+    kv_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens that an engine's KV cache holds.")
+    ] = None,
+    costs: Annotated[
+        Path | None, typer.Option(help="JSON file with the costs of an engine's steps.")
+    ] = None,
+) -> None:
+    """Predict what each preset would bring to a recorded run, in a simulated engine."""
+    from nemo_specrl.simulation.engine import Engine
+    from nemo_specrl.simulation.prediction import predict, read_costs
+    from nemo_specrl.simulation.recorded import read_run
+
+    measured = None if costs is None else read_costs(costs)
+    recorded = read_run(run_dir)
+    at_once = max_num_seqs or recorded.max_num_seqs or 256
+    engine = Engine(at_once, max_num_batched_tokens, kv_tokens)
+    predictions, assumed = predict(recorded, engine, engines, measured)
+    table = Table("preset", "epoch", "rollouts, times faster", "90 %", "engine steps")
+    for p in predictions:
+        table.add_row(
+            p.preset,
+            "later" if p.later else "first",
+            f"{p.speed_up:.2f}",
+            f"{p.low:.2f} to {p.high:.2f}",
+            f"{p.steps:.0%} of plain's",
+        )
+    console.print(table)
+    engines_text = f"{engines} engine{'s' * (engines > 1)}, {at_once} rows at once in each"
+    for line in ("a simulation, not a measurement", engines_text, *assumed):
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 @app.command(epilog="Example: nemo-specrl doctor")

@@ -1,0 +1,256 @@
+r"""Compare what the simulator predicts with what the real engine does.
+
+    .venv/bin/python benchmarks/simulate.py --out results/simulate
+    .venv/bin/python benchmarks/simulate.py --report benchmarks/results/simulator.json
+
+The policies are those of ``recording.py``. Each method rolls out the same prompts under the same
+weights, first a cold epoch, then a warm one. The simulator is given what plain decoding recorded
+(tokens and log-probs) and what a step of the engine costs, which is fitted to the points of
+``FITTED`` alone; the other points are predicted. A point is measured with several seeds, and with
+each of them several times, of which the quickest counts: the machine may have other work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from recording import recipe_of, record, weights
+from rollout import ARMS, Arm, in_own_process
+
+from nemo_specrl.config import PRESETS
+from nemo_specrl.engine.compat import local_cpu_environment
+from nemo_specrl.rollout import prompt_key
+from nemo_specrl.simulation.engine import FEATURES, Engine, fit_costs
+from nemo_specrl.simulation.recorded import Sample
+from nemo_specrl.simulation.replay import acceptance_rates, groups_of, histories_of, phase, rows_of
+
+METHODS = {"plain": "plain", "tree": "lossless", "faithful": "faithful", "fast": "fast"}
+"""Arms of ``rollout.py`` by the preset that they are."""
+PARTS = (("sorting", 16), ("sorting", 64), ("any-order", 32), ("any-order", 64))
+"""Task and max_num_seqs."""
+GROUP, PROMPTS, EPOCHS, SEED = 8, 16, 2, 100
+BLOCK_SIZE, MAX_MODEL_LEN = 32, 256
+FITTED = [("sorting", sequences, method) for sequences in (16, 64) for method in ("plain", "tree")]
+"""Task, max_num_seqs and method of the points to which costs are fitted, both epochs of each."""
+POINT = ("task", "sequences", "method", "epoch")
+
+
+def measure(
+    part: dict[str, Any], recording: Path, seeds: int, repeats: int
+) -> list[dict[str, Any]]:
+    """Measure all methods side by side, in a process of its own.
+
+    Args:
+        part: task and sequences.
+        recording: folder of the task's recording.
+        seeds: of sampling.
+        repeats: of everything.
+
+    Returns:
+        A row for each method, epoch, seed and repeat.
+    """
+    from nemo_specrl.trainer.task import problems
+
+    common = (
+        "grpo.num_prompts_per_step=1",
+        f"grpo.num_generations_per_prompt={GROUP}",
+        f"policy.train_global_batch_size={GROUP}",
+        f"policy.generation.vllm_kwargs.max_num_seqs={part['sequences']}",
+    )
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch:
+        arms = {
+            name: Arm(part["task"], recording, Path(scratch) / name, (*ARMS[name], *common))
+            for name in METHODS
+        }
+        data = recipe_of(part["task"], recording).data
+        chosen = list(problems(data.dataset_name, data.num_prompts, data.seed)[:PROMPTS])
+        others = [p.prompt for p in problems(data.dataset_name, 2, data.seed + 1000)]
+        for arm in arms.values():  # what happens once is not measured
+            arm.generation.heldout(others, 2)
+        for turn in range(seeds * repeats):
+            seed = SEED + turn % seeds
+            for name, arm in arms.items():
+                _begin_again(arm, seed, Path(scratch) / f"{name}-{turn}")
+            for epoch in range(EPOCHS):
+                first = (turn + epoch) % len(arms)
+                for name in [*list(arms)[first:], *list(arms)[:first]]:
+                    arm = arms[name]
+                    row = arm.measure(epoch, weights(recording, epoch), chosen)
+                    row |= {**part, "method": name, "epoch": epoch, "seed": seed}
+                    if name == "plain" and turn < seeds:
+                        row["prompt_lengths"] = [len(problem.prompt) for problem in chosen]
+                        row["keys"] = [prompt_key(problem.prompt).hex() for problem in chosen]
+                        row["responses"], row["logprobs"] = arm.responses, arm.logprobs
+                    rows.append(row)
+                    print(*part.values(), epoch, seed, name, row["processor_s"], flush=True)
+        for arm in arms.values():
+            if arm.store is not None:
+                arm.store.close()
+    return rows
+
+
+def _begin_again(arm: Arm, seed: int, folder: Path) -> None:
+    """Empty an arm's cache and trees, and set the seed of its sampling."""
+    from nemo_specrl.cache.journal import JournaledStore
+    from nemo_specrl.speculation.trees import DraftTrees
+    from nemo_specrl.trainer.generation import tokenizer_identity
+
+    generation = arm.generation
+    object.__setattr__(generation.recipe.algorithm, "seed", seed)  # it is frozen
+    generation.speculative.seed = seed
+    if arm.store is not None:
+        arm.store.close()
+        arm.store = generation.store = generation.speculative.cache = JournaledStore(
+            folder / "cache",
+            folder / "journal",
+            run="benchmark",
+            max_bytes=2**28,
+            tokenizer_id=tokenizer_identity(arm.recipe.policy.model_name),
+            groups_per_prompt=arm.recipe.spec_rl.cache.groups_per_prompt,
+        )
+    if arm.counter.drafter is not None:
+        arm.counter.drafter.trees = DraftTrees(arm.recipe.spec_rl.tree.max_bytes)
+
+
+def points(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Simulate each point from what plain decoding recorded; means over seeds, beside measured."""
+    recorded = {(r["task"], r["sequences"], r["seed"], r["epoch"]): r for r in rows if "keys" in r}
+    measured: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        measured[(*(row[name] for name in POINT), row["seed"])].append(row)
+    seeds = sorted({row["seed"] for row in rows})
+    found = []
+    for place in dict.fromkeys(key[:-1] for key in measured):
+        task, sequences, method, epoch = place
+        counts, drafted, decoded = [], [], []
+        for seed in seeds:
+            steps = [_samples(recorded[task, sequences, seed, e]) for e in range(epoch + 1)]
+            simulated = _simulated(METHODS[method], steps, sequences, seed)
+            counts.append(simulated[0])
+            drafted.append(sum(d for row in simulated[1] for d, _ in row.trace))
+            decoded.append(sum(y for row in simulated[1] for _, y in row.trace))
+        quickest = [
+            min(measured[(*place, seed)], key=lambda row: row["processor_s"]) for seed in seeds
+        ]
+        mean_counts = np.mean(counts, axis=0)
+        real = {
+            name: float(np.mean([row[name] for row in quickest]))
+            for name in ("engine_steps", "row_steps", "drafted_tokens", "decoded_tokens")
+        }
+        made = (mean_counts[:2].sum(), mean_counts[2], np.mean(drafted), np.mean(decoded))
+        found.append(
+            {
+                **dict(zip(POINT, place, strict=True)),
+                "fitted": place[:3] in FITTED,
+                "counts": dict(zip(FEATURES, mean_counts.tolist(), strict=True)),
+                "simulated": dict(zip(real, map(float, made), strict=True)),
+                "measured": real,
+                "measured_s": float(np.mean([row["processor_s"] for row in quickest])),
+            }
+        )
+    return found
+
+
+def _samples(row: dict[str, Any]) -> list[Sample]:
+    return [
+        Sample(
+            bytes.fromhex(key),
+            length,
+            np.array(tokens, dtype=np.int32),
+            np.array(logprobs, dtype=np.float32),
+        )
+        for key, length, group, of_group in zip(
+            row["keys"], row["prompt_lengths"], row["responses"], row["logprobs"], strict=True
+        )
+        for tokens, logprobs in zip(group, of_group, strict=True)
+    ]
+
+
+def _simulated(preset: str, steps: list[list[Sample]], sequences: int, seed: int) -> Any:
+    """Counts and rows of the last of an engine's steps, those before it being its history."""
+    history = list(histories_of(steps))[-1]
+    rates = None
+    if preset in ("faithful", "fast") and history:
+        pairs = [(history[key][-1], group) for key, group in groups_of(steps[-1]).items()]
+        rates = acceptance_rates(pairs, PRESETS[preset]["lenience"])
+    rows = rows_of(preset, steps[-1], history, rates, seed)
+    engine = Engine(sequences, sequences * MAX_MODEL_LEN, block_size=BLOCK_SIZE)
+    return phase(preset, rows, engine, 1, history if preset == "lossless" else None)[0], rows
+
+
+def predict(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Fit the costs of a step to the fitted points, and predict the seconds of all of them."""
+    vectors = np.array([list(point["counts"].values()) for point in found])
+    seconds = np.array([point["measured_s"] for point in found])
+    fitted = np.array([point["fitted"] for point in found])
+    costs = fit_costs(vectors[fitted], seconds[fitted])
+    for point, predicted in zip(found, vectors @ costs, strict=True):
+        point["predicted_s"] = float(predicted)
+        point["error"] = float(predicted / point["measured_s"] - 1)
+    return {"costs_s": dict(zip(FEATURES, costs.tolist(), strict=True)), "points": found}
+
+
+def report(result: dict[str, Any]) -> str:
+    """The points that costs were not fitted to, as a Markdown table."""
+    lines = [
+        "| task | max_num_seqs | method | epoch | engine steps: simulated, measured | row steps |"
+        " s: predicted | measured | error |",
+        "|---" * 9 + "|",
+    ]
+    for point in result["points"]:
+        if point["fitted"]:
+            continue
+        made, real = point["simulated"], point["measured"]
+        lines.append(
+            f"| {point['task']} | {point['sequences']} | {point['method']} "
+            f"| {'warm' if point['epoch'] else 'cold'} "
+            f"| {made['engine_steps']:.0f}, {real['engine_steps']:.0f} "
+            f"| {made['row_steps']:,.0f}, {real['row_steps']:,.0f} "
+            f"| {point['predicted_s']:.2f} | {point['measured_s']:.2f} | {point['error']:+.0%} |"
+        )
+    costs = ", ".join(f"{name} {1000 * s:.3f}" for name, s in result["costs_s"].items())
+    return "\n".join(lines) + f"\n\nfitted costs, ms: {costs}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="folder of recordings, raw data, simulator.json")
+    parser.add_argument("--seeds", type=int, default=2, help="of sampling")
+    parser.add_argument("--repeats", type=int, default=3, help="of each seed")
+    parser.add_argument("--report", type=Path, metavar="JSON", help="print the table of a file")
+    args = parser.parse_args()
+    if args.report:
+        print(report(json.loads(args.report.read_text())))
+        return
+    if args.out is None:
+        parser.error("--out DIR or --report JSON is required")
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions are sent to the worker
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    local_cpu_environment()
+    rows = []
+    for task, sequences in PARTS:
+        recording = args.out / "recordings" / task
+        in_own_process(record, task, recording, EPOCHS, 300)
+        part = {"task": task, "sequences": sequences}
+        raw = args.out / f"{task}-{sequences}.json"
+        if not raw.exists():
+            measured = in_own_process(measure, part, recording, args.seeds, args.repeats)
+            raw.write_text(json.dumps(measured))
+        rows += json.loads(raw.read_text())
+    result = predict(points(rows))
+    (args.out / "simulator.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(report(result))
+
+
+if __name__ == "__main__":
+    main()

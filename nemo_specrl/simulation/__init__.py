@@ -1,0 +1,1 @@
+"""A simulated rollout phase: what each method would bring, before it is switched on."""

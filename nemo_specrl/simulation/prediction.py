@@ -1,0 +1,253 @@
+"""What each preset would bring to a recorded run, with an interval.
+
+The interval covers which prompts came up (a bootstrap over groups) and what is not known of the
+costs of an engine's steps (a bootstrap over the run's steps, or the ranges that were measured).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from nemo_specrl.config import PRESETS
+from nemo_specrl.errors import ConfigError
+from nemo_specrl.simulation.engine import FEATURES, Engine, fit_costs
+from nemo_specrl.simulation.recorded import Recorded, Sample
+from nemo_specrl.simulation.replay import (
+    LOSSLESS,
+    PLAIN,
+    History,
+    Row,
+    acceptance_rates,
+    groups_of,
+    histories_of,
+    phase,
+    rows_of,
+)
+
+__all__ = ["Prediction", "predict", "read_costs"]
+
+Float64Array = npt.NDArray[np.float64]
+
+_ROLLOUTS = 512
+"""So many of the newest rollouts are simulated, and the rest of their step."""
+_DRAWS = 40
+"""Of prompts and costs, for the interval."""
+_LEAST_STEPS = 4
+"""With seconds, for costs to be fitted to them."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a preset would bring.
+
+    Args:
+        preset: its name.
+        later: whether prompts have come up before, so that the cache has rollouts of them.
+        speed_up: seconds of plain rollouts over those with the preset.
+        low: end of the interval that holds 90 % of the draws.
+        high: its other end.
+        steps: steps of the slowest engine, as a share of plain's.
+    """
+
+    preset: str
+    later: bool
+    speed_up: float
+    low: float
+    high: float
+    steps: float
+
+
+def predict(
+    run: Recorded, engine: Engine, engines: int = 1, costs: Float64Array | None = None
+) -> tuple[list[Prediction], list[str]]:
+    """Predict the speed-up of each preset over plain rollouts.
+
+    The newest steps of the run are simulated, as in a first epoch and, where the run has rollouts
+    of their prompts from before, as in a later one. The interval covers which prompts came up and
+    what is not known of an engine's costs.
+
+    Args:
+        run: recorded rollouts.
+        engine: limits of an engine.
+        engines: number of engines.
+        costs: draws of the seconds of each feature, float64 ``[n, len(FEATURES)]``. None: fitted to
+            the seconds of the run.
+
+    Returns:
+        Predictions, and what was assumed, a sentence each.
+
+    Raises:
+        ConfigError: the engine cannot hold the rollouts.
+    """
+    rng = np.random.default_rng(0)
+    histories = list(histories_of(run.steps))
+    first = len(run.steps) - 1
+    while first and sum(map(len, run.steps[first:])) < _ROLLOUTS:
+        first -= 1
+    if any(_complete(*each) for each in zip(run.steps, histories, strict=True)):
+        while first < len(run.steps) - 1 and not _complete(run.steps[first], histories[first]):
+            first += 1
+    steps, earlier = run.steps[first:], histories[first:]
+    later = all(_complete(*each) for each in zip(steps, earlier, strict=True))
+    assumed = []
+    if costs is None:
+        costs, how = _fitted(run, histories, engine, engines, rng)
+        assumed.append(how)
+    if not later:
+        assumed.append(
+            "no prompt was recorded twice, so that only a first epoch is simulated: record two "
+            "epochs, in a cache with groups_per_prompt: 2 or more"
+        )
+    else:
+        assumed.append(
+            "acceptance of faithful and fast is estimated where rollouts of two epochs went the "
+            "same way, which is near their beginnings"
+        )
+
+    simulated: dict[tuple[str, bool], list[list[Row]]] = {}
+    for preset, again in [(PLAIN, False), (LOSSLESS, False), *((p, True) for p in PRESETS)]:
+        if again and not later:
+            continue
+        simulated[preset, again] = []
+        for step, history in zip(steps, earlier, strict=True):
+            known = history if again else {}
+            rates = None
+            if again and preset != LOSSLESS:
+                groups = groups_of(step)
+                pairs = [(history[key][-1], group) for key, group in groups.items()]
+                rates = acceptance_rates(pairs, PRESETS[preset]["lenience"])
+            rows = rows_of(preset, step, known, rates)
+            if preset == LOSSLESS:
+                phase(preset, rows, engine, engines, known)  # fills in the traces
+            simulated[preset, again].append(rows)
+
+    ratios: dict[tuple[str, bool], list[float]] = defaultdict(list)
+    shares = {}
+    for draw in range(_DRAWS + 1):
+        chosen = [_drawn(step, rng if draw else None) for step in steps]
+        counts = {
+            (preset, again): [
+                phase(preset, _taken(rows, groups), engine, engines)
+                for rows, groups in zip(of_steps, chosen, strict=True)
+            ]
+            for (preset, again), of_steps in simulated.items()
+        }
+        cost = costs[rng.integers(len(costs))] if draw else np.median(costs, axis=0)
+        seconds = {
+            name: sum(float((each @ cost).max()) for each in of_steps)
+            for name, of_steps in counts.items()
+        }
+        for name, value in seconds.items():
+            ratios[name].append(seconds[PLAIN, False] / value)
+        if not draw:
+            shares = {
+                name: sum(each[:, :2].sum(axis=1).max() for each in of_steps)
+                for name, of_steps in counts.items()
+            }
+    predictions = []
+    for (preset, again), values in ratios.items():
+        if preset != PLAIN:
+            low, high = np.percentile(values[1:], [5, 95])
+            share = shares[preset, again] / shares[PLAIN, False]
+            predictions.append(Prediction(preset, again, values[0], low, high, float(share)))
+    return predictions, assumed
+
+
+def _complete(step: Sequence[Sample], history: History) -> bool:
+    return all(sample.key in history for sample in step)
+
+
+def _drawn(step: Sequence[Sample], rng: np.random.Generator | None) -> list[int]:
+    """Groups of a step, by number: drawn with replacement, or each once."""
+    n = len(groups_of(step))
+    return list(range(n)) if rng is None else rng.integers(n, size=n).tolist()
+
+
+def _taken(rows: Sequence[Row], groups: Sequence[int]) -> list[Row]:
+    """The rows of these groups; a group that was drawn twice counts as two."""
+    by_group: dict[int, list[Row]] = defaultdict(list)
+    for row in rows:
+        by_group[row.group].append(row)
+    return [replace(row, group=i) for i, group in enumerate(groups) for row in by_group[group]]
+
+
+def _fitted(
+    run: Recorded,
+    histories: Sequence[History],
+    engine: Engine,
+    engines: int,
+    rng: np.random.Generator,
+) -> tuple[Float64Array, str]:
+    """Draws of the costs, fitted to the seconds of the run, and what that assumes."""
+    preset = run.preset if run.preset in (PLAIN, LOSSLESS) else ""
+    counts, seconds = [], []
+    for step, history, took in zip(run.steps, histories, run.seconds, strict=True):
+        if preset and took > 0 and (preset == PLAIN or _complete(step, history)):
+            rows = rows_of(preset, step, history)
+            of_engines = phase(preset, rows, engine, engines, history)
+            counts.append(of_engines[of_engines[:, FEATURES.index("rows")].argmax()])
+            seconds.append(float(took))
+    if len(seconds) < _LEAST_STEPS:
+        only_steps = np.array([[1.0 if "steps" in name else 0.0 for name in FEATURES]])
+        return only_steps, (
+            f"no costs: seconds are known of {len(seconds)} plain or lossless steps, and "
+            f"{_LEAST_STEPS} are needed; a step of the engine costs the same whatever it computes"
+        )
+    vectors, times = np.array(counts), np.array(seconds)
+    step_at, drafting_at, row_at, token_at, _ = range(len(FEATURES))
+    if preset == PLAIN:
+        vectors[:, token_at] = 0  # as many as rows, but for prompts
+    draws = []
+    for i in range(_DRAWS):
+        some = rng.integers(len(times), size=len(times))
+        cost = fit_costs(vectors[some], times[some])
+        if preset == PLAIN:
+            cost[drafting_at] = cost[step_at]
+            if i % 2:
+                cost[[row_at, token_at]] = cost[[token_at, row_at]]
+        else:
+            cost[step_at] = cost[drafting_at]
+        draws.append(cost)
+    return np.array(draws), (
+        f"costs are fitted to the seconds of {len(times)} {preset} steps; a step that drafts costs "
+        "what one without drafts does"
+        + (
+            ", and a drafted token between nothing and what a row does; --costs narrows it down"
+            if preset == PLAIN
+            else ""
+        )
+    )
+
+
+def read_costs(path: Path) -> Float64Array:
+    """Read measured costs: a JSON object with seconds, or [low, high], for each of ``FEATURES``.
+
+    Returns:
+        Draws, float64 ``[_DRAWS, len(FEATURES)]``.
+
+    Raises:
+        ConfigError: the file cannot be read, or says something else.
+    """
+    try:
+        values = json.loads(path.read_text())
+        ranges = np.array([np.broadcast_to(values.get(name, 0), 2) for name in FEATURES], float)
+        unknown = sorted(set(values) - set(FEATURES))
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{path}: not a JSON object with seconds ({error})") from None
+    if unknown or not (ranges[:, 0] >= 0).all() or not (ranges[:, 0] <= ranges[:, 1]).all():
+        raise ConfigError(
+            f"{path}: must have seconds, or [low, high], for {', '.join(FEATURES)}"
+            + (f", not for {', '.join(unknown)}" if unknown else "")
+        )
+    if not ranges[:2].any(axis=1).all():
+        raise ConfigError(f"{path}: steps and drafting_steps must cost something")
+    rng = np.random.default_rng(0)
+    draws: Float64Array = rng.uniform(ranges[:, 0], ranges[:, 1], size=(_DRAWS, len(FEATURES)))
+    return draws

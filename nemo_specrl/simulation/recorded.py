@@ -1,0 +1,198 @@
+"""Recorded rollouts of a run, for the simulator: tokens, log-probs, and the seconds they took.
+
+Two kinds of runs leave enough on disk:
+
+- NeMo-RL, with or without the plug-in: ``train_data_step<N>.jsonl`` has each row's tokens and
+  log-probs; ``timing/train/generation`` in TensorBoard's event files has the seconds.
+- The embedded trainer with ``spec_rl.enabled``: the rollout cache has the rollouts,
+  ``metrics.jsonl`` the seconds, and the checkpoint the recipe.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from nemo_specrl.errors import ConfigError
+from nemo_specrl.rollout import Rollout, prompt_key
+
+__all__ = ["Recorded", "Sample", "read_run"]
+
+GENERATION_TAG = "timing/train/generation"
+_STEP_FILE = re.compile(r"train_data_step(\d+)\.jsonl")
+_COLUMNS = ("token_ids", "token_loss_mask", "input_lengths", "generation_logprobs")
+
+
+class Sample(NamedTuple):
+    """A recorded rollout.
+
+    Args:
+        key: of its prompt.
+        prompt: tokens of the prompt.
+        tokens: of the response, int32 ``[n]``.
+        logprobs: under the policy that sampled them, float32 ``[n]``, nats.
+        fresh: whether it was decoded without a draft of prefix reuse.
+    """
+
+    key: bytes
+    prompt: int
+    tokens: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    fresh: bool = True
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a run has left on disk.
+
+    Args:
+        steps: the rollouts of each step, the oldest step first, groups in one piece.
+        seconds: of the rollout phase of each step; NaN where not known.
+        preset: with which it ran; ``plain`` without speculation.
+        max_num_seqs: rows that an engine ran at once, where the run says so.
+    """
+
+    steps: list[list[Sample]]
+    seconds: npt.NDArray[np.float64]
+    preset: str = "plain"
+    max_num_seqs: int | None = None
+
+
+def read_run(folder: Path) -> Recorded:
+    """Read what a run has left on disk.
+
+    Of NeMo-RL's files the newest are read, as many as one epoch has and the newest step besides.
+
+    Raises:
+        ConfigError: the folder holds no recorded rollouts, or they are damaged.
+        CacheError: the rollout cache cannot be read.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder")
+    files = sorted(
+        (int(match[1]), path)
+        for path in folder.rglob("train_data_step*.jsonl")
+        if (match := _STEP_FILE.fullmatch(path.name))
+    )
+    if files:
+        return _read_nemo_rl(folder, files)
+    if (folder / "metrics.jsonl").is_file():
+        return _read_embedded(folder)
+    raise ConfigError(
+        f"{folder}: neither train_data_step<N>.jsonl of NeMo-RL (written unless "
+        "env.should_log_nemo_gym_responses is true) nor metrics.jsonl of nemo-specrl train"
+    )
+
+
+def _read_nemo_rl(folder: Path, files: list[tuple[int, Path]]) -> Recorded:
+    steps: dict[int, list[Sample]] = {}
+    seen: set[bytes] = set()
+    for number, path in reversed(files):
+        steps[number] = [_sample(path, i, line) for i, line in enumerate(path.open(), 1)]
+        if not steps[number]:
+            raise ConfigError(f"{path}: empty")
+        keys = {sample.key for sample in steps[number]}
+        if keys <= seen and len(steps) > 1:
+            break
+        seen |= keys
+    numbers = sorted(steps)
+    seconds, preset = _tensorboard(folder)
+    return Recorded(
+        [steps[number] for number in numbers],
+        np.array([seconds.get(number, np.nan) for number in numbers]),
+        preset,
+    )
+
+
+def _sample(path: Path, number: int, line: str) -> Sample:
+    """A line of ``train_data_step<N>.jsonl``: each value is a list of one."""
+    try:
+        row = json.loads(line)
+        tokens, mask, [length], logprobs = (np.ravel(row[name]) for name in _COLUMNS)
+        sampled = np.flatnonzero(mask[: int(length)])
+        begin, end = int(sampled[0]), int(sampled[-1]) + 1
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise ConfigError(
+            f"{path}, line {number}: not a row with {', '.join(_COLUMNS)} ({error})"
+        ) from None
+    if end - begin != len(sampled):
+        raise ConfigError(f"{path}, line {number}: several turns, which are not simulated")
+    return Sample(
+        prompt_key(tokens[:begin].astype(np.int64)),
+        begin,
+        tokens[begin:end].astype(np.int32),
+        logprobs[begin:end].astype(np.float32),
+    )
+
+
+def _tensorboard(folder: Path) -> tuple[dict[int, float], str]:
+    """Seconds of generation by step, and the preset; nothing where there are no event files."""
+    seconds: dict[int, float] = {}
+    tags: set[str] = set()
+    events = sorted(folder.rglob("events.out.tfevents.*"))
+    if events:
+        try:
+            from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+        except ImportError:
+            return {}, "plain"
+        for path in events:
+            accumulator = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
+            found = set(accumulator.Tags()["scalars"])
+            tags |= found
+            if GENERATION_TAG in found:
+                seconds |= {e.step: e.value for e in accumulator.Scalars(GENERATION_TAG)}
+    if "train/spec_rl/tree_tokens_per_step" in tags:
+        return seconds, "lossless"
+    return seconds, "faithful" if "train/spec_rl/draft_coverage" in tags else "plain"
+
+
+def _read_embedded(folder: Path) -> Recorded:
+    """The rollouts of the newest checkpoint's cache, by the policy version that made them."""
+    from nemo_specrl.cache.inspection import opened
+    from nemo_specrl.report import read_metrics
+    from nemo_specrl.trainer import checkpoint
+    from nemo_specrl.trainer.task import problems
+
+    found = checkpoint.latest(folder)
+    if found is None:
+        raise ConfigError(f"{folder}: no checkpoint here, which has the recipe and the rollouts")
+    path, progress = found
+    recipe = progress.recipe
+    generation = recipe["policy"]["generation"]
+    if not generation["spec_rl"]["enabled"]:
+        raise ConfigError(
+            f"{folder}: a plain run keeps no rollouts; give one with spec_rl.enabled=true"
+        )
+    data = recipe["data"]
+    lengths = {
+        prompt_key(problem.prompt): len(problem.prompt)
+        for problem in problems(data["dataset_name"], data["num_prompts"], data["seed"])
+    }
+    by_step: dict[int, list[Sample]] = defaultdict(list)
+    with opened(path) as source:
+        rollouts = [rollout for rollout in source.rollouts if isinstance(rollout, Rollout)]
+    for rollout in sorted(rollouts, key=lambda r: (r.key, r.sample_index)):
+        by_step[rollout.policy_version].append(
+            Sample(
+                rollout.key,
+                lengths.get(rollout.key, 0),
+                rollout.tokens,
+                rollout.logprobs,
+                rollout.fresh,
+            )
+        )
+    seconds = {row["step"] - 1: row["rollout_s"] for row in read_metrics(folder)}
+    versions = sorted(by_step)
+    return Recorded(
+        [by_step[version] for version in versions],
+        np.array([seconds.get(version, np.nan) for version in versions]),
+        generation["spec_rl"]["preset"],
+        generation["vllm_kwargs"].get("max_num_seqs"),
+    )

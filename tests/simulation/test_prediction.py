@@ -1,0 +1,233 @@
+"""Replays of recorded rollouts, and ``nemo-specrl simulate`` on runs of both kinds."""
+
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+
+from nemo_specrl.cli import main
+from nemo_specrl.rollout import prompt_key
+from nemo_specrl.simulation.engine import FEATURES, Engine
+from nemo_specrl.simulation.prediction import predict
+from nemo_specrl.simulation.recorded import Recorded, Sample, read_run
+from nemo_specrl.simulation.replay import acceptance_rates, phase, rows_of
+from tests.trainer.test_training import LOSSLESS, train
+
+PROMPTS, GROUP, EPOCHS = 6, 4, 3
+STEPS, ROWS = FEATURES.index("steps"), FEATURES.index("rows")
+
+
+def step(epoch, *, alike=30, seed=0):
+    """Groups whose responses share their beginning with one another and with other epochs."""
+    rng = np.random.default_rng([seed, epoch])
+    samples = []
+    for prompt in range(PROMPTS):
+        same = np.arange(alike) + 1000 * prompt
+        for _ in range(GROUP):
+            tokens = np.append(same, rng.integers(0, 900, size=rng.integers(5, 40)))
+            tokens = tokens.astype(np.int32)
+            key = prompt_key([1, prompt])
+            samples.append(Sample(key, 20, tokens, np.full(len(tokens), -0.1, np.float32)))
+    return samples
+
+
+@pytest.fixture
+def simulate(monkeypatch, capsys):
+    """Run the command as ``main`` runs it; all that it prints, with single spaces."""
+
+    def call(*arguments, code=0):
+        monkeypatch.setenv("COLUMNS", "160")
+        monkeypatch.setattr(sys, "argv", ["nemo-specrl", "simulate", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        printed = capsys.readouterr()
+        assert (ended.value.code or 0) == code, printed
+        return " ".join((printed.out + printed.err).split())
+
+    return call
+
+
+@pytest.fixture
+def nemo_rl(tmp_path):
+    """A log folder of NeMo-RL's logger: a list of one for each value of a row, padded tokens."""
+    for epoch in range(EPOCHS):
+        lines = []
+        for i, sample in enumerate(step(epoch)):
+            n, pad = len(sample.tokens), 80 - len(sample.tokens)
+            prompt = [1, int(sample.tokens[0]) // 1000, *[7] * 18]
+            row = {
+                "content": ["..."],
+                "input_lengths": [20 + n],
+                "token_ids": [[*prompt, *sample.tokens.tolist(), *[0] * pad]],
+                "token_loss_mask": [[0.0] * 20 + [1.0] * n + [0.0] * pad],
+                "generation_logprobs": [[0.0] * 20 + sample.logprobs.tolist() + [0.0] * pad],
+                "idx": i,
+            }
+            lines.append(json.dumps(row))
+        (tmp_path / f"train_data_step{epoch + 9}.jsonl").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+def test_plain_rows_are_decoded_as_recorded():
+    samples = step(0)
+    [counts] = phase("plain", rows_of("plain", samples, {}), Engine(8))
+    tokens = sum(len(s.tokens) for s in samples)
+    assert counts[ROWS] == tokens and tokens / 8 <= counts[STEPS] <= tokens
+
+
+def test_engines_share_the_rows():
+    rows = rows_of("plain", step(0), {})
+    counts = phase("plain", rows, Engine(8), engines=3)
+    assert counts[:, ROWS].sum() == phase("plain", rows, Engine(8))[0, ROWS]
+    assert (counts[:, ROWS] > 0).all()
+
+
+def test_drafts_of_earlier_epochs_save_steps_and_drop_no_token():
+    samples = step(1)
+    history = {key: [group] for key, group in _by_key(step(0)).items()}
+    engine = Engine(8)
+    steps = []
+    for known in ({}, history):
+        rows = rows_of("lossless", samples, known)
+        replayed = phase("lossless", rows, engine, history=known)
+        assert [sum(y for _, y in row.trace) for row in rows] == [len(s.tokens) for s in samples]
+        np.testing.assert_array_equal(phase("lossless", rows, engine), replayed)  # the traces
+        steps.append(replayed[0, FEATURES.index("drafting_steps")])
+    plain = phase("plain", rows_of("plain", samples, {}), engine)[0, STEPS]
+    assert steps[1] < steps[0] < plain
+
+
+def test_prefix_reuse_decodes_what_is_not_accepted():
+    samples = step(1)
+    history = {key: [group] for key, group in _by_key(step(0)).items()}
+    for chance, left in ((1.0, 0), (0.0, 1)):
+        rows = rows_of("fast", samples, history, np.full(7, chance))
+        drafted = [row for row in rows if row.draft is not None]
+        assert len(drafted) > len(rows) / 2
+        for row in drafted:
+            assert row.accepted == (len(row.draft.tokens) if chance else 0)
+            assert len(row.trace) == left * len(row.sample.tokens)
+    everything = rows_of("fast", samples, history, np.ones(7))
+    verified = sum(len(row.draft.tokens) + 20 for row in everything if row.draft is not None)
+    plain = [row for row in everything if row.draft is None]
+    [counts] = phase("fast", everything, Engine(8))
+    tokens = sum(len(row.sample.tokens) for row in plain)
+    assert counts[FEATURES.index("tokens")] >= verified + tokens
+
+
+def _by_key(samples):
+    groups = {}
+    for sample in samples:
+        groups.setdefault(sample.key, []).append(sample)
+    return groups
+
+
+@pytest.mark.parametrize("lenience", [1.0, 1.5])
+def test_acceptance_is_estimated_without_bias(lenience):
+    """Two tokens, p_old 0.5 each, p_new 0.9 and 0.1: min(1, l p_new/p_old) = 1 and l 0.2."""
+    rng = np.random.default_rng(5)
+    old, new = np.log([0.5, 0.5]), np.log([0.9, 0.1])
+
+    def group(p, n=4):
+        drawn = rng.choice(2, p=np.exp(p), size=n)
+        return [
+            Sample(b"", 1, np.array([t], np.int32), np.array([p[t]], np.float32)) for t in drawn
+        ]
+
+    estimates = []
+    for _ in range(40):
+        rates = acceptance_rates([(group(old), group(new)) for _ in range(100)], lenience)
+        estimates.append(rates[np.searchsorted(np.log([0.05, 0.2, 0.5]), np.float32(old[0]))])
+    expected = (1 + lenience * 0.2) / 2
+    error = np.std(estimates) / np.sqrt(len(estimates))
+    assert abs(np.mean(estimates) - expected) < 4 * error + 0.003  # a ratio of means: bias ~ 1/n
+
+
+def test_rollouts_that_reused_prefixes_say_nothing_of_acceptance():
+    new = [sample._replace(fresh=False) for sample in step(1)]
+    assert acceptance_rates([(step(0), new)], 1.0) is None
+
+
+def test_a_log_folder_of_nemo_rl(nemo_rl, simulate):
+    run = read_run(nemo_rl)
+    assert len(run.steps) == 2  # one epoch, and the newest step besides
+    assert run.preset == "plain" and np.isnan(run.seconds).all()
+    for read, made in zip(run.steps[1], step(EPOCHS - 1), strict=True):
+        np.testing.assert_array_equal(read.tokens, made.tokens)
+        np.testing.assert_array_equal(read.logprobs, made.logprobs)
+        assert read.prompt == 20
+    printed = simulate(nemo_rl, "--max-num-seqs", 8, "--engines", 2)
+    assert "2 engines, 8 rows at once in each" in printed and "no costs" in printed
+    for preset in ("lossless │ first", "lossless │ later", "faithful │ later", "fast │ later"):
+        speed_up, low, high = map(
+            float, re.search(rf"{preset} │ ([\d.]+) │ ([\d.]+) to ([\d.]+)", printed).groups()
+        )
+        assert speed_up > 1 and low <= high
+
+
+def test_costs_decide_whether_drafting_pays(nemo_rl, simulate, tmp_path):
+    costs = tmp_path / "costs.json"
+    seconds = []
+    for drafting in (0.01, [0.09, 0.11]):
+        costs.write_text(json.dumps({"steps": 0.01, "drafting_steps": drafting, "tokens": 1e-6}))
+        printed = simulate(nemo_rl, "--max-num-seqs", 8, "--costs", costs)
+        seconds.append(float(re.search(r"lossless │ later │ ([\d.]+)", printed)[1]))
+    assert seconds[0] > 1 > seconds[1]
+
+
+def test_seconds_of_a_run_are_what_costs_are_fitted_to():
+    steps = [step(e, alike=10 * (e + 1)) for e in range(4)]
+    engine = Engine(8)
+    costs = np.array([0.002, 0, 0.002, 0, 0])
+    seconds = [phase("plain", rows_of("plain", s, {}), engine)[0] @ costs for s in steps]
+    predictions, assumed = predict(Recorded(steps, np.array(seconds)), engine)
+    assert "costs are fitted to the seconds of 4 plain steps" in assumed[0]
+    lossless = next(p for p in predictions if p.preset == "lossless" and p.later)
+    # Drafted tokens may be free, or each may cost what a row does.
+    assert lossless.low < 0.8 * lossless.high
+    assert lossless.high <= 1 / lossless.steps * 1.2
+
+
+def test_bad_input_is_one_line(nemo_rl, simulate, tmp_path):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "neither train_data_step<N>.jsonl of NeMo-RL" in simulate(empty, code=2)
+    assert "no such folder" in simulate(tmp_path / "none", code=2)
+    costs = tmp_path / "costs.json"
+    for wrong, said in (
+        ('{"step": 1}', "not for step"),
+        ("[]", "not a JSON object"),
+        ('{"steps": [2, 1], "drafting_steps": 1}', "must have seconds"),
+        ('{"steps": 1}', "steps and drafting_steps must cost something"),
+    ):
+        costs.write_text(wrong)
+        assert said in simulate(nemo_rl, "--costs", costs, code=2)
+    assert "kv_tokens = 64: must hold" in simulate(nemo_rl, "--kv-tokens", 64, code=2)
+    file = nemo_rl / "train_data_step10.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows[2]["token_loss_mask"][0][25] = 0.0
+    file.write_text("\n".join(map(json.dumps, rows)))
+    assert "train_data_step10.jsonl, line 3: several turns" in simulate(nemo_rl, code=2)
+    file.write_text('{"token_ids": []}\n')
+    assert "line 1: not a row with token_ids" in simulate(nemo_rl, code=2)
+
+
+def test_a_run_of_the_embedded_trainer(tmp_path, simulate):
+    run = tmp_path / "run"
+    options = ("grpo.max_num_epochs=2", "policy.generation.spec_rl.cache.groups_per_prompt=2")
+    train(run, LOSSLESS, "data.num_prompts=4", *options)
+    recorded = read_run(run)
+    assert recorded.preset == "lossless" and recorded.max_num_seqs == 8
+    assert [len(s) for s in recorded.steps] == [16] * 2 and (recorded.seconds > 0).all()
+    assert all(sample.prompt > 8 for sample in recorded.steps[0])
+    printed = simulate(run)
+    assert "1 engine, 8 rows at once" in printed and "fast │ later" in printed
+    progress = run / "step_2" / "progress.json"
+    noted = json.loads(progress.read_text())
+    noted["recipe"]["policy"]["generation"]["spec_rl"]["enabled"] = False
+    progress.write_text(json.dumps(noted))
+    assert "a plain run keeps no rollouts" in simulate(run, code=2)
+    progress.parent.rename(run / "other")
+    assert "no checkpoint here" in simulate(run, code=2)
