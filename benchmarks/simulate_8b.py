@@ -26,9 +26,12 @@ PROMPTS, GROUP, PROMPT_TOKENS = 512, 16, 200
 MEAN_LENGTH, LONGEST = 4000, 16384
 SPREAD_OF_PROMPTS, SPREAD_IN_GROUP = 0.5, 0.4
 """Standard deviations of the logarithm of a length: between prompts, and within a group."""
-ENGINE = Engine(256, 8192, kv_tokens=300_000)
+GRAPH_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
+ENGINE = Engine(256, 8192, kv_tokens=300_000, graph_sizes=GRAPH_SIZES)
 LAWS = {"first": (2.36, 0.52, 0.78), "later": (2.66, 0.50, 0.89)}
 """By epoch: tokens of a step, share of drafted tokens accepted, share of steps with a draft."""
+PLAIN = ("plain", "balanced")
+"""As NeMo-RL splits a batch, and as the plug-in does where it knows earlier lengths."""
 REUSE = {"faithful": (0.0, 0.26), "fast": (0.6, 0.3)}
 """Share of drafts accepted to their end, and mean share accepted of the others."""
 COSTS = {"steps": (5.8e-3, 8.2e-3), "tokens": (25e-6, 41e-6), "kv_tokens": (55e-9, 88e-9)}
@@ -43,9 +46,9 @@ Trace = list[tuple[int, int]]
 
 
 def lengths(rng: np.random.Generator) -> np.ndarray:
-    """Of responses, int ``[PROMPTS, GROUP]``."""
-    log = rng.normal(0, SPREAD_OF_PROMPTS, (PROMPTS, 1))
-    drawn = np.exp(log + rng.normal(0, SPREAD_IN_GROUP, (PROMPTS, GROUP)))
+    """Of an epoch's responses, int ``[PROMPTS, GROUP]``; prompts are the same in all epochs."""
+    of_prompts = np.random.default_rng(8).normal(0, SPREAD_OF_PROMPTS, (PROMPTS, 1))
+    drawn = np.exp(of_prompts + rng.normal(0, SPREAD_IN_GROUP, (PROMPTS, GROUP)))
     return np.minimum(MEAN_LENGTH * drawn / drawn.mean(), LONGEST).astype(int) + 1
 
 
@@ -74,7 +77,7 @@ def requests(method: str, share: list[tuple[int, int]], rng: np.random.Generator
         prefilled.add(prompt)
         if method in LAWS:
             trace = drafted(length, LAWS[method], rng)
-        elif method == "plain" or rng.random() < PRESETS[method]["fresh_fraction"]:
+        elif method in PLAIN or rng.random() < PRESETS[method]["fresh_fraction"]:
             trace = [(0, 1)] * length
         else:
             whole, part = REUSE[method]
@@ -109,7 +112,7 @@ def simulate(gpus: int, method: str, rng: np.random.Generator) -> list[list[floa
 
 def predict() -> dict[str, Any]:
     """Simulate all methods at all sizes."""
-    methods = ("plain", *LAWS, *REUSE)
+    methods = (*PLAIN, *LAWS, *REUSE)
     return {
         "features": FEATURES,
         "counts": {
@@ -124,12 +127,12 @@ def report(result: dict[str, Any]) -> str:
     rng = np.random.default_rng(0)
     draws = {name: rng.uniform(*COSTS[name], DRAWS) for name in COSTS}
     lines = [
-        "| GPUs | rows an engine | plain, s | lossless, first epoch, drafting step x "
+        "| GPUs | rows an engine | plain, s | balance alone | lossless, first epoch: step x "
         + " | x ".join(f"{r:g}" for r in DRAFTING)
-        + " | lossless, later, x "
+        + " | lossless, later: step x "
         + " | x ".join(f"{r:g}" for r in DRAFTING)
         + " | pays below | faithful | fast |",
-        "|---" * (6 + 2 * len(DRAFTING)) + "|",
+        "|---" * (7 + 2 * len(DRAFTING)) + "|",
     ]
     names = list(result["features"])
 
@@ -148,9 +151,10 @@ def report(result: dict[str, Any]) -> str:
         plain = seconds(counts["plain"], 1)
         cells = [gpus, str(PROMPTS * GROUP // int(gpus))]
         cells.append(f"{np.median(plain):.0f} ({plain.min():.0f} to {plain.max():.0f})")
+        cells.append(cell(plain / seconds(counts["balanced"], 1)))
         for method in LAWS:
             cells += [cell(plain / seconds(counts[method], ratio)) for ratio in DRAFTING]
-        ratios = np.arange(1, 8, 0.05)
+        ratios = np.arange(1, 20, 0.1)
         even = [r for r in ratios if np.median(plain / seconds(counts["later"], r)) >= 1]
         cells.append(f"x {max(even):.1f}" if even else "never")
         cells += [cell(plain / seconds(counts[method], 1)) for method in REUSE]

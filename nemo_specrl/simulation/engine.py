@@ -29,9 +29,10 @@ from nemo_specrl.speculation.trees import DraftTrees
 
 __all__ = ["FEATURES", "Engine", "Request", "decoding", "drafting", "fit_costs", "run", "verifying"]
 
-FEATURES = ("steps", "drafting_steps", "rows", "tokens", "kv_tokens")
+FEATURES = ("steps", "drafting_steps", "rows", "tokens", "kv_tokens", "verified_tokens")
 """What is counted of a rollout phase, each summed over steps of the engine: steps; steps of an
-engine that drafts; rows in a step; tokens computed in it; tokens of KV cache that it reads."""
+engine that drafts; rows in a step; tokens computed in it; tokens of KV cache that it reads; those
+of the computed tokens whose log-probs verification asks for."""
 
 Float64Array = npt.NDArray[np.float64]
 Steps = Iterator[tuple[int, int]]
@@ -267,6 +268,8 @@ class _Running:
     def _sample(self, request: Request) -> None:
         """End a request's step: rejected tokens leave the cache, and the next step is taken up."""
         request.context -= request.drafted - max(0, request.yielded - 1)
+        if not request.yielded:
+            self.counts[5] += request.prompt
         if request.advance():
             request.pending = 1 + request.drafted
             return

@@ -35,9 +35,9 @@ __all__ = ["Prediction", "predict", "read_costs"]
 
 Float64Array = npt.NDArray[np.float64]
 
-_ROLLOUTS = 512
+_ROLLOUTS = 256
 """So many of the newest rollouts are simulated, and the rest of their step."""
-_DRAWS = 40
+_DRAWS = 20
 """Of prompts and costs, for the interval."""
 _LEAST_STEPS = 4
 """With seconds, for costs to be fitted to them."""
@@ -139,7 +139,7 @@ def predict(
             ]
             for (preset, again), of_steps in simulated.items()
         }
-        cost = costs[rng.integers(len(costs))] if draw else np.median(costs, axis=0)
+        cost = costs[rng.integers(len(costs))] if draw else costs.mean(axis=0)
         seconds = {
             name: sum(float((each @ cost).max()) for each in of_steps)
             for name, of_steps in counts.items()
@@ -201,9 +201,9 @@ def _fitted(
             f"{_LEAST_STEPS} are needed; a step of the engine costs the same whatever it computes"
         )
     vectors, times = np.array(counts), np.array(seconds)
-    step_at, drafting_at, row_at, token_at, _ = range(len(FEATURES))
+    step_at, drafting_at, row_at, token_at = range(4)
     if preset == PLAIN:
-        vectors[:, token_at] = 0  # as many as rows, but for prompts
+        vectors[:, token_at:] = 0  # they grow with rows, and cannot be told apart from them
     draws = []
     for i in range(_DRAWS):
         some = rng.integers(len(times), size=len(times))

@@ -152,7 +152,7 @@ def phase(
         prefilled: set[int] = set()
         for identity, row in enumerate(share):
             steps: Steps = iter(row.trace)
-            if history is not None:
+            if preset == LOSSLESS and history is not None:
                 steps = _replayed(row, trees, identity, history)
             request = Request(row.sample.prompt + row.accepted, steps)
             if row.draft is None:

@@ -2,14 +2,21 @@
 
 import numpy as np
 
+from nemo_specrl.config import RunAheadConfig
 from nemo_specrl.simulation.engine import FEATURES, Engine, Request, decoding, drafting, run
 from nemo_specrl.speculation.trees import DraftTrees
+from nemo_specrl.trainer.task import encode
 from tests.conftest import DictCache
 from tests.engine.helpers import LOSSLESS, PROMPT
 from tests.engine.lossless import KEY, made_with, params, rollouts, sample
 
 PLACES, BLOCK, MAX_DRAFT = 64, 32, LOSSLESS.tree.max_draft_tokens
 BUDGET = 64 * 192
+
+
+def _replay(trees, identity, response, history=(), key=KEY):
+    tokens = np.array(response, np.int32)
+    return drafting(trees, key, identity, history, tokens, MAX_DRAFT)
 
 
 class Steps:
@@ -52,11 +59,8 @@ def test_a_replay_of_trees_takes_as_many_steps(drafting_llm, proposer, monkeypat
     trees = DraftTrees(2**24)
     history = [(10**6 + i, np.array(r, np.int32).tobytes()) for i, r in enumerate(earlier[0])]
     requests = [
-        Request(
-            len(PROMPT),
-            drafting(trees, KEY, i, history, np.array(r, np.int32), MAX_DRAFT),
-        )
-        for i, r in enumerate(responses)
+        Request(len(PROMPT), _replay(trees, i, response, history))
+        for i, response in enumerate(responses)
     ]
     counts = run(Engine(PLACES, BUDGET, drafts=True), requests)
     rows, _ = np.sum(steps.all, axis=0)
@@ -64,3 +68,24 @@ def test_a_replay_of_trees_takes_as_many_steps(drafting_llm, proposer, monkeypat
     assert rows < 0.95 * 100 * 40  # drafts were accepted
     assert abs(got["rows"] - rows) <= 0.01 * rows
     assert abs(got["drafting_steps"] - len(steps.all)) <= 2
+
+
+def test_run_ahead_takes_the_places_that_the_engine_leaves(drafting_llm, proposer, monkeypatch):
+    steps = Steps(drafting_llm, monkeypatch)
+    config = LOSSLESS.model_copy(update={"run_ahead": RunAheadConfig(enabled=True)})
+    made = made_with(drafting_llm, DictCache(), config)
+    lengths = [40 - 5 * i % 37 for i in range(80)]  # the first is that of run-ahead rows, too
+    wanted = [params(n, seed=i) for i, n in enumerate(lengths)]
+    prompts = [[1, *encode(f"{i}-9=?")] for i in range(10, 100)]
+    upcoming = [[1, *encode(f"{i}+8=?")] for i in range(10, 60)]
+    outputs = made.generate(prompts[:80], wanted, upcoming=upcoming, use_tqdm=False)
+    requests = [
+        Request(len(prompt), _replay(DraftTrees(2**20), i, output.outputs[0].token_ids))
+        for i, (prompt, output) in enumerate(zip(prompts[:80], outputs, strict=True))
+    ]
+    ahead = [Request(len(prompt), decoding(lengths[0])) for prompt in upcoming]
+    counts = run(Engine(PLACES, BUDGET, drafts=True), requests, ahead)
+    assert made.metrics.run_ahead_rows > 10
+    assert counts[1] == len(steps.all)
+    rows = sum(rows for rows, _ in steps.all)
+    assert abs(counts[2] - rows) <= 0.03 * rows  # drafts of run-ahead rows are not simulated here

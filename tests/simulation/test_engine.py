@@ -37,6 +37,7 @@ def test_two_rows_at_once():
         "rows": 3 + 5,
         "tokens": 4 + 2 + 4 + 4,
         "kv_tokens": 15 + 30,
+        "verified_tokens": 0,
     }
 
 
@@ -92,6 +93,7 @@ def test_what_follows_a_verification_is_sent_when_it_has_ended():
     counts = counted(Engine(2), [Request(20, verifying(), then=follows)])
     assert counts["steps"] == 1 + 3
     assert counts["tokens"] == 20 + (1 + 2) + 1 + 1 + 1
+    assert counts["verified_tokens"] == 20
 
 
 def test_run_ahead_takes_free_places_alone_and_ends_with_the_batch():
@@ -160,9 +162,9 @@ def test_a_small_kv_cache_changes_no_token_and_never_saves_a_step(lengths, kv_to
 def test_costs_are_found_again_and_are_never_below_zero():
     rng = np.random.default_rng(0)
     counts = rng.uniform(1, 100, size=(20, len(FEATURES)))
-    costs = np.array([2e-3, 4e-3, 5e-5, 3e-5, 1e-8])
+    costs = np.array([2e-3, 4e-3, 5e-5, 3e-5, 1e-8, 2e-6])
     np.testing.assert_allclose(fit_costs(counts, counts @ costs), costs, rtol=1e-6)
-    negative = counts @ np.array([2e-3, 4e-3, 5e-5, -3e-5, 0])
+    negative = counts @ np.array([2e-3, 4e-3, 5e-5, -3e-5, 0, 0])
     fitted = fit_costs(counts, negative)
     assert (fitted >= 0).all() and fitted[3] == 0
     counts[:, 1] = 0  # nothing is known of it
