@@ -60,11 +60,11 @@ class Images:
             "CONTAINERS_STORAGE_CONF": str(folder / "storage.conf"),
         }
         python = {str(Path(sys.base_prefix).resolve()), str(Path(sys.prefix).resolve()), "/usr"}
-        self.mounts = [
-            f"--volume={path}:{path}:ro"
-            for path in sorted(python)
-            if not any(path.startswith(f"{other}/") for other in python)
+        mounted = [
+            path for path in sorted(python) if not any(path.startswith(f"{p}/") for p in python)
         ]
+        self.mounts = [f"--volume={path}:{path}:ro" for path in mounted]
+        self._mount_points = {str(p) for path in mounted for p in (Path(path), *Path(path).parents)}
 
     def buildah(self, *arguments: object, code: int = 0) -> str:
         """Run buildah; returns what it wrote, with its errors if a code other than 0 is wanted."""
@@ -127,9 +127,9 @@ class Images:
         return json.loads(self.buildah("inspect", "--type=image", name))["Docker"]
 
     def files(self, name: str) -> set[str]:
-        """Paths of all files and folders in the image."""
+        """Paths of all files and folders in the image, but for those that were mounted."""
         root = Path(self.buildah("mount", self._container(name)).strip())
-        return {f"/{path.relative_to(root)}" for path in root.rglob("*")}
+        return {f"/{path.relative_to(root)}" for path in root.rglob("*")} - self._mount_points
 
     def files_of_base(self, name: str) -> set[str]:
         """The same of a stand-in."""
