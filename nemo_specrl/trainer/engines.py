@@ -202,6 +202,9 @@ class Engines:
         some: Tensors = []
         try:
             for name, tensor in weights:
+                if tensor.nbytes >= FED_AT_ONCE:
+                    self._feed([(name, to_array(tensor.cpu().contiguous()))])
+                    continue
                 # A copy, since the tensor is valid only until the next one is asked for.
                 some.append((name, to_array(tensor.to("cpu", copy=True).contiguous())))
                 if sum(array.nbytes for _, array in some) >= FED_AT_ONCE:
