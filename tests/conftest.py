@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -118,6 +119,23 @@ def own_ray():
         patch.setenv("RAY_TMPDIR", folder)
         patch.delenv("RAY_ADDRESS", raising=False)
         yield
+
+
+@pytest.fixture
+def command_line(monkeypatch, capsys):
+    """Run a command as ``main`` runs it; all that it prints, with single spaces."""
+    from nemo_specrl.cli import main
+
+    def run(*arguments, code=0):
+        monkeypatch.setenv("COLUMNS", "160")
+        monkeypatch.setattr(sys, "argv", ["nemo-specrl", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        printed = capsys.readouterr()
+        assert (ended.value.code or 0) == code, printed
+        return " ".join((printed.out + printed.err).split())
+
+    return run
 
 
 def weights_of(folder, *, noise=0.0, seed=0):

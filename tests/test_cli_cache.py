@@ -1,8 +1,8 @@
 """``nemo-specrl cache``: what it shows, finds damaged, moves and refuses."""
 
+import functools
 import os
 import re
-import sys
 
 import numpy as np
 import pytest
@@ -11,7 +11,6 @@ from safetensors.numpy import load_file, save_file
 from nemo_specrl import Finish, RolloutStore, prompt_key
 from nemo_specrl.cache.inspection import opened
 from nemo_specrl.cache.snapshot import Manifest, write_manifest, write_partition
-from nemo_specrl.cli import main
 from nemo_specrl.errors import CacheError, StoreInUse
 from tests import factories
 
@@ -34,19 +33,8 @@ def made(folder, tokenizer="tok", prompts=30, **options):
 
 
 @pytest.fixture
-def cache(monkeypatch, capsys):
-    """Run a command as ``main`` runs it; all that it prints, with single spaces."""
-
-    def run(*arguments, code=0):
-        monkeypatch.setenv("COLUMNS", "160")
-        monkeypatch.setattr(sys, "argv", ["nemo-specrl", "cache", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        printed = capsys.readouterr()
-        assert (ended.value.code or 0) == code, printed
-        return " ".join((printed.out + printed.err).split())
-
-    return run
+def cache(command_line):
+    return functools.partial(command_line, "cache")
 
 
 def contents(folder, prompts, tokenizer="tok"):

@@ -1,13 +1,12 @@
 """Replays of recorded rollouts, and ``nemo-specrl simulate`` on runs of both kinds."""
 
+import functools
 import json
 import re
-import sys
 
 import numpy as np
 import pytest
 
-from nemo_specrl.cli import main
 from nemo_specrl.rollout import prompt_key
 from nemo_specrl.simulation.engine import FEATURES, Engine
 from nemo_specrl.simulation.prediction import predict
@@ -34,19 +33,8 @@ def step(epoch, *, alike=30, seed=0):
 
 
 @pytest.fixture
-def simulate(monkeypatch, capsys):
-    """Run the command as ``main`` runs it; all that it prints, with single spaces."""
-
-    def call(*arguments, code=0):
-        monkeypatch.setenv("COLUMNS", "160")
-        monkeypatch.setattr(sys, "argv", ["nemo-specrl", "simulate", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        printed = capsys.readouterr()
-        assert (ended.value.code or 0) == code, printed
-        return " ".join((printed.out + printed.err).split())
-
-    return call
+def simulate(command_line):
+    return functools.partial(command_line, "simulate")
 
 
 @pytest.fixture
