@@ -81,6 +81,37 @@ def test_the_wheel_of_a_dry_run_works_in_an_empty_environment(clone, tmp_path):
     assert found.split() == ["nemo_specrl", "vllm_plugin"]
 
 
+def test_without_its_compiled_part_trees_are_refused_in_one_line(tmp_path):
+    """As in a checkout that nobody has built; without trees it rolls out as ever."""
+    shutil.copytree(
+        REPOSITORY / "nemo_specrl",
+        tmp_path / "nemo_specrl",
+        ignore=shutil.ignore_patterns("__pycache__", "*.so"),
+    )
+    recipe = REPOSITORY / "examples/configs/grpo_sort_cpu.yaml"
+    code = """
+from nemo_specrl import SpeculativeLLM
+from nemo_specrl.config import SpecRLConfig
+from nemo_specrl.engine.drafting import engine_options
+assert engine_options(SpecRLConfig(enabled=True, preset="faithful")) == {}
+from nemo_specrl.cli import main
+main()
+"""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-c", code, "train", recipe),
+            f"policy.model_name={REPOSITORY / 'examples/models/qwen3-sort'}",
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "the compiled part of nemo_specrl, which trees need, is missing" in done.stderr
+    assert "pip wheel --no-deps ." in done.stderr and "Traceback" not in done.stderr
+
+
 def test_a_release_is_tagged_on_main_alone_and_with_a_section_in_the_changelog(clone):
     release = clone / "scripts/release.sh"
     missing = run(release, __version__, cwd=clone, code=1)

@@ -30,7 +30,7 @@ from nemo_specrl.speculation.drafts import response_id
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
-__all__ = ["EXTRA_ARG", "Histories", "check_compiled", "check_cpu_drafter", "engine_options"]
+__all__ = ["EXTRA_ARG", "Histories", "check_cpu_drafter", "engine_options"]
 
 EXTRA_ARG = "spec_rl"
 """Key in ``SamplingParams.extra_args``."""
@@ -47,7 +47,7 @@ def engine_options(config: SpecRLConfig) -> dict[str, Any]:
     """
     if not (config.enabled and config.tree.enabled):
         return {}
-    check_compiled()
+    importlib.import_module("nemo_specrl.speculation.trees")  # its index is native code
     method = config.tree.method
     if method == "rounds" or (method == "auto" and not has_custom_proposers()):
         return {}
@@ -64,21 +64,6 @@ def engine_options(config: SpecRLConfig) -> dict[str, Any]:
         },
         "additional_config": {EXTRA_ARG: {"max_bytes": config.tree.max_bytes}},
     }
-
-
-def check_compiled() -> None:
-    """Check that the index of the trees, which is native code, can be imported.
-
-    Raises:
-        IncompatibleVersion: it cannot.
-    """
-    try:
-        importlib.import_module("nemo_specrl.speculation._suffix")
-    except ImportError as error:
-        raise IncompatibleVersion(
-            f"spec_rl.tree.enabled = true: the compiled part of nemo_specrl is missing ({error}); "
-            "install a wheel (pip wheel --no-deps .), or set it to false"
-        ) from None
 
 
 def check_cpu_drafter(engine: Any) -> None:

@@ -30,7 +30,7 @@ import xxhash
 from nemo_specrl.config import TreeConfig
 from nemo_specrl.engine.assembly import append_decoded, append_tokens
 from nemo_specrl.engine.compat import logprobs_slice, new_logprobs
-from nemo_specrl.engine.drafting import Histories, check_compiled
+from nemo_specrl.engine.drafting import Histories
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.requests import EngineLimits, Request
 from nemo_specrl.engine.sampling import Ending
@@ -38,11 +38,12 @@ from nemo_specrl.engine.verification import proved_logprobs, sampled_values, wat
 from nemo_specrl.rollout import Finish, Rollout
 from nemo_specrl.speculation.acceptance import derived_seed, row_uniforms
 from nemo_specrl.speculation.drafts import Row, response_id
-from nemo_specrl.speculation.trees import DraftTrees, TreeRow
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.logprobs import FlatLogprobs
+
+    from nemo_specrl.speculation.trees import TreeRow
 
 __all__ = ["Rounds", "RowInRounds"]
 
@@ -103,7 +104,8 @@ class Rounds:
     """
 
     def __init__(self, limits: EngineLimits, config: TreeConfig, seed: int) -> None:
-        check_compiled()
+        from nemo_specrl.speculation.trees import DraftTrees  # its index is native code
+
         self._limits = limits
         self._seed = seed
         self._max_draft = config.max_draft_tokens

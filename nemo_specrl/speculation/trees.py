@@ -18,7 +18,15 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from nemo_specrl.speculation import _suffix
+from nemo_specrl.errors import IncompatibleVersion
+
+try:
+    from nemo_specrl.speculation import _suffix
+except ImportError as error:
+    raise IncompatibleVersion(
+        f"the compiled part of nemo_specrl, which trees need, is missing ({error}); install a "
+        "wheel (pip wheel --no-deps .), or set spec_rl.tree.enabled: false"
+    ) from None
 
 __all__ = ["CHANCES", "DraftTrees", "TreeRow"]
 
