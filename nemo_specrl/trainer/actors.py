@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -32,6 +33,9 @@ SILENT_SECONDS = 20.0
 """How long the process of an actor may leave a ping unanswered. It answers pings while it computes,
 and while it waits for others."""
 
+CONNECT_SECONDS = 10.0
+"""How long to wait for an answer from ``RAY_ADDRESS``. Ray itself would try for two minutes."""
+
 
 def connect() -> bool:
     """Connect this process to Ray, unless it is; returns whether it was not.
@@ -51,6 +55,8 @@ def connect() -> bool:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     before = signal.getsignal(signal.SIGTERM)
     try:
+        if address and not _answers(address):
+            raise ConnectionError
         ray.init(address or "local", log_to_driver=False, logging_level=logging.ERROR, **local)
     except ConnectionError:
         raise ConfigError(
@@ -63,6 +69,18 @@ def connect() -> bool:
     if threading.current_thread() is threading.main_thread():
         # Ray's own would end this process at once; the training loop ends with the step.
         signal.signal(signal.SIGTERM, before)
+    return True
+
+
+def _answers(address: str) -> bool:
+    """Whether something listens at HOST:PORT; addresses of another form are for Ray to judge."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not (host and port.isdecimal()):
+        return True
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+    except (OSError, OverflowError):  # the latter: no port has that number
+        return False
     return True
 
 

@@ -1,0 +1,47 @@
+"""Connecting to Ray. Actors that fail are tested with policies and engines."""
+
+import socket
+
+import pytest
+
+from nemo_specrl.errors import ConfigError
+from nemo_specrl.trainer import actors
+
+
+@pytest.fixture
+def closed_port():
+    """A port of this machine at which nobody listens, and nobody else will."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:{port}", "ray://127.0.0.1:{port}", "localhost:99999"]
+)
+def test_an_address_at_which_nobody_answers(monkeypatch, closed_port, address):
+    """Ray itself would try for two minutes."""
+    address = address.format(port=closed_port)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ConfigError, match="no Ray answers there; start one, or unset it") as told:
+        actors.connect()
+    assert str(told.value).startswith(f"RAY_ADDRESS = {address!r}: ")
+
+
+@pytest.mark.timeout(60)
+def test_an_address_that_drops_what_is_sent(monkeypatch):
+    """As behind a firewall: nobody takes the connection, which is not refused either."""
+    monkeypatch.setattr(actors, "CONNECT_SECONDS", 0.5)
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        waiting = [socket.socket() for _ in range(4)]
+        for client in waiting:
+            client.setblocking(False)
+            client.connect_ex(full.getsockname())
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{full.getsockname()[1]}")
+        with pytest.raises(ConfigError, match="no Ray answers there"):
+            actors.connect()
+        for client in waiting:
+            client.close()
