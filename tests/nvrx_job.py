@@ -39,6 +39,7 @@ def learn(folder):
 def steps():
     from tests.nemo_rl.test_hooks import Trainer
 
+    nvrx.connect()  # as the plug-in does before NeMo-RL's setup
     trainer = Trainer(monitor=False)
     for step in (1, 2):
         time.sleep(0.5)

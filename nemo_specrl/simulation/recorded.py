@@ -162,7 +162,10 @@ def _read_embedded(folder: Path) -> Recorded:
 
     found = checkpoint.latest(folder)
     if found is None:
-        raise ConfigError(f"{folder}: no checkpoint here, which has the recipe and the rollouts")
+        raise ConfigError(
+            f"{folder}: no checkpoint here, which has the recipe and the rollouts of nemo-specrl "
+            "train, and no train_data_step<N>.jsonl, which has the rollouts of NeMo-RL"
+        )
     path, progress = found
     recipe = progress.recipe
     generation = recipe["policy"]["generation"]

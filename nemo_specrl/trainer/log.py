@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -11,7 +12,9 @@ from typing import Any
 
 from nemo_specrl import prometheus as exported
 
-__all__ = ["MetricsLog", "read_metrics"]
+__all__ = ["METRICS", "MetricsFile", "MetricsLog", "read_metrics"]
+
+METRICS = "metrics.jsonl"
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +32,59 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+class MetricsFile:
+    """The metrics.jsonl of a run: a line of JSON for each step, and no incomplete one.
+
+    Args:
+        folder: in which the file is; created if missing.
+        step: steps done. Lines of later steps, left by a run that was killed, are dropped, since
+            their steps are repeated.
+        before: the run's file in another folder, whose lines are taken where this folder has no
+            file yet; it may be missing.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, folder: Path, step: int, before: Path | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / METRICS
+        source = self.path if before is None or self.path.exists() else before
+        kept = [record for record in read_metrics(source) if record["step"] <= step]
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        os.replace(temporary, self.path)
+        self._file = self.path.open("ab", buffering=0)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Add the record of a step.
+
+        Raises:
+            OSError: the disk does not take the line, of which nothing is left then.
+        """
+        left = json.dumps(record).encode() + b"\n"
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(end)
+            raise
+
+    def close(self) -> None:
+        """Flush and close; closing again does nothing."""
+        if not self._file.closed:
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+
 class MetricsLog:
     """Writes a run's metrics. Where this process is connected to Ray, its endpoint has them, too.
 
     Args:
         folder: ``logger.log_dir``.
-        step: steps done. Lines of later steps, left by a run that was killed, are dropped, since
-            their steps are repeated.
+        step: steps done; what is there of later steps is dropped.
         tensorboard: write event files too.
         prometheus: file ending in .prom for node_exporter's textfile collector; replaced atomically
             at each step. A failure to write it is logged once, until a write succeeds. None: no
@@ -45,13 +94,7 @@ class MetricsLog:
     def __init__(
         self, folder: Path, step: int, *, tensorboard: bool, prometheus: Path | None = None
     ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / "metrics.jsonl"
-        kept = [record for record in read_metrics(self.path) if record["step"] <= step]
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        os.replace(temporary, self.path)
-        self._file = self.path.open("a")
+        self._file = MetricsFile(folder, step)
         self._writer: Any = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -66,8 +109,7 @@ class MetricsLog:
 
     def write(self, record: dict[str, Any]) -> None:
         """Add the record of a step; its scalars go to TensorBoard as ``train/<key>``."""
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        self._file.write(record)
         if self._writer is not None:
             for name, value in record.items():
                 if isinstance(value, (int, float)) and name != "step":
@@ -93,9 +135,6 @@ class MetricsLog:
 
     def close(self) -> None:
         """Flush and close; closing again does nothing."""
-        if self._file.closed:
-            return
-        os.fsync(self._file.fileno())
         self._file.close()
         if self._writer is not None:
             self._writer.close()

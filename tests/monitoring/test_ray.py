@@ -121,6 +121,7 @@ def test_what_nemo_rls_trainer_logs_is_there_under_the_same_names(endpoint):
     assert values == {
         "ray_nemo_specrl_running": 1,
         "ray_nemo_specrl_step": 1,
+        "ray_nemo_specrl_total_steps": 9,
         "ray_nemo_specrl_reward": 0.25,
         "ray_nemo_specrl_rows": 8,
         "ray_nemo_specrl_steps_total": 1,

@@ -52,9 +52,12 @@ ASYNCHRONOUS = {
 
 
 class Job:
-    """A run of tests/nemo_rl/job.py in a process group of its own."""
+    """A run of tests/nemo_rl/job.py in a process group of its own.
 
-    def __init__(self, out, steps, spec_rl=None, algorithm="grpo", **overrides):
+    ``launcher`` is what comes between Python and the module, with ``nemo-specrl run`` behind it.
+    """
+
+    def __init__(self, out, steps, spec_rl=None, algorithm="grpo", launcher=(), **overrides):
         self.out = out
         out.mkdir(parents=True, exist_ok=True)
         arguments = [algorithm, f"{algorithm}.max_num_steps={steps}"]
@@ -64,9 +67,14 @@ class Job:
             block = ",".join([*(f"{k}:{v}" for k, v in spec_rl.items()), cache])
             arguments.append(f"++policy.generation.spec_rl={{{block}}}")
         paths = [HOME, str(REPOSITORY), str(REPOSITORY / "tests" / "nemo_rl" / "path")]
-        self.log = out / "log.txt"
-        self._command = [sys.executable, "-m", "tests.nemo_rl.job", str(out), *arguments]
+        self.log, self._launched = out / "log.txt", bool(launcher)
+        module = ["-m", "tests.nemo_rl.job"]
         self._env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+        if launcher:
+            script = str(REPOSITORY / "tests" / "nemo_rl" / "job.py")
+            module = [*launcher, "-m", "nemo_specrl", "run", script]
+            self._env["NEMO_RL_PY_EXECUTABLES_SYSTEM"] = "1"
+        self._command = [sys.executable, *module, str(out), *arguments]
         self._start()
 
     def _start(self):
@@ -101,13 +109,20 @@ class Job:
                 code = self.process.wait()
             finally:
                 if code is None or code == os.EX_TEMPFAIL:  # with what is left of Ray
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(self.process.pid, signal.SIGKILL)
+                    self.kill()
                 shutil.rmtree(self._ray, ignore_errors=True)
             if code != os.EX_TEMPFAIL or not left:
                 break
             self._start()
         return code
+
+    def kill(self):
+        """End the job and all that it has started."""
+        if self._launched:  # the job has a session of its own, which its launcher ends
+            self.process.terminate()
+            self.process.wait(120)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def _lines(self, name):
         path = self.out / name

@@ -1,12 +1,13 @@
 """Rows of a step as NeMo-RL's trainers log them, and the records of their rollouts."""
 
 from collections import UserDict
-from types import SimpleNamespace
 
 import numpy as np
 import torch
+from vllm import CompletionOutput, RequestOutput
 
 from nemo_specrl import Finish, Rollout, SpecRLConfig, prompt_key
+from nemo_specrl.engine.assembly import Reuse
 from nemo_specrl.integrations.nemo_rl.monitor import StepMonitor
 from nemo_specrl.integrations.nemo_rl.records import RecordLog, RecordTable
 
@@ -49,20 +50,21 @@ def step(prompts, rng, *, version=3, fresh_fraction=0.2, remembered=0.0):
 
 def outputs_of(rows, rollouts):
     """Request outputs of an engine that made these rollouts; a rollout may be None, for a loss."""
-    return [
-        SimpleNamespace(
-            prompt_token_ids=ids[: length - len(rollout)],
-            outputs=[
-                SimpleNamespace(
-                    token_ids=rollout.tokens.tolist(), spec_rl=SimpleNamespace(rollout=rollout)
-                )
-            ],
+    outputs = []
+    for ids, length, rollout in zip(
+        rows["token_ids"], rows["input_lengths"], rollouts, strict=True
+    ):
+        if rollout is None:
+            continue
+        completion = CompletionOutput(0, "", rollout.tokens.tolist(), None, None)
+        accepted = int((rollout.birth_versions < rollout.policy_version).sum())
+        births = rollout.birth_logprobs, rollout.birth_versions
+        completion.spec_rl = Reuse(
+            rollout.fresh, accepted, accepted, rollout.logprobs, *births, rollout
         )
-        for ids, length, rollout in zip(
-            rows["token_ids"], rows["input_lengths"], rollouts, strict=True
-        )
-        if rollout is not None
-    ]
+        prompt = ids[: length - len(rollout)]
+        outputs.append(RequestOutput("", None, prompt, None, [completion], True))
+    return outputs
 
 
 class Workers:

@@ -1,6 +1,7 @@
 """The hooks around NeMo-RL's policy, logger and checkpoint manager, and their order."""
 
 import logging
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -8,15 +9,17 @@ import pytest
 import torch
 
 from nemo_specrl.integrations.nemo_rl.hooks import Hooks
+from nemo_specrl.integrations.nemo_rl.log import StepLog
 from nemo_specrl.integrations.nemo_rl.records import RecordTable
 from nemo_specrl.integrations.nemo_rl.run import CACHE_FOLDER
+from nemo_specrl.trainer.log import MetricsFile, read_metrics
 from tests.nemo_rl.steps import Batch, Workers, monitor_of, step
 
 
 class Trainer:
     """NeMo-RL's side and the plug-in's parts, which write down in which order they are called."""
 
-    def __init__(self, *, ppo=False, anchor=False, monitor=True, checkpointer=None):
+    def __init__(self, *, ppo=False, anchor=False, monitor=True, checkpointer=None, file=None):
         self.done, self.logged, self.trained = [], [], []
         self.workers = Workers(births=anchor)
         self.records = RecordTable(self.workers.take)
@@ -35,7 +38,7 @@ class Trainer:
             self.monitor,
             anchor_at_birth=anchor,
             rewards_in_batch=ppo,
-            label="run",
+            log=StepLog("run", file, total_steps=9),
         )
         hooks.install(policy=self, logger=self, checkpointer=self.checkpointer)
 
@@ -131,6 +134,48 @@ def test_a_step_of_ppo_is_compared_and_anchored_once_however_often_it_is_trained
     assert last == {"loss": 2.0}
     one, other = (logprobs for logprobs, _ in trainer.trained)
     assert torch.equal(one, other) and not torch.equal(one, batch["prev_logprobs"])
+
+
+def test_steps_are_written_under_the_names_of_the_embedded_trainer(tmp_path):
+    trainer = Trainer(monitor=False, file=MetricsFile(tmp_path, 0))
+    trainer.log_metrics({"accuracy": 0.25, "avg_length": 9.0}, 0, prefix="validation")
+    for number in (1, 2):
+        if number == 2:
+            trainer.log_metrics({"accuracy": 0.5}, 2, prefix="validation")
+        trainer.log_metrics({"reward": 0.75, "loss": -0.1, "lr": 1e-6}, number, prefix="train")
+        seconds = {"total_step_time": 4.0, "policy_training": 1.0, "spec_rl_rollout": 2.0}
+        trainer.log_metrics(seconds, number, prefix="timing/train")
+    both = {
+        "total_steps": 9,
+        "reward": 0.75,
+        "loss": -0.1,
+        "step_s": 4.0,
+        "train_s": 1.0,
+        "rollout_s": 2.0,
+        "spec_rl/decode_s": 1.0,
+        "spec_rl/rows": 8.0,
+    }
+    assert read_metrics(tmp_path / "metrics.jsonl") == [
+        both | {"step": 1, "heldout_accuracy_at_start": 0.25},
+        both | {"step": 2, "heldout_accuracy": 0.5},
+    ]
+
+
+def test_a_disk_that_takes_no_line_costs_no_step_and_leaves_no_part_of_one(tmp_path, caplog):
+    trainer = Trainer(monitor=False, file=MetricsFile(tmp_path, 0))
+    file = tmp_path / "metrics.jsonl"
+    trainer.log_metrics({}, 1, prefix="timing/train")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 20, limits[1]))
+    try:
+        for number in (2, 3):
+            trainer.log_metrics({}, number, prefix="timing/train")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    trainer.log_metrics({}, 4, prefix="timing/train")
+    assert [record["step"] for record in read_metrics(file)] == [1, 4]
+    assert caplog.text.count("metrics.jsonl: a step is left out ([Errno 27] File too large)") == 1
+    assert trainer.done.count("log timing/train") == 4
 
 
 def test_files_of_validation_are_not_compared():

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from nemo_specrl.trainer.log import METRICS, read_metrics
 from tests.conftest import REPOSITORY
+from tests.monitoring.test_live_page import following, get
 from tests.nemo_rl.jobs import (
     ACCEPTED,
     ASYNCHRONOUS,
@@ -55,6 +57,7 @@ def test_switched_off_the_plugin_leaves_no_trace(plain):
     assert sorted(steps) == [1, 2, 3, 4, 5, 6]
     assert not [name for record in steps.values() for name in record if "spec_rl" in name]
     assert not list(plain.out.glob("checkpoints/*/rollout_cache"))
+    assert not (plain.out / "logs" / METRICS).exists()
 
 
 def test_while_the_cache_is_cold_everything_is_as_without_it(plain, reused):
@@ -67,6 +70,30 @@ def test_while_the_cache_is_cold_everything_is_as_without_it(plain, reused):
     ):
         assert ours["prompts"] == theirs["prompts"]
         assert ours["outputs"] == theirs["outputs"]
+
+
+def test_pages_are_made_from_what_is_in_its_log_folder(reused):
+    """The report, and the live page, which has every tile that the embedded trainer's has."""
+    logs = reused.out / "logs"
+    rows = read_metrics(logs / METRICS)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    for row in rows:
+        logged = reused.train()[row["step"]]
+        assert row.items() >= {k: v for k, v in logged.items() if "spec_rl/" in k}.items()
+        assert row["reward"] == logged["reward"]
+        assert row["step_s"] > row["rollout_s"] > row["verify_s"] >= 0
+        assert ("heldout_accuracy" in row) == (row["step"] % 2 == 0)
+    assert "heldout_accuracy_at_start" in rows[0]
+    report = [sys.executable, "-m", "nemo_specrl", "report", str(logs)]
+    subprocess.run(report, cwd=REPOSITORY, check=True, capture_output=True)
+    assert (logs / "report.html").stat().st_size > 50_000  # with the picture
+    with following(logs) as (port, _):
+        page = get(port, "/content")[1].decode()
+        assert get(port, "/picture.png")[1].startswith(b"\x89PNG")
+    assert 'class="state done"' in page and "<b>6</b><small>of 6</small>" in page
+    for label in ("Steps per hour", "Tokens per second", "Accepted", "Reward"):
+        assert f"<span>{label}</span>" in page
+    assert "times plain in evaluations" in page
 
 
 def test_seconds_are_logged_beside_those_of_the_trainer(plain, reused):
@@ -166,20 +193,26 @@ def test_a_checkpoint_has_the_cache_beside_the_weights(reused):
 
 def test_killed_and_resumed_it_drafts_at_once(folder):
     out = folder / "killed"
+    # NeMo-RL's scripts give each process a log folder of its own.
+    logs = [out / "logs" / name for name in ("exp_001", "exp_002")]
     killed = Job(
         out,
         steps=6,
         spec_rl=FAITHFUL,
-        **{"++env.killed_in_step": 4},
+        **{"++env.killed_in_step": 4, "logger.log_dir": logs[0]},
     )
     killed.wait_for_kill()
     assert [p.name for p in sorted(out.glob("checkpoints/step_*"))] == ["step_2"]
     # The node's disk is lost, too: what is left is the checkpoint.
     for path in (folder / "stores").glob("*/*.mdb"):
         path.unlink()
-    resumed = Job(out, steps=6, spec_rl=FAITHFUL).wait()
+    resumed = Job(out, steps=6, spec_rl=FAITHFUL, **{"logger.log_dir": logs[1]}).wait()
     steps = resumed.train()
     assert sorted(steps) == [1, 2, 3, 4, 5, 6]
+    first, second = (read_metrics(log / METRICS) for log in logs)
+    assert [row["step"] for row in first] == [1, 2, 3]
+    assert [row["step"] for row in second] == [1, 2, 3, 4, 5, 6]
+    assert second[:2] == first[:2]
     assert steps[3]["spec_rl/accepted_fraction"] > ACCEPTED
     manifest = out / "checkpoints" / "step_6" / "rollout_cache" / "manifest.json"
     assert json.loads(manifest.read_text())["policy_version"] > 6  # it goes on counting

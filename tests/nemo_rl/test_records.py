@@ -5,10 +5,9 @@ import pytest
 import torch
 
 from nemo_specrl import Finish, Rollout, prompt_key
-from nemo_specrl.integrations.nemo_rl import records
 from nemo_specrl.integrations.nemo_rl.anchor import anchored_logprobs
-from nemo_specrl.integrations.nemo_rl.records import Record, RecordTable
-from tests.nemo_rl.steps import GROUP, Batch, Workers, step, table_of
+from nemo_specrl.integrations.nemo_rl.records import MAX_RECORDS, Record, RecordLog, RecordTable
+from tests.nemo_rl.steps import GROUP, Batch, Workers, outputs_of, step, table_of
 
 
 def found(table, rows):
@@ -84,14 +83,19 @@ def test_in_a_step_that_asks_for_no_rows_the_workers_forget_them():
     assert all(row[0].record is None for row in found(table, rows))
 
 
-def test_records_that_nobody_takes_are_limited(monkeypatch):
-    monkeypatch.setattr(records, "MAX_RECORDS", 5)
-    workers = Workers()
+def test_records_that_nobody_takes_are_limited():
     rows, rollouts = step([7, 8, 9], np.random.default_rng(0))
-    workers.make(rows, rollouts)
-    assert len(workers.take()) == 10  # of two workers
-    table = table_of(rows, rollouts)
-    assert sum(row[0].record is not None for row in found(table, rows)) == 5
+    log = RecordLog(births=False)
+    log.note(outputs_of(rows, rollouts))
+    taken = log.take()
+    log.note(outputs_of(rows, rollouts) * (MAX_RECORDS // len(rollouts) + 1))
+    assert len(log.take()) == MAX_RECORDS
+    # The driver has taken those of the rows first, and then so many others that five are left.
+    record = taken[0][1]
+    others = [((i.to_bytes(16), 1), record) for i in range(MAX_RECORDS - 5)]
+    table = RecordTable(lambda: taken + others)
+    left = [row[0].record is not None for row in found(table, rows)]
+    assert left == [False] * (len(rows["token_ids"]) - 5) + [True] * 5
 
 
 def test_births_are_carried_only_where_they_are_needed():

@@ -1,6 +1,10 @@
 """How the plug-in reads recipes of NeMo-RL, and which it refuses; needs no NeMo-RL."""
 
 import copy
+import importlib.util
+import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +14,10 @@ import numpy as np
 import pytest
 
 from nemo_specrl.errors import ConfigError
-from nemo_specrl.integrations.nemo_rl.launcher import plugin_folder
+from nemo_specrl.integrations.nemo_rl.log import metrics_file
 from nemo_specrl.integrations.nemo_rl.records import response_spans
 from nemo_specrl.integrations.nemo_rl.run import Run, current_run, setting_up
+from nemo_specrl.trainer.log import read_metrics
 
 GENERATION = {
     "backend": "vllm",
@@ -38,6 +43,7 @@ def recipe(tmp_path, **changes):
         policy={"generation": generation, "tokenizer": {"name": "Qwen/Qwen3-8B"}},
         grpo=SimpleNamespace(seed=42),
         ppo={"seed": 43},
+        logger={"log_dir": str(tmp_path / "logs")},
         checkpointing={"enabled": True, "checkpoint_dir": str(tmp_path / "checkpoints")},
         loss_fn={"force_on_policy_ratio": False},
         data_plane=None,
@@ -67,6 +73,46 @@ def test_a_resumed_run_knows_its_last_checkpoint(tmp_path):
     resumed = recipe(tmp_path)
     resumed.checkpointing["enabled"] = False
     assert Run.of(resumed, "grpo").checkpoint is None
+
+
+def write_steps(folder, count):
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"step": step, "log": folder.name}) for step in range(1, count + 1)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 9, "rew')
+
+
+def test_a_resumed_run_goes_on_with_the_lines_up_to_its_checkpoint(tmp_path):
+    """In the folder of the process that wrote it, in a new one, or with nothing."""
+    checkpoint = tmp_path / "checkpoints" / "step_2"
+    checkpoint.mkdir(parents=True)
+    for name in ("exp_001", "exp_002", "exp_003"):
+        resumed = recipe(tmp_path)
+        resumed.logger["log_dir"] = str(tmp_path / name)
+        write_steps(tmp_path / "exp_001", 3)
+        file = metrics_file(Run.of(resumed, "grpo"))
+        file.write({"step": 3, "log": "new"})
+        file.close()
+        logs = [row["log"] for row in read_metrics(file.path)]
+        assert logs == ([] if name == "exp_003" else ["exp_001"] * 2) + ["new"]
+        (checkpoint / "config.yaml").write_text(f"logger: {{log_dir: {tmp_path / 'exp_001'}}}")
+        if name == "exp_002":
+            (checkpoint / "config.yaml").write_text(f"logger: {{log_dir: {tmp_path / 'none'}}}")
+
+
+@pytest.mark.parametrize("damage", ["logs", "recipe", "lines"])
+def test_a_log_that_cannot_be_written_or_read_is_a_warning(tmp_path, caplog, damage):
+    checkpoint = tmp_path / "checkpoints" / "step_2"
+    checkpoint.mkdir(parents=True)
+    (tmp_path / "logs").mkdir()
+    if damage == "logs":
+        (tmp_path / "logs" / "metrics.jsonl").mkdir()
+    elif damage == "recipe":
+        (checkpoint / "config.yaml").write_text("[")
+    else:
+        (tmp_path / "logs" / "metrics.jsonl").write_text('{"name": "of another program"}\n')
+    assert metrics_file(Run.of(recipe(tmp_path), "grpo")) is None
+    [record] = caplog.records
+    assert "logs/metrics.jsonl: steps are not written (" in record.message
 
 
 @pytest.mark.parametrize(
@@ -166,33 +212,47 @@ def test_a_run_is_current_while_it_is_set_up(tmp_path):
     assert current_run() is None
 
 
-def test_workers_get_the_folder_of_the_plugin_alone(tmp_path, monkeypatch):
-    monkeypatch.setenv("NEMO_RL_PY_EXECUTABLES_SYSTEM", "1")
-    assert plugin_folder() is None
-    monkeypatch.delenv("NEMO_RL_PY_EXECUTABLES_SYSTEM")
-    package = tmp_path / "plugin" / "nemo_specrl"
-    package.mkdir(parents=True)
-    monkeypatch.setattr("nemo_specrl.__file__", str(package / "__init__.py"))
-    with pytest.raises(
-        ConfigError, match=r"lmdb is not beside it.*pip wheel --no-deps.*--target DIR"
-    ):
-        plugin_folder()
-    for name in ("lmdb", "xxhash"):
-        (package.parent / name).mkdir()
-    assert plugin_folder() == package.parent
-    (package.parent / "torch").mkdir()
-    with pytest.raises(ConfigError, match="torch lies beside it"):
-        plugin_folder()
+def copy_package(name, folder):
+    (found,) = importlib.util.find_spec(name).submodule_search_locations
+    shutil.copytree(found, folder / name)
 
 
-def nemo_specrl(*arguments):
+def run_command(*arguments, **environment):
+    """``nemo-specrl run``, by the first copy of the package that the process finds."""
+    clean = {k: v for k, v in os.environ.items() if k != "NEMO_RL_PY_EXECUTABLES_SYSTEM"}
     return subprocess.run(
-        [sys.executable, "-m", "nemo_specrl", *arguments], capture_output=True, text=True
+        [sys.executable, "-P", "-m", "nemo_specrl", "run", *map(str, arguments)],
+        env=clean | environment,
+        capture_output=True,
+        text=True,
     )
 
 
+def test_workers_get_the_folder_of_the_plugin_alone(tmp_path):
+    """A copy that workers can import is not refused; then NeMo-RL is what is missing."""
+    plugin, script = tmp_path / "plugin", tmp_path / "script.py"
+    script.write_text("")
+    copy_package("nemo_specrl", plugin)
+
+    def refused():
+        done = run_command(script, PYTHONPATH=str(plugin))
+        assert done.returncode != 0 and done.stderr.count("\n") == 1
+        return done.stderr
+
+    line = refused()
+    assert f"nemo_specrl in {plugin}: " in line and "(lmdb is not beside it)" in line
+    assert "pip wheel --no-deps" in line and "--target DIR" in line
+    for name in ("lmdb", "xxhash"):
+        copy_package(name, plugin)
+    assert "nemo_rl" in refused()
+    (plugin / "torch").mkdir()
+    assert "(torch lies beside it)" in refused()
+    shared = run_command(script, PYTHONPATH=str(plugin), NEMO_RL_PY_EXECUTABLES_SYSTEM="1")
+    assert "nemo_rl" in shared.stderr and "beside it" not in shared.stderr
+
+
 def test_the_launcher_says_what_is_missing(tmp_path):
-    done = nemo_specrl("run", str(tmp_path / "none.py"), "--config", "x")
+    done = run_command(tmp_path / "none.py", "--config", "x")
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1 and "none.py: no such file" in done.stderr
 

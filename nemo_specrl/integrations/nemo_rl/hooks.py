@@ -20,8 +20,8 @@ Each of their methods below is wrapped once, and does these things in this order
     1. with prefix ``train``: PPO's monitor adds its metrics.
        With prefix ``timing/train``, which every trainer logs last in a step: the engines' counts
        are logged under ``train``, their times are added, the step's records are dropped, the
-       step's metrics go to Ray's endpoint for Prometheus, and under ``ft_launcher`` its monitor
-       gets a heartbeat
+       step's metrics go to metrics.jsonl and to Ray's endpoint for Prometheus, and under
+       ``ft_launcher`` its monitor gets a heartbeat
     2. NeMo-RL's method
 """
 
@@ -36,17 +36,16 @@ from typing import Any, Protocol
 
 import torch
 
-from nemo_specrl import prometheus
 from nemo_specrl.integrations import nvrx
 from nemo_specrl.integrations.nemo_rl.anchor import anchored_logprobs
-from nemo_specrl.integrations.nemo_rl.metrics import step_record
+from nemo_specrl.integrations.nemo_rl.log import StepLog
 from nemo_specrl.integrations.nemo_rl.monitor import StepMonitor
 from nemo_specrl.integrations.nemo_rl.records import RecordTable
 from nemo_specrl.integrations.nemo_rl.run import CACHE_FOLDER
 
 __all__ = ["Hooks"]
 
-TRAIN, END_OF_STEP = "train", "timing/train"
+TRAIN, VALIDATION, END_OF_STEP = "train", "validation", "timing/train"
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +72,7 @@ class Hooks:
         anchor_at_birth: whether ``clip_anchor`` is ``birth``.
         rewards_in_batch: the batches that the policy is trained on have rewards, as PPO's do, and
             the monitor compares these instead of the rows that are logged.
-        label: of the run in Prometheus.
+        log: of the run's steps.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class Hooks:
         *,
         anchor_at_birth: bool,
         rewards_in_batch: bool,
-        label: str,
+        log: StepLog,
     ) -> None:
         self._generation = generation
         self._records = records
@@ -94,14 +93,10 @@ class Hooks:
         self._batch: weakref.ref[Any] | None = None
         self._anchored: torch.Tensor | None = None
         self._compared: dict[str, float] = {}
-        self._logged: dict[str, float] = {}
-        """What the plug-in has logged of this step under ``train``."""
-        self._endpoint = prometheus.RayEndpoint(label)
-        self._endpoint.write(prometheus.started())
+        self._log = log
 
     def install(self, policy: Any, logger: Any, checkpointer: Any) -> None:
         """Wrap the methods of the three objects."""
-        nvrx.connect()
         if self._anchor_at_birth or (self._monitor is not None and self._rewards_in_batch):
             self._train = policy.train
             policy.train = self.train
@@ -139,12 +134,13 @@ class Hooks:
 
     def log_metrics(self, metrics: Any, step: int, prefix: str | None = "", **kwargs: Any) -> None:
         """Stand in for ``logger.log_metrics``."""
-        if prefix == TRAIN and "reward" in metrics:
-            self._logged["reward"] = metrics["reward"]
-        if prefix == TRAIN and self._compared:
+        if prefix == TRAIN:
+            self._log.note_trainer(metrics)
+            self._log.note(self._compared)
             metrics = {**metrics, **self._compared}
-            self._logged |= self._compared
             self._compared = {}
+        elif prefix == VALIDATION:
+            self._log.note_validation(metrics, step)
         elif prefix == END_OF_STEP:
             nvrx.heartbeat()
             if self._monitor is not None or self._anchor_at_birth:
@@ -154,14 +150,12 @@ class Hooks:
                 counts, seconds = taken
                 self._log_own(counts, step)
                 metrics = {**metrics, **seconds}
-            record = step_record(step, self._logged, metrics)
-            self._endpoint.write(prometheus.of_step(record))
-            self._logged = {}
+            self._log.end_step(step, metrics)
         self._log_metrics(metrics, step, prefix, **kwargs)
 
     def _log_own(self, metrics: dict[str, float], step: int) -> None:
         self._log_metrics(metrics, step, prefix=TRAIN)
-        self._logged |= metrics
+        self._log.note(metrics)
 
     def save(self, folder: Path) -> None:
         """Write what a resumed run needs of the plug-in; a failure costs the checkpoint nothing."""

@@ -12,6 +12,12 @@ from nemo_specrl.engine.metrics import EngineMetrics
 
 __all__ = ["counts", "step_record", "times"]
 
+PLAIN = {
+    f"spec_rl/{name}": name
+    for name in ("verify_s", "decoded_tokens", "response_tokens", "heldout_tokens")
+}
+"""What the embedded trainer has in its records by itself, beside the engine's metrics."""
+
 TIMES = {
     "spec_rl/lookup_s": "spec_rl_lookup",
     "spec_rl/verify_s": "spec_rl_verification",
@@ -48,7 +54,7 @@ def times(metrics: EngineMetrics, concurrent: int) -> dict[str, float]:
 def step_record(
     step: int, values: Mapping[str, float], seconds: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A step's record as the embedded trainer writes it, for Prometheus.
+    """A step's record, with the names of the embedded trainer's.
 
     Args:
         step: number of the step.
@@ -56,4 +62,5 @@ def step_record(
         seconds: what was logged under ``timing/train/``.
     """
     timed = {name: seconds[key] for key, name in STEP_TIMES.items() if key in seconds}
-    return {"step": step, **values, **timed}
+    record = {"step": step, **values, **timed}
+    return record | {name: record[engines] for engines, name in PLAIN.items() if engines in record}

@@ -13,11 +13,13 @@ from collections.abc import Callable
 from typing import Any
 
 from nemo_specrl.errors import ConfigError, IncompatibleVersion
+from nemo_specrl.integrations import nvrx
 from nemo_specrl.integrations.nemo_rl import compat
 from nemo_specrl.integrations.nemo_rl.hooks import Hooks
+from nemo_specrl.integrations.nemo_rl.log import StepLog, metrics_file
 from nemo_specrl.integrations.nemo_rl.monitor import StepMonitor
 from nemo_specrl.integrations.nemo_rl.records import RecordTable
-from nemo_specrl.integrations.nemo_rl.run import BLOCK, CACHE_FOLDER, Run, setting_up
+from nemo_specrl.integrations.nemo_rl.run import BLOCK, CACHE_FOLDER, Run, option, setting_up
 
 __all__ = ["rebind", "register"]
 
@@ -64,16 +66,18 @@ def _wrapped_setup(original: Callable[..., Any], algorithm: str) -> Callable[...
                 f"{BLOCK}.enabled = true: only text can be drafted, and this recipe has a processor"
                 " of images; set false"
             )
+        if run is not None:
+            nvrx.connect()  # before the engines start, which may hang; the hooks send heartbeats
         with setting_up(run):
             parts = original(master_config, *args, **kwargs)
         if run is not None:
-            _add_hooks(run, parts, algorithm)
+            _add_hooks(run, parts, master_config, algorithm)
         return parts
 
     return setup
 
 
-def _add_hooks(run: Run, parts: tuple[Any, ...], algorithm: str) -> None:
+def _add_hooks(run: Run, parts: tuple[Any, ...], master_config: Any, algorithm: str) -> None:
     """Wrap what ``setup`` has returned."""
     from nemo_specrl.integrations.nemo_rl.generation import SpecVllmGeneration
 
@@ -96,7 +100,7 @@ def _add_hooks(run: Run, parts: tuple[Any, ...], algorithm: str) -> None:
         # PPO's trainers do not all write their rows to the logger, but train on a batch that has
         # the rewards. The batch that GRPO trains on has none, and its trainers all write them.
         rewards_in_batch=algorithm == "ppo",
-        label=run.label,
+        log=StepLog(run.label, metrics_file(run), _total_steps(parts, master_config, algorithm)),
     )
     hooks.install(
         policy=parts[0],
@@ -123,6 +127,17 @@ def _steps_per_epoch(parts: tuple[Any, ...]) -> int:
         f"setup of this NeMo-RL returns no data loader; this release of nemo_specrl works with "
         f"{compat.KNOWN}"
     )
+
+
+def _total_steps(parts: tuple[Any, ...], master_config: Any, algorithm: str) -> int:
+    """Steps after which the run ends: with dynamic sampling, at the latest."""
+    own = getattr(master_config, algorithm)
+    steps = int(option(own, "max_num_steps", 0))
+    asynchronous = option(option(own, f"async_{algorithm}", None), "enabled", False)
+    # The asynchronous trainer counts no epochs, and several data loaders have no end.
+    if asynchronous or option(master_config.data, "use_multiple_dataloader", False):
+        return steps
+    return min(steps, int(option(own, "max_num_epochs", 1)) * _steps_per_epoch(parts))
 
 
 def _wrapped_validate(original: Callable[..., Any], everywhere: bool) -> Callable[..., Any]:

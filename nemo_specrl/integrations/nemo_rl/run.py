@@ -50,6 +50,7 @@ class Run:
         seed: of the algorithm.
         name: of the run's folder on each node, different for each checkpoint folder.
         label: of the run in Prometheus, the name of its checkpoint folder.
+        log_folder: NeMo-RL's ``logger.log_dir``.
         checkpoint: folder of the checkpoint from which the run resumes, or None.
         tokenizer_id: the tokenizer's identity in the cache.
     """
@@ -58,6 +59,7 @@ class Run:
     seed: int
     name: str
     label: str
+    log_folder: Path
     checkpoint: Path | None
     tokenizer_id: str
 
@@ -99,6 +101,7 @@ class Run:
             seed=int(option(own, "seed", 0) or 0),
             name=hashlib.sha256(str(folder).encode()).hexdigest()[:16],
             label=folder.name,
+            log_folder=Path(master_config.logger["log_dir"]),
             checkpoint=_latest(folder) if checkpointing["enabled"] else None,
             tokenizer_id=str(master_config.policy["tokenizer"]["name"]),
         )

@@ -1,0 +1,68 @@
+"""A job of NeMo-RL under a real ``ft_launcher`` of nvidia-resiliency-ext, whose driver hangs.
+
+It needs an unmodified checkout of NeMo-RL in NEMO_RL_HOME and its environment: `make test-nemo`.
+"""
+
+import importlib.util
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from nemo_specrl.trainer.log import METRICS, read_metrics
+from tests.nemo_rl.jobs import ACCEPTED, FAITHFUL, Job, marks
+
+pytestmark = [
+    pytest.mark.timeout(1800),  # of the two, the first counts
+    *marks,
+    pytest.mark.skipif(
+        importlib.util.find_spec("nvidia_resiliency_ext") is None,
+        reason="nvidia-resiliency-ext is not installed here",
+    ),
+]
+
+LIMIT = 60
+"""Seconds between two heartbeats; a step takes a few."""
+LAUNCHER = (
+    *("-m", "nvidia_resiliency_ext.fault_tolerance.launcher", "--standalone", "--max-restarts=3"),
+    *("--ft-workload-check-interval=0.5", "--ft-enable-nic-monitor=false", "--term-timeout=5"),
+    *("--ft-initial-rank-heartbeat-timeout=1200", f"--ft-rank-heartbeat-timeout={LIMIT}"),
+)
+
+
+def driver_in_step(job, step):
+    """Wait until the rollouts of a step are being made, and return the driver's process id."""
+    while job.process.poll() is None:
+        made = [line for line in job._lines("counts.jsonl") if line["kind"] == "generate"]
+        trained = [line for line in made if not line["validating"]]
+        if len(trained) >= step:
+            return trained[-1]["pid"]
+        time.sleep(0.05)
+    raise AssertionError(job.log.read_text()[-6000:])
+
+
+def test_a_driver_that_hangs_is_killed_and_goes_on_from_its_checkpoint_with_its_cache(tmp_path):
+    job = Job(tmp_path / "job", steps=6, spec_rl=FAITHFUL, launcher=LAUNCHER)
+    try:
+        os.kill(driver_in_step(job, 3), signal.SIGSTOP)
+        before = read_metrics(job.out / "logs" / METRICS)
+    except BaseException:
+        job.kill()
+        raise
+    job.wait()
+    output = job.log.read_text()
+    assert output.count("Did not get subsequent heartbeat") == 1
+    assert "starts cold" not in output
+    assert [record["step"] for record in before] == [1, 2]
+    rows = read_metrics(job.out / "logs" / METRICS)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert rows[:2] == before
+    # Of the second process, which has read the cache back from the checkpoint of step 2.
+    for row in rows[2:]:
+        assert row["spec_rl/cache_errors"] == row["spec_rl/refused_drafts"] == 0
+        assert row["spec_rl/draft_coverage"] > 0.5
+        assert row["spec_rl/accepted_fraction"] > ACCEPTED
+    manifest = job.out / "checkpoints" / "step_6" / "rollout_cache" / "manifest.json"
+    assert json.loads(manifest.read_text())["policy_version"] > 6  # it goes on counting
