@@ -30,6 +30,27 @@ bad() {
     wrong=1
 }
 
+# Name those of the variables $@ that are set, and not to a whole number.
+whole_numbers() {
+    local name
+    for name in "$@"; do
+        [[ ${!name:-0} =~ ^(0|[1-9][0-9]*)$ ]] || bad "$name=${!name}: must be a whole number"
+    done
+}
+
+# Whether a container with the mounts $2 (SOURCE:TARGET[:FLAGS],...) sees path $1 under the same name.
+mounted() {
+    local entry parts target
+    local -a entries
+    IFS=, read -ra entries <<<"$2"
+    for entry in "${entries[@]}"; do
+        IFS=: read -ra parts <<<"$entry"
+        target=${parts[1]:-${parts[0]}}
+        [[ ${parts[0]%/} == "${target%/}" && $1/ == "${target%/}"/* ]] && return 0
+    done
+    return 1
+}
+
 # Make Ray ask everyone for a token of this job's own; its ports are open to the network. $1: file for
 # it, on a disk that all nodes see. The user may have chosen otherwise.
 want_ray_token() {

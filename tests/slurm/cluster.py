@@ -26,6 +26,8 @@ UNSHARE += ("--mount-proc", "--propagation", "private")
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # not on every user's
 SUBNET = "10.77.0"  # lives in the controller's network namespace alone
 
+ENDED = ("COMPLETED", "FAILED", "NODE_FAIL", "CANCELLED")
+
 CONTROLLER = """
 hostname ctl && mount --bind "$1/etc/hosts" /etc/hosts
 ip link set lo up && ip link add br0 type bridge
@@ -34,7 +36,7 @@ munged --foreground --force --socket="$1/munge.sock" --key-file="$1/etc/munge.ke
   --pid-file="$1/munged.pid" --log-file="$1/log/munged.log" --seed-file="$1/munge.seed" &
 until [[ -S $1/munge.sock ]]; do sleep 0.1; done
 slurmctld -D -c &
-cat # until the pipe closes
+while read -r; do :; done # until the pipe closes
 """
 NODE = """
 hostname "n$3" && mount --bind "$1/etc/hosts" /etc/hosts
@@ -44,7 +46,9 @@ until ip link set eth0 up; do sleep 0.1; done 2>/dev/null
 ip addr add "$2.$((10 + $3))/24" dev eth0
 until [[ -S $1/munge.sock ]]; do sleep 0.1; done
 slurmd -D -N "n$3" &
-cat
+# Not cat: as the first process of its namespace the shell reaps orphans, whom Slurm would take for
+# processes of a job that do not end, and drain the node.
+while read -r; do :; done
 """
 CONFIGURATION = """
 ClusterName=test
@@ -68,7 +72,7 @@ JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 MpiDefault=none
 KillWait=5
-UnkillableStepTimeout=10
+UnkillableStepTimeout=60
 SlurmdTimeout=45
 MessageTimeout=10
 BatchStartTimeout=10
@@ -92,12 +96,12 @@ def why_not() -> str | None:
 
 
 @contextlib.contextmanager
-def running(count: int) -> Iterator[Cluster]:
+def running(count: int, plugin: Path | None = None) -> Iterator[Cluster]:
     """A cluster for a fixture; where none can run, the test is skipped with the reason."""
     reason = why_not()
     if reason:
         pytest.skip(reason)
-    with contextlib.closing(Cluster(count)) as cluster:
+    with contextlib.closing(Cluster(count, plugin)) as cluster:
         yield cluster
 
 
@@ -105,9 +109,13 @@ class Cluster:
     """Nodes n1, n2, ..., which share the disk ``folder`` and have ``folder/local`` each.
 
     Seen from outside, node n1's own disk is ``folder/n1/local``.
+
+    Args:
+        count: of nodes.
+        plugin: library with a plugin of Slurm's (SPANK).
     """
 
-    def __init__(self, count: int = 2):
+    def __init__(self, count: int = 2, plugin: Path | None = None):
         # Not pytest's folder: paths of sockets must be short.
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
         self.local = self.folder / "local"
@@ -115,6 +123,8 @@ class Cluster:
         self._processes: list[subprocess.Popen[bytes]] = []
         try:
             self._write_configuration()
+            if plugin is not None:
+                (self.folder / "etc" / "plugstack.conf").write_text(f"required {plugin}\n")
             controller = self._start("ctl", CONTROLLER)
             for number, name in enumerate(self.names, 1):
                 self._connect(controller, number, self._start(name, NODE, str(number)))
@@ -135,9 +145,22 @@ class Cluster:
             timeout=240,
         )
 
+    def exit_code(self, job: str) -> int | None:
+        """The exit code of a job, or None while it has not ended."""
+        show = ("scontrol", "show", "job", "--oneliner", job)
+        text = self.run(*show, cwd=self.folder).stdout
+        shown = dict(word.split("=", 1) for word in text.split() if "=" in word)
+        return int(shown["ExitCode"].split(":")[0]) if shown["JobState"] in ENDED else None
+
     def crash(self, name: str) -> None:
         """Cut a node's power: all its processes are gone at once."""
         os.kill(self._first(name), signal.SIGKILL)
+
+    def notice(self, name: str) -> None:
+        """Have Slurm take a node for dead now, which it does by itself after SlurmdTimeout."""
+        self.run(
+            "scontrol", "update", f"nodename={name}", "state=down", "reason=x", cwd=self.folder
+        )
 
     def boot(self, name: str) -> None:
         """Bring a node back that has crashed."""

@@ -170,6 +170,8 @@ BAD = [
     ([RECIPE], {"GPUS_PER_NODE": "all"}, "GPUS_PER_NODE=all: must be a number"),
     ([RECIPE], {"DEDICATED_RAY_HEAD": "yes"}, "DEDICATED_RAY_HEAD=yes: must be 0 or 1"),
     ([RECIPE], {"SPECRL_SAVE_SECONDS": "5m"}, "SPECRL_SAVE_SECONDS=5m: must be a whole number"),
+    ([RECIPE], {"SPECRL_MAX_RESTARTS": "1.5"}, "SPECRL_MAX_RESTARTS=1.5: must be a whole number"),
+    ([RECIPE], {"SPECRL_MAX_STALLED": "08"}, "SPECRL_MAX_STALLED=08: must be a whole number"),
     ([RECIPE], {"COMMAND": "python train.py"}, "COMMAND is set"),
 ]
 
@@ -236,22 +238,35 @@ def command_lines():
             continue  # it has ended
 
 
+def wait_for(condition):
+    deadline = time.monotonic() + 240
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
 class Job:
     """A job that has ended, and the folder of its checkout."""
 
-    def __init__(self, cluster, *arguments, ray_sub=RAY_SUB, options=(), **changes):
+    def __init__(self, cluster, *arguments, ray_sub=RAY_SUB, options=(), mounts="", **changes):
         self.cluster = cluster
         self.checkout = make_checkout(cluster.folder / f"checkout-{len(files(cluster.folder))}")
         (self.checkout / "ray.sub").write_text(ray_sub)
         self.cache = cluster.local / "specrl"
         changes = {"SPECRL_CACHE_DIR": str(self.cache), **changes}
-        self.submitted = cluster.run(
-            *("sbatch", "--wait", "--nodes=2", "--output=%j.out", *options),
+        if mounts:
+            changes["MOUNTS"] = f"{mounts},{self.checkout}:{self.checkout}"
+        submitted = cluster.run(
+            *("sbatch", "--parsable", "--nodes=2", "--output=%j.out", *options),
             *(str(SCRIPT), *arguments),
             cwd=self.checkout,
             env={**settings(cluster.folder), "PYTHONPATH": "/from/the/image", **changes},
         )
-        self.code = self.submitted.returncode
+        assert submitted.returncode == 0, submitted.stderr
+        # Not `sbatch --wait`, which looks only twice a minute after a while.
+        number = submitted.stdout.strip()
+        wait_for(lambda: cluster.exit_code(number) is not None)
+        self.code = cluster.exit_code(number)
         self.output = "".join(out.read_text() for out in self.checkout.glob("*.out"))
         self.logs = next(iter(self.checkout.glob("*-logs")), None)
 
@@ -269,7 +284,7 @@ class Job:
 def test_command_reaches_the_nodes(cluster):
     odd = "data.prompt='{a: $HOME}; exit 3'"
     job = Job(cluster, RECIPE, "grpo.max_num_steps=3", odd)
-    assert job.code == 0, job.output + job.submitted.stderr
+    assert job.code == 0, job.output
     plugin = cluster.folder / "plugin"
     assert json.loads((job.logs / "ray-driver.log").read_text()) == {
         "node": "n1",
@@ -358,10 +373,7 @@ def test_a_node_that_dies_gives_the_job_back_to_slurm(three_nodes):
     ray_sub = RAY_SUB.replace("srun --nodes=1", f"{fail_once}\nsrun --nodes=1")
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(Job, three_nodes, RECIPE, ray_sub=ray_sub)
-        deadline = time.monotonic() + 60
-        while not list(three_nodes.folder.glob("checkout-*/*-logs/up")):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_for(lambda: list(three_nodes.folder.glob("checkout-*/*-logs/up")))
         three_nodes.crash("n2")
         job = waiting.result()
     assert job.code == 0, job.output

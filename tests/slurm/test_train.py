@@ -16,7 +16,7 @@ import pytest
 from nemo_specrl.trainer.log import read_metrics
 from tests.conftest import REPOSITORY
 from tests.slurm.cluster import running
-from tests.trainer.test_training import SMALL, records, train
+from tests.trainer.test_training import DEMO, SMALL, records, train
 
 SCRIPT = REPOSITORY / "slurm" / "train.sbatch"
 RECIPE = "examples/configs/grpo_sort_megatron_cpu.yaml"
@@ -25,9 +25,9 @@ RUN = (
     "cluster.gpus_per_node=1",
     "cluster.num_nodes=2",
     "policy.generation.colocated.enabled=true",
-    "grpo.max_num_epochs=6",
+    "grpo.max_num_epochs=5",
 )
-STEPS = 12
+STEPS = 10
 
 needs_megatron = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed here"
@@ -66,7 +66,9 @@ def cluster():
 class Job:
     """A job of the script; its run is in a folder of its own."""
 
-    def __init__(self, cluster, name, *overrides, options=("--nodes=2",), **settings):
+    def __init__(
+        self, cluster, name, *overrides, recipe=RECIPE, options=("--nodes=2",), **settings
+    ):
         self.cluster, self.run = cluster, cluster.folder / name
         self.output = cluster.folder / f"{name}.out"
         environment = {
@@ -78,7 +80,7 @@ class Job:
         }
         submitted = cluster.run(
             *("sbatch", "--parsable", *options, f"--output={self.output}"),
-            *(str(SCRIPT), RECIPE, *overrides),
+            *(str(SCRIPT), recipe, *overrides),
             cwd=REPOSITORY,
             env=environment,
         )
@@ -102,14 +104,8 @@ class Job:
 
     def end(self):
         """Wait for the job's end; its exit code."""
-
-        def shown(name):
-            show = ("scontrol", "show", "job", "--oneliner", self.id)
-            text = self.cluster.run(*show, cwd=REPOSITORY).stdout
-            return text.split(f" {name}=")[1].split()[0]
-
-        self.until(lambda: shown("JobState") in ("COMPLETED", "FAILED", "NODE_FAIL", "CANCELLED"))
-        return int(shown("ExitCode").split(":")[0])
+        self.until(lambda: self.cluster.exit_code(self.id) is not None)
+        return self.cluster.exit_code(self.id)
 
 
 def started_on(job):
@@ -117,22 +113,29 @@ def started_on(job):
     return [line.split(", run ")[0] for line in job.said if line.startswith("nodes ")]
 
 
+@pytest.fixture(scope="module")
+def undisturbed(own_ray, tmp_path_factory):
+    """The records of a run that nothing happened to, outside of Slurm."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    train(folder, *RUN, config=RECIPE)
+    return records(folder)
+
+
 @needs_megatron
 @pytest.mark.timeout(900)
-def test_a_job_goes_on_after_it_has_lost_a_node_its_batch_node_and_its_time(cluster, tmp_path):
+def test_a_job_goes_on_after_it_has_lost_a_node_its_batch_node_and_its_time(cluster, undisturbed):
     """It ends as a run that nothing happened to, step for step."""
-    undisturbed = tmp_path / "undisturbed"
-    train(undisturbed, *RUN, config=RECIPE)
     job = Job(cluster, "run", *RUN, SPECRL_PYTHON=sys.executable)
     job.until_steps(3)
     cluster.crash("n2")
     job.until(lambda: len(started_on(job)) == 2)
     cluster.boot("n2")
-    job.until_steps(6)
+    job.until_steps(5)
     cluster.crash("n1")
+    cluster.notice("n1")
     job.until(lambda: len(started_on(job)) == 3)
     cluster.boot("n1")
-    job.until_steps(9)
+    job.until_steps(7)
     cluster.run("scancel", "--batch", "--signal=USR1", job.id, cwd=REPOSITORY)
     assert job.end() == 0, job.output.read_text(errors="replace")[-3000:]
     assert started_on(job)[:3] == ["nodes n1 n2", "nodes n1 n3", "nodes n2 n3"]
@@ -140,18 +143,41 @@ def test_a_job_goes_on_after_it_has_lost_a_node_its_batch_node_and_its_time(clus
     # Whether the script or Slurm notices first that n2 is dead is chance.
     assert any(line.startswith("the time limit; starting again") for line in job.said)
     assert len(read_metrics(job.run / "metrics.jsonl")) == STEPS
-    assert records(job.run) == records(undisturbed)
+    assert records(job.run) == undisturbed
     assert not (job.run / f"slurm-{job.id}" / "ray-token").exists()
     for name in cluster.names:
         assert not list((cluster.folder / name / "local").glob("ray-*"))
 
 
+@pytest.mark.timeout(600)
+def test_a_training_that_hangs_is_killed_and_goes_on(cluster, tmp_path):
+    """The monitor of ft_launcher misses its heartbeats. The job keeps its nodes."""
+    pytest.importorskip("nvidia_resiliency_ext", reason="nvidia-resiliency-ext is not installed")
+    alone = tmp_path / "alone"
+    steps = (*SMALL, "grpo.max_num_epochs=5")
+    train(alone, *steps)
+    # Once a part of a step has been seen, it may take five times as long, and no less than twelve
+    # intervals of the monitor.
+    often = "--ft-workload-check-interval=0.5"
+    settings = {"SPECRL_PYTHON": sys.executable, "SPECRL_FT_OPTIONS": often}
+    job = Job(cluster, "hang", *steps, recipe=DEMO, options=("--nodes=1",), **settings)
+    job.until_steps(3)
+    stop = f"kill -STOP $(cat {job.run}/slurm-{job.id}/train.pid)"
+    stopped = cluster.run(
+        "srun", "--overlap", f"--jobid={job.id}", "bash", "-c", stop, cwd=REPOSITORY
+    )
+    assert stopped.returncode == 0, stopped.stderr
+    assert job.end() == 0, job.output.read_text(errors="replace")[-3000:]
+    assert "FT timeout elapsed" in job.output.read_text(errors="replace")
+    assert job.output.read_text(errors="replace").count("resuming from step ") == 1
+    assert started_on(job) == ["nodes n1"]
+    assert records(job.run) == records(alone)
+
+
 @needs_megatron
 @pytest.mark.timeout(600)
-def test_two_jobs_share_their_nodes(cluster, tmp_path):
-    alone = tmp_path / "alone"
+def test_two_jobs_share_their_nodes(cluster, undisturbed):
     steps = (*RUN, "grpo.max_num_steps=2")
-    train(alone, *steps, config=RECIPE)
     options = ("--nodes=2", "--nodelist=n1,n2")
     jobs = [
         Job(cluster, name, *steps, options=options, SPECRL_PYTHON=sys.executable)
@@ -160,11 +186,12 @@ def test_two_jobs_share_their_nodes(cluster, tmp_path):
     assert [job.end() for job in jobs] == [0, 0], [job.output.read_text() for job in jobs]
     for job in jobs:
         assert started_on(job) == ["nodes n1 n2"]
-        assert records(job.run) == records(alone)
+        assert records(job.run) == undisturbed[:2]
 
 
 def test_a_typo_fails_once_with_its_own_message(cluster):
-    job = Job(cluster, "typo", "grpo.max_num_stepz=3", SPECRL_PYTHON=sys.executable)
+    one_node = {"options": ("--nodes=1",), "SPECRL_PYTHON": sys.executable}
+    job = Job(cluster, "typo", "grpo.max_num_stepz=3", **one_node)
     assert job.end() == 2
     assert "grpo.max_num_stepz: unknown key" in job.output.read_text()
     assert len(started_on(job)) == 1
@@ -174,29 +201,41 @@ def test_a_typo_fails_once_with_its_own_message(cluster):
     )
 
 
-def test_restarts_that_bring_nothing_come_to_an_end(cluster):
-    """As those of a training that hangs at its first step each time."""
-    hang = {"SPECRL_HANG_SECONDS": "1", "SPECRL_MAX_STALLED": "1"}
-    job = Job(cluster, "stalled", "test.hang=1", **hang)
-    assert job.end() == 75
-    assert len(started_on(job)) == 2
-    assert job.said[1] == (
-        "no step was logged for 1 s; starting again (restart 1 of at most 50), from checkpoint none"
+def test_a_failure_on_two_nodes_that_answer_is_passed_on(cluster):
+    job = Job(cluster, "fails", "test.exit=3")
+    assert job.end() == 3
+    assert job.said == [
+        f"nodes n1 n2, run {job.run}, start 1",
+        "the training ended with exit code 3, and all nodes answer: not started again",
+    ]
+
+
+def test_the_limits_of_restarts(cluster):
+    """Of a training that hangs at its first step each time, and of one that saves before."""
+    limits = {"SPECRL_HANG_SECONDS": "1", "SPECRL_MAX_STALLED": "1", "SPECRL_MAX_RESTARTS": "2"}
+    stalled = Job(cluster, "stalled", "test.hang=1", **limits)
+    saves = Job(cluster, "saves", "test.save=1", "test.hang=1", **limits)
+    assert (stalled.end(), saves.end()) == (75, 75)
+    assert len(started_on(stalled)) == 2
+    assert stalled.said[1] == (
+        "no step was logged for 1 s; starting again (restart 1 of at most 2), from checkpoint none"
     )
-    assert job.said[-1] == (
+    assert stalled.said[-1] == (
         "no step was logged for 1 s; not started again: 1 restarts have brought no checkpoint "
         "after step 0 "
-        f"(SPECRL_MAX_STALLED=1); look at the logs in {job.run}/slurm-{job.id}"
+        f"(SPECRL_MAX_STALLED=1); look at the logs in {stalled.run}/slurm-{stalled.id}"
     )
+    assert len(started_on(saves)) == 3
+    assert saves.said[-1].endswith("not started again: SPECRL_MAX_RESTARTS=2 is reached")
 
 
-def test_the_limit_of_restarts(cluster):
-    """Checkpoints come, and it ends all the same."""
-    limits = {"SPECRL_HANG_SECONDS": "1", "SPECRL_MAX_STALLED": "1", "SPECRL_MAX_RESTARTS": "2"}
-    job = Job(cluster, "limit", "test.save=1", "test.hang=1", **limits)
-    assert job.end() == 75
-    assert len(started_on(job)) == 3
-    assert job.said[-1].endswith("not started again: SPECRL_MAX_RESTARTS=2 is reached")
+def test_a_slurm_without_pyxis(cluster):
+    job = Job(cluster, "no-pyxis", **IMAGE)
+    assert job.end() == 2
+    assert job.output.read_text() == (
+        "train.sbatch: SPECRL_CONTAINER=registry#image: this Slurm has no pyxis: srun knows no "
+        "--container-image\n"
+    )
 
 
 def test_an_array_takes_a_line_of_overrides_for_each_task(cluster):
@@ -239,6 +278,7 @@ def test_shows_what_would_run():
     ]
 
 
+IMAGE = {"SPECRL_CONTAINER": "registry#image"}
 BAD = [
     ([], {}, "no recipe given; usage:"),
     (["none.yaml"], {}, "none.yaml: no such recipe in"),
@@ -250,6 +290,16 @@ BAD = [
     ([RECIPE], {"SPECRL_PYTHON": "pythn"}, "SPECRL_PYTHON=pythn: no such program"),
     ([RECIPE], {"SPECRL_SWEEP": "/none"}, "SPECRL_SWEEP=/none: no such file"),
     ([RECIPE], {"SPECRL_HANG_SECONDS": "1h"}, "SPECRL_HANG_SECONDS=1h: must be a whole number"),
+    (
+        [RECIPE],
+        {"SPECRL_CONTAINER": "a#b", "SPECRL_MOUNTS": "/data:/data"},
+        "lacks the submission's",
+    ),
+    (
+        ["/usr/bin/env"],
+        {"SPECRL_CONTAINER": "a#b"},
+        "/usr/bin/env: the container does not see this recipe",
+    ),
     ([RECIPE], {"SPECRL_MAX_STALLED": "-1"}, "SPECRL_MAX_STALLED=-1: must be a whole number"),
 ]
 
