@@ -122,7 +122,7 @@ def variants_in(rows: list[dict[str, Any]], setting: str) -> list[str]:
 
 
 def table(rows: list[dict[str, Any]], setting: str) -> str:
-    """Markdown: speed and held-out accuracy of each variant of a setting."""
+    """Markdown: speed of each variant of a setting, and what it learned."""
     plain = of(rows, setting, PLAIN)
     reference = band(plain, "heldout_accuracy")
     if reference is None:
@@ -130,9 +130,10 @@ def table(rows: list[dict[str, Any]], setting: str) -> str:
     names = [f"epoch {e}" for e in reference.epochs]
     lines = [
         "| variant | seeds | rollout s | processor s | engine steps | decoded tokens "
-        "| reward at the end | " + " | ".join(names) + " |",
-        "|---" * (7 + len(names)) + "|",
-    ]
+        "| reward at the end | KL to the start, nats a token | entropy, nats a token | "
+        + " | ".join(names) + " |",
+        "|---" * (9 + len(names)) + "|",
+    ]  # fmt: skip
     for variant in variants_in(rows, setting):
         mine = of(rows, setting, variant)
         held = band(mine, "heldout_accuracy")
@@ -153,12 +154,16 @@ def table(rows: list[dict[str, Any]], setting: str) -> str:
             below = reference.seeds > 1 and mean < reference.mean[i] - reference.half
             cells.append(f"{mean:.3f}" + (" (below)" if below else ""))
         decoded = at_end("decoded_tokens")
+        curves = (band(mine, name) for name in ("heldout_kl_to_start", "heldout_entropy"))
+        evaluated = [f"{curve.mean[-1]:.3f}" if curve else "" for curve in curves]
         counted = all(name in r for r in mine if r["epoch"] == last for name in COUNTED)
         counts = [f"{at_end(name):,.0f}" if counted else "" for name in COUNTED]
         lines.append(
             f"| {variant} | {held.seeds} | {at_end('rollout_s'):.0f} | {' | '.join(counts)}"
-            f" | {decoded / 1e6:.2f}M | {at_end('reward'):.2f} | " + " | ".join(cells) + " |"
-        )
+            f" | {decoded / 1e6:.2f}M | {at_end('reward'):.2f}"
+            f" | {' | '.join(evaluated)} | "
+            + " | ".join(cells) + " |"
+        )  # fmt: skip
     note = f"95 % band of plain: ± {reference.half:.3f}; *below*: under it."
     return "\n".join([*lines, "", note if reference.seeds > 1 else "One seed: no band."])
 

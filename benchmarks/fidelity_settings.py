@@ -127,6 +127,11 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "faithful, trees, 50 % fresh": with_trees("faithful", "fresh_fraction=0.5"),
     # What the mechanisms do one by one.
     "strict": spec(),
+    # SPEC-RL's own sweep over lenience; "strict" and "fast" are its points at 1 and e^0.5.
+    "lenience e^0.2": spec("lenience=1.2214"),
+    "lenience e^0.8": spec("lenience=2.2255"),
+    "lenience e^1": spec("lenience=2.7183"),
+    "lenience e^2": spec("lenience=7.3891"),
     "lenient, behaviour weights": (*spec(L, "reported_logprobs=behaviour"), BEHAVIOUR),
     "lenient, KL to the start": (*spec(L), "loss_fn.reference_policy_kl_penalty=0.05"),
     "lenient, clip from birth": spec(L, "clip_anchor=birth"),
@@ -153,6 +158,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
         "policy.train_global_batch_size=48",
     ),
 }
+LENIENCE = ("strict", "lenience e^0.2", "fast", "lenience e^0.8", "lenience e^1", "lenience e^2")
 TREES = tuple(name for name in VARIANTS if name.startswith("faithful, trees"))
 SHOWN = (PLAIN, *PRESETS, "plain, 3 of 8 rollouts")
 GRIDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -167,5 +173,6 @@ GRIDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("sums-small-64-ppo", "sums-small-64-dapo"),
         (PLAIN, *PRESETS, "strict, 30 % fresh", "strict, 50 % fresh"),
     ),
+    "lenience": (("sums-small-64", "sorting-64"), (PLAIN, *LENIENCE)),
     "trees": (("sorting-64", "sums-small-64-ppo"), (PLAIN, "lossless", "faithful", *TREES)),
 }

@@ -93,25 +93,33 @@ def record(
         warm_up_steps: of the model that the task begins with, if it has to be made.
         overrides: of the recipe.
     """
-    wanted = {"task": task, "warm_up_steps": warm_up_steps, "overrides": list(overrides)}
+    steps = warm_up_steps if TASKS[task].warm_up else 0
+    wanted = {"task": task, "warm_up_steps": steps, "overrides": list(overrides)}
     note = folder / "recording.json"
     if note.exists():
         had = json.loads(note.read_text())
         if had["epochs"] >= epochs and all(had[name] == value for name, value in wanted.items()):
             return
         shutil.rmtree(folder)
-    _prepare(task, folder, warm_up_steps)
+    _prepare(task, folder, steps)
     _train(task, folder, epochs, overrides)
     shutil.rmtree(folder / "run", ignore_errors=True)
     note.write_text(json.dumps({**wanted, "epochs": epochs}) + "\n")
 
 
-def weights(folder: Path, epoch: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights with which an epoch begins, by name."""
+def weights(
+    folder: Path, epoch: int, temperature: float = 1.0
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights with which an epoch begins, by name.
+
+    At another temperature than 1 they are those of a policy whose logits are divided by it, so that
+    the policy is more or less sure of its tokens while the engine samples at temperature 1.
+    """
     from safetensors.torch import load_file
 
     loaded = load_file(folder / f"epoch_{epoch}.safetensors")
     loaded.pop("lm_head.weight", None)  # tied to the embedding
+    loaded["model.norm.weight"] /= temperature  # the output layer has no bias
     yield from loaded.items()
 
 

@@ -6,9 +6,9 @@ import math
 import statistics
 from typing import Any
 
+from arms import PLAIN
 from recording import TASKS
 
-PLAIN = "plain"
 PLACE = ("task", "sequences", "group", "seed", "epoch", "of_groups")
 """The keys that tell the rows of an arm apart."""
 

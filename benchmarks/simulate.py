@@ -15,19 +15,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from recording import recipe_of, record, weights
-from rollout import ARMS, Arm, in_own_process
+from arms import ARMS, Comparison, environment, in_own_process
+from recording import record
 
 from nemo_specrl.config import PRESETS
-from nemo_specrl.engine.compat import local_cpu_environment
 from nemo_specrl.rollout import prompt_key
 from nemo_specrl.simulation.engine import FEATURES, Engine, fit_costs
 from nemo_specrl.simulation.recorded import Sample
@@ -35,9 +32,12 @@ from nemo_specrl.simulation.replay import acceptance_rates, groups_of, histories
 
 METHODS = {"plain": "plain", "tree": "lossless", "faithful": "faithful", "fast": "fast"}
 """Arms of ``rollout.py`` by the preset that they are."""
-PARTS = (("sorting", 16), ("sorting", 64), ("any-order", 32), ("any-order", 64))
+PARTS = {
+    f"{task}-{sequences}": {"task": task, "sequences": sequences}
+    for task, sequences in (("sorting", 16), ("sorting", 64), ("any-order", 32), ("any-order", 64))
+}
 """Task and max_num_seqs."""
-GROUP, PROMPTS, EPOCHS, SEED = 8, 16, 2, 100
+GROUP, EPOCHS, SEED = 8, 2, 100
 BLOCK_SIZE, MAX_MODEL_LEN = 32, 256
 FITTED = "sorting"
 """The task to whose points the costs are fitted; those of the other task are predicted."""
@@ -68,83 +68,40 @@ class Steps:
 
 
 def measure(
-    part: dict[str, Any], recording: Path, seeds: int, repeats: int
+    part: dict[str, Any], recording: Path, prompts: int, seeds: int, repeats: int
 ) -> list[dict[str, Any]]:
     """Measure all methods side by side, in a process of its own.
 
     Args:
         part: task and sequences.
         recording: folder of the task's recording.
+        prompts: of an epoch.
         seeds: of sampling.
         repeats: of everything.
 
     Returns:
         A row for each method, epoch, seed and repeat.
     """
-    from nemo_specrl.trainer.task import problems
-
-    common = (
-        "grpo.num_prompts_per_step=1",
-        f"grpo.num_generations_per_prompt={GROUP}",
-        f"policy.train_global_batch_size={GROUP}",
-        f"policy.generation.vllm_kwargs.max_num_seqs={part['sequences']}",
-    )
     rows = []
-    with tempfile.TemporaryDirectory() as scratch:
-        arms = {
-            name: Arm(part["task"], recording, Path(scratch) / name, (*ARMS[name], *common))
-            for name in METHODS
-        }
-        steps = {name: Steps(arm.generation) for name, arm in arms.items()}
-        data = recipe_of(part["task"], recording).data
-        chosen = list(problems(data.dataset_name, data.num_prompts, data.seed)[:PROMPTS])
-        others = [p.prompt for p in problems(data.dataset_name, 2, data.seed + 1000)]
-        for arm in arms.values():  # what happens once is not measured
-            arm.generation.heldout(others, 2)
+    arms = {name: ARMS[name] for name in METHODS}
+    place = (part["task"], recording, arms, GROUP, part["sequences"])
+    with Comparison(*place) as comparison:
+        steps = {name: Steps(arm.generation) for name, arm in comparison.arms.items()}
+        chosen = comparison.problems[:prompts]
         for turn in range(seeds * repeats):
             seed = SEED + turn % seeds
-            for name, arm in arms.items():
-                _begin_again(arm, seed, Path(scratch) / f"{name}-{turn}")
-            for epoch in range(EPOCHS):
-                first = (turn + epoch) % len(arms)
-                for name in [*list(arms)[first:], *list(arms)[:first]]:
-                    arm = arms[name]
-                    row = arm.measure(epoch, weights(recording, epoch), chosen)
-                    row["step_s"] = steps[name].seconds
-                    row |= {**part, "method": name, "epoch": epoch, "seed": seed}
-                    if name == "plain" and turn < seeds:
-                        row["prompt_lengths"] = [len(problem.prompt) for problem in chosen]
-                        row["keys"] = [prompt_key(problem.prompt).hex() for problem in chosen]
-                        row["responses"], row["logprobs"] = arm.responses, arm.logprobs
-                    rows.append(row)
-                    print(*part.values(), epoch, seed, name, sum(row["step_s"]), flush=True)
-        for arm in arms.values():
-            if arm.store is not None:
-                arm.store.close()
+            for arm in comparison.arms.values():
+                arm.begin_again(seed)
+            for row in comparison.epochs(part, prompts, range(EPOCHS), turn=turn):
+                name = row["method"] = row.pop("arm")
+                row |= {"seed": seed, "step_s": steps[name].seconds}
+                if name == "plain" and turn < seeds:
+                    arm = comparison.arms[name]
+                    row["prompt_lengths"] = [len(problem.prompt) for problem in chosen]
+                    row["keys"] = [prompt_key(problem.prompt).hex() for problem in chosen]
+                    row["responses"], row["logprobs"] = arm.responses, arm.logprobs
+                rows.append(row)
     return rows
-
-
-def _begin_again(arm: Arm, seed: int, folder: Path) -> None:
-    """Empty an arm's cache and trees, and set the seed of its sampling."""
-    from nemo_specrl.cache.journal import JournaledStore
-    from nemo_specrl.speculation.trees import DraftTrees
-    from nemo_specrl.trainer.generation import tokenizer_identity
-
-    generation = arm.generation
-    object.__setattr__(generation.recipe.algorithm, "seed", seed)  # it is frozen
-    generation.speculative.seed = seed
-    if arm.store is not None:
-        arm.store.close()
-        arm.store = generation.store = generation.speculative.cache = JournaledStore(
-            folder / "cache",
-            folder / "journal",
-            run="benchmark",
-            max_bytes=2**28,
-            tokenizer_id=tokenizer_identity(arm.recipe.policy.model_name),
-            groups_per_prompt=arm.recipe.spec_rl.cache.groups_per_prompt,
-        )
-    if arm.counter.drafter is not None:
-        arm.counter.drafter.trees = DraftTrees(arm.recipe.spec_rl.tree.max_bytes)
 
 
 def points(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -261,8 +218,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, help="folder of recordings, raw data, simulator.json")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--prompts", type=int, default=16, help="of an epoch, groups of 8")
+    parser.add_argument("--warm-up-steps", type=int, default=300, help="of any-order's own model")
     parser.add_argument("--seeds", type=int, default=1, help="of sampling")
     parser.add_argument("--repeats", type=int, default=4, help="of each seed")
+    parser.add_argument("--override", nargs="*", default=[], help="of the recording's recipe")
     parser.add_argument("--report", type=Path, metavar="JSON", help="print the table of a file")
     args = parser.parse_args()
     if args.report:
@@ -270,17 +231,16 @@ def main() -> None:
         return
     if args.out is None:
         parser.error("--out DIR or --report JSON is required")
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions are sent to the worker
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    local_cpu_environment()
-    rows = []
-    for task, sequences in PARTS:
-        recording = args.out / "recordings" / task
-        in_own_process(record, task, recording, EPOCHS, 300)
-        part = {"task": task, "sequences": sequences}
-        raw = args.out / f"{task}-{sequences}.json"
+    environment()
+    rows, more = [], tuple(args.override)
+    for name in args.parts:
+        part = PARTS[name]
+        recording = args.out / "recordings" / part["task"]
+        in_own_process(record, part["task"], recording, EPOCHS, args.warm_up_steps, more)
+        raw = args.out / f"{name}.json"
         if not raw.exists():
-            measured = in_own_process(measure, part, recording, args.seeds, args.repeats)
+            amount = (args.prompts, args.seeds, args.repeats)
+            measured = in_own_process(measure, part, recording, *amount)
             raw.write_text(json.dumps(measured))
         rows += json.loads(raw.read_text())
     result = predict(points(rows))

@@ -13,6 +13,10 @@ from tests.conftest import REPOSITORY
 BENCHMARKS = REPOSITORY / "benchmarks"
 ARMS = ["plain", "n-gram", "suffix", "tree", "fast, tree"]
 EPOCHS, PROMPTS, GROUP = 2, 2, 3
+SMALL_RECORDING = (
+    *("--override", "data.num_prompts=4", "grpo.num_prompts_per_step=4"),
+    *("grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=16"),
+)
 pytestmark = pytest.mark.timeout(900)  # two processes with three to five engines each
 
 
@@ -30,8 +34,7 @@ def result(tmp_path_factory):
     printed = run(
         *("--out", out, "--tasks", "sorting", "--arms", *ARMS, "--epochs", EPOCHS),
         *("--prompts", PROMPTS, "--group", GROUP, "--sequences", 4, "--groups", 2),
-        *("--override", "data.num_prompts=4", "grpo.num_prompts_per_step=4"),
-        *("grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=16"),
+        *SMALL_RECORDING,
     )
     data = json.loads((out / "rollout.json").read_text())
     again = run("--report", out / "rollout.json")
@@ -108,6 +111,75 @@ def test_the_report_is_what_was_printed(result):
     assert again.strip() in printed
     for arm in {row["arm"] for row in rows}:
         assert f"| {arm} |" in again
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    """The sweep over engines and over temperatures: its printed text, and rows by place."""
+    out = tmp_path_factory.mktemp("sweep")
+    picture = out / "sweep.png"
+    small = ("--arms", "tree", *SMALL_RECORDING)
+    temperatures = ("--axes", "temperature", "--values", 0.5, 2, "--seeds", 1, 2)
+    run("--out", out, *temperatures, *small, script="sweep.py")
+    printed = run(
+        *("--out", out, "--axes", "engines", "--values", 1, 4, *small, "--plot", picture),
+        script="sweep.py",
+    )
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    rows = json.loads((out / "sweep.json").read_text())
+    seeds = [[row["response_tokens"] for row in rows if row["seed"] == seed] for seed in (1, 2)]
+    assert seeds[1] and seeds[0][: len(seeds[1])] != seeds[1]  # they are other samples
+    rows = [row for row in rows if row["seed"] == 1]
+    return printed, {(row["axis"], row["value"], row["arm"], row["epoch"]): row for row in rows}
+
+
+def test_the_sweep_makes_the_policy_unsure_without_changing_how_the_engine_samples(swept):
+    _, rows = swept
+    sure, unsure = (rows["temperature", value, "tree", 1] for value in (0.5, 2))
+    assert sure["mean_p"] > 0.98 and unsure["mean_p"] < 0.8
+    gains = [row["response_tokens"] / row["row_steps"] for row in (sure, unsure)]
+    assert gains[0] > 1.5 * gains[1] > 1.5
+
+
+def test_several_engines_of_the_sweep_share_the_rows_and_the_longest_counts(swept):
+    printed, rows = swept
+    assert printed.count("\n| ") >= 4  # two tables of two points
+    for arm in ("plain", "tree"):
+        for epoch in (0, 1):
+            one, four = (rows["engines", value, arm, epoch] for value in (1, 4))
+            # Four prompts, of which each of four engines has one.
+            assert one["engine_steps"] / 4 <= four["engine_steps"] < 0.7 * one["engine_steps"]
+            if arm == "plain":
+                assert four["response_tokens"] == four["row_steps"] == one["row_steps"]
+
+
+def test_regimes_differ_in_how_far_drafts_go(tmp_path):
+    printed = run(
+        *("--out", tmp_path, "--tasks", "sorting", "--sequences", 4, "--seeds", 1),
+        *("--prompts", 2, *SMALL_RECORDING),
+        script="regimes.py",
+    )
+    assert printed.count("\n| sorting | 4 |") == 2
+    rows = json.loads((tmp_path / "regimes.json").read_text())
+    for epoch in (0, 1):
+        here = {row["arm"]: row for row in rows if row["epoch"] == epoch}
+        assert here["plain"]["drafted_tokens"] == 0
+        shares = [
+            here[p]["accepted_tokens"] / here[p]["drafted_tokens"] for p in ("0.1", "0.2", "0.6")
+        ]
+        assert shares == sorted(shares) and shares[0] < shares[2]
+
+
+def test_the_simulator_is_compared_with_the_engine(tmp_path):
+    small = ("--prompts", 2, "--repeats", 1, "--warm-up-steps", 2, *SMALL_RECORDING)
+    parts = ("--parts", "sorting-16", "any-order-64")
+    printed = run("--out", tmp_path, *parts, *small, script="simulate.py")
+    result = json.loads((tmp_path / "simulator.json").read_text())
+    assert printed.count("\n| any-order | 64 |") == 8
+    for point in result["points"]:
+        if point["method"] == "plain":
+            assert point["simulated"] == point["measured"]  # counts of steps, rows and tokens
+        assert point["predicted_s"] > 0 and point["measured_s"] > 0
 
 
 def test_a_training_for_the_study_of_fidelity_counts_its_rollouts(tmp_path):

@@ -1,0 +1,121 @@
+r"""Is a draft of fixed expected gain ever slower than plain decoding, or than another such draft?
+
+    .venv/bin/python benchmarks/regimes.py --out results/regimes
+    .venv/bin/python benchmarks/regimes.py --report benchmarks/results/regimes.json
+
+Drafts of the trees end where the chance that all of a draft is accepted falls below a fixed value
+(``MIN_PROBABILITY`` of speculation/trees.py). This measures other values beside it, and no drafts
+at all, on two tasks, with few, many and all rows at once, the first time that prompts come up and
+later. Engines and recorded policies are those of ``rollout.py``; arms take turns. Rows go to
+DIR/regimes.json; those of an earlier call stay unless they were measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from arms import ARMS, PLAIN, TREE, Comparison, environment, in_own_process, merged
+from recording import TASKS, record
+
+from nemo_specrl.speculation import trees
+
+FIXED = (0.1, trees.MIN_PROBABILITY, 0.4, 0.6)
+"""Chances below which a draft ends; the second one is the product's."""
+GROUP, EPOCHS = 8, 2
+KEYS = ("task", "sequences", "epoch", "seed", "arm")
+
+
+def ends_at(arm: Any, probability: float) -> None:
+    """Have the drafts of one engine end at ``probability``; all engines are in this process."""
+    drafter = arm.counter.drafter
+    propose = drafter.propose
+
+    def proposed(*args: Any, **kwargs: Any) -> Any:
+        trees.MIN_PROBABILITY = probability
+        return propose(*args, **kwargs)
+
+    drafter.propose = proposed
+
+
+def measure(
+    part: dict[str, Any], recording: Path, prompts: int, seeds: list[int]
+) -> list[dict[str, Any]]:
+    """Measure all arms of a task and a number of rows at once, in a process of its own."""
+    arms = {PLAIN: ARMS[PLAIN], **{f"{p:g}": ARMS[TREE] for p in FIXED}}
+    rows: list[dict[str, Any]] = []
+    with Comparison(part["task"], recording, arms, GROUP, part["sequences"]) as comparison:
+        for probability in FIXED:
+            ends_at(comparison.arms[f"{probability:g}"], probability)
+        for turn, seed in enumerate([seeds[0], *seeds]):  # the first turn is a warm-up
+            for arm in comparison.arms.values():
+                arm.begin_again(seed)
+            label = {**part, "seed": seed}
+            made = list(comparison.epochs(label, prompts, range(EPOCHS), turn=turn))
+            rows += made if turn else []
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: processor time of each choice over plain's, all seeds together, in each regime."""
+    names = [PLAIN, *(f"{p:g}" for p in FIXED)]
+    default = f"{FIXED[1]:g}"
+    lines = [
+        "| task | at once | epoch | mean p of a token | tokens a step | "
+        + " | ".join(f"drafts to {name}" for name in names[1:])
+        + f" | {default} over the best |",
+        "|---" * (6 + len(FIXED)) + "|",
+    ]
+    for task, sequences, epoch in sorted({tuple(row[k] for k in KEYS[:3]) for row in rows}):
+        here = [r for r in rows if tuple(r[k] for k in KEYS[:3]) == (task, sequences, epoch)]
+        seconds = {name: sum(r["processor_s"] for r in here if r["arm"] == name) for name in names}
+        over = {name: seconds[name] / seconds[PLAIN] for name in names}
+        mine = [r for r in here if r["arm"] == default]
+        gain = sum(r["response_tokens"] for r in mine) / sum(r["row_steps"] for r in mine)
+        p = statistics.fmean(r["mean_p"] for r in here if r["arm"] == PLAIN)
+        lines.append(
+            f"| {task} | {sequences} | {'later' if epoch else 'first'} | {p:.2f} | {gain:.1f} | "
+            + " | ".join(f"{over[name]:.2f}" for name in names[1:])
+            + f" | {over[default] / min(over.values()):.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="folder of the recordings and of regimes.json")
+    parser.add_argument("--recordings", type=Path, help="folder of the recordings, if another")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--sequences", type=int, nargs="+", default=[8, 64, 256])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of sampling")
+    parser.add_argument("--prompts", type=int, default=32, help="of an epoch, groups of 8")
+    parser.add_argument("--warm-up-steps", type=int, default=300, help="of a task's own model")
+    parser.add_argument("--override", nargs="*", default=[], help="of the recording's recipe")
+    parser.add_argument("--report", type=Path, metavar="JSON", help="print the table of a file")
+    args = parser.parse_args()
+    if args.report:
+        print(table(json.loads(args.report.read_text())))
+        return
+    if args.out is None:
+        parser.error("--out DIR or --report JSON is required")
+    environment()
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / "regimes.json"
+    rows: list[dict[str, Any]] = []
+    for task in args.tasks:
+        recording = (args.recordings or args.out / "recordings") / task
+        in_own_process(record, task, recording, EPOCHS, args.warm_up_steps, tuple(args.override))
+        for sequences in args.sequences:
+            part = {"task": task, "sequences": sequences}
+            new = in_own_process(measure, part, recording, args.prompts, args.seeds)
+            rows = merged(path, new, KEYS)
+    print(f"\n{table(rows)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+r"""What a method of speculation gains, and on what that depends: one thing is varied at a time.
+
+    .venv/bin/python benchmarks/sweep.py --out results/sweep
+    .venv/bin/python benchmarks/sweep.py --out results/sweep --axes drift --seeds 1 2 3
+    .venv/bin/python benchmarks/sweep.py --report benchmarks/results/sweep.json --plot sweep.png
+
+At each point, plain decoding and each method roll out the same prompts twice: cold, under the
+weights that a training began with, and warm, under those it had some epochs later. A recorded
+training provides them, and arms take turns, as in ``rollout.py``. Rows go to DIR/sweep.json, where
+those of an earlier call stay unless they were measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from arms import ARMS, PLAIN, TREE, Comparison, environment, in_own_process, merged
+from recording import record
+
+ROWS = 64
+"""Rollouts of an epoch, at every point."""
+METHODS = (TREE, "faithful", "faithful, tree", "fast")
+KEYS = ("axis", "value", "seed", "arm", "epoch")
+"""What tells rows apart."""
+TASK, GROUP, SEQUENCES, DRIFT = "sorting", 8, 8, 1
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What is varied.
+
+    Args:
+        title: for tables and plots.
+        values: of the points.
+    """
+
+    title: str
+    values: tuple[float, ...]
+
+
+AXES = {
+    "drift": Axis("epochs of training since the draft", (0, 1, 2, 4, 8)),
+    "temperature": Axis("temperature of the policy's logits", (0.5, 1, 1.25, 1.5)),
+    "length": Axis("most tokens of a response", (20, 40, 80, 160)),
+    "group": Axis("rollouts of a prompt, of 64 in all", (2, 8, 32)),
+    "sequences": Axis("rows that the engine runs at once", (4, 8, 16, 64)),
+    "engines": Axis("engines that share the rows", (1, 2, 4)),
+}
+
+
+def engine_of(axis: str, value: float) -> tuple[int, int, tuple[str, ...]]:
+    """Of a point: rollouts of a prompt, rows that the engine runs at once, and overrides."""
+    return (
+        int(value) if axis == "group" else GROUP,
+        int(value) if axis == "sequences" else SEQUENCES,
+        (f"policy.generation.max_new_tokens={int(value)}",) if axis == "length" else (),
+    )
+
+
+# --- what the rows say --------------------------------------------------------------------------
+
+
+def points(rows: list[dict[str, Any]], axis: str) -> list[float]:
+    """The values of an axis that were measured."""
+    return sorted({row["value"] for row in rows if row["axis"] == axis})
+
+
+def speed(rows: list[dict[str, Any]], axis: str, value: float, arm: str, name: str) -> list[float]:
+    """Plain's ``name`` over the arm's at a point, warm: one ratio for each seed."""
+    here = [row for row in rows if (row["axis"], row["value"], row["epoch"]) == (axis, value, 1)]
+    plain = {row["seed"]: row[name] for row in here if row["arm"] == PLAIN}
+    return [plain[row["seed"]] / row[name] for row in here if row["arm"] == arm]
+
+
+def spread(values: list[float]) -> str:
+    """Median, and what the values lie between."""
+    text = f"{statistics.median(values):.2f}"
+    return text if len(values) == 1 else f"{text} ({min(values):.2f} to {max(values):.2f})"
+
+
+def table(rows: list[dict[str, Any]], axis: str) -> str:
+    """Markdown: how many times fewer steps and less processor time each method takes, warm."""
+    arms = [arm for arm in ARMS if arm != PLAIN and any(row["arm"] == arm for row in rows)]
+    names = [f"{arm}: steps | processor s" for arm in arms]
+    lines = [
+        f"| {AXES[axis].title} | mean p of a token | tokens of a response | {' | '.join(names)} |",
+        "|---" * (3 + 2 * len(arms)) + "|",
+    ]
+    for value in points(rows, axis):
+        plain = [
+            row for row in rows
+            if (row["axis"], row["value"], row["arm"], row["epoch"]) == (axis, value, PLAIN, 1)
+        ]  # fmt: skip
+        cells = [
+            f"{value:g}",
+            f"{statistics.fmean(row['mean_p'] for row in plain):.3f}",
+            f"{statistics.fmean(row['length'] for row in plain):.0f}",
+        ]
+        for arm in arms:
+            cells += [
+                spread(speed(rows, axis, value, arm, name))
+                for name in ("engine_steps", "processor_s")
+            ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def report(rows: list[dict[str, Any]]) -> str:
+    """The tables of all axes that were measured."""
+    return "\n\n".join(table(rows, axis) for axis in AXES if points(rows, axis))
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """A panel for each axis: plain's processor seconds over each method's, with all seeds."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 7.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    measured = [axis for axis in AXES if points(rows, axis)]
+    panels = figure.subplots(2, -(-len(measured) // 2), squeeze=False).ravel()
+    for panel in panels[len(measured) :]:
+        panel.axis("off")
+    for axis, panel in zip(measured, panels, strict=False):
+        values = points(rows, axis)
+        for arm in [arm for arm in ARMS if any(row["arm"] == arm for row in rows) and arm != PLAIN]:
+            ratios = [speed(rows, axis, v, arm, "processor_s") for v in values]
+            middle = [statistics.median(of_point) for of_point in ratios]
+            lines = panel.plot(range(len(values)), middle, marker="o", label=arm)
+            lowest, highest = [min(r) for r in ratios], [max(r) for r in ratios]
+            colour = lines[0].get_color()
+            panel.fill_between(range(len(values)), lowest, highest, color=colour, alpha=0.15, lw=0)
+        panel.axhline(1, color="#888888", lw=1)
+        panel.set_xticks(range(len(values)), [f"{value:g}" for value in values])
+        panel.set_xlabel(AXES[axis].title)
+        panel.set_ylim(bottom=0)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(axis="y", color="#E6E6E6")
+    panels[0].legend(fontsize=9)
+    figure.suptitle("Times less processor time than plain decoding, second time a prompt comes up")
+    figure.savefig(path, dpi=80)
+
+
+# --- measuring ----------------------------------------------------------------------------------
+
+
+def measure(
+    places: list[tuple[str, float]], seeds: list[int], recording: Path, methods: list[str]
+) -> list[dict[str, Any]]:
+    """Measure points that the same engines serve, in a process of its own."""
+    arms = {arm: ARMS[arm] for arm in (PLAIN, *methods)}
+    group, sequences, more = engine_of(*places[0])
+    rows: list[dict[str, Any]] = []
+    with Comparison(TASK, recording, arms, group, sequences, more) as comparison:
+        if comparison.left_out:
+            raise SystemExit("; ".join(": ".join(arm) for arm in comparison.left_out.items()))
+        for turn, (seed, (axis, value)) in enumerate(itertools.product(seeds, places)):
+            for arm in comparison.arms.values():
+                arm.begin_again(seed)
+            drift = int(value) if axis == "drift" else DRIFT
+            rows += comparison.epochs(
+                {"axis": axis, "value": value, "seed": seed},
+                ROWS // group,
+                (0, drift),
+                temperature=value if axis == "temperature" else 1.0,
+                engines=int(value) if axis == "engines" else 1,
+                turn=turn,
+            )
+    return rows
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure the points of the axes that were asked for."""
+    environment()
+    recording = (args.recordings or args.out / "recordings") / TASK
+    chosen = {axis: args.values or AXES[axis].values for axis in args.axes}
+    epochs = 1 + max([DRIFT, *map(int, chosen.get("drift", ()))])
+    in_own_process(record, TASK, recording, epochs, 0, tuple(args.override))
+    by_engine: dict[Any, list[tuple[str, float]]] = {}
+    for axis, values in chosen.items():
+        for value in values:
+            by_engine.setdefault(engine_of(axis, value), []).append((axis, value))
+    rows: list[dict[str, Any]] = []
+    for places in by_engine.values():
+        new = in_own_process(measure, places, args.seeds, recording, args.arms)
+        rows = merged(args.out / "sweep.json", new, KEYS)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="folder of the recording and of sweep.json")
+    parser.add_argument("--recordings", type=Path, help="folder of the recordings, if another")
+    parser.add_argument("--axes", nargs="+", choices=AXES, default=list(AXES))
+    parser.add_argument("--values", nargs="+", type=float, help="points, if others, of one axis")
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS)[1:], default=list(METHODS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="of sampling")
+    parser.add_argument("--override", nargs="*", default=[], help="of the recording's recipe")
+    parser.add_argument("--report", type=Path, metavar="JSON", help="print the tables of a file")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw them")
+    args = parser.parse_args()
+    if args.report:
+        rows = json.loads(args.report.read_text())
+    elif args.out is None:
+        parser.error("--out DIR or --report JSON is required")
+    elif args.values and len(args.axes) != 1:
+        parser.error("--values needs one of --axes")
+    else:
+        args.out.mkdir(parents=True, exist_ok=True)
+        rows = run(args)
+    print(f"\n{report(rows)}")
+    if args.plot:
+        plot(rows, args.plot)
+
+
+if __name__ == "__main__":
+    main()
