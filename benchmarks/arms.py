@@ -6,6 +6,7 @@ process of the caller, where their steps are counted; ``environment`` sets what 
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import multiprocessing
@@ -19,7 +20,7 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-from recording import recipe_of, weights
+from recording import recipe_of, record, weights
 
 from nemo_specrl.engine.compat import local_cpu_environment, mend_cpu_rejection_sampler
 from nemo_specrl.errors import SpecRLError
@@ -185,14 +186,14 @@ class Arm:
         self.counter.clear()
         if self.store is not None and self.responses:  # as trainer/engines.py does
             costs = [fmean(map(len, group)) for group in self.responses]
-            chosen_order = balanced_order(costs, engines)
+            order = balanced_order(costs, engines)
         else:
-            chosen_order = list(range(len(chosen)))
+            order = list(range(len(chosen)))
         size = -(-len(chosen) // engines)
         longest = dict.fromkeys(("wall_s", "processor_s", "engine_steps"), 0.0)
         by_prompt: dict[int, list[Any]] = {}
         for start in range(0, len(chosen), size):
-            share = chosen_order[start : start + size]
+            share = order[start : start + size]
             steps, wall, processor = self.counter.steps, time.perf_counter(), time.process_time()
             rollouts = self.generation.rollouts([chosen[i].prompt for i in share])
             here = {
@@ -329,6 +330,28 @@ class Comparison:
                     flush=True,
                 )
                 yield {**label, "arm": name, "epoch": epoch, "load": os.getloadavg()[0], **row}
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the options that all of these benchmarks have."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    results = parser.add_mutually_exclusive_group(required=True)
+    results.add_argument("--out", type=Path, help="folder of the recordings and the results")
+    results.add_argument("--report", type=Path, metavar="JSON", help="print the tables of a file")
+    parser.add_argument("--recordings", type=Path, help="folder of the recordings, if another")
+    parser.add_argument("--warm-up-steps", type=int, default=300, help="of a task's own model")
+    parser.add_argument("--override", nargs="*", default=[], help="of the recording's recipe")
+    return parser
+
+
+def recorded(args: argparse.Namespace, task: str, epochs: int) -> Path:
+    """Make the folder of the results, and the recording of a task unless it is there."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    folder: Path = (args.recordings or args.out / "recordings") / task
+    in_own_process(record, task, folder, epochs, args.warm_up_steps, tuple(args.override))
+    return folder
 
 
 def environment() -> None:

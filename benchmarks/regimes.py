@@ -12,14 +12,23 @@ DIR/regimes.json; those of an earlier call stay unless they were measured again.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from pathlib import Path
 from typing import Any
 
-from arms import ARMS, PLAIN, TREE, Comparison, environment, in_own_process, merged
-from recording import TASKS, record
+from arms import (
+    ARMS,
+    PLAIN,
+    TREE,
+    Comparison,
+    arguments,
+    environment,
+    in_own_process,
+    merged,
+    recorded,
+)
+from recording import TASKS
 
 from nemo_specrl.speculation import trees
 
@@ -85,31 +94,20 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="folder of the recordings and of regimes.json")
-    parser.add_argument("--recordings", type=Path, help="folder of the recordings, if another")
+    parser = arguments(__doc__)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--sequences", type=int, nargs="+", default=[8, 64, 256])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of sampling")
     parser.add_argument("--prompts", type=int, default=32, help="of an epoch, groups of 8")
-    parser.add_argument("--warm-up-steps", type=int, default=300, help="of a task's own model")
-    parser.add_argument("--override", nargs="*", default=[], help="of the recording's recipe")
-    parser.add_argument("--report", type=Path, metavar="JSON", help="print the table of a file")
     args = parser.parse_args()
     if args.report:
         print(table(json.loads(args.report.read_text())))
         return
-    if args.out is None:
-        parser.error("--out DIR or --report JSON is required")
     environment()
-    args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "regimes.json"
     rows: list[dict[str, Any]] = []
     for task in args.tasks:
-        recording = (args.recordings or args.out / "recordings") / task
-        in_own_process(record, task, recording, EPOCHS, args.warm_up_steps, tuple(args.override))
+        recording = recorded(args, task, EPOCHS)
         for sequences in args.sequences:
             part = {"task": task, "sequences": sequences}
             new = in_own_process(measure, part, recording, args.prompts, args.seeds)

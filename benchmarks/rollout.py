@@ -21,8 +21,20 @@ import json
 from pathlib import Path
 from typing import Any
 
-from arms import ARMS, LOSSLESS, PLAIN, SPEC, TREE, Comparison, environment, in_own_process, rounded
-from recording import TASKS, record
+from arms import (
+    ARMS,
+    LOSSLESS,
+    PLAIN,
+    SPEC,
+    TREE,
+    Comparison,
+    arguments,
+    environment,
+    in_own_process,
+    recorded,
+    rounded,
+)
+from recording import TASKS
 from rollout_tables import PLACE, report
 
 SMALL_BOUND = 2 * 2**20
@@ -75,11 +87,7 @@ def run(args: argparse.Namespace) -> None:
     environment()
     result = args.out / "rollout.json"
     for task in args.tasks:
-        recording = args.recordings or args.out / "recordings"
-        recording = recording / task
-        in_own_process(
-            record, task, recording, args.epochs, args.warm_up_steps, tuple(args.override)
-        )
+        recording = recorded(args, task, args.epochs)
         of_arms = {"group": args.group, "prompts": args.prompts, "of_groups": False}
         of_groups = {"sequences": GROUP_SEQUENCES, "prompts": GROUP_PROMPTS, "of_groups": True}
         parts = [{**of_arms, "sequences": n} for n in args.sequences]
@@ -96,11 +104,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="folder of the recordings and of rollout.json")
-    parser.add_argument("--recordings", type=Path, help="folder of the recordings, if another")
+    parser = arguments(__doc__)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument(
         "--arms", nargs="+", choices=ARMS, default=list(ARMS), help="beside plain, always measured"
@@ -111,16 +115,10 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16, help="of an epoch")
     parser.add_argument("--group", type=int, default=8, help="rollouts of a prompt")
     parser.add_argument("--groups", type=int, nargs="*", default=[], help="such as 4 16 64 256")
-    parser.add_argument("--warm-up-steps", type=int, default=300, help="of a task's own model")
-    parser.add_argument("--override", nargs="*", default=[], help="of the recording's recipe")
-    parser.add_argument("--report", type=Path, metavar="JSON", help="print the tables of a file")
     args = parser.parse_args()
     if args.report:
         print(report(json.loads(args.report.read_text())))
-    elif args.out is None:
-        parser.error("--out DIR or --report JSON is required")
     else:
-        args.out.mkdir(parents=True, exist_ok=True)
         run(args)
 
 

@@ -13,7 +13,6 @@ same steps of the engine, the quickest reading of each step counts: the machine 
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections import defaultdict
@@ -21,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from arms import ARMS, Comparison, environment, in_own_process
-from recording import record
+from arms import ARMS, Comparison, arguments, environment, in_own_process, recorded
 
 from nemo_specrl.config import PRESETS
 from nemo_specrl.rollout import prompt_key
@@ -214,29 +212,20 @@ def report(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="folder of recordings, raw data, simulator.json")
+    parser = arguments(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--prompts", type=int, default=16, help="of an epoch, groups of 8")
-    parser.add_argument("--warm-up-steps", type=int, default=300, help="of any-order's own model")
     parser.add_argument("--seeds", type=int, default=1, help="of sampling")
     parser.add_argument("--repeats", type=int, default=4, help="of each seed")
-    parser.add_argument("--override", nargs="*", default=[], help="of the recording's recipe")
-    parser.add_argument("--report", type=Path, metavar="JSON", help="print the table of a file")
     args = parser.parse_args()
     if args.report:
         print(report(json.loads(args.report.read_text())))
         return
-    if args.out is None:
-        parser.error("--out DIR or --report JSON is required")
     environment()
-    rows, more = [], tuple(args.override)
+    rows = []
     for name in args.parts:
         part = PARTS[name]
-        recording = args.out / "recordings" / part["task"]
-        in_own_process(record, part["task"], recording, EPOCHS, args.warm_up_steps, more)
+        recording = recorded(args, part["task"], EPOCHS)
         raw = args.out / f"{name}.json"
         if not raw.exists():
             amount = (args.prompts, args.seeds, args.repeats)

@@ -20,8 +20,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from arms import ARMS, PLAIN, TREE, Comparison, environment, in_own_process, merged
-from recording import record
+from arms import (
+    ARMS,
+    PLAIN,
+    TREE,
+    Comparison,
+    arguments,
+    environment,
+    in_own_process,
+    merged,
+    recorded,
+)
 
 ROWS = 64
 """Rollouts of an epoch, at every point."""
@@ -178,10 +187,8 @@ def measure(
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure the points of the axes that were asked for."""
     environment()
-    recording = (args.recordings or args.out / "recordings") / TASK
     chosen = {axis: args.values or AXES[axis].values for axis in args.axes}
-    epochs = 1 + max([DRIFT, *map(int, chosen.get("drift", ()))])
-    in_own_process(record, TASK, recording, epochs, 0, tuple(args.override))
+    recording = recorded(args, TASK, 1 + max([DRIFT, *map(int, chosen.get("drift", ()))]))
     by_engine: dict[Any, list[tuple[str, float]]] = {}
     for axis, values in chosen.items():
         for value in values:
@@ -194,27 +201,18 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="folder of the recording and of sweep.json")
-    parser.add_argument("--recordings", type=Path, help="folder of the recordings, if another")
+    parser = arguments(__doc__)
     parser.add_argument("--axes", nargs="+", choices=AXES, default=list(AXES))
     parser.add_argument("--values", nargs="+", type=float, help="points, if others, of one axis")
     parser.add_argument("--arms", nargs="+", choices=list(ARMS)[1:], default=list(METHODS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="of sampling")
-    parser.add_argument("--override", nargs="*", default=[], help="of the recording's recipe")
-    parser.add_argument("--report", type=Path, metavar="JSON", help="print the tables of a file")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw them")
     args = parser.parse_args()
     if args.report:
         rows = json.loads(args.report.read_text())
-    elif args.out is None:
-        parser.error("--out DIR or --report JSON is required")
     elif args.values and len(args.axes) != 1:
         parser.error("--values needs one of --axes")
     else:
-        args.out.mkdir(parents=True, exist_ok=True)
         rows = run(args)
     print(f"\n{report(rows)}")
     if args.plot:
