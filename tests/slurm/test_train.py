@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -40,6 +41,10 @@ STAND_IN = """#!/bin/bash
 case "$*" in
     *ray.scripts*) sleep infinity ;;
     *" train "*)
+        if [[ $* == *test.late=* ]]; then
+            trap 'exit 130' INT
+            until [[ -e $SPECRL_STATE/go ]]; do sleep 0.1; done
+        fi
         echo $$ >"$SPECRL_STATE/train.pid"
         for argument; do
             case $argument in
@@ -47,6 +52,7 @@ case "$*" in
                 test.exit=*) code=${argument#*=} ;;
                 test.save=*) mkdir -p "$folder/step_$SLURM_RESTART_COUNT" ;;
                 test.hang=*) exec sleep infinity ;;
+                test.late=*) ((${SLURM_RESTART_COUNT:-0})) || while :; do sleep 0.1; done ;;
             esac
         done
         echo "arguments: ${*:5}"
@@ -97,10 +103,22 @@ class Job:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, self.output.read_text(errors="replace")[-3000:]
-            time.sleep(0.2)
+            time.sleep(0.05)
 
     def until_steps(self, count):
         self.until(lambda: len(read_metrics(self.run / "metrics.jsonl")) >= count)
+
+    def signal(self, node, number):
+        """Send a signal to the training, which runs on ``node``, at once; srun would take longer
+        than a few of its steps."""
+        pid = (self.run / f"slurm-{self.id}" / "train.pid").read_text()
+        self.cluster.kill(node, number, int(pid))
+
+    def near_its_time(self):
+        """Do as Slurm does when the time limit of the job is near."""
+        options = ("--batch", "--signal=USR1", self.id)
+        self.cluster.run("scancel", *options, cwd=REPOSITORY)
+        self.until(lambda: any(line.startswith("the time limit is near") for line in self.said))
 
     def end(self):
         """Wait for the job's end; its exit code."""
@@ -136,7 +154,9 @@ def test_a_job_goes_on_after_it_has_lost_a_node_its_batch_node_and_its_time(clus
     job.until(lambda: len(started_on(job)) == 3)
     cluster.boot("n1")
     job.until_steps(7)
-    cluster.run("scancel", "--batch", "--signal=USR1", job.id, cwd=REPOSITORY)
+    job.signal("n2", signal.SIGSTOP)  # or it may end before it hears of the limit
+    job.near_its_time()
+    job.signal("n2", signal.SIGCONT)
     assert job.end() == 0, job.output.read_text(errors="replace")[-3000:]
     assert started_on(job)[:3] == ["nodes n1 n2", "nodes n1 n3", "nodes n2 n3"]
     assert len(started_on(job)) == 4
@@ -162,11 +182,7 @@ def test_a_training_that_hangs_is_killed_and_goes_on(cluster, tmp_path):
     settings = {"SPECRL_PYTHON": sys.executable, "SPECRL_FT_OPTIONS": often}
     job = Job(cluster, "hang", *steps, recipe=DEMO, options=("--nodes=1",), **settings)
     job.until_steps(3)
-    stop = f"kill -STOP $(cat {job.run}/slurm-{job.id}/train.pid)"
-    stopped = cluster.run(
-        "srun", "--overlap", f"--jobid={job.id}", "bash", "-c", stop, cwd=REPOSITORY
-    )
-    assert stopped.returncode == 0, stopped.stderr
+    job.signal("n1", signal.SIGSTOP)
     assert job.end() == 0, job.output.read_text(errors="replace")[-3000:]
     assert "FT timeout elapsed" in job.output.read_text(errors="replace")
     assert job.output.read_text(errors="replace").count("resuming from step ") == 1
@@ -227,6 +243,18 @@ def test_the_limits_of_restarts(cluster):
     )
     assert len(started_on(saves)) == 3
     assert saves.said[-1].endswith("not started again: SPECRL_MAX_RESTARTS=2 is reached")
+
+
+def test_the_time_limit_while_the_training_is_not_up_yet(cluster):
+    job = Job(cluster, "late", "test.late=1")
+    job.until(lambda: started_on(job))
+    job.near_its_time()
+    (job.run / f"slurm-{job.id}" / "go").touch()
+    assert job.end() == 0
+    assert len(started_on(job)) == 2
+    assert job.said[2] == (
+        "the time limit; starting again (restart 1 of at most 50), from checkpoint none"
+    )
 
 
 def test_a_slurm_without_pyxis(cluster):
