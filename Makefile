@@ -16,7 +16,7 @@ demo: setup
 	.venv/bin/nemo-specrl compare examples/configs/grpo_sort_cpu.yaml --out results/demo
 
 test: setup
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest -n 2 --dist loadfile
 
 test-vllm:
 	scripts/test_vllm.sh $(VERSION)
