@@ -37,7 +37,7 @@ ROWS = 64
 METHODS = (TREE, "faithful", "faithful, tree", "fast")
 KEYS = ("axis", "value", "seed", "arm", "epoch")
 """What tells rows apart."""
-TASK, GROUP, SEQUENCES, DRIFT = "sorting", 8, 8, 1
+TASK = "sorting"
 
 
 @dataclass(frozen=True)
@@ -63,19 +63,31 @@ AXES = {
 }
 
 
-def engine_of(axis: str, value: float) -> tuple[int, int, tuple[str, ...]]:
-    """Of a point: rollouts of a prompt, rows that the engine runs at once, and overrides."""
-    return (
-        int(value) if axis == "group" else GROUP,
-        int(value) if axis == "sequences" else SEQUENCES,
-        (f"policy.generation.max_new_tokens={int(value)}",) if axis == "length" else (),
-    )
+@dataclass(frozen=True)
+class Point:
+    """Where to measure; of each axis the value that the others are measured at."""
+
+    drift: int = 1
+    temperature: float = 1.0
+    length: int = 160
+    group: int = 8
+    sequences: int = 8
+    engines: int = 1
+
+    @property
+    def engine(self) -> tuple[int, int, int]:
+        """What the engines are made for: points that share it share them."""
+        return self.group, self.sequences, self.length
+
+
+def point_of(axis: str, value: float) -> Point:
+    return Point(**{axis: value if axis == "temperature" else int(value)})
 
 
 # --- what the rows say --------------------------------------------------------------------------
 
 
-def points(rows: list[dict[str, Any]], axis: str) -> list[float]:
+def values_of(rows: list[dict[str, Any]], axis: str) -> list[float]:
     """The values of an axis that were measured."""
     return sorted({row["value"] for row in rows if row["axis"] == axis})
 
@@ -101,7 +113,7 @@ def table(rows: list[dict[str, Any]], axis: str) -> str:
         f"| {AXES[axis].title} | mean p of a token | tokens of a response | {' | '.join(names)} |",
         "|---" * (3 + 2 * len(arms)) + "|",
     ]
-    for value in points(rows, axis):
+    for value in values_of(rows, axis):
         plain = [
             row for row in rows
             if (row["axis"], row["value"], row["arm"], row["epoch"]) == (axis, value, PLAIN, 1)
@@ -122,7 +134,7 @@ def table(rows: list[dict[str, Any]], axis: str) -> str:
 
 def report(rows: list[dict[str, Any]]) -> str:
     """The tables of all axes that were measured."""
-    return "\n\n".join(table(rows, axis) for axis in AXES if points(rows, axis))
+    return "\n\n".join(table(rows, axis) for axis in AXES if values_of(rows, axis))
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
@@ -132,12 +144,12 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
     figure = Figure(figsize=(13, 7.5), layout="constrained")
     FigureCanvasAgg(figure)
-    measured = [axis for axis in AXES if points(rows, axis)]
+    measured = [axis for axis in AXES if values_of(rows, axis)]
     panels = figure.subplots(2, -(-len(measured) // 2), squeeze=False).ravel()
     for panel in panels[len(measured) :]:
         panel.axis("off")
     for axis, panel in zip(measured, panels, strict=False):
-        values = points(rows, axis)
+        values = values_of(rows, axis)
         for arm in [arm for arm in ARMS if any(row["arm"] == arm for row in rows) and arm != PLAIN]:
             ratios = [speed(rows, axis, v, arm, "processor_s") for v in values]
             middle = [statistics.median(of_point) for of_point in ratios]
@@ -160,42 +172,50 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def measure(
-    places: list[tuple[str, float]], seeds: list[int], recording: Path, methods: list[str]
-) -> list[dict[str, Any]]:
-    """Measure points that the same engines serve, in a process of its own."""
+    points: list[Point], seeds: list[int], recording: Path, methods: list[str]
+) -> list[list[dict[str, Any]]]:
+    """Measure points that the same engines serve, in a process of its own; the rows of each."""
     arms = {arm: ARMS[arm] for arm in (PLAIN, *methods)}
-    group, sequences, more = engine_of(*places[0])
-    rows: list[dict[str, Any]] = []
+    group, sequences, length = points[0].engine
+    more = (f"policy.generation.max_new_tokens={length}",)
+    rows: list[list[dict[str, Any]]] = [[] for _ in points]
     with Comparison(TASK, recording, arms, group, sequences, more) as comparison:
         if comparison.left_out:
             raise SystemExit("; ".join(": ".join(arm) for arm in comparison.left_out.items()))
-        for turn, (seed, (axis, value)) in enumerate(itertools.product(seeds, places)):
+        order = itertools.product(seeds, zip(points, rows, strict=True))
+        for turn, (seed, (point, measured)) in enumerate(order):
             for arm in comparison.arms.values():
                 arm.begin_again(seed)
-            drift = int(value) if axis == "drift" else DRIFT
-            rows += comparison.epochs(
-                {"axis": axis, "value": value, "seed": seed},
+            print(point, flush=True)
+            measured += comparison.epochs(
+                {"seed": seed},
                 ROWS // group,
-                (0, drift),
-                temperature=value if axis == "temperature" else 1.0,
-                engines=int(value) if axis == "engines" else 1,
+                (0, point.drift),
+                temperature=point.temperature,
+                engines=point.engines,
                 turn=turn,
             )
     return rows
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure the points of the axes that were asked for."""
+    """Measure the points of the axes that were asked for, each once, and label them with these."""
     environment()
-    chosen = {axis: args.values or AXES[axis].values for axis in args.axes}
-    recording = recorded(args, TASK, 1 + max([DRIFT, *map(int, chosen.get("drift", ()))]))
-    by_engine: dict[Any, list[tuple[str, float]]] = {}
-    for axis, values in chosen.items():
-        for value in values:
-            by_engine.setdefault(engine_of(axis, value), []).append((axis, value))
+    labels: dict[Point, list[dict[str, Any]]] = {}
+    for axis in args.axes:
+        for value in args.values or AXES[axis].values:
+            labels.setdefault(point_of(axis, value), []).append({"axis": axis, "value": value})
+    recording = recorded(args, TASK, 1 + max(point.drift for point in labels))
     rows: list[dict[str, Any]] = []
-    for places in by_engine.values():
-        new = in_own_process(measure, places, args.seeds, recording, args.arms)
+    for engine in dict.fromkeys(point.engine for point in labels):
+        points = [point for point in labels if point.engine == engine]
+        measured = in_own_process(measure, points, args.seeds, recording, args.arms)
+        new = [
+            {**label, **row}
+            for point, of_point in zip(points, measured, strict=True)
+            for label in labels[point]
+            for row in of_point
+        ]
         rows = merged(args.out / "sweep.json", new, KEYS)
     return rows
 
