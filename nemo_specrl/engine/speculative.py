@@ -26,6 +26,7 @@ from nemo_specrl.engine.run_ahead import RunAhead, run_ahead_requests
 from nemo_specrl.engine.sampling import Ending
 from nemo_specrl.engine.verification import verification_params
 from nemo_specrl.rollout import Rollout
+from nemo_specrl.speculation.balance import ranks_among_equals
 
 if TYPE_CHECKING:
     from vllm import LLM, CompletionOutput, RequestOutput, SamplingParams
@@ -152,7 +153,8 @@ class SpeculativeLLM(Speculation):
         engine, metrics = self.llm.llm_engine, self.metrics
         to_run = [request for request in requests if request.replayed is None]
         duplicates = _duplicates(to_run)
-        waiting = deque(_longest_first(to_run, duplicates))
+        siblings_draft = self._proposes or self._rounds is not None
+        waiting = deque(_in_order(to_run, duplicates, siblings_draft=siblings_draft))
         position = {id(request): i for i, request in enumerate(requests)}
         inflight: dict[str, Request] = {}
         ended: dict[int, tuple[RequestOutput, CompletionOutput]] = {}
@@ -306,25 +308,37 @@ def _duplicates(requests: list[Request]) -> dict[int, list[Request]]:
     return duplicates
 
 
-def _longest_first(requests: list[Request], duplicates: dict[int, list[Request]]) -> list[Request]:
+def _in_order(
+    requests: list[Request], duplicates: dict[int, list[Request]], *, siblings_draft: bool
+) -> list[Request]:
     """Order by expected decoding, so that few rows are left when the batch nears its end.
 
     Rows without a draft come first, those of prompts with long earlier responses before the others;
     prompts without a history are taken for the mean of those that have one. Long drafts come before
     short ones. Duplicates are left out: they are judged when the first request of their group is
     verified.
+
+    Args:
+        requests: of the call.
+        duplicates: see :func:`_duplicates`.
+        siblings_draft: rows draft from what the others of their prompt have decoded. Rows that run
+            side by side have little to give each other, so that the first row of each prompt comes
+            before the second of any.
     """
     left_out = {id(other) for group in duplicates.values() for other in group}
     known = [r.earlier_length for r in requests if r.earlier_length is not None]
     neutral = sum(known) / len(known) if known else 0.0
+    ranks = ranks_among_equals([r.row.key for r in requests])
 
-    def place(request: Request) -> tuple[bool, float]:
+    def place(ranked: tuple[int, Request]) -> tuple[bool, int, float]:
+        rank, request = ranked
         if request.draft is not None:
-            return True, -len(request.draft)
+            return True, 0, -len(request.draft)
         length = request.earlier_length
-        return False, -(neutral if length is None else length)
+        return False, rank * siblings_draft, -(neutral if length is None else length)
 
-    return sorted((r for r in requests if id(r) not in left_out), key=place)
+    ordered = sorted(zip(ranks, requests, strict=True), key=place)
+    return [request for _, request in ordered if id(request) not in left_out]
 
 
 def _progress(use_tqdm: bool | Callable[..., Any], total: int) -> Any:

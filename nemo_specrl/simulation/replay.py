@@ -18,7 +18,7 @@ import numpy.typing as npt
 from nemo_specrl.config import PRESETS, TreeConfig
 from nemo_specrl.simulation.engine import FEATURES, Engine, Request, Steps, drafting, run, verifying
 from nemo_specrl.simulation.recorded import Sample
-from nemo_specrl.speculation.balance import balanced_order
+from nemo_specrl.speculation.balance import balanced_order, ranks_among_equals
 from nemo_specrl.speculation.drafts import Row as Place
 from nemo_specrl.speculation.drafts import is_fresh
 from nemo_specrl.speculation.trees import DraftTrees
@@ -144,8 +144,8 @@ def phase(
     counts = np.zeros((engines, len(FEATURES)))
     for i in range(engines):
         share = [rows[j] for j in order[i * size : (i + 1) * size]]
-        if preset != PLAIN:  # the order of SpeculativeLLM
-            share.sort(key=_place)
+        if preset != PLAIN:
+            share = _in_order(share, siblings_draft=preset == LOSSLESS)
         trees = DraftTrees(_TREE.max_bytes)
         requests = []
         judged: dict[tuple[int, bytes], list[Request]] = {}
@@ -173,9 +173,17 @@ def phase(
     return counts
 
 
-def _place(row: Row) -> tuple[bool, float]:
-    """The longest first: rows without a draft, then those with a long one."""
-    return row.draft is not None, -(len(row.draft.tokens) if row.draft else row.expected)
+def _in_order(rows: Sequence[Row], *, siblings_draft: bool) -> list[Row]:
+    """The order of ``engine/speculative.py``."""
+    ranks = ranks_among_equals([row.group for row in rows])
+
+    def place(ranked: tuple[int, Row]) -> tuple[bool, int, float]:
+        rank, row = ranked
+        if row.draft is not None:
+            return True, 0, -len(row.draft.tokens)
+        return False, rank * siblings_draft, -row.expected
+
+    return [row for _, row in sorted(zip(ranks, rows, strict=True), key=place)]
 
 
 def _whole_blocks(tokens: int, engine: Engine) -> int:

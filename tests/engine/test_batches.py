@@ -110,15 +110,9 @@ def test_sample_indices_may_come_in_several_calls(speculative):
         generate(made, rows=2, sample_indices=[1])
 
 
-def test_rows_begin_longest_expected_first_and_come_back_in_order(speculative, llm, monkeypatch):
-    """Earlier responses say which prompt's are long; one without any stands in the middle."""
-    prompts = [[1, *encode(f"{i}+{i}=?")] for i in range(10, 15)]
-    lengths = {0: (2, 4), 1: (30, 50), 3: (9, 11), 4: (60, 80)}  # the mean is 31
-    cache = [
-        draft([5] * n, sample_index=s, prompt=prompts[i], finish=Finish.LENGTH)
-        for i, both in lengths.items()
-        for s, n in enumerate(both)
-    ]
+@pytest.fixture
+def begun(llm, monkeypatch):
+    """Prompts in the order in which they enter the engine."""
     begun = []
     add = llm.llm_engine.add_request
 
@@ -127,6 +121,18 @@ def test_rows_begin_longest_expected_first_and_come_back_in_order(speculative, l
         return add(request_id, prompt, params, **options)
 
     monkeypatch.setattr(llm.llm_engine, "add_request", note)
+    return begun
+
+
+def test_rows_begin_longest_expected_first_and_come_back_in_order(speculative, begun):
+    """Earlier responses say which prompt's are long; one without any stands in the middle."""
+    prompts = [[1, *encode(f"{i}+{i}=?")] for i in range(10, 15)]
+    lengths = {0: (2, 4), 1: (30, 50), 3: (9, 11), 4: (60, 80)}  # the mean is 31
+    cache = [
+        draft([5] * n, sample_index=s, prompt=prompts[i], finish=Finish.LENGTH)
+        for i, both in lengths.items()
+        for s, n in enumerate(both)
+    ]
     rows = [{"prompt_token_ids": p} for p in prompts for _ in range(2)]
     params = [sampling(seed=i) for i in range(10)]
     got = []
@@ -138,3 +144,17 @@ def test_rows_begin_longest_expected_first_and_come_back_in_order(speculative, l
     assert begun[:10] == [p for i in (4, 1, 2, 3, 0) for p in (prompts[i], prompts[i])]
     assert begun[10:] == [r["prompt_token_ids"] for r in rows]
     assert got[0] == got[1]
+
+
+def test_where_siblings_draft_the_first_row_of_each_prompt_comes_before_the_second(
+    speculative, begun
+):
+    prompts = [[1, *encode(f"{i}+{i}=?")] for i in range(10, 13)]
+    cache = [draft([5] * n, prompt=prompts[i], finish=Finish.LENGTH) for i, n in [(0, 4), (1, 60)]]
+    tree = {"enabled": True, "method": "rounds"}
+    made = speculative(DictCache(cache), version=1, fresh_fraction=1.0, tree=tree)
+    rows = [{"prompt_token_ids": p} for p in prompts for _ in range(3)]
+    outputs = made.generate(rows, [sampling(seed=i) for i in range(9)], use_tqdm=False)
+    first = [tokens[: len(prompts[0])] for tokens in begun[:9]]  # a draft may lie behind them
+    assert first == [prompts[i] for i in (1, 2, 0)] * 3
+    assert [o.prompt_token_ids for o in outputs] == [r["prompt_token_ids"] for r in rows]
