@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,6 @@ from nemo_specrl.engine.run_ahead import RunAhead, run_ahead_requests
 from nemo_specrl.engine.sampling import Ending
 from nemo_specrl.engine.verification import verification_params
 from nemo_specrl.rollout import Rollout
-from nemo_specrl.speculation.balance import ranks_among_equals
 
 if TYPE_CHECKING:
     from vllm import LLM, CompletionOutput, RequestOutput, SamplingParams
@@ -321,24 +320,26 @@ def _in_order(
     Args:
         requests: of the call.
         duplicates: see :func:`_duplicates`.
-        siblings_draft: rows draft from what the others of their prompt have decoded. Rows that run
-            side by side have little to give each other, so that the first row of each prompt comes
-            before the second of any.
+        siblings_draft: rows draft from what the others of their prompt have decoded. Those of a
+            prompt without a history have nothing else, and side by side they are at the same
+            token: the first row of each such prompt comes before the second of any.
     """
     left_out = {id(other) for group in duplicates.values() for other in group}
     known = [r.earlier_length for r in requests if r.earlier_length is not None]
     neutral = sum(known) / len(known) if known else 0.0
-    ranks = ranks_among_equals([r.row.key for r in requests])
-
-    def place(ranked: tuple[int, Request]) -> tuple[bool, int, float]:
-        rank, request = ranked
+    rank: Counter[bytes] = Counter()  # of the next row of a prompt
+    places: dict[int, tuple[bool, int, float]] = {}
+    for request in requests:
         if request.draft is not None:
-            return True, 0, -len(request.draft)
-        length = request.earlier_length
-        return False, rank * siblings_draft, -(neutral if length is None else length)
-
-    ordered = sorted(zip(ranks, requests, strict=True), key=place)
-    return [request for _, request in ordered if id(request) not in left_out]
+            place = True, 0, -float(len(request.draft))
+        elif request.earlier_length is not None:
+            place = False, 0, -request.earlier_length
+        else:
+            place = False, rank[request.row.key], -neutral
+            rank[request.row.key] += siblings_draft
+        places[id(request)] = place
+    rows = [request for request in requests if id(request) not in left_out]
+    return sorted(rows, key=lambda request: places[id(request)])
 
 
 def _progress(use_tqdm: bool | Callable[..., Any], total: int) -> Any:

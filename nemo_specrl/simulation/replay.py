@@ -18,7 +18,7 @@ import numpy.typing as npt
 from nemo_specrl.config import PRESETS, TreeConfig
 from nemo_specrl.simulation.engine import FEATURES, Engine, Request, Steps, drafting, run, verifying
 from nemo_specrl.simulation.recorded import Sample
-from nemo_specrl.speculation.balance import balanced_order, ranks_among_equals
+from nemo_specrl.speculation.balance import balanced_order
 from nemo_specrl.speculation.drafts import Row as Place
 from nemo_specrl.speculation.drafts import is_fresh
 from nemo_specrl.speculation.trees import DraftTrees
@@ -53,6 +53,7 @@ class Row:
         sample: the recorded rollout.
         group: number of its group in the step.
         expected: tokens that it is expected to decode, for the order and for balance.
+        rank: how many rows of its prompt begin before it so that it can draft from them.
         trace: steps of its decoding; a replay of trees fills it in.
         draft: the rollout that it verifies, or None.
         accepted: tokens of the draft.
@@ -61,6 +62,7 @@ class Row:
     sample: Sample
     group: int
     expected: float
+    rank: int = 0
     trace: list[tuple[int, int]] = field(default_factory=list)
     draft: Sample | None = None
     accepted: int = 0
@@ -93,6 +95,9 @@ def rows_of(
         row = Row(sample, groups.setdefault(key, len(groups)), mean)
         if earlier:
             row.expected = float(np.mean([len(s.tokens) for group in earlier for s in group]))
+        elif preset == LOSSLESS:
+            row.rank = index[key]
+            index[key] += 1
         if preset != LOSSLESS:
             row.trace = [(0, 1)] * length
         if preset not in (PLAIN, LOSSLESS) and rates is not None and earlier:
@@ -144,8 +149,8 @@ def phase(
     counts = np.zeros((engines, len(FEATURES)))
     for i in range(engines):
         share = [rows[j] for j in order[i * size : (i + 1) * size]]
-        if preset != PLAIN:
-            share = _in_order(share, siblings_draft=preset == LOSSLESS)
+        if preset != PLAIN:  # the order of SpeculativeLLM
+            share.sort(key=_place)
         trees = DraftTrees(_TREE.max_bytes)
         requests = []
         judged: dict[tuple[int, bytes], list[Request]] = {}
@@ -173,17 +178,9 @@ def phase(
     return counts
 
 
-def _in_order(rows: Sequence[Row], *, siblings_draft: bool) -> list[Row]:
-    """The order of ``engine/speculative.py``."""
-    ranks = ranks_among_equals([row.group for row in rows])
-
-    def place(ranked: tuple[int, Row]) -> tuple[bool, int, float]:
-        rank, row = ranked
-        if row.draft is not None:
-            return True, 0, -len(row.draft.tokens)
-        return False, rank * siblings_draft, -row.expected
-
-    return [row for _, row in sorted(zip(ranks, rows, strict=True), key=place)]
+def _place(row: Row) -> tuple[bool, int, float]:
+    """The longest first: rows without a draft, then those with a long one."""
+    return row.draft is not None, row.rank, -(len(row.draft.tokens) if row.draft else row.expected)
 
 
 def _whole_blocks(tokens: int, engine: Engine) -> int:

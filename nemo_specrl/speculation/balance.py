@@ -1,4 +1,4 @@
-"""Distribution of rows over engines, so that all engines finish at about the same time, and order.
+"""Distribution of rows over engines, so that all engines finish at about the same time.
 
 This module deals in costs and counts only. It does not know rows, drafts or engines.
 """
@@ -6,10 +6,9 @@ This module deals in costs and counts only. It does not know rows, drafts or eng
 from __future__ import annotations
 
 import heapq
-from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
-__all__ = ["balanced_order", "ranks_among_equals"]
+__all__ = ["balanced_order"]
 
 WORTHWHILE = 0.95
 """Rows are moved only if that cuts the cost of the longest share to this fraction of it."""
@@ -48,13 +47,3 @@ def balanced_order(costs: Sequence[float], shards: int) -> list[int]:
     if after > WORTHWHILE * before:
         return list(range(n))
     return [row for share in shares for row in sorted(share)]
-
-
-def ranks_among_equals(keys: Sequence[Hashable]) -> list[int]:
-    """How many keys before each one are equal to it."""
-    seen: Counter[Hashable] = Counter()
-    ranks = []
-    for key in keys:
-        ranks.append(seen[key])
-        seen[key] += 1
-    return ranks

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_specrl.speculation.balance import WORTHWHILE, balanced_order, ranks_among_equals
+from nemo_specrl.speculation.balance import WORTHWHILE, balanced_order
 
 costs = st.lists(st.floats(0, 1e4), max_size=80)
 
@@ -45,8 +45,3 @@ def test_even_batches_stay_as_they_are():
     assert balanced_order([], 4) == []
     assert balanced_order([1.0, 9.0], 1) == [0, 1]
     assert balanced_order([1.0, 9.0, 4.0], 8) == [0, 1, 2]
-
-
-def test_ranks_among_equals():
-    assert ranks_among_equals(["a", "b", "a", "a", "b"]) == [0, 0, 1, 2, 1]
-    assert ranks_among_equals([]) == []
