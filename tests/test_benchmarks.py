@@ -164,10 +164,8 @@ def test_regimes_differ_in_how_far_drafts_go(tmp_path):
     for epoch in (0, 1):
         here = {row["arm"]: row for row in rows if row["epoch"] == epoch}
         assert here["plain"]["drafted_tokens"] == 0
-        shares = [
-            here[p]["accepted_tokens"] / here[p]["drafted_tokens"] for p in ("0.1", "0.2", "0.6")
-        ]
-        assert shares == sorted(shares) and shares[0] < shares[2]
+        lengths = [here[p]["drafted_tokens"] / here[p]["row_steps"] for p in ("0.1", "0.2", "0.6")]
+        assert lengths[0] > lengths[1] > lengths[2] > 0
 
 
 def test_the_simulator_is_compared_with_the_engine(tmp_path):
