@@ -103,7 +103,7 @@ def test_a_training_runs_and_goes_on_in_its_container(cluster):
     """Ray's head, its worker and the driver, at both starts: the second one comes of the limit."""
     job = submit(cluster, "run", *RUN)
     job.until_steps(1)
-    cluster.run("scancel", "--batch", "--signal=USR1", job.id, cwd=REPOSITORY)
+    job.reach_its_time("n1")
     assert job.end() == 0, job.output.read_text(errors="replace")[-3000:]
     assert started_on(job) == ["nodes n1 n2", "nodes n1 n2"]
     assert any(line.startswith("the time limit; starting again") for line in job.said)

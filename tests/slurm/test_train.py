@@ -120,6 +120,12 @@ class Job:
         self.cluster.run("scancel", *options, cwd=REPOSITORY)
         self.until(lambda: any(line.startswith("the time limit is near") for line in self.said))
 
+    def reach_its_time(self, node):
+        """The same for a training that runs on ``node``, and may end before it hears of it."""
+        self.signal(node, signal.SIGSTOP)
+        self.near_its_time()
+        self.signal(node, signal.SIGCONT)
+
     def end(self):
         """Wait for the job's end; its exit code."""
         self.until(lambda: self.cluster.exit_code(self.id) is not None)
@@ -154,9 +160,7 @@ def test_a_job_goes_on_after_it_has_lost_a_node_its_batch_node_and_its_time(clus
     job.until(lambda: len(started_on(job)) == 3)
     cluster.boot("n1")
     job.until_steps(7)
-    job.signal("n2", signal.SIGSTOP)  # or it may end before it hears of the limit
-    job.near_its_time()
-    job.signal("n2", signal.SIGCONT)
+    job.reach_its_time("n2")
     assert job.end() == 0, job.output.read_text(errors="replace")[-3000:]
     assert started_on(job)[:3] == ["nodes n1 n2", "nodes n1 n3", "nodes n2 n3"]
     assert len(started_on(job)) == 4
