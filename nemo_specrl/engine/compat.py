@@ -41,6 +41,7 @@ __all__ = [
     "logprobs_slice",
     "mend_cpu_rejection_sampler",
     "new_logprobs",
+    "pad_cpu_linear_layers",
     "prompt_logprob_bytes",
     "tokenizer_of",
     "tokens_so_far",
@@ -53,6 +54,9 @@ logger = logging.getLogger(__name__)
 OLDEST = (0, 20)
 VERSIONS_RUN = ("0.20.0", "0.25.1", "0.32.0")
 """Versions on which the engine's tests and a training have passed (docs/versions.md)."""
+
+TOKENS_EXACT, TOKENS_MULTIPLE = 32, 16
+"""Up to so many tokens linear layers on a CPU run as they are, more in such multiples."""
 
 
 def version_numbers(version: str) -> tuple[int, ...] | None:
@@ -343,11 +347,50 @@ def mend_cpu_rejection_sampler() -> None:
         expanded_to_tokens.replaced = original  # type: ignore[attr-defined]
 
 
+def pad_cpu_linear_layers() -> None:
+    """On a CPU, have linear layers run on multiples of 16 tokens where there are more than 32.
+
+    oneDNN compiles a kernel for each number of tokens and each shape of weights, which takes about
+    a millisecond, and keeps 1,024 of them for the whole process. Plain decoding needs a few. Steps
+    that verify drafts have another number of tokens nearly every time, and spent a fifth of their
+    time on kernels (docs/engine.md). The rows that are added are zeros and are cut off again.
+    Concerns ``onednn_mm`` of ``vllm/_custom_ops.py``, 0.20 to 0.32; raises IncompatibleVersion
+    where this vLLM has no such function.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    import torch
+    from vllm import _custom_ops
+
+    original = getattr(_custom_ops, "onednn_mm", None)
+    if original is None:
+        raise IncompatibleVersion("this vLLM's _custom_ops has no onednn_mm")
+    if getattr(original, "pads", False):
+        return
+
+    @functools.wraps(original)
+    def onednn_mm(handler: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        # torch.compile may not be shown a branch that depends on the number of tokens.
+        if torch.compiler.is_compiling() or x.dim() != 2 or len(x) <= TOKENS_EXACT:
+            exact: torch.Tensor = original(handler, x, bias)
+            return exact
+        padded = torch.nn.functional.pad(x, (0, 0, 0, -len(x) % TOKENS_MULTIPLE))
+        y: torch.Tensor = original(handler, padded, bias)
+        return y[: len(x)]
+
+    onednn_mm.pads = True  # type: ignore[attr-defined]
+    _custom_ops.onednn_mm = onednn_mm
+
+
 def vllm_plugin() -> None:
     """Entry point ``vllm.general_plugins`` (pyproject.toml), which vLLM runs in each process."""
     # A vLLM that cannot be mended is refused where that matters (drafting.check_cpu_drafter).
     with contextlib.suppress(IncompatibleVersion):
         mend_cpu_rejection_sampler()
+    with contextlib.suppress(IncompatibleVersion):
+        pad_cpu_linear_layers()
 
 
 def in_this_process(engine: Any) -> bool:

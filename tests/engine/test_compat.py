@@ -1,6 +1,8 @@
 """Differences between vLLM versions: what compat makes the same in all of them."""
 
 import os
+import subprocess
+import sys
 from importlib import metadata
 
 import pytest
@@ -120,3 +122,41 @@ def test_only_the_last_token_may_be_a_stop_token(engine, include):
     assert detokenizer.feed(encode("12;"), stop_terminated=True) is None
     assert detokenizer.tokens == encode("12;")
     assert detokenizer.text == ("12;" if include else "12")
+
+
+LINEAR_LAYER = """
+import sys
+import torch
+from vllm import _custom_ops
+from nemo_specrl.engine.compat import pad_cpu_linear_layers
+
+if sys.argv[1] == "padded":
+    pad_cpu_linear_layers()
+    pad_cpu_linear_layers()  # a second time changes nothing
+torch.manual_seed(0)
+weight, bias = torch.randn(96, 64), torch.randn(96)
+handler = _custom_ops.create_onednn_mm(weight.t(), 32)
+for tokens in range(25, 97):
+    x = torch.randn(tokens, 64)
+    y = _custom_ops.onednn_mm(handler, x, bias)
+    assert y.shape == (tokens, 96) and y.is_contiguous()
+    torch.testing.assert_close(y, torch.nn.functional.linear(x, weight, bias))
+"""
+
+
+@pytest.mark.parametrize(("how", "kernels"), [("as it is", 72), ("padded", 8 + 4)])
+def test_linear_layers_on_a_cpu_need_few_kernels(how, kernels):
+    """When the first case fails, oneDNN or vLLM has mended it: ``pad_cpu_linear_layers`` can go."""
+    environment = {**os.environ, "ONEDNN_VERBOSE": "profile_create", "VLLM_PLUGINS": ""}
+    command = [sys.executable, "-c", LINEAR_LAYER, how]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    made = [line for line in done.stdout.splitlines() if "create:cache_miss,cpu,matmul" in line]
+    assert len(made) == kernels
+
+
+def test_engines_on_a_cpu_have_padded_linear_layers(llm):
+    """The plug-in has put them there."""
+    from vllm import _custom_ops
+
+    assert _custom_ops.onednn_mm.pads
