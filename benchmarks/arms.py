@@ -123,8 +123,51 @@ class Counter:
                 self.accepted += len(sampled) - 1
 
 
+class Steps:
+    """Processor seconds of each step of an engine in this process, with what lies before it.
+
+    Attributes:
+        seconds: by step, of the last call of ``Generation.rollouts``.
+    """
+
+    def __init__(self, generation: Any) -> None:
+        self.seconds: list[float] = []
+        self._last = 0.0
+        engine = generation.llm.llm_engine
+        step, rollouts = engine.step, generation.rollouts
+
+        def timed() -> Any:
+            outputs = step()
+            now = time.process_time()
+            self.seconds.append(now - self._last)
+            self._last = now
+            return outputs
+
+        def begun(*args: Any) -> Any:
+            self.seconds, self._last = [], time.process_time()
+            return rollouts(*args)
+
+        engine.step, generation.rollouts = timed, begun
+
+
+def quickest(readings: Sequence[Sequence[float]]) -> float:
+    """Seconds of a phase that was repeated: the sum of each step's quickest reading.
+
+    Repetitions with the same seeds take the same steps, and what a machine does beside makes them
+    only slower. One that took another number of steps than the first is left out.
+    """
+    same = [seconds for seconds in readings if len(seconds) == len(readings[0])]
+    return float(np.min(same, axis=0).sum())
+
+
 class Arm:
-    """An engine with its options, and a rollout cache if it needs one."""
+    """An engine with its options, and a rollout cache if it needs one.
+
+    Attributes:
+        responses: of the last epoch, ``[prompt][sample]``.
+        logprobs: of their tokens, nats.
+        step_s: processor seconds of each step of the last epoch, by engine that shares the rows.
+    """
 
     def __init__(
         self, task: str, recording: Path, folder: Path, overrides: tuple[str, ...]
@@ -139,8 +182,10 @@ class Arm:
         if config.speculative_config is not None:
             mend_cpu_rejection_sampler()
         self.counter = Counter(self.generation.llm)
-        self.responses: list[list[list[int]]] = []  # of the last epoch, [prompt][sample]
-        self.logprobs: list[list[list[float]]] = []  # of their tokens, nats
+        self._steps = Steps(self.generation)
+        self.responses: list[list[list[int]]] = []
+        self.logprobs: list[list[list[float]]] = []
+        self.step_s: list[list[float]] = []
 
     def _new_store(self) -> Any:
         from nemo_specrl.cache.journal import JournaledStore
@@ -192,6 +237,7 @@ class Arm:
         size = -(-len(chosen) // engines)
         longest = dict.fromkeys(("wall_s", "processor_s", "engine_steps"), 0.0)
         by_prompt: dict[int, list[Any]] = {}
+        self.step_s = []
         for start in range(0, len(chosen), size):
             share = order[start : start + size]
             steps, wall, processor = self.counter.steps, time.perf_counter(), time.process_time()
@@ -202,6 +248,7 @@ class Arm:
                 "engine_steps": self.counter.steps - steps,
             }
             longest = {name: max(longest[name], here[name]) for name in longest}
+            self.step_s.append(self._steps.seconds)
             by_prompt.update(zip(share, rollouts, strict=True))
         groups = [by_prompt[i] for i in range(len(chosen))]
         self.counter.look()

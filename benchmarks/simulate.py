@@ -14,13 +14,12 @@ same steps of the engine, the quickest reading of each step counts: the machine 
 from __future__ import annotations
 
 import json
-import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from arms import ARMS, Comparison, arguments, environment, in_own_process, recorded
+from arms import ARMS, Comparison, arguments, environment, in_own_process, quickest, recorded
 
 from nemo_specrl.config import PRESETS
 from nemo_specrl.rollout import prompt_key
@@ -42,29 +41,6 @@ FITTED = "sorting"
 POINT = ("task", "sequences", "method", "epoch")
 
 
-class Steps:
-    """Processor seconds of each step of an engine in this process, with what lies before it."""
-
-    def __init__(self, generation: Any) -> None:
-        self.seconds: list[float] = []
-        self._last = 0.0
-        engine = generation.llm.llm_engine
-        step, rollouts = engine.step, generation.rollouts
-
-        def timed() -> Any:
-            outputs = step()
-            now = time.process_time()
-            self.seconds.append(now - self._last)
-            self._last = now
-            return outputs
-
-        def begun(*args: Any) -> Any:
-            self.seconds, self._last = [], time.process_time()
-            return rollouts(*args)
-
-        engine.step, generation.rollouts = timed, begun
-
-
 def measure(
     part: dict[str, Any], recording: Path, prompts: int, seeds: int, repeats: int
 ) -> list[dict[str, Any]]:
@@ -84,7 +60,6 @@ def measure(
     arms = {name: ARMS[name] for name in METHODS}
     place = (part["task"], recording, arms, GROUP, part["sequences"])
     with Comparison(*place) as comparison:
-        steps = {name: Steps(arm.generation) for name, arm in comparison.arms.items()}
         chosen = comparison.problems[:prompts]
         for turn in range(seeds * repeats):
             seed = SEED + turn % seeds
@@ -92,9 +67,9 @@ def measure(
                 arm.begin_again(seed)
             for row in comparison.epochs(part, prompts, range(EPOCHS), turn=turn):
                 name = row["method"] = row.pop("arm")
-                row |= {"seed": seed, "step_s": steps[name].seconds}
+                arm = comparison.arms[name]
+                row |= {"seed": seed, "step_s": arm.step_s[0]}
                 if name == "plain" and turn < seeds:
-                    arm = comparison.arms[name]
                     row["prompt_lengths"] = [len(problem.prompt) for problem in chosen]
                     row["keys"] = [prompt_key(problem.prompt).hex() for problem in chosen]
                     row["responses"], row["logprobs"] = arm.responses, arm.logprobs
@@ -120,7 +95,7 @@ def points(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             drafted.append(sum(d for row in simulated[1] for d, _ in row.trace))
             decoded.append(sum(y for row in simulated[1] for _, y in row.trace))
         firsts = [measured[(*place, seed)][0] for seed in seeds]
-        quickest = [_quickest(measured[(*place, seed)]) for seed in seeds]
+        readings = [[row["step_s"] for row in measured[(*place, seed)]] for seed in seeds]
         mean_counts = np.mean(counts, axis=0)
         real = {
             name: float(np.mean([row[name] for row in firsts]))
@@ -134,17 +109,10 @@ def points(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "counts": dict(zip(FEATURES, mean_counts.tolist(), strict=True)),
                 "simulated": dict(zip(real, map(float, made), strict=True)),
                 "measured": real,
-                "measured_s": float(np.mean(quickest)),
+                "measured_s": float(np.mean([quickest(of_seed) for of_seed in readings])),
             }
         )
     return found
-
-
-def _quickest(repeated: list[dict[str, Any]]) -> float:
-    """Seconds of a phase: each step's quickest reading, over repetitions that took the same."""
-    number = len(repeated[0]["step_s"])
-    same = [row["step_s"] for row in repeated if len(row["step_s"]) == number]
-    return float(np.min(same, axis=0).sum())
 
 
 def _samples(row: dict[str, Any]) -> list[Sample]:

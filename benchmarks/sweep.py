@@ -6,8 +6,10 @@ r"""What a method of speculation gains, and on what that depends: one thing is v
 
 At each point, plain decoding and each method roll out the same prompts twice: cold, under the
 weights that a training began with, and warm, under those it had some epochs later. A recorded
-training provides them, and arms take turns, as in ``rollout.py``. Rows go to DIR/sweep.json, where
-those of an earlier call stay unless they were measured again.
+training provides them, and arms take turns, as in ``rollout.py``. Everything is repeated, with the
+same steps of the engine each time, and the quickest reading of each step counts: the machine may
+have other work. Rows go to DIR/sweep.json, where those of an earlier call stay unless they were
+measured again.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import argparse
 import itertools
 import json
 import statistics
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,7 @@ from arms import (
     environment,
     in_own_process,
     merged,
+    quickest,
     recorded,
 )
 
@@ -172,30 +176,37 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def measure(
-    points: list[Point], seeds: list[int], recording: Path, methods: list[str]
+    points: list[Point], seeds: list[int], repeats: int, recording: Path, methods: list[str]
 ) -> list[list[dict[str, Any]]]:
     """Measure points that the same engines serve, in a process of its own; the rows of each."""
     arms = {arm: ARMS[arm] for arm in (PLAIN, *methods)}
     group, sequences, length = points[0].engine
     more = (f"policy.generation.max_new_tokens={length}",)
-    rows: list[list[dict[str, Any]]] = [[] for _ in points]
+    made: dict[tuple[Any, ...], dict[str, Any]] = {}
+    readings: dict[tuple[Any, ...], list[list[list[float]]]] = defaultdict(list)
     with Comparison(TASK, recording, arms, group, sequences, more) as comparison:
         if comparison.left_out:
             raise SystemExit("; ".join(": ".join(arm) for arm in comparison.left_out.items()))
-        order = itertools.product(seeds, zip(points, rows, strict=True))
-        for turn, (seed, (point, measured)) in enumerate(order):
+        order = itertools.product(range(repeats), seeds, points)
+        for turn, (_, seed, point) in enumerate(order):
             for arm in comparison.arms.values():
                 arm.begin_again(seed)
             print(point, flush=True)
-            measured += comparison.epochs(
+            for row in comparison.epochs(
                 {"seed": seed},
                 ROWS // group,
                 (0, point.drift),
                 temperature=point.temperature,
                 engines=point.engines,
                 turn=turn,
-            )
-    return rows
+            ):
+                key = point, seed, row["arm"], row["epoch"]
+                made.setdefault(key, row)
+                readings[key].append(comparison.arms[row["arm"]].step_s)
+    for key, row in made.items():
+        of_engines = zip(*readings[key], strict=True)
+        row["processor_s"] = max(quickest(of_engine) for of_engine in of_engines)
+    return [[row for key, row in made.items() if key[0] == point] for point in points]
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -209,7 +220,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for engine in dict.fromkeys(point.engine for point in labels):
         points = [point for point in labels if point.engine == engine]
-        measured = in_own_process(measure, points, args.seeds, recording, args.arms)
+        measured = in_own_process(measure, points, args.seeds, args.repeats, recording, args.arms)
         new = [
             {**label, **row}
             for point, of_point in zip(points, measured, strict=True)
@@ -226,6 +237,7 @@ def main() -> None:
     parser.add_argument("--values", nargs="+", type=float, help="points, if others, of one axis")
     parser.add_argument("--arms", nargs="+", choices=list(ARMS)[1:], default=list(METHODS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="of sampling")
+    parser.add_argument("--repeats", type=int, default=2, help="of everything, for seconds")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw them")
     args = parser.parse_args()
     if args.report:
