@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -377,6 +378,38 @@ class Comparison:
                     flush=True,
                 )
                 yield {**label, "arm": name, "epoch": epoch, "load": os.getloadavg()[0], **row}
+
+    def repeated(
+        self, points: Sequence[dict[str, Any]], seeds: Sequence[int], repeats: int
+    ) -> list[list[dict[str, Any]]]:
+        """Measure points with each seed, from an empty cache, and all of it several times.
+
+        Repetitions take the same steps of the engine. Processor seconds are the sum of each step's
+        quickest reading; everything else is the first repetition's.
+
+        Args:
+            points: of each, what ``epochs`` takes, by name.
+            seeds: of sampling.
+            repeats: how often.
+
+        Returns:
+            The rows of each point.
+        """
+        made: dict[tuple[Any, ...], dict[str, Any]] = {}
+        readings: dict[tuple[Any, ...], list[list[list[float]]]] = defaultdict(list)
+        order = itertools.product(range(repeats), seeds, enumerate(points))
+        for turn, (_, seed, (i, point)) in enumerate(order):
+            for arm in self.arms.values():
+                arm.begin_again(seed)
+            label = {**point["label"], "seed": seed}
+            for row in self.epochs(**{**point, "label": label}, turn=turn):
+                key = i, seed, row["arm"], row["epoch"]
+                made.setdefault(key, row)
+                readings[key].append(self.arms[row["arm"]].step_s)
+        for key, row in made.items():
+            of_engines = zip(*readings[key], strict=True)
+            row["processor_s"] = max(quickest(of_engine) for of_engine in of_engines)
+        return [[row for key, row in made.items() if key[0] == i] for i in range(len(points))]
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:

@@ -6,8 +6,9 @@ r"""Is a draft of fixed expected gain ever slower than plain decoding, or than a
 Drafts of the trees end where the chance that all of a draft is accepted falls below a fixed value
 (``MIN_PROBABILITY`` of speculation/trees.py). This measures other values beside it, and no drafts
 at all, on two tasks, with few, many and all rows at once, the first time that prompts come up and
-later. Engines and recorded policies are those of ``rollout.py``; arms take turns. Rows go to
-DIR/regimes.json; those of an earlier call stay unless they were measured again.
+later. Engines and recorded policies are those of ``rollout.py``; arms take turns. Everything is
+repeated, with the same steps of the engine each time, and the quickest reading of each step counts.
+Rows go to DIR/regimes.json; those of an earlier call stay unless they were measured again.
 """
 
 from __future__ import annotations
@@ -51,20 +52,15 @@ def ends_at(arm: Any, probability: float) -> None:
 
 
 def measure(
-    part: dict[str, Any], recording: Path, prompts: int, seeds: list[int]
+    part: dict[str, Any], recording: Path, prompts: int, seeds: list[int], repeats: int
 ) -> list[dict[str, Any]]:
     """Measure all arms of a task and a number of rows at once, in a process of its own."""
     arms = {PLAIN: ARMS[PLAIN], **{f"{p:g}": ARMS[TREE] for p in FIXED}}
-    rows: list[dict[str, Any]] = []
     with Comparison(part["task"], recording, arms, GROUP, part["sequences"]) as comparison:
         for probability in FIXED:
             ends_at(comparison.arms[f"{probability:g}"], probability)
-        for turn, seed in enumerate([seeds[0], *seeds]):  # the first turn is a warm-up
-            for arm in comparison.arms.values():
-                arm.begin_again(seed)
-            label = {**part, "seed": seed}
-            made = list(comparison.epochs(label, prompts, range(EPOCHS), turn=turn))
-            rows += made if turn else []
+        point = {"label": part, "prompts": prompts, "versions": range(EPOCHS)}
+        [rows] = comparison.repeated([point], seeds, repeats)
     return rows
 
 
@@ -98,6 +94,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--sequences", type=int, nargs="+", default=[8, 64, 256])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of sampling")
+    parser.add_argument("--repeats", type=int, default=2, help="of everything, for seconds")
     parser.add_argument("--prompts", type=int, default=32, help="of an epoch, groups of 8")
     args = parser.parse_args()
     if args.report:
@@ -110,7 +107,7 @@ def main() -> None:
         recording = recorded(args, task, EPOCHS)
         for sequences in args.sequences:
             part = {"task": task, "sequences": sequences}
-            new = in_own_process(measure, part, recording, args.prompts, args.seeds)
+            new = in_own_process(measure, part, recording, args.prompts, args.seeds, args.repeats)
             rows = merged(path, new, KEYS)
     print(f"\n{table(rows)}")
 

@@ -15,10 +15,8 @@ measured again.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import statistics
-from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,6 @@ from arms import (
     environment,
     in_own_process,
     merged,
-    quickest,
     recorded,
 )
 
@@ -182,31 +179,20 @@ def measure(
     arms = {arm: ARMS[arm] for arm in (PLAIN, *methods)}
     group, sequences, length = points[0].engine
     more = (f"policy.generation.max_new_tokens={length}",)
-    made: dict[tuple[Any, ...], dict[str, Any]] = {}
-    readings: dict[tuple[Any, ...], list[list[list[float]]]] = defaultdict(list)
     with Comparison(TASK, recording, arms, group, sequences, more) as comparison:
         if comparison.left_out:
             raise SystemExit("; ".join(": ".join(arm) for arm in comparison.left_out.items()))
-        order = itertools.product(range(repeats), seeds, points)
-        for turn, (_, seed, point) in enumerate(order):
-            for arm in comparison.arms.values():
-                arm.begin_again(seed)
-            print(point, flush=True)
-            for row in comparison.epochs(
-                {"seed": seed},
-                ROWS // group,
-                (0, point.drift),
-                temperature=point.temperature,
-                engines=point.engines,
-                turn=turn,
-            ):
-                key = point, seed, row["arm"], row["epoch"]
-                made.setdefault(key, row)
-                readings[key].append(comparison.arms[row["arm"]].step_s)
-    for key, row in made.items():
-        of_engines = zip(*readings[key], strict=True)
-        row["processor_s"] = max(quickest(of_engine) for of_engine in of_engines)
-    return [[row for key, row in made.items() if key[0] == point] for point in points]
+        of_points = [
+            {
+                "label": {},
+                "prompts": ROWS // group,
+                "versions": (0, point.drift),
+                "temperature": point.temperature,
+                "engines": point.engines,
+            }
+            for point in points
+        ]
+        return comparison.repeated(of_points, seeds, repeats)
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
