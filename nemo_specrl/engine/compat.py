@@ -387,10 +387,9 @@ def pad_cpu_linear_layers() -> None:
 def vllm_plugin() -> None:
     """Entry point ``vllm.general_plugins`` (pyproject.toml), which vLLM runs in each process."""
     # A vLLM that cannot be mended is refused where that matters (drafting.check_cpu_drafter).
-    with contextlib.suppress(IncompatibleVersion):
-        mend_cpu_rejection_sampler()
-    with contextlib.suppress(IncompatibleVersion):
-        pad_cpu_linear_layers()
+    for mend in (mend_cpu_rejection_sampler, pad_cpu_linear_layers):
+        with contextlib.suppress(IncompatibleVersion):
+            mend()
 
 
 def in_this_process(engine: Any) -> bool:

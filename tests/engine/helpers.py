@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 from vllm import SamplingParams
+from vllm.platforms import current_platform
 from vllm.utils import cpu_triton_utils
 
 from nemo_specrl import Finish, Rollout, SpecRLConfig, prompt_key
@@ -23,6 +24,9 @@ needs_drafters = pytest.mark.skipif(
     _KERNEL is None or "SYNTHETIC_MODE" not in inspect.signature(_KERNEL).parameters,
     reason="the CPU build of this vLLM (0.20) calls its rejection sampler with arguments that it "
     "does not take: no drafter runs on it",
+)
+needs_cpu_build = pytest.mark.skipif(
+    not current_platform.is_cpu(), reason="this vLLM is not a CPU build, whose defect it is about"
 )
 NEVER, STRICT = 0.0, 1e-9  # an old log-prob and a lenience that reject (accepted with p < 1e-8)
 

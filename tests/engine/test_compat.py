@@ -13,7 +13,7 @@ from vllm.logprobs import FlatLogprobs
 from nemo_specrl.engine import compat
 from nemo_specrl.errors import IncompatibleVersion
 from nemo_specrl.trainer.task import encode
-from tests.engine.helpers import PROMPT
+from tests.engine.helpers import PROMPT, needs_cpu_build
 
 
 def flat(n):
@@ -144,6 +144,7 @@ for tokens in range(25, 97):
 """
 
 
+@needs_cpu_build
 @pytest.mark.parametrize(("how", "kernels"), [("as it is", 72), ("padded", 8 + 4)])
 def test_linear_layers_on_a_cpu_need_few_kernels(how, kernels):
     """When the first case fails, oneDNN or vLLM has mended it: ``pad_cpu_linear_layers`` can go."""
@@ -155,6 +156,7 @@ def test_linear_layers_on_a_cpu_need_few_kernels(how, kernels):
     assert len(made) == kernels
 
 
+@needs_cpu_build
 def test_engines_on_a_cpu_have_padded_linear_layers(llm):
     """The plug-in has put them there."""
     from vllm import _custom_ops

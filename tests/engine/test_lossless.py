@@ -27,6 +27,7 @@ from tests.engine.helpers import (
     VOCABULARY,
     chi_squared,
     distribution,
+    needs_cpu_build,
 )
 from tests.engine.helpers import LOSSLESS as CONFIG
 from tests.engine.lossless import (
@@ -220,6 +221,7 @@ def test_an_engine_without_the_proposer_is_refused_in_one_line(engine):
         SpeculativeLLM(engine, DictCache(), wanted)
 
 
+@needs_cpu_build
 def test_vllm_still_needs_its_rejection_sampler_mended_on_a_cpu(llm):
     """When this fails, vLLM has mended it, and ``mend_cpu_rejection_sampler`` can go."""
     values = torch.tensor([1.0, 0.5, 2.0])
