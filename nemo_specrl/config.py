@@ -96,6 +96,10 @@ class TreeConfig(Block):
     auto: by a proposer where the engine can have one."""
     max_draft_tokens: int = Field(default=24, ge=1, le=128)
     """Tokens proposed for a row in a step, at most; vLLM's rejection sampler takes 128."""
+    adaptive: bool = True
+    """End drafts where another token is not worth what its verification takes, measured as the
+    engine runs, instead of at a fixed chance of being accepted. With false a run repeats to the
+    token. Rounds have the fixed chance in any case."""
     max_bytes: ByteSize = Field(default=4 * 2**30, ge=2**20)
     """Memory of the trees in each engine, bytes; the prompts unused for longest go first."""
 

@@ -126,6 +126,7 @@ class Speculation:
         self.metrics.tree_tokens += counts.steps + counts.accepted
         self.metrics.tree_drafted_tokens += counts.drafted
         self.metrics.tree_accepted_tokens += counts.accepted
+        self.metrics.tree_least_chance += counts.least_chance
         self.metrics.tree_s += counts.seconds
 
     def _find_drafts(self, requests: list[Request]) -> None:

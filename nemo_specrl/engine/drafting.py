@@ -62,7 +62,9 @@ def engine_options(config: SpecRLConfig) -> dict[str, Any]:
             "model": TREE_PROPOSER,
             "num_speculative_tokens": config.tree.max_draft_tokens,
         },
-        "additional_config": {EXTRA_ARG: {"max_bytes": config.tree.max_bytes}},
+        "additional_config": {
+            EXTRA_ARG: {"max_bytes": config.tree.max_bytes, "adaptive": config.tree.adaptive}
+        },
     }
 
 

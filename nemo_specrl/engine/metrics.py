@@ -35,6 +35,8 @@ class EngineMetrics:
         tree_tokens: tokens that these steps yielded.
         tree_drafted_tokens: tokens proposed from trees.
         tree_accepted_tokens: those of them that were accepted.
+        tree_least_chance: chance of being accepted at which drafts ended, 1 where none was taken,
+            summed over ``tree_steps``. 0 in rounds, which have a fixed one.
         tree_requests: requests that verified in rounds, or decoded between them.
         tree_s: time spent on trees, a part of ``decode_s``.
         run_ahead_rows: rollouts of upcoming prompts that were begun. They are in no other count.
@@ -56,6 +58,7 @@ class EngineMetrics:
     tree_tokens: int = 0
     tree_drafted_tokens: int = 0
     tree_accepted_tokens: int = 0
+    tree_least_chance: float = 0.0
     tree_requests: int = 0
     tree_s: float = 0.0
     run_ahead_rows: int = 0
@@ -108,6 +111,7 @@ class EngineMetrics:
             "spec_rl/tree_accepted_fraction": self.tree_accepted_tokens
             / max(1, self.tree_drafted_tokens),
             "spec_rl/tree_draft_length": self.tree_drafted_tokens / self.tree_steps,
+            "spec_rl/tree_least_chance": self.tree_least_chance / self.tree_steps,
             "spec_rl/tree_s": self.tree_s,
             **(
                 {"spec_rl/tree_requests_per_row": self.tree_requests / rows}

@@ -15,13 +15,16 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from array import array
+from collections.abc import Sequence
 from typing import Any
 
 from nemo_specrl.engine.compat import bind_proposer, mend_cpu_rejection_sampler
 from nemo_specrl.engine.drafting import EXTRA_ARG
 from nemo_specrl.rollout import MAX_SAMPLE_INDEX
 from nemo_specrl.speculation.drafts import RUN_AHEAD_INDEX
-from nemo_specrl.speculation.trees import DraftTrees, TreeRow
+from nemo_specrl.speculation.lengths import DraftLengths
+from nemo_specrl.speculation.trees import CHANCES, MIN_PROBABILITY, DraftTrees, TreeRow
 
 __all__ = ["DraftCounts", "TreeProposer", "take_counts"]
 
@@ -36,12 +39,14 @@ class DraftCounts:
         steps: proposals for a row, empty ones included. Run-ahead rows are not counted here.
         drafted: tokens proposed.
         accepted: tokens of these that were accepted.
+        least_chance: chance at which drafts ended, 1 where none was taken, summed over ``steps``.
         seconds: spent on it.
     """
 
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
+    least_chance: float = 0.0
     seconds: float = 0.0
 
 
@@ -60,29 +65,37 @@ class _Row:
         self.max_length = max_length  # of the response
         self.run_ahead = run_ahead  # not counted: nobody has asked for it
         self.drafted = 0  # tokens of the last draft
+        self.cells = b""  # of its tokens
 
 
 class TreeProposer:
     """Proposes along the most likely path of each row's tree.
 
     Args:
-        vllm_config: of the engine. ``additional_config["spec_rl"]["max_bytes"]`` bounds the memory
-            of the trees, bytes.
+        vllm_config: of the engine. ``additional_config["spec_rl"]`` has ``max_bytes``, which bounds
+            the memory of the trees, bytes, and ``adaptive``: whether drafts end where a token is
+            not worth its verification (``lengths``), or at ``MIN_PROBABILITY``.
 
     Attributes:
         runner: vLLM's model runner, which knows the requests; it is set before each proposal.
+        lengths: decides how long drafts are; None: ``MIN_PROBABILITY`` does.
         counts: since they were last taken.
     """
 
     def __init__(self, vllm_config: Any) -> None:
         options = (vllm_config.additional_config or {}).get(EXTRA_ARG) or {}
         self.trees = DraftTrees(int(options.get("max_bytes", DEFAULT_MAX_BYTES)))
+        self.lengths: DraftLengths | None = None
+        if options.get("adaptive", True):
+            self.lengths = DraftLengths(CHANCES, MIN_PROBABILITY)
         self.runner: Any = None
         self.counts = DraftCounts()
         self._max_tokens = int(vllm_config.speculative_config.num_speculative_tokens)
         self._max_model_len = int(vllm_config.model_config.max_model_len)
         self._rows: dict[str, _Row | None] = {}
         self._names: list[str] = []
+        self._begun = 0  # rows that yielded their first token in this step
+        self._last = 0.0  # time of the last proposal
         bind_proposer(TreeProposer)
         mend_cpu_rejection_sampler()
 
@@ -107,34 +120,73 @@ class TreeProposer:
         names = self.runner.input_batch.req_ids
         if names != self._names:
             self._forget_ended(names)
-        drafts = [
-            self._draft(name, sampled, token_ids[i], int(num_tokens[i])) if sampled else []
-            for i, (name, sampled) in enumerate(zip(names, sampled_token_ids, strict=True))
-        ]
+        self._begun = drafted = 0
+        rows: list[_Row | None] = []
+        for i, (name, sampled) in enumerate(zip(names, sampled_token_ids, strict=True)):
+            row = self._rows.get(name)
+            drafted += row.drafted if row is not None else 0
+            rows.append(self._extended(name, sampled, token_ids[i], int(num_tokens[i])))
+        if self.lengths is not None:
+            # Where all rows have begun, the engine may have waited for them.
+            if self._begun < len(names) and all(sampled_token_ids):
+                self.lengths.observe(len(names), drafted, self._begun, started - self._last)
+            self.lengths.prepare(len(names), drafted)
+        drafts = self._drafts(rows)
+        self._last = started
         self.counts.seconds += time.perf_counter() - started
         return drafts
 
-    def _draft(self, name: str, sampled: list[int], token_ids: Any, length: int) -> list[int]:
-        """Append what a step yielded to a row, and draft for the next one."""
+    def _extended(self, name: str, sampled: list[int], token_ids: Any, length: int) -> _Row | None:
+        """The row of a request with what the step has yielded; None: there is nothing to draft."""
+        if not sampled:
+            return None
         if name not in self._rows:
+            self._begun += 1
             self._rows[name] = self._opened(name, token_ids, length)
-            row = self._rows[name]
-            if row is None:
-                return []
+            return self._rows[name]
+        row = self._rows[name]
+        if row is None:
+            return None
+        # The step that verifies a draft yields one token more than it accepts.
+        if row.drafted:
+            accepted = len(sampled) - 1
+            if not row.run_ahead:
+                self.counts.accepted += accepted
+            if self.lengths is not None:
+                self.lengths.learn(row.cells, accepted)
+        row.row.extend(sampled)
+        return row
+
+    def _drafts(self, rows: Sequence[_Row | None]) -> list[list[int]]:
+        """Tokens for each row, none for those without a tree."""
+        lengths = self.lengths
+        least, table = MIN_PROBABILITY, CHANCES
+        if lengths is not None:
+            least, table = lengths.least, lengths.table
+        proposals = [
+            (b"", b"", b"")
+            if row is None or least > 1
+            else row.row.proposal(
+                min(self._max_tokens, row.max_length - row.row.length - 1), least, table
+            )
+            for row in rows
+        ]
+        if lengths is not None and lengths.searching:
+            taken = lengths.choose([chances for _, _, chances in proposals])
+            least = lengths.cut
         else:
-            row = self._rows[name]
+            taken = [len(cells) for _, cells, _ in proposals]
+        drafts = []
+        for row, (tokens, cells, _), n in zip(rows, proposals, taken, strict=True):
+            drafts.append(array("i", tokens)[:n].tolist())
             if row is None:
-                return []
-            # The step that verifies a draft yields one token more than it accepts.
-            if row.drafted and not row.run_ahead:
-                self.counts.accepted += len(sampled) - 1
-            row.row.extend(sampled)
-        draft = row.row.draft(min(self._max_tokens, row.max_length - row.row.length - 1))
-        row.drafted = len(draft)
-        if not row.run_ahead:
-            self.counts.steps += 1
-            self.counts.drafted += len(draft)
-        return draft
+                continue
+            row.drafted, row.cells = n, cells[:n]
+            if not row.run_ahead:
+                self.counts.steps += 1
+                self.counts.drafted += n
+                self.counts.least_chance += min(least, 1.0)
+        return drafts
 
     def _forget_ended(self, names: list[str]) -> None:
         """Let go of rows whose requests have ended, so that their trees can make room."""

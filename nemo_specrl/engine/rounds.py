@@ -21,6 +21,7 @@ import dataclasses
 import itertools
 import math
 import time
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -220,7 +221,8 @@ class Rounds:
         the draft, that costs no more, and vLLM notices it.
         """
         room = request.rules.budget - len(request.tokens) - 1
-        tokens, chances = row.tree.proposal(min(self._max_draft, room))
+        draft, _, of_tokens = row.tree.proposal(min(self._max_draft, room))
+        tokens, chances = array("i", draft).tolist(), array("f", of_tokens)
         stops, vocabulary = request.rules.stop_tokens, self._limits.vocabulary
         n = 0
         while n < len(tokens) and tokens[n] not in stops and tokens[n] < vocabulary:

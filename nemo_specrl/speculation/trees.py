@@ -93,18 +93,28 @@ class TreeRow:
 
     def draft(self, max_tokens: int) -> list[int]:
         """Likely next tokens, at most ``max_tokens``; empty where nothing is likely enough."""
-        return self.proposal(max_tokens)[0]
+        return array("i", self.proposal(max_tokens)[0]).tolist()
 
-    def proposal(self, max_tokens: int) -> tuple[list[int], list[float]]:
-        """A draft, and for each of its tokens the estimated chance of being accepted up to it."""
+    def proposal(
+        self,
+        max_tokens: int,
+        least: float = MIN_PROBABILITY,
+        table: npt.NDArray[np.float32] = CHANCES,
+    ) -> tuple[bytes, bytes, bytes]:
+        """A draft, and what it is expected to bring.
+
+        Args:
+            max_tokens: at most.
+            least: the draft ends where the chance of being accepted up to there falls below this.
+            table: chances by cell, float32 ``[len(CHANCES)]``.
+
+        Returns:
+            Tokens, int32; their cells, uint8; the chance that all up to each are accepted, float32.
+        """
         index = self._tree.index
         if max_tokens <= 0 or index is None:
-            return [], []
-        tokens, _, chances = index.draft(self._response, max_tokens, MIN_PROBABILITY, CHANCES)
-        draft, estimated = array("i"), array("f")
-        draft.frombytes(tokens)
-        estimated.frombytes(chances)
-        return draft.tolist(), estimated.tolist()
+            return b"", b"", b""
+        return index.draft(self._response, max_tokens, least, table)
 
 
 class DraftTrees:

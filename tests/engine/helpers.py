@@ -17,7 +17,11 @@ from nemo_specrl.trainer.task import encode
 VOCABULARY = 32  # of the random model
 PROMPT = [1, *encode("12+34=?")]
 SURE = -60.0  # an old log-prob that makes acceptance certain
-LOSSLESS = SpecRLConfig(enabled=True, preset="lossless", tree={"max_draft_tokens": 6})
+LOSSLESS = SpecRLConfig(
+    enabled=True,
+    preset="lossless",
+    tree={"max_draft_tokens": 6, "adaptive": False},  # so that runs repeat to the token
+)
 DRAFTS = importlib.util.find_spec("vllm.v1.spec_decode.custom_class_proposer") is not None
 _KERNEL = getattr(cpu_triton_utils, "_rejection_greedy_sample_kernel_impl", None)
 needs_drafters = pytest.mark.skipif(

@@ -20,6 +20,8 @@ from nemo_specrl.engine.drafting import EXTRA_ARG, Histories, engine_options
 from nemo_specrl.engine.refit import refit
 from nemo_specrl.errors import ConfigError, IncompatibleVersion
 from nemo_specrl.speculation.drafts import Row, response_id
+from nemo_specrl.speculation.lengths import DraftLengths
+from nemo_specrl.speculation.trees import CHANCES, MIN_PROBABILITY
 from tests.conftest import DictCache, weights_of
 from tests.engine.helpers import (
     DRAFTS,
@@ -135,8 +137,49 @@ def test_budgets_stop_tokens_and_the_models_limit_hold_inside_a_draft(llm, propo
     assert ended and all(t.index(EOS) == len(t) - 1 for t in ended)
 
 
-def test_but_for_measured_time_the_same_seeds_and_trees_give_the_same_rollouts(llm, proposer):
-    """Draft lengths go by the time of steps; nothing else may differ between two runs."""
+def adaptive(proposer, token_s, monkeypatch):
+    """Have draft lengths be decided on an engine whose steps take 5 ms and ``token_s`` a token."""
+    lengths = proposer.lengths = DraftLengths(CHANCES, MIN_PROBABILITY)
+    observe = lengths.observe
+
+    def observed(rows, drafted, begun, seconds):
+        assert 0 < seconds < 60
+        observe(rows, drafted, begun, 5e-3 + token_s * (rows + drafted))
+
+    monkeypatch.setattr(lengths, "observe", observed)
+
+
+@pytest.mark.parametrize("drafts", DRAFTS_OF)
+def test_lengths_by_worth_and_price_leave_the_distribution_the_policys(
+    llm, proposer, drafts, monkeypatch
+):
+    """Tokens cost little here, so that many are drafted, as long as some are accepted."""
+    adaptive(proposer, 1e-6, monkeypatch)
+    made = made_with(llm, DictCache(rollouts(DRAFTS_OF[drafts](llm))), CONFIG)
+    _, tokens = sample(made, ROWS, 3)
+    assert made.metrics.tree_drafted_tokens > ROWS / 8
+    check_distribution(llm, np.array(tokens))
+
+
+def test_drafts_are_as_long_as_they_are_worth_it(llm, proposer, monkeypatch):
+    cache = rollouts([[5, 6, 7, 8] * 10] * 4)  # hardly likely
+    drafted, cuts = [], []
+    for token_s in (1e-7, 1e-2):
+        proposer.__init__(llm.llm_engine.vllm_config)
+        adaptive(proposer, token_s, monkeypatch)
+        made = made_with(llm, DictCache(cache), CONFIG)
+        sample(made, 256, 40)
+        made.metrics.tree_drafted_tokens = 0
+        sample(made, 256, 40, first_seed=1000)
+        drafted.append(made.metrics.tree_drafted_tokens)
+        cuts.append(made.metrics.as_dict()["spec_rl/tree_least_chance"])
+    assert drafted[0] > 20 * drafted[1]
+    assert cuts[0] < 0.3 < 0.8 < cuts[1] <= 1
+
+
+def test_the_same_seeds_and_trees_give_the_same_rollouts(llm, proposer):
+    """Without lengths that go by the time of steps."""
+    assert proposer.lengths is None
     cache = rollouts(good_drafts(llm))
     runs = []
     for _ in range(2):

@@ -1,0 +1,246 @@
+"""How long the drafts of a step are: as long as one token more is worth its share of the step.
+
+A draft token is worth its chance of being accepted, and the step that verifies it takes longer for
+it. Both are measured while the engine runs: the chances from what was accepted of earlier drafts,
+the costs from the time between proposals. Each step then takes the draft tokens, likeliest first,
+with which it yields the most tokens in a second, and none at all where plain decoding yields more.
+(Expected acceptance over the cost of a step is also the rule of vLLM's adaptive verification,
+vllm-project/vllm pull request 52362.)
+
+Lengths depend on what was sampled before and on measured times, never on the tokens that are about
+to be verified, so that they cannot bias what is accepted.
+
+This module knows neither engines nor trees: it is told steps, times and outcomes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["AcceptanceChances", "DraftLengths", "StepCosts"]
+
+FloatArray = npt.NDArray[np.floating]
+
+
+class AcceptanceChances:
+    """The chance that a draft token is accepted if those before it are, by what speaks for it.
+
+    Tokens fall into cells (``cell_of`` in ``_suffix.c``). The chance of a cell is the share of its
+    tokens that were accepted lately, drawn towards a prior, which moves with all cells together:
+    where tokens are accepted less often than it says, a cell that was not seen is not expected to
+    be better. What was learned is forgotten bit by bit.
+
+    Args:
+        prior: chances before any outcome is known, float ``[cells]``.
+
+    Attributes:
+        table: chances now, float32 ``[cells]``.
+    """
+
+    PRIOR_WEIGHT = 8.0
+    """Outcomes that the prior of a cell counts for."""
+    KEPT = 0.99
+    """Of the weight of earlier outcomes, each time that new ones are taken in."""
+    MOST = 200.0
+    """Outcomes of a cell that count, about; older ones go first."""
+    SHIFT_WEIGHT = 32.0
+    """Outcomes that speak against moving the prior of all cells."""
+    LARGEST_SHIFT = 2.0
+    """Of the prior, in log-odds."""
+
+    def __init__(self, prior: FloatArray) -> None:
+        self.table = prior.astype(np.float32)
+        self._prior = prior.astype(np.float64)
+        self._log_odds = np.log(self._prior / (1 - self._prior))
+        self._offered = np.zeros(len(prior))
+        self._accepted = np.zeros(len(prior))
+
+    def learn(self, accepted: bytes, rejected: bytes) -> None:
+        """Take in outcomes: cells, uint8, of tokens that were accepted and of those rejected."""
+        cells = len(self._prior)
+        good = np.bincount(np.frombuffer(accepted, np.uint8), minlength=cells)
+        new = good + np.bincount(np.frombuffer(rejected, np.uint8), minlength=cells)
+        kept = np.minimum(self.KEPT, self.MOST / (self._offered + new + 1))
+        self._accepted = kept * self._accepted + good
+        self._offered = kept * self._offered + new
+        seen = self._offered.sum() + self.SHIFT_WEIGHT
+        share = (self._accepted.sum() + self.SHIFT_WEIGHT / 2) / seen
+        expected = (self._offered @ self._prior + self.SHIFT_WEIGHT / 2) / seen
+        shift = math.log(share / (1 - share)) - math.log(expected / (1 - expected))
+        shift = min(max(shift, -self.LARGEST_SHIFT), self.LARGEST_SHIFT)
+        weighed = self._accepted + self.PRIOR_WEIGHT / (1 + np.exp(-self._log_odds - shift))
+        self.table = (weighed / (self._offered + self.PRIOR_WEIGHT)).astype(np.float32)
+
+
+class StepCosts:
+    """Seconds of an engine step by what it computes, on this machine.
+
+    What a step costs in itself, and for each row, draft token and request that has just begun, is
+    fitted by least squares of relative errors. Verifying any draft at all costs something more,
+    for the step and for each row, as another sampler runs then. Earlier steps are forgotten, so
+    that the fit is of steps like the present ones: a GPU takes no longer for more tokens up to some
+    number, and longer for each behind it.
+
+    Attributes:
+        costs: seconds of a step, a row, a draft token, a request that has begun, a step with
+            drafts, a row in such a step, float ``[6]``; None: not known yet.
+    """
+
+    KEPT = 0.995
+    """Of the weight of a step, with each that follows."""
+    CLIPPED = (0.5, 2.0)
+    """What a step counts for at least and at most, times the seconds expected of it."""
+    RIDGE = np.array([2e-3, 2e-3, 2e-4, 2e-3, 2e-2, 2e-2])
+    """Pull of each cost towards 0, which decides where steps do not tell them apart: for the tokens
+    rather than for what drafts cost beside them, as many tokens must not seem cheap."""
+    FITTED = 16
+    """Steps that are taken into the fit at once."""
+
+    def __init__(self) -> None:
+        self.costs: FloatArray | None = None
+        self._products = np.zeros((6, 6))
+        self._targets = np.zeros(6)
+        self._new: list[tuple[int, int, int, float]] = []
+
+    def observe(self, rows: int, drafted: int, begun: int, seconds: float) -> None:
+        """Take in a step.
+
+        Args:
+            rows: that it decoded.
+            drafted: tokens that it verified.
+            begun: rows that yielded their first token.
+            seconds: that it took, with what the engine does between two steps.
+        """
+        self._new.append((rows, drafted, begun, seconds))
+        if len(self._new) >= self.FITTED:
+            self._fit()
+
+    def seconds(self, rows: int, drafted: npt.NDArray[np.integer]) -> FloatArray:
+        """Expected of steps that verify so many tokens and in which no request begins; ``[n]``."""
+        assert self.costs is not None
+        step, row, token, _, drafts, drafts_row = self.costs
+        verifying = (drafts + drafts_row * rows) * (drafted > 0)
+        return np.asarray(step + row * rows + token * drafted + verifying)
+
+    def _fit(self) -> None:
+        rows, drafted, begun, seconds = np.array(self._new).T
+        self._new.clear()
+        drafts = drafted > 0
+        features = np.stack((np.ones_like(rows), rows, drafted, begun, drafts, drafts * rows), 1)
+        expected = seconds
+        if self.costs is not None:
+            expected = np.maximum(features @ self.costs, 1e-9)
+            least, most = self.CLIPPED
+            seconds = np.clip(seconds, least * expected, most * expected)
+        age = np.arange(len(seconds))[::-1]
+        weighted = features * (self.KEPT**age / expected**2)[:, None]
+        kept = self.KEPT ** len(seconds)
+        self._products = kept * self._products + weighted.T @ features
+        self._targets = kept * self._targets + weighted.T @ seconds
+        ridge = np.diag(self.RIDGE * np.diag(self._products) + 1e-12)
+        costs = np.maximum(np.linalg.solve(self._products + ridge, self._targets), 0)
+        if costs[:2].sum() > 0:
+            self.costs = costs
+
+
+class DraftLengths:
+    """Decides how long the drafts of each step are.
+
+    After a step, :meth:`observe` takes in how long it took and :meth:`learn` what came of its
+    drafts. :meth:`prepare` then says down to which chance the next drafts are looked up. Every few
+    steps :attr:`searching` is set; then :meth:`choose` finds anew where drafts end, and how much of
+    each is to be taken.
+
+    Args:
+        prior: see :class:`AcceptanceChances`.
+        first: chance at which drafts end until the first costs are known.
+
+    Attributes:
+        table: chances of acceptance by cell, float32 ``[cells]``.
+        costs: of steps.
+        cut: chance at which drafts end; infinite: there are none.
+        least: chance at which the look-up of the next drafts may end.
+        searching: whether they should go to :meth:`choose`.
+    """
+
+    EVERY = 4
+    """Steps between two searches, unless the number of rows changes by a quarter."""
+    PROBE = 200
+    """Steps after which one without drafts, or one with some, shows again what it costs."""
+    PROBED = 0.7
+    """Chance at which drafts end then, by the chances before any outcome was known."""
+    LEAST = 0.02
+    """Of the chances that are looked up."""
+
+    def __init__(self, prior: FloatArray, first: float) -> None:
+        self.costs = StepCosts()
+        self.cut = self.least = first
+        self.searching = False
+        self._chances = AcceptanceChances(prior)
+        self.table = self._prior = self._chances.table
+        self._first = first
+        self._accepted: list[bytes] = []  # cells of tokens, since the last search
+        self._rejected: list[bytes] = []
+        self._plain = self._drafting = 0  # steps since the last one of each
+        self._searched = 0  # steps since the last search
+        self._rows = 0  # at the last search
+
+    def observe(self, rows: int, drafted: int, begun: int, seconds: float) -> None:
+        """See :meth:`StepCosts.observe`."""
+        self.costs.observe(rows, drafted, begun, seconds)
+
+    def learn(self, cells: bytes, accepted: int) -> None:
+        """Take in a verified draft: the cells of its tokens, and how many were accepted."""
+        self._accepted.append(cells[:accepted])
+        self._rejected.append(cells[accepted : accepted + 1])
+
+    def prepare(self, rows: int, drafted: int) -> None:
+        """Set ``least`` and ``searching`` for the next step.
+
+        Args:
+            rows: of it.
+            drafted: tokens that the last step verified.
+        """
+        self._plain = self._plain + 1 if drafted else 0
+        self._drafting = 0 if drafted else self._drafting + 1
+        self._searched += 1
+        self.searching, self.least, self.table = False, self.cut, self._chances.table
+        if self.costs.costs is None:
+            return
+        if self._plain > self.PROBE:
+            self.least = math.inf
+        elif self._drafting > self.PROBE:
+            self.least, self.table = self.PROBED, self._prior
+        elif self._searched >= self.EVERY or 4 * abs(rows - self._rows) > self._rows:
+            self.searching = True
+            self._searched, self._rows = 0, rows
+            self._chances.learn(b"".join(self._accepted), b"".join(self._rejected))
+            self._accepted, self._rejected = [], []
+            self.table = self._chances.table
+            self.least = max(self.LEAST, 0.5 * min(self.cut, 2 * self._first))
+
+    def choose(self, chances: Sequence[bytes]) -> list[int]:
+        """Find where drafts end, and how many tokens of each are to be taken.
+
+        Args:
+            chances: of every row, for each token of its draft the chance that all up to it are
+                accepted, float32.
+        """
+        assert self.costs.costs is not None
+        of_all = np.frombuffer(b"".join(chances), np.float32)
+        falling = np.sort(of_all)[::-1]
+        drafted = np.arange(len(falling) + 1)
+        tokens = self._rows + np.concatenate(([0.0], np.cumsum(falling, dtype=np.float64)))
+        rates = tokens / self.costs.seconds(self._rows, drafted)
+        # A token more is worth it while its chance is above its seconds times the best rate.
+        best = float(rates.max())
+        price = float(best * self.costs.costs[2])
+        self.cut = math.inf if best == rates[0] else max(price, self.LEAST)
+        taken = np.concatenate(([0], np.cumsum(of_all >= self.cut)))
+        ends = np.cumsum([len(of_row) // of_all.itemsize for of_row in chances], dtype=np.intp)
+        lengths: list[int] = np.diff(taken[ends], prepend=0).tolist()
+        return lengths
