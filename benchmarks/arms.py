@@ -1,7 +1,7 @@
 """Engines with each method of speculation, side by side on recorded policies.
 
-``rollout.py``, ``sweep.py``, ``regimes.py`` and ``simulate.py`` compare them. Engines are in the
-process of the caller, where their steps are counted; ``environment`` sets what that needs.
+``rollout.py``, ``sweep.py``, ``regimes.py`` and ``simulate.py`` compare them. Engines
+(``engines.py``) are in the process of the caller; ``environment`` sets what that needs.
 """
 
 from __future__ import annotations
@@ -12,18 +12,16 @@ import json
 import multiprocessing
 import os
 import tempfile
-import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-import numpy as np
+from engines import Arm, quickest
 from recording import recipe_of, record, weights
 
-from nemo_specrl.engine.compat import local_cpu_environment, mend_cpu_rejection_sampler
+from nemo_specrl.engine.compat import local_cpu_environment
 from nemo_specrl.errors import SpecRLError
 
 PLAIN, NGRAM, TREE = "plain", "n-gram", "tree"
@@ -56,230 +54,6 @@ ARMS: dict[str, tuple[str, ...]] = {
     "fast, tree": reuse("fast", WITH_TREE),
 }
 """Arms of the comparison, by the overrides of the recipe that make them."""
-QUANTITIES = ("reward", "logprob", "length")
-
-
-class Counter:
-    """Counts of an engine in this process, the same for every method of drafting.
-
-    Args:
-        llm: the engine.
-
-    Attributes:
-        steps: of the engine.
-        row_steps: steps in which a row yielded a token, summed over rows; without drafting, as
-            many as tokens.
-        drafted: tokens that a drafter inside the engine had proposed and the engine verified.
-        accepted: those of them that were accepted.
-        proposer_s: time of that drafter, seconds.
-        tree_bytes: memory of trees, at most.
-    """
-
-    def __init__(self, llm: Any) -> None:
-        self.clear()
-        core = llm.llm_engine.engine_core.engine_core
-        runner = core.model_executor.driver_worker.worker.model_runner
-        update = core.scheduler.update_from_output
-
-        def update_from_output(scheduled: Any, output: Any) -> Any:
-            self._count(scheduled, output)
-            return update(scheduled, output)
-
-        core.scheduler.update_from_output = update_from_output
-        self.drafter = getattr(runner, "drafter", None)
-        if self.drafter is not None:
-            propose = self.drafter.propose
-
-            def timed(*args: Any, **kwargs: Any) -> Any:
-                started = time.perf_counter()
-                drafts = propose(*args, **kwargs)
-                self.proposer_s += time.perf_counter() - started
-                if self.steps % 32 == 0:
-                    self.look()
-                return drafts
-
-            self.drafter.propose = timed
-
-    def clear(self) -> None:
-        """Set everything to 0."""
-        self.steps = self.row_steps = self.drafted = self.accepted = self.tree_bytes = 0
-        self.proposer_s = 0.0
-
-    def look(self) -> None:
-        """Note the memory of the trees."""
-        trees = getattr(self.drafter, "trees", None)
-        if trees is not None:
-            self.tree_bytes = max(self.tree_bytes, trees.nbytes)
-
-    def _count(self, scheduled: Any, output: Any) -> None:
-        self.steps += scheduled.total_num_scheduled_tokens > 0
-        drafts = scheduled.scheduled_spec_decode_tokens
-        for name in scheduled.num_scheduled_tokens:
-            if not output.sampled_token_ids:
-                break
-            sampled = output.sampled_token_ids[output.req_id_to_index[name]]
-            self.row_steps += len(sampled) > 0
-            if drafts.get(name):
-                self.drafted += len(drafts[name])
-                self.accepted += len(sampled) - 1
-
-
-class Steps:
-    """Processor seconds of each step of an engine in this process, with what lies before it.
-
-    Attributes:
-        seconds: by step, of the last call of ``Generation.rollouts``.
-    """
-
-    def __init__(self, generation: Any) -> None:
-        self.seconds: list[float] = []
-        self._last = 0.0
-        engine = generation.llm.llm_engine
-        step, rollouts = engine.step, generation.rollouts
-
-        def timed() -> Any:
-            outputs = step()
-            now = time.process_time()
-            self.seconds.append(now - self._last)
-            self._last = now
-            return outputs
-
-        def begun(*args: Any) -> Any:
-            self.seconds, self._last = [], time.process_time()
-            return rollouts(*args)
-
-        engine.step, generation.rollouts = timed, begun
-
-
-def quickest(readings: Sequence[Sequence[float]]) -> float:
-    """Seconds of a phase that was repeated: the sum of each step's quickest reading.
-
-    Repetitions with the same seeds take the same steps, and what a machine does beside makes them
-    only slower. One that took another number of steps than the first is left out.
-    """
-    same = [seconds for seconds in readings if len(seconds) == len(readings[0])]
-    return float(np.min(same, axis=0).sum())
-
-
-class Arm:
-    """An engine with its options, and a rollout cache if it needs one.
-
-    Attributes:
-        responses: of the last epoch, ``[prompt][sample]``.
-        logprobs: of their tokens, nats.
-        step_s: processor seconds of each step of the last epoch, by engine that shares the rows.
-    """
-
-    def __init__(
-        self, task: str, recording: Path, folder: Path, overrides: tuple[str, ...]
-    ) -> None:
-        from nemo_specrl.trainer.generation import Generation
-
-        self.recipe = recipe_of(task, recording, overrides)
-        self._folders = (folder / str(i) for i in itertools.count())
-        self.store = self._new_store() if self.recipe.spec_rl.enabled else None
-        self.generation = Generation(self.recipe, self.store)
-        config = self.generation.llm.llm_engine.vllm_config
-        if config.speculative_config is not None:
-            mend_cpu_rejection_sampler()
-        self.counter = Counter(self.generation.llm)
-        self._steps = Steps(self.generation)
-        self.responses: list[list[list[int]]] = []
-        self.logprobs: list[list[list[float]]] = []
-        self.step_s: list[list[float]] = []
-
-    def _new_store(self) -> Any:
-        from nemo_specrl.cache.journal import JournaledStore
-        from nemo_specrl.trainer.generation import tokenizer_identity
-
-        folder = next(self._folders)
-        return JournaledStore(
-            folder / "cache",
-            folder / "journal",
-            run="benchmark",
-            max_bytes=2**28,
-            tokenizer_id=tokenizer_identity(self.recipe.policy.model_name),
-            groups_per_prompt=self.recipe.spec_rl.cache.groups_per_prompt,
-        )
-
-    def begin_again(self, seed: int) -> None:
-        """Empty the cache and the trees, and set the seed of sampling."""
-        from nemo_specrl.speculation.trees import DraftTrees
-
-        generation = self.generation
-        object.__setattr__(generation.recipe.algorithm, "seed", seed)  # it is frozen
-        generation.speculative.seed = generation.speculative.draw_seed = seed
-        if self.store is not None:
-            self.store.close()
-            self.store = generation.store = generation.cache = self._new_store()
-            generation.speculative.cache = self.store
-        if isinstance(getattr(self.counter.drafter, "trees", None), DraftTrees):
-            self.counter.drafter.trees = DraftTrees(self.recipe.spec_rl.tree.max_bytes)
-        self.responses, self.logprobs = [], []
-
-    def measure(
-        self, epoch: int, new_weights: Any, chosen: list[Any], engines: int = 1
-    ) -> dict[str, Any]:
-        """Roll out a group for each problem under an epoch's weights.
-
-        With several engines, this one does the work of each, one after the other; seconds and steps
-        are those of the share that takes longest, counts are sums.
-        """
-        from nemo_specrl.speculation.balance import balanced_order
-        from nemo_specrl.trainer.task import reward
-
-        self.generation.refit(new_weights, epoch)
-        self.counter.clear()
-        if self.store is not None and self.responses:  # as trainer/engines.py does
-            costs = [fmean(map(len, group)) for group in self.responses]
-            order = balanced_order(costs, engines)
-        else:
-            order = list(range(len(chosen)))
-        size = -(-len(chosen) // engines)
-        longest = dict.fromkeys(("wall_s", "processor_s", "engine_steps"), 0.0)
-        by_prompt: dict[int, list[Any]] = {}
-        self.step_s = []
-        for start in range(0, len(chosen), size):
-            share = order[start : start + size]
-            steps, wall, processor = self.counter.steps, time.perf_counter(), time.process_time()
-            rollouts = self.generation.rollouts([chosen[i].prompt for i in share])
-            here = {
-                "wall_s": time.perf_counter() - wall,
-                "processor_s": time.process_time() - processor,
-                "engine_steps": self.counter.steps - steps,
-            }
-            longest = {name: max(longest[name], here[name]) for name in longest}
-            self.step_s.append(self._steps.seconds)
-            by_prompt.update(zip(share, rollouts, strict=True))
-        groups = [by_prompt[i] for i in range(len(chosen))]
-        self.counter.look()
-        self.responses = [[g.tokens for g in group] for group in groups]
-        self.logprobs = [[g.policy_logprobs.tolist() for g in group] for group in groups]
-        times = self.generation.take_times()
-        if self.store is not None:
-            self.store.forget()  # the journal, as at a checkpoint
-        rows = [
-            [(reward(problem, g.tokens), g.policy_logprobs.mean(), len(g.tokens)) for g in group]
-            for problem, group in zip(chosen, groups, strict=True)
-        ]
-        values = np.array(rows, dtype=float)  # [prompts, group, quantities]
-        se = np.sqrt(values.var(axis=1, ddof=1).mean(axis=0) / values[..., 0].size)
-        p = np.exp(np.concatenate([g.policy_logprobs for group in groups for g in group]))
-        counter = self.counter
-        return {
-            "prompts": len(chosen),
-            **longest,
-            "row_steps": counter.row_steps,
-            "response_tokens": times.response_tokens,
-            "decoded_tokens": times.decoded_tokens,
-            "drafted_tokens": counter.drafted,
-            "accepted_tokens": counter.accepted,
-            "proposer_s": counter.proposer_s,
-            "tree_bytes": counter.tree_bytes,
-            "mean_p": float(p.mean()),
-            **dict(zip(QUANTITIES, values.mean(axis=(0, 1)), strict=True)),
-            **{f"{name}_se": value for name, value in zip(QUANTITIES, se, strict=True)},
-        }
 
 
 class Comparison:
@@ -355,6 +129,7 @@ class Comparison:
         temperature: float = 1.0,
         engines: int = 1,
         turn: int = 0,
+        proposed: dict[tuple[str, int], list[list[list[int]]]] | None = None,
     ) -> Iterator[dict[str, Any]]:
         """Measure epochs of all arms, in another order each time.
 
@@ -365,13 +140,20 @@ class Comparison:
             temperature: see ``recording.weights``.
             engines: see ``Arm.measure``.
             turn: the arm that begins.
+            proposed: drafts of adaptive arms by arm and epoch; those that it has are taken again,
+                so that a repetition takes the same steps, and others are added.
         """
+        proposed = {} if proposed is None else proposed
         chosen = list(self.problems[:prompts])
         for epoch, version in enumerate(versions):
             first = (turn + epoch) % len(self.arms)
             for name in [*list(self.arms)[first:], *list(self.arms)[:first]]:
                 new_weights = weights(self.recording, version, temperature)
-                row = self.arms[name].measure(epoch, new_weights, chosen, engines)
+                arm = self.arms[name]
+                again = proposed.get((name, epoch))
+                row = arm.measure(epoch, new_weights, chosen, engines, again)
+                if again is None:
+                    proposed[name, epoch] = arm.counter.proposed
                 print(
                     *(f"{key} {value}," for key, value in label.items()),
                     f"epoch {epoch}: {name}: {row['wall_s']:.1f} s, {row['engine_steps']} steps",
@@ -380,32 +162,43 @@ class Comparison:
                 yield {**label, "arm": name, "epoch": epoch, "load": os.getloadavg()[0], **row}
 
     def repeated(
-        self, points: Sequence[dict[str, Any]], seeds: Sequence[int], repeats: int
+        self,
+        points: Sequence[dict[str, Any]],
+        seeds: Sequence[int],
+        repeats: int,
+        note: Callable[[dict[str, Any], Arm], None] = lambda row, arm: None,
     ) -> list[list[dict[str, Any]]]:
         """Measure points with each seed, from an empty cache, and all of it several times.
 
-        Repetitions take the same steps of the engine. Processor seconds are the sum of each step's
+        Repetitions take the same steps of the engine, also where draft lengths depend on measured
+        times: they verify the drafts of the first one. Processor seconds are the sum of each step's
         quickest reading; everything else is the first repetition's.
 
         Args:
             points: of each, what ``epochs`` takes, by name.
             seeds: of sampling.
             repeats: how often.
+            note: called with each row of the first repetition and its arm, to add to the row.
 
         Returns:
             The rows of each point.
         """
         made: dict[tuple[Any, ...], dict[str, Any]] = {}
         readings: dict[tuple[Any, ...], list[list[list[float]]]] = defaultdict(list)
+        proposed: dict[tuple[Any, ...], Any] = defaultdict(dict)
         order = itertools.product(range(repeats), seeds, enumerate(points))
         for turn, (_, seed, (i, point)) in enumerate(order):
             for arm in self.arms.values():
                 arm.begin_again(seed)
             label = {**point["label"], "seed": seed}
-            for row in self.epochs(**{**point, "label": label}, turn=turn):
+            mine = {"label": label, "turn": turn, "proposed": proposed[i, seed]}
+            for row in self.epochs(**{**point, **mine}):
                 key = i, seed, row["arm"], row["epoch"]
-                made.setdefault(key, row)
-                readings[key].append(self.arms[row["arm"]].step_s)
+                arm = self.arms[row["arm"]]
+                if key not in made:
+                    made[key] = row
+                    note(row, arm)
+                readings[key].append(arm.step_s)
         for key, row in made.items():
             of_engines = zip(*readings[key], strict=True)
             row["processor_s"] = max(quickest(of_engine) for of_engine in of_engines)

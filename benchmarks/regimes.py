@@ -1,11 +1,12 @@
-r"""Is a draft of fixed expected gain ever slower than plain decoding, or than another such draft?
+r"""Are drafts as long as they are worth it ever slower than plain decoding, or fixed lengths?
 
     .venv/bin/python benchmarks/regimes.py --out results/regimes
     .venv/bin/python benchmarks/regimes.py --report benchmarks/results/regimes.json
 
-Drafts of the trees end where the chance that all of a draft is accepted falls below a fixed value
-(``MIN_PROBABILITY`` of speculation/trees.py). This measures other values beside it, and no drafts
-at all, on two tasks, with few, many and all rows at once, the first time that prompts come up and
+Drafts of the trees end where a token is not worth its verification, by what an engine has measured
+(speculation/lengths.py). This measures fixed chances of being accepted beside it, at which drafts
+end instead (``tree.adaptive: false``), and no drafts at all, on two tasks, with few, many and all
+rows at once, the first time that prompts come up and
 later. Engines and recorded policies are those of ``rollout.py``; arms take turns. Everything is
 repeated, with the same steps of the engine each time, and the quickest reading of each step counts.
 Rows go to DIR/regimes.json; those of an earlier call stay unless they were measured again.
@@ -21,6 +22,7 @@ from typing import Any
 from arms import (
     ARMS,
     PLAIN,
+    SPEC,
     TREE,
     Comparison,
     arguments,
@@ -31,21 +33,22 @@ from arms import (
 )
 from recording import TASKS
 
-from nemo_specrl.speculation import trees
-
-FIXED = (0.1, trees.MIN_PROBABILITY, 0.4, 0.6)
-"""Chances below which a draft ends; the second one is the product's."""
+FIXED = (0.1, 0.2, 0.4, 0.6)
+"""Chances below which a draft ends."""
+ADAPTIVE = "adaptive"
 GROUP, EPOCHS = 8, 2
 KEYS = ("task", "sequences", "epoch", "seed", "arm")
 
 
 def ends_at(arm: Any, probability: float) -> None:
     """Have the drafts of one engine end at ``probability``; all engines are in this process."""
+    from nemo_specrl.engine import proposer
+
     drafter = arm.counter.drafter
     propose = drafter.propose
 
     def proposed(*args: Any, **kwargs: Any) -> Any:
-        trees.MIN_PROBABILITY = probability
+        proposer.MIN_PROBABILITY = probability
         return propose(*args, **kwargs)
 
     drafter.propose = proposed
@@ -55,7 +58,8 @@ def measure(
     part: dict[str, Any], recording: Path, prompts: int, seeds: list[int], repeats: int
 ) -> list[dict[str, Any]]:
     """Measure all arms of a task and a number of rows at once, in a process of its own."""
-    arms = {PLAIN: ARMS[PLAIN], **{f"{p:g}": ARMS[TREE] for p in FIXED}}
+    fixed = (*ARMS[TREE], f"{SPEC}tree.adaptive=false")
+    arms = {PLAIN: ARMS[PLAIN], ADAPTIVE: ARMS[TREE], **{f"{p:g}": fixed for p in FIXED}}
     with Comparison(part["task"], recording, arms, GROUP, part["sequences"]) as comparison:
         for probability in FIXED:
             ends_at(comparison.arms[f"{probability:g}"], probability)
@@ -66,25 +70,25 @@ def measure(
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown: processor time of each choice over plain's, all seeds together, in each regime."""
-    names = [PLAIN, *(f"{p:g}" for p in FIXED)]
-    default = f"{FIXED[1]:g}"
+    names = [PLAIN, ADAPTIVE, *(f"{p:g}" for p in FIXED)]
     lines = [
         "| task | at once | epoch | mean p of a token | tokens a step | "
-        + " | ".join(f"drafts to {name}" for name in names[1:])
-        + f" | {default} over the best |",
-        "|---" * (6 + len(FIXED)) + "|",
+        + " | ".join([ADAPTIVE, *(f"to {name}" for name in names[2:])])
+        + f" | {ADAPTIVE} over the best other |",
+        "|---" * (5 + len(names)) + "|",
     ]
     for task, sequences, epoch in sorted({tuple(row[k] for k in KEYS[:3]) for row in rows}):
         here = [r for r in rows if tuple(r[k] for k in KEYS[:3]) == (task, sequences, epoch)]
         seconds = {name: sum(r["processor_s"] for r in here if r["arm"] == name) for name in names}
         over = {name: seconds[name] / seconds[PLAIN] for name in names}
-        mine = [r for r in here if r["arm"] == default]
+        mine = [r for r in here if r["arm"] == ADAPTIVE]
         gain = sum(r["response_tokens"] for r in mine) / sum(r["row_steps"] for r in mine)
         p = statistics.fmean(r["mean_p"] for r in here if r["arm"] == PLAIN)
+        best = min(value for name, value in over.items() if name != ADAPTIVE)
         lines.append(
             f"| {task} | {sequences} | {'later' if epoch else 'first'} | {p:.2f} | {gain:.1f} | "
             + " | ".join(f"{over[name]:.2f}" for name in names[1:])
-            + f" | {over[default] / min(over.values()):.2f} |"
+            + f" | {over[ADAPTIVE] / best:.2f} |"
         )
     return "\n".join(lines)
 

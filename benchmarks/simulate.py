@@ -14,12 +14,21 @@ same steps of the engine, the quickest reading of each step counts: the machine 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from arms import ARMS, Comparison, arguments, environment, in_own_process, quickest, recorded
+from arms import (
+    ARMS,
+    PLAIN,
+    SPEC,
+    TREE,
+    Comparison,
+    arguments,
+    environment,
+    in_own_process,
+    recorded,
+)
 
 from nemo_specrl.config import PRESETS
 from nemo_specrl.rollout import prompt_key
@@ -27,8 +36,10 @@ from nemo_specrl.simulation.engine import FEATURES, Engine, fit_costs
 from nemo_specrl.simulation.recorded import Sample
 from nemo_specrl.simulation.replay import acceptance_rates, groups_of, histories_of, phase, rows_of
 
-METHODS = {"plain": "plain", "tree": "lossless", "faithful": "faithful", "fast": "fast"}
+METHODS = {PLAIN: "plain", TREE: "lossless", "faithful": "faithful", "fast": "fast"}
 """Arms of ``rollout.py`` by the preset that they are."""
+FIXED_LENGTHS = f"{SPEC}tree.adaptive=false"
+"""The simulator's drafts end at a fixed chance of being accepted."""
 PARTS = {
     f"{task}-{sequences}": {"task": task, "sequences": sequences}
     for task, sequences in (("sorting", 16), ("sorting", 64), ("any-order", 32), ("any-order", 64))
@@ -38,7 +49,7 @@ GROUP, EPOCHS, SEED = 8, 2, 100
 BLOCK_SIZE, MAX_MODEL_LEN = 32, 256
 FITTED = "sorting"
 """The task to whose points the costs are fitted; those of the other task are predicted."""
-POINT = ("task", "sequences", "method", "epoch")
+POINT = ("task", "sequences", "arm", "epoch")
 
 
 def measure(
@@ -54,35 +65,29 @@ def measure(
         repeats: of everything.
 
     Returns:
-        A row for each method, epoch, seed and repeat.
+        A row for each method, epoch and seed.
     """
-    rows = []
-    arms = {name: ARMS[name] for name in METHODS}
+    arms = {name: (*ARMS[name], FIXED_LENGTHS) for name in METHODS}
     place = (part["task"], recording, arms, GROUP, part["sequences"])
     with Comparison(*place) as comparison:
         chosen = comparison.problems[:prompts]
-        for turn in range(seeds * repeats):
-            seed = SEED + turn % seeds
-            for arm in comparison.arms.values():
-                arm.begin_again(seed)
-            for row in comparison.epochs(part, prompts, range(EPOCHS), turn=turn):
-                name = row["method"] = row.pop("arm")
-                arm = comparison.arms[name]
-                row |= {"seed": seed, "step_s": arm.step_s[0]}
-                if name == "plain" and turn < seeds:
-                    row["prompt_lengths"] = [len(problem.prompt) for problem in chosen]
-                    row["keys"] = [prompt_key(problem.prompt).hex() for problem in chosen]
-                    row["responses"], row["logprobs"] = arm.responses, arm.logprobs
-                rows.append(row)
+
+        def record_plain(row: dict[str, Any], arm: Any) -> None:
+            if row["arm"] == PLAIN:
+                row["prompt_lengths"] = [len(problem.prompt) for problem in chosen]
+                row["keys"] = [prompt_key(problem.prompt).hex() for problem in chosen]
+                row["responses"], row["logprobs"] = arm.responses, arm.logprobs
+
+        point = {"label": part, "prompts": prompts, "versions": range(EPOCHS)}
+        numbers = range(SEED, SEED + seeds)
+        [rows] = comparison.repeated([point], numbers, repeats, record_plain)
     return rows
 
 
 def points(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Simulate each point from what plain decoding recorded; means over seeds, beside measured."""
     recorded = {(r["task"], r["sequences"], r["seed"], r["epoch"]): r for r in rows if "keys" in r}
-    measured: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
-    for row in rows:
-        measured[(*(row[name] for name in POINT), row["seed"])].append(row)
+    measured = {(*(row[name] for name in POINT), row["seed"]): row for row in rows}
     seeds = sorted({row["seed"] for row in rows})
     found = []
     for place in dict.fromkeys(key[:-1] for key in measured):
@@ -94,11 +99,10 @@ def points(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             counts.append(simulated[0])
             drafted.append(sum(d for row in simulated[1] for d, _ in row.trace))
             decoded.append(sum(y for row in simulated[1] for _, y in row.trace))
-        firsts = [measured[(*place, seed)][0] for seed in seeds]
-        readings = [[row["step_s"] for row in measured[(*place, seed)]] for seed in seeds]
+        of_seeds = [measured[(*place, seed)] for seed in seeds]
         mean_counts = np.mean(counts, axis=0)
         real = {
-            name: float(np.mean([row[name] for row in firsts]))
+            name: float(np.mean([row[name] for row in of_seeds]))
             for name in ("engine_steps", "row_steps", "drafted_tokens", "decoded_tokens")
         }
         made = (mean_counts[:2].sum(), mean_counts[2], np.mean(drafted), np.mean(decoded))
@@ -109,7 +113,7 @@ def points(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "counts": dict(zip(FEATURES, mean_counts.tolist(), strict=True)),
                 "simulated": dict(zip(real, map(float, made), strict=True)),
                 "measured": real,
-                "measured_s": float(np.mean([quickest(of_seed) for of_seed in readings])),
+                "measured_s": float(np.mean([row["processor_s"] for row in of_seeds])),
             }
         )
     return found
@@ -169,7 +173,7 @@ def report(result: dict[str, Any]) -> str:
             continue
         made, real = point["simulated"], point["measured"]
         lines.append(
-            f"| {point['task']} | {point['sequences']} | {point['method']} "
+            f"| {point['task']} | {point['sequences']} | {point['arm']} "
             f"| {'warm' if point['epoch'] else 'cold'} "
             f"| {made['engine_steps']:.0f}, {real['engine_steps']:.0f} "
             f"| {made['row_steps']:,.0f}, {real['row_steps']:,.0f} "
