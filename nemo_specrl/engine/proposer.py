@@ -87,7 +87,8 @@ class TreeProposer:
         self.trees = DraftTrees(int(options.get("max_bytes", DEFAULT_MAX_BYTES)))
         self.lengths: DraftLengths | None = None
         if options.get("adaptive", True):
-            self.lengths = DraftLengths(CHANCES, MIN_PROBABILITY)
+            most = int(vllm_config.scheduler_config.max_num_batched_tokens)
+            self.lengths = DraftLengths(CHANCES, MIN_PROBABILITY, most)
         self.runner: Any = None
         self.counts = DraftCounts()
         self._max_tokens = int(vllm_config.speculative_config.num_speculative_tokens)

@@ -158,6 +158,7 @@ class DraftLengths:
     Args:
         prior: see :class:`AcceptanceChances`.
         first: chance at which drafts end until the first costs are known.
+        max_tokens: of rows and drafts together that the engine computes in a step.
 
     Attributes:
         table: chances of acceptance by cell, float32 ``[cells]``.
@@ -176,13 +177,14 @@ class DraftLengths:
     LEAST = 0.02
     """Of the chances that are looked up."""
 
-    def __init__(self, prior: FloatArray, first: float) -> None:
+    def __init__(self, prior: FloatArray, first: float, max_tokens: int) -> None:
         self.costs = StepCosts()
         self.cut = self.least = first
         self.searching = False
         self._chances = AcceptanceChances(prior)
         self.table = self._prior = self._chances.table
         self._first = first
+        self._max_tokens = max_tokens
         self._accepted: list[bytes] = []  # cells of tokens, since the last search
         self._rejected: list[bytes] = []
         self._plain = self._drafting = 0  # steps since the last one of each
@@ -232,14 +234,17 @@ class DraftLengths:
         """
         assert self.costs.costs is not None
         of_all = np.frombuffer(b"".join(chances), np.float32)
-        falling = np.sort(of_all)[::-1]
+        falling = np.sort(of_all)[::-1][: max(0, self._max_tokens - self._rows)]
         drafted = np.arange(len(falling) + 1)
         tokens = self._rows + np.concatenate(([0.0], np.cumsum(falling, dtype=np.float64)))
         rates = tokens / self.costs.seconds(self._rows, drafted)
         # A token more is worth it while its chance is above its seconds times the best rate.
         best = float(rates.max())
         price = float(best * self.costs.costs[2])
-        self.cut = math.inf if best == rates[0] else max(price, self.LEAST)
+        self.cut = math.inf
+        if best > rates[0]:
+            least = float(falling[-1]) if len(falling) < len(of_all) else self.LEAST
+            self.cut = max(price, least)
         taken = np.concatenate(([0], np.cumsum(of_all >= self.cut)))
         ends = np.cumsum([len(of_row) // of_all.itemsize for of_row in chances], dtype=np.intp)
         lengths: list[int] = np.diff(taken[ends], prepend=0).tolist()

@@ -139,7 +139,7 @@ def test_budgets_stop_tokens_and_the_models_limit_hold_inside_a_draft(llm, propo
 
 def adaptive(proposer, token_s, monkeypatch):
     """Have draft lengths be decided on an engine whose steps take 5 ms and ``token_s`` a token."""
-    lengths = proposer.lengths = DraftLengths(CHANCES, MIN_PROBABILITY)
+    lengths = proposer.lengths = DraftLengths(CHANCES, MIN_PROBABILITY, 64 * 192)
     observe = lengths.observe
 
     def observed(rows, drafted, begun, seconds):

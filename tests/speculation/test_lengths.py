@@ -16,6 +16,7 @@ from nemo_specrl.speculation.lengths import AcceptanceChances, DraftLengths, Ste
 CELLS = 24
 PRIOR = np.linspace(0.3, 0.98, CELLS)
 FIRST = 0.2
+MAX_TOKENS = 8192
 LONGEST, NO_TOKEN = 24, CELLS  # behind the cells: no token
 LEARNING, MEASURED = 600, 600  # steps
 
@@ -87,7 +88,7 @@ class Engine:
     """Steps of a machine, whose measured times scatter, with the lengths that are decided."""
 
     def __init__(self, outliers=0.0):
-        self.lengths = DraftLengths(PRIOR, FIRST)
+        self.lengths = DraftLengths(PRIOR, FIRST, MAX_TOKENS)
         self.rng = np.random.default_rng(0)
         self.outliers = outliers
         self.drafted = []  # tokens of each step
@@ -162,7 +163,7 @@ def test_the_choice_follows_the_policy_and_the_rows():
 
 
 def test_until_costs_are_known_drafts_end_at_the_first_chance():
-    lengths = DraftLengths(PRIOR, FIRST)
+    lengths = DraftLengths(PRIOR, FIRST, MAX_TOKENS)
     for _ in range(StepCosts.FITTED - 1):
         lengths.observe(4, 0, 0, 0.01)
         lengths.prepare(4, 0)
@@ -220,7 +221,7 @@ def test_costs_are_those_of_the_machine():
 
 def test_of_each_draft_the_likeliest_tokens_are_taken():
     """A step of 1 ms, with 0.1 ms for each draft token, is worth one that brings 0.3 of a row's."""
-    lengths = DraftLengths(PRIOR, FIRST)
+    lengths = DraftLengths(PRIOR, FIRST, MAX_TOKENS)
     lengths.costs.costs = np.array([1e-3, 0, 1e-4, 0, 0, 0])
     lengths.prepare(3, 1)
     assert lengths.searching
@@ -229,3 +230,14 @@ def test_of_each_draft_the_likeliest_tokens_are_taken():
     assert lengths.cut == pytest.approx(0.4)  # 1e-4 s, of 5.2 tokens in 1.3 ms
     assert lengths.choose([b"", b"", b""]) == [0, 0, 0]
     assert lengths.cut == math.inf
+
+
+def test_drafts_leave_room_for_all_rows_in_a_step():
+    """A step's tokens go to rows in their order, so that without room the last ones get none."""
+    lengths = DraftLengths(PRIOR, FIRST, 7)
+    lengths.costs.costs = np.array([1.0, 0, 0, 0, 0, 0])
+    lengths.prepare(4, 1)
+    chances = [np.array(c, np.float32).tobytes() for c in ([0.9, 0.8, 0.7], [0.6], [], [0.95])]
+    assert lengths.choose(chances) == [2, 0, 0, 1]
+    lengths.prepare(7, 1)
+    assert lengths.choose([chances[0]] * 7) == [0] * 7
