@@ -28,6 +28,7 @@ PLAIN, NGRAM, TREE = "plain", "n-gram", "tree"
 SPEC = "policy.generation.spec_rl."
 LOSSLESS = (f"{SPEC}enabled=true", f"{SPEC}preset=lossless")
 WITH_TREE = f"{SPEC}tree.enabled=true"
+FIXED_LENGTHS, ADAPTIVE_LENGTHS = (f"{SPEC}tree.adaptive={value}" for value in ("false", "true"))
 
 
 def reuse(preset: str, *more: str) -> tuple[str, ...]:
@@ -53,7 +54,9 @@ ARMS: dict[str, tuple[str, ...]] = {
     "fast": reuse("fast"),
     "fast, tree": reuse("fast", WITH_TREE),
 }
-"""Arms of the comparison, by the overrides of the recipe that make them."""
+"""Arms of the comparison, by the overrides of the recipe that make them. Drafts end at a fixed
+chance of being accepted unless an arm says otherwise, so that counts do not depend on the machine.
+"""
 
 
 class Comparison:
@@ -99,7 +102,7 @@ class Comparison:
         for name, overrides in sorted(arms.items(), key=lambda arm: arm[0] == NGRAM):
             try:
                 folder = Path(self._scratch.name) / name
-                self.arms[name] = Arm(task, recording, folder, (*overrides, *common))
+                self.arms[name] = Arm(task, recording, folder, (FIXED_LENGTHS, *overrides, *common))
             except (SpecRLError, ImportError) as error:
                 if name == PLAIN:
                     raise

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from arms import (
+    ADAPTIVE_LENGTHS,
     ARMS,
     PLAIN,
-    SPEC,
     TREE,
     Comparison,
     arguments,
@@ -58,8 +58,8 @@ def measure(
     part: dict[str, Any], recording: Path, prompts: int, seeds: list[int], repeats: int
 ) -> list[dict[str, Any]]:
     """Measure all arms of a task and a number of rows at once, in a process of its own."""
-    fixed = (*ARMS[TREE], f"{SPEC}tree.adaptive=false")
-    arms = {PLAIN: ARMS[PLAIN], ADAPTIVE: ARMS[TREE], **{f"{p:g}": fixed for p in FIXED}}
+    adaptive = (*ARMS[TREE], ADAPTIVE_LENGTHS)
+    arms = {PLAIN: ARMS[PLAIN], ADAPTIVE: adaptive, **{f"{p:g}": ARMS[TREE] for p in FIXED}}
     with Comparison(part["task"], recording, arms, GROUP, part["sequences"]) as comparison:
         for probability in FIXED:
             ends_at(comparison.arms[f"{probability:g}"], probability)

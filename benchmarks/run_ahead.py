@@ -29,7 +29,12 @@ PROMPTS, GROUP = 16, 8
 
 
 def config(ahead: bool) -> SpecRLConfig:
-    return SpecRLConfig(enabled=True, preset="lossless", run_ahead={"enabled": ahead})
+    return SpecRLConfig(
+        enabled=True,
+        preset="lossless",
+        tree={"adaptive": False},  # so that counts are the same on any machine
+        run_ahead={"enabled": ahead},
+    )
 
 
 def measure(llm: Any, ahead: bool, epochs: int, batches: int, seed: int) -> list[dict[str, float]]:

@@ -21,7 +21,6 @@ import numpy as np
 from arms import (
     ARMS,
     PLAIN,
-    SPEC,
     TREE,
     Comparison,
     arguments,
@@ -38,8 +37,6 @@ from nemo_specrl.simulation.replay import acceptance_rates, groups_of, histories
 
 METHODS = {PLAIN: "plain", TREE: "lossless", "faithful": "faithful", "fast": "fast"}
 """Arms of ``rollout.py`` by the preset that they are."""
-FIXED_LENGTHS = f"{SPEC}tree.adaptive=false"
-"""The simulator's drafts end at a fixed chance of being accepted."""
 PARTS = {
     f"{task}-{sequences}": {"task": task, "sequences": sequences}
     for task, sequences in (("sorting", 16), ("sorting", 64), ("any-order", 32), ("any-order", 64))
@@ -67,7 +64,7 @@ def measure(
     Returns:
         A row for each method, epoch and seed.
     """
-    arms = {name: (*ARMS[name], FIXED_LENGTHS) for name in METHODS}
+    arms = {name: ARMS[name] for name in METHODS}
     place = (part["task"], recording, arms, GROUP, part["sequences"])
     with Comparison(*place) as comparison:
         chosen = comparison.problems[:prompts]
