@@ -166,6 +166,7 @@ def test_regimes_differ_in_how_far_drafts_go(tmp_path):
         assert here["plain"]["drafted_tokens"] == 0
         lengths = [here[p]["drafted_tokens"] / here[p]["row_steps"] for p in ("0.1", "0.2", "0.6")]
         assert lengths[0] > lengths[1] > lengths[2] > 0
+        assert here["adaptive"]["response_tokens"] > 0
 
 
 def test_the_simulator_is_compared_with_the_engine(tmp_path):
@@ -175,7 +176,7 @@ def test_the_simulator_is_compared_with_the_engine(tmp_path):
     result = json.loads((tmp_path / "simulator.json").read_text())
     assert printed.count("\n| any-order | 64 |") == 8
     for point in result["points"]:
-        if point["method"] == "plain":
+        if point["arm"] == "plain":
             assert point["simulated"] == point["measured"]  # counts of steps, rows and tokens
         assert point["predicted_s"] > 0 and point["measured_s"] > 0
 
