@@ -31,13 +31,16 @@ def job(tmp_path_factory):
 def test_trees_draft_and_nothing_is_reused(job):
     steps = job.train()
     assert sorted(steps) == list(range(1, 11))
-    for step, record in steps.items():
+    for record in steps.values():
         assert record["spec_rl/cache_errors"] == record["spec_rl/refused_drafts"] == 0
         assert record["spec_rl/draft_coverage"] == 0
         assert record["spec_rl/decoded_tokens"] == record["spec_rl/response_tokens"]
-        assert record["spec_rl/tree_tokens_per_step"] > (1.5 if step > STEPS_PER_EPOCH else 1)
+        assert record["spec_rl/tree_tokens_per_step"] >= 1
+        assert (0 < record["spec_rl/tree_least_chance"] <= 1) == PROPOSER
         assert ("spec_rl/tree_requests_per_row" in record) == (not PROPOSER)  # in rounds
         assert record["gen_kl_error"] < 1e-4  # what engines report is the policy's own
+    later = [r["spec_rl/tree_tokens_per_step"] for s, r in steps.items() if s > STEPS_PER_EPOCH]
+    assert max(later) > 1.5  # how far drafts go depends on measured times
 
 
 def test_the_checks_for_a_node_read_what_nemo_rl_logs(job):
@@ -59,7 +62,8 @@ def test_the_checks_for_a_node_read_what_nemo_rl_logs(job):
 
 def test_in_asynchronous_grpo_trees_draft_too(tmp_path):
     """Engines lie in other processes, and weights are replaced while rows decode."""
-    job = Job(tmp_path / "async", steps=5, spec_rl=LOSSLESS, **ASYNCHRONOUS).wait()
+    fixed = {**LOSSLESS, "tree": "{adaptive:false}"}
+    job = Job(tmp_path / "async", steps=5, spec_rl=fixed, **ASYNCHRONOUS).wait()
     steps = [record for _, record in sorted(job.train().items())]
     assert len(steps) == 5
     for record in steps:
