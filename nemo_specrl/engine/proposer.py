@@ -127,13 +127,15 @@ class TreeProposer:
             row = self._rows.get(name)
             drafted += row.drafted if row is not None else 0
             rows.append(self._extended(name, sampled, token_ids[i], int(num_tokens[i])))
+        last, self._last = self._last, started
+        if not any(rows):  # nobody's drafts, as in the evaluation of a policy
+            return [[] for _ in rows]
         if self.lengths is not None:
             # Where all rows have begun, the engine may have waited for them.
             if self._begun < len(names) and all(sampled_token_ids):
-                self.lengths.observe(len(names), drafted, self._begun, started - self._last)
+                self.lengths.observe(len(names), drafted, self._begun, started - last)
             self.lengths.prepare(len(names), drafted)
         drafts = self._drafts(rows)
-        self._last = started
         self.counts.seconds += time.perf_counter() - started
         return drafts
 
