@@ -124,8 +124,8 @@ def print_speed(rows: list[dict[str, Any]]) -> None:
 
 
 def heldout_table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows that ``write_comparison`` draws: plain, and ``faithful`` as its other side."""
-    names = {"plain": "plain", "faithful": "speculative"}
+    """The rows that ``write_comparison`` draws: plain, and ``lossless`` as its other side."""
+    names = {"plain": "plain", "lossless": "speculative"}
     return [
         {"side": names[row["side"]], "seed": row["seed"], "step": step, "heldout_accuracy": value}
         for row in rows
