@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import multiprocessing
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -175,7 +174,8 @@ class Comparison:
 
         Repetitions take the same steps of the engine, also where draft lengths depend on measured
         times: they verify the drafts of the first one. Processor seconds are the sum of each step's
-        quickest reading; everything else is the first repetition's.
+        quickest reading, ``repetitions_s`` has those of each repetition, and everything else is the
+        first one's.
 
         Args:
             points: of each, what ``epochs`` takes, by name.
@@ -205,6 +205,7 @@ class Comparison:
         for key, row in made.items():
             of_engines = zip(*readings[key], strict=True)
             row["processor_s"] = max(quickest(of_engine) for of_engine in of_engines)
+            row["repetitions_s"] = [max(map(sum, engines)) for engines in readings[key]]
         return [[row for key, row in made.items() if key[0] == i] for i in range(len(points))]
 
 
@@ -235,25 +236,6 @@ def environment() -> None:
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions are sent to the worker
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     local_cpu_environment()
-
-
-def rounded(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows with numbers of five digits, as they are kept."""
-    return [
-        {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in row.items()}
-        for row in rows
-    ]
-
-
-def merged(
-    path: Path, rows: Sequence[dict[str, Any]], keys: tuple[str, ...]
-) -> list[dict[str, Any]]:
-    """Add rows to a file, instead of those with the same ``keys`` that it has, and return all."""
-    had = json.loads(path.read_text()) if path.exists() else []
-    by_key = {tuple(row[key] for key in keys): row for row in [*had, *rows]}
-    everything = rounded(by_key.values())
-    path.write_text("[\n" + ",\n".join(json.dumps(row) for row in everything) + "\n]\n")
-    return everything
 
 
 def in_own_process(function: Any, *args: Any) -> Any:

@@ -348,21 +348,3 @@ def runner_name(worker: Any) -> str:
     """Which of vLLM's model runners the worker has."""
     module = type(worker.model_runner).__module__
     return "V2" if ".worker.gpu." in module else "V1, CPU" if "cpu" in module else "V1"
-
-
-def describe_machine() -> dict[str, str]:
-    """The device and the versions."""
-    import torch
-    import vllm
-    from vllm.platforms import current_platform
-
-    device = current_platform.get_device_name()
-    if current_platform.is_cpu():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-        device = f"CPU: {models[0] if models else os.uname().machine}, {os.cpu_count()} cores"
-    return {
-        "device": device,
-        "vllm": vllm.__version__,
-        "torch": torch.__version__,
-    }

@@ -32,9 +32,10 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a checkout; the engines inherit it
 
-from gpu_model import SIZES, Size, describe_machine
+from gpu_model import SIZES, Size
 from gpu_points import Bench
 from gpu_report import draw, print_report
+from records import machine
 
 from nemo_specrl.engine.compat import check_version, local_cpu_environment
 from nemo_specrl.errors import SpecRLError
@@ -103,11 +104,11 @@ def measure(path: Path, size_name: str, names: list[str]) -> None:
     except SpecRLError as error:
         refuse(str(error))
     size, data = SIZES[size_name], load(path)
-    machine = {"size": size_name, **describe_machine()}
-    if size_name == "qwen3-8b" and machine["device"].startswith("CPU"):
+    here = {"size": size_name, **machine()}
+    if size_name == "qwen3-8b" and here["device"].startswith("CPU"):
         refuse("--size qwen3-8b: there is no GPU here; --size tiny runs on a CPU")
-    if data.setdefault("machine", machine) != machine:
-        refuse(f"--out {path}: it is of {data['machine']}, not {machine}; name another file")
+    if data.setdefault("machine", here) != here:
+        refuse(f"--out {path}: it is of {data['machine']}, not {here}; name another file")
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(size, Path(folder))
         for name in names:

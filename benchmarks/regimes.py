@@ -14,7 +14,6 @@ Rows go to DIR/regimes.json; those of an earlier call stay unless they were meas
 
 from __future__ import annotations
 
-import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -28,10 +27,10 @@ from arms import (
     arguments,
     environment,
     in_own_process,
-    merged,
     recorded,
 )
 from recording import TASKS
+from records import merged, read
 
 FIXED = (0.1, 0.2, 0.4, 0.6)
 """Chances below which a draft ends."""
@@ -97,12 +96,12 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--sequences", type=int, nargs="+", default=[8, 64, 256])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of sampling")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="of sampling")
     parser.add_argument("--repeats", type=int, default=2, help="of everything, for seconds")
-    parser.add_argument("--prompts", type=int, default=32, help="of an epoch, groups of 8")
+    parser.add_argument("--prompts", type=int, default=20, help="of an epoch, groups of 8")
     args = parser.parse_args()
     if args.report:
-        print(table(json.loads(args.report.read_text())))
+        print(table(read(args.report)["rows"]))
         return
     environment()
     path = args.out / "regimes.json"
@@ -112,7 +111,7 @@ def main() -> None:
         for sequences in args.sequences:
             part = {"task": task, "sequences": sequences}
             new = in_own_process(measure, part, recording, args.prompts, args.seeds, args.repeats)
-            rows = merged(path, new, KEYS)
+            rows = merged(path, new, KEYS)["rows"]
     print(f"\n{table(rows)}")
 
 

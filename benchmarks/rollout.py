@@ -17,7 +17,6 @@ less so.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +31,9 @@ from arms import (
     environment,
     in_own_process,
     recorded,
-    rounded,
 )
 from recording import TASKS
+from records import merged, read
 from rollout_tables import PLACE, report
 
 SMALL_BOUND = 2 * 2**20
@@ -66,21 +65,19 @@ def measure(
         return list(comparison.epochs(part, part["prompts"], range(epochs))), comparison.left_out
 
 
-def merged(path: Path, rows: list[dict[str, Any]], left_out: dict[str, str]) -> dict[str, Any]:
+def added(path: Path, rows: list[dict[str, Any]], left_out: dict[str, str]) -> dict[str, Any]:
     """Add rows to a file, instead of those that it has of the same place, and return it all."""
-    had = json.loads(path.read_text()) if path.exists() else {"rows": [], "left_out": {}}
-    order = [*ARMS, *GROUP_ARMS]
-    everything = sorted([*had["rows"], *rows], key=lambda row: order.index(row["arm"]))
-    by_key = {(row["arm"], *(row[k] for k in PLACE)): row for row in everything}
-    measured = {row["arm"] for row in by_key.values()}
+    had = read(path) if path.exists() else {"rows": [], "left_out": {}}
+    measured = {row["arm"] for row in [*had["rows"], *rows]}
     reasons = {**had["left_out"], **left_out}
-    data = {
-        "left_out": {name: why for name, why in reasons.items() if name not in measured},
-        "rows": rounded(by_key.values()),
-    }
-    lines = ",\n".join(json.dumps(row) for row in data["rows"])
-    path.write_text(f'{{"left_out": {json.dumps(data["left_out"])},\n"rows": [\n{lines}\n]}}\n')
-    return data
+    reasons = {name: why for name, why in reasons.items() if name not in measured}
+    return ordered(merged(path, rows, ("arm", *PLACE), left_out=reasons))
+
+
+def ordered(data: dict[str, Any]) -> dict[str, Any]:
+    """The same with its rows in the order of the arms."""
+    order = [*ARMS, *GROUP_ARMS]
+    return {**data, "rows": sorted(data["rows"], key=lambda row: order.index(row["arm"]))}
 
 
 def run(args: argparse.Namespace) -> None:
@@ -99,7 +96,7 @@ def run(args: argparse.Namespace) -> None:
                     GROUP_ARMS if part["of_groups"] else {a: ARMS[a] for a in [PLAIN, *args.arms]}
                 )
                 part = {"task": task, "seed": seed, **part}
-                data = merged(result, *in_own_process(measure, part, recording, arms, epochs))
+                data = added(result, *in_own_process(measure, part, recording, arms, epochs))
                 print(f"\n{report(data)}\n", flush=True)
 
 
@@ -117,7 +114,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, nargs="*", default=[], help="such as 4 16 64 256")
     args = parser.parse_args()
     if args.report:
-        print(report(json.loads(args.report.read_text())))
+        print(report(ordered(read(args.report))))
     else:
         run(args)
 

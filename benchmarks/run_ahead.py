@@ -12,13 +12,13 @@ batch alone; with 256, twice the rows of a batch, all the time. Needs the CPU st
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from records import merged
 
 from nemo_specrl import RolloutStore, SpecRLConfig, SpeculativeLLM
 from nemo_specrl.engine.compat import local_cpu_environment
@@ -131,12 +131,12 @@ def main() -> None:
         disable_log_stats=True,
         **engine_options(config(True)),
     )
-    results = json.loads(args.json.read_text()) if args.json and args.json.exists() else []
+    rows = []
     for ahead in (False, True):
         epochs = measure(llm, ahead, args.epochs, args.batches, args.seed)
-        results.append({"places": args.places, "seed": args.seed, "run_ahead": ahead})
-        results[-1]["epochs"] = epochs
         for epoch, e in enumerate(epochs):
+            place = {"places": args.places, "seed": args.seed, "run_ahead": ahead, "epoch": epoch}
+            rows.append({**place, **e})
             print(
                 f"{args.places} places, run-ahead {'on ' if ahead else 'off'}, epoch {epoch}: "
                 f"{e['engine_steps']} engine steps, "
@@ -146,7 +146,7 @@ def main() -> None:
                 flush=True,
             )
     if args.json:
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
+        merged(args.json, rows, ("places", "seed", "run_ahead", "epoch"))
 
 
 if __name__ == "__main__":

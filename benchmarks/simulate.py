@@ -13,6 +13,7 @@ same steps of the engine, the quickest reading of each step counts: the machine 
 
 from __future__ import annotations
 
+import datetime
 import json
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from arms import (
     in_own_process,
     recorded,
 )
+from records import machine
 
 from nemo_specrl.config import PRESETS
 from nemo_specrl.rollout import prompt_key
@@ -204,7 +206,8 @@ def main() -> None:
     result = predict(points(rows))
     lines = ",\n".join(json.dumps(point) for point in result["points"])
     costs = json.dumps(result["costs_s"])
-    text = f'{{"costs_s": {costs},\n"points": [\n{lines}\n]}}\n'
+    measured = json.dumps({"date": datetime.date.today().isoformat(), **machine()})
+    text = f'{{"measured": [{measured}],\n"costs_s": {costs},\n"points": [\n{lines}\n]}}\n'
     (args.out / "simulator.json").write_text(text)
     print(report(result))
 

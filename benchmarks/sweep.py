@@ -15,7 +15,6 @@ measured again.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,9 +28,9 @@ from arms import (
     arguments,
     environment,
     in_own_process,
-    merged,
     recorded,
 )
+from records import merged, read
 
 ROWS = 64
 """Rollouts of an epoch, at every point."""
@@ -213,7 +212,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             for label in labels[point]
             for row in of_point
         ]
-        rows = merged(args.out / "sweep.json", new, KEYS)
+        rows = merged(args.out / "sweep.json", new, KEYS)["rows"]
     return rows
 
 
@@ -227,7 +226,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw them")
     args = parser.parse_args()
     if args.report:
-        rows = json.loads(args.report.read_text())
+        rows = read(args.report)["rows"]
     elif args.values and len(args.axes) != 1:
         parser.error("--values needs one of --axes")
     else:

@@ -126,7 +126,7 @@ def swept(tmp_path_factory):
         script="sweep.py",
     )
     assert picture.read_bytes().startswith(b"\x89PNG")
-    rows = json.loads((out / "sweep.json").read_text())
+    rows = json.loads((out / "sweep.json").read_text())["rows"]
     seeds = [[row["response_tokens"] for row in rows if row["seed"] == seed] for seed in (1, 2)]
     assert seeds[1] and seeds[0][: len(seeds[1])] != seeds[1]  # they are other samples
     rows = [row for row in rows if row["seed"] == 1]
@@ -160,7 +160,12 @@ def test_regimes_differ_in_how_far_drafts_go(tmp_path):
         script="regimes.py",
     )
     assert printed.count("\n| sorting | 4 |") == 2
-    rows = json.loads((tmp_path / "regimes.json").read_text())
+    data = json.loads((tmp_path / "regimes.json").read_text())
+    (here,) = data["measured"]
+    assert here["device"].startswith("CPU: ")
+    assert set(here) == {"date", "device", "python", "vllm", "torch", "nemo_specrl"}
+    rows = data["rows"]
+    assert all(len(row["repetitions_s"]) == 2 for row in rows)
     for epoch in (0, 1):
         here = {row["arm"]: row for row in rows if row["epoch"] == epoch}
         assert here["plain"]["drafted_tokens"] == 0

@@ -85,10 +85,10 @@ class TreeProposer:
     def __init__(self, vllm_config: Any) -> None:
         options = (vllm_config.additional_config or {}).get(EXTRA_ARG) or {}
         self.trees = DraftTrees(int(options.get("max_bytes", DEFAULT_MAX_BYTES)))
+        self._max_step_tokens = int(vllm_config.scheduler_config.max_num_batched_tokens)
         self.lengths: DraftLengths | None = None
         if options.get("adaptive", True):
-            most = int(vllm_config.scheduler_config.max_num_batched_tokens)
-            self.lengths = DraftLengths(CHANCES, MIN_PROBABILITY, most)
+            self.lengths = DraftLengths(CHANCES, MIN_PROBABILITY, self._max_step_tokens)
         self.runner: Any = None
         self.counts = DraftCounts()
         self._max_tokens = int(vllm_config.speculative_config.num_speculative_tokens)
@@ -96,6 +96,7 @@ class TreeProposer:
         self._rows: dict[str, _Row | None] = {}
         self._names: list[str] = []
         self._begun = 0  # rows that yielded their first token in this step
+        self._whole = True  # whether it verified all that was proposed
         self._last = 0.0  # time of the last proposal
         bind_proposer(TreeProposer)
         mend_cpu_rejection_sampler()
@@ -121,12 +122,14 @@ class TreeProposer:
         names = self.runner.input_batch.req_ids
         if names != self._names:
             self._forget_ended(names)
-        self._begun = drafted = 0
-        rows: list[_Row | None] = []
-        for i, (name, sampled) in enumerate(zip(names, sampled_token_ids, strict=True)):
-            row = self._rows.get(name)
-            drafted += row.drafted if row is not None else 0
-            rows.append(self._extended(name, sampled, token_ids[i], int(num_tokens[i])))
+        drafted = sum(row.drafted for row in map(self._rows.get, names) if row is not None)
+        # Where the tokens of a step do not suffice, vLLM shortens drafts, unseen from here.
+        self._whole = len(names) + drafted <= self._max_step_tokens
+        self._begun = 0
+        rows = [
+            self._extended(name, sampled, token_ids[i], int(num_tokens[i]))
+            for i, (name, sampled) in enumerate(zip(names, sampled_token_ids, strict=True))
+        ]
         last, self._last = self._last, started
         if not any(rows):  # nobody's drafts, as in the evaluation of a policy
             return [[] for _ in rows]
@@ -155,7 +158,7 @@ class TreeProposer:
             accepted = len(sampled) - 1
             if not row.run_ahead:
                 self.counts.accepted += accepted
-            if self.lengths is not None:
+            if self.lengths is not None and self._whole:
                 self.lengths.learn(row.cells, accepted)
         row.row.extend(sampled)
         return row
