@@ -33,6 +33,11 @@ def machine() -> dict[str, str]:
     }
 
 
+def measured_here() -> dict[str, str]:
+    """What a file says of its latest figures: the date, and the machine."""
+    return {"date": datetime.date.today().isoformat(), **machine()}
+
+
 def read(path: Path) -> dict[str, Any]:
     """What a file has: ``measured``, a list of machines, the newest last, and ``rows``."""
     data: dict[str, Any] = json.loads(path.read_text())
@@ -54,17 +59,22 @@ def merged(
         All that the file has.
     """
     had = read(path) if path.exists() else {"measured": [], "rows": []}
-    here = {"date": datetime.date.today().isoformat(), **machine()}
+    here = measured_here()
     by_key = {tuple(row[key] for key in keys): row for row in [*had["rows"], *rows]}
     data = {
         "measured": [*(other for other in had["measured"] if other != here), here],
         **more,
         "rows": rounded(by_key.values()),
     }
-    head = ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in data.items() if k != "rows")
-    lines = ",\n".join(json.dumps(row) for row in data["rows"])
-    path.write_text(f'{{{head},\n"rows": [\n{lines}\n]}}\n')
+    write(path, data, "rows")
     return data
+
+
+def write(path: Path, data: dict[str, Any], name: str) -> None:
+    """Write a file with the items of the list ``name`` a line each, behind everything else."""
+    head = ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in data.items() if k != name)
+    lines = ",\n".join(json.dumps(item) for item in data[name])
+    path.write_text(f'{{{head},\n"{name}": [\n{lines}\n]}}\n')
 
 
 def rounded(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

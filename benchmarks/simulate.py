@@ -13,7 +13,6 @@ same steps of the engine, the quickest reading of each step counts: the machine 
 
 from __future__ import annotations
 
-import datetime
 import json
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from arms import (
     in_own_process,
     recorded,
 )
-from records import machine
+from records import measured_here, write
 
 from nemo_specrl.config import PRESETS
 from nemo_specrl.rollout import prompt_key
@@ -204,11 +203,8 @@ def main() -> None:
             raw.write_text(json.dumps(measured))
         rows += json.loads(raw.read_text())
     result = predict(points(rows))
-    lines = ",\n".join(json.dumps(point) for point in result["points"])
-    costs = json.dumps(result["costs_s"])
-    measured = json.dumps({"date": datetime.date.today().isoformat(), **machine()})
-    text = f'{{"measured": [{measured}],\n"costs_s": {costs},\n"points": [\n{lines}\n]}}\n'
-    (args.out / "simulator.json").write_text(text)
+    data = {"measured": [measured_here()], **result}
+    write(args.out / "simulator.json", data, "points")
     print(report(result))
 
 

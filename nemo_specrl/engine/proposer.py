@@ -64,8 +64,7 @@ class _Row:
         self.row = row
         self.max_length = max_length  # of the response
         self.run_ahead = run_ahead  # not counted: nobody has asked for it
-        self.drafted = 0  # tokens of the last draft
-        self.cells = b""  # of its tokens
+        self.cells = b""  # of the last draft's tokens
 
 
 class TreeProposer:
@@ -95,8 +94,6 @@ class TreeProposer:
         self._max_model_len = int(vllm_config.model_config.max_model_len)
         self._rows: dict[str, _Row | None] = {}
         self._names: list[str] = []
-        self._begun = 0  # rows that yielded their first token in this step
-        self._whole = True  # whether it verified all that was proposed
         self._last = 0.0  # time of the last proposal
         bind_proposer(TreeProposer)
         mend_cpu_rejection_sampler()
@@ -122,12 +119,12 @@ class TreeProposer:
         names = self.runner.input_batch.req_ids
         if names != self._names:
             self._forget_ended(names)
-        drafted = sum(row.drafted for row in map(self._rows.get, names) if row is not None)
+        begun = sum(name not in self._rows for name in names)
+        drafted = sum(len(row.cells) for row in map(self._rows.get, names) if row is not None)
         # Where the tokens of a step do not suffice, vLLM shortens drafts, unseen from here.
-        self._whole = len(names) + drafted <= self._max_step_tokens
-        self._begun = 0
+        whole = len(names) + drafted <= self._max_step_tokens
         rows = [
-            self._extended(name, sampled, token_ids[i], int(num_tokens[i]))
+            self._extended(name, sampled, token_ids[i], int(num_tokens[i]), whole)
             for i, (name, sampled) in enumerate(zip(names, sampled_token_ids, strict=True))
         ]
         last, self._last = self._last, started
@@ -135,30 +132,34 @@ class TreeProposer:
             return [[] for _ in rows]
         if self.lengths is not None:
             # Where all rows have begun, the engine may have waited for them.
-            if self._begun < len(names) and all(sampled_token_ids):
-                self.lengths.observe(len(names), drafted, self._begun, started - last)
+            if begun < len(names) and all(sampled_token_ids):
+                self.lengths.observe(len(names), drafted, begun, started - last)
             self.lengths.prepare(len(names), drafted)
         drafts = self._drafts(rows)
         self.counts.seconds += time.perf_counter() - started
         return drafts
 
-    def _extended(self, name: str, sampled: list[int], token_ids: Any, length: int) -> _Row | None:
-        """The row of a request with what the step has yielded; None: there is nothing to draft."""
+    def _extended(
+        self, name: str, sampled: list[int], token_ids: Any, length: int, whole: bool
+    ) -> _Row | None:
+        """The row of a request with what the step has yielded; None: there is nothing to draft.
+
+        ``whole``: the step verified all that was proposed for it.
+        """
         if not sampled:
             return None
         if name not in self._rows:
-            self._begun += 1
             self._rows[name] = self._opened(name, token_ids, length)
             return self._rows[name]
         row = self._rows[name]
         if row is None:
             return None
         # The step that verifies a draft yields one token more than it accepts.
-        if row.drafted:
+        if row.cells:
             accepted = len(sampled) - 1
             if not row.run_ahead:
                 self.counts.accepted += accepted
-            if self.lengths is not None and self._whole:
+            if self.lengths is not None and whole:
                 self.lengths.learn(row.cells, accepted)
         row.row.extend(sampled)
         return row
@@ -187,7 +188,7 @@ class TreeProposer:
             drafts.append(array("i", tokens)[:n].tolist())
             if row is None:
                 continue
-            row.drafted, row.cells = n, cells[:n]
+            row.cells = cells[:n]
             if not row.run_ahead:
                 self.counts.steps += 1
                 self.counts.drafted += n

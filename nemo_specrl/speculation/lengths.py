@@ -187,7 +187,8 @@ class DraftLengths:
         self._max_tokens = max_tokens
         self._accepted: list[bytes] = []  # cells of tokens, since the last search
         self._rejected: list[bytes] = []
-        self._plain = self._drafting = 0  # steps since the last one of each
+        self._drafting = False  # in the last step
+        self._alike = 0  # steps in a row that drafted, or did not, as the last one
         self._searched = 0  # steps since the last search
         self._rows = 0  # at the last search
 
@@ -207,15 +208,15 @@ class DraftLengths:
             rows: of it.
             drafted: tokens that the last step verified.
         """
-        self._plain = self._plain + 1 if drafted else 0
-        self._drafting = 0 if drafted else self._drafting + 1
+        self._alike = self._alike + 1 if (drafted > 0) == self._drafting else 1
+        self._drafting = drafted > 0
         self._searched += 1
         self.searching, self.least, self.table = False, self.cut, self._chances.table
         if self.costs.costs is None:
             return
-        if self._plain > self.PROBE:
+        if self._alike > self.PROBE and self._drafting:
             self.least = math.inf
-        elif self._drafting > self.PROBE:
+        elif self._alike > self.PROBE:
             self.least, self.table = self.PROBED, self._prior
         elif self._searched >= self.EVERY or 4 * abs(rows - self._rows) > self._rows:
             self.searching = True
