@@ -131,25 +131,17 @@ def append_decoded(request: Request, output: RequestOutput) -> Ending | None:
     return Ending(len(request.tokens), Finish.LENGTH)
 
 
-def reported_logprobs(
-    logprobs: FlatLogprobs, values: Float32Array, *, wanted: int | None, flat: bool
-) -> tuple[SampleLogprobs | None, float | None]:
-    """Log-probs in the form that the request asked for, and their sum in nats.
+def with_values(logprobs: FlatLogprobs, values: Float32Array) -> FlatLogprobs:
+    """Log-probs with other values for the tokens; other candidates of a position keep their own.
 
     Args:
         logprobs: one position per token.
-        values: log-probs to report for the tokens, float32 ``[n]``, nats; other candidates of a
-            position keep their own.
-        wanted: ``SamplingParams.logprobs``.
-        flat: ``SamplingParams.flat_logprobs``.
+        values: float32 ``[n]``, nats.
     """
-    if wanted is None:
-        return None, None
     entries = list(logprobs.logprobs)
     for start, value in zip(logprobs.start_indices, values.tolist(), strict=True):
         entries[start] = value
-    result = dataclasses.replace(logprobs, logprobs=entries)
-    return (result if flat else list(result)), float(values.sum(dtype=np.float64))
+    return dataclasses.replace(logprobs, logprobs=entries)
 
 
 def build_completion(
@@ -175,24 +167,24 @@ def build_completion(
     rollout = request.replayed
     if rollout is None:
         rollout = build_rollout(request, policy, ending.finish, policy_version, fingerprint)
-    carried = policy
     draft, accepted = request.draft, request.accepted
     completion = output.outputs[0]
-    if draft is not None and config.reported_logprobs == "behaviour":
-        old = reference_logprobs(draft, config)[:accepted]
-        carried = policy.copy()
-        carried[:accepted] = behaviour_logprobs(policy[:accepted], old, config.lenience)
     tokenizer = request.rules.tokenizer  # NeMo-RL's engines have none
     if request.rounds is not None and request.params.detokenize and tokenizer is not None:
         name_tokens(request.logprobs, tokenizer)
     if not (draft is None and request.rounds is None and request.detokenizer is None):
         completion = dataclasses.replace(completion, text=text_of(request, ending))
-    logprobs, total = reported_logprobs(
-        request.logprobs,
-        carried,
-        wanted=request.wanted.logprobs,
-        flat=request.wanted.flat_logprobs,
-    )
+    logprobs: SampleLogprobs | None = None
+    total = None
+    if request.wanted.logprobs is not None:
+        flat, values = request.logprobs, policy
+        if draft is not None and config.reported_logprobs == "behaviour":
+            old = reference_logprobs(draft, config)[:accepted]
+            values = policy.copy()
+            values[:accepted] = behaviour_logprobs(policy[:accepted], old, config.lenience)
+            flat = with_values(flat, values)
+        logprobs = flat if request.wanted.flat_logprobs else list(flat)
+        total = float(values.sum(dtype=np.float64))
     completion = dataclasses.replace(
         completion,
         index=request.child,

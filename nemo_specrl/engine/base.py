@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from nemo_specrl.config import SpecRLConfig
 from nemo_specrl.engine.assembly import append_decoded, build_completion, build_rollout
-from nemo_specrl.engine.compat import check_version, tokens_so_far
+from nemo_specrl.engine.compat import check_version, extend_prompt_logprobs, tokens_so_far
 from nemo_specrl.engine.drafting import Histories, check_cpu_drafter
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.replay import Journal, replayed_output, restore_request
@@ -28,7 +28,7 @@ from nemo_specrl.engine.verification import (
     judge,
     sampled_values,
 )
-from nemo_specrl.errors import ConfigError
+from nemo_specrl.errors import ConfigError, IncompatibleVersion
 from nemo_specrl.rollout import Finish, Rollout
 from nemo_specrl.speculation.acceptance import derived_seed
 from nemo_specrl.speculation.drafts import mean_lengths, select_drafts
@@ -109,6 +109,11 @@ class Speculation:
             )
         if config.enabled and not self._limits.drafts_from_trees:
             check_cpu_drafter(getattr(llm, "llm_engine", llm))
+        if config.enabled:
+            try:
+                extend_prompt_logprobs()
+            except IncompatibleVersion as error:  # it costs speed alone
+                logger.warning("%s", error)
         self._proposes = drafts and self._limits.drafts_from_trees and method != "rounds"
         if config.enabled and config.run_ahead.enabled and not self._proposes:
             raise ConfigError(

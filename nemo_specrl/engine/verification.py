@@ -204,4 +204,5 @@ def judge(
     for (request, logprobs), draft, length in zip(verified, drafts, lengths.tolist(), strict=True):
         request.accepted = length
         request.tokens = draft.tokens[:length].tolist()
-        request.logprobs = logprobs_slice(logprobs, 0, length)
+        whole = length == len(draft)
+        request.logprobs = logprobs if whole else logprobs_slice(logprobs, 0, length)

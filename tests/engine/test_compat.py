@@ -6,14 +6,17 @@ import sys
 from importlib import metadata
 
 import pytest
+import torch
 import vllm
 from vllm import CompletionOutput, SamplingParams
-from vllm.logprobs import FlatLogprobs
+from vllm.logprobs import FlatLogprobs, create_prompt_logprobs
+from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.outputs import LogprobsTensors
 
 from nemo_specrl.engine import compat
 from nemo_specrl.errors import IncompatibleVersion
 from nemo_specrl.trainer.task import encode
-from tests.engine.helpers import PROMPT, needs_cpu_build
+from tests.engine.helpers import PROMPT, VOCABULARY, needs_cpu_build
 
 
 def flat(n):
@@ -86,6 +89,34 @@ def test_slices_of_logprobs_may_be_empty():
     assert len(compat.logprobs_slice(flat(3), 0, 0)) == 0
     assert len(compat.logprobs_slice(flat(0), 0, 0)) == 0
     assert compat.logprobs_slice(flat(5), 1, 3) == flat(5)[1:3]
+
+
+@pytest.mark.parametrize("candidates", [0, 3, -1])
+def test_logprobs_of_prompts_are_appended_as_vllm_does(llm, speculative, candidates):
+    """Also where a prompt is prefilled in chunks."""
+    speculative()
+    extended = LogprobsProcessor._update_prompt_logprobs
+    assert extended.extends
+    rng = torch.Generator().manual_seed(candidates)
+    width = VOCABULARY + 1 if candidates == -1 else candidates + 1
+    chunks = [
+        LogprobsTensors(
+            torch.randint(VOCABULARY, (tokens, width), generator=rng),
+            torch.randn(tokens, width, generator=rng),
+            torch.randint(1, VOCABULARY, (tokens,), generator=rng),
+        )
+        for tokens in (16, 0, 16, 1)
+    ]
+    made = []
+    for update in (extended.__wrapped__, extended):
+        processor = LogprobsProcessor(
+            None, None, create_prompt_logprobs(flat_logprobs=True), None, None, candidates
+        )
+        for chunk in chunks:
+            update(processor, chunk)
+        made.append(processor.prompt_logprobs)
+    assert made[0] == made[1]
+    assert len(made[1]) == 1 + 33
 
 
 @pytest.mark.parametrize("tokens", [0, 2, 5])
