@@ -217,6 +217,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     results = parser.add_mutually_exclusive_group(required=True)
     results.add_argument("--out", type=Path, help="folder of the recordings and the results")
     results.add_argument("--report", type=Path, metavar="JSON", help="print the tables of a file")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the figures")
     parser.add_argument("--recordings", type=Path, help="folder of the recordings, if another")
     parser.add_argument("--warm-up-steps", type=int, default=300, help="of a task's own model")
     parser.add_argument("--override", nargs="*", default=[], help="of the recording's recipe")

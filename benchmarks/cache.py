@@ -1,6 +1,6 @@
 """Speed of one rollout store, beside the raw speed of the machine's disk and memory.
 
-    .venv/bin/python benchmarks/cache.py --dir /raid/somewhere --json benchmarks/results/cache.json
+    .venv/bin/python benchmarks/cache.py --dir /raid/somewhere --out results/cache.json
 
 MB are 10^6 bytes of encoded records: what is counted is what a store keeps of a rollout, without
 LMDB's pages around it. Each figure is the median of several runs; the seconds of the processor
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from records import Chart, outputs, present, read, save
 
 from nemo_specrl import Finish, Rollout, RolloutStore, prompt_key
 from nemo_specrl.cache.cluster.shard import Shard
@@ -75,8 +76,10 @@ class Timings:
         self.mb[name] = mb
         return result
 
-    def medians(self) -> dict[str, dict[str, float]]:
-        """By name: seconds, processor seconds and MB/s; the best run's MB/s beside the median."""
+    def medians(self) -> dict[str, dict[str, Any]]:
+        """By name: seconds, processor seconds and MB/s, medians; the best run's MB/s; both seconds
+        of all runs.
+        """
         figures = {}
         for name, runs in self.runs.items():
             wall = statistics.median(run[0] for run in runs)
@@ -86,7 +89,7 @@ class Timings:
                 "mb": self.mb[name],
                 "mb_s": self.mb[name] / wall,
                 "best_mb_s": self.mb[name] / min(run[0] for run in runs),
-                "runs": len(runs),
+                "runs": runs,
             }
         return figures
 
@@ -139,14 +142,20 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=512, help="of 16 rollouts each")
     parser.add_argument("--tokens", type=int, default=1000, help="of each rollout")
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--json", type=Path, default=None, help="write the figures there, too")
     parser.add_argument("--opening-gb", type=float, default=0, help="size of a store to be opened")
+    outputs(parser)
     parser.add_argument("--memory-of", type=Path, default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.memory_of is not None:
         print(json.dumps(shard_memory(args.memory_of, args.prompts, args.tokens)))
         return
 
+    result = read(args.report) if args.report else save(args.out, measure(args))
+    present(report(result), chart(result), args.plot)
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """All figures, with stores in a folder of their own."""
     folder = Path(tempfile.mkdtemp(prefix="cache-benchmark-", dir=args.dir))
     try:
         result = benchmark(folder, args.prompts, args.tokens, args.runs)
@@ -154,9 +163,7 @@ def main() -> None:
             result["opening"] = opening(folder, args.opening_gb, args.runs)
     finally:
         shutil.rmtree(folder)
-    report(result)
-    if args.json is not None:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    return result
 
 
 def in_pieces(some: list[Any]) -> list[list[Any]]:
@@ -220,7 +227,6 @@ def benchmark(folder: Path, prompts: int, tokens: int, runs: int) -> dict[str, A
         check=True,
     )
     return {
-        "cores": os.cpu_count(),
         "load": os.getloadavg()[0],
         "rollouts": prompts * SAMPLE_INDICES,
         "tokens": tokens,
@@ -320,39 +326,70 @@ def opening(folder: Path, gb: float, runs: int) -> dict[str, float]:
     }
 
 
-def report(result: dict[str, Any]) -> None:
-    print(
+RAW = {
+    "encode": "memory copy",
+    "put and sync": "raw disk, as much",
+    "get, warm": "memory copy",
+    "get and use all arrays": "memory copy",
+    "snapshot": "raw disk, as the snapshot",
+}
+"""What each figure is compared with, run by run."""
+
+
+def of_raw(result: dict[str, Any], name: str) -> list[float]:
+    """Speed over the raw speed of what is below it, of each run."""
+    mine, raw = result["timings"][name], result["timings"][RAW[name]]
+    return [
+        mine["mb"] / a[0] / (raw["mb"] / b[0])
+        for a, b in zip(mine["runs"], raw["runs"], strict=True)
+    ]
+
+
+def report(result: dict[str, Any]) -> str:
+    """Markdown: speeds, their ratios to the raw ones, and sentences about the rest."""
+    lines = [
         f"{result['rollouts']:,} rollouts of {result['tokens']:,} tokens, "
-        f"{result['bytes_per_token']:.2f} bytes a token as records; "
-        f"{result['cores']} cores, load {result['load']:.1f}"
-    )
-    print(f"{'':30}{'s':>8}{'cpu s':>8}{'MB/s':>8}{'best':>8}{'M tokens/s':>12}")
+        f"{result['bytes_per_token']:.2f} bytes a token as records; load {result['load']:.1f}",
+        "",
+        "| | s | processor s | MB/s | best | M tokens/s | of the raw speed |",
+        "|---" * 7 + "|",
+    ]
     for name, figures in result["timings"].items():
-        speed = figures["mb_s"] / result["bytes_per_token"]
-        print(
-            f"{name:30}{figures['s']:8.3f}{figures['cpu_s']:8.3f}{figures['mb_s']:8.0f}"
-            f"{figures['best_mb_s']:8.0f}" + (f"{speed:12.1f}" if "raw" not in name else "")
-        )
+        cells = [name, *(f"{figures[key]:.3f}" for key in ("s", "cpu_s"))]
+        cells += [f"{figures[key]:.0f}" for key in ("mb_s", "best_mb_s")]
+        if name in RAW:
+            cells.append(f"{figures['mb_s'] / result['bytes_per_token']:.1f}")
+            ratios = of_raw(result, name)
+            low, high = min(ratios), max(ratios)
+            cells.append(f"{statistics.median(ratios):.2f} ({low:.2f} to {high:.2f}), {RAW[name]}")
+        lines.append("| " + " | ".join([*cells, *[""] * (7 - len(cells))]) + " |")
     waited, memory = result["snapshot_by_partitions"], result["memory"]
-    print(
+    lines += [
+        "",
         f"snapshot by partitions: {waited['mb_s']:.0f} MB/s alone, "
         f"{waited['mb_s_beside_lookups']:.0f} MB/s beside {waited['lookups']} look-ups of 8 "
         f"prompts, which took {1e3 * waited['median_wait_s']:.1f} ms in the median and "
-        f"{1e3 * waited['longest_wait_s']:.1f} ms at worst"
-    )
-    print(
+        f"{1e3 * waited['longest_wait_s']:.1f} ms at worst",
+        "",
         f"memory of a shard beside its mapped pages: {memory['at_start_mb']:.0f} MB at start, "
-        f"{memory['after_mb']:.0f} MB after reading and writing all"
-    )
+        f"{memory['after_mb']:.0f} MB after reading and writing all",
+    ]
     if opened := result.get("opening"):
-        print(
-            f"opening {opened['gb']:.1f} GB after a kill, cold: {opened['s']:.2f} s, "
-            f"at worst {opened['worst_s']:.2f} s"
-        )
         speeds = {name: value for name, value in opened.items() if name.endswith("MB/s")}
-        print(
-            "of that size: " + "; ".join(f"{name}: {value:.0f}" for name, value in speeds.items())
-        )
+        lines += [
+            "",
+            f"opening {opened['gb']:.1f} GB after a kill, cold: {opened['s']:.2f} s, "
+            f"at worst {opened['worst_s']:.2f} s",
+            "",
+            "of that size: " + "; ".join(f"{name}: {value:.0f}" for name, value in speeds.items()),
+        ]
+    return "\n".join(lines)
+
+
+def chart(result: dict[str, Any]) -> Chart:
+    """Speeds over the raw ones; the first run warms the page cache up."""
+    groups = {f"{name}\nover {RAW[name]}": {"runs": of_raw(result, name)[1:]} for name in RAW}
+    return Chart("One store beside disk and memory", "of the raw speed", groups)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,21 @@
 """Overhead of speculation where it cannot help: rollouts with a cache that never hits.
 
-    .venv/bin/python benchmarks/cold_overhead.py
+    .venv/bin/python benchmarks/cold_overhead.py --out results/cold_overhead.json
 
 Pairs of the same batch of new prompts, once through ``vllm.LLM.generate`` and once through
 ``SpeculativeLLM`` on a real store, journal and sync included, in one process and in alternating
-order; prints the ratio of each pair and their median. Needs the CPU stack; about five minutes.
+order; the figure is the ratio of a pair. Needs the CPU stack.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
-from pathlib import Path
+from typing import Any
+
+from records import Chart, outputs, present, read, save
 
 from nemo_specrl import RolloutStore, SpecRLConfig, SpeculativeLLM
 from nemo_specrl.engine.compat import local_cpu_environment
@@ -28,9 +29,14 @@ def main() -> None:
     parser.add_argument("--model", default="examples/models/qwen3-arith")
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--prompts", type=int, default=16, help="of a batch, eight rows each")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    outputs(parser)
     args = parser.parse_args()
+    result = read(args.report) if args.report else save(args.out, measure(args))
+    present(report(result), chart(result), args.plot)
 
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of each side of each pair, and their ratios."""
     local_cpu_environment()
     from vllm import LLM, SamplingParams
 
@@ -79,14 +85,26 @@ def main() -> None:
                 if pair:  # the first pair warms up
                     seconds[side].append(time.perf_counter() - started)
     ratios = [s / p for s, p in zip(seconds["speculative"], seconds["plain"], strict=True)]
-    print("speculative over plain, pair by pair:", " ".join(f"{r:.3f}" for r in ratios))
-    quartiles = statistics.quantiles(ratios, n=4)
-    print(f"median {statistics.median(ratios):.4f}")
-    print(f"quartiles {quartiles[0]:.4f} {quartiles[2]:.4f}")
-    total = {side: sum(values) for side, values in seconds.items()}
-    print(f"sums {total['speculative']:.1f} s over {total['plain']:.1f} s")
-    if args.json:
-        args.json.write_text(json.dumps({"seconds": seconds, "ratios": ratios}, indent=1))
+    return {"seconds": seconds, "ratios": ratios}
+
+
+def report(result: dict[str, Any]) -> str:
+    """Markdown: the ratios' median and quartiles, and the ratio of the sums."""
+    low, middle, high = statistics.quantiles(result["ratios"], n=4)
+    sums = {side: sum(values) for side, values in result["seconds"].items()}
+    return "\n".join(
+        [
+            "| pairs | speculative over plain: median | quartiles | of the sums |",
+            "|---" * 4 + "|",
+            f"| {len(result['ratios'])} | {middle:.4f} | {low:.4f}, {high:.4f} "
+            f"| {sums['speculative'] / sums['plain']:.4f} |",
+        ]
+    )
+
+
+def chart(result: dict[str, Any]) -> Chart:
+    groups = {"cache that never hits": {"pairs": result["ratios"]}}
+    return Chart("Overhead where nothing is reused", "speculative over plain seconds", groups)
 
 
 if __name__ == "__main__":

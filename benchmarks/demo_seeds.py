@@ -1,10 +1,12 @@
-"""The demo over several seeds: what plain training and each preset learn, and how fast.
+r"""The demo over several seeds: what plain training and each preset learn, and how fast.
 
-    .venv/bin/python benchmarks/demo_seeds.py --out results/demo_seeds --json FILE
+    .venv/bin/python benchmarks/demo_seeds.py --json results/demo_seeds.json
+    .venv/bin/python benchmarks/demo_seeds.py --json results/demo_seeds.json --seeds 1 2 3 \
+        --sides plain lossless faithful
 
-Runs ``nemo-specrl train`` for each seed and side, one after the other (resumable; about 12 minutes
-a seed on two cores), and prints the tables of docs/demo.md. With ``--compare DIR``, the folder of
-``nemo-specrl compare``, that comparison's picture is drawn again with the seeds in it.
+Runs ``nemo-specrl train`` for each seed and side, one after the other (resumable), and prints the
+tables of docs/demo.md. With ``--compare DIR``, the folder of ``nemo-specrl compare``, that
+comparison's picture is drawn again with the seeds in it.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from records import Chart, merged, present, read
 from scipy import stats
 
 from nemo_specrl.report import write_comparison
@@ -62,8 +65,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
     """Sums over the steps of a run, and its held-out accuracy by step."""
-    points = {0: records[0]["heldout_accuracy_at_start"]}
-    points |= {r["step"]: r["heldout_accuracy"] for r in records if "heldout_accuracy" in r}
+    points = {"0": records[0]["heldout_accuracy_at_start"]}
+    points |= {str(r["step"]): r["heldout_accuracy"] for r in records if "heldout_accuracy" in r}
     warm = [r["rollout_s"] for r in records if r["epoch"] >= WARM_EPOCH]
     return {
         "steps": len(records),
@@ -73,11 +76,13 @@ def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def print_learning(rows: list[dict[str, Any]]) -> None:
+def learning(rows: list[dict[str, Any]]) -> str:
     """A Markdown table of held-out accuracy: mean over seeds, and each seed."""
-    steps = sorted({step for row in rows for step in row["heldout_accuracy"]})
-    print("| side | " + " | ".join(f"step {step}" for step in steps) + " |")
-    print("|---" * (len(steps) + 1) + "|")
+    steps = sorted({int(step) for row in rows for step in row["heldout_accuracy"]})
+    lines = [
+        "| side | " + " | ".join(f"step {step}" for step in steps) + " |",
+        "|---" * (len(steps) + 1) + "|",
+    ]
     for side in SIDES:
         cells = []
         for step in steps:
@@ -85,16 +90,17 @@ def print_learning(rows: list[dict[str, Any]]) -> None:
             each = ", ".join(f"{v:.3f}" for v in values)
             cells.append(f"**{statistics.mean(values):.3f}** ({each})" if values else "")
         if any(cells):
-            print(f"| {side} | " + " | ".join(cells) + " |")
+            lines.append(f"| {side} | " + " | ".join(cells) + " |")
     half = band(rows, steps)
     if half is not None:
-        print(f"\n95 % band of plain's mean (Student's t, pooled over evaluations): ± {half:.3f}")
+        lines += ["", f"95 % band of plain's mean (Student's t, pooled): ± {half:.3f}"]
+    return "\n".join(lines)
 
 
 def accuracies(rows: list[dict[str, Any]], side: str, step: int) -> list[float]:
     """Held-out accuracy of each seed of a side at a step."""
     mine = [row["heldout_accuracy"] for row in rows if row["side"] == side]
-    return [points[step] for points in mine if step in points]
+    return [points[str(step)] for points in mine if str(step) in points]
 
 
 def band(rows: list[dict[str, Any]], steps: list[int]) -> float | None:
@@ -107,30 +113,52 @@ def band(rows: list[dict[str, Any]], steps: list[int]) -> float | None:
     return float(stats.t.ppf(0.975, seeds - 1)) * pooled / math.sqrt(seeds)
 
 
-def print_speed(rows: list[dict[str, Any]]) -> None:
-    """A Markdown table of each seed's ratios, plain over the other side."""
+SPEEDS = {
+    "rollout_s": "rollouts",
+    "rollout_warm_s": "from the third epoch on",
+    "step_s": "whole steps",
+    "decoded_tokens": "decoded tokens",
+}
+
+
+def pairs(rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Plain and another side, of each seed and side that has taken as many steps."""
     plain = {row["seed"]: row for row in rows if row["side"] == "plain"}
-    print("| seed | side | rollout s: plain, side | ratio | from the third epoch on", end="")
-    print(" | whole steps | decoded tokens |")
-    print("|---" * 7 + "|")
-    for row in rows:
-        base = plain.get(row["seed"])
-        if row["side"] == "plain" or base is None or base["steps"] != row["steps"]:
-            continue
-        names = ("rollout_s", "rollout_warm_s", "step_s", "decoded_tokens")
-        ratios = [f"{base[name] / row[name]:.2f}" for name in names]
+    others = [row for row in rows if row["side"] != "plain" and row["seed"] in plain]
+    found = [(plain[row["seed"]], row) for row in others]
+    return [(base, row) for base, row in found if base["steps"] == row["steps"]]
+
+
+def speed(rows: list[dict[str, Any]]) -> str:
+    """A Markdown table of each seed's ratios, plain over the other side."""
+    lines = [
+        "| seed | side | rollout s: plain, side | " + " | ".join(SPEEDS.values()) + " |",
+        "|---" * (3 + len(SPEEDS)) + "|",
+    ]
+    for base, row in pairs(rows):
+        ratios = [f"{base[name] / row[name]:.2f}" for name in SPEEDS]
         seconds = f"{base['rollout_s']:.0f}, {row['rollout_s']:.0f}"
-        print(f"| {row['seed']} | {row['side']} | {seconds} | " + " | ".join(ratios) + " |")
+        lines.append(f"| {row['seed']} | {row['side']} | {seconds} | " + " | ".join(ratios) + " |")
+    return "\n".join(lines)
+
+
+def chart(rows: list[dict[str, Any]]) -> Chart:
+    """How many times less each side takes than plain, by seed."""
+    groups: dict[str, dict[str, list[float]]] = {title: {} for title in SPEEDS.values()}
+    for base, row in pairs(rows):
+        for name, title in SPEEDS.items():
+            groups[title].setdefault(row["side"], []).append(base[name] / row[name])
+    return Chart("The demo's recipe over seeds", "times less than plain", groups)
 
 
 def heldout_table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows that ``write_comparison`` draws: plain, and ``lossless`` as its other side."""
     names = {"plain": "plain", "lossless": "speculative"}
     return [
-        {"side": names[row["side"]], "seed": row["seed"], "step": step, "heldout_accuracy": value}
+        {"side": names[row["side"]], "seed": row["seed"], "step": int(step), "heldout_accuracy": v}
         for row in rows
         if row["side"] in names
-        for step, value in row["heldout_accuracy"].items()
+        for step, v in row["heldout_accuracy"].items()
     ]
 
 
@@ -138,21 +166,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, default=Path("examples/configs/grpo_sort_cpu.yaml"))
     parser.add_argument("--out", type=Path, default=Path("results/demo_seeds"))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=["plain", "lossless"])
     parser.add_argument("--val-period", type=int, default=20, help="steps")
     parser.add_argument("--override", nargs="*", default=[], help="further overrides, key=value")
     parser.add_argument("--no-run", action="store_true", help="only read what is in --out")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--json", type=Path, help="add the rows to this file")
+    parser.add_argument("--report", type=Path, metavar="JSON", help="show the rows of a file")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the speeds")
     parser.add_argument("--compare", type=Path, help="folder of a comparison to draw again")
     args = parser.parse_args()
 
-    rows = run(args)
-    print_learning(rows)
-    print()
-    print_speed(rows)
+    rows = read(args.report)["rows"] if args.report else run(args)
     if args.json:
-        args.json.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+        merged(args.json, rows, ("side", "seed"))
+    present(f"{learning(rows)}\n\n{speed(rows)}", chart(rows), args.plot)
     if args.compare:
         compared = json.loads((args.compare / "compare.json").read_text())
         write_comparison(args.compare, compared, heldout_table=heldout_table(rows))

@@ -174,18 +174,20 @@ class Arm:
         )
 
     def begin_again(self, seed: int) -> None:
-        """Empty the cache and the trees, and set the seed of sampling."""
+        """Forget all rollouts, in the cache and in drafters, and set the seed of sampling."""
         from nemo_specrl.speculation.trees import DraftTrees
 
         generation = self.generation
         object.__setattr__(generation.recipe.algorithm, "seed", seed)  # it is frozen
-        generation.speculative.seed = generation.speculative.draw_seed = seed
         if self.store is not None:
             self.store.close()
             self.store = generation.store = generation.cache = self._new_store()
-            generation.speculative.cache = self.store
-        if isinstance(getattr(self.counter.drafter, "trees", None), DraftTrees):
-            self.counter.drafter.trees = DraftTrees(self.recipe.spec_rl.tree.max_bytes)
+        speculative, drafter = generation.speculative, self.counter.drafter
+        speculative.__init__(speculative.llm, self.store, speculative.config, seed)
+        if isinstance(getattr(drafter, "trees", None), DraftTrees):
+            drafter.trees = DraftTrees(self.recipe.spec_rl.tree.max_bytes)
+        elif hasattr(drafter, "suffix_cache"):
+            drafter.__init__(generation.llm.llm_engine.vllm_config)
         self.responses, self.logprobs = [], []
 
     def measure(

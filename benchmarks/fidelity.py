@@ -1,15 +1,16 @@
 r"""Does reuse learn what plain training learns? Variants and seeds on the embedded trainer.
 
-    .venv/bin/python benchmarks/fidelity.py --out results/fidelity --list
-    .venv/bin/python benchmarks/fidelity.py --out results/fidelity --grid presets --jobs 2
+    .venv/bin/python benchmarks/fidelity.py --out results/fidelity
+    .venv/bin/python benchmarks/fidelity.py --out results/fidelity --grid presets --seeds 1 2 3 \
+        --jobs 2
     .venv/bin/python benchmarks/fidelity.py --out results/fidelity \
         --report benchmarks/results/fidelity
 
 Each run is a ``nemo-specrl train`` (``fidelity_train.py``) in DIR/SETTING/VARIANT/SEED, which goes
 on from its checkpoint when it is started again; runs that are done are not repeated, so that a grid
-may be made in pieces and in any order. ``--report`` reads what is there: data (``.json``), pictures
-(``-SETTING.png``), and tables for docs/laboratory.md. Of ``--jobs`` runs side by side, each has
-cores of its own.
+may be made in pieces and in any order. Data (``.json``), pictures (``-SETTING.png``) and tables for
+docs/laboratory.md are made of what is there: in DIR, or where ``--report`` says, which runs nothing
+unless there is a ``--grid``. Of ``--jobs`` runs side by side, each has cores of its own.
 """
 
 from __future__ import annotations
@@ -73,10 +74,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
-    parser.add_argument("--grid", choices=GRIDS, action="append", default=[])
+    parser.add_argument("--grid", choices=GRIDS, action="append", help="default: short")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, help="only these")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="only these")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
     parser.add_argument(
         "--max-num-seqs",
@@ -92,7 +93,7 @@ def main() -> None:
     wanted = [
         (setting, variant, seed)
         for seed in args.seeds  # a seed of everything first: what is there can be compared
-        for grid in args.grid
+        for grid in args.grid or ([] if args.report else ["short"])
         for setting in args.settings or GRIDS[grid][0]
         for variant in args.variants or GRIDS[grid][1]
     ]
@@ -110,8 +111,7 @@ def main() -> None:
 
         for line in pool.map(run, dict.fromkeys(wanted)):
             print(line, flush=True)
-    if args.report:
-        report(args.out, args.report)
+    report(args.out, args.report or args.out / "fidelity")
 
 
 if __name__ == "__main__":

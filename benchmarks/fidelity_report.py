@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from fidelity_settings import PLAIN, SETTINGS, SHOWN, VARIANTS
+from records import merged
 from scipy import stats
 
 from nemo_specrl.trainer.log import read_metrics
@@ -24,6 +24,8 @@ COUNTS = "counts.jsonl"
 """File of a run with what ``fidelity_train.py`` counts."""
 COUNTED = ("rollout_cpu_s", "engine_steps")
 SUMS = ("rollout_s", "verify_s", "train_s", "step_s", "decoded_tokens", "response_tokens")
+KEYS = ("setting", "variant", "seed", "epoch")
+"""What tells rows apart."""
 EVALUATED = ("heldout_accuracy", "heldout_kl_to_start", "heldout_entropy", "heldout_length")
 
 
@@ -103,11 +105,6 @@ def band(rows: Iterable[dict[str, Any]], name: str) -> Band | None:
         pooled = math.sqrt(values.var(axis=1, ddof=1).mean())
         half = stats.t.ppf(0.975, most - 1) * pooled / math.sqrt(most)
     return Band(epochs, values.mean(axis=1), half, most)
-
-
-def run_of(row: dict[str, Any]) -> tuple[str, str, int]:
-    """The key that tells runs apart."""
-    return row["setting"], row["variant"], row["seed"]
 
 
 def of(rows: list[dict[str, Any]], setting: str, variant: str) -> list[dict[str, Any]]:
@@ -215,15 +212,9 @@ def picture(rows: list[dict[str, Any]], setting: str, variants: list[str], path:
 
 def report(out: Path, prefix: Path) -> None:
     """Data, pictures and tables of what is in ``out``."""
-    rows = summary(out)
     data = Path(f"{prefix}.json")
-    if data.exists():  # runs that were made elsewhere stay
-        here = {run_of(row) for row in rows}
-        rows += [row for row in json.loads(data.read_text()) if run_of(row) not in here]
-    rows.sort(key=lambda row: (*run_of(row), row["epoch"]))
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    text = ",\n".join(json.dumps(row) for row in rows)
-    data.write_text(f"[\n{text}\n]\n")
+    rows = merged(data, summary(out), KEYS)["rows"]  # runs that were made elsewhere stay
     for setting in SETTINGS:
         variants = variants_in(rows, setting)
         if not variants:

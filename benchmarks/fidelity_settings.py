@@ -162,6 +162,7 @@ LENIENCE = ("strict", "lenience e^0.2", "fast", "lenience e^0.8", "lenience e^1"
 TREES = tuple(name for name in VARIANTS if name.startswith("faithful, trees"))
 SHOWN = (PLAIN, *PRESETS, "plain, 3 of 8 rollouts")
 GRIDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "short": (("sorting-64",), (PLAIN, "strict", "fast")),
     "presets": (("sorting-256", "sums-small-256"), SHOWN),
     "sizes": (("sums-64-2e-5", "sorting-64", "sums-256-2e-5", "sorting-1024", "sums-1024"), SHOWN),
     "steps": (

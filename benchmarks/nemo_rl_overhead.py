@@ -1,7 +1,7 @@
 r"""Rollout seconds of NeMo-RL's own GRPO job on a CPU, with ``spec_rl.enabled`` false and true.
 
     NEMO_RL_HOME=DIR .venv-nemo-0.25.1/bin/python -m benchmarks.nemo_rl_overhead \
-        --json benchmarks/results/nemo_rl_overhead.json
+        --out benchmarks/results/nemo_rl_overhead.json
 
 Runs the job of tests/nemo_rl (NeMo-RL's real ``setup`` and trainer, two vLLM engines) with the
 plug-in registered, alternately with speculation off and on, and compares what NeMo-RL logs as
@@ -15,12 +15,13 @@ speculation off, the workers are NeMo-RL's own classes.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
+import textwrap
 from pathlib import Path
 from typing import Any
 
+from benchmarks.records import Chart, outputs, present, read, save
 from tests.nemo_rl.jobs import HOME, Job
 
 SIDES = ("off", "on")
@@ -34,8 +35,14 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8, help="of a step")
     parser.add_argument("--group", type=int, default=32, help="rows of a prompt")
     parser.add_argument("--preset", default="faithful")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    outputs(parser)
     args = parser.parse_args()
+    result = read(args.report) if args.report else save(args.out, run(parser, args))
+    present(report(result), chart(result), args.plot)
+
+
+def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, Any]:
+    """Run the jobs by turns and compare them."""
     if not HOME:
         parser.error("set NEMO_RL_HOME to a checkout of NVIDIA-NeMo/RL")
 
@@ -46,11 +53,8 @@ def main() -> None:
             seconds = " ".join(f"{step['generation']:.2f}" for step in runs[side][-1])
             print(f"{side:>3}: {seconds} s", flush=True)
 
-    figures = compared(runs, args.steps)
-    print(json.dumps(figures, indent=1))
-    if args.json:
-        asked = {name: getattr(args, name) for name in vars(args) if name != "json"}
-        args.json.write_text(json.dumps({"asked": asked, **figures, "runs": runs}, indent=1) + "\n")
+    asked = {name: getattr(args, name) for name in ("pairs", "epochs", "steps", "prompts", "group")}
+    return {"asked": {**asked, "preset": args.preset}, **compared(runs, args.steps), "runs": runs}
 
 
 def measured(side: str, args: Any) -> list[dict[str, float]]:
@@ -112,6 +116,33 @@ def compared(runs: dict[str, list[list[dict[str, float]]]], steps: int) -> dict[
             for name in ("generation", "spec_rl_lookup", "spec_rl_verification", "spec_rl_decoding")
         },
     }
+
+
+RATIOS = {
+    "cold_overhead": "seconds more with a cold cache",
+    "warm_speed_up": "times faster from the second epoch on",
+    "warm_decoded_share": "tokens decoded, share of all, from the second epoch on",
+}
+
+
+def report(result: dict[str, Any]) -> str:
+    """Markdown: medians and quartiles over steps."""
+    lines = ["| NeMo-RL's rollouts | median | quartiles | steps |", "|---" * 4 + "|"]
+    for name, title in RATIOS.items():
+        found = result[name]
+        quartiles = f"{found['lower_quartile']:.3f}, {found['upper_quartile']:.3f}"
+        lines.append(f"| {title} | {found['median']:.3f} | {quartiles} | {found['of']} |")
+    return "\n".join(lines)
+
+
+def chart(result: dict[str, Any]) -> Chart:
+    """Median and quartiles of each ratio."""
+    names = ("lower_quartile", "median", "upper_quartile")
+    groups = {
+        textwrap.fill(title, 20): {"steps": [result[ratio][name] for name in names]}
+        for ratio, title in RATIOS.items()
+    }
+    return Chart("NeMo-RL's job, speculation on and off", "ratio", groups)
 
 
 def spread(values: list[float]) -> dict[str, float]:

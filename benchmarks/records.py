@@ -1,12 +1,19 @@
-"""Files of figures: rows, and the machines and versions that they were measured with."""
+"""What benchmarks write and show: files of figures, tables, plots.
+
+A file says on which machines and with which versions its figures were measured.
+"""
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
 import platform
+import statistics
+import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,15 +73,30 @@ def merged(
         **more,
         "rows": rounded(by_key.values()),
     }
-    write(path, data, "rows")
+    write(path, data)
     return data
 
 
-def write(path: Path, data: dict[str, Any], name: str) -> None:
-    """Write a file with the items of the list ``name`` a line each, behind everything else."""
-    head = ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in data.items() if k != name)
-    lines = ",\n".join(json.dumps(item) for item in data[name])
-    path.write_text(f'{{{head},\n"{name}": [\n{lines}\n]}}\n')
+def save(path: Path | None, result: dict[str, Any]) -> dict[str, Any]:
+    """Write a result to a file, if one is given, with the date and the machine; returns it all."""
+    data: dict[str, Any] = {"measured": [measured_here()], **result}
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path, data)
+    return data
+
+
+def write(path: Path, data: dict[str, Any]) -> None:
+    """Write a file with a line for each value, and for each item of a long list."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, list) and len(value) > 1 and isinstance(value[0], dict):
+            lines = ",\n".join(json.dumps(item) for item in value)
+            return f"[\n{lines}\n]"
+        return json.dumps(value)
+
+    lines = ",\n".join(f"{json.dumps(name)}: {text(value)}" for name, value in data.items())
+    path.write_text(f"{{{lines}}}\n")
 
 
 def rounded(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -86,3 +108,90 @@ def rounded(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         return float(f"{value:.5g}") if isinstance(value, float) else value
 
     return [{name: short(value) for name, value in row.items()} for row in rows]
+
+
+def outputs(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a benchmark that writes one file."""
+    parser.add_argument("--out", type=Path, metavar="JSON", help="write the figures to this file")
+    parser.add_argument(
+        "--report", type=Path, metavar="JSON", help="measure nothing, show the figures of a file"
+    )
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the figures")
+
+
+# Okabe and Ito's, which the colour-blind can tell apart, and three greys.
+COLOURS = (
+    *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00"),
+    *("#333333", "#777777", "#BBBBBB"),
+)
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Bars in groups.
+
+    Args:
+        title: of the plot.
+        unit: of the values, for the axis.
+        groups: by the name of a group and that of a bar, the values of all repetitions. A bar is as
+            high as their median, and each is a dot.
+        level: a line across the plot, where a value means that there is no difference.
+    """
+
+    title: str
+    unit: str
+    groups: dict[str, dict[str, list[float]]]
+    level: float | None = 1.0
+
+
+def show(text: str) -> None:
+    """Print Markdown: formatted on a terminal, as it is into a file."""
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.markdown import Markdown
+
+        Console().print(Markdown(text))
+    else:
+        print(f"\n{text}", flush=True)
+
+
+def present(table: str, chart: Chart, plot: Path | None) -> None:
+    """Print a table, and draw a plot where one is asked for."""
+    show(table)
+    if plot is not None:
+        draw(chart, plot)
+
+
+def draw(chart: Chart, path: Path) -> None:
+    """Draw a chart into a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    names = list(dict.fromkeys(name for group in chart.groups.values() for name in group))
+    figure = Figure(figsize=(max(7.0, 3 + 1.4 * len(chart.groups)), 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    width = 0.85 / len(names)
+    for i, name in enumerate(names):
+        places = [
+            (place + (i - (len(names) - 1) / 2) * width, group[name])
+            for place, group in enumerate(chart.groups.values())
+            if group.get(name)
+        ]
+        heights = [statistics.median(values) for _, values in places]
+        colour = COLOURS[i % len(COLOURS)]
+        axes.bar([x for x, _ in places], heights, width, label=name, color=colour)
+        dots = [(x, value) for x, values in places for value in values if len(values) > 1]
+        axes.scatter([x for x, _ in dots], [y for _, y in dots], s=5, color="black", zorder=3)
+    if chart.level is not None:
+        axes.axhline(chart.level, color="#888888", lw=1)
+    axes.set_xticks(range(len(chart.groups)), list(chart.groups))
+    axes.set_ylabel(chart.unit)
+    axes.set_title(chart.title, loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#E6E6E6")
+    axes.set_axisbelow(True)
+    if len(names) > 1:
+        figure.legend(loc="outside right upper", fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=80)

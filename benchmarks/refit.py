@@ -1,6 +1,6 @@
 """Seconds and memory of refits: from Megatron ranks to a vLLM engine, or to several.
 
-    .venv/bin/python benchmarks/refit.py --out results/refit.json --layout 2x1x1
+    .venv/bin/python benchmarks/refit.py --out results/refit.json
     .venv/bin/python benchmarks/refit.py --out results/refit.json --layout 2x1x1 --random
     .venv/bin/python benchmarks/refit.py --out results/refit.json --layout 2x1x1 --engines 2
 
@@ -17,7 +17,6 @@ its peak (VmHWM) within the refit is above it, MB of 10^6 bytes.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import statistics
@@ -26,6 +25,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from records import Chart, merged, outputs, present, read
 
 from nemo_specrl.engine.compat import local_cpu_environment
 
@@ -41,6 +42,8 @@ from nemo_specrl.trainer.task import problems  # noqa: E402
 
 RECIPE = Path("examples/configs/grpo_sort_megatron_cpu.yaml")
 MB = 1e6
+KEYS = ("layout", "engines", "tied", "parameters")
+"""What tells rows apart."""
 
 
 def memory(pid: int, name: str) -> float:
@@ -193,7 +196,7 @@ def measure(
     finally:
         policy.shutdown()
     return {
-        "layout": {"tp": tp, "pp": pp, "dp": dp},
+        "layout": f"{tp}x{pp}x{dp}",
         "engines": engines,
         "tied": policy.architecture.tied,
         "parameters": sum(count for _, count in names),
@@ -203,20 +206,27 @@ def measure(
 
 
 def main() -> None:
-    """Measure a layout, and print and write what was found."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True, help="file for the results, JSON")
+    outputs(parser)
     parser.add_argument("--random", action="store_true", help="a model of random weights")
     parser.add_argument("--untied", action="store_true", help="an output layer of its own")
     parser.add_argument("--layers", type=int, default=18)
     parser.add_argument("--hidden", type=int, default=2048, help="a multiple of 256")
     parser.add_argument("--vocabulary", type=int, default=50_000)
-    parser.add_argument("--layout", required=True, help="tensor x pipeline x data parallel: 2x1x1")
+    parser.add_argument("--layout", default="2x1x1", help="tensor x pipeline x data parallel")
     parser.add_argument("--engines", type=int, default=0, help="in processes of their own")
     parser.add_argument("--runs", type=int, default=5)
     args = parser.parse_args()
+    if args.report is None and args.out is None:
+        parser.error("--out JSON or --report JSON is required")
+    rows = read(args.report)["rows"] if args.report else run(args)
+    present(report(rows), chart(rows), args.plot)
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure a layout; all rows of the file, in which it replaces what is there of it."""
     tp, pp, dp = map(int, args.layout.split("x"))
     with tempfile.TemporaryDirectory() as folder:
         overrides = []
@@ -228,10 +238,42 @@ def main() -> None:
             overrides = [f"policy.model_name={folder}"]
         layout = tp, pp, dp
         found = measure(overrides, layout, args.engines, args.runs, compare=not args.random)
-    print(json.dumps(found))
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    results = json.loads(args.out.read_text()) if args.out.exists() else []
-    args.out.write_text(json.dumps([*results, found], indent=1) + "\n")
+    rows: list[dict[str, Any]] = merged(args.out, [found], KEYS)["rows"]
+    return rows
+
+
+def report(rows: list[dict[str, Any]]) -> str:
+    """Markdown: seconds of a refit, of them those of streaming, memory and log-probs."""
+    lines = [
+        "| TP x PP x DP | engines | parameters, M | output layer | refit, s | refit over streaming "
+        "| driver grows by, MB | largest tensor, MB | log-probs, nats off: before, after |",
+        "|---" * 9 + "|",
+    ]
+    for row in rows:
+        differences = row.get("logprob_differences", {})
+        lines.append(
+            f"| {row['layout']} | {row['engines'] or 'in the driver'} "
+            f"| {row['parameters'] / 1e6:.1f} | {'tied' if row['tied'] else 'its own'} "
+            f"| {row['refit']['median_seconds']:.3f} | {statistics.median(ratios(row)):.2f} "
+            f"| {row['refit']['growth_mb']['driver']:.0f} | {row['largest_tensor_mb']:.1f} "
+            f"| {', '.join(f'{value:.4f}' for value in differences.values())} |"
+        )
+    return "\n".join(lines)
+
+
+def ratios(row: dict[str, Any]) -> list[float]:
+    """Seconds of each refit over those of streaming the same weights to nobody."""
+    return [seconds / row["stream"]["median_seconds"] for seconds in row["refit"]["seconds"]]
+
+
+def chart(rows: list[dict[str, Any]]) -> Chart:
+    """Refits over streaming, by layout."""
+    groups: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        name = f"{row['parameters'] / 1e6:.1f}M, {row['engines'] or 'no'} processes"
+        groups.setdefault(row["layout"], {})[name] = ratios(row)
+    return Chart("Refits by layout of the ranks", "seconds over those of streaming", groups)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ Rows go to DIR/regimes.json; those of an earlier call stay unless they were meas
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from arms import (
     recorded,
 )
 from recording import TASKS
-from records import merged, read
+from records import Chart, merged, present, read
 
 FIXED = (0.1, 0.2, 0.4, 0.6)
 """Chances below which a draft ends."""
@@ -67,6 +68,19 @@ def measure(
     return rows
 
 
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure what was asked for; all rows of the file."""
+    environment()
+    rows: list[dict[str, Any]] = []
+    for task in args.tasks:
+        recording = recorded(args, task, EPOCHS)
+        for sequences in args.sequences:
+            part = {"task": task, "sequences": sequences}
+            new = in_own_process(measure, part, recording, args.prompts, args.seeds, args.repeats)
+            rows = merged(args.out / "regimes.json", new, KEYS)["rows"]
+    return rows
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown: processor time of each choice over plain's, all seeds together, in each regime."""
     names = [PLAIN, ADAPTIVE, *(f"{p:g}" for p in FIXED)]
@@ -92,6 +106,19 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def chart(rows: list[dict[str, Any]]) -> Chart:
+    """Plain's processor seconds over each choice's, of each seed, in each regime."""
+    plain = {tuple(row[k] for k in KEYS[:-1]): row for row in rows if row["arm"] == PLAIN}
+    groups: dict[str, dict[str, list[float]]] = {}
+    for row in sorted(rows, key=lambda row: [row[k] for k in KEYS[:3]]):
+        if row["arm"] != PLAIN:
+            name = f"{row['task']}\n{row['sequences']}, {'later' if row['epoch'] else 'first'}"
+            ratio = plain[tuple(row[k] for k in KEYS[:-1])]["processor_s"] / row["processor_s"]
+            groups.setdefault(name, {}).setdefault(row["arm"], []).append(ratio)
+    title = "Draft lengths: adaptive, and to fixed chances; rows at once, epoch"
+    return Chart(title, "times faster than plain decoding", groups)
+
+
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
@@ -100,19 +127,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2, help="of everything, for seconds")
     parser.add_argument("--prompts", type=int, default=20, help="of an epoch, groups of 8")
     args = parser.parse_args()
-    if args.report:
-        print(table(read(args.report)["rows"]))
-        return
-    environment()
-    path = args.out / "regimes.json"
-    rows: list[dict[str, Any]] = []
-    for task in args.tasks:
-        recording = recorded(args, task, EPOCHS)
-        for sequences in args.sequences:
-            part = {"task": task, "sequences": sequences}
-            new = in_own_process(measure, part, recording, args.prompts, args.seeds, args.repeats)
-            rows = merged(path, new, KEYS)["rows"]
-    print(f"\n{table(rows)}")
+    rows = read(args.report)["rows"] if args.report else run(args)
+    present(table(rows), chart(rows), args.plot)
 
 
 if __name__ == "__main__":

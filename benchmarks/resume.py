@@ -1,6 +1,6 @@
 """How much faster a killed run redoes its lost steps than it did them first.
 
-    .venv/bin/python benchmarks/resume.py
+    .venv/bin/python benchmarks/resume.py --out results/resume.json
 
 A trainer without a checkpoint is killed by SIGKILL after some steps and started again; the
 ``rollout_s`` of each lost step the second time is compared with that of the first time.
@@ -9,13 +9,14 @@ A trainer without a checkpoint is killed by SIGKILL after some steps and started
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from records import Chart, outputs, present, read, save
 
 from nemo_specrl.trainer.log import read_metrics
 
@@ -36,9 +37,15 @@ def command(folder: Path, steps: int, overrides: list[str]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=4, help="that are lost")
-    parser.add_argument("--json", type=Path, default=None, help="write the figures there, too")
     parser.add_argument("overrides", nargs="*", help="of the recipe")
+    outputs(parser)
     args = parser.parse_args()
+    result = read(args.report) if args.report else save(args.out, run(args))
+    present(report(result), chart(result), args.plot)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Kill a run, start it again, and compare the steps that it had lost."""
     with tempfile.TemporaryDirectory(prefix="resume-benchmark-") as name:
         folder = Path(name)
         lost = killed_after(folder, args.steps, args.overrides)
@@ -46,18 +53,30 @@ def main() -> None:
             command(folder, len(lost), args.overrides), check=True, stdout=subprocess.DEVNULL
         )
         again = read_metrics(folder / "metrics.jsonl")
-    result = compared(lost, again)
-    for row in result["steps"]:
-        print(
-            f"step {row['step']}: rollouts {row['first_s']:.2f} s first, {row['again_s']:.3f} s "
-            f"again; reward {row['reward']:.4f}"
-        )
-    print(
-        f"{result['ratio']:.0f} times as fast; rewards and lengths "
-        f"{'the same' if result['same'] else 'DIFFERENT'}"
+    return compared(lost, again)
+
+
+def report(result: dict[str, Any]) -> str:
+    """Markdown: seconds of rollouts of each lost step, and the ratio of their sums."""
+    lines = ["| step | s first | s again | times faster | reward |", "|---" * 5 + "|"]
+    lines += [
+        f"| {row['step']} | {row['first_s']:.2f} | {row['again_s']:.3f} "
+        f"| {row['first_s'] / row['again_s']:.0f} | {row['reward']:.4f} |"
+        for row in result["steps"]
+    ]
+    same = "the same" if result["same"] else "DIFFERENT"
+    return "\n".join(
+        [*lines, "", f"{result['ratio']:.0f} times faster; rewards and lengths {same}"]
     )
-    if args.json is not None:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def chart(result: dict[str, Any]) -> Chart:
+    """How many times faster each lost step's rollouts were the second time."""
+    groups = {
+        f"step {row['step']}": {"again": [row["first_s"] / row["again_s"]]}
+        for row in result["steps"]
+    }
+    return Chart("Rollouts of lost steps, made again", "times faster than the first time", groups)
 
 
 def killed_after(folder: Path, steps: int, overrides: list[str]) -> list[dict[str, Any]]:

@@ -8,10 +8,11 @@ r"""Compare what rollouts cost with each method of speculation, policies and pro
 A plain GRPO training is recorded once (``recording.py``): the weights with which each epoch begins.
 Every arm then rolls out the same prompts under the same weights, epoch by epoch with an engine and
 a cache of its own, from a cold first epoch on. Arms take turns within an epoch, in another order
-each time, so that drift of the machine favours none. ``--groups`` does the same with a few prompts
-and groups of growing size. Rows go to DIR/rollout.json, where those of an earlier call stay unless
-they were measured again. Counts do not depend on the machine; seconds do, and processor seconds
-less so.
+each time, so that drift of the machine favours none. Everything is repeated, with the same steps of
+the engine each time, and the quickest reading of each step counts. ``--groups`` does the same with
+a few prompts and groups of growing size. Rows go to DIR/rollout.json, where those of an earlier
+call stay unless they were measured again. Counts do not depend on the machine; seconds do, and
+processor seconds less so.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from arms import (
     recorded,
 )
 from recording import TASKS
-from records import merged, read
-from rollout_tables import PLACE, report
+from records import merged, present, read, show
+from rollout_tables import PLACE, chart, report
 
 SMALL_BOUND = 2 * 2**20
 GROUP_ARMS = {
@@ -46,7 +47,11 @@ GROUP_PROMPTS, GROUP_SEQUENCES, GROUP_EPOCHS = 4, 16, 2
 
 
 def measure(
-    part: dict[str, Any], recording: Path, arms: dict[str, tuple[str, ...]], epochs: int
+    part: dict[str, Any],
+    recording: Path,
+    arms: dict[str, tuple[str, ...]],
+    epochs: int,
+    repeats: int,
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Measure arms side by side, in a process of its own.
 
@@ -55,14 +60,16 @@ def measure(
         recording: folder of the task's recording.
         arms: overrides by name.
         epochs: to measure.
+        repeats: of everything, for seconds.
 
     Returns:
         Rows, and why arms were left out.
     """
-    seed = (f"grpo.seed={part['seed']}",)
     place = (part["task"], recording, arms, part["group"], part["sequences"])
-    with Comparison(*place, seed) as comparison:
-        return list(comparison.epochs(part, part["prompts"], range(epochs))), comparison.left_out
+    point = {"label": part, "prompts": part["prompts"], "versions": range(epochs)}
+    with Comparison(*place) as comparison:
+        [rows] = comparison.repeated([point], [part["seed"]], repeats)
+        return rows, comparison.left_out
 
 
 def added(path: Path, rows: list[dict[str, Any]], left_out: dict[str, str]) -> dict[str, Any]:
@@ -80,9 +87,11 @@ def ordered(data: dict[str, Any]) -> dict[str, Any]:
     return {**data, "rows": sorted(data["rows"], key=lambda row: order.index(row["arm"]))}
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure what was asked for; what the file then has."""
     environment()
     result = args.out / "rollout.json"
+    data: dict[str, Any] = {"rows": [], "left_out": {}}
     for task in args.tasks:
         recording = recorded(args, task, args.epochs)
         of_arms = {"group": args.group, "prompts": args.prompts, "of_groups": False}
@@ -96,8 +105,10 @@ def run(args: argparse.Namespace) -> None:
                     GROUP_ARMS if part["of_groups"] else {a: ARMS[a] for a in [PLAIN, *args.arms]}
                 )
                 part = {"task": task, "seed": seed, **part}
-                data = added(result, *in_own_process(measure, part, recording, arms, epochs))
-                print(f"\n{report(data)}\n", flush=True)
+                amount = (arms, epochs, args.repeats)
+                data = added(result, *in_own_process(measure, part, recording, *amount))
+                show(report(data))
+    return data
 
 
 def main() -> None:
@@ -106,17 +117,16 @@ def main() -> None:
     parser.add_argument(
         "--arms", nargs="+", choices=ARMS, default=list(ARMS), help="beside plain, always measured"
     )
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=2, help="of everything, for seconds")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="of sampling")
     parser.add_argument("--sequences", type=int, nargs="*", default=[10, 64], help="max_num_seqs")
     parser.add_argument("--prompts", type=int, default=16, help="of an epoch")
     parser.add_argument("--group", type=int, default=8, help="rollouts of a prompt")
     parser.add_argument("--groups", type=int, nargs="*", default=[], help="such as 4 16 64 256")
     args = parser.parse_args()
-    if args.report:
-        print(report(ordered(read(args.report))))
-    else:
-        run(args)
+    data = ordered(read(args.report)) if args.report else run(args)
+    present(report(data), chart(data), args.plot)
 
 
 if __name__ == "__main__":

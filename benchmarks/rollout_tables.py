@@ -8,6 +8,7 @@ from typing import Any
 
 from arms import PLAIN
 from recording import TASKS
+from records import Chart
 
 PLACE = ("task", "sequences", "group", "seed", "epoch", "of_groups")
 """The keys that tell the rows of an arm apart."""
@@ -88,6 +89,20 @@ def group_table(rows: list[dict[str, Any]]) -> str:
             cells.append(f"{most / 2**20:.2f}" if most else "")
             lines.append(f"| {group} | {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def chart(data: dict[str, Any]) -> Chart:
+    """Plain's processor seconds over each arm's in each epoch, tasks and sequences apart."""
+    rows = [row for row in data["rows"] if not row["of_groups"]]
+    plain = {tuple(row[k] for k in PLACE): row for row in rows if row["arm"] == PLAIN}
+    groups: dict[str, dict[str, list[float]]] = {}
+    for row in sorted(rows, key=lambda row: (row["task"], row["sequences"], row["epoch"] > 0)):
+        if row["arm"] != PLAIN:
+            name = f"{row['task']}, {row['sequences']}\n{'warm' if row['epoch'] else 'cold'}"
+            ratio = plain[tuple(row[k] for k in PLACE)]["processor_s"] / row["processor_s"]
+            groups.setdefault(name, {}).setdefault(row["arm"], []).append(ratio)
+    title = "Methods side by side; task, sequences at once, epoch"
+    return Chart(title, "times faster than plain decoding", groups)
 
 
 def report(data: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """Measure what run-ahead gains and costs: the demo's rollouts with and without it, same seeds.
 
-    .venv/bin/python benchmarks/run_ahead.py --places 8 --json benchmarks/results/run_ahead.json
+    .venv/bin/python benchmarks/run_ahead.py --out results/run_ahead.json
 
 Batches of sorting problems, 16 prompts with eight rows each, through ``SpeculativeLLM`` with
 ``preset: lossless``; two epochs, weights unchanged. For each epoch, with and without run-ahead:
@@ -14,11 +14,13 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from pathlib import Path
+from collections import defaultdict
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
-from records import merged
+from arms import in_own_process
+from records import Chart, outputs, present, read, rounded, save
 
 from nemo_specrl import RolloutStore, SpecRLConfig, SpeculativeLLM
 from nemo_specrl.engine.compat import local_cpu_environment
@@ -38,12 +40,13 @@ def config(ahead: bool) -> SpecRLConfig:
 
 
 def measure(llm: Any, ahead: bool, epochs: int, batches: int, seed: int) -> list[dict[str, float]]:
-    """Figures by epoch, with empty trees and an empty cache at the start."""
+    """Figures by epoch, with empty trees and empty caches at the start."""
     from vllm import SamplingParams
 
     engine = llm.llm_engine
     drafter = engine.model_executor.driver_worker.worker.model_runner.drafter
     drafter.__init__(engine.vllm_config)
+    llm.reset_prefix_cache()
     step, steps = engine.step, 0
 
     def counted() -> Any:
@@ -109,13 +112,29 @@ def measure(llm: Any, ahead: bool, epochs: int, batches: int, seed: int) -> list
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--places", type=int, default=8)
+    parser.add_argument("--places", type=int, nargs="+", default=[8, 64, 256])
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batches", type=int, default=3, help="of an epoch")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="add the figures to this file")
+    parser.add_argument("--repeats", type=int, default=3)
+    outputs(parser)
     args = parser.parse_args()
+    result = read(args.report) if args.report else save(args.out, {"rows": run(args)})
+    present(report(result["rows"]), chart(result["rows"]), args.plot)
 
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure each number of places in a process of its own."""
+    amount = args.epochs, args.batches, args.seed, args.repeats
+    parts = (in_own_process(both, places, *amount) for places in args.places)
+    return rounded(row for part in parts for row in part)
+
+
+def both(places: int, epochs: int, batches: int, seed: int, repeats: int) -> list[dict[str, Any]]:
+    """Figures by epoch with and without run-ahead, on one engine.
+
+    Repetitions do the same, and the quickest counts; ``repetitions_s`` has them all.
+    """
     local_cpu_environment()
     from vllm import LLM
 
@@ -123,30 +142,67 @@ def main() -> None:
         model="examples/models/qwen3-sort",
         dtype="float32",
         max_model_len=256,
-        max_num_seqs=args.places,
-        max_num_batched_tokens=args.places * 256,
+        max_num_seqs=places,
+        max_num_batched_tokens=places * 256,
         block_size=32,
         enforce_eager=True,
         skip_tokenizer_init=True,
         disable_log_stats=True,
         **engine_options(config(True)),
     )
-    rows = []
-    for ahead in (False, True):
-        epochs = measure(llm, ahead, args.epochs, args.batches, args.seed)
-        for epoch, e in enumerate(epochs):
-            place = {"places": args.places, "seed": args.seed, "run_ahead": ahead, "epoch": epoch}
-            rows.append({**place, **e})
-            print(
-                f"{args.places} places, run-ahead {'on ' if ahead else 'off'}, epoch {epoch}: "
-                f"{e['engine_steps']} engine steps, "
-                f"{1 + e['tree_accepted_tokens'] / e['tree_steps']:.2f} tokens a row and step, "
-                f"{e['run_ahead_tokens']} tokens ahead of {e['response_tokens']}, "
-                f"{e['cpu_s']:.1f} processor seconds",
-                flush=True,
-            )
-    if args.json:
-        merged(args.json, rows, ("places", "seed", "run_ahead", "epoch"))
+    found: dict[tuple[bool, int], list[dict[str, Any]]] = defaultdict(list)
+    for turn in range(repeats):
+        for ahead in (False, True) if turn % 2 == 0 else (True, False):
+            for epoch, figures in enumerate(measure(llm, ahead, epochs, batches, seed)):
+                found[ahead, epoch].append(figures)
+    return [
+        {
+            **{"places": places, "seed": seed, "run_ahead": ahead, "epoch": epoch},
+            **repetitions[0],
+            "cpu_s": min(figures["cpu_s"] for figures in repetitions),
+            "repetitions_s": [figures["cpu_s"] for figures in repetitions],
+        }
+        for (ahead, epoch), repetitions in sorted(found.items())
+    ]
+
+
+def pairs(rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Each epoch without run-ahead, and with it."""
+    place = itemgetter("places", "seed", "epoch")
+    on = {place(row): row for row in rows if row["run_ahead"]}
+    return [(row, on[place(row)]) for row in rows if not row["run_ahead"]]
+
+
+def report(rows: list[dict[str, Any]]) -> str:
+    """Markdown: what run-ahead saves in each epoch, and what it decodes for that."""
+    lines = [
+        "| `max_num_seqs` | epoch | engine steps: without, with "
+        "| tokens of a row's step: without, with | tokens ahead of all "
+        "| processor s: without over with |",
+        "|---" * 6 + "|",
+    ]
+    for off, on in pairs(rows):
+        gains = [1 + row["tree_accepted_tokens"] / row["tree_steps"] for row in (off, on)]
+        lines.append(
+            f"| {off['places']} | {'later' if off['epoch'] else 'first'} "
+            f"| {off['engine_steps']}, {on['engine_steps']} "
+            f"| {gains[0]:.2f}, {gains[1]:.2f} "
+            f"| {on['run_ahead_tokens'] / on['response_tokens']:.0%} "
+            f"| {off['cpu_s'] / on['cpu_s']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def chart(rows: list[dict[str, Any]]) -> Chart:
+    """Engine steps and processor seconds without run-ahead, over those with it."""
+    names = {"engine_steps": "engine steps", "cpu_s": "processor seconds"}
+    groups = {
+        f"{off['places']} at once\n{'later' if off['epoch'] else 'first'} epoch": {
+            title: [off[name] / on[name]] for name, title in names.items()
+        }
+        for off, on in pairs(rows)
+    }
+    return Chart("Run-ahead", "without over with", groups)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ same steps of the engine, the quickest reading of each step counts: the machine 
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from arms import (
     in_own_process,
     recorded,
 )
-from records import measured_here, write
+from records import Chart, measured_here, present, read, write
 
 from nemo_specrl.config import PRESETS
 from nemo_specrl.rollout import prompt_key
@@ -181,6 +182,18 @@ def report(result: dict[str, Any]) -> str:
     return "\n".join(lines) + f"\n\nfitted costs, ms: {costs}"
 
 
+def chart(result: dict[str, Any]) -> Chart:
+    """Predicted over measured seconds of the points that costs were not fitted to."""
+    groups: dict[str, dict[str, list[float]]] = {}
+    for point in result["points"]:
+        if not point["fitted"]:
+            epoch = "warm" if point["epoch"] else "cold"
+            group = groups.setdefault(f"{point['task']}, {point['sequences']}\n{epoch}", {})
+            group[point["arm"]] = [point["predicted_s"] / point["measured_s"]]
+    title = "The simulator beside the engine; task, sequences at once, epoch"
+    return Chart(title, "predicted seconds over measured ones", groups)
+
+
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
@@ -188,9 +201,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1, help="of sampling")
     parser.add_argument("--repeats", type=int, default=4, help="of each seed")
     args = parser.parse_args()
-    if args.report:
-        print(report(json.loads(args.report.read_text())))
-        return
+    result = read(args.report) if args.report else run(args)
+    present(report(result), chart(result), args.plot)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure the parts that are not there yet, and predict all points."""
     environment()
     rows = []
     for name in args.parts:
@@ -202,10 +218,9 @@ def main() -> None:
             measured = in_own_process(measure, part, recording, *amount)
             raw.write_text(json.dumps(measured))
         rows += json.loads(raw.read_text())
-    result = predict(points(rows))
-    data = {"measured": [measured_here()], **result}
-    write(args.out / "simulator.json", data, "points")
-    print(report(result))
+    result = {"measured": [measured_here()], **predict(points(rows))}
+    write(args.out / "simulator.json", result)
+    return result
 
 
 if __name__ == "__main__":

@@ -11,11 +11,10 @@ inputs, with their sources, are in docs/performance.md.
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from records import Chart, outputs, present, read, save
 
 from nemo_specrl.config import PRESETS
 from nemo_specrl.simulation.engine import FEATURES, Engine, Request, run, verifying
@@ -30,6 +29,7 @@ GRAPH_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 ENGINE = Engine(256, 8192, kv_tokens=300_000, graph_sizes=GRAPH_SIZES)
 LAWS = {"first": (2.36, 0.52, 0.78), "later": (2.66, 0.50, 0.89)}
 """By epoch: tokens of a step, share of drafted tokens accepted, share of steps with a draft."""
+LAWS_SHOWN = {"first": "lossless, first epoch", "later": "lossless, later"}
 PLAIN = ("plain", "balanced")
 """As NeMo-RL splits a batch, and as the plug-in does where it knows earlier lengths."""
 REUSE = {"faithful": (0.0, 0.26), "fast": (0.6, 0.3)}
@@ -122,18 +122,15 @@ def predict() -> dict[str, Any]:
     }
 
 
-def report(result: dict[str, Any]) -> str:
-    """Speed-ups with intervals over costs, as Markdown, and the break-even of drafting."""
+Speedups = dict[str, list[np.ndarray]]
+
+
+def speedups(result: dict[str, Any]) -> dict[str, tuple[np.ndarray, Speedups, str]]:
+    """For each number of GPUs, over draws of the costs: seconds of plain rollouts, how many times
+    faster the others are, by column of the table, and up to which cost of a step drafting pays.
+    """
     rng = np.random.default_rng(0)
     draws = {name: rng.uniform(*COSTS[name], DRAWS) for name in COSTS}
-    lines = [
-        "| GPUs | rows an engine | plain, s | balance alone | lossless, first epoch: step x "
-        + " | x ".join(f"{r:g}" for r in DRAFTING)
-        + " | lossless, later: step x "
-        + " | x ".join(f"{r:g}" for r in DRAFTING)
-        + " | pays below | faithful | fast |",
-        "|---" * (7 + 2 * len(DRAFTING)) + "|",
-    ]
     names = list(result["features"])
 
     def seconds(counts: Any, ratio: float) -> np.ndarray:
@@ -143,37 +140,66 @@ def report(result: dict[str, Any]) -> str:
         of_engines = of_engines + (ratio - 1) * column["steps"] * draws["steps"]
         return of_engines.max(axis=0)
 
+    found = {}
+    for gpus, counts in result["counts"].items():
+        plain = seconds(counts["plain"], 1)
+        faster: Speedups = {"balance alone": [plain / seconds(counts["balanced"], 1)]}
+        for method, title in LAWS_SHOWN.items():
+            faster[title] = [plain / seconds(counts[method], ratio) for ratio in DRAFTING]
+        faster |= {method: [plain / seconds(counts[method], 1)] for method in REUSE}
+        ratios = np.arange(1, 20, 0.1)
+        even = [r for r in ratios if np.median(plain / seconds(counts["later"], r)) >= 1]
+        found[gpus] = plain, faster, f"x {max(even):.1f}" if even else "never"
+    return found
+
+
+def report(result: dict[str, Any]) -> str:
+    """Speed-ups with intervals over costs, as Markdown, and the break-even of drafting."""
+    steps = " | x ".join(f"{ratio:g}" for ratio in DRAFTING)
+    lines = [
+        "| GPUs | rows an engine | plain, s | balance alone | "
+        + " | ".join(f"{title}: step x {steps}" for title in LAWS_SHOWN.values())
+        + " | pays below | faithful | fast |",
+        "|---" * (7 + 2 * len(DRAFTING)) + "|",
+    ]
+
     def cell(values: np.ndarray) -> str:
         low, middle, high = np.percentile(values, [5, 50, 95])
         return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
-    for gpus, counts in result["counts"].items():
-        plain = seconds(counts["plain"], 1)
+    for gpus, (plain, faster, even) in speedups(result).items():
+        columns = {name: [cell(values) for values in some] for name, some in faster.items()}
         cells = [gpus, str(PROMPTS * GROUP // int(gpus))]
         cells.append(f"{np.median(plain):.0f} ({plain.min():.0f} to {plain.max():.0f})")
-        cells.append(cell(plain / seconds(counts["balanced"], 1)))
-        for method in LAWS:
-            cells += [cell(plain / seconds(counts[method], ratio)) for ratio in DRAFTING]
-        ratios = np.arange(1, 20, 0.1)
-        even = [r for r in ratios if np.median(plain / seconds(counts["later"], r)) >= 1]
-        cells.append(f"x {max(even):.1f}" if even else "never")
-        cells += [cell(plain / seconds(counts[method], 1)) for method in REUSE]
+        for name in ("balance alone", *LAWS_SHOWN.values()):
+            cells += columns[name]
+        cells += [even, *(cell for method in REUSE for cell in columns[method])]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def chart(result: dict[str, Any]) -> Chart:
+    """Medians over costs, and their 5th and 95th percentiles, by number of GPUs."""
+    groups: dict[str, dict[str, list[float]]] = {}
+    for gpus, (_, faster, _) in speedups(result).items():
+        groups[f"{gpus} GPUs"] = {
+            name if len(some) == 1 else f"{name}, step x {ratio:g}": [
+                float(value) for value in np.percentile(values, [5, 50, 95])
+            ]
+            for name, some in faster.items()
+            for ratio, values in zip(DRAFTING, some, strict=False)
+        }
+    return Chart("8B, simulated, not measured", "times faster than plain rollouts", groups)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help="JSON file to write")
-    parser.add_argument("--report", type=Path, metavar="JSON", help="print the table of a file")
+    outputs(parser)
     args = parser.parse_args()
-    if args.report is None and args.out is None:
-        parser.error("--out JSON or --report JSON is required")
-    if args.out:
-        args.out.write_text(json.dumps(predict()) + "\n")
-    print(report(json.loads((args.report or args.out).read_text())))
+    result = read(args.report) if args.report else save(args.out, predict())
+    present(report(result), chart(result), args.plot)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from arms import (
     in_own_process,
     recorded,
 )
-from records import merged, read
+from records import merged, read, show
 
 ROWS = 64
 """Rollouts of an epoch, at every point."""
@@ -223,7 +223,6 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=list(ARMS)[1:], default=list(METHODS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="of sampling")
     parser.add_argument("--repeats", type=int, default=2, help="of everything, for seconds")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw them")
     args = parser.parse_args()
     if args.report:
         rows = read(args.report)["rows"]
@@ -231,7 +230,7 @@ def main() -> None:
         parser.error("--values needs one of --axes")
     else:
         rows = run(args)
-    print(f"\n{report(rows)}")
+    show(report(rows))
     if args.plot:
         plot(rows, args.plot)
 

@@ -202,6 +202,50 @@ def test_a_training_for_the_study_of_fidelity_counts_its_rollouts(tmp_path):
     assert all(0 < line["engine_steps"] <= 160 and line["rollout_cpu_s"] > 0 for line in lines)
 
 
+def test_one_store_is_measured_beside_disk_and_memory(tmp_path):
+    out = tmp_path / "cache.json"
+    small = ("--dir", tmp_path, "--prompts", 16, "--tokens", 50, "--runs", 2)
+    printed = run("--out", out, *small, script="cache.py")
+    assert "| of the raw speed |" in printed
+    timings = json.loads(out.read_text())["timings"]
+    assert all(len(figures["runs"]) == 2 and figures["mb_s"] > 0 for figures in timings.values())
+    assert timings["put and sync"]["mb"] == timings["get, warm"]["mb"] > 0.05
+    assert [path.name for path in tmp_path.iterdir()] == ["cache.json"]
+
+
+def test_run_ahead_is_compared_with_and_without(tmp_path):
+    out = tmp_path / "run_ahead.json"
+    small = ("--places", 32, "--batches", 2, "--epochs", 1, "--repeats", 2)
+    printed = run("--out", out, *small, script="run_ahead.py")
+    assert printed.count("\n| 32 | first |") == 1
+    off, on = json.loads(out.read_text())["rows"]
+    assert off["run_ahead_tokens"] == 0 < on["run_ahead_tokens"]
+    assert len(on["repetitions_s"]) == 2 and on["cpu_s"] == min(on["repetitions_s"])
+    assert on["engine_steps"] > 0 and on["tree_accepted_tokens"] > 0
+
+
+def test_a_cold_cache_is_measured_in_pairs(tmp_path):
+    out = tmp_path / "cold.json"
+    run("--out", out, "--pairs", 2, "--prompts", 1, script="cold_overhead.py")
+    data = json.loads(out.read_text())
+    assert len(data["ratios"]) == len(data["seconds"]["plain"]) == 2
+
+
+def test_lost_steps_are_made_again(tmp_path):
+    out = tmp_path / "resume.json"
+    small = (
+        "data.num_prompts=4",
+        "grpo.num_prompts_per_step=2",
+        "grpo.num_generations_per_prompt=2",
+    )
+    printed = run(
+        *("--out", out, "--steps", 2, *small, "policy.train_global_batch_size=4"),
+        script="resume.py",
+    )
+    assert "rewards and lengths the same" in printed
+    assert len(json.loads(out.read_text())["steps"]) >= 2
+
+
 @pytest.fixture(scope="module")
 def gpu_result(tmp_path_factory):
     """The GPU benchmark with a tiny model on a CPU, cut off behind two points and begun again:
