@@ -1,4 +1,4 @@
-r"""Predict the rollouts of an 8B policy on 64 to 1,024 GPUs in the simulated engine.
+r"""Predict the rollouts of an 8B policy on 8 to 1,024 GPUs in the simulated engine.
 
     .venv/bin/python benchmarks/simulate_8b.py --out benchmarks/results/simulator_8b.json
     .venv/bin/python benchmarks/simulate_8b.py --report benchmarks/results/simulator_8b.json
@@ -20,7 +20,7 @@ from nemo_specrl.config import PRESETS
 from nemo_specrl.simulation.engine import FEATURES, Engine, Request, run, verifying
 from nemo_specrl.speculation.balance import balanced_order
 
-GPUS = (64, 128, 256, 512, 1024)
+GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
 PROMPTS, GROUP, PROMPT_TOKENS = 512, 16, 200
 MEAN_LENGTH, LONGEST = 4000, 16384
 SPREAD_OF_PROMPTS, SPREAD_IN_GROUP = 0.5, 0.4
