@@ -9,7 +9,7 @@ plug-in registered, alternately with speculation off and on, and compares what N
 the same tokens, so a difference is overhead. From the second epoch on, rows have drafts. With
 speculation off, the workers are NeMo-RL's own classes.
 
-`make test-nemo` makes .venv-nemo-0.25.1. Takes about a quarter of an hour on two idle cores.
+`make test-nemo` makes .venv-nemo-0.25.1. Takes about ten minutes on two idle cores.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SIDES = ("off", "on")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=3, help="of jobs, one off and one on")
+    parser.add_argument("--pairs", type=int, default=2, help="of jobs, one off and one on")
     parser.add_argument("--epochs", type=int, default=2, help="the first of them cold")
     parser.add_argument("--steps", type=int, default=6, help="of an epoch")
     parser.add_argument("--prompts", type=int, default=8, help="of a step")
