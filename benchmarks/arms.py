@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import multiprocessing
 import os
@@ -17,7 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from engines import Arm, quickest
+from engines import Arm, Turns, quickest
 from recording import recipe_of, record, weights
 
 from nemo_specrl.engine.compat import local_cpu_environment
@@ -95,13 +96,15 @@ class Comparison:
         self.recording = recording
         self.arms: dict[str, Arm] = {}
         self.left_out: dict[str, str] = {}
+        self._turns = Turns()
         self._scratch = tempfile.TemporaryDirectory()
         # vLLM 0.32 cannot make an engine where llvmlite was loaded, as by its n-gram drafter
         # (triton_utils/dispatcher.py asks every module's values for an attribute).
         for name, overrides in sorted(arms.items(), key=lambda arm: arm[0] == NGRAM):
             try:
                 folder = Path(self._scratch.name) / name
-                self.arms[name] = Arm(task, recording, folder, (FIXED_LENGTHS, *overrides, *common))
+                options = (FIXED_LENGTHS, *overrides, *common)
+                self.arms[name] = Arm(task, recording, folder, options, self._turns)
             except (SpecRLError, ImportError) as error:
                 if name == PLAIN:
                     raise
@@ -132,8 +135,9 @@ class Comparison:
         engines: int = 1,
         turn: int = 0,
         proposed: dict[tuple[str, int], list[list[list[int]]]] | None = None,
+        expected: dict[tuple[str, int], float] | None = None,
     ) -> Iterator[dict[str, Any]]:
-        """Measure epochs of all arms, in another order each time.
+        """Measure epochs of all arms, which take turns within an epoch (``engines.Turns``).
 
         Args:
             label: what every row has beside its figures.
@@ -144,21 +148,34 @@ class Comparison:
             turn: the arm that begins.
             proposed: drafts of adaptive arms by arm and epoch; those that it has are taken again,
                 so that a repetition takes the same steps, and others are added.
+            expected: processor seconds by arm and epoch, as they were in an earlier repetition;
+                others are added.
         """
         proposed = {} if proposed is None else proposed
+        expected = {} if expected is None else expected
         chosen = list(self.problems[:prompts])
         for epoch, version in enumerate(versions):
             first = (turn + epoch) % len(self.arms)
-            for name in [*list(self.arms)[first:], *list(self.arms)[:first]]:
-                new_weights = weights(self.recording, version, temperature)
-                arm = self.arms[name]
-                again = proposed.get((name, epoch))
-                row = arm.measure(epoch, new_weights, chosen, engines, again)
-                if again is None:
-                    proposed[name, epoch] = arm.counter.proposed
+            names = [*list(self.arms)[first:], *list(self.arms)[:first]]
+            works = {
+                name: functools.partial(
+                    self.arms[name].measure,
+                    epoch,
+                    weights(self.recording, version, temperature),
+                    chosen,
+                    engines,
+                    proposed.get((name, epoch)),
+                )
+                for name in names
+            }
+            known = {name: s for (name, of_epoch), s in expected.items() if of_epoch == epoch}
+            for name, row in self._turns.run(works, known).items():
+                proposed.setdefault((name, epoch), self.arms[name].counter.proposed)
+                expected.setdefault((name, epoch), row["processor_s"])
                 print(
                     *(f"{key} {value}," for key, value in label.items()),
-                    f"epoch {epoch}: {name}: {row['wall_s']:.1f} s, {row['engine_steps']} steps",
+                    f"epoch {epoch}: {name}: {row['processor_s']:.1f} s, "
+                    f"{row['engine_steps']} steps",
                     flush=True,
                 )
                 yield {**label, "arm": name, "epoch": epoch, "load": os.getloadavg()[0], **row}
@@ -189,12 +206,14 @@ class Comparison:
         made: dict[tuple[Any, ...], dict[str, Any]] = {}
         readings: dict[tuple[Any, ...], list[list[list[float]]]] = defaultdict(list)
         proposed: dict[tuple[Any, ...], Any] = defaultdict(dict)
+        expected: dict[tuple[Any, ...], Any] = defaultdict(dict)
         order = itertools.product(range(repeats), seeds, enumerate(points))
         for turn, (_, seed, (i, point)) in enumerate(order):
             for arm in self.arms.values():
                 arm.begin_again(seed)
             label = {**point["label"], "seed": seed}
             mine = {"label": label, "turn": turn, "proposed": proposed[i, seed]}
+            mine["expected"] = expected[i, seed]
             for row in self.epochs(**{**point, **mine}):
                 key = i, seed, row["arm"], row["epoch"]
                 arm = self.arms[row["arm"]]

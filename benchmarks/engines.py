@@ -7,18 +7,91 @@ that needs (``arms.environment``).
 from __future__ import annotations
 
 import itertools
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from recording import recipe_of
 
 from nemo_specrl.engine.compat import mend_cpu_rejection_sampler
 
+T = TypeVar("T")
 QUANTITIES = ("reward", "logprob", "length")
+SLICE = 0.1
+"""Processor seconds after which an engine lets the next one go on."""
+
+
+class Turns:
+    """Lets engines of one process take turns, each in a thread of its own, some steps at a time.
+
+    Where a machine has other work, its speed drifts within seconds. Engines that are to be compared
+    meet the same speeds if they go on side by side. Nothing runs but the thread whose turn it is.
+    """
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._expected: dict[str, float] = {}
+        self._used: dict[str, float] = {}
+        self._turn: str | None = None
+        self._began = 0.0
+
+    def run(
+        self, work: Mapping[str, Callable[[], T]], expected: Mapping[str, float]
+    ) -> dict[str, T]:
+        """Do all of some work, and return the results.
+
+        Args:
+            work: by name. It calls :meth:`passed` now and then.
+            expected: processor seconds that it takes, where these are known: then all of it ends
+                at about the same time.
+        """
+        usual = fmean(expected.values()) if expected else 1.0
+        self._expected = {name: expected.get(name, usual) for name in work}
+        self._used = dict.fromkeys(work, 0.0)
+        self._turn = next(iter(work))
+
+        def one(name: str) -> T:
+            self._wait(name)
+            try:
+                return work[name]()
+            finally:
+                with self._condition:
+                    del self._used[name]
+                    self._next()
+
+        with ThreadPoolExecutor(len(work)) as pool:
+            futures = {name: pool.submit(one, name) for name in work}
+            return {name: future.result() for name, future in futures.items()}
+
+    def passed(self) -> float:
+        """Let the one that is furthest behind go on, if this one has had its slice.
+
+        Returns:
+            Seconds waited.
+        """
+        used = time.thread_time() - self._began
+        if used < SLICE or self._turn is None:
+            return 0.0
+        name, started = self._turn, time.perf_counter()
+        with self._condition:
+            self._used[name] += used / self._expected[name]
+            self._next()
+        self._wait(name)
+        return time.perf_counter() - started
+
+    def _next(self) -> None:
+        self._turn = min(self._used, key=self._used.__getitem__, default=None)
+        self._condition.notify_all()
+
+    def _wait(self, name: str) -> None:
+        with self._condition:
+            self._condition.wait_for(lambda: self._turn == name)
+        self._began = time.thread_time()
 
 
 class Counter:
@@ -96,27 +169,35 @@ class Counter:
 
 
 class Steps:
-    """Processor seconds of each step of an engine in this process, with what lies before it.
+    """Processor seconds of each step of an engine in this thread, with what lies before it.
+
+    Args:
+        generation: with the engine.
+        turns: of this engine and others, to be passed on between two steps.
+        drafter: of the engine. One that measures steps is not to count time that it waited.
 
     Attributes:
         seconds: by step, of the last call of ``Generation.rollouts``.
     """
 
-    def __init__(self, generation: Any) -> None:
+    def __init__(self, generation: Any, turns: Turns, drafter: Any) -> None:
         self.seconds: list[float] = []
         self._last = 0.0
         engine = generation.llm.llm_engine
         step, rollouts = engine.step, generation.rollouts
 
         def timed() -> Any:
+            waited = turns.passed()
+            if hasattr(drafter, "_last"):
+                drafter._last += waited
             outputs = step()
-            now = time.process_time()
+            now = time.thread_time()
             self.seconds.append(now - self._last)
             self._last = now
             return outputs
 
         def begun(*args: Any) -> Any:
-            self.seconds, self._last = [], time.process_time()
+            self.seconds, self._last = [], time.thread_time()
             return rollouts(*args)
 
         engine.step, generation.rollouts = timed, begun
@@ -142,7 +223,7 @@ class Arm:
     """
 
     def __init__(
-        self, task: str, recording: Path, folder: Path, overrides: tuple[str, ...]
+        self, task: str, recording: Path, folder: Path, overrides: tuple[str, ...], turns: Turns
     ) -> None:
         from nemo_specrl.trainer.generation import Generation
 
@@ -154,7 +235,7 @@ class Arm:
         if config.speculative_config is not None:
             mend_cpu_rejection_sampler()
         self.counter = Counter(self.generation.llm)
-        self._steps = Steps(self.generation)
+        self._steps = Steps(self.generation, turns, self.counter.drafter)
         self.responses: list[list[list[int]]] = []
         self.logprobs: list[list[list[float]]] = []
         self.step_s: list[list[float]] = []
@@ -216,16 +297,15 @@ class Arm:
         else:
             order = list(range(len(chosen)))
         size = -(-len(chosen) // engines)
-        longest = dict.fromkeys(("wall_s", "processor_s", "engine_steps"), 0.0)
+        longest = dict.fromkeys(("processor_s", "engine_steps"), 0.0)
         by_prompt: dict[int, list[Any]] = {}
         self.step_s = []
         for start in range(0, len(chosen), size):
             share = order[start : start + size]
-            steps, wall, processor = self.counter.steps, time.perf_counter(), time.process_time()
+            steps, processor = self.counter.steps, time.thread_time()
             rollouts = self.generation.rollouts([chosen[i].prompt for i in share])
             here = {
-                "wall_s": time.perf_counter() - wall,
-                "processor_s": time.process_time() - processor,
+                "processor_s": time.thread_time() - processor,
                 "engine_steps": self.counter.steps - steps,
             }
             longest = {name: max(longest[name], here[name]) for name in longest}

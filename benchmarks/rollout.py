@@ -7,9 +7,9 @@ r"""Compare what rollouts cost with each method of speculation, policies and pro
 
 A plain GRPO training is recorded once (``recording.py``): the weights with which each epoch begins.
 Every arm then rolls out the same prompts under the same weights, epoch by epoch with an engine and
-a cache of its own, from a cold first epoch on. Arms take turns within an epoch, in another order
-each time, so that drift of the machine favours none. Everything is repeated, with the same steps of
-the engine each time, and the quickest reading of each step counts. ``--groups`` does the same with
+a cache of its own, from a cold first epoch on. Within an epoch arms take turns, a tenth of a second
+each, so that drift of the machine favours none. Everything is repeated, with the same steps of the
+engine each time, and the quickest reading of each step counts. ``--groups`` does the same with
 a few prompts and groups of growing size. Rows go to DIR/rollout.json, where those of an earlier
 call stay unless they were measured again. Counts do not depend on the machine; seconds do, and
 processor seconds less so.
@@ -34,7 +34,7 @@ from arms import (
     recorded,
 )
 from recording import TASKS
-from records import merged, present, read, show
+from records import merged, present, read
 from rollout_tables import PLACE, chart, report
 
 SMALL_BOUND = 2 * 2**20
@@ -107,7 +107,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 part = {"task": task, "seed": seed, **part}
                 amount = (arms, epochs, args.repeats)
                 data = added(result, *in_own_process(measure, part, recording, *amount))
-                show(report(data))
     return data
 
 

@@ -32,8 +32,8 @@ def deviation(mine: list[dict[str, Any]], base: list[dict[str, Any]], name: str)
 
 
 def ratios(mine: list[dict[str, Any]], base: list[dict[str, Any]]) -> list[str]:
-    """Tokens a step of a row, and plain over this arm: engine steps, seconds, processor seconds."""
-    names = ("engine_steps", "wall_s", "processor_s")
+    """Tokens a step of a row, and plain over this arm: engine steps, processor seconds."""
+    names = ("engine_steps", "processor_s")
     return [
         f"{total(mine, 'response_tokens') / total(mine, 'row_steps'):.2f}",
         *(f"{total(base, name) / total(mine, name):.2f}" for name in names),
@@ -44,11 +44,11 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Markdown: each arm in its first epoch and in those behind it, beside plain."""
     epochs = 1 + max(row["epoch"] for row in rows)
     base = [row for row in rows if row["arm"] == PLAIN]
-    head = ["tokens a step", "steps", "seconds", "processor s"]
+    head = ["tokens a step", "steps", "processor s"]
     lines = [
         "| arm | cold: " + " | ".join(head) + " | warm: " + " | ".join(head)
         + " | accepted of drafted | proposer | reward | log-prob |",
-        "|---" * 13 + "|",
+        "|---" * 11 + "|",
     ]  # fmt: skip
     for name in dict.fromkeys(row["arm"] for row in rows):
         mine = [row for row in rows if row["arm"] == name]
@@ -56,10 +56,10 @@ def table(rows: list[dict[str, Any]]) -> str:
         for lot in (range(1), range(1, epochs)):
             here = [row for row in mine if row["epoch"] in lot]
             there = [row for row in base if row["epoch"] in lot]
-            cells += ratios(here, there) if here and there else [""] * 4
+            cells += ratios(here, there) if here and there else [""] * 3
         drafted = total(mine, "drafted_tokens")
         cells.append(f"{total(mine, 'accepted_tokens') / drafted:.2f}" if drafted else "")
-        share = total(mine, "proposer_s") / total(mine, "wall_s")
+        share = total(mine, "proposer_s") / total(mine, "processor_s")
         cells.append(f"{share:.1%}" if share else "")
         cells += (
             ["", ""] if name == PLAIN else [deviation(mine, base, q) for q in ("reward", "logprob")]
@@ -71,9 +71,9 @@ def table(rows: list[dict[str, Any]]) -> str:
 def group_table(rows: list[dict[str, Any]]) -> str:
     """Markdown: cost of a rollout as groups grow."""
     lines = [
-        "| n | arm | cold: steps a rollout | ms a rollout | processor ms | warm: steps a rollout"
-        " | ms a rollout | processor ms | trees, MiB |",
-        "|---" * 9 + "|",
+        "| n | arm | cold: steps a rollout | processor ms | warm: steps a rollout | processor ms "
+        "| trees, MiB |",
+        "|---" * 7 + "|",
     ]
     for group in sorted({row["group"] for row in rows}):
         here = [row for row in rows if row["group"] == group]
@@ -83,8 +83,7 @@ def group_table(rows: list[dict[str, Any]]) -> str:
             for lot in ([r for r in mine if not r["epoch"]], [r for r in mine if r["epoch"]]):
                 rollouts = sum(row["prompts"] * row["group"] for row in lot) or math.nan
                 cells.append(f"{total(lot, 'engine_steps') / rollouts:.2f}")
-                for seconds in ("wall_s", "processor_s"):
-                    cells.append(f"{1000 * total(lot, seconds) / rollouts:.1f}")
+                cells.append(f"{1000 * total(lot, 'processor_s') / rollouts:.1f}")
             most = max((row["tree_bytes"] for row in mine), default=0)
             cells.append(f"{most / 2**20:.2f}" if most else "")
             lines.append(f"| {group} | {name} | " + " | ".join(cells) + " |")

@@ -94,7 +94,7 @@ def test_weights_move_between_the_epochs_and_arms_share_them(result):
         for row in here:
             assert 0.9 < row["mean_p"] <= 1
             assert abs(row["logprob"] - plain["logprob"]) < 0.1
-            assert 0 <= row["reward"] <= 1 and row["wall_s"] > 0 and row["processor_s"] > 0
+            assert 0 <= row["reward"] <= 1 and row["processor_s"] > 0
 
 
 def test_groups_are_measured_and_the_trees_of_a_bound_are_an_arm(result):
