@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -135,7 +135,7 @@ class Comparison:
         engines: int = 1,
         turn: int = 0,
         proposed: dict[tuple[str, int], list[list[list[int]]]] | None = None,
-        expected: dict[tuple[str, int], float] | None = None,
+        expected: Mapping[tuple[str, int], float] | None = None,
     ) -> Iterator[dict[str, Any]]:
         """Measure epochs of all arms, which take turns within an epoch (``engines.Turns``).
 
@@ -148,11 +148,9 @@ class Comparison:
             turn: the arm that begins.
             proposed: drafts of adaptive arms by arm and epoch; those that it has are taken again,
                 so that a repetition takes the same steps, and others are added.
-            expected: processor seconds by arm and epoch, as they were in an earlier repetition;
-                others are added.
+            expected: processor seconds by arm and epoch, as they were in an earlier repetition.
         """
         proposed = {} if proposed is None else proposed
-        expected = {} if expected is None else expected
         chosen = list(self.problems[:prompts])
         for epoch, version in enumerate(versions):
             first = (turn + epoch) % len(self.arms)
@@ -168,10 +166,9 @@ class Comparison:
                 )
                 for name in names
             }
-            known = {name: s for (name, of_epoch), s in expected.items() if of_epoch == epoch}
+            known = {name: s for (name, e), s in (expected or {}).items() if e == epoch}
             for name, row in self._turns.run(works, known).items():
                 proposed.setdefault((name, epoch), self.arms[name].counter.proposed)
-                expected.setdefault((name, epoch), row["processor_s"])
                 print(
                     *(f"{key} {value}," for key, value in label.items()),
                     f"epoch {epoch}: {name}: {row['processor_s']:.1f} s, "
@@ -206,14 +203,15 @@ class Comparison:
         made: dict[tuple[Any, ...], dict[str, Any]] = {}
         readings: dict[tuple[Any, ...], list[list[list[float]]]] = defaultdict(list)
         proposed: dict[tuple[Any, ...], Any] = defaultdict(dict)
-        expected: dict[tuple[Any, ...], Any] = defaultdict(dict)
         order = itertools.product(range(repeats), seeds, enumerate(points))
         for turn, (_, seed, (i, point)) in enumerate(order):
             for arm in self.arms.values():
                 arm.begin_again(seed)
             label = {**point["label"], "seed": seed}
             mine = {"label": label, "turn": turn, "proposed": proposed[i, seed]}
-            mine["expected"] = expected[i, seed]
+            mine["expected"] = {
+                key[2:]: row["processor_s"] for key, row in made.items() if key[:2] == (i, seed)
+            }
             for row in self.epochs(**{**point, **mine}):
                 key = i, seed, row["arm"], row["epoch"]
                 arm = self.arms[row["arm"]]

@@ -292,6 +292,18 @@ def has_custom_proposers() -> bool:
     return importlib.util.find_spec("vllm.v1.spec_decode.custom_class_proposer") is not None
 
 
+def _to_be_replaced(owner: Any, name: str, missing: str) -> Any | None:
+    """A function of vLLM that is about to be wrapped, or None where that has been done already.
+
+    Raises:
+        IncompatibleVersion: this vLLM has no such function; with the message ``missing``.
+    """
+    original = getattr(owner, name, None)
+    if original is None:
+        raise IncompatibleVersion(missing)
+    return None if getattr(original, "of_nemo_specrl", False) else original
+
+
 def bind_proposer(proposer: type[Any]) -> None:
     """Have model runners tell proposers of this class who they are, before each proposal.
 
@@ -303,13 +315,13 @@ def bind_proposer(proposer: type[Any]) -> None:
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    original = getattr(GPUModelRunner, "propose_draft_token_ids", None)
+    original = _to_be_replaced(
+        GPUModelRunner,
+        "propose_draft_token_ids",
+        "this vLLM's GPUModelRunner has no propose_draft_token_ids; set spec_rl.tree.enabled: "
+        "false",
+    )
     if original is None:
-        raise IncompatibleVersion(
-            "this vLLM's GPUModelRunner has no propose_draft_token_ids; set spec_rl.tree.enabled: "
-            "false"
-        )
-    if getattr(original, "binds_proposer", False):
         return
 
     @functools.wraps(original)
@@ -318,7 +330,7 @@ def bind_proposer(proposer: type[Any]) -> None:
             self.drafter.runner = self
         return original(self, *args, **kwargs)
 
-    propose_draft_token_ids.binds_proposer = True  # type: ignore[attr-defined]
+    propose_draft_token_ids.of_nemo_specrl = True  # type: ignore[attr-defined]
     GPUModelRunner.propose_draft_token_ids = propose_draft_token_ids
 
 
@@ -365,10 +377,9 @@ def pad_cpu_linear_layers() -> None:
     import torch
     from vllm import _custom_ops
 
-    original = getattr(_custom_ops, "onednn_mm", None)
+    missing = "this vLLM's _custom_ops has no onednn_mm"
+    original = _to_be_replaced(_custom_ops, "onednn_mm", missing)
     if original is None:
-        raise IncompatibleVersion("this vLLM's _custom_ops has no onednn_mm")
-    if getattr(original, "pads", False):
         return
 
     @functools.wraps(original)
@@ -381,7 +392,7 @@ def pad_cpu_linear_layers() -> None:
         y: torch.Tensor = original(handler, padded, bias)
         return y[: len(x)]
 
-    onednn_mm.pads = True  # type: ignore[attr-defined]
+    onednn_mm.of_nemo_specrl = True  # type: ignore[attr-defined]
     _custom_ops.onednn_mm = onednn_mm
 
 
@@ -399,13 +410,13 @@ def extend_prompt_logprobs() -> None:
     from vllm.logprobs import FlatLogprobs
     from vllm.v1.engine.logprobs import LogprobsProcessor
 
-    original = getattr(LogprobsProcessor, "_update_prompt_logprobs", None)
+    original = _to_be_replaced(
+        LogprobsProcessor,
+        "_update_prompt_logprobs",
+        "this vLLM's LogprobsProcessor has no _update_prompt_logprobs; verification takes "
+        "about 1.5 us a token more than it need",
+    )
     if original is None:
-        raise IncompatibleVersion(
-            "this vLLM's LogprobsProcessor has no _update_prompt_logprobs; verification takes "
-            "about 1.5 us a token more than it need"
-        )
-    if getattr(original, "extends", False):
         return
 
     @functools.wraps(original)
@@ -428,7 +439,7 @@ def extend_prompt_logprobs() -> None:
         flat.ranks += of_position * positions
         flat.ranks[start::width] = ranks.tolist()
 
-    _update_prompt_logprobs.extends = True  # type: ignore[attr-defined]
+    _update_prompt_logprobs.of_nemo_specrl = True  # type: ignore[attr-defined]
     LogprobsProcessor._update_prompt_logprobs = _update_prompt_logprobs
 
 

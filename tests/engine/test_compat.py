@@ -96,7 +96,7 @@ def test_logprobs_of_prompts_are_appended_as_vllm_does(llm, speculative, candida
     """Also where a prompt is prefilled in chunks."""
     speculative()
     extended = LogprobsProcessor._update_prompt_logprobs
-    assert extended.extends
+    assert extended.of_nemo_specrl
     rng = torch.Generator().manual_seed(candidates)
     width = VOCABULARY + 1 if candidates == -1 else candidates + 1
     chunks = [
@@ -192,4 +192,4 @@ def test_engines_on_a_cpu_have_padded_linear_layers(llm):
     """The plug-in has put them there."""
     from vllm import _custom_ops
 
-    assert _custom_ops.onednn_mm.pads
+    assert _custom_ops.onednn_mm.of_nemo_specrl
