@@ -56,6 +56,14 @@ def key_of(prompt):
     return prompt_key([prompt])
 
 
+def is_dead(shard):
+    try:
+        ray.get(shard.sync.remote())
+    except ray.exceptions.RayActorError:
+        return True
+    return False
+
+
 def as_put(found):
     """Rollouts before they got the incarnation of their run."""
     names = [field.name for field in dataclasses.fields(Rollout)]
@@ -131,8 +139,12 @@ def test_a_shard_that_dies_is_covered_for_and_comes_back_with_its_disk(start, ca
     other = pickle.loads(pickle.dumps(cache))
     cache.put([rollout(p) for p in range(60)])
     cache.sync()
-    name, shard = next(iter(cache._view.shards.items()))
+    # The copy on this node is the one that is read; of another node's, perhaps no partition is.
+    here = ray.get_runtime_context().get_node_id()
+    name = next(name for name, node in cache._view.nodes.items() if node == here)
+    shard = cache._view.shards[name]
     ray.kill(shard)
+    wait_until(lambda: is_dead(shard))
     with caplog.at_level(logging.WARNING):
         for client in (cache, other):  # within the call that comes upon it
             assert contents(client, range(60)) == {p: [rollout(p)] for p in range(60)}
