@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import itertools
 import multiprocessing
 import os
@@ -18,7 +19,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from engines import Arm, Turns, quickest
+import numpy as np
+from engines import Arm, Turns, of_steps
 from recording import recipe_of, record, weights
 
 from nemo_specrl.engine.compat import local_cpu_environment
@@ -115,6 +117,8 @@ class Comparison:
         others = [p.prompt for p in problems(data.dataset_name, 2, data.seed + 1000)]
         for arm in self.arms.values():  # what happens once is not measured
             arm.generation.heldout(others, 2)
+        gc.collect()
+        gc.freeze()  # as vLLM does: else one arm pays for collections over the heaps of all
 
     def __enter__(self) -> Comparison:
         return self
@@ -123,6 +127,7 @@ class Comparison:
         for arm in self.arms.values():
             if arm.store is not None:
                 arm.store.close()
+        gc.unfreeze()
         self._scratch.cleanup()
 
     def epochs(
@@ -148,9 +153,11 @@ class Comparison:
             turn: the arm that begins.
             proposed: drafts of adaptive arms by arm and epoch; those that it has are taken again,
                 so that a repetition takes the same steps, and others are added.
-            expected: processor seconds by arm and epoch, as they were in an earlier repetition.
+            expected: processor seconds by arm and epoch, as they were in an earlier repetition;
+                else those of the epoch before.
         """
         proposed = {} if proposed is None else proposed
+        known: dict[str, float] = {}
         chosen = list(self.problems[:prompts])
         for epoch, version in enumerate(versions):
             first = (turn + epoch) % len(self.arms)
@@ -166,8 +173,9 @@ class Comparison:
                 )
                 for name in names
             }
-            known = {name: s for (name, e), s in (expected or {}).items() if e == epoch}
+            known |= {name: s for (name, e), s in (expected or {}).items() if e == epoch}
             for name, row in self._turns.run(works, known).items():
+                known[name] = row["processor_s"]
                 proposed.setdefault((name, epoch), self.arms[name].counter.proposed)
                 print(
                     *(f"{key} {value}," for key, value in label.items()),
@@ -187,9 +195,9 @@ class Comparison:
         """Measure points with each seed, from an empty cache, and all of it several times.
 
         Repetitions take the same steps of the engine, also where draft lengths depend on measured
-        times: they verify the drafts of the first one. Processor seconds are the sum of each step's
-        quickest reading, ``repetitions_s`` has those of each repetition, and everything else is the
-        first one's.
+        times: they verify the drafts of the first one. ``processor_s`` is the sum of each step's
+        median reading, ``quickest_s`` of its quickest one, ``repetitions_s`` has the seconds of
+        each repetition, and everything else is the first one's.
 
         Args:
             points: of each, what ``epochs`` takes, by name.
@@ -220,8 +228,9 @@ class Comparison:
                     note(row, arm)
                 readings[key].append(arm.step_s)
         for key, row in made.items():
-            of_engines = zip(*readings[key], strict=True)
-            row["processor_s"] = max(quickest(of_engine) for of_engine in of_engines)
+            of_engines = list(zip(*readings[key], strict=True))
+            row["processor_s"] = max(of_steps(of_engine) for of_engine in of_engines)
+            row["quickest_s"] = max(of_steps(of_engine, np.min) for of_engine in of_engines)
             row["repetitions_s"] = [max(map(sum, engines)) for engines in readings[key]]
         return [[row for key, row in made.items() if key[0] == i] for i in range(len(points))]
 

@@ -3,18 +3,21 @@
     .venv/bin/python benchmarks/cold_overhead.py --out results/cold_overhead.json
 
 Pairs of the same batch of new prompts, once through ``vllm.LLM.generate`` and once through
-``SpeculativeLLM`` on a real store, journal and sync included, in one process and in alternating
-order; the figure is the ratio of a pair. Needs the CPU stack.
+``SpeculativeLLM`` on a real store. The two engines take turns, some steps each. The figure is the
+ratio of a pair, of processor seconds and those of ``RolloutStore.sync``, which waits for the disk.
+Needs the CPU stack.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import tempfile
 import time
 from typing import Any
 
+from engines import Steps, Turns
 from records import Chart, outputs, present, read, save
 
 from nemo_specrl import RolloutStore, SpecRLConfig, SpeculativeLLM
@@ -28,7 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="examples/models/qwen3-arith")
     parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument("--prompts", type=int, default=16, help="of a batch, eight rows each")
+    parser.add_argument("--prompts", type=int, default=8, help="of a batch, eight rows each")
     outputs(parser)
     args = parser.parse_args()
     result = read(args.report) if args.report else save(args.out, measure(args))
@@ -40,23 +43,45 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     local_cpu_environment()
     from vllm import LLM, SamplingParams
 
-    llm = LLM(
-        model=args.model,
-        dtype="bfloat16",
-        max_model_len=512,
-        max_num_seqs=16,
-        block_size=32,
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-        disable_log_stats=True,
-    )
+    def engine() -> LLM:
+        return LLM(
+            model=args.model,
+            dtype="bfloat16",
+            max_model_len=512,
+            max_num_seqs=16,
+            block_size=32,
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+            disable_log_stats=True,
+        )
+
+    plain, under = engine(), engine()
+    turns = Turns()
+    steps = {llm: Steps(llm.llm_engine, turns) for llm in (plain, under)}
     sums = problems("arithmetic", (args.pairs + 1) * args.prompts, seed=5)
     seconds: dict[str, list[float]] = {"plain": [], "speculative": []}
     with (
         tempfile.TemporaryDirectory() as folder,
         RolloutStore(folder, max_bytes=2**28, tokenizer_id="benchmark") as store,
     ):
-        speculative = SpeculativeLLM(llm, store, SpecRLConfig(enabled=True, preset="faithful"))
+        speculative = SpeculativeLLM(under, store, SpecRLConfig(enabled=True, preset="faithful"))
+
+        def plainly(prompts: list[Any], params: list[Any]) -> float:
+            steps[plain].begin()
+            plain.generate(prompts, params, use_tqdm=False)
+            steps[plain].end()
+            return sum(steps[plain].seconds)
+
+        def speculatively(prompts: list[Any], params: list[Any]) -> float:
+            steps[under].begin()
+            speculative.generate(prompts, params, use_tqdm=False)
+            steps[under].end()
+            started = time.perf_counter()
+            store.sync()
+            assert speculative.metrics.drafts == 0
+            return sum(steps[under].seconds) + time.perf_counter() - started
+
+        works = {"plain": plainly, "speculative": speculatively}
         for pair in range(args.pairs + 1):
             batch = sums[pair * args.prompts : (pair + 1) * args.prompts]
             prompts = [{"prompt_token_ids": p.prompt} for p in batch for _ in range(GROUP)]
@@ -72,18 +97,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 )
                 for i in range(len(prompts))
             ]
-            order = ("plain", "speculative") if pair % 2 else ("speculative", "plain")
-            for side in order:
-                llm.reset_prefix_cache()
-                started = time.perf_counter()
-                if side == "plain":
-                    llm.generate(prompts, params, use_tqdm=False)
-                else:
-                    speculative.generate(prompts, params, use_tqdm=False)
-                    store.sync()
-                    assert speculative.metrics.drafts == 0
+            order = list(works) if pair % 2 else list(works)[::-1]
+            of_pair = {side: functools.partial(works[side], prompts, params) for side in order}
+            for side, value in turns.run(of_pair, {}).items():
                 if pair:  # the first pair warms up
-                    seconds[side].append(time.perf_counter() - started)
+                    seconds[side].append(value)
     ratios = [s / p for s, p in zip(seconds["speculative"], seconds["plain"], strict=True)]
     return {"seconds": seconds, "ratios": ratios}
 

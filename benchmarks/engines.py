@@ -22,8 +22,9 @@ from nemo_specrl.engine.compat import mend_cpu_rejection_sampler
 
 T = TypeVar("T")
 QUANTITIES = ("reward", "logprob", "length")
-SLICE = 0.1
-"""Processor seconds after which an engine lets the next one go on."""
+SLICE = 0.03
+"""Processor seconds after which an engine lets the next one go on; with 0.1, ratios of two runs
+differed two to three times as much."""
 
 
 class Turns:
@@ -172,45 +173,48 @@ class Steps:
     """Processor seconds of each step of an engine in this thread, with what lies before it.
 
     Args:
-        generation: with the engine.
+        engine: ``LLM.llm_engine``.
         turns: of this engine and others, to be passed on between two steps.
         drafter: of the engine. One that measures steps is not to count time that it waited.
 
     Attributes:
-        seconds: by step, of the last call of ``Generation.rollouts``.
+        seconds: by step since :meth:`begin`, and after :meth:`end` what lay behind the last one.
     """
 
-    def __init__(self, generation: Any, turns: Turns, drafter: Any) -> None:
-        self.seconds: list[float] = []
-        self._last = 0.0
-        engine = generation.llm.llm_engine
-        step, rollouts = engine.step, generation.rollouts
+    def __init__(self, engine: Any, turns: Turns, drafter: Any = None) -> None:
+        self.begin()
+        step = engine.step
 
         def timed() -> Any:
             waited = turns.passed()
             if hasattr(drafter, "_last"):
                 drafter._last += waited
             outputs = step()
-            now = time.thread_time()
-            self.seconds.append(now - self._last)
-            self._last = now
+            self.end()
             return outputs
 
-        def begun(*args: Any) -> Any:
-            self.seconds, self._last = [], time.thread_time()
-            return rollouts(*args)
+        engine.step = timed
 
-        engine.step, generation.rollouts = timed, begun
+    def begin(self) -> None:
+        """Forget what was measured; what this thread does from now on counts."""
+        self.seconds: list[float] = []
+        self._last = time.thread_time()
+
+    def end(self) -> None:
+        """Add what this thread has done since the last step."""
+        now = time.thread_time()
+        self.seconds.append(now - self._last)
+        self._last = now
 
 
-def quickest(readings: Sequence[Sequence[float]]) -> float:
-    """Seconds of a phase that was repeated: the sum of each step's quickest reading.
+def of_steps(readings: Sequence[Sequence[float]], reading: Callable[..., Any] = np.median) -> float:
+    """Seconds of a phase that was repeated: the sum over its steps of ``reading`` of theirs.
 
-    Repetitions with the same seeds take the same steps, and what a machine does beside makes them
-    only slower. One that took another number of steps than the first is left out.
+    Repetitions with the same seeds take the same steps. One that took another number of steps than
+    the first is left out.
     """
     same = [seconds for seconds in readings if len(seconds) == len(readings[0])]
-    return float(np.min(same, axis=0).sum())
+    return float(reading(same, axis=0).sum())
 
 
 class Arm:
@@ -219,7 +223,8 @@ class Arm:
     Attributes:
         responses: of the last epoch, ``[prompt][sample]``.
         logprobs: of their tokens, nats.
-        step_s: processor seconds of each step of the last epoch, by engine that shares the rows.
+        step_s: processor seconds of each step of the last epoch, and of what lay behind it, by
+            engine that shares the rows.
     """
 
     def __init__(
@@ -235,7 +240,7 @@ class Arm:
         if config.speculative_config is not None:
             mend_cpu_rejection_sampler()
         self.counter = Counter(self.generation.llm)
-        self._steps = Steps(self.generation, turns, self.counter.drafter)
+        self._steps = Steps(self.generation.llm.llm_engine, turns, self.counter.drafter)
         self.responses: list[list[list[int]]] = []
         self.logprobs: list[list[list[float]]] = []
         self.step_s: list[list[float]] = []
@@ -302,10 +307,12 @@ class Arm:
         self.step_s = []
         for start in range(0, len(chosen), size):
             share = order[start : start + size]
-            steps, processor = self.counter.steps, time.thread_time()
+            steps = self.counter.steps
+            self._steps.begin()
             rollouts = self.generation.rollouts([chosen[i].prompt for i in share])
+            self._steps.end()
             here = {
-                "processor_s": time.thread_time() - processor,
+                "processor_s": sum(self._steps.seconds),
                 "engine_steps": self.counter.steps - steps,
             }
             longest = {name: max(longest[name], here[name]) for name in longest}

@@ -6,9 +6,9 @@ r"""Are drafts as long as they are worth it ever slower than plain decoding, or 
 Drafts of the trees end where a token is not worth its verification, by what an engine has measured
 (speculation/lengths.py). This measures fixed chances of being accepted beside it, at which drafts
 end instead (``tree.adaptive: false``), and no drafts at all, on two tasks, with few, many and all
-rows at once, the first time that prompts come up and
-later. Engines and recorded policies are those of ``rollout.py``; arms take turns. Everything is
-repeated, with the same steps of the engine each time, and the quickest reading of each step counts.
+rows at once, the first time that prompts come up and later. Engines and recorded policies are those
+of ``rollout.py``; arms take turns. Everything is repeated, with the same steps of the engine each
+time, and the median reading of each step counts.
 Rows go to DIR/regimes.json; those of an earlier call stay unless they were measured again.
 """
 

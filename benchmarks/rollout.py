@@ -7,9 +7,9 @@ r"""Compare what rollouts cost with each method of speculation, policies and pro
 
 A plain GRPO training is recorded once (``recording.py``): the weights with which each epoch begins.
 Every arm then rolls out the same prompts under the same weights, epoch by epoch with an engine and
-a cache of its own, from a cold first epoch on. Within an epoch arms take turns, a tenth of a second
-each, so that drift of the machine favours none. Everything is repeated, with the same steps of the
-engine each time, and the quickest reading of each step counts. ``--groups`` does the same with
+a cache of its own, from a cold first epoch on. Within an epoch arms take turns, some steps each, so
+that drift of the machine favours none. Everything is repeated, with the same steps of the engine
+each time, and the median reading of each step counts. ``--groups`` does the same with
 a few prompts and groups of growing size. Rows go to DIR/rollout.json, where those of an earlier
 call stay unless they were measured again. Counts do not depend on the machine; seconds do, and
 processor seconds less so.
@@ -117,9 +117,9 @@ def main() -> None:
         "--arms", nargs="+", choices=ARMS, default=list(ARMS), help="beside plain, always measured"
     )
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=2, help="of everything, for seconds")
+    parser.add_argument("--repeats", type=int, default=3, help="of everything, for seconds")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="of sampling")
-    parser.add_argument("--sequences", type=int, nargs="*", default=[10, 64], help="max_num_seqs")
+    parser.add_argument("--sequences", type=int, nargs="*", default=[64], help="max_num_seqs")
     parser.add_argument("--prompts", type=int, default=16, help="of an epoch")
     parser.add_argument("--group", type=int, default=8, help="rollouts of a prompt")
     parser.add_argument("--groups", type=int, nargs="*", default=[], help="such as 4 16 64 256")

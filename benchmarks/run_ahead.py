@@ -5,21 +5,24 @@
 Batches of sorting problems, 16 prompts with eight rows each, through ``SpeculativeLLM`` with
 ``preset: lossless``; two epochs, weights unchanged. For each epoch, with and without run-ahead:
 steps of the engine, tokens that a row of the batch gains from a step, tokens decoded ahead,
-processor seconds. ``--places`` is ``max_num_seqs``. With 8, the engine is idle in the tail of a
-batch alone; with 256, twice the rows of a batch, all the time. Needs the CPU stack.
+processor seconds. The two engines take turns, some steps each; repetitions take the same steps,
+and the median reading of each step counts. ``--places`` is ``max_num_seqs``. With 8, the engine is
+idle in the tail of a batch alone; with 256, twice the rows of a batch, all the time. Needs the CPU
+stack.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import tempfile
-import time
 from collections import defaultdict
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 from arms import in_own_process
+from engines import Steps, Turns, of_steps
 from records import Chart, outputs, present, read, rounded, save
 
 from nemo_specrl import RolloutStore, SpecRLConfig, SpeculativeLLM
@@ -39,21 +42,19 @@ def config(ahead: bool) -> SpecRLConfig:
     )
 
 
-def measure(llm: Any, ahead: bool, epochs: int, batches: int, seed: int) -> list[dict[str, float]]:
-    """Figures by epoch, with empty trees and empty caches at the start."""
+def measure(
+    llm: Any, steps: Steps, ahead: bool, epochs: int, batches: int, seed: int
+) -> list[dict[str, Any]]:
+    """Figures by epoch, with empty trees and empty caches at the start.
+
+    ``seconds`` are those of each step, and of what lies behind the last one of a batch.
+    """
     from vllm import SamplingParams
 
     engine = llm.llm_engine
     drafter = engine.model_executor.driver_worker.worker.model_runner.drafter
     drafter.__init__(engine.vllm_config)
     llm.reset_prefix_cache()
-    step, steps = engine.step, 0
-
-    def counted() -> Any:
-        nonlocal steps
-        steps += 1
-        return step()
-
     prompts = [{"prompt_token_ids": p.prompt} for p in problems("sorting", PROMPTS * batches, 5)]
     order = [
         i
@@ -66,9 +67,9 @@ def measure(llm: Any, ahead: bool, epochs: int, batches: int, seed: int) -> list
         RolloutStore(folder, max_bytes=2**26, tokenizer_id="benchmark") as store,
     ):
         speculative = SpeculativeLLM(llm, store, config(ahead), seed=seed)
-        engine.step = counted
         for epoch in range(epochs):
             total: dict[str, float] = {}
+            seconds: list[float] = []
             for batch in range(batches):
                 start = (epoch * batches + batch) * PROMPTS
                 chosen, behind = order[start : start + PROMPTS], order[start + PROMPTS :]
@@ -85,7 +86,7 @@ def measure(llm: Any, ahead: bool, epochs: int, batches: int, seed: int) -> list
                     for i in range(PROMPTS)
                     for k in range(GROUP)
                 ]
-                steps, started = 0, time.process_time()
+                steps.begin()
                 speculative.generate(
                     [prompts[i] for i in chosen for _ in range(GROUP)],
                     params,
@@ -93,10 +94,11 @@ def measure(llm: Any, ahead: bool, epochs: int, batches: int, seed: int) -> list
                     use_tqdm=False,
                 )
                 store.sync()
+                steps.end()
+                seconds += steps.seconds
                 metrics = speculative.metrics
                 for name, value in (
-                    ("engine_steps", steps),
-                    ("cpu_s", time.process_time() - started),
+                    ("engine_steps", len(steps.seconds) - 1),
                     ("response_tokens", metrics.response_tokens),
                     ("tree_steps", metrics.tree_steps),
                     ("tree_drafted_tokens", metrics.tree_drafted_tokens),
@@ -105,8 +107,7 @@ def measure(llm: Any, ahead: bool, epochs: int, batches: int, seed: int) -> list
                 ):
                     total[name] = total.get(name, 0) + value
                 speculative.policy_version += 1
-            figures.append(total)
-    engine.step = step
+            figures.append({**total, "seconds": seconds})
     return figures
 
 
@@ -131,39 +132,49 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def both(places: int, epochs: int, batches: int, seed: int, repeats: int) -> list[dict[str, Any]]:
-    """Figures by epoch with and without run-ahead, on one engine.
-
-    Repetitions do the same, and the quickest counts; ``repetitions_s`` has them all.
-    """
+    """Figures by epoch without and with run-ahead; ``repetitions_s`` has those of each."""
     local_cpu_environment()
     from vllm import LLM
 
-    llm = LLM(
-        model="examples/models/qwen3-sort",
-        dtype="float32",
-        max_model_len=256,
-        max_num_seqs=places,
-        max_num_batched_tokens=places * 256,
-        block_size=32,
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-        disable_log_stats=True,
-        **engine_options(config(True)),
-    )
+    llms = {
+        ahead: LLM(
+            model="examples/models/qwen3-sort",
+            dtype="float32",
+            max_model_len=256,
+            max_num_seqs=places,
+            max_num_batched_tokens=places * 256,
+            block_size=32,
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+            disable_log_stats=True,
+            **engine_options(config(True)),
+        )
+        for ahead in (False, True)
+    }
+    turns, amount = Turns(), (epochs, batches, seed)
+    works = {
+        str(ahead): functools.partial(measure, llm, Steps(llm.llm_engine, turns), ahead, *amount)
+        for ahead, llm in llms.items()
+    }
     found: dict[tuple[bool, int], list[dict[str, Any]]] = defaultdict(list)
-    for turn in range(repeats):
-        for ahead in (False, True) if turn % 2 == 0 else (True, False):
-            for epoch, figures in enumerate(measure(llm, ahead, epochs, batches, seed)):
-                found[ahead, epoch].append(figures)
-    return [
-        {
-            **{"places": places, "seed": seed, "run_ahead": ahead, "epoch": epoch},
-            **repetitions[0],
-            "cpu_s": min(figures["cpu_s"] for figures in repetitions),
-            "repetitions_s": [figures["cpu_s"] for figures in repetitions],
-        }
-        for (ahead, epoch), repetitions in sorted(found.items())
-    ]
+    expected: dict[str, float] = {}
+    for _ in range(repeats):
+        for name, of_epochs in turns.run(works, expected).items():
+            expected[name] = sum(sum(figures["seconds"]) for figures in of_epochs)
+            for epoch, figures in enumerate(of_epochs):
+                found[name == str(True), epoch].append(figures)
+    rows = []
+    for (ahead, epoch), repetitions in sorted(found.items()):
+        readings = [figures.pop("seconds") for figures in repetitions]
+        rows.append(
+            {
+                **{"places": places, "seed": seed, "run_ahead": ahead, "epoch": epoch},
+                **repetitions[0],
+                "cpu_s": of_steps(readings),
+                "repetitions_s": list(map(sum, readings)),
+            }
+        )
+    return rows
 
 
 def pairs(rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:

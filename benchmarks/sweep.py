@@ -7,7 +7,7 @@ r"""What a method of speculation gains, and on what that depends: one thing is v
 At each point, plain decoding and each method roll out the same prompts twice: cold, under the
 weights that a training began with, and warm, under those it had some epochs later. A recorded
 training provides them, and arms take turns, as in ``rollout.py``. Everything is repeated, with the
-same steps of the engine each time, and the quickest reading of each step counts: the machine may
+same steps of the engine each time, and the median reading of each step counts: the machine may
 have other work. Rows go to DIR/sweep.json, where those of an earlier call stay unless they were
 measured again.
 """
