@@ -1,8 +1,7 @@
 r"""Does reuse learn what plain training learns? Variants and seeds on the embedded trainer.
 
     .venv/bin/python benchmarks/fidelity.py --out results/fidelity
-    .venv/bin/python benchmarks/fidelity.py --out results/fidelity --grid presets --seeds 1 2 3 \
-        --jobs 2
+    .venv/bin/python benchmarks/fidelity.py --out results/fidelity --grid presets --seeds 1 2 3
     .venv/bin/python benchmarks/fidelity.py --out results/fidelity \
         --report benchmarks/results/fidelity
 
@@ -78,7 +77,7 @@ def main() -> None:
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, help="only these")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="only these")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
+    parser.add_argument("--jobs", type=int, default=2, help="runs side by side, one a core at most")
     parser.add_argument(
         "--max-num-seqs",
         type=int,
@@ -102,9 +101,11 @@ def main() -> None:
             print(f"{setting}/{variant}/{seed}", *VARIANTS[variant])
         return
     cores: Queue[set[int]] = Queue()
-    for job in range(args.jobs):
-        cores.put(set(sorted(os.sched_getaffinity(0))[job :: args.jobs]))
-    with ThreadPoolExecutor(args.jobs) as pool:
+    mine = sorted(os.sched_getaffinity(0))
+    jobs = min(args.jobs, len(mine))
+    for job in range(jobs):
+        cores.put(set(mine[job::jobs]))
+    with ThreadPoolExecutor(jobs) as pool:
 
         def run(which: tuple[str, str, int]) -> str:
             return train(args.out, *which, args.max_num_seqs, cores)

@@ -6,10 +6,10 @@ r"""What a method of speculation gains, and on what that depends: one thing is v
 
 At each point, plain decoding and each method roll out the same prompts twice: cold, under the
 weights that a training began with, and warm, under those it had some epochs later. A recorded
-training provides them, and arms take turns, as in ``rollout.py``. Everything is repeated, with the
-same steps of the engine each time, and the median reading of each step counts: the machine may
-have other work. Rows go to DIR/sweep.json, where those of an earlier call stay unless they were
-measured again.
+training provides them, and arms take turns, as in ``rollout.py``, since the machine may have other
+work. With ``--repeats``, everything is done several times in the same steps of the engine, and the
+median reading of each step counts. Rows go to DIR/sweep.json, where those of an earlier call stay
+unless they were measured again.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def main() -> None:
     parser.add_argument("--values", nargs="+", type=float, help="points, if others, of one axis")
     parser.add_argument("--arms", nargs="+", choices=list(ARMS)[1:], default=list(METHODS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="of sampling")
-    parser.add_argument("--repeats", type=int, default=2, help="of everything, for seconds")
+    parser.add_argument("--repeats", type=int, default=1, help="of everything, for seconds")
     args = parser.parse_args()
     if args.report:
         rows = read(args.report)["rows"]
