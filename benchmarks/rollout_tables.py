@@ -69,9 +69,9 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def group_table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: cost of a rollout as groups grow."""
+    """Markdown: cost of a rollout as groups grow; processor seconds are plain's over the arm's."""
     lines = [
-        "| n | arm | cold: steps a rollout | processor ms | warm: steps a rollout | processor ms "
+        "| n | arm | cold: steps a rollout | processor s | warm: steps a rollout | processor s "
         "| trees, MiB |",
         "|---" * 7 + "|",
     ]
@@ -80,10 +80,15 @@ def group_table(rows: list[dict[str, Any]]) -> str:
         for name in dict.fromkeys(row["arm"] for row in here):
             mine = [row for row in here if row["arm"] == name]
             cells = []
-            for lot in ([r for r in mine if not r["epoch"]], [r for r in mine if r["epoch"]]):
+            for warm in (False, True):
+                lot, base = (
+                    [row for row in here if row["arm"] == arm and (row["epoch"] > 0) == warm]
+                    for arm in (name, PLAIN)
+                )
                 rollouts = sum(row["prompts"] * row["group"] for row in lot) or math.nan
                 cells.append(f"{total(lot, 'engine_steps') / rollouts:.2f}")
-                cells.append(f"{1000 * total(lot, 'processor_s') / rollouts:.1f}")
+                seconds = total(lot, "processor_s") or math.nan
+                cells.append(f"{total(base, 'processor_s') / seconds:.2f}")
             most = max((row["tree_bytes"] for row in mine), default=0)
             cells.append(f"{most / 2**20:.2f}" if most else "")
             lines.append(f"| {group} | {name} | " + " | ".join(cells) + " |")
