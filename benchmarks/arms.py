@@ -13,7 +13,7 @@ import itertools
 import multiprocessing
 import os
 import tempfile
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -191,6 +191,7 @@ class Comparison:
         seeds: Sequence[int],
         repeats: int,
         note: Callable[[dict[str, Any], Arm], None] = lambda row, arm: None,
+        seconds: float = 0.0,
     ) -> list[list[dict[str, Any]]]:
         """Measure points with each seed, from an empty cache, and all of it several times.
 
@@ -202,7 +203,9 @@ class Comparison:
         Args:
             points: of each, what ``epochs`` takes, by name.
             seeds: of sampling.
-            repeats: how often.
+            repeats: how often at least.
+            seconds: that plain decoding is to take in all, in its shortest epoch: points that take
+                little time are repeated more often.
             note: called with each row of the first repetition and its arm, to add to the row.
 
         Returns:
@@ -211,22 +214,31 @@ class Comparison:
         made: dict[tuple[Any, ...], dict[str, Any]] = {}
         readings: dict[tuple[Any, ...], list[list[list[float]]]] = defaultdict(list)
         proposed: dict[tuple[Any, ...], Any] = defaultdict(dict)
-        order = itertools.product(range(repeats), seeds, enumerate(points))
-        for turn, (_, seed, (i, point)) in enumerate(order):
+        taken: dict[tuple[int, int], list[float]] = defaultdict(list)  # by plain decoding
+        left = deque(itertools.product(seeds, range(len(points))))
+        while left:
+            seed, i = left.popleft()
+            turn = sum(map(len, taken.values()))
             for arm in self.arms.values():
                 arm.begin_again(seed)
-            label = {**point["label"], "seed": seed}
+            label = {**points[i]["label"], "seed": seed}
             mine = {"label": label, "turn": turn, "proposed": proposed[i, seed]}
             mine["expected"] = {
                 key[2:]: row["processor_s"] for key, row in made.items() if key[:2] == (i, seed)
             }
-            for row in self.epochs(**{**point, **mine}):
+            of_plain = []
+            for row in self.epochs(**{**points[i], **mine}):  # arms know their last epoch alone
+                if row["arm"] == PLAIN:
+                    of_plain.append(row["processor_s"])
                 key = i, seed, row["arm"], row["epoch"]
                 arm = self.arms[row["arm"]]
                 if key not in made:
                     made[key] = row
                     note(row, arm)
                 readings[key].append(arm.step_s)
+            taken[i, seed].append(min(of_plain))
+            if len(taken[i, seed]) < repeats or sum(taken[i, seed]) < seconds:
+                left.append((seed, i))
         for key, row in made.items():
             of_engines = list(zip(*readings[key], strict=True))
             row["processor_s"] = max(of_steps(of_engine) for of_engine in of_engines)

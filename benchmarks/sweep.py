@@ -7,9 +7,9 @@ r"""What a method of speculation gains, and on what that depends: one thing is v
 At each point, plain decoding and each method roll out the same prompts twice: cold, under the
 weights that a training began with, and warm, under those it had some epochs later. A recorded
 training provides them, and arms take turns, as in ``rollout.py``, since the machine may have other
-work. With ``--repeats``, everything is done several times in the same steps of the engine, and the
-median reading of each step counts. Rows go to DIR/sweep.json, where those of an earlier call stay
-unless they were measured again.
+work. Points that take little time are repeated, in the same steps of the engine, and the median
+reading of each step counts. Rows go to DIR/sweep.json, where those of an earlier call stay unless
+they were measured again.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from records import merged, read, show
 
 ROWS = 64
 """Rollouts of an epoch, at every point."""
+SECONDS = 2.0
+"""Of plain decoding: a point is repeated until its epochs have taken so long in all."""
 METHODS = (TREE, "faithful", "faithful, tree", "fast")
 KEYS = ("axis", "value", "seed", "arm", "epoch")
 """What tells rows apart."""
@@ -191,7 +193,7 @@ def measure(
             }
             for point in points
         ]
-        return comparison.repeated(of_points, seeds, repeats)
+        return comparison.repeated(of_points, seeds, repeats, seconds=SECONDS)
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -222,7 +224,7 @@ def main() -> None:
     parser.add_argument("--values", nargs="+", type=float, help="points, if others, of one axis")
     parser.add_argument("--arms", nargs="+", choices=list(ARMS)[1:], default=list(METHODS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="of sampling")
-    parser.add_argument("--repeats", type=int, default=1, help="of everything, for seconds")
+    parser.add_argument("--repeats", type=int, default=1, help="of everything, at least")
     args = parser.parse_args()
     if args.report:
         rows = read(args.report)["rows"]

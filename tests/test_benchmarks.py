@@ -159,6 +159,8 @@ def swept(tmp_path_factory):
     rows = json.loads((out / "sweep.json").read_text())["rows"]
     seeds = [[row["response_tokens"] for row in rows if row["seed"] == seed] for seed in (1, 2)]
     assert seeds[1] and seeds[0][: len(seeds[1])] != seeds[1]  # they are other samples
+    plain = [row["repetitions_s"] for row in rows if row["arm"] == "plain"]
+    assert all(sum(seconds) > 1.99 for seconds in plain)  # short ones are repeated
     rows = [row for row in rows if row["seed"] == 1]
     return printed, {(row["axis"], row["value"], row["arm"], row["epoch"]): row for row in rows}
 
