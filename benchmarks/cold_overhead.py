@@ -38,6 +38,14 @@ def main() -> None:
     present(report(result), chart(result), args.plot)
 
 
+def processor_seconds(steps: Steps, llm: Any, prompts: list[Any], params: list[Any]) -> float:
+    """Generate for a batch; seconds of this engine's thread, without those of other turns."""
+    steps.begin()
+    llm.generate(prompts, params, use_tqdm=False)
+    steps.end()
+    return sum(steps.seconds)
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Seconds of each side of each pair, and their ratios."""
     local_cpu_environment()
@@ -57,7 +65,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     plain, under = engine(), engine()
     turns = Turns()
-    steps = {llm: Steps(llm.llm_engine, turns) for llm in (plain, under)}
+    plain_steps, under_steps = (Steps(llm.llm_engine, turns) for llm in (plain, under))
     sums = problems("arithmetic", (args.pairs + 1) * args.prompts, seed=5)
     seconds: dict[str, list[float]] = {"plain": [], "speculative": []}
     with (
@@ -66,20 +74,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     ):
         speculative = SpeculativeLLM(under, store, SpecRLConfig(enabled=True, preset="faithful"))
 
-        def plainly(prompts: list[Any], params: list[Any]) -> float:
-            steps[plain].begin()
-            plain.generate(prompts, params, use_tqdm=False)
-            steps[plain].end()
-            return sum(steps[plain].seconds)
+        def plainly(*batch: list[Any]) -> float:
+            return processor_seconds(plain_steps, plain, *batch)
 
-        def speculatively(prompts: list[Any], params: list[Any]) -> float:
-            steps[under].begin()
-            speculative.generate(prompts, params, use_tqdm=False)
-            steps[under].end()
+        def speculatively(*batch: list[Any]) -> float:
+            processor_s = processor_seconds(under_steps, speculative, *batch)
             started = time.perf_counter()
             store.sync()
             assert speculative.metrics.drafts == 0
-            return sum(steps[under].seconds) + time.perf_counter() - started
+            return processor_s + time.perf_counter() - started
 
         works = {"plain": plainly, "speculative": speculatively}
         for pair in range(args.pairs + 1):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
@@ -20,6 +20,7 @@ from recording import recipe_of
 
 from nemo_specrl.engine.compat import mend_cpu_rejection_sampler
 
+K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 QUANTITIES = ("reward", "logprob", "length")
 SLICE = 0.03
@@ -36,14 +37,12 @@ class Turns:
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
-        self._expected: dict[str, float] = {}
-        self._used: dict[str, float] = {}
-        self._turn: str | None = None
+        self._expected: dict[Hashable, float] = {}
+        self._used: dict[Hashable, float] = {}
+        self._turn: Hashable | None = None
         self._began = 0.0
 
-    def run(
-        self, work: Mapping[str, Callable[[], T]], expected: Mapping[str, float]
-    ) -> dict[str, T]:
+    def run(self, work: Mapping[K, Callable[[], T]], expected: Mapping[K, float]) -> dict[K, T]:
         """Do all of some work, and return the results.
 
         Args:
@@ -56,7 +55,7 @@ class Turns:
         self._used = dict.fromkeys(work, 0.0)
         self._turn = next(iter(work))
 
-        def one(name: str) -> T:
+        def one(name: K) -> T:
             self._wait(name)
             try:
                 return work[name]()
@@ -89,7 +88,7 @@ class Turns:
         self._turn = min(self._used, key=self._used.__getitem__, default=None)
         self._condition.notify_all()
 
-    def _wait(self, name: str) -> None:
+    def _wait(self, name: Hashable) -> None:
         with self._condition:
             self._condition.wait_for(lambda: self._turn == name)
         self._began = time.thread_time()

@@ -153,16 +153,16 @@ def both(places: int, epochs: int, batches: int, seed: int, repeats: int) -> lis
     }
     turns, amount = Turns(), (epochs, batches, seed)
     works = {
-        str(ahead): functools.partial(measure, llm, Steps(llm.llm_engine, turns), ahead, *amount)
+        ahead: functools.partial(measure, llm, Steps(llm.llm_engine, turns), ahead, *amount)
         for ahead, llm in llms.items()
     }
     found: dict[tuple[bool, int], list[dict[str, Any]]] = defaultdict(list)
-    expected: dict[str, float] = {}
+    expected: dict[bool, float] = {}
     for _ in range(repeats):
-        for name, of_epochs in turns.run(works, expected).items():
-            expected[name] = sum(sum(figures["seconds"]) for figures in of_epochs)
+        for ahead, of_epochs in turns.run(works, expected).items():
+            expected[ahead] = sum(sum(figures["seconds"]) for figures in of_epochs)
             for epoch, figures in enumerate(of_epochs):
-                found[name == str(True), epoch].append(figures)
+                found[ahead, epoch].append(figures)
     rows = []
     for (ahead, epoch), repetitions in sorted(found.items()):
         readings = [figures.pop("seconds") for figures in repetitions]
