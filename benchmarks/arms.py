@@ -7,15 +7,19 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
+import dataclasses
 import functools
 import gc
 import itertools
 import multiprocessing
 import os
+import signal
 import tempfile
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +65,27 @@ chance of being accepted unless an arm says otherwise, so that counts do not dep
 """
 
 
+@dataclass(frozen=True)
+class Epochs:
+    """Epochs of rollouts that all arms are measured at.
+
+    Args:
+        label: what every row has beside its figures.
+        prompts: of an epoch.
+        versions: for each epoch, the recorded epoch whose weights it has.
+        temperature: see ``recording.weights``.
+        engines: see ``Arm.measure``.
+        overrides: of what the arms' recipe says of rollouts.
+    """
+
+    label: dict[str, Any]
+    prompts: int
+    versions: Sequence[int]
+    temperature: float = 1.0
+    engines: int = 1
+    overrides: Sequence[str] = ()
+
+
 class Comparison:
     """Arms side by side in this process, on the first problems of a recording's task.
 
@@ -70,7 +95,6 @@ class Comparison:
         arms: overrides by name.
         group: rollouts of a prompt.
         sequences: that an engine runs at once.
-        more: overrides of all arms.
 
     Attributes:
         arms: that could be made, by name.
@@ -84,7 +108,6 @@ class Comparison:
         arms: dict[str, tuple[str, ...]],
         group: int,
         sequences: int,
-        more: tuple[str, ...] = (),
     ) -> None:
         from nemo_specrl.trainer.task import problems
 
@@ -93,12 +116,12 @@ class Comparison:
             f"grpo.num_generations_per_prompt={group}",
             f"policy.train_global_batch_size={group}",
             f"policy.generation.vllm_kwargs.max_num_seqs={sequences}",
-            *more,
         )
         self.recording = recording
         self.arms: dict[str, Arm] = {}
         self.left_out: dict[str, str] = {}
         self._turns = Turns()
+        self._last_s: dict[tuple[str, int], float] = {}
         self._scratch = tempfile.TemporaryDirectory()
         # vLLM 0.32 cannot make an engine where llvmlite was loaded, as by its n-gram drafter
         # (triton_utils/dispatcher.py asks every module's values for an attribute).
@@ -114,11 +137,6 @@ class Comparison:
                 print(f"{name}: left out: {self.left_out[name]}", flush=True)
         data = recipe_of(task, recording).data
         self.problems = problems(data.dataset_name, data.num_prompts, data.seed)
-        others = [p.prompt for p in problems(data.dataset_name, 2, data.seed + 1000)]
-        for arm in self.arms.values():  # what happens once is not measured
-            arm.generation.heldout(others, 2)
-        gc.collect()
-        gc.freeze()  # as vLLM does: else one arm pays for collections over the heaps of all
 
     def __enter__(self) -> Comparison:
         return self
@@ -130,64 +148,9 @@ class Comparison:
         gc.unfreeze()
         self._scratch.cleanup()
 
-    def epochs(
-        self,
-        label: dict[str, Any],
-        prompts: int,
-        versions: Sequence[int],
-        *,
-        temperature: float = 1.0,
-        engines: int = 1,
-        turn: int = 0,
-        proposed: dict[tuple[str, int], list[list[list[int]]]] | None = None,
-        expected: Mapping[tuple[str, int], float] | None = None,
-    ) -> Iterator[dict[str, Any]]:
-        """Measure epochs of all arms, which take turns within an epoch (``engines.Turns``).
-
-        Args:
-            label: what every row has beside its figures.
-            prompts: of an epoch.
-            versions: for each epoch to measure, the recorded epoch whose weights it has.
-            temperature: see ``recording.weights``.
-            engines: see ``Arm.measure``.
-            turn: the arm that begins.
-            proposed: drafts of adaptive arms by arm and epoch; those that it has are taken again,
-                so that a repetition takes the same steps, and others are added.
-            expected: processor seconds by arm and epoch, as they were in an earlier repetition;
-                else those of the epoch before.
-        """
-        proposed = {} if proposed is None else proposed
-        known: dict[str, float] = {}
-        chosen = list(self.problems[:prompts])
-        for epoch, version in enumerate(versions):
-            first = (turn + epoch) % len(self.arms)
-            names = [*list(self.arms)[first:], *list(self.arms)[:first]]
-            works = {
-                name: functools.partial(
-                    self.arms[name].measure,
-                    epoch,
-                    weights(self.recording, version, temperature),
-                    chosen,
-                    engines,
-                    proposed.get((name, epoch)),
-                )
-                for name in names
-            }
-            known |= {name: s for (name, e), s in (expected or {}).items() if e == epoch}
-            for name, row in self._turns.run(works, known).items():
-                known[name] = row["processor_s"]
-                proposed.setdefault((name, epoch), self.arms[name].counter.proposed)
-                print(
-                    *(f"{key} {value}," for key, value in label.items()),
-                    f"epoch {epoch}: {name}: {row['processor_s']:.1f} s, "
-                    f"{row['engine_steps']} steps",
-                    flush=True,
-                )
-                yield {**label, "arm": name, "epoch": epoch, "load": os.getloadavg()[0], **row}
-
     def repeated(
         self,
-        points: Sequence[dict[str, Any]],
+        points: Sequence[Epochs],
         seeds: Sequence[int],
         repeats: int,
         note: Callable[[dict[str, Any], Arm], None] = lambda row, arm: None,
@@ -201,7 +164,7 @@ class Comparison:
         each repetition, and everything else is the first one's.
 
         Args:
-            points: of each, what ``epochs`` takes, by name.
+            points: to be measured by the same engines.
             seeds: of sampling.
             repeats: how often at least.
             seconds: that plain decoding is to take in all, in its shortest epoch: points that take
@@ -216,18 +179,15 @@ class Comparison:
         proposed: dict[tuple[Any, ...], Any] = defaultdict(dict)
         taken: dict[tuple[int, int], list[float]] = defaultdict(list)  # by plain decoding
         left = deque(itertools.product(seeds, range(len(points))))
+        self._rehearse(points[0], seeds[0])
         while left:
             seed, i = left.popleft()
             turn = sum(map(len, taken.values()))
-            for arm in self.arms.values():
-                arm.begin_again(seed)
-            label = {**points[i]["label"], "seed": seed}
-            mine = {"label": label, "turn": turn, "proposed": proposed[i, seed]}
-            mine["expected"] = {
+            expected = {
                 key[2:]: row["processor_s"] for key, row in made.items() if key[:2] == (i, seed)
             }
             of_plain = []
-            for row in self.epochs(**{**points[i], **mine}):  # arms know their last epoch alone
+            for row in self._measure(points[i], seed, turn, proposed[i, seed], expected):
                 if row["arm"] == PLAIN:
                     of_plain.append(row["processor_s"])
                 key = i, seed, row["arm"], row["epoch"]
@@ -246,6 +206,68 @@ class Comparison:
             row["repetitions_s"] = [max(map(sum, engines)) for engines in readings[key]]
         return [[row for key, row in made.items() if key[0] == i] for i in range(len(points))]
 
+    def _rehearse(self, point: Epochs, seed: int) -> None:
+        """Do a part of a point, so that what happens only once is not measured.
+
+        It also tells what each arm takes, by which turns are shared from the first epoch on.
+        """
+        prompts = max(1, point.prompts // 4)
+        part = dataclasses.replace(point, label={"part": "rehearsal"}, prompts=prompts)
+        for _ in self._measure(part, seed, 0, {}, {}):
+            pass
+        gc.collect()
+        gc.freeze()  # as vLLM does: else one arm pays for collections over the heaps of all
+
+    def _measure(
+        self,
+        point: Epochs,
+        seed: int,
+        turn: int,
+        proposed: dict[tuple[str, int], list[list[list[int]]]],
+        expected: Mapping[tuple[str, int], float],
+    ) -> Iterator[dict[str, Any]]:
+        """Measure epochs of all arms, which take turns within an epoch (``engines.Turns``).
+
+        Args:
+            point: what to measure, from an empty cache.
+            seed: of sampling.
+            turn: the arm that begins.
+            proposed: drafts of adaptive arms by arm and epoch; those that it has are taken again,
+                so that a repetition takes the same steps, and others are added.
+            expected: processor seconds by arm and epoch, as they were in an earlier repetition;
+                empty: those of what was measured last.
+        """
+        expected = expected or self._last_s
+        chosen = list(self.problems[: point.prompts])
+        for arm in self.arms.values():
+            arm.begin_again(seed, point.overrides)
+        for epoch, version in enumerate(point.versions):
+            first = (turn + epoch) % len(self.arms)
+            names = [*list(self.arms)[first:], *list(self.arms)[:first]]
+            works = {
+                name: functools.partial(
+                    self.arms[name].measure,
+                    epoch,
+                    weights(self.recording, version, point.temperature),
+                    chosen,
+                    point.engines,
+                    proposed.get((name, epoch)),
+                )
+                for name in names
+            }
+            known = {name: expected[name, epoch] for name in names if (name, epoch) in expected}
+            for name, row in self._turns.run(works, known).items():
+                self._last_s[name, epoch] = row["processor_s"]
+                proposed.setdefault((name, epoch), self.arms[name].counter.proposed)
+                label = {**point.label, "seed": seed}
+                print(
+                    *(f"{key} {value}," for key, value in label.items()),
+                    f"epoch {epoch}: {name}: {row['processor_s']:.1f} s, "
+                    f"{row['engine_steps']} steps",
+                    flush=True,
+                )
+                yield {**label, "arm": name, "epoch": epoch, "load": os.getloadavg()[0], **row}
+
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
     """A parser with the options that all of these benchmarks have."""
@@ -257,7 +279,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     results.add_argument("--report", type=Path, metavar="JSON", help="print the tables of a file")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the figures")
     parser.add_argument("--recordings", type=Path, help="folder of the recordings, if another")
-    parser.add_argument("--warm-up-steps", type=int, default=300, help="of a task's own model")
+    parser.add_argument("--warm-up-steps", type=int, default=300, help="of any-order's model")
     parser.add_argument("--override", nargs="*", default=[], help="of the recording's recipe")
     return parser
 
@@ -278,7 +300,15 @@ def environment() -> None:
 
 
 def in_own_process(function: Any, *args: Any) -> Any:
-    """Run a function in a new process: engines are not taken down in one that makes others."""
+    """Run a function in a new process: engines are not taken down in one that makes others.
+
+    The process ends with this one, also if this one is killed.
+    """
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
+    with ProcessPoolExecutor(1, mp_context=context, initializer=_end_with_parent) as pool:
         return pool.submit(function, *args).result()
+
+
+def _end_with_parent() -> None:
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)

@@ -231,7 +231,8 @@ class Arm:
     ) -> None:
         from nemo_specrl.trainer.generation import Generation
 
-        self.recipe = recipe_of(task, recording, overrides)
+        self._place = task, recording, overrides
+        self.recipe = recipe_of(*self._place)
         self._folders = (folder / str(i) for i in itertools.count())
         self.store = self._new_store() if self.recipe.spec_rl.enabled else None
         self.generation = Generation(self.recipe, self.store)
@@ -258,12 +259,19 @@ class Arm:
             groups_per_prompt=self.recipe.spec_rl.cache.groups_per_prompt,
         )
 
-    def begin_again(self, seed: int) -> None:
-        """Forget all rollouts, in the cache and in drafters, and set the seed of sampling."""
+    def begin_again(self, seed: int, overrides: Sequence[str] = ()) -> None:
+        """Forget all rollouts, in the cache and in drafters, and roll out in another way.
+
+        Args:
+            seed: of sampling.
+            overrides: of what the recipe says of rollouts; the engine stays as it was made.
+        """
         from nemo_specrl.speculation.trees import DraftTrees
 
         generation = self.generation
-        object.__setattr__(generation.recipe.algorithm, "seed", seed)  # it is frozen
+        task, recording, its_own = self._place
+        more = (*its_own, *overrides, f"grpo.seed={seed}")
+        self.recipe = generation.recipe = recipe_of(task, recording, more)
         if self.store is not None:
             self.store.close()
             self.store = generation.store = generation.cache = self._new_store()

@@ -25,6 +25,7 @@ from arms import (
     PLAIN,
     TREE,
     Comparison,
+    Epochs,
     arguments,
     environment,
     in_own_process,
@@ -63,7 +64,7 @@ def measure(
     with Comparison(part["task"], recording, arms, GROUP, part["sequences"]) as comparison:
         for probability in FIXED:
             ends_at(comparison.arms[f"{probability:g}"], probability)
-        point = {"label": part, "prompts": prompts, "versions": range(EPOCHS)}
+        point = Epochs(part, prompts, range(EPOCHS))
         [rows] = comparison.repeated([point], seeds, repeats)
     return rows
 

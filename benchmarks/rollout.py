@@ -28,6 +28,7 @@ from arms import (
     SPEC,
     TREE,
     Comparison,
+    Epochs,
     arguments,
     environment,
     in_own_process,
@@ -66,7 +67,7 @@ def measure(
         Rows, and why arms were left out.
     """
     place = (part["task"], recording, arms, part["group"], part["sequences"])
-    point = {"label": part, "prompts": part["prompts"], "versions": range(epochs)}
+    point = Epochs(part, part["prompts"], range(epochs))
     with Comparison(*place) as comparison:
         [rows] = comparison.repeated([point], [part["seed"]], repeats)
         return rows, comparison.left_out

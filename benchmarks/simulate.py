@@ -24,6 +24,7 @@ from arms import (
     PLAIN,
     TREE,
     Comparison,
+    Epochs,
     arguments,
     environment,
     in_own_process,
@@ -77,7 +78,7 @@ def measure(
                 row["keys"] = [prompt_key(problem.prompt).hex() for problem in chosen]
                 row["responses"], row["logprobs"] = arm.responses, arm.logprobs
 
-        point = {"label": part, "prompts": prompts, "versions": range(EPOCHS)}
+        point = Epochs(part, prompts, range(EPOCHS))
         numbers = range(SEED, SEED + seeds)
         [rows] = comparison.repeated([point], numbers, repeats, record_plain)
     return rows

@@ -1,7 +1,7 @@
 r"""What a method of speculation gains, and on what that depends: one thing is varied at a time.
 
     .venv/bin/python benchmarks/sweep.py --out results/sweep
-    .venv/bin/python benchmarks/sweep.py --out results/sweep --axes drift --seeds 1 2 3
+    .venv/bin/python benchmarks/sweep.py --out results/sweep --axes drift --all --seeds 1 2 3
     .venv/bin/python benchmarks/sweep.py --report benchmarks/results/sweep.json --plot sweep.png
 
 At each point, plain decoding and each method roll out the same prompts twice: cold, under the
@@ -25,6 +25,7 @@ from arms import (
     PLAIN,
     TREE,
     Comparison,
+    Epochs,
     arguments,
     environment,
     in_own_process,
@@ -48,20 +49,22 @@ class Axis:
 
     Args:
         title: for tables and plots.
-        values: of the points.
+        values: of the points that are measured by default.
+        more: of those that ``--all`` adds.
     """
 
     title: str
     values: tuple[float, ...]
+    more: tuple[float, ...] = ()
 
 
 AXES = {
-    "drift": Axis("epochs of training since the draft", (0, 1, 2, 4, 8)),
-    "temperature": Axis("temperature of the policy's logits", (0.5, 1, 1.25, 1.5)),
-    "length": Axis("most tokens of a response", (20, 40, 80, 160)),
+    "drift": Axis("epochs of training since the draft", (0, 1, 4), (2, 8)),
+    "temperature": Axis("temperature of the policy's logits", (0.5, 1, 1.5), (1.25,)),
+    "length": Axis("most tokens of a response", (40, 160), (20, 80)),
     "group": Axis("rollouts of a prompt, of 64 in all", (2, 8, 32)),
-    "sequences": Axis("rows that the engine runs at once", (4, 8, 16, 64)),
-    "engines": Axis("engines that share the rows", (1, 2, 4)),
+    "sequences": Axis("rows that the engine runs at once", (4, 8, 64), (16,)),
+    "engines": Axis("engines that share the rows", (1, 4), (2,)),
 }
 
 
@@ -75,11 +78,6 @@ class Point:
     group: int = 8
     sequences: int = 8
     engines: int = 1
-
-    @property
-    def engine(self) -> tuple[int, int, int]:
-        """What the engines are made for: points that share it share them."""
-        return self.group, self.sequences, self.length
 
 
 def point_of(axis: str, value: float) -> Point:
@@ -174,24 +172,43 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def measure(
-    points: list[Point], seeds: list[int], repeats: int, recording: Path, methods: list[str]
+    points: dict[Point, dict[str, Any]],
+    seeds: list[int],
+    repeats: int,
+    recording: Path,
+    methods: list[str],
 ) -> list[list[dict[str, Any]]]:
-    """Measure points that the same engines serve, in a process of its own; the rows of each."""
+    """Measure points with the same rows at once, in a process of its own: engines serve them all.
+
+    Args:
+        points: the label of each.
+        seeds: of sampling.
+        repeats: of each point, at least.
+        recording: folder of the recording.
+        methods: arms beside plain decoding.
+
+    Returns:
+        The rows of each point, with its label.
+    """
     arms = {arm: ARMS[arm] for arm in (PLAIN, *methods)}
-    group, sequences, length = points[0].engine
-    more = (f"policy.generation.max_new_tokens={length}",)
-    with Comparison(TASK, recording, arms, group, sequences, more) as comparison:
+    [sequences] = {point.sequences for point in points}
+    with Comparison(TASK, recording, arms, Point.group, sequences) as comparison:
         if comparison.left_out:
             raise SystemExit("; ".join(": ".join(arm) for arm in comparison.left_out.items()))
         of_points = [
-            {
-                "label": {},
-                "prompts": ROWS // group,
-                "versions": (0, point.drift),
-                "temperature": point.temperature,
-                "engines": point.engines,
-            }
-            for point in points
+            Epochs(
+                label,
+                ROWS // point.group,
+                (0, point.drift),
+                temperature=point.temperature,
+                engines=point.engines,
+                overrides=(
+                    f"grpo.num_generations_per_prompt={point.group}",
+                    f"policy.train_global_batch_size={point.group}",
+                    f"policy.generation.max_new_tokens={point.length}",
+                ),
+            )
+            for point, label in points.items()
         ]
         return comparison.repeated(of_points, seeds, repeats, seconds=SECONDS)
 
@@ -201,15 +218,16 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     environment()
     labels: dict[Point, list[dict[str, Any]]] = {}
     for axis in args.axes:
-        for value in args.values or AXES[axis].values:
+        of_axis = AXES[axis].values + (AXES[axis].more if args.all else ())
+        for value in args.values or of_axis:
             labels.setdefault(point_of(axis, value), []).append({"axis": axis, "value": value})
     recording = recorded(args, TASK, 1 + max(point.drift for point in labels))
     rows: list[dict[str, Any]] = []
-    for engine in dict.fromkeys(point.engine for point in labels):
-        points = [point for point in labels if point.engine == engine]
+    for sequences in dict.fromkeys(point.sequences for point in labels):
+        points = {p: label[0] for p, label in labels.items() if p.sequences == sequences}
         measured = in_own_process(measure, points, args.seeds, args.repeats, recording, args.arms)
         new = [
-            {**label, **row}
+            {**row, **label}
             for point, of_point in zip(points, measured, strict=True)
             for label in labels[point]
             for row in of_point
@@ -221,7 +239,9 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--axes", nargs="+", choices=AXES, default=list(AXES))
-    parser.add_argument("--values", nargs="+", type=float, help="points, if others, of one axis")
+    points = parser.add_mutually_exclusive_group()
+    points.add_argument("--all", action="store_true", help="points of the documentation's tables")
+    points.add_argument("--values", nargs="+", type=float, help="points, if others, of one axis")
     parser.add_argument("--arms", nargs="+", choices=list(ARMS)[1:], default=list(METHODS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="of sampling")
     parser.add_argument("--repeats", type=int, default=1, help="of everything, at least")

@@ -7,6 +7,7 @@ import sys
 import time
 
 import numpy as np
+import psutil
 import pytest
 from engines import SLICE, Turns, of_steps
 from safetensors.torch import load_file
@@ -42,6 +43,16 @@ def result(tmp_path_factory):
     data = json.loads((out / "rollout.json").read_text())
     again = run("--report", out / "rollout.json")
     return printed, data["rows"], data["left_out"], again, out
+
+
+def test_what_a_benchmark_started_ends_with_it_even_if_it_is_killed():
+    work = "import os, time; print(os.getpid(), flush=True); time.sleep(300)"
+    code = f"from arms import in_own_process; in_own_process(exec, {work!r})"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, cwd=BENCHMARKS, stdout=subprocess.PIPE) as process:
+        started = psutil.Process(int(process.stdout.readline()))
+        process.kill()
+    started.wait(30)
 
 
 def of(rows, arm, *, of_groups=False):
@@ -145,12 +156,14 @@ def test_the_report_is_what_was_printed(result):
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory):
-    """The sweep over engines and over temperatures: its printed text, and rows by place."""
+    """The sweep over four axes: what it printed last, and rows by place."""
     out = tmp_path_factory.mktemp("sweep")
     picture = out / "sweep.png"
     small = ("--arms", "tree", *SMALL_RECORDING)
     temperatures = ("--axes", "temperature", "--values", 0.5, 2, "--seeds", 1, 2)
     run("--out", out, *temperatures, *small, script="sweep.py")
+    run("--out", out, "--axes", "length", "--values", 5, 20, *small, script="sweep.py")
+    run("--out", out, "--axes", "group", "--values", 32, *small, script="sweep.py")
     printed = run(
         *("--out", out, "--axes", "engines", "--values", 1, 4, *small, "--plot", picture),
         script="sweep.py",
@@ -175,7 +188,7 @@ def test_the_sweep_makes_the_policy_unsure_without_changing_how_the_engine_sampl
 
 def test_several_engines_of_the_sweep_share_the_rows_and_the_longest_counts(swept):
     printed, rows = swept
-    assert printed.count("\n| ") >= 4  # two tables of two points
+    assert printed.count("\n| ") == 4 + 7  # a header for each axis, and all points
     for arm in ("plain", "tree"):
         for epoch in (0, 1):
             one, four = (rows["engines", value, arm, epoch] for value in (1, 4))
@@ -183,6 +196,16 @@ def test_several_engines_of_the_sweep_share_the_rows_and_the_longest_counts(swep
             assert one["engine_steps"] / 4 <= four["engine_steps"] < 0.7 * one["engine_steps"]
             if arm == "plain":
                 assert four["response_tokens"] == four["row_steps"] == one["row_steps"]
+
+
+def test_engines_of_the_sweep_serve_other_lengths_and_groups(swept):
+    _, rows = swept
+    for arm in ("plain", "tree"):
+        for length in (5, 20):  # responses of this task are longer
+            assert rows["length", length, arm, 1]["response_tokens"] == 4 * 8 * length
+        of_two = rows["group", 32, arm, 1]
+        assert of_two["prompts"] == 2
+        assert of_two["response_tokens"] == pytest.approx(64 * of_two["length"])
 
 
 def test_regimes_differ_in_how_far_drafts_go(tmp_path):
