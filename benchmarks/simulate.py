@@ -14,7 +14,7 @@ same steps of the engine, the quickest reading of each step counts: the machine 
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,8 @@ from arms import (
     in_own_process,
     recorded,
 )
-from records import Chart, measured_here, present, read, write
+from recording import TASKS, recipe_of
+from records import Chart, present, read, save
 
 from nemo_specrl.config import PRESETS
 from nemo_specrl.rollout import prompt_key
@@ -114,6 +115,7 @@ def points(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "simulated": dict(zip(real, map(float, made), strict=True)),
                 "measured": real,
                 "measured_s": float(np.mean([row["quickest_s"] for row in of_seeds])),
+                "repetitions_s": [row["repetitions_s"] for row in of_seeds],
             }
         )
     return found
@@ -134,6 +136,13 @@ def _samples(row: dict[str, Any]) -> list[Sample]:
     ]
 
 
+@functools.cache
+def draft_tokens() -> int:
+    """Tokens of a draft, at most: the recipe of both tasks says."""
+    [longest] = {recipe_of(task, Path()).spec_rl.tree.max_draft_tokens for task in TASKS}
+    return longest
+
+
 def _simulated(preset: str, steps: list[list[Sample]], sequences: int, seed: int) -> Any:
     """Counts and rows of the last of an engine's steps, those before it being its history."""
     history = list(histories_of(steps))[-1]
@@ -142,7 +151,12 @@ def _simulated(preset: str, steps: list[list[Sample]], sequences: int, seed: int
         pairs = [(history[key][-1], group) for key, group in groups_of(steps[-1]).items()]
         rates = acceptance_rates(pairs, PRESETS[preset]["lenience"])
     rows = rows_of(preset, steps[-1], history, rates, seed)
-    engine = Engine(sequences, sequences * MAX_MODEL_LEN, block_size=BLOCK_SIZE)
+    engine = Engine(
+        sequences,
+        sequences * MAX_MODEL_LEN,
+        block_size=BLOCK_SIZE,
+        max_draft_tokens=draft_tokens(),
+    )
     return phase(preset, rows, engine, 1, history if preset == "lossless" else None)[0], rows
 
 
@@ -202,26 +216,21 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1, help="of sampling")
     parser.add_argument("--repeats", type=int, default=4, help="of each seed")
     args = parser.parse_args()
+    if not any(PARTS[name]["task"] == FITTED for name in args.parts):
+        parser.error(f"--parts: costs are fitted to {FITTED}, of which there is none")
     result = read(args.report) if args.report else run(args)
     present(report(result), chart(result), args.plot)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure the parts that are not there yet, and predict all points."""
+    """Measure the parts, and predict all points."""
     environment()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in args.parts:
-        part = PARTS[name]
-        recording = recorded(args, part["task"], EPOCHS)
-        raw = args.out / f"{name}.json"
-        if not raw.exists():
-            amount = (args.prompts, args.seeds, args.repeats)
-            measured = in_own_process(measure, part, recording, *amount)
-            raw.write_text(json.dumps(measured))
-        rows += json.loads(raw.read_text())
-    result = {"measured": [measured_here()], **predict(points(rows))}
-    write(args.out / "simulator.json", result)
-    return result
+        recording = recorded(args, PARTS[name]["task"], EPOCHS)
+        amount = (args.prompts, args.seeds, args.repeats)
+        rows += in_own_process(measure, PARTS[name], recording, *amount)
+    return save(args.out / "simulator.json", predict(points(rows)))
 
 
 if __name__ == "__main__":

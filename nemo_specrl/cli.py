@@ -264,11 +264,15 @@ def simulate(
     kv_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens that an engine's KV cache holds.")
     ] = None,
+    max_draft_tokens: Annotated[
+        int | None, typer.Option(min=1, max=128, help="Tokens of a draft, at most.")
+    ] = None,
     costs: Annotated[
         Path | None, typer.Option(help="JSON file with the costs of an engine's steps.")
     ] = None,
 ) -> None:
     """Predict what each preset would bring to a recorded run, in a simulated engine."""
+    from nemo_specrl.config import TreeConfig
     from nemo_specrl.simulation.engine import Engine
     from nemo_specrl.simulation.prediction import predict, read_costs
     from nemo_specrl.simulation.recorded import read_run
@@ -276,7 +280,8 @@ def simulate(
     measured = None if costs is None else read_costs(costs)
     recorded = read_run(run_dir)
     at_once = max_num_seqs or recorded.max_num_seqs or 256
-    engine = Engine(at_once, max_num_batched_tokens, kv_tokens)
+    longest = max_draft_tokens or recorded.max_draft_tokens or TreeConfig().max_draft_tokens
+    engine = Engine(at_once, max_num_batched_tokens, kv_tokens, max_draft_tokens=longest)
     predictions, assumed = predict(recorded, engine, engines, measured)
     table = Table("preset", "epoch", "rollouts, times faster", "90 %", "engine steps")
     for p in predictions:

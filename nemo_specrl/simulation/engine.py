@@ -24,10 +24,11 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
+from nemo_specrl.config import TreeConfig
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.speculation.trees import DraftTrees
 
-__all__ = ["FEATURES", "Engine", "Request", "decoding", "drafting", "fit_costs", "run", "verifying"]
+__all__ = ["FEATURES", "Engine", "Request", "drafting", "fit_costs", "run", "verifying"]
 
 FEATURES = ("steps", "drafting_steps", "rows", "tokens", "kv_tokens", "verified_tokens")
 """What is counted of a rollout phase, each summed over steps of the engine: steps; steps of an
@@ -50,6 +51,7 @@ class Engine:
         block_size: tokens of a block of KV cache.
         graph_sizes: sizes of its CUDA graphs, ascending: a step's tokens are padded to the next.
         drafts: it proposes drafts, so that its steps are counted as ``drafting_steps``.
+        max_draft_tokens: tokens of a draft, at most (``tree.max_draft_tokens``).
     """
 
     max_num_seqs: int
@@ -58,6 +60,7 @@ class Engine:
     block_size: int = 16
     graph_sizes: tuple[int, ...] = ()
     drafts: bool = False
+    max_draft_tokens: int = TreeConfig().max_draft_tokens
 
 
 @dataclass(eq=False)
@@ -87,11 +90,6 @@ class Request:
         if step is not None:
             self.drafted, self.yielded = step
         return step is not None
-
-
-def decoding(tokens: int) -> Steps:
-    """Steps of a request that decodes plainly."""
-    return iter([(0, 1)] * tokens)
 
 
 def verifying() -> Steps:

@@ -57,12 +57,14 @@ class Recorded:
         seconds: of the rollout phase of each step; NaN where not known.
         preset: with which it ran; ``plain`` without speculation.
         max_num_seqs: rows that an engine ran at once, where the run says so.
+        max_draft_tokens: of its recipe, where the run says so.
     """
 
     steps: list[list[Sample]]
     seconds: npt.NDArray[np.float64]
     preset: str = "plain"
     max_num_seqs: int | None = None
+    max_draft_tokens: int | None = None
 
 
 def read_run(folder: Path) -> Recorded:
@@ -198,4 +200,5 @@ def _read_embedded(folder: Path) -> Recorded:
         np.array([seconds.get(version, np.nan) for version in versions]),
         generation["spec_rl"]["preset"],
         generation["vllm_kwargs"].get("max_num_seqs"),
+        generation["spec_rl"]["tree"]["max_draft_tokens"],
     )

@@ -42,7 +42,6 @@ History = Mapping[bytes, Sequence[Sequence[Sample]]]
 
 _BUCKETS = np.log([0.05, 0.2, 0.5, 0.8, 0.95, 0.99])
 """Log-probs between which tokens share a rate of acceptance."""
-_TREE = TreeConfig()
 
 
 @dataclass(eq=False)
@@ -151,14 +150,14 @@ def phase(
         share = [rows[j] for j in order[i * size : (i + 1) * size]]
         if preset != PLAIN:  # the order of SpeculativeLLM
             share.sort(key=_place)
-        trees = DraftTrees(_TREE.max_bytes)
+        trees = DraftTrees(TreeConfig().max_bytes)
         requests = []
         judged: dict[tuple[int, bytes], list[Request]] = {}
         prefilled: set[int] = set()
         for identity, row in enumerate(share):
             steps: Steps = iter(row.trace)
             if preset == LOSSLESS and history is not None:
-                steps = _replayed(row, trees, identity, history)
+                steps = _replayed(row, trees, identity, history, engine.max_draft_tokens)
             request = Request(row.sample.prompt + row.accepted, steps)
             if row.draft is None:
                 if row.group in prefilled:
@@ -188,16 +187,16 @@ def _whole_blocks(tokens: int, engine: Engine) -> int:
     return (tokens - 1) // engine.block_size * engine.block_size
 
 
-def _replayed(row: Row, trees: DraftTrees, identity: int, history: History) -> Steps:
+def _replayed(
+    row: Row, trees: DraftTrees, identity: int, history: History, max_draft_tokens: int
+) -> Steps:
     """Steps of a row that drafts from its tree; they go into its trace, too."""
     earlier = [
         ((version + 1) << 32 | i, sample.tokens.tobytes())
         for version, group in enumerate(history.get(row.sample.key, ()))
         for i, sample in enumerate(group)
     ]
-    steps = drafting(
-        trees, row.sample.key, identity, earlier, row.sample.tokens, _TREE.max_draft_tokens
-    )
+    steps = drafting(trees, row.sample.key, identity, earlier, row.sample.tokens, max_draft_tokens)
     for step in steps:
         row.trace.append(step)
         yield step

@@ -240,10 +240,13 @@ def test_a_run_of_the_embedded_trainer(tmp_path, simulate):
     train(run, LOSSLESS, "data.num_prompts=4", *options)
     recorded = read_run(run)
     assert recorded.preset == "lossless" and recorded.max_num_seqs == 8
+    assert recorded.max_draft_tokens == 40
     assert [len(s) for s in recorded.steps] == [16] * 2 and (recorded.seconds > 0).all()
     assert all(sample.prompt > 8 for sample in recorded.steps[0])
     printed = simulate(run)
     assert "1 engine, 8 rows at once" in printed and "fast │ later" in printed
+    assert simulate(run, "--max-draft-tokens", 40) == printed
+    assert simulate(run, "--max-draft-tokens", 2) != printed
     progress = run / "step_2" / "progress.json"
     noted = json.loads(progress.read_text())
     noted["recipe"]["policy"]["generation"]["spec_rl"]["enabled"] = False
