@@ -11,6 +11,7 @@ has drafts in its earlier responses; a transformer of purely random weights neve
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -67,7 +68,8 @@ class Size:
         batched: ``max_num_batched_tokens``.
         bound: a smaller one, which bounds the memory of prompt log-probs.
         repetitions: of each comparison, at most; at least two.
-        patience: a comparison that has taken so long is not repeated a third time, seconds.
+        patience: a comparison that has taken so long is not repeated any more, once it has been
+            done twice, seconds.
     """
 
     shape: Shape
@@ -132,6 +134,22 @@ SIZES = {
 }
 """By name. ``demo`` has the shape of the demo's model; in ``small``, the output layer has the share
 of all weights that it has in Qwen3-8B."""
+
+
+@functools.cache
+def on_gpu() -> bool:
+    """Whether there is a GPU; asked of torch, since vLLM may only be imported later."""
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def size_of(name: str) -> Size:
+    """What ``--size`` names; on a GPU in bfloat16, which all of its kernels can do."""
+    size = SIZES[name]
+    if not on_gpu():
+        return size
+    return dataclasses.replace(size, shape=dataclasses.replace(size.shape, dtype="bfloat16"))
 
 
 def write_config(shape: Shape, folder: Path) -> None:
@@ -208,7 +226,17 @@ def give_weights(
     # vLLM sends dataclasses as dictionaries.
     args = (dataclasses.asdict(shape), scale, drift, everything)
     llm.collective_rpc(set_weights, args=args)
-    llm.reset_prefix_cache()
+    empty_prefix_cache(llm)
+
+
+def empty_prefix_cache(llm: Any) -> None:
+    """Empty an engine's prefix cache; without that, a second prefill would compute nothing.
+
+    Raises:
+        RuntimeError: blocks of it are in use.
+    """
+    if not llm.reset_prefix_cache():
+        raise RuntimeError("the prefix cache cannot be emptied: blocks of it are in use")
 
 
 def prompt_of(tokens: Any) -> dict[str, Any]:

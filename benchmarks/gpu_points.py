@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 from gpu_model import (
+    LOSSLESS,
     Size,
+    empty_prefix_cache,
     forget_drafts,
     give_weights,
     logprobs_of,
@@ -102,9 +104,13 @@ class Bench:
         v2 = name in ("plain", "pressure")
         llm = make_engine(self.folder, size.shape, v2=v2, drafts=name == "v1", **options)
         self._engines[name] = llm
-        prompts = [prompt_of(row) for row in self.tokens(0, 8, size.prompt)]
-        self.generate(name, prompts, prefill(prompt_logprobs=0))  # what happens once
-        self.generate(name, prompts, sampling(16))
+        tokens = self.tokens(0, 8, size.prompt)  # what happens once, kernels of Triton among it
+        prompts = [prompt_of(row) for row in tokens]
+        self.generate(name, prompts, prefill(prompt_logprobs=0))
+        outputs = self.generate(name, prompts, sampling(16))
+        if name == "v1" and has_custom_proposers():
+            rollouts = Fixed(rollouts_of(tokens, outputs))
+            self.speculate(name, LOSSLESS, rollouts, prompts, sampling(16), 0)
         return llm
 
     def runners(self) -> dict[str, str]:
@@ -117,7 +123,7 @@ class Bench:
         if self._weights.get(name) != (scale, drift):
             give_weights(llm, self.size.shape, scale, drift)
             self._weights[name] = scale, drift
-        llm.reset_prefix_cache()
+        empty_prefix_cache(llm)
 
     def tokens(self, seed: int, *size: int) -> Any:
         """Random tokens, int64."""
@@ -148,7 +154,7 @@ class Bench:
         repetition: int,
     ) -> tuple[dict[str, float], list[Any], Any]:
         """Time a ``SpeculativeLLM`` that has seen nothing yet: times, outputs and metrics."""
-        self.engine(name).reset_prefix_cache()
+        empty_prefix_cache(self.engine(name))
         speculative = SpeculativeLLM(self.engine(name), rollouts, config, seed=repetition)
         speculative.policy_version = 1
         times, outputs = timed(lambda: speculative.generate(prompts, params, use_tqdm=False))
@@ -195,7 +201,7 @@ class Bench:
         drafts = Fixed([rollout_of(row[:n], 0, row[n:], certain) for row in tokens])
 
         def prefilled(**more: Any) -> dict[str, Any]:
-            self.engine("plain").reset_prefix_cache()
+            empty_prefix_cache(self.engine("plain"))
             times, _ = timed(lambda: self.generate("plain", whole, prefill(**more)))
             return {**times, "tokens": tokens.size}
 
@@ -212,7 +218,7 @@ class Bench:
 
         def decoded() -> dict[str, Any]:
             """From the middle of a response on, whose KV is in the cache."""
-            self.engine("plain").reset_prefix_cache()
+            empty_prefix_cache(self.engine("plain"))
             self.generate("plain", halves, prefill())
             params = sampling(size.decoded)
             times, outputs = timed(lambda: self.generate("plain", halves, params))
@@ -271,7 +277,7 @@ class Bench:
         whole = [prompt_of([*row, *rollout.tokens]) for row, rollout in pairs]
         outputs = self.generate(name, whole, prefill(prompt_logprobs=0))
         return [
-            sampled_values(proved_logprobs(output.prompt_logprobs, rollout.tokens))
+            sampled_values(_proved(output.prompt_logprobs, rollout.tokens))
             for output, (_, rollout) in zip(outputs, pairs, strict=True)
         ]
 
@@ -355,7 +361,7 @@ class Bench:
         prompts = [prompt_of(row) for row in self.tokens(6, 4, length)]
 
         def peak(**more: Any) -> dict[str, Any]:
-            llm.reset_prefix_cache()
+            empty_prefix_cache(llm)
             llm.collective_rpc(start_peak)
             self.generate(name, prompts, prefill(**more))
             return {"bytes": llm.collective_rpc(peak_bytes)[0]}
@@ -386,7 +392,7 @@ class Bench:
             return {**times, **counts, "recomputed_tokens": metrics.recomputed_tokens}
 
         def phases(i: int) -> dict[str, Any]:
-            self.engine(name).reset_prefix_cache()
+            empty_prefix_cache(self.engine(name))
             times, found = timed(lambda: self.two_phases(name, pairs, params, i))
             return {**times, **found}
 
@@ -428,6 +434,13 @@ def timed(work: Callable[[], Any]) -> tuple[dict[str, float], Any]:
         "processor_s": time.process_time() - processor,
     }
     return times, result
+
+
+def _proved(prompt_logprobs: Any, tokens: Any) -> Any:
+    found = proved_logprobs(prompt_logprobs, tokens)
+    if found is None:
+        raise RuntimeError("the engine returned prompt log-probs of other tokens than the draft's")
+    return found
 
 
 def rollout_of(prompt: Any, sample_index: int, tokens: Any, logprobs: Any) -> Rollout:

@@ -156,7 +156,8 @@ def draw(data: dict[str, Any], path: Path) -> None:
     for (place,), point in chosen(data, "verification"):
         labels.append(place.replace("x", " x\n"))
         ratios.append(of(point, faster("prefill", "verification")))
-    left.boxplot(ratios or [[0.0]], tick_labels=labels or [""], whis=(0, 100))
+    left.boxplot(ratios or [[0.0]], whis=(0, 100))
+    left.set_xticks(range(1, len(labels) + 1), labels)
     left.axhline(0.85, color="#555555", linestyle=":")
     left.set(title="Verification over raw prefill", xlabel="sequences x draft", ylim=(0, 1.2))
 
@@ -191,5 +192,6 @@ def draw(data: dict[str, Any], path: Path) -> None:
     right.set(title="Lossless drafting over plain", xlabel="rows", xscale="log", ylim=(0, None))
     if lines:
         right.legend(fontsize=8)
-    figure.suptitle(f"{data['machine']['device']}, vLLM {data['machine']['vllm']}")
+    if "machine" in data:
+        figure.suptitle(f"{data['machine']['device']}, vLLM {data['machine']['vllm']}")
     figure.savefig(path, dpi=110)
