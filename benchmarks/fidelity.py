@@ -74,8 +74,20 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--grid", choices=GRIDS, action="append", help="default: short")
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, help="only these")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="only these")
+    parser.add_argument(
+        "--settings",
+        nargs="+",
+        choices=SETTINGS,
+        metavar="NAME",
+        help="only these (fidelity_settings.py)",
+    )
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        choices=VARIANTS,
+        metavar="NAME",
+        help="only these (fidelity_settings.py)",
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side, one a core at most")
     parser.add_argument(

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fidelity_settings import PLAIN, SETTINGS, SHOWN, VARIANTS
-from records import merged
+from fidelity_settings import LENIENCE, PLAIN, SETTINGS, SHOWN, VARIANTS
+from records import merged, read
 from scipy import stats
 
 from nemo_specrl.trainer.log import read_metrics
@@ -200,9 +200,9 @@ def picture(rows: list[dict[str, Any]], setting: str, variants: list[str], path:
             x = x / 60 if against == "step_s" else x
             label = f"{variant} ({curve.seeds} seeds)"
             ax.plot(x, curve.mean, color=colour, label=label, marker=".")
-            ax.fill_between(
-                x, curve.mean - curve.half, curve.mean + curve.half, color=colour, alpha=0.15, lw=0
-            )
+            if curve.seeds > 2:  # the band of two is as wide as the panel
+                low, high = curve.mean - curve.half, curve.mean + curve.half
+                ax.fill_between(x, low, high, color=colour, alpha=0.15, lw=0)
         ax.set_title(title, loc="left", fontsize=11)
         ax.grid(axis="y", color="#E6E6E6")
         ax.spines[["top", "right"]].set_visible(False)
@@ -214,12 +214,15 @@ def report(out: Path, prefix: Path) -> None:
     """Data, pictures and tables of what is in ``out``."""
     data = Path(f"{prefix}.json")
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    rows = merged(data, summary(out), KEYS)["rows"]  # runs that were made elsewhere stay
+    new = summary(out)
+    # Runs that were made elsewhere stay.
+    rows = merged(data, new, KEYS)["rows"] if new else read(data)["rows"]
     for setting in SETTINGS:
         variants = variants_in(rows, setting)
         if not variants:
             continue
         print(f"\n{SETTINGS[setting].title}\n\n{table(rows, setting)}")
-        shown = [v for v in SHOWN if v in variants]
-        if len(shown) > 1:
-            picture(rows, setting, shown, Path(f"{prefix}-{setting}.png"))
+        for chosen, least, name in ((SHOWN, 2, ""), ((PLAIN, *LENIENCE), 3, "-lenience")):
+            shown = [v for v in chosen if v in variants]
+            if len(shown) >= least:
+                picture(rows, setting, shown, Path(f"{prefix}-{setting}{name}.png"))
