@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from engines import Arm, Turns, of_steps
+from engines import Arm, Turns, by_processor_time, of_steps
 from recording import recipe_of, record, weights
 
 from nemo_specrl.engine.compat import local_cpu_environment
@@ -54,7 +54,6 @@ ARMS: dict[str, tuple[str, ...]] = {
     "suffix": of_vllm("method: suffix, num_speculative_tokens: 24"),
     TREE: LOSSLESS,
     "rounds": (*LOSSLESS, f"{SPEC}tree.method=rounds"),
-    "tree, run-ahead": (*LOSSLESS, f"{SPEC}run_ahead.enabled=true"),
     "faithful": reuse("faithful"),
     "faithful, tree": reuse("faithful", WITH_TREE),
     "fast": reuse("fast"),
@@ -121,6 +120,7 @@ class Comparison:
         self.arms: dict[str, Arm] = {}
         self.left_out: dict[str, str] = {}
         self._turns = Turns()
+        by_processor_time(len(arms))
         self._last_s: dict[tuple[str, int], float] = {}
         self._scratch = tempfile.TemporaryDirectory()
         # vLLM 0.32 cannot make an engine where llvmlite was loaded, as by its n-gram drafter

@@ -4,7 +4,8 @@
 
 Pairs of the same batch of new prompts, once through ``vllm.LLM.generate`` and once through
 ``SpeculativeLLM`` on a real store. The two engines take turns, some steps each. The figure is the
-ratio of a pair, of processor seconds and those of ``RolloutStore.sync``, which waits for the disk.
+ratio of a pair, of processor seconds and those of ``RolloutStore.sync``, which commits what was put
+and waits for the disk.
 Needs the CPU stack.
 """
 
@@ -17,7 +18,7 @@ import tempfile
 import time
 from typing import Any
 
-from engines import Steps, Turns
+from engines import Steps, Turns, by_processor_time
 from records import Chart, outputs, present, read, save
 
 from nemo_specrl import RolloutStore, SpecRLConfig, SpeculativeLLM
@@ -65,6 +66,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     plain, under = engine(), engine()
     turns = Turns()
+    by_processor_time(engines=2)
     plain_steps, under_steps = (Steps(llm.llm_engine, turns) for llm in (plain, under))
     sums = problems("arithmetic", (args.pairs + 1) * args.prompts, seed=5)
     seconds: dict[str, list[float]] = {"plain": [], "speculative": []}

@@ -1,24 +1,27 @@
 """An engine of one method of speculation, whose steps are counted and timed as it runs.
 
-``arms.py`` sets several of them side by side. They are in the process of the caller, which set what
-that needs (``arms.environment``).
+``arms.py`` sets several of them side by side. They are in the process of the caller, which has set
+what that needs (``arms.environment``, or ``compat.local_cpu_environment`` where no weights change).
 """
 
 from __future__ import annotations
 
 import itertools
+import statistics
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import fmean
 from typing import Any, TypeVar
 
 import numpy as np
 from recording import recipe_of
 
+from nemo_specrl.cache import store
+from nemo_specrl.engine import speculative
 from nemo_specrl.engine.compat import mend_cpu_rejection_sampler
+from nemo_specrl.engine.speculative import STORE_SECONDS
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
@@ -50,7 +53,7 @@ class Turns:
             expected: processor seconds that it takes, where these are known: then all of it ends
                 at about the same time.
         """
-        usual = fmean(expected.values()) if expected else 1.0
+        usual = statistics.fmean(expected.values()) if expected else 1.0
         self._expected = {name: expected.get(name, usual) for name in work}
         self._used = dict.fromkeys(work, 0.0)
         self._turn = next(iter(work))
@@ -94,6 +97,17 @@ class Turns:
         self._began = time.thread_time()
 
 
+def by_processor_time(engines: int) -> None:
+    """Have what the plug-in does by the clock fit engines of this process that take turns.
+
+    A store's commits would be made in a timer's thread, whose seconds nobody counts: now they are
+    part of ``sync``. Finished rollouts would be put into it after fewer steps, since the time that
+    an engine waits for its turn counts as well.
+    """
+    store.FLUSH_SECONDS = 600.0  # longer than any phase
+    speculative.STORE_SECONDS = STORE_SECONDS * engines
+
+
 class Counter:
     """Counts of an engine in this process, the same for every method of drafting.
 
@@ -106,7 +120,7 @@ class Counter:
             many as tokens.
         drafted: tokens that a drafter inside the engine had proposed and the engine verified.
         accepted: those of them that were accepted.
-        proposer_s: time of that drafter, seconds.
+        proposer_s: processor seconds of that drafter.
         tree_bytes: memory of trees, at most.
         proposed: drafts of each step, where their lengths depend on measured times.
         again: drafts to be taken instead of those of the drafter, step by step; None: its own.
@@ -129,9 +143,9 @@ class Counter:
             adaptive = getattr(self.drafter, "lengths", None) is not None
 
             def timed(*args: Any, **kwargs: Any) -> Any:
-                started = time.perf_counter()
+                started = time.thread_time()
                 drafts = propose(*args, **kwargs)
-                self.proposer_s += time.perf_counter() - started
+                self.proposer_s += time.thread_time() - started
                 if self.steps % 32 == 0:
                     self.look()
                 if adaptive and self.again is not None:
@@ -209,10 +223,11 @@ class Steps:
 def of_steps(readings: Sequence[Sequence[float]], reading: Callable[..., Any] = np.median) -> float:
     """Seconds of a phase that was repeated: the sum over its steps of ``reading`` of theirs.
 
-    Repetitions with the same seeds take the same steps. One that took another number of steps than
-    the first is left out.
+    Repetitions with the same seeds take the same steps. Those that took another number of steps
+    than most did are left out.
     """
-    same = [seconds for seconds in readings if len(seconds) == len(readings[0])]
+    usual = statistics.mode(map(len, readings))
+    same = [seconds for seconds in readings if len(seconds) == usual]
     return float(reading(same, axis=0).sum())
 
 
@@ -262,6 +277,8 @@ class Arm:
     def begin_again(self, seed: int, overrides: Sequence[str] = ()) -> None:
         """Forget all rollouts, in the cache and in drafters, and roll out in another way.
 
+        What a drafter has learned of costs and chances stays, as it does while an engine runs.
+
         Args:
             seed: of sampling.
             overrides: of what the recipe says of rollouts; the engine stays as it was made.
@@ -304,7 +321,7 @@ class Arm:
         self.counter.clear()
         self.counter.again = None if again is None else iter(again)
         if self.store is not None and self.responses:  # as trainer/engines.py does
-            costs = [fmean(map(len, group)) for group in self.responses]
+            costs = [statistics.fmean(map(len, group)) for group in self.responses]
             order = balanced_order(costs, engines)
         else:
             order = list(range(len(chosen)))

@@ -1,4 +1,4 @@
-"""The weights of a plain GRPO training, epoch by epoch, for ``rollout.py`` to measure on.
+"""The weights of a plain GRPO training, epoch by epoch, for ``arms.py`` to measure on.
 
 A recording is a folder: ``epoch_K.safetensors`` has the weights with which epoch K's rollouts
 begin, ``recording.json`` says what the training was. It is made once and then found again. Nothing
@@ -98,9 +98,13 @@ def record(
     note = folder / "recording.json"
     if note.exists():
         had = json.loads(note.read_text())
-        if had["epochs"] >= epochs and all(had[name] == value for name, value in wanted.items()):
+        if any(had[name] != value for name, value in wanted.items()):
+            raise SystemExit(
+                f"{folder}: a recording with {had}, not {wanted}; give another folder, or remove it"
+            )
+        if had["epochs"] >= epochs:
             return
-        shutil.rmtree(folder)
+        shutil.rmtree(folder)  # of the same training, but too short
     _prepare(task, folder, steps)
     _train(task, folder, epochs, overrides)
     shutil.rmtree(folder / "run", ignore_errors=True)

@@ -54,12 +54,12 @@ def read(path: Path) -> dict[str, Any]:
 def merged(
     path: Path, rows: Sequence[dict[str, Any]], keys: tuple[str, ...], **more: Any
 ) -> dict[str, Any]:
-    """Add rows to a file, in the place of those that it has with the same ``keys``.
+    """Add rows to a file, in the place of all those that it has with the same ``keys``.
 
     Args:
         path: of the file.
         rows: measured on this machine, now.
-        keys: what tells rows apart.
+        keys: what tells places apart whose rows are compared, and so are of one measurement.
         more: further values of the file.
 
     Returns:
@@ -67,11 +67,12 @@ def merged(
     """
     had = read(path) if path.exists() else {"measured": [], "rows": []}
     here = measured_here()
-    by_key = {tuple(row[key] for key in keys): row for row in [*had["rows"], *rows]}
+    places = {tuple(row[key] for key in keys) for row in rows}
+    kept = [row for row in had["rows"] if tuple(row[key] for key in keys) not in places]
     data = {
         "measured": [*(other for other in had["measured"] if other != here), here],
         **more,
-        "rows": rounded(by_key.values()),
+        "rows": rounded([*kept, *rows]),
     }
     write(path, data)
     return data
@@ -96,7 +97,9 @@ def write(path: Path, data: dict[str, Any]) -> None:
         return json.dumps(value)
 
     lines = ",\n".join(f"{json.dumps(name)}: {text(value)}" for name, value in data.items())
-    path.write_text(f"{{{lines}}}\n")
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(f"{{{lines}}}\n")
+    partial.replace(path)
 
 
 def rounded(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ end instead (``tree.adaptive: false``), and no drafts at all, on two tasks, with
 rows at once, the first time that prompts come up and later. Engines and recorded policies are those
 of ``rollout.py``; arms take turns. Everything is repeated, with the same steps of the engine each
 time, and the median reading of each step counts.
-Rows go to DIR/regimes.json; those of an earlier call stay unless they were measured again.
+Rows go to DIR/regimes.json, where those of other places stay.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ FIXED = (0.1, 0.2, 0.4, 0.6)
 ADAPTIVE = "adaptive"
 GROUP, EPOCHS = 8, 2
 KEYS = ("task", "sequences", "epoch", "seed", "arm")
+PLACE = ("task", "sequences", "seed")
+"""Rows of a place are of one measurement."""
 
 
 def ends_at(arm: Any, probability: float) -> None:
@@ -78,7 +80,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         for sequences in args.sequences:
             part = {"task": task, "sequences": sequences}
             new = in_own_process(measure, part, recording, args.prompts, args.seeds, args.repeats)
-            rows = merged(args.out / "regimes.json", new, KEYS)["rows"]
+            rows = merged(args.out / "regimes.json", new, PLACE)["rows"]
     return rows
 
 

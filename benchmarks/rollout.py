@@ -10,8 +10,8 @@ Every arm then rolls out the same prompts under the same weights, epoch by epoch
 a cache of its own, from a cold first epoch on. Within an epoch arms take turns, some steps each, so
 that drift of the machine favours none. Everything is repeated, with the same steps of the engine
 each time, and the median reading of each step counts. ``--groups`` does the same with
-a few prompts and groups of growing size. Rows go to DIR/rollout.json, where those of an earlier
-call stay unless they were measured again. Counts do not depend on the machine; seconds do, and
+a few prompts and groups of growing size. Rows go to DIR/rollout.json, where those of other places
+(task, sequences, group, seed) stay. Counts do not depend on the machine; seconds do, and
 processor seconds less so.
 """
 
@@ -36,8 +36,10 @@ from arms import (
 )
 from recording import TASKS
 from records import merged, present, read
-from rollout_tables import PLACE, chart, report
+from rollout_tables import chart, report
 
+MEASURED = ("task", "sequences", "group", "seed", "of_groups")
+"""Rows with the same of these are of one measurement."""
 SMALL_BOUND = 2 * 2**20
 GROUP_ARMS = {
     PLAIN: ARMS[PLAIN],
@@ -74,12 +76,12 @@ def measure(
 
 
 def added(path: Path, rows: list[dict[str, Any]], left_out: dict[str, str]) -> dict[str, Any]:
-    """Add rows to a file, instead of those that it has of the same place, and return it all."""
+    """Add rows to a file, instead of all those that it has of their places, and return it all."""
     had = read(path) if path.exists() else {"rows": [], "left_out": {}}
     measured = {row["arm"] for row in [*had["rows"], *rows]}
     reasons = {**had["left_out"], **left_out}
     reasons = {name: why for name, why in reasons.items() if name not in measured}
-    return ordered(merged(path, rows, ("arm", *PLACE), left_out=reasons))
+    return ordered(merged(path, rows, MEASURED, left_out=reasons))
 
 
 def ordered(data: dict[str, Any]) -> dict[str, Any]:

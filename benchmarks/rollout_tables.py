@@ -22,6 +22,12 @@ def total(rows: list[dict[str, Any]], name: str) -> float:
     return sum(row[name] for row in rows)
 
 
+def same_places(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of some rows whose place one of the others has."""
+    places = {tuple(row[k] for k in PLACE) for row in others}
+    return [row for row in rows if tuple(row[k] for k in PLACE) in places]
+
+
 def deviation(mine: list[dict[str, Any]], base: list[dict[str, Any]], name: str) -> str:
     """Mean over epochs of the difference to plain, with its standard error."""
     by_place = {tuple(row[k] for k in PLACE): row for row in base}
@@ -55,8 +61,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         cells = []
         for lot in (range(1), range(1, epochs)):
             here = [row for row in mine if row["epoch"] in lot]
-            there = [row for row in base if row["epoch"] in lot]
-            cells += ratios(here, there) if here and there else [""] * 3
+            cells += ratios(here, same_places(base, here)) if here else [""] * 3
         drafted = total(mine, "drafted_tokens")
         cells.append(f"{total(mine, 'accepted_tokens') / drafted:.2f}" if drafted else "")
         share = total(mine, "proposer_s") / total(mine, "processor_s")
@@ -88,6 +93,7 @@ def group_table(rows: list[dict[str, Any]]) -> str:
                 rollouts = sum(row["prompts"] * row["group"] for row in lot) or math.nan
                 cells.append(f"{total(lot, 'engine_steps') / rollouts:.2f}")
                 seconds = total(lot, "processor_s") or math.nan
+                base = same_places(base, lot)
                 cells.append(f"{total(base, 'processor_s') / seconds:.2f}")
             most = max((row["tree_bytes"] for row in mine), default=0)
             cells.append(f"{most / 2**20:.2f}" if most else "")

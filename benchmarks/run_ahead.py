@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 from arms import in_own_process
-from engines import Steps, Turns, of_steps
+from engines import Steps, Turns, by_processor_time, of_steps
 from records import Chart, outputs, present, read, rounded, save
 
 from nemo_specrl import RolloutStore, SpecRLConfig, SpeculativeLLM
@@ -151,6 +151,7 @@ def both(places: int, epochs: int, batches: int, seed: int, repeats: int) -> lis
         )
         for ahead in (False, True)
     }
+    by_processor_time(engines=2)
     turns, amount = Turns(), (epochs, batches, seed)
     works = {
         ahead: functools.partial(measure, llm, Steps(llm.llm_engine, turns), ahead, *amount)

@@ -8,8 +8,7 @@ At each point, plain decoding and each method roll out the same prompts twice: c
 weights that a training began with, and warm, under those it had some epochs later. A recorded
 training provides them, and arms take turns, as in ``rollout.py``, since the machine may have other
 work. Points that take little time are repeated, in the same steps of the engine, and the median
-reading of each step counts. Rows go to DIR/sweep.json, where those of an earlier call stay unless
-they were measured again.
+reading of each step counts. Rows go to DIR/sweep.json, where those of other points stay.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ ROWS = 64
 SECONDS = 2.0
 """Of plain decoding: a point is repeated until its epochs have taken so long in all."""
 METHODS = (TREE, "faithful", "faithful, tree", "fast")
-KEYS = ("axis", "value", "seed", "arm", "epoch")
-"""What tells rows apart."""
+PLACE = ("axis", "value", "seed")
+"""What tells points apart; rows of a point are of one measurement."""
 TASK = "sorting"
 
 
@@ -64,7 +63,7 @@ AXES = {
     "length": Axis("most tokens of a response", (40, 160), (20, 80)),
     "group": Axis("rollouts of a prompt, of 64 in all", (2, 8, 32)),
     "sequences": Axis("rows that the engine runs at once", (4, 8, 64), (16,)),
-    "engines": Axis("engines that share the rows", (1, 4), (2,)),
+    "engines": Axis("engines that share the rows", (1, 2, 4)),
 }
 
 
@@ -232,7 +231,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             for label in labels[point]
             for row in of_point
         ]
-        rows = merged(args.out / "sweep.json", new, KEYS)["rows"]
+        rows = merged(args.out / "sweep.json", new, PLACE)["rows"]
     return rows
 
 
