@@ -28,8 +28,8 @@ from fidelity_settings import CONFIGS, GRIDS, PROMPTS_PER_STEP, SETTINGS, VARIAN
 
 def train(
     out: Path, setting: str, variant: str, seed: int, max_num_seqs: int, cores: Queue[set[int]]
-) -> str:
-    """One run on some cores, from where it stands to its end; returns a line about it."""
+) -> str | None:
+    """One run on some cores, from where it stands to its end; returns what went wrong."""
     s = SETTINGS[setting]
     a, config = s.block, CONFIGS[s.algorithm]
     folder = out / setting / variant / str(seed)
@@ -65,7 +65,8 @@ def train(
     if code:
         last = (folder / "train.log").read_text().strip().splitlines()[-1:]
         return f"{setting}/{variant}/{seed}: exit code {code}: {' '.join(last)}"
-    return f"{setting}/{variant}/{seed}: done"
+    print(f"{setting}/{variant}/{seed}: done", flush=True)
+    return None
 
 
 def main() -> None:
@@ -119,12 +120,13 @@ def main() -> None:
         cores.put(set(mine[job::jobs]))
     with ThreadPoolExecutor(jobs) as pool:
 
-        def run(which: tuple[str, str, int]) -> str:
+        def run(which: tuple[str, str, int]) -> str | None:
             return train(args.out, *which, args.max_num_seqs, cores)
 
-        for line in pool.map(run, dict.fromkeys(wanted)):
-            print(line, flush=True)
+        failed = [line for line in pool.map(run, dict.fromkeys(wanted)) if line]
     report(args.out, args.report or args.out / "fidelity")
+    if failed:
+        sys.exit("\n".join(failed))
 
 
 if __name__ == "__main__":

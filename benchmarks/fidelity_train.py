@@ -2,8 +2,8 @@
 
     .venv/bin/python benchmarks/fidelity_train.py COUNTS.jsonl RECIPE [KEY=VALUE ...]
 
-Appends a line for each batch of rollouts: processor seconds of this process and steps of the
-engine, neither of which depends on what else the machine does. The engine is in this process.
+Appends a line for each batch of rollouts: steps of the engine, and processor seconds of this
+process, in which the engine is. What else the machine does changes those less than a clock's.
 """
 
 from __future__ import annotations

@@ -31,14 +31,12 @@ class Task:
     Args:
         title: for tables.
         config: recipe.
-        overrides: of the recipe.
         warm_up: options of scripts/train_tiny_model.py for the model to begin with, without the
             number of steps; empty: the recipe's own model.
     """
 
     title: str
     config: str
-    overrides: tuple[str, ...] = ()
     warm_up: tuple[str, ...] = ()
 
 
@@ -66,7 +64,6 @@ def recipe_of(task: str, folder: Path, overrides: tuple[str, ...] = ()) -> Recip
         REPOSITORY / it.config,
         [
             f"policy.model_name={REPOSITORY / 'examples/models/qwen3-sort'}",
-            *it.overrides,
             *model,
             f"checkpointing.checkpoint_dir={folder / 'run'}",
             f"logger.log_dir={folder / 'run'}",

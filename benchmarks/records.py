@@ -171,6 +171,9 @@ def draw(chart: Chart, path: Path) -> None:
     from matplotlib.figure import Figure
 
     names = list(dict.fromkeys(name for group in chart.groups.values() for name in group))
+    if not names:
+        print(f"{path}: nothing to draw", file=sys.stderr)
+        return
     figure = Figure(figsize=(max(7.0, 3 + 1.4 * len(chart.groups)), 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()

@@ -83,6 +83,16 @@ def point_of(axis: str, value: float) -> Point:
     return Point(**{axis: value if axis == "temperature" else int(value)})
 
 
+def fits(axis: str, value: float) -> bool:
+    """Whether an axis has a point at a value."""
+    if axis == "temperature":
+        return value > 0
+    if value != int(value) or value < (axis != "drift"):
+        return False
+    shared = {"group": ROWS, "engines": ROWS // Point.group}
+    return axis not in shared or shared[axis] % int(value) == 0
+
+
 # --- what the rows say --------------------------------------------------------------------------
 
 
@@ -249,6 +259,11 @@ def main() -> None:
         rows = read(args.report)["rows"]
     elif args.values and len(args.axes) != 1:
         parser.error("--values needs one of --axes")
+    elif args.values and not all(fits(args.axes[0], value) for value in args.values):
+        parser.error(
+            f"--values: whole numbers, but for temperature; groups divide {ROWS} rows, and engines "
+            f"{ROWS // Point.group} prompts"
+        )
     else:
         rows = run(args)
     show(report(rows))

@@ -192,7 +192,7 @@ def test_several_engines_of_the_sweep_share_the_rows_and_the_longest_counts(swep
     for arm in ("plain", "tree"):
         for epoch in (0, 1):
             one, four = (rows["engines", value, arm, epoch] for value in (1, 4))
-            # Four prompts, of which each of four engines has one.
+            # Eight prompts, of which each of four engines has two.
             assert one["engine_steps"] / 4 <= four["engine_steps"] < 0.7 * one["engine_steps"]
             if arm == "plain":
                 assert four["response_tokens"] == four["row_steps"] == one["row_steps"]
@@ -202,10 +202,10 @@ def test_engines_of_the_sweep_serve_other_lengths_and_groups(swept):
     _, rows = swept
     for arm in ("plain", "tree"):
         for length in (5, 20):  # responses of this task are longer
-            assert rows["length", length, arm, 1]["response_tokens"] == 4 * 8 * length
+            assert rows["length", length, arm, 1]["response_tokens"] == 64 * length
         of_two = rows["group", 32, arm, 1]
         assert of_two["prompts"] == 2
-        assert of_two["response_tokens"] == pytest.approx(64 * of_two["length"])
+        assert of_two["response_tokens"] == pytest.approx(64 * of_two["length"], rel=1e-3)
 
 
 def test_regimes_differ_in_how_far_drafts_go(tmp_path):
