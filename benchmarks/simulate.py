@@ -175,23 +175,33 @@ def predict(found: list[dict[str, Any]]) -> dict[str, Any]:
     return {"costs_s": dict(zip(FEATURES, costs.tolist(), strict=True)), "points": found}
 
 
+def place(point: dict[str, Any]) -> tuple[Any, ...]:
+    """What methods are compared at."""
+    return tuple(point[name] for name in POINT if name != "arm")
+
+
 def report(result: dict[str, Any]) -> str:
     """The points that costs were not fitted to, as a Markdown table."""
     lines = [
         "| task | max_num_seqs | method | epoch | engine steps: simulated, measured | row steps |"
-        " s: predicted | measured | error |",
-        "|---" * 9 + "|",
+        " s: predicted, measured | error | times faster than plain: predicted, measured | error |",
+        "|---" * 10 + "|",
     ]
+    plain = {place(point): point for point in result["points"] if point["arm"] == PLAIN}
     for point in result["points"]:
         if point["fitted"]:
             continue
         made, real = point["simulated"], point["measured"]
+        base = plain[place(point)]
+        predicted, measured = (base[name] / point[name] for name in ("predicted_s", "measured_s"))
+        faster = f"{predicted:.2f}, {measured:.2f} | {predicted / measured - 1:+.0%}"
         lines.append(
             f"| {point['task']} | {point['sequences']} | {point['arm']} "
             f"| {'warm' if point['epoch'] else 'cold'} "
             f"| {made['engine_steps']:.0f}, {real['engine_steps']:.0f} "
             f"| {made['row_steps']:,.0f}, {real['row_steps']:,.0f} "
-            f"| {point['predicted_s']:.2f} | {point['measured_s']:.2f} | {point['error']:+.0%} |"
+            f"| {point['predicted_s']:.2f}, {point['measured_s']:.2f} | {point['error']:+.0%} "
+            f"| {' | ' if point is base else faster} |"
         )
     costs = ", ".join(f"{name} {1000 * s:.3f}" for name, s in result["costs_s"].items())
     return "\n".join(lines) + f"\n\nfitted costs, ms: {costs}"
