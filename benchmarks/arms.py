@@ -269,6 +269,35 @@ class Comparison:
                 yield {**label, "arm": name, "epoch": epoch, "load": os.getloadavg()[0], **row}
 
 
+def scatter(rows: Sequence[dict[str, Any]], place: Sequence[str]) -> str:
+    """How far single repetitions lie from the ratios of processor seconds that tables show.
+
+    Args:
+        rows: with those of plain decoding.
+        place: keys that tell rows of an arm apart.
+    """
+
+    def at(row: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(row[name] for name in place)
+
+    plain = {at(row): row for row in rows if row["arm"] == PLAIN}
+    apart = []
+    for row in rows:
+        base = plain.get(at(row), row)
+        if base is row or len(row["repetitions_s"]) < 2:
+            continue
+        shown = base["processor_s"] / row["processor_s"]
+        pairs = zip(base["repetitions_s"], row["repetitions_s"], strict=True)
+        apart += [abs(theirs / mine / shown - 1) for theirs, mine in pairs]
+    if not apart:
+        return "Everything was measured once."
+    return (
+        f"Ratios of seconds of {len(apart)} single repetitions lie {np.median(apart):.1%} from "
+        f"those of all in the median, nine tenths within {np.quantile(apart, 0.9):.0%}, all within "
+        f"{max(apart):.0%}."
+    )
+
+
 def arguments(description: str | None) -> argparse.ArgumentParser:
     """A parser with the options that all of these benchmarks have."""
     parser = argparse.ArgumentParser(

@@ -30,6 +30,7 @@ from arms import (
     environment,
     in_own_process,
     recorded,
+    scatter,
 )
 from recording import TASKS
 from records import Chart, merged, present, read
@@ -106,7 +107,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             + " | ".join(f"{over[name]:.2f}" for name in names[1:])
             + f" | {over[ADAPTIVE] / best:.2f} |"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, "", scatter(rows, KEYS[:-1])])
 
 
 def chart(rows: list[dict[str, Any]]) -> Chart:

@@ -6,7 +6,7 @@ import math
 import statistics
 from typing import Any
 
-from arms import PLAIN
+from arms import PLAIN, scatter
 from recording import TASKS
 from records import Chart
 
@@ -134,5 +134,6 @@ def report(data: dict[str, Any]) -> str:
             f"{TASKS[task].title}; groups of n rollouts of {prompts} prompts, {sequences} at once"
         )
         parts += [title, group_table(rows)]
+    parts.append(scatter(data["rows"], PLACE))
     parts += [f"{name}: left out: {why}" for name, why in data["left_out"].items()]
     return "\n\n".join(parts)

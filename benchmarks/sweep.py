@@ -29,6 +29,7 @@ from arms import (
     environment,
     in_own_process,
     recorded,
+    scatter,
 )
 from records import merged, read, show
 
@@ -143,7 +144,8 @@ def table(rows: list[dict[str, Any]], axis: str) -> str:
 
 def report(rows: list[dict[str, Any]]) -> str:
     """The tables of all axes that were measured."""
-    return "\n\n".join(table(rows, axis) for axis in AXES if values_of(rows, axis))
+    tables = [table(rows, axis) for axis in AXES if values_of(rows, axis)]
+    return "\n\n".join([*tables, scatter(rows, (*PLACE, "epoch"))])
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
