@@ -3,7 +3,7 @@
 import numpy as np
 
 from nemo_specrl.config import RunAheadConfig
-from nemo_specrl.simulation.engine import FEATURES, Engine, Request, decoding, drafting, run
+from nemo_specrl.simulation.engine import FEATURES, Engine, Request, drafting, run
 from nemo_specrl.speculation.trees import DraftTrees
 from nemo_specrl.trainer.task import encode
 from tests.conftest import DictCache
@@ -44,7 +44,9 @@ def test_plain_decoding_takes_the_very_steps(drafting_llm, monkeypatch):
     drafting_llm.generate(
         [{"prompt_token_ids": PROMPT}] * 100, [params(n, seed=n) for n in lengths], use_tqdm=False
     )
-    counts = run(Engine(PLACES, BUDGET), [Request(len(PROMPT), decoding(n)) for n in lengths])
+    counts = run(
+        Engine(PLACES, BUDGET), [Request(len(PROMPT), iter([(0, 1)] * n)) for n in lengths]
+    )
     rows, tokens = np.sum(steps.all, axis=0)
     assert counts[:4].tolist() == [len(steps.all), 0, rows, tokens]
 
@@ -83,7 +85,7 @@ def test_run_ahead_takes_the_places_that_the_engine_leaves(drafting_llm, propose
         Request(len(prompt), _replay(DraftTrees(2**20), i, output.outputs[0].token_ids))
         for i, (prompt, output) in enumerate(zip(prompts[:80], outputs, strict=True))
     ]
-    ahead = [Request(len(prompt), decoding(lengths[0])) for prompt in upcoming]
+    ahead = [Request(len(prompt), iter([(0, 1)] * lengths[0])) for prompt in upcoming]
     counts = run(Engine(PLACES, BUDGET, drafts=True), requests, ahead)
     assert made.metrics.run_ahead_rows > 10
     assert counts[1] == len(steps.all)
