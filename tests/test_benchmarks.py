@@ -12,23 +12,12 @@ import pytest
 from engines import SLICE, Turns, of_steps
 from safetensors.torch import load_file
 
+from tests.benchmarks import BENCHMARKS, SMALL_RECORDING, run
 from tests.conftest import REPOSITORY
 
-BENCHMARKS = REPOSITORY / "benchmarks"
 ARMS = ["plain", "n-gram", "suffix", "tree", "fast, tree"]
 EPOCHS, PROMPTS, GROUP = 2, 2, 3
-SMALL_RECORDING = (
-    *("--override", "data.num_prompts=4", "grpo.num_prompts_per_step=4"),
-    *("grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=16"),
-)
 pytestmark = pytest.mark.timeout(900)  # two processes with three to five engines each
-
-
-def run(*arguments, script="rollout.py"):
-    command = [sys.executable, str(BENCHMARKS / script), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -152,93 +141,6 @@ def test_the_report_is_what_was_printed(result):
     assert again.strip() in printed
     for arm in {row["arm"] for row in rows}:
         assert f"| {arm} |" in again
-
-
-@pytest.fixture(scope="module")
-def swept(tmp_path_factory):
-    """The sweep over four axes: what it printed last, and rows by place."""
-    out = tmp_path_factory.mktemp("sweep")
-    picture = out / "sweep.png"
-    small = ("--arms", "tree", *SMALL_RECORDING)
-    temperatures = ("--axes", "temperature", "--values", 0.5, 2, "--seeds", 1, 2)
-    run("--out", out, *temperatures, *small, script="sweep.py")
-    run("--out", out, "--axes", "length", "--values", 5, 20, *small, script="sweep.py")
-    run("--out", out, "--axes", "group", "--values", 32, *small, script="sweep.py")
-    printed = run(
-        *("--out", out, "--axes", "engines", "--values", 1, 4, *small, "--plot", picture),
-        script="sweep.py",
-    )
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    rows = json.loads((out / "sweep.json").read_text())["rows"]
-    seeds = [[row["response_tokens"] for row in rows if row["seed"] == seed] for seed in (1, 2)]
-    assert seeds[1] and seeds[0][: len(seeds[1])] != seeds[1]  # they are other samples
-    plain = [row["repetitions_s"] for row in rows if row["arm"] == "plain"]
-    assert all(sum(seconds) > 1.99 for seconds in plain)  # short ones are repeated
-    rows = [row for row in rows if row["seed"] == 1]
-    return printed, {(row["axis"], row["value"], row["arm"], row["epoch"]): row for row in rows}
-
-
-def test_the_sweep_makes_the_policy_unsure_without_changing_how_the_engine_samples(swept):
-    _, rows = swept
-    sure, unsure = (rows["temperature", value, "tree", 1] for value in (0.5, 2))
-    assert sure["mean_p"] > 0.98 and unsure["mean_p"] < 0.8
-    gains = [row["response_tokens"] / row["row_steps"] for row in (sure, unsure)]
-    assert gains[0] > 1.5 * gains[1] > 1.5
-
-
-def test_several_engines_of_the_sweep_share_the_rows_and_the_longest_counts(swept):
-    printed, rows = swept
-    assert printed.count("\n| ") == 4 + 7  # a header for each axis, and all points
-    for arm in ("plain", "tree"):
-        for epoch in (0, 1):
-            one, four = (rows["engines", value, arm, epoch] for value in (1, 4))
-            # Eight prompts, of which each of four engines has two.
-            assert one["engine_steps"] / 4 <= four["engine_steps"] < 0.7 * one["engine_steps"]
-            if arm == "plain":
-                assert four["response_tokens"] == four["row_steps"] == one["row_steps"]
-
-
-def test_engines_of_the_sweep_serve_other_lengths_and_groups(swept):
-    _, rows = swept
-    for arm in ("plain", "tree"):
-        for length in (5, 20):  # responses of this task are longer
-            assert rows["length", length, arm, 1]["response_tokens"] == 64 * length
-        of_two = rows["group", 32, arm, 1]
-        assert of_two["prompts"] == 2
-        assert of_two["response_tokens"] == pytest.approx(64 * of_two["length"], rel=1e-3)
-
-
-def test_regimes_differ_in_how_far_drafts_go(tmp_path):
-    printed = run(
-        *("--out", tmp_path, "--tasks", "sorting", "--sequences", 4, "--seeds", 1),
-        *("--prompts", 2, *SMALL_RECORDING),
-        script="regimes.py",
-    )
-    assert printed.count("\n| sorting | 4 |") == 2
-    data = json.loads((tmp_path / "regimes.json").read_text())
-    (here,) = data["measured"]
-    assert here["device"].startswith("CPU: ")
-    assert set(here) == {"date", "device", "python", "vllm", "torch", "nemo_specrl"}
-    rows = data["rows"]
-    assert all(len(row["repetitions_s"]) == 2 for row in rows)
-    for epoch in (0, 1):
-        here = {row["arm"]: row for row in rows if row["epoch"] == epoch}
-        assert here["plain"]["drafted_tokens"] == 0
-        lengths = [here[p]["drafted_tokens"] / here[p]["row_steps"] for p in ("0.1", "0.2", "0.6")]
-        assert lengths[0] > lengths[1] > lengths[2] > 0
-        assert here["adaptive"]["response_tokens"] > 0
-
-
-def test_the_simulator_is_compared_with_the_engine(tmp_path):
-    small = ("--prompts", 2, "--repeats", 1, "--warm-up-steps", 2, *SMALL_RECORDING)
-    parts = ("--parts", "sorting-16", "any-order-64")
-    printed = run("--out", tmp_path, *parts, *small, script="simulate.py")
-    result = json.loads((tmp_path / "simulator.json").read_text())
-    assert printed.count("\n| any-order | 64 |") == 8
-    for point in result["points"]:
-        if point["arm"] == "plain":
-            assert point["simulated"] == point["measured"]  # counts of steps, rows and tokens
-        assert point["predicted_s"] > 0 and point["measured_s"] > 0
 
 
 def test_a_training_for_the_study_of_fidelity_counts_its_rollouts(tmp_path):
