@@ -224,7 +224,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--prompts", type=int, default=16, help="of an epoch, groups of 8")
     parser.add_argument("--seeds", type=int, default=1, help="of sampling")
-    parser.add_argument("--repeats", type=int, default=4, help="of each seed")
+    parser.add_argument("--repeats", type=int, default=3, help="of each seed")
     args = parser.parse_args()
     if not any(PARTS[name]["task"] == FITTED for name in args.parts):
         parser.error(f"--parts: costs are fitted to {FITTED}, of which there is none")
