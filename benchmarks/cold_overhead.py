@@ -35,6 +35,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8, help="of a batch, eight rows each")
     outputs(parser)
     args = parser.parse_args()
+    if args.pairs < 2:
+        parser.error(f"--pairs {args.pairs}: the quartiles take two pairs at least")
     result = read(args.report) if args.report else save(args.out, measure(args))
     present(report(result), chart(result), args.plot)
 

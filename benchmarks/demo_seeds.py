@@ -13,16 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from records import Chart, merged, present, read
-from scipy import stats
+from records import Chart, half_width, merged, present, read
 
 from nemo_specrl.report import write_comparison
 from nemo_specrl.trainer.log import read_metrics
@@ -106,11 +103,7 @@ def accuracies(rows: list[dict[str, Any]], side: str, step: int) -> list[float]:
 def band(rows: list[dict[str, Any]], steps: list[int]) -> float | None:
     """Half width of the 95 % confidence band of plain's mean; None with a single seed."""
     by_step = [accuracies(rows, "plain", step) for step in steps]
-    seeds = min(map(len, by_step), default=0)
-    if seeds < 2:
-        return None
-    pooled = math.sqrt(float(np.mean([np.var(v, ddof=1) for v in by_step])))
-    return float(stats.t.ppf(0.975, seeds - 1)) * pooled / math.sqrt(seeds)
+    return half_width(by_step) if min(map(len, by_step), default=0) > 1 else None
 
 
 SPEEDS = {
@@ -136,7 +129,7 @@ def speed(rows: list[dict[str, Any]]) -> str:
         "|---" * (3 + len(SPEEDS)) + "|",
     ]
     for base, row in pairs(rows):
-        ratios = [f"{base[name] / row[name]:.2f}" for name in SPEEDS]
+        ratios = [f"{base[name] / row[name]:.2f}" if row[name] else "" for name in SPEEDS]
         seconds = f"{base['rollout_s']:.0f}, {row['rollout_s']:.0f}"
         lines.append(f"| {row['seed']} | {row['side']} | {seconds} | " + " | ".join(ratios) + " |")
     return "\n".join(lines)
@@ -147,7 +140,8 @@ def chart(rows: list[dict[str, Any]]) -> Chart:
     groups: dict[str, dict[str, list[float]]] = {title: {} for title in SPEEDS.values()}
     for base, row in pairs(rows):
         for name, title in SPEEDS.items():
-            groups[title].setdefault(row["side"], []).append(base[name] / row[name])
+            if row[name]:
+                groups[title].setdefault(row["side"], []).append(base[name] / row[name])
     return Chart("The demo's recipe over seeds", "times less than plain", groups)
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fidelity_settings import LENIENCE, PLAIN, SETTINGS, SHOWN, VARIANTS
-from records import merged, read
-from scipy import stats
+from fidelity_settings import GRIDS, LENIENCE, PLAIN, SETTINGS, SHOWN, VARIANTS
+from records import COLOURS, half_width, merged, read
 
 from nemo_specrl.trainer.log import read_metrics
 
@@ -87,10 +85,7 @@ class Band:
 
 
 def band(rows: Iterable[dict[str, Any]], name: str) -> Band | None:
-    """Of the rows of one setting and variant.
-
-    The spread over seeds is pooled over the epochs: with three seeds, one epoch's says little.
-    """
+    """Of the rows of one setting and variant."""
     by_epoch: dict[int, list[float]] = {}
     for row in rows:
         if row.get(name) is not None:
@@ -100,10 +95,7 @@ def band(rows: Iterable[dict[str, Any]], name: str) -> Band | None:
     most = max(len(v) for v in by_epoch.values())
     epochs = sorted(e for e, v in by_epoch.items() if len(v) == most)
     values = np.array([by_epoch[e] for e in epochs])  # [epochs, seeds]
-    half = 0.0
-    if most > 1:
-        pooled = math.sqrt(values.var(axis=1, ddof=1).mean())
-        half = stats.t.ppf(0.975, most - 1) * pooled / math.sqrt(most)
+    half = half_width(values.tolist()) if most > 1 else 0.0
     return Band(epochs, values.mean(axis=1), half, most)
 
 
@@ -118,51 +110,120 @@ def variants_in(rows: list[dict[str, Any]], setting: str) -> list[str]:
     return [v for v in VARIANTS if v in there]
 
 
+def times_less(rows: list[dict[str, Any]], setting: str, variant: str, name: str) -> str:
+    """How many times less of something a variant took than plain: the mean over seeds, and each.
+
+    Runs that have not taken as many epochs as plain's with the same seed are left out.
+    """
+
+    def by_seed(which: str) -> dict[tuple[int, int], dict[str, Any]]:
+        return {(r["seed"], r["epoch"]): r for r in last_rows(of(rows, setting, which))}
+
+    plain, mine = by_seed(PLAIN), by_seed(variant)
+    pairs = [(plain[run], mine[run]) for run in sorted(plain.keys() & mine.keys())]
+    ratios = [a[name] / b[name] for a, b in pairs if name in a and name in b and b[name]]
+    if variant == PLAIN or not ratios:
+        return ""
+    each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+    return f"{np.mean(ratios):.2f}" + (f" ({each})" if len(ratios) > 1 else "")
+
+
+def last_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of the last epoch."""
+    last = max((row["epoch"] for row in rows), default=0)
+    return [row for row in rows if row["epoch"] == last]
+
+
+def at_end(rows: list[dict[str, Any]], name: str, digits: int) -> str:
+    """Mean over seeds in the last epoch."""
+    values = [row[name] for row in last_rows(rows) if row.get(name) is not None]
+    return f"{np.mean(values):.{digits}f}" if values else ""
+
+
+TIMES_LESS = {
+    "rollout_s": "rollout s",
+    "rollout_cpu_s": "processor s",
+    "engine_steps": "engine steps",
+    "decoded_tokens": "decoded tokens",
+}
+LEARNED = "reward at the end | KL to the start, nats a token | entropy, nats a token"
+
+
+def learned(rows: list[dict[str, Any]]) -> str:
+    """Cells of a variant's rows: reward, KL and entropy at the end."""
+    names = {"reward": 2, "heldout_kl_to_start": 3, "heldout_entropy": 3}
+    return " | ".join(at_end(rows, name, digits) for name, digits in names.items())
+
+
 def table(rows: list[dict[str, Any]], setting: str) -> str:
-    """Markdown: speed of each variant of a setting, and what it learned."""
-    plain = of(rows, setting, PLAIN)
-    reference = band(plain, "heldout_accuracy")
+    """Markdown: speed of each variant of a setting beside plain's, and what it learned."""
+    reference = band(of(rows, setting, PLAIN), "heldout_accuracy")
     if reference is None:
         return ""
-    names = [f"epoch {e}" for e in reference.epochs]
+    names = [f"epoch {epoch}" for epoch in reference.epochs]
+    less = " | ".join(TIMES_LESS.values())
     lines = [
-        "| variant | seeds | rollout s | processor s | engine steps | decoded tokens "
-        "| reward at the end | KL to the start, nats a token | entropy, nats a token | "
-        + " | ".join(names) + " |",
-        "|---" * (9 + len(names)) + "|",
-    ]  # fmt: skip
+        "Times less than plain with the same seed: mean (each seed)",
+        "",
+        f"| variant | seeds | {less} | {LEARNED} | " + " | ".join(names) + " |",
+        "|---" * (5 + len(TIMES_LESS) + len(names)) + "|",
+    ]
     for variant in variants_in(rows, setting):
         mine = of(rows, setting, variant)
         held = band(mine, "heldout_accuracy")
-        last = max(r["epoch"] for r in mine)
-        if held is None or last == 0:
+        if held is None or last_rows(mine)[0]["epoch"] == 0:
             continue  # just begun
-
-        def at_end(name: str, mine: Any = mine, last: int = last) -> float:
-            return float(np.mean([r[name] for r in mine if r["epoch"] == last]))
-
+        at_epoch = dict(zip(held.epochs, held.mean, strict=True))
         cells = []
-        for epoch in reference.epochs:
-            if epoch not in held.epochs:
-                cells.append("")
-                continue
-            mean = held.mean[held.epochs.index(epoch)]
-            i = reference.epochs.index(epoch)
-            below = reference.seeds > 1 and mean < reference.mean[i] - reference.half
-            cells.append(f"{mean:.3f}" + (" (below)" if below else ""))
-        decoded = at_end("decoded_tokens")
-        curves = (band(mine, name) for name in ("heldout_kl_to_start", "heldout_entropy"))
-        evaluated = [f"{curve.mean[-1]:.3f}" if curve else "" for curve in curves]
-        counted = all(name in r for r in mine if r["epoch"] == last for name in COUNTED)
-        counts = [f"{at_end(name):,.0f}" if counted else "" for name in COUNTED]
-        lines.append(
-            f"| {variant} | {held.seeds} | {at_end('rollout_s'):.0f} | {' | '.join(counts)}"
-            f" | {decoded / 1e6:.2f}M | {at_end('reward'):.2f}"
-            f" | {' | '.join(evaluated)} | "
-            + " | ".join(cells) + " |"
-        )  # fmt: skip
+        for epoch, lowest in zip(reference.epochs, lower_bound(reference), strict=True):
+            value = at_epoch.get(epoch)
+            below = " (below)" if value is not None and value < lowest else ""
+            cells.append("" if value is None else f"{value:.3f}{below}")
+        speeds = (times_less(rows, setting, variant, name) for name in TIMES_LESS)
+        lines.append("| " + " | ".join(
+            [variant, str(held.seeds), *speeds, learned(mine), *cells]
+        ) + " |")  # fmt: skip
     note = f"95 % band of plain: ± {reference.half:.3f}; *below*: under it."
     return "\n".join([*lines, "", note if reference.seeds > 1 else "One seed: no band."])
+
+
+def lower_bound(reference: Band) -> np.ndarray:
+    """Of a band, at each of its epochs; with a single seed nothing is below it."""
+    if reference.seeds == 1:
+        return np.full(len(reference.mean), -np.inf)
+    return reference.mean - reference.half
+
+
+def lenience_table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: what each lenience costs and brings on each task, over the seeds that all have.
+
+    In bold is what ends below the band of all seeds of plain training.
+    """
+    lines = []
+    for setting in GRIDS["lenience"][0]:
+        reference = band(of(rows, setting, PLAIN), "heldout_accuracy")
+        shown = {variant: of(rows, setting, variant) for variant in (PLAIN, *LENIENCE)}
+        if reference is None or not all(shown.values()):
+            continue
+        seeds = set.intersection(*({row["seed"] for row in mine} for mine in shown.values()))
+        same = [row for row in rows if row["seed"] in seeds]
+        for variant in shown:
+            mine = of(same, setting, variant)
+            held = band(mine, "heldout_accuracy")
+            assert held is not None
+            name = LENIENCE.get(variant, variant)
+            name = f"**{name}**" if held.mean[-1] < lower_bound(reference)[-1] else name
+            speeds = [times_less(same, setting, variant, each) for each in COUNTED[::-1]]
+            speeds.append(times_less(same, setting, variant, "decoded_tokens"))
+            each = ", ".join(f"{row['heldout_accuracy']:.3f}" for row in last_rows(mine))
+            accuracies = " ".join(f"{mean:.3f}" for mean in held.mean)
+            cells = [SETTINGS[setting].task, name, *speeds, learned(mine), f"{accuracies} ({each})"]
+            lines.append("| " + " | ".join(cells) + " |")
+    if not lines:
+        return ""
+    less = "engine steps | processor s | decoded tokens"
+    heading = f"| task | l | {less} | {LEARNED} | held-out: start, epoch 5, 10, 15 (each seed) |"
+    return "\n".join([heading, "|---" * 9 + "|", *lines])
 
 
 PANELS = [
@@ -176,7 +237,6 @@ PANELS = [
     ("distinct_in_group", "step", "Distinct rollouts of a group of 8"),
     ("reward_std_in_group", "step", "Std of rewards in a group"),
 ]
-COLOURS = ["#0072B2", "#D55E00", "#009E73", "#8C5A94", "#56B4E9", "#E69F00", "#555555"]
 
 
 def picture(rows: list[dict[str, Any]], setting: str, variants: list[str], path: Path) -> None:
@@ -226,3 +286,4 @@ def report(out: Path, prefix: Path) -> None:
             shown = [v for v in chosen if v in variants]
             if len(shown) >= least:
                 picture(rows, setting, shown, Path(f"{prefix}-{setting}{name}.png"))
+    print(f"\nLenience\n\n{lenience_table(rows)}")

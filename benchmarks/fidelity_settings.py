@@ -37,6 +37,11 @@ class Setting:
         return "ppo" if self.algorithm == "ppo" else "grpo"
 
     @property
+    def task(self) -> str:
+        """The title's first words, as tables name the task."""
+        return self.title.partition(",")[0]
+
+    @property
     def steps_per_epoch(self) -> int:
         """Steps in a pass over the prompts."""
         return self.prompts // PROMPTS_PER_STEP
@@ -158,7 +163,15 @@ VARIANTS: dict[str, tuple[str, ...]] = {
         "policy.train_global_batch_size=48",
     ),
 }
-LENIENCE = ("strict", "lenience e^0.2", "fast", "lenience e^0.8", "lenience e^1", "lenience e^2")
+LENIENCE = {
+    "strict": "1",
+    "lenience e^0.2": "e^0.2",
+    "fast": "e^0.5",
+    "lenience e^0.8": "e^0.8",
+    "lenience e^1": "e^1",
+    "lenience e^2": "e^2",
+}
+"""Lenience of the variants that differ in nothing else."""
 TREES = tuple(name for name in VARIANTS if name.startswith("faithful, trees"))
 SHOWN = (PLAIN, *PRESETS, "plain, 3 of 8 rollouts")
 GRIDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

@@ -113,6 +113,22 @@ def rounded(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: short(value) for name, value in row.items()} for row in rows]
 
 
+def half_width(values: Sequence[Sequence[float]]) -> float:
+    """Half width of the 95 % confidence band of a curve's mean over seeds (Student's t).
+
+    The spread over seeds is pooled over the curve's points: with three seeds, that of one point
+    says little.
+
+    Args:
+        values: of each point, that of each seed; two seeds at least, as many at all points.
+    """
+    from scipy import stats
+
+    seeds = len(values[0])
+    pooled = statistics.mean(statistics.variance(at_point) for at_point in values) ** 0.5
+    return float(stats.t.ppf(0.975, seeds - 1)) * pooled / seeds**0.5
+
+
 def outputs(parser: argparse.ArgumentParser) -> None:
     """Add the options of a benchmark that writes one file."""
     parser.add_argument("--out", type=Path, metavar="JSON", help="write the figures to this file")

@@ -1,6 +1,7 @@
 """Data in ``benchmarks/results``: its reports, and the pages that quote it."""
 
 import json
+import shutil
 
 import pytest
 
@@ -34,6 +35,16 @@ def test_the_tables_of_the_pages_are_those_of_the_data(script, data, page, tmp_p
     lines = report(script, data, tmp_path / "plot.png")
     text = (REPOSITORY / "docs" / page).read_text().splitlines()
     assert len(lines) > 2
+    assert [line for line in lines if line not in text] == []
+
+
+def test_the_table_of_lenience_is_that_of_the_data(tmp_path):
+    shutil.copy(RESULTS / "fidelity.json", tmp_path)
+    arguments = ("--out", tmp_path / "none", "--report", tmp_path / "fidelity")
+    printed = run(*arguments, script="fidelity.py").partition("\nLenience\n")[2]
+    lines = [line for line in printed.splitlines() if line.startswith("| ")]
+    text = (REPOSITORY / "docs/laboratory.md").read_text().splitlines()
+    assert len(lines) == 1 + 2 * 7  # two tasks: plain, and six values
     assert [line for line in lines if line not in text] == []
 
 
