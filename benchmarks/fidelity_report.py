@@ -286,4 +286,5 @@ def report(out: Path, prefix: Path) -> None:
             shown = [v for v in chosen if v in variants]
             if len(shown) >= least:
                 picture(rows, setting, shown, Path(f"{prefix}-{setting}{name}.png"))
-    print(f"\nLenience\n\n{lenience_table(rows)}")
+    if lenience := lenience_table(rows):
+        print(f"\nLenience\n\n{lenience}")

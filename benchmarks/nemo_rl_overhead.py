@@ -4,10 +4,11 @@ r"""Rollout seconds of NeMo-RL's own GRPO job on a CPU, with ``spec_rl.enabled``
         --out benchmarks/results/nemo_rl_overhead.json
 
 Runs the job of tests/nemo_rl (NeMo-RL's real ``setup`` and trainer, two vLLM engines) with the
-plug-in registered, alternately with speculation off and on, and compares what NeMo-RL logs as
-``timing/train/generation`` step by step. In the first epoch the cache is cold and both sides make
-the same tokens, so a difference is overhead. From the second epoch on, rows have drafts. With
-speculation off, the workers are NeMo-RL's own classes.
+plug-in registered, with speculation off and on side by side. Each has half of the cores, and they
+swap halves from pair to pair. What NeMo-RL logs as ``timing/train/generation`` is compared step by
+step. In the first epoch the cache is cold and both sides make the same tokens, so a difference is
+overhead. From the second epoch on, rows have drafts. With speculation off, the workers are
+NeMo-RL's own classes.
 
 `make test-nemo` makes .venv-nemo-0.25.1. Takes about ten minutes on two idle cores.
 """
@@ -15,9 +16,12 @@ speculation off, the workers are NeMo-RL's own classes.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
+import sys
 import tempfile
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,53 +46,76 @@ def main() -> None:
 
 
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, Any]:
-    """Run the jobs by turns and compare them."""
+    """Run the pairs of jobs and compare them."""
     if not HOME:
         parser.error("set NEMO_RL_HOME to a checkout of NVIDIA-NeMo/RL")
 
     runs: dict[str, list[list[dict[str, float]]]] = {side: [] for side in SIDES}
     for pair in range(args.pairs):
-        for side in SIDES if pair % 2 else SIDES[::-1]:
-            runs[side].append(measured(side, args))
-            seconds = " ".join(f"{step['generation']:.2f}" for step in runs[side][-1])
+        for side, steps in side_by_side(SIDES if pair % 2 else SIDES[::-1], args).items():
+            runs[side].append(steps)
+            seconds = " ".join(f"{step['generation']:.2f}" for step in steps)
             print(f"{side:>3}: {seconds} s", flush=True)
 
     asked = {name: getattr(args, name) for name in ("pairs", "epochs", "steps", "prompts", "group")}
     return {"asked": {**asked, "preset": args.preset}, **compared(runs, args.steps), "runs": runs}
 
 
-def measured(side: str, args: Any) -> list[dict[str, float]]:
-    """Run a job and return, for each step, the seconds of rollouts and of speculation."""
-    rows = args.prompts * args.group
+def side_by_side(sides: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
+    """Run a job of each side, both at once, on halves of the cores in the order of ``sides``.
+
+    The speed of a machine with other work drifts within minutes: jobs one after the other would
+    meet different machines.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < len(sides):
+        sys.exit(f"{len(sides)} jobs run side by side, and here is {len(cores)} core")
     with tempfile.TemporaryDirectory() as folder:
-        job = Job(
-            Path(folder) / side,
-            steps=args.epochs * args.steps,
-            spec_rl={"enabled": str(side == "on").lower(), "preset": args.preset},
-            **{
-                "++env.prompts": args.prompts * args.steps,
-                "++env.recorded": "false",
-                "grpo.num_prompts_per_step": args.prompts,
-                "grpo.num_generations_per_prompt": args.group,
-                "policy.train_global_batch_size": rows,
-                "grpo.val_period": 0,
-                "grpo.val_at_start": "false",
-                "checkpointing.enabled": "false",
-            },
-        ).wait()
-        kept = ("generation", "reward", "mean_gen_tokens_per_sample")
-        return [
-            {
-                name: value
-                for name, value in {**train, **timing}.items()
-                if name in kept or "spec_rl" in name
-            }
-            for train, timing in zip(
-                (job.train()[step] for step in sorted(job.train())),
-                job.metrics("timing/train"),
-                strict=True,
-            )
-        ]
+        try:
+            jobs = {}
+            for i, side in enumerate(sides):
+                os.sched_setaffinity(0, cores[i :: len(sides)])  # which the job inherits
+                jobs[side] = started(Path(folder) / side, side, args)
+        finally:
+            os.sched_setaffinity(0, cores)
+        try:
+            return {side: steps_of(job.wait()) for side, job in jobs.items()}
+        finally:
+            for job in jobs.values():
+                job.kill()
+
+
+def started(folder: Path, side: str, args: argparse.Namespace) -> Job:
+    """A job of one side."""
+    return Job(
+        folder / "out",
+        steps=args.epochs * args.steps,
+        spec_rl={"enabled": str(side == "on").lower(), "preset": args.preset},
+        **{
+            "++env.prompts": args.prompts * args.steps,
+            "++env.recorded": "false",
+            "grpo.num_prompts_per_step": args.prompts,
+            "grpo.num_generations_per_prompt": args.group,
+            "policy.train_global_batch_size": args.prompts * args.group,
+            "grpo.val_period": 0,
+            "grpo.val_at_start": "false",
+            "checkpointing.enabled": "false",
+        },
+    )
+
+
+def steps_of(job: Job) -> list[dict[str, float]]:
+    """For each step of a job that is done, the seconds of rollouts and of speculation."""
+    kept = ("generation", "reward", "mean_gen_tokens_per_sample")
+    train, timings = job.train(), job.metrics("timing/train")
+    return [
+        {
+            name: value
+            for name, value in {**train[step], **timing}.items()
+            if name in kept or "spec_rl" in name
+        }
+        for step, timing in zip(sorted(train), timings, strict=True)
+    ]
 
 
 def compared(runs: dict[str, list[list[dict[str, float]]]], steps: int) -> dict[str, Any]:

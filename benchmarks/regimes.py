@@ -126,10 +126,10 @@ def chart(rows: list[dict[str, Any]]) -> Chart:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--sequences", type=int, nargs="+", default=[8, 64, 256])
+    parser.add_argument("--sequences", type=int, nargs="+", default=[8, 256])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="of sampling")
     parser.add_argument("--repeats", type=int, default=2, help="of everything, for seconds")
-    parser.add_argument("--prompts", type=int, default=20, help="of an epoch, groups of 8")
+    parser.add_argument("--prompts", type=int, default=16, help="of an epoch, groups of 8")
     args = parser.parse_args()
     rows = read(args.report)["rows"] if args.report else run(args)
     present(table(rows), chart(rows), args.plot)
