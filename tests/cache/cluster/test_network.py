@@ -17,6 +17,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nemo_specrl.cache.cluster.driver import start_shards
+from nemo_specrl.cache.cluster.identity import Identity, write_identity
 from nemo_specrl.cache.cluster.shard import LEASE_SECONDS
 from tests.cache.cluster.network import Network, address, alive, why_not
 from tests.cache.cluster.nodes import (
@@ -32,10 +33,16 @@ from tests.cache.cluster.nodes import (
     wait_until,
 )
 
+NAMES = ("zero", "one", "two")
+
 
 @pytest.fixture(scope="module")
 def network():
-    """Three nodes, of which Ray takes one for dead some 32 s after it was cut off."""
+    """Three nodes, of which Ray takes one for dead some 32 s after it was cut off.
+
+    Their shards have names from the start: with random ones, this process would read nothing from
+    the node that is cut off in one placement of 160, and no call would fail.
+    """
     if why := why_not():
         pytest.skip(f"no networks of namespaces here: {why}")
     with (
@@ -48,6 +55,9 @@ def network():
         ) as head:
             network.ray_address = head.address
             network.add_nodes(1, 2)
+            for number, name in enumerate(NAMES):
+                (network.disk(number) / "stores").mkdir()
+                write_identity(network.disk(number) / "stores", Identity(name, 0))
             yield network
 
 
