@@ -231,7 +231,7 @@ class Bench:
                 lambda i: {
                     "prefill": prefilled,
                     "verification": lambda: verified(i),
-                    "prompt_logprobs": lambda: prefilled(prompt_logprobs=0),  # without the plug-in
+                    "prompt_logprobs": lambda: prefilled(prompt_logprobs=0),  # no drafts
                     "decoding": decoded,
                 }
             )

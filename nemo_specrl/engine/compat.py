@@ -11,13 +11,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import inspect
+import itertools
 import logging
 import os
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from importlib import metadata
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import xxhash
 
 from nemo_specrl.errors import IncompatibleVersion
 
@@ -30,6 +36,7 @@ __all__ = [
     "OLDEST",
     "VERSIONS_RUN",
     "Detokenizer",
+    "batch_cpu_prompt_logprobs",
     "bind_proposer",
     "check_version",
     "cpu_thread_binding",
@@ -58,6 +65,11 @@ VERSIONS_RUN = ("0.20.0", "0.25.1", "0.32.0")
 
 TOKENS_EXACT, TOKENS_MULTIPLE = 32, 16
 """Up to so many tokens linear layers on a CPU run as they are, more in such multiples."""
+
+PROMPT_LOGPROBS_SOURCES = {"a7451a6d24ea1922": "0.25.1", "c6f2327c5bbb4c51": "0.32.0"}
+"""XXH3 of the source of ``GPUModelRunner._get_prompt_logprobs_dict``, and a version that has it."""
+PROMPT_TOKENS_AT_ONCE = 1024
+"""So many tokens of prompts have their log-probs computed at once; the V2 model runner's number."""
 
 
 def version_numbers(version: str) -> tuple[int, ...] | None:
@@ -396,6 +408,132 @@ def pad_cpu_linear_layers() -> None:
     _custom_ops.onednn_mm = onednn_mm
 
 
+class _PromptPart(NamedTuple):
+    """Positions of one prompt whose log-probs a step yields.
+
+    Args:
+        tensors: for the whole prompt; they are filled part by part.
+        start: the first of these positions.
+        hidden: where their hidden states begin among those of the step.
+        targets: the token that follows each position, whose log-prob is wanted.
+    """
+
+    tensors: Any
+    start: int
+    hidden: int
+    targets: list[int]
+
+
+def batch_cpu_prompt_logprobs() -> None:
+    """On a CPU, have the log-probs of all prompts of a step computed together.
+
+    ``_get_prompt_logprobs_dict`` of vLLM's V1 model runner, the one of CPU builds, goes from prompt
+    to prompt (v1/worker/gpu_model_runner.py). That takes a dozen operations for each draft that is
+    verified, about 90 microseconds (docs/engine.md). What requests get is the same, up to how the
+    output layer rounds. No more tokens have their logits in memory at once than before
+    (:func:`prompt_logprob_bytes`).
+
+    The function is replaced whole, and therefore only where its source is known.
+
+    Raises:
+        IncompatibleVersion: its source is that of no version in ``PROMPT_LOGPROBS_SOURCES``. Then
+            verification on a CPU goes from prompt to prompt, too.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    missing = "this vLLM's GPUModelRunner has no _get_prompt_logprobs_dict"
+    original = _to_be_replaced(GPUModelRunner, "_get_prompt_logprobs_dict", missing)
+    if original is None:
+        return
+    source = xxhash.xxh3_64_hexdigest(inspect.getsource(original).encode())
+    if source not in PROMPT_LOGPROBS_SOURCES:
+        raise IncompatibleVersion(
+            f"this vLLM's GPUModelRunner._get_prompt_logprobs_dict has a source ({source}) other "
+            f"than those of {', '.join(PROMPT_LOGPROBS_SOURCES.values())}"
+        )
+
+    @functools.wraps(original)
+    def _get_prompt_logprobs_dict(
+        self: Any, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
+    ) -> dict[str, Any]:
+        wanted = self.num_prompt_logprobs
+        scheduled = [request_id for request_id in wanted if request_id in num_scheduled_tokens]
+        if (
+            len(scheduled) < 2
+            or self.model_config.logprobs_mode not in ("raw_logprobs", "processed_logprobs")
+            or any(self.requests[i].prompt_token_ids is None for i in scheduled)  # embeddings
+        ):
+            result: dict[str, Any] = original(self, hidden_states, num_scheduled_tokens)
+            return result
+        completed: dict[str, Any] = {}
+        parts: dict[int, list[_PromptPart]] = defaultdict(list)  # by how many tokens are wanted
+        for request_id in scheduled:
+            tokens = num_scheduled_tokens[request_id]
+            part = _prompt_part(self, request_id, tokens)
+            if part.targets:
+                parts[wanted[request_id]].append(part)
+            if len(part.targets) < tokens:  # the last token of a prompt is followed by none
+                completed[request_id] = part.tensors
+        for num_logprobs, group in parts.items():
+            _fill_prompt_logprobs(self, hidden_states, num_logprobs, group)
+        for request_id in completed:
+            del wanted[request_id]
+            self.requests[request_id].in_progress_prompt_logprobs_cpu = None
+        return completed
+
+    _get_prompt_logprobs_dict.of_nemo_specrl = True  # type: ignore[attr-defined]
+    GPUModelRunner._get_prompt_logprobs_dict = _get_prompt_logprobs_dict
+
+
+def _prompt_part(runner: Any, request_id: str, num_tokens: int) -> _PromptPart:
+    """What the next ``num_tokens`` of a request's prompt, which a step has, yield."""
+    from vllm.v1.outputs import LogprobsTensors
+
+    request = runner.requests[request_id]
+    prompt = request.prompt_token_ids
+    if request.in_progress_prompt_logprobs_cpu is None:
+        request.in_progress_prompt_logprobs_cpu = LogprobsTensors.empty_cpu(
+            len(prompt) - 1, runner.num_prompt_logprobs[request_id] + 1
+        )
+    start = request.num_computed_tokens
+    row = runner.input_batch.req_id_to_index[request_id]
+    return _PromptPart(
+        tensors=request.in_progress_prompt_logprobs_cpu,
+        start=start,
+        hidden=int(runner.query_start_loc.np[row]),
+        targets=prompt[start + 1 : start + 1 + num_tokens],
+    )
+
+
+def _fill_prompt_logprobs(
+    runner: Any, hidden_states: torch.Tensor, num_logprobs: int, parts: list[_PromptPart]
+) -> None:
+    """Compute the log-probs of parts of prompts and write them into their tensors."""
+    import torch
+
+    lengths = [len(part.targets) for part in parts]
+    targets = torch.tensor(list(itertools.chain.from_iterable(part.targets for part in parts)))
+    spans = [np.arange(part.hidden, part.hidden + len(part.targets)) for part in parts]
+    positions = torch.from_numpy(np.concatenate(spans))
+    at_once = min(PROMPT_TOKENS_AT_ONCE, runner.max_model_len)
+    pieces = []
+    for where, tokens in zip(positions.split(at_once), targets.split(at_once), strict=True):
+        logits = runner.model.compute_logits(hidden_states[where])
+        logprobs = runner.sampler.compute_logprobs(logits)
+        pieces.append(runner.sampler.gather_logprobs(logprobs, num_logprobs, tokens)[:3])
+    columns = zip(*pieces, strict=True)
+    token_ids, values, ranks = (torch.cat(column).split(lengths) for column in columns)
+    for i, part in enumerate(parts):
+        here = slice(part.start, part.start + lengths[i])
+        part.tensors.logprob_token_ids[here].copy_(token_ids[i])
+        part.tensors.logprobs[here].copy_(values[i])
+        part.tensors.selected_token_ranks[here].copy_(ranks[i])
+
+
 def extend_prompt_logprobs() -> None:
     """Have vLLM's client append the log-probs of a prompt with a few list operations.
 
@@ -445,8 +583,10 @@ def extend_prompt_logprobs() -> None:
 
 def vllm_plugin() -> None:
     """Entry point ``vllm.general_plugins`` (pyproject.toml), which vLLM runs in each process."""
-    # A vLLM that cannot be mended is refused where that matters (drafting.check_cpu_drafter).
-    for mend in (mend_cpu_rejection_sampler, pad_cpu_linear_layers):
+    # Where the first is not possible, samples would be wrong: drafting.check_cpu_drafter refuses
+    # such a vLLM. Without the other two, engines are slower.
+    mends = (mend_cpu_rejection_sampler, pad_cpu_linear_layers, batch_cpu_prompt_logprobs)
+    for mend in mends:
         with contextlib.suppress(IncompatibleVersion):
             mend()
 

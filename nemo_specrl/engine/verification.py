@@ -6,6 +6,7 @@ Makes vLLM's sampling parameters and reads its outputs; runs no engine.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -49,18 +50,25 @@ def verification_params(request: Request) -> SamplingParams:
     """Sampling parameters of the request whose prompt is prompt + draft.
 
     ``prompt_logprobs=0`` yields the log-prob of each prompt token and nothing else. The one token
-    that vLLM insists on decoding is thrown away; decoded greedily, it draws no randomness.
+    that vLLM insists on decoding is thrown away; decoded greedily, it draws no randomness. Requests
+    share them: vLLM makes a copy for each.
     """
+    return _prefill_params(request.params.logprobs, request.params.detokenize)
+
+
+@functools.lru_cache(maxsize=16)
+def _prefill_params(prompt_logprobs: int | None, detokenize: bool) -> SamplingParams:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
         temperature=0.0,
         max_tokens=1,
-        prompt_logprobs=request.params.logprobs,
+        prompt_logprobs=prompt_logprobs,
         flat_logprobs=True,
-        detokenize=request.params.detokenize,
+        detokenize=detokenize,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
     )
 
 

@@ -63,6 +63,12 @@ def drafting_engine(random_model):
     )
 
 
+@pytest.fixture(scope="session")
+def cramped_engine(random_model):
+    """A real engine whose steps have 64 tokens at most, so that it prefills in chunks."""
+    return make_engine(random_model, max_num_seqs=8, max_num_batched_tokens=64, max_logprobs=3)
+
+
 @pytest.fixture
 def drafting_llm(drafting_engine, random_model):
     """The engine with the tree proposer, reset to the weights it started from."""
