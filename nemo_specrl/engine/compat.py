@@ -521,12 +521,13 @@ def _fill_prompt_logprobs(
     positions = torch.from_numpy(np.concatenate(spans))
     at_once = min(PROMPT_TOKENS_AT_ONCE, runner.max_model_len)
     pieces = []
-    for where, tokens in zip(positions.split(at_once), targets.split(at_once), strict=True):
+    each = zip(torch.split(positions, at_once), torch.split(targets, at_once), strict=True)
+    for where, tokens in each:
         logits = runner.model.compute_logits(hidden_states[where])
         logprobs = runner.sampler.compute_logprobs(logits)
         pieces.append(runner.sampler.gather_logprobs(logprobs, num_logprobs, tokens)[:3])
     columns = zip(*pieces, strict=True)
-    token_ids, values, ranks = (torch.cat(column).split(lengths) for column in columns)
+    token_ids, values, ranks = (torch.split(torch.cat(column), lengths) for column in columns)
     for i, part in enumerate(parts):
         here = slice(part.start, part.start + lengths[i])
         part.tensors.logprob_token_ids[here].copy_(token_ids[i])
