@@ -1,7 +1,8 @@
 """What each preset would bring to a recorded run, with an interval.
 
-The interval covers which prompts came up (a bootstrap over groups) and what is not known of the
-costs of an engine's steps (a bootstrap over the run's steps, or the ranges that were measured).
+The interval covers which prompts came up (a bootstrap over groups), what is not known of the costs
+of an engine's steps (a bootstrap over the run's steps, or the ranges that were measured), and how
+often prefix reuse rejects tokens (``REJECTIONS``).
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ from nemo_specrl.simulation.replay import (
     groups_of,
     histories_of,
     phase,
+    rejecting,
     rows_of,
 )
 
-__all__ = ["Prediction", "predict", "read_costs"]
+__all__ = ["REJECTIONS", "Prediction", "predict", "read_costs"]
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -41,6 +43,11 @@ _DRAWS = 20
 """Of prompts and costs, for the interval."""
 _LEAST_STEPS = 4
 """With seconds, for costs to be fitted to them."""
+REJECTIONS = (1.0, 0.7, 1.4, 2.0)
+"""How many times as often as estimated prefix reuse may reject a token; the first is the estimate.
+It comes from contexts that rollouts of both epochs reached. In other contexts, tokens of the same
+log-prob were rejected as often with one policy and twice as often with another
+(docs/simulation.md)."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +77,7 @@ def predict(
     """Predict the speed-up of each preset over plain rollouts.
 
     The newest steps of the run are simulated, as in a first epoch and, where the run has rollouts
-    of their prompts from before, as in a later one. The interval covers which prompts came up and
-    what is not known of an engine's costs.
+    of their prompts from before, as in a later one.
 
     Args:
         run: recorded rollouts.
@@ -108,10 +114,12 @@ def predict(
     else:
         assumed.append(
             "acceptance of faithful and fast is estimated where rollouts of two epochs went the "
-            "same way, which is near their beginnings"
+            "same way, which is near their beginnings; the interval reaches from "
+            f"{min(REJECTIONS):g} to {max(REJECTIONS):g} times as many rejections"
         )
 
-    simulated: dict[tuple[str, bool], list[list[Row]]] = {}
+    # Rows of each step, in as many ways as there are rates of acceptance.
+    simulated: dict[tuple[str, bool], list[list[list[Row]]]] = {}
     for preset, again in [(PLAIN, False), (LOSSLESS, False), *((p, True) for p in PRESETS)]:
         if again and not later:
             continue
@@ -123,10 +131,15 @@ def predict(
                 groups = groups_of(step)
                 pairs = [(history[key][-1], group) for key, group in groups.items()]
                 rates = acceptance_rates(pairs, PRESETS[preset]["lenience"])
-            rows = rows_of(preset, step, known, rates)
+            if rates is None:
+                ways = [rows_of(preset, step, known)]
+            else:
+                ways = [
+                    rows_of(preset, step, known, rejecting(rates, times)) for times in REJECTIONS
+                ]
             if preset == LOSSLESS:
-                phase(preset, rows, engine, engines, known)  # fills in the traces
-            simulated[preset, again].append(rows)
+                phase(preset, ways[0], engine, engines, known)  # fills in the traces
+            simulated[preset, again].append(ways)
 
     ratios: dict[tuple[str, bool], list[float]] = defaultdict(list)
     shares = {}
@@ -134,8 +147,8 @@ def predict(
         chosen = [_drawn(step, rng if draw else None) for step in steps]
         counts = {
             (preset, again): [
-                phase(preset, _taken(rows, groups), engine, engines)
-                for rows, groups in zip(of_steps, chosen, strict=True)
+                phase(preset, _taken(ways[draw % len(ways)], groups), engine, engines)
+                for ways, groups in zip(of_steps, chosen, strict=True)
             ]
             for (preset, again), of_steps in simulated.items()
         }

@@ -32,6 +32,7 @@ __all__ = [
     "groups_of",
     "histories_of",
     "phase",
+    "rejecting",
     "rows_of",
 ]
 
@@ -220,7 +221,7 @@ def acceptance_rates(
     Returns:
         By bucket of the earlier log-prob, float64; None where nothing can be said.
     """
-    accepted, seen = np.zeros((2, len(_BUCKETS) + 1))
+    accepted, seen, squared = np.zeros((3, len(_BUCKETS) + 1))
     for old, new in pairs:
         # A trie of the newer rollouts: nodes are numbers, and the root is 0.
         child: dict[tuple[int, int], int] = {}
@@ -245,16 +246,29 @@ def acceptance_rates(
                 node = child.get((node, token), -1)
                 if node < 0:
                     break
-                chance_seen = 1 - (1 - min(1.0, math.exp(logprob[node]))) ** times
+                weight = 1 / (1 - (1 - min(1.0, math.exp(logprob[node]))) ** times)
                 ratio = lenience * math.exp(logprob[node] - p_old)
-                accepted[bucket] += min(1.0, ratio) / chance_seen
-                seen[bucket] += 1 / chance_seen
+                accepted[bucket] += min(1.0, ratio) * weight
+                seen[bucket] += weight
+                squared[bucket] += weight**2
     if not seen.any():
         return None
-    overall = accepted.sum() / seen.sum()
-    # A bucket with few tokens leans on all of them.
-    rates: Float64Array = np.clip((accepted + overall) / (seen + 1), 0.0, 1.0)
-    return rates
+    rates = np.empty(len(seen))
+    likelier = accepted.sum() / seen.sum()
+    # Unlikely tokens are hardly ever seen, and are rejected more often than likely ones: a bucket
+    # of few tokens (by Kish's effective size, since some weigh much) leans on the next likelier.
+    for bucket in reversed(range(len(seen))):
+        if seen[bucket]:
+            tokens = seen[bucket] ** 2 / squared[bucket]
+            rate = accepted[bucket] / seen[bucket]
+            likelier = (tokens * rate + likelier) / (tokens + 1)
+        rates[bucket] = likelier
+    return np.clip(rates, 0.0, 1.0)
+
+
+def rejecting(rates: Float64Array, times: float) -> Float64Array:
+    """Rates of acceptance with ``times`` as many rejections."""
+    return 1 - np.minimum(1.0, times * (1 - rates))
 
 
 def histories_of(steps: Sequence[Sequence[Sample]]) -> Iterator[History]:

@@ -133,6 +133,35 @@ def test_acceptance_is_estimated_without_bias(lenience):
     assert abs(np.mean(estimates) - expected) < 4 * error + 0.003  # a ratio of means: bias ~ 1/n
 
 
+def test_tokens_too_unlikely_to_be_seen_again_are_accepted_like_the_next_likelier_ones():
+    def sample(token, p):
+        return Sample(b"", 1, np.array([token], np.int32), np.log(np.array([p], np.float32)))
+
+    old = [sample(0, 0.99), sample(1, 0.1), sample(2, 0.01)]  # the last is in no newer rollout
+    new = [sample(0, 0.99), sample(1, 0.05)]
+    very_unlikely, unlikely, *others = acceptance_rates([(old, new)] * 100, 1.0)
+    assert very_unlikely == unlikely == pytest.approx(0.5, abs=0.02)
+    assert min(others) > 0.95
+
+
+def test_the_interval_of_prefix_reuse_allows_for_more_rejections_than_estimated():
+    rng = np.random.default_rng(3)
+
+    def drifted(epoch):  # half of the tokens have become half as likely
+        return [
+            s._replace(logprobs=s.logprobs - epoch * np.log(2) * (rng.random(len(s.tokens)) < 0.5))
+            for s in step(epoch, alike=60)
+        ]
+
+    costs = np.eye(len(FEATURES))[[STEPS]] + np.eye(len(FEATURES))[[ROWS]]
+    predictions, assumed = predict(
+        Recorded([drifted(0), drifted(1)], np.full(2, np.nan)), Engine(8), costs=costs
+    )
+    faithful = next(p for p in predictions if p.preset == "faithful")
+    assert faithful.low < 0.97 * faithful.speed_up < 0.97 * faithful.high
+    assert "from 0.7 to 2 times as many rejections" in assumed[-1]
+
+
 def test_rollouts_that_reused_prefixes_say_nothing_of_acceptance():
     new = [sample._replace(fresh=False) for sample in step(1)]
     assert acceptance_rates([(step(0), new)], 1.0) is None
