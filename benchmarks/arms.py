@@ -29,6 +29,7 @@ from recording import recipe_of, record, weights
 
 from nemo_specrl.engine.compat import local_cpu_environment
 from nemo_specrl.errors import SpecRLError
+from nemo_specrl.rollout import Rollout
 
 PLAIN, NGRAM, TREE = "plain", "n-gram", "tree"
 SPEC = "policy.generation.spec_rl."
@@ -72,7 +73,11 @@ class Epochs:
         label: what every row has beside its figures.
         prompts: of an epoch.
         versions: for each epoch, the recorded epoch whose weights it has.
+        earlier: the recorded epoch under whose weights plain decoding makes the rollouts that are
+            in every cache when the first epoch begins. None: caches are empty then.
+        recording: folder of the recording. None: that of the comparison.
         temperature: see ``recording.weights``.
+        sequences: that an engine runs at once. None: as many as the comparison's.
         engines: see ``Arm.measure``.
         overrides: of what the arms' recipe says of rollouts.
     """
@@ -80,7 +85,10 @@ class Epochs:
     label: dict[str, Any]
     prompts: int
     versions: Sequence[int]
+    earlier: int | None = None
+    recording: Path | None = None
     temperature: float = 1.0
+    sequences: int | None = None
     engines: int = 1
     overrides: Sequence[str] = ()
 
@@ -93,7 +101,7 @@ class Comparison:
         recording: folder of its recording.
         arms: overrides by name.
         group: rollouts of a prompt.
-        sequences: that an engine runs at once.
+        sequences: that an engine runs at once, at most.
 
     Attributes:
         arms: that could be made, by name.
@@ -116,7 +124,7 @@ class Comparison:
             f"policy.train_global_batch_size={group}",
             f"policy.generation.vllm_kwargs.max_num_seqs={sequences}",
         )
-        self.recording = recording
+        self._recording, self._sequences = recording, sequences
         self.arms: dict[str, Arm] = {}
         self.left_out: dict[str, str] = {}
         self._turns = Turns()
@@ -156,7 +164,7 @@ class Comparison:
         note: Callable[[dict[str, Any], Arm], None] = lambda row, arm: None,
         seconds: float = 0.0,
     ) -> list[list[dict[str, Any]]]:
-        """Measure points with each seed, from an empty cache, and all of it several times.
+        """Measure points with each seed, from the same caches each time, several times over.
 
         Repetitions take the same steps of the engine, also where draft lengths depend on measured
         times: they verify the drafts of the first one. ``processor_s`` is the sum of each step's
@@ -167,7 +175,7 @@ class Comparison:
             points: to be measured by the same engines.
             seeds: of sampling.
             repeats: how often at least.
-            seconds: that plain decoding is to take in all, in its shortest epoch: points that take
+            seconds: that every arm is to take in all, in each epoch: points at which one takes
                 little time are repeated more often.
             note: called with each row of the first repetition and its arm, to add to the row.
 
@@ -177,27 +185,30 @@ class Comparison:
         made: dict[tuple[Any, ...], dict[str, Any]] = {}
         readings: dict[tuple[Any, ...], list[list[list[float]]]] = defaultdict(list)
         proposed: dict[tuple[Any, ...], Any] = defaultdict(dict)
-        taken: dict[tuple[int, int], list[float]] = defaultdict(list)  # by plain decoding
+        earlier: dict[tuple[int, int], list[list[Rollout]]] = {}
         left = deque(itertools.product(seeds, range(len(points))))
         self._rehearse(points[0], seeds[0])
-        while left:
+        for turn in itertools.count():
+            if not left:
+                break
             seed, i = left.popleft()
-            turn = sum(map(len, taken.values()))
+            if (i, seed) not in earlier:
+                earlier[i, seed] = self._earlier(points[i], seed)
             expected = {
                 key[2:]: row["processor_s"] for key, row in made.items() if key[:2] == (i, seed)
             }
-            of_plain = []
-            for row in self._measure(points[i], seed, turn, proposed[i, seed], expected):
-                if row["arm"] == PLAIN:
-                    of_plain.append(row["processor_s"])
+            enough = True
+            state = earlier[i, seed], proposed[i, seed], expected
+            for row in self._measure(points[i], seed, turn, *state):
                 key = i, seed, row["arm"], row["epoch"]
                 arm = self.arms[row["arm"]]
                 if key not in made:
                     made[key] = row
                     note(row, arm)
                 readings[key].append(arm.step_s)
-            taken[i, seed].append(min(of_plain))
-            if len(taken[i, seed]) < repeats or sum(taken[i, seed]) < seconds:
+                in_all = sum(map(sum, itertools.chain(*readings[key])))
+                enough &= len(readings[key]) >= repeats and in_all >= seconds
+            if not enough:
                 left.append((seed, i))
         for key, row in made.items():
             of_engines = list(zip(*readings[key], strict=True))
@@ -213,25 +224,46 @@ class Comparison:
         """
         prompts = max(1, point.prompts // 4)
         part = dataclasses.replace(point, label={"part": "rehearsal"}, prompts=prompts)
-        for _ in self._measure(part, seed, 0, {}, {}):
+        for _ in self._measure(part, seed, 0, self._earlier(part, seed), {}, {}):
             pass
         gc.collect()
         gc.freeze()  # as vLLM does: else one arm pays for collections over the heaps of all
+
+    def _earlier(self, point: Epochs, seed: int) -> list[list[Rollout]]:
+        """The rollouts that caches have when a point's first epoch begins, by prompt."""
+        if point.earlier is None:
+            return []
+        plain = self.arms[PLAIN]
+        self._begin_again(plain, point, seed)
+        new_weights = self._weights(point, point.earlier)
+        chosen = self.problems[: point.prompts]
+        self._turns.run({PLAIN: lambda: plain.measure(0, new_weights, chosen)}, {})
+        return plain.rollouts(chosen)
+
+    def _begin_again(
+        self, arm: Arm, point: Epochs, seed: int, earlier: Sequence[Sequence[Rollout]] = ()
+    ) -> None:
+        arm.begin_again(seed, point.sequences or self._sequences, point.overrides, earlier)
+
+    def _weights(self, point: Epochs, version: int) -> Iterator[tuple[str, Any]]:
+        return weights(point.recording or self._recording, version, point.temperature)
 
     def _measure(
         self,
         point: Epochs,
         seed: int,
         turn: int,
+        earlier: list[list[Rollout]],
         proposed: dict[tuple[str, int], list[list[list[int]]]],
         expected: Mapping[tuple[str, int], float],
     ) -> Iterator[dict[str, Any]]:
         """Measure epochs of all arms, which take turns within an epoch (``engines.Turns``).
 
         Args:
-            point: what to measure, from an empty cache.
+            point: what to measure.
             seed: of sampling.
             turn: the arm that begins.
+            earlier: rollouts of each prompt that are in the caches at the start.
             proposed: drafts of adaptive arms by arm and epoch; those that it has are taken again,
                 so that a repetition takes the same steps, and others are added.
             expected: processor seconds by arm and epoch, as they were in an earlier repetition;
@@ -240,15 +272,15 @@ class Comparison:
         expected = expected or self._last_s
         chosen = list(self.problems[: point.prompts])
         for arm in self.arms.values():
-            arm.begin_again(seed, point.overrides)
-        for epoch, version in enumerate(point.versions):
+            self._begin_again(arm, point, seed, earlier)
+        for epoch, version in enumerate(point.versions, start=1 if earlier else 0):
             first = (turn + epoch) % len(self.arms)
             names = [*list(self.arms)[first:], *list(self.arms)[:first]]
             works = {
                 name: functools.partial(
                     self.arms[name].measure,
                     epoch,
-                    weights(self.recording, version, point.temperature),
+                    self._weights(point, version),
                     chosen,
                     point.engines,
                     proposed.get((name, epoch)),
@@ -269,12 +301,15 @@ class Comparison:
                 yield {**label, "arm": name, "epoch": epoch, "load": os.getloadavg()[0], **row}
 
 
-def scatter(rows: Sequence[dict[str, Any]], place: Sequence[str]) -> str:
+def scatter(
+    rows: Sequence[dict[str, Any]], place: Sequence[str], seconds: str = "processor_s"
+) -> str:
     """How far single repetitions lie from the ratios of processor seconds that tables show.
 
     Args:
         rows: with those of plain decoding.
         place: keys that tell rows of an arm apart.
+        seconds: what tables show of a row.
     """
 
     def at(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -286,7 +321,7 @@ def scatter(rows: Sequence[dict[str, Any]], place: Sequence[str]) -> str:
         base = plain.get(at(row), row)
         if base is row or len(row["repetitions_s"]) < 2:
             continue
-        shown = base["processor_s"] / row["processor_s"]
+        shown = base[seconds] / row[seconds]
         pairs = zip(base["repetitions_s"], row["repetitions_s"], strict=True)
         apart += [abs(theirs / mine / shown - 1) for theirs, mine in pairs]
     if not apart:
@@ -311,6 +346,16 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--warm-up-steps", type=int, default=300, help="of any-order's model")
     parser.add_argument("--override", nargs="*", default=[], help="of the recording's recipe")
     return parser
+
+
+def repeated_until(parser: argparse.ArgumentParser) -> None:
+    """Add the option of a benchmark whose points are repeated until their readings settle."""
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=2.0,
+        help="a point is repeated until every method has taken so long in all",
+    )
 
 
 def recorded(args: argparse.Namespace, task: str, epochs: int) -> Path:

@@ -22,6 +22,7 @@ from nemo_specrl.cache import store
 from nemo_specrl.engine import speculative
 from nemo_specrl.engine.compat import mend_cpu_rejection_sampler
 from nemo_specrl.engine.speculative import STORE_SECONDS
+from nemo_specrl.rollout import Finish, Rollout, prompt_key
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
@@ -274,14 +275,22 @@ class Arm:
             groups_per_prompt=self.recipe.spec_rl.cache.groups_per_prompt,
         )
 
-    def begin_again(self, seed: int, overrides: Sequence[str] = ()) -> None:
+    def begin_again(
+        self,
+        seed: int,
+        sequences: int,
+        overrides: Sequence[str] = (),
+        earlier: Sequence[Sequence[Rollout]] = (),
+    ) -> None:
         """Forget all rollouts, in the cache and in drafters, and roll out in another way.
 
         What a drafter has learned of costs and chances stays, as it does while an engine runs.
 
         Args:
             seed: of sampling.
+            sequences: that the engine runs at once, no more than it was made for.
             overrides: of what the recipe says of rollouts; the engine stays as it was made.
+            earlier: rollouts of each prompt that the cache is to have instead.
         """
         from nemo_specrl.speculation.trees import DraftTrees
 
@@ -292,6 +301,10 @@ class Arm:
         if self.store is not None:
             self.store.close()
             self.store = generation.store = generation.cache = self._new_store()
+        core = generation.llm.llm_engine.engine_core.engine_core
+        core.scheduler.scheduler_config.max_num_seqs = sequences  # what SpeculativeLLM reads
+        assert core.scheduler.max_num_active_reqs  # of vLLM 0.32; another may have another name
+        core.scheduler.max_num_active_reqs = sequences
         speculative, drafter = generation.speculative, self.counter.drafter
         speculative.__init__(speculative.llm, self.store, speculative.config, seed)
         if isinstance(getattr(drafter, "trees", None), DraftTrees):
@@ -299,6 +312,30 @@ class Arm:
         elif hasattr(drafter, "suffix_cache"):
             drafter.__init__(generation.llm.llm_engine.vllm_config)
         self.responses, self.logprobs = [], []
+        if self.store is not None and earlier:
+            self.store.put(rollout for group in earlier for rollout in group)
+            self.store.sync()
+            self.responses = [[rollout.tokens.tolist() for rollout in group] for group in earlier]
+
+    def rollouts(self, problems: Sequence[Any]) -> list[list[Rollout]]:
+        """The rollouts of the last epoch, which was measured on these problems, by prompt."""
+        speculative = self.generation.speculative
+        return [
+            [
+                Rollout(
+                    prompt_key(problem.prompt),
+                    k,
+                    tokens,
+                    logprobs,
+                    # A response of these tasks ends with this token, or at its budget.
+                    Finish.STOP if tokens[-1:] == [self.generation.eos] else Finish.LENGTH,
+                    speculative.policy_version,
+                    fingerprint=speculative.fingerprint,
+                )
+                for k, (tokens, logprobs) in enumerate(zip(*group, strict=True))
+            ]
+            for problem, *group in zip(problems, self.responses, self.logprobs, strict=True)
+        ]
 
     def measure(
         self,

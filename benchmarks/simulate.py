@@ -7,8 +7,10 @@ The policies are those of ``recording.py``. Each method rolls out the same promp
 weights, first a cold epoch, then a warm one. The simulator is given what plain decoding recorded
 (tokens and log-probs) and what a step of the engine costs, which is fitted to the points of
 ``FITTED`` alone. Those of the other task are predicted: another policy, which is less sure of its
-tokens, and another ``max_num_seqs``. A point is repeated, and since a repetition takes the very
-same steps of the engine, the quickest reading of each step counts: the machine may have other work.
+tokens, and another number of rows at once. The machine may have other work: so methods take turns,
+points are repeated, one after the other, until every method has taken two seconds in all at each of
+them, and since a repetition takes the very same steps of the engine, the quickest reading of each
+step counts.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from arms import (
     environment,
     in_own_process,
     recorded,
+    repeated_until,
 )
 from recording import TASKS, recipe_of
 from records import Chart, present, read, save
@@ -36,41 +39,57 @@ from records import Chart, present, read, save
 from nemo_specrl.config import PRESETS
 from nemo_specrl.rollout import prompt_key
 from nemo_specrl.simulation.engine import FEATURES, Engine, fit_costs
+from nemo_specrl.simulation.prediction import REJECTIONS
 from nemo_specrl.simulation.recorded import Sample
-from nemo_specrl.simulation.replay import acceptance_rates, groups_of, histories_of, phase, rows_of
+from nemo_specrl.simulation.replay import (
+    acceptance_rates,
+    groups_of,
+    histories_of,
+    phase,
+    rejecting,
+    rows_of,
+)
 
 METHODS = {PLAIN: "plain", TREE: "lossless", "faithful": "faithful", "fast": "fast"}
 """Arms of ``rollout.py`` by the preset that they are."""
+REUSE = ("faithful", "fast")
+"""Presets whose acceptance is estimated."""
 PARTS = {
     f"{task}-{sequences}": {"task": task, "sequences": sequences}
     for task, sequences in (("sorting", 16), ("sorting", 64), ("any-order", 32), ("any-order", 64))
 }
-"""Task and max_num_seqs."""
+"""Task, and rows that the engine runs at once."""
 GROUP, EPOCHS, SEED = 8, 2, 100
 BLOCK_SIZE, MAX_MODEL_LEN = 32, 256
+ROWS = FEATURES.index("rows")
 FITTED = "sorting"
 """The task to whose points the costs are fitted; those of the other task are predicted."""
 POINT = ("task", "sequences", "arm", "epoch")
 
 
 def measure(
-    part: dict[str, Any], recording: Path, prompts: int, seeds: int, repeats: int
+    parts: list[dict[str, Any]],
+    recordings: dict[str, Path],
+    prompts: int,
+    seeds: int,
+    seconds: float,
 ) -> list[dict[str, Any]]:
     """Measure all methods side by side, in a process of its own.
 
     Args:
-        part: task and sequences.
-        recording: folder of the task's recording.
+        parts: task and sequences of each.
+        recordings: folder of each task's recording.
         prompts: of an epoch.
         seeds: of sampling.
-        repeats: of everything.
+        seconds: a part is repeated until every method has taken so long in each epoch in all.
 
     Returns:
-        A row for each method, epoch and seed.
+        A row for each part, method, epoch and seed.
     """
     arms = {name: ARMS[name] for name in METHODS}
-    place = (part["task"], recording, arms, GROUP, part["sequences"])
-    with Comparison(*place) as comparison:
+    most = max(part["sequences"] for part in parts)
+    # Both tasks have the same problems, and models of the same shape.
+    with Comparison(FITTED, recordings[FITTED], arms, GROUP, most) as comparison:
         chosen = comparison.problems[:prompts]
 
         def record_plain(row: dict[str, Any], arm: Any) -> None:
@@ -79,10 +98,19 @@ def measure(
                 row["keys"] = [prompt_key(problem.prompt).hex() for problem in chosen]
                 row["responses"], row["logprobs"] = arm.responses, arm.logprobs
 
-        point = Epochs(part, prompts, range(EPOCHS))
+        of_parts = [
+            Epochs(
+                part,
+                prompts,
+                range(EPOCHS),
+                recording=recordings[part["task"]],
+                sequences=part["sequences"],
+            )
+            for part in parts
+        ]
         numbers = range(SEED, SEED + seeds)
-        [rows] = comparison.repeated([point], numbers, repeats, record_plain)
-    return rows
+        measured = comparison.repeated(of_parts, numbers, 1, record_plain, seconds)
+    return [row for of_part in measured for row in of_part]
 
 
 def points(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -91,13 +119,21 @@ def points(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     measured = {(*(row[name] for name in POINT), row["seed"]): row for row in rows}
     seeds = sorted({row["seed"] for row in rows})
     found = []
-    for place in dict.fromkeys(key[:-1] for key in measured):
+    order = list(METHODS)
+    places = {key[:-1] for key in measured}
+    for place in sorted(places, key=lambda p: (p[0] != FITTED, p[1], p[3], order.index(p[2]))):
         task, sequences, method, epoch = place
-        counts, drafted, decoded = [], [], []
+        counts, drafted, decoded, ends = [], [], [], []
         for seed in seeds:
             steps = [_samples(recorded[task, sequences, seed, e]) for e in range(epoch + 1)]
             simulated = _simulated(METHODS[method], steps, sequences, seed)
             counts.append(simulated[0])
+            if epoch and METHODS[method] in REUSE:
+                of_ends = [
+                    _simulated(METHODS[method], steps, sequences, seed, times)[0][ROWS]
+                    for times in (min(REJECTIONS), max(REJECTIONS))
+                ]
+                ends.append(of_ends)
             drafted.append(sum(d for row in simulated[1] for d, _ in row.trace))
             decoded.append(sum(y for row in simulated[1] for _, y in row.trace))
         of_seeds = [measured[(*place, seed)] for seed in seeds]
@@ -106,13 +142,14 @@ def points(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             name: float(np.mean([row[name] for row in of_seeds]))
             for name in ("engine_steps", "row_steps", "drafted_tokens", "decoded_tokens")
         }
-        made = (mean_counts[:2].sum(), mean_counts[2], np.mean(drafted), np.mean(decoded))
+        made = (mean_counts[:2].sum(), mean_counts[ROWS], np.mean(drafted), np.mean(decoded))
         found.append(
             {
                 **dict(zip(POINT, place, strict=True)),
                 "fitted": task == FITTED,
                 "counts": dict(zip(FEATURES, mean_counts.tolist(), strict=True)),
                 "simulated": dict(zip(real, map(float, made), strict=True)),
+                **({"row_steps_range": np.mean(ends, axis=0).tolist()} if ends else {}),
                 "measured": real,
                 "measured_s": float(np.mean([row["quickest_s"] for row in of_seeds])),
                 "repetitions_s": [row["repetitions_s"] for row in of_seeds],
@@ -143,13 +180,19 @@ def draft_tokens() -> int:
     return longest
 
 
-def _simulated(preset: str, steps: list[list[Sample]], sequences: int, seed: int) -> Any:
-    """Counts and rows of the last of an engine's steps, those before it being its history."""
+def _simulated(
+    preset: str, steps: list[list[Sample]], sequences: int, seed: int, rejections: float = 1.0
+) -> Any:
+    """Counts and rows of the last of an engine's steps, those before it being its history.
+
+    ``rejections`` is how many times as often as estimated prefix reuse rejects a token.
+    """
     history = list(histories_of(steps))[-1]
     rates = None
-    if preset in ("faithful", "fast") and history:
+    if preset in REUSE and history:
         pairs = [(history[key][-1], group) for key, group in groups_of(steps[-1]).items()]
         rates = acceptance_rates(pairs, PRESETS[preset]["lenience"])
+        rates = None if rates is None else rejecting(rates, rejections)
     rows = rows_of(preset, steps[-1], history, rates, seed)
     engine = Engine(
         sequences,
@@ -183,7 +226,8 @@ def place(point: dict[str, Any]) -> tuple[Any, ...]:
 def report(result: dict[str, Any]) -> str:
     """The points that costs were not fitted to, as a Markdown table."""
     lines = [
-        "| task | max_num_seqs | method | epoch | engine steps: simulated, measured | row steps |"
+        "| task | max_num_seqs | method | epoch | engine steps: simulated, measured "
+        "| row steps: simulated (range), measured |"
         " s: predicted, measured | error | times faster than plain: predicted, measured | error |",
         "|---" * 10 + "|",
     ]
@@ -194,12 +238,15 @@ def report(result: dict[str, Any]) -> str:
         made, real = point["simulated"], point["measured"]
         base = plain[place(point)]
         predicted, measured = (base[name] / point[name] for name in ("predicted_s", "measured_s"))
+        rows = f"{made['row_steps']:,.0f}"
+        if "row_steps_range" in point:
+            rows += " ({:,.0f} to {:,.0f})".format(*point["row_steps_range"])
         faster = f"{predicted:.2f}, {measured:.2f} | {predicted / measured - 1:+.0%}"
         lines.append(
             f"| {point['task']} | {point['sequences']} | {point['arm']} "
             f"| {'warm' if point['epoch'] else 'cold'} "
             f"| {made['engine_steps']:.0f}, {real['engine_steps']:.0f} "
-            f"| {made['row_steps']:,.0f}, {real['row_steps']:,.0f} "
+            f"| {rows}, {real['row_steps']:,.0f} "
             f"| {point['predicted_s']:.2f}, {point['measured_s']:.2f} | {point['error']:+.0%} "
             f"| {' | ' if point is base else faster} |"
         )
@@ -224,7 +271,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--prompts", type=int, default=16, help="of an epoch, groups of 8")
     parser.add_argument("--seeds", type=int, default=1, help="of sampling")
-    parser.add_argument("--repeats", type=int, default=3, help="of each seed")
+    repeated_until(parser)
     args = parser.parse_args()
     if not any(PARTS[name]["task"] == FITTED for name in args.parts):
         parser.error(f"--parts: costs are fitted to {FITTED}, of which there is none")
@@ -235,11 +282,10 @@ def main() -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measure the parts, and predict all points."""
     environment()
-    rows: list[dict[str, Any]] = []
-    for name in args.parts:
-        recording = recorded(args, PARTS[name]["task"], EPOCHS)
-        amount = (args.prompts, args.seeds, args.repeats)
-        rows += in_own_process(measure, PARTS[name], recording, *amount)
+    parts = [PARTS[name] for name in args.parts]
+    recordings = {part["task"]: recorded(args, part["task"], EPOCHS) for part in parts}
+    amount = (args.prompts, args.seeds, args.seconds)
+    rows = in_own_process(measure, parts, recordings, *amount)
     return save(args.out / "simulator.json", predict(points(rows)))
 
 

@@ -4,11 +4,13 @@ r"""What a method of speculation gains, and on what that depends: one thing is v
     .venv/bin/python benchmarks/sweep.py --out results/sweep --axes drift --all --seeds 1 2 3
     .venv/bin/python benchmarks/sweep.py --report benchmarks/results/sweep.json --plot sweep.png
 
-At each point, plain decoding and each method roll out the same prompts twice: cold, under the
-weights that a training began with, and warm, under those it had some epochs later. A recorded
-training provides them, and arms take turns, as in ``rollout.py``, since the machine may have other
-work. Points that take little time are repeated, in the same steps of the engine, and the median
-reading of each step counts. Rows go to DIR/sweep.json, where those of other points stay.
+At each point, plain decoding and each method roll out the same prompts for the second time. The
+first time was under the weights that a training began with, by plain decoding, whose rollouts all
+caches have; this time is under those it had some epochs later. A recorded training provides them,
+and arms take turns, as in ``rollout.py``, since the machine may have other work. Points are
+repeated until every arm has taken two seconds in all, in the same steps of the engine, and the
+quickest reading of each step counts: with as many as these, two runs then differ less than by
+medians. Rows go to DIR/sweep.json, where those of other points stay.
 """
 
 from __future__ import annotations
@@ -29,14 +31,15 @@ from arms import (
     environment,
     in_own_process,
     recorded,
+    repeated_until,
     scatter,
 )
 from records import merged, read, show
 
 ROWS = 64
 """Rollouts of an epoch, at every point."""
-SECONDS = 2.0
-"""Of plain decoding: a point is repeated until its epochs have taken so long in all."""
+QUICKEST = "quickest_s"
+"""Of a row: processor seconds, summed over the quickest reading of each step."""
 METHODS = (TREE, "faithful", "faithful, tree", "fast")
 PLACE = ("axis", "value", "seed")
 """What tells points apart; rows of a point are of one measurement."""
@@ -135,8 +138,7 @@ def table(rows: list[dict[str, Any]], axis: str) -> str:
         ]
         for arm in arms:
             cells += [
-                spread(speed(rows, axis, value, arm, name))
-                for name in ("engine_steps", "processor_s")
+                spread(speed(rows, axis, value, arm, name)) for name in ("engine_steps", QUICKEST)
             ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -145,7 +147,7 @@ def table(rows: list[dict[str, Any]], axis: str) -> str:
 def report(rows: list[dict[str, Any]]) -> str:
     """The tables of all axes that were measured."""
     tables = [table(rows, axis) for axis in AXES if values_of(rows, axis)]
-    return "\n\n".join([*tables, scatter(rows, (*PLACE, "epoch"))])
+    return "\n\n".join([*tables, scatter(rows, (*PLACE, "epoch"), QUICKEST)])
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
@@ -162,7 +164,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     for axis, panel in zip(measured, panels, strict=False):
         values = values_of(rows, axis)
         for arm in [arm for arm in ARMS if any(row["arm"] == arm for row in rows) and arm != PLAIN]:
-            ratios = [speed(rows, axis, v, arm, "processor_s") for v in values]
+            ratios = [speed(rows, axis, v, arm, QUICKEST) for v in values]
             middle = [statistics.median(of_point) for of_point in ratios]
             lines = panel.plot(range(len(values)), middle, marker="o", label=arm)
             lowest, highest = [min(r) for r in ratios], [max(r) for r in ratios]
@@ -185,16 +187,16 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 def measure(
     points: dict[Point, dict[str, Any]],
     seeds: list[int],
-    repeats: int,
+    seconds: float,
     recording: Path,
     methods: list[str],
 ) -> list[list[dict[str, Any]]]:
-    """Measure points with the same rows at once, in a process of its own: engines serve them all.
+    """Measure points in a process of its own: engines serve them all.
 
     Args:
         points: the label of each.
         seeds: of sampling.
-        repeats: of each point, at least.
+        seconds: a point is repeated until every arm has taken so long in all.
         recording: folder of the recording.
         methods: arms beside plain decoding.
 
@@ -202,16 +204,18 @@ def measure(
         The rows of each point, with its label.
     """
     arms = {arm: ARMS[arm] for arm in (PLAIN, *methods)}
-    [sequences] = {point.sequences for point in points}
-    with Comparison(TASK, recording, arms, Point.group, sequences) as comparison:
+    most = max(point.sequences for point in points)
+    with Comparison(TASK, recording, arms, Point.group, most) as comparison:
         if comparison.left_out:
             raise SystemExit("; ".join(": ".join(arm) for arm in comparison.left_out.items()))
         of_points = [
             Epochs(
                 label,
                 ROWS // point.group,
-                (0, point.drift),
+                (point.drift,),
+                earlier=0,
                 temperature=point.temperature,
+                sequences=point.sequences,
                 engines=point.engines,
                 overrides=(
                     f"grpo.num_generations_per_prompt={point.group}",
@@ -221,7 +225,7 @@ def measure(
             )
             for point, label in points.items()
         ]
-        return comparison.repeated(of_points, seeds, repeats, seconds=SECONDS)
+        return comparison.repeated(of_points, seeds, repeats=1, seconds=seconds)
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -233,17 +237,15 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         for value in args.values or of_axis:
             labels.setdefault(point_of(axis, value), []).append({"axis": axis, "value": value})
     recording = recorded(args, TASK, 1 + max(point.drift for point in labels))
-    rows: list[dict[str, Any]] = []
-    for sequences in dict.fromkeys(point.sequences for point in labels):
-        points = {p: label[0] for p, label in labels.items() if p.sequences == sequences}
-        measured = in_own_process(measure, points, args.seeds, args.repeats, recording, args.arms)
-        new = [
-            {**row, **label}
-            for point, of_point in zip(points, measured, strict=True)
-            for label in labels[point]
-            for row in of_point
-        ]
-        rows = merged(args.out / "sweep.json", new, PLACE)["rows"]
+    points = {point: first for point, (first, *_) in labels.items()}
+    measured = in_own_process(measure, points, args.seeds, args.seconds, recording, args.arms)
+    new = [
+        {**row, **label}
+        for point, of_point in zip(points, measured, strict=True)
+        for label in labels[point]
+        for row in of_point
+    ]
+    rows: list[dict[str, Any]] = merged(args.out / "sweep.json", new, PLACE)["rows"]
     return rows
 
 
@@ -255,7 +257,7 @@ def main() -> None:
     points.add_argument("--values", nargs="+", type=float, help="points, if others, of one axis")
     parser.add_argument("--arms", nargs="+", choices=list(ARMS)[1:], default=list(METHODS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="of sampling")
-    parser.add_argument("--repeats", type=int, default=1, help="of everything, at least")
+    repeated_until(parser)
     args = parser.parse_args()
     if args.report:
         rows = read(args.report)["rows"]

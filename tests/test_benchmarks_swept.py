@@ -14,11 +14,12 @@ def swept(tmp_path_factory):
     """The sweep over four axes: what it printed last, and rows by place."""
     out = tmp_path_factory.mktemp("sweep")
     picture = out / "sweep.png"
-    small = ("--arms", "tree", *SMALL_RECORDING)
+    small = ("--arms", "tree", "--seconds", 0.3, *SMALL_RECORDING)
     temperatures = ("--axes", "temperature", "--values", 0.5, 2, "--seeds", 1, 2)
     run("--out", out, *temperatures, *small, script="sweep.py")
     run("--out", out, "--axes", "length", "--values", 5, 20, *small, script="sweep.py")
     run("--out", out, "--axes", "group", "--values", 32, *small, script="sweep.py")
+    run("--out", out, "--axes", "sequences", "--values", 2, 16, *small, script="sweep.py")
     printed = run(
         *("--out", out, "--axes", "engines", "--values", 1, 4, *small, "--plot", picture),
         script="sweep.py",
@@ -27,8 +28,8 @@ def swept(tmp_path_factory):
     rows = json.loads((out / "sweep.json").read_text())["rows"]
     seeds = [[row["response_tokens"] for row in rows if row["seed"] == seed] for seed in (1, 2)]
     assert seeds[1] and seeds[0][: len(seeds[1])] != seeds[1]  # they are other samples
-    plain = [row["repetitions_s"] for row in rows if row["arm"] == "plain"]
-    assert all(sum(seconds) > 1.99 for seconds in plain)  # short ones are repeated
+    quickest = [row for row in rows if row["arm"] == "tree" and row["axis"] != "engines"]
+    assert all(sum(row["repetitions_s"]) > 0.299 for row in quickest)  # short ones are repeated
     rows = [row for row in rows if row["seed"] == 1]
     return printed, {(row["axis"], row["value"], row["arm"], row["epoch"]): row for row in rows}
 
@@ -43,14 +44,29 @@ def test_the_sweep_makes_the_policy_unsure_without_changing_how_the_engine_sampl
 
 def test_several_engines_of_the_sweep_share_the_rows_and_the_longest_counts(swept):
     printed, rows = swept
-    assert printed.count("\n| ") == 4 + 7  # a header for each axis, and all points
+    assert printed.count("\n| ") == 5 + 9  # a header for each axis, and all points
     for arm in ("plain", "tree"):
-        for epoch in (0, 1):
-            one, four = (rows["engines", value, arm, epoch] for value in (1, 4))
-            # Eight prompts, of which each of four engines has two.
-            assert one["engine_steps"] / 4 <= four["engine_steps"] < 0.7 * one["engine_steps"]
-            if arm == "plain":
-                assert four["response_tokens"] == four["row_steps"] == one["row_steps"]
+        one, four = (rows["engines", value, arm, 1] for value in (1, 4))
+        # Eight prompts, of which each of four engines has two.
+        assert one["engine_steps"] / 4 <= four["engine_steps"] < 0.7 * one["engine_steps"]
+        if arm == "plain":
+            assert four["response_tokens"] == four["row_steps"] == one["row_steps"]
+
+
+def test_methods_of_the_sweep_draft_from_what_plain_decoding_made(swept):
+    _, rows = swept
+    assert {epoch for *_, epoch in rows} == {1}
+    tree = rows["group", 32, "tree", 1]
+    # Two prompts of 32 rows, all of which have 32 earlier rollouts to draft from.
+    assert tree["row_steps"] < 0.3 * tree["response_tokens"]
+
+
+def test_the_sweep_limits_the_rows_that_its_engines_run_at_once(swept):
+    _, rows = swept
+    few, many = (rows["sequences", value, "plain", 1] for value in (2, 16))
+    assert few["row_steps"] == many["row_steps"]
+    assert few["row_steps"] / 2 <= few["engine_steps"] < few["row_steps"] / 1.8
+    assert many["row_steps"] / 16 <= many["engine_steps"] < many["row_steps"] / 8
 
 
 def test_engines_of_the_sweep_serve_other_lengths_and_groups(swept):
@@ -85,7 +101,7 @@ def test_regimes_differ_in_how_far_drafts_go(tmp_path):
 
 
 def test_the_simulator_is_compared_with_the_engine(tmp_path):
-    small = ("--prompts", 2, "--repeats", 1, "--warm-up-steps", 2, *SMALL_RECORDING)
+    small = ("--prompts", 2, "--seconds", 0, "--warm-up-steps", 2, *SMALL_RECORDING)
     parts = ("--parts", "sorting-16", "any-order-64")
     printed = run("--out", tmp_path, *parts, *small, script="simulate.py")
     result = json.loads((tmp_path / "simulator.json").read_text())
