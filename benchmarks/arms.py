@@ -188,9 +188,8 @@ class Comparison:
         earlier: dict[tuple[int, int], list[list[Rollout]]] = {}
         left = deque(itertools.product(seeds, range(len(points))))
         self._rehearse(points[0], seeds[0])
-        for turn in itertools.count():
-            if not left:
-                break
+        turn = itertools.count()
+        while left:
             seed, i = left.popleft()
             if (i, seed) not in earlier:
                 earlier[i, seed] = self._earlier(points[i], seed)
@@ -199,7 +198,7 @@ class Comparison:
             }
             enough = True
             state = earlier[i, seed], proposed[i, seed], expected
-            for row in self._measure(points[i], seed, turn, *state):
+            for row in self._measure(points[i], seed, next(turn), *state):
                 key = i, seed, row["arm"], row["epoch"]
                 arm = self.arms[row["arm"]]
                 if key not in made:
