@@ -2,13 +2,16 @@
 
     .venv/bin/python benchmarks/resume.py --out results/resume.json
 
-A trainer without a checkpoint is killed by SIGKILL after some steps and started again; the
-``rollout_s`` of each lost step the second time is compared with that of the first time.
+A trainer without a checkpoint is killed by SIGKILL after some steps and started again, several
+times from the same state; the ``rollout_s`` of each lost step when it is made again, the median of
+these times, is compared with that of the first time.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -37,6 +40,7 @@ def command(folder: Path, steps: int, overrides: list[str]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=4, help="that are lost")
+    parser.add_argument("--starts", type=int, default=3, help="after the kill, from one state")
     parser.add_argument("overrides", nargs="*", help="of the recipe")
     outputs(parser)
     args = parser.parse_args()
@@ -47,12 +51,17 @@ def main() -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Kill a run, start it again, and compare the steps that it had lost."""
     with tempfile.TemporaryDirectory(prefix="resume-benchmark-") as name:
-        folder = Path(name)
+        folder, state = Path(name, "run"), Path(name, "state")
         lost = killed_after(folder, args.steps, args.overrides)
-        subprocess.run(
-            command(folder, len(lost), args.overrides), check=True, stdout=subprocess.DEVNULL
-        )
-        again = read_metrics(folder / "metrics.jsonl")
+        folder.rename(state)
+        again = []
+        for _ in range(args.starts):
+            shutil.copytree(state, folder)
+            subprocess.run(
+                command(folder, len(lost), args.overrides), check=True, stdout=subprocess.DEVNULL
+            )
+            again.append(read_metrics(folder / "metrics.jsonl"))
+            shutil.rmtree(folder)
     return compared(lost, again)
 
 
@@ -93,22 +102,28 @@ def killed_after(folder: Path, steps: int, overrides: list[str]) -> list[dict[st
     return read_metrics(folder / "metrics.jsonl")
 
 
-def compared(lost: list[dict[str, Any]], again: list[dict[str, Any]]) -> dict[str, Any]:
+def compared(lost: list[dict[str, Any]], again: list[list[dict[str, Any]]]) -> dict[str, Any]:
     rows = [
         {
-            "step": a["step"],
-            "first_s": a["rollout_s"],
-            "again_s": b["rollout_s"],
-            "reward": a["reward"],
-            "tokens": a["response_tokens"],
+            "step": first["step"],
+            "first_s": first["rollout_s"],
+            "again_s": statistics.median(step["rollout_s"] for step in steps),
+            "starts_s": [step["rollout_s"] for step in steps],
+            "reward": first["reward"],
+            "tokens": first["response_tokens"],
         }
-        for a, b in zip(lost, again, strict=True)
+        for first, *steps in zip(lost, *again, strict=True)
     ]
     names = ("prompts", "reward", "response_length", "loss", "grad_norm")
     return {
         "steps": rows,
         "ratio": sum(r["first_s"] for r in rows) / sum(r["again_s"] for r in rows),
-        "same": all(a[name] == b[name] for a, b in zip(lost, again, strict=True) for name in names),
+        "same": all(
+            step[name] == first[name]
+            for first, *steps in zip(lost, *again, strict=True)
+            for step in steps
+            for name in names
+        ),
     }
 
 
