@@ -197,7 +197,7 @@ def test_lost_steps_are_made_again(tmp_path):
         "grpo.num_generations_per_prompt=2",
     )
     printed = run(
-        *("--out", out, "--steps", 2, *small, "policy.train_global_batch_size=4"),
+        *("--out", out, "--steps", 2, "--starts", 2, *small, "policy.train_global_batch_size=4"),
         script="resume.py",
     )
     assert "rewards and lengths the same" in printed
