@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, default=None, help="on the disk to be measured")
     parser.add_argument("--prompts", type=int, default=512, help="of 16 rollouts each")
     parser.add_argument("--tokens", type=int, default=1000, help="of each rollout")
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=15)
     parser.add_argument("--opening-gb", type=float, default=0, help="size of a store to be opened")
     outputs(parser)
     parser.add_argument("--memory-of", type=Path, default=None, help=argparse.SUPPRESS)
