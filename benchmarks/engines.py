@@ -20,7 +20,7 @@ from recording import recipe_of
 
 from nemo_specrl.cache import store
 from nemo_specrl.engine import speculative
-from nemo_specrl.engine.compat import mend_cpu_rejection_sampler
+from nemo_specrl.engine.patches import mend_cpu_rejection_sampler
 from nemo_specrl.engine.speculative import STORE_SECONDS
 from nemo_specrl.rollout import Finish, Rollout, prompt_key
 

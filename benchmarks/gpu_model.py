@@ -25,6 +25,7 @@ from nemo_specrl.config import SpecRLConfig
 from nemo_specrl.engine.compat import has_custom_proposers
 from nemo_specrl.engine.drafting import engine_options
 from nemo_specrl.engine.verification import sampled_values
+from nemo_specrl.rollout import Rollout
 
 QUIET = 1e-4
 """Of the output projections of attention and MLPs, relative to the other weights."""
@@ -137,6 +138,22 @@ of all weights that it has in Qwen3-8B."""
 
 
 @functools.cache
+class Fixed:
+    """A rollout cache in memory that stays as it is, so that each repetition finds the same."""
+
+    def __init__(self, rollouts: list[Rollout]) -> None:
+        self.rollouts: dict[bytes, list[Rollout]] = {}
+        for rollout in rollouts:
+            self.rollouts.setdefault(rollout.key, []).append(rollout)
+
+    def get(self, keys: Any) -> dict[bytes, list[Rollout]]:
+        """The rollouts of prompts, by key."""
+        return {key: self.rollouts[key] for key in keys if key in self.rollouts}
+
+    def put(self, rollouts: Any) -> None:
+        """Keep nothing."""
+
+
 def on_gpu() -> bool:
     """Whether there is a GPU; asked of torch, since vLLM may only be imported later."""
     import torch

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from gpu_model import (
     LOSSLESS,
+    Fixed,
     Size,
     empty_prefix_cache,
     forget_drafts,
@@ -45,22 +46,6 @@ CERTAIN = -1000.0
 """A recorded log-prob with which any token is accepted, nats."""
 
 Side = Callable[[], dict[str, Any]]
-
-
-class Fixed:
-    """A rollout cache in memory that stays as it is, so that each repetition finds the same."""
-
-    def __init__(self, rollouts: list[Rollout]) -> None:
-        self.rollouts: dict[bytes, list[Rollout]] = {}
-        for rollout in rollouts:
-            self.rollouts.setdefault(rollout.key, []).append(rollout)
-
-    def get(self, keys: Any) -> dict[bytes, list[Rollout]]:
-        """The rollouts of prompts, by key."""
-        return {key: self.rollouts[key] for key in keys if key in self.rollouts}
-
-    def put(self, rollouts: Any) -> None:
-        """Keep nothing."""
 
 
 class Bench:

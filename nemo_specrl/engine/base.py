@@ -15,9 +15,10 @@ import numpy.typing as npt
 
 from nemo_specrl.config import SpecRLConfig
 from nemo_specrl.engine.assembly import append_decoded, build_completion, build_rollout
-from nemo_specrl.engine.compat import check_version, extend_prompt_logprobs, tokens_so_far
+from nemo_specrl.engine.compat import check_version, tokens_so_far
 from nemo_specrl.engine.drafting import Histories, check_cpu_drafter
 from nemo_specrl.engine.metrics import EngineMetrics
+from nemo_specrl.engine.patches import extend_prompt_logprobs
 from nemo_specrl.engine.replay import Journal, replayed_output, restore_request
 from nemo_specrl.engine.requests import EngineLimits, Request
 from nemo_specrl.engine.rounds import Rounds

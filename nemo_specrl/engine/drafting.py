@@ -15,13 +15,8 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from nemo_specrl.config import SpecRLConfig
-from nemo_specrl.engine.compat import (
-    check_version,
-    has_custom_proposers,
-    in_this_process,
-    mend_cpu_rejection_sampler,
-    vllm_plugin,
-)
+from nemo_specrl.engine.compat import check_version, has_custom_proposers, in_this_process
+from nemo_specrl.engine.patches import mend_cpu_rejection_sampler, vllm_plugin
 from nemo_specrl.engine.requests import TREE_PROPOSER, Request
 from nemo_specrl.errors import ConfigError, IncompatibleVersion
 from nemo_specrl.rollout import Rollout

@@ -19,8 +19,8 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from nemo_specrl.engine.compat import bind_proposer, mend_cpu_rejection_sampler
 from nemo_specrl.engine.drafting import EXTRA_ARG
+from nemo_specrl.engine.patches import bind_proposer, mend_cpu_rejection_sampler
 from nemo_specrl.rollout import MAX_SAMPLE_INDEX
 from nemo_specrl.speculation.drafts import RUN_AHEAD_INDEX
 from nemo_specrl.speculation.lengths import DraftLengths

@@ -14,7 +14,7 @@ from vllm import SamplingParams
 from vllm.v1.sample import rejection_sampler
 
 from nemo_specrl import Finish, Rollout, SpecRLConfig, SpeculativeLLM
-from nemo_specrl.engine import compat
+from nemo_specrl.engine import patches
 from nemo_specrl.engine.assembly import reuse_of
 from nemo_specrl.engine.drafting import EXTRA_ARG, Histories, engine_options
 from nemo_specrl.engine.refit import refit
@@ -270,8 +270,8 @@ def test_vllm_still_needs_its_rejection_sampler_mended_on_a_cpu(llm):
     values = torch.tensor([1.0, 0.5, 2.0])
     cumulative = torch.tensor([2, 5, 6], dtype=torch.int32)
     expected = [1.0, 1.0, 0.5, 0.5, 0.5, 2.0]
-    assert compat.expanded_to_tokens.replaced(values, cumulative, 6).tolist() != expected
-    assert rejection_sampler.expand_batch_to_tokens is compat.expanded_to_tokens
-    assert compat.expanded_to_tokens(values, cumulative, 6).tolist() == expected
-    replaced = compat.expanded_to_tokens(torch.tensor([0, 3]), torch.tensor([1, 3]), 3, 0, 1)
+    assert patches.expanded_to_tokens.replaced(values, cumulative, 6).tolist() != expected
+    assert rejection_sampler.expand_batch_to_tokens is patches.expanded_to_tokens
+    assert patches.expanded_to_tokens(values, cumulative, 6).tolist() == expected
+    replaced = patches.expanded_to_tokens(torch.tensor([0, 3]), torch.tensor([1, 3]), 3, 0, 1)
     assert replaced.tolist() == [1, 3, 3]

@@ -1,0 +1,356 @@
+"""What is replaced in vLLM while it runs, and why. vLLM's files stay as they are.
+
+Each patch states what it mends, in which versions, and raises IncompatibleVersion where what it
+replaces has changed. Drafting needs two of them: custom proposers have to know their requests
+(``bind_proposer``), and samples on a CPU are wrong without ``mend_cpu_rejection_sampler``. The
+others make engines on a CPU faster, or verification anywhere (``extend_prompt_logprobs``), and
+change nothing that a request gets. vLLM calls ``vllm_plugin`` in each of its processes; the engine
+layer calls the others where they are needed. What differs between versions is in ``compat``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from nemo_specrl.errors import IncompatibleVersion
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "batch_cpu_prompt_logprobs",
+    "bind_proposer",
+    "expanded_to_tokens",
+    "extend_prompt_logprobs",
+    "mend_cpu_rejection_sampler",
+    "pad_cpu_linear_layers",
+    "vllm_plugin",
+]
+
+TOKENS_EXACT, TOKENS_MULTIPLE = 32, 16
+"""Up to so many tokens linear layers on a CPU run as they are, more in such multiples."""
+
+PROMPT_LOGPROBS_SOURCES = {"a7451a6d24ea1922": "0.25.1", "c6f2327c5bbb4c51": "0.32.0"}
+"""XXH3 of the source of ``GPUModelRunner._get_prompt_logprobs_dict``, and a version that has it."""
+PROMPT_TOKENS_AT_ONCE = 1024
+"""So many tokens of prompts have their log-probs computed at once; the V2 model runner's number."""
+
+
+def vllm_plugin() -> None:
+    """Entry point ``vllm.general_plugins`` (pyproject.toml), which vLLM runs in each process."""
+    # Where the first is not possible, samples would be wrong: drafting.check_cpu_drafter refuses
+    # such a vLLM. Without the other two, engines are slower.
+    mends = (mend_cpu_rejection_sampler, pad_cpu_linear_layers, batch_cpu_prompt_logprobs)
+    for mend in mends:
+        with contextlib.suppress(IncompatibleVersion):
+            mend()
+
+
+def bind_proposer(proposer: type[Any]) -> None:
+    """Have model runners tell proposers of this class who they are, before each proposal.
+
+    vLLM gives a custom proposer the tokens of each row, but not its request
+    (v1/worker/gpu_model_runner.py, ``propose_draft_token_ids``; 0.25 to 0.33).
+
+    Raises:
+        IncompatibleVersion: this vLLM's runner has no such method.
+    """
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    original = _to_be_replaced(
+        GPUModelRunner,
+        "propose_draft_token_ids",
+        "this vLLM's GPUModelRunner has no propose_draft_token_ids; set spec_rl.tree.enabled: "
+        "false",
+    )
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def propose_draft_token_ids(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self.drafter, proposer):
+            self.drafter.runner = self
+        return original(self, *args, **kwargs)
+
+    propose_draft_token_ids.of_nemo_specrl = True  # type: ignore[attr-defined]
+    GPUModelRunner.propose_draft_token_ids = propose_draft_token_ids
+
+
+def mend_cpu_rejection_sampler() -> None:
+    """On a CPU, make sampled speculative decoding divide logits by the temperature it was given.
+
+    ``expand_batch_to_tokens`` of vLLM's CPU builds writes temperatures (and top-k, top-p) into a
+    copy that is thrown away and returns memory that was never written, so that accepted tokens
+    come from another distribution (utils/cpu_triton_utils.py, ``_expand_kernel_impl``; 0.20 to
+    0.33). Neither greedy decoding nor GPUs are affected. Raises IncompatibleVersion where this
+    vLLM's rejection sampler has no such function.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.v1.sample import rejection_sampler
+
+    original = getattr(rejection_sampler, "expand_batch_to_tokens", None)
+    if original is None:
+        raise IncompatibleVersion(
+            "this vLLM's rejection sampler has no expand_batch_to_tokens; sampled speculative "
+            "decoding on a CPU has not been checked with it"
+        )
+    if original is not expanded_to_tokens:
+        rejection_sampler.expand_batch_to_tokens = expanded_to_tokens
+        expanded_to_tokens.replaced = original  # type: ignore[attr-defined]
+
+
+def expanded_to_tokens(
+    values: torch.Tensor,
+    cumulative: torch.Tensor,
+    num_tokens: int,
+    replace_from: int = 0,
+    replace_to: int = 0,
+) -> torch.Tensor:
+    """Repeat each row's value for each of its tokens: what ``expand_batch_to_tokens`` documents.
+
+    Args:
+        values: by row, ``[rows]``.
+        cumulative: tokens of a row and those before it, int ``[rows]``.
+        num_tokens: of all rows.
+        replace_from: a value to replace.
+        replace_to: by this one.
+    """
+    import torch
+
+    counts = torch.diff(cumulative, prepend=cumulative.new_zeros(1)).long()
+    if replace_from != replace_to:
+        values = torch.where(values == replace_from, replace_to, values).to(values.dtype)
+    return values.repeat_interleave(counts, output_size=num_tokens)
+
+
+def pad_cpu_linear_layers() -> None:
+    """On a CPU, have linear layers run on multiples of 16 tokens where there are more than 32.
+
+    oneDNN compiles a kernel for each number of tokens and each shape of weights, which takes about
+    a millisecond, and keeps 1,024 of them for the whole process. Plain decoding needs a few. Steps
+    that verify drafts have another number of tokens nearly every time, and spent a fifth of their
+    time on kernels (docs/engine.md). The rows that are added are zeros and are cut off again.
+    Concerns ``onednn_mm`` of ``vllm/_custom_ops.py``, 0.20 to 0.32; raises IncompatibleVersion
+    where this vLLM has no such function.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    import torch
+    from vllm import _custom_ops
+
+    missing = "this vLLM's _custom_ops has no onednn_mm"
+    original = _to_be_replaced(_custom_ops, "onednn_mm", missing)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def onednn_mm(handler: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        # torch.compile may not be shown a branch that depends on the number of tokens.
+        if torch.compiler.is_compiling() or x.dim() != 2 or len(x) <= TOKENS_EXACT:
+            exact: torch.Tensor = original(handler, x, bias)
+            return exact
+        padded = torch.nn.functional.pad(x, (0, 0, 0, -len(x) % TOKENS_MULTIPLE))
+        y: torch.Tensor = original(handler, padded, bias)
+        return y[: len(x)]
+
+    onednn_mm.of_nemo_specrl = True  # type: ignore[attr-defined]
+    _custom_ops.onednn_mm = onednn_mm
+
+
+class _PromptPart(NamedTuple):
+    """Positions of one prompt whose log-probs a step yields.
+
+    Args:
+        tensors: for the whole prompt; they are filled part by part.
+        start: the first of these positions.
+        hidden: where their hidden states begin among those of the step.
+        targets: the token that follows each position, whose log-prob is wanted.
+    """
+
+    tensors: Any
+    start: int
+    hidden: int
+    targets: list[int]
+
+
+def batch_cpu_prompt_logprobs() -> None:
+    """On a CPU, have the log-probs of all prompts of a step computed together.
+
+    ``_get_prompt_logprobs_dict`` of vLLM's V1 model runner, the one of CPU builds, goes from prompt
+    to prompt (v1/worker/gpu_model_runner.py). That takes a dozen operations for each draft that is
+    verified, about 90 microseconds (docs/engine.md). What requests get is the same, up to how the
+    output layer rounds. No more tokens have their logits in memory at once than before
+    (``compat.prompt_logprob_bytes``).
+
+    The function is replaced whole, and therefore only where its source is known.
+
+    Raises:
+        IncompatibleVersion: its source is that of no version in ``PROMPT_LOGPROBS_SOURCES``. Then
+            verification on a CPU goes from prompt to prompt, too.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    missing = "this vLLM's GPUModelRunner has no _get_prompt_logprobs_dict"
+    original = _to_be_replaced(GPUModelRunner, "_get_prompt_logprobs_dict", missing)
+    if original is None:
+        return
+    source = xxhash.xxh3_64_hexdigest(inspect.getsource(original).encode())
+    if source not in PROMPT_LOGPROBS_SOURCES:
+        raise IncompatibleVersion(
+            f"this vLLM's GPUModelRunner._get_prompt_logprobs_dict has a source ({source}) other "
+            f"than those of {', '.join(PROMPT_LOGPROBS_SOURCES.values())}"
+        )
+
+    @functools.wraps(original)
+    def _get_prompt_logprobs_dict(
+        self: Any, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
+    ) -> dict[str, Any]:
+        wanted = self.num_prompt_logprobs
+        scheduled = [request_id for request_id in wanted if request_id in num_scheduled_tokens]
+        if (
+            len(scheduled) < 2
+            or self.model_config.logprobs_mode not in ("raw_logprobs", "processed_logprobs")
+            or any(self.requests[i].prompt_token_ids is None for i in scheduled)  # embeddings
+        ):
+            result: dict[str, Any] = original(self, hidden_states, num_scheduled_tokens)
+            return result
+        completed: dict[str, Any] = {}
+        parts: dict[int, list[_PromptPart]] = defaultdict(list)  # by how many tokens are wanted
+        for request_id in scheduled:
+            tokens = num_scheduled_tokens[request_id]
+            part = _prompt_part(self, request_id, tokens)
+            if part.targets:
+                parts[wanted[request_id]].append(part)
+            if len(part.targets) < tokens:  # the last token of a prompt is followed by none
+                completed[request_id] = part.tensors
+        for num_logprobs, group in parts.items():
+            _fill_prompt_logprobs(self, hidden_states, num_logprobs, group)
+        for request_id in completed:
+            del wanted[request_id]
+            self.requests[request_id].in_progress_prompt_logprobs_cpu = None
+        return completed
+
+    _get_prompt_logprobs_dict.of_nemo_specrl = True  # type: ignore[attr-defined]
+    GPUModelRunner._get_prompt_logprobs_dict = _get_prompt_logprobs_dict
+
+
+def _prompt_part(runner: Any, request_id: str, num_tokens: int) -> _PromptPart:
+    """What the next ``num_tokens`` of a request's prompt, which a step has, yield."""
+    from vllm.v1.outputs import LogprobsTensors
+
+    request = runner.requests[request_id]
+    prompt = request.prompt_token_ids
+    if request.in_progress_prompt_logprobs_cpu is None:
+        request.in_progress_prompt_logprobs_cpu = LogprobsTensors.empty_cpu(
+            len(prompt) - 1, runner.num_prompt_logprobs[request_id] + 1
+        )
+    start = request.num_computed_tokens
+    row = runner.input_batch.req_id_to_index[request_id]
+    return _PromptPart(
+        tensors=request.in_progress_prompt_logprobs_cpu,
+        start=start,
+        hidden=int(runner.query_start_loc.np[row]),
+        targets=prompt[start + 1 : start + 1 + num_tokens],
+    )
+
+
+def _fill_prompt_logprobs(
+    runner: Any, hidden_states: torch.Tensor, num_logprobs: int, parts: list[_PromptPart]
+) -> None:
+    """Compute the log-probs of parts of prompts and write them into their tensors."""
+    import torch
+
+    lengths = [len(part.targets) for part in parts]
+    targets = torch.tensor(list(itertools.chain.from_iterable(part.targets for part in parts)))
+    spans = [np.arange(part.hidden, part.hidden + len(part.targets)) for part in parts]
+    positions = torch.from_numpy(np.concatenate(spans))
+    at_once = min(PROMPT_TOKENS_AT_ONCE, runner.max_model_len)
+    pieces = []
+    each = zip(torch.split(positions, at_once), torch.split(targets, at_once), strict=True)
+    for where, tokens in each:
+        logits = runner.model.compute_logits(hidden_states[where])
+        logprobs = runner.sampler.compute_logprobs(logits)
+        pieces.append(runner.sampler.gather_logprobs(logprobs, num_logprobs, tokens)[:3])
+    columns = zip(*pieces, strict=True)
+    token_ids, values, ranks = (torch.split(torch.cat(column), lengths) for column in columns)
+    for i, part in enumerate(parts):
+        here = slice(part.start, part.start + lengths[i])
+        part.tensors.logprob_token_ids[here].copy_(token_ids[i])
+        part.tensors.logprobs[here].copy_(values[i])
+        part.tensors.selected_token_ranks[here].copy_(ranks[i])
+
+
+def extend_prompt_logprobs() -> None:
+    """Have vLLM's client append the log-probs of a prompt with a few list operations.
+
+    ``LogprobsProcessor._update_prompt_logprobs`` appends them token by token, about 1.5 us each
+    (v1/engine/logprobs.py, 0.20 to 0.32), more than a tenth of what prefill takes for a small
+    model. Concerns requests with ``flat_logprobs`` and without detokenization; what they get is the
+    same.
+
+    Raises:
+        IncompatibleVersion: this vLLM's LogprobsProcessor has no such method.
+    """
+    from vllm.logprobs import FlatLogprobs
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+
+    original = _to_be_replaced(
+        LogprobsProcessor,
+        "_update_prompt_logprobs",
+        "this vLLM's LogprobsProcessor has no _update_prompt_logprobs; verification takes "
+        "about 1.5 us a token more than it need",
+    )
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def _update_prompt_logprobs(self: Any, tensors: Any) -> None:
+        flat = self.prompt_logprobs
+        if self.tokenizer is not None or not isinstance(flat, FlatLogprobs):
+            original(self, tensors)
+            return
+        token_ids, logprobs, ranks, *_ = tensors
+        positions, width = logprobs.shape
+        start = len(flat.logprobs)
+        stop = start + positions * width
+        flat.start_indices += range(start, stop, width)
+        flat.end_indices += range(start + width, stop + width, width)
+        flat.token_ids += token_ids.flatten().tolist()
+        flat.logprobs += logprobs.flatten().tolist()
+        flat.decoded_tokens += [None] * (positions * width)
+        # The prompt's own token comes first, with its rank, and the most likely ones follow.
+        of_position: list[int | None] = [0, *range(1, width)]
+        flat.ranks += of_position * positions
+        flat.ranks[start::width] = ranks.tolist()
+
+    _update_prompt_logprobs.of_nemo_specrl = True  # type: ignore[attr-defined]
+    LogprobsProcessor._update_prompt_logprobs = _update_prompt_logprobs
+
+
+def _to_be_replaced(owner: Any, name: str, missing: str) -> Any | None:
+    """A function of vLLM that is about to be wrapped, or None where that has been done already.
+
+    Raises:
+        IncompatibleVersion: this vLLM has no such function; with the message ``missing``.
+    """
+    original = getattr(owner, name, None)
+    if original is None:
+        raise IncompatibleVersion(missing)
+    return None if getattr(original, "of_nemo_specrl", False) else original
