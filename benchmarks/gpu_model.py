@@ -137,7 +137,6 @@ SIZES = {
 of all weights that it has in Qwen3-8B."""
 
 
-@functools.cache
 class Fixed:
     """A rollout cache in memory that stays as it is, so that each repetition finds the same."""
 
@@ -154,6 +153,7 @@ class Fixed:
         """Keep nothing."""
 
 
+@functools.cache
 def on_gpu() -> bool:
     """Whether there is a GPU; asked of torch, since vLLM may only be imported later."""
     import torch
