@@ -84,7 +84,7 @@ def mended(worker):
 
 def test_the_other_process_mends_its_rejection_sampler(async_llm, loop):
     (where,) = loop.run_until_complete(async_llm.collective_rpc(mended))
-    assert where == "nemo_specrl.engine.compat"
+    assert where == "nemo_specrl.engine.patches"
 
 
 @pytest.mark.parametrize("allowed", ["another_plugin", ""])
