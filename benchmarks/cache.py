@@ -344,6 +344,18 @@ def of_raw(result: dict[str, Any], name: str) -> list[float]:
     ]
 
 
+def over_raw(result: dict[str, Any], name: str) -> float:
+    """The ratio that the table shows: quickest over quickest, or the median of the runs.
+
+    Other work on the machine only ever slows down what the processor does, so that the quickest
+    runs can be compared. A disk is also faster at times, and is measured beside each run.
+    """
+    mine, raw = result["timings"][name], result["timings"][RAW[name]]
+    if RAW[name] == "memory copy":
+        return float(mine["best_mb_s"] / raw["best_mb_s"])
+    return statistics.median(of_raw(result, name))
+
+
 def report(result: dict[str, Any]) -> str:
     """Markdown: speeds, their ratios to the raw ones, and sentences about the rest."""
     lines = [
@@ -360,7 +372,8 @@ def report(result: dict[str, Any]) -> str:
             cells.append(f"{figures['mb_s'] / result['bytes_per_token']:.1f}")
             ratios = of_raw(result, name)
             low, high = min(ratios), max(ratios)
-            cells.append(f"{statistics.median(ratios):.2f} ({low:.2f} to {high:.2f}), {RAW[name]}")
+            ratio = over_raw(result, name)
+            cells.append(f"{ratio:.3f} (runs: {low:.3f} to {high:.3f}), {RAW[name]}")
         lines.append("| " + " | ".join([*cells, *[""] * (7 - len(cells))]) + " |")
     waited, memory = result["snapshot_by_partitions"], result["memory"]
     alone, beside = (statistics.median(waited[n]) for n in ("mb_s", "mb_s_beside_lookups"))

@@ -4,9 +4,10 @@ r"""The demo over several seeds: what plain training and each preset learn, and 
     .venv/bin/python benchmarks/demo_seeds.py --json results/demo_seeds.json --seeds 1 2 3 \
         --sides plain lossless faithful
 
-Runs ``nemo-specrl train`` for each seed and side, one after the other (resumable), and prints the
-tables of docs/demo.md. With ``--compare DIR``, the folder of ``nemo-specrl compare``, that
-comparison's picture is drawn again with the seeds in it.
+Runs ``nemo-specrl train`` for each seed and side (resumable), two at once and one a core, so that
+the sides of a seed meet the machine at the same speeds, and prints the tables of docs/demo.md. With
+``--compare DIR``, the folder of ``nemo-specrl compare``, that comparison's picture is drawn again
+with the seeds in it.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from cores import Cores
 from records import Chart, half_width, merged, present, read
 
 from nemo_specrl.report import write_comparison
@@ -37,27 +38,37 @@ WARM_EPOCH = 2  # as in nemo_specrl.report
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Train every seed and side; returns one row for each run."""
+    wanted = [(seed, side) for seed in args.seeds for side in args.sides]
+    if not args.no_run:
+        cores = Cores(args.jobs)
+        if failed := cores.each(lambda which: train(args, *which, cores), wanted):
+            sys.exit("\n".join(failed))
     rows = []
-    for seed in args.seeds:
-        for side in args.sides:
-            folder = args.out / f"seed_{seed}" / side
-            command = [
-                *(sys.executable, "-m", "nemo_specrl", "train", str(args.config)),
-                f"grpo.seed={seed}",
-                f"grpo.val_period={args.val_period}",
-                "grpo.max_val_samples=256",
-                SIDES[side],
-                f"checkpointing.checkpoint_dir={folder}",
-                f"logger.log_dir={folder}",
-                "logger.tensorboard_enabled=false",
-                *args.override,
-            ]
-            if not args.no_run:
-                subprocess.run(command, check=True)
-            records = read_metrics(folder / "metrics.jsonl")
-            if records:
-                rows.append({"side": side, "seed": seed, **summary(records)})
+    for seed, side in wanted:
+        if records := read_metrics(folder_of(args, seed, side) / "metrics.jsonl"):
+            rows.append({"side": side, "seed": seed, **summary(records)})
     return rows
+
+
+def folder_of(args: argparse.Namespace, seed: int, side: str) -> Path:
+    return args.out / f"seed_{seed}" / side  # type: ignore[no-any-return]
+
+
+def train(args: argparse.Namespace, seed: int, side: str, cores: Cores) -> str | None:
+    """One run, from where it stands to its end; returns what went wrong."""
+    folder = folder_of(args, seed, side)
+    arguments = [
+        *("-m", "nemo_specrl", "train", str(args.config)),
+        f"grpo.seed={seed}",
+        f"grpo.val_period={args.val_period}",
+        "grpo.max_val_samples=256",
+        SIDES[side],
+        f"checkpointing.checkpoint_dir={folder}",
+        f"logger.log_dir={folder}",
+        "logger.tensorboard_enabled=false",
+        *args.override,
+    ]
+    return cores.python(f"seed {seed}, {side}", arguments, folder)
 
 
 def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
@@ -162,6 +173,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/demo_seeds"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=["plain", "lossless"])
+    parser.add_argument("--jobs", type=int, default=2, help="runs side by side, one a core at most")
     parser.add_argument("--val-period", type=int, default=20, help="steps")
     parser.add_argument("--override", nargs="*", default=[], help="further overrides, key=value")
     parser.add_argument("--no-run", action="store_true", help="only read what is in --out")

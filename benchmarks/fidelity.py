@@ -15,27 +15,23 @@ unless there is a ``--grid``. Of ``--jobs`` runs side by side, each has cores of
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import Queue
 
+from cores import Cores
 from fidelity_report import COUNTS, report
 from fidelity_settings import CONFIGS, GRIDS, PROMPTS_PER_STEP, SETTINGS, VARIANTS
 
 
 def train(
-    out: Path, setting: str, variant: str, seed: int, max_num_seqs: int, cores: Queue[set[int]]
+    out: Path, setting: str, variant: str, seed: int, max_num_seqs: int, cores: Cores
 ) -> str | None:
     """One run on some cores, from where it stands to its end; returns what went wrong."""
     s = SETTINGS[setting]
     a, config = s.block, CONFIGS[s.algorithm]
     folder = out / setting / variant / str(seed)
-    command = [
-        *(sys.executable, str(Path(__file__).with_name("fidelity_train.py"))),
-        *(str(folder / COUNTS), config),
+    arguments = [
+        *(str(Path(__file__).with_name("fidelity_train.py")), str(folder / COUNTS), config),
         f"{a}.num_prompts_per_step={PROMPTS_PER_STEP}",
         f"data.num_prompts={s.prompts}",
         f"{a}.max_num_epochs={s.epochs}",
@@ -53,20 +49,7 @@ def train(
         *s.overrides,
         *VARIANTS[variant],
     ]
-    folder.mkdir(parents=True, exist_ok=True)
-    mine = cores.get()
-    try:
-        with (folder / "train.log").open("a") as log:
-            code = subprocess.run(
-                ["taskset", "-c", ",".join(map(str, mine)), *command], stdout=log, stderr=log
-            ).returncode
-    finally:
-        cores.put(mine)
-    if code:
-        last = (folder / "train.log").read_text().strip().splitlines()[-1:]
-        return f"{setting}/{variant}/{seed}: exit code {code}: {' '.join(last)}"
-    print(f"{setting}/{variant}/{seed}: done", flush=True)
-    return None
+    return cores.python(f"{setting}/{variant}/{seed}", arguments, folder)
 
 
 def main() -> None:
@@ -113,17 +96,12 @@ def main() -> None:
         for setting, variant, seed in wanted:
             print(f"{setting}/{variant}/{seed}", *VARIANTS[variant])
         return
-    cores: Queue[set[int]] = Queue()
-    mine = sorted(os.sched_getaffinity(0))
-    jobs = min(args.jobs, len(mine))
-    for job in range(jobs):
-        cores.put(set(mine[job::jobs]))
-    with ThreadPoolExecutor(jobs) as pool:
+    cores = Cores(args.jobs)
 
-        def run(which: tuple[str, str, int]) -> str | None:
-            return train(args.out, *which, args.max_num_seqs, cores)
+    def run(which: tuple[str, str, int]) -> str | None:
+        return train(args.out, *which, args.max_num_seqs, cores)
 
-        failed = [line for line in pool.map(run, dict.fromkeys(wanted)) if line]
+    failed = cores.each(run, dict.fromkeys(wanted))
     report(args.out, args.report or args.out / "fidelity")
     if failed:
         sys.exit("\n".join(failed))

@@ -170,6 +170,22 @@ def test_one_store_is_measured_beside_disk_and_memory(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["cache.json"]
 
 
+def test_the_demo_is_trained_with_each_side_of_a_seed(tmp_path):
+    small = (
+        *("--override", "data.num_prompts=4", "grpo.num_prompts_per_step=2"),
+        *("grpo.num_generations_per_prompt=2", "policy.train_global_batch_size=4"),
+        *("grpo.max_num_epochs=2", "grpo.max_val_samples=2", "grpo.val_period=2"),
+    )
+    out = tmp_path / "seeds.json"
+    printed = run("--out", tmp_path / "runs", "--json", out, *small, script="demo_seeds.py")
+    assert "seed 1, plain: done" in printed and "seed 1, lossless: done" in printed
+    assert "| seed | side |" in printed and "\n| 1 | lossless |" in printed
+    plain, lossless = json.loads(out.read_text())["rows"]
+    assert (plain["side"], lossless["side"]) == ("plain", "lossless")
+    assert plain["steps"] == lossless["steps"] == 4
+    assert set(plain["heldout_accuracy"]) == {"0", "2", "4"}
+
+
 def test_run_ahead_is_compared_with_and_without(tmp_path):
     out = tmp_path / "run_ahead.json"
     small = ("--places", 32, "--batches", 2, "--epochs", 1, "--repeats", 2)
@@ -197,11 +213,13 @@ def test_lost_steps_are_made_again(tmp_path):
         "grpo.num_generations_per_prompt=2",
     )
     printed = run(
-        *("--out", out, "--steps", 2, "--starts", 2, *small, "policy.train_global_batch_size=4"),
+        *("--out", out, "--steps", 2, "--repeats", 2, *small, "policy.train_global_batch_size=4"),
         script="resume.py",
     )
     assert "rewards and lengths the same" in printed
-    assert len(json.loads(out.read_text())["steps"]) >= 2
+    steps = json.loads(out.read_text())["steps"]
+    assert len(steps) == 2
+    assert all(len(step["repetitions_s"]["again"]) == 2 for step in steps)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,60 @@
+"""Trainings side by side, each on processor cores of its own, for fidelity.py and demo_seeds.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import Queue
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Cores:
+    """The cores that this process may run on, shared out among jobs.
+
+    Args:
+        jobs: that run at once; no more than there are cores.
+    """
+
+    def __init__(self, jobs: int) -> None:
+        mine = sorted(os.sched_getaffinity(0))
+        jobs = min(jobs, len(mine))
+        self._pool = ThreadPoolExecutor(jobs)
+        self._free: Queue[set[int]] = Queue()
+        for job in range(jobs):
+            self._free.put(set(mine[job::jobs]))
+
+    def each(self, work: Callable[[T], str | None], items: Iterable[T]) -> list[str]:
+        """Call ``work`` with every item, as many at once as there are jobs; what went wrong."""
+        with self._pool as pool:
+            return [line for line in pool.map(work, items) if line]
+
+    def python(self, name: str, arguments: Iterable[str], folder: Path) -> str | None:
+        """Run Python on free cores, with its output in ``train.log`` of a folder.
+
+        Args:
+            name: of the run, in messages.
+            arguments: of the interpreter.
+            folder: is made.
+
+        Returns:
+            What went wrong, one line.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        cores = self._free.get()
+        try:
+            with (folder / "train.log").open("a") as log:
+                command = ["taskset", "-c", ",".join(map(str, cores)), sys.executable, *arguments]
+                code = subprocess.run(command, stdout=log, stderr=log).returncode
+        finally:
+            self._free.put(cores)
+        if code:
+            last = (folder / "train.log").read_text().strip().splitlines()[-1:]
+            return f"{name}: exit code {code}: {' '.join(last)}"
+        print(f"{name}: done", flush=True)
+        return None
