@@ -168,8 +168,9 @@ class Comparison:
 
         Repetitions take the same steps of the engine, also where draft lengths depend on measured
         times: they verify the drafts of the first one. ``processor_s`` is the sum of each step's
-        median reading, ``quickest_s`` of its quickest one, ``repetitions_s`` has the seconds of
-        each repetition, and everything else is the first one's.
+        quickest reading, since what else a machine does only ever slows a step down,
+        ``repetitions_s`` has the seconds of each repetition, and everything else is the first
+        one's.
 
         Args:
             points: to be measured by the same engines.
@@ -211,8 +212,7 @@ class Comparison:
                 left.append((seed, i))
         for key, row in made.items():
             of_engines = list(zip(*readings[key], strict=True))
-            row["processor_s"] = max(of_steps(of_engine) for of_engine in of_engines)
-            row["quickest_s"] = max(of_steps(of_engine, np.min) for of_engine in of_engines)
+            row["processor_s"] = max(of_steps(of_engine, np.min) for of_engine in of_engines)
             row["repetitions_s"] = [max(map(sum, engines)) for engines in readings[key]]
         return [[row for key, row in made.items() if key[0] == i] for i in range(len(points))]
 
@@ -300,15 +300,12 @@ class Comparison:
                 yield {**label, "arm": name, "epoch": epoch, "load": os.getloadavg()[0], **row}
 
 
-def scatter(
-    rows: Sequence[dict[str, Any]], place: Sequence[str], seconds: str = "processor_s"
-) -> str:
+def scatter(rows: Sequence[dict[str, Any]], place: Sequence[str]) -> str:
     """How far single repetitions lie from the ratios of processor seconds that tables show.
 
     Args:
         rows: with those of plain decoding.
         place: keys that tell rows of an arm apart.
-        seconds: what tables show of a row.
     """
 
     def at(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -320,7 +317,7 @@ def scatter(
         base = plain.get(at(row), row)
         if base is row or len(row["repetitions_s"]) < 2:
             continue
-        shown = base[seconds] / row[seconds]
+        shown = base["processor_s"] / row["processor_s"]
         pairs = zip(base["repetitions_s"], row["repetitions_s"], strict=True)
         apart += [abs(theirs / mine / shown - 1) for theirs, mine in pairs]
     if not apart:

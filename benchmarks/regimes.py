@@ -8,7 +8,7 @@ Drafts of the trees end where a token is not worth its verification, by what an 
 end instead (``tree.adaptive: false``), and no drafts at all, on two tasks, with few, many and all
 rows at once, the first time that prompts come up and later. Engines and recorded policies are those
 of ``rollout.py``; arms take turns. Everything is repeated, with the same steps of the engine each
-time, and the median reading of each step counts.
+time, and the quickest reading of each step counts.
 Rows go to DIR/regimes.json, where those of other places stay.
 """
 

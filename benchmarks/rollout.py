@@ -9,7 +9,7 @@ A plain GRPO training is recorded once (``recording.py``): the weights with whic
 Every arm then rolls out the same prompts under the same weights, epoch by epoch with an engine and
 a cache of its own, from a cold first epoch on. Within an epoch arms take turns, some steps each, so
 that drift of the machine favours none. Everything is repeated, with the same steps of the engine
-each time, and the median reading of each step counts. ``--groups`` does the same with
+each time, and the quickest reading of each step counts. ``--groups`` does the same with
 a few prompts and groups of growing size. Rows go to DIR/rollout.json, where those of other places
 (task, sequences, group, seed) stay. Counts do not depend on the machine; seconds do, and
 processor seconds less so.

@@ -64,7 +64,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             cells += ratios(here, same_places(base, here)) if here else [""] * 3
         drafted = total(mine, "drafted_tokens")
         cells.append(f"{total(mine, 'accepted_tokens') / drafted:.2f}" if drafted else "")
-        share = total(mine, "proposer_s") / total(mine, "processor_s")
+        # The proposer's seconds are those of the first repetition.
+        share = total(mine, "proposer_s") / sum(row["repetitions_s"][0] for row in mine)
         cells.append(f"{share:.1%}" if share else "")
         cells += (
             ["", ""] if name == PLAIN else [deviation(mine, base, q) for q in ("reward", "logprob")]

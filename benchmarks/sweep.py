@@ -38,7 +38,6 @@ from records import merged, read, show
 
 ROWS = 64
 """Rollouts of an epoch, at every point."""
-QUICKEST = "quickest_s"
 """Of a row: processor seconds, summed over the quickest reading of each step."""
 METHODS = (TREE, "faithful", "faithful, tree", "fast")
 PLACE = ("axis", "value", "seed")
@@ -137,9 +136,8 @@ def table(rows: list[dict[str, Any]], axis: str) -> str:
             f"{statistics.fmean(row['length'] for row in plain):.0f}",
         ]
         for arm in arms:
-            cells += [
-                spread(speed(rows, axis, value, arm, name)) for name in ("engine_steps", QUICKEST)
-            ]
+            for name in ("engine_steps", "processor_s"):
+                cells.append(spread(speed(rows, axis, value, arm, name)))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -147,7 +145,7 @@ def table(rows: list[dict[str, Any]], axis: str) -> str:
 def report(rows: list[dict[str, Any]]) -> str:
     """The tables of all axes that were measured."""
     tables = [table(rows, axis) for axis in AXES if values_of(rows, axis)]
-    return "\n\n".join([*tables, scatter(rows, (*PLACE, "epoch"), QUICKEST)])
+    return "\n\n".join([*tables, scatter(rows, (*PLACE, "epoch"))])
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
@@ -164,7 +162,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     for axis, panel in zip(measured, panels, strict=False):
         values = values_of(rows, axis)
         for arm in [arm for arm in ARMS if any(row["arm"] == arm for row in rows) and arm != PLAIN]:
-            ratios = [speed(rows, axis, v, arm, QUICKEST) for v in values]
+            ratios = [speed(rows, axis, v, arm, "processor_s") for v in values]
             middle = [statistics.median(of_point) for of_point in ratios]
             lines = panel.plot(range(len(values)), middle, marker="o", label=arm)
             lowest, highest = [min(r) for r in ratios], [max(r) for r in ratios]
