@@ -366,7 +366,8 @@ def environment() -> None:
     """Set what engines on a CPU need, in this process and those that it starts.
 
     Unless told otherwise, glibc gives a thread's memory back after large frees. Faults of the pages
-    that come instead took up to a third of a short phase, and more in one run than in the next.
+    that come instead took up to a third of a short phase, and more in one run than in the next. It
+    reads its settings when a process starts, so that they hold in those that this one starts.
     """
     os.environ.setdefault("MALLOC_ARENA_MAX", "1")  # engines are in threads
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(32 * 2**20))  # the largest there is

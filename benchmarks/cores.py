@@ -23,15 +23,14 @@ class Cores:
 
     def __init__(self, jobs: int) -> None:
         mine = sorted(os.sched_getaffinity(0))
-        jobs = min(jobs, len(mine))
-        self._pool = ThreadPoolExecutor(jobs)
+        self._jobs = min(jobs, len(mine))
         self._free: Queue[set[int]] = Queue()
-        for job in range(jobs):
-            self._free.put(set(mine[job::jobs]))
+        for job in range(self._jobs):
+            self._free.put(set(mine[job :: self._jobs]))
 
     def each(self, work: Callable[[T], str | None], items: Iterable[T]) -> list[str]:
         """Call ``work`` with every item, as many at once as there are jobs; what went wrong."""
-        with self._pool as pool:
+        with ThreadPoolExecutor(self._jobs) as pool:
             return [line for line in pool.map(work, items) if line]
 
     def python(self, name: str, arguments: Iterable[str], folder: Path) -> str | None:

@@ -51,7 +51,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def folder_of(args: argparse.Namespace, seed: int, side: str) -> Path:
-    return args.out / f"seed_{seed}" / side  # type: ignore[no-any-return]
+    folder: Path = args.out / f"seed_{seed}" / side
+    return folder
 
 
 def train(args: argparse.Namespace, seed: int, side: str, cores: Cores) -> str | None:

@@ -38,7 +38,6 @@ from records import merged, read, show
 
 ROWS = 64
 """Rollouts of an epoch, at every point."""
-"""Of a row: processor seconds, summed over the quickest reading of each step."""
 METHODS = (TREE, "faithful", "faithful, tree", "fast")
 PLACE = ("axis", "value", "seed")
 """What tells points apart; rows of a point are of one measurement."""

@@ -10,6 +10,10 @@ SMALL_RECORDING = (
     *("--override", "data.num_prompts=4", "grpo.num_prompts_per_step=4"),
     *("grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=16"),
 )
+SMALL_TRAINING = (
+    *("data.num_prompts=4", "grpo.num_prompts_per_step=2", "grpo.num_generations_per_prompt=2"),
+    "policy.train_global_batch_size=4",
+)
 
 
 def run(*arguments, script="rollout.py"):

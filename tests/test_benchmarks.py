@@ -12,7 +12,7 @@ import pytest
 from engines import SLICE, Turns, of_steps
 from safetensors.torch import load_file
 
-from tests.benchmarks import BENCHMARKS, SMALL_RECORDING, run
+from tests.benchmarks import BENCHMARKS, SMALL_RECORDING, SMALL_TRAINING, run
 from tests.conftest import REPOSITORY
 
 ARMS = ["plain", "n-gram", "suffix", "tree", "fast, tree"]
@@ -146,10 +146,9 @@ def test_the_report_is_what_was_printed(result):
 def test_a_training_for_the_study_of_fidelity_counts_its_rollouts(tmp_path):
     counts = tmp_path / "counts.jsonl"
     run(
-        *(counts, REPOSITORY / "examples/configs/grpo_sort_cpu.yaml", "data.num_prompts=4"),
-        *("grpo.num_prompts_per_step=2", "grpo.num_generations_per_prompt=2"),
+        *(counts, REPOSITORY / "examples/configs/grpo_sort_cpu.yaml", *SMALL_TRAINING),
         *("grpo.max_num_epochs=1", "grpo.val_at_start=false", "grpo.val_at_end=false"),
-        *("policy.train_global_batch_size=4", "logger.tensorboard_enabled=false"),
+        "logger.tensorboard_enabled=false",
         *(f"logger.log_dir={tmp_path}", f"checkpointing.checkpoint_dir={tmp_path}"),
         script="fidelity_train.py",
     )
@@ -171,11 +170,8 @@ def test_one_store_is_measured_beside_disk_and_memory(tmp_path):
 
 
 def test_the_demo_is_trained_with_each_side_of_a_seed(tmp_path):
-    small = (
-        *("--override", "data.num_prompts=4", "grpo.num_prompts_per_step=2"),
-        *("grpo.num_generations_per_prompt=2", "policy.train_global_batch_size=4"),
-        *("grpo.max_num_epochs=2", "grpo.max_val_samples=2", "grpo.val_period=2"),
-    )
+    few = ("grpo.max_num_epochs=2", "grpo.max_val_samples=2", "grpo.val_period=2")
+    small = ("--override", *SMALL_TRAINING, *few)
     out = tmp_path / "seeds.json"
     printed = run("--out", tmp_path / "runs", "--json", out, *small, script="demo_seeds.py")
     assert "seed 1, plain: done" in printed and "seed 1, lossless: done" in printed
@@ -207,14 +203,8 @@ def test_a_cold_cache_is_measured_in_pairs(tmp_path):
 
 def test_lost_steps_are_made_again(tmp_path):
     out = tmp_path / "resume.json"
-    small = (
-        "data.num_prompts=4",
-        "grpo.num_prompts_per_step=2",
-        "grpo.num_generations_per_prompt=2",
-    )
     printed = run(
-        *("--out", out, "--steps", 2, "--repeats", 2, *small, "policy.train_global_batch_size=4"),
-        script="resume.py",
+        *("--out", out, "--steps", 2, "--repeats", 2, *SMALL_TRAINING), script="resume.py"
     )
     assert "rewards and lengths the same" in printed
     steps = json.loads(out.read_text())["steps"]
