@@ -46,6 +46,10 @@ class ClaimingCache(Protocol):
         """
         ...
 
+    def release(self, key: bytes, sample_index: int) -> None:
+        """Give a sample index back of which no rollout will be put."""
+        ...
+
     def put(self, rollouts: Iterable[Rollout]) -> None:
         """Keep rollouts; each replaces the one that its prompt and sample index had."""
         ...
@@ -128,6 +132,18 @@ class AsyncSpeculativeLLM(Speculation):
             async for output in self.llm.generate(prompt, sampling_params, request_id, **kwargs):
                 yield output
             return
+        try:
+            generated = await self._generate_claimed(request, request_id, kwargs, started)
+        except BaseException:  # aborted, or failed: another row may have its sample index
+            self.cache.flush()
+            self.cache.release(request.row.key, request.row.sample_index)
+            raise
+        yield generated
+
+    async def _generate_claimed(
+        self, request: Request, request_id: str, kwargs: Any, started: float
+    ) -> RequestOutput:
+        """Generate the response of a row that has a sample index, and store it."""
         self.metrics.rows += 1
         claimed_at = time.perf_counter()
         self.metrics.lookup_s += claimed_at - started
@@ -144,7 +160,7 @@ class AsyncSpeculativeLLM(Speculation):
         completion, rollouts = self._finish(request, output, ending)
         self._store(rollouts)
         self.cache.flush()
-        yield request_outputs([request], {0: (output, completion)})[0]
+        return request_outputs([request], {0: (output, completion)})[0]
 
     async def count_tree_drafts(self) -> None:
         """Add to the metrics what the tree proposer did since the last call.
@@ -174,7 +190,11 @@ class AsyncSpeculativeLLM(Speculation):
             return None
         sample_index, rollouts = claimed
         request.row = type(request.row)(request.row.key, sample_index)
-        self._offer_drafts([request], {request.row.key: rollouts})
+        try:
+            self._offer_drafts([request], {request.row.key: rollouts})
+        except BaseException:
+            self.cache.release(request.row.key, sample_index)
+            raise
         return request
 
     async def _verify(

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nemo_specrl.cache.files import sync
 from nemo_specrl.errors import CheckpointError, SpecRLError, last_line
 from nemo_specrl.trainer.recipe import Recipe
 
@@ -110,11 +110,11 @@ def save(
             json.dumps({"format": FORMAT, **asdict(progress)}, indent=1)
         )
         for path in [*temporary.rglob("*"), temporary]:
-            fsync(path)
+            sync(path)
         if final.exists():  # from a run whose newer or damaged checkpoints were removed
             shutil.rmtree(final)
         temporary.rename(final)
-        fsync(folder)
+        sync(folder)
     except Exception as error:  # torch and safetensors raise many kinds where a disk fails
         unwritten = error if isinstance(error, SpecRLError) else unwritable(final, error)
         shutil.rmtree(temporary, ignore_errors=True)
@@ -133,15 +133,6 @@ def unwritable(path: Path, error: BaseException) -> CheckpointError:
         if shutil.disk_usage(place).free < 2**20:
             why = f"no space left on its disk ({why})"
     return CheckpointError(f"{path}: cannot be written: {why}")
-
-
-def fsync(path: Path) -> None:
-    """Flush a file or folder to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def fixed_part(recipe: Recipe) -> dict[str, Any]:

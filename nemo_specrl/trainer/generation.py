@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import importlib.util
 import json
-import shutil
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ import xxhash
 
 from nemo_specrl.cache import RolloutStore
 from nemo_specrl.cache.journal import JournaledStore
+from nemo_specrl.cache.runs import prepare, run_folder
 from nemo_specrl.cache.statistics import StoreStats
 from nemo_specrl.engine.assembly import reuse_of
 from nemo_specrl.engine.base import RolloutCache
@@ -421,16 +421,16 @@ def _open_store(recipe: Recipe, fixed: dict[str, Any], resume_from: Path | None)
     as they are.
     """
     block, run = recipe.spec_rl.cache, recipe.checkpointing.checkpoint_dir
-    folder = block.dir or run / CACHE_FOLDER
+    folder = run_folder(block.dir, run) if block.dir else run / CACHE_FOLDER
+    tokenizer_id = tokenizer_identity(recipe.policy.model_name)
+    prepare(folder, tokenizer_id, block.max_bytes_per_node, fresh=resume_from is None)
     if resume_from is not None:
         RolloutStore.restore(resume_from / CACHE_FOLDER, folder)
-    elif block.dir is None and folder.exists():
-        shutil.rmtree(folder)  # of a run that was killed before its first checkpoint
     return JournaledStore(
         folder,
         run / "rollout_journal",
         run=xxhash.xxh3_64_hexdigest(json.dumps(fixed, sort_keys=True).encode()),
         max_bytes=block.max_bytes_per_node,
-        tokenizer_id=tokenizer_identity(recipe.policy.model_name),
+        tokenizer_id=tokenizer_id,
         groups_per_prompt=block.groups_per_prompt,
     )

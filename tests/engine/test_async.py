@@ -28,6 +28,9 @@ class ClaimingCache(DictCache):
         rollouts = list(self.rollouts.get(key, {}).values())
         return self.claims.claim(key, rollouts, policy_version), rollouts
 
+    def release(self, key, sample_index):
+        self.claims.release(key, sample_index)
+
     def put(self, rollouts):
         for rollout in rollouts:
             self.claims.release(rollout.key, rollout.sample_index)

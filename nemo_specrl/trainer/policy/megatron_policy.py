@@ -102,7 +102,7 @@ class MegatronPolicy:
             gpu=gpus() >= size,
             name=lambda rank: f"{self.layout.describe(rank)} of the Megatron policy",
             error=PolicyError,
-            on_failure=self.shutdown,
+            on_failure=self._end_ranks,
         )
         ranks.ready()
         host, port = ranks.wait({ranks[0].open.remote(ranks.nodes == 1): 0})[0]
@@ -230,10 +230,14 @@ class MegatronPolicy:
 
     def shutdown(self) -> None:
         """End the ranks, and Ray if this policy started it; see :meth:`Policy.shutdown`."""
-        if self._ranks is not None:
-            self._ranks.end()
+        self._end_ranks()
         if self._own_ray:
             ray.shutdown()
+
+    def _end_ranks(self) -> None:
+        # Ray stays: a rank may fail in the thread that saves, while others are using Ray.
+        if self._ranks is not None:
+            self._ranks.end()
 
     # --- the ranks ----------------------------------------------------------------------------
 
