@@ -57,11 +57,11 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         with as_cache_errors("open the rollout store", folder):
-            if folder.exists() and not folder.is_dir():
-                raise StoreUnavailable(
-                    f"cannot open the rollout store {folder}: it is a file; name a folder"
-                )
             try:
+                if folder.exists() and not folder.is_dir():
+                    raise StoreUnavailable(
+                        f"cannot open the rollout store {folder}: it is a file; name a folder"
+                    )
                 folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
                 # Not opened for appending: a mark has its place.
                 flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
@@ -196,8 +196,8 @@ def _locked(descriptor: int, folder: Path, how: int) -> int | None:
         if error.errno not in _NO_FLOCK:
             raise
         why = error.strerror
-    name = f"nemo_specrl-{os.getuid()}-{xxhash.xxh3_64_hexdigest(os.fsencode(os.path.realpath(folder)))}.lock"
-    file = Path(tempfile.gettempdir(), name)
+    place = xxhash.xxh3_64_hexdigest(os.fsencode(os.path.realpath(folder)))
+    file = Path(tempfile.gettempdir(), f"nemo_specrl-{os.getuid()}-{place}.lock")
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     stand_in = os.open(file, flags, FILE_MODE)
     try:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import os
 import re
 import shutil
 import time
@@ -23,6 +22,7 @@ from nemo_specrl.cache.folder import TEMPORARY_FILE
 from nemo_specrl.cache.inspection import opened
 from nemo_specrl.cache.layout import DATA_FILE
 from nemo_specrl.cache.lock import LOCK_FILE, FolderLock
+from nemo_specrl.cache.statistics import MEMORY, file_system
 from nemo_specrl.errors import CacheError
 
 __all__ = [
@@ -39,7 +39,6 @@ WARM_START = "warm_start"
 UNUSED_DAYS = 30
 """A run whose folder has not been used for so long is taken for gone."""
 _RUN = re.compile(r"[0-9a-f]{16}(-\d+)?(\.damaged-\d+)?")
-_MEMORY = {"tmpfs", "ramfs"}
 _GIB = 2**30
 
 _log = logging.getLogger(__name__)
@@ -181,8 +180,8 @@ def remarks(folder: Path, max_bytes: int) -> list[str]:
         max_bytes: its cap.
     """
     lines = []
-    mount, kind = _file_system(folder)
-    if kind in _MEMORY:
+    mount, kind = file_system(folder)
+    if kind in MEMORY:
         lines.append(
             f"{folder} is in memory ({mount} is a {kind}): up to {max_bytes / _GIB:.1f} GiB of the "
             "node's memory are taken, and a reboot loses them; name a folder on a disk in "
@@ -196,20 +195,3 @@ def remarks(folder: Path, max_bytes: int) -> list[str]:
                 f"{folder} has {total / _GIB:.1f} GiB in all"
             )
     return lines
-
-
-def _file_system(folder: Path) -> tuple[str, str]:
-    """Return mount point and type of the file system that a folder is on; empty: not known."""
-    place = os.path.realpath(folder)
-    found = "", ""
-    try:
-        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return found
-    for line in mounts:
-        before, _, after = line.partition(" - ")
-        mount = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), before.split()[4])
-        inside = place == mount or place.startswith(mount.rstrip("/") + "/")
-        if inside and len(mount) >= len(found[0]):  # the last one hides those before it
-            found = mount, after.split()[0]
-    return found

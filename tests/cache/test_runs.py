@@ -1,6 +1,7 @@
 """The folders of runs under ``spec_rl.cache.dir``: how they begin, and which are removed."""
 
 import os
+import tempfile
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from nemo_specrl.cache.runs import (
     remove_unused,
     run_folder,
 )
+from nemo_specrl.cache.statistics import file_system, store_metrics
 from nemo_specrl.errors import StoreInUse
 from tests.cache.stores import MIB, contents, open_store
 from tests.factories import rollout
@@ -120,3 +122,9 @@ def test_a_store_in_memory_is_noticed(tmp_path):
     assert in_memory.startswith("/dev/shm is in memory (/dev/shm is a tmpfs): up to ")
     assert too_small.startswith("cache.max_bytes_per_node is 1073741824.0 GiB, and the file system")
     assert remarks(Path("/proc"), 0) == []
+    with tempfile.TemporaryDirectory(dir=shared) as folder, open_store(folder) as store:
+        store.put([rollout(1)])
+        metrics = store_metrics([store.stats()])
+    assert metrics["spec_rl/cache_memory_bytes"] == metrics["spec_rl/cache_bytes"] > 0
+    with open_store(tmp_path / "on a disk") as store:
+        assert store.stats().in_memory is (file_system(tmp_path)[1] == "tmpfs")

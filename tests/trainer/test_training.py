@@ -6,6 +6,7 @@ Every run is a process of its own, as a user's is. The recipe is the demo's, mad
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -345,13 +346,24 @@ def test_bad_input_is_one_line_and_code_2(tmp_path, override, message):
     assert "Traceback" not in done.stderr
 
 
-def test_a_foreign_store_is_refused(tmp_path):
-    with RolloutStore(tmp_path / "cache", max_bytes=2**22, tokenizer_id="another"):
+def test_a_run_begins_with_a_warm_start_and_not_with_what_another_run_left(whole, tmp_path):
+    """Though both name the same cache folder; the warm start's rollouts serve from step 2 on."""
+    cache = tmp_path / "cache"
+    names = f"policy.generation.spec_rl.cache.dir={cache}", "grpo.max_num_steps=2"
+    with RolloutStore(cache / "warm_start", max_bytes=2**22, tokenizer_id="another"):
         pass
-    done = train(
-        tmp_path / "run", f"policy.generation.spec_rl.cache.dir={tmp_path / 'cache'}", code=2
-    )
+    done = train(tmp_path / "one", *names, "policy.generation.spec_rl.cache.replicas=1")
     assert "is of tokenizer 'another'" in " ".join(done.stderr.split())
+    shutil.rmtree(cache / "warm_start")
+    command = (sys.executable, "-m", "nemo_specrl", "cache", "import", whole / "step_6", cache)
+    subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
+    train(tmp_path / "two", *names)
+    cold, warm = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
+    assert [r["spec_rl/cache_prompts"] for r in cold] == [4, 8]
+    assert [r["spec_rl/cache_prompts"] for r in warm] == [8, 8]
+    assert [r["spec_rl/draft_coverage"] for r in cold] == [0, 0]
+    assert warm[0]["spec_rl/draft_coverage"] == 0 < warm[1]["spec_rl/draft_coverage"]
+    assert sorted(len(folder.name) for folder in cache.iterdir()) == [10, 16, 16]
 
 
 def test_report_of_a_run(whole):

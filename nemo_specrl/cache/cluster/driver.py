@@ -289,7 +289,8 @@ class ClusterCache(CacheClient):
                 lines.add(f"shard {node} has not read its part of {folder}: {in_one_line(error)}")
                 continue
             lines.update(damaged)
-            self.incarnation = max(self.incarnation, incarnation + 1)
+            if incarnation > self.incarnation:  # the clock has been set back since
+                self.incarnation = incarnation + 1
         return manifest, sorted(lines)
 
     def close(self) -> None:
