@@ -58,6 +58,8 @@ from nemo_specrl.errors import CacheError, ForeignStore, StoreUnavailable
 __all__ = ["ClusterCache", "start_shards"]
 
 CALL_SECONDS = 60.0
+STATS_SECONDS = 10.0
+"""How long a step's metrics wait for a shard, or the keeper; then the shard counts as failed."""
 SNAPSHOT_SECONDS = 300.0
 """How long a checkpoint is held up by the cache, at most."""
 WRITE_SECONDS = 120.0
@@ -88,7 +90,7 @@ class ClusterCache(CacheClient):
         """
         shards = self._view.shards.items()
         refs = {shard.stats.remote(): node for node, shard in shards if self._usable(node)}
-        done = ready(refs, max(self.deadline_s, POLL_SECONDS))
+        done = ready(refs, STATS_SECONDS)
         stats = {}
         for ref, node in refs.items():
             if ref not in done:
@@ -104,7 +106,7 @@ class ClusterCache(CacheClient):
         Raises:
             StoreUnavailable: the keeper does not answer.
         """
-        health: Health = self._call_keeper("health", seconds=max(self.deadline_s, POLL_SECONDS))
+        health: Health = self._call_keeper("health", seconds=STATS_SECONDS)
         return health
 
     def reshard(self, layout: Collection[str]) -> None:

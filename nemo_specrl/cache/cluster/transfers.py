@@ -138,4 +138,7 @@ def in_one_line(error: BaseException) -> str:
     if isinstance(cause, SpecRLError):
         return str(cause)
     name, line = type(error).__name__, last_line(error)
+    _, on_purpose, rest = line.partition("nemo_specrl.errors.")
+    if on_purpose and ": " in rest:  # raised where an actor was made, and text by now
+        return rest.partition(": ")[2]
     return name if line == name else f"{name}: {line}"
