@@ -194,6 +194,40 @@ def test_a_verdict_of_two_weights_is_dropped(ask, speculative, async_llm):
     assert made.metrics.refused_drafts == 1 and made.metrics.accepted_tokens == 0
 
 
+class Unfinished(Refitting):
+    """The engine, of which a row never gets an output: it fails, or waits until it is cancelled."""
+
+    error = None
+
+    async def generate(self, prompt, params, request_id, **kwargs):
+        if self.error is not None:
+            raise self.error
+        await asyncio.Event().wait()
+        yield
+
+
+def test_a_row_that_fails_or_is_cancelled_gives_its_sample_index_back(
+    ask, speculative, async_llm, loop
+):
+    cache, engine = ClaimingCache(), Unfinished(async_llm)
+    made = speculative(cache, llm=engine)
+
+    async def cancelled():
+        stream = made.generate({"prompt_token_ids": list(PROMPT)}, sampling(seed=0), "cancelled")
+        row = asyncio.ensure_future(anext(stream))
+        while not cache.claims.held(b"", None):
+            await asyncio.sleep(0)
+        row.cancel()
+        await asyncio.gather(row, return_exceptions=True)
+
+    loop.run_until_complete(cancelled())
+    assert cache.claims.held(b"", None) == []
+    engine.error = RuntimeError("no engine")
+    with pytest.raises(RuntimeError, match="no engine"):
+        ask(made, [PROMPT])
+    assert cache.claims.held(b"", None) == [] and not cache.rollouts
+
+
 @pytest.mark.parametrize("answer", [None, RuntimeError("no shard")])
 def test_without_an_answer_of_the_cache_rows_are_decoded_plainly(ask, speculative, answer):
     class Silent(ClaimingCache):
