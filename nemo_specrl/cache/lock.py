@@ -7,7 +7,6 @@ import errno
 import fcntl
 import logging
 import os
-import pwd
 import tempfile
 import time
 import weakref
@@ -57,17 +56,14 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         with as_cache_errors("open the rollout store", folder):
-            try:
-                if folder.exists() and not folder.is_dir():
-                    raise StoreUnavailable(
-                        f"cannot open the rollout store {folder}: it is a file; name a folder"
-                    )
-                folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
-                # Not opened for appending: a mark has its place.
-                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-                descriptor = os.open(folder / LOCK_FILE, flags, FILE_MODE)
-            except PermissionError as error:
-                raise StoreUnavailable(_refused(folder, error)) from error
+            if folder.exists() and not folder.is_dir():
+                raise StoreUnavailable(
+                    f"cannot open the rollout store {folder}: it is a file; name a folder"
+                )
+            folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+            # Not opened for appending: a mark has its place.
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+            descriptor = os.open(folder / LOCK_FILE, flags, FILE_MODE)
             self._file = open(descriptor, "r+b", buffering=0)  # noqa: SIM115
             self._stand_in: int | None = None
             try:
@@ -211,22 +207,6 @@ def _locked(descriptor: int, folder: Path, how: int) -> int | None:
         folder, why, file,
     )  # fmt: skip
     return stand_in
-
-
-def _refused(folder: Path, error: PermissionError) -> str:
-    """Say whose folder it is that refuses: on shared nodes, that of who came first."""
-    place = next((f for f in (folder, *folder.parents) if os.access(f, os.F_OK)), folder)
-    try:
-        uid = place.stat().st_uid
-        owner = pwd.getpwuid(uid).pw_name
-    except OSError:
-        owner = "another user"
-    except KeyError:
-        owner = f"user {uid}"
-    return (
-        f"cannot open the rollout store {folder}: {error.strerror}; {place} belongs to {owner}: "
-        "name a folder of your own"
-    )
 
 
 def _pid(line: bytes) -> int | None:

@@ -129,6 +129,7 @@ class Keeper:
         self._membership = Membership(partitions, replicas, epoch=time.time_ns() // 10**6)
         self._shards: dict[str, _ShardHandle] = {}  # by Ray's id of the node
         self._retry_at: dict[str, float] = {}  # when to try again on a node
+        self._at_start: set[str] = set()  # nodes that were there, with or without a shard
         self._failed: dict[str, str] = {}  # why a node has no shard, by the node's address and id
         self._layout: tuple[str, ...] = ()
         self._view = View(self._membership.routing, {}, {})
@@ -153,6 +154,7 @@ class Keeper:
         remarks: list[str] = []
         if self._thread is None:
             self._update_nodes()
+            self._at_start = set(self._shards)
             self._wait_for_shards()
             shards = list(self._shards.values())
             late = [shard for shard in shards if shard.info is None]
@@ -180,7 +182,6 @@ class Keeper:
                     raise StoreUnavailable(f"{self._folder}: no shard answers its keeper")
                 self.step()
                 time.sleep(0.01)
-            self._keep = self._warm = False
             self._run_in_background()
         infos = [shard.info for shard in self._shards.values() if shard.info is not None]
         newest = max((info.incarnation for info in infos), default=0)
@@ -257,7 +258,7 @@ class Keeper:
         """End all shards; their disks keep what they have."""
         self._closed.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(RETRY_SECONDS)
         closing = [shard.actor.close.remote() for shard in self._shards.values()]
         if closing:
             ray.wait(closing, num_returns=len(closing), timeout=RETRY_SECONDS)
@@ -311,12 +312,13 @@ class Keeper:
         # A number that is free belonged to a shard that is gone; the new one finds its disk again.
         index = min(set(range(len(taken) + 1)) - taken)
         name = f"{self._folder.name}-{index}" if index else self._folder.name
+        first = self._thread is None or node in self._at_start
         remote: Any = ray.remote  # whose types do not know of concurrency groups
         actor = (
             remote(concurrency_groups={BACKGROUND: 4, FILES: 2}, num_cpus=0)(Shard)
             .options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
-            .remote(str(self._folder.with_name(name)), self._life, self._keep, self._options,
-                    self._warm)
+            .remote(str(self._folder.with_name(name)), self._life, self._keep and first,
+                    self._options, self._warm and first)
         )  # fmt: skip
         call = actor.describe.options(concurrency_group=BACKGROUND).remote(self._partitions)
         return _ShardHandle(node, actor, machine, index, call, heard_at=time.monotonic())
