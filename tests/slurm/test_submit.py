@@ -15,6 +15,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,7 +30,7 @@ RECIPE = "examples/configs/recipe.yaml"
 
 RAY_SUB = """
 set -euo pipefail
-logs=$SLURM_SUBMIT_DIR/$SLURM_JOB_ID${SLURM_RESTART_COUNT:+-$SLURM_RESTART_COUNT}-logs
+logs=${BASE_LOG_DIR:-$SLURM_SUBMIT_DIR}/$SLURM_JOB_ID${SLURM_RESTART_COUNT:+-$SLURM_RESTART_COUNT}-logs
 mkdir "$logs"
 printf '%s' "$COMMAND" >"$logs/driver_command.sh"
 env >"$logs/environment"
@@ -38,9 +39,22 @@ env >"$logs/environment"
 srun --nodes=1 --ntasks=1 bash "$logs/driver_command.sh" >"$logs/ray-driver.log" 2>&1
 """
 PLUGIN = """
-import json, os, socket, sys
+import json, os, pathlib, socket, sys, time
 print(json.dumps({"node": socket.gethostname(), "file": __file__, "arguments": sys.argv[1:],
-                  "PYTHONPATH": os.environ["PYTHONPATH"]}))
+                  "PYTHONPATH": os.environ["PYTHONPATH"]}), flush=True)
+first = "SLURM_RESTART_COUNT" not in os.environ
+state = pathlib.Path(os.environ["SPECRL_STATE"])
+saved = pathlib.Path("results/run").absolute()
+(state / "training").write_text(f"{saved}\\n{'' if first else 1}\\n")
+if first and "sleeps=1" in sys.argv:
+    time.sleep(600)
+if first and "slow-setup=1" in sys.argv: # the plug-in ends the first step after it, and saves
+    time.sleep(max(0, float(os.environ["SPECRL_MUST_SAVE_AT"]) + 1 - time.time()))
+    print("SAVED")
+if first and {"slow-setup=1", "saves=1"} & set(sys.argv):
+    (saved / "step_1").mkdir(parents=True)
+if not first and "slow-setup=1" in sys.argv:
+    sys.exit(0)
 sys.exit(sum(int(a.removeprefix("exit=")) for a in sys.argv if a.startswith("exit=")))
 """
 # For NeMo-RL's own ray.sub: srun without pyxis and PMIx, and a Ray that is there at once.
@@ -73,13 +87,20 @@ def make_checkout(folder):
     return folder
 
 
+def saved():
+    """What NeMo-RL says when it has ended before the time limit, as the script knows it."""
+    return SCRIPT.read_text().split("SAVED='")[1].split("'")[0]
+
+
 def make_plugin(folder, python="313"):
     """Make those files of ``pip install --no-deps --target`` that the script looks for."""
     for name in ("nemo_specrl", "lmdb", "xxhash"):
         (folder / name).mkdir(parents=True)
         (folder / name / f"c.cpython-{python}-x86_64-linux-gnu.so").touch()
     (folder / "nemo_specrl" / "__init__.py").touch()
-    (folder / "nemo_specrl" / "__main__.py").write_text(PLUGIN)
+    (folder / "nemo_specrl" / "__main__.py").write_text(PLUGIN.replace("SAVED", saved()))
+    (folder / "nemo_specrl" / "speculation").mkdir()
+    (folder / "nemo_specrl" / "speculation" / "_suffix.abi3.so").touch()
     return folder
 
 
@@ -164,6 +185,9 @@ BAD = [
     ([RECIPE], {"SPECRL_FOLDER": "{place}/checkout"}, "no nemo_specrl in it"),
     ([RECIPE], {"SPECRL_FOLDER": "{place}/full"}, "torch lies in it and would replace"),
     ([RECIPE], {"SPECRL_FOLDER": "{place}/old"}, "lmdb is for another Python than the checkout's"),
+    ([RECIPE], {"SPECRL_FOLDER": "{place}/no-c"}, "its nemo_specrl was built without the compiled"),
+    ([RECIPE], {"BASE_LOG_DIR": "/logs"}, "BASE_LOG_DIR=/logs: the container does not see it; add"),
+    ([RECIPE], {"HF_HOME": "models"}, "HF_HOME=models: must be the absolute path of a folder"),
     ([RECIPE], {"SPECRL_SCRIPT": "examples/none.py"}, "SPECRL_SCRIPT=examples/none.py: no such"),
     ([RECIPE], {"MOUNTS": "/data:/data"}, "MOUNTS=/data:/data: lacks the checkout"),
     ([RECIPE], {"MOUNTS": "{place}:/elsewhere"}, "MOUNTS={place}:/elsewhere: lacks the checkout"),
@@ -180,6 +204,7 @@ BAD = [
 def test_bad_input_is_one_line(place, arguments, changes, line):
     make_plugin(place / "old", python="311")
     (make_plugin(place / "full") / "torch").mkdir()
+    (make_plugin(place / "no-c") / "nemo_specrl" / "speculation" / "_suffix.abi3.so").unlink()
     (place / "elsewhere.yaml").touch()
 
     def filled(text):
@@ -250,7 +275,9 @@ class Job:
 
     def __init__(self, cluster, *arguments, ray_sub=RAY_SUB, options=(), mounts="", **changes):
         self.cluster = cluster
-        self.checkout = make_checkout(cluster.folder / f"checkout-{len(files(cluster.folder))}")
+        self.checkout = make_checkout(
+            Path(tempfile.mkdtemp(prefix="checkout-", dir=cluster.folder))
+        )
         (self.checkout / "ray.sub").write_text(ray_sub)
         self.cache = cluster.local / "specrl"
         changes = {"SPECRL_CACHE_DIR": str(self.cache), **changes}
@@ -335,16 +362,62 @@ def test_head_without_gpus_is_not_counted(cluster):
     )
 
 
-def test_code_of_the_driver_is_passed_on(cluster):
-    job = Job(cluster, RECIPE, "exit=7")
-    assert job.code == 7
-    line = "the training ended with exit code 7, and all nodes answer: not started again"
-    assert job.lines[-1].endswith(f" {line}")
-
-
-def saved():
-    """What NeMo-RL says when it has ended before the time limit, as the script knows it."""
-    return SCRIPT.read_text().split("SAVED='")[1].split("'")[0]
+def test_failures_hangs_and_time_limits(cluster):
+    """Side by side, on nodes that answer: the first goes on, and the others stop some time."""
+    one_node = ("--nodes=1", "--time=1")
+    logs = cluster.folder / "logs"  # beside a checkout that cannot be written to
+    logs.mkdir()
+    jobs = {
+        "setup longer than the margin": {
+            "arguments": ("slow-setup=1",),
+            "options": ("--nodes=1", "--time=2"),
+            "mounts": f"{logs}:{logs}",
+            "BASE_LOG_DIR": str(logs),
+            "SPECRL_SAVE_SECONDS": "110",
+        },
+        "setup longer than the time": {
+            "arguments": ("sleeps=1",),
+            "options": one_node,
+            "SPECRL_SAVE_SECONDS": "5",
+            "SPECRL_MAX_STALLED": "1",
+        },
+        "fault": {"arguments": ("saves=1", "exit=7"), "SPECRL_MAX_STALLED": "1"},
+        "hang": {
+            "arguments": ("sleeps=1",),
+            "SPECRL_HANG_SECONDS": "2",
+            "SPECRL_MAX_STALLED": "0",
+        },
+        "no time": {"options": one_node, "SPECRL_SAVE_SECONDS": "900"},
+    }
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        ended = {
+            name: pool.submit(Job, cluster, RECIPE, *job.pop("arguments", ()), **job)
+            for name, job in jobs.items()
+        }
+        ended = {name: job.result() for name, job in ended.items()}
+    said = {name: [line.split(": ", 1)[1] for line in job.lines] for name, job in ended.items()}
+    assert {name: job.code for name, job in ended.items()} == {
+        "setup longer than the margin": 0,
+        "setup longer than the time": 75,
+        "fault": 7,
+        "hang": 75,
+        "no time": 2,
+    }, {name: job.output for name, job in ended.items()}
+    restart = "starting again (restart 1 of at most 50), from checkpoint"
+    assert said["setup longer than the margin"] == [f"the time limit; {restart} 1"]
+    assert said["setup longer than the time"][0] == (
+        f"the time limit, before the training had saved; {restart} none"
+    )
+    failed = "the training ended with exit code 7"
+    assert said["fault"][0] == f"{failed}; {restart} 1"
+    assert said["fault"][1].startswith(
+        f"{failed}; not started again: 1 restarts have brought no checkpoint after step 1 "
+    )
+    assert said["hang"][0].startswith("no step was logged for 2 s; not started again: 0 restarts")
+    assert re.match(
+        r"SPECRL_SAVE_SECONDS=900: the job's time limit leaves [56]\d s, ", said["no time"][0]
+    )
+    assert list(logs.glob("*-restarts/restarts"))
 
 
 def test_a_training_that_ends_for_want_of_time_is_started_again(cluster):
@@ -377,7 +450,7 @@ def test_a_node_that_dies_gives_the_job_back_to_slurm(three_nodes):
         three_nodes.crash("n2")
         job = waiting.result()
     assert job.code == 0, job.output
-    assert any("no answer from n2; starting again" in line for line in job.lines), job.output
+    assert any("no answer from n2: the training ended" in line for line in job.lines), job.output
     assert (job.logs.parent / "1-1-logs" / "ray-driver.log").exists()
 
 

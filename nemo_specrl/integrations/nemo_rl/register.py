@@ -14,7 +14,7 @@ from typing import Any
 
 from nemo_specrl.errors import ConfigError, IncompatibleVersion
 from nemo_specrl.integrations import nvrx
-from nemo_specrl.integrations.nemo_rl import compat
+from nemo_specrl.integrations.nemo_rl import compat, supervision
 from nemo_specrl.integrations.nemo_rl.hooks import Hooks
 from nemo_specrl.integrations.nemo_rl.log import StepLog, metrics_file
 from nemo_specrl.integrations.nemo_rl.monitor import StepMonitor
@@ -68,6 +68,7 @@ def _wrapped_setup(original: Callable[..., Any], algorithm: str) -> Callable[...
             )
         if run is not None:
             nvrx.connect()  # before the engines start, which may hang; the hooks send heartbeats
+        supervision.started(master_config.checkpointing)
         with setting_up(run):
             parts = original(master_config, *args, **kwargs)
         if run is not None:

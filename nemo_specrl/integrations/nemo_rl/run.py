@@ -25,6 +25,7 @@ __all__ = [
     "Run",
     "current_run",
     "engine_arguments",
+    "latest_checkpoint",
     "option",
     "setting_up",
 ]
@@ -102,7 +103,7 @@ class Run:
             name=hashlib.sha256(str(folder).encode()).hexdigest()[:16],
             label=folder.name,
             log_folder=Path(master_config.logger["log_dir"]),
-            checkpoint=_latest(folder) if checkpointing["enabled"] else None,
+            checkpoint=latest_checkpoint(folder) if checkpointing["enabled"] else None,
             tokenizer_id=str(master_config.policy["tokenizer"]["name"]),
         )
 
@@ -245,7 +246,7 @@ def option(block: Any, name: str, default: Any) -> Any:
     return getattr(block, name, default)
 
 
-def _latest(folder: Path) -> Path | None:
+def latest_checkpoint(folder: Path) -> Path | None:
     """Find the checkpoint from which NeMo-RL will resume (utils/checkpoint.py)."""
     steps = [path for path in folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
     return max(steps, key=lambda path: int(path.name[5:]), default=None)
