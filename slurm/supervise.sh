@@ -134,6 +134,7 @@ probe() {
 dead_nodes() {
     local node own begun=$SECONDS allowed
     local -a names
+    ! ended_by_slurm || return 0 # it starts no processes for this job any more
     mapfile -t names < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
     own=${SLURMD_NODENAME:-${names[0]}}
     if ! probe "$own" "$CONTROLLER_SECONDS"; then

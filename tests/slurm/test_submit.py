@@ -381,9 +381,14 @@ def test_failures_hangs_and_time_limits(cluster):
             "SPECRL_SAVE_SECONDS": "5",
             "SPECRL_MAX_STALLED": "1",
         },
-        "fault": {"arguments": ("saves=1", "exit=7"), "SPECRL_MAX_STALLED": "1"},
+        "fault": {
+            "arguments": ("saves=1", "exit=7"),
+            "options": ("--nodes=1",),
+            "SPECRL_MAX_STALLED": "1",
+        },
         "hang": {
             "arguments": ("sleeps=1",),
+            "options": ("--nodes=1",),
             "SPECRL_HANG_SECONDS": "2",
             "SPECRL_MAX_STALLED": "0",
         },

@@ -399,7 +399,7 @@ BAD = [
     ([], {}, "no recipe given; usage:"),
     (["none.yaml"], {}, "none.yaml: no such recipe in"),
     ([RECIPE, "--steps"], {}, "'--steps': overrides have the form key=value"),
-    ([RECIPE, "++logger.log_dir = '/x y'"], {}, "logger.log_dir=/x y: set SPECRL_RUN_DIR instead"),
+    ([RECIPE, "++logger.log_dir='/x y'"], {}, "logger.log_dir=/x y: set SPECRL_RUN_DIR instead"),
     ([RECIPE], {"SPECRL_PYTHON": "env -u PYTHONPATH python3 -I -S"}, "has no nemo_specrl that can"),
     (
         [RECIPE],
