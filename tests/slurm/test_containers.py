@@ -39,6 +39,7 @@ case "$*" in
     *) what=driver ;;
 esac
 echo "$SLURMD_NODENAME $what" >>/calls
+[[ -w $HOME ]] || {{ echo "no home" >&2 && exit 9; }} # the user's is not mounted
 exec {python} "$@"
 """
 

@@ -161,9 +161,15 @@ def test_shows_what_would_run(place):
 
 
 def test_plugin_in_the_image(place):
-    done = check(place, RECIPE, SPECRL_FOLDER=None, SPECRL_PYTHON=None, GPUS_PER_NODE=None)
+    models = {"HF_HOME": str(place / "models"), "HF_HUB_CACHE": str(place / "models" / "hub")}
+    (place / "models" / "hub").mkdir(parents=True)
+    image = {"SPECRL_FOLDER": None, "SPECRL_PYTHON": None, "GPUS_PER_NODE": None}
+    done = check(place, RECIPE, **image, **models)
     checkout = place / "checkout"
-    assert f"MOUNTS={checkout}:{checkout},/raid/specrl:/raid/specrl\n" in done.stdout
+    assert (
+        f"MOUNTS={checkout}:{checkout},{place}/models:{place}/models,/raid/specrl:/raid/specrl\n"
+    ) in done.stdout
+    assert f"export HF_HOME={place}/models\n" in done.stdout
     assert "export PYTHONPATH=/opt/nemo_specrl$" in done.stdout
     assert "exec uv run python -m nemo_specrl run" in done.stdout
     assert "cluster.gpus_per_node=8" in done.stdout
@@ -231,6 +237,27 @@ def test_outside_of_a_checkout(place):
     done = check(place, RECIPE)
     assert done.returncode == 2
     assert done.stderr.endswith("no ray.sub here; submit from the root of a NeMo-RL checkout\n")
+
+
+def test_a_slow_controller_makes_no_node_dead(tmp_path):
+    """Slurm takes longer than a probe may to start a process anywhere; on n3 it starts none."""
+    programs = {
+        "scontrol": "printf '%s\\n' n1 n2 n3",
+        "srun": 'case "$*" in *=n3*) sleep 60 ;; esac; sleep 1.1',
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    supervise = SCRIPT.with_name("supervise.sh")
+    done = subprocess.run(
+        ["bash", "-euc", f"source {supervise}; PROBE_SECONDS=1; dead_nodes"],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "SCRIPT": "nemo_rl.sub",
+             "SLURM_JOB_NODELIST": "n[1-3]", "SLURMD_NODENAME": "n1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "n3\n", "")
 
 
 # In a job.
@@ -504,7 +531,7 @@ def test_the_ray_sub_of_nemo_rl(cluster):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     path = f"{programs}:{os.environ['PATH']}"
-    job = Job(cluster, RECIPE, "exit=7", ray_sub=ray_sub, PATH=path)
+    job = Job(cluster, RECIPE, "exit=7", ray_sub=ray_sub, PATH=path, SPECRL_MAX_STALLED="0")
     assert job.code == 7, job.output
     call = json.loads((job.logs / "ray-driver.log").read_text())
     assert call["node"] == "n1"
