@@ -212,6 +212,8 @@ end_with() {
     dead=$(dead_nodes)
     if ((code == 2)); then # a restart would meet it again
         say "$2 ended with exit code 2, which is bad input or a full disk: not started again"
+    elif ((code == 126 || code == 127)); then
+        say "$2 ended with exit code $code: its program was not found or could not be run; not started again"
     elif ((code != 0)); then
         start_again "$code" "${dead:+no answer from $dead: }$2 ended with exit code $code"
     fi

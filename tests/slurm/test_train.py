@@ -242,11 +242,12 @@ def test_failures_and_the_limits_of_restarts(cluster):
     goes_on = Job(cluster, "goes-on", "test.save=1", "test.once=3", SPECRL_MAX_STALLED="0")
     stops = Job(cluster, "stops", "test.exit=3", **one_node, SPECRL_MAX_STALLED="1")
     usage = Job(cluster, "usage", "test.exit=2", **one_node)
+    no_program = Job(cluster, "no-program", "test.exit=127", **one_node)
     stalled = Job(cluster, "stalled", "test.hang=1", **limits)
     saves = Job(cluster, "saves", "test.save=1", "test.hang=1", **one_node, **limits)
-    jobs = (goes_on, stops, usage, stalled, saves)
-    assert [job.end() for job in jobs] == [0, 3, 2, 75, 75]
-    assert [len(started_on(job)) for job in jobs] == [2, 2, 1, 2, 3]
+    jobs = (goes_on, stops, usage, no_program, stalled, saves)
+    assert [job.end() for job in jobs] == [0, 3, 2, 127, 75, 75]
+    assert [len(started_on(job)) for job in jobs] == [2, 2, 1, 1, 2, 3]
     assert goes_on.said[1:2] == [
         f"{failed}; starting again (restart 1 of at most 50), from checkpoint 0"
     ]
