@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from nemo_specrl.config import Block, ByteSize, validated
 from nemo_specrl.errors import CacheError, ConfigError, ForeignStore, StoreInUse
-from nemo_specrl.rollout import Rollout
+
+if TYPE_CHECKING:
+    from nemo_specrl.rollout import Rollout
 
 __all__ = ["app"]
 
@@ -26,10 +27,6 @@ SHOWN = 20
 PathArgument = Annotated[
     Path, typer.Argument(metavar="PATH", help="A store, a checkpoint or its rollout_cache.")
 ]
-
-
-class _Cap(Block):
-    max_bytes: ByteSize
 
 
 @app.command(epilog="Example: nemo-specrl cache inspect results/grpo_sort_cpu/step_20")
@@ -157,7 +154,7 @@ def import_(
     from nemo_specrl.cache.layout import DATA_FILE, reading_file
 
     _needs_safetensors()
-    cap = validated(_Cap, {"max_bytes": max_bytes}).max_bytes
+    cap = _bytes(max_bytes)
     if source_path.exists() and path.exists() and source_path.samefile(path):
         raise ConfigError(f"{path}: cannot be imported into itself")
     with ExitStack() as stack:
@@ -207,6 +204,15 @@ def import_(
     lost = stats.evicted_prompts
     notes += [f"{lost:,} prompts evicted: max-bytes is too small for all"] if lost else []
     _say(f"{path}: " + ", ".join(notes))
+
+
+def _bytes(text: str) -> int:
+    from nemo_specrl.config import Block, ByteSize, validated
+
+    class Cap(Block):
+        max_bytes: ByteSize
+
+    return validated(Cap, {"max_bytes": text}).max_bytes
 
 
 def _oldest_first(group: list[Rollout], kind: str) -> list[Rollout]:

@@ -17,11 +17,12 @@ from nemo_specrl.errors import ConfigError
 from nemo_specrl.report import (
     comparison,
     print_comparison,
-    read_metrics,
+    run_steps,
     verdict,
     write_comparison,
     write_report,
 )
+from nemo_specrl.trainer.log import MetricsFile
 
 STEPS_PER_EPOCH = 2
 
@@ -109,15 +110,20 @@ def printed(compare):
 # Reading.
 
 
+def steps_of(run):
+    rows, damaged = run_steps(run)
+    return [row["step"] for row in rows], damaged
+
+
 def test_torn_last_line_is_left_out(tmp_path):
     run = make_run(tmp_path / "run", steps=3)
     path = run / "metrics.jsonl"
     whole = path.read_bytes()
-    for torn in (b'{"step": 4, "epo', b'{"step": 4, "note": "\xc3', b"\0\0\0\0", b"[4]\n"):
+    for torn in (b'{"step": 4, "epo', b'{"step": 4, "note": "\xc3', b"\0\0\0\0", b"[4]"):
         path.write_bytes(whole + torn)
-        assert [row["step"] for row in read_metrics(run)] == [1, 2, 3]
+        assert steps_of(run) == ([1, 2, 3], "")
     path.write_bytes(whole.rstrip(b"\n"))  # whole, but for its newline
-    assert [row["step"] for row in read_metrics(run)] == [1, 2, 3]
+    assert steps_of(run) == ([1, 2, 3], "")
 
 
 def test_every_cut_of_the_last_line_is_survived(tmp_path):
@@ -127,17 +133,28 @@ def test_every_cut_of_the_last_line_is_survived(tmp_path):
     first = whole.index(b"\n") + 1
     for end in range(first, len(whole) - 1):
         path.write_bytes(whole[:end])
-        assert [row["step"] for row in read_metrics(run)] == [1]
+        assert steps_of(run) == ([1], "")
 
 
-def test_damaged_line_elsewhere_is_an_error(tmp_path):
-    run = make_run(tmp_path / "run", steps=3)
+def test_a_damaged_line_elsewhere_costs_that_line_and_is_counted(tmp_path, caplog):
+    run = make_run(tmp_path / "run", steps=5)
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines()
-    lines[1] = lines[1][:20]
-    path.write_text("\n".join(lines))
-    with pytest.raises(ConfigError, match="line 2"):
-        read_metrics(run)
+    lines[1], lines[3] = lines[1][:20], "[" * 100_000
+    path.write_text("\n".join(lines) + "\n")
+    said = f"{path}: 2 lines are left out (line 2: not a step's JSON object, ...)"
+    assert steps_of(run) == ([1, 3, 5], said)
+    assert "<tr>" in write_report(run).read_text()
+    assert caplog.messages == [said]
+
+
+def test_a_file_without_any_step_is_no_log_of_a_run(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"name": "of another program"}\n')
+    with pytest.raises(ConfigError, match=r"holds no steps of a run \(line 1: not a step's"):
+        write_report(tmp_path)
+    with pytest.raises(ConfigError, match="holds no steps of a run"):
+        MetricsFile(tmp_path, 0)
+    assert "another program" in (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_steps_done_again_after_a_resume_replace_the_earlier_ones(tmp_path):
@@ -145,7 +162,7 @@ def test_steps_done_again_after_a_resume_replace_the_earlier_ones(tmp_path):
     with open(run / "metrics.jsonl", "a") as file:
         for step in (3, 4, 5):
             file.write(json.dumps(metrics_row(step, reward=0.9)) + "\n")
-    rows = read_metrics(run)
+    rows, _ = run_steps(run)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert [row["reward"] for row in rows] == [0.5, 0.5, 0.9, 0.9, 0.9]
 

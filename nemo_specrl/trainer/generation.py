@@ -115,6 +115,7 @@ def build_engine(recipe: Recipe) -> LLM:
             **{
                 "max_num_seqs": rows,
                 "max_num_batched_tokens": batched,
+                "use_tqdm_on_load": False,
                 **generation.vllm_kwargs,
                 **engine_options(recipe.spec_rl),
             },
