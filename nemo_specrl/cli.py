@@ -7,7 +7,6 @@ long to import is imported in the commands that need it, after they have said so
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import subprocess
 import sys
@@ -252,19 +251,15 @@ def report(
     ] = None,
 ) -> None:
     """Draw plots and write an HTML page of a run, or serve a live one."""
-    from nemo_specrl.report import write_comparison, write_report
+    from nemo_specrl.report import read_comparison, write_comparison, write_report
 
     if follow:
         _follow(run_dir, LIVE_PORT if port is None else port, token)
         return
     if port is not None:
         raise ConfigError(f"--port {port}: is for --follow; give both or neither")
-    compared = run_dir / "compare.json"
-    if compared.is_file():
-        try:
-            write_comparison(run_dir, json.loads(compared.read_text()))
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-            raise ConfigError(f"{compared}: damaged: {error}") from None
+    if (run_dir / "compare.json").exists():
+        write_comparison(run_dir, read_comparison(run_dir))
         _say(f"written: {run_dir / 'compare.html'}")
     else:
         _say(f"written: {write_report(run_dir)}")

@@ -73,6 +73,7 @@ def diagnose() -> list[Finding]:
         _python(),
         _base_packages(),
         _lmdb(),
+        _compiled_part(),
         _vllm(torch_build),
         _torch(torch_build, _gpus()),
         *_torch_companions(torch_build),
@@ -137,6 +138,24 @@ def _lmdb() -> Finding:
             "lmdb", "missing", "not installed; the rollout cache is kept in it", "pip install lmdb"
         )
     return Finding("lmdb", "ok", version)
+
+
+def _compiled_part() -> Finding:
+    """Import the one compiled module; nothing else tells whether it is for this machine."""
+    name, advice = "compiled part", f"{_REINSTALL}, on a machine like this one"
+    try:
+        from nemo_specrl.speculation import _suffix
+    except ImportError as error:
+        folder = Path(__file__).with_name("speculation")
+        there = sorted(path.name for path in folder.glob("_suffix*.so"))
+        what = f"{there[0]} cannot be loaded here ({error})" if there else "no _suffix*.so"
+        return Finding(
+            name,
+            "missing",
+            f"{what} in {folder}; drafts come from it, in the default preset",
+            advice,
+        )
+    return Finding(name, "ok", Path(_suffix.__file__).name)
 
 
 def _vllm(torch_build: str) -> Finding:

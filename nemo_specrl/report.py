@@ -29,6 +29,7 @@ from nemo_specrl.trainer.log import METRICS, read_steps
 __all__ = [
     "comparison",
     "print_comparison",
+    "read_comparison",
     "run_columns",
     "run_steps",
     "verdict",
@@ -148,6 +149,31 @@ def comparison(plain_dir: Path, speculative_dir: Path) -> dict[str, Any]:
         "step": _ratio(compare, "step_s"),
         "decoded_tokens": _ratio(compare, "decoded_tokens"),
     }
+    return compare
+
+
+def read_comparison(folder: Path) -> dict[str, Any]:
+    """Read the ``compare.json`` in a folder; a ConfigError says how it is damaged."""
+    path = folder / "compare.json"
+    try:
+        compare: dict[str, Any] = json.loads(path.read_bytes())
+        steps = len(compare["plain"]["epoch"])
+        for side in SIDES:
+            for name in ("epoch", *_REQUIRED, *_OPTIONAL[:2]):
+                column = compare[side][name]
+                values = [_number(value, f"{side}: {name}") for value in column]
+                full = name not in _OPTIONAL
+                if not steps or len(values) != steps or (full and None in values):
+                    raise ValueError(f"{side}: {name} is not known of each step")
+        for name in ("rollout", "rollout_warm", "step", "decoded_tokens"):
+            _number(compare["ratio"][name], f"ratio: {name}")
+        list(compare.get("heldout_table") or ())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except KeyError as error:
+        raise ConfigError(f"{path}: damaged: it has no {error}") from None
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{path}: damaged: {error}") from None
     return compare
 
 
@@ -326,7 +352,7 @@ def _column(rows: Sequence[dict[str, Any]], name: str) -> list[float | None]:
 def _number(value: Any, where: str) -> float | None:
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return None
-    if not isinstance(value, int | float):
+    if not isinstance(value, int | float) or abs(value) >= 1e300:
         raise ConfigError(f"{where} must be a number, got {_clipped(value)}")
     return value
 

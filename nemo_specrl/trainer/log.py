@@ -114,7 +114,8 @@ def _step(line: str) -> dict[str, Any]:
         record = json.loads(line, parse_constant=lambda _: None)
     except ValueError:
         record = None
-    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+    step = record.get("step") if isinstance(record, dict) else None
+    if not isinstance(step, int) or abs(step) >= 2**53:
         raise ValueError("not a step's JSON object")
     return record
 

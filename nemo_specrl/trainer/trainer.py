@@ -161,11 +161,12 @@ class Trainer:
         finally:
             if self._saving is not None:  # something else has failed, and says so
                 wait([self._saving])
-            self.log.close()
-            self.generation.shutdown()
-            self.policy.shutdown()
-            if self.value is not None:
-                self.value.shutdown()
+            with contextlib.ExitStack() as ending:  # each of them, even where another fails
+                if self.value is not None:
+                    ending.callback(self.value.shutdown)
+                ending.callback(self.policy.shutdown)
+                ending.callback(self.generation.shutdown)
+                self.log.close()
 
     # --- one step -----------------------------------------------------------------------------
 
