@@ -127,6 +127,7 @@ def _headline(figure: Figure, compare: dict[str, Any], verdict: str) -> None:
         if gains(compare)
         else "speculative verifies the previous epoch's response and keeps the accepted prefix"
     )
+    last = " The last one: speculative, where plain has 1." if gains(compare) else ""
     figure.text(
         0.015,
         0.968,
@@ -140,7 +141,7 @@ def _headline(figure: Figure, compare: dict[str, Any], verdict: str) -> None:
         0.945,
         f"{steps} training step{'s' * (steps != 1)}, the same prompts at each. "
         f"Plain decodes every response from scratch; {what}.\n"
-        "Big figures: plain divided by speculative. Above 1, speculation needs less.",
+        f"Big figures: plain divided by speculative. Above 1, speculation needs less.{last}",
         fontsize=11,
         color=_GREY,
         va="top",

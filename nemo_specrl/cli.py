@@ -130,27 +130,23 @@ def _train_with_progress(trainer: Trainer, recipe: Recipe) -> None:
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TextColumn("{task.fields[status]}"),
         console=console,
-        disable=not console.is_terminal,  # where each step has a line of its own
+        transient=True,
+        disable=not console.is_terminal,
     ) as progress:
-        task = progress.add_task(
-            name, total=trainer.total_steps, completed=trainer.progress.step, status=""
-        )
+        task = progress.add_task(name, total=trainer.total_steps, completed=trainer.progress.step)
         for record in trainer.run():
             if trainer.monitor is not None and trainer.monitor.warning:
                 _say(f"warning: step {record['step']}: {trainer.monitor.warning}", "yellow")
-            status = _status(record, recipe)
-            progress.update(task, completed=record["step"], status=status)
-            if not console.is_terminal:
-                _say(f"{name:>11} step {record['step']:4d}  {status}")
+            _say(f"{name:>11} step {record['step']:4d}  {_status(record, recipe)}")
+            progress.update(task, completed=record["step"])
 
 
 def _status(record: dict[str, Any], recipe: Recipe) -> str:
     speed = record["response_tokens"] / max(1e-9, record["rollout_s"])
     parts = [f"reward {record['reward']:.3f}", f"{speed:,.0f} tokens/s"]
     if "spec_rl/tree_tokens_per_step" in record:
-        parts.append(f"{record['spec_rl/tree_tokens_per_step']:.1f} tokens a row and engine step")
+        parts.append(f"{record['spec_rl/tree_tokens_per_step']:.1f} tokens/engine step")
     if recipe.spec_rl.enabled and recipe.spec_rl.effective_fresh_fraction < 1:
         parts.append(f"reused {record['spec_rl/reused_token_fraction']:.0%}")
     parts.append(f"rollout {record['rollout_s']:.1f} s, step {record['step_s']:.1f} s")

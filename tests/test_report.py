@@ -307,6 +307,64 @@ def test_a_comparison_with_tree_drafts_shows_what_a_step_gains(runs, tmp_path):
     assert image_of(pictures[0]).size == image_of(pictures[1]).size
 
 
+def lossless_run(folder):
+    """As ``preset: lossless`` leaves it: no verification, every row fresh, every token decoded."""
+    changes = {"verify_s": 0.0, "decoded_tokens": 1000, "fresh_reward": 0.5}
+    engine = {"spec_rl/draft_coverage": 0.0, "spec_rl/reused_token_fraction": 0.0}
+    rows = [
+        metrics_row(step, speculative=True, **changes, **engine)
+        | {"spec_rl/tree_tokens_per_step": 2.0 + step}
+        for step in range(1, 7)
+    ]
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_what_a_preset_does_not_do_is_not_shown(runs, tmp_path):
+    lossless, reuse = comparison(runs[0], lossless_run(tmp_path / "lossless")), comparison(*runs)
+    assert "tokens of a row per engine step │ 1.0 │ 5.5 │ 5.50x more" in joined(printed(lossless))
+    assert "engine step" not in printed(reuse)
+    for compare, shown in ((lossless, False), (reuse, True)):
+        write_comparison(tmp_path / "out", compare)
+        page = (tmp_path / "out" / "compare.html").read_text()
+        for words in ("of it verification", "of freshly decoded rows"):
+            assert (words in printed(compare)) == (words in page) == shown
+        for column in ("speculative verify_s", "speculative fresh_reward"):
+            assert (f"<th>{column}</th>" in page) == shown
+    page = write_report(tmp_path / "lossless").read_text()
+    assert "<th>spec_rl/tree_tokens_per_step</th>" in page
+    for column in ("verify_s", "fresh_reward", "spec_rl/reused_token_fraction", "decoded_tokens"):
+        assert f"<th>{column}</th>" not in page
+
+
+def joined(text):
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda compare: compare.pop("plain"), "it has no 'plain'"),
+        (lambda compare: compare["ratio"].pop("step"), "it has no 'step'"),
+        (lambda compare: compare["plain"]["step_s"].pop(), "plain: step_s is not known of each"),
+        (lambda compare: compare["plain"].update(reward=["a"] * 6), "reward must be a number"),
+        (lambda compare: compare["plain"].update(reward=[10**400] * 6), "reward must be a number"),
+        (lambda compare: compare.update(plain=1), "damaged"),
+        (lambda compare: compare.update(heldout_table=5), "damaged"),
+        (None, "damaged"),
+    ],
+)
+def test_a_damaged_comparison_is_one_line(runs, tmp_path, command_line, damage, said):
+    compare = comparison(*runs)
+    if damage is not None:
+        damage(compare)
+    text = "[" * 100_000 if damage is None else json.dumps(compare)
+    (tmp_path / "compare.json").write_text(text)
+    printed = command_line("report", tmp_path, code=2)
+    assert printed.startswith(f"nemo-specrl: {tmp_path / 'compare.json'}: ") and said in printed
+
+
 def test_comparison_files(runs, tmp_path):
     out = tmp_path / "deep" / "out"
     compare = comparison(*runs)

@@ -165,7 +165,7 @@ def _tensorboard(folder: Path) -> tuple[dict[int, float], str]:
     """
     seconds: dict[int, float] = {}
     tags: set[str] = set()
-    events = sorted(folder.rglob("events.out.tfevents.*"))
+    events = sorted(p for p in folder.rglob("events.out.tfevents.*") if p.is_file())
     if events:
         try:
             from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -110,14 +110,14 @@ def read_steps(path: Path) -> tuple[list[dict[str, Any]], str]:
 
 
 def _step(line: str) -> dict[str, Any]:
-    try:
+    record: Any = None
+    with contextlib.suppress(ValueError):
         record = json.loads(line, parse_constant=lambda _: None)
-    except ValueError:
-        record = None
-    step = record.get("step") if isinstance(record, dict) else None
-    if not isinstance(step, int) or abs(step) >= 2**53:
-        raise ValueError("not a step's JSON object")
-    return record
+    if isinstance(record, dict):
+        step = record.get("step")
+        if isinstance(step, int) and abs(step) < 2**53:
+            return record
+    raise ValueError("not a step's JSON object")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

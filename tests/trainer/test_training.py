@@ -6,6 +6,7 @@ Every run is a process of its own, as a user's is. The recipe is the demo's, mad
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,9 @@ import pytest
 
 from nemo_specrl import RolloutStore
 from nemo_specrl.trainer.generation import tokenizer_identity
-from nemo_specrl.trainer.log import read_metrics
+from nemo_specrl.trainer.log import MetricsLog, read_metrics
+from nemo_specrl.trainer.recipe import load_recipe
+from nemo_specrl.trainer.trainer import Trainer
 from tests.conftest import REPOSITORY
 from tests.ports import listening
 
@@ -103,11 +106,52 @@ def wait_for_steps(process, folder, steps):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A run that was never interrupted: six steps, three epochs."""
+def whole_run(tmp_path_factory):
+    """A run of six steps, three epochs, that was never interrupted: folder, and what it printed."""
     folder = tmp_path_factory.mktemp("whole")
-    train(folder)
-    return folder
+    return folder, train(folder)
+
+
+@pytest.fixture(scope="module")
+def whole(whole_run):
+    return whole_run[0]
+
+
+def test_a_run_prints_what_it_loads_and_each_step_once(whole_run):
+    _, done = whole_run
+    first, *steps = done.stdout.splitlines()
+    assert first == f"train: loading {DEMO}, torch and vLLM; the first step takes a minute or more"
+    numbers = [re.match(r"speculative step +(\d+)  reward .* reused \d+%", s)[1] for s in steps]
+    assert numbers == ["1", "2", "3", "4", "5", "6"]
+    for third_party in ("Triton", "FutureWarning", "NUMA", "it/s"):
+        assert third_party not in done.stderr
+
+
+def test_a_log_that_cannot_be_closed_leaves_no_process(tmp_path):
+    class Part:
+        def __init__(self):
+            self.process = subprocess.Popen(["sleep", "600"])
+
+        def shutdown(self):
+            self.process.kill()
+            self.process.wait()
+
+    class Begun(Trainer):
+        def _build(self):
+            self.policy, self.generation, self.value = Part(), Part(), Part()
+            self.log = MetricsLog(tmp_path, 0, tensorboard=False)
+            os.dup2(pipe[1], self.log._file._file.fileno())  # a pipe cannot be flushed to a disk
+
+    pipe = os.pipe()
+    trainer = Begun(load_recipe(REPOSITORY / DEMO, [f"checkpointing.checkpoint_dir={tmp_path}"]))
+    trainer.stop = True
+    with pytest.raises(OSError, match="Invalid argument"):
+        list(trainer.run())
+    parts = (trainer.policy, trainer.generation, trainer.value)
+    assert [part.process.returncode for part in parts] == [-signal.SIGKILL] * 3
+    trainer.log._file._file.close()
+    for end in pipe:
+        os.close(end)
 
 
 def test_a_run_writes_what_it_promises(whole):
