@@ -73,7 +73,7 @@ BAD = [
     (["cache", "export", "{empty}", "{file}"], "empty"),
     (["cache", "import", "{file}", "{empty}"], "file"),
     (["train", "{empty}"], "empty"),
-    (["compare", "{file}"], "file"),
+    (["compare", "{file}"], "must"),
     (["run", "{empty}"], "no such file; give a script of NeMo-RL"),
 ]
 

@@ -245,10 +245,12 @@ def test_bad_input_is_one_line(nemo_rl, simulate, tmp_path):
     empty.mkdir()
     assert "neither train_data_step<N>.jsonl of NeMo-RL" in simulate(empty, code=2)
     assert "no such folder" in simulate(tmp_path / "none", code=2)
+    assert "cannot be read (Is a directory)" in simulate(nemo_rl, "--costs", empty, code=2)
     costs = tmp_path / "costs.json"
     for wrong, said in (
         ('{"step": 1}', "not for step"),
         ("[]", "not a JSON object"),
+        ('{"steps": Infinity, "drafting_steps": 1}', "must have seconds"),
         ('{"steps": [2, 1], "drafting_steps": 1}', "must have seconds"),
         ('{"steps": 1}', "steps and drafting_steps must cost something"),
     ):
