@@ -32,7 +32,7 @@ _PANELS: list[tuple[str, str, list[tuple[str, str, str]]]] = [
         ("plain_speed", "plain decoding, in evaluations", BLUE)]),
     ("Tokens of a row per engine step", "plain decoding: 1; higher is faster", [
         ("spec_rl/tree_tokens_per_step", "with drafts from trees", ORANGE)]),
-    ("Tokens per training step", "what is in the responses and not decoded is reused", [
+    ("Tokens per training step", "fewer are decoded where prefixes are reused", [
         ("response_tokens", "in the responses", BLUE),
         ("decoded_tokens", "decoded", ORANGE)]),
     ("Drafts", "fractions; higher is faster", [
