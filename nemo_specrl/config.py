@@ -34,6 +34,7 @@ __all__ = [
     "UserPath",
     "WrongKey",
     "first_problem",
+    "knows",
     "parse_path",
     "validated",
 ]
@@ -60,7 +61,7 @@ def parse_path(value: Any) -> Path:
     """
     text = str(value) if isinstance(value, (str, Path)) else ""
     if text.strip().lower() in ("", "none", "null"):
-        raise ValueError("must be a path (where none is meant and allowed: null, without quotes)")
+        raise ValueError("must be a path; where none is meant, null without quotes")
     expanded = os.path.expanduser(text)
     if expanded.startswith("~"):
         raise ValueError(f"there is no home folder for {text.partition('/')[0]}")
@@ -311,12 +312,28 @@ def _clipped(value: Any, limit: int = 100) -> str:
 
 def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> str:
     """List the keys of the block at ``location``, for the message about an unknown one."""
-    block: type[BaseModel] = model
+    block: type[BaseModel] | None = model
     for part in location[:-1]:
-        field = block.model_fields.get(str(part))
-        candidates = [field.annotation, *getattr(field.annotation, "__args__", ())] if field else []
-        models = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
-        if not models:
-            return "see the recipe's documentation"
-        block = models[0]
-    return "known are " + ", ".join(block.model_fields)
+        block = _inner(block, str(part)) if block else None
+    return "known are " + ", ".join(block.model_fields) if block else "see the documentation"
+
+
+def _inner(block: type[BaseModel], key: str) -> type[BaseModel] | None:
+    """The block under a key of another; None where there is none."""
+    field = block.model_fields.get(key)
+    candidates = [field.annotation, *getattr(field.annotation, "__args__", ())] if field else []
+    models = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+    return models[0] if models else None
+
+
+def knows(model: type[BaseModel], key: str) -> bool:
+    """Whether a recipe may have a dotted key: one of a block, or any below one that takes any."""
+    block = model
+    for part in key.split("."):
+        if part not in block.model_fields:
+            return False
+        inner = _inner(block, part)
+        if inner is None:
+            return True
+        block = inner
+    return True

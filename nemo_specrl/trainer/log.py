@@ -26,9 +26,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     records = []
     for line in path.read_bytes().splitlines():
         try:
-            records.append(json.loads(line))
-        except ValueError:  # cut off by a crash
+            record = json.loads(line)
+        except (ValueError, RecursionError):  # cut off by a crash
             break
+        if not (isinstance(record, dict) and isinstance(record.get("step"), int)):
+            break
+        records.append(record)
     return records
 
 

@@ -104,6 +104,19 @@ def test_rows_without_advantage_make_no_step(policy):
     assert np.concatenate(policy.logprobs(samples())).tolist() == np.concatenate(before).tolist()
 
 
+def test_weights_that_a_step_has_ruined_are_reported(policy, tmp_path):
+    policy.save(tmp_path)
+    assert policy.not_finite() is None
+    ruinous = samples()[:4]
+    for sample in ruinous:
+        sample.advantages = np.full_like(sample.advantages, 1e38)
+    metrics = policy.train(ruinous, epochs=1)
+    assert not np.isfinite(metrics["grad_norm"])
+    assert policy.not_finite().startswith("model.")
+    policy.load(tmp_path)
+    assert policy.not_finite() is None
+
+
 def test_an_engine_that_was_refitted_has_its_logprobs(policy, engine):
     """Real vLLM; a tensor that arrives wrong is noticed."""
     from vllm import SamplingParams

@@ -170,6 +170,10 @@ class MegatronPolicy:
         self.updates += 1
         return sums
 
+    def not_finite(self) -> str | None:
+        """Name of a parameter that is not finite; see :meth:`Policy.not_finite`."""
+        return next((name for name in self.ranks.all("not_finite") if name is not None), None)
+
     def stream_weights(
         self, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
