@@ -6,10 +6,12 @@ Bad input prints one line and exits with code 2; other expected errors exit with
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from nemo_specrl import cli_cache
-from nemo_specrl.errors import CacheError, CheckpointError, ConfigError, SpecRLError
+from nemo_specrl.errors import CacheError, CheckpointError, ConfigError, Diverged, SpecRLError
 from nemo_specrl.integrations import nvrx
 
 if TYPE_CHECKING:
@@ -44,6 +46,8 @@ OverridesArgument = Annotated[
     typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as grpo.max_num_epochs=3."),
 ]
 LIVE_PORT = 8377
+_MAY_PASS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.EAGAIN, errno.ENOMEM}
+"""Errors of the operating system after which a run may be started again."""
 OutOption = Annotated[Path, typer.Option("--out", help="Folder for all output.")]
 
 
@@ -52,7 +56,7 @@ def main() -> None:
     try:
         try:
             app()
-        except (ConfigError, CheckpointError, CacheError) as error:
+        except (ConfigError, CheckpointError, CacheError, Diverged) as error:
             _fail(error, 2)
         except SpecRLError as error:
             _fail(error, 1)
@@ -70,6 +74,17 @@ def _fail(error: Exception, code: int) -> None:
     raise SystemExit(code)
 
 
+@contextlib.contextmanager
+def _disk_in_one_line() -> Iterator[None]:
+    """An error of the operating system is one of a file or folder, which it names itself."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, SpecRLError) or error.errno is None:
+            raise
+        _fail(error, 1 if error.errno in _MAY_PASS else 2)
+
+
 @app.command(
     epilog="Example: nemo-specrl train examples/configs/grpo_sort_cpu.yaml grpo.max_num_epochs=3"
 )
@@ -77,10 +92,12 @@ def train(config: RecipeArgument, overrides: OverridesArgument = None) -> None:
     """Train on one machine. Run again to resume from the last checkpoint; Ctrl-C saves one."""
     from nemo_specrl.engine.compat import local_cpu_environment
     from nemo_specrl.trainer.recipe import load_recipe
+    from nemo_specrl.trainer.start import check_start
 
     recipe = load_recipe(config, overrides or ())
+    check_start(recipe)
     local_cpu_environment()
-    nvrx.connect(recipe.checkpointing.checkpoint_dir)
+    nvrx.connect(recipe.run_dir)
     nvrx.start("setup")
     from nemo_specrl.trainer.trainer import Trainer
 
@@ -92,7 +109,8 @@ def train(config: RecipeArgument, overrides: OverridesArgument = None) -> None:
     else:
         if begun:
             console.print(f"resuming from step {begun} in {trainer.folder}")
-        _train_with_progress(trainer, recipe)
+        with _disk_in_one_line():
+            _train_with_progress(trainer, recipe)
     if trainer.stop:
         raise SystemExit(130)
 
@@ -155,21 +173,26 @@ def compare(
 
     Prints a table and writes compare.json, compare.png and compare.html. Run again to resume.
     """
+    from nemo_specrl.config import parse_path
     from nemo_specrl.report import comparison, print_comparison, write_comparison
     from nemo_specrl.trainer.recipe import load_recipe
+    from nemo_specrl.trainer.start import check_start
 
-    load_recipe(config, overrides or ())  # refuse a bad recipe before anything is started
-    sides = {"plain": "false", "speculative": "true"}
-    for side, enabled in sides.items():
-        folder = out / side
-        _run_side(
-            [
-                *("train", str(config), *(overrides or ())),
-                f"policy.generation.spec_rl.enabled={enabled}",
-                f"checkpointing.checkpoint_dir={folder}",
-                f"logger.log_dir={folder}",
-            ]
-        )
+    try:
+        out = parse_path(out)
+    except ValueError as error:
+        raise ConfigError(f"--out {out}: {error}") from None
+    sides = {}
+    for side, enabled in {"plain": "false", "speculative": "true"}.items():
+        sides[side] = [
+            *(overrides or ()),
+            f"policy.generation.spec_rl.enabled={enabled}",
+            f"checkpointing.checkpoint_dir={out / side}",
+            f"logger.log_dir={out / side}",
+        ]
+        check_start(load_recipe(config, sides[side]))  # before either is trained
+    for arguments in sides.values():
+        _run_side(["train", str(config), *arguments])
     result = comparison(out / "plain", out / "speculative")
     write_comparison(out, result)
     print_comparison(result, console)

@@ -335,7 +335,7 @@ def _open_cache(recipe: Recipe, resume_from: Path | None) -> ClusterCache:
     """Open a run's cache, with what the checkpoint has of it and the disks have since then."""
     block = recipe.spec_rl.cache
     cache = start_shards(
-        block.dir or recipe.checkpointing.checkpoint_dir.absolute() / CACHE_FOLDER,
+        block.dir or recipe.run_dir.absolute() / CACHE_FOLDER,
         keep=resume_from is not None or block.dir is not None,
         partitions=block.partitions,
         replicas=block.replicas,

@@ -22,10 +22,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import xxhash
+from pydantic import ValidationError
 
 from nemo_specrl.cache import RolloutStore
 from nemo_specrl.cache.journal import JournaledStore
 from nemo_specrl.cache.statistics import StoreStats
+from nemo_specrl.config import first_problem
 from nemo_specrl.engine.assembly import reuse_of
 from nemo_specrl.engine.base import RolloutCache
 from nemo_specrl.engine.drafting import engine_options
@@ -33,7 +35,7 @@ from nemo_specrl.engine.fingerprint import FingerprintedWeights
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.refit import refit
 from nemo_specrl.engine.speculative import SpeculativeLLM
-from nemo_specrl.errors import ConfigError
+from nemo_specrl.errors import ConfigError, SpecRLError
 from nemo_specrl.rollout import prompt_key
 from nemo_specrl.speculation.acceptance import derived_seed
 from nemo_specrl.trainer.recipe import Recipe, model_folder
@@ -119,12 +121,14 @@ def build_engine(recipe: Recipe) -> LLM:
                 **engine_options(recipe.spec_rl),
             },
         )
-    except (ValueError, TypeError, OSError) as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        detail = next(
-            (x for x in lines if "error" not in x[:20].lower()), lines[0] if lines else ""
-        )
-        raise ConfigError(f"policy.generation: vLLM refuses it: {detail[:300]}") from None
+    except SpecRLError:
+        raise
+    except Exception as error:  # of many kinds, by which part of vLLM it is that refuses
+        reason = " ".join(str(error).split())
+        if isinstance(error, ValidationError):
+            reason = first_problem(error)
+        refused = f"policy.generation: vLLM refuses it: {reason[:300] or type(error).__name__}"
+        raise ConfigError(refused) from error
 
 
 @dataclass(eq=False)
@@ -289,6 +293,9 @@ class Engine:
     def eos(self) -> int:
         """The model's end-of-sequence token."""
         eos = self.llm.llm_engine.vllm_config.model_config.hf_config.eos_token_id
+        if eos is None or eos == []:
+            name = self.recipe.policy.model_name
+            raise ConfigError(f"policy.model_name = {name!r}: its config.json has no eos_token_id")
         return int(eos[0] if isinstance(eos, list) else eos)
 
     def _generated(self, completion: Any) -> Generated:
@@ -420,7 +427,7 @@ def _open_store(recipe: Recipe, fixed: dict[str, Any], resume_from: Path | None)
     The journal is kept: it holds the rollouts of the steps behind the checkpoint, which are taken
     as they are.
     """
-    block, run = recipe.spec_rl.cache, recipe.checkpointing.checkpoint_dir
+    block, run = recipe.spec_rl.cache, recipe.run_dir
     folder = block.dir or run / CACHE_FOLDER
     if resume_from is not None:
         RolloutStore.restore(resume_from / CACHE_FOLDER, folder)
