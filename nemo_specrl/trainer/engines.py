@@ -24,7 +24,7 @@ from nemo_specrl.cache.statistics import StoreStats
 from nemo_specrl.engine.compat import local_cpu_environment
 from nemo_specrl.errors import CacheError, EngineError
 from nemo_specrl.rollout import prompt_key
-from nemo_specrl.speculation.balance import balanced_order
+from nemo_specrl.speculation.balance import balanced_order, expected_costs
 from nemo_specrl.speculation.drafts import mean_lengths
 from nemo_specrl.trainer.actors import Actors, connect, gpus
 from nemo_specrl.trainer.generation import (
@@ -257,9 +257,7 @@ class Engines:
         if self.cache is None:
             return [1.0] * len(prompts)
         keys = [prompt_key(prompt) for prompt in prompts]
-        lengths = mean_lengths(self.cache.outlines(keys))
-        neutral = sum(lengths.values()) / len(lengths) if lengths else 1.0
-        return [lengths.get(key, neutral) for key in keys]
+        return expected_costs(keys, mean_lengths(self.cache.outlines(keys)))
 
     def heldout(self, prompts: list[list[int]], samples: int) -> list[list[Generated]]:
         """Decode responses for an evaluation, without the cache."""
