@@ -85,3 +85,14 @@ def test_in_asynchronous_grpo_trees_draft_too(tmp_path):
     # The model earns 0.4; of 40 responses, all or none are right once in 1e9 runs.
     assert len(earned) >= 40 and 0 < sum(earned) < len(earned)
     assert any(record["reward"] > 0 for record in steps)
+
+
+def test_without_a_cache_the_run_goes_on_with_plain_rows(tmp_path):
+    (tmp_path / "stores").write_text("a file where the cache's folder should be")
+    job = Job(tmp_path / "job", steps=1, spec_rl=LOSSLESS).wait()
+    log = job.log.read_text()
+    assert log.count("no rollouts are kept, and all rows are plain") == 1
+    assert str(tmp_path / "stores") in log
+    (record,) = job.train().values()
+    assert record["spec_rl/cache_nodes"] == 0 and "spec_rl/draft_coverage" not in record
+    assert not (job.out / "checkpoints" / "step_1" / "rollout_cache").exists()

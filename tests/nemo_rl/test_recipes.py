@@ -186,6 +186,17 @@ def test_it_fits_the_hardware_of_its_header(nemo, name):
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
+def test_its_engines_make_cuda_graphs_and_are_not_quantized(nemo, name):
+    """Without graphs decoding is slow, with the plug-in and without it."""
+    recipe, _ = recipe_and_run(nemo, name)
+    generation = recipe["policy"]["generation"]
+    vllm_cfg = generation["vllm_cfg"]
+    assert vllm_cfg["enforce_eager"] is False
+    assert vllm_cfg["precision"] == "bfloat16" and vllm_cfg["kv_cache_dtype"] == "auto"
+    assert generation.get("quant_cfg") is None and not generation.get("real_quant")
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_files_and_data_that_it_names_are_in_the_checkout(nemo, name):
     recipe, _ = recipe_and_run(nemo, name)
     default = recipe["data"]["default"]

@@ -75,7 +75,7 @@ def make_checkout(folder):
 
 def make_plugin(folder, python="313"):
     """Make those files of ``pip install --no-deps --target`` that the script looks for."""
-    for name in ("nemo_specrl", "lmdb", "xxhash"):
+    for name in ("nemo_specrl", "lmdb"):
         (folder / name).mkdir(parents=True)
         (folder / name / f"c.cpython-{python}-x86_64-linux-gnu.so").touch()
     (folder / "nemo_specrl" / "__init__.py").touch()

@@ -56,23 +56,23 @@ __all__ = ["ClusterCache", "start_shards"]
 class ClusterCache(CacheClient):
     """The cache of a cluster: a client, and the operations that concern all shards."""
 
-    def stats(self, within_s: float = CALL_SECONDS) -> dict[str, StoreStats]:
-        """Return the statistics of the shards that answer in time, by the name of the shard.
+    def stats(self) -> dict[str, StoreStats]:
+        """Return the statistics of the shards that answer, by the name of the shard.
 
         A store may still have prompts of partitions that have moved to other shards.
         """
         refs = {shard.stats.remote(): node for node, shard in self._view.shards.items()}
-        done = ready(refs, within_s)
+        done = ready(refs, CALL_SECONDS)
         stats = {node: self._result(node, ref) for ref, node in refs.items() if ref in done}
         return {node: value for node, value in stats.items() if value is not FAILED}
 
-    def health(self, within_s: float = CALL_SECONDS) -> Health:
+    def health(self) -> Health:
         """Return how many nodes there are, and how many copies are missing or being made.
 
         Raises:
-            StoreUnavailable: the keeper does not answer in time.
+            StoreUnavailable: the keeper does not answer.
         """
-        health: Health = self._call_keeper("health", within_s=within_s)
+        health: Health = self._call_keeper("health")
         return health
 
     def reshard(self, layout: Collection[str]) -> None:
@@ -174,9 +174,9 @@ class ClusterCache(CacheClient):
         finally:
             ray.kill(self._keeper)
 
-    def _call_keeper(self, method: str, *args: Any, within_s: float = CALL_SECONDS) -> Any:
+    def _call_keeper(self, method: str, *args: Any) -> Any:
         try:
-            return ray.get(getattr(self._keeper, method).remote(*args), timeout=within_s)
+            return ray.get(getattr(self._keeper, method).remote(*args), timeout=CALL_SECONDS)
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
         except ray.exceptions.RayError as error:

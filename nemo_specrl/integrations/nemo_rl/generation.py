@@ -156,7 +156,7 @@ class SpecVllmGeneration(VllmGeneration):
     def take_metrics(self) -> tuple[dict[str, float], dict[str, float]] | None:
         """Return the engines' counts and seconds since the last call; None after a shutdown.
 
-        What is not known in time is not returned: a step waits for no cache longer than a look-up.
+        What is not known in time is not returned.
         """
         if self.cache is None:
             return ({"spec_rl/cache_nodes": 0.0}, {}) if self._lacks_cache else None
@@ -174,11 +174,10 @@ class SpecVllmGeneration(VllmGeneration):
             counted["spec_rl/heldout_tokens"] = float(self._heldout_tokens)
         self._start_counting()
         with contextlib.suppress(CacheError):
-            health = self.cache.health(within_s=self.cache.deadline_s)
+            health = self.cache.health()
             counted["spec_rl/cache_nodes"] = float(health.nodes)
             counted["spec_rl/cache_missing_copies"] = float(health.missing)
-        stores = self.cache.stats(within_s=self.cache.deadline_s)
-        return counted | store_metrics(stores.values()), timed
+        return counted | store_metrics(self.cache.stats().values()), timed
 
     def _start_counting(self) -> None:
         """Begin the driver's own counts, in seconds, anew. Copies in other actors keep theirs."""
