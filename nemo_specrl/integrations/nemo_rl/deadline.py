@@ -51,7 +51,9 @@ def bounded(checker: Any) -> Any:
     The recipe's own ``checkpoint_must_save_by`` counts as well; the earlier of the two applies.
     """
 
-    class JobTimeoutChecker(checker):  # type: ignore[misc]
+    class JobTimeoutChecker(checker):
+        last_save_time: float
+
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             left = seconds_left()
