@@ -95,4 +95,5 @@ def test_without_a_cache_the_run_goes_on_with_plain_rows(tmp_path):
     assert str(tmp_path / "stores") in log
     (record,) = job.train().values()
     assert record["spec_rl/cache_nodes"] == 0 and "spec_rl/draft_coverage" not in record
-    assert not (job.out / "checkpoints" / "step_1" / "rollout_cache").exists()
+    saved = job.out / "checkpoints" / "step_1" / "rollout_cache"
+    assert [file.name for file in saved.iterdir()] == ["monitor.json"]  # and no part of a cache
