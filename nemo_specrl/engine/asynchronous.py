@@ -1,8 +1,7 @@
 """AsyncSpeculativeLLM: ``AsyncLLM.generate`` with the last rollout of a prompt as a draft.
 
-Rows come one by one and each is a coroutine, while vLLM's own loop drives the engine. The weights
-may be replaced while a row is in the engine. A draft whose verification saw two sets of weights is
-dropped, since its log-probs belong to neither.
+Rows come one by one and each is a coroutine, while vLLM's own loop drives the engine. A row is made
+by one set of weights: a policy version that begins while a row is in progress is refused.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from nemo_specrl.engine.base import Speculation
 from nemo_specrl.engine.requests import Request, build_requests
 from nemo_specrl.engine.sampling import Ending
 from nemo_specrl.engine.verification import verification_params
+from nemo_specrl.engine.weights import RUNNING, one_adapter
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.rollout import Rollout
 
@@ -63,26 +63,31 @@ class AsyncSpeculativeLLM(Speculation):
         cache: assigns sample indices and keeps rollouts (:class:`ClaimingCache`).
         config: the ``spec_rl:`` block of the recipe.
         seed: seed of the run, from which the uniforms of acceptance are derived.
+        policy_version: of the weights that the engine has now.
 
     Attributes:
-        policy_version: version of the weights in the engine. The caller raises it with every refit
-            and at no other time.
-        fingerprint: of these weights, set with ``policy_version``; 0: not known.
+        policy_version: version of the weights in the engine, which :meth:`set_policy_version`
+            changes.
+        fingerprint: of these weights; 0: not known.
         fresh_fraction: share of rows that are decoded without a draft, from the configuration
             until the caller changes it.
         metrics: :class:`EngineMetrics` since the caller last replaced it. Rows wait concurrently,
             so that its times are sums over rows and may exceed the time that has passed.
 
     Raises:
-        ConfigError: the engine's ``logprobs_mode`` is one of logits, or ``run_ahead`` is enabled.
+        ConfigError: the engine's ``logprobs_mode`` is one of logits, it has a KV connector, or
+            ``run_ahead`` is enabled.
         IncompatibleVersion: this release does not work with the installed vLLM.
     """
 
     llm: AsyncLLM
     cache: ClaimingCache
 
-    def __init__(self, llm: Any, cache: Any, config: SpecRLConfig, seed: int = 0) -> None:
-        super().__init__(llm, cache, config, seed)
+    def __init__(
+        self, llm: Any, cache: Any, config: SpecRLConfig, seed: int = 0, policy_version: int = 0
+    ) -> None:
+        super().__init__(llm, cache, config, seed, policy_version)
+        self._rows = 0
         if config.enabled and config.run_ahead.enabled:
             raise ConfigError(
                 "spec_rl.run_ahead.enabled = true: an asynchronous engine is asked for one row at "
@@ -94,6 +99,31 @@ class AsyncSpeculativeLLM(Speculation):
             # in the engine's queue, where its blocks would be evicted.
             engines = llm.vllm_config.parallel_config.data_parallel_size
             self._decoding = asyncio.Semaphore(self._limits.max_num_seqs * engines)
+
+    def _begin_version(self, version: int) -> None:
+        raise ConfigError(
+            f"policy_version = {version}: the prefix cache of an asynchronous engine is reset by a "
+            f"coroutine; use `await set_policy_version({version})`, or pass the first version to "
+            "the constructor"
+        )
+
+    async def set_policy_version(self, version: int, fingerprint: int = 0) -> None:
+        """Begin a policy version, after every refit and at no other time.
+
+        The engine's prefix cache is reset, which has KV blocks of the old weights.
+
+        Args:
+            version: of the weights that the engine has now.
+            fingerprint: of these weights; 0: not known.
+
+        Raises:
+            ConfigError: rows are in progress, or vLLM did not reset the prefix cache because other
+                requests are. The policy version is the old one then.
+        """
+        # A row that began during the reset would be of two versions.
+        if self._rows or not await self.llm.reset_prefix_cache() or self._rows:
+            raise ConfigError(f"policy_version = {version}: {RUNNING}")
+        self._weights.begin(version, fingerprint)
 
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
@@ -116,18 +146,30 @@ class AsyncSpeculativeLLM(Speculation):
 
         Raises:
             UnsupportedSampling: drafts cannot be verified under these parameters.
-            ConfigError: ``sampling_params.n`` is not 1.
+            ConfigError: ``sampling_params.n`` is not 1, or the adapter (``lora_request``) is not
+                that of the policy version's first row.
         """
         if sampling_params.n != 1:
             raise ConfigError(f"n = {sampling_params.n}: must be 1; ask once for each response")
         [request] = build_requests(self._limits, prompt, sampling_params, None)
-        claimed, started = None, time.perf_counter()
         if self.config.enabled and request.draftable:
-            claimed = await self._claim(request)
-        if claimed is None:  # no draft, and no sample index to cache the result under
-            async for output in self.llm.generate(prompt, sampling_params, request_id, **kwargs):
-                yield output
-            return
+            self._weights.check(one_adapter(kwargs.get("lora_request"), 1))
+            self._rows += 1
+            try:
+                made = await self._row(request, request_id, kwargs)
+            finally:
+                self._rows -= 1
+            if made is not None:
+                yield made
+                return
+        async for output in self.llm.generate(prompt, sampling_params, request_id, **kwargs):
+            yield output
+
+    async def _row(self, request: Request, request_id: str, kwargs: Any) -> RequestOutput | None:
+        """Make a row with what the cache has for it; None where it gives no sample index."""
+        started = time.perf_counter()
+        if await self._claim(request) is None:
+            return None  # no draft, and no sample index to cache the result under
         self.metrics.rows += 1
         claimed_at = time.perf_counter()
         self.metrics.lookup_s += claimed_at - started
@@ -144,7 +186,7 @@ class AsyncSpeculativeLLM(Speculation):
         completion, rollouts = self._finish(request, output, ending)
         self._store(rollouts)
         self.cache.flush()
-        yield request_outputs([request], {0: (output, completion)})[0]
+        return request_outputs([request], {0: (output, completion)})[0]
 
     async def count_tree_drafts(self) -> None:
         """Add to the metrics what the tree proposer did since the last call.
@@ -186,16 +228,12 @@ class AsyncSpeculativeLLM(Speculation):
             The engine's output, and how the response ended; None where decoding has to go on.
         """
         assert request.draft is not None
-        version = self.policy_version
         request.verifying = True
         prompt = {"prompt_token_ids": request.rules.prompt + request.draft.tokens.tolist()}
         stream = self.llm.generate(
             prompt, verification_params(request), f"{request_id}-verify", **kwargs
         )
         outputs = [output async for output in stream]
-        if version != self.policy_version:  # log-probs of two sets of weights
-            self._refuse_draft(request)
-            return None, None
         [(_, output, ending)] = self._judge([(request, outputs[-1])])
         return output, ending
 
@@ -203,7 +241,7 @@ class AsyncSpeculativeLLM(Speculation):
         self, request: Request, request_id: str, kwargs: Any
     ) -> tuple[RequestOutput, Ending]:
         """Decode what the draft did not bring; the last output and how the response ended."""
-        version, ended, number = self.policy_version, False, 0
+        ended, number = False, 0
         try:
             while True:
                 prompt, params = self._next_request(request)
@@ -224,5 +262,5 @@ class AsyncSpeculativeLLM(Speculation):
                     # Ends a request whose row has ended by a stop string, or goes on in another.
                     await stream.aclose()
         finally:
-            if not ended and version == self.policy_version:  # cancelled
+            if not ended:  # cancelled
                 self._store_unfinished({request_id: request})

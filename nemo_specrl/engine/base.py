@@ -29,6 +29,7 @@ from nemo_specrl.engine.verification import (
     judge,
     sampled_values,
 )
+from nemo_specrl.engine.weights import EngineWeights, refuse_kv_connector
 from nemo_specrl.errors import ConfigError, IncompatibleVersion
 from nemo_specrl.rollout import Finish, Rollout
 from nemo_specrl.speculation.acceptance import derived_seed
@@ -64,27 +65,35 @@ class Speculation:
         cache: where rollouts are looked up and kept.
         config: the ``spec_rl:`` block of the recipe.
         seed: seed of the run, from which the uniforms of acceptance are derived.
+        policy_version: of the weights that the engine has now.
 
     Attributes:
         draw_seed: what uniforms are derived from: the seed of the run; where a cluster's cache says
             that the run was resumed, another one. Rollouts of a lost step draft for those in their
             place, which must not be made with the same randomness.
-        policy_version: version of the weights in the engine. The caller raises it with every refit
+        policy_version: version of the weights in the engine. The caller raises it after every refit
             and at no other time.
-        fingerprint: of these weights (:func:`~nemo_specrl.engine.fingerprint.fingerprint`), set
-            with ``policy_version``. 0 means unknown, and nothing is replayed from a journal.
+        fingerprint: of these weights (:func:`~nemo_specrl.engine.fingerprint.fingerprint`), with
+            their adapter if there is one, set after ``policy_version``. 0 means unknown, as it is
+            after each change of ``policy_version``, and nothing is replayed from a journal.
         fresh_fraction: share of rows that are decoded without a draft, from the configuration
             until the caller changes it.
         metrics: :class:`EngineMetrics`, counts and times.
 
     Raises:
-        ConfigError: the engine's ``logprobs_mode`` is one of logits, or its drafter lies in another
-            process on a CPU, where this package is not installed.
+        ConfigError: the engine's ``logprobs_mode`` is one of logits, it has a KV connector, or its
+            drafter lies in another process on a CPU, where this package is not installed.
         IncompatibleVersion: this release does not work with the installed vLLM.
     """
 
-    def __init__(self, llm: Any, cache: Any, config: SpecRLConfig, seed: int = 0) -> None:
+    def __init__(
+        self, llm: Any, cache: Any, config: SpecRLConfig, seed: int = 0, policy_version: int = 0
+    ) -> None:
         check_version()
+        engine = getattr(llm, "llm_engine", llm)
+        if config.enabled:
+            refuse_kv_connector(engine.vllm_config)
+        self._weights = EngineWeights(engine, policy_version)
         self._limits = EngineLimits.of(llm)
         mode = self._limits.logprobs_mode
         if config.enabled and not mode.endswith("logprobs"):
@@ -97,8 +106,6 @@ class Speculation:
         self._incarnation: int = getattr(cache, "incarnation", 0)
         if getattr(cache, "resumed", False):
             self.draw_seed = derived_seed("draws", seed, 0, self._incarnation.to_bytes(8), 0)
-        self.policy_version = 0
-        self.fingerprint = 0
         self.fresh_fraction = config.fresh_fraction
         self.metrics = EngineMetrics()
         self._cache_error_logged = False
@@ -109,7 +116,7 @@ class Speculation:
                 "pass nemo_specrl.engine.drafting.engine_options(config) to vllm.LLM, or set auto"
             )
         if config.enabled and not self._limits.drafts_from_trees:
-            check_cpu_drafter(getattr(llm, "llm_engine", llm))
+            check_cpu_drafter(engine)
         if config.enabled:
             try:
                 extend_prompt_logprobs()
@@ -125,6 +132,28 @@ class Speculation:
         self._rounds: Rounds | None = None
         if drafts and not self._proposes:
             self._rounds = Rounds(self._limits, config.tree, self.draw_seed)
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights in the engine."""
+        return self._weights.policy_version
+
+    @policy_version.setter
+    def policy_version(self, version: int) -> None:
+        self._begin_version(version)
+
+    def _begin_version(self, version: int) -> None:
+        """Drop the KV blocks of the old weights and begin a policy version."""
+        raise NotImplementedError
+
+    @property
+    def fingerprint(self) -> int:
+        """Fingerprint of the weights in the engine; 0: not known."""
+        return self._weights.fingerprint
+
+    @fingerprint.setter
+    def fingerprint(self, fingerprint: int) -> None:
+        self._weights.fingerprint = fingerprint
 
     def _add_tree_counts(self, counts: DraftCounts) -> None:
         """Add to the metrics what the tree proposer did."""

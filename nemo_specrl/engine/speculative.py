@@ -25,6 +25,7 @@ from nemo_specrl.engine.requests import Request, build_requests
 from nemo_specrl.engine.run_ahead import RunAhead, run_ahead_requests
 from nemo_specrl.engine.sampling import Ending
 from nemo_specrl.engine.verification import verification_params
+from nemo_specrl.engine.weights import one_adapter, reset_prefix_cache
 from nemo_specrl.rollout import Rollout
 
 if TYPE_CHECKING:
@@ -49,22 +50,30 @@ class SpeculativeLLM(Speculation):
         cache: where rollouts are looked up and kept (:class:`RolloutCache`).
         config: the ``spec_rl:`` block of the recipe.
         seed: seed of the run, from which the uniforms of acceptance are derived.
+        policy_version: of the weights that the engine has now.
 
     Attributes:
-        policy_version: version of the weights in the engine. The caller raises it with every refit
-            and at no other time.
-        fingerprint: of these weights (:func:`~nemo_specrl.engine.fingerprint.fingerprint`), set
-            with ``policy_version``. 0 means unknown, and nothing is replayed from a journal.
+        policy_version: version of the weights in the engine. The caller raises it after every refit
+            and at no other time. Setting it resets the engine's prefix cache, which has KV blocks
+            of the old weights, and raises ConfigError where vLLM does not reset it because
+            requests are running; the version is the old one then.
+        fingerprint: of these weights (:func:`~nemo_specrl.engine.fingerprint.fingerprint`), with
+            their adapter if there is one, set after ``policy_version``. 0 means unknown, as it is
+            after each change of ``policy_version``, and nothing is replayed from a journal.
         fresh_fraction: share of rows that are decoded without a draft, from the configuration
             until the caller changes it.
         metrics: :class:`EngineMetrics` of the last call.
 
     Raises:
-        ConfigError: the engine's ``logprobs_mode`` is one of logits.
+        ConfigError: the engine's ``logprobs_mode`` is one of logits, or it has a KV connector.
         IncompatibleVersion: this release does not work with the installed vLLM.
     """
 
     llm: LLM
+
+    def _begin_version(self, version: int) -> None:
+        reset_prefix_cache(self.llm)
+        self._weights.begin(version)
 
     def generate(
         self,
@@ -93,7 +102,8 @@ class SpeculativeLLM(Speculation):
                 ``run_ahead.enabled`` the engine decodes for them where it would be idle, and drafts
                 from that when they come; else they are not looked at.
             use_tqdm: whether to show a progress bar, or a function that makes one.
-            lora_request: as in vLLM.
+            lora_request: as in vLLM. The adapter is part of the policy: all prompts have the same
+                one, and ``policy_version`` is raised before another one is used.
 
         Returns:
             One output per prompt, in order. Each completion has an attribute ``spec_rl``, a
@@ -101,8 +111,9 @@ class SpeculativeLLM(Speculation):
 
         Raises:
             UnsupportedSampling: drafts cannot be verified under these parameters.
-            ConfigError: the numbers of prompts, parameters and sample indices differ, or a sample
-                index occurs twice.
+            ConfigError: the numbers of prompts, parameters and sample indices differ, a sample
+                index occurs twice, or the weights or the adapter are other ones than those that
+                ``policy_version`` stands for.
             Exception: vLLM's own, for a prompt that it refuses; the engine can be used again.
         """
         if not self.config.enabled:
@@ -117,6 +128,9 @@ class SpeculativeLLM(Speculation):
         requests = build_requests(
             self._limits, prompts, sampling_params, sample_indices, prompt_keys
         )
+        lora_request = one_adapter(lora_request, sum(request.child == 0 for request in requests))
+        if any(request.cacheable for request in requests):
+            self._weights.check(lora_request)
         self._find_drafts(requests)
         replayed = self._replay(requests)
         self.metrics.rows = len(requests)

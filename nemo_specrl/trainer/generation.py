@@ -33,6 +33,7 @@ from nemo_specrl.engine.fingerprint import FingerprintedWeights
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.refit import refit
 from nemo_specrl.engine.speculative import SpeculativeLLM
+from nemo_specrl.engine.weights import reset_prefix_cache
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.rollout import prompt_key
 from nemo_specrl.speculation.acceptance import derived_seed
@@ -324,7 +325,7 @@ class Engine:
             SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False),
         ):
             self.llm.generate({"prompt_token_ids": [self.eos] * 8}, params, use_tqdm=False)
-        self.llm.reset_prefix_cache()
+        reset_prefix_cache(self.llm)
 
 
 class Generation(Engine):

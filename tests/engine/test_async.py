@@ -90,9 +90,7 @@ def speculative(async_llm):
         config = SpecRLConfig(
             enabled=enabled, preset="faithful", lenience=lenience, fresh_fraction=0.0
         )
-        made = AsyncSpeculativeLLM(llm or async_llm, cache, config)
-        made.policy_version = version
-        return made
+        return AsyncSpeculativeLLM(llm or async_llm, cache, config, policy_version=version)
 
     return make
 

@@ -20,6 +20,7 @@ from nemo_specrl.errors import ConfigError, IncompatibleVersion
 
 __all__ = [
     "ALGORITHMS",
+    "CHECKPOINT_ENGINE_UPDATE",
     "GENERATION",
     "KNOWN",
     "STOCK_ASYNC_WORKER",
@@ -35,6 +36,9 @@ ENVIRONMENTS = "nemo_rl.distributed.ray_actor_environment_registry"
 ALGORITHMS = ("grpo", "ppo")
 STOCK_WORKER = "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker"
 STOCK_ASYNC_WORKER = "nemo_rl.models.generation.vllm.vllm_worker_async.VllmAsyncGenerationWorker"
+CHECKPOINT_ENGINE_UPDATE = "update_weights_from_checkpoint_engine"
+"""What main's ``checkpoint_engine_rpc`` is asked for at a refit by NIXL or by an engine of the
+user's (models/generation/vllm/checkpoint_engine.py)."""
 REQUIRED = (
     ("nemo_rl.models.generation.vllm", "VllmGeneration"),
     (GENERATION, "VllmGeneration"),

@@ -38,6 +38,10 @@ rows are decoded plainly."""
 PROMPT_KEYS = "spec_rl_prompt_keys"
 """Column of a batch for generation: the key of each row's prompt, a list of bytes."""
 
+SPARSE_REFITS = ("vllm_s3_sparse", "vllm_zmq_sparse")
+"""Refits that reach an engine through a server in a thread of the worker, and none of its methods
+(NeMo-RL's models/generation/vllm/vllm_sparse_refit.py)."""
+
 _current: Run | None = None
 
 
@@ -155,6 +159,7 @@ def _refuse(master_config: Any, spec_rl: SpecRLConfig, algorithm: str) -> None:
     threshold = option(getattr(master_config, algorithm), "seq_logprob_error_threshold", None)
     masked = f"{algorithm}.seq_logprob_error_threshold takes them for errors and masks such rows"
     refused: list[tuple[bool, str]] = [
+        *_refused_refits(master_config, algorithm, off),
         (
             generation["backend"] != "vllm",
             f"policy.generation.backend = {generation['backend']!r}: must be vllm, {off}",
@@ -227,6 +232,30 @@ def _refuse(master_config: Any, spec_rl: SpecRLConfig, algorithm: str) -> None:
     for wrong, line in refused:
         if wrong:
             raise ConfigError(line)
+
+
+def _refused_refits(master_config: Any, algorithm: str, off: str) -> Iterator[tuple[bool, str]]:
+    """Refits after which the policy version or the KV blocks would be those of the old weights."""
+    generation = master_config.policy["generation"]
+    name = f"{algorithm}.async_{algorithm}"
+    asynchronous = option(getattr(master_config, algorithm), f"async_{algorithm}", None)
+    yield (
+        bool(option(asynchronous, "enabled", False))
+        and bool(option(asynchronous, "in_flight_weight_updates", False)),
+        f"{name}.in_flight_weight_updates = true: a row that is running at a refit would be made "
+        f"by two policies, on KV blocks of the old one; set it to false, {off}",
+    )
+    transport = generation.get("refit_transport")
+    yield (
+        transport in SPARSE_REFITS,
+        f"policy.generation.refit_transport = {transport!r}: its refits pass by the plug-in, which "
+        f"would not know of new weights; set null, nccl_reshard or nixl, {off}",
+    )
+    yield (
+        bool((generation.get("vllm_kwargs") or {}).get("kv_transfer_config")),
+        "policy.generation.vllm_kwargs.kv_transfer_config: what a KV connector keeps of the old "
+        f"weights would be read after a refit; leave it out, {off}",
+    )
 
 
 def _plain(block: Any) -> Any:
