@@ -1,6 +1,7 @@
 """AsyncSpeculativeLLM on a real AsyncLLM, with rows that come one by one and run concurrently."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from vllm import SamplingParams
@@ -161,32 +162,84 @@ def test_a_stop_string_across_the_seam_ends_the_response(ask, speculative):
     pytest.fail("the engine never decoded what completes the stop string")
 
 
-class Refitting:
-    """The engine, with a refit announced at the end of each verification."""
+def test_a_version_begins_by_a_coroutine_that_drops_the_old_blocks(async_llm, loop, speculative):
+    made = speculative(ClaimingCache(), version=1)
+    with pytest.raises(ConfigError, match=r"use `await set_policy_version\(2\)`"):
+        made.policy_version += 1
+    assert made.policy_version == 1
 
-    def __init__(self, llm):
-        self.llm, self.made = llm, None
+    async def cached_tokens(name):
+        prompt = {"prompt_token_ids": [3 + i % 12 for i in range(100)]}
+        params = SamplingParams(temperature=0.0, max_tokens=1)
+        async for output in async_llm.generate(prompt, params, name):
+            return output.num_cached_tokens
 
-    def __getattr__(self, name):
-        return getattr(self.llm, name)
+    async def versions():
+        await cached_tokens("cold")
+        warm = await cached_tokens("warm")
+        await made.set_policy_version(2, fingerprint=5)
+        return warm, await cached_tokens("cold again")
 
-    async def generate(self, prompt, params, request_id, **kwargs):
-        async for output in self.llm.generate(prompt, params, request_id, **kwargs):
-            yield output
-        if request_id.endswith("-verify"):
-            self.made.policy_version += 1
+    assert loop.run_until_complete(versions()) == (96, 0)
+    assert (made.policy_version, made.fingerprint) == (2, 5)
 
 
-def test_a_verdict_of_two_weights_is_dropped(ask, speculative, async_llm):
-    cache = ClaimingCache([draft(encode("12+34=46;#46"))])
-    engine = Refitting(async_llm)
-    made = engine.made = speculative(cache, version=1, llm=engine)
-    [completion] = ask(made, [PROMPT])
-    assert made.policy_version == 2
-    assert reuse_of(completion).fresh
-    [rollout] = cache.all()
-    assert rollout.fresh and set(rollout.birth_versions.tolist()) == {2}
-    assert made.metrics.refused_drafts == 1 and made.metrics.accepted_tokens == 0
+@pytest.mark.parametrize("ours", [True, False], ids=["a row", "a plain request"])
+def test_no_version_begins_while_requests_run(async_llm, loop, speculative, ours):
+    """Neither while the engine decodes for a row, nor between two requests of a row."""
+    cache = ClaimingCache([draft(encode("12+34=46;#46"))] if ours else ())
+    made = speculative(cache, version=1)
+
+    class Watched:
+        """The engine, and what becomes of a new version when an output comes out of it."""
+
+        def __init__(self):
+            self.refusals = []
+
+        def __getattr__(self, name):
+            return getattr(async_llm, name)
+
+        async def generate(self, prompt, params, request_id, **kwargs):
+            async for output in async_llm.generate(prompt, params, request_id, **kwargs):
+                if ours or not self.refusals:  # the end of a plain request comes a little late
+                    with pytest.raises(ConfigError, match="requests are still running") as raised:
+                        await made.set_policy_version(2)
+                    self.refusals.append(str(raised.value))
+                yield output
+
+    engine = made.llm = Watched()
+
+    async def row():
+        params = sampling(100, ignore_eos=True)
+        stream = (made if ours else engine).generate(
+            {"prompt_token_ids": list(PROMPT)}, params, f"row-of-version-{ours}"
+        )
+        outputs = [output async for output in stream]
+        await made.set_policy_version(2)
+        return outputs[-1].outputs[0]
+
+    completion = loop.run_until_complete(row())
+    assert len(completion.token_ids) == 100 and made.policy_version == 2
+    assert len(engine.refusals) >= (2 if ours else 1)  # at the verification and at decoding
+    if ours:
+        [rollout] = cache.all()
+        assert rollout.policy_version == 1
+
+
+def test_a_second_adapter_within_a_version_is_refused(loop, speculative):
+    made = speculative(ClaimingCache())
+
+    def row(name):
+        adapter = SimpleNamespace(lora_name=name, lora_int_id=1, lora_path=f"/{name}")
+        stream = made.generate(
+            {"prompt_token_ids": list(PROMPT)}, sampling(), "with-adapter", lora_request=adapter
+        )
+        return loop.run_until_complete(anext(stream))
+
+    with pytest.raises(ValueError, match="LoRA"):  # vLLM's own: this engine has none enabled
+        row("a")
+    with pytest.raises(ConfigError, match=r"version 0 has generated with 'a' .*; raise policy_ver"):
+        row("b")
 
 
 @pytest.mark.parametrize("answer", [None, RuntimeError("no shard")])

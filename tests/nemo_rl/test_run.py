@@ -131,6 +131,9 @@ def test_a_log_that_cannot_be_written_or_read_is_a_warning(tmp_path, caplog, dam
         ({"quant_cfg": {}}, "policy.generation.quant_cfg", "leave it out"),
         ({"vllm_cfg__expose_http_server": True}, "vllm_cfg.expose_http_server", "set false"),
         ({"vllm_kwargs__enable_return_routed_experts": True}, "routed_experts", "router replay"),
+        ({"refit_transport": "vllm_zmq_sparse"}, "refit_transport = 'vllm_zmq_sparse'", "nixl, or"),
+        ({"refit_transport": "vllm_s3_sparse"}, "refit_transport = 'vllm_s3_sparse'", "set null"),
+        ({"vllm_kwargs__kv_transfer_config": {"a": 1}}, "kv_transfer_config", "leave it out"),
         ({"spec_rl__cache": {}}, "spec_rl.cache.dir", "such as /raid/specrl"),
         ({"spec_rl__lenience": 0}, "policy.generation.spec_rl.lenience = 0", "greater than 0"),
         ({"spec_rl__lenient": 1}, "spec_rl.lenient: unknown key", "known are enabled, preset"),
@@ -141,6 +144,29 @@ def test_what_cannot_be_is_refused_in_one_line(tmp_path, changes, named, way_out
         Run.of(recipe(tmp_path, **changes), "grpo")
     line = str(raised.value)
     assert named in line and way_out in line and "\n" not in line
+
+
+@pytest.mark.parametrize("transport", [None, "nccl_reshard", "nixl", "my_module:Engine"])
+def test_refits_that_are_counted_are_not_refused(tmp_path, transport):
+    assert Run.of(recipe(tmp_path, refit_transport=transport), "grpo") is not None
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_weights_are_not_updated_in_flight(tmp_path, algorithm):
+    """In v0.7.0's form of a recipe, and in main's; without the trainer the key says nothing."""
+    name = f"async_{algorithm}"
+    asked = recipe(tmp_path)
+    for own in (lambda block: {"seed": 1, name: block}, lambda b: SimpleNamespace(**{name: b})):
+        for enabled, in_flight in ((True, False), (False, True)):
+            block = {"enabled": enabled, "in_flight_weight_updates": in_flight}
+            setattr(asked, algorithm, own(block))
+            assert Run.of(asked, algorithm) is not None
+        setattr(asked, algorithm, own({"enabled": True, "in_flight_weight_updates": True}))
+        with pytest.raises(ConfigError) as raised:
+            Run.of(asked, algorithm)
+        line = str(raised.value)
+        assert f"{algorithm}.{name}.in_flight_weight_updates = true" in line
+        assert "set it to false" in line and "\n" not in line
 
 
 def test_an_anchor_that_nothing_starts_from_is_refused(tmp_path):

@@ -43,6 +43,8 @@ from nemo_specrl.speculation.drafts import Row, assign_sample_indices, select_dr
 __all__ = ["SpecVllmGeneration", "validating"]
 
 PACKAGE = "nemo_specrl.integrations.nemo_rl"
+STANDING_STEPS = 3
+"""Steps under one policy version after which a warning says so."""
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,7 @@ class SpecVllmGeneration(VllmGeneration):
     }
     cache: ClusterCache | None = None
     _validating = False
+    _last_version, _standing = -1, 0
 
     def __init__(self, cluster: Any, config: Any, **kwargs: Any) -> None:
         run = current_run()
@@ -141,6 +144,7 @@ class SpecVllmGeneration(VllmGeneration):
             timed["spec_rl_heldout_decoding"] = self._heldout_s
             counted["spec_rl/heldout_tokens"] = float(self._heldout_tokens)
         self._start_counting()
+        self._note_version(self.policy_version)
         with contextlib.suppress(CacheError):  # what is not known is not logged
             health = self.cache.health()
             counted["spec_rl/cache_nodes"] = float(health.nodes)
@@ -151,6 +155,20 @@ class SpecVllmGeneration(VllmGeneration):
         """Begin the driver's own counts, in seconds, anew. Copies in other actors keep theirs."""
         self._lookup_s = self._rollout_s = self._heldout_s = 0.0
         self._heldout_tokens = 0
+
+    def _note_version(self, policy_version: int) -> None:
+        """Warn where the policy version stands still from step to step; once each time it does."""
+        self._standing = self._standing + 1 if policy_version == self._last_version else 0
+        self._last_version = policy_version
+        if self._standing == STANDING_STEPS:
+            logger.warning(
+                "the policy version has been %d for %d steps, and what these weights have made is "
+                "no draft for them: if the policy is being trained (a critic's warm-up aside), its "
+                "weights reach the engines in a way that the plug-in does not count "
+                "(policy.generation.refit_transport)",
+                policy_version,
+                STANDING_STEPS,
+            )
 
     def take_records(self) -> list[tuple[SequenceKey, Record]]:
         """Collect from the workers the records of the rollouts made since the last call."""
