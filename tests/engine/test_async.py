@@ -236,7 +236,8 @@ def test_a_second_adapter_within_a_version_is_refused(loop, speculative):
         )
         return loop.run_until_complete(anext(stream))
 
-    with pytest.raises(ValueError, match="LoRA"):  # vLLM's own: this engine has none enabled
+    # vLLM's own error, of a type that depends on its version: this engine has no adapters.
+    with pytest.raises(Exception, match="LoRA is not enabled"):
         row("a")
     with pytest.raises(ConfigError, match=r"version 0 has generated with 'a' .*; raise policy_ver"):
         row("b")

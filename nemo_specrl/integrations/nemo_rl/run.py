@@ -159,7 +159,6 @@ def _refuse(master_config: Any, spec_rl: SpecRLConfig, algorithm: str) -> None:
     threshold = option(getattr(master_config, algorithm), "seq_logprob_error_threshold", None)
     masked = f"{algorithm}.seq_logprob_error_threshold takes them for errors and masks such rows"
     refused: list[tuple[bool, str]] = [
-        *_refused_refits(master_config, algorithm, off),
         (
             generation["backend"] != "vllm",
             f"policy.generation.backend = {generation['backend']!r}: must be vllm, {off}",
@@ -228,6 +227,7 @@ def _refuse(master_config: Any, spec_rl: SpecRLConfig, algorithm: str) -> None:
             f"{BLOCK}.clip_anchor = 'birth': does not reach the data plane yet; set "
             "data_plane.enabled=false, or the anchor to current",
         ),
+        *_refused_refits(master_config, algorithm, off),
     ]
     for wrong, line in refused:
         if wrong:
