@@ -55,7 +55,7 @@ def workers():
         pytest.skip("set NEMO_RL_HOME to a checkout of NVIDIA-NeMo/RL and run `make test-nemo`")
     runpy.run_path(str(Path(__file__).parent / "path" / "sitecustomize.py"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "path", [HOME, *sys.path])
+        patch.setattr(sys, "path", [*sys.path, HOME])  # which has a `tests`, too
         package = "nemo_specrl.integrations.nemo_rl"
         sync = importlib.import_module(f"{package}.worker").SpecVllmGenerationWorkerImpl
         if not hasattr(super(sync, sync), "checkpoint_engine_rpc"):
