@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from nemo_specrl.config import SpecRLConfig
 from nemo_specrl.engine.assembly import request_outputs
 from nemo_specrl.engine.base import Speculation
+from nemo_specrl.engine.compat import has_unfinished_requests
 from nemo_specrl.engine.requests import Request, build_requests
 from nemo_specrl.engine.sampling import Ending
 from nemo_specrl.engine.verification import verification_params
@@ -120,10 +121,21 @@ class AsyncSpeculativeLLM(Speculation):
             ConfigError: rows are in progress, or vLLM did not reset the prefix cache because other
                 requests are. The policy version is the old one then.
         """
-        # A row that began during the reset would be of two versions.
-        if self._rows or not await self.llm.reset_prefix_cache() or self._rows:
-            raise ConfigError(f"policy_version = {version}: {RUNNING}")
+        self.check_idle()
+        reset = await self.llm.reset_prefix_cache()
+        self.check_idle()  # a row that has begun meanwhile would be of two versions
+        if not reset:
+            raise ConfigError(f"the prefix cache was not reset: {RUNNING}")
         self._weights.begin(version, fingerprint)
+
+    def check_idle(self) -> None:
+        """Check that the weights may change now. One that runs might end before the reset.
+
+        Raises:
+            ConfigError: a row is in progress, or another request is running.
+        """
+        if self._rows or has_unfinished_requests(self.llm):
+            raise ConfigError(f"new weights after policy version {self.policy_version}: {RUNNING}")
 
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any

@@ -32,6 +32,7 @@ __all__ = [
     "cpu_thread_binding",
     "eos_token_ids",
     "has_custom_proposers",
+    "has_unfinished_requests",
     "in_this_process",
     "local_cpu_environment",
     "logprobs_slice",
@@ -279,6 +280,14 @@ def has_custom_proposers() -> bool:
     0.20 does not, 0.25.1 does.
     """
     return importlib.util.find_spec("vllm.v1.spec_decode.custom_class_proposer") is not None
+
+
+def has_unfinished_requests(engine: Any) -> bool:
+    """Whether requests that this process sent to an ``LLMEngine`` or ``AsyncLLM`` have not ended.
+
+    Of all its data-parallel engines; ``AsyncLLM`` has no method of its own for it.
+    """
+    return bool(engine.output_processor.has_unfinished_requests())
 
 
 def in_this_process(engine: Any) -> bool:

@@ -6,7 +6,7 @@ whether a row is drafted is decided for each call.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -92,34 +92,37 @@ class SpecVllmAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
 
     async def update_weights_via_ipc_zmq_async(self, *args: Any, **kwargs: Any) -> Any:
         """Update the weights, and count the policy version up."""
-        return await self._refitted(await super().update_weights_via_ipc_zmq_async(*args, **kwargs))
+        return await self._refit(super().update_weights_via_ipc_zmq_async, *args, **kwargs)
 
     async def update_weights_from_collective_async(self, *args: Any, **kwargs: Any) -> Any:
         """Update the weights, and count the policy version up."""
-        result = await super().update_weights_from_collective_async(*args, **kwargs)
-        return await self._refitted(result)
+        return await self._refit(super().update_weights_from_collective_async, *args, **kwargs)
 
     async def nccl_reshard_refit_async(self, *args: Any, **kwargs: Any) -> Any:
         """Update the weights, and count the policy version up."""
-        return await self._refitted(await super().nccl_reshard_refit_async(*args, **kwargs))
+        return await self._refit(super().nccl_reshard_refit_async, *args, **kwargs)
 
     async def checkpoint_engine_rpc_async(
         self, checkpoint_method: str, *args: Any, **kwargs: Any
     ) -> Any:
         """Pass on a call to a checkpoint engine; count up where it updates the weights."""
-        result = await super().checkpoint_engine_rpc_async(checkpoint_method, *args, **kwargs)
+        call = super().checkpoint_engine_rpc_async
         if checkpoint_method == CHECKPOINT_ENGINE_UPDATE:
-            result = await self._refitted(result)
-        return result
+            return await self._refit(call, checkpoint_method, *args, **kwargs)
+        return await call(checkpoint_method, *args, **kwargs)
 
-    async def _refitted(self, result: Any) -> Any:
-        """Begin a policy version.
+    async def _refit(self, update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Update the weights and begin a policy version.
 
         Raises:
             ConfigError: rows are running, whose KV blocks are those of the old weights.
         """
-        if self._speculative is not None:
-            await self._speculative.set_policy_version(self._speculative.policy_version + 1)
+        speculative = self._speculative
+        if speculative is None:
+            return await update(*args, **kwargs)
+        speculative.check_idle()
+        result = await update(*args, **kwargs)
+        await speculative.set_policy_version(speculative.policy_version + 1)
         return result
 
 
