@@ -60,6 +60,11 @@ def warnings_of(rows: Sequence[Row]) -> list[tuple[int, str]]:
                 _value(row, "spec_rl/refused_drafts"),
                 f"{_value(row, 'spec_rl/refused_drafts'):.0f} drafts could not be verified",
             ),
+            (
+                _value(row, "spec_rl/uncached_rows"),
+                f"{_value(row, 'spec_rl/uncached_rows'):.0f} rows of the engine cannot be right "
+                "(NaN, ...)",
+            ),
             ("loss" in row and row["loss"] is None, "the loss is no finite number"),
         ):
             if wrong:

@@ -13,7 +13,7 @@ import importlib.util
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -28,17 +28,21 @@ __all__ = [
     "OLDEST",
     "VERSIONS_RUN",
     "Detokenizer",
+    "assigns_own_ids",
     "check_version",
     "cpu_thread_binding",
     "eos_token_ids",
+    "forget_broken_step",
     "has_custom_proposers",
     "in_this_process",
     "local_cpu_environment",
     "logprobs_slice",
     "new_logprobs",
+    "no_logprobs",
     "prompt_logprob_bytes",
     "tokenizer_of",
     "tokens_so_far",
+    "unknown_requests",
     "version_numbers",
 ]
 
@@ -171,15 +175,24 @@ def logprobs_slice(logprobs: FlatLogprobs, start: int, stop: int) -> FlatLogprob
     return logprobs[start:stop]
 
 
+def no_logprobs() -> FlatLogprobs:
+    """Log-probs of no position."""
+    from vllm.logprobs import FlatLogprobs
+
+    return FlatLogprobs()
+
+
 def new_logprobs(completion: CompletionOutput) -> FlatLogprobs:
-    """The log-probs of exactly the tokens that an output brings.
+    """The log-probs of exactly the tokens that an output brings, or fewer where it has fewer.
 
     Up to vLLM 0.28, an output of kind DELTA without a token, such as an abort's, carries the log-
     probs of the whole response: it takes ``logprobs[-0:]`` (v1/engine/output_processor.py).
     """
     logprobs: Any = completion.logprobs
+    if logprobs is None:
+        return no_logprobs()
     n = len(logprobs)
-    return logprobs_slice(logprobs, n - len(completion.token_ids), n)
+    return logprobs_slice(logprobs, max(0, n - len(completion.token_ids)), n)
 
 
 def tokens_so_far(engine: Any, request_id: str) -> tuple[list[int], FlatLogprobs]:
@@ -197,6 +210,37 @@ def tokens_so_far(engine: Any, request_id: str) -> tuple[list[int], FlatLogprobs
     tokens, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
     n = min(len(tokens), len(logprobs))  # an interrupt may come between the two
     return list(tokens[:n]), logprobs_slice(logprobs, 0, n)
+
+
+def assigns_own_ids() -> bool:
+    """Whether vLLM gives each request a unique id of its own beside its caller's."""
+    from vllm import envs
+
+    return not getattr(envs, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", False)
+
+
+def unknown_requests(engine: Any, request_ids: Iterable[str]) -> list[str]:
+    """Those of some requests that an ``LLMEngine`` has not, or not any more.
+
+    An engine that is asked to abort a request forgets it without an output.
+    """
+    processor = engine.output_processor
+    known = getattr(processor, "external_req_ids", processor.request_states)
+    return [request_id for request_id in request_ids if request_id not in known]
+
+
+def forget_broken_step(engine: Any) -> None:
+    """Have an engine in this process forget a step that was interrupted in its middle.
+
+    The V1 model runner keeps what the first half of a step has computed for the second one
+    (``execute_model_state`` in v1/worker/gpu_model_runner.py). Where an interrupt comes between the
+    two, it would refuse every further step.
+    """
+    if not in_this_process(engine):
+        return
+    runner = engine.model_executor.driver_worker.worker.model_runner
+    if getattr(runner, "execute_model_state", None) is not None:
+        runner.execute_model_state = None
 
 
 class Detokenizer:

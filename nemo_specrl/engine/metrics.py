@@ -25,6 +25,8 @@ class EngineMetrics:
         recomputed_tokens: tokens of prompts and accepted prefixes that continuations had to
             prefill again because the prefix cache did not have them.
         refused_drafts: drafts on which no verdict was possible; their rows were decoded plainly.
+        uncached_rows: rows that were returned as the engine gave them and kept out of the cache,
+            since the engine's tokens or log-probs cannot be right (NaN, for example).
         replayed_rows: rows taken from the journal of a process that died.
         cache_errors: failed calls of the cache.
         lookup_s: time of looking drafts up.
@@ -52,6 +54,7 @@ class EngineMetrics:
     response_tokens: int = 0
     recomputed_tokens: int = 0
     refused_drafts: int = 0
+    uncached_rows: int = 0
     replayed_rows: int = 0
     cache_errors: int = 0
     tree_steps: int = 0
@@ -92,6 +95,7 @@ class EngineMetrics:
             "spec_rl/response_tokens": float(self.response_tokens),
             "spec_rl/recomputed_tokens": float(self.recomputed_tokens),
             "spec_rl/refused_drafts": float(self.refused_drafts),
+            "spec_rl/uncached_rows": float(self.uncached_rows),
             "spec_rl/replayed_rows": float(self.replayed_rows),
             "spec_rl/cache_errors": float(self.cache_errors),
             **self._of_trees(rows),

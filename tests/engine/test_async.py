@@ -175,7 +175,7 @@ class Refitting:
     async def generate(self, prompt, params, request_id, **kwargs):
         async for output in self.llm.generate(prompt, params, request_id, **kwargs):
             yield output
-        if request_id.endswith("-verify"):
+        if params.prompt_logprobs is not None:
             self.made.policy_version += 1
 
 

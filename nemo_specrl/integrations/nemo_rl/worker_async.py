@@ -121,6 +121,15 @@ class _DraftingEngine:
         plain: AsyncIterator[Any] = self._speculative.llm.generate(*args, **kwargs)
         return plain
 
+    async def abort(self, *args: Any, **kwargs: Any) -> None:
+        await self._speculative.abort(*args, **kwargs)
+
+    async def pause_generation(self, **kwargs: Any) -> None:
+        await self._speculative.pause_generation(**kwargs)
+
+    async def sleep(self, *args: Any, **kwargs: Any) -> None:
+        await self._speculative.sleep(*args, **kwargs)
+
     async def _drafted(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         async for output in self._speculative.generate(*args, **kwargs):
             if self._records is not None:
