@@ -291,8 +291,7 @@ def defective_completion(
             logprobs = list(logprobs)
         total = completion.cumulative_logprob
     if in_pieces(request):
-        if request.logprobs is not None and total is not None:
-            total = math.fsum(request.logprobs.logprobs[i] for i in request.logprobs.start_indices)
+        total = None if total is None else math.nan  # the sum over all pieces
         try:
             text = text_of(request, ending)
         except Exception as error:  # tokens that the tokenizer does not know

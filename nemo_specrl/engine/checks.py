@@ -131,7 +131,7 @@ def check_params(engine: Any, rows: Iterable[tuple[list[int], SamplingParams]]) 
             engine.input_processor.process_inputs(
                 "check", {"prompt_token_ids": tokens}, params, supported_tasks=("generate",)
             )
-        except (ValueError, TypeError) as error:
+        except Exception as error:  # vLLM's own class of error is none of Python's
             line = f"sampling_params[{i}]: vLLM refuses them: {last_line(error)}"
             raise ConfigError(line) from error
 

@@ -8,14 +8,17 @@ of the engine layer uses vLLM's public interface alone.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import logging
 import os
 import re
-from collections.abc import Iterable, Sequence
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import metadata
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from nemo_specrl.errors import IncompatibleVersion
@@ -35,6 +38,7 @@ __all__ = [
     "forget_broken_step",
     "has_custom_proposers",
     "in_this_process",
+    "interrupts_deferred",
     "local_cpu_environment",
     "logprobs_slice",
     "new_logprobs",
@@ -229,12 +233,42 @@ def unknown_requests(engine: Any, request_ids: Iterable[str]) -> list[str]:
     return [request_id for request_id in request_ids if request_id not in known]
 
 
+@contextlib.contextmanager
+def interrupts_deferred(engine: Any) -> Iterator[None]:
+    """Have Ctrl-C wait for the end of a step of an engine in this process.
+
+    A step that is broken off anywhere can leave its scheduler and its model runner with different
+    requests. A second Ctrl-C does not wait. Nothing is changed outside of the main thread, and
+    where SIGINT has another handler than Python's own.
+    """
+    own = threading.current_thread() is threading.main_thread() and (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+    if not (own and in_this_process(engine)):
+        yield
+        return
+    came: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if came:
+            signal.default_int_handler(number, frame)
+        came.append(number)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if came:
+        raise KeyboardInterrupt
+
+
 def forget_broken_step(engine: Any) -> None:
-    """Have an engine in this process forget a step that was interrupted in its middle.
+    """Have an engine in this process forget a step that an exception has broken off.
 
     The V1 model runner keeps what the first half of a step has computed for the second one
-    (``execute_model_state`` in v1/worker/gpu_model_runner.py). Where an interrupt comes between the
-    two, it would refuse every further step.
+    (``execute_model_state`` in v1/worker/gpu_model_runner.py), and where that never came it would
+    refuse every further step.
     """
     if not in_this_process(engine):
         return

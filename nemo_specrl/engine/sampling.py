@@ -43,8 +43,9 @@ _RAW: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("watermarking", (None, False)),
 )
 # What vLLM's rejection sampler applies to the distribution that it verifies drafts of a tree by
-# (v1/sample/rejection_sampler.py, apply_sampling_constraints).
-_BY_TREES = frozenset({"temperature", "top_p", "top_k"})
+# (v1/sample/rejection_sampler.py, apply_sampling_constraints). Not top_k: with it alone, an engine
+# on a CPU fails in a step that has no draft (v1/sample/ops/topk_topp_sampler.py, apply_top_k_only).
+_BY_TREES = frozenset({"temperature", "top_p"})
 # Log-probs of other tokens than the likeliest: a position's first entry need not be its own token.
 _UNREADABLE = ("logprob_token_ids", "prompt_logprob_token_ids")
 
@@ -76,7 +77,7 @@ def check_verifiable(params: SamplingParams, *, trees_alone: bool = False) -> No
         if trees_alone:
             raise UnsupportedSampling(
                 f"{name} = {value!r}: has not been shown to hold for drafts of trees, as "
-                f"temperature, top_p and top_k have; set {name}: {raw[0]}, or "
+                f"temperature and top_p have; set {name}: {raw[0]}, or "
                 "spec_rl.enabled: false"
             )
         lossless = ""

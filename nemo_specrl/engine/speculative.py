@@ -23,7 +23,11 @@ from typing import TYPE_CHECKING, Any
 from nemo_specrl.engine.assembly import given_up, request_outputs, unfinished_output
 from nemo_specrl.engine.base import RolloutCache, Speculation
 from nemo_specrl.engine.checks import check_params
-from nemo_specrl.engine.compat import forget_broken_step, unknown_requests
+from nemo_specrl.engine.compat import (
+    forget_broken_step,
+    interrupts_deferred,
+    unknown_requests,
+)
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.ordering import duplicates_of, in_order
 from nemo_specrl.engine.requests import Request, build_requests
@@ -288,7 +292,8 @@ class SpeculativeLLM(Speculation):
         """Step the engine once and take its outputs."""
         share = self._verified_share([*call.inflight.values(), *call.ahead.rows.values()])
         stepping = time.perf_counter()
-        outputs = self.llm.llm_engine.step()
+        with interrupts_deferred(self.llm.llm_engine):
+            outputs = self.llm.llm_engine.step()
         stepped = time.perf_counter()
         self.metrics.verify_s += share * (stepped - stepping)
         self.metrics.decode_s += (1 - share) * (stepped - stepping)

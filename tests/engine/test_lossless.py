@@ -77,22 +77,18 @@ def test_the_distribution_is_the_policys_after_epochs_of_its_own_rollouts(
     check_distribution(llm, np.array(tokens))
 
 
-def shaped(p, temperature, top_p=1.0, top_k=None):
+def shaped(p, temperature, top_p=1.0):
     """What vLLM draws from instead of p under these parameters."""
     p = p ** (1 / temperature)
-    order = np.argsort(p)
-    if top_k is not None:
-        p[order[:-top_k]] = 0
     p /= p.sum()
+    order = np.argsort(p)
     dropped = np.cumsum(p[order]) <= 1 - top_p
     dropped[-1] = False
     p[order[dropped]] = 0
     return p / p.sum()
 
 
-@pytest.mark.parametrize(
-    "shape", [{"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.4, "top_k": 9}]
-)
+@pytest.mark.parametrize("shape", [{"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.4}])
 def test_with_trees_alone_other_sampling_has_its_own_distribution(llm, proposer, shape):
     """The first token, the second behind the commonest ones, and the third behind those."""
     cached = rollouts(good_drafts(llm))
@@ -107,8 +103,8 @@ def test_with_trees_alone_other_sampling_has_its_own_distribution(llm, proposer,
         p = shaped(distribution(llm, prefix), **shape)
         counts = np.bincount(behind, minlength=VOCABULARY)
         assert not counts[p == 0].any()
-        if (len(behind) * p >= 5).sum() > 4:
-            tests.append(chi_squared(counts[p > 0], len(behind) * p[p > 0]))
+        if (len(behind) * p >= 5).sum() >= 3:
+            tests.append(chi_squared(counts[p > 0], len(behind) * p[p > 0], cells=3))
         return np.argsort(-counts)[:3].tolist()
 
     for first in check([]):
@@ -151,13 +147,13 @@ def test_rollouts_of_other_sampling_are_drafts_for_trees_alone(llm, proposer):
 
 def test_other_sampling_is_refused_by_name_where_more_than_trees_verifies(llm, proposer):
     made = made_with(llm, DictCache(), CONFIG)
-    for option in ({"repetition_penalty": 1.1}, {"min_tokens": 2}, {"bad_words": ["1"]}):
+    for option in ({"top_k": 5}, {"repetition_penalty": 1.1}, {"bad_words": ["1"]}):
         with pytest.raises(UnsupportedSampling, match=f"{next(iter(option))} = .* shown to hold"):
             sample(made, 2, 3, **{"detokenize": True, **option})
     made.fresh_fraction = 0.5  # lossless again only by the configuration's own share
     sample(made, 2, 3, temperature=0.7)
     reuse = SpecRLConfig(enabled=True, preset="faithful", tree=CONFIG.tree)
-    for option in ({"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 5}):
+    for option in ({"temperature": 0.7}, {"top_p": 0.9}):
         with pytest.raises(UnsupportedSampling, match="or preset: lossless with an engine that"):
             sample(made_with(llm, DictCache(), reuse), 2, 3, **option)
 

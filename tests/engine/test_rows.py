@@ -1,7 +1,9 @@
 """A row never takes others with it: bad data, aborts and interrupts, on real engines."""
 
 import math
+import os
 import random
+import signal
 import sys
 
 import pytest
@@ -30,18 +32,28 @@ ROUNDS = SpecRLConfig(
 
 
 def poisoned(model):
-    """To be run in the worker: what the model makes of POISON, and of all behind it, is NaN."""
+    """To be run in the worker: what the model makes of POISON is NaN, behind its last layer.
 
-    def hook(_, arguments, output):
-        output[arguments[0] == POISON] = math.nan
+    Before that, NaN would stay in the KV cache, from where vLLM's attention on a CPU spreads it to
+    the next request that gets the block.
+    """
+
+    def seen(_, arguments, output):
+        model.seen = arguments[0] == POISON
+
+    def spoilt(_, arguments, output):
+        hidden = output[0] if isinstance(output, tuple) else output
+        hidden[model.seen[: len(hidden)]] = math.nan
         return output
 
-    model.poison = model.model.embed_tokens.register_forward_hook(hook)
+    embedding, norm = model.model.embed_tokens, model.model.norm
+    model.hooks = [embedding.register_forward_hook(seen), norm.register_forward_hook(spoilt)]
 
 
 def cured(model):
-    model.poison.remove()
-    del model.poison
+    for hook in model.hooks:
+        hook.remove()
+    del model.hooks
 
 
 @pytest.fixture
@@ -49,13 +61,16 @@ def poison(llm):
     llm.apply_model(poisoned)
     yield llm
     llm.apply_model(cured)
-    for cache in llm.llm_engine.model_executor.driver_worker.worker.model_runner.kv_caches:
-        cache.zero_()
+
+
+def places(prompt, tokens):
+    """Whether each token was drawn from NaN."""
+    return [token == POISON for token in [prompt[-1], *tokens[:-1]]]
 
 
 def is_bad(prompt, tokens):
-    """Whether NaN comes before the last token: what the model makes of that is not asked for."""
-    return POISON in [*prompt, *tokens[:-1]]
+    """Whether a row has a token that was drawn from NaN."""
+    return any(places(prompt, tokens))
 
 
 def values(completion):
@@ -86,7 +101,8 @@ def test_rows_of_nan_are_returned_as_they_are_and_cost_their_places_alone(
         same(completion, expected)
         wrong = is_bad(prompt, expected.token_ids)
         assert (reuse_of(completion) is None) == wrong
-        assert any(math.isnan(value) for value in values(completion)) == wrong
+        found = [math.isnan(value) for value in values(completion)]
+        assert found == places(prompt, completion.token_ids)
         bad += wrong
     assert 4 <= bad < len(PROMPTS)
     assert made.metrics.uncached_rows == bad == len(PROMPTS) - len(made.cache.all())
@@ -98,14 +114,15 @@ def test_rows_of_nan_are_returned_as_they_are_and_cost_their_places_alone(
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_draft_that_verifies_to_nan_is_refused(speculative, poison, rows):
     tokens = [*encode("12+34"), POISON, *encode("12")]
-    params = [sampling(5, seed=i) for i in range(rows)]
+    params = [sampling(12, seed=i) for i in range(rows)]
     plain = generate(speculative(), rows=rows, params=params)
     made = speculative(DictCache([draft(tokens, sample_index=s) for s in range(rows)]), version=1)
     outputs = generate(made, rows=rows, params=params)
     assert made.metrics.refused_drafts == rows and made.metrics.drafts == 0
     for output, expected in zip(outputs, plain, strict=True):
         same(output.outputs[0], expected.outputs[0])
-        assert reuse_of(output.outputs[0]).fresh
+        reuse = reuse_of(output.outputs[0])
+        assert reuse is None or reuse.fresh
 
 
 def test_a_continuation_of_nan_is_joined_to_its_prefix_and_uncached(speculative, poison):
@@ -115,7 +132,7 @@ def test_a_continuation_of_nan_is_joined_to_its_prefix_and_uncached(speculative,
     assert list(completion.token_ids[:3]) == [*encode("12"), POISON]
     assert len(completion.token_ids) == len(completion.logprobs) == 9
     found = [math.isnan(value) for value in values(completion)]
-    assert found == [False] * 3 + [True] * 6
+    assert found == places(PROMPT, completion.token_ids) and found[3] and not any(found[:3])
     assert made.metrics.uncached_rows == 1 and made.cache.puts == 0
 
 
@@ -321,7 +338,7 @@ def test_run_ahead_rows_leave_the_engine_too(drafting_llm, proposer, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         made.generate(
             [PROMPT] * 3,
-            [sampling(4 + 10 * i, seed=i, ignore_eos=True) for i in range(3)],
+            [sampling(n, seed=n, ignore_eos=True) for n in (40, 4, 41)],
             upcoming=[[*PROMPT, i] for i in range(3, 6)],
             use_tqdm=Interrupt,
         )
@@ -332,56 +349,90 @@ def test_run_ahead_rows_leave_the_engine_too(drafting_llm, proposer, monkeypatch
 
 
 class Strike:
-    """Raises KeyboardInterrupt at some call of a function inside of a step of the engine."""
+    """Does something at some call of a function inside of a step of the engine."""
 
-    def __init__(self, at):
-        self.calls, self.at = 0, at
+    def __init__(self, at, act=None):
+        self.calls, self.at, self.act = 0, at, act
 
     def __call__(self, frame, event, argument):
         if event == "call":
             self.calls += 1
             if self.calls == self.at:
                 sys.setprofile(None)
-                raise KeyboardInterrupt
+                self.act()
 
 
-def test_an_interrupt_at_any_point_of_a_step_leaves_a_usable_engine(
+def struck(llm, strike):
+    """A step of the engine that is struck the third time it is called."""
+    step, steps = llm.llm_engine.step, iter(range(1000))
+
+    def stepped():
+        if next(steps) != 2:
+            return step()
+        sys.setprofile(strike)
+        try:
+            return step()
+        finally:
+            sys.setprofile(None)
+            if 0 < strike.calls < strike.at:  # this step has fewer calls
+                strike.act()
+
+    return stepped
+
+
+def test_ctrl_c_at_any_point_of_a_step_leaves_a_usable_engine(
     speculative, llm, random_model, monkeypatch
 ):
-    """Twenty points, drawn with a fixed seed from all calls of functions in the third step."""
+    """A real signal, at eight points drawn with a fixed seed from all calls of functions."""
     params = [sampling(6, seed=i, ignore_eos=True) for i in range(3)]
     expected = [o.outputs[0].token_ids for o in generate(speculative(), rows=3, params=params)]
-    step = llm.llm_engine.step
-
-    def struck(strike):
-        steps = iter(range(10))
-
-        def stepped():
-            if next(steps) != 2:
-                return step()
-            sys.setprofile(strike)
-            try:
-                return step()
-            finally:
-                sys.setprofile(None)
-
-        return stepped
-
     count = Strike(-1)
     with monkeypatch.context() as patched:
-        patched.setattr(llm.llm_engine, "step", struck(count))
+        patched.setattr(llm.llm_engine, "step", struck(llm, count))
         generate(speculative(), rows=3, params=params)
     draw = random.Random(0)
-    for at in sorted(draw.sample(range(1, count.calls), 20)):
-        made = speculative()
+    for at in draw.sample(range(1, count.calls), 8):
+        strike = Strike(at, lambda: os.kill(os.getpid(), signal.SIGINT))
         with monkeypatch.context() as patched:
-            patched.setattr(llm.llm_engine, "step", struck(Strike(at)))
+            patched.setattr(llm.llm_engine, "step", struck(llm, strike))
             with pytest.raises(KeyboardInterrupt):
-                generate(made, rows=3, params=params)
+                generate(speculative(), rows=3, params=params)
         assert not llm.llm_engine.has_unfinished_requests(), at
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         refit(llm, weights_of(random_model))
         again = generate(speculative(), rows=3, params=params)
         assert [o.outputs[0].token_ids for o in again] == expected, at
+
+
+@pytest.mark.parametrize("place", ["forward", "compute_logits", "between"])
+def test_an_error_in_the_middle_of_a_step_leaves_a_usable_engine(
+    speculative, llm, random_model, monkeypatch, place
+):
+    """In the model, behind it, and between the two halves of a step of the V1 model runner."""
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    params = [sampling(6, seed=i, ignore_eos=True) for i in range(3)]
+    expected = [o.outputs[0].token_ids for o in generate(speculative(), rows=3, params=params)]
+    calls = iter(range(1000))
+    where = {
+        "forward": (runner.model.model, "forward"),
+        "compute_logits": (runner.model, "compute_logits"),
+        "between": (runner, "sample_tokens"),
+    }[place]
+    right = getattr(*where)
+
+    def failing(*arguments, **options):
+        if next(calls) == 2:
+            raise ValueError("a kernel failed")
+        return right(*arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(*where, failing)
+        with pytest.raises(ValueError, match="a kernel failed"):
+            generate(speculative(), rows=3, params=params)
+    assert not llm.llm_engine.has_unfinished_requests()
+    refit(llm, weights_of(random_model))
+    again = generate(speculative(), rows=3, params=params)
+    assert [o.outputs[0].token_ids for o in again] == expected
 
 
 def aborting(llm, monkeypatch, at, which=0):
@@ -437,6 +488,3 @@ def test_nan_with_the_tree_proposer_beside_sound_rows(drafting_llm, proposer):
             assert made.metrics.uncached_rows == sum(wrong) < len(PROMPTS)
     finally:
         drafting_llm.apply_model(cured)
-        worker = drafting_llm.llm_engine.model_executor.driver_worker.worker
-        for cache in worker.model_runner.kv_caches:
-            cache.zero_()
