@@ -30,6 +30,7 @@ def main(model, rank, ranks, port):
         max_model_len=64,
         max_num_batched_tokens=64,
         enable_expert_parallel=True,
+        distributed_executor_backend="uni",
     )
     engine = llm.llm_engine
     assert (

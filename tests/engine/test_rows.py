@@ -10,6 +10,7 @@ import pytest
 
 from nemo_specrl import Finish, SpecRLConfig, SpeculativeLLM, prompt_key
 from nemo_specrl.engine.assembly import reuse_of
+from nemo_specrl.engine.compat import logprobs_slice
 from nemo_specrl.engine.refit import refit
 from nemo_specrl.trainer.task import encode
 from tests.conftest import DictCache, weights_of
@@ -158,7 +159,7 @@ def no_logprobs(completion):
 
 
 def fewer_logprobs(completion):
-    completion.logprobs = completion.logprobs[: len(completion.logprobs) - 1]
+    completion.logprobs = logprobs_slice(completion.logprobs, 0, len(completion.logprobs) - 1)
 
 
 def no_tokens(completion):
@@ -380,8 +381,16 @@ def struck(llm, strike):
     return stepped
 
 
+@pytest.fixture
+def interruptible():
+    """Ctrl-C interrupts, which it does not where a shell has started the tests behind its back."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def test_ctrl_c_at_any_point_of_a_step_leaves_a_usable_engine(
-    speculative, llm, random_model, monkeypatch
+    speculative, llm, random_model, monkeypatch, interruptible
 ):
     """A real signal, at eight points drawn with a fixed seed from all calls of functions."""
     params = [sampling(6, seed=i, ignore_eos=True) for i in range(3)]
@@ -433,6 +442,33 @@ def test_an_error_in_the_middle_of_a_step_leaves_a_usable_engine(
     refit(llm, weights_of(random_model))
     again = generate(speculative(), rows=3, params=params)
     assert [o.outputs[0].token_ids for o in again] == expected
+
+
+@pytest.mark.parametrize("config", [None, ROUNDS], ids=["plain", "rounds"])
+@pytest.mark.parametrize("rows", [0, 3])
+def test_the_engine_says_when_a_call_has_ended(speculative, llm, monkeypatch, config, rows):
+    """As one of several data-parallel engines, of which another has three steps more to do."""
+    engine, left, dummies = llm.llm_engine, iter(range(3)), []
+    asked, dummy = engine.has_unfinished_requests, engine.engine_core.execute_dummy_batch
+
+    def of_all():
+        if asked():
+            return True
+        engine.should_execute_dummy_batch = next(left, None) is not None
+        return engine.should_execute_dummy_batch
+
+    def counted():
+        dummies.append(1)
+        dummy()
+
+    made = speculative() if config is None else SpeculativeLLM(llm, DictCache(), config)
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "has_unfinished_requests", of_all)
+        patched.setattr(engine.engine_core, "execute_dummy_batch", counted)
+        params = [sampling(6, seed=i, ignore_eos=True) for i in range(rows)]
+        outputs = made.generate([PROMPT] * rows, params, use_tqdm=False)
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [6] * rows
+    assert len(dummies) == 3
 
 
 def aborting(llm, monkeypatch, at, which=0):
