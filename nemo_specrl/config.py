@@ -93,7 +93,8 @@ class TreeConfig(Block):
     enabled: bool = False
     method: Literal["auto", "proposer", "rounds"] = "auto"
     """How drafts reach the engine: by a proposer inside it, or in requests of their own (rounds).
-    auto: by a proposer where the engine can have one."""
+    auto: by a proposer where it can be had and is faster than none; else a refusal that says what
+    is possible (``engine.drafting.drafting_method``)."""
     max_draft_tokens: int = Field(default=24, ge=1, le=128)
     """Tokens proposed for a row in a step, at most; vLLM's rejection sampler takes 128."""
     adaptive: bool = True

@@ -170,7 +170,8 @@ def build_completion(
     draft, accepted = request.draft, request.accepted
     completion = output.outputs[0]
     tokenizer = request.rules.tokenizer  # NeMo-RL's engines have none
-    if request.rounds is not None and request.params.detokenize and tokenizer is not None:
+    unnamed = request.rounds is not None or request.accepted > 0 or rollout is request.replayed
+    if unnamed and request.params.detokenize and tokenizer is not None:
         name_tokens(request.logprobs, tokenizer)
     if not (draft is None and request.rounds is None and request.detokenizer is None):
         completion = dataclasses.replace(completion, text=text_of(request, ending))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import AsyncIterator, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 __all__ = ["AsyncSpeculativeLLM", "ClaimingCache"]
-
-logger = logging.getLogger(__name__)
 
 
 class ClaimingCache(Protocol):
@@ -141,6 +138,8 @@ class AsyncSpeculativeLLM(Speculation):
                 output, ending = await self._decode(request, request_id, kwargs)
         self.metrics.decode_s += time.perf_counter() - verified_at
         assert output is not None
+        if self._measures_noise(request):
+            await self._measure_noise(request, request_id, kwargs)
         completion, rollouts = self._finish(request, output, ending)
         self._store(rollouts)
         self.cache.flush()
@@ -157,11 +156,9 @@ class AsyncSpeculativeLLM(Speculation):
         from nemo_specrl.engine.proposer import take_counts
 
         try:
-            [counts, *_] = await self.llm.collective_rpc(take_counts)
+            self._add_tree_counts(await self.llm.collective_rpc(take_counts))
         except Exception as error:  # vLLM sends functions to other processes only where it may
-            logger.debug("the tree proposer's counts are not known: %s", error)
-            return
-        self._add_tree_counts(counts)
+            self._miss_tree_counts(error)
 
     async def _claim(self, request: Request) -> Request | None:
         """Reserve a sample index for a request and offer it its draft; None where none is had."""
@@ -198,6 +195,18 @@ class AsyncSpeculativeLLM(Speculation):
             return None, None
         [(_, output, ending)] = self._judge([(request, outputs[-1])])
         return output, ending
+
+    async def _measure_noise(self, request: Request, request_id: str, kwargs: Any) -> None:
+        """Prefill a response that has just been decoded; of the first few rows of the engine."""
+        self._noise.wanted -= 1
+        version, started = self.policy_version, time.perf_counter()
+        prompt = {"prompt_token_ids": request.rules.prompt + request.tokens}
+        params = verification_params(request)
+        stream = self.llm.generate(prompt, params, f"{request_id}-noise", **kwargs)
+        outputs = [output async for output in stream]
+        if outputs and version == self.policy_version:
+            self._take_noise(request, outputs[-1])
+        self.metrics.verify_s += time.perf_counter() - started
 
     async def _decode(
         self, request: Request, request_id: str, kwargs: Any

@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from nemo_specrl.config import SpecRLConfig
 from nemo_specrl.engine.assembly import append_decoded, build_completion, build_rollout
-from nemo_specrl.engine.compat import check_version, tokens_so_far
-from nemo_specrl.engine.drafting import Histories, check_cpu_drafter
+from nemo_specrl.engine.compat import check_prompt_logprob_memory, check_version, tokens_so_far
+from nemo_specrl.engine.drafting import Histories, check_cpu_drafter, method_in
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.patches import extend_prompt_logprobs
 from nemo_specrl.engine.replay import Journal, replayed_output, restore_request
@@ -24,9 +24,11 @@ from nemo_specrl.engine.requests import EngineLimits, Request
 from nemo_specrl.engine.rounds import Rounds
 from nemo_specrl.engine.sampling import Ending
 from nemo_specrl.engine.verification import (
+    PrefillNoise,
     continuation_params,
     draft_logprobs,
     judge,
+    proved_logprobs,
     sampled_values,
 )
 from nemo_specrl.errors import ConfigError, IncompatibleVersion
@@ -78,8 +80,9 @@ class Speculation:
         metrics: :class:`EngineMetrics`, counts and times.
 
     Raises:
-        ConfigError: the engine's ``logprobs_mode`` is one of logits, or its drafter lies in another
-            process on a CPU, where this package is not installed.
+        ConfigError: the engine's ``logprobs_mode`` is one of logits, it has no memory for
+            verification or no tree proposer, or its drafter lies in another process on a CPU, where
+            this package is not installed.
         IncompatibleVersion: this release does not work with the installed vLLM.
     """
 
@@ -102,12 +105,10 @@ class Speculation:
         self.fresh_fraction = config.fresh_fraction
         self.metrics = EngineMetrics()
         self._cache_error_logged = False
-        drafts, method = config.enabled and config.tree.enabled, config.tree.method
-        if drafts and method == "proposer" and not self._limits.drafts_from_trees:
-            raise ConfigError(
-                "spec_rl.tree.method = proposer: the engine was built without the tree proposer; "
-                "pass nemo_specrl.engine.drafting.engine_options(config) to vllm.LLM, or set auto"
-            )
+        self._counts_missed = False
+        method = method_in(config, self._limits)
+        if config.enabled:
+            check_prompt_logprob_memory(llm)
         if config.enabled and not self._limits.drafts_from_trees:
             check_cpu_drafter(getattr(llm, "llm_engine", llm))
         if config.enabled:
@@ -115,25 +116,44 @@ class Speculation:
                 extend_prompt_logprobs()
             except IncompatibleVersion as error:  # it costs speed alone
                 logger.warning("%s", error)
-        self._proposes = drafts and self._limits.drafts_from_trees and method != "rounds"
+        self._proposes = method == "proposer"
         if config.enabled and config.run_ahead.enabled and not self._proposes:
             raise ConfigError(
                 "spec_rl.run_ahead.enabled = true: needs the tree proposer (spec_rl.tree.method = "
                 "proposer), which this engine does not have; set run_ahead.enabled to false"
             )
+        self._noise = PrefillNoise(self._limits.dtype_bytes)
         self._histories = Histories()
         self._rounds: Rounds | None = None
-        if drafts and not self._proposes:
+        if method == "rounds":
             self._rounds = Rounds(self._limits, config.tree, self.draw_seed)
 
-    def _add_tree_counts(self, counts: DraftCounts) -> None:
-        """Add to the metrics what the tree proposer did."""
-        self.metrics.tree_steps += counts.steps
-        self.metrics.tree_tokens += counts.steps + counts.accepted
-        self.metrics.tree_drafted_tokens += counts.drafted
-        self.metrics.tree_accepted_tokens += counts.accepted
-        self.metrics.tree_least_chance += counts.least_chance
-        self.metrics.tree_s += counts.seconds
+    def _add_tree_counts(self, of_workers: Iterable[DraftCounts | None]) -> None:
+        """Add to the metrics what the tree proposers did, each of them that counts.
+
+        Args:
+            of_workers: what ``take_counts`` has returned in each worker.
+        """
+        for counts in of_workers:
+            if counts is None:
+                continue
+            self.metrics.tree_steps += counts.steps
+            self.metrics.tree_tokens += counts.tokens
+            self.metrics.tree_drafted_tokens += counts.drafted
+            self.metrics.tree_accepted_tokens += counts.accepted
+            self.metrics.tree_least_chance += counts.least_chance
+            self.metrics.tree_s += counts.seconds
+
+    def _miss_tree_counts(self, error: Exception) -> None:
+        """Say once why nothing is known of what the tree proposer does."""
+        if not self._counts_missed:
+            self._counts_missed = True
+            logger.warning(
+                "spec_rl/tree_ metrics are missing, as the engine's workers cannot be asked (%s: "
+                "%s); VLLM_ALLOW_INSECURE_SERIALIZATION=1 lets vLLM send them the question",
+                type(error).__name__,
+                error,
+            )
 
     def _find_drafts(self, requests: list[Request]) -> None:
         """Look up the prompts of a call in the cache and offer each request its draft."""
@@ -266,12 +286,36 @@ class Speculation:
                 self._refuse_draft(request)
             else:
                 provable.append((request, logprobs))
+                draft = request.draft
+                if draft is not None and draft.fresh and self._of_these_weights(draft):
+                    self._noise.add(sampled_values(logprobs), draft.logprobs, self.metrics)
         judge(provable, self.config, seed=self.draw_seed, policy_version=self.policy_version)
         verdicts: list[tuple[Request, RequestOutput, Ending | None]] = []
         for request, output in verified:
             whole = request.draft is not None and self._count_draft(request)
             verdicts.append((request, output, request.ending if whole else None))
         return verdicts
+
+    def _measures_noise(self, request: Request) -> bool:
+        """Whether a response that has ended is to be prefilled once more (``PrefillNoise``)."""
+        whole = len(request.rules.prompt) + len(request.tokens)
+        return (
+            self._noise.wanted > 0
+            and not self._lossless
+            and request.draftable
+            and request.draft is None
+            and request.rounds is None
+            and request.replayed is None
+            and whole < self._limits.max_model_len
+        )
+
+    def _take_noise(self, request: Request, output: RequestOutput) -> None:
+        """Take in the prefill of a response that these weights have just decoded."""
+        logprobs: Any = output.prompt_logprobs
+        proved = None if logprobs is None else proved_logprobs(logprobs, request.tokens)
+        if proved is not None and request.logprobs is not None:
+            decoded = sampled_values(request.logprobs)
+            self._noise.add(sampled_values(proved), decoded, self.metrics)
 
     def _refuse_draft(self, request: Request) -> None:
         """Drop a draft on which no verdict is possible; the row is decoded without one."""
@@ -289,7 +333,10 @@ class Speculation:
             return self._rounds.take(request, output, self.policy_version, self.metrics)
         before = len(request.tokens)
         ending = append_decoded(request, output)
-        self.metrics.decoded_tokens += len(request.tokens) - before
+        new = len(request.tokens) - before
+        self.metrics.decoded_tokens += new
+        if self._proposes and request.draftable:  # the proposer knows nothing of stop strings
+            self.metrics.tree_tokens -= len(output.outputs[0].token_ids) - new
         return ending
 
     def _finish(

@@ -27,13 +27,17 @@ class EngineMetrics:
         refused_drafts: drafts on which no verdict was possible; their rows were decoded plainly.
         replayed_rows: rows taken from the journal of a process that died.
         cache_errors: failed calls of the cache.
+        noise_tokens: tokens of which the same weights computed log-probs twice, in decoding and in
+            prefill.
+        noise_rejected: those that are expected to be rejected for that (``PrefillNoise``).
         lookup_s: time of looking drafts up.
         verify_s: time of verification.
         decode_s: time of decoding.
         assembly_s: time of judging, putting outputs together and caching them.
         tree_steps: steps of the engine's for rows that may draft from trees, summed over rows.
-        tree_tokens: tokens that these steps yielded.
-        tree_drafted_tokens: tokens proposed from trees.
+        tree_tokens: tokens that these steps yielded for the rows' responses, so without what lies
+            behind an end-of-sequence or another stop.
+        tree_drafted_tokens: tokens from trees that were verified.
         tree_accepted_tokens: those of them that were accepted.
         tree_least_chance: chance of being accepted at which drafts ended, 1 where none was taken,
             summed over ``tree_steps``. 0 in rounds, which have a fixed one.
@@ -63,6 +67,8 @@ class EngineMetrics:
     tree_s: float = 0.0
     run_ahead_rows: int = 0
     run_ahead_tokens: int = 0
+    noise_tokens: int = 0
+    noise_rejected: float = 0.0
     lookup_s: float = 0.0
     verify_s: float = 0.0
     decode_s: float = 0.0
@@ -95,6 +101,11 @@ class EngineMetrics:
             "spec_rl/replayed_rows": float(self.replayed_rows),
             "spec_rl/cache_errors": float(self.cache_errors),
             **self._of_trees(rows),
+            **(
+                {"spec_rl/noise_prefix_tokens": self.noise_tokens / max(self.noise_rejected, 1e-9)}
+                if self.noise_tokens
+                else {}
+            ),
             "spec_rl/lookup_s": self.lookup_s,
             "spec_rl/verify_s": self.verify_s,
             "spec_rl/decode_s": self.decode_s,

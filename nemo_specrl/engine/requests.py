@@ -36,6 +36,7 @@ class EngineLimits:
 
     max_model_len: int
     vocabulary: int
+    dtype_bytes: int
     max_num_seqs: int
     max_num_batched_tokens: int
     eos: int | None
@@ -58,6 +59,7 @@ class EngineLimits:
         return cls(
             max_model_len=config.model_config.max_model_len,
             vocabulary=config.model_config.get_vocab_size(),
+            dtype_bytes=config.model_config.dtype.itemsize,
             max_num_seqs=config.scheduler_config.max_num_seqs,
             max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
             eos=eos,

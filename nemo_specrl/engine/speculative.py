@@ -12,7 +12,6 @@ Refits, rewards and batches belong to the caller. Source of the method: SPEC-RL,
 from __future__ import annotations
 
 import copy
-import logging
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
     from vllm import LLM, CompletionOutput, RequestOutput, SamplingParams
 
 __all__ = ["RolloutCache", "SpeculativeLLM"]
-
-logger = logging.getLogger(__name__)
 
 STORE_SECONDS = 0.25
 """How long finished rollouts wait for others before they are cached, in one put for all of them."""
@@ -122,6 +119,7 @@ class SpeculativeLLM(Speculation):
         self.metrics.rows = len(requests)
         self.metrics.lookup_s = time.perf_counter() - started
         ended = self._run(requests, replayed, upcoming, lora_request, use_tqdm)
+        self._measure_noise(requests, lora_request)
         assembling = time.perf_counter()
         outputs = request_outputs(requests, ended)
         self.metrics.assembly_s += time.perf_counter() - assembling
@@ -262,16 +260,31 @@ class SpeculativeLLM(Speculation):
             policy_version=self.policy_version,
         )
 
+    def _measure_noise(self, requests: list[Request], lora_request: Any) -> None:
+        """Prefill a few responses that have just been decoded, once in the life of the engine."""
+        chosen = [r for r in requests if self._measures_noise(r)][: self._noise.wanted]
+        if not chosen:
+            return
+        started = time.perf_counter()
+        self._noise.wanted -= len(chosen)
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": r.rules.prompt + r.tokens} for r in chosen],
+            [verification_params(r) for r in chosen],
+            use_tqdm=False,
+            lora_request=lora_request,
+        )
+        for request, output in zip(chosen, outputs, strict=True):
+            self._take_noise(request, output)
+        self.metrics.verify_s += time.perf_counter() - started
+
     def _count_tree_drafts(self) -> None:
         """Add what the proposer did, where its process can be asked."""
         from nemo_specrl.engine.proposer import take_counts
 
         try:
-            counts = self.llm.collective_rpc(take_counts)[0]
+            self._add_tree_counts(self.llm.collective_rpc(take_counts))
         except Exception as error:  # vLLM sends functions to other processes only where it may
-            logger.debug("the tree proposer's counts are not known: %s", error)
-            return
-        self._add_tree_counts(counts)
+            self._miss_tree_counts(error)
 
     def _verified_share(self, requests: Iterable[Request]) -> float:
         """Share of the next step's tokens that are verified rather than decoded."""
@@ -299,8 +312,7 @@ def _duplicates(requests: list[Request]) -> dict[int, list[Request]]:
     duplicates: dict[int, list[Request]] = defaultdict(list)
     for request in requests:
         if request.draft is not None:
-            wanted = (request.params.logprobs, request.params.detokenize)
-            content = (request.row.key, request.draft.tokens.tobytes(), wanted)
+            content = (request.row.key, request.draft.tokens.tobytes(), request.params.logprobs)
             leader = first.setdefault(content, request)
             if leader is not request:
                 duplicates[id(leader)].append(request)

@@ -100,6 +100,7 @@ def build_engine(recipe: Recipe) -> LLM:
             f"policy.generation.vllm_kwargs.max_num_batched_tokens = {batched}: must be at least "
             f"max_num_seqs * max_model_len = {whole} on a CPU, or left out"
         )
+    options = engine_options(recipe.spec_rl)
     try:
         return LLM(
             model=recipe.policy.model_name,
@@ -116,7 +117,7 @@ def build_engine(recipe: Recipe) -> LLM:
                 "max_num_seqs": rows,
                 "max_num_batched_tokens": batched,
                 **generation.vllm_kwargs,
-                **engine_options(recipe.spec_rl),
+                **options,
             },
         )
     except (ValueError, TypeError, OSError) as error:

@@ -13,25 +13,23 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.sample import rejection_sampler
 
-from nemo_specrl import Finish, Rollout, SpecRLConfig, SpeculativeLLM
+from nemo_specrl import Finish, Rollout, SpecRLConfig
 from nemo_specrl.engine import patches
 from nemo_specrl.engine.assembly import reuse_of
-from nemo_specrl.engine.drafting import EXTRA_ARG, Histories, engine_options
+from nemo_specrl.engine.drafting import EXTRA_ARG, Histories
 from nemo_specrl.engine.refit import refit
-from nemo_specrl.errors import ConfigError, IncompatibleVersion
 from nemo_specrl.speculation.drafts import Row, response_id
 from nemo_specrl.speculation.lengths import DraftLengths
 from nemo_specrl.speculation.trees import CHANCES, MIN_PROBABILITY
 from tests.conftest import DictCache, weights_of
+from tests.engine.helpers import LOSSLESS as CONFIG
 from tests.engine.helpers import (
-    DRAFTS,
     PROMPT,
     VOCABULARY,
     chi_squared,
     distribution,
     needs_cpu_build,
 )
-from tests.engine.helpers import LOSSLESS as CONFIG
 from tests.engine.lossless import (
     DRAFTS_OF,
     EOS,
@@ -245,23 +243,6 @@ def test_a_cache_that_fails_costs_no_rollout(llm, proposer):
     _, tokens = sample(made, 8, 4)
     assert [len(t) for t in tokens] == [4] * 8
     assert made.metrics.cache_errors == 1
-
-
-def test_a_vllm_without_custom_proposers_is_refused_in_one_line():
-    wanted = SpecRLConfig(enabled=True, preset="lossless", tree={"method": "proposer"})
-    if DRAFTS:
-        for config in (CONFIG, wanted):
-            assert engine_options(config)["speculative_config"]["method"] == "custom_class"
-        return
-    assert engine_options(CONFIG) == {}  # verified in rounds
-    with pytest.raises(IncompatibleVersion, match="has no custom proposers"):
-        engine_options(wanted)
-
-
-def test_an_engine_without_the_proposer_is_refused_in_one_line(engine):
-    wanted = SpecRLConfig(enabled=True, preset="lossless", tree={"method": "proposer"})
-    with pytest.raises(ConfigError, match="built without the tree proposer"):
-        SpeculativeLLM(engine, DictCache(), wanted)
 
 
 @needs_cpu_build

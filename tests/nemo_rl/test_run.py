@@ -26,7 +26,7 @@ GENERATION = {
     "top_k": None,
     "vllm_cfg": {"async_engine": False},
     "vllm_kwargs": {},
-    "spec_rl": {"enabled": True, "cache": {"dir": "/raid/specrl"}},
+    "spec_rl": {"enabled": True, "cache": {"dir": "/raid/specrl"}, "tree": {"method": "rounds"}},
 }
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_specrl.config import SpecRLConfig, validated
+from nemo_specrl.engine.drafting import drafting_method, engine_options
 from nemo_specrl.errors import ConfigError
 
 __all__ = [
@@ -95,6 +96,7 @@ class Run:
         own = getattr(master_config, algorithm)
         checkpointing = master_config.checkpointing
         _refuse(master_config, spec_rl, algorithm)
+        drafting_method(spec_rl)  # or a refusal, which would come from the workers minutes later
         folder = Path(checkpointing["checkpoint_dir"]).absolute()
         return cls(
             spec_rl=spec_rl,
@@ -119,11 +121,10 @@ def engine_arguments(arguments: dict[str, Any], block: Any) -> dict[str, Any]:
         block: the recipe's ``spec_rl:`` block.
 
     Raises:
+        ConfigError: ``tree.method: auto`` where nothing is faster than stock vLLM.
         IncompatibleVersion: ``tree.method: proposer`` on a vLLM that takes none, or the package was
             not compiled.
     """
-    from nemo_specrl.engine.drafting import engine_options
-
     options = engine_options(validated(SpecRLConfig, _plain(block), BLOCK))
     if options:
         options["additional_config"] |= arguments.get("additional_config") or {}
