@@ -88,7 +88,10 @@ def test_a_recipe_inherits_from_stock_and_switches_reuse_on(name):
     recipe = own(name)
     assert recipe["defaults"].startswith(f"{STOCK}examples/configs/")
     spec_rl = validated(SpecRLConfig, recipe["policy"]["generation"]["spec_rl"], BLOCK)
-    assert (spec_rl.enabled, spec_rl.preset) == (True, "lossless")
+    assert spec_rl.enabled
+    # On GPUs nothing drafts unasked (tree.method: auto): who wants it says how.
+    assert spec_rl.preset == "faithful" or spec_rl.tree.method == "proposer"
+    assert spec_rl.preset in ("faithful", "lossless")
     assert spec_rl.cache.dir == Path("/raid/specrl")
 
 
