@@ -140,9 +140,9 @@ def adaptive(proposer, token_s, monkeypatch):
     lengths = proposer.lengths = DraftLengths(CHANCES, MIN_PROBABILITY, 64 * 192)
     observe = lengths.observe
 
-    def observed(rows, drafted, begun, seconds):
+    def observed(step, seconds):
         assert 0 < seconds < 60
-        observe(rows, drafted, begun, 5e-3 + token_s * (rows + drafted))
+        observe(step, 5e-3 + token_s * (step.rows + step.drafted))
 
     monkeypatch.setattr(lengths, "observe", observed)
 

@@ -170,7 +170,6 @@ def test_rows_that_were_preempted_go_on_in_step_with_their_trees(llm, proposer, 
         if watch.steps % 5 == 4 and len(scheduler.running) > 2:
             row = scheduler.running.pop()
             scheduler._preempt_request(row, 0.0)
-            scheduler.waiting.prepend_request(row)
             preempted.append(row.request_id)
         return schedule(*args)
 
