@@ -120,7 +120,7 @@ class Counter:
         row_steps: steps in which a row yielded a token, summed over rows; without drafting, as
             many as tokens.
         drafted: tokens that a drafter inside the engine had proposed and the engine verified.
-        accepted: those of them that were accepted.
+        accepted: those of them that were accepted and belong to a response.
         proposer_s: processor seconds of that drafter.
         tree_bytes: memory of trees, at most.
         proposed: drafts of each step, where their lengths depend on measured times.
@@ -134,8 +134,11 @@ class Counter:
         update = core.scheduler.update_from_output
 
         def update_from_output(scheduled: Any, output: Any) -> Any:
-            self._count(scheduled, output)
-            return update(scheduled, output)
+            sampled = [len(tokens) for tokens in output.sampled_token_ids]
+            # In place, vLLM cuts what lies behind a response's end (_update_request_with_output).
+            outputs = update(scheduled, output)
+            self._count(scheduled, output, sampled)
+            return outputs
 
         core.scheduler.update_from_output = update_from_output
         self.drafter = getattr(runner, "drafter", None)
@@ -170,17 +173,24 @@ class Counter:
         if trees is not None:
             self.tree_bytes = max(self.tree_bytes, trees.nbytes)
 
-    def _count(self, scheduled: Any, output: Any) -> None:
+    def _count(self, scheduled: Any, output: Any, sampled: list[int]) -> None:
+        """Count a step.
+
+        Args:
+            scheduled: for it.
+            output: of it, without what lies behind the end of a response.
+            sampled: tokens that it sampled of each row of ``output``, with that.
+        """
         self.steps += scheduled.total_num_scheduled_tokens > 0
         drafts = scheduled.scheduled_spec_decode_tokens
         for name in scheduled.num_scheduled_tokens:
-            if not output.sampled_token_ids:
+            if not sampled:
                 break
-            sampled = output.sampled_token_ids[output.req_id_to_index[name]]
-            self.row_steps += len(sampled) > 0
+            row = output.req_id_to_index[name]
+            self.row_steps += sampled[row] > 0
             if drafts.get(name):
                 self.drafted += len(drafts[name])
-                self.accepted += len(sampled) - 1
+                self.accepted += min(sampled[row] - 1, len(output.sampled_token_ids[row]))
 
 
 class Steps:

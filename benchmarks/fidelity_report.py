@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 from fidelity_settings import GRIDS, LENIENCE, PLAIN, SETTINGS, SHOWN, VARIANTS
 from records import COLOURS, half_width, merged, read
 
-from nemo_specrl.trainer.log import read_metrics
+from nemo_specrl.trainer.log import read_lines, read_metrics
 
 # What is kept of a run, by epoch: the mean over its steps, or what an evaluation at its end gave.
 MEANS = (
@@ -29,7 +30,8 @@ EVALUATED = ("heldout_accuracy", "heldout_kl_to_start", "heldout_entropy", "held
 
 def with_counts(records: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
     """The records of a run's steps with their counts; as they are where some were not counted."""
-    counted = {(line["step"], line["attempt"]): line for line in read_metrics(path)}
+    lines, _ = read_lines(path, json.loads) if path.exists() else ([], [])
+    counted = {(line["step"], line["attempt"]): line for line in lines}
     by_step: dict[int, dict[str, float]] = {}
     for (step, _), line in counted.items():  # of a step that was repeated, the last
         sums = by_step.setdefault(step, dict.fromkeys(COUNTED, 0.0))

@@ -29,7 +29,8 @@ from nemo_specrl.rollout import Rollout
 
 QUIET = 1e-4
 """Of the output projections of attention and MLPs, relative to the other weights."""
-LOSSLESS = SpecRLConfig(enabled=True, preset="lossless")
+LOSSLESS = SpecRLConfig(enabled=True, preset="lossless", tree={"method": "proposer"})
+"""By name, as nothing drafts unasked on a GPU."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -194,7 +194,7 @@ def report(rows: list[dict[str, Any]]) -> str:
         "|---" * 6 + "|",
     ]
     for off, on in pairs(rows):
-        gains = [1 + row["tree_accepted_tokens"] / row["tree_steps"] for row in (off, on)]
+        gains = [row["response_tokens"] / row["tree_steps"] for row in (off, on)]
         lines.append(
             f"| {off['places']} | {'later' if off['epoch'] else 'first'} "
             f"| {off['engine_steps']}, {on['engine_steps']} "

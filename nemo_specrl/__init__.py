@@ -1,21 +1,21 @@
 """Faster rollouts for reinforcement learning of language models with NeMo-RL and vLLM.
 
-This module has the public names. ``SpeculativeLLM`` and ``RolloutStore`` import vLLM and LMDB when
-they are first used, so that everything else works where neither is installed.
+This module has the public names. Each is imported when it is first used, so that the command line
+answers at once, and so that everything else works where vLLM or LMDB is not installed.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from nemo_specrl import errors
-from nemo_specrl.config import SpecRLConfig
-from nemo_specrl.rollout import Finish, Rollout, prompt_key
-from nemo_specrl.speculation.acceptance import accepted_length
-
 if TYPE_CHECKING:
+    from nemo_specrl import errors
     from nemo_specrl.cache import RolloutStore
+    from nemo_specrl.config import SpecRLConfig
     from nemo_specrl.engine.speculative import SpeculativeLLM
+    from nemo_specrl.rollout import Finish, Rollout, prompt_key
+    from nemo_specrl.speculation.acceptance import accepted_length
 
 __version__ = "0.1.0"
 
@@ -31,15 +31,21 @@ __all__ = [
     "prompt_key",
 ]
 
+_MODULES = {
+    "Finish": "rollout",
+    "Rollout": "rollout",
+    "RolloutStore": "cache",
+    "SpecRLConfig": "config",
+    "SpeculativeLLM": "engine.speculative",
+    "accepted_length": "speculation.acceptance",
+    "prompt_key": "rollout",
+}
+
 
 def __getattr__(name: str) -> Any:
-    """Import ``RolloutStore`` or ``SpeculativeLLM`` at its first use."""
-    if name == "RolloutStore":
-        from nemo_specrl.cache import RolloutStore
-
-        return RolloutStore
-    if name == "SpeculativeLLM":
-        from nemo_specrl.engine.speculative import SpeculativeLLM
-
-        return SpeculativeLLM
+    """Import a public name at its first use."""
+    if name == "errors":
+        return importlib.import_module("nemo_specrl.errors")
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"nemo_specrl.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

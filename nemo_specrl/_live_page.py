@@ -60,6 +60,11 @@ def warnings_of(rows: Sequence[Row]) -> list[tuple[int, str]]:
                 _value(row, "spec_rl/refused_drafts"),
                 f"{_value(row, 'spec_rl/refused_drafts'):.0f} drafts could not be verified",
             ),
+            (
+                _value(row, "spec_rl/uncached_rows"),
+                f"{_value(row, 'spec_rl/uncached_rows'):.0f} rows of the engine cannot be right "
+                "(NaN, ...)",
+            ),
             ("loss" in row and row["loss"] is None, "the loss is no finite number"),
         ):
             if wrong:
@@ -95,7 +100,7 @@ def content(name: str, rows: Sequence[Row], age: float, *, version: str, problem
     picture = f'<img alt="Metrics of every step" src="picture.png?{version}">'
     return (
         f'{head}{bar}<section class="tiles">{tiles}</section>'
-        f'<section class="columns">{_drift(last)}{_cache(last)}{_warnings(rows)}</section>{picture}'
+        f'<section class="columns">{_drift(rows)}{_cache(last)}{_warnings(rows)}</section>{picture}'
     )
 
 
@@ -142,13 +147,19 @@ def _tiles(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
     ):
         if last.get(key):
             tiles.append(("Accepted", f"{100 * last[key]:.0f} %", note))
+    if last.get("spec_rl/reused_token_fraction"):
+        share = f"{100 * last['spec_rl/reused_token_fraction']:.0f} %"
+        tiles.append(("Reused", share, "of response tokens"))
     if last.get("reward") is not None:
         tiles.append(("Reward", f"{last['reward']:.3f}", "mean of the last step"))
     return tiles
 
 
-def _drift(last: Row) -> str:
+def _drift(rows: Sequence[Row]) -> str:
+    last = rows[-1]
     quantities = [name for name in (*GAPS, "staleness") if f"spec_rl/{name}_drifts" in last]
+    if quantities and not any(_value(row, "spec_rl/draft_coverage") for row in rows):
+        return _table("Drift", (), [["no row has been reused: all are fresh", ""]])
     lines = []
     for name in quantities:
         mean = last.get(f"spec_rl/{name}" if name == "staleness" else f"spec_rl/{name}_gap")

@@ -12,7 +12,7 @@ import io
 import math
 import statistics
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nemo_specrl.errors import ConfigError
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["SIDES", "HeldOut", "comparison_picture"]
+__all__ = ["SIDES", "HeldOut", "applies", "comparison_picture", "gains"]
 
 SIDES = ("plain", "speculative")
 Column = Sequence[float | None]
@@ -70,36 +70,53 @@ def comparison_picture(
     """
     with canvas() as figure:
         _headline(figure, compare, verdict)
+        panels = [_draw_rollout_seconds, _draw_cumulative]
+        panels.append(_draw_tokens_per_step if gains(compare) else _draw_decoded_tokens)
+        panels.append(_draw_all_rewards)
+        if applies(compare["speculative"], "fresh_reward"):
+            panels.append(_draw_fresh_rewards)
         grid = figure.add_gridspec(
-            2, 3, left=0.055, right=0.985, bottom=0.07, top=0.69, hspace=0.52, wspace=0.22
+            2, 6, left=0.055, right=0.985, bottom=0.07, top=0.69, hspace=0.52, wspace=0.75
         )
-        axes = [figure.add_subplot(grid[i // 3, i % 3]) for i in range(6)]
-        _draw_rollout_seconds(axes[0], compare)
-        _draw_cumulative(axes[1], compare)
-        if _gains(compare):
-            _draw_tokens_per_step(axes[2], compare)
-        else:
-            _draw_decoded_tokens(axes[2], compare)
-        _draw_rewards(axes[3], {side: compare[side]["reward"] for side in SIDES})
-        panel_title(axes[3], "Training reward, all rows", "higher is better")
-        fresh = {side: compare[side]["fresh_reward"] for side in SIDES}
-        if not any(v is not None for v in fresh["plain"]):
-            fresh["plain"] = compare["plain"]["reward"]  # without speculation every row is fresh
-        _draw_rewards(axes[4], fresh)
-        panel_title(
-            axes[4], "Reward of freshly decoded rows", "higher is better; in plain, every row"
-        )
-        _draw_heldout(axes[5], heldout)
+        below = 6 // (len(panels) - 2)  # columns of a panel in the lower row
+        places = [grid[0, i : i + 2] for i in (0, 2, 4)]
+        places += [grid[1, i : i + below] for i in range(0, 6, below)]
+        axes = [figure.add_subplot(place) for place in places]
+        for ax, draw in zip(axes, panels, strict=False):
+            draw(ax, compare)
+        _draw_heldout(axes[-1], heldout)
         for ax in axes:
             # Cumulative curves rise to the right and leave room for the legend on the left.
             room = 0.3 if ax is axes[1] and len(compare["plain"]["epoch"]) >= 10 else None
             finish_panel(ax, compare["plain"]["epoch"], room=room)
         # One scale for both rewards, so that noise of the few fresh rows does not look like a gap.
-        low = min(axes[3].get_ylim()[0], axes[4].get_ylim()[0])
-        high = max(axes[3].get_ylim()[1], axes[4].get_ylim()[1])
-        axes[3].set_ylim(low, high)
-        axes[4].set_ylim(low, high)
+        rewards = axes[3:-1]
+        low = min(ax.get_ylim()[0] for ax in rewards)
+        high = max(ax.get_ylim()[1] for ax in rewards)
+        for ax in rewards:
+            ax.set_ylim(low, high)
         return png_of(figure)
+
+
+def gains(compare: dict[str, Any]) -> list[float]:
+    """Tokens that a row gained from an engine step, by training step; none without tree drafts."""
+    column = compare["speculative"].get("spec_rl/tree_tokens_per_step") or []
+    return [gain for gain in column if gain is not None]
+
+
+def applies(columns: Mapping[str, Column], name: str) -> bool:
+    """Whether a metric says something of a run, and something else than the one beside it.
+
+    The engine reports 0 for kinds of drafts that the run does not use. Where nothing is reused,
+    every row is fresh and every token decoded.
+    """
+    column = columns.get(name) or ()
+    same = {"fresh_reward": "reward", "decoded_tokens": "response_tokens"}.get(name)
+    if same is not None and column == columns.get(same):
+        return False
+    if name == "verify_s" or name.startswith("spec_rl/"):
+        return any(column)
+    return any(value is not None for value in column)
 
 
 def _headline(figure: Figure, compare: dict[str, Any], verdict: str) -> None:
@@ -107,9 +124,10 @@ def _headline(figure: Figure, compare: dict[str, Any], verdict: str) -> None:
     steps = len(compare["plain"]["step_s"])
     what = (
         "speculative drafts from earlier responses, and the engine verifies losslessly"
-        if _gains(compare)
+        if gains(compare)
         else "speculative verifies the previous epoch's response and keeps the accepted prefix"
     )
+    last = " The last one: speculative, where plain has 1." if gains(compare) else ""
     figure.text(
         0.015,
         0.968,
@@ -123,7 +141,7 @@ def _headline(figure: Figure, compare: dict[str, Any], verdict: str) -> None:
         0.945,
         f"{steps} training step{'s' * (steps != 1)}, the same prompts at each. "
         f"Plain decodes every response from scratch; {what}.\n"
-        "Big figures: plain divided by speculative. Above 1, speculation needs less.",
+        f"Big figures: plain divided by speculative. Above 1, speculation needs less.{last}",
         fontsize=11,
         color=_GREY,
         va="top",
@@ -135,8 +153,8 @@ def _headline(figure: Figure, compare: dict[str, Any], verdict: str) -> None:
         "step": "time of whole steps",
         "decoded_tokens": "decoded tokens",
     }
-    if _gains(compare):
-        ratios = {**ratios, "tokens_per_step": statistics.mean(_gains(compare))}
+    if gains(compare):
+        ratios = {**ratios, "tokens_per_step": statistics.mean(gains(compare))}
         captions["tokens_per_step"] = "tokens of a row\nper engine step"
         del captions["decoded_tokens"]
     for i, (name, caption) in enumerate(captions.items()):
@@ -179,8 +197,9 @@ def _draw_rollout_seconds(ax: Axes, compare: dict[str, Any]) -> None:
     share = f" ({100 * verify / total:.0f} %)" if total else ""
     ax.stairs(speculative["rollout_s"], edges, fill=True, color=ORANGE, alpha=0.55,
               label="speculative")  # fmt: skip
-    ax.stairs(speculative["verify_s"], edges, fill=True, facecolor="#7A3500", edgecolor="white",
-              hatch="////", linewidth=0, label=f"of it verification{share}")  # fmt: skip
+    if any(applies(compare[side], "verify_s") for side in SIDES):
+        ax.stairs(speculative["verify_s"], edges, fill=True, facecolor="#7A3500", edgecolor="white",
+                  hatch="////", linewidth=0, label=f"of it verification{share}")  # fmt: skip
     ax.stairs(plain["rollout_s"], edges, baseline=None, color=BLUE, linewidth=2, label="plain")
     if any(plain["verify_s"]):
         ax.stairs(plain["verify_s"], edges, baseline=None, color=BLUE, linestyle=":",
@@ -223,19 +242,26 @@ def _draw_decoded_tokens(ax: Axes, compare: dict[str, Any]) -> None:
     panel_title(ax, f"Decoded tokens per step{unit}", "lower is better: the rest is reused")
 
 
-def _gains(compare: dict[str, Any]) -> list[float]:
-    """Tokens that a row gained from an engine step, by training step; none without tree drafts."""
-    column = compare["speculative"].get("spec_rl/tree_tokens_per_step") or []
-    return [gain for gain in column if gain is not None]
-
-
 def _draw_tokens_per_step(ax: Axes, compare: dict[str, Any]) -> None:
-    gains = _gains(compare)
-    steps = range(1, len(gains) + 1)
-    ax.plot(steps, [1.0] * len(gains), color=_COLOUR["plain"], linewidth=2, label="plain")
-    ax.plot(steps, gains, color=_COLOUR["speculative"], linewidth=2, label="speculative")
-    ax.set_ylim(0, 1.25 * max(gains))
+    column = gains(compare)
+    steps = range(1, len(column) + 1)
+    ax.plot(steps, [1.0] * len(column), color=_COLOUR["plain"], linewidth=2, label="plain")
+    ax.plot(steps, column, color=_COLOUR["speculative"], linewidth=2, label="speculative")
+    ax.set_ylim(0, 1.25 * max(column))
     panel_title(ax, "Tokens of a row per engine step", "higher is better; plain decodes one")
+
+
+def _draw_all_rewards(ax: Axes, compare: dict[str, Any]) -> None:
+    _draw_rewards(ax, {side: compare[side]["reward"] for side in SIDES})
+    panel_title(ax, "Training reward, all rows", "higher is better")
+
+
+def _draw_fresh_rewards(ax: Axes, compare: dict[str, Any]) -> None:
+    fresh = {side: compare[side]["fresh_reward"] for side in SIDES}
+    if not any(v is not None for v in fresh["plain"]):
+        fresh["plain"] = compare["plain"]["reward"]  # without speculation every row is fresh
+    _draw_rewards(ax, fresh)
+    panel_title(ax, "Reward of freshly decoded rows", "higher is better; in plain, every row")
 
 
 def _draw_rewards(ax: Axes, rewards: dict[str, Column]) -> None:

@@ -13,6 +13,7 @@ from nemo_specrl._plots import (
     PURPLE,
     SKY,
     Column,
+    applies,
     canvas,
     finish_panel,
     panel_title,
@@ -31,9 +32,9 @@ _PANELS: list[tuple[str, str, list[tuple[str, str, str]]]] = [
         ("plain_speed", "plain decoding, in evaluations", BLUE)]),
     ("Tokens of a row per engine step", "plain decoding: 1; higher is faster", [
         ("spec_rl/tree_tokens_per_step", "with drafts from trees", ORANGE)]),
-    ("Tokens per step", "decoded: lower is better", [
+    ("Tokens per training step", "fewer are decoded where prefixes are reused", [
         ("response_tokens", "in the responses", BLUE),
-        ("decoded_tokens", "decoded; the rest is reused", ORANGE)]),
+        ("decoded_tokens", "decoded", ORANGE)]),
     ("Drafts", "fractions; higher is faster", [
         ("spec_rl/tree_accepted_fraction", "tokens from trees accepted", SKY),
         ("spec_rl/draft_coverage", "rows with a draft", BLUE),
@@ -70,11 +71,17 @@ def run_picture(columns: dict[str, list[float | None]], title: str) -> bytes:
     with canvas((width, 13)) as figure:
         if title:
             figure.text(0.015, 0.97, title, fontsize=20, weight="bold", va="center")
+        # A kind of drafts that the run does not use has no panel.
+        panels = [
+            panel
+            for panel in _PANELS
+            if any(not n.startswith("spec_rl/") or applies(columns, n) for n, _, _ in panel[2])
+        ]
         grid = figure.add_gridspec(
-            3, 3, left=0.055, right=0.975, bottom=0.05, top=0.9 if title else 0.95,
-            hspace=0.45, wspace=0.24,
+            -(-(1 + len(panels)) // 3), 3, left=0.055, right=0.975, bottom=0.05,
+            top=0.9 if title else 0.95, hspace=0.45, wspace=0.24,
         )  # fmt: skip
-        axes = [figure.add_subplot(grid[i // 3, i % 3]) for i in range(9)]
+        axes = [figure.add_subplot(grid[i // 3, i % 3]) for i in range(1 + len(panels))]
         steps = [int(step or 0) for step in columns["step"]]
         _draw_step_seconds(axes[0], steps, columns)
         panel_title(axes[0], "Seconds per step", "lower is better")
@@ -85,12 +92,10 @@ def run_picture(columns: dict[str, list[float | None]], title: str) -> bytes:
             "rollout_speed": _ratios(columns, "response_tokens", "rollout_s"),
             "plain_speed": _ratios(columns, "heldout_tokens", "heldout_decode_s"),
         }
-        for ax, (heading, note, lines) in zip(axes[1:], _PANELS, strict=True):
+        for ax, (heading, note, lines) in zip(axes[1:], panels, strict=True):
             for name, label, colour in lines:
-                column = columns.get(name, [])
-                # The engine reports 0 for the kind of drafts that the run does not use.
-                if any(column) or not name.startswith("spec_rl/"):
-                    _draw_column(ax, steps, column, label, colour)
+                if applies(columns, name):
+                    _draw_column(ax, steps, columns[name], label, colour)
             panel_title(ax, heading, note)
         for ax in axes:
             finish_panel(ax, columns.get("epoch", ()), steps)
@@ -120,6 +125,9 @@ def _draw_step_seconds(ax: Axes, steps: Sequence[int], columns: dict[str, list[A
             "#BBBBBB",
         ),
     }
+    if not any(verify):
+        del parts["verification"]
+        parts = {"rollout": parts.pop("rest of the rollout"), **parts}
     ax.stackplot(steps, *(values for values, _ in parts.values()), labels=list(parts),
                  colors=[colour for _, colour in parts.values()])  # fmt: skip
     ax.set_ylim(0, max(*whole, *rollout, 1e-9))

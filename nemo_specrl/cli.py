@@ -1,15 +1,17 @@
 """The command line: ``nemo-specrl train | compare | run | cache | report | simulate | doctor``.
 
-Bad input prints one line and exits with code 2; other expected errors exit with code 1.
+Bad input prints one line and exits with code 2; other expected errors exit with code 1. What takes
+long to import is imported in the commands that need it, after they have said so.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import errno
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,8 +20,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from nemo_specrl import cli_cache
-from nemo_specrl.errors import CacheError, CheckpointError, ConfigError, SpecRLError
+from nemo_specrl import __version__, cli_cache
+from nemo_specrl.errors import CacheError, CheckpointError, ConfigError, Diverged, SpecRLError
 from nemo_specrl.integrations import nvrx
 
 if TYPE_CHECKING:
@@ -44,7 +46,27 @@ OverridesArgument = Annotated[
     typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as grpo.max_num_epochs=3."),
 ]
 LIVE_PORT = 8377
+_MAY_PASS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.EAGAIN, errno.ENOMEM}
+"""Errors of the operating system after which a run may be started again."""
 OutOption = Annotated[Path, typer.Option("--out", help="Folder for all output.")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        console.print(f"nemo-specrl {__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Options of the program itself."""
 
 
 def main() -> None:
@@ -52,7 +74,7 @@ def main() -> None:
     try:
         try:
             app()
-        except (ConfigError, CheckpointError, CacheError) as error:
+        except (ConfigError, CheckpointError, CacheError, Diverged) as error:
             _fail(error, 2)
         except SpecRLError as error:
             _fail(error, 1)
@@ -70,17 +92,38 @@ def _fail(error: Exception, code: int) -> None:
     raise SystemExit(code)
 
 
+def _say(line: str, style: str | None = None) -> None:
+    console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _disk_in_one_line() -> Iterator[None]:
+    """An error of the operating system is one of a file or folder, which it names itself."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, SpecRLError) or error.errno is None:
+            raise
+        _fail(error, 1 if error.errno in _MAY_PASS else 2)
+
+
 @app.command(
     epilog="Example: nemo-specrl train examples/configs/grpo_sort_cpu.yaml grpo.max_num_epochs=3"
 )
 def train(config: RecipeArgument, overrides: OverridesArgument = None) -> None:
     """Train on one machine. Run again to resume from the last checkpoint; Ctrl-C saves one."""
+    if config.is_file():
+        _say(f"train: loading {config}, torch and vLLM; the first step takes a minute or more")
     from nemo_specrl.engine.compat import local_cpu_environment
+    from nemo_specrl.trainer.log import quiet_libraries
     from nemo_specrl.trainer.recipe import load_recipe
+    from nemo_specrl.trainer.start import check_start
 
     recipe = load_recipe(config, overrides or ())
+    check_start(recipe)
     local_cpu_environment()
-    nvrx.connect(recipe.checkpointing.checkpoint_dir)
+    quiet_libraries()
+    nvrx.connect(recipe.run_dir)
     nvrx.start("setup")
     from nemo_specrl.trainer.trainer import Trainer
 
@@ -88,11 +131,12 @@ def train(config: RecipeArgument, overrides: OverridesArgument = None) -> None:
     _stop_on_signals(trainer)
     begun = trainer.progress.step
     if trainer.done:
-        console.print(f"nothing to do: {begun} steps are done in {trainer.folder}")
+        _say(f"nothing to do: {begun} steps are done in {trainer.folder}")
     else:
         if begun:
-            console.print(f"resuming from step {begun} in {trainer.folder}")
-        _train_with_progress(trainer, recipe)
+            _say(f"resuming from step {begun} in {trainer.folder}")
+        with _disk_in_one_line():
+            _train_with_progress(trainer, recipe)
     if trainer.stop:
         raise SystemExit(130)
 
@@ -104,26 +148,24 @@ def _train_with_progress(trainer: Trainer, recipe: Recipe) -> None:
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TextColumn("{task.fields[status]}"),
         console=console,
+        transient=True,
+        disable=not console.is_terminal,
     ) as progress:
-        task = progress.add_task(
-            name, total=trainer.total_steps, completed=trainer.progress.step, status=""
-        )
+        task = progress.add_task(name, total=trainer.total_steps, completed=trainer.progress.step)
         for record in trainer.run():
             if trainer.monitor is not None and trainer.monitor.warning:
-                line = f"warning: step {record['step']}: {trainer.monitor.warning}"
-                console.print(line, style="yellow", soft_wrap=True)
-            progress.update(task, completed=record["step"], status=_status(record))
-            if not console.is_terminal:
-                line = f"{name:>11} step {record['step']:4d}  {_status(record)}"
-                console.print(line, highlight=False, soft_wrap=True)
+                _say(f"warning: step {record['step']}: {trainer.monitor.warning}", "yellow")
+            _say(f"{name:>11} step {record['step']:4d}  {_status(record, recipe)}")
+            progress.update(task, completed=record["step"])
 
 
-def _status(record: dict[str, Any]) -> str:
+def _status(record: dict[str, Any], recipe: Recipe) -> str:
     speed = record["response_tokens"] / max(1e-9, record["rollout_s"])
     parts = [f"reward {record['reward']:.3f}", f"{speed:,.0f} tokens/s"]
-    if "spec_rl/reused_token_fraction" in record:
+    if "spec_rl/tree_tokens_per_step" in record:
+        parts.append(f"{record['spec_rl/tree_tokens_per_step']:.1f} tokens/engine step")
+    if recipe.spec_rl.enabled and recipe.spec_rl.effective_fresh_fraction < 1:
         parts.append(f"reused {record['spec_rl/reused_token_fraction']:.0%}")
     parts.append(f"rollout {record['rollout_s']:.1f} s, step {record['step_s']:.1f} s")
     if "heldout_accuracy" in record:
@@ -137,7 +179,7 @@ def _stop_on_signals(trainer: Trainer) -> None:
     def stop(number: int, _frame: Any) -> None:
         trainer.stop = True
         signal.signal(number, signal.default_int_handler)
-        console.print("finishing this step, then saving; press Ctrl-C again to exit at once")
+        _say("finishing this step, then saving; press Ctrl-C again to exit at once")
 
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
@@ -155,25 +197,32 @@ def compare(
 
     Prints a table and writes compare.json, compare.png and compare.html. Run again to resume.
     """
+    if config.is_file():
+        _say(f"compare: {config}, first plain, then speculative, each in a process of its own")
+    from nemo_specrl.config import parse_path
     from nemo_specrl.report import comparison, print_comparison, write_comparison
     from nemo_specrl.trainer.recipe import load_recipe
+    from nemo_specrl.trainer.start import check_start
 
-    load_recipe(config, overrides or ())  # refuse a bad recipe before anything is started
-    sides = {"plain": "false", "speculative": "true"}
-    for side, enabled in sides.items():
-        folder = out / side
-        _run_side(
-            [
-                *("train", str(config), *(overrides or ())),
-                f"policy.generation.spec_rl.enabled={enabled}",
-                f"checkpointing.checkpoint_dir={folder}",
-                f"logger.log_dir={folder}",
-            ]
-        )
+    try:
+        out = parse_path(out)
+    except ValueError as error:
+        raise ConfigError(f"--out {out}: {error}") from None
+    sides = {}
+    for side, enabled in {"plain": "false", "speculative": "true"}.items():
+        sides[side] = [
+            *(overrides or ()),
+            f"policy.generation.spec_rl.enabled={enabled}",
+            f"checkpointing.checkpoint_dir={out / side}",
+            f"logger.log_dir={out / side}",
+        ]
+        check_start(load_recipe(config, sides[side]))  # before either is trained
+    for arguments in sides.values():
+        _run_side(["train", str(config), *arguments])
     result = comparison(out / "plain", out / "speculative")
     write_comparison(out, result)
     print_comparison(result, console)
-    console.print(f"written: {out / 'compare.json'}, {out / 'compare.png'}, {out / 'compare.html'}")
+    _say(f"written: {out / 'compare.json'}, {out / 'compare.png'}, {out / 'compare.html'}")
 
 
 def _run_side(arguments: list[str]) -> None:
@@ -196,6 +245,8 @@ def run(
     script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A script of NeMo-RL.")],
 ) -> None:
     """Run a stock NeMo-RL script with the plug-in; all further arguments are the script's own."""
+    if script.is_file():
+        _say(f"nemo-specrl run: loading NeMo-RL with the plug-in, for {script}")
     from nemo_specrl.integrations.nemo_rl.launcher import launch
 
     launch(script, context.args)
@@ -219,29 +270,25 @@ def report(
     ] = None,
 ) -> None:
     """Draw plots and write an HTML page of a run, or serve a live one."""
-    from nemo_specrl.report import write_comparison, write_report
+    from nemo_specrl.report import read_comparison, write_comparison, write_report
 
     if follow:
         _follow(run_dir, LIVE_PORT if port is None else port, token)
         return
     if port is not None:
         raise ConfigError(f"--port {port}: is for --follow; give both or neither")
-    compared = run_dir / "compare.json"
-    if compared.is_file():
-        try:
-            write_comparison(run_dir, json.loads(compared.read_text()))
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-            raise ConfigError(f"{compared}: damaged: {error}") from None
-        console.print(f"written: {run_dir / 'compare.html'}")
+    if (run_dir / "compare.json").exists():
+        write_comparison(run_dir, read_comparison(run_dir))
+        _say(f"written: {run_dir / 'compare.html'}")
     else:
-        console.print(f"written: {write_report(run_dir)}")
+        _say(f"written: {write_report(run_dir)}")
 
 
 def _follow(run_dir: Path, port: int, token: str | None) -> None:
     from nemo_specrl.live import LivePage
 
     page = LivePage(run_dir, port, token)
-    console.print(f"{page.url}  (Ctrl-C ends it)", highlight=False, soft_wrap=True, markup=False)
+    _say(f"{page.url}  (Ctrl-C ends it)")
     with contextlib.suppress(KeyboardInterrupt):
         page.serve()
 
@@ -272,6 +319,8 @@ def simulate(
     ] = None,
 ) -> None:
     """Predict what each preset would bring to a recorded run, in a simulated engine."""
+    if run_dir.is_dir():
+        _say(f"simulate: reading {run_dir}, then simulating; this takes seconds to minutes")
     from nemo_specrl.config import TreeConfig
     from nemo_specrl.simulation.engine import Engine
     from nemo_specrl.simulation.prediction import predict, read_costs
@@ -295,7 +344,7 @@ def simulate(
     console.print(table)
     engines_text = f"{engines} engine{'s' * (engines > 1)}, {at_once} rows at once in each"
     for line in ("a simulation, not a measurement", engines_text, *assumed):
-        console.print(line, highlight=False, soft_wrap=True)
+        _say(line)
 
 
 @app.command(epilog="Example: nemo-specrl doctor")

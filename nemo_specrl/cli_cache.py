@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from nemo_specrl.config import Block, ByteSize, validated
 from nemo_specrl.errors import CacheError, ConfigError, ForeignStore, StoreInUse
-from nemo_specrl.rollout import Rollout
+
+if TYPE_CHECKING:
+    from nemo_specrl.rollout import Rollout
 
 __all__ = ["app"]
 
@@ -26,10 +27,6 @@ SHOWN = 20
 PathArgument = Annotated[
     Path, typer.Argument(metavar="PATH", help="A store, a checkpoint or its rollout_cache.")
 ]
-
-
-class _Cap(Block):
-    max_bytes: ByteSize
 
 
 @app.command(epilog="Example: nemo-specrl cache inspect results/grpo_sort_cpu/step_20")
@@ -135,29 +132,34 @@ def export(
 
 @app.command(
     name="import",
-    epilog="Example: nemo-specrl cache import exported /raid/specrl --max-bytes 64GiB",
+    epilog="Example: nemo-specrl cache import results/run/step_20 /raid/specrl --max-bytes 64GiB",
 )
 def import_(
     source_path: Annotated[
         Path, typer.Argument(metavar="FROM", help="An export, a store or a checkpoint.")
     ],
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="Folder of the store.")],
+    cache_dir: Annotated[
+        Path, typer.Argument(metavar="CACHE_DIR", help="spec_rl.cache.dir of the runs to come.")
+    ],
     max_bytes: Annotated[
         str, typer.Option(help="Hard cap of the store, as the recipe has it.")
     ] = "64GiB",
 ) -> None:
-    """Put another run's rollouts into a store, to be drafted there.
+    """Have new runs begin with another run's rollouts, as drafts.
 
-    Policy versions are counts of a run: all become 0, so that a run that starts takes them as
-    drafts from its second step on. Where the store has a rollout of a sample index, that one stays.
+    They go into CACHE_DIR/warm_start, of which each run that starts there, on this node, takes a
+    copy. Policy versions are counts of a run: all become 0, so that rollouts are drafted from the
+    second step on. Where there is a rollout of a sample index already, that one stays.
     """
     from nemo_specrl.cache import RolloutStore
     from nemo_specrl.cache.exchange import as_of_another_run
     from nemo_specrl.cache.inspection import opened
     from nemo_specrl.cache.layout import DATA_FILE, reading_file
+    from nemo_specrl.cache.runs import WARM_START
 
     _needs_safetensors()
-    cap = validated(_Cap, {"max_bytes": max_bytes}).max_bytes
+    path = cache_dir / WARM_START
+    cap = _bytes(max_bytes)
     if source_path.exists() and path.exists() and source_path.samefile(path):
         raise ConfigError(f"{path}: cannot be imported into itself")
     with ExitStack() as stack:
@@ -206,7 +208,16 @@ def import_(
     notes += [f"{damaged:,} damaged ones left out"] if damaged else []
     lost = stats.evicted_prompts
     notes += [f"{lost:,} prompts evicted: max-bytes is too small for all"] if lost else []
-    _say(f"{path}: " + ", ".join(notes))
+    _say(f"{path}: " + ", ".join(notes) + f"; for runs with spec_rl.cache.dir={cache_dir}")
+
+
+def _bytes(text: str) -> int:
+    from nemo_specrl.config import Block, ByteSize, validated
+
+    class Cap(Block):
+        max_bytes: ByteSize
+
+    return validated(Cap, {"max_bytes": text}).max_bytes
 
 
 def _oldest_first(group: list[Rollout], kind: str) -> list[Rollout]:

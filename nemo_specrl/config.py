@@ -6,6 +6,7 @@ Every recipe, on one machine or on a cluster, holds the same block under ``polic
 from __future__ import annotations
 
 import math
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar
@@ -27,9 +28,14 @@ __all__ = [
     "Block",
     "ByteSize",
     "CacheConfig",
+    "Count",
     "MonitorConfig",
     "SpecRLConfig",
+    "UserPath",
     "WrongKey",
+    "first_problem",
+    "knows",
+    "parse_path",
     "validated",
 ]
 
@@ -40,13 +46,39 @@ _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 def _parse_bytes(value: Any) -> Any:
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
-        if match is None or match[2].lower() not in _UNITS:
+        if match is None or match[2].lower() not in _UNITS or len(match[1]) > 20:
             raise ValueError('must be a number of bytes, such as 1073741824 or "64GiB"')
         return int(float(match[1]) * _UNITS[match[2].lower()])
     return value
 
 
-ByteSize = Annotated[int, BeforeValidator(_parse_bytes)]
+def parse_path(value: Any) -> Path:
+    """A path that a user has written, with ``~`` and ``~user`` as their home folders.
+
+    Raises:
+        ValueError: it is none: not text, empty, ``None`` or ``null`` as text, or in the home of a
+            user who does not exist. Taken as they are, these would be folders of the working one.
+    """
+    text = str(value) if isinstance(value, (str, Path)) else ""
+    if text.strip().lower() in ("", "none", "null"):
+        raise ValueError("must be a path; where none is meant, null without quotes")
+    expanded = os.path.expanduser(text)
+    if expanded.startswith("~"):
+        raise ValueError(f"there is no home folder for {text.partition('/')[0]}")
+    if not expanded.isprintable():
+        raise ValueError("must be a path of printable characters")
+    return Path(expanded)
+
+
+ByteSize = Annotated[int, Field(ge=2**20, le=2**46), BeforeValidator(_parse_bytes)]
+"""A number of bytes, from 1 MiB to 64 TiB, which is what a process can map."""
+
+UserPath = Annotated[Path, BeforeValidator(parse_path)]
+"""A path as a user writes it (:func:`parse_path`)."""
+
+MAX_COUNT = 2**31 - 1
+Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+"""A whole number from 1 on that other packages can hold in 32 bits."""
 
 
 class WrongKey(ValueError):
@@ -65,25 +97,27 @@ class WrongKey(ValueError):
 
 
 class Block(BaseModel):
-    """A block of a recipe: immutable, and unknown keys are errors."""
+    """A block of a recipe: immutable; unknown keys and numbers that are not finite are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
+    )
 
 
 class CacheConfig(Block):
     """Where rollouts are kept between epochs."""
 
-    dir: Path | None = None
+    dir: UserPath | None = None
     """Node-local folder. None: the embedded trainer keeps the cache in its run folder."""
-    max_bytes_per_node: ByteSize = Field(default=64 * 2**30, ge=2**20)
+    max_bytes_per_node: ByteSize = 64 * 2**30
     """Hard cap of the store on disk, bytes. The least recently used prompts are evicted first."""
-    replicas: int = Field(default=2, ge=1)
+    replicas: Count = 2
     """Copies of each partition, on distinct nodes of a cluster. A single machine holds one."""
     partitions: int = Field(default=64, ge=1, le=65536)
     """Hash ranges of prompt keys: the unit that a cluster places and moves."""
     groups_per_prompt: int = Field(default=1, ge=1, le=64)
     """Rollouts kept for each sample index of a prompt, newest first."""
-    deadline_ms: int = Field(default=200, ge=1)
+    deadline_ms: Count = 200
     """A look-up in a cluster's cache that takes longer yields no draft, milliseconds."""
 
 
@@ -93,14 +127,15 @@ class TreeConfig(Block):
     enabled: bool = False
     method: Literal["auto", "proposer", "rounds"] = "auto"
     """How drafts reach the engine: by a proposer inside it, or in requests of their own (rounds).
-    auto: by a proposer where the engine can have one."""
+    auto: by a proposer where it can be had and is faster than none; else a refusal that says what
+    is possible (``engine.drafting.drafting_method``)."""
     max_draft_tokens: int = Field(default=24, ge=1, le=128)
     """Tokens proposed for a row in a step, at most; vLLM's rejection sampler takes 128."""
     adaptive: bool = True
     """End drafts where another token is not worth what its verification takes, measured as the
     engine runs, instead of at a fixed chance of being accepted. With false a run repeats to the
     token. Rounds have the fixed chance in any case."""
-    max_bytes: ByteSize = Field(default=4 * 2**30, ge=2**20)
+    max_bytes: ByteSize = 4 * 2**30
     """Memory of the trees in each engine, bytes; the prompts unused for longest go first."""
 
 
@@ -129,7 +164,7 @@ class MonitorConfig(Block):
     """How much less likely a row's reused tokens may have become since birth, nats per row."""
     error_rate: float = Field(default=1e-3, gt=0, lt=1)
     """Probability of a false alarm in a window."""
-    window_epochs: int = Field(default=10, ge=1)
+    window_epochs: Count = 10
     """Epochs after which the comparison starts again."""
     auto: bool = False
     """Double ``fresh_fraction`` at an alarm, and halve it again after a window without one."""
@@ -160,7 +195,7 @@ class SpecRLConfig(Block):
     enabled: bool = False
     preset: Literal["lossless", "faithful", "fast"] = _DEFAULT_PRESET
     """Sets the keys below that a recipe leaves out (``PRESETS``)."""
-    lenience: float = Field(default=PRESETS[_DEFAULT_PRESET]["lenience"], gt=0, allow_inf_nan=False)
+    lenience: float = Field(default=PRESETS[_DEFAULT_PRESET]["lenience"], gt=0)
     """l: a token is accepted when u <= min(1, l * p_new / p_old). 1 is the strict test."""
     reported_logprobs: Literal["policy", "behaviour"] = "policy"
     """Log-prob reported for an accepted token: the current policy's, or the probability with
@@ -172,7 +207,7 @@ class SpecRLConfig(Block):
     fresh_fraction: float = Field(default=PRESETS[_DEFAULT_PRESET]["fresh_fraction"], ge=0, le=1)
     """Share of rows that are decoded plainly although a draft is there. Rows take turns, so that
     no token is trained on more than ``ceil(1 / fresh_fraction)`` times."""
-    max_age: int | None = Field(default=None, ge=1)
+    max_age: Count | None = None
     """Epochs for which a token may be reused. Bounds the same thing as ``fresh_fraction``, and the
     stricter of the two applies; None: ``fresh_fraction`` alone."""
     monitor: MonitorConfig = MonitorConfig()
@@ -259,6 +294,18 @@ def validated(model: type[_Model], values: Any, where: str = "") -> _Model:
         raise ConfigError(" ".join(message.split()) + more) from None
 
 
+def first_problem(error: ValidationError) -> str:
+    """The first thing that pydantic has found wrong, in a line: key, value and reason.
+
+    For models that are not this package's, such as vLLM's: pydantic's own text is of several lines.
+    """
+    first = error.errors(include_url=False)[0]
+    key, reason = ".".join(str(part) for part in first["loc"]), first["msg"]
+    reason = reason.removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    reason = " ".join(reason.replace("Input should", "must").split())
+    return f"{key} = {_clipped(first['input'])}: {reason}" if key else reason
+
+
 def _clipped(value: Any, limit: int = 100) -> str:
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
@@ -266,12 +313,28 @@ def _clipped(value: Any, limit: int = 100) -> str:
 
 def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> str:
     """List the keys of the block at ``location``, for the message about an unknown one."""
-    block: type[BaseModel] = model
+    block: type[BaseModel] | None = model
     for part in location[:-1]:
-        field = block.model_fields.get(str(part))
-        candidates = [field.annotation, *getattr(field.annotation, "__args__", ())] if field else []
-        models = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
-        if not models:
-            return "see the recipe's documentation"
-        block = models[0]
-    return "known are " + ", ".join(block.model_fields)
+        block = _inner(block, str(part)) if block else None
+    return "known are " + ", ".join(block.model_fields) if block else "see the documentation"
+
+
+def _inner(block: type[BaseModel], key: str) -> type[BaseModel] | None:
+    """The block under a key of another; None where there is none."""
+    field = block.model_fields.get(key)
+    candidates = [field.annotation, *getattr(field.annotation, "__args__", ())] if field else []
+    models = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+    return models[0] if models else None
+
+
+def knows(model: type[BaseModel], key: str) -> bool:
+    """Whether a recipe may have a dotted key: one of a block, or any below one that takes any."""
+    block = model
+    for part in key.split("."):
+        if part not in block.model_fields:
+            return False
+        inner = _inner(block, part)
+        if inner is None:
+            return True
+        block = inner
+    return True

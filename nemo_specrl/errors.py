@@ -12,6 +12,7 @@ SpecRLError
 ├── PolicyError             a rank of the policy died or failed
 ├── EngineError             an engine in a process of its own died or failed
 ├── RefitError              an engine whose last refit broke off
+├── Diverged                a training whose numbers are no longer finite
 ├── CheckpointError         a checkpoint that is damaged, or of another run
 └── IncompatibleVersion     an installed package that this release cannot work with
 
@@ -26,6 +27,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "CorruptRecord",
+    "Diverged",
     "EngineError",
     "ForeignStore",
     "IncompatibleVersion",
@@ -99,6 +101,10 @@ class EngineError(SpecRLError):
 
 class RefitError(SpecRLError):
     """An engine whose last refit broke off: it has some of the old weights and some of the new."""
+
+
+class Diverged(SpecRLError):
+    """A training whose loss, gradients or weights are no longer finite; going on is of no use."""
 
 
 class CheckpointError(SpecRLError):

@@ -22,7 +22,8 @@ from nemo_specrl import _live_page
 from nemo_specrl._plots import canvas
 from nemo_specrl._run_plots import run_picture
 from nemo_specrl.errors import ConfigError
-from nemo_specrl.report import METRICS, read_metrics, run_columns
+from nemo_specrl.report import run_columns, run_steps
+from nemo_specrl.trainer.log import METRICS
 
 __all__ = ["LivePage"]
 
@@ -67,8 +68,8 @@ class _Run:
     def _refresh(self) -> float:
         """Read the file if it has changed, and return the time since it was written to, seconds.
 
-        A file that is damaged, or has no complete step yet, is one without steps, and the problem
-        is kept.
+        What is wrong with the file is kept: damaged lines are left out, and one that holds no
+        complete step has none.
         """
         try:
             status = (self._folder / METRICS).stat()
@@ -79,7 +80,7 @@ class _Run:
         if now != self._read_as:
             self._read_as, self._rows, self._problem = now, [], ""
             try:
-                rows = read_metrics(self._folder)
+                rows, self._problem = run_steps(self._folder)
                 self._columns = run_columns(rows)
                 self._rows = rows
             except ConfigError as error:

@@ -24,6 +24,7 @@ COUNTED = frozenset(
         "response_tokens",
         "recomputed_tokens",
         "refused_drafts",
+        "uncached_rows",
         "replayed_rows",
         "cache_errors",
         "tree_drafted_tokens",

@@ -11,6 +11,7 @@ import base64
 import contextlib
 import html
 import json
+import logging
 import math
 import os
 from collections.abc import Iterable, Sequence
@@ -20,21 +21,22 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from nemo_specrl._plots import SIDES, HeldOut, comparison_picture
+from nemo_specrl._plots import SIDES, HeldOut, applies, comparison_picture, gains
 from nemo_specrl._run_plots import run_picture
 from nemo_specrl.errors import ConfigError
+from nemo_specrl.trainer.log import METRICS, read_steps
 
 __all__ = [
     "comparison",
     "print_comparison",
-    "read_metrics",
+    "read_comparison",
     "run_columns",
+    "run_steps",
     "verdict",
     "write_comparison",
     "write_report",
 ]
 
-METRICS = "metrics.jsonl"
 WARM_EPOCH = 2  # counted from 0; from here on drafts contain reused tokens themselves
 _REQUIRED = ("rollout_s", "verify_s", "train_s", "step_s", "decoded_tokens", "reward")
 _OPTIONAL = ("fresh_reward", "heldout_accuracy", "spec_rl/tree_tokens_per_step")
@@ -44,42 +46,35 @@ _TABLE_COLUMNS = (
     "spec_rl/tree_tokens_per_step",
     "kl", "clip_fraction", "grad_norm", "loss",
 )  # fmt: skip
+_OF_THE_PAGE = (
+    "total_steps", "eval_s", "checkpoint_s", "heldout_tokens", "heldout_decode_s",
+    "heldout_tokens_at_start", "heldout_decode_s_at_start",
+)  # fmt: skip
+logger = logging.getLogger(__name__)
 
 
-def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Read the steps of a run in order, one dict each.
-
-    An incomplete last line, left by a run that was killed, is ignored. Where a resumed run repeated
-    steps, the newer rows replace the older ones. NaN and infinite numbers become None.
+def run_steps(run_dir: Path) -> tuple[list[dict[str, Any]], str]:
+    """Read the steps of a run in order, and a sentence on what is damaged (``read_steps``).
 
     Raises:
-        ConfigError: there is no metrics.jsonl, it has no complete step, or a line before the last
-            is damaged.
+        ConfigError: there is no metrics.jsonl, or it has no complete step.
     """
     path = Path(run_dir) / METRICS
     try:
-        lines = path.read_bytes().splitlines()
-    except FileNotFoundError:
+        rows, damaged = read_steps(path)
+    except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{run_dir}: no {METRICS} here; give the folder of a run") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    rows: list[dict[str, Any]] = []
-    for number, line in numbered:
-        try:
-            row = json.loads(line, parse_constant=lambda _: None)
-            step = row["step"]
-            if not isinstance(step, int):
-                raise TypeError
-        except (ValueError, KeyError, TypeError):
-            if number == numbered[-1][0]:
-                break
-            raise ConfigError(f"{path}, line {number}: not a step's JSON object") from None
-        while rows and rows[-1]["step"] >= step:
-            rows.pop()
-        rows.append(row)
     if not rows:
         raise ConfigError(f"{path}: holds no complete step yet")
+    return rows, damaged
+
+
+def _logged_steps(run_dir: Path) -> list[dict[str, Any]]:
+    rows, damaged = run_steps(run_dir)
+    if damaged:
+        logger.warning("%s", damaged)
     return rows
 
 
@@ -90,7 +85,7 @@ def run_columns(rows: Sequence[dict[str, Any]]) -> dict[str, list[float | None]]
         ConfigError: a value is no number.
     """
     known = {name for row in rows for name in row if name.startswith("spec_rl/")}
-    known.update(_TABLE_COLUMNS, ("heldout_tokens", "heldout_decode_s"))
+    known.update(_TABLE_COLUMNS, _OF_THE_PAGE)
     return {name: _column(rows, name) for name in known}
 
 
@@ -105,11 +100,11 @@ def write_report(run_dir: Path) -> Path:
             missing.
     """
     run_dir = Path(run_dir)
-    rows = read_metrics(run_dir)
+    rows = _logged_steps(run_dir)
     columns = run_columns(rows)
     name = run_dir.resolve().name
     picture = run_picture(columns, f"Run {name}: {len(rows)} steps")
-    shown = [key for key in _TABLE_COLUMNS if any(v is not None for v in columns[key])]
+    shown = [key for key in _TABLE_COLUMNS if applies(columns, key)]
     table = _html_table(shown, ([_short(columns[k][i]) for k in shown] for i in range(len(rows))))
     _write(run_dir / "report.png", picture)
     page = run_dir / "report.html"
@@ -129,7 +124,7 @@ def comparison(plain_dir: Path, speculative_dir: Path) -> dict[str, Any]:
     Raises:
         ConfigError: a run cannot be read, or the runs differ in their steps or prompts.
     """
-    runs = [read_metrics(Path(folder)) for folder in (plain_dir, speculative_dir)]
+    runs = [_logged_steps(Path(folder)) for folder in (plain_dir, speculative_dir)]
     if len(runs[0]) != len(runs[1]):
         raise ConfigError(
             f"the runs differ in length: plain has {len(runs[0])} steps, "
@@ -154,6 +149,31 @@ def comparison(plain_dir: Path, speculative_dir: Path) -> dict[str, Any]:
         "step": _ratio(compare, "step_s"),
         "decoded_tokens": _ratio(compare, "decoded_tokens"),
     }
+    return compare
+
+
+def read_comparison(folder: Path) -> dict[str, Any]:
+    """Read the ``compare.json`` in a folder; a ConfigError says how it is damaged."""
+    path = folder / "compare.json"
+    try:
+        compare: dict[str, Any] = json.loads(path.read_bytes())
+        steps = len(compare["plain"]["epoch"])
+        for side in SIDES:
+            for name in ("epoch", *_REQUIRED, *_OPTIONAL[:2]):
+                column = compare[side][name]
+                values = [_number(value, f"{side}: {name}") for value in column]
+                full = name not in _OPTIONAL
+                if not steps or len(values) != steps or (full and None in values):
+                    raise ValueError(f"{side}: {name} is not known of each step")
+        for name in ("rollout", "rollout_warm", "step", "decoded_tokens"):
+            _number(compare["ratio"][name], f"ratio: {name}")
+        list(compare.get("heldout_table") or ())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except KeyError as error:
+        raise ConfigError(f"{path}: damaged: it has no {error}") from None
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{path}: damaged: {error}") from None
     return compare
 
 
@@ -185,14 +205,19 @@ def write_comparison(
         names = ("side", "seed", "step", "heldout_accuracy")
         seeds = ([str(row[name]) for name in names] for row in compare["heldout_table"])
         tables += "<h2>Held-out accuracy of every seed</h2>" + _html_table(names, seeds)
+    shown = [
+        (side, name)
+        for name in (*_REQUIRED, *_OPTIONAL)
+        for side in SIDES
+        if applies(compare[side], name)
+    ]
     steps = _html_table(
-        ("step", *(f"{side} {name}" for name in (*_REQUIRED, *_OPTIONAL) for side in SIDES)),
+        ("step", *(f"{side} {name}" for side, name in shown)),
         (
-            [str(i + 1), *(_short(compare[side][name][i])
-                           for name in (*_REQUIRED, *_OPTIONAL) for side in SIDES)]
+            [str(i + 1), *(_short(compare[side][name][i]) for side, name in shown)]
             for i in range(len(compare["plain"]["step_s"]))
         ),
-    )  # fmt: skip
+    )
     tables += f"<details><summary>Every step</summary>{steps}</details>"
     _write(out_dir / "compare.png", picture)
     _write(out_dir / "compare.html", _html_page("Plain and speculative", picture, tables))
@@ -247,16 +272,24 @@ def _summary(compare: dict[str, Any]) -> list[list[str]]:
         ("step_s", "whole steps, s"),
         ("decoded_tokens", "decoded tokens"),
     ):
+        if name == "verify_s" and not any(applies(compare[side], name) for side in SIDES):
+            continue
         sums = [_total(compare[side][name]) for side in SIDES]
         pattern = ",.0f" if name == "decoded_tokens" else ",.1f"
         change = "" if name == "verify_s" else _times_less(_ratio(compare, name))
         lines.append([label, *(format(s, pattern) for s in sums), change])
     warm = _times_less(compare["ratio"]["rollout_warm"])
-    lines.insert(2, ["  rollout from the third epoch on", "", "", warm])
+    lines.insert(1, ["  rollout from the third epoch on", "", "", warm])
+    if per_step := gains(compare):
+        gain = math.fsum(per_step) / len(per_step)
+        change = f"{gain:.2f}x more" if gain > 1 else "equal"
+        lines.append(["tokens of a row per engine step", "1.0", f"{gain:.1f}", change])
     for name, label in (
         ("reward", "reward, mean of the last epoch"),
         ("fresh_reward", "  of freshly decoded rows"),
     ):
+        if name == "fresh_reward" and not applies(compare["speculative"], name):
+            continue
         means = [_last_epoch_mean(compare[side], name) for side in SIDES]
         if name == "fresh_reward" and means[0] is None:
             means[0] = _last_epoch_mean(compare["plain"], "reward")  # plain: every row is fresh
@@ -319,7 +352,7 @@ def _column(rows: Sequence[dict[str, Any]], name: str) -> list[float | None]:
 def _number(value: Any, where: str) -> float | None:
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return None
-    if not isinstance(value, int | float):
+    if not isinstance(value, int | float) or abs(value) >= 1e300:
         raise ConfigError(f"{where} must be a number, got {_clipped(value)}")
     return value
 

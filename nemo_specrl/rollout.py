@@ -32,6 +32,7 @@ _SCALARS = (
     "fingerprint",
     "fresh",
     "incarnation",
+    "raw",
 )
 _ARRAYS = ("tokens", "logprobs", "birth_logprobs", "birth_versions")
 
@@ -116,6 +117,9 @@ class Rollout:
         incarnation: of the run that made it, ``0 .. 2**64 - 1``: larger each time that a run starts
             or resumes on a cluster's cache, so that policy versions that run back after a resume
             still order rollouts. 0: not known.
+        raw: whether its tokens were drawn from the raw distribution (temperature 1, nothing cut
+            off). Where they were not, log-probs need not be those of the drawing, so that it may
+            be drafted by a tree, but is no draft for reuse of a prefix.
 
     Raises:
         InvalidRollout: lengths differ, or a value is out of its range.
@@ -133,6 +137,7 @@ class Rollout:
     fingerprint: int = 0
     fresh: bool = True
     incarnation: int = 0
+    raw: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.key, bytes) or len(self.key) != KEY_BYTES:
@@ -194,6 +199,7 @@ class Rollout:
         for name, value in (
             ("finish", Finish(self.finish)),
             ("fresh", bool(self.fresh)),
+            ("raw", bool(self.raw)),
             ("tokens", tokens),
             ("logprobs", logprobs),
             ("birth_logprobs", birth_logprobs),
@@ -251,4 +257,5 @@ class Rollout:
             self.fingerprint,
             self.fresh,
             self.incarnation,
+            self.raw,
         )

@@ -1,25 +1,41 @@
 # shellcheck shell=bash
-# Functions for the batch scripts in this folder: to name bad input, and to decide what becomes of a
-# job whose training has ended.
+# Part of nemo_specrl: functions for the batch scripts in this folder, to name bad input, and to
+# decide what becomes of a job whose training has ended.
 #
 # `#SBATCH --requeue` alone does not help where a node dies. Ray and the training notice it within
 # seconds and end; Slurm notices it minutes later (SlurmdTimeout), and by then the job has failed
-# with the training's exit code. So the batch script asks each node whether it still answers.
+# with the training's exit code. A GPU or a link that fails is not noticed by Slurm at all. So the
+# batch script puts the job back into the queue after any failure, unless the training says by its
+# exit code that it would fail the same way again (2), or starts no longer bring a new checkpoint.
 #
 # Variables that these functions read:
 #   SCRIPT               name of the batch script, for its messages
 #   STATE                folder on a disk that all nodes see, for what has to outlive a restart
-#   CLEAN_UP             what each node has to do when a start of the job is over, for bash; may be empty
-#   CHECKPOINTS          folder with the training's step_N; empty: progress is not known
+#   OWN_FOLDERS          array of folders on each node that are removed when a start of the job is over
+#   CHECKPOINTS          folder with the training's step_N; empty or missing: there is none yet
+#   CHECKPOINT_AT_START  number of the newest one when this start began; empty: none
+#   IN_JOB_RESTARTS      how often the training was started again within this start of the job
 #   SPECRL_MAX_RESTARTS  how often a job starts again (default: 50)
-#   SPECRL_MAX_STALLED   how often without a new checkpoint in between (default: 5)
+#   SPECRL_MAX_STALLED   how often without a new checkpoint in between (default: 3)
 #
-# Exit code of a job that ends because of the limits: 75 (EX_TEMPFAIL).
+# Exit code of a job that ends because of the limits: the training's own where it failed, else 75
+# (EX_TEMPFAIL).
 
 PROBE_SECONDS=15
-PROBES_AT_ONCE=32
+PROBES_AT_ONCE=8
+CONTROLLER_SECONDS=120
+
+OWN_FOLDERS=() CHECKPOINTS='' CHECKPOINT_AT_START='' IN_JOB_RESTARTS=0
+
+# What Slurm calls this job. The number alone may stand for a whole array.
+JOB=${SLURM_JOB_ID:-}
+[[ -z ${SLURM_ARRAY_TASK_ID:-} ]] || JOB=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 
 say() { echo "$(date +%FT%T) $SCRIPT: $*" >&2; }
+
+# No command of the scripts fails without a line.
+set -E
+trap 'say "line $LINENO of ${BASH_SOURCE[0]##*/}: exit code $? of: ${BASH_COMMAND%%$'"'\\\\n'"'*}"' ERR
 
 # Name something wrong with the input; the script ends after all of its checks, if `wrong` is 1.
 # shellcheck disable=SC2034 # read by the scripts
@@ -51,6 +67,21 @@ mounted() {
     return 1
 }
 
+# Add Hugging Face's folders to `mounts` where the user has named them and the container would not
+# see them. It would load each model anew, into a folder that is gone with the container.
+mount_hugging_face() {
+    local name folder
+    for name in HF_HOME HF_HUB_CACHE HF_DATASETS_CACHE; do
+        folder=${!name:-}
+        [[ -n $folder ]] || continue
+        if [[ $folder != /* || $folder == *[,:]* || ! -d $folder ]]; then
+            bad "$name=$folder: must be the absolute path of a folder, without , and : to be mounted"
+        else
+            mounted "$folder" "$mounts" || mounts+=,$folder:$folder
+        fi
+    done
+}
+
 # Make Ray ask everyone for a token of this job's own; its ports are open to the network. $1: file for
 # it, on a disk that all nodes see. The user may have chosen otherwise.
 want_ray_token() {
@@ -60,73 +91,131 @@ want_ray_token() {
     export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$1
 }
 
-# Those of the job's nodes that do not start a process within PROBE_SECONDS. The others clean up.
+# --- what Slurm knows of the job ------------------------------------------------------------------
+
+# Field $1 of the job, as Slurm shows it; nothing where it does not answer.
+job_field() {
+    { scontrol show job "$JOB" 2>/dev/null || true; } | sed -n "s/^\(.* \)*$1=\([^ ]*\).*/\2/p;T;q"
+}
+
+# Whether Slurm has decided that this start of the job is over: cancelled, preempted or out of time.
+ended_by_slurm() {
+    local now
+    now=$(job_field JobState)
+    [[ -n $now && $now != RUNNING ]]
+}
+
+# When the job's time limit is reached, in seconds since 1970; nothing where there is none, and
+# outside of a job.
+end_time() {
+    local end
+    [[ -n $JOB ]] || return 0
+    end=$(job_field EndTime)
+    [[ $end == [0-9]* ]] || return 0 # Unknown
+    date +%s --date="$end"
+}
+
+seconds_left() {
+    local end
+    end=$(end_time)
+    [[ -z $end ]] || echo $((end - $(date +%s)))
+}
+
+# --- nodes and checkpoints ------------------------------------------------------------------------
+
+# Start a process on node $1 within $2 seconds, which cleans up there.
+probe() {
+    timeout -k 5 "$2" srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" --mpi=none \
+        bash -c 'rm -rf -- "$@"; true' clean-up "${OWN_FOLDERS[@]}" >/dev/null 2>&1 </dev/null
+}
+
+# Those of the job's nodes that start no process in time; the others clean up. How long that takes
+# depends on Slurm's controller, too. This script's own node is alive, so that it tells how long.
 dead_nodes() {
-    # shellcheck disable=SC2016 # expanded by the shell of each probe
-    scontrol show hostnames "$SLURM_JOB_NODELIST" | xargs -P "$PROBES_AT_ONCE" -I NODE bash -c '
-        timeout -k 5 "$1" srun --overlap --nodes=1 --ntasks=1 --nodelist="$2" --mpi=none \
-            bash -c "$3; true" >/dev/null 2>&1 || echo "$2"' \
-        probe "$PROBE_SECONDS" NODE "${CLEAN_UP:-true}" | sort | paste -sd, -
+    local node own begun=$SECONDS allowed
+    local -a names
+    ! ended_by_slurm || return 0 # it starts no processes for this job any more
+    mapfile -t names < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    own=${SLURMD_NODENAME:-${names[0]}}
+    if ! probe "$own" "$CONTROLLER_SECONDS"; then
+        say "Slurm started no process on $own within $CONTROLLER_SECONDS s: which nodes answer is not known"
+        return 0
+    fi
+    allowed=$((PROBE_SECONDS + 4 * (SECONDS - begun)))
+    {
+        local count=0
+        for node in "${names[@]}"; do
+            [[ $node != "$own" ]] || continue
+            (probe "$node" "$allowed" || echo "$node") &
+            ((++count % PROBES_AT_ONCE)) || wait
+        done
+        wait
+    } | sort | paste -sd, -
 }
 
 newest_checkpoint() {
-    [[ -d $CHECKPOINTS ]] || return 0
-    find "$CHECKPOINTS" -maxdepth 1 -name 'step_*' -printf '%f\n' | sed 's/^step_//' | sort -n | tail -n 1
+    [[ -n $CHECKPOINTS && -d $CHECKPOINTS ]] || return 0
+    find "$CHECKPOINTS" -maxdepth 1 -name 'step_*' -printf '%f\n' | sed -n 's/^step_\([0-9]*\)$/\1/p' | sort -n | tail -n 1
 }
 
 # How many of the last restarts, without a gap, began at the checkpoint that is the newest now.
 stalled_restarts() {
     local newest=$1 count=0 checkpoint
-    [[ -n $CHECKPOINTS && -f $STATE/restarts ]] || { echo 0; return; }
+    [[ -f $STATE/restarts ]] || { echo 0; return; }
     while read -r _ checkpoint _; do
         if [[ $checkpoint == "${newest:-none}" ]]; then count=$((count + 1)); else count=0; fi
     done <"$STATE/restarts"
     echo "$count"
 }
 
-# Put the job back into the queue because of $*, unless a limit is reached. Does not return.
+# --- what becomes of the job ----------------------------------------------------------------------
+
+# Put the job back into the queue because of ${@:2}, unless a limit is reached; then it ends with
+# exit code $1. Does not return.
 start_again() {
-    local restarts=${SLURM_RESTART_COUNT:-0} newest stalled
-    local most=${SPECRL_MAX_RESTARTS:-50} patience=${SPECRL_MAX_STALLED:-5}
+    local code=$1 restarts=${SLURM_RESTART_COUNT:-0} newest stalled
+    local most=${SPECRL_MAX_RESTARTS:-50} patience=${SPECRL_MAX_STALLED:-3}
+    shift
+    if ended_by_slurm; then
+        say "$*; Slurm is ending this job (state $(job_field JobState)), which decides whether it starts again"
+        exit "$code"
+    fi
     newest=$(newest_checkpoint)
-    stalled=$(stalled_restarts "$newest")
+    stalled=$(($(stalled_restarts "$newest") + IN_JOB_RESTARTS))
     if ((restarts >= most)); then
         say "$*; not started again: SPECRL_MAX_RESTARTS=$most is reached"
-        exit 75
-    elif ((stalled >= patience)); then
+        exit "$code"
+    elif ((stalled >= patience)) && [[ $newest == "$CHECKPOINT_AT_START" ]]; then
         say "$*; not started again: $stalled restarts have brought no checkpoint after" \
             "step ${newest:-0} (SPECRL_MAX_STALLED=$patience); look at the logs in $STATE"
-        exit 75
+        exit "$code"
     fi
     echo "$((restarts + 1)) ${newest:-none} $*" >>"$STATE/restarts"
     say "$*; starting again (restart $((restarts + 1)) of at most $most), from checkpoint" \
         "${newest:-none}"
-    if ! scontrol requeue "$SLURM_JOB_ID"; then
+    trap 'exit 75' TERM # which Slurm sends now
+    if ! scontrol requeue "$JOB"; then
         say "Slurm does not take the job back; submit it again to go on"
-        exit 75
+        exit "$code"
     fi
-    sleep 300 # Slurm ends this script
-    exit 75
+    sleep 300 || true # Slurm ends this script
+    exit "$code"
 }
 
 # Decide what a training's end with exit code $1 means; $2: a word on what ended. Does not return.
 end_with() {
-    local dead
-    dead=$(dead_nodes)
-    if (($1 != 0)); then
-        [[ -z $dead ]] || start_again "no answer from $dead"
-        say "$2 ended with exit code $1, and all nodes answer: not started again"
+    local code=$1 dead
+    if ((code != 0)) && ended_by_slurm; then
+        say "$2 ended with exit code $code, as Slurm ended this job: it was cancelled, preempted or out of time"
+        exit "$code"
     fi
-    exit "$1"
-}
-
-# Seconds until the job's time limit; nothing where there is none, and outside of a job.
-seconds_left() {
-    local end
-    [[ -n ${SLURM_JOB_ID:-} ]] || return 0
-    # Of a job array's first task Slurm shows all others, too.
-    end=$(scontrol show job --oneliner "$SLURM_JOB_ID" |
-        sed -n "s/^JobId=$SLURM_JOB_ID .* EndTime=\([^ ]*\).*/\1/p")
-    [[ $end == [0-9]* ]] || return 0 # Unknown
-    echo $(($(date +%s --date="$end") - $(date +%s)))
+    dead=$(dead_nodes)
+    if ((code == 2)); then # a restart would meet it again
+        say "$2 ended with exit code 2, which is bad input or a full disk: not started again"
+    elif ((code == 126 || code == 127)); then
+        say "$2 ended with exit code $code: its program was not found or could not be run; not started again"
+    elif ((code != 0)); then
+        start_again "$code" "${dead:+no answer from $dead: }$2 ended with exit code $code"
+    fi
+    exit "$code"
 }

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
+import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import hypothesis.configuration
@@ -149,3 +152,23 @@ def weights_of(folder, *, noise=0.0, seed=0):
         for name, w in sorted(load_file(folder / "model.safetensors").items())
         if name != "lm_head.weight"
     ]
+
+
+@pytest.fixture
+def network_disk(tmp_path):
+    """A FUSE file system, and its server: stopped, it hangs as one on a network does."""
+    if shutil.which("bindfs") is None:
+        pytest.skip("no bindfs here; to run this test: apt-get install bindfs")
+    folder, disk = tmp_path / "disk", tmp_path / "behind"
+    folder.mkdir()
+    disk.mkdir()
+    server = subprocess.Popen(["bindfs", "-f", disk, folder], stderr=subprocess.PIPE)
+    while not folder.is_mount():
+        if server.poll() is not None:
+            pytest.skip(f"no file system can be mounted here: {server.stderr.read().decode()}")
+        time.sleep(0.05)
+    yield folder, server
+    server.send_signal(signal.SIGCONT)
+    subprocess.run(["umount", "--lazy", folder], check=True)
+    server.terminate()
+    server.wait(10)

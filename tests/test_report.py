@@ -17,11 +17,12 @@ from nemo_specrl.errors import ConfigError
 from nemo_specrl.report import (
     comparison,
     print_comparison,
-    read_metrics,
+    run_steps,
     verdict,
     write_comparison,
     write_report,
 )
+from nemo_specrl.trainer.log import MetricsFile
 
 STEPS_PER_EPOCH = 2
 
@@ -109,15 +110,20 @@ def printed(compare):
 # Reading.
 
 
+def steps_of(run):
+    rows, damaged = run_steps(run)
+    return [row["step"] for row in rows], damaged
+
+
 def test_torn_last_line_is_left_out(tmp_path):
     run = make_run(tmp_path / "run", steps=3)
     path = run / "metrics.jsonl"
     whole = path.read_bytes()
-    for torn in (b'{"step": 4, "epo', b'{"step": 4, "note": "\xc3', b"\0\0\0\0", b"[4]\n"):
+    for torn in (b'{"step": 4, "epo', b'{"step": 4, "note": "\xc3', b"\0\0\0\0", b"[4]"):
         path.write_bytes(whole + torn)
-        assert [row["step"] for row in read_metrics(run)] == [1, 2, 3]
+        assert steps_of(run) == ([1, 2, 3], "")
     path.write_bytes(whole.rstrip(b"\n"))  # whole, but for its newline
-    assert [row["step"] for row in read_metrics(run)] == [1, 2, 3]
+    assert steps_of(run) == ([1, 2, 3], "")
 
 
 def test_every_cut_of_the_last_line_is_survived(tmp_path):
@@ -127,17 +133,28 @@ def test_every_cut_of_the_last_line_is_survived(tmp_path):
     first = whole.index(b"\n") + 1
     for end in range(first, len(whole) - 1):
         path.write_bytes(whole[:end])
-        assert [row["step"] for row in read_metrics(run)] == [1]
+        assert steps_of(run) == ([1], "")
 
 
-def test_damaged_line_elsewhere_is_an_error(tmp_path):
-    run = make_run(tmp_path / "run", steps=3)
+def test_a_damaged_line_elsewhere_costs_that_line_and_is_counted(tmp_path, caplog):
+    run = make_run(tmp_path / "run", steps=5)
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines()
-    lines[1] = lines[1][:20]
-    path.write_text("\n".join(lines))
-    with pytest.raises(ConfigError, match="line 2"):
-        read_metrics(run)
+    lines[1], lines[3] = lines[1][:20], "[" * 100_000
+    path.write_text("\n".join(lines) + "\n")
+    said = f"{path}: 2 lines are left out (line 2: not a step's JSON object, ...)"
+    assert steps_of(run) == ([1, 3, 5], said)
+    assert "<tr>" in write_report(run).read_text()
+    assert caplog.messages == [said]
+
+
+def test_a_file_without_any_step_is_no_log_of_a_run(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"name": "of another program"}\n')
+    with pytest.raises(ConfigError, match=r"holds no steps of a run \(line 1: not a step's"):
+        write_report(tmp_path)
+    with pytest.raises(ConfigError, match="holds no steps of a run"):
+        MetricsFile(tmp_path, 0)
+    assert "another program" in (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_steps_done_again_after_a_resume_replace_the_earlier_ones(tmp_path):
@@ -145,7 +162,7 @@ def test_steps_done_again_after_a_resume_replace_the_earlier_ones(tmp_path):
     with open(run / "metrics.jsonl", "a") as file:
         for step in (3, 4, 5):
             file.write(json.dumps(metrics_row(step, reward=0.9)) + "\n")
-    rows = read_metrics(run)
+    rows, _ = run_steps(run)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert [row["reward"] for row in rows] == [0.5, 0.5, 0.9, 0.9, 0.9]
 
@@ -288,6 +305,64 @@ def test_a_comparison_with_tree_drafts_shows_what_a_step_gains(runs, tmp_path):
         pictures.append((tmp_path / f"out-{name}" / "compare.png").read_bytes())
     assert pictures[0] != pictures[1]
     assert image_of(pictures[0]).size == image_of(pictures[1]).size
+
+
+def lossless_run(folder):
+    """As ``preset: lossless`` leaves it: no verification, every row fresh, every token decoded."""
+    changes = {"verify_s": 0.0, "decoded_tokens": 1000, "fresh_reward": 0.5}
+    engine = {"spec_rl/draft_coverage": 0.0, "spec_rl/reused_token_fraction": 0.0}
+    rows = [
+        metrics_row(step, speculative=True, **changes, **engine)
+        | {"spec_rl/tree_tokens_per_step": 2.0 + step}
+        for step in range(1, 7)
+    ]
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_what_a_preset_does_not_do_is_not_shown(runs, tmp_path):
+    lossless, reuse = comparison(runs[0], lossless_run(tmp_path / "lossless")), comparison(*runs)
+    assert "tokens of a row per engine step │ 1.0 │ 5.5 │ 5.50x more" in joined(printed(lossless))
+    assert "engine step" not in printed(reuse)
+    for compare, shown in ((lossless, False), (reuse, True)):
+        write_comparison(tmp_path / "out", compare)
+        page = (tmp_path / "out" / "compare.html").read_text()
+        for words in ("of it verification", "of freshly decoded rows"):
+            assert (words in printed(compare)) == (words in page) == shown
+        for column in ("speculative verify_s", "speculative fresh_reward"):
+            assert (f"<th>{column}</th>" in page) == shown
+    page = write_report(tmp_path / "lossless").read_text()
+    assert "<th>spec_rl/tree_tokens_per_step</th>" in page
+    for column in ("verify_s", "fresh_reward", "spec_rl/reused_token_fraction", "decoded_tokens"):
+        assert f"<th>{column}</th>" not in page
+
+
+def joined(text):
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda compare: compare.pop("plain"), "it has no 'plain'"),
+        (lambda compare: compare["ratio"].pop("step"), "it has no 'step'"),
+        (lambda compare: compare["plain"]["step_s"].pop(), "plain: step_s is not known of each"),
+        (lambda compare: compare["plain"].update(reward=["a"] * 6), "reward must be a number"),
+        (lambda compare: compare["plain"].update(reward=[10**400] * 6), "reward must be a number"),
+        (lambda compare: compare.update(plain=1), "damaged"),
+        (lambda compare: compare.update(heldout_table=5), "damaged"),
+        (None, "damaged"),
+    ],
+)
+def test_a_damaged_comparison_is_one_line(runs, tmp_path, command_line, damage, said):
+    compare = comparison(*runs)
+    if damage is not None:
+        damage(compare)
+    text = "[" * 100_000 if damage is None else json.dumps(compare)
+    (tmp_path / "compare.json").write_text(text)
+    printed = command_line("report", tmp_path, code=2)
+    assert printed.startswith(f"nemo-specrl: {tmp_path / 'compare.json'}: ") and said in printed
 
 
 def test_comparison_files(runs, tmp_path):

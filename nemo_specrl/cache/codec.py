@@ -45,12 +45,13 @@ TOKENS_32 = 2
 OWN_BIRTH_LOGPROBS = 4
 EXACT = 8
 FRESH = 16
+NOT_RAW = 32
 
 _HEADER = struct.Struct("<BBBHIQQQII")
 _INCARNATION = struct.Struct("<Q")
 _INCARNATION_AT = struct.calcsize("<BBBHIQQ")  # its offset in the header
 _CHECKSUM = struct.Struct("<Q")
-_KNOWN_FLAGS = TOKENS_24 | TOKENS_32 | OWN_BIRTH_LOGPROBS | EXACT | FRESH
+_KNOWN_FLAGS = TOKENS_24 | TOKENS_32 | OWN_BIRTH_LOGPROBS | EXACT | FRESH | NOT_RAW
 _FINISHES = {int(finish): finish for finish in Finish}
 
 Array = npt.NDArray[Any]
@@ -118,6 +119,7 @@ def _columns(rollouts: Sequence[Rollout], exact: bool) -> list[tuple[BytesLike, 
         zip(rollouts, starts.tolist(), ends.tolist(), tops.tolist(), strict=True)
     ):
         flags = (EXACT if exact else 0) | (FRESH if rollout.fresh else 0)
+        flags |= 0 if rollout.raw else NOT_RAW
         wide: BytesLike = b""
         if top > 0xFFFFFF:
             flags |= TOKENS_32
@@ -323,6 +325,7 @@ def _recorded(key: bytes, record: bytes, header: Header | None = None) -> Record
         occurrence=header.occurrence,
         fingerprint=header.fingerprint,
         fresh=bool(header.flags & FRESH),
+        raw=not header.flags & NOT_RAW,
         incarnation=header.incarnation,
         _record=record,
         _flags=header.flags,

@@ -3,8 +3,9 @@
 An export is a folder of ``rollouts-00000.safetensors``, ...: flat columns, one entry a rollout
 (``keys`` uint8 ``[r, 16]``, ``sample_indices``, ``occurrences``, ``finishes``, ``fresh``,
 ``incarnations``, ``policy_versions``, ``lengths``) or one a token (``tokens``, ``logprobs``,
-``birth_logprobs``, ``birth_versions``), the rollouts of a sample index oldest first. The metadata
-has the tokenizer's identity and a checksum.
+``birth_logprobs``, ``birth_versions``), the rollouts of a sample index oldest first. A finish with
+128 added to it is that of a rollout that was not drawn from the raw distribution. The metadata has
+the tokenizer's identity and a checksum.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ __all__ = ["EXPORTS", "as_of_another_run", "read_export", "write_export"]
 
 EXPORTS = "rollouts-*.safetensors"
 FORMAT = "nemo_specrl rollouts 3"
+NOT_RAW = 128
+"""Added to the finish of a rollout that was not drawn from the raw distribution."""
 FILE_TOKENS = 2**24
 """Tokens of a file, about: 0.3 GB."""
 
@@ -103,7 +106,7 @@ def _columns(rollouts: list[Rollout]) -> Columns:
         "keys": np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES),
         "sample_indices": np.array([rollout.sample_index for rollout in rollouts]),
         "occurrences": np.array([rollout.occurrence for rollout in rollouts]),
-        "finishes": np.array([rollout.finish for rollout in rollouts]),
+        "finishes": np.array([r.finish | (0 if r.raw else NOT_RAW) for r in rollouts]),
         "fresh": np.array([rollout.fresh for rollout in rollouts]),
         "incarnations": np.array([rollout.incarnation for rollout in rollouts], np.uint64),
         "policy_versions": np.array([rollout.policy_version for rollout in rollouts]),
@@ -177,13 +180,14 @@ def _read_file(file: Path) -> list[Rollout]:
                 int(columns["sample_indices"][i]),
                 columns["tokens"][a:b],
                 columns["logprobs"][a:b],
-                Finish(int(columns["finishes"][i])),
+                Finish(int(columns["finishes"][i]) & ~NOT_RAW),
                 int(columns["policy_versions"][i]),
                 columns["birth_logprobs"][a:b],
                 columns["birth_versions"][a:b],
                 int(columns["occurrences"][i]),
                 fresh=bool(columns["fresh"][i]),
                 incarnation=int(columns["incarnations"][i]),
+                raw=not columns["finishes"][i] & NOT_RAW,
             )
         )
     return rollouts
@@ -205,4 +209,5 @@ def as_of_another_run(rollout: Rollout) -> Rollout:
         np.zeros(len(rollout), np.int64),
         rollout.occurrence,
         fresh=rollout.fresh,
+        raw=rollout.raw,
     )

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 import os
+import pwd
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -13,11 +17,25 @@ import xxhash
 
 from nemo_specrl.errors import CacheError, StoreUnavailable
 
-__all__ = ["FILE_MODE", "FOLDER_MODE", "as_cache_errors", "digest", "replacing", "sync_folder"]
+__all__ = [
+    "FILE_MODE",
+    "FOLDER_MODE",
+    "as_cache_errors",
+    "digest",
+    "replacing",
+    "sync",
+    "sync_folder",
+]
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
 """Of all that has prompts or rollouts in it: they are for their owner alone."""
 _BLOCK = 2**20
+_NO_SYNC_OF_FOLDERS = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EIO}
+"""What file systems answer that flush files, but not folders: some of networks, some of FUSE."""
+
+_without_sync: set[int] = set()
+"""Devices of which a warning has said that they do not flush folders."""
+_log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -29,7 +47,22 @@ def as_cache_errors(doing: str, path: Path) -> Iterator[None]:
         raise
     except (lmdb.Error, OSError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        if isinstance(error, PermissionError):
+            why = f"{why}; {_owned(path)}: name a folder of your own"
         raise StoreUnavailable(f"cannot {doing} {path}: {why}") from error
+
+
+def _owned(path: Path) -> str:
+    """Say whose a path is, or the nearest folder that is there: on shared nodes, who came first."""
+    place = next((p for p in (path, *path.parents) if os.access(p, os.F_OK)), path)
+    owner = "another user"
+    with contextlib.suppress(OSError):
+        uid = place.stat().st_uid
+        try:
+            owner = pwd.getpwuid(uid).pw_name
+        except KeyError:
+            owner = f"user {uid}"
+    return f"{place} belongs to {owner}"
 
 
 @contextlib.contextmanager
@@ -65,15 +98,34 @@ def _private(path: str, flags: int) -> int:
 
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable, and its own as well if its parent can be read."""
-    _sync(folder)
+    sync(folder)
     with contextlib.suppress(PermissionError):
-        _sync(folder.parent)
+        sync(folder.parent)
 
 
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk.
+
+    Where a file system flushes files but not folders, a warning says so, once: after a loss of
+    power a new name may be missing there, and what stood in its place is back.
+
+    Raises:
+        OSError: it cannot be opened, or its data did not reach the disk.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        found = os.fstat(descriptor)
+        if not stat.S_ISDIR(found.st_mode) or error.errno not in _NO_SYNC_OF_FOLDERS:
+            raise
+        if found.st_dev not in _without_sync:
+            _without_sync.add(found.st_dev)
+            _log.warning(
+                "the file system of %s does not flush folders (fsync: %s): a loss of power may "
+                "undo the last renames there; a crash of the process does not",
+                path, error.strerror,
+            )  # fmt: skip
     finally:
         os.close(descriptor)
 

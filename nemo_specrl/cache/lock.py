@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import logging
 import os
+import tempfile
 import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+
+import xxhash
 
 from nemo_specrl.cache.files import FILE_MODE, FOLDER_MODE, as_cache_errors
 from nemo_specrl.errors import StoreInUse, StoreUnavailable
@@ -24,7 +29,10 @@ _PLACE_BYTES = KEY_BYTES + 1
 _BUSY_AT = _PID_BYTES + KEY_BYTES
 _BEFORE_AT = _PID_BYTES + _PLACE_BYTES
 _TRIES, _TRY_AGAIN_SECONDS = 5, 0.02  # ``holder`` has the lock for an instant
+_NO_FLOCK = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
+"""What file systems without locks answer, such as Lustre mounted without ``-o flock``."""
 
+_log = logging.getLogger(__name__)
 _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 
@@ -57,17 +65,18 @@ class FolderLock:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
             descriptor = os.open(folder / LOCK_FILE, flags, FILE_MODE)
             self._file = open(descriptor, "r+b", buffering=0)  # noqa: SIM115
+            self._stand_in: int | None = None
             try:
                 self._hold(folder)
             except BaseException:
-                self._file.close()
+                self._forget()
                 raise
         _held.add(self)
 
     def _hold(self, folder: Path) -> None:
         for tries in range(_TRIES):
             try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._stand_in = _locked(self._file.fileno(), folder, fcntl.LOCK_EX)
                 break
             except BlockingIOError:
                 if tries + 1 < _TRIES:
@@ -126,11 +135,14 @@ class FolderLock:
             with contextlib.suppress(OSError):
                 self._file.truncate(0)
         # Explicitly: a child that was forked outside Python may have the file, too.
-        fcntl.flock(self._file, fcntl.LOCK_UN)
-        self._file.close()
+        fcntl.flock(self._file if self._stand_in is None else self._stand_in, fcntl.LOCK_UN)
+        self._forget()
 
     def _forget(self) -> None:
         self._file.close()
+        if self._stand_in is not None:
+            os.close(self._stand_in)
+            self._stand_in = None
 
 
 def _forget_in_child() -> None:
@@ -150,12 +162,51 @@ def holder(folder: Path) -> tuple[bool, int | None]:
     except FileNotFoundError:
         return False, None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        stand_in = _locked(descriptor, folder, fcntl.LOCK_SH)
+        if stand_in is not None:
+            os.close(stand_in)
     except BlockingIOError:
         return True, _pid(os.pread(descriptor, _PID_BYTES, 0))
     finally:
         os.close(descriptor)
     return False, None
+
+
+def _locked(descriptor: int, folder: Path, how: int) -> int | None:
+    """Lock a folder's lock file, without waiting for another holder.
+
+    Where its file system has no locks, a file in this machine's folder for temporary files is
+    locked in its place. That keeps the processes of this machine apart, and not those of others,
+    which a warning says.
+
+    Returns:
+        The descriptor of the file that is locked instead; None: the file itself is.
+
+    Raises:
+        BlockingIOError: there is another holder.
+    """
+    try:
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+        return None
+    except OSError as error:
+        if error.errno not in _NO_FLOCK:
+            raise
+        why = error.strerror
+    place = xxhash.xxh3_64_hexdigest(os.fsencode(os.path.realpath(folder)))
+    file = Path(tempfile.gettempdir(), f"nemo_specrl-{os.getuid()}-{place}.lock")
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    stand_in = os.open(file, flags, FILE_MODE)
+    try:
+        fcntl.flock(stand_in, how | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(stand_in)
+        raise
+    _log.warning(
+        "the file system of %s has no locks (flock: %s): %s keeps the processes of this machine "
+        "apart; let no other machine use the folder, or name one on a local disk",
+        folder, why, file,
+    )  # fmt: skip
+    return stand_in
 
 
 def _pid(line: bytes) -> int | None:

@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import struct
+import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -108,8 +109,9 @@ def write_partition(folder: Path, partition: int, rollouts: Iterable[Rollout]) -
     count, size, hasher = 0, 0, xxhash.xxh3_64()
     with (
         as_cache_errors("write the snapshot", path),
-        # The manifest is what makes names durable that matter.
-        replacing(path, path.with_suffix(".tmp"), sync_name=False) as file,
+        # The manifest is what makes names durable that matter. A name of its own until then: a
+        # shard that was given up while it wrote must not write into what another one has made.
+        replacing(path, path.with_suffix(f".{uuid.uuid4().hex[:8]}.tmp"), sync_name=False) as file,
     ):
         iterator = iter(rollouts)
         while some := list(itertools.islice(iterator, WRITTEN_AT_ONCE)):

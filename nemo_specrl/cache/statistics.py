@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["StoreStats", "disk_used_fraction", "store_metrics"]
+__all__ = ["MEMORY", "StoreStats", "disk_used_fraction", "file_system", "store_metrics"]
+
+MEMORY = frozenset({"tmpfs", "ramfs"})
+"""Types of file systems that are in memory."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +34,31 @@ class StoreStats:
     evicted_prompts: int
     disk_used_fraction: float
     """Of the disk that the store is on, by whomever it is used; as ``df`` says it."""
+    in_memory: bool = False
+    """Whether it is on no disk but on a tmpfs or ramfs, and its bytes are the node's memory."""
 
 
 def disk_used_fraction(path: Path) -> float:
     """Used share of the disk that a folder is on, of what an ordinary user can use of it."""
     usage = shutil.disk_usage(path)
     return usage.used / max(1, usage.used + usage.free)
+
+
+def file_system(path: Path) -> tuple[str, str]:
+    """Return mount point and type of the file system that a path is on; empty: not known."""
+    place = os.path.realpath(path)
+    found = "", ""
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return found
+    for line in mounts:
+        before, _, after = line.partition(" - ")
+        mount = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), before.split()[4])
+        inside = place == mount or place.startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= len(found[0]):  # the last one hides those before it
+            found = mount, after.split()[0]
+    return found
 
 
 def store_metrics(stores: Collection[StoreStats]) -> dict[str, float]:
@@ -48,6 +72,7 @@ def store_metrics(stores: Collection[StoreStats]) -> dict[str, float]:
         "spec_rl/cache_prompts": float(sum(store.prompts for store in stores)),
         "spec_rl/cache_rollouts": float(sum(store.rollouts for store in stores)),
         "spec_rl/cache_bytes": float(sum(store.bytes_used for store in stores)),
+        "spec_rl/cache_memory_bytes": float(sum(s.bytes_used for s in stores if s.in_memory)),
         "spec_rl/cache_max_bytes": float(sum(store.max_bytes for store in stores)),
         "spec_rl/cache_hit_fraction": sum(store.hits for store in stores)
         / max(1, sum(store.lookups for store in stores)),

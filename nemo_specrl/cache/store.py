@@ -23,7 +23,7 @@ from nemo_specrl.cache.files import as_cache_errors
 from nemo_specrl.cache.folder import check_file, check_pages, move_aside, open_tables
 from nemo_specrl.cache.layout import DAMAGE, DATA_FILE, db_key, visible
 from nemo_specrl.cache.lock import FolderLock
-from nemo_specrl.cache.statistics import StoreStats, disk_used_fraction
+from nemo_specrl.cache.statistics import MEMORY, StoreStats, disk_used_fraction, file_system
 from nemo_specrl.cache.tables import Reader, Tables
 from nemo_specrl.errors import CacheError, ConfigError, InvalidRollout, StoreUnavailable
 from nemo_specrl.rollout import KEY_BYTES, Rollout
@@ -104,6 +104,7 @@ class RolloutStore:
         except BaseException:
             self._lock.release()
             raise
+        self._in_memory = file_system(self._path)[1] in MEMORY
         self._lock.clean = True
         self._closed = False
 
@@ -255,6 +256,7 @@ class RolloutStore:
                 dropped_records=self._dropped_records,
                 evicted_prompts=self._tables.evicted,
                 disk_used_fraction=disk_used_fraction(self._path),
+                in_memory=self._in_memory,
             )
 
     def close(self) -> None:

@@ -6,6 +6,9 @@ Joins the outputs of vLLM's verification and continuation requests; runs no engi
 from __future__ import annotations
 
 import dataclasses
+import logging
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,13 +32,21 @@ __all__ = [
     "append_tokens",
     "build_completion",
     "build_rollout",
+    "defect_of",
+    "defective_completion",
     "extend_logprobs",
+    "given_up",
     "request_outputs",
     "reuse_of",
     "text_of",
+    "unfinished_output",
 ]
 
+logger = logging.getLogger(__name__)
+
 Float32Array = npt.NDArray[np.float32]
+ROUNDING = 1e-3
+"""How far above 0 a log-prob may be, nats."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,6 +77,49 @@ class Reuse:
 def reuse_of(completion: Any) -> Reuse | None:
     """The :class:`Reuse` of a completion, or None where the engine ran without speculation."""
     return getattr(completion, "spec_rl", None)
+
+
+def defect_of(tokens: Sequence[int], logprobs: FlatLogprobs | None, vocabulary: int) -> str:
+    """What is wrong with tokens and their log-probs, as an engine gave them; empty: nothing.
+
+    An engine whose weights hold a NaN, or whose kernels fail on a batch, goes on without an error.
+
+    Args:
+        tokens: token ids.
+        logprobs: should have one position per token, whose first entry is the token's own.
+        vocabulary: tokens that the model knows.
+    """
+    if logprobs is None:
+        return f"no log-probs for {len(tokens)} tokens" if len(tokens) else ""
+    starts, ends = logprobs.start_indices, logprobs.end_indices
+    if len(starts) != len(tokens):
+        return f"{len(starts)} log-probs for {len(tokens)} tokens"
+    if not len(tokens):
+        return ""
+    if min(tokens) < 0 or max(tokens) >= vocabulary:
+        wrong = next(token for token in tokens if not 0 <= token < vocabulary)
+        return f"token {wrong} in a vocabulary of {vocabulary}"
+    if any(start >= end for start, end in zip(starts, ends, strict=True)):
+        return "a token without a log-prob"
+    for token, start in zip(tokens, starts, strict=True):
+        if logprobs.token_ids[start] != token:
+            return f"the log-prob of token {logprobs.token_ids[start]} for token {token}"
+        if logprobs.logprobs[start] == -math.inf:
+            return "a token of probability 0"
+    if min(logprobs.token_ids) < 0 or max(logprobs.token_ids) >= vocabulary:
+        return f"a candidate beyond a vocabulary of {vocabulary}"
+    for value in logprobs.logprobs:
+        if not value <= ROUNDING:  # NaN, too
+            return f"a log-prob of {value}"
+    return ""
+
+
+def given_up(output: RequestOutput, length: int) -> Ending | None:
+    """The ending of a response of ``length`` tokens where the engine has given it up, or None."""
+    reason = output.outputs[0].finish_reason
+    if not output.finished or reason in (None, "stop", "length"):
+        return None
+    return Ending.unfinished(length, str(reason))
 
 
 def extend_logprobs(logprobs: FlatLogprobs, more: FlatLogprobs) -> None:
@@ -107,22 +161,30 @@ def append_tokens(
     return found
 
 
-def append_decoded(request: Request, output: RequestOutput) -> Ending | None:
-    """Append what the engine decoded to a response.
+def append_decoded(request: Request, output: RequestOutput, vocabulary: int) -> Ending | None:
+    """Append what the engine decoded to a response, and note what is wrong with it.
+
+    Args:
+        request: of the response.
+        output: of its present request.
+        vocabulary: tokens that the model knows.
 
     Returns:
         How the response ended, or None while it goes on.
     """
     completion = output.outputs[0]
     by_token = completion.finish_reason == "stop"
-    found = append_tokens(
-        request,
-        list(completion.token_ids),
-        new_logprobs(completion),
-        stop_terminated=by_token,
-    )
+    tokens, logprobs = list(completion.token_ids), new_logprobs(completion)
+    whole: Any = completion.logprobs
+    if not tokens and whole is not None and completion.finish_reason in ("stop", "length"):
+        logprobs = whole  # there should be none
+    if not request.defect:
+        request.defect = defect_of(tokens, logprobs, vocabulary)
+    found = append_tokens(request, tokens, logprobs, stop_terminated=by_token)
     if found is None and not output.finished:
         return None
+    if found is None and (unfinished := given_up(output, len(request.tokens))) is not None:
+        return unfinished
     reason = found or completion.stop_reason
     if isinstance(reason, str):
         return Ending(len(request.tokens), Finish.STOP_STRING, reason)
@@ -148,31 +210,27 @@ def build_completion(
     request: Request,
     output: RequestOutput,
     ending: Ending,
+    rollout: Rollout,
     config: SpecRLConfig,
-    policy_version: int,
-    fingerprint: int,
-) -> tuple[CompletionOutput, Rollout]:
-    """The completion of a request that has ended, for its caller, and its rollout, for the cache.
+) -> CompletionOutput:
+    """The completion of a request that has ended, for its caller.
 
     Args:
         request: its tokens and log-probs are the whole response.
         output: the engine's last output for it, of the verification or of the continuation.
         ending: how the response ended.
+        rollout: the response as the cache keeps it.
         config: the ``spec_rl:`` block.
-        policy_version: of the weights that judged and decoded.
-        fingerprint: of these weights.
     """
-    assert request.logprobs is not None and ending.finish is not None
+    assert request.logprobs is not None
     policy = sampled_values(request.logprobs)
-    rollout = request.replayed
-    if rollout is None:
-        rollout = build_rollout(request, policy, ending.finish, policy_version, fingerprint)
     draft, accepted = request.draft, request.accepted
     completion = output.outputs[0]
     tokenizer = request.rules.tokenizer  # NeMo-RL's engines have none
-    if request.rounds is not None and request.params.detokenize and tokenizer is not None:
+    unnamed = request.rounds is not None or request.accepted > 0 or rollout is request.replayed
+    if unnamed and request.params.detokenize and tokenizer is not None:
         name_tokens(request.logprobs, tokenizer)
-    if not (draft is None and request.rounds is None and request.detokenizer is None):
+    if in_pieces(request):
         completion = dataclasses.replace(completion, text=text_of(request, ending))
     logprobs: SampleLogprobs | None = None
     total = None
@@ -204,7 +262,68 @@ def build_completion(
         rollout.birth_versions,
         rollout,
     )
-    return completion, rollout
+    return completion
+
+
+def in_pieces(request: Request) -> bool:
+    """Whether the engine has not given a response in one piece."""
+    return not (request.draft is None and request.rounds is None and request.detokenizer is None)
+
+
+def defective_completion(
+    request: Request, output: RequestOutput, ending: Ending
+) -> CompletionOutput:
+    """The completion of a request whose data from the engine has a defect: as the engine gave it.
+
+    It has no attribute ``spec_rl``.
+
+    Args:
+        request: its tokens and log-probs are what has come of the response.
+        output: the engine's last output for it.
+        ending: how the response ended.
+    """
+    completion = output.outputs[0]
+    logprobs: SampleLogprobs | None = None
+    total = None
+    text = completion.text
+    if request.wanted.logprobs is not None:
+        logprobs = request.logprobs
+        if logprobs is not None and not request.wanted.flat_logprobs:
+            logprobs = list(logprobs)
+        total = completion.cumulative_logprob
+    if in_pieces(request):
+        total = None if total is None else math.nan  # the sum over all pieces
+        try:
+            text = text_of(request, ending)
+        except Exception as error:  # tokens that the tokenizer does not know
+            logger.debug("a defective response has no text: %s", error)
+    return dataclasses.replace(
+        completion,
+        index=request.child,
+        text=text,
+        token_ids=request.tokens,
+        cumulative_logprob=total,
+        logprobs=logprobs,
+        finish_reason=ending.finish_reason,
+        stop_reason=ending.stop_reason,
+    )
+
+
+def unfinished_output(request: Request, request_id: str) -> RequestOutput:
+    """An output for a request that has ended without one of the engine's."""
+    from vllm import CompletionOutput, RequestOutput
+
+    completion = CompletionOutput(
+        index=0, text="", token_ids=[], cumulative_logprob=None, logprobs=None
+    )
+    return RequestOutput(
+        request_id=request_id,
+        prompt=request.text,
+        prompt_token_ids=list(request.rules.prompt),
+        prompt_logprobs=None,
+        outputs=[completion],
+        finished=True,
+    )
 
 
 def build_rollout(
@@ -252,6 +371,7 @@ def build_rollout(
         request.occurrence,
         fingerprint,
         fresh=draft is None or (same_weights and draft.fresh),
+        raw=request.raw,
     )
 
 

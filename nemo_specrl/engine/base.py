@@ -10,13 +10,25 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from nemo_specrl.config import SpecRLConfig
-from nemo_specrl.engine.assembly import append_decoded, build_completion, build_rollout
-from nemo_specrl.engine.compat import check_version, tokens_so_far
-from nemo_specrl.engine.drafting import Histories, check_cpu_drafter
+from nemo_specrl.engine.assembly import (
+    append_decoded,
+    build_completion,
+    build_rollout,
+    defect_of,
+    defective_completion,
+    extend_logprobs,
+    given_up,
+)
+from nemo_specrl.engine.checks import check_engine
+from nemo_specrl.engine.compat import (
+    check_prompt_logprob_memory,
+    check_version,
+    logprobs_slice,
+    no_logprobs,
+    tokens_so_far,
+)
+from nemo_specrl.engine.drafting import Histories, check_cpu_drafter, method_in
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.patches import extend_prompt_logprobs
 from nemo_specrl.engine.replay import Journal, replayed_output, restore_request
@@ -24,18 +36,22 @@ from nemo_specrl.engine.requests import EngineLimits, Request
 from nemo_specrl.engine.rounds import Rounds
 from nemo_specrl.engine.sampling import Ending
 from nemo_specrl.engine.verification import (
+    PrefillNoise,
     continuation_params,
     draft_logprobs,
     judge,
+    proved_logprobs,
     sampled_values,
 )
-from nemo_specrl.errors import ConfigError, IncompatibleVersion
+from nemo_specrl.engine.weights import EngineWeights, refuse_kv_connector
+from nemo_specrl.errors import IncompatibleVersion, InvalidRollout
 from nemo_specrl.rollout import Finish, Rollout
 from nemo_specrl.speculation.acceptance import derived_seed
 from nemo_specrl.speculation.drafts import mean_lengths, select_drafts
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput, RequestOutput, SamplingParams
+    from vllm.logprobs import FlatLogprobs
 
     from nemo_specrl.engine.proposer import DraftCounts
 
@@ -64,31 +80,32 @@ class Speculation:
         cache: where rollouts are looked up and kept.
         config: the ``spec_rl:`` block of the recipe.
         seed: seed of the run, from which the uniforms of acceptance are derived.
+        policy_version: of the weights that the engine has now.
 
     Attributes:
         draw_seed: what uniforms are derived from: the seed of the run; where a cluster's cache says
             that the run was resumed, another one. Rollouts of a lost step draft for those in their
             place, which must not be made with the same randomness.
-        policy_version: version of the weights in the engine. The caller raises it with every refit
+        policy_version: version of the weights in the engine. The caller raises it after every refit
             and at no other time.
-        fingerprint: of these weights (:func:`~nemo_specrl.engine.fingerprint.fingerprint`), set
-            with ``policy_version``. 0 means unknown, and nothing is replayed from a journal.
+        fingerprint: of these weights (:func:`~nemo_specrl.engine.fingerprint.fingerprint`), with
+            their adapter if there is one, set after ``policy_version``. 0 means unknown, as it is
+            after each change of ``policy_version``, and nothing is replayed from a journal.
         fresh_fraction: share of rows that are decoded without a draft, from the configuration
             until the caller changes it.
         metrics: :class:`EngineMetrics`, counts and times.
 
     Raises:
-        ConfigError: the engine's ``logprobs_mode`` is one of logits, or its drafter lies in another
-            process on a CPU, where this package is not installed.
+        ConfigError: the engine does not fit the configuration
+            (:func:`~nemo_specrl.engine.checks.check_engine`), has a KV connector, has no memory for
+            verification or no tree proposer, or has its drafter in another process on a CPU, where
+            this package is not installed.
         IncompatibleVersion: this release does not work with the installed vLLM.
     """
 
-    def __init__(self, llm: Any, cache: Any, config: SpecRLConfig, seed: int = 0) -> None:
-        check_version()
-        self._limits = EngineLimits.of(llm)
-        mode = self._limits.logprobs_mode
-        if config.enabled and not mode.endswith("logprobs"):
-            raise ConfigError(f"logprobs_mode = {mode}: must be raw_logprobs or processed_logprobs")
+    def __init__(
+        self, llm: Any, cache: Any, config: SpecRLConfig, seed: int = 0, policy_version: int = 0
+    ) -> None:
         self.llm = llm
         self.cache = cache
         self.config = config
@@ -97,53 +114,93 @@ class Speculation:
         self._incarnation: int = getattr(cache, "incarnation", 0)
         if getattr(cache, "resumed", False):
             self.draw_seed = derived_seed("draws", seed, 0, self._incarnation.to_bytes(8), 0)
-        self.policy_version = 0
-        self.fingerprint = 0
+        self._weights = EngineWeights(getattr(llm, "llm_engine", llm), policy_version)
         self.fresh_fraction = config.fresh_fraction
         self.metrics = EngineMetrics()
-        self._cache_error_logged = False
-        drafts, method = config.enabled and config.tree.enabled, config.tree.method
-        if drafts and method == "proposer" and not self._limits.drafts_from_trees:
-            raise ConfigError(
-                "spec_rl.tree.method = proposer: the engine was built without the tree proposer; "
-                "pass nemo_specrl.engine.drafting.engine_options(config) to vllm.LLM, or set auto"
-            )
-        if config.enabled and not self._limits.drafts_from_trees:
-            check_cpu_drafter(getattr(llm, "llm_engine", llm))
-        if config.enabled:
-            try:
-                extend_prompt_logprobs()
-            except IncompatibleVersion as error:  # it costs speed alone
-                logger.warning("%s", error)
-        self._proposes = drafts and self._limits.drafts_from_trees and method != "rounds"
-        if config.enabled and config.run_ahead.enabled and not self._proposes:
-            raise ConfigError(
-                "spec_rl.run_ahead.enabled = true: needs the tree proposer (spec_rl.tree.method = "
-                "proposer), which this engine does not have; set run_ahead.enabled to false"
-            )
+        self._cache_error_logged = self._defect_logged = self._counts_missed = False
         self._histories = Histories()
         self._rounds: Rounds | None = None
-        if drafts and not self._proposes:
-            self._rounds = Rounds(self._limits, config.tree, self.draw_seed)
+        self._proposes = False
+        if config.enabled:
+            self._set_up()
 
-    def _add_tree_counts(self, counts: DraftCounts) -> None:
-        """Add to the metrics what the tree proposer did."""
-        self.metrics.tree_steps += counts.steps
-        self.metrics.tree_tokens += counts.steps + counts.accepted
-        self.metrics.tree_drafted_tokens += counts.drafted
-        self.metrics.tree_accepted_tokens += counts.accepted
-        self.metrics.tree_least_chance += counts.least_chance
-        self.metrics.tree_s += counts.seconds
+    def _set_up(self) -> None:
+        """Check the engine, and choose how drafts reach it."""
+        check_version()
+        engine = getattr(self.llm, "llm_engine", self.llm)
+        refuse_kv_connector(engine.vllm_config)
+        self._limits = EngineLimits.of(self.llm)
+        method = method_in(self.config, self._limits)
+        check_engine(self._limits, self.config, rounds=method == "rounds")
+        check_prompt_logprob_memory(self.llm)
+        self._noise = PrefillNoise(self._limits.dtype_bytes)
+        if not self._limits.drafts_from_trees:
+            check_cpu_drafter(engine)
+        try:
+            extend_prompt_logprobs()
+        except IncompatibleVersion as error:  # it costs speed alone
+            logger.warning("%s", error)
+        self._proposes = method == "proposer"
+        if method == "rounds":
+            self._rounds = Rounds(self._limits, self.config.tree, self.draw_seed)
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights in the engine."""
+        return self._weights.policy_version
+
+    @policy_version.setter
+    def policy_version(self, version: int) -> None:
+        self._begin_version(version)
+
+    def _begin_version(self, version: int) -> None:
+        """Drop the KV blocks of the old weights and begin a policy version."""
+        raise NotImplementedError
+
+    @property
+    def fingerprint(self) -> int:
+        """Fingerprint of the weights in the engine; 0: not known."""
+        return self._weights.fingerprint
+
+    @fingerprint.setter
+    def fingerprint(self, fingerprint: int) -> None:
+        self._weights.fingerprint = fingerprint
+
+    def _add_tree_counts(self, of_workers: Iterable[DraftCounts | None]) -> None:
+        """Add to the metrics what the tree proposers did, each of them that counts.
+
+        Args:
+            of_workers: what ``take_counts`` has returned in each worker.
+        """
+        for counts in of_workers:
+            if counts is None:
+                continue
+            self.metrics.tree_steps += counts.steps
+            self.metrics.tree_tokens += counts.tokens
+            self.metrics.tree_drafted_tokens += counts.drafted
+            self.metrics.tree_accepted_tokens += counts.accepted
+            self.metrics.tree_least_chance += counts.least_chance
+            self.metrics.tree_s += counts.seconds
+
+    def _miss_tree_counts(self, error: Exception) -> None:
+        """Say once why nothing is known of what the tree proposer does."""
+        if not self._counts_missed:
+            self._counts_missed = True
+            logger.warning(
+                "spec_rl/tree_ metrics are missing, as the engine's workers cannot be asked (%s: "
+                "%s); VLLM_ALLOW_INSECURE_SERIALIZATION=1 lets vLLM send them the question",
+                type(error).__name__,
+                error,
+            )
 
     def _find_drafts(self, requests: list[Request]) -> None:
         """Look up the prompts of a call in the cache and offer each request its draft."""
         candidates = [request for request in requests if request.draftable]
         try:
             cached = self.cache.get(list(dict.fromkeys(r.row.key for r in candidates)))
+            self._offer_drafts(candidates, cached)
         except Exception as error:  # the cache can only cost speed
             self._count_cache_error(error)
-            return
-        self._offer_drafts(candidates, cached)
 
     def _offer_drafts(self, requests: list[Request], cached: dict[bytes, list[Rollout]]) -> None:
         """Offer each request the draft that the cached rollouts have for it, if any."""
@@ -163,7 +220,7 @@ class Speculation:
         for request, (draft, occurrence) in zip(requests, choices, strict=True):
             request.occurrence = occurrence
             request.earlier_length = lengths.get(request.row.key)
-            if draft is None:
+            if draft is None or not (draft.raw and request.raw):
                 continue
             if self._lossless and not (draft.fresh and self._of_these_weights(draft)):
                 continue  # the prompt's tree drafts it
@@ -173,6 +230,13 @@ class Speculation:
     @property
     def _fresh_share(self) -> float:
         return max(self.fresh_fraction, self.config.effective_fresh_fraction)
+
+    @property
+    def _trees_alone(self) -> bool:
+        """Whether vLLM's own rejection sampler verifies all drafts, under the request's sampling
+        parameters.
+        """
+        return self._proposes and self._lossless
 
     @property
     def _lossless(self) -> bool:
@@ -198,16 +262,17 @@ class Speculation:
         try:
             rows = [(r.row.key, r.row.sample_index) for r in candidates]
             rollouts = self.cache.take(rows, self.policy_version, self.fingerprint)
+            pairs = list(zip(candidates, rollouts, strict=True))
         except Exception as error:  # the cache can only cost speed
             self._count_cache_error(error)
             return []
         replayed = []
-        for request, rollout in zip(candidates, rollouts, strict=True):
-            if rollout is None or not len(rollout):
+        for request, rollout in pairs:
+            if rollout is None or not len(rollout) or rollout.raw != request.raw:
                 continue
             ending = None
             if self._of_these_weights(rollout):
-                ending = restore_request(request, rollout)
+                ending = restore_request(request, rollout, self._limits.vocabulary)
             if ending is None:
                 if not self._lossless:
                     request.offer(rollout, self._limits)
@@ -253,7 +318,7 @@ class Speculation:
         """Judge verified drafts.
 
         A draft of which the engine's output proves nothing is refused: its row is decoded from the
-        start, as a fresh one.
+        start, as a fresh one. One whose verification was aborted ends its row.
 
         Returns:
             Each request with its output and its ending, or None where decoding has to go on.
@@ -261,17 +326,60 @@ class Speculation:
         provable = []
         for request, output in verified:
             request.verifying = False
-            logprobs = draft_logprobs(request, output)
+            logprobs = self._proved(request, output)
             if logprobs is None:
                 self._refuse_draft(request)
             else:
                 provable.append((request, logprobs))
+                draft = request.draft
+                if draft is not None and draft.fresh and self._of_these_weights(draft):
+                    self._noise.add(sampled_values(logprobs), draft.logprobs, self.metrics)
         judge(provable, self.config, seed=self.draw_seed, policy_version=self.policy_version)
         verdicts: list[tuple[Request, RequestOutput, Ending | None]] = []
         for request, output in verified:
-            whole = request.draft is not None and self._count_draft(request)
-            verdicts.append((request, output, request.ending if whole else None))
+            if request.draft is None:
+                unfinished = given_up(output, 0)
+                aborted = unfinished is not None and unfinished.given_up == "abort"
+                verdicts.append((request, output, unfinished if aborted else None))
+            else:
+                whole = self._count_draft(request)
+                verdicts.append((request, output, request.ending if whole else None))
         return verdicts
+
+    def _proved(self, request: Request, output: RequestOutput) -> FlatLogprobs | None:
+        """The log-probs of a draft's tokens where they can be judged by, else None."""
+        assert request.draft is not None
+        if given_up(output, 0) is not None:
+            return None
+        try:
+            logprobs = draft_logprobs(request, output)
+            tokens = request.draft.tokens.tolist()
+            wrong = logprobs is not None and defect_of(tokens, logprobs, self._limits.vocabulary)
+        except (IndexError, TypeError, ValueError) as error:  # nothing that vLLM should return
+            logger.debug("a verification cannot be read: %s", error)
+            return None
+        return None if wrong else logprobs
+
+    def _measures_noise(self, request: Request) -> bool:
+        """Whether a response that has ended is to be prefilled once more (``PrefillNoise``)."""
+        whole = len(request.rules.prompt) + len(request.tokens)
+        return (
+            self._noise.wanted > 0
+            and not self._lossless
+            and request.draftable
+            and request.draft is None
+            and request.rounds is None
+            and request.replayed is None
+            and whole < self._limits.max_model_len
+        )
+
+    def _take_noise(self, request: Request, output: RequestOutput) -> None:
+        """Take in the prefill of a response that these weights have just decoded."""
+        logprobs: Any = output.prompt_logprobs
+        proved = None if logprobs is None else proved_logprobs(logprobs, request.tokens)
+        if proved is not None and request.logprobs is not None:
+            decoded = sampled_values(request.logprobs)
+            self._noise.add(sampled_values(proved), decoded, self.metrics)
 
     def _refuse_draft(self, request: Request) -> None:
         """Drop a draft on which no verdict is possible; the row is decoded without one."""
@@ -288,63 +396,107 @@ class Speculation:
         if self._rounds is not None and request.rounds is not None:
             return self._rounds.take(request, output, self.policy_version, self.metrics)
         before = len(request.tokens)
-        ending = append_decoded(request, output)
-        self.metrics.decoded_tokens += len(request.tokens) - before
+        ending = append_decoded(request, output, self._limits.vocabulary)
+        new = len(request.tokens) - before
+        self.metrics.decoded_tokens += new
+        if self._proposes and request.draftable:  # the proposer knows nothing of stop strings
+            self.metrics.tree_tokens -= len(output.outputs[0].token_ids) - new
         return ending
 
     def _finish(
         self, request: Request, output: RequestOutput, ending: Ending
     ) -> tuple[CompletionOutput, list[Rollout]]:
-        """The completion of a request that has ended, and the rollouts to be cached (0 or 1)."""
-        completion, rollout = build_completion(
-            request, output, ending, self.config, self.policy_version, self.fingerprint
-        )
+        """The completion of a request that has ended, and the rollouts to be cached (0 or 1).
+
+        A row whose data cannot be right goes back as the engine gave it, and is cached nowhere.
+        """
         self.metrics.response_tokens += len(request.tokens)
+        assert ending.finish is not None
+        rollout = request.replayed
+        if rollout is None and not request.defect:
+            rollout = self._rollout(request, ending.finish)
+        if rollout is None:
+            self._count_defect(request)
+            return defective_completion(request, output, ending), []
+        completion = build_completion(request, output, ending, rollout, self.config)
         if request.replayed is not None:
             return completion, []  # it is in the cache already
         if request.rounds is None and request.draft and request.accepted < len(request.tokens):
             prefill = len(request.rules.prompt) + request.accepted
             self.metrics.recomputed_tokens += prefill - (output.num_cached_tokens or 0)
-        return completion, [rollout] if request.cacheable else []
+        # Of a response that was given up, what was accepted of its draft is in the draft.
+        decoded = ending.given_up is None or len(request.tokens) > request.accepted
+        return completion, [rollout] if request.cacheable and decoded else []
 
-    def _store_unfinished(self, inflight: Mapping[str, Request]) -> None:
-        """Cache the rows that an interrupt found in the engine, marked partial.
+    def _rollout(self, request: Request, finish: Finish) -> Rollout | None:
+        """The rollout of a response; None where its parts contradict each other."""
+        if request.logprobs is None:
+            request.logprobs = no_logprobs()
+        try:
+            values = sampled_values(request.logprobs)
+            return build_rollout(request, values, finish, self.policy_version, self.fingerprint)
+        except (InvalidRollout, IndexError) as error:
+            request.defect = str(error)
+            return None
 
-        Only rows of which the engine has decoded something: the rest is in their drafts.
+    def _count_defect(self, request: Request) -> None:
+        """Count a row whose data cannot be right, and log the first one."""
+        self.metrics.uncached_rows += 1
+        if not self._defect_logged:
+            self._defect_logged = True
+            logger.warning(
+                "the engine gave a row with %s; such rows are returned as they are, not cached, "
+                "and counted in spec_rl/uncached_rows",
+                request.defect,
+            )
+
+    def _unfinished(self, inflight: Mapping[str, Request]) -> list[Rollout]:
+        """The rollouts, marked partial, of rows that an interrupt found in the engine.
+
+        Only rows of which the engine has decoded something: the rest is in their drafts. A row of
+        which nothing can be learned is left out.
 
         Args:
             inflight: requests by the id that the engine knows them by.
         """
-        engine = getattr(self.llm, "llm_engine", self.llm)
         partial = []
         for request_id, request in inflight.items():
-            if request.verifying or not request.cacheable:
-                continue
-            if request.rounds is not None:  # its outputs have come token by token
-                if request.logprobs is not None and len(request.tokens) > request.accepted:
-                    partial.append(self._partial(request, sampled_values(request.logprobs)))
-                continue
             try:
-                tokens, logprobs = tokens_so_far(engine, request_id)
-            except Exception as error:  # it is the engine, perhaps, that has failed
-                self._count_cache_error(error)
-                return
-            if not tokens:
+                rollout = self._partial(request_id, request)
+            except Exception as error:  # the engine, perhaps, has failed
+                logger.debug("nothing is kept of request %s: %r", request_id, error)
                 continue
-            judged = np.empty(0, dtype=np.float32)
-            if request.accepted:
-                assert request.draft is not None and request.logprobs is not None
-                judged = sampled_values(request.logprobs)[: request.accepted]
-            request.tokens = request.tokens[: request.accepted] + tokens
-            values = np.concatenate([judged, sampled_values(logprobs)])
-            partial.append(self._partial(request, values))
-        self._store(partial)
+            if rollout is not None:
+                partial.append(rollout)
+        return partial
 
-    def _partial(self, request: Request, logprobs: npt.NDArray[np.float32]) -> Rollout:
-        """The rollout of a response that was interrupted."""
-        return build_rollout(
-            request, logprobs, Finish.PARTIAL, self.policy_version, self.fingerprint
-        )
+    def _partial(self, request_id: str, request: Request) -> Rollout | None:
+        """What there is of a response that was interrupted, or None.
+
+        Raises:
+            KeyError: the engine does not know the request.
+        """
+        if request.verifying or not request.cacheable:
+            return None
+        tokens, logprobs = request.tokens, request.logprobs
+        if request.rounds is None:  # else its outputs have come token by token
+            engine = getattr(self.llm, "llm_engine", self.llm)
+            decoded, more = tokens_so_far(engine, request_id)
+            tokens = tokens[: request.accepted] + decoded
+            if request.accepted:
+                assert logprobs is not None
+                logprobs = logprobs_slice(logprobs, 0, request.accepted)
+                extend_logprobs(logprobs, more)
+            else:
+                logprobs = more
+        if len(tokens) <= request.accepted:
+            return None
+        request.tokens, request.logprobs = tokens, logprobs
+        request.defect = request.defect or defect_of(tokens, logprobs, self._limits.vocabulary)
+        rollout = None if request.defect else self._rollout(request, Finish.PARTIAL)
+        if rollout is None:
+            self._count_defect(request)
+        return rollout
 
     def _store(self, rollouts: list[Rollout]) -> None:
         """Put rollouts into the cache; a failure is counted."""

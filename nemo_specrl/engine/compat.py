@@ -8,38 +8,54 @@ of the engine layer uses vLLM's public interface alone.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import logging
 import os
 import re
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import metadata
-from types import SimpleNamespace
+from pathlib import Path
+from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from nemo_specrl.errors import IncompatibleVersion
+from nemo_specrl.errors import ConfigError, IncompatibleVersion
 
 if TYPE_CHECKING:
-    from vllm import LLM, CompletionOutput, SamplingParams
+    from vllm import CompletionOutput, SamplingParams
     from vllm.logprobs import FlatLogprobs
 
 __all__ = [
     "OLDEST",
     "VERSIONS_RUN",
     "Detokenizer",
+    "asks_for_v2",
+    "assigns_own_ids",
+    "check_prompt_logprob_memory",
     "check_version",
     "cpu_thread_binding",
+    "drafts_count_here",
     "eos_token_ids",
+    "forget_broken_step",
     "has_custom_proposers",
+    "has_unfinished_requests",
     "in_this_process",
+    "interrupts_deferred",
     "local_cpu_environment",
     "logprobs_slice",
     "new_logprobs",
+    "no_logprobs",
+    "on_cpu",
     "prompt_logprob_bytes",
+    "runs_v2",
     "tokenizer_of",
     "tokens_so_far",
+    "unknown_requests",
     "version_numbers",
+    "why_not_drafted",
 ]
 
 logger = logging.getLogger(__name__)
@@ -171,15 +187,24 @@ def logprobs_slice(logprobs: FlatLogprobs, start: int, stop: int) -> FlatLogprob
     return logprobs[start:stop]
 
 
+def no_logprobs() -> FlatLogprobs:
+    """Log-probs of no position."""
+    from vllm.logprobs import FlatLogprobs
+
+    return FlatLogprobs()
+
+
 def new_logprobs(completion: CompletionOutput) -> FlatLogprobs:
-    """The log-probs of exactly the tokens that an output brings.
+    """The log-probs of exactly the tokens that an output brings, or fewer where it has fewer.
 
     Up to vLLM 0.28, an output of kind DELTA without a token, such as an abort's, carries the log-
     probs of the whole response: it takes ``logprobs[-0:]`` (v1/engine/output_processor.py).
     """
     logprobs: Any = completion.logprobs
+    if logprobs is None:
+        return no_logprobs()
     n = len(logprobs)
-    return logprobs_slice(logprobs, n - len(completion.token_ids), n)
+    return logprobs_slice(logprobs, max(0, n - len(completion.token_ids)), n)
 
 
 def tokens_so_far(engine: Any, request_id: str) -> tuple[list[int], FlatLogprobs]:
@@ -197,6 +222,67 @@ def tokens_so_far(engine: Any, request_id: str) -> tuple[list[int], FlatLogprobs
     tokens, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
     n = min(len(tokens), len(logprobs))  # an interrupt may come between the two
     return list(tokens[:n]), logprobs_slice(logprobs, 0, n)
+
+
+def assigns_own_ids() -> bool:
+    """Whether vLLM gives each request a unique id of its own beside its caller's."""
+    from vllm import envs
+
+    return not getattr(envs, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", False)
+
+
+def unknown_requests(engine: Any, request_ids: Iterable[str]) -> list[str]:
+    """Those of some requests that an ``LLMEngine`` has not, or not any more.
+
+    An engine that is asked to abort a request forgets it without an output.
+    """
+    processor = engine.output_processor
+    known = getattr(processor, "external_req_ids", processor.request_states)
+    return [request_id for request_id in request_ids if request_id not in known]
+
+
+@contextlib.contextmanager
+def interrupts_deferred(engine: Any) -> Iterator[None]:
+    """Have Ctrl-C wait for the end of a step of an engine in this process.
+
+    A step that is broken off anywhere can leave its scheduler and its model runner with different
+    requests. A second Ctrl-C does not wait. Nothing is changed outside of the main thread, and
+    where SIGINT has another handler than Python's own.
+    """
+    own = threading.current_thread() is threading.main_thread() and (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+    if not (own and in_this_process(engine)):
+        yield
+        return
+    came: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if came:
+            signal.default_int_handler(number, frame)
+        came.append(number)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if came:
+        raise KeyboardInterrupt
+
+
+def forget_broken_step(engine: Any) -> None:
+    """Have an engine in this process forget a step that an exception has broken off.
+
+    The V1 model runner keeps what the first half of a step has computed for the second one
+    (``execute_model_state`` in v1/worker/gpu_model_runner.py), and where that never came it would
+    refuse every further step.
+    """
+    if not in_this_process(engine):
+        return
+    runner = engine.model_executor.driver_worker.worker.model_runner
+    if getattr(runner, "execute_model_state", None) is not None:
+        runner.execute_model_state = None
 
 
 class Detokenizer:
@@ -251,7 +337,21 @@ class Detokenizer:
         return str(self._detokenizer.get_next_output_text(finished=True, delta=False))
 
 
-def prompt_logprob_bytes(llm: LLM) -> int:
+def runs_v2(vllm_config: Any) -> bool:
+    """Whether an engine has vLLM's V2 model runner, the default for most models on GPUs since 0.25.
+
+    Before, it is an experiment that an environment variable switches on.
+    """
+    return bool(getattr(vllm_config, "use_v2_model_runner", asks_for_v2()))
+
+
+def asks_for_v2() -> bool:
+    """Whether the environment asks for vLLM's V2 model runner, as vLLM reads the variable."""
+    value = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0").strip().lower()
+    return value in ("1", "true") or (value.isdecimal() and int(value) > 0)
+
+
+def prompt_logprob_bytes(llm: Any) -> int:
     """Upper bound of the memory that verification takes in a worker beside the KV cache, bytes.
 
     vLLM's V1 model runner turns the scheduled tokens of one draft at a time into logits of the
@@ -260,25 +360,135 @@ def prompt_logprob_bytes(llm: LLM) -> int:
     ``max_model_len`` tokens; ``long_prefill_token_threshold`` is no bound, since vLLM 0.31
     does not apply it to a request that is alone in the engine (v1/core/sched/scheduler.py).
 
-    The V2 model runner, the default for most models on GPUs since 0.25, has logits for all tokens
-    of a batch in pieces of 1,024, and no full log-probs (v1/worker/gpu/sample/prompt_logprob.py).
-    That is more than V1 takes where ``max_model_len`` is small. The larger one is returned, since
-    the runner may lie in another process.
+    The V2 model runner has logits for all tokens of a batch in pieces of 1,024, and no full
+    log-probs (v1/worker/gpu/sample/prompt_logprob.py).
+
+    Args:
+        llm: a ``vllm.LLM``, an ``LLMEngine`` or an ``AsyncLLM``.
     """
-    config = llm.llm_engine.vllm_config
-    batch = config.scheduler_config.max_num_batched_tokens
-    dtype_bytes = config.model_config.dtype.itemsize
-    v1 = min(batch, config.model_config.max_model_len) * (dtype_bytes + 4)
-    v2 = min(batch, 1024) * dtype_bytes
-    return int(max(v1, v2) * config.model_config.get_vocab_size())
+    config = getattr(llm, "llm_engine", llm).vllm_config
+    tokens, of_token = _prompt_logprob_tokens(config)
+    return tokens * of_token
+
+
+def _prompt_logprob_tokens(vllm_config: Any) -> tuple[int, int]:
+    """Tokens of prompts whose log-probs are computed at once, and bytes for each of them."""
+    model, batch = vllm_config.model_config, vllm_config.scheduler_config.max_num_batched_tokens
+    vocabulary, dtype_bytes = int(model.get_vocab_size()), int(model.dtype.itemsize)
+    if runs_v2(vllm_config):
+        return min(batch, 1024), vocabulary * dtype_bytes
+    return min(batch, model.max_model_len), vocabulary * (dtype_bytes + 4)
+
+
+def check_prompt_logprob_memory(llm: Any) -> None:
+    """Make sure that verification finds the memory that it takes beside the KV cache.
+
+    vLLM gives the cache what ``gpu_memory_utilization`` allows, less what a step took that it has
+    tried, which had no log-probs of prompts.
+
+    Raises:
+        ConfigError: it does not; says what would.
+    """
+    config = getattr(llm, "llm_engine", llm).vllm_config
+    free, source = _memory_left(config)
+    tokens, of_token = _prompt_logprob_tokens(config)
+    if free is None or tokens * of_token <= free:
+        return
+    gib = 2**30
+    raise ConfigError(
+        f"max_num_batched_tokens = {config.scheduler_config.max_num_batched_tokens}: the log-probs "
+        f"that verify drafts take up to {tokens * of_token / gib:.1f} GiB beside the KV cache, and "
+        f"{source} {free / gib:.1f} GiB; set it to {free // of_token} or less (in NeMo-RL: "
+        "policy.generation.vllm_kwargs.max_num_batched_tokens)"
+    )
+
+
+def _memory_left(vllm_config: Any) -> tuple[int | None, str]:
+    """Memory beside an engine, bytes, and what leaves it; None: not known for this device."""
+    device = vllm_config.device_config.device_type
+    if device == "cpu":
+        import psutil  # vLLM needs it, too
+
+        return int(psutil.virtual_memory().available), "this machine has free"
+    if device != "cuda":
+        return None, ""
+    from vllm.platforms import current_platform
+
+    used = float(vllm_config.cache_config.gpu_memory_utilization)
+    total = int(current_platform.get_device_total_memory())
+    return int(total * (1 - used)), f"gpu_memory_utilization = {used} leaves"
 
 
 def has_custom_proposers() -> bool:
     """Whether this vLLM takes proposers that it does not know (``method: custom_class``).
 
-    0.20 does not, 0.25.1 does.
+    0.20 does not, 0.25.1 does. Nothing is imported. Where there is no vLLM, as in the environment
+    of NeMo-RL's driver, that of the workers may: they will see.
     """
-    return importlib.util.find_spec("vllm.v1.spec_decode.custom_class_proposer") is not None
+    spec = importlib.util.find_spec("vllm")
+    if spec is None:
+        return True
+    folders = spec.submodule_search_locations or ()
+    module = Path("v1", "spec_decode", "custom_class_proposer.py")
+    return any((folder / module).is_file() for folder in map(Path, folders))
+
+
+def on_cpu() -> bool:
+    """Whether the vLLM of this process runs on a CPU; False where there is none."""
+    if importlib.util.find_spec("vllm") is None:
+        return False
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def why_not_drafted(*, cpu: bool, proposers: bool, v2: bool) -> str | None:
+    """Why ``tree.method: auto`` finds no way to draft that is faster than plain decoding.
+
+    A drafter for vLLM's V2 model runner would have its place here: the V1 proposer keeps vLLM from
+    running V2 with asynchronous scheduling, and on GPUs that loses more than drafts gain.
+
+    Args:
+        cpu: vLLM runs on a CPU.
+        proposers: it takes custom ones (:func:`has_custom_proposers`).
+        v2: the environment asks for the V2 model runner (:func:`asks_for_v2`).
+
+    Returns:
+        What stands against it; None: nothing, the proposer is taken.
+    """
+    if not proposers:
+        return "this vLLM has no custom proposers (0.25.1 has)"
+    if v2:
+        return "VLLM_USE_V2_MODEL_RUNNER asks for vLLM's V2 model runner, which takes no proposer"
+    if not cpu:
+        return (
+            "on GPUs the tree proposer needs vLLM's V1 model runner without asynchronous "
+            "scheduling, which is slower than stock vLLM"
+        )
+    return None
+
+
+def drafts_count_here(vllm_config: Any) -> tuple[bool, bool]:
+    """Whether vLLM takes the drafts of this worker, and whether it takes those of others, too.
+
+    All tensor-parallel ranks sample, and each asks its proposer. The executor takes what the first
+    one says (``_get_output_rank``, v1/executor/multiproc_executor.py). With ``external_launcher``
+    each rank has a scheduler of its own, which takes the drafts of its rank, and all must be alike.
+    """
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+    parallel = vllm_config.parallel_config
+    if parallel.distributed_executor_backend == "external_launcher":
+        return True, parallel.world_size > 1
+    return get_tensor_model_parallel_rank() == 0, False
+
+
+def has_unfinished_requests(engine: Any) -> bool:
+    """Whether requests that this process sent to an ``LLMEngine`` or ``AsyncLLM`` have not ended.
+
+    Of all its data-parallel engines; ``AsyncLLM`` has no method of its own for it.
+    """
+    return bool(engine.output_processor.has_unfinished_requests())
 
 
 def in_this_process(engine: Any) -> bool:

@@ -12,12 +12,19 @@ import importlib
 import os
 from collections.abc import Iterable, Mapping
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from nemo_specrl.config import SpecRLConfig
-from nemo_specrl.engine.compat import check_version, has_custom_proposers, in_this_process
+from nemo_specrl.engine.compat import (
+    asks_for_v2,
+    check_version,
+    has_custom_proposers,
+    in_this_process,
+    on_cpu,
+    why_not_drafted,
+)
 from nemo_specrl.engine.patches import mend_cpu_rejection_sampler, vllm_plugin
-from nemo_specrl.engine.requests import TREE_PROPOSER, Request
+from nemo_specrl.engine.requests import TREE_PROPOSER, EngineLimits, Request
 from nemo_specrl.errors import ConfigError, IncompatibleVersion
 from nemo_specrl.rollout import Rollout
 from nemo_specrl.speculation.drafts import response_id
@@ -25,10 +32,79 @@ from nemo_specrl.speculation.drafts import response_id
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
-__all__ = ["EXTRA_ARG", "Histories", "check_cpu_drafter", "engine_options"]
+__all__ = [
+    "EXTRA_ARG",
+    "Histories",
+    "check_cpu_drafter",
+    "drafting_method",
+    "engine_options",
+    "method_in",
+]
 
 EXTRA_ARG = "spec_rl"
 """Key in ``SamplingParams.extra_args``."""
+
+_POSSIBLE = {
+    True: "name tree.method: proposer or rounds to have it all the same, or set preset: faithful "
+    "(prefix reuse, not exact), or enabled: false",
+    False: "name tree.method: rounds to have drafts all the same, or set preset: faithful (prefix "
+    "reuse, not exact), or enabled: false",
+}
+"""What is possible where ``auto`` is not, by whether vLLM takes proposers."""
+
+
+def drafting_method(config: SpecRLConfig) -> Literal["proposer", "rounds"] | None:
+    """How drafts from trees are to reach an engine that is yet to be built; None: there are none.
+
+    Rounds are never taken unasked, since they cost more than they save nearly everywhere
+    (docs/lossless.md), and the proposer not on GPUs (``compat.why_not_drafted``).
+
+    Raises:
+        ConfigError: ``tree.method`` is ``auto``, and nothing is faster than plain decoding, or the
+            environment forbids what it names.
+        IncompatibleVersion: it asks for a proposer, which this vLLM does not take.
+    """
+    if not (config.enabled and config.tree.enabled):
+        return None
+    method = config.tree.method
+    if method == "rounds":
+        return "rounds"
+    proposers = has_custom_proposers()
+    if method == "auto":
+        reason = why_not_drafted(cpu=on_cpu(), proposers=proposers, v2=asks_for_v2())
+        if reason is not None:
+            raise ConfigError(f"spec_rl.tree.method = auto: {reason}; {_POSSIBLE[proposers]}")
+    elif not proposers:
+        raise IncompatibleVersion(
+            f"spec_rl.tree.method = proposer: vLLM {check_version()} has no custom proposers "
+            f"(0.25.1 has); {_POSSIBLE[False]}"
+        )
+    elif asks_for_v2():
+        raise ConfigError(
+            "spec_rl.tree.method = proposer: VLLM_USE_V2_MODEL_RUNNER asks for vLLM's V2 model "
+            f"runner, which takes no proposer; unset it, or {_POSSIBLE[False]}"
+        )
+    return "proposer"
+
+
+def method_in(config: SpecRLConfig, limits: EngineLimits) -> Literal["proposer", "rounds"] | None:
+    """How drafts from trees reach an engine that runs; None: there are none.
+
+    Raises:
+        ConfigError: not as ``tree.method`` says.
+    """
+    if not (config.enabled and config.tree.enabled):
+        return None
+    if config.tree.method == "rounds":
+        return "rounds"
+    if not limits.drafts_from_trees:
+        drafting_method(config)  # it may be that there is no way
+        raise ConfigError(
+            f"spec_rl.tree.method = {config.tree.method}: the engine was built without the tree "
+            "proposer; pass nemo_specrl.engine.drafting.engine_options(config) to vllm.LLM, or set "
+            "rounds"
+        )
+    return "proposer"
 
 
 def engine_options(config: SpecRLConfig) -> dict[str, Any]:
@@ -37,20 +113,14 @@ def engine_options(config: SpecRLConfig) -> dict[str, Any]:
     There are none without trees, nor where drafts are verified in rounds (``rounds``).
 
     Raises:
-        IncompatibleVersion: ``tree.method`` asks for a proposer, which this vLLM does not take, or
-            the package was not compiled.
+        ConfigError, IncompatibleVersion: see :func:`drafting_method`, or the package was not
+            compiled.
     """
-    if not (config.enabled and config.tree.enabled):
+    method = drafting_method(config)
+    if method is not None:
+        importlib.import_module("nemo_specrl.speculation.trees")  # its index is native code
+    if method != "proposer":
         return {}
-    importlib.import_module("nemo_specrl.speculation.trees")  # its index is native code
-    method = config.tree.method
-    if method == "rounds" or (method == "auto" and not has_custom_proposers()):
-        return {}
-    if not has_custom_proposers():
-        raise IncompatibleVersion(
-            f"spec_rl.tree.method = proposer: vLLM {check_version()} has no custom proposers "
-            "(0.25.1 has); set auto or rounds"
-        )
     return {
         "speculative_config": {
             "method": "custom_class",

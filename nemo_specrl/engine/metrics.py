@@ -25,15 +25,21 @@ class EngineMetrics:
         recomputed_tokens: tokens of prompts and accepted prefixes that continuations had to
             prefill again because the prefix cache did not have them.
         refused_drafts: drafts on which no verdict was possible; their rows were decoded plainly.
+        uncached_rows: rows that were returned as the engine gave them and kept out of the cache,
+            since the engine's tokens or log-probs cannot be right (NaN, for example).
         replayed_rows: rows taken from the journal of a process that died.
         cache_errors: failed calls of the cache.
+        noise_tokens: tokens of which the same weights computed log-probs twice, in decoding and in
+            prefill.
+        noise_rejected: those that are expected to be rejected for that (``PrefillNoise``).
         lookup_s: time of looking drafts up.
         verify_s: time of verification.
         decode_s: time of decoding.
         assembly_s: time of judging, putting outputs together and caching them.
         tree_steps: steps of the engine's for rows that may draft from trees, summed over rows.
-        tree_tokens: tokens that these steps yielded.
-        tree_drafted_tokens: tokens proposed from trees.
+        tree_tokens: tokens that these steps yielded for the rows' responses, so without what lies
+            behind an end-of-sequence or another stop.
+        tree_drafted_tokens: tokens from trees that were verified.
         tree_accepted_tokens: those of them that were accepted.
         tree_least_chance: chance of being accepted at which drafts ended, 1 where none was taken,
             summed over ``tree_steps``. 0 in rounds, which have a fixed one.
@@ -52,6 +58,7 @@ class EngineMetrics:
     response_tokens: int = 0
     recomputed_tokens: int = 0
     refused_drafts: int = 0
+    uncached_rows: int = 0
     replayed_rows: int = 0
     cache_errors: int = 0
     tree_steps: int = 0
@@ -63,6 +70,8 @@ class EngineMetrics:
     tree_s: float = 0.0
     run_ahead_rows: int = 0
     run_ahead_tokens: int = 0
+    noise_tokens: int = 0
+    noise_rejected: float = 0.0
     lookup_s: float = 0.0
     verify_s: float = 0.0
     decode_s: float = 0.0
@@ -92,9 +101,15 @@ class EngineMetrics:
             "spec_rl/response_tokens": float(self.response_tokens),
             "spec_rl/recomputed_tokens": float(self.recomputed_tokens),
             "spec_rl/refused_drafts": float(self.refused_drafts),
+            "spec_rl/uncached_rows": float(self.uncached_rows),
             "spec_rl/replayed_rows": float(self.replayed_rows),
             "spec_rl/cache_errors": float(self.cache_errors),
             **self._of_trees(rows),
+            **(
+                {"spec_rl/noise_prefix_tokens": self.noise_tokens / max(self.noise_rejected, 1e-9)}
+                if self.noise_tokens
+                else {}
+            ),
             "spec_rl/lookup_s": self.lookup_s,
             "spec_rl/verify_s": self.verify_s,
             "spec_rl/decode_s": self.decode_s,

@@ -2,10 +2,11 @@
 
 Each patch states what it mends, in which versions, and raises IncompatibleVersion where what it
 replaces has changed. Drafting needs two of them: custom proposers have to know their requests
-(``bind_proposer``), and samples on a CPU are wrong without ``mend_cpu_rejection_sampler``. The
-others make engines on a CPU faster, or verification anywhere (``extend_prompt_logprobs``), and
-change nothing that a request gets. vLLM calls ``vllm_plugin`` in each of its processes; the engine
-layer calls the others where they are needed. What differs between versions is in ``compat``.
+(``bind_proposer``), and samples on a CPU are wrong without ``mend_cpu_rejection_sampler``; and on
+GPUs it may run out of memory without that of ``sampler_memory``. The others make engines on a CPU
+faster, or verification anywhere (``extend_prompt_logprobs``), and change nothing that a request
+gets. vLLM calls ``vllm_plugin`` in each of its processes; the engine layer calls the others where
+they are needed. What differs between versions is in ``compat``.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ if TYPE_CHECKING:
 __all__ = [
     "batch_cpu_prompt_logprobs",
     "bind_proposer",
+    "check_source",
     "expanded_to_tokens",
     "extend_prompt_logprobs",
     "mend_cpu_rejection_sampler",
     "pad_cpu_linear_layers",
+    "to_be_replaced",
     "vllm_plugin",
 ]
 
@@ -55,33 +58,45 @@ def vllm_plugin() -> None:
 
 
 def bind_proposer(proposer: type[Any]) -> None:
-    """Have model runners tell proposers of this class who they are, before each proposal.
+    """Have model runners ask proposers of this class after every step, and tell them about it.
 
-    vLLM gives a custom proposer the tokens of each row, but not its request
-    (v1/worker/gpu_model_runner.py, ``propose_draft_token_ids``; 0.25 to 0.33).
+    vLLM gives a custom proposer the tokens of each row, but neither its request nor which of its
+    drafts the step verified (v1/worker/gpu_model_runner.py, ``propose_draft_token_ids``; 0.25 to
+    0.33). And where the longest row and the longest possible draft do not fit into
+    ``max_model_len`` together, vLLM asks no proposer and schedules zeros as the drafts of all rows
+    (``_input_fits_in_drafter``). That is meant for models that draft. Drafts of this class end
+    where their row's response must end, so that they always fit.
 
     Raises:
-        IncompatibleVersion: this vLLM's runner has no such method.
+        IncompatibleVersion: this vLLM's runner has no such methods.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    original = _to_be_replaced(
-        GPUModelRunner,
-        "propose_draft_token_ids",
-        "this vLLM's GPUModelRunner has no propose_draft_token_ids; set spec_rl.tree.enabled: "
-        "false",
-    )
-    if original is None:
+    missing = "this vLLM's GPUModelRunner has no {}; set spec_rl.tree.enabled: false"
+    name = "propose_draft_token_ids"
+    propose = to_be_replaced(GPUModelRunner, name, missing.format(name))
+    name = "_input_fits_in_drafter"
+    fits = to_be_replaced(GPUModelRunner, name, missing.format(name))
+    if propose is None or fits is None:
         return
 
-    @functools.wraps(original)
-    def propose_draft_token_ids(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self.drafter, proposer):
+    @functools.wraps(propose)
+    def propose_draft_token_ids(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(getattr(self, "drafter", None), proposer):
             self.drafter.runner = self
-        return original(self, *args, **kwargs)
+            self.drafter.verified = scheduler_output.scheduled_spec_decode_tokens
+        return propose(self, scheduler_output, *args, **kwargs)
+
+    @functools.wraps(fits)
+    def _input_fits_in_drafter(self: Any, common_attn_metadata: Any) -> bool:
+        if isinstance(getattr(self, "drafter", None), proposer):
+            return common_attn_metadata is not None
+        return bool(fits(self, common_attn_metadata))
 
     propose_draft_token_ids.of_nemo_specrl = True  # type: ignore[attr-defined]
+    _input_fits_in_drafter.of_nemo_specrl = True  # type: ignore[attr-defined]
     GPUModelRunner.propose_draft_token_ids = propose_draft_token_ids
+    GPUModelRunner._input_fits_in_drafter = _input_fits_in_drafter
 
 
 def mend_cpu_rejection_sampler() -> None:
@@ -152,7 +167,7 @@ def pad_cpu_linear_layers() -> None:
     from vllm import _custom_ops
 
     missing = "this vLLM's _custom_ops has no onednn_mm"
-    original = _to_be_replaced(_custom_ops, "onednn_mm", missing)
+    original = to_be_replaced(_custom_ops, "onednn_mm", missing)
     if original is None:
         return
 
@@ -208,15 +223,10 @@ def batch_cpu_prompt_logprobs() -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     missing = "this vLLM's GPUModelRunner has no _get_prompt_logprobs_dict"
-    original = _to_be_replaced(GPUModelRunner, "_get_prompt_logprobs_dict", missing)
+    original = to_be_replaced(GPUModelRunner, "_get_prompt_logprobs_dict", missing)
     if original is None:
         return
-    source = xxhash.xxh3_64_hexdigest(inspect.getsource(original).encode())
-    if source not in PROMPT_LOGPROBS_SOURCES:
-        raise IncompatibleVersion(
-            f"this vLLM's GPUModelRunner._get_prompt_logprobs_dict has a source ({source}) other "
-            f"than those of {', '.join(PROMPT_LOGPROBS_SOURCES.values())}"
-        )
+    check_source(original, PROMPT_LOGPROBS_SOURCES)
 
     @functools.wraps(original)
     def _get_prompt_logprobs_dict(
@@ -311,7 +321,7 @@ def extend_prompt_logprobs() -> None:
     from vllm.logprobs import FlatLogprobs
     from vllm.v1.engine.logprobs import LogprobsProcessor
 
-    original = _to_be_replaced(
+    original = to_be_replaced(
         LogprobsProcessor,
         "_update_prompt_logprobs",
         "this vLLM's LogprobsProcessor has no _update_prompt_logprobs; verification takes "
@@ -344,7 +354,7 @@ def extend_prompt_logprobs() -> None:
     LogprobsProcessor._update_prompt_logprobs = _update_prompt_logprobs
 
 
-def _to_be_replaced(owner: Any, name: str, missing: str) -> Any | None:
+def to_be_replaced(owner: Any, name: str, missing: str) -> Any | None:
     """A function of vLLM that is about to be wrapped, or None where that has been done already.
 
     Raises:
@@ -354,3 +364,21 @@ def _to_be_replaced(owner: Any, name: str, missing: str) -> Any | None:
     if original is None:
         raise IncompatibleVersion(missing)
     return None if getattr(original, "of_nemo_specrl", False) else original
+
+
+def check_source(function: Any, known: dict[str, str]) -> None:
+    """Make sure that a function which is about to be replaced whole is one that is known.
+
+    Args:
+        function: of vLLM.
+        known: XXH3 of its source, and a version that has it.
+
+    Raises:
+        IncompatibleVersion: it is not.
+    """
+    source = xxhash.xxh3_64_hexdigest(inspect.getsource(function).encode())
+    if source not in known:
+        raise IncompatibleVersion(
+            f"this vLLM's {function.__qualname__} has a source ({source}) other than those of "
+            f"{', '.join(known.values())}"
+        )

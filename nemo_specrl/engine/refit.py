@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from nemo_specrl.engine.compat import in_this_process
+from nemo_specrl.engine.weights import RUNNING, note_refit, reset_prefix_cache
 from nemo_specrl.errors import ConfigError, IncompatibleVersion, RefitError
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ def refit(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Load new weights into a running engine and drop the KV blocks of the old ones.
 
     For engines built with ``worker_extension_cls="nemo_specrl.engine.refit.RefitExtension"`` in
-    the caller's process. Host frameworks with a refit of their own do not need it.
+    the caller's process. Host frameworks with a refit of their own do not need it. After it, a
+    :class:`~nemo_specrl.SpeculativeLLM` on this engine must be told a new ``policy_version``.
 
     Args:
         llm: the engine.
@@ -87,16 +89,15 @@ def refit(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
             begin another, so that the engine accepts no request from then on.
     """
     engine: Any = llm.llm_engine
-    running = "refit: requests are still running; let them end or abort them first"
     if engine.has_unfinished_requests():
-        raise ConfigError(running)
+        raise ConfigError(f"refit: {RUNNING}")
     _refuse_if_incomplete(engine)
     sent = iter(weights) if in_this_process(engine) else list(weights)
     engine.add_request = functools.partial(_refuse_if_incomplete, engine)
     llm.collective_rpc("specrl_refit", args=(sent,))
     del engine.add_request
-    if not llm.reset_prefix_cache():
-        raise ConfigError(running)
+    note_refit(engine)
+    reset_prefix_cache(llm)
 
 
 def _refuse_if_incomplete(engine: Any, *args: Any, **kwargs: Any) -> None:

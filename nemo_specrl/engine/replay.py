@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
-from nemo_specrl.engine.assembly import text_of
+from nemo_specrl.engine.assembly import defect_of, text_of, unfinished_output
 from nemo_specrl.engine.requests import Request
 from nemo_specrl.engine.sampling import Ending
 from nemo_specrl.rollout import Rollout
@@ -39,7 +39,7 @@ class Journal(Protocol):
         ...
 
 
-def restore_request(request: Request, rollout: Rollout) -> Ending | None:
+def restore_request(request: Request, rollout: Rollout, vocabulary: int) -> Ending | None:
     """Set a request to the state in which it ended when its rollout was made.
 
     Sets ``tokens``, ``logprobs``, ``accepted`` and ``replayed``.
@@ -47,14 +47,27 @@ def restore_request(request: Request, rollout: Rollout) -> Ending | None:
     Args:
         request: one that the engine has not seen.
         rollout: what it ended as before, under the present weights.
+        vocabulary: tokens that the model knows.
 
     Returns:
-        How it ended; None where the rollout belongs to other parameters or another draft.
+        How it ended; None where the rollout belongs to other parameters, another draft or another
+        model.
     """
     from vllm.logprobs import FlatLogprobs
 
+    n, tokens = len(rollout), rollout.tokens.tolist()
+    logprobs = FlatLogprobs(
+        start_indices=list(range(n)),
+        end_indices=list(range(1, n + 1)),
+        token_ids=list(tokens),
+        logprobs=rollout.logprobs.tolist(),
+        ranks=[None] * n,
+        decoded_tokens=[None] * n,
+    )
+    if defect_of(tokens, logprobs, vocabulary):
+        return None
     ending = request.rules.ending(rollout.tokens)
-    if (ending.length, ending.finish) != (len(rollout), rollout.finish):
+    if (ending.length, ending.finish) != (n, rollout.finish):
         return None
     # Tokens that the present weights did not decode came from a draft.
     accepted = int(np.count_nonzero(rollout.reused))
@@ -69,36 +82,13 @@ def restore_request(request: Request, rollout: Rollout) -> Ending | None:
         request.draft = None  # it was decoded without one, whatever may be drafted now
     request.replayed = rollout
     request.accepted = accepted
-    request.tokens = rollout.tokens.tolist()
-    n = len(rollout)
-    request.logprobs = FlatLogprobs(
-        start_indices=list(range(n)),
-        end_indices=list(range(1, n + 1)),
-        token_ids=list(request.tokens),
-        logprobs=rollout.logprobs.tolist(),
-        ranks=[None] * n,
-        decoded_tokens=[None] * n,
-    )
+    request.tokens, request.logprobs = tokens, logprobs
     return ending
 
 
 def replayed_output(request: Request, ending: Ending) -> RequestOutput:
     """An output for a restored request, in place of the one of an engine."""
-    from vllm import CompletionOutput, RequestOutput
-
-    completion = CompletionOutput(
-        index=0,
-        text=text_of(request, ending),
-        token_ids=[],
-        cumulative_logprob=None,
-        logprobs=None,
-    )
-    return RequestOutput(
-        request_id="journal",
-        prompt=request.text,
-        prompt_token_ids=list(request.rules.prompt),
-        prompt_logprobs=None,
-        outputs=[completion],
-        finished=True,
-        num_cached_tokens=len(request.rules.prompt) + len(request.tokens),
-    )
+    output = unfinished_output(request, "journal")
+    output.outputs[0].text = text_of(request, ending)
+    output.num_cached_tokens = len(request.rules.prompt) + len(request.tokens)
+    return output

@@ -7,15 +7,23 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from nemo_specrl.engine.checks import alterations, checked_tokens
 from nemo_specrl.engine.compat import Detokenizer, eos_token_ids, tokenizer_of
-from nemo_specrl.engine.sampling import Ending, StopRules, check_verifiable, is_greedy
+from nemo_specrl.engine.sampling import (
+    Ending,
+    StopRules,
+    check_verifiable,
+    is_greedy,
+    is_raw,
+)
 from nemo_specrl.errors import ConfigError
-from nemo_specrl.rollout import Rollout, prompt_key
+from nemo_specrl.rollout import MAX_SAMPLE_INDEX, Rollout, prompt_key
 from nemo_specrl.speculation.drafts import Row, assign_sample_indices
 
 if TYPE_CHECKING:
@@ -36,6 +44,7 @@ class EngineLimits:
 
     max_model_len: int
     vocabulary: int
+    dtype_bytes: int
     max_num_seqs: int
     max_num_batched_tokens: int
     eos: int | None
@@ -48,6 +57,8 @@ class EngineLimits:
     """The engine was built with the tree proposer."""
     steps_of_several_tokens: bool
     """The engine has a drafter, this package's or one of vLLM's."""
+    alterations: tuple[str, ...]
+    """What makes the engine sample from another distribution than the policy's, in words."""
 
     @classmethod
     def of(cls, llm: LLM | AsyncLLM) -> EngineLimits:
@@ -58,6 +69,7 @@ class EngineLimits:
         return cls(
             max_model_len=config.model_config.max_model_len,
             vocabulary=config.model_config.get_vocab_size(),
+            dtype_bytes=config.model_config.dtype.itemsize,
             max_num_seqs=config.scheduler_config.max_num_seqs,
             max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
             eos=eos,
@@ -67,6 +79,7 @@ class EngineLimits:
             max_logprobs=config.model_config.max_logprobs,
             drafts_from_trees=getattr(config.speculative_config, "model", None) == TREE_PROPOSER,
             steps_of_several_tokens=config.speculative_config is not None,
+            alterations=alterations(config),
         )
 
 
@@ -92,6 +105,8 @@ class Request:
         detokenizer: watches for stop strings that begin in the accepted prefix.
         replayed: the rollout of the journal that it was completed from.
         rounds: state of verification in rounds, for a row that is decoded so.
+        defect: what is wrong with the data that the engine gave for it; empty: nothing is known. A
+            row with a defect goes back to its caller as the engine gave it, and not into the cache.
     """
 
     text: str | None
@@ -111,11 +126,19 @@ class Request:
     detokenizer: Detokenizer | None = None
     replayed: Rollout | None = None
     rounds: RowInRounds | None = None
+    defect: str = ""
 
     @property
     def finished_round(self) -> bool:
         """Whether its present request has served, and the response goes on in another one."""
         return self.rounds is not None and self.rounds.again
+
+    @functools.cached_property
+    def raw(self) -> bool:
+        """Whether its tokens are drawn from the raw distribution, so that a prefix may be reused:
+        verification knows no other.
+        """
+        return is_raw(self.wanted)
 
     @property
     def cacheable(self) -> bool:
@@ -153,6 +176,8 @@ def build_requests(
     sampling_params: SamplingParams | Sequence[SamplingParams],
     sample_indices: Sequence[int] | None,
     prompt_keys: Sequence[bytes] | None = None,
+    *,
+    trees_alone: bool = False,
 ) -> list[Request]:
     """Make a request for each of the ``n`` rollouts of each prompt, in order.
 
@@ -164,13 +189,15 @@ def build_requests(
             sample index k.
         prompt_keys: key of each prompt (:func:`nemo_specrl.prompt_key`), where the caller has
             computed them already. None: they are computed here.
+        trees_alone: see :func:`~nemo_specrl.engine.sampling.check_verifiable`.
 
     Raises:
         UnsupportedSampling: drafts cannot be verified under these parameters.
         ConfigError: the numbers of prompts, parameters and sample indices differ, a sample index
-            occurs twice, or a prompt is not of text.
+            occurs twice or is none, or a prompt is not of text, empty, too long, or of tokens that
+            the model does not know.
     """
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     prompts = _as_list(prompts)
     if not isinstance(sampling_params, Sequence):
@@ -182,10 +209,14 @@ def build_requests(
     ):
         if values is not None and len(values) != len(prompts):
             raise ConfigError(f"{name}: {len(values)} of them for {len(prompts)} prompts")
-    for params in sampling_params:
+    for i, params in enumerate(sampling_params):
+        if not isinstance(params, SamplingParams):
+            raise ConfigError(
+                f"sampling_params[{i}]: must be vllm.SamplingParams, got {type(params).__name__}"
+            )
         if not is_greedy(params):
-            check_verifiable(params)
-    rendered = [_tokens(prompt, limits.tokenizer) for prompt in prompts]
+            check_verifiable(params, trees_alone=trees_alone)
+    rendered = [_tokens(prompt, limits, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
     if prompt_keys is None:
         prompt_keys = [prompt_key(tokens) for _, tokens in rendered]
     rows = _rows(prompt_keys, [p.n for p in sampling_params], sample_indices)
@@ -225,6 +256,8 @@ def _rows(
             for sample_index, n in zip(sample_indices, counts, strict=True)
             for i in range(n)
         ]
+    for wrong in (index for index in flat if not 0 <= index <= MAX_SAMPLE_INDEX):
+        raise ConfigError(f"sample_indices: {wrong} is not in 0..{MAX_SAMPLE_INDEX}")
     rows = [Row(key, sample_index) for key, sample_index in zip(keys, flat, strict=True)]
     if len(set(rows)) != len(rows):
         raise ConfigError("sample_indices: two rollouts of one prompt have the same sample index")
@@ -233,22 +266,32 @@ def _rows(
 
 def _as_list(prompts: Any) -> Any:
     """A single prompt as a list of one."""
-    single = isinstance(prompts, (str, dict)) or (
-        len(prompts) > 0 and isinstance(prompts[0], (int, np.integer))
-    )
+    if isinstance(prompts, (str, dict)):
+        return [prompts]
+    if not isinstance(prompts, Sequence):  # an array, or an iterator
+        try:
+            prompts = list(prompts)
+        except TypeError:
+            raise ConfigError(
+                f"prompts: must be prompts as vllm.LLM.generate takes them, got "
+                f"{type(prompts).__name__}"
+            ) from None
+    single = len(prompts) > 0 and isinstance(prompts[0], (int, float, np.number))
     return [prompts] if single else prompts
 
 
-def _tokens(prompt: Any, tokenizer: Any) -> tuple[str | None, list[int]]:
+def _tokens(prompt: Any, limits: EngineLimits, where: str) -> tuple[str | None, list[int]]:
     """The text, where there is one, and the token ids of a prompt."""
+    text = None
     if isinstance(prompt, dict):
         if prompt.get("multi_modal_data"):
-            raise ConfigError("multi-modal prompts cannot be drafted; set spec_rl.enabled: false")
-        if "prompt_token_ids" in prompt:
-            return prompt.get("prompt"), [int(t) for t in prompt["prompt_token_ids"]]
-        prompt = prompt["prompt"]
+            raise ConfigError(
+                f"{where}: multi-modal prompts cannot be drafted; set spec_rl.enabled: false"
+            )
+        text = prompt.get("prompt")
+        prompt = prompt.get("prompt_token_ids", text)
     if isinstance(prompt, str):
-        if tokenizer is None:
-            raise ConfigError("text prompts need an engine without skip_tokenizer_init")
-        return prompt, list(tokenizer.encode(prompt))
-    return None, [int(token) for token in prompt]
+        if limits.tokenizer is None:
+            raise ConfigError(f"{where}: text prompts need an engine without skip_tokenizer_init")
+        return prompt, checked_tokens(list(limits.tokenizer.encode(prompt)), limits, where)
+    return text, checked_tokens(prompt, limits, where)

@@ -29,7 +29,7 @@ import numpy as np
 import xxhash
 
 from nemo_specrl.config import TreeConfig
-from nemo_specrl.engine.assembly import append_decoded, append_tokens
+from nemo_specrl.engine.assembly import append_decoded, append_tokens, defect_of, given_up
 from nemo_specrl.engine.compat import logprobs_slice, new_logprobs
 from nemo_specrl.engine.drafting import Histories
 from nemo_specrl.engine.metrics import EngineMetrics
@@ -170,7 +170,7 @@ class Rounds:
             row = request.rounds = self._open(request, policy_version)
         started = time.perf_counter()
         row.draft = []
-        if row.rejected is None and not row.unproved:
+        if row.rejected is None and not row.unproved and not request.defect:
             row.draft, _ = self._draft(request, row)
         metrics.tree_s += time.perf_counter() - started
         metrics.tree_requests += 1
@@ -260,17 +260,29 @@ class Rounds:
         elif row.rejected is not None:
             ending = self._append_rest(request, row, output)
         else:
-            ending = append_decoded(request, output)
+            ending = append_decoded(request, output, self._limits.vocabulary)
+        if ending is None:
+            ending = self._given_up(request, row, output)
         new = request.tokens[before:]
         metrics.decoded_tokens += len(new)
         metrics.tree_tokens += len(new)
         metrics.tree_steps += max(1, len(output.outputs[0].token_ids))
         started = time.perf_counter()
-        row.tree.extend(new)
-        if ending is None and not row.again:
+        if not request.defect:
+            row.tree.extend(new)
+        if ending is None and not row.again and not request.defect:
             _, gain = self._draft(request, row)
             row.again = gain >= min(MIN_GAIN, self._max_draft / 2)
         metrics.tree_s += time.perf_counter() - started
+        return ending
+
+    def _given_up(self, request: Request, row: RowInRounds, output: RequestOutput) -> Ending | None:
+        """The ending of a response that cannot go on, or None."""
+        ending = given_up(output, len(request.tokens))
+        if ending is None and row.again and request.defect:
+            known = range(self._limits.vocabulary)
+            if not all(token in known for token in request.tokens):  # vLLM takes no such prompt
+                ending = Ending.unfinished(len(request.tokens), "error")
         return ending
 
     def _judge(
@@ -290,10 +302,8 @@ class Rounds:
         proved = None
         if logprobs is not None and not covered and policy_version == row.policy_version:
             proved = proved_logprobs(logprobs, draft)
-        if proved is None:
+        if proved is None or defect_of(draft, proved, self._limits.vocabulary):
             metrics.refused_drafts += 1
-            if output.finished and output.outputs[0].finish_reason == "abort":
-                return Ending(len(request.tokens), Finish.LENGTH)
             row.again = row.unproved = True
             return None
         accepted, chosen = 0, 0
@@ -311,7 +321,7 @@ class Rounds:
         if found is not None:
             return Ending(len(request.tokens), Finish.STOP_STRING, found)
         if accepted == len(draft):
-            return append_decoded(request, output)
+            return append_decoded(request, output, self._limits.vocabulary)
         row.again = True
         if not chosen:
             return None
@@ -347,9 +357,13 @@ class Rounds:
         assert rejected is not None
         completion = output.outputs[0]
         row.again = True
-        if not completion.token_ids:  # aborted
-            return Ending(len(request.tokens), Finish.LENGTH)
         tokens, sampled = list(completion.token_ids), new_logprobs(completion)
+        if not tokens:  # aborted
+            return None
+        request.defect = request.defect or defect_of(tokens, sampled, self._limits.vocabulary)
+        if request.defect:
+            append_tokens(request, tokens, sampled, stop_terminated=self._stops(request, tokens))
+            return request.rules.ending_at(len(request.tokens), request.tokens[-1])
         logprob, rank = sampled.logprobs[0], sampled.ranks[0]
         if self._limits.logprobs_mode == "processed_logprobs":
             # vLLM reports them for what it drew from, the rest of p.

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nemo_specrl.engine.compat import tokens_so_far
+from nemo_specrl.engine.compat import tokens_so_far, unknown_requests
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.requests import EngineLimits, Request, build_requests
+from nemo_specrl.errors import ConfigError
 from nemo_specrl.speculation.acceptance import derived_seed
 from nemo_specrl.speculation.drafts import RUN_AHEAD_INDEX
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from vllm import RequestOutput
 
 __all__ = ["RunAhead", "run_ahead_requests"]
+
+logger = logging.getLogger(__name__)
 
 
 def run_ahead_requests(
@@ -37,7 +41,7 @@ def run_ahead_requests(
     """One request for each upcoming prompt, with the sampling parameters of a batch.
 
     Prompts of the batch itself are left out, since its own rows draft for each other, and so are
-    prompts that leave no room for a response.
+    prompts that cannot be decoded: the call that asks for one refuses it.
 
     Args:
         limits: of the engine.
@@ -45,10 +49,6 @@ def run_ahead_requests(
         requests: of the batch. The first that may be drafted for lends its parameters.
         seed: of the run.
         policy_version: of the weights that decode.
-
-    Raises:
-        UnsupportedSampling: see :func:`~nemo_specrl.engine.requests.build_requests`.
-        ConfigError: a prompt is not of text.
     """
     requests = list(requests)
     present = {request.row.key for request in requests}
@@ -59,9 +59,15 @@ def run_ahead_requests(
     params.n = 1
     made: dict[bytes, Request] = {}
     for prompt in prompts:
-        [request] = build_requests(limits, [prompt], params, [RUN_AHEAD_INDEX])
+        try:
+            [request] = build_requests(
+                limits, [prompt], params, [RUN_AHEAD_INDEX], trees_alone=True
+            )
+        except ConfigError as error:
+            logger.debug("an upcoming prompt is not run ahead: %s", error)
+            continue
         key = request.row.key
-        if key not in present and len(request.rules.prompt) < limits.max_model_len:
+        if key not in present:
             if params.seed is not None:
                 request.params.seed = derived_seed("run-ahead", seed, policy_version, key, 0)
             made.setdefault(key, request)
@@ -75,7 +81,8 @@ class RunAhead:
         engine: vLLM's ``LLMEngine``.
         places: rows that the engine decodes at once.
         requests: of the upcoming prompts, in the order in which they begin.
-        submit: sends a request to the engine and returns the id that the engine knows it by.
+        submit: sends a request to the engine, after noting it in a dictionary under the id that the
+            engine knows it by.
         metrics: of the call.
     """
 
@@ -84,7 +91,7 @@ class RunAhead:
         engine: Any,
         places: int,
         requests: Iterable[Request],
-        submit: Callable[[Request], str],
+        submit: Callable[[Request, dict[str, Request]], None],
         metrics: EngineMetrics,
     ) -> None:
         self._engine, self._places, self._submit = engine, places, submit
@@ -104,7 +111,7 @@ class RunAhead:
             self._abort(list(self.rows)[free:])
         for _ in range(min(free, len(self._waiting))):
             request = self._waiting.popleft()
-            self.rows[self._submit(request)] = request
+            self._submit(request, self.rows)
             self._metrics.run_ahead_rows += 1
 
     def take(self, output: RequestOutput) -> bool:
@@ -116,15 +123,23 @@ class RunAhead:
             self._metrics.run_ahead_tokens += len(output.outputs[0].token_ids)
         return True
 
+    def forget_gone(self) -> None:
+        """Forget rows that the engine does not have any more, though it has said nothing."""
+        for name in unknown_requests(self._engine, self.rows):
+            del self.rows[name]
+
     def end(self) -> None:
         """End all rows; what they have is in the trees."""
         self._waiting.clear()
         self._abort(list(self.rows))
 
     def _abort(self, names: list[str]) -> None:
+        try:
+            for name in names:
+                with contextlib.suppress(Exception):  # an engine that has failed
+                    self._metrics.run_ahead_tokens += len(tokens_so_far(self._engine, name)[0])
+        finally:
+            if names:
+                self._engine.abort_request(names)
         for name in names:
             del self.rows[name]
-            with contextlib.suppress(KeyError):  # an engine that has failed
-                self._metrics.run_ahead_tokens += len(tokens_so_far(self._engine, name)[0])
-        if names:
-            self._engine.abort_request(names)

@@ -19,7 +19,7 @@ from nemo_specrl.rollout import Finish
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
-__all__ = ["Ending", "StopRules", "check_verifiable", "is_greedy"]
+__all__ = ["Ending", "StopRules", "check_verifiable", "is_greedy", "is_raw"]
 
 # Everything that changes the distribution a token is drawn from, with the values that leave it raw.
 # Acceptance compares log-probs, and vLLM's prompt log-probs are of the raw distribution whatever
@@ -39,7 +39,15 @@ _RAW: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("structured_outputs", (None,)),
     ("thinking_token_budget", (None,)),
     ("repetition_detection", (None,)),
+    ("trace_decode_token_ids", (None, [])),
+    ("watermarking", (None, False)),
 )
+# What vLLM's rejection sampler applies to the distribution that it verifies drafts of a tree by
+# (v1/sample/rejection_sampler.py, apply_sampling_constraints). Not top_k: with it alone, an engine
+# on a CPU fails in a step that has no draft (v1/sample/ops/topk_topp_sampler.py, apply_top_k_only).
+_BY_TREES = frozenset({"temperature", "top_p"})
+# Log-probs of other tokens than the likeliest: a position's first entry need not be its own token.
+_UNREADABLE = ("logprob_token_ids", "prompt_logprob_token_ids")
 
 
 def is_greedy(params: SamplingParams) -> bool:
@@ -47,18 +55,43 @@ def is_greedy(params: SamplingParams) -> bool:
     return bool(params.temperature < 1e-5)
 
 
-def check_verifiable(params: SamplingParams) -> None:
+def is_raw(params: SamplingParams) -> bool:
+    """Whether tokens are drawn from the raw distribution, as far as the request decides."""
+    return all(getattr(params, name, raw[0]) in raw for name, raw in _RAW)
+
+
+def check_verifiable(params: SamplingParams, *, trees_alone: bool = False) -> None:
     """Raise for sampling parameters under which a draft cannot be verified.
+
+    Args:
+        params: of a request.
+        trees_alone: nothing is verified but drafts of trees, by vLLM's own rejection sampler.
 
     Raises:
         UnsupportedSampling: naming the parameter, its value and what to set.
     """
     for name, raw in _RAW:
         value = getattr(params, name, raw[0])
-        if value not in raw:
+        if value in raw or (trees_alone and name in _BY_TREES):
+            continue
+        if trees_alone:
             raise UnsupportedSampling(
-                f"{name} = {value!r}: drafts are verified by prompt log-probs, which are those of "
-                f"raw sampling; set {name}: {raw[0]}, or spec_rl.enabled: false"
+                f"{name} = {value!r}: has not been shown to hold for drafts of trees, as "
+                f"temperature and top_p have; set {name}: {raw[0]}, or "
+                "spec_rl.enabled: false"
+            )
+        lossless = ""
+        if name in _BY_TREES:
+            lossless = ", or preset: lossless with an engine that has the tree proposer"
+        raise UnsupportedSampling(
+            f"{name} = {value!r}: drafts are verified by prompt log-probs, which are those of "
+            f"raw sampling; set {name}: {raw[0]}, or spec_rl.enabled: false{lossless}"
+        )
+    for name in _UNREADABLE:
+        if getattr(params, name, None) is not None:
+            raise UnsupportedSampling(
+                f"{name}: vLLM's answer cannot be put together from a draft and its continuation; "
+                "leave it out, or set spec_rl.enabled: false"
             )
 
 
@@ -68,18 +101,33 @@ class Ending:
 
     Args:
         length: tokens of the response.
-        finish: how it ends; None while it goes on.
+        finish: how it ends; None while it goes on; PARTIAL where the engine gave it up.
         stop_reason: the stop token or stop string that ended it, as vLLM reports it.
+        given_up: the ``finish_reason`` that vLLM reports for a response that it gave up, such as
+            "abort".
     """
 
     length: int
     finish: Finish | None
     stop_reason: int | str | None = None
+    given_up: str | None = None
 
     @property
     def finish_reason(self) -> str:
         """The ``finish_reason`` that vLLM reports."""
+        if self.given_up is not None:
+            return self.given_up
         return "length" if self.finish is Finish.LENGTH else "stop"
+
+    @classmethod
+    def unfinished(cls, length: int, reason: str = "abort") -> Ending:
+        """Of a response that the engine has given up before its end.
+
+        Args:
+            length: tokens of the response.
+            reason: the ``finish_reason`` that vLLM reports for it.
+        """
+        return cls(length, Finish.PARTIAL, given_up=reason)
 
 
 @dataclasses.dataclass(frozen=True)

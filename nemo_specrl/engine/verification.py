@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.logprobs import FlatLogprobs
 
+    from nemo_specrl.engine.metrics import EngineMetrics
+
 __all__ = [
+    "PrefillNoise",
     "continuation_params",
     "draft_logprobs",
     "judge",
@@ -38,6 +42,8 @@ __all__ = [
     "verification_params",
     "watch_stop_strings",
 ]
+
+logger = logging.getLogger(__name__)
 
 # Uniforms are keyed by policy version and sample index, so that a repeated step repeats them. A
 # draft that the present policy version (or a later one, before a resume) has already judged or
@@ -50,14 +56,15 @@ def verification_params(request: Request) -> SamplingParams:
     """Sampling parameters of the request whose prompt is prompt + draft.
 
     ``prompt_logprobs=0`` yields the log-prob of each prompt token and nothing else. The one token
-    that vLLM insists on decoding is thrown away; decoded greedily, it draws no randomness. Requests
-    share them: vLLM makes a copy for each.
+    that vLLM insists on decoding is thrown away; decoded greedily, it draws no randomness. Nothing
+    is detokenized: the texts of the accepted tokens alone are filled in later, where the request
+    asks for them (``assembly.name_tokens``). Requests share them: vLLM makes a copy for each.
     """
-    return _prefill_params(request.params.logprobs, request.params.detokenize)
+    return _prefill_params(request.params.logprobs)
 
 
 @functools.lru_cache(maxsize=16)
-def _prefill_params(prompt_logprobs: int | None, detokenize: bool) -> SamplingParams:
+def _prefill_params(prompt_logprobs: int | None) -> SamplingParams:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -66,7 +73,7 @@ def _prefill_params(prompt_logprobs: int | None, detokenize: bool) -> SamplingPa
         max_tokens=1,
         prompt_logprobs=prompt_logprobs,
         flat_logprobs=True,
-        detokenize=detokenize,
+        detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
     )
@@ -214,3 +221,47 @@ def judge(
         request.tokens = draft.tokens[:length].tolist()
         whole = length == len(draft)
         request.logprobs = logprobs if whole else logprobs_slice(logprobs, 0, length)
+
+
+class PrefillNoise:
+    """How far prefill and decoding disagree about the same tokens under the same weights.
+
+    In bfloat16 they round differently, which looks to verification as if the policy had moved: at
+    lenience 1, a token is rejected with probability ``max(0, 1 - p_prefill / p_decoded)`` although
+    nothing has changed. It is measured on the first rows that the engine has decoded without a
+    draft, and on drafts of the very weights that judge them, which come after a resume.
+
+    Args:
+        dtype_bytes: of the engine's activations. In float32 nothing is measured unasked: the noise
+            is too small to end a prefix.
+    """
+
+    ROWS = 8
+    """Rows that are measured."""
+
+    def __init__(self, dtype_bytes: int) -> None:
+        self.wanted = self.ROWS if dtype_bytes < 4 else 0
+        """Rows that are still to be prefilled for it."""
+        self._rows = self._tokens = 0
+        self._rejected = 0.0
+
+    def add(
+        self,
+        prefilled: npt.NDArray[np.float32],
+        decoded: npt.NDArray[np.float32],
+        metrics: EngineMetrics,
+    ) -> None:
+        """Take in the log-probs of a row's tokens, float32 ``[n]`` each, nats; log them once."""
+        rejected = -np.expm1(np.minimum(prefilled.astype(np.float64) - decoded, 0)).sum()
+        metrics.noise_tokens += len(decoded)
+        metrics.noise_rejected += float(rejected)
+        self._rows += 1
+        self._tokens += len(decoded)
+        self._rejected += float(rejected)
+        if self._rows == self.ROWS:
+            logger.warning(
+                "prefill and decoding of unchanged weights differ: at lenience 1, rounding alone "
+                "ends an accepted prefix after about %.3g tokens (mean over %d tokens)",
+                self._tokens / max(self._rejected, 1e-9),
+                self._tokens,
+            )

@@ -252,9 +252,12 @@ def read_costs(path: Path) -> Float64Array:
         values = json.loads(path.read_text())
         ranges = np.array([np.broadcast_to(values.get(name, 0), 2) for name in FEATURES], float)
         unknown = sorted(set(values) - set(FEATURES))
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, AttributeError, TypeError) as error:
         raise ConfigError(f"{path}: not a JSON object with seconds ({error})") from None
-    if unknown or not (ranges[:, 0] >= 0).all() or not (ranges[:, 0] <= ranges[:, 1]).all():
+    right = np.isfinite(ranges).all() and (ranges[:, 0] >= 0).all()
+    if unknown or not right or not (ranges[:, 0] <= ranges[:, 1]).all():
         raise ConfigError(
             f"{path}: must have seconds, or [low, high], for {', '.join(FEATURES)}"
             + (f", not for {', '.join(unknown)}" if unknown else "")

@@ -11,6 +11,7 @@ Two kinds of runs leave enough on disk:
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections import defaultdict
 from dataclasses import dataclass
@@ -22,12 +23,15 @@ import numpy.typing as npt
 
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.rollout import Rollout, prompt_key
+from nemo_specrl.trainer.log import METRICS, left_out, read_lines, read_metrics
 
 __all__ = ["Recorded", "Sample", "read_run"]
 
 GENERATION_TAG = "timing/train/generation"
 _STEP_FILE = re.compile(r"train_data_step(\d+)\.jsonl")
 _COLUMNS = ("token_ids", "token_loss_mask", "input_lengths", "generation_logprobs")
+
+logger = logging.getLogger(__name__)
 
 
 class Sample(NamedTuple):
@@ -71,9 +75,10 @@ def read_run(folder: Path) -> Recorded:
     """Read what a run has left on disk.
 
     Of NeMo-RL's files the newest are read, as many as one epoch has and the newest step besides.
+    Rows that are damaged, or have no response, are left out with a warning.
 
     Raises:
-        ConfigError: the folder holds no recorded rollouts, or they are damaged.
+        ConfigError: the folder holds no recorded rollouts, or what they need is missing.
         CacheError: the rollout cache cannot be read.
     """
     if not folder.is_dir():
@@ -85,7 +90,7 @@ def read_run(folder: Path) -> Recorded:
     )
     if files:
         return _read_nemo_rl(folder, files)
-    if (folder / "metrics.jsonl").is_file():
+    if (folder / METRICS).is_file():
         return _read_embedded(folder)
     raise ConfigError(
         f"{folder}: neither train_data_step<N>.jsonl of NeMo-RL (written unless "
@@ -96,14 +101,28 @@ def read_run(folder: Path) -> Recorded:
 def _read_nemo_rl(folder: Path, files: list[tuple[int, Path]]) -> Recorded:
     steps: dict[int, list[Sample]] = {}
     seen: set[bytes] = set()
+    damaged: list[str] = []
     for number, path in reversed(files):
-        steps[number] = [_sample(path, i, line) for i, line in enumerate(path.open(), 1)]
-        if not steps[number]:
-            raise ConfigError(f"{path}: empty")
+        try:
+            samples, wrong = read_lines(path, _sample)
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+        damaged += [f"{path.name}, {line}" for line in wrong]
+        several = samples.count(None)
+        if several:
+            raise ConfigError(f"{path}: {several} rows have several turns, which are not simulated")
+        steps[number] = [sample for sample in samples if sample is not None]
+        if not steps[number]:  # of a run that ended while the file was written
+            del steps[number]
+            continue
         keys = {sample.key for sample in steps[number]}
         if keys <= seen and len(steps) > 1:
             break
         seen |= keys
+    if not steps:
+        raise ConfigError(f"{folder}: no row with {', '.join(_COLUMNS)} ({[*damaged, 'empty'][0]})")
+    if damaged:
+        logger.warning("%s", left_out(folder, damaged))
     numbers = sorted(steps)
     seconds, preset = _tensorboard(folder)
     return Recorded(
@@ -113,37 +132,48 @@ def _read_nemo_rl(folder: Path, files: list[tuple[int, Path]]) -> Recorded:
     )
 
 
-def _sample(path: Path, number: int, line: str) -> Sample:
-    """A line of ``train_data_step<N>.jsonl``: each value is a list of one."""
+def _sample(line: str) -> Sample | None:
+    """A line of ``train_data_step<N>.jsonl``, in which each value is a list of one.
+
+    None: it has several turns. A ``ValueError`` says what is wrong with it.
+    """
     try:
         row = json.loads(line)
         tokens, mask, [length], logprobs = (np.ravel(row[name]) for name in _COLUMNS)
         sampled = np.flatnonzero(mask[: int(length)])
-        begin, end = int(sampled[0]), int(sampled[-1]) + 1
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise ConfigError(
-            f"{path}, line {number}: not a row with {', '.join(_COLUMNS)} ({error})"
-        ) from None
+        shortest = min(len(tokens), len(logprobs))
+        tokens, logprobs = tokens.astype(np.int64), logprobs.astype(np.float32)
+    except (ValueError, KeyError, TypeError, OverflowError):
+        raise ValueError(f"not a row with {', '.join(_COLUMNS)}") from None
+    if not len(sampled):
+        raise ValueError("no response")
+    begin, end = int(sampled[0]), int(sampled[-1]) + 1
+    response = tokens[begin:end]
+    if end > shortest or (response < 0).any() or not np.isfinite(logprobs[begin:end]).all():
+        raise ValueError("not a token and a log-prob in each place of the response")
     if end - begin != len(sampled):
-        raise ConfigError(f"{path}, line {number}: several turns, which are not simulated")
-    return Sample(
-        prompt_key(tokens[:begin].astype(np.int64)),
-        begin,
-        tokens[begin:end].astype(np.int32),
-        logprobs[begin:end].astype(np.float32),
-    )
+        return None
+    return Sample(prompt_key(tokens[:begin]), begin, response.astype(np.int32), logprobs[begin:end])
 
 
 def _tensorboard(folder: Path) -> tuple[dict[int, float], str]:
-    """Seconds of generation by step, and the preset; nothing where there are no event files."""
+    """Seconds of generation by step, and the preset; nothing where there are no event files.
+
+    Raises:
+        ConfigError: there are some, and tensorboard is not installed. Without them a run with
+            drafts would be taken for a plain one.
+    """
     seconds: dict[int, float] = {}
     tags: set[str] = set()
-    events = sorted(folder.rglob("events.out.tfevents.*"))
+    events = sorted(p for p in folder.rglob("events.out.tfevents.*") if p.is_file())
     if events:
         try:
             from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
         except ImportError:
-            return {}, "plain"
+            raise ConfigError(
+                f"{folder}: whether this run was a plain one is in {events[0].name}, which needs "
+                "tensorboard to be read: pip install tensorboard"
+            ) from None
         for path in events:
             accumulator = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
             found = set(accumulator.Tags()["scalars"])
@@ -158,7 +188,6 @@ def _tensorboard(folder: Path) -> tuple[dict[int, float], str]:
 def _read_embedded(folder: Path) -> Recorded:
     """The rollouts of the newest checkpoint's cache, by the policy version that made them."""
     from nemo_specrl.cache.inspection import opened
-    from nemo_specrl.report import read_metrics
     from nemo_specrl.trainer import checkpoint
     from nemo_specrl.trainer.task import problems
 
@@ -193,7 +222,8 @@ def _read_embedded(folder: Path) -> Recorded:
                 rollout.fresh,
             )
         )
-    seconds = {row["step"] - 1: row["rollout_s"] for row in read_metrics(folder)}
+    metrics = read_metrics(folder / METRICS)
+    seconds = {row["step"] - 1: row["rollout_s"] for row in metrics if row.get("rollout_s")}
     versions = sorted(by_step)
     return Recorded(
         [by_step[version] for version in versions],

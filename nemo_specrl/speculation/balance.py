@@ -6,12 +6,30 @@ This module deals in costs and counts only. It does not know rows, drafts or eng
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar
 
-__all__ = ["balanced_order"]
+__all__ = ["balanced_order", "expected_costs"]
+
+Prompt = TypeVar("Prompt", bound=Hashable)
 
 WORTHWHILE = 0.95
 """Rows are moved only if that cuts the cost of the longest share to this fraction of it."""
+
+
+def expected_costs(prompts: Sequence[Prompt], known: Mapping[Prompt, float]) -> list[float]:
+    """Expect each row to cost what earlier rows of its prompt did.
+
+    Args:
+        prompts: of the rows.
+        known: mean cost of the earlier rows of a prompt, in any unit.
+
+    Returns:
+        The cost of each row. That of a prompt of which nothing is known is the mean of those known.
+    """
+    here = {prompt: known[prompt] for prompt in prompts if prompt in known}
+    neutral = sum(here.values()) / len(here) if here else 1.0
+    return [here.get(prompt, neutral) for prompt in prompts]
 
 
 def balanced_order(costs: Sequence[float], shards: int) -> list[int]:

@@ -4,6 +4,7 @@ A draft token is worth its chance of being accepted, and the step that verifies 
 it. Both are measured while the engine runs: the chances from what was accepted of earlier drafts,
 the costs from the time between proposals. Each step then takes the draft tokens, likeliest first,
 with which it yields the most tokens in a second, and none at all where plain decoding yields more.
+Where an engine pads all drafts to the longest one, a limit for all of them is chosen as well.
 (Expected acceptance over the cost of a step is also the rule of vLLM's adaptive verification,
 vllm-project/vllm pull request 52362.)
 
@@ -17,13 +18,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["AcceptanceChances", "DraftLengths", "StepCosts"]
+__all__ = ["AcceptanceChances", "DraftLengths", "Step", "StepCosts", "likeliest"]
 
 FloatArray = npt.NDArray[np.floating]
+LIMITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Lengths that are tried as the longest draft of a step."""
 
 
 class AcceptanceChances:
@@ -76,25 +80,43 @@ class AcceptanceChances:
         self.table = (weighed / (self._offered + self.PRIOR_WEIGHT)).astype(np.float32)
 
 
+class Step(NamedTuple):
+    """What a step of the engine computed.
+
+    Args:
+        rows: that it decoded.
+        drafted: tokens that it verified.
+        longest: tokens of its longest draft.
+        begun: rows that yielded their first token.
+    """
+
+    rows: int
+    drafted: int
+    longest: int
+    begun: int
+
+
 class StepCosts:
     """Seconds of an engine step by what it computes, on this machine.
 
     What a step costs in itself, and for each row, draft token and request that has just begun, is
     fitted by least squares of relative errors. Verifying any draft at all costs something more,
-    for the step and for each row, as another sampler runs then. Earlier steps are forgotten, so
+    for the step and for each row, as another sampler runs then, and for each row as much more as
+    the longest draft has tokens, where rows are padded to it. Earlier steps are forgotten, so
     that the fit is of steps like the present ones: a GPU takes no longer for more tokens up to some
     number, and longer for each behind it.
 
     Attributes:
         costs: seconds of a step, a row, a draft token, a request that has begun, a step with
-            drafts, a row in such a step, float ``[6]``; None: not known yet.
+            drafts, a row in such a step, a row for each token of the longest draft, float ``[7]``;
+            None: not known yet.
     """
 
     KEPT = 0.995
     """Of the weight of a step, with each that follows."""
     CLIPPED = (0.5, 2.0)
     """What a step counts for at least and at most, times the seconds expected of it."""
-    RIDGE = np.array([2e-3, 2e-3, 2e-4, 2e-3, 2e-2, 2e-2])
+    RIDGE = np.array([2e-3, 2e-3, 2e-4, 2e-3, 2e-2, 2e-2, 2e-2])
     """Pull of each cost towards 0, which decides where steps do not tell them apart: for the tokens
     rather than for what drafts cost beside them, as many tokens must not seem cheap."""
     FITTED = 16
@@ -102,35 +124,41 @@ class StepCosts:
 
     def __init__(self) -> None:
         self.costs: FloatArray | None = None
-        self._products = np.zeros((6, 6))
-        self._targets = np.zeros(6)
-        self._new: list[tuple[int, int, int, float]] = []
+        self._products = np.zeros((7, 7))
+        self._targets = np.zeros(7)
+        self._new: list[tuple[Step, float]] = []
 
-    def observe(self, rows: int, drafted: int, begun: int, seconds: float) -> None:
-        """Take in a step.
-
-        Args:
-            rows: that it decoded.
-            drafted: tokens that it verified.
-            begun: rows that yielded their first token.
-            seconds: that it took, with what the engine does between two steps.
-        """
-        self._new.append((rows, drafted, begun, seconds))
+    def observe(self, step: Step, seconds: float) -> None:
+        """Take in a step and the time that it took, with what the engine does between two steps."""
+        self._new.append((step, seconds))
         if len(self._new) >= self.FITTED:
             self._fit()
 
-    def seconds(self, rows: int, drafted: npt.NDArray[np.integer]) -> FloatArray:
-        """Expected of steps that verify so many tokens and in which no request begins; ``[n]``."""
+    def seconds(
+        self, rows: int, drafted: npt.NDArray[np.integer], longest: npt.NDArray[np.integer]
+    ) -> FloatArray:
+        """Expected of steps in which no request begins.
+
+        Args:
+            rows: of each.
+            drafted: tokens that they verify, ``[n]``.
+            longest: tokens of their longest drafts, ``[n]``.
+
+        Returns:
+            Float ``[n]``.
+        """
         assert self.costs is not None
-        step, row, token, _, drafts, drafts_row = self.costs
-        verifying = (drafts + drafts_row * rows) * (drafted > 0)
+        step, row, token, _, drafts, drafts_row, padded = self.costs
+        verifying = (drafts + drafts_row * rows) * (drafted > 0) + padded * rows * longest
         return np.asarray(step + row * rows + token * drafted + verifying)
 
     def _fit(self) -> None:
-        rows, drafted, begun, seconds = np.array(self._new).T
+        rows, drafted, longest, begun = np.array([step for step, _ in self._new], np.float64).T
+        seconds = np.array([seconds for _, seconds in self._new])
         self._new.clear()
         drafts = drafted > 0
-        features = np.stack((np.ones_like(rows), rows, drafted, begun, drafts, drafts * rows), 1)
+        of_drafts = (drafts, drafts * rows, rows * longest)
+        features = np.stack((np.ones_like(rows), rows, drafted, begun, *of_drafts), 1)
         expected = seconds
         if self.costs is not None:
             expected = np.maximum(features @ self.costs, 1e-9)
@@ -159,12 +187,15 @@ class DraftLengths:
         prior: see :class:`AcceptanceChances`.
         first: chance at which drafts end until the first costs are known.
         max_tokens: of rows and drafts together that the engine computes in a step.
+        longest: tokens of a draft at most.
+        max_drafted: tokens of the drafts of a step together at most; None: ``max_tokens`` decides.
 
     Attributes:
         table: chances of acceptance by cell, float32 ``[cells]``.
         costs: of steps.
         cut: chance at which drafts end; infinite: there are none.
         least: chance at which the look-up of the next drafts may end.
+        looked_up: tokens of each that are looked up at most.
         searching: whether they should go to :meth:`choose`.
     """
 
@@ -177,10 +208,20 @@ class DraftLengths:
     LEAST = 0.02
     """Of the chances that are looked up."""
 
-    def __init__(self, prior: FloatArray, first: float, max_tokens: int) -> None:
+    def __init__(
+        self,
+        prior: FloatArray,
+        first: float,
+        max_tokens: int,
+        *,
+        longest: int = LIMITS[-1],
+        max_drafted: int | None = None,
+    ) -> None:
         self.costs = StepCosts()
         self.cut = self.least = first
         self.searching = False
+        self.looked_up = self._limit = self._longest = longest
+        self._max_drafted = max_tokens if max_drafted is None else max_drafted
         self._chances = AcceptanceChances(prior)
         self.table = self._prior = self._chances.table
         self._first = first
@@ -192,9 +233,9 @@ class DraftLengths:
         self._searched = 0  # steps since the last search
         self._rows = 0  # at the last search
 
-    def observe(self, rows: int, drafted: int, begun: int, seconds: float) -> None:
+    def observe(self, step: Step, seconds: float) -> None:
         """See :meth:`StepCosts.observe`."""
-        self.costs.observe(rows, drafted, begun, seconds)
+        self.costs.observe(step, seconds)
 
     def learn(self, cells: bytes, accepted: int) -> None:
         """Take in a verified draft: the cells of its tokens, and how many were accepted."""
@@ -202,7 +243,7 @@ class DraftLengths:
         self._rejected.append(cells[accepted : accepted + 1])
 
     def prepare(self, rows: int, drafted: int) -> None:
-        """Set ``least`` and ``searching`` for the next step.
+        """Set ``least``, ``looked_up`` and ``searching`` for the next step.
 
         Args:
             rows: of it.
@@ -212,14 +253,16 @@ class DraftLengths:
         self._drafting = drafted > 0
         self._searched += 1
         self.searching, self.least, self.table = False, self.cut, self._chances.table
+        self.looked_up = self._limit
         if self.costs.costs is None:
             return
         if self._alike > self.PROBE and self._drafting:
             self.least = math.inf
         elif self._alike > self.PROBE:
             self.least, self.table = self.PROBED, self._prior
+            self.looked_up = self._longest
         elif self._searched >= self.EVERY or 4 * abs(rows - self._rows) > self._rows:
-            self.searching = True
+            self.searching, self.looked_up = True, self._longest
             self._searched, self._rows = 0, rows
             self._chances.learn(b"".join(self._accepted), b"".join(self._rejected))
             self._accepted, self._rejected = [], []
@@ -234,19 +277,68 @@ class DraftLengths:
                 accepted, float32.
         """
         assert self.costs.costs is not None
-        of_all = np.frombuffer(b"".join(chances), np.float32)
-        falling = np.sort(of_all)[::-1][: max(0, self._max_tokens - self._rows)]
-        drafted = np.arange(len(falling) + 1)
-        tokens = self._rows + np.concatenate(([0.0], np.cumsum(falling, dtype=np.float64)))
-        rates = tokens / self.costs.seconds(self._rows, drafted)
+        tokens = _OfRows(chances)
+        room = max(0, min(self._max_tokens - self._rows, self._max_drafted))
+        longest = int(tokens.place.max(initial=-1)) + 1
+        limits = [n for n in LIMITS if n < longest] if self.costs.costs[6] > 0 else []
+        best, plain, self._limit, least = -1.0, 0.0, self._longest, 0.0
+        for limit in (*limits, max(1, longest)):
+            within = tokens.falling[tokens.place[tokens.falling] < limit]
+            taken = within[:room]
+            yielded = self._rows + np.cumsum(tokens.chance[taken], dtype=np.float64)
+            drafted, padded = np.arange(1, len(taken) + 1), 1 + tokens.place[taken]
+            seconds = self.costs.seconds(self._rows, drafted, np.maximum.accumulate(padded))
+            zero = np.zeros(1, dtype=np.intp)
+            plain = self._rows / float(self.costs.seconds(self._rows, zero, zero)[0])
+            rate = float((yielded / seconds).max(initial=plain))
+            if rate > best:
+                best, self._limit = rate, limit if limit < longest else self._longest
+                cut_off = len(taken) < len(within)
+                least = float(tokens.chance[taken[-1]]) if cut_off and room else self.LEAST
         # A token more is worth it while its chance is above its seconds times the best rate.
-        best = float(rates.max())
         price = float(best * self.costs.costs[2])
-        self.cut = math.inf
-        if best > rates[0]:
-            least = float(falling[-1]) if len(falling) < len(of_all) else self.LEAST
-            self.cut = max(price, least)
-        taken = np.concatenate(([0], np.cumsum(of_all >= self.cut)))
-        ends = np.cumsum([len(of_row) // of_all.itemsize for of_row in chances], dtype=np.intp)
-        lengths: list[int] = np.diff(taken[ends], prepend=0).tolist()
+        self.cut = max(price, least) if best > plain else math.inf
+        return tokens.lengths(room, self.cut, self._limit)
+
+
+def likeliest(chances: Sequence[bytes], most: int) -> list[int]:
+    """How much of each row's draft is taken where all drafts may have ``most`` tokens together.
+
+    Args:
+        chances: see :meth:`DraftLengths.choose`.
+        most: tokens.
+    """
+    lengths = [len(of_row) // 4 for of_row in chances]
+    return lengths if sum(lengths) <= most else _OfRows(chances).lengths(max(0, most))
+
+
+class _OfRows:
+    """The draft tokens of all rows, in one array.
+
+    Attributes:
+        chance: that a token and all before it in its row are accepted, float32 ``[n]``.
+        place: of a token in its row, from 0, int ``[n]``.
+        falling: numbers of the tokens, the likeliest first; among equals, in their order. So the
+            first ones, however many, are beginnings of rows.
+    """
+
+    def __init__(self, chances: Sequence[bytes]) -> None:
+        self.chance = np.frombuffer(b"".join(chances), np.float32)
+        sizes = np.array([len(of_row) // self.chance.itemsize for of_row in chances], np.intp)
+        self._row = np.repeat(np.arange(len(sizes)), sizes)
+        self._rows = len(sizes)
+        self.place = np.arange(len(self.chance)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        self.falling = np.argsort(-self.chance, kind="stable")
+
+    def lengths(self, most: int, least: float = 0.0, limit: int = LIMITS[-1]) -> list[int]:
+        """Tokens of each row among the likeliest.
+
+        Args:
+            most: tokens of all rows.
+            least: chance of each.
+            limit: tokens of a row.
+        """
+        fit = (self.chance[self.falling] >= least) & (self.place[self.falling] < limit)
+        taken = self.falling[fit][:most]
+        lengths: list[int] = np.bincount(self._row[taken], minlength=self._rows).tolist()
         return lengths

@@ -62,6 +62,12 @@ def connect() -> bool:
         raise ConfigError(
             f"RAY_ADDRESS = {address!r}: no Ray answers there; start one, or unset it"
         ) from None
+    except (ValueError, RuntimeError) as error:
+        if not address:
+            raise
+        raise ConfigError(
+            f"RAY_ADDRESS = {address!r}: {last_line(error)}; give HOST:PORT, or unset it"
+        ) from None
     except OSError as error:  # the paths of its sockets may have 107 bytes
         raise ConfigError(
             f"Ray cannot start: {last_line(error)}; set RAY_TMPDIR to a folder with a shorter path"

@@ -12,20 +12,24 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
+import logging
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_specrl.errors import CheckpointError, SpecRLError, last_line
+from nemo_specrl.cache.files import sync
+from nemo_specrl.config import knows, validated
+from nemo_specrl.errors import CheckpointError, ConfigError, SpecRLError, last_line
 from nemo_specrl.trainer.recipe import Recipe
 
 __all__ = [
     "Progress",
     "check_same_recipe",
     "checkpoints",
+    "damaged",
     "fixed_part",
     "latest",
     "save",
@@ -33,6 +37,8 @@ __all__ = [
 ]
 
 FORMAT = 1
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -53,12 +59,16 @@ class Progress:
     monitor: dict[str, Any] | None = None
 
 
+_PROGRESS = {"step": (int,), "position": (int,), "recipe": (dict,), "monitor": (dict, type(None))}
+"""Types of the values of a progress.json."""
+
+
 def checkpoints(folder: Path) -> list[Path]:
     """List the complete checkpoints in a folder, oldest first."""
     found = [
         (int(path.name.removeprefix("step_")), path)
         for path in folder.glob("step_*")
-        if path.name.removeprefix("step_").isdigit()
+        if re.fullmatch(r"step_[0-9]{1,18}", path.name)
     ]
     return [path for _, path in sorted(found)]
 
@@ -74,15 +84,26 @@ def latest(folder: Path) -> tuple[Path, Progress] | None:
         return None
     path = found[-1] / "progress.json"
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_bytes())
         if values.pop("format") > FORMAT:
             raise CheckpointError(f"{found[-1]}: written by a newer release of nemo_specrl")
-        return found[-1], Progress(**values)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{found[-1]}: damaged ({type(error).__name__}: {error}); remove this folder to resume "
-            "from the checkpoint before it"
-        ) from None
+        progress = Progress(**values)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise damaged(found[-1], f"progress.json: {type(error).__name__}: {error}") from None
+    for name, kinds in _PROGRESS.items():
+        if type(getattr(progress, name)) not in kinds:
+            raise damaged(found[-1], f"progress.json: {name} = {getattr(progress, name)!r}"[:200])
+    if f"step_{progress.step}" != found[-1].name or progress.position < 0:
+        place = f"step {progress.step} and position {progress.position}"
+        raise damaged(found[-1], f"progress.json: is of {place}")
+    return found[-1], progress
+
+
+def damaged(checkpoint: Path, problem: str) -> CheckpointError:
+    """The error that says in a line what is wrong with a checkpoint, and how the run can go on."""
+    older = [path for path in checkpoints(checkpoint.parent) if path != checkpoint]
+    then = f"resume from {older[-1].name}" if older else "begin anew, as there is no other"
+    return CheckpointError(f"{checkpoint}: damaged ({problem}); remove this folder to {then}")
 
 
 def save(
@@ -110,11 +131,11 @@ def save(
             json.dumps({"format": FORMAT, **asdict(progress)}, indent=1)
         )
         for path in [*temporary.rglob("*"), temporary]:
-            fsync(path)
+            sync(path)
         if final.exists():  # from a run whose newer or damaged checkpoints were removed
             shutil.rmtree(final)
         temporary.rename(final)
-        fsync(folder)
+        sync(folder)
     except Exception as error:  # torch and safetensors raise many kinds where a disk fails
         unwritten = error if isinstance(error, SpecRLError) else unwritable(final, error)
         shutil.rmtree(temporary, ignore_errors=True)
@@ -133,15 +154,6 @@ def unwritable(path: Path, error: BaseException) -> CheckpointError:
         if shutil.disk_usage(place).free < 2**20:
             why = f"no space left on its disk ({why})"
     return CheckpointError(f"{path}: cannot be written: {why}")
-
-
-def fsync(path: Path) -> None:
-    """Flush a file or folder to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def fixed_part(recipe: Recipe) -> dict[str, Any]:
@@ -173,21 +185,46 @@ def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def check_same_recipe(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+def check_same_recipe(folder: Path, before: dict[str, Any], recipe: Recipe) -> None:
     """Refuse to resume a run with another recipe.
+
+    Another release may have more keys, or fewer. What it has in addition changes nothing as long as
+    the recipe leaves it at its default; of what it no longer has a warning tells.
 
     Args:
         folder: the checkpoint.
         before: :func:`fixed_part` of the recipe that made it.
-        now: :func:`fixed_part` of the present recipe.
+        recipe: the present recipe.
 
     Raises:
         CheckpointError: they differ; the message names the first key that does.
     """
-    old, new = _flat(before), _flat(now)
+    old, new = _flat(before), _flat(fixed_part(recipe))
     for name in sorted(old.keys() | new.keys()):
+        if name in new and name not in old and _is_default(recipe, name):
+            continue
+        if name in old and name not in new and not knows(Recipe, name):
+            value = f"{name} = {old[name]!r}"
+            logger.warning("%s: was made with %s, which this release does not have", folder, value)
+            continue
         if old.get(name) != new.get(name):
             raise CheckpointError(
                 f"{folder}: was made with {name} = {old.get(name)!r}, the recipe says "
                 f"{new.get(name)!r}; set it back, or choose another checkpointing.checkpoint_dir"
             )
+
+
+def _is_default(recipe: Recipe, name: str) -> bool:
+    """Whether a recipe in which the key is left out is the same."""
+    values = recipe.model_dump(mode="json")
+    *blocks, key = name.split(".")
+    inner = values
+    for block in blocks:
+        inner = inner.get(block, {})
+    if key not in inner:
+        return False
+    del inner[key]
+    try:
+        return validated(Recipe, values) == recipe
+    except ConfigError:  # the recipe has to have it
+        return False

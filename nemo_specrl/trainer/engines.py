@@ -20,11 +20,12 @@ import numpy.typing as npt
 import ray
 
 from nemo_specrl.cache.cluster.driver import ClusterCache, start_shards
+from nemo_specrl.cache.runs import run_folder
 from nemo_specrl.cache.statistics import StoreStats
 from nemo_specrl.engine.compat import local_cpu_environment
 from nemo_specrl.errors import CacheError, EngineError
 from nemo_specrl.rollout import prompt_key
-from nemo_specrl.speculation.balance import balanced_order
+from nemo_specrl.speculation.balance import balanced_order, expected_costs
 from nemo_specrl.speculation.drafts import mean_lengths
 from nemo_specrl.trainer.actors import Actors, connect, gpus
 from nemo_specrl.trainer.generation import (
@@ -160,7 +161,7 @@ class Engines:
                 gpu=gpus() >= ranks + count,
                 name=lambda index: f"engine {index}",
                 error=EngineError,
-                on_failure=self.shutdown,
+                on_failure=self._end_engines,
             )
             self._engines.ready()
             used = self._engines.all("start", recipe, self.cache)
@@ -257,9 +258,7 @@ class Engines:
         if self.cache is None:
             return [1.0] * len(prompts)
         keys = [prompt_key(prompt) for prompt in prompts]
-        lengths = mean_lengths(self.cache.outlines(keys))
-        neutral = sum(lengths.values()) / len(lengths) if lengths else 1.0
-        return [lengths.get(key, neutral) for key in keys]
+        return expected_costs(keys, mean_lengths(self.cache.outlines(keys)))
 
     def heldout(self, prompts: list[list[int]], samples: int) -> list[list[Generated]]:
         """Decode responses for an evaluation, without the cache."""
@@ -298,9 +297,13 @@ class Engines:
         self.engines.all("set_fresh_fraction", fresh_fraction)
 
     def save(self, folder: Path) -> None:
-        """Write the cache into a checkpoint. Call it between two steps."""
-        if self.cache is not None:
+        """Write the cache into a checkpoint, for minutes at most. Call it between two steps."""
+        if self.cache is None:
+            return
+        try:
             self.cache.snapshot(folder, self.policy_version)
+        except CacheError as error:  # the cache can only cost speed, never a checkpoint
+            logger.warning("rollout cache: %s; the checkpoint is without it", error)
 
     def saved(self) -> None:
         """Do nothing: the cache has no journal that a checkpoint would shorten."""
@@ -311,8 +314,7 @@ class Engines:
 
     def shutdown(self) -> None:
         """Close the cache, end the engines, and Ray if these engines started it."""
-        if self._engines is not None:
-            self._engines.end()
+        self._end_engines()
         cache, self.cache = self.cache, None
         if cache is not None and ray.is_initialized():
             try:
@@ -321,6 +323,11 @@ class Engines:
                 logger.warning("closing the rollout cache: %s", error)
         if self._own_ray:
             ray.shutdown()
+
+    def _end_engines(self) -> None:
+        # Ray stays: a checkpoint may be written by its means in another thread.
+        if self._engines is not None:
+            self._engines.end()
 
 
 def _in_order(order: list[int], shares: list[list[Any]]) -> list[Any]:
@@ -333,10 +340,10 @@ def _in_order(order: list[int], shares: list[list[Any]]) -> list[Any]:
 
 def _open_cache(recipe: Recipe, resume_from: Path | None) -> ClusterCache:
     """Open a run's cache, with what the checkpoint has of it and the disks have since then."""
-    block = recipe.spec_rl.cache
+    block, run = recipe.spec_rl.cache, recipe.run_dir
     cache = start_shards(
-        block.dir or recipe.checkpointing.checkpoint_dir.absolute() / CACHE_FOLDER,
-        keep=resume_from is not None or block.dir is not None,
+        run_folder(block.dir, run) if block.dir else run.absolute() / CACHE_FOLDER,
+        keep=resume_from is not None,
         partitions=block.partitions,
         replicas=block.replicas,
         deadline_s=block.deadline_ms / 1000,

@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import importlib.util
 import json
-import shutil
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -22,10 +21,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import xxhash
+from pydantic import ValidationError
 
 from nemo_specrl.cache import RolloutStore
 from nemo_specrl.cache.journal import JournaledStore
+from nemo_specrl.cache.runs import prepare, run_folder
 from nemo_specrl.cache.statistics import StoreStats
+from nemo_specrl.config import first_problem
 from nemo_specrl.engine.assembly import reuse_of
 from nemo_specrl.engine.base import RolloutCache
 from nemo_specrl.engine.drafting import engine_options
@@ -33,7 +35,8 @@ from nemo_specrl.engine.fingerprint import FingerprintedWeights
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.refit import refit
 from nemo_specrl.engine.speculative import SpeculativeLLM
-from nemo_specrl.errors import ConfigError
+from nemo_specrl.engine.weights import reset_prefix_cache
+from nemo_specrl.errors import ConfigError, SpecRLError
 from nemo_specrl.rollout import prompt_key
 from nemo_specrl.speculation.acceptance import derived_seed
 from nemo_specrl.trainer.recipe import Recipe, model_folder
@@ -100,6 +103,7 @@ def build_engine(recipe: Recipe) -> LLM:
             f"policy.generation.vllm_kwargs.max_num_batched_tokens = {batched}: must be at least "
             f"max_num_seqs * max_model_len = {whole} on a CPU, or left out"
         )
+    options = engine_options(recipe.spec_rl)
     try:
         return LLM(
             model=recipe.policy.model_name,
@@ -115,16 +119,19 @@ def build_engine(recipe: Recipe) -> LLM:
             **{
                 "max_num_seqs": rows,
                 "max_num_batched_tokens": batched,
+                "use_tqdm_on_load": False,
                 **generation.vllm_kwargs,
-                **engine_options(recipe.spec_rl),
+                **options,
             },
         )
-    except (ValueError, TypeError, OSError) as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        detail = next(
-            (x for x in lines if "error" not in x[:20].lower()), lines[0] if lines else ""
-        )
-        raise ConfigError(f"policy.generation: vLLM refuses it: {detail[:300]}") from None
+    except SpecRLError:
+        raise
+    except Exception as error:  # of many kinds, by which part of vLLM it is that refuses
+        reason = " ".join(str(error).split())
+        if isinstance(error, ValidationError):
+            reason = first_problem(error)
+        refused = f"policy.generation: vLLM refuses it: {reason[:300] or type(error).__name__}"
+        raise ConfigError(refused) from error
 
 
 @dataclass(eq=False)
@@ -289,6 +296,9 @@ class Engine:
     def eos(self) -> int:
         """The model's end-of-sequence token."""
         eos = self.llm.llm_engine.vllm_config.model_config.hf_config.eos_token_id
+        if eos is None or eos == []:
+            name = self.recipe.policy.model_name
+            raise ConfigError(f"policy.model_name = {name!r}: its config.json has no eos_token_id")
         return int(eos[0] if isinstance(eos, list) else eos)
 
     def _generated(self, completion: Any) -> Generated:
@@ -324,7 +334,7 @@ class Engine:
             SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False),
         ):
             self.llm.generate({"prompt_token_ids": [self.eos] * 8}, params, use_tqdm=False)
-        self.llm.reset_prefix_cache()
+        reset_prefix_cache(self.llm)
 
 
 class Generation(Engine):
@@ -420,17 +430,17 @@ def _open_store(recipe: Recipe, fixed: dict[str, Any], resume_from: Path | None)
     The journal is kept: it holds the rollouts of the steps behind the checkpoint, which are taken
     as they are.
     """
-    block, run = recipe.spec_rl.cache, recipe.checkpointing.checkpoint_dir
-    folder = block.dir or run / CACHE_FOLDER
+    block, run = recipe.spec_rl.cache, recipe.run_dir
+    folder = run_folder(block.dir, run) if block.dir else run / CACHE_FOLDER
+    tokenizer_id = tokenizer_identity(recipe.policy.model_name)
+    prepare(folder, tokenizer_id, block.max_bytes_per_node, fresh=resume_from is None)
     if resume_from is not None:
         RolloutStore.restore(resume_from / CACHE_FOLDER, folder)
-    elif block.dir is None and folder.exists():
-        shutil.rmtree(folder)  # of a run that was killed before its first checkpoint
     return JournaledStore(
         folder,
         run / "rollout_journal",
         run=xxhash.xxh3_64_hexdigest(json.dumps(fixed, sort_keys=True).encode()),
         max_bytes=block.max_bytes_per_node,
-        tokenizer_id=tokenizer_identity(recipe.policy.model_name),
+        tokenizer_id=tokenizer_id,
         groups_per_prompt=block.groups_per_prompt,
     )

@@ -7,28 +7,129 @@ import json
 import logging
 import os
 import sys
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nemo_specrl import prometheus as exported
+from nemo_specrl.errors import ConfigError
 
-__all__ = ["METRICS", "MetricsFile", "MetricsLog", "read_metrics"]
+__all__ = [
+    "METRICS",
+    "MetricsFile",
+    "MetricsLog",
+    "left_out",
+    "quiet_libraries",
+    "read_lines",
+    "read_metrics",
+    "read_steps",
+]
 
 METRICS = "metrics.jsonl"
+CUT_OFF = "cut off"
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 
+def quiet_libraries() -> None:
+    """Leave out what libraries print while a run starts and a user can do nothing about.
+
+    Errors stay, and so do warnings that come from anywhere else. Call it before torch is imported;
+    variables that the user has set stay.
+    """
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # of reading the model's weights
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # to which NUMA nodes memory is bound
+    # vLLM's modules read names that torch no longer recommends.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
+    # Triton is missing on a CPU.
+    logging.getLogger("torch._library.triton").addFilter(lambda record: record.levelno >= 40)
+
+
+def read_lines(path: Path, parse: Callable[[str], T]) -> tuple[list[T], list[str]]:
+    """Read a log of which each line stands for itself, so that a bad line costs that line alone.
+
+    Args:
+        path: of the file. Empty lines are passed over.
+        parse: makes a row of a line. A ``ValueError`` says what is wrong with it.
+
+    Returns:
+        The rows; and what is wrong with each line that was left out, by its number. A last line
+        without its end, as a killed process leaves it or a running one is about to complete, is
+        called "cut off".
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    rows, wrong = [], []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                rows.append(parse(line.decode()))
+            except (ValueError, RecursionError) as error:
+                reason = " ".join(str(error).split()) if line.endswith(b"\n") else CUT_OFF
+                wrong.append(f"line {number}: {reason}")
+    return rows, wrong
+
+
+def left_out(path: Path, wrong: Sequence[str]) -> str:
+    """A sentence on the lines of a file that were left out; empty where none was."""
+    if not wrong:
+        return ""
+    count = "1 line is" if len(wrong) == 1 else f"{len(wrong):,} lines are"
+    return f"{path}: {count} left out ({wrong[0]}{', ...' if len(wrong) > 1 else ''})"
+
+
+def read_steps(path: Path) -> tuple[list[dict[str, Any]], str]:
+    """Read the steps of a metrics.jsonl in order.
+
+    Where a resumed run repeated steps, the newer records replace the older ones. Numbers that are
+    not finite become None.
+
+    Returns:
+        The records; and a sentence on damaged lines, which are left out. One that is cut off is
+        left out without a word: its step is not done, or will be repeated.
+
+    Raises:
+        ConfigError: no line is a step's, so that this is some other file.
+        OSError: the file cannot be read.
+    """
+    found, wrong = read_lines(path, _step)
+    damaged = [line for line in wrong if not line.endswith(CUT_OFF)]
+    if damaged and not found:
+        raise ConfigError(f"{path}: holds no steps of a run ({damaged[0]})")
+    records: list[dict[str, Any]] = []
+    for record in found:
+        while records and records[-1]["step"] >= record["step"]:
+            records.pop()
+        records.append(record)
+    return records, left_out(path, damaged)
+
+
+def _step(line: str) -> dict[str, Any]:
+    record: Any = None
+    with contextlib.suppress(ValueError):
+        record = json.loads(line, parse_constant=lambda _: None)
+    if isinstance(record, dict):
+        step = record.get("step")
+        if isinstance(step, int) and abs(step) < 2**53:
+            return record
+    raise ValueError("not a step's JSON object")
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the complete lines of a metrics.jsonl; an incomplete last line is ignored."""
+    """Read the steps of a metrics.jsonl as :func:`read_steps` does, and log what is left out.
+
+    A file that is not there has no steps.
+    """
     if not path.exists():
         return []
-    records = []
-    for line in path.read_bytes().splitlines():
-        try:
-            records.append(json.loads(line))
-        except ValueError:  # cut off by a crash
-            break
+    records, damaged = read_steps(path)
+    if damaged:
+        logger.warning("%s", damaged)
     return records
 
 
@@ -43,6 +144,7 @@ class MetricsFile:
             file yet; it may be missing.
 
     Raises:
+        ConfigError: the file that is there is another program's.
         OSError: the file cannot be written.
     """
 

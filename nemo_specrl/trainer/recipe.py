@@ -6,22 +6,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from pydantic import ConfigDict, Field, model_validator
-from yaml import YAMLError
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
-from nemo_specrl.config import Block, SpecRLConfig, WrongKey, validated
+from nemo_specrl.config import (
+    MAX_COUNT,
+    Block,
+    Count,
+    SpecRLConfig,
+    UserPath,
+    WrongKey,
+    parse_path,
+    validated,
+)
 from nemo_specrl.errors import ConfigError
+from nemo_specrl.trainer.vllm_kwargs import check_vllm_kwargs
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["Algorithm", "Recipe", "load_recipe", "model_folder"]
+
+
+MAX_PER_NODE = 1024
+Prompts = Annotated[int, Field(ge=1, le=1_000_000)]
+"""A number of problems of a task, which are held in memory."""
+Group = Annotated[int, Field(ge=1, le=65536)]
+"""A number of rollouts of a prompt: the cache has 16 bits for the sample index."""
+Nodes = Annotated[int, Field(ge=1, le=65536)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class AdvEstimatorConfig(Block):
@@ -36,25 +53,25 @@ class AdvEstimatorConfig(Block):
 class Algorithm(Block):
     """The ``grpo:`` block, or ``ppo:``, which has the same keys."""
 
-    num_prompts_per_step: int = Field(default=16, ge=1)
-    num_generations_per_prompt: int = Field(default=8, ge=1)
-    max_num_epochs: int = Field(default=10, ge=1)
-    max_num_steps: int = Field(default=1_000_000, ge=1)
+    num_prompts_per_step: Prompts = 16
+    num_generations_per_prompt: Group = 8
+    max_num_epochs: Count = 10
+    max_num_steps: Count = 1_000_000
     normalize_rewards: bool = True
     use_leave_one_out_baseline: bool = False
     use_dynamic_sampling: bool = False
     """DAPO: groups whose rewards are all equal are replaced by other prompts' groups."""
-    dynamic_sampling_max_gen_batches: int = Field(default=10, ge=1)
-    ppo_epochs: int = Field(default=1, ge=1)
+    dynamic_sampling_max_gen_batches: Count = 10
+    ppo_epochs: Count = 1
     """Passes over a step's rollouts."""
     adv_estimator: AdvEstimatorConfig = AdvEstimatorConfig()
-    val_period: int = Field(default=0, ge=0)
+    val_period: int = Field(default=0, ge=0, le=MAX_COUNT)
     """Steps between held-out evaluations; 0: none."""
     val_at_start: bool = False
     val_at_end: bool = True
-    max_val_samples: int = Field(default=128, ge=1)
+    max_val_samples: Prompts = 128
     """Held-out prompts."""
-    val_num_generations_per_prompt: int = Field(default=1, ge=1)
+    val_num_generations_per_prompt: Group = 1
     val_kl_to_start: bool = False
     """Measure the KL divergence of held-out responses from the run's first weights."""
     seed: int = Field(default=42, ge=0, lt=2**31)
@@ -78,10 +95,22 @@ class LossConfig(Block):
 class OptimizerKwargs(Block):
     """Arguments of ``torch.optim.AdamW``."""
 
-    lr: float = Field(default=1e-4, gt=0)
+    lr: float = Field(default=1e-4, gt=0, le=1)
+    """AdamW moves each weight by as much in a step."""
     weight_decay: float = Field(default=0.01, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = Field(default=1e-8, gt=0)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    eps: float = Field(default=1e-8, gt=0, le=1)
+
+    @model_validator(mode="after")
+    def _decaying(self) -> OptimizerKwargs:
+        if self.lr * self.weight_decay >= 1:
+            raise WrongKey(
+                "weight_decay",
+                self.weight_decay,
+                f"must be less than 1 / lr = {1 / self.lr:g}: a step takes lr * weight_decay of "
+                "each weight away",
+            )
+        return self
 
 
 class OptimizerConfig(Block):
@@ -97,7 +126,7 @@ class VllmConfig(Block):
     precision: Literal["bfloat16", "float32"] = "float32"
     """dtype of the engine. For small models on a CPU float32 is as fast as bfloat16 where the
     processor has bfloat16 instructions, and several times faster where it has none."""
-    max_model_len: int = Field(default=512, ge=2)
+    max_model_len: int = Field(default=512, ge=2, le=MAX_COUNT)
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     enforce_eager: bool = True
 
@@ -108,8 +137,8 @@ class EngineResources(Block):
     On a machine without GPUs it says how many engines share its cores.
     """
 
-    gpus_per_node: int | None = Field(default=None, ge=1)
-    num_nodes: int | None = Field(default=None, ge=1)
+    gpus_per_node: int | None = Field(default=None, ge=1, le=MAX_PER_NODE)
+    num_nodes: Nodes | None = None
     """None: 1."""
 
 
@@ -136,16 +165,21 @@ class GenerationConfig(Block):
 
     backend: Literal["vllm"] = "vllm"
     colocated: ColocatedConfig = ColocatedConfig()
-    max_new_tokens: int = Field(default=256, ge=1)
-    temperature: float = Field(default=1.0, ge=0)
+    max_new_tokens: Count = 256
+    temperature: float = Field(default=1.0, ge=0, le=1000)
     top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int | None = None
-    stop_token_ids: list[int] | None = None
-    stop_strings: list[str] | None = None
+    top_k: int | None = Field(default=None, ge=-1, le=MAX_COUNT)
+    stop_token_ids: list[Annotated[int, Field(ge=0, le=MAX_COUNT)]] | None = None
+    stop_strings: list[Annotated[str, Field(min_length=1)]] | None = None
     vllm_cfg: VllmConfig = VllmConfig()
     vllm_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of ``vllm.LLM``."""
     spec_rl: SpecRLConfig = SpecRLConfig()
+
+    @model_validator(mode="after")
+    def _for_vllm(self) -> GenerationConfig:
+        check_vllm_kwargs(self.vllm_kwargs)
+        return self
 
     @model_validator(mode="after")
     def _verifiable(self) -> GenerationConfig:
@@ -181,18 +215,18 @@ class MegatronConfig(Block):
 
     enabled: bool = False
     """Train a Megatron-Core model over several ranks instead of a torch model in this process."""
-    tensor_model_parallel_size: int = Field(default=1, ge=1)
-    pipeline_model_parallel_size: int = Field(default=1, ge=1)
+    tensor_model_parallel_size: Nodes = 1
+    pipeline_model_parallel_size: Nodes = 1
 
 
 class PolicyConfig(Block):
     """The ``policy:`` block."""
 
-    model_name: str
+    model_name: Annotated[str, BeforeValidator(lambda value: str(parse_path(value)))]
     """Folder of a model and its tokenizer in Hugging Face format."""
-    train_global_batch_size: int = Field(default=128, ge=1)
+    train_global_batch_size: Count = 128
     """Rollouts in an optimizer step."""
-    train_micro_batch_size: int = Field(default=8, ge=1)
+    train_micro_batch_size: Count = 8
     max_grad_norm: float = Field(default=1.0, gt=0)
     optimizer: OptimizerConfig = OptimizerConfig()
     megatron_cfg: MegatronConfig = MegatronConfig()
@@ -210,9 +244,9 @@ class DataConfig(Block):
     """The ``data:`` block."""
 
     dataset_name: Literal["arithmetic", "sorting"] = "arithmetic"
-    num_prompts: int = Field(default=48, ge=1)
+    num_prompts: Prompts = 48
     """Training prompts; an epoch is one pass over them."""
-    seed: int = 1
+    seed: int = Field(default=1, ge=-MAX_COUNT, le=MAX_COUNT)
     shuffle: bool = True
 
 
@@ -220,29 +254,29 @@ class CheckpointingConfig(Block):
     """The ``checkpointing:`` block."""
 
     enabled: bool = True
-    checkpoint_dir: Path = Path("results/grpo")
-    save_period: int = Field(default=10, ge=1)
+    checkpoint_dir: UserPath = Path("results/grpo")
+    save_period: Count = 10
     """Steps."""
-    keep_top_k: int | None = Field(default=2, ge=1)
+    keep_top_k: Count | None = 2
     """Checkpoints kept, the newest ones; None: all."""
 
 
 class LoggerConfig(Block):
     """The ``logger:`` block."""
 
-    log_dir: Path = Path("results/grpo")
+    log_dir: UserPath = Path("results/grpo")
     """For metrics.jsonl and TensorBoard."""
     tensorboard_enabled: bool = True
-    prometheus_textfile: Path | None = None
+    prometheus_textfile: UserPath | None = None
     """File ending in .prom for node_exporter's textfile collector."""
 
 
 class ClusterConfig(Block):
     """The ``cluster:`` block: the ranks of a Megatron policy."""
 
-    gpus_per_node: int | None = Field(default=None, ge=1)
+    gpus_per_node: int | None = Field(default=None, ge=1, le=MAX_PER_NODE)
     """Ranks of a node, on a machine without GPUs too; None: as many as one replica takes."""
-    num_nodes: int = Field(default=1, ge=1)
+    num_nodes: Nodes = 1
 
 
 class Recipe(Block):
@@ -301,6 +335,12 @@ class Recipe(Block):
         block = self.grpo or self.ppo
         assert block is not None
         return block
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of the run's cache and journal: that of its checkpoints, if it makes any."""
+        made = self.checkpointing.enabled
+        return self.checkpointing.checkpoint_dir if made else self.logger.log_dir
 
     @property
     def spec_rl(self) -> SpecRLConfig:
@@ -367,25 +407,29 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         ConfigError: one line that names the file or key, its value and what would be right.
     """
     try:
-        config: Any = OmegaConf.load(path)
+        config = _of_yaml(f"{path}: cannot be read as YAML", lambda: OmegaConf.load(path))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; give a YAML recipe") from None
-    except (OSError, UnicodeDecodeError, YAMLError) as error:
-        raise ConfigError(
-            f"{path}: cannot be read as YAML: {' '.join(str(error).split())}"
-        ) from None
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not key.strip(". +"):
             raise ConfigError(
-                f"{override!r}: overrides have the form key=value, such as grpo.seed=1"
+                f"{override[:100]!r}: overrides have the form key=value, such as grpo.seed=1"
             )
-        try:
-            config = OmegaConf.merge(config, OmegaConf.from_dotlist([f"{key.lstrip('+')}={value}"]))
-        except (OmegaConfBaseException, YAMLError) as error:
-            raise ConfigError(f"{override!r}: {' '.join(str(error).split())}") from None
-    try:
-        values = OmegaConf.to_container(config, resolve=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
+        assignment = f"{key.lstrip('+')}={value}"
+        config = _of_yaml(
+            repr(override[:100]),
+            lambda: OmegaConf.merge(config, OmegaConf.from_dotlist([assignment])),  # noqa: B023
+        )
+    values = _of_yaml(str(path), lambda: OmegaConf.to_container(config, resolve=True))
     return validated(Recipe, values)
+
+
+def _of_yaml(what: str, read: Callable[[], Any]) -> Any:
+    """What ``read`` makes of a user's text, for which YAML and OmegaConf raise many kinds."""
+    try:
+        return read()
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{what}: {' '.join(str(error).split())[:300]}") from None

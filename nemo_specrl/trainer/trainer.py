@@ -23,7 +23,7 @@ import torch
 from nemo_specrl.cache.statistics import store_metrics
 from nemo_specrl.errors import (
     CacheError,
-    CheckpointError,
+    ConfigError,
     EngineError,
     PolicyError,
     last_line,
@@ -31,6 +31,7 @@ from nemo_specrl.errors import (
 from nemo_specrl.integrations import nvrx
 from nemo_specrl.speculation.drift import DriftMonitor
 from nemo_specrl.trainer import checkpoint
+from nemo_specrl.trainer.divergence import check_finite
 from nemo_specrl.trainer.generation import CACHE_FOLDER, Generation, build_generation
 from nemo_specrl.trainer.log import MetricsLog
 from nemo_specrl.trainer.losses import gae
@@ -76,9 +77,9 @@ class Trainer:
         """The checkpoint that is being written beside the next rollouts."""
         self._checkpoint_s = 0.0
         """Seconds for which the run has waited for checkpoints since its last record."""
-        found = checkpoint.latest(self.folder)
+        found = checkpoint.latest(self.folder) if recipe.checkpointing.enabled else None
         if found is not None:
-            checkpoint.check_same_recipe(found[0], found[1].recipe, self.progress.recipe)
+            checkpoint.check_same_recipe(found[0], found[1].recipe, recipe)
             self._resumed_from, self.progress = found
 
     def _build(self) -> None:
@@ -86,6 +87,10 @@ class Trainer:
         recipe, found = self.recipe, self._resumed_from
         torch.manual_seed(recipe.algorithm.seed)
         self.policy = build_policy(recipe)
+        if weight := self.policy.not_finite():
+            self.policy.shutdown()
+            name = recipe.policy.model_name
+            raise ConfigError(f"policy.model_name = {name!r}: its {weight} is not finite")
         generation: Generation | Engines | None = None
         try:
             self.value = build_value_model(recipe) if recipe.ppo else None
@@ -161,11 +166,12 @@ class Trainer:
         finally:
             if self._saving is not None:  # something else has failed, and says so
                 wait([self._saving])
-            self.log.close()
-            self.generation.shutdown()
-            self.policy.shutdown()
-            if self.value is not None:
-                self.value.shutdown()
+            with contextlib.ExitStack() as ending:  # each of them, even where another fails
+                if self.value is not None:
+                    ending.callback(self.value.shutdown)
+                ending.callback(self.policy.shutdown)
+                ending.callback(self.generation.shutdown)
+                self.log.close()
 
     # --- one step -----------------------------------------------------------------------------
 
@@ -184,6 +190,9 @@ class Trainer:
         torch.set_num_threads(TRAINING_THREADS)
         metrics = self._train(samples)
         torch.set_num_threads(threads)
+        models = {"policy": self.policy, "value model": self.value}
+        made = checkpoint.checkpoints(self.folder) if self.recipe.checkpointing.enabled else []
+        check_finite(self.progress.step + 1, metrics, models, made[-1] if made else None)
         self.progress.step += 1
         self._refit()
         self._offload()
@@ -361,7 +370,11 @@ class Trainer:
             steps_per_epoch=self.recipe.steps_per_epoch,
         )
         if self.progress.monitor is not None:
-            monitor.restore(self.progress.monitor)
+            try:
+                monitor.restore(self.progress.monitor)
+            except (KeyError, TypeError, ValueError) as error:
+                assert self._resumed_from is not None
+                raise checkpoint.damaged(self._resumed_from, last_line(error)) from None
             self.generation.set_fresh_fraction(monitor.fresh_fraction)
         return monitor
 
@@ -424,8 +437,8 @@ class Trainer:
         ):  # which says nothing about the checkpoint
             raise
         except Exception as error:  # torch and safetensors raise many kinds
-            raise CheckpointError(
-                f"{folder}: damaged ({last_line(error)}); remove this folder to resume from the "
-                "checkpoint before it"
-            ) from None
+            raise checkpoint.damaged(folder, last_line(error)) from None
+        for model in (self.policy, self.value):
+            if model is not None and (weight := model.not_finite()):
+                raise checkpoint.damaged(folder, f"{weight} is not finite")
         self._refit()

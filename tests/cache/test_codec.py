@@ -80,6 +80,7 @@ def rollouts(draw):
         draw(st.integers(0, 2**64 - 1)),
         draw(st.booleans()),
         draw(st.integers(0, 2**64 - 1)),
+        draw(st.booleans()),
     )
 
 
@@ -247,7 +248,7 @@ def test_a_record_under_another_key_is_refused():
             f"version {RECORD_VERSION + 1}",
         ),
         (HEADER.pack(RECORD_VERSION, 9, 0, 0, 0, 0, 0, 0, 0, 0), "9 is not a valid Finish"),
-        (HEADER.pack(RECORD_VERSION, 1, 32, 0, 0, 0, 0, 0, 0, 0), "unknown flags"),
+        (HEADER.pack(RECORD_VERSION, 1, 64, 0, 0, 0, 0, 0, 0, 0), "unknown flags"),
         (HEADER.pack(RECORD_VERSION, 1, 3, 0, 0, 0, 0, 0, 0, 0), "unknown flags"),
         (HEADER.pack(RECORD_VERSION, 1, 0, 0, 0, 2**63, 0, 0, 0, 0), "policy_version"),
         (HEADER.pack(RECORD_VERSION, 1, 0, 0, 0, 0, 0, 0, 0, 0) + b"\0", "1 bytes too many"),

@@ -6,6 +6,7 @@ import random
 import pytest
 
 from nemo_specrl.cache import RolloutStore
+from nemo_specrl.cache.exchange import as_of_another_run, read_export, write_export
 from nemo_specrl.cache.snapshot import read_partition, write_partition
 from nemo_specrl.errors import StoreUnavailable as Unavailable
 from tests.cache.stores import (
@@ -122,9 +123,9 @@ def test_a_missing_or_damaged_snapshot_is_refused_and_the_store_stays(tmp_path):
         assert len(contents(store, range(20))) == 20
 
 
-def test_both_kinds_of_snapshot_keep_freshness_and_incarnation(tmp_path):
+def test_both_kinds_of_snapshot_keep_freshness_incarnation_and_rawness(tmp_path):
     put = [
-        rollout(p, fresh=p % 2 == 0, incarnation=incarnation)
+        rollout(p, fresh=p % 2 == 0, raw=p != 1, incarnation=incarnation)
         for p, incarnation in enumerate((0, 3, 2**64 - 1))
     ]
     RolloutStore.restore(snapshot_of(tmp_path, put), tmp_path / "b")
@@ -133,3 +134,7 @@ def test_both_kinds_of_snapshot_keep_freshness_and_incarnation(tmp_path):
     ordered = sorted(put, key=lambda r: r.key)
     file = write_partition(tmp_path / "parts", 0, ordered)
     assert list(read_partition(tmp_path / "parts", file)) == ordered
+    write_export(tmp_path / "export", ordered, "tok")
+    exported = list(read_export(tmp_path / "export")[1])
+    assert [(r.finish, r.raw) for r in exported] == [(r.finish, r.raw) for r in ordered]
+    assert [as_of_another_run(r).raw for r in exported] == [r.raw for r in ordered]

@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 ETC = ("alternatives", "apt", "group", "ld.so.cache", "login.defs", "passwd", "shadow", "ssl")
@@ -78,13 +79,16 @@ class Images:
         assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
         return done.stdout + (done.stderr if code else "")
 
-    def make_base(self, name: str, path: list[str], root_mode: int) -> None:
+    def make_base(
+        self, name: str, path: list[str], root_mode: int, add: Callable[[Path], None] | None = None
+    ) -> None:
         """Make a stand-in.
 
         Args:
             name: of the image.
             path: its PATH begins with these folders.
             root_mode: of root's home.
+            add: adds files to the image's tree, which become root's.
         """
         tree = self.folder / name
         for folder in FOLDERS:
@@ -102,6 +106,8 @@ class Images:
         shutil.copy("/var/lib/dpkg/status", tree / "var/lib/dpkg")
         # What the machine has of a package is good enough.
         (tree / "etc/apt/apt.conf.d/stand-in").write_text('APT::Get::Upgrade "false";\n')
+        if add is not None:
+            add(tree)
         container = self.buildah("from", "scratch").strip()
         self.buildah("copy", container, tree, "/")
         settings = [f"--env={name}={os.environ[name]}" for name in SETTINGS if name in os.environ]

@@ -30,6 +30,7 @@ SMALL_LOCK = (
 )
 """Of the CPU stack's packages, those without which `doctor` says that something is missing. The
 rest is 1 GB to download."""
+VLLM = "/opt/ray_venvs/nemo_rl.VllmGenerationWorker/lib/python3.13/site-packages/vllm"
 LEFT_BEHIND = ("/build", "/tmp/", "/run/secrets", "/var/cache/apt/", "/var/lib/apt/lists/")
 
 
@@ -49,6 +50,17 @@ def checkout(folder: Path) -> Path:
     return folder
 
 
+def workers_environment(tree: Path) -> None:
+    """An environment as uv makes it for NeMo-RL: folders, and links to files in root's home."""
+    cached, venv = tree / "root/.cache/uv/archive", tree / VLLM[1:]
+    for name in ("executor/ray_executor.py", "executor/native.so"):
+        for folder in (cached, venv):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (cached / name).write_text("original\n")
+        (cached / name).chmod(0o644)
+        (venv / name).symlink_to(f"/root/.cache/uv/archive/{name}")
+
+
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
     folder = tmp_path_factory.mktemp("images")
@@ -64,7 +76,8 @@ def tree(tmp_path_factory):
 @pytest.fixture(scope="module")
 def plugin(images, tree):
     """The image of docker/Dockerfile; the tests' environment stands for NeMo-RL's."""
-    images.make_base("nemo-rl", [f"{sys.prefix}/bin", f"{sys.base_prefix}/bin"], root_mode=0o700)
+    path = [f"{sys.prefix}/bin", f"{sys.base_prefix}/bin"]
+    images.make_base("nemo-rl", path, root_mode=0o700, add=workers_environment)
     images.build(tree / "docker/Dockerfile", "plugin", "nemo-rl", tree, *LABELS)
     return "plugin"
 
@@ -113,14 +126,24 @@ def test_an_image(images, tree, name, request):
 
 
 def test_the_plugin_is_imported_first_from_a_folder_that_has_nothing_else(images, plugin):
-    where = "import nemo_specrl, lmdb, xxhash; print(nemo_specrl.__file__, lmdb.__file__)"
-    said = images.run(plugin, "python", "-c", where).split()
-    assert all(file.startswith("/opt/nemo_specrl/") for file in said)
+    where = "import nemo_specrl, lmdb, xxhash as x; print(nemo_specrl.__file__, lmdb.__file__, x)"
+    *own, xxhash = images.run(plugin, "python", "-c", where).split(maxsplit=2)
+    assert all(file.startswith("/opt/nemo_specrl/") for file in own)
+    assert "/opt/nemo_specrl/" not in xxhash  # NeMo-RL has it, in a version of its own
     top = {
         file.split("/")[3] for file in images.files(plugin) if file.startswith("/opt/nemo_specrl/")
     }
     packages = {name for name in top if not name.endswith(".dist-info")}
-    assert packages - {"bin", ".lock"} == {"nemo_specrl", "lmdb", "xxhash"}
+    assert packages - {"bin", ".lock"} == {"nemo_specrl", "lmdb"}
+
+
+def test_workers_may_rewrite_vllm_as_nemo_rl_does_when_they_start(images, plugin):
+    """The lock beside the file, and the file itself (nemo_rl/models/generation/vllm/patches.py)."""
+    patch = "cd $0/executor && : >ray_executor.py.patch_lock && echo patched >ray_executor.py"
+    images.run(plugin, "sh", "-c", patch, VLLM)
+    assert images.run(plugin, "cat", f"{VLLM}/executor/ray_executor.py") == "patched\n"
+    for kept in (f"{VLLM}/executor/native.so", "/opt/nemo_specrl/nemo_specrl/config.py"):
+        assert "Permission denied" in images.run(plugin, "touch", kept, code=1)
 
 
 def test_the_cpu_image_runs_the_command_line(images, cpu):

@@ -72,7 +72,7 @@ def distribution(llm, prefix=()):
     return p / p.sum()
 
 
-def chi_squared(counts, expected):
+def chi_squared(counts, expected, *, cells=5):
     """p-value of counts under expected ones, cells of fewer than 5 put together."""
     small = expected < 5
     if small.any():
@@ -82,5 +82,5 @@ def chi_squared(counts, expected):
             counts[-2] += counts[-1]
             expected[-2] += expected[-1]
             counts, expected = counts[:-1], expected[:-1]
-    assert len(counts) > 4, "too few cells for a test that could fail"
+    assert len(counts) >= cells, "too few cells for a test that could fail"
     return stats.chisquare(counts, expected * counts.sum() / expected.sum()).pvalue

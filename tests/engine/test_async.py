@@ -1,6 +1,7 @@
 """AsyncSpeculativeLLM on a real AsyncLLM, with rows that come one by one and run concurrently."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from vllm import SamplingParams
@@ -27,6 +28,9 @@ class ClaimingCache(DictCache):
     async def claim(self, key, policy_version):
         rollouts = list(self.rollouts.get(key, {}).values())
         return self.claims.claim(key, rollouts, policy_version), rollouts
+
+    def release(self, key, sample_index):
+        self.claims.release(key, sample_index)
 
     def put(self, rollouts):
         for rollout in rollouts:
@@ -90,9 +94,7 @@ def speculative(async_llm):
         config = SpecRLConfig(
             enabled=enabled, preset="faithful", lenience=lenience, fresh_fraction=0.0
         )
-        made = AsyncSpeculativeLLM(llm or async_llm, cache, config)
-        made.policy_version = version
-        return made
+        return AsyncSpeculativeLLM(llm or async_llm, cache, config, policy_version=version)
 
     return make
 
@@ -163,32 +165,123 @@ def test_a_stop_string_across_the_seam_ends_the_response(ask, speculative):
     pytest.fail("the engine never decoded what completes the stop string")
 
 
-class Refitting:
-    """The engine, with a refit announced at the end of each verification."""
+def test_a_version_begins_by_a_coroutine_that_drops_the_old_blocks(async_llm, loop, speculative):
+    made = speculative(ClaimingCache(), version=1)
+    with pytest.raises(ConfigError, match=r"use `await set_policy_version\(2\)`"):
+        made.policy_version += 1
+    assert made.policy_version == 1
+
+    async def cached_tokens(name):
+        prompt = {"prompt_token_ids": [3 + i % 12 for i in range(100)]}
+        params = SamplingParams(temperature=0.0, max_tokens=1)
+        async for output in async_llm.generate(prompt, params, name):
+            return output.num_cached_tokens
+
+    async def versions():
+        await cached_tokens("cold")
+        warm = await cached_tokens("warm")
+        await made.set_policy_version(2, fingerprint=5)
+        return warm, await cached_tokens("cold again")
+
+    assert loop.run_until_complete(versions()) == (96, 0)
+    assert (made.policy_version, made.fingerprint) == (2, 5)
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["a row", "a plain request"])
+def test_no_version_begins_while_requests_run(async_llm, loop, speculative, ours):
+    """Neither while the engine decodes for a row, nor between two requests of a row."""
+    cache = ClaimingCache([draft(encode("12+34=46;#46"))] if ours else ())
+    made = speculative(cache, version=1)
+
+    class Watched:
+        """The engine, and what becomes of a new version when an output comes out of it."""
+
+        def __init__(self):
+            self.refusals = []
+
+        def __getattr__(self, name):
+            return getattr(async_llm, name)
+
+        async def generate(self, prompt, params, request_id, **kwargs):
+            async for output in async_llm.generate(prompt, params, request_id, **kwargs):
+                if ours or not self.refusals:  # the end of a plain request comes a little late
+                    with pytest.raises(ConfigError, match="requests are still running") as raised:
+                        await made.set_policy_version(2)
+                    self.refusals.append(str(raised.value))
+                yield output
+
+    engine = made.llm = Watched()
+
+    async def row():
+        params = sampling(100, ignore_eos=True)
+        stream = (made if ours else engine).generate(
+            {"prompt_token_ids": list(PROMPT)}, params, f"row-of-version-{ours}"
+        )
+        outputs = [output async for output in stream]
+        await made.set_policy_version(2)
+        return outputs[-1].outputs[0]
+
+    completion = loop.run_until_complete(row())
+    assert len(completion.token_ids) == 100 and made.policy_version == 2
+    assert len(engine.refusals) >= (2 if ours else 1)  # at the verification and at decoding
+    if ours:
+        [rollout] = cache.all()
+        assert rollout.policy_version == 1
+
+
+def test_a_second_adapter_within_a_version_is_refused(loop, speculative):
+    made = speculative(ClaimingCache())
+
+    def row(name):
+        adapter = SimpleNamespace(lora_name=name, lora_int_id=1, lora_path=f"/{name}")
+        stream = made.generate(
+            {"prompt_token_ids": list(PROMPT)}, sampling(), "with-adapter", lora_request=adapter
+        )
+        return loop.run_until_complete(anext(stream))
+
+    # vLLM's own error, of a type that depends on its version: this engine has no adapters.
+    with pytest.raises(Exception, match="LoRA is not enabled"):
+        row("a")
+    with pytest.raises(ConfigError, match=r"version 0 has generated with 'a' .*; raise policy_ver"):
+        row("b")
+
+
+class Unfinished:
+    """The engine, of which a row never gets an output: it fails, or waits until it is cancelled."""
 
     def __init__(self, llm):
-        self.llm, self.made = llm, None
+        self.llm, self.error = llm, None
 
     def __getattr__(self, name):
         return getattr(self.llm, name)
 
     async def generate(self, prompt, params, request_id, **kwargs):
-        async for output in self.llm.generate(prompt, params, request_id, **kwargs):
-            yield output
-        if request_id.endswith("-verify"):
-            self.made.policy_version += 1
+        if self.error is not None:
+            raise self.error
+        await asyncio.Event().wait()
+        yield
 
 
-def test_a_verdict_of_two_weights_is_dropped(ask, speculative, async_llm):
-    cache = ClaimingCache([draft(encode("12+34=46;#46"))])
-    engine = Refitting(async_llm)
-    made = engine.made = speculative(cache, version=1, llm=engine)
-    [completion] = ask(made, [PROMPT])
-    assert made.policy_version == 2
-    assert reuse_of(completion).fresh
-    [rollout] = cache.all()
-    assert rollout.fresh and set(rollout.birth_versions.tolist()) == {2}
-    assert made.metrics.refused_drafts == 1 and made.metrics.accepted_tokens == 0
+def test_a_row_that_fails_or_is_cancelled_gives_its_sample_index_back(
+    ask, speculative, async_llm, loop
+):
+    cache, engine = ClaimingCache(), Unfinished(async_llm)
+    made = speculative(cache, llm=engine)
+
+    async def cancelled():
+        stream = made.generate({"prompt_token_ids": list(PROMPT)}, sampling(seed=0), "cancelled")
+        row = asyncio.ensure_future(anext(stream))
+        while not cache.claims.held(b"", None):
+            await asyncio.sleep(0)
+        row.cancel()
+        await asyncio.gather(row, return_exceptions=True)
+
+    loop.run_until_complete(cancelled())
+    assert cache.claims.held(b"", None) == []
+    engine.error = RuntimeError("no engine")
+    with pytest.raises(RuntimeError, match="no engine"):
+        ask(made, [PROMPT])
+    assert cache.claims.held(b"", None) == [] and not cache.rollouts
 
 
 @pytest.mark.parametrize("answer", [None, RuntimeError("no shard")])

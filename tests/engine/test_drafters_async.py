@@ -117,8 +117,7 @@ def test_fresh_rows_and_continuations_have_the_policys_distribution(async_llm, l
     first = int(exact.argmax())
     old = np.float32([np.log(exact[first]) - 1e-3])  # accepted for certain
     cache = ClaimingCache([Rollout(KEY, i, [first], old, Finish.PARTIAL, 0) for i in range(ROWS)])
-    made = AsyncSpeculativeLLM(async_llm, cache, CONFIG)
-    made.policy_version = 1
+    made = AsyncSpeculativeLLM(async_llm, cache, CONFIG, policy_version=1)
 
     async def row(i):
         params = sampling(4, seed=i, ignore_eos=True, flat_logprobs=True, detokenize=False)

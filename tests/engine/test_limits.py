@@ -46,9 +46,8 @@ def test_verification_logits_are_bounded(speculative, llm):
     finally:
         [rows] = llm.apply_model(watched_logits)
     assert 160 < max(rows) <= 192
-    vocabulary = 32
-    # Logits and log-probs of that many tokens in float32, or the 1,024 rows of logits of V2.
-    assert prompt_logprob_bytes(llm) == vocabulary * max(192 * (4 + 4), 1024 * 4)
+    # Logits and log-probs of that many tokens, in float32, for a vocabulary of 32.
+    assert prompt_logprob_bytes(llm) == 32 * 192 * (4 + 4)
 
 
 def watch_logits(model):

@@ -13,25 +13,24 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.sample import rejection_sampler
 
-from nemo_specrl import Finish, Rollout, SpecRLConfig, SpeculativeLLM
+from nemo_specrl import Finish, Rollout, SpecRLConfig
 from nemo_specrl.engine import patches
 from nemo_specrl.engine.assembly import reuse_of
-from nemo_specrl.engine.drafting import EXTRA_ARG, Histories, engine_options
+from nemo_specrl.engine.drafting import EXTRA_ARG, Histories
 from nemo_specrl.engine.refit import refit
-from nemo_specrl.errors import ConfigError, IncompatibleVersion
+from nemo_specrl.errors import UnsupportedSampling
 from nemo_specrl.speculation.drafts import Row, response_id
 from nemo_specrl.speculation.lengths import DraftLengths
 from nemo_specrl.speculation.trees import CHANCES, MIN_PROBABILITY
 from tests.conftest import DictCache, weights_of
+from tests.engine.helpers import LOSSLESS as CONFIG
 from tests.engine.helpers import (
-    DRAFTS,
     PROMPT,
     VOCABULARY,
     chi_squared,
     distribution,
     needs_cpu_build,
 )
-from tests.engine.helpers import LOSSLESS as CONFIG
 from tests.engine.lossless import (
     DRAFTS_OF,
     EOS,
@@ -75,6 +74,87 @@ def test_the_distribution_is_the_policys_after_epochs_of_its_own_rollouts(
         _, tokens = sample(made_with(llm, cache, CONFIG, version=epoch), ROWS // 2, 3)
     assert len(cache.all()) == ROWS // 2
     check_distribution(llm, np.array(tokens))
+
+
+def shaped(p, temperature, top_p=1.0):
+    """What vLLM draws from instead of p under these parameters."""
+    p = p ** (1 / temperature)
+    p /= p.sum()
+    order = np.argsort(p)
+    dropped = np.cumsum(p[order]) <= 1 - top_p
+    dropped[-1] = False
+    p[order[dropped]] = 0
+    return p / p.sum()
+
+
+@pytest.mark.parametrize("shape", [{"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.4}])
+def test_with_trees_alone_other_sampling_has_its_own_distribution(llm, proposer, shape):
+    """The first token, the second behind the commonest ones, and the third behind those."""
+    cached = rollouts(good_drafts(llm))
+    made = made_with(llm, DictCache(cached), CONFIG)
+    _, tokens = sample(made, ROWS // 2, 3, **shape)
+    assert made.metrics.tree_drafted_tokens > ROWS / 8
+    assert made.metrics.tree_accepted_tokens > ROWS / 40
+    tokens, tests = np.array(tokens), []
+
+    def check(prefix):
+        behind = tokens[(tokens[:, : len(prefix)] == prefix).all(axis=1), len(prefix)]
+        p = shaped(distribution(llm, prefix), **shape)
+        counts = np.bincount(behind, minlength=VOCABULARY)
+        assert not counts[p == 0].any()
+        if (len(behind) * p >= 5).sum() >= 3:
+            tests.append(chi_squared(counts[p > 0], len(behind) * p[p > 0], cells=3))
+        return np.argsort(-counts)[:3].tolist()
+
+    for first in check([]):
+        for second in check([first])[:1]:
+            check([first, second])
+    assert len(tests) >= 4 and min(tests) > ERROR_RATE / len(tests)
+    # The test can tell: what is drawn is not the raw distribution.
+    raw = chi_squared(
+        np.bincount(tokens[:, 0], minlength=VOCABULARY), len(tokens) * distribution(llm)
+    )
+    assert raw < 1e-6
+    made_now = [r for r in made.cache.all() if r.policy_version == 1]
+    assert len(made_now) == len(tokens) and not any(r.raw for r in made_now)
+
+
+def test_rollouts_of_other_sampling_are_drafts_for_trees_alone(llm, proposer):
+    """After a switch to prefix reuse they are not verified, and after the way back they draft."""
+    cache = DictCache()
+    made = made_with(llm, cache, CONFIG, version=0)
+    sample(made, 4, 12, temperature=0.7)
+    reuse = SpecRLConfig(enabled=True, preset="faithful", fresh_fraction=0.0, tree=CONFIG.tree)
+    made = made_with(llm, DictCache(cache.all()), reuse)
+    outputs, _ = sample(made, 4, 12)
+    assert made.metrics.drafts == made.metrics.refused_drafts == 0
+    assert made.metrics.tree_drafted_tokens > 0
+    assert all(reuse_of(o.outputs[0]).fresh for o in outputs)
+    assert all(r.raw for r in made.cache.all())
+    again = made_with(llm, DictCache(made.cache.all()), reuse, version=2)
+    sample(again, 4, 12)
+    assert again.metrics.drafts == 4  # these are of raw sampling
+    # A response that was cut off is not continued by verification under other sampling.
+    for rollout in cache.all():
+        object.__setattr__(rollout, "finish", Finish.PARTIAL)
+        object.__setattr__(rollout, "fingerprint", 5)
+    made = made_with(llm, DictCache(cache.all()), CONFIG, version=0)
+    made.fingerprint = 5
+    outputs, _ = sample(made, 4, 20, temperature=0.7)
+    assert made.metrics.drafts == 0 and all(reuse_of(o.outputs[0]).fresh for o in outputs)
+
+
+def test_other_sampling_is_refused_by_name_where_more_than_trees_verifies(llm, proposer):
+    made = made_with(llm, DictCache(), CONFIG)
+    for option in ({"top_k": 5}, {"repetition_penalty": 1.1}, {"bad_words": ["1"]}):
+        with pytest.raises(UnsupportedSampling, match=f"{next(iter(option))} = .* shown to hold"):
+            sample(made, 2, 3, **{"detokenize": True, **option})
+    made.fresh_fraction = 0.5  # lossless again only by the configuration's own share
+    sample(made, 2, 3, temperature=0.7)
+    reuse = SpecRLConfig(enabled=True, preset="faithful", tree=CONFIG.tree)
+    for option in ({"temperature": 0.7}, {"top_p": 0.9}):
+        with pytest.raises(UnsupportedSampling, match="or preset: lossless with an engine that"):
+            sample(made_with(llm, DictCache(), reuse), 2, 3, **option)
 
 
 def test_behind_an_accepted_prefix_trees_draft_and_the_rest_is_as_without(llm, proposer):
@@ -142,9 +222,9 @@ def adaptive(proposer, token_s, monkeypatch):
     lengths = proposer.lengths = DraftLengths(CHANCES, MIN_PROBABILITY, 64 * 192)
     observe = lengths.observe
 
-    def observed(rows, drafted, begun, seconds):
+    def observed(step, seconds):
         assert 0 < seconds < 60
-        observe(rows, drafted, begun, 5e-3 + token_s * (rows + drafted))
+        observe(step, 5e-3 + token_s * (step.rows + step.drafted))
 
     monkeypatch.setattr(lengths, "observe", observed)
 
@@ -245,23 +325,6 @@ def test_a_cache_that_fails_costs_no_rollout(llm, proposer):
     _, tokens = sample(made, 8, 4)
     assert [len(t) for t in tokens] == [4] * 8
     assert made.metrics.cache_errors == 1
-
-
-def test_a_vllm_without_custom_proposers_is_refused_in_one_line():
-    wanted = SpecRLConfig(enabled=True, preset="lossless", tree={"method": "proposer"})
-    if DRAFTS:
-        for config in (CONFIG, wanted):
-            assert engine_options(config)["speculative_config"]["method"] == "custom_class"
-        return
-    assert engine_options(CONFIG) == {}  # verified in rounds
-    with pytest.raises(IncompatibleVersion, match="has no custom proposers"):
-        engine_options(wanted)
-
-
-def test_an_engine_without_the_proposer_is_refused_in_one_line(engine):
-    wanted = SpecRLConfig(enabled=True, preset="lossless", tree={"method": "proposer"})
-    with pytest.raises(ConfigError, match="built without the tree proposer"):
-        SpeculativeLLM(engine, DictCache(), wanted)
 
 
 @needs_cpu_build

@@ -67,7 +67,7 @@ def test_rows_draft_from_the_cache_and_from_each_other(async_llm, loop):
         return outputs[-1].outputs[0]
 
     async def epoch(version):
-        made.policy_version = version
+        await made.set_policy_version(version)
         return await asyncio.gather(*(row(version * ROWS + i) for i in range(ROWS)))
 
     async def next_tokens(prefix):

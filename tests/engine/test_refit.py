@@ -23,16 +23,16 @@ def engine_logprobs(llm):
     return np.array(output.prompt_logprobs.logprobs)
 
 
-def reference_logprobs(folder, weights):
-    """The log-probs that transformers computes, in float32."""
+def reference_logprobs(folder, weights, tokens=TOKENS):
+    """The log-probs of all tokens but the first that transformers computes, in float32."""
     from transformers import Qwen3ForCausalLM
 
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         for name, tensor in weights:
             model.get_parameter(name).copy_(tensor.float())
-        logprobs = torch.log_softmax(model(input_ids=torch.tensor([TOKENS])).logits[0], -1)
-    return logprobs[:-1].gather(-1, torch.tensor(TOKENS[1:])[:, None])[:, 0].numpy()
+        logprobs = torch.log_softmax(model(input_ids=torch.tensor([tokens])).logits[0], -1)
+    return logprobs[:-1].gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
 
 
 def test_a_refit_engine_computes_with_the_new_weights(llm, random_model):

@@ -52,7 +52,7 @@ async def row(made, i, max_tokens=3):
 
 
 async def epoch(made, version, rows, max_tokens=3):
-    made.policy_version = version
+    await made.set_policy_version(version)
     return await asyncio.gather(*(row(made, version * rows + i, max_tokens) for i in range(rows)))
 
 
@@ -109,7 +109,7 @@ def test_a_cancelled_row_is_kept_and_continued(async_llm, loop):
     loop.run_until_complete(epoch(made, 0, 8, 60))
 
     async def cancelled():
-        made.policy_version = 1
+        await made.set_policy_version(1)
         made.metrics = type(made.metrics)()
         task = asyncio.ensure_future(row(made, 100, 150))
         while made.metrics.tree_tokens < 20:

@@ -154,7 +154,10 @@ def test_the_page_of_a_run_that_starts_grows_and_ends(tmp_path):
         write_steps(run, 4)  # killed, and resumed from the checkpoint of step 4
         assert "<b>4</b><small>of 10</small>" in shown()
         (run / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
-        assert "line 2: not a step&#x27;s JSON object" in shown()
+        assert "1 line is left out (line 2: not a step&#x27;s JSON object)" in shown()
+        assert "<b>2</b>" in shown()
+        (run / "metrics.jsonl").write_text('{"step": 1, "total_steps": "many"}\n')
+        assert "total_steps must be a number" in shown()
         write_steps(run, 10)
         assert 'class="state done"' in shown()
         (run / "metrics.jsonl").unlink()

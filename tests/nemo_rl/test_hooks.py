@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from nemo_specrl.integrations.nemo_rl import supervision
 from nemo_specrl.integrations.nemo_rl.hooks import Hooks
 from nemo_specrl.integrations.nemo_rl.log import StepLog
 from nemo_specrl.integrations.nemo_rl.records import RecordTable
@@ -115,6 +116,24 @@ def test_a_step_of_grpo():
     ((anchored, _),) = trainer.trained
     assert not torch.equal(anchored, before) and torch.equal(batch["prev_logprobs"], before)
     assert trainer.workers.asked == 1  # for anchor and monitor together
+
+
+def test_a_batch_script_learns_where_the_checkpoints_are_and_that_steps_end(tmp_path, monkeypatch):
+    run, state = tmp_path / "run", tmp_path / "state"
+    (run / "step_7").mkdir(parents=True)
+    state.mkdir()
+    block = {"enabled": True, "checkpoint_dir": str(run)}
+    supervision.started(block)  # outside of a job
+    monkeypatch.setenv("SPECRL_STATE", str(state))
+    supervision.started(block | {"enabled": False})
+    assert list(state.iterdir()) == []
+    supervision.started(block)
+    assert (state / "training").read_text() == f"{run}\n7\n"
+    trainer = Trainer(monitor=False)
+    trainer.log_metrics({"loss": 1.0}, 8, prefix="train")
+    assert not (state / "heartbeat").exists()
+    trainer.log_metrics({"generation": 2.0}, 8, prefix="timing/train")
+    assert (state / "heartbeat").exists()
 
 
 def test_a_step_of_ppo_is_compared_and_anchored_once_however_often_it_is_trained_on():

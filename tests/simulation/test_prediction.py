@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -244,10 +245,12 @@ def test_bad_input_is_one_line(nemo_rl, simulate, tmp_path):
     empty.mkdir()
     assert "neither train_data_step<N>.jsonl of NeMo-RL" in simulate(empty, code=2)
     assert "no such folder" in simulate(tmp_path / "none", code=2)
+    assert "cannot be read (Is a directory)" in simulate(nemo_rl, "--costs", empty, code=2)
     costs = tmp_path / "costs.json"
     for wrong, said in (
         ('{"step": 1}', "not for step"),
         ("[]", "not a JSON object"),
+        ('{"steps": Infinity, "drafting_steps": 1}', "must have seconds"),
         ('{"steps": [2, 1], "drafting_steps": 1}', "must have seconds"),
         ('{"steps": 1}', "steps and drafting_steps must cost something"),
     ):
@@ -258,15 +261,42 @@ def test_bad_input_is_one_line(nemo_rl, simulate, tmp_path):
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     rows[2]["token_loss_mask"][0][25] = 0.0
     file.write_text("\n".join(map(json.dumps, rows)))
-    assert "train_data_step10.jsonl, line 3: several turns" in simulate(nemo_rl, code=2)
-    file.write_text('{"token_ids": []}\n')
+    assert "train_data_step10.jsonl: 1 rows have several turns" in simulate(nemo_rl, code=2)
+    for path in nemo_rl.glob("train_data_step*.jsonl"):
+        path.write_text('{"token_ids": []}\n')
     assert "line 1: not a row with token_ids" in simulate(nemo_rl, code=2)
+
+
+def test_a_bad_row_costs_that_row(nemo_rl, simulate, caplog):
+    """Of no response, of other columns, of too few log-probs, and one that is cut off."""
+    file = nemo_rl / "train_data_step10.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows[3]["token_loss_mask"] = [[0.0] * 80]
+    rows[5] = {"token_ids": []}
+    rows[6]["generation_logprobs"] = [[0.0] * 21]
+    rows[7]["generation_logprobs"][0][20] = float("nan")
+    lines = ["", *map(json.dumps, rows)]
+    lines[-1] = lines[-1][:100]
+    file.write_text("\n".join(lines))
+    assert "lossless │ later" in simulate(nemo_rl)
+    [said] = caplog.messages
+    assert said == f"{nemo_rl}: 5 lines are left out ({file.name}, line 5: no response, ...)"
+    assert [len(samples) for samples in read_run(nemo_rl).steps] == [11, 16]
+    (nemo_rl / "train_data_step11.jsonl").write_text("")  # killed before it wrote a row
+    assert [len(samples) for samples in read_run(nemo_rl).steps] == [16, 11]
+
+
+def test_a_run_whose_preset_cannot_be_told_is_refused(nemo_rl, simulate, monkeypatch):
+    (nemo_rl / "events.out.tfevents.1.host").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "tensorboard.backend.event_processing.event_accumulator", None)
+    assert "needs tensorboard to be read: pip install tensorboard" in simulate(nemo_rl, code=2)
 
 
 def test_a_run_of_the_embedded_trainer(tmp_path, simulate):
     run = tmp_path / "run"
     options = ("grpo.max_num_epochs=2", "policy.generation.spec_rl.cache.groups_per_prompt=2")
-    train(run, LOSSLESS, "data.num_prompts=4", *options)
+    printed = train(run, LOSSLESS, "data.num_prompts=4", *options).stdout
+    assert printed.count(" tokens/engine step ") == 2 and "reused" not in printed
     recorded = read_run(run)
     assert recorded.preset == "lossless" and recorded.max_num_seqs == 8
     assert recorded.max_draft_tokens == 40

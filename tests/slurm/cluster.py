@@ -81,7 +81,10 @@ MinJobAge=3600
 ReturnToService=2
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,sched_min_interval=0,requeue_delay=0
 {nodes}
-PartitionName=test Nodes=n[1-{count}] Default=YES State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=test Nodes=n[1-{count}] Default=YES State=UP PriorityTier=2 PreemptMode=OFF
+PartitionName=low Nodes=n[1-{count}] State=UP GraceTime=60 PreemptMode=CANCEL
 """
 
 
@@ -249,7 +252,9 @@ class Cluster:
             self._until(lambda c=command: _succeeds(c), " ".join(command[4:]))
 
     def _all_idle(self) -> bool:
-        states = self.run("sinfo", "--noheader", "--Node", "--format=%N %t", cwd=self.folder)
+        states = self.run(
+            "sinfo", "--noheader", "--Node", "--partition=test", "--format=%N %t", cwd=self.folder
+        )
         return states.stdout.split("\n")[:-1] == [f"{name} idle" for name in self.names]
 
     def _until(self, condition: Callable[[], bool], what: str, seconds: float = 60) -> None:

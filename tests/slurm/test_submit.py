@@ -15,6 +15,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,7 +30,7 @@ RECIPE = "examples/configs/recipe.yaml"
 
 RAY_SUB = """
 set -euo pipefail
-logs=$SLURM_SUBMIT_DIR/$SLURM_JOB_ID${SLURM_RESTART_COUNT:+-$SLURM_RESTART_COUNT}-logs
+logs=${BASE_LOG_DIR:-$SLURM_SUBMIT_DIR}/$SLURM_JOB_ID${SLURM_RESTART_COUNT:+-$SLURM_RESTART_COUNT}-logs
 mkdir "$logs"
 printf '%s' "$COMMAND" >"$logs/driver_command.sh"
 env >"$logs/environment"
@@ -38,9 +39,22 @@ env >"$logs/environment"
 srun --nodes=1 --ntasks=1 bash "$logs/driver_command.sh" >"$logs/ray-driver.log" 2>&1
 """
 PLUGIN = """
-import json, os, socket, sys
+import json, os, pathlib, socket, sys, time
 print(json.dumps({"node": socket.gethostname(), "file": __file__, "arguments": sys.argv[1:],
-                  "PYTHONPATH": os.environ["PYTHONPATH"]}))
+                  "PYTHONPATH": os.environ["PYTHONPATH"]}), flush=True)
+first = "SLURM_RESTART_COUNT" not in os.environ
+state = pathlib.Path(os.environ["SPECRL_STATE"])
+saved = pathlib.Path("results/run").absolute()
+(state / "training").write_text(f"{saved}\\n{'' if first else 1}\\n")
+if first and "sleeps=1" in sys.argv:
+    time.sleep(600)
+if first and "slow-setup=1" in sys.argv: # the plug-in ends the first step after it, and saves
+    time.sleep(max(0, float(os.environ["SPECRL_MUST_SAVE_AT"]) + 1 - time.time()))
+    print("SAVED")
+if first and {"slow-setup=1", "saves=1"} & set(sys.argv):
+    (saved / "step_1").mkdir(parents=True)
+if not first and "slow-setup=1" in sys.argv:
+    sys.exit(0)
 sys.exit(sum(int(a.removeprefix("exit=")) for a in sys.argv if a.startswith("exit=")))
 """
 # For NeMo-RL's own ray.sub: srun without pyxis and PMIx, and a Ray that is there at once.
@@ -73,13 +87,20 @@ def make_checkout(folder):
     return folder
 
 
+def saved():
+    """What NeMo-RL says when it has ended before the time limit, as the script knows it."""
+    return SCRIPT.read_text().split("SAVED='")[1].split("'")[0]
+
+
 def make_plugin(folder, python="313"):
     """Make those files of ``pip install --no-deps --target`` that the script looks for."""
-    for name in ("nemo_specrl", "lmdb", "xxhash"):
+    for name in ("nemo_specrl", "lmdb"):
         (folder / name).mkdir(parents=True)
         (folder / name / f"c.cpython-{python}-x86_64-linux-gnu.so").touch()
     (folder / "nemo_specrl" / "__init__.py").touch()
-    (folder / "nemo_specrl" / "__main__.py").write_text(PLUGIN)
+    (folder / "nemo_specrl" / "__main__.py").write_text(PLUGIN.replace("SAVED", saved()))
+    (folder / "nemo_specrl" / "speculation").mkdir()
+    (folder / "nemo_specrl" / "speculation" / "_suffix.abi3.so").touch()
     return folder
 
 
@@ -140,9 +161,15 @@ def test_shows_what_would_run(place):
 
 
 def test_plugin_in_the_image(place):
-    done = check(place, RECIPE, SPECRL_FOLDER=None, SPECRL_PYTHON=None, GPUS_PER_NODE=None)
+    models = {"HF_HOME": str(place / "models"), "HF_HUB_CACHE": str(place / "models" / "hub")}
+    (place / "models" / "hub").mkdir(parents=True)
+    image = {"SPECRL_FOLDER": None, "SPECRL_PYTHON": None, "GPUS_PER_NODE": None}
+    done = check(place, RECIPE, **image, **models)
     checkout = place / "checkout"
-    assert f"MOUNTS={checkout}:{checkout},/raid/specrl:/raid/specrl\n" in done.stdout
+    assert (
+        f"MOUNTS={checkout}:{checkout},{place}/models:{place}/models,/raid/specrl:/raid/specrl\n"
+    ) in done.stdout
+    assert f"export HF_HOME={place}/models\n" in done.stdout
     assert "export PYTHONPATH=/opt/nemo_specrl$" in done.stdout
     assert "exec uv run python -m nemo_specrl run" in done.stdout
     assert "cluster.gpus_per_node=8" in done.stdout
@@ -164,6 +191,9 @@ BAD = [
     ([RECIPE], {"SPECRL_FOLDER": "{place}/checkout"}, "no nemo_specrl in it"),
     ([RECIPE], {"SPECRL_FOLDER": "{place}/full"}, "torch lies in it and would replace"),
     ([RECIPE], {"SPECRL_FOLDER": "{place}/old"}, "lmdb is for another Python than the checkout's"),
+    ([RECIPE], {"SPECRL_FOLDER": "{place}/no-c"}, "its nemo_specrl was built without the compiled"),
+    ([RECIPE], {"BASE_LOG_DIR": "/logs"}, "BASE_LOG_DIR=/logs: the container does not see it; add"),
+    ([RECIPE], {"HF_HOME": "models"}, "HF_HOME=models: must be the absolute path of a folder"),
     ([RECIPE], {"SPECRL_SCRIPT": "examples/none.py"}, "SPECRL_SCRIPT=examples/none.py: no such"),
     ([RECIPE], {"MOUNTS": "/data:/data"}, "MOUNTS=/data:/data: lacks the checkout"),
     ([RECIPE], {"MOUNTS": "{place}:/elsewhere"}, "MOUNTS={place}:/elsewhere: lacks the checkout"),
@@ -180,6 +210,7 @@ BAD = [
 def test_bad_input_is_one_line(place, arguments, changes, line):
     make_plugin(place / "old", python="311")
     (make_plugin(place / "full") / "torch").mkdir()
+    (make_plugin(place / "no-c") / "nemo_specrl" / "speculation" / "_suffix.abi3.so").unlink()
     (place / "elsewhere.yaml").touch()
 
     def filled(text):
@@ -206,6 +237,27 @@ def test_outside_of_a_checkout(place):
     done = check(place, RECIPE)
     assert done.returncode == 2
     assert done.stderr.endswith("no ray.sub here; submit from the root of a NeMo-RL checkout\n")
+
+
+def test_a_slow_controller_makes_no_node_dead(tmp_path):
+    """Slurm takes longer than a probe may to start a process anywhere; on n3 it starts none."""
+    programs = {
+        "scontrol": "printf '%s\\n' n1 n2 n3",
+        "srun": 'case "$*" in *=n3*) sleep 60 ;; esac; sleep 1.1',
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    supervise = SCRIPT.with_name("supervise.sh")
+    done = subprocess.run(
+        ["bash", "-euc", f"source {supervise}; PROBE_SECONDS=1; dead_nodes"],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "SCRIPT": "nemo_rl.sub",
+             "SLURM_JOB_NODELIST": "n[1-3]", "SLURMD_NODENAME": "n1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "n3\n", "")
 
 
 # In a job.
@@ -250,7 +302,9 @@ class Job:
 
     def __init__(self, cluster, *arguments, ray_sub=RAY_SUB, options=(), mounts="", **changes):
         self.cluster = cluster
-        self.checkout = make_checkout(cluster.folder / f"checkout-{len(files(cluster.folder))}")
+        self.checkout = make_checkout(
+            Path(tempfile.mkdtemp(prefix="checkout-", dir=cluster.folder))
+        )
         (self.checkout / "ray.sub").write_text(ray_sub)
         self.cache = cluster.local / "specrl"
         changes = {"SPECRL_CACHE_DIR": str(self.cache), **changes}
@@ -335,16 +389,67 @@ def test_head_without_gpus_is_not_counted(cluster):
     )
 
 
-def test_code_of_the_driver_is_passed_on(cluster):
-    job = Job(cluster, RECIPE, "exit=7")
-    assert job.code == 7
-    line = "the training ended with exit code 7, and all nodes answer: not started again"
-    assert job.lines[-1].endswith(f" {line}")
-
-
-def saved():
-    """What NeMo-RL says when it has ended before the time limit, as the script knows it."""
-    return SCRIPT.read_text().split("SAVED='")[1].split("'")[0]
+def test_failures_hangs_and_time_limits(cluster):
+    """Side by side, on nodes that answer: the first goes on, and the others stop some time."""
+    one_node = ("--nodes=1", "--time=1")
+    logs = cluster.folder / "logs"  # beside a checkout that cannot be written to
+    logs.mkdir()
+    jobs = {
+        "setup longer than the margin": {
+            "arguments": ("slow-setup=1",),
+            "options": ("--nodes=1", "--time=2"),
+            "mounts": f"{logs}:{logs}",
+            "BASE_LOG_DIR": str(logs),
+            "SPECRL_SAVE_SECONDS": "110",
+        },
+        "setup longer than the time": {
+            "arguments": ("sleeps=1",),
+            "options": one_node,
+            "SPECRL_SAVE_SECONDS": "5",
+            "SPECRL_MAX_STALLED": "1",
+        },
+        "fault": {
+            "arguments": ("saves=1", "exit=7"),
+            "options": ("--nodes=1",),
+            "SPECRL_MAX_STALLED": "1",
+        },
+        "hang": {
+            "arguments": ("sleeps=1",),
+            "options": ("--nodes=1",),
+            "SPECRL_HANG_SECONDS": "2",
+            "SPECRL_MAX_STALLED": "0",
+        },
+        "no time": {"options": one_node, "SPECRL_SAVE_SECONDS": "900"},
+    }
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        ended = {
+            name: pool.submit(Job, cluster, RECIPE, *job.pop("arguments", ()), **job)
+            for name, job in jobs.items()
+        }
+        ended = {name: job.result() for name, job in ended.items()}
+    said = {name: [line.split(": ", 1)[1] for line in job.lines] for name, job in ended.items()}
+    assert {name: job.code for name, job in ended.items()} == {
+        "setup longer than the margin": 0,
+        "setup longer than the time": 75,
+        "fault": 7,
+        "hang": 75,
+        "no time": 2,
+    }, {name: job.output for name, job in ended.items()}
+    restart = "starting again (restart 1 of at most 50), from checkpoint"
+    assert said["setup longer than the margin"] == [f"the time limit; {restart} 1"]
+    assert said["setup longer than the time"][0] == (
+        f"the time limit, before the training had saved; {restart} none"
+    )
+    failed = "the training ended with exit code 7"
+    assert said["fault"][0] == f"{failed}; {restart} 1"
+    assert said["fault"][1].startswith(
+        f"{failed}; not started again: 1 restarts have brought no checkpoint after step 1 "
+    )
+    assert said["hang"][0].startswith("no step was logged for 2 s; not started again: 0 restarts")
+    assert re.match(
+        r"SPECRL_SAVE_SECONDS=900: the job's time limit leaves [56]\d s, ", said["no time"][0]
+    )
+    assert list(logs.glob("*-restarts/restarts"))
 
 
 def test_a_training_that_ends_for_want_of_time_is_started_again(cluster):
@@ -377,7 +482,7 @@ def test_a_node_that_dies_gives_the_job_back_to_slurm(three_nodes):
         three_nodes.crash("n2")
         job = waiting.result()
     assert job.code == 0, job.output
-    assert any("no answer from n2; starting again" in line for line in job.lines), job.output
+    assert any("no answer from n2: the training ended" in line for line in job.lines), job.output
     assert (job.logs.parent / "1-1-logs" / "ray-driver.log").exists()
 
 
@@ -426,7 +531,7 @@ def test_the_ray_sub_of_nemo_rl(cluster):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     path = f"{programs}:{os.environ['PATH']}"
-    job = Job(cluster, RECIPE, "exit=7", ray_sub=ray_sub, PATH=path)
+    job = Job(cluster, RECIPE, "exit=7", ray_sub=ray_sub, PATH=path, SPECRL_MAX_STALLED="0")
     assert job.code == 7, job.output
     call = json.loads((job.logs / "ray-driver.log").read_text())
     assert call["node"] == "n1"

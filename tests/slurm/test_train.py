@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from nemo_specrl.trainer.log import read_metrics
 from tests.conftest import REPOSITORY
-from tests.slurm.cluster import running
+from tests.slurm.cluster import SUBNET, running
 from tests.trainer.test_training import DEMO, SMALL, records, train
 
 SCRIPT = REPOSITORY / "slurm" / "train.sbatch"
@@ -39,24 +42,27 @@ pytestmark = pytest.mark.usefixtures("own_ray")
 STAND_IN = """#!/bin/bash
 # Stands for Python: a Ray that runs, and a training that does what its overrides say.
 case "$*" in
-    *ray.scripts*) sleep infinity ;;
+    *ray.scripts*) echo "$*" && exec sleep infinity ;;
     *" train "*)
+        folder=$5 first=$((!${SLURM_RESTART_COUNT:-0}))
         if [[ $* == *test.late=* ]]; then
             trap 'exit 130' INT
             until [[ -e $SPECRL_STATE/go ]]; do sleep 0.1; done
         fi
         echo $$ >"$SPECRL_STATE/train.pid"
+        echo "run: $folder, arguments:" && printf '%s\\n' "${@:9}"
+        save() { mkdir -p "$folder/step_$((1 - first))"; }
         for argument; do
             case $argument in
-                checkpointing.checkpoint_dir=*) folder=${argument#*=} ;;
-                test.exit=*) code=${argument#*=} ;;
-                test.save=*) mkdir -p "$folder/step_$SLURM_RESTART_COUNT" ;;
+                test.exit=*) exit "${argument#*=}" ;;
+                test.once=*) ((!first)) || exit "${argument#*=}" ;;
+                test.save=*) save ;;
+                test.sleep=*) sleep "${argument#*=}" ;;
                 test.hang=*) exec sleep infinity ;;
-                test.late=*) ((${SLURM_RESTART_COUNT:-0})) || while :; do sleep 0.1; done ;;
+                test.preempted=*) trap 'save; exit 130' TERM; while ((first)); do sleep 0.1; done ;;
+                test.late=*) while ((first)); do sleep 0.1; done ;;
             esac
-        done
-        echo "arguments: ${*:5}"
-        exit "${code:-0}" ;;
+        done ;;
 esac
 """
 
@@ -64,6 +70,9 @@ esac
 @pytest.fixture(scope="module")
 def cluster():
     with running(3) as cluster:
+        # Each node takes its own name for a loopback address, as with Debian's installer.
+        hosts = cluster.folder / "etc" / "hosts"
+        hosts.write_text(re.sub(r"\S+ (n\d)", r"127.0.1.1 \1", hosts.read_text()))
         (cluster.folder / "python").write_text(STAND_IN)
         (cluster.folder / "python").chmod(0o755)
         yield cluster
@@ -73,7 +82,14 @@ class Job:
     """A job of the script; its run is in a folder of its own."""
 
     def __init__(
-        self, cluster, name, *overrides, recipe=RECIPE, options=("--nodes=2",), **settings
+        self,
+        cluster,
+        name,
+        *overrides,
+        recipe=RECIPE,
+        options=("--nodes=2",),
+        script=SCRIPT,
+        **settings,
     ):
         self.cluster, self.run = cluster, cluster.folder / name
         self.output = cluster.folder / f"{name}.out"
@@ -86,7 +102,7 @@ class Job:
         }
         submitted = cluster.run(
             *("sbatch", "--parsable", *options, f"--output={self.output}"),
-            *(str(SCRIPT), recipe, *overrides),
+            *(str(script), recipe, *overrides),
             cwd=REPOSITORY,
             env=environment,
         )
@@ -99,7 +115,7 @@ class Job:
         lines = self.output.read_text(errors="replace").splitlines() if self.output.exists() else []
         return [line.split(": ", 1)[1] for line in lines if " train.sbatch: " in line[:60]]
 
-    def until(self, condition, seconds=300):
+    def until(self, condition, seconds=60):
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, self.output.read_text(errors="replace")[-3000:]
@@ -209,44 +225,111 @@ def test_two_jobs_share_their_nodes(cluster, undisturbed):
         assert records(job.run) == undisturbed[:2]
 
 
-def test_a_typo_fails_once_with_its_own_message(cluster):
+def test_a_typo_is_found_before_anything_starts(cluster):
     one_node = {"options": ("--nodes=1",), "SPECRL_PYTHON": sys.executable}
-    job = Job(cluster, "typo", "grpo.max_num_stepz=3", **one_node)
+    job = Job(cluster, "typo", "++grpo.max_num_stepz=3", **one_node)
     assert job.end() == 2
-    assert "grpo.max_num_stepz: unknown key" in job.output.read_text()
-    assert len(started_on(job)) == 1
-    assert (
-        job.said[-1]
-        == "the training ended with exit code 2, and all nodes answer: not started again"
-    )
+    assert job.output.read_text().startswith("train.sbatch: grpo.max_num_stepz: unknown key")
+    assert job.output.read_text().count("\n") == 1
 
 
-def test_a_failure_on_two_nodes_that_answer_is_passed_on(cluster):
-    job = Job(cluster, "fails", "test.exit=3")
-    assert job.end() == 3
-    assert job.said == [
-        f"nodes n1 n2, run {job.run}, start 1",
-        "the training ended with exit code 3, and all nodes answer: not started again",
-    ]
-
-
-def test_the_limits_of_restarts(cluster):
-    """Of a training that hangs at its first step each time, and of one that saves before."""
+def test_failures_and_the_limits_of_restarts(cluster):
+    """Side by side, on nodes that answer: of a training whose rank has failed, as when a GPU or a
+    link does, and of one that hangs at its first step each time. Some save before."""
+    failed = "the training ended with exit code 3"
+    one_node = {"options": ("--nodes=1",)}
     limits = {"SPECRL_HANG_SECONDS": "1", "SPECRL_MAX_STALLED": "1", "SPECRL_MAX_RESTARTS": "2"}
+    goes_on = Job(cluster, "goes-on", "test.save=1", "test.once=3", SPECRL_MAX_STALLED="0")
+    stops = Job(cluster, "stops", "test.exit=3", **one_node, SPECRL_MAX_STALLED="1")
+    usage = Job(cluster, "usage", "test.exit=2", **one_node)
+    no_program = Job(cluster, "no-program", "test.exit=127", **one_node)
     stalled = Job(cluster, "stalled", "test.hang=1", **limits)
-    saves = Job(cluster, "saves", "test.save=1", "test.hang=1", **limits)
-    assert (stalled.end(), saves.end()) == (75, 75)
-    assert len(started_on(stalled)) == 2
-    assert stalled.said[1] == (
-        "no step was logged for 1 s; starting again (restart 1 of at most 2), from checkpoint none"
+    saves = Job(cluster, "saves", "test.save=1", "test.hang=1", **one_node, **limits)
+    jobs = (goes_on, stops, usage, no_program, stalled, saves)
+    assert [job.end() for job in jobs] == [0, 3, 2, 127, 75, 75]
+    assert [len(started_on(job)) for job in jobs] == [2, 2, 1, 1, 2, 3]
+    assert goes_on.said[1:2] == [
+        f"{failed}; starting again (restart 1 of at most 50), from checkpoint 0"
+    ]
+    assert stops.said[-1].startswith(
+        f"{failed}; not started again: 1 restarts have brought no checkpoint after step 0 "
     )
+    assert usage.said[1:] == [
+        "the training ended with exit code 2, which is bad input or a full disk: not started again"
+    ]
     assert stalled.said[-1] == (
         "no step was logged for 1 s; not started again: 1 restarts have brought no checkpoint "
         "after step 0 "
         f"(SPECRL_MAX_STALLED=1); look at the logs in {stalled.run}/slurm-{stalled.id}"
     )
-    assert len(started_on(saves)) == 3
     assert saves.said[-1].endswith("not started again: SPECRL_MAX_RESTARTS=2 is reached")
+    # Not by its name, which is a loopback address here.
+    head = (goes_on.run / f"slurm-{goes_on.id}" / "0" / "ray-head.log").read_text()
+    assert f"--node-ip-address={SUBNET}." in head
+
+
+def test_a_job_that_is_preempted_saves_and_starts_again(cluster):
+    """Slurm sends SIGTERM to its steps, and would cancel it when the grace time is over."""
+    options = ("--nodes=1", "--nodelist=n1", "--partition=low")
+    job = Job(cluster, "preempted", "test.preempted=1", options=options)
+    job.until(lambda: (job.run / f"slurm-{job.id}" / "train.pid").exists())
+    urgent = ("sbatch", "--nodelist=n1", "--exclusive", "--output=/dev/null", "--wrap=true")
+    cluster.run(*urgent, cwd=REPOSITORY)
+    assert job.end() == 0, job.output.read_text()
+    assert len(started_on(job)) == 2
+    assert job.said[1] == (
+        "the training was told to end by a signal, as before a preemption; starting again "
+        "(restart 1 of at most 50), from checkpoint 0"
+    )
+
+
+def test_ways_to_submit_it_and_names_of_folders(cluster):
+    """It finds what lies beside it, and no word of a path is taken for a node's name."""
+    home = cluster.folder / 'NODE\'s "own" %j home'
+    shutil.copytree(SCRIPT.parent, home / "slurm")
+    script, elsewhere = home / "slurm" / "train.sbatch", cluster.folder / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "supervise.sh").write_text("echo sourced >&2\n")  # another's
+    recipe, cache = REPOSITORY / RECIPE, cluster.local / 'NODE\'s "own" cache'
+    direct = Job(cluster, "direct", "test.sleep=3", recipe=str(recipe), script=script,
+                 SPECRL_RUN_DIR=str(home / "run"), SPECRL_CACHE_DIR=str(cache))  # fmt: skip
+    named = cluster.folder / "n2" / "local" / 'n2\'s "own" cache' / direct.id
+    named.mkdir(parents=True)
+
+    def submit(name, command, cwd=elsewhere, **settings):
+        output = cluster.folder / f"{name}.out"
+        given = {
+            "SPECRL_PYTHON": str(cluster.folder / "python"),
+            "SPECRL_RUN_DIR": str(cluster.folder / name),
+            **{"SCRIPT": str(script), "RECIPE": str(recipe), "OUT": str(output)},
+            **settings,
+        }
+        cluster.run("bash", "-c", command, cwd=cwd, env=given)
+        return output.read_text()
+
+    by_stdin = 'sbatch --wait --output="$OUT" <"$SCRIPT"'
+    wrap = """sbatch --wait --output="$OUT" --wrap 'bash "$SCRIPT" "$RECIPE"'"""
+    shell = 'salloc --nodes=2 bash "$SCRIPT" "$RECIPE" >"$OUT" 2>&1'
+    by_name = {"SPECRL_RECIPE": str(recipe)}
+    with ThreadPoolExecutor(5) as pool:
+        lost = pool.submit(submit, "lost", by_stdin, **by_name)
+        found = [
+            pool.submit(submit, "in-home", by_stdin, cwd=home, **by_name),
+            pool.submit(submit, "told", by_stdin, SPECRL_HOME=str(home), **by_name),
+            pool.submit(submit, "wrapped", wrap),
+            pool.submit(submit, "shell", shell),
+        ]
+        lost, *found = (output.result() for output in (lost, *found))
+    assert lost.startswith(f"train.sbatch: no supervise.sh of nemo_specrl in {cluster.folder}/n")
+    assert lost.endswith(f"{elsewhere}; set SPECRL_HOME to a checkout of nemo_specrl\n")
+    assert lost.count("\n") == 1  # and nothing was sourced
+    assert direct.end() == 0, direct.output.read_text()
+    for output in [direct.output.read_text(), *found]:
+        assert "\nrun: " in output, output
+    assert (home / "run" / f"slurm-{direct.id}" / "0" / "ray-head.log").exists()
+    assert named.exists()
+    for name in cluster.names:
+        assert not list((cluster.folder / name / "local" / cache.name).glob("*"))
 
 
 def test_the_time_limit_while_the_training_is_not_up_yet(cluster):
@@ -271,26 +354,28 @@ def test_a_slurm_without_pyxis(cluster):
 
 
 def test_an_array_takes_a_line_of_overrides_for_each_task(cluster):
+    """And the one that fails starts again alone: the last, which has the array's own number."""
     sweep = cluster.folder / "sweep"
-    sweep.write_text("a.preset=lossless b=1\na.preset=faithful\n")
+    sweep.write_text("a.preset='x  y' b=\"1\" test.sleep=8\n\ntest.save=1 test.once=3\n")
     options = ("--nodes=1", "--array=0-2")
     job = Job(cluster, "sweep-%a", options=options, SPECRL_SWEEP=str(sweep),
               SPECRL_RUN_DIR=str(cluster.folder / "swept"))  # fmt: skip
     outputs = [cluster.folder / f"sweep-{task}.out" for task in range(3)]
     job.until(lambda: not cluster.run("squeue", "--noheader", cwd=REPOSITORY).stdout)
     first, second, third = (output.read_text() for output in outputs)
-    assert f"checkpoint_dir={cluster.folder}/swept/0 " in first
-    assert "a.preset=lossless b=1\n" in first
-    assert f"checkpoint_dir={cluster.folder}/swept/1 " in second
-    assert "a.preset=faithful\n" in second
-    assert third == (
-        f"train.sbatch: SPECRL_SWEEP={sweep}: has no line for task 2 (lines count from 0)\n"
+    assert f"run: {cluster.folder}/swept/0, arguments:\na.preset=x  y\nb=1\n" in first
+    assert second == (
+        f"train.sbatch: SPECRL_SWEEP={sweep}: has no line for task 1 (lines count from 0)\n"
     )
+    assert third.count(f"run: {cluster.folder}/swept/2, ") == 2
+    assert [text.count(" starting again ") for text in (first, third)] == [0, 1]
+    assert [text.count(", start ") for text in (first, third)] == [1, 2]
+    assert (cluster.folder / "swept" / "2" / f"slurm-{job.id}_2" / "restarts").exists()
 
 
 def check(*arguments, **settings):
     """Run the script outside of a job."""
-    environment = {"PATH": os.environ["PATH"], "SPECRL_PYTHON": "python3", **settings}
+    environment = {"PATH": os.environ["PATH"], "SPECRL_PYTHON": sys.executable, **settings}
     return subprocess.run(
         ["bash", SCRIPT, *arguments],
         cwd=REPOSITORY,
@@ -305,7 +390,7 @@ def test_shows_what_would_run():
     done = check(RECIPE, "grpo.max_num_steps=3", SPECRL_RUN_DIR="/runs/one")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
-        f"python3 -m nemo_specrl train {RECIPE} grpo.max_num_steps=3",
+        f"{sys.executable} -m nemo_specrl train {RECIPE} grpo.max_num_steps=3",
         "run: /runs/one",
     ]
 
@@ -314,7 +399,14 @@ IMAGE = {"SPECRL_CONTAINER": "registry#image"}
 BAD = [
     ([], {}, "no recipe given; usage:"),
     (["none.yaml"], {}, "none.yaml: no such recipe in"),
-    ([RECIPE, "--steps"], {}, "--steps: not an override; give KEY=VALUE"),
+    ([RECIPE, "--steps"], {}, "'--steps': overrides have the form key=value"),
+    ([RECIPE, "++logger.log_dir='/x y'"], {}, "logger.log_dir=/x y: set SPECRL_RUN_DIR instead"),
+    ([RECIPE], {"SPECRL_PYTHON": "env -u PYTHONPATH python3 -I -S"}, "has no nemo_specrl that can"),
+    (
+        [RECIPE],
+        {"SPECRL_HOME": "/none"},
+        "no supervise.sh of nemo_specrl in /none/slurm; set SPECRL",
+    ),
     ([RECIPE, "logger.log_dir=/x"], {}, "logger.log_dir=/x: set SPECRL_RUN_DIR instead"),
     ([RECIPE, "policy.generation.spec_rl.cache.dir=/x"], {}, "set SPECRL_CACHE_DIR instead"),
     ([RECIPE], {"SPECRL_CACHE_DIR": "raid"}, "SPECRL_CACHE_DIR=raid: must be an absolute path"),

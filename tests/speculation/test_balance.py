@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_specrl.speculation.balance import WORTHWHILE, balanced_order
+from nemo_specrl.speculation.balance import WORTHWHILE, balanced_order, expected_costs
 
 costs = st.lists(st.floats(0, 1e4), max_size=80)
 
@@ -45,3 +45,22 @@ def test_even_batches_stay_as_they_are():
     assert balanced_order([], 4) == []
     assert balanced_order([1.0, 9.0], 1) == [0, 1]
     assert balanced_order([1.0, 9.0, 4.0], 8) == [0, 1, 2]
+
+
+def test_rows_of_a_prompt_are_expected_to_be_as_long_as_the_earlier_ones():
+    known = {"short": 10.0, "long": 90.0, "of another batch": 1e6}
+    assert expected_costs(["long", "new", "short"], known) == [90.0, 50.0, 10.0]
+    assert expected_costs(["new", "other"], known) == [1.0, 1.0]
+    assert expected_costs([], known) == []
+
+
+def test_skewed_lengths_without_a_draft_are_dealt_out_evenly():
+    """Groups of 8, of which one writes ten times as much as the others: all rows decode in full."""
+    groups = ["long", "a", "b", "c"]
+    rows = [group for group in groups for _ in range(8)]
+    costs = expected_costs(rows, {"long": 1000.0, "a": 100.0, "b": 100.0, "c": 100.0})
+    order = balanced_order(costs, 4)
+    totals = [sum(costs[i] for i in share) for share in shares(order, len(rows), 4)]
+    assert sum(totals) == 8 * 1300
+    assert totals == [2600.0] * 4
+    assert longest(costs, range(len(rows)), 4) == 8000

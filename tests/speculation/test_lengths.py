@@ -1,9 +1,10 @@
 """Draft lengths on simulated machines, whose costs and chances of acceptance are known.
 
-A machine is a function from rows and draft tokens to seconds, a policy one from what speaks for a
-token to its chance of being accepted. The lengths are decided from what an engine would tell and
-nothing else. The expected tokens per second are compared with those of the best fixed chance at
-which drafts end, with known chances, and with those of no drafts at all.
+A machine is a function from rows, draft tokens and the longest draft to seconds, a policy one from
+what speaks for a token to its chance of being accepted. The lengths are decided from what an engine
+would tell and nothing else. The expected tokens per second are compared with those of the best
+fixed chance at which drafts end, with known chances, those of the best fixed lengths, and those of
+no drafts at all.
 """
 
 import math
@@ -11,7 +12,13 @@ import math
 import numpy as np
 import pytest
 
-from nemo_specrl.speculation.lengths import AcceptanceChances, DraftLengths, StepCosts
+from nemo_specrl.speculation.lengths import (
+    AcceptanceChances,
+    DraftLengths,
+    Step,
+    StepCosts,
+    likeliest,
+)
 
 CELLS = 24
 PRIOR = np.linspace(0.3, 0.98, CELLS)
@@ -21,20 +28,29 @@ LONGEST, NO_TOKEN = 24, CELLS  # behind the cells: no token
 LEARNING, MEASURED = 600, 600  # steps
 
 
-def cpu(rows, drafted):
+def cpu(rows, drafted, longest):
     return 1.4e-3 + 6e-5 * rows + (drafted > 0) * (3e-4 + 2e-5 * rows) + 1.2e-5 * drafted
 
 
-def gpu(rows, drafted):
+def gpu(rows, drafted, longest):
     """Up to 150 tokens the weights' way through memory, from there on computation."""
     return 2.5e-3 + max(4e-3, 2.7e-5 * (rows + drafted)) + 2e-6 * rows
 
 
-def dear(rows, drafted):
+def padding(rows, drafted, longest):
+    """A GPU whose sampler pads each row to the longest draft."""
+    return gpu(rows, drafted, longest) + 4e-6 * rows * longest
+
+
+def padding_cpu(rows, drafted, longest):
+    return cpu(rows, drafted, longest) + 2e-5 * rows * longest
+
+
+def dear(rows, drafted, longest):
     return 1e-3 + 1e-4 * rows + (drafted > 0) * 1e-3 + 2e-4 * drafted
 
 
-def free(rows, drafted):
+def free(rows, drafted, longest):
     return 5e-3 + 1e-7 * (rows + drafted)
 
 
@@ -67,6 +83,9 @@ REGIMES = {
     "GPU, many rows, warm": (gpu, 64, BETTER, warm),
     "GPU, full batch, mixed": (gpu, 256, PRIOR, mixed),
     "GPU, full batch, hardly accepted": (gpu, 256, HARDLY, mixed),
+    "GPU that pads, few rows, warm": (padding, 8, PRIOR, warm),
+    "GPU that pads, many rows, mixed": (padding, 64, PRIOR, mixed),
+    "GPU that pads, full batch, mixed": (padding, 256, BETTER, mixed),
     "dear tokens": (dear, 16, PRIOR, warm),
     "free tokens": (free, 16, WORSE, mixed),
 }
@@ -81,7 +100,7 @@ def expected(machine, truth, cells, lengths):
     """Tokens and seconds of a step."""
     kept = np.arange(LONGEST) < np.asarray(lengths)[:, None]
     tokens = len(cells) + float((chances_of(truth, cells) * kept).sum())
-    return np.array([tokens, machine(len(cells), int(kept.sum()))])
+    return np.array([tokens, machine(len(cells), int(kept.sum()), int(max(lengths)))])
 
 
 class Engine:
@@ -102,7 +121,8 @@ class Engine:
         taken = np.array(self.taken(cells))
         self.drafted.append(int(taken.sum()))
         noise = rng.lognormal(0, 0.1) * (10 if rng.random() < self.outliers else 1)
-        self.lengths.observe(rows, self.drafted[-1], 0, machine(rows, self.drafted[-1]) * noise)
+        computed = rows, self.drafted[-1], int(taken.max())
+        self.lengths.observe(Step(*computed, 0), machine(*computed) * noise)
         accepted = np.cumprod(rng.random(cells.shape) < np.append(truth, 0.0)[cells], axis=1)
         for row in np.flatnonzero(taken).tolist():
             draft = cells[row, : taken[row]].astype(np.uint8).tobytes()
@@ -114,15 +134,16 @@ class Engine:
         lengths.prepare(len(cells), self.drafted[-1] if self.drafted else 0)
         believed = chances_of(lengths.table, cells).astype(np.float32)
         found = ((believed >= lengths.least) & (cells != NO_TOKEN)).sum(axis=1)
+        found = np.minimum(found, lengths.looked_up)
         if not lengths.searching:
             return found.tolist()
         drafts = [row[:n].tobytes() for row, n in zip(believed, found, strict=True)]
         return lengths.choose(drafts)
 
 
-def fixed(machine, truth, drafts, least):
+def fixed(machine, truth, drafts, least, longest):
     """Tokens and seconds where drafts end at a chance, which is known; ``least`` > 1: none."""
-    made = [(chances_of(truth, cells) >= least).sum(axis=1) for cells in drafts]
+    made = [(chances_of(truth, cells) >= least)[:, :longest].sum(axis=1) for cells in drafts]
     steps = zip(drafts, made, strict=True)
     return sum(expected(machine, truth, cells, lengths) for cells, lengths in steps)
 
@@ -142,9 +163,10 @@ def test_no_fixed_chance_and_no_plain_decoding_yields_notably_more(regime, outli
     engine.run(machine, truth, drafts[:LEARNING])
     mine = rate(engine.run(machine, truth, drafts[LEARNING:]))
     measured = drafts[LEARNING:]
-    others = {c: rate(fixed(machine, truth, measured, c)) for c in (2, 0.8, 0.6, 0.4, 0.2, 0.1)}
-    assert mine > 0.95 * max(others.values())
-    assert mine > 0.98 * others[2]
+    whole = [(chance, LONGEST) for chance in (2, 0.8, 0.6, 0.4, 0.2, 0.1)]
+    others = [rate(fixed(machine, truth, measured, *how)) for how in (*whole, (0.2, 3), (0.2, 8))]
+    assert mine > 0.95 * max(others)
+    assert mine > 0.98 * others[0]
 
 
 def test_the_choice_follows_the_policy_and_the_rows():
@@ -165,10 +187,10 @@ def test_the_choice_follows_the_policy_and_the_rows():
 def test_until_costs_are_known_drafts_end_at_the_first_chance():
     lengths = DraftLengths(PRIOR, FIRST, MAX_TOKENS)
     for _ in range(StepCosts.FITTED - 1):
-        lengths.observe(4, 0, 0, 0.01)
+        lengths.observe(Step(4, 0, 0, 0), 0.01)
         lengths.prepare(4, 0)
         assert (lengths.least, lengths.searching) == (FIRST, False)
-    lengths.observe(4, 0, 0, 0.01)
+    lengths.observe(Step(4, 0, 0, 0), 0.01)
     lengths.prepare(4, 0)
     assert lengths.searching
 
@@ -206,23 +228,25 @@ def test_one_step_of_bad_luck_does_not_move_every_chance():
     assert chances.table[20] > 0.5 * PRIOR[20]
 
 
-def test_costs_are_those_of_the_machine():
+@pytest.mark.parametrize("machine", [cpu, padding_cpu])
+def test_costs_are_those_of_the_machine(machine):
     rng = np.random.default_rng(4)
     costs = StepCosts()
     for _ in range(50 * StepCosts.FITTED):
         rows, begun = int(rng.integers(1, 64)), int(rng.integers(0, 3))
         drafted = int(rng.integers(0, 2) * rng.integers(1, 500))
-        seconds = cpu(rows, drafted) + 2e-4 * begun
-        costs.observe(rows, drafted, begun, seconds * rng.lognormal(0, 0.05))
-    for rows, drafted in ((8, 0), (8, 100), (60, 0), (60, 400)):
-        predicted = float(costs.seconds(rows, np.array([drafted]))[0])
-        assert predicted == pytest.approx(cpu(rows, drafted), rel=0.1)
+        longest = int(min(LONGEST, rng.integers(-(-drafted // rows), drafted + 1)))
+        seconds = machine(rows, drafted, longest) + 2e-4 * begun
+        costs.observe(Step(rows, drafted, longest, begun), seconds * rng.lognormal(0, 0.05))
+    for rows, drafted, longest in ((8, 0, 0), (8, 100, 20), (60, 0, 0), (60, 400, 8), (60, 90, 24)):
+        predicted = float(costs.seconds(rows, np.array([drafted]), np.array([longest]))[0])
+        assert predicted == pytest.approx(machine(rows, drafted, longest), rel=0.1)
 
 
 def test_of_each_draft_the_likeliest_tokens_are_taken():
     """A step of 1 ms, with 0.1 ms for each draft token, is worth one that brings 0.3 of a row's."""
     lengths = DraftLengths(PRIOR, FIRST, MAX_TOKENS)
-    lengths.costs.costs = np.array([1e-3, 0, 1e-4, 0, 0, 0])
+    lengths.costs.costs = np.array([1e-3, 0, 1e-4, 0, 0, 0, 0])
     lengths.prepare(3, 1)
     assert lengths.searching
     chances = [np.array(c, np.float32).tobytes() for c in ([0.9, 0.8, 0.1], [], [0.5, 0.05])]
@@ -235,9 +259,41 @@ def test_of_each_draft_the_likeliest_tokens_are_taken():
 def test_drafts_leave_room_for_all_rows_in_a_step():
     """A step's tokens go to rows in their order, so that without room the last ones get none."""
     lengths = DraftLengths(PRIOR, FIRST, 7)
-    lengths.costs.costs = np.array([1.0, 0, 0, 0, 0, 0])
+    lengths.costs.costs = np.array([1.0, 0, 0, 0, 0, 0, 0])
     lengths.prepare(4, 1)
     chances = [np.array(c, np.float32).tobytes() for c in ([0.9, 0.8, 0.7], [0.6], [], [0.95])]
     assert lengths.choose(chances) == [2, 0, 0, 1]
     lengths.prepare(7, 1)
     assert lengths.choose([chances[0]] * 7) == [0] * 7
+
+
+def test_a_limit_is_set_where_all_rows_are_padded_to_the_longest_draft():
+    """One row in eight has a long draft: worth it while it alone is paid for."""
+    chances = [np.float32([0.95] * 24).cumprod().astype(np.float32).tobytes()]
+    chances += [np.array([0.9], np.float32).tobytes()] * 7
+    taken = []
+    for padded in (0, 2e-5):
+        lengths = DraftLengths(PRIOR, FIRST, MAX_TOKENS, longest=24)
+        lengths.costs.costs = np.array([5e-3, 0, 1e-5, 0, 0, 0, padded])
+        lengths.prepare(8, 1)
+        assert lengths.looked_up == 24
+        taken.append(lengths.choose(chances))
+        lengths.prepare(8, 1)
+        assert not lengths.searching
+        limit = lengths.looked_up
+    assert taken[0] == [24] + [1] * 7
+    assert 1 < taken[1][0] == limit < 24 and taken[1][1:] == [1] * 7
+
+
+def test_drafts_of_a_step_keep_their_bound_with_equal_chances_too():
+    """The bound is one of memory: ties are not a reason to exceed it."""
+    equal = [np.array([0.9] * 4, np.float32).tobytes()] * 5
+    lengths = DraftLengths(PRIOR, FIRST, MAX_TOKENS, max_drafted=7)
+    lengths.costs.costs = np.array([1.0, 0, 0, 0, 0, 0, 0])
+    lengths.prepare(5, 1)
+    assert sum(lengths.choose(equal)) == 7
+    assert likeliest(equal, 7) == lengths.choose(equal)
+    assert likeliest(equal, 20) == [4] * 5
+    assert likeliest(equal, 0) == likeliest(equal, -3) == [0] * 5
+    falling = [np.array(c, np.float32).tobytes() for c in ([0.9, 0.2], [0.8, 0.7, 0.1], [])]
+    assert likeliest(falling, 3) == [1, 2, 0]

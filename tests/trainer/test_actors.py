@@ -29,6 +29,13 @@ def test_an_address_at_which_nobody_answers(monkeypatch, closed_port, address):
     assert str(told.value).startswith(f"RAY_ADDRESS = {address!r}: ")
 
 
+@pytest.mark.parametrize("address", ["local:", "x:y:z", "file:///x"])
+def test_what_is_no_address(monkeypatch, address):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ConfigError, match=f"RAY_ADDRESS = '{address}': .*; give HOST:PORT, or"):
+        actors.connect()
+
+
 @pytest.mark.timeout(60)
 def test_an_address_that_drops_what_is_sent(monkeypatch):
     """As behind a firewall: nobody takes the connection, which is not refused either."""

@@ -2,6 +2,7 @@
 
 import time
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from nemo_specrl.trainer.log import MetricsLog, read_metrics
@@ -64,3 +65,10 @@ def test_a_textfile_that_cannot_be_written_costs_no_step(tmp_path, caplog):
     log.close()
     assert samples(path)[("nemo_specrl_step", ("run", "run"))] == 3
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 4
+
+
+@pytest.mark.parametrize("line", ["null", "3", "[]", '{"reward": 1}', '{"step": "2"}', "[" * 10**5])
+def test_a_line_that_is_no_record_ends_what_is_kept(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n')
+    MetricsLog(tmp_path, 5, tensorboard=False).close()
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}]

@@ -104,6 +104,19 @@ def test_rows_without_advantage_make_no_step(policy):
     assert np.concatenate(policy.logprobs(samples())).tolist() == np.concatenate(before).tolist()
 
 
+def test_weights_that_a_step_has_ruined_are_reported(policy, tmp_path):
+    policy.save(tmp_path)
+    assert policy.not_finite() is None
+    ruinous = samples()[:4]
+    for sample in ruinous:
+        sample.advantages = np.full_like(sample.advantages, 1e38)
+    metrics = policy.train(ruinous, epochs=1)
+    assert not np.isfinite(metrics["grad_norm"])
+    assert policy.not_finite().startswith("model.")
+    policy.load(tmp_path)
+    assert policy.not_finite() is None
+
+
 def test_an_engine_that_was_refitted_has_its_logprobs(policy, engine):
     """Real vLLM; a tensor that arrives wrong is noticed."""
     from vllm import SamplingParams
@@ -177,13 +190,14 @@ def test_a_rank_that_dies_in_a_step_ends_the_call(policy, monkeypatch):
     monkeypatch.setattr(ray, "wait", kill_first)
     with pytest.raises(PolicyError, match=r"^rank 1 \(TP 0, PP 1, DP 0\) of .* died; .* resumed"):
         policy.train(samples(), epochs=1)
-    assert not ray.is_initialized()  # it was the policy's own
+    assert ray.is_initialized()  # others may be using it, in another thread
     wait_until_gone(pids)
     with pytest.raises(
         PolicyError, match=r"^rank 0 .* has ended: by a shutdown, or as another failed"
     ):
         policy.logprobs(samples())
     policy.shutdown()
+    assert not ray.is_initialized()  # it was the policy's own
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -198,8 +212,9 @@ def test_a_rank_that_hangs_in_a_step_ends_the_call(random_model, monkeypatch, sh
         os.kill(pids[1], signal.SIGSTOP)
         with pytest.raises(PolicyError, match=r"^rank 1 \(TP 0, PP 1, DP 0\) .* has not a"):
             policy.train(samples(), epochs=1)
-        assert ray.is_initialized() is shared
         wait_until_gone(pids)
+        policy.shutdown()
+        assert ray.is_initialized() is shared
     finally:
         ray.shutdown()
 

@@ -1,10 +1,15 @@
 """Recipes: the shipped ones, overrides, and one line for whatever is wrong."""
 
+import copy
+import re
+import shutil
+from pathlib import Path
+
 import pytest
 import yaml
 
-from nemo_specrl.errors import ConfigError
-from nemo_specrl.trainer.checkpoint import fixed_part
+from nemo_specrl.errors import CheckpointError, ConfigError
+from nemo_specrl.trainer.checkpoint import check_same_recipe, fixed_part, latest
 from nemo_specrl.trainer.recipe import load_recipe
 from tests.conftest import REPOSITORY
 
@@ -97,6 +102,88 @@ def test_a_resumed_run_may_have_another_layout():
     assert fixed() == fixed("policy.generation.colocated.resources.gpus_per_node=3")
     assert fixed() != fixed("policy.generation.colocated.enabled=true")
     assert fixed() != fixed("policy.megatron_cfg.enabled=false")
+
+
+def without(values, name):
+    """Fixed keys without one of them."""
+    *blocks, key = name.split(".")
+    values = inner = copy.deepcopy(values)
+    for block in blocks:
+        inner = inner[block]
+    del inner[key]
+    return values
+
+
+@pytest.mark.parametrize(
+    ("name", "default", "other"),
+    [
+        ("grpo.ppo_epochs", "1", "2"),
+        ("policy.generation.spec_rl.fresh_fraction", "1", "0.5"),  # by the preset
+        ("loss_fn.ratio_clip_c", "null", "10"),
+        ("policy.generation.spec_rl.tree.adaptive", "true", "false"),
+    ],
+)
+def test_a_key_that_is_new_in_a_release_matters_only_with_another_value(name, default, other):
+    before = without(fixed_part(load_recipe(DEMO)), name)
+    check_same_recipe(Path("step_1"), before, load_recipe(DEMO, [f"{name}={default}"]))
+    message = rf"^step_1: was made with {re.escape(name)} = None, the recipe says "
+    with pytest.raises(CheckpointError, match=message):
+        check_same_recipe(Path("step_1"), before, load_recipe(DEMO, [f"{name}={other}"]))
+
+
+def test_a_key_that_a_release_no_longer_has_is_told(caplog):
+    before = fixed_part(load_recipe(DEMO))
+    before["loss_fn"]["gone"] = 3
+    check_same_recipe(Path("step_1"), before, load_recipe(DEMO))
+    assert "loss_fn.gone = 3, which this release does not have" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("made_with", "now", "message"),
+    [
+        ([], ["grpo.seed=1"], r"grpo\.seed = 42, the recipe says 1"),
+        ([], ["grpo=null", "ppo.adv_estimator.name=gae"], r"grpo\..* the recipe says None"),
+        (["policy.generation.vllm_kwargs.max_num_seqs=9"], [], r"max_num_seqs = 9"),
+        (["+policy.generation.vllm_kwargs.seed_of=9"], [], r"vllm_kwargs\.seed_of = 9"),
+        (
+            ["policy.generation.colocated={enabled: false, resources: {gpus_per_node: 1}}"],
+            [],
+            r"colocated\.enabled = False",
+        ),
+    ],
+)
+def test_what_makes_another_run_is_refused(made_with, now, message):
+    before = fixed_part(load_recipe(DEMO, made_with))
+    with pytest.raises(CheckpointError, match=message):
+        check_same_recipe(Path("step_1"), before, load_recipe(DEMO, now))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "null", "[]", "3", "{", "{}", "[" * 100_000, "\xff"),
+        *('{"format": 1, "steps": 3}', '{"format": "1"}', '{"format": null}'),
+        *('{"format": 1, "step": "3"}', '{"format": 1, "step": 2}', '{"format": 1, "step": true}'),
+        *('{"format": 1, "step": 3, "recipe": null}', '{"format": 1, "step": 3, "monitor": 5}'),
+        '{"format": 1, "step": 3, "position": -1}',
+    ],
+    ids=lambda text: text[:40],
+)
+def test_a_progress_that_is_none_says_how_to_go_on(tmp_path, text):
+    for step in (1, 3):
+        folder = tmp_path / f"step_{step}"
+        folder.mkdir()
+        (folder / "progress.json").write_text(text, encoding="latin-1")
+    (tmp_path / "step_\u00b2").mkdir()
+    with pytest.raises(
+        CheckpointError, match=r"; remove this folder to resume from step_1$"
+    ) as told:
+        latest(tmp_path)
+    assert str(told.value).startswith(f"{tmp_path / 'step_3'}: damaged (progress.json: ")
+    assert "\n" not in str(told.value) and len(str(told.value)) < 500
+    shutil.rmtree(tmp_path / "step_1")
+    with pytest.raises(CheckpointError, match=r"to begin anew, as there is no other$"):
+        latest(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import tempfile
@@ -97,26 +96,6 @@ def test_an_engine_that_hangs_and_one_that_dies(launch, tmp_path):
     assert [r["step"] for r in read_metrics(folder / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
     learned = json.loads((folder / "section_seconds.json").read_text())
     assert set(learned) == {"setup", "rollout", "training", "checkpoint", "outside"}
-
-
-@pytest.fixture
-def network_disk(tmp_path):
-    """A FUSE file system, and its server: stopped, it hangs as one on a network does."""
-    if shutil.which("bindfs") is None:
-        pytest.skip("no bindfs here; to run this test: apt-get install bindfs")
-    folder, disk = tmp_path / "disk", tmp_path / "behind"
-    folder.mkdir()
-    disk.mkdir()
-    server = subprocess.Popen(["bindfs", "-f", disk, folder], stderr=subprocess.PIPE)
-    while not folder.is_mount():
-        if server.poll() is not None:
-            pytest.skip(f"no file system can be mounted here: {server.stderr.read().decode()}")
-        time.sleep(0.05)
-    yield folder, server
-    server.send_signal(signal.SIGCONT)
-    subprocess.run(["umount", "--lazy", folder], check=True)
-    server.terminate()
-    server.wait(10)
 
 
 @pytest.mark.timeout(400)

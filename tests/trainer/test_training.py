@@ -6,16 +6,22 @@ Every run is a process of its own, as a user's is. The recipe is the demo's, mad
 import json
 import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+import torch
 
 from nemo_specrl import RolloutStore
+from nemo_specrl.trainer.checkpoint import checkpoints
 from nemo_specrl.trainer.generation import tokenizer_identity
-from nemo_specrl.trainer.log import read_metrics
+from nemo_specrl.trainer.log import MetricsLog, read_metrics
+from nemo_specrl.trainer.recipe import load_recipe
+from nemo_specrl.trainer.trainer import Trainer
 from tests.conftest import REPOSITORY
 from tests.ports import listening
 
@@ -103,11 +109,52 @@ def wait_for_steps(process, folder, steps):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A run that was never interrupted: six steps, three epochs."""
+def whole_run(tmp_path_factory):
+    """A run of six steps, three epochs, that was never interrupted: folder, and what it printed."""
     folder = tmp_path_factory.mktemp("whole")
-    train(folder)
-    return folder
+    return folder, train(folder)
+
+
+@pytest.fixture(scope="module")
+def whole(whole_run):
+    return whole_run[0]
+
+
+def test_a_run_prints_what_it_loads_and_each_step_once(whole_run):
+    _, done = whole_run
+    first, *steps = done.stdout.splitlines()
+    assert first == f"train: loading {DEMO}, torch and vLLM; the first step takes a minute or more"
+    numbers = [re.match(r"speculative step +(\d+)  reward .* reused \d+%", s)[1] for s in steps]
+    assert numbers == ["1", "2", "3", "4", "5", "6"]
+    for third_party in ("Triton", "FutureWarning", "NUMA", "it/s"):
+        assert third_party not in done.stderr
+
+
+def test_a_log_that_cannot_be_closed_leaves_no_process(tmp_path):
+    class Part:
+        def __init__(self):
+            self.process = subprocess.Popen(["sleep", "600"])
+
+        def shutdown(self):
+            self.process.kill()
+            self.process.wait()
+
+    class Begun(Trainer):
+        def _build(self):
+            self.policy, self.generation, self.value = Part(), Part(), Part()
+            self.log = MetricsLog(tmp_path, 0, tensorboard=False)
+            os.dup2(pipe[1], self.log._file._file.fileno())  # a pipe cannot be flushed to a disk
+
+    pipe = os.pipe()
+    trainer = Begun(load_recipe(REPOSITORY / DEMO, [f"checkpointing.checkpoint_dir={tmp_path}"]))
+    trainer.stop = True
+    with pytest.raises(OSError, match="Invalid argument"):
+        list(trainer.run())
+    parts = (trainer.policy, trainer.generation, trainer.value)
+    assert [part.process.returncode for part in parts] == [-signal.SIGKILL] * 3
+    trainer.log._file._file.close()
+    for end in pipe:
+        os.close(end)
 
 
 def test_a_run_writes_what_it_promises(whole):
@@ -237,9 +284,39 @@ def test_a_damaged_checkpoint_is_named(whole, tmp_path):
     damaged = tmp_path / "run" / "step_6" / "progress.json"
     damaged.write_text("{")
     done = train(tmp_path / "run", "grpo.max_num_epochs=4", code=2)
-    assert "remove this folder to resume from the checkpoint before it" in " ".join(
-        done.stderr.split()
-    )
+    assert "remove this folder to resume from step_4" in " ".join(done.stderr.split())
+
+
+def test_a_run_that_diverges_ends_and_leaves_its_last_checkpoint(whole, tmp_path):
+    """Moments that are not finite ruin the weights of the next step, before any refit or save."""
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    file = run / "step_6" / "policy" / "optimizer.pt"
+    state = torch.load(file, weights_only=True)
+    for moments in state["state"].values():
+        moments["exp_avg"].fill_(float("inf"))
+    torch.save(state, file)
+    more = ("grpo.max_num_epochs=4", "checkpointing.save_period=1", "checkpointing.keep_top_k=1")
+    done = train(run, *more, code=2)
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith("nemo-specrl: step 7: the training has diverged (the policy's weights ")
+    assert f"the last checkpoint is {run / 'step_6'}" in line
+    assert "Traceback" not in done.stderr
+    assert [p.name for p in checkpoints(run)] == ["step_4", "step_6"]
+    assert len(read_metrics(run / "metrics.jsonl")) == 6
+
+
+def test_without_checkpoints_none_is_read_and_none_is_written(whole, tmp_path):
+    def files():
+        return {p: p.stat().st_mtime_ns for p in whole.rglob("*")}
+
+    before = files()
+    off = ("checkpointing.enabled=false", "grpo.max_num_steps=1", f"logger.log_dir={tmp_path}")
+    done = train(whole, *off)
+    assert "resuming" not in done.stdout
+    assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [1]
+    assert files() == before
+    assert not checkpoints(tmp_path)
 
 
 def test_plain_and_speculative_begin_alike(whole, tmp_path):
@@ -331,11 +408,11 @@ def test_ppo(tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("policy.generation.spec_rl.lenience=0", "lenience = 0: must be greater than 0"),
-        ("policy.generation.temperature=0.5", "set temperature: 1.0, or spec_rl.enabled: false"),
-        ("policy.model_name=nowhere", "must be a folder with a config.json"),
         ("checkpointing.checkpoint_dir=/proc/nowhere", "/proc/nowhere"),
-        ("policy.generation.vllm_kwargs.nonsense=1", "vLLM refuses it"),
+        (
+            "policy.generation.vllm_kwargs.block_size=7",
+            "vLLM refuses it: No common block size for 7",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(tmp_path, override, message):
@@ -345,13 +422,22 @@ def test_bad_input_is_one_line_and_code_2(tmp_path, override, message):
     assert "Traceback" not in done.stderr
 
 
-def test_a_foreign_store_is_refused(tmp_path):
-    with RolloutStore(tmp_path / "cache", max_bytes=2**22, tokenizer_id="another"):
+def test_a_run_begins_with_a_warm_start_and_not_with_what_another_run_left(whole, tmp_path):
+    """Though both name the same cache folder; the warm start's rollouts serve from step 2 on."""
+    cache = tmp_path / "cache"
+    with RolloutStore(cache / ("a" * 16), max_bytes=2**22, tokenizer_id="another"):
         pass
-    done = train(
-        tmp_path / "run", f"policy.generation.spec_rl.cache.dir={tmp_path / 'cache'}", code=2
-    )
-    assert "is of tokenizer 'another'" in " ".join(done.stderr.split())
+    command = (sys.executable, "-m", "nemo_specrl", "cache", "import", whole / "step_6", cache)
+    subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
+    names = f"policy.generation.spec_rl.cache.dir={cache}", "grpo.max_num_steps=2"
+    train(tmp_path / "warm", *names)
+    cold = read_metrics(whole / "metrics.jsonl")[:2]
+    warm = read_metrics(tmp_path / "warm" / "metrics.jsonl")
+    assert [r["spec_rl/cache_prompts"] for r in cold] == [4, 8]
+    assert [r["spec_rl/cache_prompts"] for r in warm] == [8, 8]
+    assert [r["spec_rl/draft_coverage"] for r in cold] == [0, 0]
+    assert warm[0]["spec_rl/draft_coverage"] == 0 < warm[1]["spec_rl/draft_coverage"]
+    assert sorted(len(folder.name) for folder in cache.iterdir()) == [10, 16, 16]
 
 
 def test_report_of_a_run(whole):

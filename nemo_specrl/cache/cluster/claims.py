@@ -11,9 +11,14 @@ from collections.abc import Sequence
 
 from nemo_specrl.rollout import Finish, Rollout
 
-__all__ = ["SampleClaims"]
+__all__ = ["RENEW_SECONDS", "ROW_SECONDS", "SampleClaims"]
 
-CLAIM_SECONDS = 3600.0
+CLAIM_SECONDS = 120.0
+"""How long a claim holds that nobody renews: its client has died, or does not know of it."""
+RENEW_SECONDS = 30.0
+"""How often a client renews the claims of its rows."""
+ROW_SECONDS = 3600.0
+"""A row that has not ended by then is taken for lost, and its claim no longer renewed."""
 
 
 class SampleClaims:
@@ -38,8 +43,8 @@ class SampleClaims:
     ) -> int:
         """Assign a sample index to the next row of a prompt.
 
-        It stays claimed until its rollout is stored (:meth:`release`), or for
-        ``CLAIM_SECONDS``.
+        It stays claimed until its rollout is stored or its row has failed (:meth:`release`), or for
+        ``CLAIM_SECONDS`` after the client said last that the row is under way (:meth:`hold`).
 
         Args:
             key: the prompt's key.
@@ -71,7 +76,7 @@ class SampleClaims:
         return sample_index
 
     def hold(self, key: bytes, sample_index: int, seconds: float = CLAIM_SECONDS) -> None:
-        """Claim a sample index that another shard has assigned, for ``seconds``."""
+        """Claim a sample index, assigned by whichever shard, for ``seconds`` from now."""
         self._until[(key, sample_index)] = time.monotonic() + seconds
 
     def held(self, start: bytes, stop: bytes | None) -> list[tuple[bytes, int, float]]:
@@ -92,7 +97,7 @@ class SampleClaims:
         ]
 
     def release(self, key: bytes, sample_index: int) -> None:
-        """Drop a claim whose rollout is stored. A claim whose row fails expires by itself."""
+        """Drop a claim, as its rollout is stored or its row has failed."""
         self._until.pop((key, sample_index), None)
 
     def _claimed(self, row: tuple[bytes, int], now: float) -> bool:

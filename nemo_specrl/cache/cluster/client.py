@@ -16,66 +16,26 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import ray
 
-from nemo_specrl.cache.cluster.membership import Routing, View, missing_writes
+from nemo_specrl.cache.cluster.calls import FAILED, Breaker, Lookups, Write, ready
+from nemo_specrl.cache.cluster.claims import RENEW_SECONDS, ROW_SECONDS
+from nemo_specrl.cache.cluster.membership import View, missing_writes
 from nemo_specrl.cache.cluster.transfers import in_one_line
 from nemo_specrl.cache.codec import packed
 from nemo_specrl.rollout import Outline, Rollout
 
-__all__ = ["CALL_SECONDS", "FAILED", "POLL_SECONDS", "CacheClient", "ready"]
+__all__ = ["POLL_SECONDS", "CacheClient"]
 
 PUT_AT_ONCE = 64
-FAILURES_TO_OPEN = 3
-OPEN_SECONDS = 30.0
 SYNC_SECONDS = 30.0
 POLL_SECONDS = 1.0
-CALL_SECONDS = 60.0
 ANY_EPOCH = -1
 """Older than every routing: a shard merges what is put with it, since it may come late."""
-FAILED = object()
-"""Stands for the answer of a shard that failed."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class _Breaker:
-    """A circuit breaker: after several failures in a row a shard is not called for a while."""
-
-    failures: int = 0
-    open_until: float = 0.0
-
-    @property
-    def closed(self) -> bool:
-        return time.monotonic() >= self.open_until
-
-    def count(self, failed: bool) -> None:
-        self.failures = self.failures + 1 if failed else 0
-        if self.failures >= FAILURES_TO_OPEN:
-            self.failures, self.open_until = 0, time.monotonic() + OPEN_SECONDS
-
-
-@dataclass
-class _Write:
-    """Rollouts that have been sent, and the calls that have no answer yet.
-
-    Args:
-        rollouts: what was sent.
-        routing: that it was sent by.
-        calls: each with the name of its shard.
-    """
-
-    rollouts: list[Rollout]
-    routing: Routing
-    calls: dict[Any, str]
-
-
-Lookups = dict[Any, tuple[str, list[bytes]]]
-"""Calls that look up, with the name of the shard and the keys."""
 
 
 class CacheClient:
@@ -115,13 +75,15 @@ class CacheClient:
 
     def _reset(self) -> None:
         self.failures = 0
-        self._breakers = {node: _Breaker() for node in self._view.shards}
+        self._breakers = {node: Breaker() for node in self._view.shards}
         self._buffer: list[Rollout] = []
-        self._writes: list[_Write] = []
+        self._writes: list[Write] = []
         self._unsynced: set[str] = set()
         self._missed: set[str] = set()  # shards that did not receive what they should have
         self._keeper_call: Any = None
         self._keeper_called_at = -POLL_SECONDS
+        self._claimed: dict[tuple[bytes, int], float] = {}  # rows under way, and since when
+        self._renewing: asyncio.Task[None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what has been sent: it stays with the client that sent it."""
@@ -190,7 +152,8 @@ class CacheClient:
         """Get a sample index for a row that comes alone, and its prompt's rollouts.
 
         All clients ask the same shard, so no sample index is given to two rows. The other shards of
-        the partition are told, so that one of them can take over.
+        the partition are told, so that one of them can take over. The claim ends when a rollout of
+        the sample index is put, or with :meth:`release`; until then this client renews it.
 
         Args:
             key: of the row's prompt.
@@ -205,29 +168,55 @@ class CacheClient:
             if node is None or not self._usable(node):
                 self._request_view()
                 return None
-            epoch = self._view.routing.epoch
-            call = self._view.shards[node].claim.remote(key, policy_version, epoch)
+            shard, epoch = self._view.shards[node], self._view.routing.epoch
+            call = shard.claim.remote(key, policy_version, epoch, self.incarnation)
             try:
                 claimed, newer = await asyncio.wait_for(call, self.deadline_s)
             except Exception as error:  # the cache can only cost speed
                 self._failed(node, error)
                 return None
-            self._breakers[node].count(failed=False)
+            self._succeeded(node)
             self._adopt(newer)
             if claimed is not None:
                 sample_index, rollouts = claimed
-                for other in self._view.routing.write(key):
-                    if other != node:
-                        self._view.shards[other].hold.remote(key, sample_index)
+                self._claimed[key, sample_index] = time.monotonic()
+                self._tell_writers("hold", [(key, sample_index)])
+                if self._renewing is None or self._renewing.done():
+                    self._renewing = asyncio.get_running_loop().create_task(self._renew())
                 return sample_index, rollouts
         return None
+
+    def release(self, key: bytes, sample_index: int) -> None:
+        """End the claim of a row of which no rollout will be put: it failed, or was given up."""
+        if self._claimed.pop((key, sample_index), None) is not None:
+            self._tell_writers("release", [(key, sample_index)])
+
+    async def _renew(self) -> None:
+        """Tell shards which rows are under way, as long as there are any."""
+        while self._claimed:
+            await asyncio.sleep(RENEW_SECONDS)
+            since = time.monotonic() - ROW_SECONDS
+            self._claimed = {row: at for row, at in self._claimed.items() if at > since}
+            self._tell_writers("hold", list(self._claimed))
+
+    def _tell_writers(self, method: str, rows: list[tuple[bytes, int]]) -> None:
+        """Call a method of the shards that receive the rollouts of rows, without an answer."""
+        by_node: dict[str, list[tuple[bytes, int]]] = defaultdict(list)
+        for row in rows:
+            for node in self._view.routing.write(row[0]):
+                if self._usable(node):
+                    by_node[node].append(row)
+        for node, some in by_node.items():
+            getattr(self._view.shards[node], method).remote(some)
 
     def put(self, rollouts: Iterable[Rollout]) -> None:
         """Store rollouts.
 
         They are sent in batches, the last one with :meth:`flush`, :meth:`deliver` or :meth:`sync`.
         """
-        self._buffer += rollouts
+        for rollout in rollouts:
+            self._buffer.append(rollout)
+            self._claimed.pop((rollout.key, rollout.sample_index), None)
         if len(self._buffer) >= PUT_AT_ONCE:
             self.flush()
 
@@ -258,7 +247,7 @@ class CacheClient:
             if on_disk:
                 for node in self._unsynced & self._view.shards.keys():
                     call = self._view.shards[node].sync.remote()
-                    self._writes.append(_Write([], self._view.routing, {call: node}))
+                    self._writes.append(Write([], self._view.routing, {call: node}))
                 self._unsynced.clear()
             left = until - time.monotonic()
             self._collect_acks(max(0.0, min(POLL_SECONDS, left)))
@@ -323,7 +312,7 @@ class CacheClient:
                     self._missed.add(node)
         if by_node:
             calls = {shards[n].put.remote(batch, routing.epoch): n for n, batch in by_node.items()}
-            self._writes.append(_Write(rollouts, routing, calls))
+            self._writes.append(Write(rollouts, routing, calls))
             self._unsynced |= by_node.keys()
         elif rollouts:
             self._request_view()
@@ -348,10 +337,13 @@ class CacheClient:
         if view is None or view.routing.epoch <= self._view.routing.epoch:
             return
         self._view = view
-        self._breakers = {node: _Breaker() for node in view.shards}  # the keeper reaches them
+        self._breakers = {node: Breaker() for node in view.shards}  # the keeper reaches them
         for write in self._writes:
             missing = missing_writes(write.rollouts, write.routing, view.routing)
             for node, batch in missing.items():
+                if node not in view.shards:
+                    self._missed.add(node)
+                    continue
                 write.calls[view.shards[node].put.remote(batch, ANY_EPOCH)] = node
                 self._unsynced.add(node)
             write.routing = view.routing
@@ -361,7 +353,8 @@ class CacheClient:
         self._poll_keeper()
         now = time.monotonic()
         if self._keeper is not None and now - self._keeper_called_at >= POLL_SECONDS:
-            self._keeper_call, self._keeper_called_at = self._keeper.view.remote(), now
+            known = self._view.routing.epoch
+            self._keeper_call, self._keeper_called_at = self._keeper.view.remote(known), now
 
     def _poll_keeper(self) -> None:
         """Adopt the view that the keeper was asked for, if it has come."""
@@ -390,9 +383,12 @@ class CacheClient:
         except Exception as error:  # the cache can only cost speed
             self._failed(node, error)
             return FAILED
-        if node in self._breakers:
-            self._breakers[node].count(failed=False)
+        self._succeeded(node)
         return result
+
+    def _succeeded(self, node: str) -> None:
+        if node in self._breakers:  # by a newer view it may be gone
+            self._breakers[node].count(failed=False)
 
     def _failed(self, node: str, error: Exception) -> None:
         self.failures += 1
@@ -408,10 +404,3 @@ class CacheClient:
                 self._view.nodes.get(node, "unknown"),
                 in_one_line(error),
             )
-
-
-def ready(calls: Collection[Any], timeout: float) -> set[Any]:
-    """Return the calls that are answered within ``timeout`` seconds."""
-    if not calls:
-        return set()  # which Ray does not take
-    return set(ray.wait(list(calls), num_returns=len(calls), timeout=timeout)[0])

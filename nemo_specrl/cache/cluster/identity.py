@@ -1,4 +1,4 @@
-"""The identity of a shard's folder: its name, and the run that used it last.
+"""The identity of a shard's folder: its name, who used it last, and its newest incarnation.
 
 The name belongs to the disk. A shard that comes back with its disk has the name that it had, and
 with it the same partitions.
@@ -25,11 +25,14 @@ class Identity(NamedTuple):
 
     Args:
         name: of the shard.
-        incarnation: of the run that used the folder last; 0: not known.
+        life: of the run that used the folder last, a number that each start and each resumption of
+            a run draws anew; 0: not known.
+        incarnation: the largest one that anything in the store was put with; 0: not known.
     """
 
     name: str
-    incarnation: int
+    life: int
+    incarnation: int = 0
 
 
 def read_identity(folder: Path) -> Identity:
@@ -62,7 +65,7 @@ def write_identity(folder: Path, identity: Identity) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    text = f"{identity.name} {identity.incarnation}".encode()
+    text = f"{identity.name} {identity.life} {identity.incarnation}".encode()
     temporary = folder / f"{IDENTITY_FILE}.tmp"
     temporary.write_bytes(text + b" " + _checksum(text) + b"\n")
     temporary.replace(folder / IDENTITY_FILE)
@@ -72,8 +75,9 @@ def _parse(line: bytes) -> Identity | None:
     text, _, checksum = line.removesuffix(b"\n").rpartition(b" ")
     if not text or checksum != _checksum(text):
         return None
-    name, _, incarnation = text.decode().partition(" ")
-    return Identity(name, int(incarnation))
+    name, life, *newest = text.decode().split(" ")
+    # Earlier releases had one number for both, the incarnation of the run that used it last.
+    return Identity(name, int(life), int(newest[0] if newest else life))
 
 
 def _checksum(text: bytes) -> bytes:

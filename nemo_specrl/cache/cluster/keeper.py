@@ -21,7 +21,7 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -30,6 +30,7 @@ from nemo_specrl.cache.cluster.membership import Copy, Health, Membership, View
 from nemo_specrl.cache.cluster.shard import Shard, ShardInfo
 from nemo_specrl.cache.cluster.transfers import (
     BACKGROUND,
+    FILES,
     PATIENCE_SECONDS,
     RETRY_SECONDS,
     Transfers,
@@ -37,11 +38,12 @@ from nemo_specrl.cache.cluster.transfers import (
 )
 from nemo_specrl.errors import ConfigError, StoreUnavailable
 
-__all__ = ["Keeper"]
+__all__ = ["START_SECONDS", "Keeper", "Started"]
 
 TICK_SECONDS = 0.25
 PING_SECONDS = 1.0
-START_SECONDS = 120.0
+START_SECONDS = 180.0
+"""How long the start of a run waits for stores to open; what opens later joins later."""
 
 logger = logging.getLogger(__name__)
 
@@ -79,12 +81,27 @@ class _ShardHandle:
     member: bool = False
 
 
+class Started(NamedTuple):
+    """What the start of a cache has come to.
+
+    Args:
+        view: of the shards that are there.
+        incarnation: the largest one that anything on their disks was put with.
+        remarks: lines for the user, such as why a node has no shard.
+    """
+
+    view: View
+    incarnation: int
+    remarks: list[str]
+
+
 class Keeper:
     """The actor. Its own thread runs :meth:`step`; the other methods are called by clients.
 
     Args:
         folder: of the first shard of each machine; further shards of a machine add a number to it.
-        incarnation: of the run; a node that comes back to it keeps what its disk has.
+        life: a number that is drawn anew whenever the run starts or resumes; a node that comes back
+            in the same life keeps what its disk has.
         keep: nodes that are there at the start keep what their disks have, whatever run it is of;
             otherwise they start empty.
         partitions: number of partitions.
@@ -95,21 +112,25 @@ class Keeper:
     def __init__(
         self,
         folder: str,
-        incarnation: int,
+        life: int,
         keep: bool,
         partitions: int,
         replicas: int,
         options: Mapping[str, Any],
     ) -> None:
         self._folder = Path(folder)
-        self._incarnation = incarnation
+        self._life = life
         self._keep = keep
+        self._warm = not keep
         self._partitions = partitions
         self._options = dict(options)
-        # The clock makes epochs grow when a keeper is restarted, too.
+        # The clock makes epochs grow when a keeper is restarted, too, and clients say so if it has
+        # been set back (:meth:`view`).
         self._membership = Membership(partitions, replicas, epoch=time.time_ns() // 10**6)
         self._shards: dict[str, _ShardHandle] = {}  # by Ray's id of the node
         self._retry_at: dict[str, float] = {}  # when to try again on a node
+        self._at_start: set[str] = set()  # nodes that were there, with or without a shard
+        self._failed: dict[str, str] = {}  # why a node has no shard, by the node's address and id
         self._layout: tuple[str, ...] = ()
         self._view = View(self._membership.routing, {}, {})
         self._transfers = Transfers(partitions)
@@ -119,39 +140,87 @@ class Keeper:
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         if ray.get_runtime_context().was_current_actor_reconstructed:
-            self._keep = False
+            self._keep = self._warm = False
             self._run_in_background()
 
-    def start(self) -> View:
+    def start(self) -> Started:
         """Start shards on all nodes that are there now, and keep them replicated from then on.
 
+        A node whose folder cannot be used has no part in the cache, until it can.
+
         Raises:
-            StoreUnavailable: a node's folder cannot be used.
+            StoreUnavailable: no node has a folder that can be used.
         """
+        remarks: list[str] = []
         if self._thread is None:
             self._update_nodes()
-            for shard in self._shards.values():
-                try:
-                    ray.get(shard.call, timeout=START_SECONDS)
-                except ray.exceptions.RayError as error:
-                    raise StoreUnavailable(f"{self._folder}: {in_one_line(error)}") from error
+            self._at_start = set(self._shards)
+            self._wait_for_shards()
+            shards = list(self._shards.values())
+            late = [shard for shard in shards if shard.info is None]
+            self._failed |= {
+                _name(shard): f"{self._folder} has not opened in {START_SECONDS:.0f} s"
+                for shard in late
+            }
+            if len(late) == len(shards):
+                more = f" (and {len(self._failed) - 1} more nodes)" if len(self._failed) > 1 else ""
+                why = next(iter(self._failed.values()), f"{self._folder}: there are no nodes")
+                raise StoreUnavailable(why + more)
+            remarks += [
+                f"{node} has no part in the cache, as long as this lasts: {why}"
+                for node, why in self._failed.items()
+            ]
+            remarks += [
+                f"{_name(shard)}: {line}"
+                for shard in shards
+                if shard.info is not None
+                for line in shard.info.remarks
+            ]
+            until = time.monotonic() + START_SECONDS
             while not self.started():
+                if time.monotonic() > until:
+                    raise StoreUnavailable(f"{self._folder}: no shard answers its keeper")
                 self.step()
                 time.sleep(0.01)
-            self._keep = False
             self._run_in_background()
-        return self._view
+        infos = [shard.info for shard in self._shards.values() if shard.info is not None]
+        newest = max((info.incarnation for info in infos), default=0)
+        return Started(self._view, newest, remarks)
+
+    def _wait_for_shards(self) -> None:
+        """Wait until each shard has opened its store, or has failed to, or is late."""
+        until = time.monotonic() + START_SECONDS
+        while opening := [s.call for s in self._shards.values() if s.info is None]:
+            if time.monotonic() > until:
+                return
+            ray.wait(opening, num_returns=1, timeout=PING_SECONDS)
+            now = time.monotonic()
+            for shard in self._shards.values():
+                shard.heard_at = now  # nothing is sent to those that wait for the others
+            self._poll_shards()
 
     def started(self) -> bool:
-        """Whether all shards know the current view and answer look-ups by it."""
-        return not self._membership.changed and all(
-            shard.member and shard.answers > 1 and shard.epoch == self._view.routing.epoch
-            for shard in self._shards.values()
+        """Whether all shards that are there know the current view, and answer look-ups by it."""
+        members = [shard for shard in self._shards.values() if shard.member]
+        return (
+            bool(members)
+            and not self._membership.changed
+            and all(
+                shard.answers > 1 and shard.epoch == self._view.routing.epoch for shard in members
+            )
         )
 
-    def view(self) -> View:
-        """Return the current view."""
-        return self._view
+    def view(self, known: int = 0) -> View:
+        """Return the current view.
+
+        Args:
+            known: epoch of the caller's. It is larger than this keeper's own where the keeper was
+                restarted and the clock has been set back; the caller then gets a later one.
+        """
+        with self._lock:
+            self._membership.outrun(known)
+            self._plan_if_changed()
+            return self._view
 
     def health(self) -> Health:
         """Return how far the copies are from complete."""
@@ -189,7 +258,7 @@ class Keeper:
         """End all shards; their disks keep what they have."""
         self._closed.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(RETRY_SECONDS)
         closing = [shard.actor.close.remote() for shard in self._shards.values()]
         if closing:
             ray.wait(closing, num_returns=len(closing), timeout=RETRY_SECONDS)
@@ -231,6 +300,7 @@ class Keeper:
         self._nodes_checked_at = now
         nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in _nodes()}
         for gone in self._shards.keys() - nodes.keys():
+            self._failed.pop(_name(self._shards[gone]), None)
             logger.warning("rollout cache: node %s is gone", gone)
             self._drop(self._shards[gone])
         for node, machine in nodes.items():
@@ -242,12 +312,14 @@ class Keeper:
         # A number that is free belonged to a shard that is gone; the new one finds its disk again.
         index = min(set(range(len(taken) + 1)) - taken)
         name = f"{self._folder.name}-{index}" if index else self._folder.name
+        first = self._thread is None or node in self._at_start
         remote: Any = ray.remote  # whose types do not know of concurrency groups
         actor = (
-            remote(concurrency_groups={BACKGROUND: 4}, num_cpus=0)(Shard)
+            remote(concurrency_groups={BACKGROUND: 4, FILES: 2}, num_cpus=0)(Shard)
             .options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
-            .remote(str(self._folder.with_name(name)), self._incarnation, self._keep, self._options)
-        )
+            .remote(str(self._folder.with_name(name)), self._life, self._keep and first,
+                    self._options, self._warm and first)
+        )  # fmt: skip
         call = actor.describe.options(concurrency_group=BACKGROUND).remote(self._partitions)
         return _ShardHandle(node, actor, machine, index, call, heard_at=time.monotonic())
 
@@ -262,9 +334,10 @@ class Keeper:
             try:
                 answer = ray.get(call)
             except Exception as error:  # of the actor, its store or its node
-                logger.warning(
-                    "rollout cache: shard of node %s: %s", shard.node, in_one_line(error)
-                )
+                why, name = in_one_line(error), _name(shard)
+                if self._failed.get(name) != why:  # it is tried again and again
+                    logger.warning("rollout cache: shard of %s: %s", name, why)
+                self._failed[name] = why
                 self._drop(shard)
                 self._retry_at[shard.node] = now + RETRY_SECONDS
                 continue
@@ -292,6 +365,7 @@ class Keeper:
 
     def _join(self, shard: _ShardHandle) -> None:
         assert shard.info is not None
+        self._failed.pop(_name(shard), None)
         shard.member = True
         with self._lock:
             self._membership.join(shard.info.name, shard.info.holds)
@@ -348,6 +422,10 @@ class Keeper:
                 heartbeat = shard.actor.heartbeat.options(concurrency_group=BACKGROUND)
                 shard.call = heartbeat.remote(view, shard.answers)
                 shard.called_at, shard.sent_epoch = now, view.routing.epoch
+
+
+def _name(shard: _ShardHandle) -> str:
+    return f"node {shard.machine} ({shard.node})"
 
 
 def _nodes() -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ actors.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from nemo_specrl.cache.cluster.placement import Table, moves, place
@@ -238,6 +238,12 @@ class Membership:
         """Record that a node did not receive something that was written to the others."""
         if name in self.members:
             self._missed.add(name)
+            self._changed = True
+
+    def outrun(self, epoch: int) -> None:
+        """Make the next routing newer than one that is known, as of a keeper before this one."""
+        if self.routing.epoch < epoch:
+            self.routing = replace(self.routing, epoch=epoch)
             self._changed = True
 
     def prefer(self, nodes: Collection[str]) -> None:

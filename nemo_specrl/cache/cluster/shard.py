@@ -10,6 +10,7 @@ This module knows stores and views. :mod:`.keeper` makes Ray actors of it.
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -17,11 +18,13 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from nemo_specrl.cache.cluster.claims import SampleClaims
 from nemo_specrl.cache.cluster.identity import Identity, read_identity, write_identity
 from nemo_specrl.cache.cluster.membership import View, newest, recency
+from nemo_specrl.cache.files import as_cache_errors
+from nemo_specrl.cache.runs import begin_empty, remarks, remove_unused
 from nemo_specrl.cache.snapshot import (
     PartitionFile,
     key_range,
@@ -43,6 +46,9 @@ LOCK_SECONDS = 20.0
 CHUNK_TOKENS = 2**19
 """A chunk of a copy ends with the prompt that reaches this many tokens: about 4 MiB."""
 
+_Result = TypeVar("_Result")
+logger = logging.getLogger(__name__)
+
 
 class ShardInfo(NamedTuple):
     """A shard's description of itself.
@@ -51,11 +57,15 @@ class ShardInfo(NamedTuple):
         name: the same for as long as its folder is there.
         store_id: a new one each time that the store is opened, or goes on empty.
         holds: partitions of which there is something in the store.
+        incarnation: the largest one that anything in the store was put with.
+        remarks: lines for the user on how the store began and where it lies.
     """
 
     name: str
     store_id: str
     holds: tuple[int, ...]
+    incarnation: int = 0
+    remarks: tuple[str, ...] = ()
 
 
 class Chunk(NamedTuple):
@@ -79,9 +89,10 @@ class Shard:
 
     Args:
         folder: on the node's own disk.
-        incarnation: of the run.
-        keep: keep what the folder holds even if it is of another run; otherwise it is emptied.
+        life: of the run: a number that each start and each resumption of it draws anew.
+        keep: keep what the folder holds even if it is of another life; otherwise it is emptied.
         options: of :class:`RolloutStore`.
+        warm: a store that is emptied begins with the warm start beside it (:mod:`..runs`).
         clock: monotonic seconds.
 
     Raises:
@@ -92,23 +103,28 @@ class Shard:
     def __init__(
         self,
         folder: str,
-        incarnation: int,
+        life: int,
         keep: bool,
         options: Mapping[str, Any],
+        warm: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        path = Path(folder)
+        path = self._folder = Path(folder)
         self.claims = SampleClaims()
-        self.store = _open(path, options)
-        self.name, last_used_by = read_identity(path)
-        if not keep and last_used_by != incarnation and len(self.store):
-            self.store.close()
-            for file in path.glob("*.mdb"):
-                file.unlink()
-            self.store = _open(path, options)
-        write_identity(path, Identity(self.name, incarnation))
+        tokenizer_id = str(options["tokenizer_id"])
+        with as_cache_errors("open the rollout store", path):
+            lines = remove_unused(path)
+            known = read_identity(path)
+            if not keep and known.life != life:
+                lines += _patiently(lambda: begin_empty(path, tokenizer_id, warm=warm))
+            self.store = _patiently(lambda: RolloutStore(path, **options))
+            self._identity = Identity(known.name, life, known.incarnation)
+            write_identity(path, self._identity)
+        lines += remarks(path, int(options["max_bytes"]))
+        for line in lines:
+            logger.warning("rollout cache: %s", line)
+        self.name, self._remarks = known.name, tuple(lines)
         self.view: View | None = None
-        self._incarnation = incarnation
         self._groups = int(options.get("groups_per_prompt", 1))
         self._clock = clock
         self._writing = threading.Lock()  # so that no copy undoes a put
@@ -130,7 +146,9 @@ class Shard:
         for partition in range(partitions):
             if next(self.store.scan(*key_range(partition, partitions)), None) is not None:
                 holds.append(partition)
-        return ShardInfo(self.name, self._store_id, tuple(holds))
+        return ShardInfo(
+            self.name, self._store_id, tuple(holds), self._identity.incarnation, self._remarks
+        )
 
     def heartbeat(self, view: View, last_answer: int) -> tuple[str, int]:
         """Learn the current view, and that the keeper has received an earlier answer.
@@ -206,6 +224,7 @@ class Shard:
         with self._writing:
             for rollout in rollouts:
                 self.claims.release(rollout.key, rollout.sample_index)
+            self._note_incarnation(rollouts)
             if self._newer_view(epoch) is None:
                 self.store.put(rollouts)
             else:
@@ -213,7 +232,7 @@ class Shard:
             return self._newer_view(epoch)
 
     def claim(
-        self, key: bytes, policy_version: int, epoch: int
+        self, key: bytes, policy_version: int, epoch: int, incarnation: int
     ) -> tuple[tuple[int, list[Rollout]] | None, View | None]:
         """Assign a sample index to a row that comes alone (:class:`SampleClaims`).
 
@@ -221,6 +240,7 @@ class Shard:
             key: of the row's prompt.
             policy_version: of the weights that will serve the row.
             epoch: of the caller's routing.
+            incarnation: of the run.
 
         Returns:
             The sample index and the prompt's rollouts, and the current view where it is newer than
@@ -236,13 +256,20 @@ class Shard:
             return None, newer
         rollouts = self.store.get([key]).get(key, [])
         with self._writing:
-            index = self.claims.claim(key, rollouts, policy_version, self._incarnation)
+            index = self.claims.claim(key, rollouts, policy_version, incarnation)
             return (index, rollouts), self._newer_view(epoch)
 
-    def hold(self, key: bytes, sample_index: int) -> None:
-        """Note that another shard has assigned a sample index, so as not to assign it again."""
+    def hold(self, rows: list[tuple[bytes, int]]) -> None:
+        """Note that rows are under way whose sample indices this or another shard has assigned."""
         with self._writing:
-            self.claims.hold(key, sample_index)
+            for key, sample_index in rows:
+                self.claims.hold(key, sample_index)
+
+    def release(self, rows: list[tuple[bytes, int]]) -> None:
+        """Note that rows have failed or were given up, so that others may have their indices."""
+        with self._writing:
+            for key, sample_index in rows:
+                self.claims.release(key, sample_index)
 
     def sync(self) -> None:
         """Return when everything put so far is on disk.
@@ -319,7 +346,7 @@ class Shard:
 
     def read_snapshot(
         self, folder: str, files: list[PartitionFile], mine: set[int], of: int
-    ) -> list[str]:
+    ) -> tuple[list[str], int]:
         """Merge files of a snapshot; what is newer in the store stays.
 
         Args:
@@ -329,7 +356,8 @@ class Shard:
             of: number of partitions.
 
         Returns:
-            A line for each damaged file, which is left out.
+            A line for each damaged file, which is left out, and the largest incarnation that
+            anything in the store was put with.
 
         Raises:
             StoreUnavailable: writing the store failed.
@@ -347,7 +375,7 @@ class Shard:
             except CacheError as error:
                 damaged.append(str(error))
         self.store.sync()
-        return damaged
+        return damaged, self._identity.incarnation
 
     def close(self) -> None:
         """Commit what is buffered and release the folder."""
@@ -358,6 +386,15 @@ class Shard:
             raise StoreUnavailable(
                 f"shard {self.name}: no contact with its keeper for {LEASE_SECONDS:g} s"
             )
+
+    def _note_incarnation(self, rollouts: Iterable[Rollout]) -> None:
+        """Have the folder remember the largest incarnation, before anything of it is stored."""
+        newest = max((rollout.incarnation for rollout in rollouts), default=0)
+        if newest > self._identity.incarnation:
+            identity = self._identity._replace(incarnation=newest)
+            with as_cache_errors("write", self._folder):
+                write_identity(self._folder, identity)
+            self._identity = identity
 
     def _newer_view(self, epoch: int) -> View | None:
         view = self.view
@@ -375,6 +412,7 @@ class Shard:
         incoming: dict[tuple[bytes, int], list[Rollout]] = defaultdict(list)
         for rollout in rollouts:
             incoming[rollout.key, rollout.sample_index].append(rollout)
+        self._note_incarnation(r for group in incoming.values() for r in group)
         for row, group in incoming.items():
             kept = newest(group, present[row], self._groups)
             current = list(dict.fromkeys(map(recency, present[row])))
@@ -382,12 +420,12 @@ class Shard:
                 self.store.put(reversed(kept))  # to a store, what is put last is the newest
 
 
-def _open(path: Path, options: Mapping[str, Any]) -> RolloutStore:
-    """The store; the actor of a run that was killed may hold its folder for some seconds yet."""
+def _patiently(call: Callable[[], _Result]) -> _Result:
+    """Call what opens a folder; the actor of a run that was killed may hold it for seconds yet."""
     until = time.monotonic() + LOCK_SECONDS
     while True:
         try:
-            return RolloutStore(path, **options)
+            return call()
         except StoreInUse:
             if time.monotonic() > until:
                 raise

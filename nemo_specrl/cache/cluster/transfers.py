@@ -16,12 +16,14 @@ import ray
 
 from nemo_specrl.cache.cluster.membership import Copy
 from nemo_specrl.cache.snapshot import key_range
-from nemo_specrl.errors import last_line
+from nemo_specrl.errors import SpecRLError, last_line
 
-__all__ = ["BACKGROUND", "PATIENCE_SECONDS", "RETRY_SECONDS", "Transfers", "in_one_line"]
+__all__ = ["BACKGROUND", "FILES", "PATIENCE_SECONDS", "RETRY_SECONDS", "Transfers", "in_one_line"]
 
 BACKGROUND = "background"
 """Concurrency group of shards for calls that must not queue behind those of clients."""
+FILES = "files"
+"""Concurrency group of shards for calls that read or write a shared file system, which may hang."""
 PATIENCE_SECONDS = 12.0
 RETRY_SECONDS = 5.0
 COPIES_AT_ONCE = 4
@@ -122,7 +124,7 @@ class Transfers:
     ) -> _Transfer | None:
         """Make the call that follows one that was answered; None where the copy is complete."""
         if transfer.merging:
-            following = ray.get(transfer.call)
+            following = ray.get(transfer.call, timeout=PATIENCE_SECONDS)
             return None if following is None else self._read(copy, following, shards)
         # The chunk was waited for, so that no thread of the target waits for it.
         _, stop = key_range(copy.partition, self._partitions)
@@ -131,6 +133,12 @@ class Transfers:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return an error's type and the last line of its message, if it has one."""
+    """Return an error's type and the last line of its message; of one on purpose, its message."""
+    cause = getattr(error, "cause", None) or error  # Ray adds the place where it was raised
+    if isinstance(cause, SpecRLError):
+        return str(cause)
     name, line = type(error).__name__, last_line(error)
+    _, on_purpose, rest = line.partition("nemo_specrl.errors.")
+    if on_purpose and ": " in rest:  # raised where an actor was made, and text by now
+        return rest.partition(": ")[2]
     return name if line == name else f"{name}: {line}"

@@ -10,6 +10,8 @@ Modules, each of which imports only from those below it::
     monitor              feeds the drift monitor with the rows of each step
     anchor               starts the clipped ratio from birth log-probs
     metrics              the engines' metrics under NeMo-RL's names
+    supervision          tells a batch script of checkpoints, and that steps end
+    deadline             the job's time limit, where NeMo-RL asks whether to save and end
     records              carries what is known of each rollout from the engines to the driver
     run                  the plug-in's view of a run: recipe, folders, last checkpoint
     compat               names of NeMo-RL that are relied on, and the check that they are there

@@ -10,16 +10,15 @@ Known to work: v0.7.0, and main up to August 2026 (commit 7ea279ab).
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from nemo_specrl.errors import ConfigError, IncompatibleVersion
 
 __all__ = [
     "ALGORITHMS",
+    "CHECKPOINT_ENGINE_UPDATE",
     "GENERATION",
     "KNOWN",
     "STOCK_ASYNC_WORKER",
@@ -32,9 +31,13 @@ __all__ = [
 KNOWN = "v0.7.0, and main up to August 2026"
 GENERATION = "nemo_rl.models.generation.vllm.vllm_generation"
 ENVIRONMENTS = "nemo_rl.distributed.ray_actor_environment_registry"
+VENVS = "nemo_rl.utils.venvs"
 ALGORITHMS = ("grpo", "ppo")
 STOCK_WORKER = "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker"
 STOCK_ASYNC_WORKER = "nemo_rl.models.generation.vllm.vllm_worker_async.VllmAsyncGenerationWorker"
+CHECKPOINT_ENGINE_UPDATE = "update_weights_from_checkpoint_engine"
+"""What main's ``checkpoint_engine_rpc`` is asked for at a refit by NIXL or by an engine of the
+user's (models/generation/vllm/checkpoint_engine.py)."""
 REQUIRED = (
     ("nemo_rl.models.generation.vllm", "VllmGeneration"),
     (GENERATION, "VllmGeneration"),
@@ -44,6 +47,8 @@ REQUIRED = (
     (ENVIRONMENTS, "ACTOR_ENVIRONMENT_REGISTRY"),
     ("nemo_rl.utils.checkpoint", "CheckpointManager"),
     ("nemo_rl.utils.logger", "Logger"),
+    ("nemo_rl.utils.timer", "TimeoutChecker"),
+    (VENVS, "create_local_venv_on_each_node"),
 )
 
 
@@ -107,7 +112,8 @@ def substituted_workers(names: dict[str, str]) -> Iterator[None]:
                 f"the generation worker {stock} cannot reuse rollouts; set "
                 "policy.generation.spec_rl.enabled=false"
             )
-        registry.setdefault(names[stock], _python_of(stock, registry[stock]))
+        if names[stock] not in registry:
+            registry[names[stock]] = _python_of(stock, registry[stock])
         return names[stock]
 
     module.resolve_generation_worker_cls = resolve
@@ -118,11 +124,13 @@ def substituted_workers(names: dict[str, str]) -> Iterator[None]:
 
 
 def _python_of(worker: str, executable: str) -> str:
-    """The Python executable of a stock worker class, from an environment built earlier if any.
+    """The Python executable of a stock worker class, for the class that replaces it.
 
-    An executable that starts with "uv run" makes NeMo-RL build an environment on each node for each
-    class name (utils/venvs.py). That takes minutes, and the container has the same one already.
+    An executable that starts with "uv" has NeMo-RL make an environment on each node, by the name
+    of the class (distributed/worker_groups.py). The class that replaces it needs the same one, so
+    it is made, or found, under the name of the stock class, by NeMo-RL's own rules for that
+    (utils/venvs.py: NEMO_RL_VENV_DIR, NRL_FORCE_REBUILD_VENVS).
     """
-    root = os.environ.get("NEMO_RL_VENV_DIR")
-    built = Path(root or "/nonexistent") / worker / "bin" / "python"
-    return str(built) if executable.startswith("uv") and built.exists() else executable
+    if not executable.startswith("uv"):
+        return executable
+    return str(lookup(VENVS, "create_local_venv_on_each_node")(executable, worker))

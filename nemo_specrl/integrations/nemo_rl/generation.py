@@ -24,7 +24,7 @@ from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_specrl.cache.cluster.driver import ClusterCache, start_shards
 from nemo_specrl.cache.statistics import store_metrics
 from nemo_specrl.engine.metrics import EngineMetrics
-from nemo_specrl.errors import CacheError, ConfigError
+from nemo_specrl.errors import CacheError, ConfigError, EngineError
 from nemo_specrl.integrations.nemo_rl import compat
 from nemo_specrl.integrations.nemo_rl.metrics import counts, times
 from nemo_specrl.integrations.nemo_rl.records import Record, SequenceKey
@@ -37,12 +37,23 @@ from nemo_specrl.integrations.nemo_rl.run import (
     current_run,
 )
 from nemo_specrl.rollout import prompt_key
-from nemo_specrl.speculation.balance import balanced_order
-from nemo_specrl.speculation.drafts import Row, assign_sample_indices, select_drafts
+from nemo_specrl.speculation.balance import balanced_order, expected_costs
+from nemo_specrl.speculation.drafts import (
+    Row,
+    assign_sample_indices,
+    mean_lengths,
+    select_drafts,
+)
 
 __all__ = ["SpecVllmGeneration", "validating"]
 
 PACKAGE = "nemo_specrl.integrations.nemo_rl"
+ANSWER_SECONDS = 60.0
+"""For an engine's worker to answer between two steps, when it has nothing else to do."""
+ATTACH_SECONDS = 600.0
+"""For a worker whose engine has just started to open its part of the cache."""
+STANDING_STEPS = 3
+"""Steps under one policy version after which a warning says so."""
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +65,8 @@ class SpecVllmGeneration(VllmGeneration):
 
     Attributes:
         worker_classes: full name of each stock worker class, and of the class that replaces it.
-        cache: client of the rollout cache; None where reuse is off, and after a shutdown.
+        cache: client of the rollout cache; None where reuse is off, where no node could open its
+            part, and after a shutdown.
         fresh_fraction: share of rows decoded without a draft although there is one.
     """
 
@@ -63,7 +75,9 @@ class SpecVllmGeneration(VllmGeneration):
         compat.STOCK_ASYNC_WORKER: f"{PACKAGE}.worker_async.SpecVllmAsyncGenerationWorker",
     }
     cache: ClusterCache | None = None
+    _lacks_cache = False  # although the recipe asks for one
     _validating = False
+    _last_version, _standing = -1, 0
 
     def __init__(self, cluster: Any, config: Any, **kwargs: Any) -> None:
         run = current_run()
@@ -75,18 +89,36 @@ class SpecVllmGeneration(VllmGeneration):
                 )
             super().__init__(cluster, config, **kwargs)
             return
-        with compat.substituted_workers(self.worker_classes):
-            super().__init__(cluster, config, **kwargs)
         self._run = run
         self._start_counting()
         self.fresh_fraction = run.spec_rl.effective_fresh_fraction
+        # Before the engines, which take minutes to start.
         self.cache, policy_version = _open_cache(run)
+        self._lacks_cache = self.cache is None
+        try:
+            with compat.substituted_workers(self.worker_classes):
+                super().__init__(cluster, config, **kwargs)
+            if self.cache is not None:
+                self._attach(self.cache, policy_version)
+        except BaseException:
+            self._close_cache()
+            raise
+        _generations.add(self)
+
+    def _attach(self, cache: ClusterCache, policy_version: int) -> None:
+        """Have all engines draft from the cache."""
         nodes = self._tell_workers(
-            "spec_rl_attach", cache=self.cache, run=run, policy_version=policy_version
+            "spec_rl_attach",
+            within_s=ATTACH_SECONDS,
+            cache=cache,
+            run=self._run,
+            policy_version=policy_version,
         )
         # Where engines have nodes of their own, drafts are kept there and not beside the trainer.
-        self.cache.reshard(set(nodes))
-        _generations.add(self)
+        try:
+            cache.reshard(set(nodes))
+        except CacheError as error:  # it serves as it is
+            logger.warning("rollout cache: %s; its partitions stay where they are", error)
 
     def generate(self, data: Any, greedy: bool = False) -> Any:
         """Generate a response to each row, in the order given.
@@ -125,10 +157,13 @@ class SpecVllmGeneration(VllmGeneration):
             yield result
 
     def take_metrics(self) -> tuple[dict[str, float], dict[str, float]] | None:
-        """Return the engines' counts and seconds since the last call; None after a shutdown."""
+        """Return the engines' counts and seconds since the last call; None after a shutdown.
+
+        What is not known in time is not returned.
+        """
         if self.cache is None:
-            return None
-        taken = [m for m in self._tell_workers("spec_rl_take_metrics") if m is not None]
+            return ({"spec_rl/cache_nodes": 0.0}, {}) if self._lacks_cache else None
+        taken = [m for m in self._ask_for("spec_rl_take_metrics") if m is not None]
         total = sum(taken, EngineMetrics())
         total.cache_errors += self.cache.take_failures()
         # Engines run concurrently; so do the rows of asynchronous ones.
@@ -141,6 +176,7 @@ class SpecVllmGeneration(VllmGeneration):
             timed["spec_rl_heldout_decoding"] = self._heldout_s
             counted["spec_rl/heldout_tokens"] = float(self._heldout_tokens)
         self._start_counting()
+        self._note_version(self.policy_version)
         with contextlib.suppress(CacheError):  # what is not known is not logged
             health = self.cache.health()
             counted["spec_rl/cache_nodes"] = float(health.nodes)
@@ -152,9 +188,23 @@ class SpecVllmGeneration(VllmGeneration):
         self._lookup_s = self._rollout_s = self._heldout_s = 0.0
         self._heldout_tokens = 0
 
+    def _note_version(self, policy_version: int) -> None:
+        """Warn where the policy version stands still from step to step; once each time it does."""
+        self._standing = self._standing + 1 if policy_version == self._last_version else 0
+        self._last_version = policy_version
+        if self._standing == STANDING_STEPS:
+            logger.warning(
+                "the policy version has been %d for %d steps, and what these weights have made is "
+                "no draft for them: if the policy is being trained (a critic's warm-up aside), its "
+                "weights reach the engines in a way that the plug-in does not count "
+                "(policy.generation.refit_transport)",
+                policy_version,
+                STANDING_STEPS,
+            )
+
     def take_records(self) -> list[tuple[SequenceKey, Record]]:
         """Collect from the workers the records of the rollouts made since the last call."""
-        taken = self._tell_workers("spec_rl_take_records")
+        taken = self._ask_for("spec_rl_take_records")
         return [record for records in taken for record in records]
 
     def save_cache(self, folder: Path) -> None:
@@ -169,7 +219,7 @@ class SpecVllmGeneration(VllmGeneration):
     def set_fresh_fraction(self, fresh_fraction: float) -> None:
         """Have another share of the rows decoded without a draft, from the next batch on."""
         self.fresh_fraction = max(fresh_fraction, self._run.spec_rl.effective_fresh_fraction)
-        self._tell_workers("spec_rl_set_fresh_fraction", fresh_fraction=fresh_fraction)
+        self._ask_for("spec_rl_set_fresh_fraction", fresh_fraction=fresh_fraction)
 
     @property
     def policy_version(self) -> int:
@@ -180,45 +230,79 @@ class SpecVllmGeneration(VllmGeneration):
         """Shut the workers down, and close the cache."""
         if not hasattr(self, "worker_group"):  # the constructor has failed, and __del__ calls this
             return True
-        cache, self.cache = self.cache, None
-        if cache is not None and self in _generations:  # a copy leaves the cache open
+        if self in _generations:  # a copy leaves the cache open
             _generations.discard(self)
-            try:
-                cache.close()
-            except Exception as error:  # the run is over in any case
-                logger.warning("closing the rollout cache: %s", error)
+            self._close_cache()
+        self.cache, self._lacks_cache = None, False
         return bool(super().shutdown())
 
+    def _close_cache(self) -> None:
+        cache, self.cache = self.cache, None
+        if cache is None:
+            return
+        try:
+            cache.close()
+        except Exception as error:  # the run is over in any case
+            logger.warning("closing the rollout cache: %s", error)
+
     def _costs(self, keys: list[bytes], sample_indices: list[int]) -> list[float]:
-        """Estimate the number of tokens that each row will decode."""
+        """Estimate the number of tokens that each row will decode.
+
+        That is the mean length of the earlier responses to its prompt, and where the row will
+        verify one of them, what past experience says is left of that one.
+        """
         assert self.cache is not None
         if self.dp_size < 2:
             return [1.0] * len(keys)
         started = time.perf_counter()
-        # The engines are asked, since another copy may have generated the batch before.
-        asked = self._ask_workers("spec_rl_last_metrics")
-        choices = select_drafts(
-            [
-                Row(key, sample_index)
-                for key, sample_index in zip(keys, sample_indices, strict=True)
-            ],
-            self.cache.outlines(keys),
-            policy_version=-1,
-            seed=self._run.seed,
-            fresh_fraction=self.fresh_fraction,
-        )
-        last = sum(ray.get(asked), EngineMetrics())
-        length = last.response_tokens / last.rows if last.rows else self.cfg["max_new_tokens"]
-        left = 1 - last.accepted_tokens / max(1, last.draft_tokens)
+        cached = self.cache.outlines(keys)
+        costs = expected_costs(keys, mean_lengths(cached))
+        if self.fresh_fraction < 1 and cached:
+            choices = select_drafts(
+                [Row(key, index) for key, index in zip(keys, sample_indices, strict=True)],
+                cached,
+                policy_version=-1,
+                seed=self._run.seed,
+                fresh_fraction=self.fresh_fraction,
+            )
+            # The engines are asked, since another copy may have generated the batch before.
+            last = sum(self._ask_for("spec_rl_last_metrics"), EngineMetrics())
+            left = 1 - last.accepted_tokens / max(1, last.draft_tokens)
+            costs = [
+                cost if choice.draft is None else left * len(choice.draft)
+                for cost, choice in zip(costs, choices, strict=True)
+            ]
         self._lookup_s += time.perf_counter() - started
-        return [length if choice.draft is None else left * len(choice.draft) for choice in choices]
+        return costs
 
-    def _tell_workers(self, method: str, **kwargs: Any) -> list[Any]:
-        """Call a method of every worker that owns an engine, and return the results."""
-        return list(ray.get(self._ask_workers(method, **kwargs)))
+    def _ask_for(self, method: str, **kwargs: Any) -> list[Any]:
+        """Call a method of every worker that owns an engine, and return what is there in time.
 
-    def _ask_workers(self, method: str, **kwargs: Any) -> list[Any]:
-        """Call a method of every worker that owns an engine, and return the pending results."""
+        For what a step can go on without. A worker that is late still does what it was called for.
+        """
+        calls = self._call_workers(method, **kwargs)
+        done, late = ray.wait(calls, num_returns=len(calls), timeout=ANSWER_SECONDS)
+        if late:
+            logger.warning(
+                "%s: no answer from %d of %d engines in %g s; the step goes on without",
+                *(method, len(late), len(calls), ANSWER_SECONDS),
+            )
+        return list(ray.get(done))
+
+    def _tell_workers(
+        self, method: str, *, within_s: float = ANSWER_SECONDS, **kwargs: Any
+    ) -> list[Any]:
+        """Call a method of every worker that owns an engine, and return the results.
+
+        Raises:
+            EngineError: a worker has not answered in time.
+        """
+        try:
+            return list(ray.get(self._call_workers(method, **kwargs), timeout=within_s))
+        except ray.exceptions.GetTimeoutError:
+            raise EngineError(f"{method}: an engine has not answered in {within_s:g} s") from None
+
+    def _call_workers(self, method: str, **kwargs: Any) -> list[Any]:
         return list(
             self.worker_group.run_all_workers_single_data(
                 method, run_rank_0_only_axes=["tensor_parallel", "pipeline_parallel"], **kwargs
@@ -247,24 +331,31 @@ def validating(everywhere: bool) -> Iterator[None]:
                 generation._tell_workers("spec_rl_pause", paused=False)
 
 
-def _open_cache(run: Run) -> tuple[ClusterCache, int]:
-    """Open a run's cache, restore its last checkpoint, and return it and the policy version."""
+def _open_cache(run: Run) -> tuple[ClusterCache | None, int]:
+    """Open a run's cache, restore its last checkpoint, and return it and the policy version.
+
+    A cache costs speed alone: where no node can open its part, the run goes on without one.
+    """
     block = run.spec_rl.cache
-    cache = start_shards(
-        run.store_folder,
-        keep=run.checkpoint is not None,
-        partitions=block.partitions,
-        replicas=block.replicas,
-        deadline_s=block.deadline_ms / 1000,
-        tokenizer_id=run.tokenizer_id,
-        max_bytes=block.max_bytes_per_node,
-        groups_per_prompt=block.groups_per_prompt,
-    )
+    try:
+        cache = start_shards(
+            run.store_folder,
+            keep=run.checkpoint is not None,
+            partitions=block.partitions,
+            replicas=block.replicas,
+            deadline_s=block.deadline_ms / 1000,
+            tokenizer_id=run.tokenizer_id,
+            max_bytes=block.max_bytes_per_node,
+            groups_per_prompt=block.groups_per_prompt,
+        )
+    except CacheError as error:
+        logger.warning("rollout cache: %s; no rollouts are kept, and all rows are plain", error)
+        return None, 0
     if run.checkpoint is None:
         return cache, 0
     try:
         manifest, damaged = cache.restore(run.checkpoint / CACHE_FOLDER)
-    except CacheError as error:  # a lost cache costs speed alone
+    except CacheError as error:
         logger.warning("rollout cache: %s; it starts cold", error)
         return cache, 0
     for line in damaged:

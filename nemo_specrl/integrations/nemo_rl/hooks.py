@@ -21,7 +21,7 @@ Each of their methods below is wrapped once, and does these things in this order
        With prefix ``timing/train``, which every trainer logs last in a step: the engines' counts
        are logged under ``train``, their times are added, the step's records are dropped, the
        step's metrics go to metrics.jsonl and to Ray's endpoint for Prometheus, and under
-       ``ft_launcher`` its monitor gets a heartbeat
+       ``ft_launcher`` or a batch script its monitor gets a heartbeat
     2. NeMo-RL's method
 """
 
@@ -37,6 +37,7 @@ from typing import Any, Protocol
 import torch
 
 from nemo_specrl.integrations import nvrx
+from nemo_specrl.integrations.nemo_rl import supervision
 from nemo_specrl.integrations.nemo_rl.anchor import anchored_logprobs
 from nemo_specrl.integrations.nemo_rl.log import StepLog
 from nemo_specrl.integrations.nemo_rl.monitor import StepMonitor
@@ -143,6 +144,7 @@ class Hooks:
             self._log.note_validation(metrics, step)
         elif prefix == END_OF_STEP:
             nvrx.heartbeat()
+            supervision.heartbeat()
             if self._monitor is not None or self._anchor_at_birth:
                 self._records.end_step()
             taken = self._generation.take_metrics()

@@ -17,8 +17,9 @@ from nemo_specrl.integrations.nemo_rl.register import register
 
 __all__ = ["launch", "plugin_folder"]
 
-COMPILED = ("lmdb", "xxhash")
-"""Packages that the plug-in needs in a worker and that NeMo-RL's environments lack."""
+COMPILED = ("lmdb",)
+"""Packages that the plug-in needs in a worker and that NeMo-RL's environments lack. They have
+xxhash, by way of datasets."""
 OWN = ("torch", "vllm", "ray")
 """Packages that a worker must import from its own environment."""
 

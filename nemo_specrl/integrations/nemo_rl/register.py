@@ -1,8 +1,8 @@
 """Puts the plug-in's classes and hooks in NeMo-RL's places.
 
-``VllmGeneration`` is replaced in every module that has imported it, ``setup`` and ``validate`` of
-the algorithms are wrapped. Nothing is written to disk, and without ``spec_rl.enabled`` all of them
-do what they did before.
+``VllmGeneration`` and ``TimeoutChecker`` are replaced in every module that has imported them,
+``setup`` and ``validate`` of the algorithms are wrapped. Nothing is written to disk, and without
+``spec_rl.enabled`` all of them do what they did before.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 
 from nemo_specrl.errors import ConfigError, IncompatibleVersion
 from nemo_specrl.integrations import nvrx
-from nemo_specrl.integrations.nemo_rl import compat
+from nemo_specrl.integrations.nemo_rl import compat, supervision
+from nemo_specrl.integrations.nemo_rl.deadline import bounded, seconds_left
 from nemo_specrl.integrations.nemo_rl.hooks import Hooks
 from nemo_specrl.integrations.nemo_rl.log import StepLog, metrics_file
 from nemo_specrl.integrations.nemo_rl.monitor import StepMonitor
@@ -28,14 +29,18 @@ def register() -> None:
     """Replace NeMo-RL's classes and functions by the plug-in's; a second call does nothing.
 
     Raises:
+        ConfigError: the job's time is over before it has begun (:mod:`.deadline`).
         IncompatibleVersion: NeMo-RL cannot be imported, or lacks a name that is needed.
     """
+    seconds_left()
     nemo_rl = compat.check()
     if getattr(nemo_rl, "_nemo_specrl", False):
         return
     from nemo_specrl.integrations.nemo_rl.generation import SpecVllmGeneration
 
     rebind("VllmGeneration", compat.lookup(compat.GENERATION, "VllmGeneration"), SpecVllmGeneration)
+    checker = compat.lookup("nemo_rl.utils.timer", "TimeoutChecker")
+    rebind("TimeoutChecker", checker, bounded(checker))
     for algorithm in compat.ALGORITHMS:
         module = f"nemo_rl.algorithms.{algorithm}"
         setup = compat.lookup(module, "setup")
@@ -68,6 +73,7 @@ def _wrapped_setup(original: Callable[..., Any], algorithm: str) -> Callable[...
             )
         if run is not None:
             nvrx.connect()  # before the engines start, which may hang; the hooks send heartbeats
+        supervision.started(master_config.checkpointing)
         with setting_up(run):
             parts = original(master_config, *args, **kwargs)
         if run is not None:

@@ -7,6 +7,7 @@ What the plug-in cannot do is refused here, before anything is started.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_specrl.config import SpecRLConfig, validated
+from nemo_specrl.engine.drafting import drafting_method, engine_options
 from nemo_specrl.errors import ConfigError
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "Run",
     "current_run",
     "engine_arguments",
+    "latest_checkpoint",
     "option",
     "setting_up",
 ]
@@ -37,6 +40,10 @@ SAMPLE_INDICES = "spec_rl_sample_indices"
 rows are decoded plainly."""
 PROMPT_KEYS = "spec_rl_prompt_keys"
 """Column of a batch for generation: the key of each row's prompt, a list of bytes."""
+
+SPARSE_REFITS = ("vllm_s3_sparse", "vllm_zmq_sparse")
+"""Refits that reach an engine through a server in a thread of the worker, and none of its methods
+(NeMo-RL's models/generation/vllm/vllm_sparse_refit.py)."""
 
 _current: Run | None = None
 
@@ -95,6 +102,7 @@ class Run:
         own = getattr(master_config, algorithm)
         checkpointing = master_config.checkpointing
         _refuse(master_config, spec_rl, algorithm)
+        drafting_method(spec_rl)  # or a refusal, which would come from the workers minutes later
         folder = Path(checkpointing["checkpoint_dir"]).absolute()
         return cls(
             spec_rl=spec_rl,
@@ -102,7 +110,7 @@ class Run:
             name=hashlib.sha256(str(folder).encode()).hexdigest()[:16],
             label=folder.name,
             log_folder=Path(master_config.logger["log_dir"]),
-            checkpoint=_latest(folder) if checkpointing["enabled"] else None,
+            checkpoint=latest_checkpoint(folder) if checkpointing["enabled"] else None,
             tokenizer_id=str(master_config.policy["tokenizer"]["name"]),
         )
 
@@ -119,11 +127,10 @@ def engine_arguments(arguments: dict[str, Any], block: Any) -> dict[str, Any]:
         block: the recipe's ``spec_rl:`` block.
 
     Raises:
+        ConfigError: ``tree.method: auto`` where nothing is faster than stock vLLM.
         IncompatibleVersion: ``tree.method: proposer`` on a vLLM that takes none, or the package was
             not compiled.
     """
-    from nemo_specrl.engine.drafting import engine_options
-
     options = engine_options(validated(SpecRLConfig, _plain(block), BLOCK))
     if options:
         options["additional_config"] |= arguments.get("additional_config") or {}
@@ -151,7 +158,6 @@ def _refuse(master_config: Any, spec_rl: SpecRLConfig, algorithm: str) -> None:
     vllm_cfg, vllm_kwargs = generation.get("vllm_cfg") or {}, generation.get("vllm_kwargs") or {}
     off = f"or {BLOCK}.enabled=false"
     drafter = vllm_kwargs.get("speculative_config") or {}
-    raw = "drafts are verified by prompt log-probs, which are those of raw sampling"
     threshold = option(getattr(master_config, algorithm), "seq_logprob_error_threshold", None)
     masked = f"{algorithm}.seq_logprob_error_threshold takes them for errors and masks such rows"
     refused: list[tuple[bool, str]] = [
@@ -159,30 +165,21 @@ def _refuse(master_config: Any, spec_rl: SpecRLConfig, algorithm: str) -> None:
             generation["backend"] != "vllm",
             f"policy.generation.backend = {generation['backend']!r}: must be vllm, {off}",
         ),
+        *_refused_sampling(generation, spec_rl),
+        *_refused_engines(generation, off),
         (
             spec_rl.run_ahead.enabled,
             f"{BLOCK}.run_ahead.enabled = True: NeMo-RL asks for one batch at a time and does not "
             "say which prompts come next; set it to false",
         ),
         (
-            generation["temperature"] != 1,
-            f"policy.generation.temperature = {generation['temperature']}: {raw}; set 1.0, {off}",
-        ),
-        (
-            generation["top_p"] != 1,
-            f"policy.generation.top_p = {generation['top_p']}: {raw}; set 1.0, {off}",
-        ),
-        (
-            generation["top_k"] not in (None, -1, 0),
-            f"policy.generation.top_k = {generation['top_k']}: {raw}; set null, {off}",
-        ),
-        (
-            bool(generation.get("bad_words")),
-            f"policy.generation.bad_words: {raw}; leave them out, {off}",
-        ),
-        (
             generation.get("quant_cfg") is not None,
             f"policy.generation.quant_cfg: its workers cannot reuse rollouts; leave it out, {off}",
+        ),
+        (
+            _enabled(master_config, "on_policy_distillation"),
+            "on_policy_distillation.enabled = true: has not been tried with reused or drafted "
+            f"rollouts; set false, {off}",
         ),
         (
             bool(vllm_cfg.get("expose_http_server")),
@@ -218,15 +215,117 @@ def _refuse(master_config: Any, spec_rl: SpecRLConfig, algorithm: str) -> None:
             "to anchor; set that to false, or the anchor to current",
         ),
         (
-            spec_rl.clip_anchor == "birth"
-            and bool(option(getattr(master_config, "data_plane", None), "enabled", False)),
+            spec_rl.clip_anchor == "birth" and _enabled(master_config, "data_plane"),
             f"{BLOCK}.clip_anchor = 'birth': does not reach the data plane yet; set "
             "data_plane.enabled=false, or the anchor to current",
         ),
+        *_refused_refits(master_config, algorithm, off),
     ]
     for wrong, line in refused:
         if wrong:
             raise ConfigError(line)
+    if spec_rl.tree.enabled:  # its index is native code, which may be missing here, as in workers
+        importlib.import_module("nemo_specrl.speculation.trees")
+
+
+def _refused_sampling(generation: Any, spec_rl: SpecRLConfig) -> list[tuple[bool, str]]:
+    """What drafts do not go with that are verified by prompt log-probs.
+
+    A proposer's drafts are verified by what is sampled from, whatever that is.
+    """
+    reuse = spec_rl.effective_fresh_fraction < 1
+    by_proposer = spec_rl.tree.enabled and spec_rl.tree.method != "rounds"
+    by_prompt = reuse or not by_proposer
+    judge = "prefix reuse" if reuse else "tree.method: rounds"
+    why = f"{judge} verifies drafts by prompt log-probs, which are those of raw sampling"
+    off = f"or {BLOCK}.enabled=false"
+    way = f"or {BLOCK}.preset: lossless without rounds, {off}"
+    vllm_cfg = generation.get("vllm_cfg") or {}
+    precision, kv = str(vllm_cfg.get("precision")), str(vllm_cfg.get("kv_cache_dtype"))
+    noise = "its noise in the log-probs by which drafts are verified has not been measured"
+    return [
+        (
+            by_prompt and generation["temperature"] != 1,
+            f"policy.generation.temperature = {generation['temperature']}: {why}; set 1.0, {way}",
+        ),
+        (
+            by_prompt and generation["top_p"] != 1,
+            f"policy.generation.top_p = {generation['top_p']}: {why}; set 1.0, {way}",
+        ),
+        (
+            by_prompt and generation["top_k"] not in (None, -1, 0),
+            f"policy.generation.top_k = {generation['top_k']}: {why}; set null, {way}",
+        ),
+        (
+            bool(generation.get("bad_words")),
+            f"policy.generation.bad_words: not tried with drafts; leave them out, {off}",
+        ),
+        (
+            by_prompt and precision.startswith("fp8"),
+            f"policy.generation.vllm_cfg.precision = {precision}: {noise}; set bfloat16, {way}",
+        ),
+        (
+            by_prompt and kv.startswith("fp8"),
+            f"policy.generation.vllm_cfg.kv_cache_dtype = {kv}: {noise}; set auto, {way}",
+        ),
+    ]
+
+
+def _refused_engines(generation: Any, off: str) -> list[tuple[bool, str]]:
+    """What makes of the engines something else than one engine of ours for each worker."""
+    vllm_cfg, vllm_kwargs = generation.get("vllm_cfg") or {}, generation.get("vllm_kwargs") or {}
+    experts = vllm_cfg.get("expert_parallel_size") or 1
+    tensor = vllm_cfg.get("tensor_parallel_size") or 1
+    engines = vllm_kwargs.get("data_parallel_size") or 1
+    together = "the engines of such a group step together, and those of the plug-in do not"
+    own = generation.get("worker_extension_cls_fqn")
+    return [
+        (
+            experts > tensor,
+            f"policy.generation.vllm_cfg.expert_parallel_size = {experts}: more than "
+            f"tensor_parallel_size = {tensor} makes vLLM's data-parallel groups, and {together}; "
+            f"set at most {tensor}, {off}",
+        ),
+        (
+            engines > 1,
+            f"policy.generation.vllm_kwargs.data_parallel_size = {engines}: {together}; leave it "
+            f"out, {off}",
+        ),
+        (
+            own is not None,
+            f"policy.generation.worker_extension_cls_fqn = {own}: it would take the place of the "
+            f"worker that drafts; leave it out, {off}",
+        ),
+    ]
+
+
+def _enabled(master_config: Any, block: str) -> bool:
+    """Whether an optional block of the recipe is there and switched on."""
+    return bool(option(getattr(master_config, block, None), "enabled", False))
+
+
+def _refused_refits(master_config: Any, algorithm: str, off: str) -> Iterator[tuple[bool, str]]:
+    """Refits after which the policy version or the KV blocks would be those of the old weights."""
+    generation = master_config.policy["generation"]
+    name = f"{algorithm}.async_{algorithm}"
+    asynchronous = option(getattr(master_config, algorithm), f"async_{algorithm}", None)
+    yield (
+        bool(option(asynchronous, "enabled", False))
+        and bool(option(asynchronous, "in_flight_weight_updates", False)),
+        f"{name}.in_flight_weight_updates = true: a row that is running at a refit would be made "
+        f"by two policies, on KV blocks of the old one; set it to false, {off}",
+    )
+    transport = generation.get("refit_transport")
+    yield (
+        transport in SPARSE_REFITS,
+        f"policy.generation.refit_transport = {transport!r}: its refits pass by the plug-in, which "
+        f"would not know of new weights; set null, nccl_reshard or nixl, {off}",
+    )
+    yield (
+        bool((generation.get("vllm_kwargs") or {}).get("kv_transfer_config")),
+        "policy.generation.vllm_kwargs.kv_transfer_config: what a KV connector keeps of the old "
+        f"weights would be read after a refit; leave it out, {off}",
+    )
 
 
 def _plain(block: Any) -> Any:
@@ -245,7 +344,7 @@ def option(block: Any, name: str, default: Any) -> Any:
     return getattr(block, name, default)
 
 
-def _latest(folder: Path) -> Path | None:
+def latest_checkpoint(folder: Path) -> Path | None:
     """Find the checkpoint from which NeMo-RL will resume (utils/checkpoint.py)."""
     steps = [path for path in folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
     return max(steps, key=lambda path: int(path.name[5:]), default=None)

@@ -15,6 +15,7 @@ from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 from nemo_specrl.cache.cluster.driver import ClusterCache
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.speculative import SpeculativeLLM
+from nemo_specrl.integrations.nemo_rl.compat import CHECKPOINT_ENGINE_UPDATE
 from nemo_specrl.integrations.nemo_rl.records import Record, RecordLog, SequenceKey
 from nemo_specrl.integrations.nemo_rl.run import PROMPT_KEYS, SAMPLE_INDICES, Run, engine_arguments
 
@@ -39,8 +40,9 @@ class SpecVllmGenerationWorkerImpl(VllmGenerationWorkerImpl):
         Returns:
             The id of this worker's node in Ray.
         """
-        self._speculative = SpeculativeLLM(self.llm, cache, run.spec_rl, seed=run.seed)
-        self._speculative.policy_version = policy_version
+        self._speculative = SpeculativeLLM(
+            self.llm, cache, run.spec_rl, seed=run.seed, policy_version=policy_version
+        )
         self._cache = cache
         self._metrics = EngineMetrics()
         if run.needs_records:
@@ -94,7 +96,8 @@ class SpecVllmGenerationWorkerImpl(VllmGenerationWorkerImpl):
         self._metrics = self._metrics + speculative.metrics
         return output
 
-    # These three methods change the engine's weights, and no others do.
+    # These four methods change the engine's weights; sparse refits, which do it by others, are
+    # refused (run.py).
 
     def update_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> Any:
         """Update the weights, and count the policy version up."""
@@ -108,7 +111,15 @@ class SpecVllmGenerationWorkerImpl(VllmGenerationWorkerImpl):
         """Update the weights, and count the policy version up."""
         return self._refitted(super().nccl_reshard_refit(*args, **kwargs))
 
+    def checkpoint_engine_rpc(self, checkpoint_method: str, *args: Any, **kwargs: Any) -> Any:
+        """Pass on a call to a checkpoint engine; count up where it updates the weights."""
+        result = super().checkpoint_engine_rpc(checkpoint_method, *args, **kwargs)
+        if checkpoint_method == CHECKPOINT_ENGINE_UPDATE:
+            result = self._refitted(result)
+        return result
+
     def _refitted(self, result: Any) -> Any:
+        """Begin a policy version, with an empty prefix cache."""
         if self._speculative is not None:
             self._speculative.policy_version += 1
         return result

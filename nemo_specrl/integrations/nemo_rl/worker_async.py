@@ -6,7 +6,7 @@ whether a row is drafted is decided for each call.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -17,6 +17,7 @@ from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGeneration
 from nemo_specrl.cache.cluster.driver import ClusterCache
 from nemo_specrl.engine.asynchronous import AsyncSpeculativeLLM
 from nemo_specrl.engine.metrics import EngineMetrics
+from nemo_specrl.integrations.nemo_rl.compat import CHECKPOINT_ENGINE_UPDATE
 from nemo_specrl.integrations.nemo_rl.records import Record, RecordLog, SequenceKey
 from nemo_specrl.integrations.nemo_rl.run import SAMPLE_INDICES, Run, engine_arguments
 
@@ -44,8 +45,9 @@ class SpecVllmAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
         Returns:
             The id of this worker's node in Ray.
         """
-        self._speculative = AsyncSpeculativeLLM(self.llm, cache, run.spec_rl, seed=run.seed)
-        self._speculative.policy_version = policy_version
+        self._speculative = AsyncSpeculativeLLM(
+            self.llm, cache, run.spec_rl, seed=run.seed, policy_version=policy_version
+        )
         self._cache = cache
         if run.needs_records:
             self._records = RecordLog(births=run.spec_rl.clip_anchor == "birth")
@@ -85,27 +87,42 @@ class SpecVllmAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
         async for result in super().generate_async(data, greedy=greedy):
             yield result
 
-    # These three methods change the engine's weights, and no others do.
+    # These four methods change the engine's weights; sparse refits, which do it by others, are
+    # refused (run.py).
 
     async def update_weights_via_ipc_zmq_async(self, *args: Any, **kwargs: Any) -> Any:
         """Update the weights, and count the policy version up."""
-        return await self._refitted(await super().update_weights_via_ipc_zmq_async(*args, **kwargs))
+        return await self._refit(super().update_weights_via_ipc_zmq_async, *args, **kwargs)
 
     async def update_weights_from_collective_async(self, *args: Any, **kwargs: Any) -> Any:
         """Update the weights, and count the policy version up."""
-        result = await super().update_weights_from_collective_async(*args, **kwargs)
-        return await self._refitted(result)
+        return await self._refit(super().update_weights_from_collective_async, *args, **kwargs)
 
     async def nccl_reshard_refit_async(self, *args: Any, **kwargs: Any) -> Any:
         """Update the weights, and count the policy version up."""
-        return await self._refitted(await super().nccl_reshard_refit_async(*args, **kwargs))
+        return await self._refit(super().nccl_reshard_refit_async, *args, **kwargs)
 
-    async def _refitted(self, result: Any) -> Any:
-        if self._speculative is not None:
-            self._speculative.policy_version += 1
-            # A continuation must not read what the old weights prefilled. Requests that are running
-            # now are not affected: NeMo-RL drains or recomputes them as its recipe says.
-            await self.llm.reset_prefix_cache()
+    async def checkpoint_engine_rpc_async(
+        self, checkpoint_method: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Pass on a call to a checkpoint engine; count up where it updates the weights."""
+        call = super().checkpoint_engine_rpc_async
+        if checkpoint_method == CHECKPOINT_ENGINE_UPDATE:
+            return await self._refit(call, checkpoint_method, *args, **kwargs)
+        return await call(checkpoint_method, *args, **kwargs)
+
+    async def _refit(self, update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Update the weights and begin a policy version.
+
+        Raises:
+            ConfigError: rows are running, whose KV blocks are those of the old weights.
+        """
+        speculative = self._speculative
+        if speculative is None:
+            return await update(*args, **kwargs)
+        speculative.check_idle()
+        result = await update(*args, **kwargs)
+        await speculative.set_policy_version(speculative.policy_version + 1)
         return result
 
 
@@ -120,6 +137,15 @@ class _DraftingEngine:
             return self._drafted(*args, **kwargs)
         plain: AsyncIterator[Any] = self._speculative.llm.generate(*args, **kwargs)
         return plain
+
+    async def abort(self, *args: Any, **kwargs: Any) -> None:
+        await self._speculative.abort(*args, **kwargs)
+
+    async def pause_generation(self, **kwargs: Any) -> None:
+        await self._speculative.pause_generation(**kwargs)
+
+    async def sleep(self, *args: Any, **kwargs: Any) -> None:
+        await self._speculative.sleep(*args, **kwargs)
 
     async def _drafted(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         async for output in self._speculative.generate(*args, **kwargs):

@@ -106,6 +106,13 @@ class Policy(Protocol):
         """
         ...
 
+    def not_finite(self) -> str | None:
+        """Name of a parameter that is not finite; None where all are.
+
+        See :func:`~nemo_specrl.trainer.divergence.first_not_finite`.
+        """
+        ...
+
     def stream_weights(
         self, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -153,6 +160,10 @@ class ValueModel(Protocol):
 
     def train(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Take one optimizer step towards the samples' ``returns``; returns metrics by name."""
+        ...
+
+    def not_finite(self) -> str | None:
+        """Name of a parameter that is not finite; None where all are."""
         ...
 
     def offload(self) -> None:

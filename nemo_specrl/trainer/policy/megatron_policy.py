@@ -102,7 +102,7 @@ class MegatronPolicy:
             gpu=gpus() >= size,
             name=lambda rank: f"{self.layout.describe(rank)} of the Megatron policy",
             error=PolicyError,
-            on_failure=self.shutdown,
+            on_failure=self._end_ranks,
         )
         ranks.ready()
         host, port = ranks.wait({ranks[0].open.remote(ranks.nodes == 1): 0})[0]
@@ -170,6 +170,10 @@ class MegatronPolicy:
         self.updates += 1
         return sums
 
+    def not_finite(self) -> str | None:
+        """Name of a parameter that is not finite; see :meth:`Policy.not_finite`."""
+        return next((name for name in self.ranks.all("not_finite") if name is not None), None)
+
     def stream_weights(
         self, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -230,10 +234,14 @@ class MegatronPolicy:
 
     def shutdown(self) -> None:
         """End the ranks, and Ray if this policy started it; see :meth:`Policy.shutdown`."""
-        if self._ranks is not None:
-            self._ranks.end()
+        self._end_ranks()
         if self._own_ray:
             ray.shutdown()
+
+    def _end_ranks(self) -> None:
+        # Ray stays: a rank may fail in the thread that saves, while others are using Ray.
+        if self._ranks is not None:
+            self._ranks.end()
 
     # --- the ranks ----------------------------------------------------------------------------
 

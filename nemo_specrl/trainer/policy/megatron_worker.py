@@ -22,6 +22,7 @@ import torch.distributed
 
 from nemo_specrl.errors import CheckpointError, last_line
 from nemo_specrl.trainer.checkpoint import unwritable
+from nemo_specrl.trainer.divergence import first_not_finite
 from nemo_specrl.trainer.policy.base import Float32Array, Sample, to_array
 from nemo_specrl.trainer.policy.megatron_cpu import megatron_on_cpu
 from nemo_specrl.trainer.policy.megatron_weights import Architecture, Layout
@@ -247,6 +248,10 @@ class MegatronRank:
         return returned
 
     # --- weights and files --------------------------------------------------------------------
+
+    def not_finite(self) -> str | None:
+        """Name of a parameter of which this rank's part is not finite; None where all are."""
+        return first_not_finite((entry.tensors[0], tensor) for entry, tensor in self.parameters)
 
     def shard(self, index: int, dtype: torch.dtype) -> npt.NDArray[Any]:
         """This rank's part of one of its stage's parameters.

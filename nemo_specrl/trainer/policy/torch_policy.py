@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from nemo_specrl.trainer.divergence import first_not_finite
 from nemo_specrl.trainer.losses import token_weights
 from nemo_specrl.trainer.policy.base import Float32Array, Sample
 from nemo_specrl.trainer.policy.torch_model import (
@@ -105,6 +106,10 @@ class TorchPolicy:
             self.optimizer.step()
         self.updates += 1
         return sums
+
+    def not_finite(self) -> str | None:
+        """Name of a parameter that is not finite; see :meth:`Policy.not_finite`."""
+        return first_not_finite(self.model.named_parameters())
 
     def stream_weights(
         self, dtype: torch.dtype | None = None

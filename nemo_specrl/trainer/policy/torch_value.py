@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from nemo_specrl.trainer.divergence import first_not_finite
 from nemo_specrl.trainer.losses import clipped_value_loss
 from nemo_specrl.trainer.policy.base import Float32Array, Sample
 from nemo_specrl.trainer.policy.torch_model import (
@@ -72,6 +73,10 @@ class TorchValueModel:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         return {"value_loss": loss_sum}
+
+    def not_finite(self) -> str | None:
+        """Name of a parameter that is not finite; see :meth:`ValueModel.not_finite`."""
+        return first_not_finite(self.model.named_parameters())
 
     def offload(self) -> None:
         """Free the gradients. Weights and optimizer state are in host memory anyway."""

@@ -25,8 +25,8 @@ def shards(tmp_path):
     """Opens shards that know a view by which each of them reads and writes everything."""
     opened = []
 
-    def open_shard(name="a", incarnation=1, keep=False, **options):
-        shard = Shard(str(tmp_path / name), incarnation, keep, STORE | options)
+    def open_shard(name="a", life=1, keep=False, warm=False, **options):
+        shard = Shard(str(tmp_path / name), life, keep, STORE | options, warm)
         opened.append(shard)
         learn(shard, view_of(1, shard.name))
         return shard

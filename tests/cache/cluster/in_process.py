@@ -132,8 +132,8 @@ class InProcessRay:
         done = [call for call in calls if call.done]
         return done, [call for call in calls if not call.done]
 
-    def get(self, call):
-        self.wait([call], 1, 60.0)
+    def get(self, call, timeout=60.0):
+        self.wait([call], 1, timeout)
         if call.error is not None:
             raise call.error
         assert call.done

@@ -11,6 +11,7 @@ from pathlib import Path
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
+from nemo_specrl.cache.cluster import calls as calls_module
 from nemo_specrl.cache.cluster import client as client_module
 from nemo_specrl.cache.cluster import keeper as keeper_module
 from nemo_specrl.cache.cluster import transfers as transfers_module
@@ -49,7 +50,8 @@ class ClusterMachine(RuleBasedStateMachine):
         super().__init__()
         self.folder = folder
         self.world = InProcessRay(self.create)
-        self.world.install(monkeypatch, client_module, keeper_module, transfers_module)
+        modules = calls_module, client_module, keeper_module, transfers_module
+        self.world.install(monkeypatch, *modules)
         self.world.background = self.keeper_goes_on
         self.nodes = {}  # disk -> id of the node that runs there
         self.actors = {}  # disk -> its shard's actor

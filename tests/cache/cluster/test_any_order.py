@@ -99,3 +99,26 @@ def test_a_shard_that_could_not_write_is_no_reader_until_it_has_caught_up(tmp_pa
     machine.rest()
     assert machine.version_on(first, 0) == 2
     machine.teardown()
+
+
+def test_a_keeper_whose_clock_was_set_back_is_believed(tmp_path, monkeypatch):
+    machine = ClusterMachine(tmp_path, monkeypatch)
+    machine.put(0, 0)
+    machine.rest()
+    clients, before = machine.clients, machine.keeper.view().routing.epoch
+    machine.world.now -= 500.0
+    machine.run_resumes(0)
+    keeper = machine.keeper
+    assert keeper.view().routing.epoch < before
+    for client in clients:  # of the life before: they have the keeper's handle, which is the same
+        client._keeper = machine.clients[0]._keeper
+        client._keeper_called_at = -1e9
+        with machine.world.acting("client 0"):
+            client._request_view()
+            machine.keeper_goes_on()
+            machine.world.carry_out_all_of("client 0")
+            client._poll_keeper()
+        assert client._view.routing.epoch > before
+        assert client._view.shards == keeper.view().shards
+    machine.rest()
+    machine.teardown()

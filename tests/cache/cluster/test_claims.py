@@ -38,12 +38,16 @@ def test_the_sample_index_that_was_served_longest_ago_comes_first():
     assert [claims.claim(A, rollouts, 8) for _ in range(3)] == [1, 2, 0]
 
 
-def test_a_claim_of_a_row_that_never_ended_runs_out(monkeypatch):
+def test_a_claim_of_a_row_that_nobody_renews_runs_out(monkeypatch):
     claims = SampleClaims()
     now = [100.0]
     monkeypatch.setattr("nemo_specrl.cache.cluster.claims.time.monotonic", lambda: now[0])
     assert claims.claim(A, [rollout(0, 1)], 2) == 0
     now[0] += CLAIM_SECONDS - 1
     assert claims.claim(A, [rollout(0, 1)], 2) == 1
-    now[0] += 2
+    claims.hold(A, 1)
+    now[0] += CLAIM_SECONDS - 1
     assert claims.claim(A, [rollout(0, 1)], 2) == 0
+    assert claims.claim(A, [rollout(0, 1)], 2) == 2
+    claims.release(A, 1)  # of a row that failed
+    assert claims.claim(A, [rollout(0, 1)], 2) == 1

@@ -1,9 +1,11 @@
 """The cluster's cache on real Ray nodes: every partition in its places, late shards, snapshots."""
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import pickle
+import signal
 import sys
 import tempfile
 import threading
@@ -11,7 +13,10 @@ import threading
 import pytest
 import ray
 
-from nemo_specrl.cache.cluster.client import FAILURES_TO_OPEN, CacheClient
+from nemo_specrl.cache.cluster import client as client_module
+from nemo_specrl.cache.cluster import driver as driver_module
+from nemo_specrl.cache.cluster.calls import FAILURES_TO_OPEN
+from nemo_specrl.cache.cluster.client import CacheClient
 from nemo_specrl.cache.cluster.driver import start_shards
 from nemo_specrl.cache.cluster.membership import Routing, View
 from nemo_specrl.cache.snapshot import partition_of, read_manifest
@@ -49,7 +54,8 @@ def start(nodes, tmp_path):
 
     yield start
     for cache in started:
-        cache.close()
+        with contextlib.suppress(StoreUnavailable):  # closed by the test
+            cache.close()
 
 
 def key_of(prompt):
@@ -271,6 +277,173 @@ def test_snapshots_that_cannot_be_are_refused(start, tmp_path):
     (tmp_path / "snapshot" / "manifest.json").write_text("{")
     with pytest.raises(StoreUnavailable, match=r"manifest\.json: damaged"):
         cache.restore(tmp_path / "snapshot")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StoreUnavailable, match="file"):
-        start("file")
+
+
+def test_a_node_whose_folder_cannot_be_used_is_left_out_until_it_can(start, tmp_path, caplog):
+    refuses = [tmp_path / name for name in ("stores", "stores-1", "stores-2")]
+    for file in refuses:
+        file.write_text("")
+    refused = r"cannot open the rollout store .*/stores.*: it is a file; .* \(and 2 more nodes\)$"
+    with pytest.raises(StoreUnavailable, match=refused):
+        start()
+    for file in refuses[:2]:
+        file.unlink()
+    with caplog.at_level(logging.WARNING):
+        cache = start()
+    [line] = [line for line in caplog.messages if "has no part in the cache" in line]
+    assert line.startswith("rollout cache: node ") and f"{refuses[2]}: it is a file;" in line
+    assert cache.health() == (NODES - 1, 0, 0)
+    cache.put([rollout(p) for p in range(40)])
+    cache.sync()
+    assert contents(cache, range(40)) == {p: [rollout(p)] for p in range(40)}
+    assert cache.failures == 0
+    refuses[2].unlink()
+    wait_until(lambda: cache.health() == (NODES, 0, 0))
+    assert contents(cache, range(40)) == {p: [rollout(p)] for p in range(40)}
+
+
+def test_a_clock_that_is_set_back_makes_nothing_older(start, tmp_path, monkeypatch):
+    cache = start()
+    cache.put([rollout(p, version=5) for p in range(20)])
+    cache.snapshot(tmp_path / "snapshot", policy_version=5)
+    cache.close()
+    monkeypatch.setattr(driver_module.time, "time_ns", lambda: 7)
+    resumed = start(keep=True)
+    assert resumed.incarnation == cache.incarnation + 1
+    elsewhere = start("others")
+    assert elsewhere.incarnation == 7  # new disks know nothing of it
+    assert elsewhere.restore(tmp_path / "snapshot")[1] == []
+    assert elsewhere.incarnation == cache.incarnation + 1
+    for client in (resumed, elsewhere):
+        assert contents(client, range(20)) == {p: [rollout(p, version=5)] for p in range(20)}
+        client.put([rollout(p, version=1) for p in range(20)])
+        client.sync()
+        client.restore(tmp_path / "snapshot")
+        assert contents(client, range(20)) == {p: [rollout(p, version=1)] for p in range(20)}
+
+
+def test_partitions_that_nobody_can_write_are_left_out_of_a_snapshot(start, tmp_path, caplog):
+    cache = start(replicas=1)
+    cache.put([rollout(p) for p in range(50)])
+    cache.sync()
+    (wrong,) = {partition_of(key_of(0), 16)}
+    (tmp_path / "snapshot" / f"partition-{wrong:05d}.rollouts").mkdir(parents=True)
+    with caplog.at_level(logging.WARNING):
+        manifest = cache.snapshot(tmp_path / "snapshot", policy_version=1)
+    assert read_manifest(tmp_path / "snapshot") == manifest
+    here = {file.partition for file in manifest.files}
+    assert here and wrong not in here
+    [line] = [line for line in caplog.messages if "of 16 partitions are not in" in line]
+    assert "Is a directory" in line
+    other = start("others")
+    assert other.restore(tmp_path / "snapshot")[1] == []
+    expected = {p: [rollout(p)] if partition_of(key_of(p), 16) in here else [] for p in range(50)}
+    assert contents(other, range(50)) == expected
+
+
+def test_a_file_system_that_hangs_does_not_hold_a_checkpoint_up(start, tmp_path, network_disk,
+                                                                monkeypatch):  # fmt: skip
+    """A FUSE file system whose server is stopped: before the snapshot, and in the middle of it."""
+    disk, server = network_disk
+    cache = start()
+    cache.put([rollout(p) for p in range(50)])
+    cache.snapshot(disk / "good", policy_version=1)
+    for name, seconds in (("SNAPSHOT", 6.0), ("WRITE", 2.0), ("RESTORE", 2.0), ("MANIFEST", 1.0)):
+        monkeypatch.setattr(driver_module, f"{name}_SECONDS", seconds)
+    hangs = pytest.raises(StoreUnavailable, match="its file system has not answered for")
+    try:
+        server.send_signal(signal.SIGSTOP)
+        with hangs:
+            cache.snapshot(disk / "before", policy_version=1)
+        with hangs:
+            cache.restore(disk / "good")
+        server.send_signal(signal.SIGCONT)
+        within = driver_module.within
+
+        def stop_behind(*arguments):
+            done = within(*arguments)
+            server.send_signal(signal.SIGSTOP)
+            return done
+
+        with monkeypatch.context() as patch:
+            patch.setattr(driver_module, "within", stop_behind)
+            with pytest.raises(StoreUnavailable, match=r"shard-\w+ has not written its part in "):
+                cache.snapshot(disk / "in the middle", policy_version=1)
+        with pytest.raises(StoreUnavailable, match="still hangs in an earlier checkpoint"):
+            cache.snapshot(tmp_path / "elsewhere", policy_version=1)
+        assert cache.health() == (NODES, 0, 0)  # and everything else goes on
+        assert contents(cache, range(50)) == {p: [rollout(p)] for p in range(50)}
+    finally:
+        server.send_signal(signal.SIGCONT)
+
+    def written():
+        with contextlib.suppress(StoreUnavailable):
+            manifest = cache.snapshot(tmp_path / "later", policy_version=1)
+            return sum(file.rollouts for file in manifest.files) == 50
+
+    wait_until(written)
+
+
+class Assigning:
+    """A shard that assigns a sample index when it is told to."""
+
+    def __init__(self):
+        self.told = threading.Event()
+
+    def claim(self, key, policy_version, epoch, incarnation):
+        self.told.wait()
+        return (3, []), None
+
+    def tell(self):
+        self.told.set()
+
+
+def test_a_shard_that_is_gone_by_a_newer_view_may_answer_yet(nodes):
+    shard = ray.remote(Assigning).options(num_cpus=0, max_concurrency=2).remote()
+    table = (("here",),) * 4
+    view = View(Routing(0, table, table), {"here": shard}, {})
+    client = CacheClient(view, None, deadline_s=60.0, tokenizer_id="tok", incarnation=1)
+
+    async def claim():
+        claiming = asyncio.create_task(client.claim(prompt_key([1]), 0))
+        await asyncio.sleep(0)
+        client._adopt(View(Routing(1, ((),) * 4, ((),) * 4), {}, {}))
+        await shard.tell.remote()
+        return await claiming
+
+    assert asyncio.run(claim()) == (3, [])
+    ray.kill(shard)
+
+
+def test_a_claim_is_renewed_until_its_row_ends_or_fails(start, monkeypatch):
+    monkeypatch.setattr(client_module, "RENEW_SECONDS", 0.05)
+    cache = start()
+    key = prompt_key([5])
+
+    def held():
+        """Sample indices and seconds that are left, on the two shards of the partition."""
+        shards = [cache._view.shards[name] for name in cache._view.routing.write(key)]
+        calls = [s.__ray_call__.remote(lambda self: self.claims.held(b"", None)) for s in shards]
+        return [[(index, left) for _, index, left in claims] for claims in ray.get(calls)]
+
+    async def renewed():
+        before = held()
+        while True:
+            await asyncio.sleep(0.05)
+            now = held()
+            if all(new > old for [(_, new)], [(_, old)] in zip(now, before, strict=True)):
+                return
+            before = now
+
+    async def rows():
+        assert (await cache.claim(key, 1))[0] == 0
+        await asyncio.wait_for(renewed(), 120)
+        cache.release(key, 0)
+        assert held() == [[], []]
+        assert (await cache.claim(key, 1))[0] == 0
+        cache.put([rollout(5, version=1)])
+        cache.sync()
+        assert held() == [[], []]
+        await asyncio.wait_for(cache._renewing, 60)  # there is nothing left to renew
+
+    asyncio.run(rows())

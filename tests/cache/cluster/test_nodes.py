@@ -14,6 +14,7 @@ import pytest
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from nemo_specrl.cache.cluster import driver as driver_module
 from nemo_specrl.cache.cluster.driver import start_shards
 from nemo_specrl.errors import ConfigError
 from tests.cache.cluster.nodes import (
@@ -178,8 +179,11 @@ def test_partitions_move_to_the_nodes_with_engines(cluster, cache):
     assert cache.failures == 0
 
 
-def test_a_shard_that_is_stopped_costs_a_deadline_and_catches_up(cluster, cache, caplog):
+def test_a_shard_that_is_stopped_costs_a_deadline_and_catches_up(
+    cluster, cache, caplog, tmp_path, monkeypatch
+):
     put_all(cache, 1)
+    monkeypatch.setattr(driver_module, "WRITE_SECONDS", 2.0)
     here = ray.get_runtime_context().get_node_id()  # whose shard is asked first
     name = next(n for n, node in cache._view.nodes.items() if node == here)
     shard = cache._view.shards[name]
@@ -190,6 +194,8 @@ def test_a_shard_that_is_stopped_costs_a_deadline_and_catches_up(cluster, cache,
         try:
             found = versions_of(cache)  # without its drafts, or with another's
             assert all(g in ([], [1] * SAMPLE_INDICES) for g in found.values())
+            saved = cache.snapshot(tmp_path / "snapshot", 1)  # by those that have a copy
+            assert sum(file.rollouts for file in saved.files) == PROMPTS * SAMPLE_INDICES
             put_all(cache, 2)  # ends when the shard has been left out
             assert cache.failures > 0
             assert name not in cache._view.shards

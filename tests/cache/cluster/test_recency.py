@@ -57,7 +57,7 @@ def copied(shard, rollouts, tmp_path):
 
 def restored(shard, rollouts, tmp_path):
     file = write_partition(tmp_path / "snapshot", partition_of(KEY, 2), rollouts)
-    assert shard.read_snapshot(str(tmp_path / "snapshot"), [file], {0, 1}, 2) == []
+    assert shard.read_snapshot(str(tmp_path / "snapshot"), [file], {0, 1}, 2)[0] == []
 
 
 WAYS = [late_put, copied, restored]

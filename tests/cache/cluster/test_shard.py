@@ -3,13 +3,16 @@
 import logging
 
 import pytest
+import xxhash
 
+from nemo_specrl.cache import RolloutStore
 from nemo_specrl.cache.cluster import shard as shard_module
 from nemo_specrl.cache.cluster.claims import CLAIM_SECONDS
 from nemo_specrl.cache.cluster.identity import IDENTITY_FILE, read_identity
 from nemo_specrl.cache.cluster.membership import Routing, View
 from nemo_specrl.cache.cluster.shard import LEASE_SECONDS, Chunk, Shard
-from nemo_specrl.cache.snapshot import key_range
+from nemo_specrl.cache.runs import WARM_START
+from nemo_specrl.cache.snapshot import key_range, write_partition
 from nemo_specrl.errors import StoreUnavailable
 from nemo_specrl.rollout import Finish, Rollout, prompt_key
 from tests.cache.cluster.conftest import STORE, learn, view_of
@@ -17,10 +20,10 @@ from tests.cache.cluster.conftest import STORE, learn, view_of
 PARTITIONS = 2
 
 
-def rollout(prompt, version, sample_index=0, occurrence=0):
+def rollout(prompt, version, sample_index=0, occurrence=0, incarnation=0):
     return Rollout(
         prompt_key([prompt]), sample_index, [version], [0.0], Finish.STOP, version,
-        occurrence=occurrence
+        occurrence=occurrence, incarnation=incarnation,
     )  # fmt: skip
 
 
@@ -40,10 +43,10 @@ def test_a_folder_keeps_its_name_and_its_contents_belong_to_a_run(shards):
     assert again.describe(PARTITIONS).holds == info.holds
     assert again.describe(PARTITIONS).store_id != info.store_id
     again.close()
-    resumed = shards(incarnation=2, keep=True)
+    resumed = shards(life=2, keep=True)
     assert resumed.name == shard.name and versions(resumed, 1) == [1]
     resumed.close()
-    new = shards(incarnation=3)
+    new = shards(life=3)
     assert new.name == shard.name and versions(new, 1) == []
 
 
@@ -60,7 +63,7 @@ def test_a_flipped_bit_in_the_name_file_gives_a_new_name_and_a_warning(shards, t
         caplog.clear()
         identity = read_identity(tmp_path / "a")
         if identity.name == shard.name:  # all but the line's end counts
-            assert bit // 8 == len(good) - 1 and identity.incarnation == 1
+            assert bit // 8 == len(good) - 1 and identity.life == 1
             continue
         assert [r.levelno for r in caplog.records] == [logging.WARNING]
         assert f"{file} is damaged" in caplog.text
@@ -90,7 +93,7 @@ def test_a_shard_without_contact_to_its_keeper_answers_no_look_ups(tmp_path):
         shard.get([prompt_key([1])], 1)
     _, third = shard.heartbeat(view, second)  # which may have waited for as long
     with refused:
-        shard.claim(prompt_key([1]), 1, 1)
+        shard.claim(prompt_key([1]), 1, 1, 1)
     shard.heartbeat(view, third)
     assert shard.get([prompt_key([1])], 0) == ({prompt_key([1]): [rollout(1, 1)]}, view)
     shard.close()
@@ -132,7 +135,52 @@ def test_only_the_first_reader_assigns_sample_indices(shards):
     table = (("other", shard.name),) * PARTITIONS
     view = View(Routing(2, table, table), {}, {})
     learn(shard, view)
-    assert shard.claim(key, 1, 1) == (None, view)
-    shard.hold(key, 0)
+    assert shard.claim(key, 1, 1, 1) == (None, view)
+    shard.hold([(key, 0)])
     learn(shard, view_of(3, shard.name))
-    assert shard.claim(key, 1, 3) == ((1, []), None)  # 0 was assigned by the other
+    assert shard.claim(key, 1, 3, 1) == ((1, []), None)  # 0 was assigned by the other
+    shard.release([(key, 0), (key, 7)])
+    assert shard.claim(key, 1, 3, 1) == ((0, []), None)
+
+
+def test_the_folder_remembers_the_largest_incarnation_that_was_put(shards, tmp_path):
+    shard = shards()
+    assert shard.describe(PARTITIONS).incarnation == 0
+    shard.put([rollout(1, 1, incarnation=9)], 1)
+    shard.put([rollout(1, 2, incarnation=7)], 1)
+    assert shard.describe(PARTITIONS).incarnation == 9
+    copy = Chunk([rollout(2, 1, incarnation=12)], [], b"", None)
+    shard.merge_range(copy, None)
+    file = write_partition(tmp_path / "snapshot", 0, [rollout(3, 1, incarnation=15)])
+    assert shard.read_snapshot(str(tmp_path / "snapshot"), [file], {0, 1}, 2) == ([], 15)
+    shard.close()
+    new = shards(life=2)
+    assert new.describe(PARTITIONS).incarnation == 15 and versions(new, 1) == []
+    new.close()
+    text = b"shard-0123456789ab 44"  # as earlier releases wrote it
+    (tmp_path / "a" / IDENTITY_FILE).write_bytes(
+        text + b" " + xxhash.xxh3_64_hexdigest(text).encode() + b"\n"
+    )
+    assert read_identity(tmp_path / "a") == ("shard-0123456789ab", 44, 44)
+
+
+def test_a_store_that_is_emptied_says_so_and_may_begin_with_a_warm_start(shards, tmp_path, caplog):
+    shard = shards()
+    shard.put([rollout(1, 5, incarnation=3)], 1)
+    shard.close()
+    with RolloutStore(tmp_path / WARM_START, **STORE) as store:
+        store.put([rollout(2, 0), rollout(3, 0)])
+    later = shards(life=2)  # a node that joins while the run goes on
+    [line] = later.describe(PARTITIONS).remarks
+    assert line.startswith(f"removed {tmp_path / 'a' / 'data.mdb'}, 0.0")
+    assert f"rollout cache: {line}" in caplog.messages
+    assert [versions(later, p) for p in (1, 2, 3)] == [[], [], []]
+    later.close()
+    new = shards(life=3, warm=True)
+    assert new.describe(PARTITIONS).remarks[1].startswith("begins with the rollouts of ")
+    assert [versions(new, p) for p in (1, 2, 3)] == [[], [0], [0]]
+    assert new.describe(PARTITIONS).holds
+    new.close()
+    resumed = shards(life=4, keep=True, warm=True)
+    assert resumed.describe(PARTITIONS).remarks == ()
+    assert [versions(resumed, p) for p in (1, 2, 3)] == [[], [0], [0]]

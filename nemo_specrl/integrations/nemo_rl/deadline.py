@@ -1,0 +1,63 @@
+"""Has NeMo-RL save its last checkpoint before the job's time limit, however long ``setup`` took.
+
+``checkpointing.checkpoint_must_save_by`` is a duration that NeMo-RL counts from where its trainer
+begins (utils/timer.py, ``TimeoutChecker``). The engines and the policy have started by then, which
+takes up to half an hour, and a batch script knows only when the job ends. So it names that moment,
+and what is left of it is computed where NeMo-RL begins to count.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from nemo_specrl.errors import ConfigError
+
+__all__ = ["MUST_SAVE_AT", "bounded", "seconds_left"]
+
+MUST_SAVE_AT = "SPECRL_MUST_SAVE_AT"
+"""Environment variable: when the last checkpoint must be saved, whole seconds since 1970 (UTC)."""
+
+
+def seconds_left() -> float | None:
+    """Seconds until the last checkpoint must be saved; None where no such moment is named.
+
+    Raises:
+        ConfigError: it has passed, or is no moment. Another start of the job would have no more
+            time than this one, so that to begin a step would only waste it.
+    """
+    value = os.environ.get(MUST_SAVE_AT)
+    if not value:
+        return None
+    if not value.isdecimal():
+        raise ConfigError(
+            f"{MUST_SAVE_AT} = {value!r}: must be a moment in whole seconds since 1970, as "
+            "`date +%s` prints it"
+        )
+    left = int(value) - time.time()
+    if left <= 0:
+        raise ConfigError(
+            f"{MUST_SAVE_AT}: the last checkpoint should have been saved {-left:.0f} s ago, before "
+            "the first step; give the job a longer time limit, or less time for saving "
+            "(SPECRL_SAVE_SECONDS)"
+        )
+    return left
+
+
+def bounded(checker: Any) -> Any:
+    """A subclass of NeMo-RL's ``TimeoutChecker`` that knows when the job must have saved.
+
+    The recipe's own ``checkpoint_must_save_by`` counts as well; the earlier of the two applies.
+    """
+
+    class JobTimeoutChecker(checker):
+        last_save_time: float
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            left = seconds_left()
+            if left is not None:
+                self.last_save_time = min(self.last_save_time, left)
+
+    return JobTimeoutChecker

@@ -1,0 +1,52 @@
+"""What a recipe's ``vllm_kwargs:`` may hold, as far as it is known without vLLM."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from nemo_specrl.config import MAX_COUNT, WrongKey
+
+__all__ = ["SET_BY_RECIPE", "check_vllm_kwargs"]
+
+SET_BY_RECIPE = {
+    "model": "policy.model_name",
+    "tokenizer": "policy.model_name",
+    "seed": "grpo.seed or ppo.seed",
+    "dtype": "vllm_cfg.precision",
+    "max_model_len": "vllm_cfg.max_model_len",
+    "gpu_memory_utilization": "vllm_cfg.gpu_memory_utilization",
+    "enforce_eager": "vllm_cfg.enforce_eager",
+    "skip_tokenizer_init": "stop_strings",
+    "enable_prefix_caching": "the trainer: it is always on",
+    "disable_log_stats": "the trainer: it is always true",
+    "worker_extension_cls": "the trainer, for refits",
+}
+"""Arguments of ``vllm.LLM`` that have another place, and which."""
+
+
+def check_vllm_kwargs(values: Mapping[str, Any]) -> None:
+    """Refuse further arguments of ``vllm.LLM`` that cannot be.
+
+    Raises:
+        WrongKey: a key has another place in the recipe, or a number that cannot be.
+    """
+    for name, value in values.items():
+        key = f"vllm_kwargs.{name}"
+        if name in SET_BY_RECIPE:
+            raise WrongKey(key, value, f"is set by {SET_BY_RECIPE[name]}; leave it out here")
+        counts = name in ("max_num_seqs", "max_num_batched_tokens")
+        if counts and not (type(value) is int and 1 <= value <= MAX_COUNT):
+            raise WrongKey(key, value, f"must be a whole number from 1 to {MAX_COUNT}")
+        if not all(map(math.isfinite, _floats(value))):
+            raise WrongKey(key, value, "must be a finite number")
+
+
+def _floats(value: Any) -> Iterator[float]:
+    """The floating-point numbers in a value of YAML."""
+    if isinstance(value, float):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _floats(item)

@@ -1,0 +1,85 @@
+"""The driver's side of generation with NeMo-RL's own classes, without engines.
+
+They need a checkout of NeMo-RL in NEMO_RL_HOME: `make test-nemo`.
+"""
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from nemo_specrl import RolloutStore, prompt_key
+from nemo_specrl.speculation.balance import balanced_order
+from nemo_specrl.speculation.drafts import assign_sample_indices
+from tests.factories import rollout
+from tests.nemo_rl.test_recipes import nemo  # noqa: F401
+
+LENGTHS = {0: 400, 1: 40, 2: 40, 3: 40}
+"""By prompt: the mean length of what a policy writes to it."""
+GROUP, ENGINES = 8, 4
+
+
+def test_rows_without_drafts_are_dealt_out_by_the_lengths_of_earlier_ones(nemo, tmp_path):  # noqa: F811
+    """As `preset: lossless` does: every row is decoded in full, so that long prompts are spread."""
+    from nemo_specrl.integrations.nemo_rl.generation import SpecVllmGeneration
+
+    with RolloutStore(tmp_path / "store", max_bytes=2**24, tokenizer_id="t") as store:
+        store.put(rollout(p, 1, k, n + k - 4) for p, n in LENGTHS.items() for k in range(GROUP))
+        store.sync()
+        generation = object.__new__(SpecVllmGeneration)
+        generation.cache = SimpleNamespace(outlines=store.get)
+        generation.dp_size, generation.fresh_fraction, generation._lookup_s = ENGINES, 1.0, 0.0
+        rows = [prompt for prompt in LENGTHS for _ in range(GROUP)]
+        keys = [prompt_key([prompt]) for prompt in rows]
+        costs = generation._costs(keys, assign_sample_indices(keys))
+    order = balanced_order(costs, ENGINES)
+    share = len(rows) // ENGINES
+    tokens = [
+        sum(LENGTHS[rows[i]] for i in order[start : start + share])
+        for start in range(0, len(rows), share)
+    ]
+    assert tokens == [2 * 400 + 6 * 40] * ENGINES  # and 8 * 400 for one of them in the given order
+
+
+@pytest.fixture
+def cluster(nemo, monkeypatch):  # noqa: F811
+    """Ray, with a stand-in for uv that makes an environment of one file."""
+    import ray
+
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="ray") as folder:
+        uv = Path(folder, "uv")
+        uv.write_text(
+            "#!/bin/sh\n"
+            '[ "$1 $2" = "venv --allow-existing" ] || exit 0\n'
+            'mkdir -p "$3/bin" && echo made >>"$3/bin/python"\n'
+        )
+        uv.chmod(uv.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+        monkeypatch.setenv("NEMO_RL_VENV_DIR", f"{folder}/venvs")
+        monkeypatch.setenv("PYTHONPATH", f"{nemo.home}:{os.environ.get('PYTHONPATH', '')}")
+        ray.init(num_cpus=1, include_dashboard=False, _temp_dir=f"{folder}/r")
+        try:
+            yield Path(folder, "venvs")
+        finally:
+            ray.shutdown()
+
+
+def test_the_worker_has_the_environment_of_the_stock_one(cluster, monkeypatch):
+    """Found, made or made anew under the stock name by NeMo-RL's own rules; never a second one."""
+    from nemo_specrl.integrations.nemo_rl import compat
+
+    stock = cluster / compat.STOCK_WORKER / "bin" / "python"
+    find = lambda: compat._python_of(compat.STOCK_WORKER, "uv run --locked --extra vllm")  # noqa: E731
+    assert find() == str(stock) and stock.read_text() == "made\n"
+    stock.write_text("of the image\n")
+    assert find() == str(stock) and stock.read_text() == "of the image\n"
+    monkeypatch.setenv("NRL_FORCE_REBUILD_VENVS", "true")
+    from nemo_rl.utils.venvs import create_local_venv
+
+    create_local_venv.cache_clear()
+    assert find() == str(stock) and stock.read_text() == "made\n"
+    assert [folder.name for folder in cluster.iterdir()] == [compat.STOCK_WORKER]
+    assert compat._python_of(compat.STOCK_WORKER, "/usr/bin/python3") == "/usr/bin/python3"

@@ -1,0 +1,114 @@
+"""Refits by a checkpoint engine (NIXL, or one of the user's), in NeMo-RL's own workers.
+
+The workers' engines are real; the transfer of the weights, which needs GPUs, is a file.
+"""
+
+import asyncio
+import importlib
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from vllm import SamplingParams
+
+from nemo_specrl import SpecRLConfig, SpeculativeLLM
+from nemo_specrl.engine.asynchronous import AsyncSpeculativeLLM
+from nemo_specrl.engine.refit import RefitExtension
+from nemo_specrl.errors import ConfigError
+from nemo_specrl.integrations.nemo_rl.compat import CHECKPOINT_ENGINE_UPDATE
+from tests.conftest import DictCache, make_engine
+
+HOME = os.environ.get("NEMO_RL_HOME")
+ENGINE = {
+    "dtype": "float32",
+    "max_model_len": 192,
+    "max_num_seqs": 8,
+    "block_size": 32,
+    "enforce_eager": True,
+    "disable_log_stats": True,
+    "worker_extension_cls": f"{__name__}.FileEngine",
+}
+CONFIG = SpecRLConfig(enabled=True, preset="faithful", tree={"enabled": False})
+PROMPT = {"prompt_token_ids": [3 + i % 12 for i in range(100)]}
+PARAMS = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+
+
+class FileEngine(RefitExtension):
+    """The worker's side of a checkpoint engine."""
+
+    def prepare_checkpoint_engine(self):
+        return {"rank": 0}
+
+    def update_weights_from_checkpoint_engine(self):
+        weights = load_file(os.environ["NEMO_SPECRL_TEST_WEIGHTS"])
+        self.specrl_refit((n, w) for n, w in weights.items() if n != "lm_head.weight")
+        return True
+
+
+@pytest.fixture(scope="module")
+def workers():
+    """The plug-in's two worker classes."""
+    if not HOME:
+        pytest.skip("set NEMO_RL_HOME to a checkout of NVIDIA-NeMo/RL and run `make test-nemo`")
+    runpy.run_path(str(Path(__file__).parent / "path" / "sitecustomize.py"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [*sys.path, HOME])  # which has a `tests`, too
+        package = "nemo_specrl.integrations.nemo_rl"
+        sync = importlib.import_module(f"{package}.worker").SpecVllmGenerationWorkerImpl
+        if not hasattr(super(sync, sync), "checkpoint_engine_rpc"):
+            pytest.skip("this NeMo-RL has no checkpoint engines")
+        name = "SpecVllmAsyncGenerationWorkerImpl"
+        yield sync, getattr(importlib.import_module(f"{package}.worker_async"), name)
+
+
+@pytest.fixture(autouse=True)
+def weights(random_model, monkeypatch):
+    monkeypatch.setenv("NEMO_SPECRL_TEST_WEIGHTS", str(random_model / "model.safetensors"))
+
+
+def test_a_synchronous_worker_counts_them_and_drops_the_old_blocks(workers, random_model):
+    worker = object.__new__(workers[0])
+    llm = worker.llm = make_engine(random_model, **ENGINE)
+    worker._speculative = SpeculativeLLM(llm, DictCache(), CONFIG)
+    for cached in (0, 96):
+        (output,) = llm.generate(PROMPT, PARAMS, use_tqdm=False)
+        assert output.num_cached_tokens == cached
+    assert worker.checkpoint_engine_rpc(checkpoint_method="prepare_checkpoint_engine") == [
+        {"rank": 0}
+    ]
+    assert worker.spec_rl_policy_version() == 0
+    assert worker.checkpoint_engine_rpc(checkpoint_method=CHECKPOINT_ENGINE_UPDATE) is True
+    assert worker.spec_rl_policy_version() == 1
+    (output,) = llm.generate(PROMPT, PARAMS, use_tqdm=False)
+    assert output.num_cached_tokens == 0
+
+
+def test_an_asynchronous_worker_counts_them_and_refuses_them_while_rows_run(workers, random_model):
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    async def refits():
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(random_model), **ENGINE))
+        worker = object.__new__(workers[1])
+        worker.llm = llm
+        worker._speculative = AsyncSpeculativeLLM(llm, DictCache(), CONFIG)
+
+        async def version_after(method):
+            await worker.checkpoint_engine_rpc_async(checkpoint_method=method)
+            return await worker.spec_rl_policy_version()
+
+        assert await version_after("prepare_checkpoint_engine") == 0
+        assert await version_after(CHECKPOINT_ENGINE_UPDATE) == 1
+        endless = SamplingParams(max_tokens=90, ignore_eos=True, detokenize=False)
+        async for _ in (running := llm.generate(PROMPT, endless, "running")):
+            with pytest.raises(ConfigError, match="requests are still running"):
+                await version_after(CHECKPOINT_ENGINE_UPDATE)
+            break
+        await running.aclose()
+        assert await worker.spec_rl_policy_version() == 1
+        llm.shutdown()
+
+    asyncio.run(refits())

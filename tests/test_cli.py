@@ -1,0 +1,96 @@
+"""The command line itself: its version, its first line, and bad input in one line."""
+
+import subprocess
+import sys
+
+import pytest
+
+from nemo_specrl import __version__
+from tests.conftest import REPOSITORY
+
+DEMO = "examples/configs/grpo_sort_cpu.yaml"
+SLOW = ("numpy", "omegaconf", "lmdb", "matplotlib", "torch", "vllm", "ray")
+
+
+def python(code):
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True
+    )
+
+
+def test_the_version(command_line):
+    assert command_line("--version") == f"nemo-specrl {__version__}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["train", DEMO], f"train: loading {DEMO}, torch and vLLM"),
+        (["compare", DEMO], f"compare: {DEMO}, first plain, then speculative"),
+        (["run", "tests/conftest.py"], "nemo-specrl run: loading NeMo-RL with the plug-in"),
+        (["simulate", "tests"], "simulate: reading tests"),
+    ],
+)
+def test_the_first_line_comes_before_anything_slow_is_imported(arguments, line):
+    code = f"""
+import sys
+from nemo_specrl import cli
+print([name for name in {SLOW} if name in sys.modules])
+for name in ("numpy", "omegaconf", "torch"):
+    sys.modules[name] = None  # its import fails from here on
+sys.argv[1:] = {arguments}
+cli.main()
+"""
+    done = python(code)
+    found, first, *_ = done.stdout.splitlines()
+    assert found == "[]" and first.startswith(line)
+    assert done.returncode == 1, done.stderr
+
+
+def test_public_names_are_there_and_come_when_they_are_used():
+    code = f"""
+import sys
+import nemo_specrl
+assert not any(name in sys.modules for name in {SLOW})
+for name in nemo_specrl.__all__:
+    if name != "SpeculativeLLM":
+        getattr(nemo_specrl, name)
+assert "vllm" not in sys.modules
+"""
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+
+
+BAD = [
+    (["report", "{empty}"], "no metrics.jsonl here; give the folder of a run"),
+    (["report", "{file}"], "no metrics.jsonl here; give the folder of a run"),
+    (["report", "{folders}"], "cannot be read (Is a directory)"),
+    (["report", "{file}", "--follow"], "no such folder"),
+    (["simulate", "{file}"], "no such folder"),
+    (["simulate", "{folders}"], "cannot be read (Is a directory)"),
+    (["cache", "inspect", "{file}"], "file"),
+    (["cache", "verify", "{empty}"], "empty"),
+    (["cache", "export", "{empty}", "{file}"], "empty"),
+    (["cache", "import", "{file}", "{empty}"], "file"),
+    (["train", "{empty}"], "empty"),
+    (["compare", "{file}"], "must"),
+    (["run", "{empty}"], "no such file; give a script of NeMo-RL"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), BAD, ids=lambda x: "-".join(x)[:30])
+def test_bad_input_is_one_line(tmp_path, capfd, monkeypatch, arguments, said):
+    from nemo_specrl.cli import main
+
+    monkeypatch.chdir(REPOSITORY)
+    places = {name: tmp_path / name for name in ("empty", "file", "folders")}
+    places["empty"].mkdir()
+    places["file"].write_text("x")
+    for name in ("metrics.jsonl", "train_data_step1.jsonl"):
+        (places["folders"] / name).mkdir(parents=True)
+    monkeypatch.setattr(sys, "argv", ["nemo-specrl", *(a.format(**places) for a in arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.startswith("nemo-specrl: ") and said in line

@@ -1,0 +1,223 @@
+"""Whatever a recipe's key may wrongly hold: one line and exit code 2, before an engine starts.
+
+The keys are read from the recipe's own models, so that a new key is tested too. What is wrong for
+a key follows from its type; the tables below say where a value of that kind is right.
+"""
+
+import pwd
+import random
+import shutil
+import sys
+import types
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+import pytest
+from pydantic import BaseModel
+
+from nemo_specrl.cli import main
+from nemo_specrl.config import MAX_COUNT
+from nemo_specrl.errors import ConfigError
+from nemo_specrl.trainer.generation import build_engine
+from nemo_specrl.trainer.recipe import Recipe, load_recipe
+from nemo_specrl.trainer.start import check_start
+from tests.conftest import REPOSITORY
+
+RECIPES = sorted((REPOSITORY / "examples" / "configs").glob("*_cpu.yaml"))
+DEMO = REPOSITORY / "examples" / "configs" / "grpo_sort_cpu.yaml"
+SPEC = "policy.generation.spec_rl."
+DRAWN = 200
+
+NOT_FINITE = (".inf", "-.inf", ".nan", "1e999")
+WRONG_TYPE = ("much", "''", "[1]", "{a: 1}")
+HUGE = ("1" * 30, "1" * 5000)
+"""Whole numbers: beyond 64 bits, and beyond what Python reads from text."""
+WRONG = {
+    bool: ("much", "''", "[true]", "{a: 1}", "2", ".nan"),
+    int: (*NOT_FINITE, *WRONG_TYPE, *HUGE, "1.5", "-2", f"-{MAX_COUNT + 1}"),
+    float: (*NOT_FINITE, *WRONG_TYPE, "-1"),
+    str: ("much", "''", "[1]", "{a: 1}", "5", ".inf"),
+    list: ("much", "5", "[[1]]", "[.nan]", "['']", "[-1]"),
+    dict: ("much", "5", "[1]", "{dtype: float16}", "{swap_space: .inf}", "{max_num_seqs: 0}"),
+}
+"""Values that are wrong for keys of a type; of text: for a choice of words, or a path."""
+PATHS = (
+    *("''", "None", "'null'", "[1]", "5", "'~nobody-has-this-name/x'", "'a\tb'"),
+    *("/proc/nowhere", "/dev/null", "{file}", "{file}/below", "x" * 300),
+)
+MAY_BE = {
+    "data.seed": ("-2",),
+    "policy.model_name": ("/dev/null/x",),
+    "policy.generation.spec_rl.tree.max_bytes": ("1.5",),
+}
+"""Values that are right for a key although they are wrong for others of its type."""
+
+
+def leaves(model, prefix=""):
+    """Dotted keys of a model and its blocks, with their annotations."""
+    for name, field in model.model_fields.items():
+        blocks = [a for a in (field.annotation, *get_args(field.annotation)) if is_block(a)]
+        if blocks:
+            yield from leaves(blocks[0], f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field
+
+
+def is_block(annotation):
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def kind(annotation):
+    """The type of a key's values, and whether it may be null."""
+    if isinstance(annotation, types.UnionType) or get_origin(annotation) is not None:
+        arguments = get_args(annotation)
+        if get_origin(annotation) is Literal:
+            return str, False
+        if type(None) in arguments:
+            (inner,) = (a for a in arguments if a is not type(None))
+            return kind(inner)[0], True
+        if hasattr(annotation, "__metadata__"):
+            return kind(arguments[0])
+        return (dict if get_origin(annotation) is dict else list), False
+    return annotation, False
+
+
+def wrong_values():
+    """All wrong values, by key."""
+    found = {}
+    for key, field in leaves(Recipe):
+        of, may_be_null = kind(field.annotation)
+        path = of not in WRONG or key == "policy.model_name"
+        values = [*(PATHS if path else WRONG[of]), *([] if may_be_null else ["null"])]
+        found[key] = [value for value in values if value not in MAY_BE.get(key, ())]
+    return found
+
+
+def draws():
+    """One value of each key, and others until there are enough: key and value."""
+    rng, values = random.Random(20261125), wrong_values()
+    drawn = [(key, rng.choice(values[key])) for key in values]
+    rest = [(key, value) for key in values for value in values[key] if (key, value) not in drawn]
+    return drawn + rng.sample(rest, DRAWN - len(drawn))
+
+
+@pytest.fixture
+def refusal(monkeypatch, capsys, tmp_path):
+    """Run ``train`` up to where engines would start; the line in which it refuses."""
+
+    def accepted():
+        raise AssertionError("was accepted")
+
+    monkeypatch.setattr("nemo_specrl.engine.compat.local_cpu_environment", accepted)
+    monkeypatch.chdir(REPOSITORY)
+    folders = [
+        f"{key}={tmp_path / 'run'}" for key in ("checkpointing.checkpoint_dir", "logger.log_dir")
+    ]
+
+    def run(recipe, *overrides):
+        arguments = ["nemo-specrl", "train", str(recipe), *folders, *overrides]
+        monkeypatch.setattr(sys, "argv", arguments)
+        with pytest.raises(SystemExit) as ended:
+            main()
+        printed = capsys.readouterr()
+        assert ended.value.code == 2
+        assert not printed.out
+        (line,) = printed.err.splitlines()
+        assert line.startswith("nemo-specrl: ")
+        assert len(line) < 700
+        assert not (tmp_path / "run").exists()
+        return line
+
+    return run
+
+
+def test_wrong_values_are_refused_in_one_line_before_anything_starts(refusal, tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    rng = random.Random(1)
+    accepted = []
+    for key, value in draws():
+        recipes = [r for r in RECIPES if "ppo" in r.stem] if key.startswith("ppo.") else RECIPES
+        if key.startswith("grpo."):
+            recipes = [r for r in RECIPES if "ppo" not in r.stem]
+        value = value.replace("{file}", str(file))
+        try:
+            line = refusal(rng.choice(recipes), f"{key}={value}")
+        except AssertionError as error:
+            accepted.append((key, value[:40], str(error)[:200]))
+        else:
+            names = (key, key.rpartition(".")[2], value[:20])
+            assert any(name in line for name in names), (key, value[:40], line)
+    assert not accepted
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            f"policy.generation.vllm_cfg.max_model_len={2**20}",
+            "must be at most the model's 512 pos",
+        ),
+        (
+            "policy.generation.vllm_cfg.max_model_len=8",
+            "must exceed the longest prompt's 15 tokens",
+        ),
+        ("policy.generation.stop_token_ids=[2,99]", "99 is no token of the model's"),
+        ("policy.generation.vllm_kwargs.model=x", "is set by policy.model_name; leave it out here"),
+        ("policy.optimizer.kwargs.weight_decay=1.0e+6", "must be less than 1 / lr"),
+        ("grpo.seed=" + "[" * 2000, "grpo.seed="),
+        ("grpo.seed=\udcff", "grpo.seed="),
+        ("logger.prometheus_textfile=/tmp/run.txt", "must be a file ending in .prom"),
+    ],
+)
+def test_keys_that_do_not_go_together_and_text_that_is_no_yaml(refusal, override, message):
+    assert message in refusal(DEMO, override)
+
+
+def test_a_folder_of_the_model_without_what_it_needs(refusal, random_model, tmp_path):
+    folder = shutil.copytree(random_model, tmp_path / "model")
+    (folder / "tokenizer.json").unlink()
+    assert "no tokenizer.json in it" in refusal(DEMO, f"policy.model_name={folder}")
+    for text, message in (("[]", "holds no object"), ("{", "config.json")):
+        (folder / "config.json").write_text(text)
+        assert message in refusal(DEMO, f"policy.model_name={folder}")
+
+
+def test_home_folders_are_those_of_users(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    keys = ("checkpointing.checkpoint_dir", "logger.log_dir", f"{SPEC}cache.dir")
+    recipe = load_recipe(DEMO, [f"{key}=~/run" for key in keys])
+    home = tmp_path / "run"
+    assert recipe.run_dir == recipe.logger.log_dir == recipe.spec_rl.cache.dir == home
+    root = load_recipe(DEMO, ["logger.log_dir=~root/run"]).logger.log_dir
+    assert root == Path(pwd.getpwnam("root").pw_dir, "run")
+
+
+def test_what_is_right_is_accepted(monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    for recipe in RECIPES:
+        check_start(load_recipe(recipe))
+    off = ("checkpointing.enabled=false", "checkpointing.checkpoint_dir=/proc/x")
+    recipe = load_recipe(DEMO, [*off, "logger.log_dir=here"])
+    check_start(recipe)  # of a folder that is not used
+    assert recipe.run_dir == Path("here")
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("block_size=-1", "block_size = -1: must be greater than 0"),
+        ("tensor_parallel_size=0", "tensor_parallel_size = 0: must be greater than or equal to 1"),
+        ("kv_cache_dtype=nonsense", "cache_dtype = 'nonsense': must be 'auto', "),
+        ("quantization=nonsense", "Unknown quantization method: nonsense"),
+        ("nonsense=1", "unexpected keyword argument 'nonsense'"),
+        ("max_num_batched_tokens=8", "max_num_batched_tokens = 8: must be at least"),
+    ],
+)
+def test_what_only_vllm_knows_comes_with_its_reason(monkeypatch, override, reason):
+    """Its own checks come before it starts; pydantic has the key and the reason in two lines."""
+    monkeypatch.chdir(REPOSITORY)
+    with pytest.raises(ConfigError) as refused:
+        build_engine(load_recipe(DEMO, [f"policy.generation.vllm_kwargs.{override}"]))
+    assert reason in str(refused.value)
+    assert "\n" not in str(refused.value)
