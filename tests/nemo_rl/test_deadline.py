@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 from nemo_specrl.errors import ConfigError
-from nemo_specrl.integrations.nemo_rl.deadline import MUST_SAVE_AT, bounded, seconds_left
+from nemo_specrl.integrations.nemo_rl.deadline import (
+    MUST_SAVE_AT,
+    bounded,
+    check_time_left,
+    seconds_left,
+)
 
 TIMER = Path(os.environ.get("NEMO_RL_HOME", "/none")) / "nemo_rl" / "utils" / "timer.py"
 
@@ -44,13 +49,21 @@ def test_what_is_left_when_nemo_rl_begins_to_count(monkeypatch, checker, recipe,
     assert made.check_save() == (until < 1e9)
 
 
-def test_a_job_without_time_for_a_step_ends_in_one_line(monkeypatch, checker):
+def test_a_job_without_time_for_a_step_ends_in_one_line(monkeypatch):
     monkeypatch.setenv(MUST_SAVE_AT, str(int(time.time()) - 100))
-    for begin in (seconds_left, lambda: checker(timeout="00:03:45:00")):
-        with pytest.raises(ConfigError) as raised:
-            begin()
-        line = str(raised.value)
-        assert f"{MUST_SAVE_AT}: " in line and "longer time limit" in line and "\n" not in line
+    with pytest.raises(ConfigError) as raised:
+        check_time_left()
+    line = str(raised.value)
+    assert f"{MUST_SAVE_AT}: " in line and "longer time limit" in line and "\n" not in line
+
+
+def test_after_a_setup_that_took_all_the_time_the_first_step_is_saved(monkeypatch, checker):
+    monkeypatch.setenv(MUST_SAVE_AT, str(int(time.time()) - 100))
+    made = checker(timeout="00:03:45:00", fit_last_save_time=True)
+    assert made.last_save_time == 0
+    made.start_iterations()
+    made.mark_iteration()
+    assert made.check_save()
 
 
 @pytest.mark.parametrize("value", ["soon", "1.5e9", "-5", "00:03:45:00"])

@@ -14,18 +14,18 @@ from typing import Any
 
 from nemo_specrl.errors import ConfigError
 
-__all__ = ["MUST_SAVE_AT", "bounded", "seconds_left"]
+__all__ = ["MUST_SAVE_AT", "bounded", "check_time_left", "seconds_left"]
 
 MUST_SAVE_AT = "SPECRL_MUST_SAVE_AT"
 """Environment variable: when the last checkpoint must be saved, whole seconds since 1970 (UTC)."""
 
 
 def seconds_left() -> float | None:
-    """Seconds until the last checkpoint must be saved; None where no such moment is named.
+    """Seconds until the last checkpoint must be saved, negative if that moment has passed; None
+    where no such moment is named.
 
     Raises:
-        ConfigError: it has passed, or is no moment. Another start of the job would have no more
-            time than this one, so that to begin a step would only waste it.
+        ConfigError: the variable is no moment.
     """
     value = os.environ.get(MUST_SAVE_AT)
     if not value:
@@ -35,20 +35,30 @@ def seconds_left() -> float | None:
             f"{MUST_SAVE_AT} = {value!r}: must be a moment in whole seconds since 1970, as "
             "`date +%s` prints it"
         )
-    left = int(value) - time.time()
-    if left <= 0:
+    return int(value) - time.time()
+
+
+def check_time_left() -> None:
+    """Refuse to begin a job that would have no time for a step.
+
+    Raises:
+        ConfigError: the moment has passed already. Another start of the job would have no more time
+            than this one.
+    """
+    left = seconds_left()
+    if left is not None and left <= 0:
         raise ConfigError(
             f"{MUST_SAVE_AT}: the last checkpoint should have been saved {-left:.0f} s ago, before "
             "the first step; give the job a longer time limit, or less time for saving "
             "(SPECRL_SAVE_SECONDS)"
         )
-    return left
 
 
 def bounded(checker: Any) -> Any:
     """A subclass of NeMo-RL's ``TimeoutChecker`` that knows when the job must have saved.
 
     The recipe's own ``checkpoint_must_save_by`` counts as well; the earlier of the two applies.
+    Where ``setup`` has outlasted it, the trainer saves after its first step.
     """
 
     class JobTimeoutChecker(checker):
@@ -58,6 +68,6 @@ def bounded(checker: Any) -> Any:
             super().__init__(*args, **kwargs)
             left = seconds_left()
             if left is not None:
-                self.last_save_time = min(self.last_save_time, left)
+                self.last_save_time = min(self.last_save_time, max(left, 0.0))
 
     return JobTimeoutChecker

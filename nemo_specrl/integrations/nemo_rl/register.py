@@ -15,7 +15,7 @@ from typing import Any
 from nemo_specrl.errors import ConfigError, IncompatibleVersion
 from nemo_specrl.integrations import nvrx
 from nemo_specrl.integrations.nemo_rl import compat, supervision
-from nemo_specrl.integrations.nemo_rl.deadline import bounded, seconds_left
+from nemo_specrl.integrations.nemo_rl.deadline import bounded, check_time_left
 from nemo_specrl.integrations.nemo_rl.hooks import Hooks
 from nemo_specrl.integrations.nemo_rl.log import StepLog, metrics_file
 from nemo_specrl.integrations.nemo_rl.monitor import StepMonitor
@@ -32,7 +32,7 @@ def register() -> None:
         ConfigError: the job's time is over before it has begun (:mod:`.deadline`).
         IncompatibleVersion: NeMo-RL cannot be imported, or lacks a name that is needed.
     """
-    seconds_left()
+    check_time_left()
     nemo_rl = compat.check()
     if getattr(nemo_rl, "_nemo_specrl", False):
         return

@@ -229,9 +229,10 @@ def _refuse(master_config: Any, spec_rl: SpecRLConfig, algorithm: str) -> None:
 
 
 def _refused_sampling(generation: Any, spec_rl: SpecRLConfig) -> list[tuple[bool, str]]:
-    """What drafts do not go with that are verified by prompt log-probs.
+    """Kinds of sampling and numbers that drafts cannot be verified under.
 
-    A proposer's drafts are verified by what is sampled from, whatever that is.
+    A proposer's drafts are verified against the distribution that is sampled from, whatever its
+    temperature and top-p; those of prefix reuse and of rounds by prompt log-probs.
     """
     reuse = spec_rl.effective_fresh_fraction < 1
     by_proposer = spec_rl.tree.enabled and spec_rl.tree.method != "rounds"
@@ -253,8 +254,11 @@ def _refused_sampling(generation: Any, spec_rl: SpecRLConfig) -> list[tuple[bool
             f"policy.generation.top_p = {generation['top_p']}: {why}; set 1.0, {way}",
         ),
         (
-            by_prompt and generation["top_k"] not in (None, -1, 0),
-            f"policy.generation.top_k = {generation['top_k']}: {why}; set null, {way}",
+            generation["top_k"] not in (None, -1, 0),
+            f"policy.generation.top_k = {generation['top_k']}: {why}; set null, {way}"
+            if by_prompt
+            else f"policy.generation.top_k = {generation['top_k']}: vLLM fails with it in steps "
+            f"that have no draft (seen on a CPU); set null, {off}",
         ),
         (
             bool(generation.get("bad_words")),
