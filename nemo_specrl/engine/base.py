@@ -130,8 +130,8 @@ class Speculation:
         engine = getattr(self.llm, "llm_engine", self.llm)
         refuse_kv_connector(engine.vllm_config)
         self._limits = EngineLimits.of(self.llm)
+        check_engine(self._limits, self.config)
         method = method_in(self.config, self._limits)
-        check_engine(self._limits, self.config, rounds=method == "rounds")
         check_prompt_logprob_memory(self.llm)
         self._noise = PrefillNoise(self._limits.dtype_bytes)
         if not self._limits.drafts_from_trees:

@@ -75,13 +75,8 @@ def _name(processor: Any) -> str:
     )
 
 
-def check_engine(limits: EngineLimits, config: SpecRLConfig, *, rounds: bool) -> None:
+def check_engine(limits: EngineLimits, config: SpecRLConfig) -> None:
     """Raise for an engine that does not fit the configuration.
-
-    Args:
-        limits: of the engine.
-        config: the ``spec_rl:`` block.
-        rounds: whether drafts of trees are requests of their own.
 
     Raises:
         ConfigError: naming what is wrong, and what would be right.
@@ -92,6 +87,7 @@ def check_engine(limits: EngineLimits, config: SpecRLConfig, *, rounds: bool) ->
         )
     if limits.alterations:
         raise ConfigError(f"{limits.alterations[0]}, {OFF}")
+    rounds = config.tree.enabled and config.tree.method == "rounds"
     if rounds and limits.steps_of_several_tokens:
         other = "the tree proposer" if limits.drafts_from_trees else "a drafter of vLLM's own"
         raise ConfigError(

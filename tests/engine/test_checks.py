@@ -191,8 +191,8 @@ def test_rounds_beside_a_drafter_of_vllms_are_refused_by_name(llm):
     limits = EngineLimits.of(llm)
     object.__setattr__(limits, "steps_of_several_tokens", True)
     with pytest.raises(ConfigError, match="This one has a drafter of vLLM's own"):
-        check_engine(limits, ROUNDS, rounds=True)
-    check_engine(limits, SpecRLConfig(enabled=True, preset="faithful"), rounds=False)
+        check_engine(limits, ROUNDS)
+    check_engine(limits, SpecRLConfig(enabled=True, preset="faithful"))
 
 
 def test_defaults_of_the_engine_that_are_not_raw_are_named_as_such(
