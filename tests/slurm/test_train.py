@@ -115,7 +115,7 @@ class Job:
         lines = self.output.read_text(errors="replace").splitlines() if self.output.exists() else []
         return [line.split(": ", 1)[1] for line in lines if " train.sbatch: " in line[:60]]
 
-    def until(self, condition, seconds=60):
+    def until(self, condition, seconds=300):
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, self.output.read_text(errors="replace")[-3000:]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
+import psutil
 import torch
 import torch.distributed
 
@@ -99,8 +100,11 @@ class MegatronRank:
         else:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
         backend = "nccl" if self.device.type == "cuda" else "gloo"
-        if host == LOOPBACK:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        interface = _interface_towards(host, port)
+        if interface is not None:
+            # Else Gloo takes the address that the node's own name has, which on Debian is one of
+            # the loopback interface, where ranks of other nodes do not reach it.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         torch.distributed.init_process_group(
             backend, store=store, rank=self.rank, world_size=size, timeout=timeout
         )
@@ -310,3 +314,15 @@ class MegatronRank:
                 f"{folder}: not a checkpoint of this model: {last_line(error)}"
             ) from None
         return int(extra["updates"])
+
+
+def _interface_towards(host: str, port: int) -> str | None:
+    """Name of the network interface by which this machine reaches ``host``; None: not known."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))  # sends nothing
+        own = probe.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == own for address in addresses):
+            return str(name)
+    return None
