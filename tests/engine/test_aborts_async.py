@@ -90,9 +90,7 @@ def one(made, name="mine", tokens=150, seed=1):
 
 
 def made_with(llm, config=FAITHFUL, drafts=()):
-    made = AsyncSpeculativeLLM(llm, ActingCache(drafts), config)
-    made.policy_version = 1
-    return made
+    return AsyncSpeculativeLLM(llm, ActingCache(drafts), config, policy_version=1)
 
 
 @pytest.mark.parametrize("way", ["ours", "vLLM's"])

@@ -86,6 +86,7 @@ def test_requests_leave_the_engine_whatever_the_cache_does(
             generate(made, rows=4, params=sampling(40, ignore_eos=True))
     assert not llm.llm_engine.has_unfinished_requests()
     refit(llm, weights_of(random_model))
+    made.policy_version += 1
     assert len(generate(made, rows=3)) == 3
 
 
