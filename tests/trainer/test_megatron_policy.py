@@ -229,6 +229,7 @@ def test_a_checkpoint_that_a_disk_does_not_take_is_one_line(random_model, tmp_pa
         policy.save(tmp_path / "a")
     assert "\n" not in str(caught.value)
     wait_until_gone(policy.pids())
+    policy.shutdown()
 
 
 def test_the_reason_is_the_rank_that_died_and_not_those_that_noticed():
