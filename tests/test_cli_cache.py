@@ -162,7 +162,7 @@ def test_bad_input_is_one_line_and_code_2(tmp_path, cache):
         (("import", tmp_path / "strange", tmp_path / "y"), "no export that this release reads"),
         (("import", foreign, foreign.parent), "cannot be imported into itself"),
         (("import", store, tmp_path / "y", "--max-bytes", "lots"), "must be a number of bytes"),
-        (("import", store, tmp_path / "y", "--max-bytes", "5"), "max_bytes must be at least"),
+        (("import", store, tmp_path / "y", "--max-bytes", "5"), "max_bytes = 5: must be greater"),
     ):
         shown = cache(*arguments, code=2)
         assert shown.startswith("nemo-specrl: ") and part in shown, shown
