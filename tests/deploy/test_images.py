@@ -58,7 +58,7 @@ def workers_environment(tree: Path) -> None:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (cached / name).write_text("original\n")
         (cached / name).chmod(0o644)
-        (venv / name).symlink_to(f"/root/.cache/uv/archive/{name}")
+        (venv / name).symlink_to(f"/{cached.relative_to(tree)}/{name}")
 
 
 @pytest.fixture(scope="module")
