@@ -54,8 +54,9 @@ def test_a_run_goes_on_in_another_layout(tmp_path):
 
 
 def test_ppo(tmp_path):
-    """The value model is a torch model beside the policy's ranks."""
-    train(tmp_path, *layout(pp=2), "ppo.max_num_steps=2", config=PPO)
+    """The value model is a torch model beside the policy's ranks, whose layers two stages share."""
+    model = "policy.model_name=examples/models/qwen3-arith"
+    train(tmp_path, *layout(pp=2), model, "ppo.max_num_steps=2", config=PPO)
     steps = read_metrics(tmp_path / "metrics.jsonl")
     assert len(steps) == 2
     assert all(r["value_loss"] > 0 and r["grad_norm"] > 0 for r in steps)
