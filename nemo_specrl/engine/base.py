@@ -117,7 +117,7 @@ class Speculation:
         self._weights = EngineWeights(getattr(llm, "llm_engine", llm), policy_version)
         self.fresh_fraction = config.fresh_fraction
         self.metrics = EngineMetrics()
-        self._cache_error_logged = self._defect_logged = self._counts_missed = False
+        self._warned: set[str] = set()  # texts of warnings that are given once
         self._histories = Histories()
         self._rounds: Rounds | None = None
         self._proposes = False
@@ -184,14 +184,12 @@ class Speculation:
 
     def _miss_tree_counts(self, error: Exception) -> None:
         """Say once why nothing is known of what the tree proposer does."""
-        if not self._counts_missed:
-            self._counts_missed = True
-            logger.warning(
-                "spec_rl/tree_ metrics are missing, as the engine's workers cannot be asked (%s: "
-                "%s); VLLM_ALLOW_INSECURE_SERIALIZATION=1 lets vLLM send them the question",
-                type(error).__name__,
-                error,
-            )
+        self._warn_once(
+            "spec_rl/tree_ metrics are missing, as the engine's workers cannot be asked (%s: "
+            "%s); VLLM_ALLOW_INSECURE_SERIALIZATION=1 lets vLLM send them the question",
+            type(error).__name__,
+            error,
+        )
 
     def _find_drafts(self, requests: list[Request]) -> None:
         """Look up the prompts of a call in the cache and offer each request its draft."""
@@ -442,13 +440,11 @@ class Speculation:
     def _count_defect(self, request: Request) -> None:
         """Count a row whose data cannot be right, and log the first one."""
         self.metrics.uncached_rows += 1
-        if not self._defect_logged:
-            self._defect_logged = True
-            logger.warning(
-                "the engine gave a row with %s; such rows are returned as they are, not cached, "
-                "and counted in spec_rl/uncached_rows",
-                request.defect,
-            )
+        self._warn_once(
+            "the engine gave a row with %s; such rows are returned as they are, not cached, "
+            "and counted in spec_rl/uncached_rows",
+            request.defect,
+        )
 
     def _unfinished(self, inflight: Mapping[str, Request]) -> list[Rollout]:
         """The rollouts, marked partial, of rows that an interrupt found in the engine.
@@ -509,11 +505,15 @@ class Speculation:
     def _count_cache_error(self, error: Exception) -> None:
         """Count a failure of the cache and log the first one."""
         self.metrics.cache_errors += 1
-        if not self._cache_error_logged:
-            self._cache_error_logged = True
-            logger.warning(
-                "rollout cache failed (%s: %s); rows are decoded plainly. Further failures are "
-                "counted in spec_rl/cache_errors",
-                type(error).__name__,
-                error,
-            )
+        self._warn_once(
+            "rollout cache failed (%s: %s); rows are decoded plainly. Further failures are "
+            "counted in spec_rl/cache_errors",
+            type(error).__name__,
+            error,
+        )
+
+    def _warn_once(self, text: str, *values: Any) -> None:
+        """Log a warning the first time that it is given, whatever its values are."""
+        if text not in self._warned:
+            self._warned.add(text)
+            logger.warning(text, *values)
