@@ -31,7 +31,7 @@ from records import Chart, outputs, present, read, save
 from nemo_specrl import Finish, Rollout, RolloutStore, prompt_key
 from nemo_specrl.cache.cluster.shard import Shard
 from nemo_specrl.cache.codec import encode_all
-from nemo_specrl.cache.layout import DATA_FILE, db_key
+from nemo_specrl.cache.storage.schema import DATA_FILE, db_key
 
 SAMPLE_INDICES = 16
 PARTITIONS = 64

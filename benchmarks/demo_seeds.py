@@ -22,8 +22,8 @@ from typing import Any
 from cores import Cores
 from records import Chart, half_width, merged, present, read
 
-from nemo_specrl.report import write_comparison
-from nemo_specrl.trainer.log import read_metrics
+from nemo_specrl.monitoring.metrics_file import read_metrics
+from nemo_specrl.monitoring.report import write_comparison
 
 SPEC = "policy.generation.spec_rl"
 SIDES = {
@@ -33,7 +33,7 @@ SIDES = {
     "fast": f"{SPEC}.preset=fast",
 }
 SUMS = ("rollout_s", "verify_s", "train_s", "step_s", "decoded_tokens", "response_tokens")
-WARM_EPOCH = 2  # as in nemo_specrl.report
+WARM_EPOCH = 2  # as in nemo_specrl.monitoring.report
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -19,9 +19,9 @@ import numpy as np
 from recording import recipe_of
 
 from nemo_specrl.cache import store
-from nemo_specrl.engine import speculative
-from nemo_specrl.engine.patches import mend_cpu_rejection_sampler
-from nemo_specrl.engine.speculative import STORE_SECONDS
+from nemo_specrl.engine import sync_engine
+from nemo_specrl.engine.sync_engine import STORE_SECONDS
+from nemo_specrl.engine.vllm.patches import mend_cpu_rejection_sampler
 from nemo_specrl.rollout import Finish, Rollout, prompt_key
 
 K = TypeVar("K", bound=Hashable)
@@ -106,7 +106,7 @@ def by_processor_time(engines: int) -> None:
     an engine waits for its turn counts as well.
     """
     store.FLUSH_SECONDS = 600.0  # longer than any phase
-    speculative.STORE_SECONDS = STORE_SECONDS * engines
+    sync_engine.STORE_SECONDS = STORE_SECONDS * engines
 
 
 class Counter:
@@ -255,7 +255,7 @@ class Arm:
     def __init__(
         self, task: str, recording: Path, folder: Path, overrides: tuple[str, ...], turns: Turns
     ) -> None:
-        from nemo_specrl.trainer.generation import Generation
+        from nemo_specrl.trainer.generation.in_process import Generation
 
         self._place = task, recording, overrides
         self.recipe = recipe_of(*self._place)
@@ -272,8 +272,8 @@ class Arm:
         self.step_s: list[list[float]] = []
 
     def _new_store(self) -> Any:
-        from nemo_specrl.cache.journal import JournaledStore
-        from nemo_specrl.trainer.generation import tokenizer_identity
+        from nemo_specrl.trainer.generation.engine import tokenizer_identity
+        from nemo_specrl.trainer.replay_journal import JournaledStore
 
         folder = next(self._folders)
         return JournaledStore(
@@ -302,7 +302,7 @@ class Arm:
             overrides: of what the recipe says of rollouts; the engine stays as it was made.
             earlier: rollouts of each prompt that the cache is to have instead.
         """
-        from nemo_specrl.speculation.trees import DraftTrees
+        from nemo_specrl.speculation.suffix_tree import DraftTrees
 
         generation = self.generation
         task, recording, its_own = self._place
@@ -361,13 +361,13 @@ class Arm:
         With several engines, this one does the work of each, one after the other; seconds and steps
         are those of the share that takes longest, counts are sums.
         """
-        from nemo_specrl.speculation.balance import balanced_order
-        from nemo_specrl.trainer.task import reward
+        from nemo_specrl.engine.load_balance import balanced_order
+        from nemo_specrl.trainer.tasks import reward
 
         self.generation.refit(new_weights, epoch)
         self.counter.clear()
         self.counter.again = None if again is None else iter(again)
-        if self.store is not None and self.responses:  # as trainer/engines.py does
+        if self.store is not None and self.responses:  # as trainer/generation/ray_engines.py does
             costs = [statistics.fmean(map(len, group)) for group in self.responses]
             order = balanced_order(costs, engines)
         else:

@@ -12,7 +12,7 @@ import numpy as np
 from fidelity_settings import GRIDS, LENIENCE, PLAIN, SETTINGS, SHOWN, VARIANTS
 from records import COLOURS, half_width, merged, read
 
-from nemo_specrl.trainer.log import read_lines, read_metrics
+from nemo_specrl.monitoring.metrics_file import read_lines, read_metrics
 
 # What is kept of a run, by epoch: the mean over its steps, or what an evaluation at its end gave.
 MEANS = (

@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nemo_specrl.cli import main
-from nemo_specrl.trainer.generation import Generation
+from nemo_specrl.cli.main import main
+from nemo_specrl.trainer.generation.in_process import Generation
 
 
 def count_into(path: Path) -> None:

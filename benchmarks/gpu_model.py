@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from nemo_specrl.config import SpecRLConfig
-from nemo_specrl.engine.compat import has_custom_proposers
-from nemo_specrl.engine.drafting import engine_options
-from nemo_specrl.engine.verification import sampled_values
+from nemo_specrl.engine.drafters.selection import engine_options
+from nemo_specrl.engine.prefix.verification import sampled_values
+from nemo_specrl.engine.vllm.compat import has_custom_proposers
 from nemo_specrl.rollout import Rollout
 
 QUIET = 1e-4
@@ -230,7 +230,7 @@ def make_engine(
         skip_tokenizer_init=True,
         enable_prefix_caching=True,
         disable_log_stats=True,
-        worker_extension_cls="nemo_specrl.engine.refit.RefitExtension",
+        worker_extension_cls="nemo_specrl.engine.vllm.refit.RefitExtension",
         **usual | options,
     )
     give_weights(llm, shape, 10.0, 0.0, everything=True)
@@ -311,7 +311,7 @@ def set_weights(
 
     with torch.inference_mode():
         new = weights(shape, scale, drift, drawn, everything or on_cpu)
-        # Engines on GPUs take a part of the weights; those on CPUs pack them (engine/refit.py).
+        # Engines on GPUs take a part of the weights; on CPUs they pack them (engine/vllm/refit.py).
         if on_cpu:
             worker.specrl_refit(new)
         else:

@@ -33,8 +33,8 @@ from gpu_model import (
 )
 
 from nemo_specrl import Finish, Rollout, SpecRLConfig, SpeculativeLLM, prompt_key
-from nemo_specrl.engine.compat import has_custom_proposers, prompt_logprob_bytes
-from nemo_specrl.engine.verification import proved_logprobs, sampled_values
+from nemo_specrl.engine.prefix.verification import proved_logprobs, sampled_values
+from nemo_specrl.engine.vllm.compat import has_custom_proposers, prompt_logprob_bytes
 from nemo_specrl.speculation.acceptance import accepted_lengths, offsets_of
 
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 0.95, 1.0)

@@ -137,7 +137,7 @@ def _prepare(task: str, folder: Path, steps: int) -> None:
 def _train(task: str, folder: Path, epochs: int, overrides: tuple[str, ...]) -> None:
     from safetensors.torch import save_file
 
-    from nemo_specrl.trainer.trainer import Trainer
+    from nemo_specrl.trainer.loop import Trainer
 
     plain = (
         "policy.generation.spec_rl.enabled=false",

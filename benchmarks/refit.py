@@ -28,17 +28,17 @@ from typing import Any
 
 from records import Chart, merged, outputs, present, read
 
-from nemo_specrl.engine.compat import local_cpu_environment
+from nemo_specrl.engine.vllm.compat import local_cpu_environment
 
 local_cpu_environment()
 
 import numpy as np  # noqa: E402
 
-from nemo_specrl.trainer.engines import Engines  # noqa: E402
-from nemo_specrl.trainer.generation import Generation  # noqa: E402
+from nemo_specrl.trainer.generation.in_process import Generation  # noqa: E402
+from nemo_specrl.trainer.generation.ray_engines import Engines  # noqa: E402
 from nemo_specrl.trainer.policy import Sample, build_policy  # noqa: E402
 from nemo_specrl.trainer.recipe import Recipe, load_recipe  # noqa: E402
-from nemo_specrl.trainer.task import problems  # noqa: E402
+from nemo_specrl.trainer.tasks import problems  # noqa: E402
 
 RECIPE = Path("examples/configs/grpo_sort_megatron_cpu.yaml")
 MB = 1e6

@@ -4,11 +4,11 @@ r"""Are drafts as long as they are worth it ever slower than plain decoding, or 
     .venv/bin/python benchmarks/regimes.py --report benchmarks/results/regimes.json
 
 Drafts of the trees end where a token is not worth its verification, by what an engine has measured
-(speculation/lengths.py). This measures fixed chances of being accepted beside it, at which drafts
-end instead (``tree.adaptive: false``), and no drafts at all, on two tasks, with few, many and all
-rows at once, the first time that prompts come up and later. Engines and recorded policies are those
-of ``rollout.py``; arms take turns. Everything is repeated, with the same steps of the engine each
-time, and the quickest reading of each step counts.
+(speculation/adaptive_length.py). This measures fixed chances of being accepted beside it, at which
+drafts end instead (``tree.adaptive: false``), and no drafts at all, on two tasks, with few, many
+and all rows at once, the first time that prompts come up and later. Engines and recorded policies
+are those of ``rollout.py``; arms take turns. Everything is repeated, with the same steps of the
+engine each time, and the quickest reading of each step counts.
 Rows go to DIR/regimes.json, where those of other places stay.
 """
 
@@ -46,13 +46,13 @@ PLACE = ("task", "sequences", "seed")
 
 def ends_at(arm: Any, probability: float) -> None:
     """Have the drafts of one engine end at ``probability``; all engines are in this process."""
-    from nemo_specrl.engine import proposer
+    from nemo_specrl.engine.drafters import v1_proposer
 
     drafter = arm.counter.drafter
     propose = drafter.propose
 
     def proposed(*args: Any, **kwargs: Any) -> Any:
-        proposer.MIN_PROBABILITY = probability
+        v1_proposer.MIN_PROBABILITY = probability
         return propose(*args, **kwargs)
 
     drafter.propose = proposed

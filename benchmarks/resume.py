@@ -20,7 +20,7 @@ from typing import Any
 
 from records import Chart, outputs, present, read, save
 
-from nemo_specrl.trainer.log import read_metrics
+from nemo_specrl.monitoring.metrics_file import read_metrics
 
 RECIPE = "examples/configs/grpo_sort_cpu.yaml"
 

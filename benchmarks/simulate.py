@@ -38,10 +38,9 @@ from records import Chart, present, read, save
 
 from nemo_specrl.config import PRESETS
 from nemo_specrl.rollout import prompt_key
-from nemo_specrl.simulation.engine import FEATURES, Engine, fit_costs
 from nemo_specrl.simulation.prediction import REJECTIONS
-from nemo_specrl.simulation.recorded import Sample
-from nemo_specrl.simulation.replay import (
+from nemo_specrl.simulation.recorded_run import Sample
+from nemo_specrl.simulation.replay_presets import (
     acceptance_rates,
     groups_of,
     histories_of,
@@ -49,6 +48,7 @@ from nemo_specrl.simulation.replay import (
     rejecting,
     rows_of,
 )
+from nemo_specrl.simulation.simulated_engine import FEATURES, Engine, fit_costs
 
 METHODS = {PLAIN: "plain", TREE: "lossless", "faithful": "faithful", "fast": "fast"}
 """Arms of ``rollout.py`` by the preset that they are."""

@@ -17,8 +17,8 @@ import numpy as np
 from records import Chart, outputs, present, read, save
 
 from nemo_specrl.config import PRESETS
-from nemo_specrl.simulation.engine import FEATURES, Engine, Request, run, verifying
-from nemo_specrl.speculation.balance import balanced_order
+from nemo_specrl.engine.load_balance import balanced_order
+from nemo_specrl.simulation.simulated_engine import FEATURES, Engine, Request, run, verifying
 
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
 PROMPTS, GROUP, PROMPT_TOKENS = 512, 16, 200

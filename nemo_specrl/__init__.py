@@ -13,13 +13,16 @@ if TYPE_CHECKING:
     from nemo_specrl import errors
     from nemo_specrl.cache import RolloutStore
     from nemo_specrl.config import SpecRLConfig
-    from nemo_specrl.engine.speculative import SpeculativeLLM
+    from nemo_specrl.engine.async_engine import AsyncSpeculativeLLM
+    from nemo_specrl.engine.drafters.selection import engine_options
+    from nemo_specrl.engine.sync_engine import SpeculativeLLM
     from nemo_specrl.rollout import Finish, Rollout, prompt_key
     from nemo_specrl.speculation.acceptance import accepted_length
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncSpeculativeLLM",
     "Finish",
     "Rollout",
     "RolloutStore",
@@ -27,17 +30,20 @@ __all__ = [
     "SpeculativeLLM",
     "__version__",
     "accepted_length",
+    "engine_options",
     "errors",
     "prompt_key",
 ]
 
 _MODULES = {
+    "AsyncSpeculativeLLM": "engine.async_engine",
     "Finish": "rollout",
     "Rollout": "rollout",
     "RolloutStore": "cache",
     "SpecRLConfig": "config",
-    "SpeculativeLLM": "engine.speculative",
+    "SpeculativeLLM": "engine.sync_engine",
     "accepted_length": "speculation.acceptance",
+    "engine_options": "engine.drafters.selection",
     "prompt_key": "rollout",
 }
 

@@ -1,5 +1,5 @@
 """Run the command line as ``python -m nemo_specrl``."""
 
-from nemo_specrl.cli import main
+from nemo_specrl.cli.main import main
 
 main()

@@ -9,7 +9,7 @@
 order, so that a model comes to be unsure of its next step though not of its answer
 (benchmarks/recording.py).
 
-Supervised training on worked problems (nemo_specrl/trainer/task.py) in which a share of the steps
+Supervised training on worked problems (nemo_specrl/trainer/tasks.py) in which a share of the steps
 is wrong, so that the model ends at 35 to 50 % accuracy when it samples at temperature 1 and
 reinforcement learning has something to gain. Seeded; 10 to 20 minutes on two cores.
 """
@@ -25,7 +25,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from nemo_specrl.trainer.task import (
+from nemo_specrl.trainer.tasks import (
     BOS,
     EOS,
     PAD,

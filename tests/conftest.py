@@ -15,7 +15,7 @@ from pathlib import Path
 import hypothesis.configuration
 import pytest
 
-from nemo_specrl.engine.compat import local_cpu_environment
+from nemo_specrl.engine.vllm.compat import local_cpu_environment
 
 REPOSITORY = Path(__file__).parent.parent
 SHIPPED_MODEL = REPOSITORY / "examples" / "models" / "qwen3-arith"
@@ -98,7 +98,7 @@ def make_engine(model, **arguments):
         "enforce_eager": True,
         "seed": 0,
         "disable_log_stats": True,
-        "worker_extension_cls": "nemo_specrl.engine.refit.RefitExtension",
+        "worker_extension_cls": "nemo_specrl.engine.vllm.refit.RefitExtension",
     }
     return LLM(str(model), **usual | arguments)
 
@@ -127,7 +127,7 @@ def own_ray():
 @pytest.fixture
 def command_line(monkeypatch, capsys):
     """Run a command as ``main`` runs it; all that it prints, with single spaces."""
-    from nemo_specrl.cli import main
+    from nemo_specrl.cli.main import main
 
     def run(*arguments, code=0):
         monkeypatch.setenv("COLUMNS", "160")

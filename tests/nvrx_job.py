@@ -15,21 +15,21 @@ import sys
 import time
 from pathlib import Path
 
-from nemo_specrl.integrations import nvrx
+from nemo_specrl.monitoring import heartbeat
 
 FIRST = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 
 
 def timeouts():
-    found = nvrx._monitor._client.section_timeouts
+    found = heartbeat._monitor._client.section_timeouts
     return {**found.section, "outside": found.out_of_section}
 
 
 def learn(folder):
-    nvrx.connect(Path(folder))
-    before = dict(nvrx._monitor._client.cfg.rank_section_timeouts)
+    heartbeat.connect(Path(folder))
+    before = dict(heartbeat._monitor._client.cfg.rank_section_timeouts)
     connected = timeouts()
-    with nvrx.section("rollout"), nvrx.section("training"), nvrx.section("unknown"):
+    with heartbeat.section("rollout"), heartbeat.section("training"), heartbeat.section("unknown"):
         time.sleep(0.2)
     print(json.dumps({"monitor": before, "connected": connected, "after": timeouts()}), flush=True)
     if FIRST:
@@ -39,7 +39,7 @@ def learn(folder):
 def steps():
     from tests.nemo_rl.test_hooks import Trainer
 
-    nvrx.connect()  # as the plug-in does before NeMo-RL's setup
+    heartbeat.connect()  # as the plug-in does before NeMo-RL's setup
     trainer = Trainer(monitor=False)
     for step in (1, 2):
         time.sleep(0.5)

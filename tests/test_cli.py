@@ -34,12 +34,12 @@ def test_the_version(command_line):
 def test_the_first_line_comes_before_anything_slow_is_imported(arguments, line):
     code = f"""
 import sys
-from nemo_specrl import cli
+from nemo_specrl.cli.main import main
 print([name for name in {SLOW} if name in sys.modules])
 for name in ("numpy", "omegaconf", "torch"):
     sys.modules[name] = None  # its import fails from here on
 sys.argv[1:] = {arguments}
-cli.main()
+main()
 """
     done = python(code)
     found, first, *_ = done.stdout.splitlines()
@@ -80,7 +80,7 @@ BAD = [
 
 @pytest.mark.parametrize(("arguments", "said"), BAD, ids=lambda x: "-".join(x)[:30])
 def test_bad_input_is_one_line(tmp_path, capfd, monkeypatch, arguments, said):
-    from nemo_specrl.cli import main
+    from nemo_specrl.cli.main import main
 
     monkeypatch.chdir(REPOSITORY)
     places = {name: tmp_path / name for name in ("empty", "file", "folders")}

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from nemo_specrl import Finish, RolloutStore, prompt_key
 from nemo_specrl.cache.inspection import opened
-from nemo_specrl.cache.runs import WARM_START, begin_empty, run_folder
+from nemo_specrl.cache.run_folders import WARM_START, begin_empty, run_folder
 from nemo_specrl.cache.snapshot import Manifest, write_manifest, write_partition
 from nemo_specrl.errors import CacheError, StoreInUse
 from tests import factories

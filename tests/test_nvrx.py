@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-from nemo_specrl.integrations import nvrx
+from nemo_specrl.monitoring import heartbeat
 from tests.conftest import REPOSITORY
 
 needs_package = pytest.mark.skipif(
@@ -54,7 +54,7 @@ def test_timeouts_are_learned_and_the_next_process_has_them(tmp_path):
     assert first["after"] == {**minute, "outside": 60.0}
     assert second["monitor"] == minute
     assert second["connected"] == {**given, "rollout": 120.0, "outside": 120.0}
-    learned = json.loads((tmp_path / nvrx.FILE).read_text())
+    learned = json.loads((tmp_path / heartbeat.FILE).read_text())
     assert learned.keys() == {"rollout", "training", "outside"}
     assert 0.2 <= learned["rollout"] < 60
 
@@ -80,9 +80,11 @@ def test_bad_input_is_not_tried_again():
 
 def test_without_a_launcher_nothing_is_imported(tmp_path):
     code = (
-        "import pathlib, sys; from nemo_specrl.integrations import nvrx\n"
-        f"nvrx.connect(pathlib.Path({str(tmp_path)!r})); nvrx.start('a'); nvrx.heartbeat()\n"
-        "nvrx.end('a'); nvrx.no_restart('a'); sys.exit('nvidia_resiliency_ext' in sys.modules)"
+        "import pathlib, sys; from nemo_specrl.monitoring import heartbeat\n"
+        f"heartbeat.connect(pathlib.Path({str(tmp_path)!r}))\n"
+        "heartbeat.start('a'); heartbeat.heartbeat(); heartbeat.end('a')\n"
+        "heartbeat.no_restart('a')\n"
+        "sys.exit('nvidia_resiliency_ext' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
     assert not list(tmp_path.iterdir())
@@ -91,8 +93,8 @@ def test_without_a_launcher_nothing_is_imported(tmp_path):
 def test_a_monitor_that_is_not_there_is_a_warning(monkeypatch, tmp_path, caplog):
     for name in ("FT_RANK_MONITOR_IPC_SOCKET", "FT_LAUNCHER_IPC_SOCKET"):
         monkeypatch.setenv(name, str(tmp_path / "none"))
-    nvrx.connect(tmp_path)
-    with nvrx.section("rollout"):
+    heartbeat.connect(tmp_path)
+    with heartbeat.section("rollout"):
         pass
-    nvrx.no_restart("bad input")
+    heartbeat.no_restart("bad input")
     assert caplog.text.count("the run is not watched") == 1

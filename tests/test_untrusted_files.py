@@ -17,9 +17,8 @@ import torch
 from safetensors.torch import save_file
 
 from nemo_specrl.cache import RolloutStore
-from nemo_specrl.cache.exchange import read_export, write_export
+from nemo_specrl.cache.export import read_export, write_export
 from nemo_specrl.cache.inspection import opened
-from nemo_specrl.cache.journal import JournaledStore
 from nemo_specrl.cache.snapshot import (
     Manifest,
     read_manifest,
@@ -28,13 +27,14 @@ from nemo_specrl.cache.snapshot import (
     write_partition,
 )
 from nemo_specrl.errors import CacheError, ConfigError
+from nemo_specrl.monitoring.metrics_file import MetricsLog, read_metrics
 from nemo_specrl.trainer import checkpoint
 from nemo_specrl.trainer.checkpoint import Progress
-from nemo_specrl.trainer.generation import tokenizer_identity
-from nemo_specrl.trainer.log import MetricsLog, read_metrics
+from nemo_specrl.trainer.generation.engine import tokenizer_identity
 from nemo_specrl.trainer.policy import build_policy, build_value_model
-from nemo_specrl.trainer.policy.torch_model import load_model
+from nemo_specrl.trainer.policy.torch.model import load_model
 from nemo_specrl.trainer.recipe import load_recipe
+from nemo_specrl.trainer.replay_journal import JournaledStore
 from tests.cache.stores import contents, open_store
 from tests.factories import rollout
 from tests.trainer.test_policy import recipe_of, samples

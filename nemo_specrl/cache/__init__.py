@@ -1,6 +1,21 @@
-"""The rollout cache: rollouts on node-local disk, found again by the tokens of their prompt."""
+"""The rollout cache: rollouts on node-local disk, found again by the tokens of their prompt.
 
-from nemo_specrl.cache.statistics import StoreStats
+Modules, each of which imports only from those below it::
+
+    cluster/                 the caches of a Ray cluster: replicated shards and their clients
+    run_folders              the folder of a run's store: how it begins, what it may begin with
+    inspection               read-only access to stores, snapshots and exports
+    export                   rollouts as safetensors files, for other programs
+    store                    one node's store under a hard size cap
+    store_snapshot           a snapshot of a whole store
+    snapshot                 the cache in a checkpoint: one file for each partition
+    record_reader            choice and decoding of the records that a store serves
+    storage/                 tables on disk: schema, transactions, checks, recovery, lock
+    codec                    rollouts as bytes and back
+    metrics                  what a store counts
+"""
+
+from nemo_specrl.cache.metrics import StoreStats
 from nemo_specrl.cache.store import RolloutStore
 
 __all__ = ["RolloutStore", "StoreStats"]

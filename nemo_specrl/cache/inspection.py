@@ -15,15 +15,15 @@ from pathlib import Path
 import lmdb
 
 from nemo_specrl.cache.codec import decode
-from nemo_specrl.cache.copies import check_copy
-from nemo_specrl.cache.exchange import EXPORTS, read_export
-from nemo_specrl.cache.files import as_cache_errors
-from nemo_specrl.cache.layout import DATA_FILE, FORMAT, reading_file
-from nemo_specrl.cache.lock import holder
-from nemo_specrl.cache.pages import PageFile
+from nemo_specrl.cache.export import EXPORTS, read_export
 from nemo_specrl.cache.snapshot import MANIFEST, partition_of, read_manifest, read_partition
+from nemo_specrl.cache.storage.lmdb_check import PageFile
+from nemo_specrl.cache.storage.lock import holder
+from nemo_specrl.cache.storage.schema import DATA_FILE, FORMAT, reading_file
 from nemo_specrl.cache.store import SNAPSHOT_FILE
+from nemo_specrl.cache.store_snapshot import check_copy
 from nemo_specrl.errors import CacheError, ConfigError, ForeignStore, StoreInUse, StoreUnavailable
+from nemo_specrl.files import as_cache_errors
 from nemo_specrl.rollout import Finish, Rollout
 
 __all__ = ["Source", "Summary", "opened", "summary"]

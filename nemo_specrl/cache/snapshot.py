@@ -25,9 +25,9 @@ from pathlib import Path
 import xxhash
 
 from nemo_specrl.cache.codec import decode, encode_all
-from nemo_specrl.cache.files import as_cache_errors, replacing
-from nemo_specrl.cache.layout import db_key
+from nemo_specrl.cache.storage.schema import db_key
 from nemo_specrl.errors import CacheError, ForeignStore, StoreUnavailable
+from nemo_specrl.files import as_cache_errors, replacing
 from nemo_specrl.rollout import KEY_BYTES, Rollout
 
 __all__ = [

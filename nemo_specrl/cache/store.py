@@ -1,6 +1,6 @@
 """One node's rollout store: a disk cache under a hard size cap, longest-unused prompts out first.
 
-How rollouts lie in LMDB is in ``tables``, how one becomes bytes in ``codec``.
+How rollouts lie in LMDB is in ``storage``, how one becomes bytes in ``codec``.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from pathlib import Path
 
 import lmdb
 
-from nemo_specrl.cache.buffer import Buffer
 from nemo_specrl.cache.codec import encode_all
-from nemo_specrl.cache.copies import restore_copy, write_copy
-from nemo_specrl.cache.decoder import Decoder
-from nemo_specrl.cache.files import as_cache_errors
-from nemo_specrl.cache.folder import check_file, check_pages, move_aside, open_tables
-from nemo_specrl.cache.layout import DAMAGE, DATA_FILE, db_key, visible
-from nemo_specrl.cache.lock import FolderLock
-from nemo_specrl.cache.statistics import MEMORY, StoreStats, disk_used_fraction, file_system
-from nemo_specrl.cache.tables import Reader, Tables
+from nemo_specrl.cache.metrics import MEMORY, StoreStats, disk_used_fraction, file_system
+from nemo_specrl.cache.record_reader import Decoder
+from nemo_specrl.cache.storage.lmdb_tables import Reader, Tables
+from nemo_specrl.cache.storage.lock import FolderLock
+from nemo_specrl.cache.storage.recovery import check_file, check_pages, move_aside, open_tables
+from nemo_specrl.cache.storage.schema import DAMAGE, DATA_FILE, db_key, visible
+from nemo_specrl.cache.storage.write_buffer import Buffer
+from nemo_specrl.cache.store_snapshot import restore_copy, write_copy
 from nemo_specrl.errors import CacheError, ConfigError, InvalidRollout, StoreUnavailable
+from nemo_specrl.files import as_cache_errors
 from nemo_specrl.rollout import KEY_BYTES, Rollout
 
 __all__ = ["RolloutStore", "StoreStats"]

@@ -1,1 +1,19 @@
-"""Speculation with vLLM: verification of drafts and continuation from accepted prefixes."""
+"""Speculation with vLLM: drafts are looked up, verified and continued from their accepted prefix.
+
+Knows neither NeMo-RL nor the embedded trainer. Modules, each of which imports only from those
+below it::
+
+    sync_engine, async_engine    SpeculativeLLM and AsyncSpeculativeLLM: loops around an engine
+    base                         what both share: look up, judge, finish, store
+    run_ahead, replay            rows for upcoming prompts; rows of a step that a crash interrupted
+    drafters/                    drafts from a prompt's earlier responses, inside vLLM or in rounds
+    scheduling, load_balance     the order of rows in an engine; their distribution over engines
+    outputs                      completions and rollouts of rows that have ended
+    prefix/                      verification of a draft by the log-probs of a prompt
+    requests, round_state        one row on its way through the engine
+    request_checks, limits       what an engine, a prompt and sampling parameters must be like
+    sampling_rules               which sampling can be verified, and where a response ends
+    policy_version               which weights an engine has; weight_fingerprint: their hash
+    metrics                      counts and times of a call
+    vllm/                        what differs between versions of vLLM, and what is replaced in it
+"""

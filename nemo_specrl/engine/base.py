@@ -1,7 +1,7 @@
 """The part of speculation that synchronous and asynchronous engines share.
 
 Looks drafts up, judges them, collects what the engine decodes and hands rollouts to the cache. The
-loops that drive an engine are in ``speculative`` and ``asynchronous``.
+loops that drive an engine are in ``sync_engine`` and ``async_engine``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,11 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nemo_specrl.config import SpecRLConfig
-from nemo_specrl.engine.assembly import (
+from nemo_specrl.engine.drafters.prompt_logprob_drafter import Rounds
+from nemo_specrl.engine.drafters.selection import Histories, check_cpu_drafter, method_in
+from nemo_specrl.engine.limits import EngineLimits
+from nemo_specrl.engine.metrics import EngineMetrics
+from nemo_specrl.engine.outputs import (
     append_decoded,
     build_completion,
     build_rollout,
@@ -20,22 +24,8 @@ from nemo_specrl.engine.assembly import (
     extend_logprobs,
     given_up,
 )
-from nemo_specrl.engine.checks import check_engine
-from nemo_specrl.engine.compat import (
-    check_prompt_logprob_memory,
-    check_version,
-    logprobs_slice,
-    no_logprobs,
-    tokens_so_far,
-)
-from nemo_specrl.engine.drafting import Histories, check_cpu_drafter, method_in
-from nemo_specrl.engine.metrics import EngineMetrics
-from nemo_specrl.engine.patches import extend_prompt_logprobs
-from nemo_specrl.engine.replay import Journal, replayed_output, restore_request
-from nemo_specrl.engine.requests import EngineLimits, Request
-from nemo_specrl.engine.rounds import Rounds
-from nemo_specrl.engine.sampling import Ending
-from nemo_specrl.engine.verification import (
+from nemo_specrl.engine.policy_version import EngineWeights, refuse_kv_connector
+from nemo_specrl.engine.prefix.verification import (
     PrefillNoise,
     continuation_params,
     draft_logprobs,
@@ -43,17 +33,28 @@ from nemo_specrl.engine.verification import (
     proved_logprobs,
     sampled_values,
 )
-from nemo_specrl.engine.weights import EngineWeights, refuse_kv_connector
+from nemo_specrl.engine.replay import Journal, replayed_output, restore_request
+from nemo_specrl.engine.request_checks import check_engine
+from nemo_specrl.engine.requests import Request
+from nemo_specrl.engine.sampling_rules import Ending
+from nemo_specrl.engine.vllm.compat import (
+    check_prompt_logprob_memory,
+    check_version,
+    logprobs_slice,
+    no_logprobs,
+    tokens_so_far,
+)
+from nemo_specrl.engine.vllm.patches import extend_prompt_logprobs
 from nemo_specrl.errors import IncompatibleVersion, InvalidRollout
 from nemo_specrl.rollout import Finish, Rollout
 from nemo_specrl.speculation.acceptance import derived_seed
-from nemo_specrl.speculation.drafts import mean_lengths, select_drafts
+from nemo_specrl.speculation.draft_selection import mean_lengths, select_drafts
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput, RequestOutput, SamplingParams
     from vllm.logprobs import FlatLogprobs
 
-    from nemo_specrl.engine.proposer import DraftCounts
+    from nemo_specrl.engine.drafters.v1_proposer import DraftCounts
 
 __all__ = ["RolloutCache", "Speculation"]
 
@@ -88,18 +89,19 @@ class Speculation:
             place, which must not be made with the same randomness.
         policy_version: version of the weights in the engine. The caller raises it after every refit
             and at no other time.
-        fingerprint: of these weights (:func:`~nemo_specrl.engine.fingerprint.fingerprint`), with
-            their adapter if there is one, set after ``policy_version``. 0 means unknown, as it is
-            after each change of ``policy_version``, and nothing is replayed from a journal.
+        fingerprint: of these weights, with their adapter if there is one
+            (:func:`~nemo_specrl.engine.weight_fingerprint.fingerprint`), set after
+            ``policy_version``. 0 means unknown, as it is after each change of ``policy_version``,
+            and nothing is replayed from a journal.
         fresh_fraction: share of rows that are decoded without a draft, from the configuration
             until the caller changes it.
         metrics: :class:`EngineMetrics`, counts and times.
 
     Raises:
         ConfigError: the engine does not fit the configuration
-            (:func:`~nemo_specrl.engine.checks.check_engine`), has a KV connector, has no memory for
-            verification or no tree proposer, or has its drafter in another process on a CPU, where
-            this package is not installed.
+            (:func:`~nemo_specrl.engine.request_checks.check_engine`), has a KV connector, has no
+            memory for verification or no tree proposer, or has its drafter in another process on a
+            CPU, where this package is not installed.
         IncompatibleVersion: this release does not work with the installed vLLM.
     """
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
-from nemo_specrl.engine.assembly import defect_of, text_of, unfinished_output
+from nemo_specrl.engine.outputs import defect_of, text_of, unfinished_output
 from nemo_specrl.engine.requests import Request
-from nemo_specrl.engine.sampling import Ending
+from nemo_specrl.engine.sampling_rules import Ending
 from nemo_specrl.rollout import Rollout
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ __all__ = ["Journal", "replayed_output", "restore_request"]
 
 @runtime_checkable
 class Journal(Protocol):
-    """A cache with a journal, such as :class:`nemo_specrl.cache.journal.JournaledStore`."""
+    """A cache with a journal: :class:`~nemo_specrl.trainer.replay_journal.JournaledStore`."""
 
     def take(
         self, rows: Sequence[tuple[bytes, int]], policy_version: int, fingerprint: int

@@ -13,74 +13,27 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nemo_specrl.engine.checks import alterations, checked_tokens
-from nemo_specrl.engine.compat import Detokenizer, eos_token_ids, tokenizer_of
-from nemo_specrl.engine.sampling import (
+from nemo_specrl.engine.limits import EngineLimits
+from nemo_specrl.engine.request_checks import checked_tokens
+from nemo_specrl.engine.sampling_rules import (
     Ending,
     StopRules,
     check_verifiable,
     is_greedy,
     is_raw,
 )
+from nemo_specrl.engine.vllm.compat import Detokenizer
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.rollout import MAX_SAMPLE_INDEX, Rollout, prompt_key
-from nemo_specrl.speculation.drafts import Row, assign_sample_indices
+from nemo_specrl.speculation.draft_selection import Row, assign_sample_indices
 
 if TYPE_CHECKING:
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
     from vllm.logprobs import FlatLogprobs
-    from vllm.v1.engine.async_llm import AsyncLLM
 
-    from nemo_specrl.engine.rounds import RowInRounds
+    from nemo_specrl.engine.round_state import RowInRounds
 
-__all__ = ["TREE_PROPOSER", "EngineLimits", "Request", "build_requests"]
-
-TREE_PROPOSER = "nemo_specrl.engine.proposer.TreeProposer"
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineLimits:
-    """Limits of an engine and how it ends responses; lengths are in tokens."""
-
-    max_model_len: int
-    vocabulary: int
-    dtype_bytes: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    eos: int | None
-    extra_eos: frozenset[int]
-    tokenizer: Any
-    logprobs_mode: str
-    max_logprobs: int
-    """Candidates that a request may ask for at each position; -1: any number."""
-    drafts_from_trees: bool
-    """The engine was built with the tree proposer."""
-    steps_of_several_tokens: bool
-    """The engine has a drafter, this package's or one of vLLM's."""
-    alterations: tuple[str, ...]
-    """What makes the engine sample from another distribution than the policy's, in words."""
-
-    @classmethod
-    def of(cls, llm: LLM | AsyncLLM) -> EngineLimits:
-        """Read the limits of a running engine."""
-        engine = getattr(llm, "llm_engine", llm)
-        config = engine.vllm_config
-        eos, extra_eos = eos_token_ids(engine)
-        return cls(
-            max_model_len=config.model_config.max_model_len,
-            vocabulary=config.model_config.get_vocab_size(),
-            dtype_bytes=config.model_config.dtype.itemsize,
-            max_num_seqs=config.scheduler_config.max_num_seqs,
-            max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
-            eos=eos,
-            extra_eos=extra_eos,
-            tokenizer=None if config.model_config.skip_tokenizer_init else tokenizer_of(engine),
-            logprobs_mode=str(getattr(config.model_config, "logprobs_mode", "logprobs")),
-            max_logprobs=config.model_config.max_logprobs,
-            drafts_from_trees=getattr(config.speculative_config, "model", None) == TREE_PROPOSER,
-            steps_of_several_tokens=config.speculative_config is not None,
-            alterations=alterations(config),
-        )
+__all__ = ["Request", "build_requests"]
 
 
 @dataclasses.dataclass(eq=False)
@@ -189,7 +142,7 @@ def build_requests(
             sample index k.
         prompt_keys: key of each prompt (:func:`nemo_specrl.prompt_key`), where the caller has
             computed them already. None: they are computed here.
-        trees_alone: see :func:`~nemo_specrl.engine.sampling.check_verifiable`.
+        trees_alone: see :func:`~nemo_specrl.engine.sampling_rules.check_verifiable`.
 
     Raises:
         UnsupportedSampling: drafts cannot be verified under these parameters.

@@ -2,7 +2,7 @@
 
 Their tokens go into the trees of their prompts, inside the engine, and draft for the rows of these
 prompts when their batch comes (BubbleSpec, arXiv 2605.08862). They are returned to no caller and
-put into no cache. Which prompts come next is the caller's to say; ``speculative`` drives the
+put into no cache. Which prompts come next is the caller's to say; ``sync_engine`` drives the
 engine.
 """
 
@@ -15,12 +15,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nemo_specrl.engine.compat import tokens_so_far, unknown_requests
+from nemo_specrl.engine.limits import EngineLimits
 from nemo_specrl.engine.metrics import EngineMetrics
-from nemo_specrl.engine.requests import EngineLimits, Request, build_requests
+from nemo_specrl.engine.requests import Request, build_requests
+from nemo_specrl.engine.vllm.compat import tokens_so_far, unknown_requests
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.speculation.acceptance import derived_seed
-from nemo_specrl.speculation.drafts import RUN_AHEAD_INDEX
+from nemo_specrl.speculation.draft_selection import RUN_AHEAD_INDEX
 
 if TYPE_CHECKING:
     from vllm import RequestOutput

@@ -18,9 +18,8 @@ import numpy.typing as npt
 
 from nemo_specrl.config import PRESETS
 from nemo_specrl.errors import ConfigError
-from nemo_specrl.simulation.engine import FEATURES, Engine, fit_costs
-from nemo_specrl.simulation.recorded import Recorded, Sample
-from nemo_specrl.simulation.replay import (
+from nemo_specrl.simulation.recorded_run import Recorded, Sample
+from nemo_specrl.simulation.replay_presets import (
     LOSSLESS,
     PLAIN,
     History,
@@ -32,6 +31,7 @@ from nemo_specrl.simulation.replay import (
     rejecting,
     rows_of,
 )
+from nemo_specrl.simulation.simulated_engine import FEATURES, Engine, fit_costs
 
 __all__ = ["REJECTIONS", "Prediction", "predict", "read_costs"]
 

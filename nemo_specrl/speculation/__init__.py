@@ -1,1 +1,10 @@
-"""Choice of drafts, their acceptance, and statistics of reuse. Numpy only: no torch, no vLLM."""
+"""Choice of drafts, their acceptance, and statistics of reuse, in numpy and C.
+
+Modules::
+
+    draft_selection    which cached rollout a row verifies
+    acceptance         the acceptance test and its uniforms
+    suffix_tree        a prompt's earlier responses, indexed to predict the next tokens
+    adaptive_length    how long a step's drafts are
+    drift              whether reused rows still behave like fresh ones
+"""

@@ -1,7 +1,8 @@
 """The acceptance test, its uniforms, and the log-probs under which accepted tokens were sampled.
 
 Batches are ragged: the drafts of a batch are concatenated in flat arrays, and ``offsets`` (int64
-``[b + 1]``) has where each begins and ends. Which draft a request gets is decided in ``drafts``.
+``[b + 1]``) has where each begins and ends. Which draft a request gets is decided in
+``draft_selection``.
 
 Source: SPEC-RL, arXiv 2509.23232, section 3.2. Unlike in its reference implementation, the uniforms
 are drawn anew at every verification, and a token with ratio 0 is never accepted.

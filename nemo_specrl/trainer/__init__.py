@@ -1,1 +1,15 @@
-"""The embedded trainer: GRPO, DAPO and PPO on one machine with a vLLM engine and the cache."""
+"""The embedded trainer: GRPO, DAPO and PPO on one machine with a vLLM engine and the cache.
+
+Modules, each of which imports only from those below it::
+
+    loop                      rollouts, rewards, update, refit
+    generation/               the engines that make rollouts
+    batch                     the rollouts of a step: metrics, drift, samples
+    policy/                   the policy in training and its backends
+    replay_journal            rollouts since the last checkpoint, for a step that is made again
+    checkpoint, divergence    what is saved; when a training ends because it has diverged
+    ray_actors                parts of a run that are Ray actors
+    start_checks              what is known to be wrong before anything starts
+    losses, tasks             formulas; problems and rewards
+    recipe, vllm_kwargs       the recipe's keys and what they may hold
+"""

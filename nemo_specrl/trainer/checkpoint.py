@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_specrl.cache.files import sync
 from nemo_specrl.config import knows, validated
 from nemo_specrl.errors import CheckpointError, ConfigError, SpecRLError, last_line
+from nemo_specrl.files import sync
 from nemo_specrl.trainer.recipe import Recipe
 
 __all__ = [

@@ -19,10 +19,10 @@ import lmdb
 import numpy as np
 import pytest
 
-from nemo_specrl.cache.journal import JournaledStore
-from nemo_specrl.cache.layout import reading_file
-from nemo_specrl.cache.pages import PageFile
+from nemo_specrl.cache.storage.lmdb_check import PageFile
+from nemo_specrl.cache.storage.schema import reading_file
 from nemo_specrl.errors import CacheError, StoreUnavailable
+from nemo_specrl.trainer.replay_journal import JournaledStore
 from tests.cache.stores import MIB, contents, open_store, run_python
 from tests.factories import rollout
 

@@ -64,7 +64,7 @@ REFUSED = """
 import sys
 from pathlib import Path
 from nemo_specrl.cache import RolloutStore
-from nemo_specrl.cache.lock import holder
+from nemo_specrl.cache.storage.lock import holder
 from nemo_specrl.errors import StoreInUse
 try:
     RolloutStore(sys.argv[1], max_bytes=2**20, tokenizer_id="tok")

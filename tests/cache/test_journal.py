@@ -5,8 +5,8 @@ import contextlib
 import numpy as np
 
 from nemo_specrl.cache import RolloutStore
-from nemo_specrl.cache.journal import JournaledStore
 from nemo_specrl.rollout import Finish, Rollout, prompt_key
+from nemo_specrl.trainer.replay_journal import JournaledStore
 from tests.factories import rollout
 
 KEYS = [prompt_key([p]) for p in range(3)]

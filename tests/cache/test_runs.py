@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_specrl.cache.runs import (
+from nemo_specrl.cache.metrics import file_system, store_metrics
+from nemo_specrl.cache.run_folders import (
     UNUSED_DAYS,
     WARM_START,
     begin_empty,
@@ -16,7 +17,6 @@ from nemo_specrl.cache.runs import (
     remove_unused,
     run_folder,
 )
-from nemo_specrl.cache.statistics import file_system, store_metrics
 from nemo_specrl.errors import StoreInUse
 from tests.cache.stores import MIB, contents, open_store
 from tests.factories import rollout

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from nemo_specrl.cache.codec import STEP
-from nemo_specrl.cache.statistics import store_metrics
+from nemo_specrl.cache.metrics import store_metrics
 from nemo_specrl.errors import InvalidRollout
 from nemo_specrl.rollout import Finish, Rollout, prompt_key
 from tests.cache.stores import (

@@ -15,8 +15,8 @@ import pytest
 
 from nemo_specrl.cache import RolloutStore
 from nemo_specrl.cache.codec import decode
-from nemo_specrl.cache.layout import reading_file
-from nemo_specrl.cache.lock import FolderLock
+from nemo_specrl.cache.storage.lock import FolderLock
+from nemo_specrl.cache.storage.schema import reading_file
 from nemo_specrl.errors import StoreInUse
 from nemo_specrl.rollout import prompt_key
 from tests.cache.stores import (

@@ -12,11 +12,11 @@ import pytest
 import xxhash
 
 from nemo_specrl.cache import RolloutStore
-from nemo_specrl.cache.exchange import write_export
-from nemo_specrl.cache.journal import JournaledStore
+from nemo_specrl.cache.export import write_export
 from nemo_specrl.cache.snapshot import Manifest, write_manifest, write_partition
 from nemo_specrl.errors import ForeignStore, StoreInUse
 from nemo_specrl.errors import StoreUnavailable as Unavailable
+from nemo_specrl.trainer.replay_journal import JournaledStore
 from tests.cache.stores import (
     MIB,
     assert_one_line,

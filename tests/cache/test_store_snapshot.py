@@ -6,7 +6,7 @@ import random
 import pytest
 
 from nemo_specrl.cache import RolloutStore
-from nemo_specrl.cache.exchange import as_of_another_run, read_export, write_export
+from nemo_specrl.cache.export import as_of_another_run, read_export, write_export
 from nemo_specrl.cache.snapshot import read_partition, write_partition
 from nemo_specrl.errors import StoreUnavailable as Unavailable
 from tests.cache.stores import (

@@ -6,8 +6,8 @@ import math
 import pytest
 
 from nemo_specrl import SpecRLConfig, SpeculativeLLM
-from nemo_specrl.engine.drafting import engine_options
-from nemo_specrl.engine.refit import refit
+from nemo_specrl.engine.drafters.selection import engine_options
+from nemo_specrl.engine.vllm.refit import refit
 from tests.conftest import DictCache, make_engine, weights_of
 from tests.engine.helpers import DRAFTS, LOSSLESS, VOCABULARY
 

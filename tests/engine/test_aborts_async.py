@@ -7,10 +7,10 @@ import pytest
 from vllm import SamplingParams
 
 from nemo_specrl import Finish, SpecRLConfig
-from nemo_specrl.engine.assembly import reuse_of
-from nemo_specrl.engine.asynchronous import AsyncSpeculativeLLM
+from nemo_specrl.engine.async_engine import AsyncSpeculativeLLM
+from nemo_specrl.engine.outputs import reuse_of
 from nemo_specrl.errors import ConfigError
-from nemo_specrl.trainer.task import encode
+from nemo_specrl.trainer.tasks import encode
 from tests.engine.helpers import PROMPT, draft, sampling
 from tests.engine.test_async import ClaimingCache
 from tests.engine.test_async import async_llm as async_llm  # a fixture

@@ -7,11 +7,11 @@ import pytest
 from vllm import SamplingParams
 
 from nemo_specrl import SpecRLConfig, prompt_key
-from nemo_specrl.cache.cluster.claims import SampleClaims
-from nemo_specrl.engine.assembly import reuse_of
-from nemo_specrl.engine.asynchronous import AsyncSpeculativeLLM
+from nemo_specrl.cache.cluster.sample_index_leases import SampleClaims
+from nemo_specrl.engine.async_engine import AsyncSpeculativeLLM
+from nemo_specrl.engine.outputs import reuse_of
 from nemo_specrl.errors import ConfigError, UnsupportedSampling
-from nemo_specrl.trainer.task import encode
+from nemo_specrl.trainer.tasks import encode
 from tests.conftest import DictCache
 from tests.engine.helpers import NEVER, PROMPT, STRICT, draft, sampling
 

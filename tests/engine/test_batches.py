@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from nemo_specrl import Finish
-from nemo_specrl.engine.assembly import reuse_of
+from nemo_specrl.engine.outputs import reuse_of
 from nemo_specrl.errors import ConfigError
-from nemo_specrl.trainer.task import EOS, encode
+from nemo_specrl.trainer.tasks import EOS, encode
 from tests.conftest import DictCache
 from tests.engine.helpers import draft, generate, only, sampling
 

@@ -8,8 +8,8 @@ from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import STR_SPEC_DEC_REJECTS_LOGITSPROCS, build_logitsprocs
 
 from nemo_specrl import SpecRLConfig, SpeculativeLLM
-from nemo_specrl.engine.checks import alterations, check_engine
-from nemo_specrl.engine.requests import EngineLimits
+from nemo_specrl.engine.limits import EngineLimits, alterations
+from nemo_specrl.engine.request_checks import check_engine
 from nemo_specrl.errors import ConfigError, UnsupportedSampling
 from tests.conftest import DictCache
 from tests.engine.helpers import LOSSLESS, PROMPT, VOCABULARY, needs_drafters, sampling

@@ -8,9 +8,9 @@ import vllm
 from vllm import CompletionOutput, SamplingParams
 from vllm.logprobs import FlatLogprobs
 
-from nemo_specrl.engine import compat
+from nemo_specrl.engine.vllm import compat
 from nemo_specrl.errors import IncompatibleVersion
-from nemo_specrl.trainer.task import encode
+from nemo_specrl.trainer.tasks import encode
 from tests.engine.helpers import PROMPT
 
 

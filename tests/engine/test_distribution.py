@@ -11,8 +11,8 @@ from scipy import stats
 from vllm import SamplingParams
 
 from nemo_specrl import Finish, SpecRLConfig, SpeculativeLLM
-from nemo_specrl.engine.assembly import reuse_of
-from nemo_specrl.engine.refit import refit
+from nemo_specrl.engine.outputs import reuse_of
+from nemo_specrl.engine.vllm.refit import refit
 from tests.conftest import DictCache, weights_of
 from tests.engine.helpers import PROMPT, VOCABULARY, chi_squared, distribution
 

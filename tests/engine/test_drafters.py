@@ -15,9 +15,9 @@ from vllm import SamplingParams
 from vllm.v1.sample import rejection_sampler
 
 from nemo_specrl import Finish, Rollout, SpecRLConfig, SpeculativeLLM, prompt_key
-from nemo_specrl.engine import patches
-from nemo_specrl.engine.assembly import reuse_of
-from nemo_specrl.engine.refit import refit
+from nemo_specrl.engine.outputs import reuse_of
+from nemo_specrl.engine.vllm import patches
+from nemo_specrl.engine.vllm.refit import refit
 from tests.conftest import DictCache, make_engine, weights_of
 from tests.engine.helpers import PROMPT, VOCABULARY, chi_squared, distribution, needs_drafters
 from tests.engine.test_failures import interrupt_after

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from nemo_specrl import Finish, Rollout, SpecRLConfig, prompt_key
-from nemo_specrl.engine.assembly import reuse_of
-from nemo_specrl.engine.asynchronous import AsyncSpeculativeLLM
+from nemo_specrl.engine.async_engine import AsyncSpeculativeLLM
+from nemo_specrl.engine.outputs import reuse_of
 from nemo_specrl.errors import ConfigError
 from tests.conftest import REPOSITORY
 from tests.engine.helpers import PROMPT, VOCABULARY, chi_squared, needs_drafters, sampling
@@ -84,7 +84,7 @@ def mended(worker):
 
 def test_the_other_process_mends_its_rejection_sampler(async_llm, loop):
     (where,) = loop.run_until_complete(async_llm.collective_rpc(mended))
-    assert where == "nemo_specrl.engine.patches"
+    assert where == "nemo_specrl.engine.vllm.patches"
 
 
 @pytest.mark.parametrize("allowed", ["another_plugin", ""])

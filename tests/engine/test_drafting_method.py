@@ -10,9 +10,10 @@ import torch
 from vllm.platforms import current_platform
 
 from nemo_specrl import SpecRLConfig, SpeculativeLLM
-from nemo_specrl.engine import compat, drafting
-from nemo_specrl.engine.compat import check_prompt_logprob_memory, prompt_logprob_bytes
-from nemo_specrl.engine.drafting import drafting_method, engine_options
+from nemo_specrl.engine.drafters import selection
+from nemo_specrl.engine.drafters.selection import drafting_method, engine_options
+from nemo_specrl.engine.vllm import compat
+from nemo_specrl.engine.vllm.compat import check_prompt_logprob_memory, prompt_logprob_bytes
 from nemo_specrl.errors import ConfigError, IncompatibleVersion
 from tests.conftest import DictCache
 from tests.engine.helpers import DRAFTS
@@ -37,8 +38,8 @@ def machine(monkeypatch):
     """Pretend that vLLM runs on a GPU, and that it takes proposers or not."""
 
     def pretend(cpu, proposers=True, v2=None):
-        monkeypatch.setattr(drafting, "on_cpu", lambda: cpu)
-        monkeypatch.setattr(drafting, "has_custom_proposers", lambda: proposers)
+        monkeypatch.setattr(selection, "on_cpu", lambda: cpu)
+        monkeypatch.setattr(selection, "has_custom_proposers", lambda: proposers)
         if v2 is None:
             monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
         else:

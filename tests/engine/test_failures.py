@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from nemo_specrl import Finish, RolloutStore
-from nemo_specrl.engine.assembly import reuse_of
-from nemo_specrl.trainer.task import EOS, encode
+from nemo_specrl.engine.outputs import reuse_of
+from nemo_specrl.trainer.tasks import EOS, encode
 from tests.conftest import DictCache
 from tests.engine.helpers import NEVER, PROMPT, STRICT, SURE, draft, generate, only, sampling
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from nemo_specrl.engine.fingerprint import SAMPLED, fingerprint
+from nemo_specrl.engine.weight_fingerprint import SAMPLED, fingerprint
 
 
 def weights():

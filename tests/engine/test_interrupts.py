@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from nemo_specrl import Finish, SpeculativeLLM, prompt_key
-from nemo_specrl.engine.refit import refit
-from nemo_specrl.trainer.task import encode
+from nemo_specrl.engine.vllm.refit import refit
+from nemo_specrl.trainer.tasks import encode
 from tests.conftest import DictCache, weights_of
 from tests.engine.helpers import LOSSLESS, PROMPT, draft, generate, sampling
 from tests.engine.test_failures import interrupt_after

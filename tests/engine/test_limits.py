@@ -3,9 +3,9 @@
 import pytest
 
 from nemo_specrl import Finish
-from nemo_specrl.engine.assembly import reuse_of
-from nemo_specrl.engine.compat import prompt_logprob_bytes
-from nemo_specrl.trainer.task import encode
+from nemo_specrl.engine.outputs import reuse_of
+from nemo_specrl.engine.vllm.compat import prompt_logprob_bytes
+from nemo_specrl.trainer.tasks import encode
 from tests.conftest import DictCache
 from tests.engine.helpers import PROMPT, draft, generate, only, sampling
 

@@ -14,14 +14,14 @@ from vllm import SamplingParams
 from vllm.v1.sample import rejection_sampler
 
 from nemo_specrl import Finish, Rollout, SpecRLConfig
-from nemo_specrl.engine import patches
-from nemo_specrl.engine.assembly import reuse_of
-from nemo_specrl.engine.drafting import EXTRA_ARG, Histories
-from nemo_specrl.engine.refit import refit
+from nemo_specrl.engine.drafters.selection import EXTRA_ARG, Histories
+from nemo_specrl.engine.outputs import reuse_of
+from nemo_specrl.engine.vllm import patches
+from nemo_specrl.engine.vllm.refit import refit
 from nemo_specrl.errors import UnsupportedSampling
-from nemo_specrl.speculation.drafts import Row, response_id
-from nemo_specrl.speculation.lengths import DraftLengths
-from nemo_specrl.speculation.trees import CHANCES, MIN_PROBABILITY
+from nemo_specrl.speculation.adaptive_length import DraftLengths
+from nemo_specrl.speculation.draft_selection import Row, response_id
+from nemo_specrl.speculation.suffix_tree import CHANCES, MIN_PROBABILITY
 from tests.conftest import DictCache, weights_of
 from tests.engine.helpers import LOSSLESS as CONFIG
 from tests.engine.helpers import (

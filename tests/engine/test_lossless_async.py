@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from nemo_specrl import SpecRLConfig
-from nemo_specrl.engine.assembly import reuse_of
-from nemo_specrl.engine.asynchronous import AsyncSpeculativeLLM
-from nemo_specrl.engine.drafting import engine_options
+from nemo_specrl.engine.async_engine import AsyncSpeculativeLLM
+from nemo_specrl.engine.drafters.selection import engine_options
+from nemo_specrl.engine.outputs import reuse_of
 from nemo_specrl.errors import ConfigError
 from tests.engine.helpers import DRAFTS, PROMPT, VOCABULARY, chi_squared, sampling
 from tests.engine.test_async import ClaimingCache

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from nemo_specrl import Finish
-from nemo_specrl.engine import verification
 from nemo_specrl.engine.metrics import EngineMetrics
-from nemo_specrl.engine.verification import PrefillNoise
+from nemo_specrl.engine.prefix import verification
+from nemo_specrl.engine.prefix.verification import PrefillNoise
 from tests.conftest import DictCache
 from tests.engine.helpers import draft, generate, sampling
 

@@ -7,9 +7,9 @@ import pytest
 from vllm import SamplingParams
 
 from nemo_specrl import Finish, Rollout, prompt_key
-from nemo_specrl.engine.assembly import reuse_of
+from nemo_specrl.engine.outputs import reuse_of
 from nemo_specrl.errors import UnsupportedSampling
-from nemo_specrl.trainer.task import EOS, encode
+from nemo_specrl.trainer.tasks import EOS, encode
 from tests.conftest import DictCache
 from tests.engine.helpers import NEVER, PROMPT, STRICT, SURE, draft, generate, only, sampling
 

@@ -9,8 +9,8 @@ import contextlib
 import pytest
 
 from nemo_specrl import Finish, RolloutStore
-from nemo_specrl.cache.journal import JournaledStore
-from nemo_specrl.engine.assembly import reuse_of
+from nemo_specrl.engine.outputs import reuse_of
+from nemo_specrl.trainer.replay_journal import JournaledStore
 from tests.conftest import DictCache
 from tests.engine.helpers import LOSSLESS
 from tests.engine.lossless import made_with, rollouts, sample

@@ -15,7 +15,7 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from nemo_specrl.engine import patches
+from nemo_specrl.engine.vllm import patches
 from nemo_specrl.errors import IncompatibleVersion
 from tests.engine.helpers import VOCABULARY, needs_cpu_build
 
@@ -57,7 +57,7 @@ LINEAR_LAYER = """
 import sys
 import torch
 from vllm import _custom_ops
-from nemo_specrl.engine.patches import pad_cpu_linear_layers
+from nemo_specrl.engine.vllm.patches import pad_cpu_linear_layers
 
 if sys.argv[1] == "padded":
     pad_cpu_linear_layers()

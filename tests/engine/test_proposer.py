@@ -4,10 +4,10 @@ import pytest
 import torch
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 
-from nemo_specrl.engine import proposer as module
-from nemo_specrl.engine import sampler_memory
-from nemo_specrl.engine.proposer import take_counts
-from nemo_specrl.engine.refit import refit
+from nemo_specrl.engine.drafters import v1_proposer as module
+from nemo_specrl.engine.drafters.v1_proposer import take_counts
+from nemo_specrl.engine.vllm import sampler_memory
+from nemo_specrl.engine.vllm.refit import refit
 from tests.conftest import DictCache, weights_of
 from tests.engine.helpers import LOSSLESS, PROMPT, VOCABULARY, distribution
 from tests.engine.lossless import EOS, KEY, made_with, params, rollouts, sample

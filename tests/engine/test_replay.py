@@ -3,8 +3,8 @@
 import contextlib
 
 from nemo_specrl import RolloutStore, prompt_key
-from nemo_specrl.cache.journal import JournaledStore
-from nemo_specrl.engine.assembly import reuse_of
+from nemo_specrl.engine.outputs import reuse_of
+from nemo_specrl.trainer.replay_journal import JournaledStore
 from tests.engine.helpers import PROMPT, generate, sampling
 
 

@@ -14,10 +14,10 @@ from scipy import stats
 from vllm import SamplingParams
 
 from nemo_specrl import Finish, Rollout, SpecRLConfig, prompt_key
-from nemo_specrl.engine import rounds
-from nemo_specrl.engine.assembly import reuse_of
-from nemo_specrl.engine.drafting import engine_options
-from nemo_specrl.engine.refit import refit
+from nemo_specrl.engine.drafters import prompt_logprob_drafter
+from nemo_specrl.engine.drafters.selection import engine_options
+from nemo_specrl.engine.outputs import reuse_of
+from nemo_specrl.engine.vllm.refit import refit
 from nemo_specrl.errors import UnsupportedSampling
 from tests.conftest import DictCache, make_engine, weights_of
 from tests.engine.helpers import PROMPT, VOCABULARY, chi_squared, distribution
@@ -158,7 +158,9 @@ def test_logprobs_are_the_policys_for_every_token(
     """Accepted tokens, those behind a rejection, drawn here or by the engine, and plain ones."""
     engine = llm if mode == "raw" else request.getfixturevalue("processed_engine")
     if candidates == 0:
-        monkeypatch.setattr(rounds, "CANDIDATES", 1)  # so that the engine draws most of the rest
+        monkeypatch.setattr(
+            prompt_logprob_drafter, "CANDIDATES", 1
+        )  # so that the engine draws most of the rest
     cached = likely(llm)
     made = made_with(engine, DictCache(rollouts(cached)), CONFIG)
     outputs, tokens = sample(made, 32, 12, logprobs=candidates)
@@ -196,7 +198,7 @@ def test_budgets_and_the_models_limit_hold_inside_a_draft(llm):
 @pytest.mark.parametrize("candidates", [1, 4])
 def test_a_response_ends_at_its_first_stop_token(llm, candidates, monkeypatch):
     """Stop tokens that lie in drafts, and those that are drawn behind a rejection."""
-    monkeypatch.setattr(rounds, "CANDIDATES", candidates)
+    monkeypatch.setattr(prompt_logprob_drafter, "CANDIDATES", candidates)
     ended = [[token, EOS, 5, 6, 7, 8] for token in range(4, 12)]
     made = made_with(llm, DictCache(rollouts(ended)), CONFIG)
     outputs, tokens = sample(made, 256, 40, ignore_eos=False, stop_token_ids=[9])
@@ -285,7 +287,7 @@ def test_a_draft_that_the_prefix_cache_covers_is_refused_and_the_distribution_st
     llm, monkeypatch
 ):
     """Where rows share blocks, some drafts have been computed already, without log-probs."""
-    monkeypatch.setattr(rounds, "_salts", itertools.repeat(0))
+    monkeypatch.setattr(prompt_logprob_drafter, "_salts", itertools.repeat(0))
     padding = [5] * (30 - len(PROMPT))  # drafts begin two tokens before a block ends
     first = int(distribution(llm, padding).argmax())
     second = int(distribution(llm, [*padding, first]).argmax())

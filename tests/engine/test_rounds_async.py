@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from nemo_specrl import Finish, SpecRLConfig
-from nemo_specrl.engine.assembly import reuse_of
-from nemo_specrl.engine.asynchronous import AsyncSpeculativeLLM
+from nemo_specrl.engine.async_engine import AsyncSpeculativeLLM
+from nemo_specrl.engine.outputs import reuse_of
 from tests.engine.helpers import PROMPT, VOCABULARY, chi_squared, sampling
 from tests.engine.test_async import ClaimingCache
 

@@ -5,9 +5,9 @@ import math
 import pytest
 
 from nemo_specrl import Finish, SpecRLConfig, SpeculativeLLM, prompt_key
-from nemo_specrl.engine.assembly import reuse_of
-from nemo_specrl.engine.compat import logprobs_slice
-from nemo_specrl.trainer.task import encode
+from nemo_specrl.engine.outputs import reuse_of
+from nemo_specrl.engine.vllm.compat import logprobs_slice
+from nemo_specrl.trainer.tasks import encode
 from tests.conftest import DictCache
 from tests.engine.helpers import (
     LOSSLESS,

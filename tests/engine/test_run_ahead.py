@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from nemo_specrl import Finish, Rollout, SpecRLConfig, prompt_key
-from nemo_specrl.engine.assembly import reuse_of
-from nemo_specrl.speculation.drafts import RUN_AHEAD_INDEX
-from nemo_specrl.trainer.task import encode
+from nemo_specrl.engine.outputs import reuse_of
+from nemo_specrl.speculation.draft_selection import RUN_AHEAD_INDEX
+from nemo_specrl.trainer.tasks import encode
 from tests.conftest import DictCache
 from tests.engine.helpers import LOSSLESS, PROMPT, SURE
 from tests.engine.lossless import ROWS, check_distribution, made_with, params, sample

@@ -3,9 +3,9 @@
 import numpy as np
 
 from nemo_specrl.config import RunAheadConfig
-from nemo_specrl.simulation.engine import FEATURES, Engine, Request, drafting, run
-from nemo_specrl.speculation.trees import DraftTrees
-from nemo_specrl.trainer.task import encode
+from nemo_specrl.simulation.simulated_engine import FEATURES, Engine, Request, drafting, run
+from nemo_specrl.speculation.suffix_tree import DraftTrees
+from nemo_specrl.trainer.tasks import encode
 from tests.conftest import DictCache
 from tests.engine.helpers import LOSSLESS, PROMPT
 from tests.engine.lossless import KEY, made_with, params, rollouts, sample

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from nemo_specrl import Finish
-from nemo_specrl.trainer.task import EOS, encode
+from nemo_specrl.trainer.tasks import EOS, encode
 from tests.conftest import DictCache
 from tests.engine.helpers import NEVER, STRICT, SURE, draft, generate, only, sampling
 

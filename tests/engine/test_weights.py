@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from vllm import SamplingParams
 
 from nemo_specrl import RolloutStore, SpecRLConfig, SpeculativeLLM
-from nemo_specrl.engine.drafting import engine_options
-from nemo_specrl.engine.refit import refit
-from nemo_specrl.engine.weights import EngineWeights, refuse_kv_connector
+from nemo_specrl.engine.drafters.selection import engine_options
+from nemo_specrl.engine.policy_version import EngineWeights, refuse_kv_connector
+from nemo_specrl.engine.vllm.refit import refit
 from nemo_specrl.errors import ConfigError
 from tests.conftest import DictCache, make_engine, weights_of
 from tests.engine.helpers import LOSSLESS, PROMPT, generate, needs_drafters, only, sampling

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nemo_specrl.prometheus import of_step, started
-from nemo_specrl.trainer.log import read_metrics
+from nemo_specrl.monitoring.metrics_file import read_metrics
+from nemo_specrl.monitoring.prometheus import of_step, started
 from tests.conftest import REPOSITORY
 
 FOLDER = REPOSITORY / "examples" / "monitoring"

@@ -17,7 +17,7 @@ import time
 import pytest
 from PIL import Image
 
-from nemo_specrl._live_page import state_of, warnings_of
+from nemo_specrl.monitoring.live_page import state_of, warnings_of
 from tests.conftest import REPOSITORY
 from tests.test_report import metrics_row
 

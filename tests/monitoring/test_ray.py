@@ -24,7 +24,7 @@ STARTS = 3
 JOB = """
 import sys
 import ray
-from nemo_specrl.trainer.log import MetricsLog
+from nemo_specrl.monitoring.metrics_file import MetricsLog
 from pathlib import Path
 from tests.nemo_rl.test_hooks import Trainer
 port, folder = int(sys.argv[1]), sys.argv[2]

@@ -20,16 +20,16 @@ from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtens
 from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 
-from nemo_specrl.engine.compat import local_cpu_environment
-from nemo_specrl.integrations.nemo_rl.compat import (
+from nemo_specrl.engine.vllm.compat import local_cpu_environment
+from nemo_specrl.nemo_rl.async_worker import SpecVllmAsyncGenerationWorkerImpl
+from nemo_specrl.nemo_rl.compat import (
     STOCK_ASYNC_WORKER,
     STOCK_WORKER,
     substituted_workers,
 )
-from nemo_specrl.integrations.nemo_rl.generation import SpecVllmGeneration
-from nemo_specrl.integrations.nemo_rl.run import current_run
-from nemo_specrl.integrations.nemo_rl.worker import SpecVllmGenerationWorkerImpl
-from nemo_specrl.integrations.nemo_rl.worker_async import SpecVllmAsyncGenerationWorkerImpl
+from nemo_specrl.nemo_rl.context import current_run
+from nemo_specrl.nemo_rl.generation import SpecVllmGeneration
+from nemo_specrl.nemo_rl.sync_worker import SpecVllmGenerationWorkerImpl
 from tests.nemo_rl import counting
 
 counting.install()

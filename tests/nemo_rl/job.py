@@ -47,7 +47,7 @@ os.environ.update(
 import ray  # noqa: E402
 import torch  # noqa: E402
 
-from nemo_specrl.integrations.nemo_rl.register import rebind, register  # noqa: E402
+from nemo_specrl.nemo_rl.install import rebind, register  # noqa: E402
 
 register()
 
@@ -66,8 +66,8 @@ from nemo_rl.utils.logger import Logger  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
 
-from nemo_specrl.integrations.nemo_rl.run import option  # noqa: E402
-from nemo_specrl.trainer.task import EOS, encode, problems, reward  # noqa: E402
+from nemo_specrl.nemo_rl.context import option  # noqa: E402
+from nemo_specrl.trainer.tasks import EOS, encode, problems, reward  # noqa: E402
 from tests.nemo_rl import counting  # noqa: E402
 from tests.nemo_rl.cpu import CpuGeneration  # noqa: E402
 from tests.nemo_rl.models import SmallPolicy, SmallValue, small_plane_policy  # noqa: E402

@@ -7,9 +7,9 @@ import torch
 from vllm import CompletionOutput, RequestOutput
 
 from nemo_specrl import Finish, Rollout, SpecRLConfig, prompt_key
-from nemo_specrl.engine.assembly import Reuse
-from nemo_specrl.integrations.nemo_rl.monitor import StepMonitor
-from nemo_specrl.integrations.nemo_rl.records import RecordLog, RecordTable
+from nemo_specrl.engine.outputs import Reuse
+from nemo_specrl.nemo_rl.drift_monitor import StepMonitor
+from nemo_specrl.nemo_rl.rollout_metadata import RecordLog, RecordTable
 
 GROUP, WIDTH = 8, 12
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_specrl.trainer.task import EOS, encode
+from nemo_specrl.trainer.tasks import EOS, encode
 from tests.nemo_rl.jobs import (
     ACCEPTED,
     BATCH,

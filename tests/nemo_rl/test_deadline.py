@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemo_specrl.errors import ConfigError
-from nemo_specrl.integrations.nemo_rl.deadline import (
+from nemo_specrl.nemo_rl.save_deadline import (
     MUST_SAVE_AT,
     bounded,
     check_time_left,

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from nemo_specrl.trainer.log import METRICS, read_metrics
+from nemo_specrl.monitoring.metrics_file import METRICS, read_metrics
 from tests.nemo_rl.jobs import ACCEPTED, FAITHFUL, Job, marks
 
 pytestmark = [

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from nemo_specrl import RolloutStore, prompt_key
-from nemo_specrl.speculation.balance import balanced_order
-from nemo_specrl.speculation.drafts import assign_sample_indices
+from nemo_specrl.engine.load_balance import balanced_order
+from nemo_specrl.speculation.draft_selection import assign_sample_indices
 from tests.factories import rollout
 from tests.nemo_rl.test_recipes import nemo  # noqa: F401
 
@@ -24,7 +24,7 @@ GROUP, ENGINES = 8, 4
 
 def test_rows_without_drafts_are_dealt_out_by_the_lengths_of_earlier_ones(nemo, tmp_path):  # noqa: F811
     """As `preset: lossless` does: every row is decoded in full, so that long prompts are spread."""
-    from nemo_specrl.integrations.nemo_rl.generation import SpecVllmGeneration
+    from nemo_specrl.nemo_rl.generation import SpecVllmGeneration
 
     with RolloutStore(tmp_path / "store", max_bytes=2**24, tokenizer_id="t") as store:
         store.put(rollout(p, 1, k, n + k - 4) for p, n in LENGTHS.items() for k in range(GROUP))
@@ -69,7 +69,7 @@ def cluster(nemo, monkeypatch):  # noqa: F811
 
 def test_the_worker_has_the_environment_of_the_stock_one(cluster, monkeypatch):
     """Found, made or made anew under the stock name by NeMo-RL's own rules; never a second one."""
-    from nemo_specrl.integrations.nemo_rl import compat
+    from nemo_specrl.nemo_rl import compat
 
     stock = cluster / compat.STOCK_WORKER / "bin" / "python"
     find = lambda: compat._python_of(compat.STOCK_WORKER, "uv run --locked --extra vllm")  # noqa: E731

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_specrl.integrations.nemo_rl import supervision
-from nemo_specrl.integrations.nemo_rl.hooks import Hooks
-from nemo_specrl.integrations.nemo_rl.log import StepLog
-from nemo_specrl.integrations.nemo_rl.records import RecordTable
-from nemo_specrl.integrations.nemo_rl.run import CACHE_FOLDER
-from nemo_specrl.trainer.log import MetricsFile, read_metrics
+from nemo_specrl.monitoring.metrics_file import MetricsFile, read_metrics
+from nemo_specrl.nemo_rl import job_state
+from nemo_specrl.nemo_rl.context import CACHE_FOLDER
+from nemo_specrl.nemo_rl.hooks import Hooks
+from nemo_specrl.nemo_rl.metrics_log import StepLog
+from nemo_specrl.nemo_rl.rollout_metadata import RecordTable
 from tests.nemo_rl.steps import Batch, Workers, monitor_of, step
 
 
@@ -123,11 +123,11 @@ def test_a_batch_script_learns_where_the_checkpoints_are_and_that_steps_end(tmp_
     (run / "step_7").mkdir(parents=True)
     state.mkdir()
     block = {"enabled": True, "checkpoint_dir": str(run)}
-    supervision.started(block)  # outside of a job
+    job_state.started(block)  # outside of a job
     monkeypatch.setenv("SPECRL_STATE", str(state))
-    supervision.started(block | {"enabled": False})
+    job_state.started(block | {"enabled": False})
     assert list(state.iterdir()) == []
-    supervision.started(block)
+    job_state.started(block)
     assert (state / "training").read_text() == f"{run}\n7\n"
     trainer = Trainer(monitor=False)
     trainer.log_metrics({"loss": 1.0}, 8, prefix="train")

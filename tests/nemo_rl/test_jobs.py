@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_specrl.trainer.log import METRICS, read_metrics
+from nemo_specrl.monitoring.metrics_file import METRICS, read_metrics
 from tests.conftest import REPOSITORY
 from tests.monitoring.test_live_page import following, get
 from tests.nemo_rl.jobs import (

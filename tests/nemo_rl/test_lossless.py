@@ -10,7 +10,7 @@ from importlib import metadata
 
 import pytest
 
-from nemo_specrl.trainer.task import EOS, problems, reward
+from nemo_specrl.trainer.tasks import EOS, problems, reward
 from tests.conftest import REPOSITORY
 from tests.nemo_rl.jobs import ASYNCHRONOUS, HOME, PROMPTS, STEPS_PER_EPOCH, Job, marks
 

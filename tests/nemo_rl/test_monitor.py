@@ -7,8 +7,8 @@ import pytest
 from vllm import SamplingParams
 
 from nemo_specrl import Finish, Rollout, SpecRLConfig, SpeculativeLLM, prompt_key
-from nemo_specrl.integrations.nemo_rl.records import RecordLog, RecordTable
-from nemo_specrl.speculation.drafts import Row, is_fresh
+from nemo_specrl.nemo_rl.rollout_metadata import RecordLog, RecordTable
+from nemo_specrl.speculation.draft_selection import Row, is_fresh
 from tests.conftest import DictCache
 from tests.nemo_rl.steps import GROUP, Workers, monitor_of, step, table_of
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from nemo_specrl.config import SpecRLConfig, validated
-from nemo_specrl.integrations.nemo_rl.run import BLOCK, Run
+from nemo_specrl.nemo_rl.context import BLOCK, Run
 
 FOLDER = Path(__file__).parents[2] / "examples" / "configs" / "nemo_rl"
 ALGORITHMS = {
@@ -220,7 +220,7 @@ def test_files_and_data_that_it_names_are_in_the_checkout(nemo, name):
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_its_worker_is_one_that_knows_reuse(nemo, name):
-    from nemo_specrl.integrations.nemo_rl.generation import SpecVllmGeneration
+    from nemo_specrl.nemo_rl.generation import SpecVllmGeneration
 
     module = importlib.import_module("nemo_rl.models.generation.vllm.vllm_generation")
     recipe, _ = recipe_and_run(nemo, name)

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from nemo_specrl import Finish, Rollout, prompt_key
-from nemo_specrl.integrations.nemo_rl.anchor import anchored_logprobs
-from nemo_specrl.integrations.nemo_rl.records import MAX_RECORDS, Record, RecordLog, RecordTable
+from nemo_specrl.nemo_rl.birth_anchor import anchored_logprobs
+from nemo_specrl.nemo_rl.rollout_metadata import MAX_RECORDS, Record, RecordLog, RecordTable
 from tests.nemo_rl.steps import GROUP, Batch, Workers, outputs_of, step, table_of
 
 

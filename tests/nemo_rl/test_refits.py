@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from vllm import SamplingParams
 
 from nemo_specrl import SpecRLConfig, SpeculativeLLM
-from nemo_specrl.engine.asynchronous import AsyncSpeculativeLLM
-from nemo_specrl.engine.refit import RefitExtension
+from nemo_specrl.engine.async_engine import AsyncSpeculativeLLM
+from nemo_specrl.engine.vllm.refit import RefitExtension
 from nemo_specrl.errors import ConfigError
-from nemo_specrl.integrations.nemo_rl.compat import CHECKPOINT_ENGINE_UPDATE
+from nemo_specrl.nemo_rl.compat import CHECKPOINT_ENGINE_UPDATE
 from tests.conftest import DictCache, make_engine
 
 HOME = os.environ.get("NEMO_RL_HOME")
@@ -56,7 +56,7 @@ def workers():
     runpy.run_path(str(Path(__file__).parent / "path" / "sitecustomize.py"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [*sys.path, HOME])  # which has a `tests`, too
-        package = "nemo_specrl.integrations.nemo_rl"
+        package = "nemo_specrl.nemo_rl"
         sync = importlib.import_module(f"{package}.worker").SpecVllmGenerationWorkerImpl
         if not hasattr(super(sync, sync), "checkpoint_engine_rpc"):
             pytest.skip("this NeMo-RL has no checkpoint engines")

@@ -13,12 +13,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from nemo_specrl.engine.compat import has_custom_proposers
+from nemo_specrl.engine.vllm.compat import has_custom_proposers
 from nemo_specrl.errors import ConfigError
-from nemo_specrl.integrations.nemo_rl.log import metrics_file
-from nemo_specrl.integrations.nemo_rl.records import response_spans
-from nemo_specrl.integrations.nemo_rl.run import Run, current_run, setting_up
-from nemo_specrl.trainer.log import read_metrics
+from nemo_specrl.monitoring.metrics_file import read_metrics
+from nemo_specrl.nemo_rl.context import Run, current_run, setting_up
+from nemo_specrl.nemo_rl.metrics_log import metrics_file
+from nemo_specrl.nemo_rl.rollout_metadata import response_spans
 from tests.conftest import REPOSITORY
 
 GENERATION = {

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_specrl.errors import ConfigError
-from nemo_specrl.simulation.engine import (
+from nemo_specrl.simulation.simulated_engine import (
     FEATURES,
     Engine,
     Request,
@@ -15,7 +15,7 @@ from nemo_specrl.simulation.engine import (
     run,
     verifying,
 )
-from nemo_specrl.speculation.trees import DraftTrees
+from nemo_specrl.speculation.suffix_tree import DraftTrees
 
 KEY = b"k" * 16
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from nemo_specrl.rollout import prompt_key
-from nemo_specrl.simulation.engine import FEATURES, Engine
 from nemo_specrl.simulation.prediction import predict
-from nemo_specrl.simulation.recorded import Recorded, Sample, read_run
-from nemo_specrl.simulation.replay import acceptance_rates, phase, rows_of
+from nemo_specrl.simulation.recorded_run import Recorded, Sample, read_run
+from nemo_specrl.simulation.replay_presets import acceptance_rates, phase, rows_of
+from nemo_specrl.simulation.simulated_engine import FEATURES, Engine
 from tests.trainer.test_training import LOSSLESS, train
 
 PROMPTS, GROUP, EPOCHS = 4, 4, 3

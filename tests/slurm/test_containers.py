@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_specrl.trainer.log import read_metrics
+from nemo_specrl.monitoring.metrics_file import read_metrics
 from tests.conftest import REPOSITORY
 from tests.slurm import test_submit, test_train
 from tests.slurm.cluster import running

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from nemo_specrl.trainer.log import read_metrics
+from nemo_specrl.monitoring.metrics_file import read_metrics
 from tests.conftest import REPOSITORY
 from tests.slurm.cluster import SUBNET, running
 from tests.trainer.test_training import DEMO, SMALL, records, train

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_specrl.speculation.balance import WORTHWHILE, balanced_order, expected_costs
+from nemo_specrl.engine.load_balance import WORTHWHILE, balanced_order, expected_costs
 
 costs = st.lists(st.floats(0, 1e4), max_size=80)
 

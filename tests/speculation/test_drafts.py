@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from nemo_specrl import Finish, Rollout
-from nemo_specrl.speculation.drafts import (
+from nemo_specrl.speculation.draft_selection import (
     Row,
     assign_sample_indices,
     is_fresh,

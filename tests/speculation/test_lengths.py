@@ -12,7 +12,7 @@ import math
 import numpy as np
 import pytest
 
-from nemo_specrl.speculation.lengths import (
+from nemo_specrl.speculation.adaptive_length import (
     AcceptanceChances,
     DraftLengths,
     Step,

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from nemo_specrl.speculation import _suffix
 from nemo_specrl.speculation._suffix import SuffixIndex
-from nemo_specrl.speculation.drafts import response_id
-from nemo_specrl.speculation.trees import CHANCES, RESPONSES_KEPT, DraftTrees
+from nemo_specrl.speculation.draft_selection import response_id
+from nemo_specrl.speculation.suffix_tree import CHANCES, RESPONSES_KEPT, DraftTrees
 
 ORDERS = (16, 8, 4, 2, 1)
 MAX_MATCH, MAX_POSITIONS, MAX_CHAIN = 48, 32, 96

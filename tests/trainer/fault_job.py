@@ -11,8 +11,8 @@ import signal
 import sys
 import time
 
-from nemo_specrl.cli import main
-from nemo_specrl.trainer.generation import Generation
+from nemo_specrl.cli.main import main
+from nemo_specrl.trainer.generation.in_process import Generation
 
 HANGS, DIES = 3, 5
 

@@ -8,7 +8,7 @@ Ray is started first, so that the policy has to share it.
 import json
 import sys
 
-from nemo_specrl.engine.compat import local_cpu_environment
+from nemo_specrl.engine.vllm.compat import local_cpu_environment
 
 local_cpu_environment()
 
@@ -18,9 +18,9 @@ def main(path, *overrides):
     import ray
     from vllm import SamplingParams
 
-    from nemo_specrl.trainer.generation import Generation
+    from nemo_specrl.trainer.generation.in_process import Generation
+    from nemo_specrl.trainer.loop import Trainer
     from nemo_specrl.trainer.recipe import load_recipe
-    from nemo_specrl.trainer.trainer import Trainer
     from tests.trainer.ranks import samples
 
     ray.init("local", include_dashboard=False, log_to_driver=False)

@@ -16,9 +16,10 @@ import traceback
 import numpy as np
 import torch
 
-from nemo_specrl.trainer.policy import Sample, megatron_cpu
-from nemo_specrl.trainer.policy.megatron_weights import Architecture, Layout, assemble, parameters
-from nemo_specrl.trainer.policy.megatron_worker import MegatronRank
+from nemo_specrl.trainer.policy import Sample
+from nemo_specrl.trainer.policy.megatron import cpu
+from nemo_specrl.trainer.policy.megatron.weights import Architecture, Layout, assemble, parameters
+from nemo_specrl.trainer.policy.megatron.worker import MegatronRank
 from nemo_specrl.trainer.recipe import LossConfig, PolicyConfig
 from tests.conftest import SHIPPED_MODEL
 
@@ -51,7 +52,7 @@ def _process(rank, layout, config, loss, port, function, arguments, without, res
     try:
         torch.set_num_threads(1)
         for name in without:
-            del megatron_cpu.PATCHES[name]
+            del cpu.PATCHES[name]
         worker = MegatronRank(rank, layout, config, loss)
         if rank == 0:
             port.put(worker.listen("127.0.0.1"))

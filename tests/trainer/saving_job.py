@@ -13,10 +13,10 @@ import signal
 import sys
 import threading
 
-from nemo_specrl.cli import main
-from nemo_specrl.trainer.generation import Generation
-from nemo_specrl.trainer.policy.torch_policy import TorchPolicy
-from nemo_specrl.trainer.trainer import Trainer
+from nemo_specrl.cli.main import main
+from nemo_specrl.trainer.generation.in_process import Generation
+from nemo_specrl.trainer.loop import Trainer
+from nemo_specrl.trainer.policy.torch.policy import TorchPolicy
 
 
 def kill_behind_the_first_checkpoint():

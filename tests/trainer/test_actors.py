@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from nemo_specrl.errors import ConfigError
-from nemo_specrl.trainer import actors
+from nemo_specrl.trainer import ray_actors
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def test_an_address_at_which_nobody_answers(monkeypatch, closed_port, address):
     address = address.format(port=closed_port)
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ConfigError, match="no Ray answers there; start one, or unset it") as told:
-        actors.connect()
+        ray_actors.connect()
     assert str(told.value).startswith(f"RAY_ADDRESS = {address!r}: ")
 
 
@@ -33,13 +33,13 @@ def test_an_address_at_which_nobody_answers(monkeypatch, closed_port, address):
 def test_what_is_no_address(monkeypatch, address):
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ConfigError, match=f"RAY_ADDRESS = '{address}': .*; give HOST:PORT, or"):
-        actors.connect()
+        ray_actors.connect()
 
 
 @pytest.mark.timeout(60)
 def test_an_address_that_drops_what_is_sent(monkeypatch):
     """As behind a firewall: nobody takes the connection, which is not refused either."""
-    monkeypatch.setattr(actors, "CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(ray_actors, "CONNECT_SECONDS", 0.5)
     with socket.socket() as full:
         full.bind(("127.0.0.1", 0))
         full.listen(0)
@@ -49,6 +49,6 @@ def test_an_address_that_drops_what_is_sent(monkeypatch):
             client.connect_ex(full.getsockname())
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{full.getsockname()[1]}")
         with pytest.raises(ConfigError, match="no Ray answers there"):
-            actors.connect()
+            ray_actors.connect()
         for client in waiting:
             client.close()

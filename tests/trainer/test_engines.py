@@ -8,10 +8,10 @@ import pytest
 import ray
 
 from nemo_specrl.errors import ConfigError, EngineError, RefitError
-from nemo_specrl.trainer.engines import Engines
-from nemo_specrl.trainer.log import read_metrics
+from nemo_specrl.monitoring.metrics_file import read_metrics
+from nemo_specrl.trainer.generation.ray_engines import Engines
 from nemo_specrl.trainer.policy import Sample
-from nemo_specrl.trainer.policy.torch_policy import TorchPolicy
+from nemo_specrl.trainer.policy.torch.policy import TorchPolicy
 from nemo_specrl.trainer.recipe import ColocatedConfig
 from tests.trainer.ranks import samples, wait_until_gone
 from tests.trainer.test_policy import recipe_of

@@ -5,7 +5,7 @@ import time
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from nemo_specrl.trainer.log import MetricsLog, read_metrics
+from nemo_specrl.monitoring.metrics_file import MetricsLog, read_metrics
 
 RECORD = {
     "step": 3,

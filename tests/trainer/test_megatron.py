@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 from nemo_specrl.trainer.losses import token_weights
-from nemo_specrl.trainer.policy.megatron_cpu import PATCHES, SINCE, megatron_on_cpu
-from nemo_specrl.trainer.policy.megatron_weights import Layout
-from nemo_specrl.trainer.policy.torch_policy import TorchPolicy
+from nemo_specrl.trainer.policy.megatron.cpu import PATCHES, SINCE, megatron_on_cpu
+from nemo_specrl.trainer.policy.megatron.weights import Layout
+from nemo_specrl.trainer.policy.torch.policy import TorchPolicy
 from nemo_specrl.trainer.recipe import LossConfig
 from tests.trainer.ranks import (
     LAYOUTS,

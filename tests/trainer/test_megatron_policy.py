@@ -16,12 +16,12 @@ import ray
 import torch
 
 from benchmarks.refit import write_untied
-from nemo_specrl.engine.refit import refit
+from nemo_specrl.engine.vllm.refit import refit
 from nemo_specrl.errors import CheckpointError, ConfigError, PolicyError
-from nemo_specrl.trainer import actors
+from nemo_specrl.trainer import ray_actors
 from nemo_specrl.trainer.policy import build_policy, build_value_model
-from nemo_specrl.trainer.policy.megatron_weights import Layout
-from nemo_specrl.trainer.policy.torch_policy import TorchPolicy
+from nemo_specrl.trainer.policy.megatron.weights import Layout
+from nemo_specrl.trainer.policy.torch.policy import TorchPolicy
 from nemo_specrl.trainer.recipe import load_recipe
 from tests.conftest import REPOSITORY
 from tests.trainer.ranks import samples, wait_until_gone
@@ -203,7 +203,7 @@ def test_a_rank_that_dies_in_a_step_ends_the_call(policy, monkeypatch):
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_rank_that_hangs_in_a_step_ends_the_call(random_model, monkeypatch, shared):
     """In a Ray of the policy's own, and in one that was there before."""
-    monkeypatch.setattr(actors, "SILENT_SECONDS", 12.0)  # the others must answer in time
+    monkeypatch.setattr(ray_actors, "SILENT_SECONDS", 12.0)  # the others must answer in time
     if shared:
         ray.init("local", include_dashboard=False, log_to_driver=False)
     try:
@@ -234,7 +234,7 @@ def test_a_checkpoint_that_a_disk_does_not_take_is_one_line(random_model, tmp_pa
 
 def test_the_reason_is_the_rank_that_died_and_not_those_that_noticed():
     """Ray's own errors, without ranks."""
-    layout, ranks = Layout(tp=2), object.__new__(actors.Actors)
+    layout, ranks = Layout(tp=2), object.__new__(ray_actors.Actors)
     ranks._name = lambda rank: f"{layout.describe(rank)} of the Megatron policy"
     ranks._error = PolicyError
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nemo_specrl.errors import ConfigError
-from nemo_specrl.trainer.policy.megatron_weights import (
+from nemo_specrl.trainer.policy.megatron.weights import (
     Architecture,
     CheckpointReader,
     Layout,

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_specrl.engine.fingerprint import FingerprintedWeights
-from nemo_specrl.engine.refit import refit
+from nemo_specrl.engine.vllm.refit import refit
+from nemo_specrl.engine.weight_fingerprint import FingerprintedWeights
 from nemo_specrl.errors import CheckpointError
 from nemo_specrl.trainer import checkpoint
+from nemo_specrl.trainer.loop import Trainer
 from nemo_specrl.trainer.policy import Sample, build_policy, build_value_model
-from nemo_specrl.trainer.policy.torch_model import load_model
+from nemo_specrl.trainer.policy.torch.model import load_model
 from nemo_specrl.trainer.recipe import Recipe
-from nemo_specrl.trainer.trainer import Trainer
 
 
 def recipe_of(model, block="grpo", *, policy=None, spec_rl=None, **loss):

@@ -15,7 +15,7 @@ import time
 
 import pytest
 
-from nemo_specrl.trainer.log import read_metrics
+from nemo_specrl.monitoring.metrics_file import read_metrics
 from tests.conftest import REPOSITORY
 from tests.trainer.test_training import command
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from nemo_specrl.trainer.task import (
+from nemo_specrl.trainer.tasks import (
     EOS,
     TASKS,
     VOCABULARY,

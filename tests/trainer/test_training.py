@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from nemo_specrl import RolloutStore
+from nemo_specrl.monitoring.metrics_file import MetricsLog, read_metrics
 from nemo_specrl.trainer.checkpoint import checkpoints
-from nemo_specrl.trainer.generation import tokenizer_identity
-from nemo_specrl.trainer.log import MetricsLog, read_metrics
+from nemo_specrl.trainer.generation.engine import tokenizer_identity
+from nemo_specrl.trainer.loop import Trainer
 from nemo_specrl.trainer.recipe import load_recipe
-from nemo_specrl.trainer.trainer import Trainer
 from tests.conftest import REPOSITORY
 from tests.ports import listening
 

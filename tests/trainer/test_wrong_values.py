@@ -16,12 +16,12 @@ from typing import Literal, get_args, get_origin
 import pytest
 from pydantic import BaseModel
 
-from nemo_specrl.cli import main
+from nemo_specrl.cli.main import main
 from nemo_specrl.config import MAX_COUNT
 from nemo_specrl.errors import ConfigError
-from nemo_specrl.trainer.generation import build_engine
+from nemo_specrl.trainer.generation.engine import build_engine
 from nemo_specrl.trainer.recipe import Recipe, load_recipe
-from nemo_specrl.trainer.start import check_start
+from nemo_specrl.trainer.start_checks import check_start
 from tests.conftest import REPOSITORY
 
 RECIPES = sorted((REPOSITORY / "examples" / "configs").glob("*_cpu.yaml"))
@@ -109,7 +109,7 @@ def refusal(monkeypatch, capsys, tmp_path):
     def accepted():
         raise AssertionError("was accepted")
 
-    monkeypatch.setattr("nemo_specrl.engine.compat.local_cpu_environment", accepted)
+    monkeypatch.setattr("nemo_specrl.engine.vllm.compat.local_cpu_environment", accepted)
     monkeypatch.chdir(REPOSITORY)
     folders = [
         f"{key}={tmp_path / 'run'}" for key in ("checkpointing.checkpoint_dir", "logger.log_dir")

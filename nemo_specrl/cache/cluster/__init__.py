@@ -1,4 +1,15 @@
-"""The rollout cache of a Ray cluster: replicated shards, their keeper, and clients.
+"""The rollout cache of a Ray cluster: replicated shards, their coordinator, and clients.
 
-Training drivers use ``driver``; generation workers get a ``client``.
+Training drivers use ``cluster_cache``; generation workers get a ``client``. Modules, each of which
+imports only from those below it::
+
+    cluster_cache           the cache as a training driver uses it
+    client                  looks rollouts up and stores them, each call with a deadline
+    shard_calls             calls to shards: waiting for answers, shards that are left alone
+    coordinator             an actor that watches nodes and keeps partitions replicated
+    copy_tasks              copies that shards make of one another, a chunk at a time
+    shard                   one node's part: its store, and the ranges of it that are copied
+    membership, placement   which nodes serve and receive a partition
+    sample_index_leases     sample indices for rows that are generated one at a time
+    shard_identity          the identity of a shard's folder
 """

@@ -20,10 +20,10 @@ from typing import Any
 
 import ray
 
-from nemo_specrl.cache.cluster.calls import FAILED, Breaker, Lookups, Write, ready
-from nemo_specrl.cache.cluster.claims import RENEW_SECONDS, ROW_SECONDS
+from nemo_specrl.cache.cluster.copy_tasks import in_one_line
 from nemo_specrl.cache.cluster.membership import View, missing_writes
-from nemo_specrl.cache.cluster.transfers import in_one_line
+from nemo_specrl.cache.cluster.sample_index_leases import RENEW_SECONDS, ROW_SECONDS
+from nemo_specrl.cache.cluster.shard_calls import FAILED, Breaker, Lookups, Write, ready
 from nemo_specrl.cache.codec import packed
 from nemo_specrl.rollout import Outline, Rollout
 

@@ -20,11 +20,11 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from nemo_specrl.cache.cluster.claims import SampleClaims
-from nemo_specrl.cache.cluster.identity import Identity, read_identity, write_identity
 from nemo_specrl.cache.cluster.membership import View, newest, recency
-from nemo_specrl.cache.files import as_cache_errors
-from nemo_specrl.cache.runs import begin_empty, remarks, remove_unused
+from nemo_specrl.cache.cluster.sample_index_leases import SampleClaims
+from nemo_specrl.cache.cluster.shard_identity import Identity, read_identity, write_identity
+from nemo_specrl.cache.metrics import StoreStats
+from nemo_specrl.cache.run_folders import begin_empty, remarks, remove_unused
 from nemo_specrl.cache.snapshot import (
     PartitionFile,
     key_range,
@@ -32,9 +32,9 @@ from nemo_specrl.cache.snapshot import (
     read_partition,
     write_partition,
 )
-from nemo_specrl.cache.statistics import StoreStats
 from nemo_specrl.cache.store import RolloutStore
 from nemo_specrl.errors import CacheError, StoreInUse, StoreUnavailable
+from nemo_specrl.files import as_cache_errors
 from nemo_specrl.rollout import Outline, Rollout
 
 __all__ = ["LEASE_SECONDS", "Chunk", "Shard", "ShardInfo"]

@@ -20,7 +20,7 @@ def build_policy(recipe: Recipe) -> Policy:
     """
     policy, seed = recipe.policy, recipe.algorithm.seed
     if not policy.megatron_cfg.enabled:
-        from nemo_specrl.trainer.policy.torch_policy import TorchPolicy
+        from nemo_specrl.trainer.policy.torch.policy import TorchPolicy
 
         return TorchPolicy(policy, recipe.loss_fn, seed)
     for module, package in (("megatron.core", "megatron-core"), ("ray", "ray")):
@@ -29,8 +29,8 @@ def build_policy(recipe: Recipe) -> Policy:
                 f"policy.megatron_cfg.enabled = True: {package} is not installed; "
                 f"pip install {package}, or set it to false to train with torch"
             )
-    from nemo_specrl.trainer.policy.megatron_policy import MegatronPolicy
-    from nemo_specrl.trainer.policy.megatron_weights import Layout
+    from nemo_specrl.trainer.policy.megatron.policy import MegatronPolicy
+    from nemo_specrl.trainer.policy.megatron.weights import Layout
 
     layout, nodes = Layout(*recipe.parallelism), recipe.cluster.num_nodes
     return MegatronPolicy(policy, recipe.loss_fn, seed, layout, nodes)
@@ -42,7 +42,7 @@ def build_value_model(recipe: Recipe) -> ValueModel:
     Raises:
         ConfigError: the model cannot be loaded.
     """
-    from nemo_specrl.trainer.policy.torch_value import TorchValueModel
+    from nemo_specrl.trainer.policy.torch.value import TorchValueModel
 
     return TorchValueModel(recipe.policy, recipe.value)
 

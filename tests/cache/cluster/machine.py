@@ -11,14 +11,14 @@ from pathlib import Path
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from nemo_specrl.cache.cluster import calls as calls_module
 from nemo_specrl.cache.cluster import client as client_module
-from nemo_specrl.cache.cluster import keeper as keeper_module
-from nemo_specrl.cache.cluster import transfers as transfers_module
+from nemo_specrl.cache.cluster import coordinator as keeper_module
+from nemo_specrl.cache.cluster import copy_tasks as transfers_module
+from nemo_specrl.cache.cluster import shard_calls as calls_module
 from nemo_specrl.cache.cluster.client import CacheClient
-from nemo_specrl.cache.cluster.identity import Identity, write_identity
-from nemo_specrl.cache.cluster.keeper import Keeper
+from nemo_specrl.cache.cluster.coordinator import Keeper
 from nemo_specrl.cache.cluster.membership import Health
+from nemo_specrl.cache.cluster.shard_identity import Identity, write_identity
 from nemo_specrl.cache.snapshot import partition_of
 from nemo_specrl.rollout import Finish, Rollout, prompt_key
 from tests.cache.cluster.in_process import Actor, InProcessRay

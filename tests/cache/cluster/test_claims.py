@@ -3,7 +3,7 @@
 import numpy as np
 
 from nemo_specrl import Finish, Rollout
-from nemo_specrl.cache.cluster.claims import CLAIM_SECONDS, SampleClaims
+from nemo_specrl.cache.cluster.sample_index_leases import CLAIM_SECONDS, SampleClaims
 
 A, B = b"a" * 16, b"b" * 16
 
@@ -41,7 +41,9 @@ def test_the_sample_index_that_was_served_longest_ago_comes_first():
 def test_a_claim_of_a_row_that_nobody_renews_runs_out(monkeypatch):
     claims = SampleClaims()
     now = [100.0]
-    monkeypatch.setattr("nemo_specrl.cache.cluster.claims.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(
+        "nemo_specrl.cache.cluster.sample_index_leases.time.monotonic", lambda: now[0]
+    )
     assert claims.claim(A, [rollout(0, 1)], 2) == 0
     now[0] += CLAIM_SECONDS - 1
     assert claims.claim(A, [rollout(0, 1)], 2) == 1

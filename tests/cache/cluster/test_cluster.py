@@ -14,11 +14,11 @@ import pytest
 import ray
 
 from nemo_specrl.cache.cluster import client as client_module
-from nemo_specrl.cache.cluster import driver as driver_module
-from nemo_specrl.cache.cluster.calls import FAILURES_TO_OPEN
+from nemo_specrl.cache.cluster import cluster_cache as driver_module
 from nemo_specrl.cache.cluster.client import CacheClient
-from nemo_specrl.cache.cluster.driver import start_shards
+from nemo_specrl.cache.cluster.cluster_cache import start_shards
 from nemo_specrl.cache.cluster.membership import Routing, View
+from nemo_specrl.cache.cluster.shard_calls import FAILURES_TO_OPEN
 from nemo_specrl.cache.snapshot import partition_of, read_manifest
 from nemo_specrl.errors import ForeignStore, StoreUnavailable
 from nemo_specrl.rollout import Rollout, prompt_key

@@ -8,8 +8,8 @@ import itertools
 
 import pytest
 
-from nemo_specrl.cache.cluster.claims import SampleClaims
 from nemo_specrl.cache.cluster.membership import newest, recency
+from nemo_specrl.cache.cluster.sample_index_leases import SampleClaims
 from nemo_specrl.cache.cluster.shard import Chunk
 from nemo_specrl.cache.codec import decode, packed
 from nemo_specrl.cache.snapshot import partition_of, write_partition

@@ -7,11 +7,11 @@ import xxhash
 
 from nemo_specrl.cache import RolloutStore
 from nemo_specrl.cache.cluster import shard as shard_module
-from nemo_specrl.cache.cluster.claims import CLAIM_SECONDS
-from nemo_specrl.cache.cluster.identity import IDENTITY_FILE, read_identity
 from nemo_specrl.cache.cluster.membership import Routing, View
+from nemo_specrl.cache.cluster.sample_index_leases import CLAIM_SECONDS
 from nemo_specrl.cache.cluster.shard import LEASE_SECONDS, Chunk, Shard
-from nemo_specrl.cache.runs import WARM_START
+from nemo_specrl.cache.cluster.shard_identity import IDENTITY_FILE, read_identity
+from nemo_specrl.cache.run_folders import WARM_START
 from nemo_specrl.cache.snapshot import key_range, write_partition
 from nemo_specrl.errors import StoreUnavailable
 from nemo_specrl.rollout import Finish, Rollout, prompt_key

@@ -1,0 +1,384 @@
+"""The rollout cache of a Ray cluster, as a training driver uses it.
+
+Each node has a shard (:mod:`.shard`), which owns the store on the node's disk. The partitions of
+the prompts are placed on ``replicas`` shards each (:mod:`.placement`). The keeper (:mod:`.keeper`)
+has them copied and moved as nodes come and go. Clients (:mod:`.client`) look rollouts up and store
+them.
+
+What is guaranteed:
+
+- A look-up neither raises an error nor takes longer than the deadline. Rollouts that are late,
+  lost or out of reach count as absent.
+- No call waits for ever: a snapshot or its restoration takes five minutes at most, whatever hangs.
+- What was put before a ``sync`` is lost only if all copies of it are. The same holds for what was
+  put before a ``deliver``, a second later.
+- A look-up that begins after a ``sync`` or ``deliver`` returns nothing older than what was put
+  before it, as long as a copy of that exists and has not been evicted.
+
+What is not guaranteed:
+
+- The last point, if the client that wrote could not reach a node from which others read: for the
+  second that it takes to inform those, or, if the node is cut off from the keeper as well, until
+  its lease ends (:data:`.shard.LEASE_SECONDS`). The same where Ray declares a node dead whose
+  processes live on.
+- That a prompt is found whose copies are all lost.
+- That the newest rollout is found right after a restart of the whole job, before the disks have
+  been compared.
+
+Rollouts carry the incarnation of the run that put them: the wall clock of the driver's node when it
+started or resumed, or one more than any that its disks and its checkpoint know, where that is
+larger. A resumed run's policy versions run back to those of its checkpoint; the incarnation is why
+what it puts is newer than what its disks have of the steps that were lost.
+
+This module imports Ray. It knows neither engines nor NeMo-RL.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from nemo_specrl.cache.cluster.client import POLL_SECONDS, CacheClient
+from nemo_specrl.cache.cluster.coordinator import START_SECONDS, Keeper, Started
+from nemo_specrl.cache.cluster.copy_tasks import FILES, in_one_line
+from nemo_specrl.cache.cluster.membership import Health
+from nemo_specrl.cache.cluster.shard_calls import FAILED, ready, within
+from nemo_specrl.cache.metrics import StoreStats
+from nemo_specrl.cache.snapshot import Manifest, PartitionFile, read_manifest, write_manifest
+from nemo_specrl.errors import CacheError, ForeignStore, StoreUnavailable
+
+__all__ = ["ClusterCache", "start_shards"]
+
+CALL_SECONDS = 60.0
+STATS_SECONDS = 10.0
+"""How long a step's metrics wait for a shard, or the keeper; then the shard counts as failed."""
+SNAPSHOT_SECONDS = 300.0
+"""How long a checkpoint is held up by the cache, at most."""
+WRITE_SECONDS = 120.0
+"""How long a shard may take for some partitions; after that, another one with a copy is asked."""
+MANIFEST_SECONDS = 10.0
+"""Time for the manifest where a shard has used up all of the snapshot's."""
+RESTORE_SECONDS = 300.0
+PARTITIONS_AT_ONCE = 4
+
+logger = logging.getLogger(__name__)
+
+
+class _Part(NamedTuple):
+    """Partitions that a shard is writing, and since when."""
+
+    node: str
+    partitions: list[int]
+    since: float
+
+
+class ClusterCache(CacheClient):
+    """The cache of a cluster: a client, and the operations that concern all shards."""
+
+    def stats(self) -> dict[str, StoreStats]:
+        """Return the statistics of the shards that answer, by the name of the shard.
+
+        A store may still have prompts of partitions that have moved to other shards.
+        """
+        shards = self._view.shards.items()
+        refs = {shard.stats.remote(): node for node, shard in shards if self._usable(node)}
+        done = ready(refs, STATS_SECONDS)
+        stats = {}
+        for ref, node in refs.items():
+            if ref not in done:
+                ref.future()  # takes the answer, which Ray would log if it is an error
+                self._failed(node, TimeoutError("no statistics in time"))
+            elif (value := self._result(node, ref)) is not FAILED:
+                stats[node] = value
+        return stats
+
+    def health(self) -> Health:
+        """Return how many nodes there are, and how many copies are missing or being made.
+
+        Raises:
+            StoreUnavailable: the keeper does not answer.
+        """
+        health: Health = self._call_keeper("health", seconds=STATS_SECONDS)
+        return health
+
+    def reshard(self, layout: Collection[str]) -> None:
+        """Place the partitions on these nodes; they move in the background, and serve meanwhile.
+
+        Call it when the engines are placed on other nodes. Only what has to move does.
+
+        Args:
+            layout: Ray's ids of the nodes with engines. Other nodes hold partitions only if these
+                are fewer than ``replicas``. Empty: all nodes are equal, as at the start.
+
+        Raises:
+            ConfigError: one of them is no node of the Ray cluster.
+            StoreUnavailable: the keeper does not answer.
+        """
+        self._call_keeper("reshard", sorted(layout))
+
+    def snapshot(self, folder: Path, policy_version: int) -> Manifest:
+        """Write the whole cache beside a checkpoint's weights.
+
+        Args:
+            folder: on a file system that every node sees.
+            policy_version: of those weights.
+
+        It takes ``SNAPSHOT_SECONDS`` at most. A partition that no shard has written by then, or
+        could write, is left out, with a warning; so is what a shard has that hangs in an earlier
+        snapshot.
+
+        Raises:
+            StoreUnavailable: nothing could be written. Then there is no manifest.
+        """
+        until = time.monotonic() + SNAPSHOT_SECONDS
+        self.sync()
+        within(
+            until - time.monotonic(), f"write the snapshot {folder}",
+            lambda: folder.mkdir(parents=True, exist_ok=True),
+        )  # fmt: skip
+        files, lost = self._write_partitions(folder, until)
+        why = next(iter(lost.values()), "")
+        if lost and not files:
+            raise StoreUnavailable(f"cannot write the snapshot {folder}: {why}")
+        files.sort(key=lambda file: file.partition)
+        manifest = Manifest(self.tokenizer_id, policy_version, self.partitions, tuple(files))
+        within(
+            max(MANIFEST_SECONDS, until - time.monotonic()), f"write the snapshot {folder}",
+            lambda: write_manifest(folder, manifest),
+        )  # fmt: skip
+        if lost:
+            logger.warning(
+                "rollout cache: %d of %d partitions are not in %s (%s); a run that resumes from it "
+                "begins without what only they have",
+                len(lost), self.partitions, folder, why,
+            )  # fmt: skip
+        return manifest
+
+    def _write_partitions(
+        self, folder: Path, until: float
+    ) -> tuple[list[PartitionFile], dict[int, str]]:
+        """Have shards write the partitions of a snapshot, each a few at a time.
+
+        Args:
+            folder: of the snapshot.
+            until: what is not written by then is given up.
+
+        Returns:
+            The files, and why for each partition that no shard could write.
+        """
+        files: list[PartitionFile] = []
+        lost: dict[int, str] = {}
+        failed: dict[str, str] = {}
+        calls: dict[Any, _Part] = {}
+        left = list(range(self.partitions))
+        for node, call in list(self._hanging.items()):
+            if ready([call], 0):
+                del self._hanging[node]
+            else:
+                failed[node] = f"shard {node} still hangs in an earlier checkpoint"
+        while left or calls:
+            shares, left = self._shares(left, {part.node for part in calls.values()}, failed, lost)
+            for node, share in shares.items():
+                write = self._view.shards[node].write_snapshot.options(concurrency_group=FILES)
+                call = write.remote(str(folder), share, self.partitions)
+                calls[call] = _Part(node, share, time.monotonic())
+            done = ready(calls, POLL_SECONDS, first=True)
+            self._request_view()  # which no longer has shards that are gone or stopped
+            now = time.monotonic()
+            for call, part in list(calls.items()):
+                node = part.node
+                if call in done:
+                    try:
+                        files += ray.get(call)
+                    except Exception as error:
+                        failed[node] = in_one_line(error)
+                        left += part.partitions
+                elif now > until or now - part.since > WRITE_SECONDS:
+                    waited = min(now - part.since, WRITE_SECONDS)
+                    failed[node] = f"shard {node} has not written its part in {waited:.0f} s"
+                    self._hanging[node] = call
+                    left += part.partitions
+                elif node in self._view.shards:
+                    continue
+                else:
+                    left += part.partitions
+                del calls[call]
+            if now > until:
+                late = next(iter(failed.values()), f"not written in {SNAPSHOT_SECONDS:.0f} s")
+                lost |= dict.fromkeys(left, late)
+                left = []
+        return files, lost
+
+    def _shares(
+        self, partitions: list[int], busy: set[str], failed: dict[str, str], lost: dict[int, str]
+    ) -> tuple[dict[str, list[int]], list[int]]:
+        """Choose who writes which partitions next.
+
+        Args:
+            partitions: still to be written.
+            busy: shards that are writing.
+            failed: shards that cannot, and why.
+            lost: partitions that nobody can write are added, with the reason.
+
+        Returns:
+            Partitions by shard, and those that have to wait.
+        """
+        shares: dict[str, list[int]] = defaultdict(list)
+        waiting = []
+        for partition in partitions:
+            readers = self._view.routing.readers[partition]
+            nodes = [n for n in readers if n in self._view.shards and n not in failed]
+            free = [n for n in nodes if n not in busy and len(shares[n]) < PARTITIONS_AT_ONCE]
+            if free:
+                shares[self._nearest(free) or free[0]].append(partition)
+            elif nodes:
+                waiting.append(partition)
+            else:
+                lost[partition] = next((failed[n] for n in readers if n in failed), "no shard")
+        return {node: share for node, share in shares.items() if share}, waiting
+
+    def restore(self, folder: Path) -> tuple[Manifest, list[str]]:
+        """Merge a snapshot into the cache; what is newer in the shards stays.
+
+        Args:
+            folder: of the snapshot, on a file system that every node sees.
+
+        Call it before copies of this client are made: the run's incarnation becomes larger than
+        any in the snapshot.
+
+        Returns:
+            Its manifest, and a line for each damaged partition, which is left out, and each shard
+            that could not read its part within ``RESTORE_SECONDS``.
+
+        Raises:
+            StoreUnavailable: there is no snapshot, or its manifest is damaged.
+            ForeignStore: it is of another tokenizer or of a newer release.
+        """
+        until = time.monotonic() + RESTORE_SECONDS
+        self.sync()
+        manifest = within(
+            until - time.monotonic(), f"read the snapshot {folder}", lambda: read_manifest(folder)
+        )
+        if manifest.tokenizer_id != self.tokenizer_id:
+            raise ForeignStore(
+                f"{folder} is of tokenizer {manifest.tokenizer_id!r}, not of {self.tokenizer_id!r}"
+            )
+        # With another number of partitions, any file may have prompts of any shard.
+        same = manifest.partitions == self.partitions
+        calls = {}
+        for node, shard in self._view.shards.items():
+            mine = {p for p, nodes in enumerate(self._view.routing.writers) if node in nodes}
+            files = [f for f in manifest.files if not same or f.partition in mine]
+            read = shard.read_snapshot.options(concurrency_group=FILES)
+            calls[read.remote(str(folder), files, mine, self.partitions)] = node
+        lines: set[str] = set()
+        done = ready(calls, until - time.monotonic())
+        for call, node in calls.items():
+            if call not in done:
+                lines.add(f"shard {node} has not read its part of {folder} in time")
+                continue
+            try:
+                damaged, incarnation = ray.get(call)
+            except Exception as error:
+                lines.add(f"shard {node} has not read its part of {folder}: {in_one_line(error)}")
+                continue
+            lines.update(damaged)
+            if incarnation > self.incarnation:  # the clock has been set back since
+                self.incarnation = incarnation + 1
+        return manifest, sorted(lines)
+
+    def close(self) -> None:
+        """Send what is buffered, close the stores and end the actors."""
+        self.sync()
+        try:
+            self._call_keeper("close")
+        finally:
+            ray.kill(self._keeper)
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._hanging: dict[str, Any] = {}  # calls of shards that do not come back from a disk
+
+    def _call_keeper(self, method: str, *args: Any, seconds: float = CALL_SECONDS) -> Any:
+        try:
+            return ray.get(getattr(self._keeper, method).remote(*args), timeout=seconds)
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+        except ray.exceptions.RayError as error:
+            raise StoreUnavailable(f"the cache's keeper: {in_one_line(error)}") from error
+
+
+def start_shards(
+    folder: Path,
+    *,
+    keep: bool,
+    partitions: int,
+    replicas: int,
+    deadline_s: float,
+    tokenizer_id: str,
+    max_bytes: int,
+    groups_per_prompt: int,
+) -> ClusterCache:
+    """Start a shard on each node of the Ray cluster that this process is part of.
+
+    Nodes that join later get a shard within seconds. The shards end with this process's job; their
+    disks keep what they have, and a node that comes back to the run keeps what its disk has. A node
+    whose folder cannot be used is left out with a warning, until it can.
+
+    Args:
+        folder: on each node's own disk.
+        keep: keep what is there, as a resumed run does; otherwise start empty, or with the warm
+            start beside the folder (:mod:`nemo_specrl.cache.run_folders`).
+        partitions: number of partitions that the keys fall into.
+        replicas: copies of each partition, on distinct nodes; fewer where there are fewer nodes.
+        deadline_s: of look-ups, seconds.
+        tokenizer_id: identity of the tokenizer.
+        max_bytes: hard cap on each node, bytes.
+        groups_per_prompt: rollouts kept for each sample index.
+
+    Returns:
+        A client of the shards.
+
+    Raises:
+        StoreUnavailable: no node has a folder that can be used.
+    """
+    options = {
+        "max_bytes": max_bytes,
+        "tokenizer_id": tokenizer_id,
+        "groups_per_prompt": groups_per_prompt,
+    }
+    here = ray.get_runtime_context().get_node_id()
+    actor: Any = ray.remote(Keeper).options(
+        num_cpus=0,
+        max_concurrency=16,
+        max_restarts=-1,
+        # Beside this process: the run ends with its node, and then there is no use for a keeper.
+        scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
+    )
+    keeper = actor.remote(str(folder), secrets.randbits(63), keep, partitions, replicas, options)
+    try:
+        started: Started = ray.get(keeper.start.remote(), timeout=2 * START_SECONDS + CALL_SECONDS)
+    except ray.exceptions.RayError as error:
+        ray.kill(keeper)
+        cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else None
+        if isinstance(cause, CacheError):
+            raise cause from None
+        raise StoreUnavailable(f"{folder}: {in_one_line(error)}") from error
+    for line in started.remarks:
+        logger.warning("rollout cache: %s", line)
+    return ClusterCache(
+        started.view,
+        keeper,
+        deadline_s=deadline_s,
+        tokenizer_id=tokenizer_id,
+        incarnation=max(time.time_ns(), started.incarnation + 1),
+        resumed=keep,
+    )

@@ -1,0 +1,432 @@
+"""The keeper: an actor that watches the nodes of a cluster and keeps every partition replicated.
+
+Several times a second it checks which nodes Ray has, starts a shard on each new node and on each
+whose shard has died, and sends every shard a heartbeat. What it finds goes into a
+:class:`Membership`. The views that follow from it go out with the heartbeats, and shards copy
+partitions from one another (:mod:`.transfers`). Look-ups go on meanwhile.
+
+A shard that does not answer for ``PATIENCE_SECONDS`` is left out until it does; by then it refuses
+look-ups by itself (:data:`.shard.LEASE_SECONDS`). The keeper runs on the node of the process that
+started it. If it dies, it is restarted, with new shards on the same disks; until then the shards
+refuse look-ups, and the cache is cold.
+
+This module imports Ray and knows shards and membership. It does not know clients.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from nemo_specrl.cache.cluster.copy_tasks import (
+    BACKGROUND,
+    FILES,
+    PATIENCE_SECONDS,
+    RETRY_SECONDS,
+    Transfers,
+    in_one_line,
+)
+from nemo_specrl.cache.cluster.membership import Copy, Health, Membership, View
+from nemo_specrl.cache.cluster.shard import Shard, ShardInfo
+from nemo_specrl.errors import ConfigError, StoreUnavailable
+
+__all__ = ["START_SECONDS", "Keeper", "Started"]
+
+TICK_SECONDS = 0.25
+PING_SECONDS = 1.0
+START_SECONDS = 180.0
+"""How long the start of a run waits for stores to open; what opens later joins later."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _ShardHandle:
+    """A shard that the keeper has started.
+
+    Args:
+        node: Ray's id of its node.
+        actor: the shard.
+        machine: address of the node; nodes of one machine share its disk.
+        index: among the shards of the machine.
+        call: a call that has no answer yet, if any.
+        called_at: when that was made, or the last one before it.
+        heard_at: when an answer last came.
+        info: None until the shard has described itself.
+        answers: number of its last answer to a heartbeat.
+        epoch: of the last routing that it confirmed.
+        sent_epoch: of the last routing that was sent to it.
+        member: whether the membership counts it.
+    """
+
+    node: str
+    actor: Any
+    machine: str
+    index: int
+    call: Any
+    called_at: float = 0.0
+    heard_at: float = 0.0
+    info: ShardInfo | None = None
+    answers: int = 0
+    epoch: int = -1
+    sent_epoch: int = -1
+    member: bool = False
+
+
+class Started(NamedTuple):
+    """What the start of a cache has come to.
+
+    Args:
+        view: of the shards that are there.
+        incarnation: the largest one that anything on their disks was put with.
+        remarks: lines for the user, such as why a node has no shard.
+    """
+
+    view: View
+    incarnation: int
+    remarks: list[str]
+
+
+class Keeper:
+    """The actor. Its own thread runs :meth:`step`; the other methods are called by clients.
+
+    Args:
+        folder: of the first shard of each machine; further shards of a machine add a number to it.
+        life: a number that is drawn anew whenever the run starts or resumes; a node that comes back
+            in the same life keeps what its disk has.
+        keep: nodes that are there at the start keep what their disks have, whatever run it is of;
+            otherwise they start empty.
+        partitions: number of partitions.
+        replicas: copies of each partition.
+        options: of :class:`RolloutStore`.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        life: int,
+        keep: bool,
+        partitions: int,
+        replicas: int,
+        options: Mapping[str, Any],
+    ) -> None:
+        self._folder = Path(folder)
+        self._life = life
+        self._keep = keep
+        self._warm = not keep
+        self._partitions = partitions
+        self._options = dict(options)
+        # The clock makes epochs grow when a keeper is restarted, too, and clients say so if it has
+        # been set back (:meth:`view`).
+        self._membership = Membership(partitions, replicas, epoch=time.time_ns() // 10**6)
+        self._shards: dict[str, _ShardHandle] = {}  # by Ray's id of the node
+        self._retry_at: dict[str, float] = {}  # when to try again on a node
+        self._at_start: set[str] = set()  # nodes that were there, with or without a shard
+        self._failed: dict[str, str] = {}  # why a node has no shard, by the node's address and id
+        self._layout: tuple[str, ...] = ()
+        self._view = View(self._membership.routing, {}, {})
+        self._transfers = Transfers(partitions)
+        self._to_copy: set[Copy] = set()
+        self._nodes_checked_at = self._advanced_at = -PING_SECONDS
+        self._lock = threading.Lock()  # of membership, view and transfers
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            self._keep = self._warm = False
+            self._run_in_background()
+
+    def start(self) -> Started:
+        """Start shards on all nodes that are there now, and keep them replicated from then on.
+
+        A node whose folder cannot be used has no part in the cache, until it can.
+
+        Raises:
+            StoreUnavailable: no node has a folder that can be used.
+        """
+        remarks: list[str] = []
+        if self._thread is None:
+            self._update_nodes()
+            self._at_start = set(self._shards)
+            self._wait_for_shards()
+            shards = list(self._shards.values())
+            late = [shard for shard in shards if shard.info is None]
+            self._failed |= {
+                _name(shard): f"{self._folder} has not opened in {START_SECONDS:.0f} s"
+                for shard in late
+            }
+            if len(late) == len(shards):
+                more = f" (and {len(self._failed) - 1} more nodes)" if len(self._failed) > 1 else ""
+                why = next(iter(self._failed.values()), f"{self._folder}: there are no nodes")
+                raise StoreUnavailable(why + more)
+            remarks += [
+                f"{node} has no part in the cache, as long as this lasts: {why}"
+                for node, why in self._failed.items()
+            ]
+            remarks += [
+                f"{_name(shard)}: {line}"
+                for shard in shards
+                if shard.info is not None
+                for line in shard.info.remarks
+            ]
+            until = time.monotonic() + START_SECONDS
+            while not self.started():
+                if time.monotonic() > until:
+                    raise StoreUnavailable(f"{self._folder}: no shard answers its keeper")
+                self.step()
+                time.sleep(0.01)
+            self._run_in_background()
+        infos = [shard.info for shard in self._shards.values() if shard.info is not None]
+        newest = max((info.incarnation for info in infos), default=0)
+        return Started(self._view, newest, remarks)
+
+    def _wait_for_shards(self) -> None:
+        """Wait until each shard has opened its store, or has failed to, or is late."""
+        until = time.monotonic() + START_SECONDS
+        while opening := [s.call for s in self._shards.values() if s.info is None]:
+            if time.monotonic() > until:
+                return
+            ray.wait(opening, num_returns=1, timeout=PING_SECONDS)
+            now = time.monotonic()
+            for shard in self._shards.values():
+                shard.heard_at = now  # nothing is sent to those that wait for the others
+            self._poll_shards()
+
+    def started(self) -> bool:
+        """Whether all shards that are there know the current view, and answer look-ups by it."""
+        members = [shard for shard in self._shards.values() if shard.member]
+        return (
+            bool(members)
+            and not self._membership.changed
+            and all(
+                shard.answers > 1 and shard.epoch == self._view.routing.epoch for shard in members
+            )
+        )
+
+    def view(self, known: int = 0) -> View:
+        """Return the current view.
+
+        Args:
+            known: epoch of the caller's. It is larger than this keeper's own where the keeper was
+                restarted and the clock has been set back; the caller then gets a later one.
+        """
+        with self._lock:
+            self._membership.outrun(known)
+            self._plan_if_changed()
+            return self._view
+
+    def health(self) -> Health:
+        """Return how far the copies are from complete."""
+        with self._lock:
+            return self._membership.health
+
+    def report_missed(self, names: Collection[str]) -> View:
+        """Note that shards did not receive what was written to others of their partitions.
+
+        Returns:
+            A view in which these shards are no readers, where there are others.
+        """
+        with self._lock:
+            for name in names:
+                self._membership.missed_write(name)
+            self._plan_if_changed()
+            return self._view
+
+    def reshard(self, layout: Collection[str]) -> None:
+        """Place the partitions on these nodes, and on others only where these are too few.
+
+        Args:
+            layout: Ray's ids of nodes.
+
+        Raises:
+            ConfigError: one of them is not there.
+        """
+        here = {node["NodeID"] for node in _nodes()}
+        if unknown := sorted(set(layout) - here):
+            raise ConfigError(f"layout: {unknown} are no nodes of this Ray cluster")
+        with self._lock:
+            self._layout = tuple(layout)
+
+    def close(self) -> None:
+        """End all shards; their disks keep what they have."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join(RETRY_SECONDS)
+        closing = [shard.actor.close.remote() for shard in self._shards.values()]
+        if closing:
+            ray.wait(closing, num_returns=len(closing), timeout=RETRY_SECONDS)
+        for shard in self._shards.values():
+            ray.kill(shard.actor)
+
+    def step(self) -> None:
+        """Take note of what has happened, and make the calls that follow from it. Never waits."""
+        self._update_nodes()
+        self._poll_shards()
+        with self._lock:
+            preferred = [self._shards[node] for node in self._layout if node in self._shards]
+            self._membership.prefer([shard.info.name for shard in preferred if shard.info])
+            self._advance_membership()
+        self._send_heartbeats()
+
+    def _run_in_background(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            try:
+                self.step()
+            except Exception:  # whatever it is: without a keeper the cache goes cold
+                logger.exception("rollout cache: the keeper goes on after")
+            with self._lock:
+                copying = self._transfers.calls
+            if copying:  # chunks follow one another without a pause
+                ray.wait(copying, num_returns=1, timeout=TICK_SECONDS, fetch_local=False)
+            else:
+                self._closed.wait(TICK_SECONDS)
+
+    def _update_nodes(self) -> None:
+        """Start shards on new nodes, and drop those of nodes that are gone."""
+        now = time.monotonic()
+        if now - self._nodes_checked_at < PING_SECONDS:
+            return
+        self._nodes_checked_at = now
+        nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in _nodes()}
+        for gone in self._shards.keys() - nodes.keys():
+            self._failed.pop(_name(self._shards[gone]), None)
+            logger.warning("rollout cache: node %s is gone", gone)
+            self._drop(self._shards[gone])
+        for node, machine in nodes.items():
+            if node not in self._shards and self._retry_at.get(node, 0.0) <= now:
+                self._shards[node] = self._start_shard(node, machine)
+
+    def _start_shard(self, node: str, machine: str) -> _ShardHandle:
+        taken = {shard.index for shard in self._shards.values() if shard.machine == machine}
+        # A number that is free belonged to a shard that is gone; the new one finds its disk again.
+        index = min(set(range(len(taken) + 1)) - taken)
+        name = f"{self._folder.name}-{index}" if index else self._folder.name
+        first = self._thread is None or node in self._at_start
+        remote: Any = ray.remote  # whose types do not know of concurrency groups
+        actor = (
+            remote(concurrency_groups={BACKGROUND: 4, FILES: 2}, num_cpus=0)(Shard)
+            .options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+            .remote(str(self._folder.with_name(name)), self._life, self._keep and first,
+                    self._options, self._warm and first)
+        )  # fmt: skip
+        call = actor.describe.options(concurrency_group=BACKGROUND).remote(self._partitions)
+        return _ShardHandle(node, actor, machine, index, call, heard_at=time.monotonic())
+
+    def _poll_shards(self) -> None:
+        """Take the answers that have come, and leave out shards that have been silent for long."""
+        now = time.monotonic()
+        calls = {shard.call: shard for shard in self._shards.values() if shard.call is not None}
+        done = ray.wait(list(calls), num_returns=len(calls), timeout=0)[0] if calls else []
+        for call in done:
+            shard = calls[call]
+            shard.call = None
+            try:
+                answer = ray.get(call)
+            except Exception as error:  # of the actor, its store or its node
+                why, name = in_one_line(error), _name(shard)
+                if self._failed.get(name) != why:  # it is tried again and again
+                    logger.warning("rollout cache: shard of %s: %s", name, why)
+                self._failed[name] = why
+                self._drop(shard)
+                self._retry_at[shard.node] = now + RETRY_SECONDS
+                continue
+            shard.heard_at = now
+            if isinstance(answer, ShardInfo):
+                shard.info = answer
+                self._join(shard)
+                continue
+            store_id, shard.answers = answer
+            shard.epoch = shard.sent_epoch
+            assert shard.info is not None
+            if shard.info.store_id != store_id or not shard.member:
+                self._leave(shard)
+                describe = shard.actor.describe.options(concurrency_group=BACKGROUND)
+                shard.call, shard.called_at = describe.remote(self._partitions), now
+        for shard in self._shards.values():
+            if shard.info is not None and now - shard.called_at > PATIENCE_SECONDS:
+                shard.call = None  # call again: an answer may have been lost with its connection
+            if shard.member and now - shard.heard_at > PATIENCE_SECONDS:
+                logger.warning(
+                    "rollout cache: the shard of node %s has not answered for %.0f s",
+                    shard.node, now - shard.heard_at,
+                )  # fmt: skip
+                self._leave(shard)
+
+    def _join(self, shard: _ShardHandle) -> None:
+        assert shard.info is not None
+        self._failed.pop(_name(shard), None)
+        shard.member = True
+        with self._lock:
+            self._membership.join(shard.info.name, shard.info.holds)
+
+    def _leave(self, shard: _ShardHandle) -> None:
+        if shard.member and shard.info is not None:
+            shard.member = False
+            with self._lock:
+                self._membership.leave(shard.info.name)
+
+    def _drop(self, shard: _ShardHandle) -> None:
+        self._leave(shard)
+        self._shards.pop(shard.node, None)
+
+    def _advance_membership(self) -> None:
+        """Derive the next routing where that is due, and continue the copies."""
+        membership = self._membership
+        if not self._plan_if_changed():
+            for copy in self._transfers.advance(self._to_copy, self._view.shards):
+                self._to_copy.discard(copy)
+                membership.copied(copy)
+            now, epoch = time.monotonic(), membership.routing.epoch
+            known = all(shard.epoch == epoch for shard in self._shards.values() if shard.member)
+            # Copies of small partitions end many times a second; a routing goes to all shards.
+            if known and now - self._advanced_at >= TICK_SECONDS:
+                self._advanced_at = now
+                self._to_copy = set(membership.acknowledged())
+                membership.advance()
+        self._update_view()
+
+    def _plan_if_changed(self) -> bool:
+        if not self._membership.changed:
+            return False
+        self._membership.plan()
+        self._transfers.restart()
+        self._to_copy = set()
+        self._update_view()
+        return True
+
+    def _update_view(self) -> None:
+        members = [s for s in list(self._shards.values()) if s.member and s.info is not None]
+        self._view = View(
+            self._membership.routing,
+            {shard.info.name: shard.actor for shard in members if shard.info},
+            {shard.info.name: shard.node for shard in members if shard.info},
+        )
+
+    def _send_heartbeats(self) -> None:
+        """Send every shard the view, and the number of the answer that came last."""
+        now, view = time.monotonic(), self._view
+        for shard in self._shards.values():
+            news = shard.sent_epoch != view.routing.epoch or shard.answers < 2
+            if shard.call is None and (news or now - shard.called_at >= PING_SECONDS):
+                heartbeat = shard.actor.heartbeat.options(concurrency_group=BACKGROUND)
+                shard.call = heartbeat.remote(view, shard.answers)
+                shard.called_at, shard.sent_epoch = now, view.routing.epoch
+
+
+def _name(shard: _ShardHandle) -> str:
+    return f"node {shard.machine} ({shard.node})"
+
+
+def _nodes() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]

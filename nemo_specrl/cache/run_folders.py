@@ -1,0 +1,197 @@
+"""The folder of a run's store: how it begins, what it may begin with, and what others left beside.
+
+Under ``spec_rl.cache.dir`` each run has a folder of its own, so that no run drafts from another's
+rollouts by accident: their policy versions are counts of another run. What a run is meant to begin
+with is put into ``warm_start`` beside these folders (``nemo-specrl cache import``).
+
+Nothing is removed without a line that says what and why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import re
+import shutil
+import time
+from pathlib import Path
+
+from nemo_specrl.cache.inspection import opened
+from nemo_specrl.cache.metrics import MEMORY, file_system
+from nemo_specrl.cache.storage.lock import LOCK_FILE, FolderLock
+from nemo_specrl.cache.storage.recovery import TEMPORARY_FILE
+from nemo_specrl.cache.storage.schema import DATA_FILE
+from nemo_specrl.errors import CacheError
+from nemo_specrl.files import as_cache_errors, replacing
+
+__all__ = [
+    "UNUSED_DAYS",
+    "WARM_START",
+    "begin_empty",
+    "prepare",
+    "remarks",
+    "remove_unused",
+    "run_folder",
+]
+
+WARM_START = "warm_start"
+UNUSED_DAYS = 30
+"""A run whose folder has not been used for so long is taken for gone."""
+_RUN = re.compile(r"[0-9a-f]{16}(-\d+)?(\.damaged-\d+)?")
+_GIB = 2**30
+
+_log = logging.getLogger(__name__)
+
+
+def run_folder(cache_dir: Path, checkpoint_dir: Path) -> Path:
+    """Return the folder of a run under ``spec_rl.cache.dir``: another for each checkpoint folder.
+
+    Args:
+        cache_dir: on the node's own disk; runs may share it.
+        checkpoint_dir: of the run.
+    """
+    return cache_dir / hashlib.sha256(str(checkpoint_dir.absolute()).encode()).hexdigest()[:16]
+
+
+def prepare(folder: Path, tokenizer_id: str, max_bytes: int, *, fresh: bool) -> None:
+    """Prepare the folder of a store that one process of a run has for itself, and log what is done.
+
+    Args:
+        folder: of the store.
+        tokenizer_id: of the run.
+        max_bytes: cap of the store.
+        fresh: the run begins: it begins empty, or with the warm start beside the folder.
+
+    Raises:
+        StoreInUse: another process has the store open.
+        StoreUnavailable: the folder cannot be used.
+    """
+    lines = remove_unused(folder)
+    if fresh:
+        lines += begin_empty(folder, tokenizer_id, warm=True)
+    for line in lines + remarks(folder, max_bytes):
+        _log.warning("rollout cache: %s", line)
+
+
+def begin_empty(folder: Path, tokenizer_id: str, *, warm: bool) -> list[str]:
+    """Make the folder of a store that of a run which begins.
+
+    Args:
+        folder: of the store.
+        tokenizer_id: of the run.
+        warm: begin with a copy of the warm start beside the folder, if there is one.
+
+    Returns:
+        A line for each thing that was removed, copied or left out.
+
+    Raises:
+        StoreInUse: another process has the store open.
+        StoreUnavailable: the folder cannot be used.
+    """
+    lines = []
+    lock = FolderLock(folder)
+    try:
+        with as_cache_errors("empty the rollout store", folder):
+            for file in folder.glob("*.mdb*"):
+                size = file.stat().st_size
+                file.unlink()
+                lines.append(
+                    f"removed {file}, {size / _GIB:.2f} GiB of an earlier run's rollouts: this run "
+                    "starts from the beginning and not from a checkpoint"
+                )
+        if warm:
+            lines += _copy_warm_start(folder, tokenizer_id)
+        lock.clean = True
+    finally:
+        lock.release()
+    return lines
+
+
+def _copy_warm_start(folder: Path, tokenizer_id: str) -> list[str]:
+    source = folder.parent / WARM_START
+    if not (source / DATA_FILE).is_file():
+        return []
+    try:
+        with opened(source) as found:
+            if found.tokenizer_id != tokenizer_id:
+                return [
+                    f"{source} is of tokenizer {found.tokenizer_id!r}, not of {tokenizer_id!r}: "
+                    "the run begins without it"
+                ]
+            with (
+                open(source / DATA_FILE, "rb") as old,
+                replacing(folder / DATA_FILE, folder / TEMPORARY_FILE) as new,
+            ):
+                shutil.copyfileobj(old, new, 2**24)
+    except CacheError as error:
+        (folder / DATA_FILE).unlink(missing_ok=True)
+        return [f"{error}: the run begins without it"]
+    return [f"begins with the rollouts of {source}, {found.bytes / _GIB:.2f} GiB"]
+
+
+def remove_unused(folder: Path) -> list[str]:
+    """Remove what runs have left beside a run's folder that nobody has used for UNUSED_DAYS.
+
+    Only folders with the name and the files of a run's store are removed, and none that a process
+    has open. Nothing is removed where ``folder`` is not one of several runs' folders itself.
+
+    Args:
+        folder: of this run, which stays.
+
+    Returns:
+        A line for each folder that was removed.
+    """
+    if not _RUN.fullmatch(folder.name):
+        return []
+    lines = []
+    before = time.time() - UNUSED_DAYS * 86400
+    with contextlib.suppress(OSError):  # a folder that cannot be read is left as it is
+        for other in sorted(folder.parent.iterdir()):
+            if other == folder or not _RUN.fullmatch(other.name):
+                continue
+            with contextlib.suppress(OSError, CacheError):  # in use, or another user's
+                if _last_used(other) < before and _remove(other):
+                    lines.append(f"removed {other}: no run has used it for {UNUSED_DAYS} days")
+    return lines
+
+
+def _last_used(folder: Path) -> float:
+    files = [folder / name for name in (LOCK_FILE, DATA_FILE) if (folder / name).is_file()]
+    return max((file.stat().st_mtime for file in files), default=float("inf"))
+
+
+def _remove(folder: Path) -> bool:
+    if folder.is_symlink():
+        return False
+    lock = FolderLock(folder)
+    try:
+        shutil.rmtree(folder)
+    finally:
+        lock.release()
+    return True
+
+
+def remarks(folder: Path, max_bytes: int) -> list[str]:
+    """Say what is unwise about the place of a store.
+
+    Args:
+        folder: of the store, which is there.
+        max_bytes: its cap.
+    """
+    lines = []
+    mount, kind = file_system(folder)
+    if kind in MEMORY:
+        lines.append(
+            f"{folder} is in memory ({mount} is a {kind}): up to {max_bytes / _GIB:.1f} GiB of the "
+            "node's memory are taken, and a reboot loses them; name a folder on a disk in "
+            "spec_rl.cache.dir, or lower cache.max_bytes_per_node"
+        )
+    with contextlib.suppress(OSError):
+        total = shutil.disk_usage(folder).total
+        if total < max_bytes:
+            lines.append(
+                f"cache.max_bytes_per_node is {max_bytes / _GIB:.1f} GiB, and the file system of "
+                f"{folder} has {total / _GIB:.1f} GiB in all"
+            )
+    return lines

@@ -1,0 +1,214 @@
+"""The lock of a store's folder, which also tells how its last holder ended."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import tempfile
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import xxhash
+
+from nemo_specrl.errors import StoreInUse, StoreUnavailable
+from nemo_specrl.files import FILE_MODE, FOLDER_MODE, as_cache_errors
+from nemo_specrl.rollout import KEY_BYTES
+
+__all__ = ["FolderLock", "holder"]
+
+LOCK_FILE = "lock"
+# The file: the holder's pid; the prompt it reads or writes, and whether it is doing so; the same
+# of the holder before it, if that one died there and this one has not committed anything yet.
+_PID_BYTES = 32
+_PLACE_BYTES = KEY_BYTES + 1
+_BUSY_AT = _PID_BYTES + KEY_BYTES
+_BEFORE_AT = _PID_BYTES + _PLACE_BYTES
+_TRIES, _TRY_AGAIN_SECONDS = 5, 0.02  # ``holder`` has the lock for an instant
+_NO_FLOCK = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
+"""What file systems without locks answer, such as Lustre mounted without ``-o flock``."""
+
+_log = logging.getLogger(__name__)
+_held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
+
+
+class FolderLock:
+    """A folder that this process holds until ``release``; made if it is not there.
+
+    The file ``lock`` in it names the holder, and the prompt whose pages the holder is reading or
+    writing. After a crash they tell the next holder where to look for damage.
+
+    Attributes:
+        clean: whether the last holder released the folder instead of dying with it.
+        last_mark: the prompt that the last holder was at when it died; empty: not known.
+        died_busy: whether it died while it was reading or writing pages.
+        died_again: whether two holders in a row died like that at the same prompt, the second one
+            before it had committed anything.
+
+    Raises:
+        StoreInUse: another process, or this one, holds the folder.
+        StoreUnavailable: the folder cannot be made or written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        with as_cache_errors("open the rollout store", folder):
+            if folder.exists() and not folder.is_dir():
+                raise StoreUnavailable(
+                    f"cannot open the rollout store {folder}: it is a file; name a folder"
+                )
+            folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+            # Not opened for appending: a mark has its place.
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+            descriptor = os.open(folder / LOCK_FILE, flags, FILE_MODE)
+            self._file = open(descriptor, "r+b", buffering=0)  # noqa: SIM115
+            self._stand_in: int | None = None
+            try:
+                self._hold(folder)
+            except BaseException:
+                self._forget()
+                raise
+        _held.add(self)
+
+    def _hold(self, folder: Path) -> None:
+        for tries in range(_TRIES):
+            try:
+                self._stand_in = _locked(self._file.fileno(), folder, fcntl.LOCK_EX)
+                break
+            except BlockingIOError:
+                if tries + 1 < _TRIES:
+                    time.sleep(_TRY_AGAIN_SECONDS)
+                    continue
+                pid = _pid(os.pread(self._file.fileno(), _PID_BYTES, 0))
+                whose = "this process" if pid == os.getpid() else "another process"
+                raise StoreInUse(
+                    f"the rollout store {folder} is open in {whose}, pid {pid or 'unknown'}; "
+                    "close it there, or name another folder",
+                    pid=pid,
+                ) from None
+        before = os.pread(self._file.fileno(), _BEFORE_AT + _PLACE_BYTES, 0)
+        place = before[_PID_BYTES:_BEFORE_AT]
+        self.clean = not before
+        self.last_mark = place[:KEY_BYTES].rstrip(b"\0") and place[:KEY_BYTES]
+        self.died_busy = place[KEY_BYTES:] == b"\1"
+        self.died_again = self.died_busy and place == before[_BEFORE_AT:]
+        self._file.truncate(0)
+        line = f"{os.getpid()}\n".encode().ljust(_BEFORE_AT, b"\0")
+        self._suspicious = self.died_busy
+        os.pwrite(self._file.fileno(), line + (place if self.died_busy else b""), 0)
+        os.fsync(self._file.fileno())
+
+    def mark(self, key: bytes) -> None:
+        """Note which prompt's pages are looked at, for the next holder should this one die of it.
+
+        The note outlives the process, not the machine: a damaged page kills processes.
+        """
+        self._write(key.ljust(KEY_BYTES, b"\0"), _PID_BYTES)
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """Note, while the block runs, that pages are being read or written."""
+        self._write(b"\1", _BUSY_AT)
+        try:
+            yield
+        finally:
+            self._write(b"\0", _BUSY_AT)
+
+    def committed(self) -> None:
+        """Note that something was written, so that what the holder before died of is over."""
+        if self._suspicious:
+            self._suspicious = False
+            self._write(bytes(_PLACE_BYTES), _BEFORE_AT)
+
+    def _write(self, data: bytes, at: int) -> None:
+        with contextlib.suppress(OSError):
+            os.pwrite(self._file.fileno(), data, at)
+
+    def release(self) -> None:
+        """Let go of the folder; a second call does nothing."""
+        if self._file.closed:
+            return
+        if self.clean:
+            with contextlib.suppress(OSError):
+                self._file.truncate(0)
+        # Explicitly: a child that was forked outside Python may have the file, too.
+        fcntl.flock(self._file if self._stand_in is None else self._stand_in, fcntl.LOCK_UN)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._file.close()
+        if self._stand_in is not None:
+            os.close(self._stand_in)
+            self._stand_in = None
+
+
+def _forget_in_child() -> None:
+    # A lock belongs to the open file, which a forked child shares: if the child outlived a parent
+    # that was killed, it would keep the folder locked.
+    for lock in list(_held):
+        lock._forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def holder(folder: Path) -> tuple[bool, int | None]:
+    """Whether a process has a folder's lock, and its pid if that is known."""
+    try:
+        descriptor = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False, None
+    try:
+        stand_in = _locked(descriptor, folder, fcntl.LOCK_SH)
+        if stand_in is not None:
+            os.close(stand_in)
+    except BlockingIOError:
+        return True, _pid(os.pread(descriptor, _PID_BYTES, 0))
+    finally:
+        os.close(descriptor)
+    return False, None
+
+
+def _locked(descriptor: int, folder: Path, how: int) -> int | None:
+    """Lock a folder's lock file, without waiting for another holder.
+
+    Where its file system has no locks, a file in this machine's folder for temporary files is
+    locked in its place. That keeps the processes of this machine apart, and not those of others,
+    which a warning says.
+
+    Returns:
+        The descriptor of the file that is locked instead; None: the file itself is.
+
+    Raises:
+        BlockingIOError: there is another holder.
+    """
+    try:
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+        return None
+    except OSError as error:
+        if error.errno not in _NO_FLOCK:
+            raise
+        why = error.strerror
+    place = xxhash.xxh3_64_hexdigest(os.fsencode(os.path.realpath(folder)))
+    file = Path(tempfile.gettempdir(), f"nemo_specrl-{os.getuid()}-{place}.lock")
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    stand_in = os.open(file, flags, FILE_MODE)
+    try:
+        fcntl.flock(stand_in, how | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(stand_in)
+        raise
+    _log.warning(
+        "the file system of %s has no locks (flock: %s): %s keeps the processes of this machine "
+        "apart; let no other machine use the folder, or name one on a local disk",
+        folder, why, file,
+    )  # fmt: skip
+    return stand_in
+
+
+def _pid(line: bytes) -> int | None:
+    number = line.strip(b"\0\n")
+    return int(number) if number.isdigit() else None

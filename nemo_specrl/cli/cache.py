@@ -1,0 +1,231 @@
+"""The command line of the cache: ``nemo-specrl cache inspect | verify | export | import``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from nemo_specrl.errors import CacheError, ConfigError, ForeignStore, StoreInUse
+
+if TYPE_CHECKING:
+    from nemo_specrl.rollout import Rollout
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="Look into, check and move a rollout cache.", no_args_is_help=True, add_completion=False
+)
+console = Console()
+SHOWN = 20
+
+PathArgument = Annotated[
+    Path, typer.Argument(metavar="PATH", help="A store, a checkpoint or its rollout_cache.")
+]
+
+
+@app.command(epilog="Example: nemo-specrl cache inspect results/grpo_sort_cpu/step_20")
+def inspect(
+    path: PathArgument,
+    partitions: Annotated[
+        int, typer.Option(min=1, max=65536, help="Partitions to count, for a store.")
+    ] = 64,
+) -> None:
+    """Count what is in a cache: prompts, rollouts, tokens, bytes, versions, ages."""
+    from nemo_specrl.cache.inspection import opened, summary
+
+    with opened(path) as source:
+        found = summary(source, partitions)
+        table = Table(title=str(path), title_justify="left", show_header=False)
+        counts = sorted(found.partitions.values())
+        parts = source.partitions or partitions
+        rows = {
+            "kind": source.kind,
+            "tokenizer": source.tokenizer_id,
+            "partitions": f"{parts}, {len(counts)} of them with rollouts"
+            + (f", {counts[0]:,} to {counts[-1]:,} each" if counts else ""),
+            "prompts": f"{found.prompts:,}",
+            "rollouts": f"{found.rollouts:,}"
+            + "".join(f", {n:,} {name}" for name, n in sorted(found.finishes.items())),
+            "tokens": f"{found.tokens:,}, {found.tokens / max(1, found.rollouts):,.1f} a rollout, "
+            f"at most {found.longest:,}",
+            "bytes": f"{source.bytes:,}, {source.bytes / max(1, found.tokens):.1f} a token",
+            "policy versions": _versions(found.versions, source.policy_version),
+            "ages": f"{found.mean_age:.1f} versions a rollout, {found.mean_token_age:.1f} a token, "
+            "on average",
+            "hit ratio": f"{source.hits / source.lookups:.1%} of {source.lookups:,} prompts"
+            if source.lookups
+            else "not known",
+        }
+        if found.damaged:
+            rows["damaged"] = f"{found.damaged:,}; nemo-specrl cache verify names them"
+        for name, value in rows.items():
+            table.add_row(name, value)
+        console.print(table, highlight=False, markup=False)
+
+
+def _versions(versions: dict[int, int], beside: int | None) -> str:
+    text = f"{min(versions)} to {max(versions)}" if versions else "none"
+    return text if beside is None else f"{text}, beside the weights of {beside}"
+
+
+@app.command(epilog="Example: nemo-specrl cache verify /raid/specrl")
+def verify(path: PathArgument) -> None:
+    """Check every checksum of a cache. Exit code 1 if something is damaged, which is named."""
+    from nemo_specrl.cache.inspection import opened
+
+    damaged, sound = [], 0
+    try:
+        with opened(path, check=True) as source:
+            for rollout in source.rollouts:
+                if isinstance(rollout, CacheError):
+                    damaged.append(str(rollout))
+                else:
+                    sound += 1
+    except (ForeignStore, StoreInUse):
+        raise
+    except CacheError as error:
+        damaged.append(str(error))
+    for line in damaged[:SHOWN]:
+        _say(f"damaged: {line}")
+    if len(damaged) > SHOWN:
+        _say(f"... and {len(damaged) - SHOWN:,} more")
+    _say(f"{path}: {sound:,} rollouts are sound, {len(damaged):,} damaged")
+    if damaged:
+        raise SystemExit(1)
+
+
+def _say(line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+@app.command(epilog="Example: nemo-specrl cache export results/run/step_20 exported")
+def export(
+    path: PathArgument,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder.")],
+) -> None:
+    """Write a cache as safetensors files, which other programs and other runs can read."""
+    from nemo_specrl.cache.export import write_export
+    from nemo_specrl.cache.inspection import opened
+
+    _needs_safetensors()
+    damaged = 0
+
+    def sound() -> Iterator[Rollout]:
+        nonlocal damaged
+        for rollout in source.rollouts:
+            if isinstance(rollout, CacheError):
+                damaged += 1
+            else:
+                yield rollout
+
+    with opened(path) as source:
+        count = write_export(out, sound(), source.tokenizer_id)
+    skipped = f"; {damaged:,} damaged ones were left out" if damaged else ""
+    _say(f"written: {out}, {count:,} rollouts{skipped}")
+
+
+@app.command(
+    name="import",
+    epilog="Example: nemo-specrl cache import results/run/step_20 /raid/specrl --max-bytes 64GiB",
+)
+def import_(
+    source_path: Annotated[
+        Path, typer.Argument(metavar="FROM", help="An export, a store or a checkpoint.")
+    ],
+    cache_dir: Annotated[
+        Path, typer.Argument(metavar="CACHE_DIR", help="spec_rl.cache.dir of the runs to come.")
+    ],
+    max_bytes: Annotated[
+        str, typer.Option(help="Hard cap of the store, as the recipe has it.")
+    ] = "64GiB",
+) -> None:
+    """Have new runs begin with another run's rollouts, as drafts.
+
+    They go into CACHE_DIR/warm_start, of which each run that starts there, on this node, takes a
+    copy. Policy versions are counts of a run: all become 0, so that rollouts are drafted from the
+    second step on. Where there is a rollout of a sample index already, that one stays.
+    """
+    from nemo_specrl.cache import RolloutStore
+    from nemo_specrl.cache.export import as_of_another_run
+    from nemo_specrl.cache.inspection import opened
+    from nemo_specrl.cache.run_folders import WARM_START
+    from nemo_specrl.cache.storage.schema import DATA_FILE, reading_file
+
+    _needs_safetensors()
+    path = cache_dir / WARM_START
+    cap = _bytes(max_bytes)
+    if source_path.exists() and path.exists() and source_path.samefile(path):
+        raise ConfigError(f"{path}: cannot be imported into itself")
+    with ExitStack() as stack:
+        source = stack.enter_context(opened(source_path))
+        if (path / DATA_FILE).is_file():  # before it is opened: a refusal changes nothing
+            with reading_file(path / DATA_FILE) as contents:
+                if contents.tokenizer_id != source.tokenizer_id:
+                    raise ForeignStore(
+                        f"{source_path} is of tokenizer {source.tokenizer_id!r}, the store {path} "
+                        f"of {contents.tokenizer_id!r}; tokens of one mean nothing to the other"
+                    )
+        store = stack.enter_context(
+            RolloutStore(path, max_bytes=cap, tokenizer_id=source.tokenizer_id)
+        )
+        taken = there = damaged = 0
+        group: list[Rollout] = []
+
+        def take() -> None:
+            nonlocal taken, there
+            if group:
+                found = store.get([group[0].key]).get(group[0].key, [])
+                sample_indices = {rollout.sample_index for rollout in found}
+                # A store lists the newest of a sample index first and an export last: one is kept.
+                new = {
+                    r.sample_index: r
+                    for r in _oldest_first(group, source.kind)
+                    if r.sample_index not in sample_indices
+                }
+                store.put(map(as_of_another_run, new.values()))
+                taken += len(new)
+                there += len(group) - len(new)
+
+        for rollout in source.rollouts:
+            if isinstance(rollout, CacheError):
+                damaged += 1
+                continue
+            if group and group[0].key != rollout.key:
+                take()
+                group = []
+            group.append(rollout)
+        take()
+        store.sync()
+        stats = store.stats()
+    notes = [f"{taken:,} rollouts imported"]
+    notes += [f"{there:,} left out for newer ones of their sample indices"] if there else []
+    notes += [f"{damaged:,} damaged ones left out"] if damaged else []
+    lost = stats.evicted_prompts
+    notes += [f"{lost:,} prompts evicted: max-bytes is too small for all"] if lost else []
+    _say(f"{path}: " + ", ".join(notes) + f"; for runs with spec_rl.cache.dir={cache_dir}")
+
+
+def _bytes(text: str) -> int:
+    from nemo_specrl.config import Block, ByteSize, validated
+
+    class Cap(Block):
+        max_bytes: ByteSize
+
+    return validated(Cap, {"max_bytes": text}).max_bytes
+
+
+def _oldest_first(group: list[Rollout], kind: str) -> list[Rollout]:
+    return group if kind == "export" else group[::-1]
+
+
+def _needs_safetensors() -> None:
+    try:
+        import safetensors  # noqa: F401
+    except ImportError:
+        raise ConfigError("exports need the package safetensors: pip install safetensors") from None

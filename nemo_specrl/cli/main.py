@@ -1,0 +1,362 @@
+"""The command line: ``nemo-specrl train | compare | run | cache | report | simulate | doctor``.
+
+Bad input prints one line and exits with code 2; other expected errors exit with code 1. What takes
+long to import is imported in the commands that need it, after they have said so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from nemo_specrl import __version__
+from nemo_specrl.cli.cache import app as cache_app
+from nemo_specrl.errors import CacheError, CheckpointError, ConfigError, Diverged, SpecRLError
+from nemo_specrl.monitoring import heartbeat
+
+if TYPE_CHECKING:
+    from nemo_specrl.trainer.loop import Trainer
+    from nemo_specrl.trainer.recipe import Recipe
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    help="Fast rollouts for reinforcement learning of language models, with NeMo-RL.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.add_typer(cache_app, name="cache")
+console = Console()
+error_console = Console(stderr=True)
+
+RecipeArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML recipe.")]
+OverridesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as grpo.max_num_epochs=3."),
+]
+LIVE_PORT = 8377
+_MAY_PASS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.EAGAIN, errno.ENOMEM}
+"""Errors of the operating system after which a run may be started again."""
+OutOption = Annotated[Path, typer.Option("--out", help="Folder for all output.")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        console.print(f"nemo-specrl {__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Options of the program itself."""
+
+
+def main() -> None:
+    """Run the command line; expected errors become one line and an exit code."""
+    try:
+        try:
+            app()
+        except (ConfigError, CheckpointError, CacheError, Diverged) as error:
+            _fail(error, 2)
+        except SpecRLError as error:
+            _fail(error, 1)
+    except SystemExit as end:
+        if end.code in (2, 130):  # bad input, a full disk, an interrupt: what no restart makes good
+            heartbeat.no_restart(f"exit code {end.code}")
+        raise
+
+
+def _fail(error: Exception, code: int) -> None:
+    line = " ".join(str(error).split())
+    error_console.print(
+        f"nemo-specrl: {line}", style="red", markup=False, highlight=False, soft_wrap=True
+    )
+    raise SystemExit(code)
+
+
+def _say(line: str, style: str | None = None) -> None:
+    console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _disk_in_one_line() -> Iterator[None]:
+    """An error of the operating system is one of a file or folder, which it names itself."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, SpecRLError) or error.errno is None:
+            raise
+        _fail(error, 1 if error.errno in _MAY_PASS else 2)
+
+
+@app.command(
+    epilog="Example: nemo-specrl train examples/configs/grpo_sort_cpu.yaml grpo.max_num_epochs=3"
+)
+def train(config: RecipeArgument, overrides: OverridesArgument = None) -> None:
+    """Train on one machine. Run again to resume from the last checkpoint; Ctrl-C saves one."""
+    if config.is_file():
+        _say(f"train: loading {config}, torch and vLLM; the first step takes a minute or more")
+    from nemo_specrl.engine.vllm.compat import local_cpu_environment
+    from nemo_specrl.monitoring.metrics_file import quiet_libraries
+    from nemo_specrl.trainer.recipe import load_recipe
+    from nemo_specrl.trainer.start_checks import check_start
+
+    recipe = load_recipe(config, overrides or ())
+    check_start(recipe)
+    local_cpu_environment()
+    quiet_libraries()
+    heartbeat.connect(recipe.run_dir)
+    heartbeat.start("setup")
+    from nemo_specrl.trainer.loop import Trainer
+
+    trainer = Trainer(recipe)
+    _stop_on_signals(trainer)
+    begun = trainer.progress.step
+    if trainer.done:
+        _say(f"nothing to do: {begun} steps are done in {trainer.folder}")
+    else:
+        if begun:
+            _say(f"resuming from step {begun} in {trainer.folder}")
+        with _disk_in_one_line():
+            _train_with_progress(trainer, recipe)
+    if trainer.stop:
+        raise SystemExit(130)
+
+
+def _train_with_progress(trainer: Trainer, recipe: Recipe) -> None:
+    name = "speculative" if recipe.spec_rl.enabled else "plain"
+    with Progress(
+        TextColumn(f"{name:>11}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as progress:
+        task = progress.add_task(name, total=trainer.total_steps, completed=trainer.progress.step)
+        for record in trainer.run():
+            if trainer.monitor is not None and trainer.monitor.warning:
+                _say(f"warning: step {record['step']}: {trainer.monitor.warning}", "yellow")
+            _say(f"{name:>11} step {record['step']:4d}  {_status(record, recipe)}")
+            progress.update(task, completed=record["step"])
+
+
+def _status(record: dict[str, Any], recipe: Recipe) -> str:
+    speed = record["response_tokens"] / max(1e-9, record["rollout_s"])
+    parts = [f"reward {record['reward']:.3f}", f"{speed:,.0f} tokens/s"]
+    if "spec_rl/tree_tokens_per_step" in record:
+        parts.append(f"{record['spec_rl/tree_tokens_per_step']:.1f} tokens/engine step")
+    if recipe.spec_rl.enabled and recipe.spec_rl.effective_fresh_fraction < 1:
+        parts.append(f"reused {record['spec_rl/reused_token_fraction']:.0%}")
+    parts.append(f"rollout {record['rollout_s']:.1f} s, step {record['step_s']:.1f} s")
+    if "heldout_accuracy" in record:
+        parts.append(f"held-out {record['heldout_accuracy']:.3f}")
+    return "  ".join(parts)
+
+
+def _stop_on_signals(trainer: Trainer) -> None:
+    """On SIGINT or SIGTERM finish the step, save and exit. A second signal exits at once."""
+
+    def stop(number: int, _frame: Any) -> None:
+        trainer.stop = True
+        signal.signal(number, signal.default_int_handler)
+        _say("finishing this step, then saving; press Ctrl-C again to exit at once")
+
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+
+
+@app.command(
+    epilog="Example: nemo-specrl compare examples/configs/grpo_sort_cpu.yaml --out results/demo"
+)
+def compare(
+    config: RecipeArgument,
+    overrides: OverridesArgument = None,
+    out: OutOption = Path("results/compare"),
+) -> None:
+    """Train with speculation off and on: same seeds, same machine, one after the other.
+
+    Prints a table and writes compare.json, compare.png and compare.html. Run again to resume.
+    """
+    if config.is_file():
+        _say(f"compare: {config}, first plain, then speculative, each in a process of its own")
+    from nemo_specrl.config import parse_path
+    from nemo_specrl.monitoring.report import comparison, print_comparison, write_comparison
+    from nemo_specrl.trainer.recipe import load_recipe
+    from nemo_specrl.trainer.start_checks import check_start
+
+    try:
+        out = parse_path(out)
+    except ValueError as error:
+        raise ConfigError(f"--out {out}: {error}") from None
+    sides = {}
+    for side, enabled in {"plain": "false", "speculative": "true"}.items():
+        sides[side] = [
+            *(overrides or ()),
+            f"policy.generation.spec_rl.enabled={enabled}",
+            f"checkpointing.checkpoint_dir={out / side}",
+            f"logger.log_dir={out / side}",
+        ]
+        check_start(load_recipe(config, sides[side]))  # before either is trained
+    for arguments in sides.values():
+        _run_side(["train", str(config), *arguments])
+    result = comparison(out / "plain", out / "speculative")
+    write_comparison(out, result)
+    print_comparison(result, console)
+    _say(f"written: {out / 'compare.json'}, {out / 'compare.png'}, {out / 'compare.html'}")
+
+
+def _run_side(arguments: list[str]) -> None:
+    """Train one side in a process of its own, so that it does not see the other's warm state."""
+    process = subprocess.Popen([sys.executable, "-m", "nemo_specrl", *arguments])
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:  # the terminal sends it to the child too, which saves and exits
+        code = process.wait()
+    if code:
+        raise SystemExit(code)
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog="Example: nemo-specrl run examples/run_grpo.py --config my_recipe.yaml",
+)
+def run(
+    context: typer.Context,
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A script of NeMo-RL.")],
+) -> None:
+    """Run a stock NeMo-RL script with the plug-in; all further arguments are the script's own."""
+    if script.is_file():
+        _say(f"nemo-specrl run: loading NeMo-RL with the plug-in, for {script}")
+    from nemo_specrl.nemo_rl.launcher import launch
+
+    launch(script, context.args)
+
+
+@app.command(epilog="Example: nemo-specrl report results/grpo_sort_cpu --follow")
+def report(
+    run_dir: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run or a comparison.")
+    ],
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Serve a live page of a run until Ctrl-C.")
+    ] = False,
+    port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="With --follow, on 127.0.0.1; 0: any. Default: 8377."),
+    ] = None,
+    token: Annotated[
+        str | None,
+        typer.Option(envvar="NEMO_SPECRL_TOKEN", help="With --follow: what a browser must bring."),
+    ] = None,
+) -> None:
+    """Draw plots and write an HTML page of a run, or serve a live one."""
+    from nemo_specrl.monitoring.report import read_comparison, write_comparison, write_report
+
+    if follow:
+        _follow(run_dir, LIVE_PORT if port is None else port, token)
+        return
+    if port is not None:
+        raise ConfigError(f"--port {port}: is for --follow; give both or neither")
+    if (run_dir / "compare.json").exists():
+        write_comparison(run_dir, read_comparison(run_dir))
+        _say(f"written: {run_dir / 'compare.html'}")
+    else:
+        _say(f"written: {write_report(run_dir)}")
+
+
+def _follow(run_dir: Path, port: int, token: str | None) -> None:
+    from nemo_specrl.monitoring.live_server import LivePage
+
+    page = LivePage(run_dir, port, token)
+    _say(f"{page.url}  (Ctrl-C ends it)")
+    with contextlib.suppress(KeyboardInterrupt):
+        page.serve()
+
+
+@app.command(epilog="Example: nemo-specrl simulate logs/exp_001 --engines 8 --max-num-seqs 128")
+def simulate(
+    run_dir: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN_DIR", help="Folder of a run: NeMo-RL's log folder, or a speculative run."
+        ),
+    ],
+    engines: Annotated[int, typer.Option(min=1, help="Engines that share a step's rows.")] = 1,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(min=1, help="Rows that an engine runs at once.")
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens that an engine computes in a step, at most.")
+    ] = 8192,
+    kv_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens that an engine's KV cache holds.")
+    ] = None,
+    max_draft_tokens: Annotated[
+        int | None, typer.Option(min=1, max=128, help="Tokens of a draft, at most.")
+    ] = None,
+    costs: Annotated[
+        Path | None, typer.Option(help="JSON file with the costs of an engine's steps.")
+    ] = None,
+) -> None:
+    """Predict what each preset would bring to a recorded run, in a simulated engine."""
+    if run_dir.is_dir():
+        _say(f"simulate: reading {run_dir}, then simulating; this takes seconds to minutes")
+    from nemo_specrl.config import TreeConfig
+    from nemo_specrl.simulation.prediction import predict, read_costs
+    from nemo_specrl.simulation.recorded_run import read_run
+    from nemo_specrl.simulation.simulated_engine import Engine
+
+    measured = None if costs is None else read_costs(costs)
+    recorded = read_run(run_dir)
+    at_once = max_num_seqs or recorded.max_num_seqs or 256
+    longest = max_draft_tokens or recorded.max_draft_tokens or TreeConfig().max_draft_tokens
+    engine = Engine(at_once, max_num_batched_tokens, kv_tokens, max_draft_tokens=longest)
+    predictions, assumed = predict(recorded, engine, engines, measured)
+    table = Table("preset", "epoch", "rollouts, times faster", "90 %", "engine steps")
+    for p in predictions:
+        table.add_row(
+            p.preset,
+            "later" if p.later else "first",
+            f"{p.speed_up:.2f}",
+            f"{p.low:.2f} to {p.high:.2f}",
+            f"{p.steps:.0%} of plain's",
+        )
+    console.print(table)
+    engines_text = f"{engines} engine{'s' * (engines > 1)}, {at_once} rows at once in each"
+    for line in ("a simulation, not a measurement", engines_text, *assumed):
+        _say(line)
+
+
+@app.command(epilog="Example: nemo-specrl doctor")
+def doctor() -> None:
+    """Check the installation: what is missing, what does not fit, and what to do about it."""
+    from nemo_specrl.cli.doctor import diagnose, print_findings
+
+    code = print_findings(diagnose(), console)
+    if code:
+        raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    main()

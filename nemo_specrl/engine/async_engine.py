@@ -1,0 +1,459 @@
+"""AsyncSpeculativeLLM: ``AsyncLLM.generate`` with the last rollout of a prompt as a draft.
+
+Rows come one by one and each is a coroutine, while vLLM's own loop drives the engine. A row is made
+by one set of weights: a policy version that begins while a row is in progress is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+)
+from typing import TYPE_CHECKING, Any, Protocol
+
+from nemo_specrl.config import SpecRLConfig
+from nemo_specrl.engine.base import Speculation
+from nemo_specrl.engine.outputs import request_outputs, unfinished_output
+from nemo_specrl.engine.policy_version import RUNNING, one_adapter
+from nemo_specrl.engine.prefix.verification import verification_params
+from nemo_specrl.engine.requests import Request, build_requests
+from nemo_specrl.engine.sampling_rules import Ending
+from nemo_specrl.engine.vllm.compat import assigns_own_ids, has_unfinished_requests
+from nemo_specrl.errors import ConfigError
+from nemo_specrl.rollout import Rollout
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+__all__ = ["AsyncSpeculativeLLM", "ClaimingCache"]
+
+RETRY_SECONDS = 0.002
+"""How soon a row is aborted again that has not ended."""
+
+
+class ClaimingCache(Protocol):
+    """A cache that assigns sample indices, such as
+    :class:`nemo_specrl.cache.cluster.cluster_cache.ClusterCache`.
+    """
+
+    async def claim(self, key: bytes, policy_version: int) -> tuple[int, list[Rollout]] | None:
+        """Reserve a sample index for a row of a prompt.
+
+        Returns:
+            The sample index and the prompt's rollouts; None when none can be had now, a failure
+            that the cache has counted.
+        """
+        ...
+
+    def release(self, key: bytes, sample_index: int) -> None:
+        """Give a sample index back of which no rollout will be put."""
+        ...
+
+    def put(self, rollouts: Iterable[Rollout]) -> None:
+        """Keep rollouts; each replaces the one that its prompt and sample index had."""
+        ...
+
+    def flush(self) -> None:
+        """Send what was put, without waiting for it to arrive."""
+        ...
+
+
+class _Row:
+    """A row that has not ended.
+
+    Attributes:
+        request_id: the caller's.
+        admitted: it may have requests in the engine.
+        in_engine: it has one now, or on the way.
+        aborted: it shall end as soon as it can.
+        waiting: what it waits for outside of the engine.
+        ended: set at its end.
+    """
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.admitted = self.in_engine = self.aborted = False
+        self.waiting: asyncio.Future[Any] | None = None
+        self.ended = asyncio.Event()
+
+    def abort(self) -> None:
+        """Have it end as soon as it can."""
+        self.aborted = True
+        if self.waiting is not None:
+            self.waiting.cancel()
+
+
+class AsyncSpeculativeLLM(Speculation):
+    """A drop-in for ``AsyncLLM.generate`` that reuses earlier rollouts.
+
+    Args:
+        llm: a running engine. Its ``logprobs_mode`` must be one of log-probs, not of logits.
+        cache: assigns sample indices and keeps rollouts (:class:`ClaimingCache`).
+        config: the ``spec_rl:`` block of the recipe.
+        seed: seed of the run, from which the uniforms of acceptance are derived.
+        policy_version: of the weights that the engine has now.
+
+    Attributes:
+        policy_version: version of the weights in the engine, which :meth:`set_policy_version`
+            changes.
+        fingerprint: of these weights; 0: not known.
+        fresh_fraction: share of rows that are decoded without a draft, from the configuration
+            until the caller changes it.
+        metrics: :class:`EngineMetrics` since the caller last replaced it. Rows wait concurrently,
+            so that its times are sums over rows and may exceed the time that has passed.
+
+    Raises:
+        ConfigError: the engine's ``logprobs_mode`` is one of logits, it has a KV connector, or
+            ``run_ahead`` is enabled.
+        IncompatibleVersion: this release does not work with the installed vLLM.
+    """
+
+    llm: AsyncLLM
+    cache: ClaimingCache
+
+    def __init__(
+        self, llm: Any, cache: Any, config: SpecRLConfig, seed: int = 0, policy_version: int = 0
+    ) -> None:
+        super().__init__(llm, cache, config, seed, policy_version)
+        if config.enabled and config.run_ahead.enabled:
+            raise ConfigError(
+                "spec_rl.run_ahead.enabled = true: an asynchronous engine is asked for one row at "
+                "a time and does not know which prompts come next; set it to false"
+            )
+        if config.enabled and not assigns_own_ids():
+            raise ConfigError(
+                "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION = 1: the requests of a row have one id, and "
+                "outputs of one would be taken for those of another; unset it"
+            )
+        self._rows: set[_Row] = set()
+        self._admitting = asyncio.Event()  # cleared while a pause waits for the rows before it
+        self._admitting.set()
+        self._decoding: asyncio.Semaphore | None = None
+        if self._rounds is not None:
+            # No more rows than the engine runs at once: between two requests, a row must not wait
+            # in the engine's queue, where its blocks would be evicted.
+            engines = llm.vllm_config.parallel_config.data_parallel_size
+            self._decoding = asyncio.Semaphore(self._limits.max_num_seqs * engines)
+
+    def _begin_version(self, version: int) -> None:
+        raise ConfigError(
+            f"policy_version = {version}: the prefix cache of an asynchronous engine is reset by a "
+            f"coroutine; use `await set_policy_version({version})`, or pass the first version to "
+            "the constructor"
+        )
+
+    async def set_policy_version(self, version: int, fingerprint: int = 0) -> None:
+        """Begin a policy version, after every refit and at no other time.
+
+        The engine's prefix cache is reset, which has KV blocks of the old weights.
+
+        Args:
+            version: of the weights that the engine has now.
+            fingerprint: of these weights; 0: not known.
+
+        Raises:
+            ConfigError: rows are in progress, or vLLM did not reset the prefix cache because other
+                requests are. The policy version is the old one then.
+        """
+        self.check_idle()
+        reset = await self.llm.reset_prefix_cache()
+        self.check_idle()  # a row that has begun meanwhile would be of two versions
+        if not reset:
+            raise ConfigError(f"the prefix cache was not reset: {RUNNING}")
+        self._weights.begin(version, fingerprint)
+
+    def check_idle(self) -> None:
+        """Check that the weights may change now. One that runs might end before the reset.
+
+        Raises:
+            ConfigError: a row is in progress, or another request is running.
+        """
+        # Rows that a pause holds back have not begun.
+        begun = any(row.admitted for row in self._rows)
+        if begun or has_unfinished_requests(self.llm):
+            raise ConfigError(f"new weights after policy version {self.policy_version}: {RUNNING}")
+
+    async def generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
+    ) -> AsyncIterator[RequestOutput]:
+        """Generate one response to a prompt and yield it once, when it is complete.
+
+        Where the row has no sample index (speculation is off, the request is greedy, the cache
+        does not answer) this is ``AsyncLLM.generate`` itself, with all its outputs.
+
+        Args:
+            prompt: token ids or text.
+            sampling_params: with ``n == 1``.
+            request_id: unique. All requests of the row run under it, one after the other.
+            kwargs: passed to ``AsyncLLM.generate``.
+
+        Yields:
+            The output; its completion has an attribute ``spec_rl``, a
+            :class:`~nemo_specrl.engine.outputs.Reuse`.
+
+        Raises:
+            UnsupportedSampling: drafts cannot be verified under these parameters.
+            ConfigError: ``sampling_params.n`` is not 1, or the adapter (``lora_request``) is not
+                that of the policy version's first row.
+        """
+        if not self.config.enabled:
+            async for output in self.llm.generate(prompt, sampling_params, request_id, **kwargs):
+                yield output
+            return
+        if sampling_params.n != 1:
+            raise ConfigError(f"n = {sampling_params.n}: must be 1; ask once for each response")
+        [request] = build_requests(
+            self._limits, prompt, sampling_params, None, trees_alone=self._trees_alone
+        )
+        if request.draftable:
+            self._weights.check(one_adapter(kwargs.get("lora_request"), 1))
+        row = _Row(request_id)
+        self._rows.add(row)
+        try:
+            drafted = await self._drafted(row, request, kwargs)
+        finally:
+            self._rows.discard(row)
+            row.ended.set()
+        if drafted is not None:
+            yield drafted
+            return
+        # No draft, and no sample index to cache the result under.
+        async for output in self.llm.generate(prompt, sampling_params, request_id, **kwargs):
+            yield output
+
+    async def _drafted(self, row: _Row, request: Request, kwargs: Any) -> RequestOutput | None:
+        """The output of a row that reads and writes the cache; None: it cannot."""
+        await self._unless_aborted(row, self._admitting.wait())
+        row.admitted = True
+        started = time.perf_counter()
+        claimed = await self._claim(request) if request.draftable else None
+        if claimed is None and not row.aborted:
+            return None
+        cached = False
+        try:
+            output, rollouts = await self._made(row, request, kwargs, started)
+            if claimed is not None:
+                self._store(rollouts)
+                cached = bool(rollouts)
+            return output
+        finally:
+            self.cache.flush()
+            if claimed is not None and not cached:  # another row may have its sample index
+                self.cache.release(request.row.key, request.row.sample_index)
+
+    async def _made(
+        self, row: _Row, request: Request, kwargs: Any, started: float
+    ) -> tuple[RequestOutput, list[Rollout]]:
+        """The output of a row, and what is to be cached of it."""
+        self.metrics.rows += 1
+        claimed_at = time.perf_counter()
+        self.metrics.lookup_s += claimed_at - started
+        output, ending = None, None
+        if request.draft is not None and not row.aborted:
+            output, ending = await self._verify(row, request, kwargs)
+        verified_at = time.perf_counter()
+        self.metrics.verify_s += verified_at - claimed_at
+        if ending is None:
+            output, ending = await self._decode(row, request, kwargs)
+        self.metrics.decode_s += time.perf_counter() - verified_at
+        assert output is not None
+        if self._measures_noise(request):
+            await self._measure_noise(row, request, kwargs)
+        completion, rollouts = self._finish(request, output, ending)
+        return request_outputs([request], {0: (output, completion)})[0], rollouts
+
+    async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
+        """Abort rows, as ``AsyncLLM.abort`` does, wherever they are.
+
+        A row may be between two requests, when the engine does not know it. It comes back with
+        ``finish_reason`` "abort" and what it has.
+        """
+        names = {request_id} if isinstance(request_id, str) else set(request_id)
+        await self.llm.abort(list(names), internal)
+        await self._abort([row for row in self._rows if row.request_id in names])
+
+    async def _abort(self, rows: list[_Row]) -> None:
+        for row in rows:
+            row.abort()
+        while rows := [row for row in rows if not row.ended.is_set()]:
+            # Again where a request was on its way to the engine: it did not know it yet.
+            await self.llm.abort([row.request_id for row in rows if row.in_engine])
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def pause_generation(self, **kwargs: Any) -> None:
+        """Pause the engine, as ``AsyncLLM.pause_generation`` does.
+
+        With ``mode="abort"`` no row is left between two requests, where it would wait for the
+        engine to be resumed, and with ``mode="wait"`` the rows that have begun are completed first:
+        a verified prefix is not continued by other weights.
+
+        Args:
+            kwargs: as vLLM has them.
+        """
+        mode = "wait" if kwargs.get("wait_for_inflight_requests") else kwargs.get("mode", "abort")
+        await self._pausing(mode, self.llm.pause_generation, kwargs)
+
+    async def sleep(self, level: int = 1, **kwargs: Any) -> None:
+        """Put the engine to sleep, as ``AsyncLLM.sleep`` does, with rows as in a pause."""
+        mode = kwargs.get("mode", "abort")
+        await self._pausing(mode, self.llm.sleep, {"level": level, **kwargs})
+
+    async def _pausing(self, mode: str, pause: Callable[..., Awaitable[Any]], kwargs: Any) -> None:
+        rows = [row for row in self._rows if row.admitted]
+        if mode == "wait":
+            self._admitting.clear()
+            try:
+                await asyncio.gather(*(row.ended.wait() for row in rows))
+                await pause(**kwargs)
+            finally:
+                self._admitting.set()
+            return
+        if mode == "abort":
+            rows = list(self._rows)
+            for row in rows:
+                row.abort()
+        await pause(**kwargs)
+        if mode == "abort":
+            await self._abort(rows)
+
+    async def count_tree_drafts(self) -> None:
+        """Add to the metrics what the tree proposer did since the last call.
+
+        To be called before the metrics are taken, since rows have no step of their own in which to
+        ask the engine. Nothing is added without a proposer, or where its process cannot be asked.
+        """
+        if not self._proposes:
+            return
+        from nemo_specrl.engine.drafters.v1_proposer import take_counts
+
+        try:
+            self._add_tree_counts(await self.llm.collective_rpc(take_counts))
+        except Exception as error:  # vLLM sends functions to other processes only where it may
+            self._miss_tree_counts(error)
+
+    async def _claim(self, request: Request) -> Request | None:
+        """Reserve a sample index for a request and offer it its draft; None where none is had."""
+        try:
+            claimed = await self.cache.claim(request.row.key, self.policy_version)
+            if claimed is None:
+                return None
+            sample_index, rollouts = claimed
+            request.row = type(request.row)(request.row.key, sample_index)
+        except Exception as error:  # the cache can only cost speed
+            self._count_cache_error(error)
+            return None
+        try:
+            self._offer_drafts([request], {request.row.key: rollouts})
+        except Exception as error:
+            self._count_cache_error(error)
+        return request
+
+    async def _unless_aborted(
+        self, row: _Row, awaited: Coroutine[Any, Any, Any], undo: Callable[[], None] | None = None
+    ) -> bool:
+        """Wait for something; False, at once, where the row is aborted meanwhile.
+
+        Args:
+            row: that waits.
+            awaited: what it waits for.
+            undo: takes back what it has waited for, if the row's own task is cancelled just then.
+        """
+        row.waiting = asyncio.ensure_future(awaited)
+        if row.aborted:
+            row.waiting.cancel()
+        try:
+            await asyncio.wait([row.waiting])
+            return not row.waiting.cancelled()
+        except asyncio.CancelledError:
+            if not row.waiting.cancel() and not row.waiting.cancelled() and undo is not None:
+                undo()
+            raise
+        finally:
+            row.waiting = None
+
+    async def _place(self, row: _Row) -> bool:
+        """Wait for a place among the rows that the engine decodes; False: the row was aborted."""
+        if self._decoding is None:
+            return not row.aborted
+        places = self._decoding
+        return await self._unless_aborted(row, places.acquire(), places.release)
+
+    async def _verify(
+        self, row: _Row, request: Request, kwargs: Any
+    ) -> tuple[RequestOutput | None, Ending | None]:
+        """Verify and judge the draft of a request.
+
+        Returns:
+            The engine's output, and how the response ended; None where decoding has to go on.
+        """
+        assert request.draft is not None
+        request.verifying = True
+        prompt = {"prompt_token_ids": request.rules.prompt + request.draft.tokens.tolist()}
+        outputs = [o async for o in self._stream(row, prompt, verification_params(request), kwargs)]
+        if not outputs:  # aborted before it began
+            self._refuse_draft(request)
+            return None, None
+        [(_, output, ending)] = self._judge([(request, outputs[-1])])
+        return output, ending
+
+    async def _measure_noise(self, row: _Row, request: Request, kwargs: Any) -> None:
+        """Prefill a response that has just been decoded; of the first few rows of the engine."""
+        self._noise.wanted -= 1
+        started = time.perf_counter()
+        prompt = {"prompt_token_ids": request.rules.prompt + request.tokens}
+        outputs = [o async for o in self._stream(row, prompt, verification_params(request), kwargs)]
+        if outputs:
+            self._take_noise(request, outputs[-1])
+        self.metrics.verify_s += time.perf_counter() - started
+
+    async def _decode(
+        self, row: _Row, request: Request, kwargs: Any
+    ) -> tuple[RequestOutput, Ending]:
+        """Decode what the draft did not bring; the last output and how the response ended."""
+        ended = False
+        placed = await self._place(row)
+        try:
+            while placed and not row.aborted:
+                prompt, params = self._next_request(request)
+                async with contextlib.aclosing(self._stream(row, prompt, params, kwargs)) as stream:
+                    # Closing ends a request whose row has ended by a stop string, or goes on in
+                    # another one.
+                    async for output in stream:
+                        ending = self._append_decoded(request, output)
+                        if ending is not None:
+                            ended = True
+                            return output, ending
+                        if request.finished_round:
+                            break
+                    else:
+                        raise RuntimeError(f"request {row.request_id} ended without an output")
+            output, ended = unfinished_output(request, row.request_id), True
+            return output, Ending.unfinished(len(request.tokens))
+        finally:
+            if placed and self._decoding is not None:
+                self._decoding.release()
+            if not ended:  # cancelled
+                self._store(self._unfinished({row.request_id: request}))
+
+    async def _stream(
+        self, row: _Row, prompt: Any, params: SamplingParams, kwargs: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of a request of a row, which has the row's own id."""
+        row.in_engine = True
+        try:
+            async with contextlib.aclosing(
+                self.llm.generate(prompt, params, row.request_id, **kwargs)
+            ) as stream:
+                async for output in stream:
+                    yield output
+        finally:
+            row.in_engine = False

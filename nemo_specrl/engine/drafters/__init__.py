@@ -1,0 +1,8 @@
+"""Drafts from the earlier responses to a prompt.
+
+Modules, each of which imports only from those below it::
+
+    v1_proposer               a proposer inside vLLM's V1 model runner, one draft a decoding step
+    prompt_logprob_drafter    verification in rounds, for engines that cannot load a proposer
+    selection                 which of the two an engine gets; histories attached to requests
+"""

@@ -1,0 +1,375 @@
+"""Verification rounds: drafts from trees for engines in which no proposer of ours can run.
+
+A round is one request. Its prompt is the row's prompt, its tokens so far and a draft behind them,
+and the log-probs of that prompt (``prompt_logprobs``) verify the draft in one prefill. Draft token
+d is accepted with probability p(d), else a token of the rest of p is drawn, so that the response
+has exactly the policy's distribution, whatever is proposed (rejection sampling, Leviathan et al.,
+arXiv 2211.17192). The token that the request itself samples stands behind a draft that was accepted
+whole; the request then goes on decoding until the tree offers a draft that is worth another one.
+
+The token behind a rejection is drawn here where it is among the likeliest few, whose log-probs come
+with those of the draft. Else a request of one token draws it, with those few excluded.
+
+Here are the requests and what their outputs mean. The loops that submit them are in ``sync_engine``
+and ``async_engine``; which tokens are likely is decided in ``speculation.suffix_tree``.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import time
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from nemo_specrl.config import TreeConfig
+from nemo_specrl.engine.drafters.selection import Histories
+from nemo_specrl.engine.limits import EngineLimits
+from nemo_specrl.engine.metrics import EngineMetrics
+from nemo_specrl.engine.outputs import append_decoded, append_tokens, defect_of, given_up
+from nemo_specrl.engine.prefix.verification import (
+    proved_logprobs,
+    sampled_values,
+    watch_stop_strings,
+)
+from nemo_specrl.engine.requests import Request
+from nemo_specrl.engine.round_state import RowInRounds
+from nemo_specrl.engine.sampling_rules import Ending
+from nemo_specrl.engine.vllm.compat import logprobs_slice, new_logprobs
+from nemo_specrl.rollout import Finish, Rollout
+from nemo_specrl.speculation.acceptance import derived_seed, row_uniforms
+from nemo_specrl.speculation.draft_selection import Row, response_id
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
+    from vllm.logprobs import FlatLogprobs
+
+
+__all__ = ["Rounds"]
+
+CANDIDATES = 4
+"""Tokens at each position of a draft, the likeliest ones, of which the log-probs are asked for."""
+MIN_GAIN = 3.0
+"""Tokens that a draft must be expected to bring for a row that is decoding to stop for it; half of
+a longest draft where that is less."""
+EXCLUDED = -100.0
+"""Bias of a logit that leaves its token e^-100 of its weight; the most that vLLM allows."""
+
+_salts = itertools.count()
+
+
+class Rounds:
+    """Makes the requests of rows that are decoded in rounds, and reads their outputs.
+
+    Args:
+        limits: of the engine.
+        config: the ``tree:`` block.
+        seed: of the run.
+
+    Raises:
+        IncompatibleVersion: the package was not compiled.
+    """
+
+    def __init__(self, limits: EngineLimits, config: TreeConfig, seed: int) -> None:
+        from nemo_specrl.speculation.suffix_tree import DraftTrees  # its index is native code
+
+        self._limits = limits
+        self._seed = seed
+        self._max_draft = config.max_draft_tokens
+        self._trees = DraftTrees(config.max_bytes)
+        self._histories = Histories()
+        self._version = -1
+        self._tries: dict[Row, int] = {}  # of the weights of this version
+        self._made: dict[Row, bytes] = {}
+
+    def add(
+        self,
+        requests: Sequence[Request],
+        cached: Mapping[bytes, Sequence[Rollout]],
+        policy_version: int,
+    ) -> None:
+        """Take the rollouts of a look-up, for the requests that it was made for."""
+        self._histories.add(cached, policy_version)
+        self._renew(policy_version)
+        for request in requests:
+            made = [
+                rollout.tokens.tobytes()
+                for rollout in cached.get(request.row.key, ())
+                if rollout.sample_index == request.row.sample_index
+                and rollout.policy_version >= policy_version
+            ]
+            if made:
+                self._made[request.row] = xxhash.xxh3_64_digest(b"\0".join(made))
+
+    def _renew(self, policy_version: int) -> None:
+        """Forget what was known of rows under other weights."""
+        if policy_version != self._version:
+            self._version, self._tries, self._made = policy_version, {}, {}
+
+    def _open(self, request: Request, policy_version: int) -> RowInRounds:
+        """The state of a row at its start, behind its accepted prefix.
+
+        A row that these weights have decoded before (the step is made again, or was interrupted)
+        drafts from what it was then. It would not be independent of that, with the same randomness:
+        so what was made before, and how often the row was opened, are a part of the key.
+        """
+        self._renew(policy_version)
+        key, index = request.row.key, request.row.sample_index
+        tries = self._tries[request.row] = self._tries.get(request.row, 0) + 1
+        stream = f"rounds {tries} {self._made.get(request.row, b'').hex()}"
+        tree = self._trees.open(key, response_id(index, policy_version), self._histories.take(key))
+        tree.extend(request.tokens)
+        watch_stop_strings(request)
+        return RowInRounds(
+            tree=tree,
+            stream=stream,
+            uniforms=row_uniforms(stream, self._seed, policy_version, key, index),
+            salt=f"spec_rl-{next(_salts)}",
+        )
+
+    def next_request(
+        self, request: Request, policy_version: int, metrics: EngineMetrics
+    ) -> tuple[dict[str, Any], SamplingParams]:
+        """The next request of a row: its prompt, as vLLM takes it, and sampling parameters."""
+        row = request.rounds
+        if row is None:
+            row = request.rounds = self._open(request, policy_version)
+        started = time.perf_counter()
+        row.draft = []
+        if row.rejected is None and not row.unproved and not request.defect:
+            row.draft, _ = self._draft(request, row)
+        metrics.tree_s += time.perf_counter() - started
+        metrics.tree_requests += 1
+        metrics.tree_drafted_tokens += len(row.draft)
+        params = self._params(request, row, policy_version)
+        row.requests += 1
+        row.policy_version = policy_version
+        row.opening, row.again, row.unproved = True, False, False
+        return {
+            "prompt_token_ids": request.rules.prompt + request.tokens + row.draft,
+            "cache_salt": row.salt,
+        }, params
+
+    def _params(self, request: Request, row: RowInRounds, policy_version: int) -> SamplingParams:
+        from vllm.sampling_params import RequestOutputKind
+
+        params = copy.copy(request.params)
+        params.max_tokens = request.rules.budget - len(request.tokens) - len(row.draft)
+        if params.seed is not None:
+            key, index = request.row.key, request.row.sample_index
+            purpose = f"{row.stream} {row.requests}"
+            params.seed = derived_seed(purpose, params.seed, policy_version, key, index)
+        params.output_kind = RequestOutputKind.DELTA
+        params.stop = []  # request.detokenizer watches for them
+        # Text is made at the end. Positions of the prompt that the prefix cache has covered name
+        # tokens that do not exist.
+        params.detokenize = False
+        if row.draft:
+            params.prompt_logprobs = self._candidates(request)
+            # What the cache covers has no log-probs; they are not needed in front of the draft.
+            params.skip_reading_prefix_cache = False
+        if row.rejected is not None:
+            params.logit_bias = dict.fromkeys(row.rejected.token_ids, EXCLUDED)
+            params.max_tokens = 1
+        return params
+
+    def _candidates(self, request: Request) -> int:
+        """Tokens at each position of a draft of which log-probs are asked for; -1: all."""
+        wanted, most = request.params.logprobs or 0, self._limits.max_logprobs
+        if wanted < 0:
+            return wanted
+        return max(wanted, CANDIDATES if most < 0 else min(CANDIDATES, most))
+
+    def _draft(self, request: Request, row: RowInRounds) -> tuple[list[int], float]:
+        """Likely next tokens of a row, and how many of them are expected to be accepted.
+
+        A draft leaves room for the token behind it, and ends before a stop token: sampled behind
+        the draft, that costs no more, and vLLM notices it.
+        """
+        room = request.rules.budget - len(request.tokens) - 1
+        draft, _, of_tokens = row.tree.proposal(min(self._max_draft, room))
+        tokens, chances = array("i", draft).tolist(), array("f", of_tokens)
+        stops, vocabulary = request.rules.stop_tokens, self._limits.vocabulary
+        n = 0
+        while n < len(tokens) and tokens[n] not in stops and tokens[n] < vocabulary:
+            n += 1
+        return tokens[:n], sum(chances[:n])
+
+    def take(
+        self, request: Request, output: RequestOutput, policy_version: int, metrics: EngineMetrics
+    ) -> Ending | None:
+        """Append what an output brings to its row.
+
+        Args:
+            request: of the row.
+            output: of its present request.
+            policy_version: of the weights now.
+            metrics: to be counted in.
+
+        Returns:
+            How the response ended. None while it goes on: in another request, which takes the place
+            of the present one, where ``request.rounds.again`` is set.
+        """
+        row = request.rounds
+        assert row is not None
+        if not (output.outputs[0].token_ids or output.finished):
+            return None
+        before = len(request.tokens)
+        if row.opening:
+            row.opening = False
+            if before:
+                prefix = len(request.rules.prompt) + before
+                metrics.recomputed_tokens += max(0, prefix - (output.num_cached_tokens or 0))
+        draft, row.draft = row.draft, []
+        if draft:
+            ending = self._judge(request, row, draft, output, policy_version, metrics)
+        elif row.rejected is not None:
+            ending = self._append_rest(request, row, output)
+        else:
+            ending = append_decoded(request, output, self._limits.vocabulary)
+        if ending is None:
+            ending = self._given_up(request, row, output)
+        new = request.tokens[before:]
+        metrics.decoded_tokens += len(new)
+        metrics.tree_tokens += len(new)
+        metrics.tree_steps += max(1, len(output.outputs[0].token_ids))
+        started = time.perf_counter()
+        if not request.defect:
+            row.tree.extend(new)
+        if ending is None and not row.again and not request.defect:
+            _, gain = self._draft(request, row)
+            row.again = gain >= min(MIN_GAIN, self._max_draft / 2)
+        metrics.tree_s += time.perf_counter() - started
+        return ending
+
+    def _given_up(self, request: Request, row: RowInRounds, output: RequestOutput) -> Ending | None:
+        """The ending of a response that cannot go on, or None."""
+        ending = given_up(output, len(request.tokens))
+        if ending is None and row.again and request.defect:
+            known = range(self._limits.vocabulary)
+            if not all(token in known for token in request.tokens):  # vLLM takes no such prompt
+                ending = Ending.unfinished(len(request.tokens), "error")
+        return ending
+
+    def _judge(
+        self,
+        request: Request,
+        row: RowInRounds,
+        draft: list[int],
+        output: RequestOutput,
+        policy_version: int,
+        metrics: EngineMetrics,
+    ) -> Ending | None:
+        """Append what is accepted of a draft, and the token behind it."""
+        start = len(request.rules.prompt) + len(request.tokens)
+        logprobs: Any = output.prompt_logprobs
+        # The log-prob of a token comes from the one before it, which the cache must not have had.
+        covered = start <= (output.num_cached_tokens or 0)
+        proved = None
+        if logprobs is not None and not covered and policy_version == row.policy_version:
+            proved = proved_logprobs(logprobs, draft)
+        if proved is None or defect_of(draft, proved, self._limits.vocabulary):
+            metrics.refused_drafts += 1
+            row.again = row.unproved = True
+            return None
+        accepted, chosen = 0, 0
+        for logprob in sampled_values(proved).tolist():
+            u = 1.0 - row.uniforms.random()  # in (0, 1]: what is impossible is never accepted
+            if not u <= math.exp(logprob):
+                chosen = self._behind(row, proved, accepted, u)
+                break
+            accepted += 1
+        metrics.tree_accepted_tokens += accepted
+        entries = [0] * accepted + ([chosen] if chosen else [])
+        kept = _picked(proved, entries, request.params.logprobs or 0)
+        tokens = [kept.token_ids[i] for i in kept.start_indices]
+        found = append_tokens(request, tokens, kept, stop_terminated=self._stops(request, tokens))
+        if found is not None:
+            return Ending(len(request.tokens), Finish.STOP_STRING, found)
+        if accepted == len(draft):
+            return append_decoded(request, output, self._limits.vocabulary)
+        row.again = True
+        if not chosen:
+            return None
+        return request.rules.ending_at(len(request.tokens), request.tokens[-1])
+
+    def _behind(self, row: RowInRounds, proved: FlatLogprobs, position: int, u: float) -> int:
+        """Draw the token that takes the place of a rejected one, from the rest of p.
+
+        ``u`` is uniform above the rejected token's probability: it goes on through those of the
+        other candidates.
+
+        Returns:
+            The number of the candidate's entry. 0 where the token is none of the candidates, from
+            which the row's next request then must not draw.
+        """
+        piece = logprobs_slice(proved, position, position + 1)
+        total = math.exp(piece.logprobs[0])
+        for i in range(1, len(piece.token_ids)):
+            if piece.token_ids[i] != piece.token_ids[0]:  # the rejected one may be a likely one
+                total += math.exp(piece.logprobs[i])
+                if u <= total:
+                    return i
+        if len(set(piece.token_ids)) >= self._limits.vocabulary:  # rounding: nothing is left
+            return len(piece.token_ids) - 1
+        row.rejected = piece
+        return 0
+
+    def _append_rest(
+        self, request: Request, row: RowInRounds, output: RequestOutput
+    ) -> Ending | None:
+        """Append the token of a request from which the candidates were excluded."""
+        rejected, row.rejected = row.rejected, None
+        assert rejected is not None
+        completion = output.outputs[0]
+        row.again = True
+        tokens, sampled = list(completion.token_ids), new_logprobs(completion)
+        if not tokens:  # aborted
+            return None
+        request.defect = request.defect or defect_of(tokens, sampled, self._limits.vocabulary)
+        if request.defect:
+            append_tokens(request, tokens, sampled, stop_terminated=self._stops(request, tokens))
+            return request.rules.ending_at(len(request.tokens), request.tokens[-1])
+        logprob, rank = sampled.logprobs[0], sampled.ranks[0]
+        if self._limits.logprobs_mode == "processed_logprobs":
+            # vLLM reports them for what it drew from, the rest of p.
+            excluded = dict(zip(rejected.token_ids, rejected.logprobs, strict=True)).values()
+            logprob += math.log1p(-min(sum(map(math.exp, excluded)), 1 - 1e-9))
+            rank = None if rank is None else rank + sum(value > logprob for value in excluded)
+        kept = _picked(rejected, [0], request.params.logprobs or 0)
+        kept.token_ids[0], kept.logprobs[0], kept.ranks[0] = tokens[0], logprob, rank
+        stops = self._stops(request, tokens)
+        found = append_tokens(request, tokens, kept, stop_terminated=stops)
+        if found is not None:
+            return Ending(len(request.tokens), Finish.STOP_STRING, found)
+        return request.rules.ending_at(len(request.tokens), request.tokens[-1])
+
+    def _stops(self, request: Request, tokens: list[int]) -> bool:
+        """Whether tokens end in a stop token."""
+        return bool(tokens) and tokens[-1] in request.rules.stop_tokens
+
+
+def _picked(logprobs: FlatLogprobs, entries: list[int], candidates: int) -> FlatLogprobs:
+    """The first positions, each with one of its entries in front of its likeliest candidates.
+
+    Args:
+        logprobs: entry 0 of a position is the token that stood there, the rest are candidates.
+        entries: by position, the number of the entry that goes first.
+        candidates: how many are kept; -1: all.
+    """
+    picked = type(logprobs)()
+    for position, entry in enumerate(entries):
+        first, last = logprobs.start_indices[position], logprobs.end_indices[position]
+        kept = last if candidates < 0 else min(last, first + 1 + candidates)
+        which = [first + entry, *range(first + 1, kept)]
+        picked.start_indices.append(len(picked.logprobs))
+        picked.token_ids += [logprobs.token_ids[i] for i in which]
+        picked.logprobs += [logprobs.logprobs[i] for i in which]
+        picked.ranks += [logprobs.ranks[i] for i in which]
+        picked.decoded_tokens += [logprobs.decoded_tokens[i] for i in which]
+        picked.end_indices.append(len(picked.logprobs))
+    return picked

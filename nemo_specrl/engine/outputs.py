@@ -1,0 +1,421 @@
+"""Completions and rollouts of requests that have ended, in vLLM's form and in the cache's.
+
+Joins the outputs of vLLM's verification and continuation requests; runs no engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nemo_specrl.config import SpecRLConfig
+from nemo_specrl.engine.prefix.verification import reference_logprobs, sampled_values
+from nemo_specrl.engine.requests import Request
+from nemo_specrl.engine.sampling_rules import Ending
+from nemo_specrl.engine.vllm.compat import logprobs_slice, new_logprobs
+from nemo_specrl.rollout import Finish, Rollout
+from nemo_specrl.speculation.acceptance import behaviour_logprobs
+
+if TYPE_CHECKING:
+    from vllm import CompletionOutput, RequestOutput
+    from vllm.logprobs import FlatLogprobs, SampleLogprobs
+
+__all__ = [
+    "Reuse",
+    "append_decoded",
+    "append_tokens",
+    "build_completion",
+    "build_rollout",
+    "defect_of",
+    "defective_completion",
+    "extend_logprobs",
+    "given_up",
+    "request_outputs",
+    "reuse_of",
+    "text_of",
+    "unfinished_output",
+]
+
+logger = logging.getLogger(__name__)
+
+Float32Array = npt.NDArray[np.float32]
+ROUNDING = 1e-3
+"""How far above 0 a log-prob may be, nats."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Reuse:
+    """How much of a completion came from a draft; the completion's ``spec_rl`` attribute.
+
+    Args:
+        fresh: whether the completion is an ordinary sample of the policy, decoded without a draft
+            of other weights (:func:`build_rollout`).
+        drafted: tokens that were verified, 0 where there was no draft or it was refused.
+        accepted: tokens of the completion that come from the draft.
+        policy_logprobs: log-prob of each token under the current policy, float32 ``[n]``, nats.
+        birth_logprobs: log-prob of each token under the policy that sampled it, float32 ``[n]``,
+            nats.
+        birth_versions: version of the policy that sampled each token, int64 ``[n]``.
+        rollout: the rollout as the cache keeps it, with its prompt key and sample index.
+    """
+
+    fresh: bool
+    drafted: int
+    accepted: int
+    policy_logprobs: Float32Array
+    birth_logprobs: Float32Array
+    birth_versions: npt.NDArray[np.int64]
+    rollout: Rollout
+
+
+def reuse_of(completion: Any) -> Reuse | None:
+    """The :class:`Reuse` of a completion, or None where the engine ran without speculation."""
+    return getattr(completion, "spec_rl", None)
+
+
+def defect_of(tokens: Sequence[int], logprobs: FlatLogprobs | None, vocabulary: int) -> str:
+    """What is wrong with tokens and their log-probs, as an engine gave them; empty: nothing.
+
+    An engine whose weights hold a NaN, or whose kernels fail on a batch, goes on without an error.
+
+    Args:
+        tokens: token ids.
+        logprobs: should have one position per token, whose first entry is the token's own.
+        vocabulary: tokens that the model knows.
+    """
+    if logprobs is None:
+        return f"no log-probs for {len(tokens)} tokens" if len(tokens) else ""
+    starts, ends = logprobs.start_indices, logprobs.end_indices
+    if len(starts) != len(tokens):
+        return f"{len(starts)} log-probs for {len(tokens)} tokens"
+    if not len(tokens):
+        return ""
+    if min(tokens) < 0 or max(tokens) >= vocabulary:
+        wrong = next(token for token in tokens if not 0 <= token < vocabulary)
+        return f"token {wrong} in a vocabulary of {vocabulary}"
+    if any(start >= end for start, end in zip(starts, ends, strict=True)):
+        return "a token without a log-prob"
+    for token, start in zip(tokens, starts, strict=True):
+        if logprobs.token_ids[start] != token:
+            return f"the log-prob of token {logprobs.token_ids[start]} for token {token}"
+        if logprobs.logprobs[start] == -math.inf:
+            return "a token of probability 0"
+    if min(logprobs.token_ids) < 0 or max(logprobs.token_ids) >= vocabulary:
+        return f"a candidate beyond a vocabulary of {vocabulary}"
+    for value in logprobs.logprobs:
+        if not value <= ROUNDING:  # NaN, too
+            return f"a log-prob of {value}"
+    return ""
+
+
+def given_up(output: RequestOutput, length: int) -> Ending | None:
+    """The ending of a response of ``length`` tokens where the engine has given it up, or None."""
+    reason = output.outputs[0].finish_reason
+    if not output.finished or reason in (None, "stop", "length"):
+        return None
+    return Ending.unfinished(length, str(reason))
+
+
+def extend_logprobs(logprobs: FlatLogprobs, more: FlatLogprobs) -> None:
+    """Append the positions of ``more`` to ``logprobs``, in place."""
+    shift = len(logprobs.logprobs)
+    logprobs.start_indices += [i + shift for i in more.start_indices]
+    logprobs.end_indices += [i + shift for i in more.end_indices]
+    logprobs.token_ids += more.token_ids
+    logprobs.logprobs += more.logprobs
+    logprobs.ranks += more.ranks
+    logprobs.decoded_tokens += more.decoded_tokens
+
+
+def append_tokens(
+    request: Request, tokens: list[int], logprobs: FlatLogprobs, *, stop_terminated: bool
+) -> str | None:
+    """Append tokens to a response, up to the one that completes a stop string.
+
+    Args:
+        request: of the response.
+        tokens: token ids.
+        logprobs: one position per token.
+        stop_terminated: whether the last one is a stop token.
+
+    Returns:
+        The stop string, where ``request.detokenizer`` watches for them and has found one.
+    """
+    found = None
+    if request.detokenizer is not None:
+        found = request.detokenizer.feed(tokens, stop_terminated=stop_terminated)
+        if found is not None:  # leave out what lies behind the stop string
+            tokens = request.detokenizer.tokens[len(request.tokens) :]
+            logprobs = logprobs_slice(logprobs, 0, len(tokens))
+    request.tokens += tokens
+    if request.logprobs is None:
+        request.logprobs = logprobs
+    else:
+        extend_logprobs(request.logprobs, logprobs)
+    return found
+
+
+def append_decoded(request: Request, output: RequestOutput, vocabulary: int) -> Ending | None:
+    """Append what the engine decoded to a response, and note what is wrong with it.
+
+    Args:
+        request: of the response.
+        output: of its present request.
+        vocabulary: tokens that the model knows.
+
+    Returns:
+        How the response ended, or None while it goes on.
+    """
+    completion = output.outputs[0]
+    by_token = completion.finish_reason == "stop"
+    tokens, logprobs = list(completion.token_ids), new_logprobs(completion)
+    whole: Any = completion.logprobs
+    if not tokens and whole is not None and completion.finish_reason in ("stop", "length"):
+        logprobs = whole  # there should be none
+    if not request.defect:
+        request.defect = defect_of(tokens, logprobs, vocabulary)
+    found = append_tokens(request, tokens, logprobs, stop_terminated=by_token)
+    if found is None and not output.finished:
+        return None
+    if found is None and (unfinished := given_up(output, len(request.tokens))) is not None:
+        return unfinished
+    reason = found or completion.stop_reason
+    if isinstance(reason, str):
+        return Ending(len(request.tokens), Finish.STOP_STRING, reason)
+    if by_token:
+        return Ending(len(request.tokens), Finish.STOP, reason)
+    return Ending(len(request.tokens), Finish.LENGTH)
+
+
+def with_values(logprobs: FlatLogprobs, values: Float32Array) -> FlatLogprobs:
+    """Log-probs with other values for the tokens; other candidates of a position keep their own.
+
+    Args:
+        logprobs: one position per token.
+        values: float32 ``[n]``, nats.
+    """
+    entries = list(logprobs.logprobs)
+    for start, value in zip(logprobs.start_indices, values.tolist(), strict=True):
+        entries[start] = value
+    return dataclasses.replace(logprobs, logprobs=entries)
+
+
+def build_completion(
+    request: Request,
+    output: RequestOutput,
+    ending: Ending,
+    rollout: Rollout,
+    config: SpecRLConfig,
+) -> CompletionOutput:
+    """The completion of a request that has ended, for its caller.
+
+    Args:
+        request: its tokens and log-probs are the whole response.
+        output: the engine's last output for it, of the verification or of the continuation.
+        ending: how the response ended.
+        rollout: the response as the cache keeps it.
+        config: the ``spec_rl:`` block.
+    """
+    assert request.logprobs is not None
+    policy = sampled_values(request.logprobs)
+    draft, accepted = request.draft, request.accepted
+    completion = output.outputs[0]
+    tokenizer = request.rules.tokenizer  # NeMo-RL's engines have none
+    unnamed = request.rounds is not None or request.accepted > 0 or rollout is request.replayed
+    if unnamed and request.params.detokenize and tokenizer is not None:
+        name_tokens(request.logprobs, tokenizer)
+    if in_pieces(request):
+        completion = dataclasses.replace(completion, text=text_of(request, ending))
+    logprobs: SampleLogprobs | None = None
+    total = None
+    if request.wanted.logprobs is not None:
+        flat, values = request.logprobs, policy
+        if draft is not None and config.reported_logprobs == "behaviour":
+            old = reference_logprobs(draft, config)[:accepted]
+            values = policy.copy()
+            values[:accepted] = behaviour_logprobs(policy[:accepted], old, config.lenience)
+            flat = with_values(flat, values)
+        logprobs = flat if request.wanted.flat_logprobs else list(flat)
+        total = float(values.sum(dtype=np.float64))
+    completion = dataclasses.replace(
+        completion,
+        index=request.child,
+        token_ids=request.tokens,
+        cumulative_logprob=total,
+        logprobs=logprobs,
+        finish_reason=ending.finish_reason,
+        stop_reason=ending.stop_reason,
+    )
+    drafted = 0 if draft is None else len(draft)
+    completion.spec_rl = Reuse(
+        rollout.fresh,
+        drafted,
+        accepted,
+        policy,
+        rollout.birth_logprobs,
+        rollout.birth_versions,
+        rollout,
+    )
+    return completion
+
+
+def in_pieces(request: Request) -> bool:
+    """Whether the engine has not given a response in one piece."""
+    return not (request.draft is None and request.rounds is None and request.detokenizer is None)
+
+
+def defective_completion(
+    request: Request, output: RequestOutput, ending: Ending
+) -> CompletionOutput:
+    """The completion of a request whose data from the engine has a defect: as the engine gave it.
+
+    It has no attribute ``spec_rl``.
+
+    Args:
+        request: its tokens and log-probs are what has come of the response.
+        output: the engine's last output for it.
+        ending: how the response ended.
+    """
+    completion = output.outputs[0]
+    logprobs: SampleLogprobs | None = None
+    total = None
+    text = completion.text
+    if request.wanted.logprobs is not None:
+        logprobs = request.logprobs
+        if logprobs is not None and not request.wanted.flat_logprobs:
+            logprobs = list(logprobs)
+        total = completion.cumulative_logprob
+    if in_pieces(request):
+        total = None if total is None else math.nan  # the sum over all pieces
+        try:
+            text = text_of(request, ending)
+        except Exception as error:  # tokens that the tokenizer does not know
+            logger.debug("a defective response has no text: %s", error)
+    return dataclasses.replace(
+        completion,
+        index=request.child,
+        text=text,
+        token_ids=request.tokens,
+        cumulative_logprob=total,
+        logprobs=logprobs,
+        finish_reason=ending.finish_reason,
+        stop_reason=ending.stop_reason,
+    )
+
+
+def unfinished_output(request: Request, request_id: str) -> RequestOutput:
+    """An output for a request that has ended without one of the engine's."""
+    from vllm import CompletionOutput, RequestOutput
+
+    completion = CompletionOutput(
+        index=0, text="", token_ids=[], cumulative_logprob=None, logprobs=None
+    )
+    return RequestOutput(
+        request_id=request_id,
+        prompt=request.text,
+        prompt_token_ids=list(request.rules.prompt),
+        prompt_logprobs=None,
+        outputs=[completion],
+        finished=True,
+    )
+
+
+def build_rollout(
+    request: Request,
+    logprobs: Float32Array,
+    finish: Finish,
+    policy_version: int,
+    fingerprint: int,
+) -> Rollout:
+    """The rollout that the cache keeps of a request's tokens, with their births.
+
+    It is fresh where no draft was verified. A draft that was rejected at its first token makes it
+    not fresh, since the rejection was a choice. A draft that is itself a fresh rollout of the very
+    same weights, one that an interrupt cut off, leaves it fresh: both parts are samples of one
+    policy.
+
+    Args:
+        request: its tokens are the response so far.
+        logprobs: of these tokens, under the weights that judged and decoded, float32 ``[n]``, nats.
+        finish: how the response ended, or PARTIAL.
+        policy_version: of those weights.
+        fingerprint: of those weights; 0: not known.
+    """
+    births = logprobs
+    versions = np.full(len(logprobs), policy_version, dtype=np.int64)
+    draft, accepted = request.draft, request.accepted
+    if draft is not None:
+        births = logprobs.copy()
+        births[:accepted] = draft.birth_logprobs[:accepted]
+        versions[:accepted] = draft.birth_versions[:accepted]
+    same_weights = (
+        draft is not None
+        and draft.fingerprint == fingerprint != 0
+        and draft.policy_version == policy_version
+    )
+    return Rollout(
+        request.row.key,
+        request.row.sample_index,
+        np.asarray(request.tokens, dtype=np.int32),
+        logprobs,
+        finish,
+        policy_version,
+        births,
+        versions,
+        request.occurrence,
+        fingerprint,
+        fresh=draft is None or (same_weights and draft.fresh),
+        raw=request.raw,
+    )
+
+
+def name_tokens(logprobs: FlatLogprobs, tokenizer: Any) -> None:
+    """Fill in the text of each token for which the engine has not done so, in place."""
+    names: dict[int, str] = {}
+    for i, token in enumerate(logprobs.token_ids):
+        if logprobs.decoded_tokens[i] is None:
+            if token not in names:
+                names[token] = tokenizer.decode([token])
+            logprobs.decoded_tokens[i] = names[token]
+
+
+def text_of(request: Request, ending: Ending) -> str:
+    """The text of a response that the engine did not decode in one piece, as vLLM reports it."""
+    if request.rules.tokenizer is None or not request.params.detokenize:
+        return ""
+    if request.detokenizer is not None:
+        return request.detokenizer.text
+    detokenizer = request.rules.detokenizer()
+    detokenizer.feed(request.tokens[:-1], stop_terminated=False)
+    detokenizer.feed(request.tokens[-1:], stop_terminated=ending.finish is Finish.STOP)
+    return detokenizer.text
+
+
+def request_outputs(
+    requests: list[Request], ended: dict[int, tuple[RequestOutput, CompletionOutput]]
+) -> list[RequestOutput]:
+    """One output for each prompt of the call, its completions in order.
+
+    Args:
+        requests: all requests of the call, in order.
+        ended: the engine's last output and the completion, by position in ``requests``.
+    """
+    outputs: list[RequestOutput] = []
+    for i, request in enumerate(requests):
+        carrier, completion = ended[i]
+        if request.child:
+            outputs[-1].outputs.append(completion)
+            continue
+        carrier.prompt = request.text
+        carrier.prompt_token_ids = list(request.rules.prompt)
+        if request.draft is not None or request.rounds is not None:
+            carrier.prompt_logprobs = None
+        carrier.outputs = [completion]
+        outputs.append(carrier)
+    return outputs

@@ -1,0 +1,267 @@
+"""Verification of drafts: the prefill's parameters, the verdict, the continuation's parameters.
+
+Makes vLLM's sampling parameters and reads its outputs; runs no engine.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nemo_specrl.config import SpecRLConfig
+from nemo_specrl.engine.requests import Request
+from nemo_specrl.engine.vllm.compat import logprobs_slice
+from nemo_specrl.rollout import MAX_SAMPLE_INDEX, Rollout
+from nemo_specrl.speculation.acceptance import (
+    accepted_lengths,
+    derived_seed,
+    draft_uniforms,
+    offsets_of,
+)
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
+    from vllm.logprobs import FlatLogprobs
+
+    from nemo_specrl.engine.metrics import EngineMetrics
+
+__all__ = [
+    "PrefillNoise",
+    "continuation_params",
+    "draft_logprobs",
+    "judge",
+    "proved_logprobs",
+    "reference_logprobs",
+    "sampled_values",
+    "verification_params",
+    "watch_stop_strings",
+]
+
+logger = logging.getLogger(__name__)
+
+# Uniforms are keyed by policy version and sample index, so that a repeated step repeats them. A
+# draft that the present policy version (or a later one, before a resume) has already judged or
+# decoded was made with those very uniforms; judging it by them again would not be independent.
+# Such a draft is judged by the uniforms of a sample index that no row can have.
+RESUMED_SAMPLE_OFFSET = MAX_SAMPLE_INDEX + 1
+
+
+def verification_params(request: Request) -> SamplingParams:
+    """Sampling parameters of the request whose prompt is prompt + draft.
+
+    ``prompt_logprobs=0`` yields the log-prob of each prompt token and nothing else. The one token
+    that vLLM insists on decoding is thrown away; decoded greedily, it draws no randomness. Nothing
+    is detokenized: the texts of the accepted tokens alone are filled in later, where the request
+    asks for them (``assembly.name_tokens``). Requests share them: vLLM makes a copy for each.
+    """
+    return _prefill_params(request.params.logprobs)
+
+
+@functools.lru_cache(maxsize=16)
+def _prefill_params(prompt_logprobs: int | None) -> SamplingParams:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        prompt_logprobs=prompt_logprobs,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+def continuation_params(
+    request: Request, policy_version: int, *, watch_stops: bool
+) -> SamplingParams:
+    """Sampling parameters of the request that decodes what its draft did not bring.
+
+    ``request.detokenizer`` is set to watch for stop strings instead of vLLM where they may begin in
+    the accepted prefix, or where vLLM would keep tokens behind them.
+
+    Args:
+        request: a judged request, or one without a draft, whose parameters stay as they are.
+        policy_version: of the weights that decode.
+        watch_stops: a step of the engine may bring several tokens. Up to 0.31, vLLM keeps those
+            that follow a stop string (v1/engine/detokenizer.py).
+    """
+    from vllm.sampling_params import RequestOutputKind
+
+    stops = bool(request.params.stop and request.params.detokenize)
+    if request.draft is None and not (stops and watch_stops):
+        return request.params
+    params = copy.copy(request.params)
+    params.max_tokens = request.rules.budget - request.accepted
+    if request.draft is not None and params.seed is not None:
+        # The draft was drawn with this very stream; its continuation needs one of its own.
+        params.seed = derived_seed(
+            "continue", params.seed, policy_version, request.row.key, request.row.sample_index
+        )
+    if watch_stop_strings(request):
+        # vLLM would not look for a stop string that begins in the prefix.
+        params.stop = []
+        params.output_kind = RequestOutputKind.DELTA
+    return params
+
+
+def watch_stop_strings(request: Request) -> bool:
+    """Set ``request.detokenizer`` to watch for the request's stop strings; False if it has none."""
+    if not (request.params.stop and request.params.detokenize):
+        return False
+    request.detokenizer = request.rules.detokenizer()
+    request.detokenizer.feed(request.tokens, stop_terminated=False)
+    return True
+
+
+def reference_logprobs(draft: Rollout, config: SpecRLConfig) -> npt.NDArray[np.float32]:
+    """The log-probs that acceptance compares the current policy's with, float32 ``[n]``, nats."""
+    birth = config.acceptance_reference == "birth"
+    return draft.birth_logprobs if birth else draft.logprobs
+
+
+def sampled_values(logprobs: FlatLogprobs) -> npt.NDArray[np.float32]:
+    """Log-prob of the token that stands at each position, float32 ``[n]``, nats.
+
+    The token itself is the first entry of its position, whatever its rank (vllm/logprobs.py).
+    """
+    values = np.asarray(logprobs.logprobs, dtype=np.float32)
+    return values[np.asarray(logprobs.start_indices, dtype=np.int64)]
+
+
+def draft_logprobs(request: Request, output: RequestOutput) -> FlatLogprobs | None:
+    """The current policy's log-probs of a draft's tokens, one position per token.
+
+    None where the engine's answer is not about this draft, so that it proves nothing: positions are
+    missing, or name other tokens. Both come from vLLM 0.20. Its V1 model runner forgets the first
+    chunks of a prompt whose prefill was interrupted and returns uninitialised memory for them
+    (v1/worker/gpu_input_batch.py); its V2 model runner returns nothing where the last chunk is one
+    token long (v1/worker/gpu/sample/prompt_logprob.py).
+
+    Args:
+        request: with the draft.
+        output: of its verification.
+    """
+    assert request.draft is not None
+    draft = request.draft.tokens
+    logprobs: Any = output.prompt_logprobs
+    if logprobs is None or len(logprobs) != len(request.rules.prompt) + len(draft):
+        return None
+    return proved_logprobs(logprobs, draft)
+
+
+def proved_logprobs(
+    logprobs: FlatLogprobs, draft: Sequence[int] | npt.NDArray[np.int32]
+) -> FlatLogprobs | None:
+    """The last positions of a prompt's log-probs, if they are those of the draft that ends it.
+
+    Args:
+        logprobs: of a prompt, or of its end.
+        draft: token ids.
+    """
+    start = len(logprobs) - len(draft)
+    if start < 0:
+        return None
+    piece = logprobs_slice(logprobs, start, len(logprobs))
+    starts = np.asarray(piece.start_indices, dtype=np.int64)
+    if not np.all(starts < np.asarray(piece.end_indices)):  # positions without an entry
+        return None
+    named = np.asarray(piece.token_ids, dtype=np.int64)[starts]
+    return piece if np.array_equal(named, draft) else None
+
+
+def judge(
+    verified: list[tuple[Request, FlatLogprobs]],
+    config: SpecRLConfig,
+    *,
+    seed: int,
+    policy_version: int,
+) -> None:
+    """Set the accepted prefix of each verified request: ``accepted``, ``tokens``, ``logprobs``.
+
+    Args:
+        verified: requests with the log-probs of their drafts (:func:`draft_logprobs`).
+        config: the ``spec_rl:`` block.
+        seed: of the run.
+        policy_version: of the weights that judge.
+    """
+    if not verified:
+        return
+    drafts: list[Rollout] = []
+    for request, _ in verified:
+        assert request.draft is not None
+        drafts.append(request.draft)
+    offsets = offsets_of([len(draft) for draft in drafts])
+    lengths = accepted_lengths(
+        np.concatenate([sampled_values(logprobs) for _, logprobs in verified]),
+        np.concatenate([reference_logprobs(draft, config) for draft in drafts]),
+        draft_uniforms(
+            seed,
+            policy_version,
+            [request.row.key for request, _ in verified],
+            [
+                request.row.sample_index
+                + (RESUMED_SAMPLE_OFFSET if draft.policy_version >= policy_version else 0)
+                for (request, _), draft in zip(verified, drafts, strict=True)
+            ],
+            offsets,
+        ),
+        offsets,
+        config.lenience,
+    )
+    for (request, logprobs), draft, length in zip(verified, drafts, lengths.tolist(), strict=True):
+        request.accepted = length
+        request.tokens = draft.tokens[:length].tolist()
+        whole = length == len(draft)
+        request.logprobs = logprobs if whole else logprobs_slice(logprobs, 0, length)
+
+
+class PrefillNoise:
+    """How far prefill and decoding disagree about the same tokens under the same weights.
+
+    In bfloat16 they round differently, which looks to verification as if the policy had moved: at
+    lenience 1, a token is rejected with probability ``max(0, 1 - p_prefill / p_decoded)`` although
+    nothing has changed. It is measured on the first rows that the engine has decoded without a
+    draft, and on drafts of the very weights that judge them, which come after a resume.
+
+    Args:
+        dtype_bytes: of the engine's activations. In float32 nothing is measured unasked: the noise
+            is too small to end a prefix.
+    """
+
+    ROWS = 8
+    """Rows that are measured."""
+
+    def __init__(self, dtype_bytes: int) -> None:
+        self.wanted = self.ROWS if dtype_bytes < 4 else 0
+        """Rows that are still to be prefilled for it."""
+        self._rows = self._tokens = 0
+        self._rejected = 0.0
+
+    def add(
+        self,
+        prefilled: npt.NDArray[np.float32],
+        decoded: npt.NDArray[np.float32],
+        metrics: EngineMetrics,
+    ) -> None:
+        """Take in the log-probs of a row's tokens, float32 ``[n]`` each, nats; log them once."""
+        rejected = -np.expm1(np.minimum(prefilled.astype(np.float64) - decoded, 0)).sum()
+        metrics.noise_tokens += len(decoded)
+        metrics.noise_rejected += float(rejected)
+        self._rows += 1
+        self._tokens += len(decoded)
+        self._rejected += float(rejected)
+        if self._rows == self.ROWS:
+            logger.warning(
+                "prefill and decoding of unchanged weights differ: at lenience 1, rounding alone "
+                "ends an accepted prefix after about %.3g tokens (mean over %d tokens)",
+                self._tokens / max(self._rejected, 1e-9),
+                self._tokens,
+            )

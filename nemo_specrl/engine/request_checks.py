@@ -1,0 +1,117 @@
+"""What an engine, a prompt or sampling parameters must be like for rows to be drafted.
+
+Whatever is not gets one line, before the first step of the engine, that says what would be right.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nemo_specrl.config import SpecRLConfig
+from nemo_specrl.errors import ConfigError, last_line
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+
+    from nemo_specrl.engine.limits import EngineLimits
+
+__all__ = ["check_engine", "check_params", "checked_tokens"]
+
+OFF = "or set spec_rl.enabled: false"
+
+
+def check_engine(limits: EngineLimits, config: SpecRLConfig) -> None:
+    """Raise for an engine that does not fit the configuration.
+
+    Raises:
+        ConfigError: naming what is wrong, and what would be right.
+    """
+    if not limits.logprobs_mode.endswith("logprobs"):
+        raise ConfigError(
+            f"logprobs_mode = {limits.logprobs_mode}: must be raw_logprobs or processed_logprobs"
+        )
+    if limits.alterations:
+        raise ConfigError(f"{limits.alterations[0]}, {OFF}")
+    rounds = config.tree.enabled and config.tree.method == "rounds"
+    if rounds and limits.steps_of_several_tokens:
+        other = "the tree proposer" if limits.drafts_from_trees else "a drafter of vLLM's own"
+        raise ConfigError(
+            f"speculative_config: an engine has one drafter. This one has {other}, and "
+            "spec_rl.tree.method = rounds asks for drafts in rounds; leave speculative_config out, "
+            "or take preset: faithful without trees"
+        )
+    if config.run_ahead.enabled and (rounds or not config.tree.enabled):
+        raise ConfigError(
+            "spec_rl.run_ahead.enabled = true: needs the tree proposer (spec_rl.tree.method = "
+            "proposer), which this engine does not have; set run_ahead.enabled to false"
+        )
+
+
+def check_params(engine: Any, rows: Iterable[tuple[list[int], SamplingParams]]) -> None:
+    """Raise for sampling parameters that vLLM would refuse, before the first row begins.
+
+    Parameters that differ from those before them in the seed alone are not looked at.
+
+    Args:
+        engine: an ``LLMEngine``.
+        rows: tokens and parameters of each prompt of a call.
+
+    Raises:
+        ConfigError: with vLLM's reason.
+    """
+    seen: Any = None
+    for i, (tokens, params) in enumerate(rows):
+        unseeded = copy.copy(params)
+        unseeded.seed = None
+        if unseeded == seen:
+            continue
+        seen = unseeded
+        try:
+            engine.input_processor.process_inputs(
+                "check", {"prompt_token_ids": tokens}, params, supported_tasks=("generate",)
+            )
+        except Exception as error:  # vLLM's own class of error is none of Python's
+            line = f"sampling_params[{i}]: vLLM refuses them: {last_line(error)}"
+            raise ConfigError(line) from error
+
+
+def checked_tokens(tokens: Any, limits: EngineLimits, where: str) -> list[int]:
+    """The token ids of a prompt, as a list.
+
+    Args:
+        tokens: as the caller gave them.
+        limits: of the engine.
+        where: the prompt's place in the call.
+
+    Raises:
+        ConfigError: no token ids, none or too many of them, or ids that the model does not know.
+    """
+    try:
+        ids = np.asarray(tokens)
+    except (ValueError, TypeError, RuntimeError, OverflowError):  # lists of different lengths, ...
+        ids = np.empty((0, 0))
+    if ids.ndim == 1 and not ids.size:
+        raise ConfigError(f"{where}: has no token; a prompt needs one at least")
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        kinds = ", ".join(sorted({type(t).__name__ for t in tokens})) if ids.ndim == 1 else ""
+        raise ConfigError(
+            f"{where}: must be token ids, one whole number after the other, got "
+            f"{kinds or type(tokens).__name__}"
+        )
+    if len(ids) >= limits.max_model_len:
+        raise ConfigError(
+            f"{where}: has {len(ids)} tokens, and the model's limit for prompt and response "
+            f"together is {limits.max_model_len} (max_model_len); shorten it"
+        )
+    least, most = int(ids.min()), int(ids.max())
+    if least < 0 or most >= limits.vocabulary:
+        raise ConfigError(
+            f"{where}: has token {least if least < 0 else most}, and the model's vocabulary is "
+            f"0..{limits.vocabulary - 1}"
+        )
+    listed: list[int] = ids.tolist()
+    return listed

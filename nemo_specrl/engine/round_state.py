@@ -1,0 +1,48 @@
+"""What a row that is verified in rounds knows of itself between two requests."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from vllm.logprobs import FlatLogprobs
+
+    from nemo_specrl.speculation.suffix_tree import TreeRow
+
+__all__ = ["RowInRounds"]
+
+
+@dataclasses.dataclass(eq=False)
+class RowInRounds:
+    """The state of a row that is decoded in rounds.
+
+    Args:
+        tree: what it drafts from.
+        stream: tells apart the randomness of this row from that of other tries at the same row.
+        uniforms: of acceptance; none is used twice.
+        salt: of the prefix cache. Blocks are shared by the row's own requests alone, since what
+            another row has computed of a draft would come without log-probs.
+        requests: made so far.
+        policy_version: of the weights when the present request was made.
+        draft: the present request's, until it is judged.
+        rejected: the candidates at the position of a rejected token, none of which took its place;
+            the present request draws from the rest.
+        unproved: the last draft could not be judged, so that the next request has none.
+        opening: the present request has not been heard of yet.
+        again: the row needs another request.
+    """
+
+    tree: TreeRow
+    stream: str
+    uniforms: np.random.Generator
+    salt: str
+    requests: int = 0
+    policy_version: int = 0
+    draft: list[int] = dataclasses.field(default_factory=list)
+    rejected: FlatLogprobs | None = None
+    unproved: bool = False
+    opening: bool = False
+    again: bool = False

@@ -1,0 +1,195 @@
+"""Sampling parameters: which of them allow verification, and where they end a response.
+
+Reads vLLM's ``SamplingParams``; runs no engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nemo_specrl.engine.vllm.compat import Detokenizer
+from nemo_specrl.errors import UnsupportedSampling
+from nemo_specrl.rollout import Finish
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+
+__all__ = ["Ending", "StopRules", "check_verifiable", "is_greedy", "is_raw"]
+
+# Everything that changes the distribution a token is drawn from, with the values that leave it raw.
+# Acceptance compares log-probs, and vLLM's prompt log-probs are of the raw distribution whatever
+# the sampling parameters are.
+_RAW: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("temperature", (1, 1.0)),
+    ("top_p", (1, 1.0)),
+    ("top_k", (0, -1, None)),
+    ("min_p", (0, 0.0)),
+    ("presence_penalty", (0, 0.0)),
+    ("frequency_penalty", (0, 0.0)),
+    ("repetition_penalty", (1, 1.0)),
+    ("min_tokens", (0,)),
+    ("logit_bias", (None, {})),
+    ("allowed_token_ids", (None, [])),
+    ("bad_words", (None, [])),
+    ("structured_outputs", (None,)),
+    ("thinking_token_budget", (None,)),
+    ("repetition_detection", (None,)),
+    ("trace_decode_token_ids", (None, [])),
+    ("watermarking", (None, False)),
+)
+# What vLLM's rejection sampler applies to the distribution that it verifies drafts of a tree by
+# (v1/sample/rejection_sampler.py, apply_sampling_constraints). Not top_k: with it alone, an engine
+# on a CPU fails in a step that has no draft (v1/sample/ops/topk_topp_sampler.py, apply_top_k_only).
+_BY_TREES = frozenset({"temperature", "top_p"})
+# Log-probs of other tokens than the likeliest: a position's first entry need not be its own token.
+_UNREADABLE = ("logprob_token_ids", "prompt_logprob_token_ids")
+
+
+def is_greedy(params: SamplingParams) -> bool:
+    """Whether the temperature is 0, within vLLM's tolerance."""
+    return bool(params.temperature < 1e-5)
+
+
+def is_raw(params: SamplingParams) -> bool:
+    """Whether tokens are drawn from the raw distribution, as far as the request decides."""
+    return all(getattr(params, name, raw[0]) in raw for name, raw in _RAW)
+
+
+def check_verifiable(params: SamplingParams, *, trees_alone: bool = False) -> None:
+    """Raise for sampling parameters under which a draft cannot be verified.
+
+    Args:
+        params: of a request.
+        trees_alone: nothing is verified but drafts of trees, by vLLM's own rejection sampler.
+
+    Raises:
+        UnsupportedSampling: naming the parameter, its value and what to set.
+    """
+    for name, raw in _RAW:
+        value = getattr(params, name, raw[0])
+        if value in raw or (trees_alone and name in _BY_TREES):
+            continue
+        if trees_alone:
+            raise UnsupportedSampling(
+                f"{name} = {value!r}: has not been shown to hold for drafts of trees, as "
+                f"temperature and top_p have; set {name}: {raw[0]}, or "
+                "spec_rl.enabled: false"
+            )
+        lossless = ""
+        if name in _BY_TREES:
+            lossless = ", or preset: lossless with an engine that has the tree proposer"
+        raise UnsupportedSampling(
+            f"{name} = {value!r}: drafts are verified by prompt log-probs, which are those of "
+            f"raw sampling; set {name}: {raw[0]}, or spec_rl.enabled: false{lossless}"
+        )
+    for name in _UNREADABLE:
+        if getattr(params, name, None) is not None:
+            raise UnsupportedSampling(
+                f"{name}: vLLM's answer cannot be put together from a draft and its continuation; "
+                "leave it out, or set spec_rl.enabled: false"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """Where and how a response ends.
+
+    Args:
+        length: tokens of the response.
+        finish: how it ends; None while it goes on; PARTIAL where the engine gave it up.
+        stop_reason: the stop token or stop string that ended it, as vLLM reports it.
+        given_up: the ``finish_reason`` that vLLM reports for a response that it gave up, such as
+            "abort".
+    """
+
+    length: int
+    finish: Finish | None
+    stop_reason: int | str | None = None
+    given_up: str | None = None
+
+    @property
+    def finish_reason(self) -> str:
+        """The ``finish_reason`` that vLLM reports."""
+        if self.given_up is not None:
+            return self.given_up
+        return "length" if self.finish is Finish.LENGTH else "stop"
+
+    @classmethod
+    def unfinished(cls, length: int, reason: str = "abort") -> Ending:
+        """Of a response that the engine has given up before its end.
+
+        Args:
+            length: tokens of the response.
+            reason: the ``finish_reason`` that vLLM reports for it.
+        """
+        return cls(length, Finish.PARTIAL, given_up=reason)
+
+
+@dataclasses.dataclass(frozen=True)
+class StopRules:
+    """The conditions that end a request's response, applied token by token as vLLM does.
+
+    Args:
+        params: sampling parameters, with ``n == 1``.
+        prompt: token ids.
+        max_model_len: the engine's limit for prompt and response together, tokens.
+        eos: the engine's end-of-sequence token, or None.
+        extra_eos: further ones, which vLLM treats as stop tokens.
+        tokenizer: the engine's, or None; stop strings need one.
+    """
+
+    params: SamplingParams
+    prompt: list[int]
+    max_model_len: int
+    eos: int | None
+    extra_eos: frozenset[int]
+    tokenizer: Any
+
+    @property
+    def budget(self) -> int:
+        """The most tokens that the response may have."""
+        room = self.max_model_len - len(self.prompt)
+        return room if self.params.max_tokens is None else min(self.params.max_tokens, room)
+
+    @property
+    def stop_tokens(self) -> frozenset[int]:
+        """The tokens that end a response, end-of-sequence among them."""
+        stops = frozenset(self.params.stop_token_ids or ())
+        if self.params.ignore_eos:
+            return stops
+        return stops | self.extra_eos | (frozenset() if self.eos is None else {self.eos})
+
+    def ending_at(self, length: int, token: int) -> Ending | None:
+        """How a response of ``length`` tokens ends at its last one; None where it goes on.
+
+        Stop strings are not looked for.
+        """
+        if token in self.stop_tokens:
+            is_eos = token == self.eos and not self.params.ignore_eos
+            return Ending(length, Finish.STOP, None if is_eos else token)
+        return Ending(length, Finish.LENGTH) if length >= self.budget else None
+
+    def detokenizer(self) -> Detokenizer:
+        """A new detokenizer with the prompt and the stop strings."""
+        return Detokenizer(self.tokenizer, self.prompt, self.params)
+
+    def ending(self, tokens: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Ending:
+        """Where a response that begins with ``tokens`` ends."""
+        tokens = np.asarray(tokens, dtype=np.int64)[: self.budget]
+        hits = np.flatnonzero(np.isin(tokens, list(self.stop_tokens)))
+        length = int(hits[0]) + 1 if len(hits) else len(tokens)
+        last = int(tokens[length - 1]) if length else -1
+        end = self.ending_at(length, last) or Ending(length, None)
+        if self.params.stop and self.params.detokenize:
+            detokenizer = self.detokenizer()
+            for i, token in enumerate(tokens[: end.length].tolist()):
+                by_token = end.finish is Finish.STOP and i + 1 == end.length
+                found = detokenizer.feed([token], stop_terminated=by_token)
+                if found is not None:
+                    return Ending(i + 1, Finish.STOP_STRING, found)
+        return end

@@ -1,0 +1,9 @@
+"""Everything that depends on vLLM's version or replaces a part of it.
+
+Modules, each of which imports only from those below it::
+
+    refit             new weights, streamed into an engine of this process
+    sampler_memory    bounds the memory of vLLM's rejection sampler (a patch)
+    patches           what is replaced in vLLM, each with its reason and a check of the source
+    compat            differences between versions and devices
+"""

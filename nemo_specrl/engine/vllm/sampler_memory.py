@@ -1,0 +1,88 @@
+"""A bound for the memory of vLLM's rejection sampler: a patch like those in ``patches``."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from nemo_specrl.engine.vllm.patches import check_source, to_be_replaced
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["bound_sampler_memory"]
+
+SAMPLED_LOGPROBS_SOURCES = {"b6440432a4dbc4b0": "0.25.1 to 0.32.0"}
+"""XXH3 of the source of ``RejectionSampler._get_logprobs_tensors``, and versions that have it."""
+SAMPLED_TOKENS_AT_ONCE = 512
+"""So many sampled or drafted tokens have their log-probs computed at once."""
+
+
+def bound_sampler_memory() -> None:
+    """Have the log-probs of sampled tokens computed for the drafts that are there, part by part.
+
+    ``RejectionSampler._get_logprobs_tensors`` of vLLM makes two float32 tensors of the vocabulary
+    for rows x (longest draft + 1) tokens, however few of these there are (v1/sample/
+    rejection_sampler.py, 0.25.1 to 0.32): with 256 rows, of which one has a draft of 24, and the
+    vocabulary of Qwen3, 7.8 GB that no profile of vLLM's has seen. What requests get is the same.
+
+    The function is replaced whole, and therefore only where its source is known.
+
+    Raises:
+        IncompatibleVersion: its source is that of no version in ``SAMPLED_LOGPROBS_SOURCES``.
+    """
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+
+    missing = "this vLLM's RejectionSampler has no _get_logprobs_tensors"
+    original = to_be_replaced(RejectionSampler, "_get_logprobs_tensors", missing)
+    if original is None:
+        return
+    check_source(original, SAMPLED_LOGPROBS_SOURCES)
+
+    @functools.wraps(original)
+    def _get_logprobs_tensors(
+        self: Any,
+        max_num_logprobs: int,
+        metadata: Any,
+        logits: torch.Tensor,
+        target_logits: torch.Tensor,
+        bonus_logits: torch.Tensor,
+        sampled_token_ids: torch.Tensor,
+    ) -> Any:
+        import torch
+        from vllm.v1.outputs import LogprobsTensors
+
+        if self.is_logits_logprobs_mode:  # its requests are not drafted for
+            return original(
+                self, max_num_logprobs, metadata, logits, target_logits, bonus_logits,
+                sampled_token_ids,
+            )  # fmt: skip
+        if self.is_processed_logprobs_mode:
+            processed = torch.zeros_like(logits, dtype=torch.float32)
+            processed[metadata.target_logits_indices] = target_logits.to(torch.float32)
+            processed[metadata.bonus_logits_indices] = bonus_logits.to(torch.float32)
+            logits = processed
+        # A row has as many positions as the step computed for it, and as many cells of
+        # sampled_token_ids as the row with the longest draft. -1 stands where nothing was sampled.
+        starts = torch.zeros_like(metadata.cu_num_sampled_tokens)
+        starts[1:] = metadata.cu_num_sampled_tokens[:-1]
+        width = sampled_token_ids.shape[-1]
+        cells = torch.arange(width, device=starts.device, dtype=starts.dtype)
+        position = (starts.unsqueeze(1) + cells).flatten().clamp_(max=len(logits) - 1)
+        # Several cells beyond a row's end share the position of another row, whose token stands.
+        sampled = sampled_token_ids.flatten()
+        tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+        tokens.scatter_reduce_(0, position.long(), sampled.clamp(min=0).long(), "amax")
+        pieces = []
+        for part, of_part in zip(
+            torch.split(logits, SAMPLED_TOKENS_AT_ONCE),
+            torch.split(tokens, SAMPLED_TOKENS_AT_ONCE),
+            strict=True,
+        ):
+            logprobs = self.sampler.compute_logprobs(part)
+            pieces.append(self.sampler.gather_logprobs(logprobs, max_num_logprobs, of_part)[:3])
+        columns = [torch.cat(column)[position] for column in zip(*pieces, strict=True)]
+        return LogprobsTensors(*columns)
+
+    _get_logprobs_tensors.of_nemo_specrl = True  # type: ignore[attr-defined]
+    RejectionSampler._get_logprobs_tensors = _get_logprobs_tensors

@@ -1,1 +1,0 @@
-"""Frameworks that the plug-in works in, one package for each."""

@@ -1,0 +1,13 @@
+"""What a run reports while it goes on, and the pictures and pages that are made of it.
+
+Modules, each of which imports only from those below it::
+
+    live_server        serves the page of one run (nemo-specrl report --follow)
+    report             pictures, tables and pages of a run or of two runs side by side
+    live_page          the page's content: state, figures, warnings
+    run_plot           the picture of one run
+    comparison_plot    the picture of a plain and a speculative run
+    metrics_file       metrics.jsonl, written and read; TensorBoard
+    prometheus         the same metrics for Prometheus: a textfile, Ray's endpoint
+    heartbeat          heartbeats for ft_launcher of nvidia-resiliency-ext
+"""

@@ -1,0 +1,242 @@
+"""The metrics of a run, written to metrics.jsonl, TensorBoard and Prometheus at each step."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from nemo_specrl.errors import ConfigError
+from nemo_specrl.monitoring import prometheus as exported
+
+__all__ = [
+    "METRICS",
+    "MetricsFile",
+    "MetricsLog",
+    "left_out",
+    "quiet_libraries",
+    "read_lines",
+    "read_metrics",
+    "read_steps",
+]
+
+METRICS = "metrics.jsonl"
+CUT_OFF = "cut off"
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+def quiet_libraries() -> None:
+    """Leave out what libraries print while a run starts and a user can do nothing about.
+
+    Errors stay, and so do warnings that come from anywhere else. Call it before torch is imported;
+    variables that the user has set stay.
+    """
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # of reading the model's weights
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # to which NUMA nodes memory is bound
+    # vLLM's modules read names that torch no longer recommends.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
+    # Triton is missing on a CPU.
+    logging.getLogger("torch._library.triton").addFilter(lambda record: record.levelno >= 40)
+
+
+def read_lines(path: Path, parse: Callable[[str], T]) -> tuple[list[T], list[str]]:
+    """Read a log of which each line stands for itself, so that a bad line costs that line alone.
+
+    Args:
+        path: of the file. Empty lines are passed over.
+        parse: makes a row of a line. A ``ValueError`` says what is wrong with it.
+
+    Returns:
+        The rows; and what is wrong with each line that was left out, by its number. A last line
+        without its end, as a killed process leaves it or a running one is about to complete, is
+        called "cut off".
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    rows, wrong = [], []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                rows.append(parse(line.decode()))
+            except (ValueError, RecursionError) as error:
+                reason = " ".join(str(error).split()) if line.endswith(b"\n") else CUT_OFF
+                wrong.append(f"line {number}: {reason}")
+    return rows, wrong
+
+
+def left_out(path: Path, wrong: Sequence[str]) -> str:
+    """A sentence on the lines of a file that were left out; empty where none was."""
+    if not wrong:
+        return ""
+    count = "1 line is" if len(wrong) == 1 else f"{len(wrong):,} lines are"
+    return f"{path}: {count} left out ({wrong[0]}{', ...' if len(wrong) > 1 else ''})"
+
+
+def read_steps(path: Path) -> tuple[list[dict[str, Any]], str]:
+    """Read the steps of a metrics.jsonl in order.
+
+    Where a resumed run repeated steps, the newer records replace the older ones. Numbers that are
+    not finite become None.
+
+    Returns:
+        The records; and a sentence on damaged lines, which are left out. One that is cut off is
+        left out without a word: its step is not done, or will be repeated.
+
+    Raises:
+        ConfigError: no line is a step's, so that this is some other file.
+        OSError: the file cannot be read.
+    """
+    found, wrong = read_lines(path, _step)
+    damaged = [line for line in wrong if not line.endswith(CUT_OFF)]
+    if damaged and not found:
+        raise ConfigError(f"{path}: holds no steps of a run ({damaged[0]})")
+    records: list[dict[str, Any]] = []
+    for record in found:
+        while records and records[-1]["step"] >= record["step"]:
+            records.pop()
+        records.append(record)
+    return records, left_out(path, damaged)
+
+
+def _step(line: str) -> dict[str, Any]:
+    record: Any = None
+    with contextlib.suppress(ValueError):
+        record = json.loads(line, parse_constant=lambda _: None)
+    if isinstance(record, dict):
+        step = record.get("step")
+        if isinstance(step, int) and abs(step) < 2**53:
+            return record
+    raise ValueError("not a step's JSON object")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Read the steps of a metrics.jsonl as :func:`read_steps` does, and log what is left out.
+
+    A file that is not there has no steps.
+    """
+    if not path.exists():
+        return []
+    records, damaged = read_steps(path)
+    if damaged:
+        logger.warning("%s", damaged)
+    return records
+
+
+class MetricsFile:
+    """The metrics.jsonl of a run: a line of JSON for each step, and no incomplete one.
+
+    Args:
+        folder: in which the file is; created if missing.
+        step: steps done. Lines of later steps, left by a run that was killed, are dropped, since
+            their steps are repeated.
+        before: the run's file in another folder, whose lines are taken where this folder has no
+            file yet; it may be missing.
+
+    Raises:
+        ConfigError: the file that is there is another program's.
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, folder: Path, step: int, before: Path | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / METRICS
+        source = self.path if before is None or self.path.exists() else before
+        kept = [record for record in read_metrics(source) if record["step"] <= step]
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        os.replace(temporary, self.path)
+        self._file = self.path.open("ab", buffering=0)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Add the record of a step.
+
+        Raises:
+            OSError: the disk does not take the line, of which nothing is left then.
+        """
+        left = json.dumps(record).encode() + b"\n"
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(end)
+            raise
+
+    def close(self) -> None:
+        """Flush and close; closing again does nothing."""
+        if not self._file.closed:
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+
+class MetricsLog:
+    """Writes a run's metrics. Where this process is connected to Ray, its endpoint has them, too.
+
+    Args:
+        folder: ``logger.log_dir``.
+        step: steps done; what is there of later steps is dropped.
+        tensorboard: write event files too.
+        prometheus: file ending in .prom for node_exporter's textfile collector; replaced atomically
+            at each step. A failure to write it is logged once, until a write succeeds. None: no
+            such file.
+    """
+
+    def __init__(
+        self, folder: Path, step: int, *, tensorboard: bool, prometheus: Path | None = None
+    ) -> None:
+        self._file = MetricsFile(folder, step)
+        self._writer: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+        self._textfile = None if prometheus is None else exported.Textfile(prometheus, folder.name)
+        self._textfile_failed = False
+        ray = sys.modules.get("ray")
+        connected = ray is not None and ray.is_initialized()
+        self._ray = exported.RayEndpoint(folder.name) if connected else None
+        self._export(exported.started())
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Add the record of a step; its scalars go to TensorBoard as ``train/<key>``."""
+        self._file.write(record)
+        if self._writer is not None:
+            for name, value in record.items():
+                if isinstance(value, (int, float)) and name != "step":
+                    self._writer.add_scalar(f"train/{name}", value, record["step"])
+        self._export(exported.of_step(record))
+
+    def finish(self) -> None:
+        """Say that the run ended well; Prometheus then no longer expects a next step."""
+        self._export(exported.ended())
+
+    def _export(self, samples: exported.Samples) -> None:
+        if self._ray is not None:
+            self._ray.write(samples)
+        if self._textfile is None:
+            return
+        try:
+            self._textfile.write(samples)
+            self._textfile_failed = False
+        except OSError as error:  # monitoring must not end a run
+            if not self._textfile_failed:
+                logger.warning("%s: cannot be written (%s)", self._textfile.path, error)
+            self._textfile_failed = True
+
+    def close(self) -> None:
+        """Flush and close; closing again does nothing."""
+        self._file.close()
+        if self._writer is not None:
+            self._writer.close()

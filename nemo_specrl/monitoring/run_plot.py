@@ -1,0 +1,142 @@
+"""The picture of one run, drawn from columns of numbers into a PNG."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from nemo_specrl.monitoring.comparison_plot import (
+    BLUE,
+    GREEN,
+    INCHES,
+    ORANGE,
+    PURPLE,
+    SKY,
+    Column,
+    applies,
+    canvas,
+    finish_panel,
+    panel_title,
+    png_of,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["run_picture"]
+
+# Panels behind the first: heading, note below it, and (metric, label, colour) of each line.
+_PANELS: list[tuple[str, str, list[tuple[str, str, str]]]] = [
+    ("Rollout tokens per second", "higher is better", [
+        ("rollout_speed", "rollouts", ORANGE),
+        ("plain_speed", "plain decoding, in evaluations", BLUE)]),
+    ("Tokens of a row per engine step", "plain decoding: 1; higher is faster", [
+        ("spec_rl/tree_tokens_per_step", "with drafts from trees", ORANGE)]),
+    ("Tokens per training step", "fewer are decoded where prefixes are reused", [
+        ("response_tokens", "in the responses", BLUE),
+        ("decoded_tokens", "decoded", ORANGE)]),
+    ("Drafts", "fractions; higher is faster", [
+        ("spec_rl/tree_accepted_fraction", "tokens from trees accepted", SKY),
+        ("spec_rl/draft_coverage", "rows with a draft", BLUE),
+        ("spec_rl/accepted_fraction", "draft tokens accepted", ORANGE),
+        ("spec_rl/full_reuse_ratio", "drafts reused whole", GREEN),
+        ("spec_rl/reused_token_fraction", "response reused", PURPLE)]),
+    ("Fresh minus reused rows", "in standard errors; near 0 in a healthy run", [
+        ("spec_rl/reward_gap_z", "reward", BLUE),
+        ("spec_rl/length_gap_z", "length", GREEN),
+        ("spec_rl/logprob_gap_z", "log-prob", ORANGE),
+        ("spec_rl/staleness_z", "staleness", PURPLE)]),
+    ("Training reward", "higher is better", [
+        ("reward", "all rows", BLUE),
+        ("fresh_reward", "freshly decoded rows", ORANGE)]),
+    ("Held-out accuracy, %", "higher is better", [
+        ("heldout_percent", "held-out prompts", BLUE)]),
+    ("Size of the updates", "both stay small in a healthy run", [
+        ("kl", "KL, nats", BLUE),
+        ("clip_fraction", "tokens clipped, fraction", ORANGE)]),
+]  # fmt: skip
+
+
+def run_picture(columns: dict[str, list[float | None]], title: str) -> bytes:
+    """Draw one run into a PNG of 1400 x 1300 pixels.
+
+    Args:
+        columns: metric name to its value at each step; metrics may be missing.
+        title: title of the picture; empty: none.
+
+    Raises:
+        ConfigError: matplotlib is missing.
+    """
+    width, _ = INCHES
+    with canvas((width, 13)) as figure:
+        if title:
+            figure.text(0.015, 0.97, title, fontsize=20, weight="bold", va="center")
+        # A kind of drafts that the run does not use has no panel.
+        panels = [
+            panel
+            for panel in _PANELS
+            if any(not n.startswith("spec_rl/") or applies(columns, n) for n, _, _ in panel[2])
+        ]
+        grid = figure.add_gridspec(
+            -(-(1 + len(panels)) // 3), 3, left=0.055, right=0.975, bottom=0.05,
+            top=0.9 if title else 0.95, hspace=0.45, wspace=0.24,
+        )  # fmt: skip
+        axes = [figure.add_subplot(grid[i // 3, i % 3]) for i in range(1 + len(panels))]
+        steps = [int(step or 0) for step in columns["step"]]
+        _draw_step_seconds(axes[0], steps, columns)
+        panel_title(axes[0], "Seconds per step", "lower is better")
+        columns = columns | {
+            "heldout_percent": [
+                None if a is None else 100 * a for a in columns.get("heldout_accuracy", [])
+            ],
+            "rollout_speed": _ratios(columns, "response_tokens", "rollout_s"),
+            "plain_speed": _ratios(columns, "heldout_tokens", "heldout_decode_s"),
+        }
+        for ax, (heading, note, lines) in zip(axes[1:], panels, strict=True):
+            for name, label, colour in lines:
+                if applies(columns, name):
+                    _draw_column(ax, steps, columns[name], label, colour)
+            panel_title(ax, heading, note)
+        for ax in axes:
+            finish_panel(ax, columns.get("epoch", ()), steps)
+        return png_of(figure)
+
+
+def _ratios(columns: dict[str, list[float | None]], over: str, under: str) -> list[float | None]:
+    return [
+        a / b if a is not None and b else None
+        for a, b in zip(columns.get(over, []), columns.get(under, []), strict=False)
+    ]
+
+
+def _draw_step_seconds(ax: Axes, steps: Sequence[int], columns: dict[str, list[Any]]) -> None:
+    """Stack verification, the rest of the rollout, training and the rest of the step."""
+    empty: list[float | None] = [None] * len(steps)
+    rollout, verify, train, whole = (
+        [value or 0.0 for value in columns.get(name, empty)]
+        for name in ("rollout_s", "verify_s", "train_s", "step_s")
+    )
+    parts = {
+        "verification": (verify, "#7A3500"),
+        "rest of the rollout": ([r - v for r, v in zip(rollout, verify, strict=True)], ORANGE),
+        "training": (train, SKY),
+        "rest": (
+            [max(0.0, w - r - t) for w, r, t in zip(whole, rollout, train, strict=True)],
+            "#BBBBBB",
+        ),
+    }
+    if not any(verify):
+        del parts["verification"]
+        parts = {"rollout": parts.pop("rest of the rollout"), **parts}
+    ax.stackplot(steps, *(values for values, _ in parts.values()), labels=list(parts),
+                 colors=[colour for _, colour in parts.values()])  # fmt: skip
+    ax.set_ylim(0, max(*whole, *rollout, 1e-9))
+
+
+def _draw_column(ax: Axes, steps: Sequence[int], column: Column, label: str, colour: str) -> None:
+    """Draw a line through the values that are present, with markers where they are few."""
+    present = [(step, value) for step, value in zip(steps, column, strict=False)
+               if value is not None]  # fmt: skip
+    if present:
+        ax.plot(*zip(*present, strict=True), "-o" if len(present) <= 30 else "-", color=colour,
+                linewidth=2, markersize=4, label=label)  # fmt: skip

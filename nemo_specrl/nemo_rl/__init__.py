@@ -1,0 +1,19 @@
+"""The plug-in for NeMo-RL: ``nemo-specrl run`` installs it, ``spec_rl.enabled`` switches it on.
+
+Modules, each of which imports only from those below it::
+
+    launcher                     installs the plug-in, then runs a stock NeMo-RL script unchanged
+    install                      replaces NeMo-RL's classes and functions
+    hooks                        wraps the methods of policy, logger and checkpoint manager
+    generation                   the driver's side: identities of rows, balance (a VllmGeneration)
+    sync_worker, async_worker    the engine's side: SpeculativeLLM in place of vllm.LLM
+    metrics_log                  the steps of a run in the plug-in's own log
+    drift_monitor                feeds the drift monitor with the rows of each step
+    birth_anchor                 starts the clipped ratio from birth log-probs
+    metrics                      the engines' metrics under NeMo-RL's names
+    job_state                    tells a batch script of checkpoints, and that steps end
+    save_deadline                the job's time limit, where NeMo-RL asks whether to save and end
+    rollout_metadata             what is known of each rollout, from engines to driver
+    context                      the plug-in's view of a run: recipe, folders, last checkpoint
+    compat                       names of NeMo-RL that are relied on, and a check of them
+"""

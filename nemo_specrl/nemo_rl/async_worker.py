@@ -1,0 +1,162 @@
+"""The asynchronous worker (``vllm_cfg.async_engine: true``), which uses AsyncSpeculativeLLM.
+
+Rows come one by one, and rows of training and of validation may be in the engine together, so
+whether a row is drafted is decided for each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextvars import ContextVar
+from typing import Any
+
+import ray
+from nemo_rl.distributed.worker_group_utils import get_nsight_config_if_pattern_matches
+from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
+
+from nemo_specrl.cache.cluster.cluster_cache import ClusterCache
+from nemo_specrl.engine.async_engine import AsyncSpeculativeLLM
+from nemo_specrl.engine.metrics import EngineMetrics
+from nemo_specrl.nemo_rl.compat import CHECKPOINT_ENGINE_UPDATE
+from nemo_specrl.nemo_rl.context import SAMPLE_INDICES, Run, engine_arguments
+from nemo_specrl.nemo_rl.rollout_metadata import Record, RecordLog, SequenceKey
+
+__all__ = ["SpecVllmAsyncGenerationWorker", "SpecVllmAsyncGenerationWorkerImpl"]
+
+_drafting: ContextVar[bool] = ContextVar("drafting", default=False)
+"""Whether the row of the current task is drafted."""
+
+
+class SpecVllmAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
+    """A worker that drafts rows once the driver has attached a cache."""
+
+    llm: Any
+    _speculative: AsyncSpeculativeLLM | None = None
+    _records: RecordLog | None = None
+    _paused = False
+
+    def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
+        """Create the engine, with what lossless drafting needs, if anything."""
+        super()._create_engine(engine_arguments(llm_kwargs, self.cfg["spec_rl"]))
+
+    async def spec_rl_attach(self, cache: ClusterCache, run: Run, policy_version: int) -> str:
+        """Start drafting from ``cache``; called once, after the engine has started.
+
+        Returns:
+            The id of this worker's node in Ray.
+        """
+        self._speculative = AsyncSpeculativeLLM(
+            self.llm, cache, run.spec_rl, seed=run.seed, policy_version=policy_version
+        )
+        self._cache = cache
+        if run.needs_records:
+            self._records = RecordLog(births=run.spec_rl.clip_anchor == "birth")
+        self.llm = _DraftingEngine(self._speculative, self._records)
+        return str(ray.get_runtime_context().get_node_id())
+
+    async def spec_rl_pause(self, paused: bool) -> None:
+        """Decode without drafts and keep nothing in the cache while ``paused``."""
+        self._paused = paused
+
+    async def spec_rl_set_fresh_fraction(self, fresh_fraction: float) -> None:
+        """Decode another share of the rows without a draft, from the next one on."""
+        if self._speculative is not None:
+            self._speculative.fresh_fraction = fresh_fraction
+
+    async def spec_rl_policy_version(self) -> int:
+        """Return the policy version of the engine's weights."""
+        return 0 if self._speculative is None else self._speculative.policy_version
+
+    async def spec_rl_take_metrics(self) -> EngineMetrics | None:
+        """Return the metrics of the rows since they were last taken."""
+        if self._speculative is None:
+            return None
+        await self._speculative.count_tree_drafts()
+        metrics, self._speculative.metrics = self._speculative.metrics, EngineMetrics()
+        metrics.cache_errors += self._cache.take_failures()
+        return metrics
+
+    async def spec_rl_take_records(self) -> list[tuple[SequenceKey, Record]]:
+        """Return the records of the rollouts since they were last taken."""
+        return [] if self._records is None else self._records.take()
+
+    async def generate_async(self, data: Any, greedy: bool = False) -> AsyncIterator[Any]:
+        """Generate as the base class does, with a draft for a row of training."""
+        # Set for the task of this call, in which the base class calls self.llm.generate.
+        _drafting.set(SAMPLE_INDICES in data and not self._paused and not greedy)
+        async for result in super().generate_async(data, greedy=greedy):
+            yield result
+
+    # These four methods change the engine's weights; sparse refits, which do it by others, are
+    # refused (run.py).
+
+    async def update_weights_via_ipc_zmq_async(self, *args: Any, **kwargs: Any) -> Any:
+        """Update the weights, and count the policy version up."""
+        return await self._refit(super().update_weights_via_ipc_zmq_async, *args, **kwargs)
+
+    async def update_weights_from_collective_async(self, *args: Any, **kwargs: Any) -> Any:
+        """Update the weights, and count the policy version up."""
+        return await self._refit(super().update_weights_from_collective_async, *args, **kwargs)
+
+    async def nccl_reshard_refit_async(self, *args: Any, **kwargs: Any) -> Any:
+        """Update the weights, and count the policy version up."""
+        return await self._refit(super().nccl_reshard_refit_async, *args, **kwargs)
+
+    async def checkpoint_engine_rpc_async(
+        self, checkpoint_method: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Pass on a call to a checkpoint engine; count up where it updates the weights."""
+        call = super().checkpoint_engine_rpc_async
+        if checkpoint_method == CHECKPOINT_ENGINE_UPDATE:
+            return await self._refit(call, checkpoint_method, *args, **kwargs)
+        return await call(checkpoint_method, *args, **kwargs)
+
+    async def _refit(self, update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Update the weights and begin a policy version.
+
+        Raises:
+            ConfigError: rows are running, whose KV blocks are those of the old weights.
+        """
+        speculative = self._speculative
+        if speculative is None:
+            return await update(*args, **kwargs)
+        speculative.check_idle()
+        result = await update(*args, **kwargs)
+        await speculative.set_policy_version(speculative.policy_version + 1)
+        return result
+
+
+class _DraftingEngine:
+    """Stands in for ``self.llm``: drafts rows of training, and passes on everything else."""
+
+    def __init__(self, speculative: AsyncSpeculativeLLM, records: RecordLog | None) -> None:
+        self._speculative, self._records = speculative, records
+
+    def generate(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        if _drafting.get():
+            return self._drafted(*args, **kwargs)
+        plain: AsyncIterator[Any] = self._speculative.llm.generate(*args, **kwargs)
+        return plain
+
+    async def abort(self, *args: Any, **kwargs: Any) -> None:
+        await self._speculative.abort(*args, **kwargs)
+
+    async def pause_generation(self, **kwargs: Any) -> None:
+        await self._speculative.pause_generation(**kwargs)
+
+    async def sleep(self, *args: Any, **kwargs: Any) -> None:
+        await self._speculative.sleep(*args, **kwargs)
+
+    async def _drafted(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        async for output in self._speculative.generate(*args, **kwargs):
+            if self._records is not None:
+                self._records.note([output])
+            yield output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._speculative.llm, name)
+
+
+@ray.remote(runtime_env={**get_nsight_config_if_pattern_matches("vllm_async_generation_worker")})
+class SpecVllmAsyncGenerationWorker(SpecVllmAsyncGenerationWorkerImpl):
+    """The Ray actor."""

@@ -1,0 +1,134 @@
+"""Feeds the drift monitor with the rows of each step of a NeMo-RL run.
+
+Which rows were fresh, and how stale their reused tokens are, comes with the rollouts from the
+engines (:mod:`.records`); rewards and the policy's log-probs come from the trainer.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nemo_specrl.config import SpecRLConfig
+from nemo_specrl.nemo_rl.rollout_metadata import RecordTable
+from nemo_specrl.speculation.drift import DriftMonitor
+
+__all__ = ["StepMonitor"]
+
+STATE = "monitor.json"
+"""Name of the state's file in a checkpoint's folder of the cache."""
+
+BATCH_COLUMNS = {
+    "token_ids": "input_ids",
+    "token_loss_mask": "token_mask",
+    "input_lengths": "input_lengths",
+    "prev_logprobs": "prev_logprobs",
+    "rewards": "rewards",
+}
+"""The columns of a batch of PPO, by the names under which NeMo-RL logs them."""
+
+logger = logging.getLogger(__name__)
+
+
+class StepMonitor:
+    """Compares fresh and reused rows of each step, and adapts ``fresh_fraction`` if configured.
+
+    Args:
+        records: of the rollouts of each step.
+        config: the ``spec_rl:`` block.
+        steps_per_epoch: batches in a pass over the prompts.
+        set_fresh_fraction: called with the new ``fresh_fraction`` when ``monitor.auto`` changes it.
+        state: folder into which :meth:`save` wrote the state to continue from, or None.
+    """
+
+    def __init__(
+        self,
+        records: RecordTable,
+        config: SpecRLConfig,
+        *,
+        steps_per_epoch: int,
+        set_fresh_fraction: Callable[[float], None],
+        state: Path | None = None,
+    ) -> None:
+        self._records = records
+        self._set_fresh_fraction = set_fresh_fraction
+        self.monitor = DriftMonitor(
+            config.monitor,
+            fresh_fraction=config.effective_fresh_fraction,
+            steps_per_epoch=steps_per_epoch,
+        )
+        if state is not None and (state / STATE).exists():
+            self.monitor.restore(json.loads((state / STATE).read_text()))
+            self._set_fresh_fraction(self.monitor.fresh_fraction)
+
+    def save(self, folder: Path) -> None:
+        """Write the state from which a resumed run continues."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / STATE).write_text(json.dumps(self.monitor.state()))
+
+    def compare(self, rows: Mapping[str, Sequence[Any]]) -> dict[str, float]:
+        """Add the rows of a step to the comparison and return its metrics.
+
+        A row whose record is missing is left out. A failure is logged and costs the step nothing.
+
+        Args:
+            rows: columns under the names by which NeMo-RL logs them: ``token_ids``,
+                ``input_lengths``, ``token_loss_mask``, ``prev_logprobs``, and ``rewards``
+                (``filtered_rewards`` under dynamic sampling).
+        """
+        return self._guarded(lambda: rows)
+
+    def compare_batch(self, batch: Any) -> dict[str, float]:
+        """Do the same with the batch that PPO trains on, which has the rewards."""
+        return self._guarded(lambda: {n: batch[c].numpy() for n, c in BATCH_COLUMNS.items()})
+
+    def _guarded(self, rows: Callable[[], Mapping[str, Sequence[Any]]]) -> dict[str, float]:
+        try:
+            return self._compare(rows())
+        except Exception as error:  # a monitor must not end the run that it watches
+            logger.warning("the drift monitor failed: %s: %s", type(error).__name__, error)
+            return {}
+
+    def _compare(self, columns: Mapping[str, Sequence[Any]]) -> dict[str, float]:
+        rewards = columns.get("filtered_rewards", columns.get("rewards"))
+        if rewards is None:
+            raise KeyError("rewards")
+        masks = columns["token_loss_mask"]
+        rows = self._records.find(columns["token_ids"], masks, columns["input_lengths"])
+        groups: list[bytes] = []
+        fresh: list[bool] = []
+        values: dict[str, list[float]] = {"reward": [], "length": [], "logprob": []}
+        stale: list[float] = []
+        for i, responses in enumerate(rows):
+            record = responses[0].record if responses else None
+            if record is None:
+                continue
+            mask = np.asarray(masks[i]) > 0
+            logprobs = np.asarray(columns["prev_logprobs"][i], dtype=np.float64)
+            groups.append(record.key)
+            fresh.append(record.fresh)
+            values["reward"].append(float(rewards[i]))
+            values["length"].append(float(mask.sum()))
+            values["logprob"].append(float(logprobs[mask].mean()))
+            if record.staleness is not None:
+                stale.append(record.staleness)
+        fraction = self.monitor.fresh_fraction
+        if groups:
+            self.monitor.update(
+                groups,
+                np.array(fresh),
+                {name: np.array(v) for name, v in values.items()},
+                np.array(stale),
+            )
+            if self.monitor.warning:
+                logger.warning(
+                    "%s (spec_rl.fresh_fraction is %.2f)", self.monitor.warning, fraction
+                )
+        if self.monitor.fresh_fraction != fraction:
+            self._set_fresh_fraction(self.monitor.fresh_fraction)
+        return self.monitor.as_dict()

@@ -1,0 +1,363 @@
+"""The driver's side of generation: identities of rows, load balance, policy version, metrics.
+
+``SpecVllmGeneration`` gives each row its prompt key and sample index, by which an engine finds the
+row's draft. NeMo-RL sends copies of it to other actors (the data plane's rollout actor, the
+asynchronous collector), so state that all copies share is kept by the workers or in the cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+import weakref
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import ray
+import torch
+from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
+
+from nemo_specrl.cache.cluster.cluster_cache import ClusterCache, start_shards
+from nemo_specrl.cache.metrics import store_metrics
+from nemo_specrl.engine.load_balance import balanced_order, expected_costs
+from nemo_specrl.engine.metrics import EngineMetrics
+from nemo_specrl.errors import CacheError, ConfigError, EngineError
+from nemo_specrl.nemo_rl import compat
+from nemo_specrl.nemo_rl.context import (
+    BLOCK,
+    CACHE_FOLDER,
+    PROMPT_KEYS,
+    SAMPLE_INDICES,
+    Run,
+    current_run,
+)
+from nemo_specrl.nemo_rl.metrics import counts, times
+from nemo_specrl.nemo_rl.rollout_metadata import Record, SequenceKey
+from nemo_specrl.rollout import prompt_key
+from nemo_specrl.speculation.draft_selection import (
+    Row,
+    assign_sample_indices,
+    mean_lengths,
+    select_drafts,
+)
+
+__all__ = ["SpecVllmGeneration", "validating"]
+
+PACKAGE = "nemo_specrl.nemo_rl"
+ANSWER_SECONDS = 60.0
+"""For an engine's worker to answer between two steps, when it has nothing else to do."""
+ATTACH_SECONDS = 600.0
+"""For a worker whose engine has just started to open its part of the cache."""
+STANDING_STEPS = 3
+"""Steps under one policy version after which a warning says so."""
+
+logger = logging.getLogger(__name__)
+
+_generations: weakref.WeakSet[SpecVllmGeneration] = weakref.WeakSet()
+
+
+class SpecVllmGeneration(VllmGeneration):
+    """``VllmGeneration`` that reuses rollouts, if the run that is being set up has this enabled.
+
+    Attributes:
+        worker_classes: full name of each stock worker class, and of the class that replaces it.
+        cache: client of the rollout cache; None where reuse is off, where no node could open its
+            part, and after a shutdown.
+        fresh_fraction: share of rows decoded without a draft although there is one.
+    """
+
+    worker_classes: ClassVar[dict[str, str]] = {
+        compat.STOCK_WORKER: f"{PACKAGE}.worker.SpecVllmGenerationWorker",
+        compat.STOCK_ASYNC_WORKER: f"{PACKAGE}.worker_async.SpecVllmAsyncGenerationWorker",
+    }
+    cache: ClusterCache | None = None
+    _lacks_cache = False  # although the recipe asks for one
+    _validating = False
+    _last_version, _standing = -1, 0
+
+    def __init__(self, cluster: Any, config: Any, **kwargs: Any) -> None:
+        run = current_run()
+        if run is None:
+            if (config.get("spec_rl") or {}).get("enabled"):
+                raise ConfigError(
+                    f"{BLOCK}.enabled = true: rollouts are reused in NeMo-RL's GRPO and PPO, not "
+                    "in its single controller, distillation or evaluation; set false"
+                )
+            super().__init__(cluster, config, **kwargs)
+            return
+        self._run = run
+        self._start_counting()
+        self.fresh_fraction = run.spec_rl.effective_fresh_fraction
+        # Before the engines, which take minutes to start.
+        self.cache, policy_version = _open_cache(run)
+        self._lacks_cache = self.cache is None
+        try:
+            with compat.substituted_workers(self.worker_classes):
+                super().__init__(cluster, config, **kwargs)
+            if self.cache is not None:
+                self._attach(self.cache, policy_version)
+        except BaseException:
+            self._close_cache()
+            raise
+        _generations.add(self)
+
+    def _attach(self, cache: ClusterCache, policy_version: int) -> None:
+        """Have all engines draft from the cache."""
+        nodes = self._tell_workers(
+            "spec_rl_attach",
+            within_s=ATTACH_SECONDS,
+            cache=cache,
+            run=self._run,
+            policy_version=policy_version,
+        )
+        # Where engines have nodes of their own, drafts are kept there and not beside the trainer.
+        try:
+            cache.reshard(set(nodes))
+        except CacheError as error:  # it serves as it is
+            logger.warning("rollout cache: %s; its partitions stay where they are", error)
+
+    def generate(self, data: Any, greedy: bool = False) -> Any:
+        """Generate a response to each row, in the order given.
+
+        Rows are dealt out to the engines so that all of them finish at about the same time, each
+        with its prompt key and sample index.
+        """
+        if self.cache is None or self._validating or greedy or not len(data["input_ids"]):
+            started = time.perf_counter()
+            output = super().generate(data, greedy=greedy)
+            if self._validating and not greedy:
+                self._heldout_s += time.perf_counter() - started
+                self._heldout_tokens += int(output["generation_lengths"].sum())
+            return output
+        started = time.perf_counter()
+        keys = [
+            prompt_key(ids[:length].numpy())
+            for ids, length in zip(data["input_ids"], data["input_lengths"].tolist(), strict=True)
+        ]
+        sample_indices = assign_sample_indices(keys)
+        order = balanced_order(self._costs(keys, sample_indices), self.dp_size)
+        data = data.select_indices(order)
+        data[SAMPLE_INDICES] = torch.tensor(sample_indices)[order]
+        data[PROMPT_KEYS] = [keys[i] for i in order]
+        output = super().generate(data, greedy=greedy)
+        output = output.select_indices(np.argsort(order).tolist())
+        self._rollout_s += time.perf_counter() - started
+        return output
+
+    async def generate_async(self, data: Any, greedy: bool = False) -> AsyncIterator[Any]:
+        """Generate a response to each row as it comes; the worker claims a sample index for it."""
+        if self.cache is not None and not self._validating and not greedy:
+            data = data.slice(0, data.size)  # the caller's batch stays as it is
+            data[SAMPLE_INDICES] = torch.full((data.size,), -1)
+        async for result in super().generate_async(data, greedy=greedy):
+            yield result
+
+    def take_metrics(self) -> tuple[dict[str, float], dict[str, float]] | None:
+        """Return the engines' counts and seconds since the last call; None after a shutdown.
+
+        What is not known in time is not returned.
+        """
+        if self.cache is None:
+            return ({"spec_rl/cache_nodes": 0.0}, {}) if self._lacks_cache else None
+        taken = [m for m in self._ask_for("spec_rl_take_metrics") if m is not None]
+        total = sum(taken, EngineMetrics())
+        total.cache_errors += self.cache.take_failures()
+        # Engines run concurrently; so do the rows of asynchronous ones.
+        timed = times(total, total.rows if self.cfg["vllm_cfg"]["async_engine"] else len(taken))
+        timed["spec_rl_lookup"] += self._lookup_s
+        counted = counts(total)
+        if self._rollout_s:
+            timed["spec_rl_rollout"] = self._rollout_s
+        if self._heldout_s:
+            timed["spec_rl_heldout_decoding"] = self._heldout_s
+            counted["spec_rl/heldout_tokens"] = float(self._heldout_tokens)
+        self._start_counting()
+        self._note_version(self.policy_version)
+        with contextlib.suppress(CacheError):  # what is not known is not logged
+            health = self.cache.health()
+            counted["spec_rl/cache_nodes"] = float(health.nodes)
+            counted["spec_rl/cache_missing_copies"] = float(health.missing)
+        return counted | store_metrics(self.cache.stats().values()), timed
+
+    def _start_counting(self) -> None:
+        """Begin the driver's own counts, in seconds, anew. Copies in other actors keep theirs."""
+        self._lookup_s = self._rollout_s = self._heldout_s = 0.0
+        self._heldout_tokens = 0
+
+    def _note_version(self, policy_version: int) -> None:
+        """Warn where the policy version stands still from step to step; once each time it does."""
+        self._standing = self._standing + 1 if policy_version == self._last_version else 0
+        self._last_version = policy_version
+        if self._standing == STANDING_STEPS:
+            logger.warning(
+                "the policy version has been %d for %d steps, and what these weights have made is "
+                "no draft for them: if the policy is being trained (a critic's warm-up aside), its "
+                "weights reach the engines in a way that the plug-in does not count "
+                "(policy.generation.refit_transport)",
+                policy_version,
+                STANDING_STEPS,
+            )
+
+    def take_records(self) -> list[tuple[SequenceKey, Record]]:
+        """Collect from the workers the records of the rollouts made since the last call."""
+        taken = self._ask_for("spec_rl_take_records")
+        return [record for records in taken for record in records]
+
+    def save_cache(self, folder: Path) -> None:
+        """Write the cache beside a checkpoint's weights; nothing after a shutdown.
+
+        Raises:
+            StoreUnavailable: it cannot be written.
+        """
+        if self.cache is not None:
+            self.cache.snapshot(folder, self.policy_version)
+
+    def set_fresh_fraction(self, fresh_fraction: float) -> None:
+        """Have another share of the rows decoded without a draft, from the next batch on."""
+        self.fresh_fraction = max(fresh_fraction, self._run.spec_rl.effective_fresh_fraction)
+        self._ask_for("spec_rl_set_fresh_fraction", fresh_fraction=fresh_fraction)
+
+    @property
+    def policy_version(self) -> int:
+        """Policy version of the engines' weights: refits since the run first started."""
+        return int(self._tell_workers("spec_rl_policy_version")[0])
+
+    def shutdown(self) -> bool:
+        """Shut the workers down, and close the cache."""
+        if not hasattr(self, "worker_group"):  # the constructor has failed, and __del__ calls this
+            return True
+        if self in _generations:  # a copy leaves the cache open
+            _generations.discard(self)
+            self._close_cache()
+        self.cache, self._lacks_cache = None, False
+        return bool(super().shutdown())
+
+    def _close_cache(self) -> None:
+        cache, self.cache = self.cache, None
+        if cache is None:
+            return
+        try:
+            cache.close()
+        except Exception as error:  # the run is over in any case
+            logger.warning("closing the rollout cache: %s", error)
+
+    def _costs(self, keys: list[bytes], sample_indices: list[int]) -> list[float]:
+        """Estimate the number of tokens that each row will decode.
+
+        That is the mean length of the earlier responses to its prompt, and where the row will
+        verify one of them, what past experience says is left of that one.
+        """
+        assert self.cache is not None
+        if self.dp_size < 2:
+            return [1.0] * len(keys)
+        started = time.perf_counter()
+        cached = self.cache.outlines(keys)
+        costs = expected_costs(keys, mean_lengths(cached))
+        if self.fresh_fraction < 1 and cached:
+            choices = select_drafts(
+                [Row(key, index) for key, index in zip(keys, sample_indices, strict=True)],
+                cached,
+                policy_version=-1,
+                seed=self._run.seed,
+                fresh_fraction=self.fresh_fraction,
+            )
+            # The engines are asked, since another copy may have generated the batch before.
+            last = sum(self._ask_for("spec_rl_last_metrics"), EngineMetrics())
+            left = 1 - last.accepted_tokens / max(1, last.draft_tokens)
+            costs = [
+                cost if choice.draft is None else left * len(choice.draft)
+                for cost, choice in zip(costs, choices, strict=True)
+            ]
+        self._lookup_s += time.perf_counter() - started
+        return costs
+
+    def _ask_for(self, method: str, **kwargs: Any) -> list[Any]:
+        """Call a method of every worker that owns an engine, and return what is there in time.
+
+        For what a step can go on without. A worker that is late still does what it was called for.
+        """
+        calls = self._call_workers(method, **kwargs)
+        done, late = ray.wait(calls, num_returns=len(calls), timeout=ANSWER_SECONDS)
+        if late:
+            logger.warning(
+                "%s: no answer from %d of %d engines in %g s; the step goes on without",
+                *(method, len(late), len(calls), ANSWER_SECONDS),
+            )
+        return list(ray.get(done))
+
+    def _tell_workers(
+        self, method: str, *, within_s: float = ANSWER_SECONDS, **kwargs: Any
+    ) -> list[Any]:
+        """Call a method of every worker that owns an engine, and return the results.
+
+        Raises:
+            EngineError: a worker has not answered in time.
+        """
+        try:
+            return list(ray.get(self._call_workers(method, **kwargs), timeout=within_s))
+        except ray.exceptions.GetTimeoutError:
+            raise EngineError(f"{method}: an engine has not answered in {within_s:g} s") from None
+
+    def _call_workers(self, method: str, **kwargs: Any) -> list[Any]:
+        return list(
+            self.worker_group.run_all_workers_single_data(
+                method, run_rank_0_only_axes=["tensor_parallel", "pipeline_parallel"], **kwargs
+            )
+        )
+
+
+@contextmanager
+def validating(everywhere: bool) -> Iterator[None]:
+    """Keep the rollouts made inside this context from reading and writing the cache.
+
+    Args:
+        everywhere: the rollouts are made by copies in other processes, so tell the workers.
+    """
+    generations = [g for g in _generations if g.cache is not None]
+    for generation in generations:
+        generation._validating = True
+        if everywhere:
+            generation._tell_workers("spec_rl_pause", paused=True)
+    try:
+        yield
+    finally:
+        for generation in generations:
+            generation._validating = False
+            if everywhere:
+                generation._tell_workers("spec_rl_pause", paused=False)
+
+
+def _open_cache(run: Run) -> tuple[ClusterCache | None, int]:
+    """Open a run's cache, restore its last checkpoint, and return it and the policy version.
+
+    A cache costs speed alone: where no node can open its part, the run goes on without one.
+    """
+    block = run.spec_rl.cache
+    try:
+        cache = start_shards(
+            run.store_folder,
+            keep=run.checkpoint is not None,
+            partitions=block.partitions,
+            replicas=block.replicas,
+            deadline_s=block.deadline_ms / 1000,
+            tokenizer_id=run.tokenizer_id,
+            max_bytes=block.max_bytes_per_node,
+            groups_per_prompt=block.groups_per_prompt,
+        )
+    except CacheError as error:
+        logger.warning("rollout cache: %s; no rollouts are kept, and all rows are plain", error)
+        return None, 0
+    if run.checkpoint is None:
+        return cache, 0
+    try:
+        manifest, damaged = cache.restore(run.checkpoint / CACHE_FOLDER)
+    except CacheError as error:
+        logger.warning("rollout cache: %s; it starts cold", error)
+        return cache, 0
+    for line in damaged:
+        logger.warning("rollout cache: %s; this part starts cold", line)
+    return cache, manifest.policy_version

@@ -1,0 +1,176 @@
+"""Everything that the plug-in wraps around NeMo-RL's policy, logger and checkpoint manager.
+
+``setup`` of NeMo-RL's algorithms returns these objects and the trainers call them in every step.
+Each of their methods below is wrapped once, and does these things in this order:
+
+``policy.train(batch)``
+    1. PPO: the drift monitor compares the batch's rows, once however often the batch is trained on
+    2. ``clip_anchor: birth``: the log-probs from which reused tokens start are replaced, in a copy
+    3. NeMo-RL's method
+
+``checkpointer.begin_finalization``, ``finalize_checkpoint``
+    1. the cache, and then the monitor's state, are written into the step's temporary folder
+    2. NeMo-RL's method, which renames that folder
+
+``logger.log_batched_dict_as_jsonl(rows)``
+    1. NeMo-RL's method
+    2. GRPO: the drift monitor compares the rows, and its metrics are logged
+
+``logger.log_metrics(metrics)``
+    1. with prefix ``train``: PPO's monitor adds its metrics.
+       With prefix ``timing/train``, which every trainer logs last in a step: the engines' counts
+       are logged under ``train``, their times are added, the step's records are dropped, the
+       step's metrics go to metrics.jsonl and to Ray's endpoint for Prometheus, and under
+       ``ft_launcher`` or a batch script its monitor gets a heartbeat
+    2. NeMo-RL's method
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+import weakref
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from nemo_specrl.monitoring import heartbeat
+from nemo_specrl.nemo_rl import job_state
+from nemo_specrl.nemo_rl.birth_anchor import anchored_logprobs
+from nemo_specrl.nemo_rl.context import CACHE_FOLDER
+from nemo_specrl.nemo_rl.drift_monitor import StepMonitor
+from nemo_specrl.nemo_rl.metrics_log import StepLog
+from nemo_specrl.nemo_rl.rollout_metadata import RecordTable
+
+__all__ = ["Hooks"]
+
+TRAIN, VALIDATION, END_OF_STEP = "train", "validation", "timing/train"
+
+logger = logging.getLogger(__name__)
+
+
+class Generation(Protocol):
+    """The methods of ``SpecVllmGeneration`` that the hooks call."""
+
+    def take_metrics(self) -> tuple[dict[str, float], dict[str, float]] | None:
+        """Counts and seconds since the last call; None once the generation is shut down."""
+        ...
+
+    def save_cache(self, folder: Path) -> None:
+        """Write the cache into a checkpoint."""
+        ...
+
+
+class Hooks:
+    """The plug-in's part in the trainer's calls of policy, logger and checkpoint manager.
+
+    Args:
+        generation: the run's generation.
+        records: of the rollouts of each step.
+        monitor: the drift monitor, or None where it is switched off.
+        anchor_at_birth: whether ``clip_anchor`` is ``birth``.
+        rewards_in_batch: the batches that the policy is trained on have rewards, as PPO's do, and
+            the monitor compares these instead of the rows that are logged.
+        log: of the run's steps.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        records: RecordTable,
+        monitor: StepMonitor | None,
+        *,
+        anchor_at_birth: bool,
+        rewards_in_batch: bool,
+        log: StepLog,
+    ) -> None:
+        self._generation = generation
+        self._records = records
+        self._monitor = monitor
+        self._anchor_at_birth = anchor_at_birth
+        self._rewards_in_batch = rewards_in_batch
+        self._batch: weakref.ref[Any] | None = None
+        self._anchored: torch.Tensor | None = None
+        self._compared: dict[str, float] = {}
+        self._log = log
+
+    def install(self, policy: Any, logger: Any, checkpointer: Any) -> None:
+        """Wrap the methods of the three objects."""
+        if self._anchor_at_birth or (self._monitor is not None and self._rewards_in_batch):
+            self._train = policy.train
+            policy.train = self.train
+        self._log_metrics = logger.log_metrics
+        logger.log_metrics = self.log_metrics
+        if self._monitor is not None and not self._rewards_in_batch:
+            self._log_rows = logger.log_batched_dict_as_jsonl
+            logger.log_batched_dict_as_jsonl = self.log_rows
+        for name in ("begin_finalization", "finalize_checkpoint"):  # main has both, v0.7.0 one
+            if hasattr(checkpointer, name):
+                setattr(checkpointer, name, self._finalizing(getattr(checkpointer, name)))
+
+    def train(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Stand in for ``policy.train``."""
+        if self._batch is None or self._batch() is not batch:  # else PPO's next pass over it
+            self._batch = weakref.ref(batch)
+            if self._monitor is not None and self._rewards_in_batch:
+                self._compared = self._monitor.compare_batch(batch)
+            if self._anchor_at_birth:
+                self._anchored = anchored_logprobs(batch, self._records)
+        if self._anchored is not None:
+            batch = copy.copy(batch)  # the trainer goes on using its own columns
+            batch["prev_logprobs"] = self._anchored
+        return self._train(batch, *args, **kwargs)
+
+    def log_rows(self, rows: Any, filename: str) -> Any:
+        """Stand in for ``logger.log_batched_dict_as_jsonl``."""
+        result = self._log_rows(rows, filename)
+        step = re.fullmatch(r"train_data_step(\d+)\.jsonl", filename)
+        if self._monitor is not None and step is not None and "token_ids" in rows:
+            compared = self._monitor.compare(rows)
+            if compared:
+                self._log_own(compared, int(step[1]))
+        return result
+
+    def log_metrics(self, metrics: Any, step: int, prefix: str | None = "", **kwargs: Any) -> None:
+        """Stand in for ``logger.log_metrics``."""
+        if prefix == TRAIN:
+            self._log.note_trainer(metrics)
+            self._log.note(self._compared)
+            metrics = {**metrics, **self._compared}
+            self._compared = {}
+        elif prefix == VALIDATION:
+            self._log.note_validation(metrics, step)
+        elif prefix == END_OF_STEP:
+            heartbeat.heartbeat()
+            job_state.heartbeat()
+            if self._monitor is not None or self._anchor_at_birth:
+                self._records.end_step()
+            taken = self._generation.take_metrics()
+            if taken is not None:
+                counts, seconds = taken
+                self._log_own(counts, step)
+                metrics = {**metrics, **seconds}
+            self._log.end_step(step, metrics)
+        self._log_metrics(metrics, step, prefix, **kwargs)
+
+    def _log_own(self, metrics: dict[str, float], step: int) -> None:
+        self._log_metrics(metrics, step, prefix=TRAIN)
+        self._log.note(metrics)
+
+    def save(self, folder: Path) -> None:
+        """Write what a resumed run needs of the plug-in; a failure costs the checkpoint nothing."""
+        try:
+            self._generation.save_cache(folder)
+            if self._monitor is not None:
+                self._monitor.save(folder)
+        except Exception as error:  # the cache can only cost speed, never a checkpoint
+            logger.warning("%s was not written (%s); resuming from it starts cold", folder, error)
+
+    def _finalizing(self, original: Any) -> Any:
+        def finalize(checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+            self.save(Path(checkpoint_path) / CACHE_FOLDER)
+            return original(checkpoint_path, *args, **kwargs)
+
+        return finalize

@@ -1,0 +1,76 @@
+"""``nemo-specrl run SCRIPT``: runs a stock NeMo-RL script with the plug-in registered.
+
+The plug-in is registered before the script imports any algorithm, and its folder is put on the
+``PYTHONPATH`` of all workers. The script and its arguments stay as they are.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import nemo_specrl
+from nemo_specrl.errors import ConfigError
+from nemo_specrl.nemo_rl.install import register
+
+__all__ = ["launch", "plugin_folder"]
+
+COMPILED = ("lmdb",)
+"""Packages that the plug-in needs in a worker and that NeMo-RL's environments lack. They have
+xxhash, by way of datasets."""
+OWN = ("torch", "vllm", "ray")
+"""Packages that a worker must import from its own environment."""
+
+
+def launch(script: Path, arguments: list[str]) -> None:
+    """Run ``script`` as ``python script arguments...`` would, with the plug-in registered.
+
+    Raises:
+        ConfigError: there is no such script, or workers could not import the plug-in.
+        IncompatibleVersion: NeMo-RL is missing, or this release does not work with its version.
+    """
+    if not script.is_file():
+        raise ConfigError(
+            f"{script}: no such file; give a script of NeMo-RL, such as examples/run_grpo.py"
+        )
+    folder = plugin_folder()
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if folder is not None and str(folder) not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, paths)])
+    sys.path.insert(0, str(script.resolve().parent))
+    sys.argv = [str(script), *arguments]
+    register()
+    import nemo_rl
+
+    # Recipes outside of the checkout inherit stock ones through this variable.
+    os.environ.setdefault("NEMO_RL_HOME", str(Path(nemo_rl.__file__).resolve().parents[1]))
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def plugin_folder() -> Path | None:
+    """Find the folder from which workers with an environment of their own import the plug-in.
+
+    Returns:
+        The folder, or None where workers share this environment
+        (NEMO_RL_PY_EXECUTABLES_SYSTEM=1).
+
+    Raises:
+        ConfigError: the folder has packages that would shadow the workers' own, or lacks the
+            plug-in's compiled dependencies.
+    """
+    if os.environ.get("NEMO_RL_PY_EXECUTABLES_SYSTEM") == "1":
+        return None
+    folder = Path(nemo_specrl.__file__).resolve().parents[1]
+    shadowing = [name for name in OWN if (folder / name).is_dir()]
+    missing = [name for name in COMPILED if not (folder / name).is_dir()]
+    if shadowing or missing:
+        why = f"{shadowing[0]} lies beside it" if shadowing else f"{missing[0]} is not beside it"
+        raise ConfigError(
+            f"nemo_specrl in {folder}: workers have a Python of their own and cannot use this copy "
+            f"({why}); build a wheel ('pip wheel --no-deps .' in a checkout of nemo_specrl), "
+            f"install it by 'pip install --no-deps --target DIR nemo_specrl-*.whl "
+            f"{' '.join(COMPILED)}' and put DIR first on PYTHONPATH"
+        )
+    return folder

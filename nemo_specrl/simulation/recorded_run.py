@@ -1,0 +1,234 @@
+"""Recorded rollouts of a run, for the simulator: tokens, log-probs, and the seconds they took.
+
+Two kinds of runs leave enough on disk:
+
+- NeMo-RL, with or without the plug-in: ``train_data_step<N>.jsonl`` has each row's tokens and
+  log-probs; ``timing/train/generation`` in TensorBoard's event files has the seconds.
+- The embedded trainer with ``spec_rl.enabled``: the rollout cache has the rollouts,
+  ``metrics.jsonl`` the seconds, and the checkpoint the recipe.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from nemo_specrl.errors import ConfigError
+from nemo_specrl.monitoring.metrics_file import METRICS, left_out, read_lines, read_metrics
+from nemo_specrl.rollout import Rollout, prompt_key
+
+__all__ = ["Recorded", "Sample", "read_run"]
+
+GENERATION_TAG = "timing/train/generation"
+_STEP_FILE = re.compile(r"train_data_step(\d+)\.jsonl")
+_COLUMNS = ("token_ids", "token_loss_mask", "input_lengths", "generation_logprobs")
+
+logger = logging.getLogger(__name__)
+
+
+class Sample(NamedTuple):
+    """A recorded rollout.
+
+    Args:
+        key: of its prompt.
+        prompt: tokens of the prompt.
+        tokens: of the response, int32 ``[n]``.
+        logprobs: under the policy that sampled them, float32 ``[n]``, nats.
+        fresh: whether it was decoded without a draft of prefix reuse.
+    """
+
+    key: bytes
+    prompt: int
+    tokens: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    fresh: bool = True
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a run has left on disk.
+
+    Args:
+        steps: the rollouts of each step, the oldest step first, groups in one piece.
+        seconds: of the rollout phase of each step; NaN where not known.
+        preset: with which it ran; ``plain`` without speculation.
+        max_num_seqs: rows that an engine ran at once, where the run says so.
+        max_draft_tokens: of its recipe, where the run says so.
+    """
+
+    steps: list[list[Sample]]
+    seconds: npt.NDArray[np.float64]
+    preset: str = "plain"
+    max_num_seqs: int | None = None
+    max_draft_tokens: int | None = None
+
+
+def read_run(folder: Path) -> Recorded:
+    """Read what a run has left on disk.
+
+    Of NeMo-RL's files the newest are read, as many as one epoch has and the newest step besides.
+    Rows that are damaged, or have no response, are left out with a warning.
+
+    Raises:
+        ConfigError: the folder holds no recorded rollouts, or what they need is missing.
+        CacheError: the rollout cache cannot be read.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder")
+    files = sorted(
+        (int(match[1]), path)
+        for path in folder.rglob("train_data_step*.jsonl")
+        if (match := _STEP_FILE.fullmatch(path.name))
+    )
+    if files:
+        return _read_nemo_rl(folder, files)
+    if (folder / METRICS).is_file():
+        return _read_embedded(folder)
+    raise ConfigError(
+        f"{folder}: neither train_data_step<N>.jsonl of NeMo-RL (written unless "
+        "env.should_log_nemo_gym_responses is true) nor metrics.jsonl of nemo-specrl train"
+    )
+
+
+def _read_nemo_rl(folder: Path, files: list[tuple[int, Path]]) -> Recorded:
+    steps: dict[int, list[Sample]] = {}
+    seen: set[bytes] = set()
+    damaged: list[str] = []
+    for number, path in reversed(files):
+        try:
+            samples, wrong = read_lines(path, _sample)
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+        damaged += [f"{path.name}, {line}" for line in wrong]
+        several = samples.count(None)
+        if several:
+            raise ConfigError(f"{path}: {several} rows have several turns, which are not simulated")
+        steps[number] = [sample for sample in samples if sample is not None]
+        if not steps[number]:  # of a run that ended while the file was written
+            del steps[number]
+            continue
+        keys = {sample.key for sample in steps[number]}
+        if keys <= seen and len(steps) > 1:
+            break
+        seen |= keys
+    if not steps:
+        raise ConfigError(f"{folder}: no row with {', '.join(_COLUMNS)} ({[*damaged, 'empty'][0]})")
+    if damaged:
+        logger.warning("%s", left_out(folder, damaged))
+    numbers = sorted(steps)
+    seconds, preset = _tensorboard(folder)
+    return Recorded(
+        [steps[number] for number in numbers],
+        np.array([seconds.get(number, np.nan) for number in numbers]),
+        preset,
+    )
+
+
+def _sample(line: str) -> Sample | None:
+    """A line of ``train_data_step<N>.jsonl``, in which each value is a list of one.
+
+    None: it has several turns. A ``ValueError`` says what is wrong with it.
+    """
+    try:
+        row = json.loads(line)
+        tokens, mask, [length], logprobs = (np.ravel(row[name]) for name in _COLUMNS)
+        sampled = np.flatnonzero(mask[: int(length)])
+        shortest = min(len(tokens), len(logprobs))
+        tokens, logprobs = tokens.astype(np.int64), logprobs.astype(np.float32)
+    except (ValueError, KeyError, TypeError, OverflowError):
+        raise ValueError(f"not a row with {', '.join(_COLUMNS)}") from None
+    if not len(sampled):
+        raise ValueError("no response")
+    begin, end = int(sampled[0]), int(sampled[-1]) + 1
+    response = tokens[begin:end]
+    if end > shortest or (response < 0).any() or not np.isfinite(logprobs[begin:end]).all():
+        raise ValueError("not a token and a log-prob in each place of the response")
+    if end - begin != len(sampled):
+        return None
+    return Sample(prompt_key(tokens[:begin]), begin, response.astype(np.int32), logprobs[begin:end])
+
+
+def _tensorboard(folder: Path) -> tuple[dict[int, float], str]:
+    """Seconds of generation by step, and the preset; nothing where there are no event files.
+
+    Raises:
+        ConfigError: there are some, and tensorboard is not installed. Without them a run with
+            drafts would be taken for a plain one.
+    """
+    seconds: dict[int, float] = {}
+    tags: set[str] = set()
+    events = sorted(p for p in folder.rglob("events.out.tfevents.*") if p.is_file())
+    if events:
+        try:
+            from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+        except ImportError:
+            raise ConfigError(
+                f"{folder}: whether this run was a plain one is in {events[0].name}, which needs "
+                "tensorboard to be read: pip install tensorboard"
+            ) from None
+        for path in events:
+            accumulator = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
+            found = set(accumulator.Tags()["scalars"])
+            tags |= found
+            if GENERATION_TAG in found:
+                seconds |= {e.step: e.value for e in accumulator.Scalars(GENERATION_TAG)}
+    if "train/spec_rl/tree_tokens_per_step" in tags:
+        return seconds, "lossless"
+    return seconds, "faithful" if "train/spec_rl/draft_coverage" in tags else "plain"
+
+
+def _read_embedded(folder: Path) -> Recorded:
+    """The rollouts of the newest checkpoint's cache, by the policy version that made them."""
+    from nemo_specrl.cache.inspection import opened
+    from nemo_specrl.trainer import checkpoint
+    from nemo_specrl.trainer.tasks import problems
+
+    found = checkpoint.latest(folder)
+    if found is None:
+        raise ConfigError(
+            f"{folder}: no checkpoint here, which has the recipe and the rollouts of nemo-specrl "
+            "train, and no train_data_step<N>.jsonl, which has the rollouts of NeMo-RL"
+        )
+    path, progress = found
+    recipe = progress.recipe
+    generation = recipe["policy"]["generation"]
+    if not generation["spec_rl"]["enabled"]:
+        raise ConfigError(
+            f"{folder}: a plain run keeps no rollouts; give one with spec_rl.enabled=true"
+        )
+    data = recipe["data"]
+    lengths = {
+        prompt_key(problem.prompt): len(problem.prompt)
+        for problem in problems(data["dataset_name"], data["num_prompts"], data["seed"])
+    }
+    by_step: dict[int, list[Sample]] = defaultdict(list)
+    with opened(path) as source:
+        rollouts = [rollout for rollout in source.rollouts if isinstance(rollout, Rollout)]
+    for rollout in sorted(rollouts, key=lambda r: (r.key, r.sample_index)):
+        by_step[rollout.policy_version].append(
+            Sample(
+                rollout.key,
+                lengths.get(rollout.key, 0),
+                rollout.tokens,
+                rollout.logprobs,
+                rollout.fresh,
+            )
+        )
+    metrics = read_metrics(folder / METRICS)
+    seconds = {row["step"] - 1: row["rollout_s"] for row in metrics if row.get("rollout_s")}
+    versions = sorted(by_step)
+    return Recorded(
+        [by_step[version] for version in versions],
+        np.array([seconds.get(version, np.nan) for version in versions]),
+        generation["spec_rl"]["preset"],
+        generation["vllm_kwargs"].get("max_num_seqs"),
+        generation["spec_rl"]["tree"]["max_draft_tokens"],
+    )

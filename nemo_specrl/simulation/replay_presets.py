@@ -1,0 +1,296 @@
+"""Recorded rollouts, replayed with each preset in the simulated engine.
+
+``lossless`` replays the very trees that an engine drafts from. ``faithful`` and ``fast`` need the
+probability that the policy of a step gives to the tokens of the epoch before, which is known where
+a rollout of that step went the same way; :func:`acceptance_rates` estimates it from there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from nemo_specrl.config import PRESETS, TreeConfig
+from nemo_specrl.engine.load_balance import balanced_order
+from nemo_specrl.simulation.recorded_run import Sample
+from nemo_specrl.simulation.simulated_engine import (
+    FEATURES,
+    Engine,
+    Request,
+    Steps,
+    drafting,
+    run,
+    verifying,
+)
+from nemo_specrl.speculation.draft_selection import Row as Place
+from nemo_specrl.speculation.draft_selection import is_fresh
+from nemo_specrl.speculation.suffix_tree import DraftTrees
+
+__all__ = [
+    "LOSSLESS",
+    "PLAIN",
+    "History",
+    "Row",
+    "acceptance_rates",
+    "groups_of",
+    "histories_of",
+    "phase",
+    "rejecting",
+    "rows_of",
+]
+
+PLAIN, LOSSLESS = "plain", "lossless"
+Float64Array = npt.NDArray[np.float64]
+History = Mapping[bytes, Sequence[Sequence[Sample]]]
+"""Earlier groups of each prompt, the oldest first."""
+
+_BUCKETS = np.log([0.05, 0.2, 0.5, 0.8, 0.95, 0.99])
+"""Log-probs between which tokens share a rate of acceptance."""
+
+
+@dataclass(eq=False)
+class Row:
+    """A row of a step: what it verifies, and how it decodes.
+
+    Args:
+        sample: the recorded rollout.
+        group: number of its group in the step.
+        expected: tokens that it is expected to decode, for the order and for balance.
+        rank: how many rows of its prompt begin before it so that it can draft from them.
+        trace: steps of its decoding; a replay of trees fills it in.
+        draft: the rollout that it verifies, or None.
+        accepted: tokens of the draft.
+    """
+
+    sample: Sample
+    group: int
+    expected: float
+    rank: int = 0
+    trace: list[tuple[int, int]] = field(default_factory=list)
+    draft: Sample | None = None
+    accepted: int = 0
+
+
+def rows_of(
+    preset: str,
+    step: Sequence[Sample],
+    history: History,
+    rates: Float64Array | None = None,
+    seed: int = 0,
+) -> list[Row]:
+    """The rows of a step with a preset.
+
+    Args:
+        preset: ``plain``, ``lossless``, ``faithful`` or ``fast``.
+        step: the recorded rollouts, groups in one piece.
+        history: earlier groups of their prompts.
+        rates: of acceptance (:func:`acceptance_rates`), for prefix reuse.
+        seed: of the run, which decides what rows are fresh and what is accepted.
+    """
+    rng = np.random.default_rng(seed)
+    mean = float(np.mean([len(sample.tokens) for sample in step]))
+    rows = []
+    index: Counter[bytes] = Counter()
+    groups: dict[bytes, int] = {}
+    for sample in step:
+        key, length = sample.key, len(sample.tokens)
+        earlier = history.get(key, ())
+        row = Row(sample, groups.setdefault(key, len(groups)), mean)
+        if earlier:
+            row.expected = float(np.mean([len(s.tokens) for group in earlier for s in group]))
+        elif preset == LOSSLESS:
+            row.rank = index[key]
+            index[key] += 1
+        if preset != LOSSLESS:
+            row.trace = [(0, 1)] * length
+        if preset not in (PLAIN, LOSSLESS) and rates is not None and earlier:
+            k = index[key]
+            index[key] += 1
+            fresh = is_fresh(
+                Place(key, k),
+                len(earlier),
+                seed=seed,
+                fresh_fraction=PRESETS[preset]["fresh_fraction"],
+            )
+            if k < len(earlier[-1]) and not fresh:
+                row.draft = earlier[-1][k]
+                chances = rates[np.searchsorted(_BUCKETS, row.draft.logprobs)]
+                rejected = np.flatnonzero(rng.random(len(chances)) > chances)
+                row.accepted = int(rejected[0]) if len(rejected) else len(chances)
+                left = max(1, length - row.accepted) if len(rejected) else 0
+                row.trace = [(0, 1)] * left
+                row.expected = float(left)
+        rows.append(row)
+    return rows
+
+
+def phase(
+    preset: str,
+    rows: Sequence[Row],
+    engine: Engine,
+    engines: int = 1,
+    history: History | None = None,
+) -> Float64Array:
+    """Simulate the rollout phase of a step.
+
+    Args:
+        preset: of the rows.
+        rows: of the step, groups in one piece.
+        engine: limits of an engine.
+        engines: number of engines, each with trees of its own.
+        history: of lossless rows; their traces are made by a replay of trees. None: they have
+            traces already.
+
+    Returns:
+        Counts of each engine, float64 ``[engines, len(FEATURES)]``.
+    """
+    order = list(range(len(rows)))
+    if preset != PLAIN:
+        order = balanced_order([row.expected for row in rows], engines)
+    engine = replace(engine, drafts=preset == LOSSLESS)
+    size = -(-len(rows) // engines)
+    counts = np.zeros((engines, len(FEATURES)))
+    for i in range(engines):
+        share = [rows[j] for j in order[i * size : (i + 1) * size]]
+        if preset != PLAIN:  # the order of SpeculativeLLM
+            share.sort(key=_place)
+        trees = DraftTrees(TreeConfig().max_bytes)
+        requests = []
+        judged: dict[tuple[int, bytes], list[Request]] = {}
+        prefilled: set[int] = set()
+        for identity, row in enumerate(share):
+            steps: Steps = iter(row.trace)
+            if preset == LOSSLESS and history is not None:
+                steps = _replayed(row, trees, identity, history, engine.max_draft_tokens)
+            request = Request(row.sample.prompt + row.accepted, steps)
+            if row.draft is None:
+                if row.group in prefilled:
+                    request.cached = _whole_blocks(request.prompt, engine)
+                prefilled.add(row.group)
+                requests.append(request)
+                continue
+            request.cached = _whole_blocks(request.prompt, engine)
+            content = row.group, row.draft.tokens.tobytes()
+            if content not in judged:  # one verification for all rows with the same draft
+                judged[content] = []
+                length = row.sample.prompt + len(row.draft.tokens)
+                requests.append(Request(length, verifying(), then=judged[content]))
+            if row.trace:
+                judged[content].append(request)
+        counts[i] = run(engine, requests)
+    return counts
+
+
+def _place(row: Row) -> tuple[bool, int, float]:
+    """The longest first: rows without a draft, then those with a long one."""
+    return row.draft is not None, row.rank, -(len(row.draft.tokens) if row.draft else row.expected)
+
+
+def _whole_blocks(tokens: int, engine: Engine) -> int:
+    """Tokens of a prompt that the prefix cache serves: the last one is always computed."""
+    return (tokens - 1) // engine.block_size * engine.block_size
+
+
+def _replayed(
+    row: Row, trees: DraftTrees, identity: int, history: History, max_draft_tokens: int
+) -> Steps:
+    """Steps of a row that drafts from its tree; they go into its trace, too."""
+    earlier = [
+        ((version + 1) << 32 | i, sample.tokens.tobytes())
+        for version, group in enumerate(history.get(row.sample.key, ()))
+        for i, sample in enumerate(group)
+    ]
+    steps = drafting(trees, row.sample.key, identity, earlier, row.sample.tokens, max_draft_tokens)
+    for step in steps:
+        row.trace.append(step)
+        yield step
+
+
+def acceptance_rates(
+    pairs: Sequence[tuple[Sequence[Sample], Sequence[Sample]]], lenience: float
+) -> Float64Array | None:
+    """Estimate the chance that prefix reuse accepts a token, by the token's earlier log-prob.
+
+    The chance is min(1, lenience * p_new / p_old), and p_new is known where a rollout of the newer
+    policy took the same token behind the same tokens. That happens to likely tokens more often,
+    and so each is weighted with one over the chance of being seen (Horvitz and Thompson,
+    doi:10.1080/01621459.1952.10483446). Tokens behind which no newer rollout went are taken for
+    like those of the same log-prob.
+
+    Args:
+        pairs: of each prompt, a group and the next group of an on-policy run.
+        lenience: of the acceptance test.
+
+    Returns:
+        By bucket of the earlier log-prob, float64; None where nothing can be said.
+    """
+    accepted, seen, squared = np.zeros((3, len(_BUCKETS) + 1))
+    for old, new in pairs:
+        # A trie of the newer rollouts: nodes are numbers, and the root is 0.
+        child: dict[tuple[int, int], int] = {}
+        visits, logprob = [0], [0.0]
+        for sample in [s for s in new if s.fresh]:
+            node = 0
+            for token, p in zip(sample.tokens.tolist(), sample.logprobs.tolist(), strict=True):
+                visits[node] += 1
+                node = child.setdefault((node, token), len(visits))
+                if node == len(visits):
+                    visits.append(0)
+                    logprob.append(p)
+        for sample in old:
+            node = 0
+            buckets = np.searchsorted(_BUCKETS, sample.logprobs).tolist()
+            for bucket, token, p_old in zip(
+                buckets, sample.tokens.tolist(), sample.logprobs.tolist(), strict=True
+            ):
+                times = visits[node]
+                if not times:
+                    break
+                node = child.get((node, token), -1)
+                if node < 0:
+                    break
+                weight = 1 / (1 - (1 - min(1.0, math.exp(logprob[node]))) ** times)
+                ratio = lenience * math.exp(logprob[node] - p_old)
+                accepted[bucket] += min(1.0, ratio) * weight
+                seen[bucket] += weight
+                squared[bucket] += weight**2
+    if not seen.any():
+        return None
+    rates = np.empty(len(seen))
+    likelier = accepted.sum() / seen.sum()
+    # Unlikely tokens are hardly ever seen, and are rejected more often than likely ones: a bucket
+    # of few tokens (by Kish's effective size, since some weigh much) leans on the next likelier.
+    for bucket in reversed(range(len(seen))):
+        if seen[bucket]:
+            tokens = seen[bucket] ** 2 / squared[bucket]
+            rate = accepted[bucket] / seen[bucket]
+            likelier = (tokens * rate + likelier) / (tokens + 1)
+        rates[bucket] = likelier
+    return np.clip(rates, 0.0, 1.0)
+
+
+def rejecting(rates: Float64Array, times: float) -> Float64Array:
+    """Rates of acceptance with ``times`` as many rejections."""
+    return 1 - np.minimum(1.0, times * (1 - rates))
+
+
+def histories_of(steps: Sequence[Sequence[Sample]]) -> Iterator[History]:
+    """For each step, the earlier groups of all prompts."""
+    history: dict[bytes, list[list[Sample]]] = defaultdict(list)
+    for step in steps:
+        yield {key: list(groups) for key, groups in history.items()}
+        for key, group in groups_of(step).items():
+            history[key].append(group)
+
+
+def groups_of(step: Sequence[Sample]) -> dict[bytes, list[Sample]]:
+    """The rollouts of a step by prompt."""
+    groups: dict[bytes, list[Sample]] = defaultdict(list)
+    for sample in step:
+        groups[sample.key].append(sample)
+    return groups

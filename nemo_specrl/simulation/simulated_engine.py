@@ -1,0 +1,313 @@
+"""Simulation of the rollout phase of one engine: its steps, and how many tokens each computes.
+
+A request is a sequence of engine steps, each of which verifies some drafted tokens and yields some.
+The simulated engine runs requests as vLLM's scheduler does: places, a budget of tokens for a step,
+blocks of KV cache, preemption. What a step costs is not decided here: a run ends in counts, and
+their product with the coefficients of ``fit_costs`` is seconds.
+
+How many drafted tokens are accepted is not modelled, it is replayed. At temperature 1 a draft token
+is kept with the probability that the policy gives it, so that a response that the policy sampled
+decides what would have been accepted of any draft: the tokens up to the first that differs.
+
+This module knows neither engines nor caches; the trees are those that real engines draft from.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+
+import numpy as np
+import numpy.typing as npt
+
+from nemo_specrl.config import TreeConfig
+from nemo_specrl.errors import ConfigError
+from nemo_specrl.speculation.suffix_tree import DraftTrees
+
+__all__ = ["FEATURES", "Engine", "Request", "drafting", "fit_costs", "run", "verifying"]
+
+FEATURES = ("steps", "drafting_steps", "rows", "tokens", "kv_tokens", "verified_tokens")
+"""What is counted of a rollout phase, each summed over steps of the engine: steps; steps of an
+engine that drafts; rows in a step; tokens computed in it; tokens of KV cache that it reads; those
+of the computed tokens whose log-probs verification asks for."""
+
+Float64Array = npt.NDArray[np.float64]
+Steps = Iterator[tuple[int, int]]
+"""Of a request, step by step: drafted tokens to verify, and tokens that the step yields."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Limits of an engine, named as vLLM names them.
+
+    Args:
+        max_num_seqs: rows that run at once.
+        max_num_batched_tokens: tokens computed in a step, at most.
+        kv_tokens: tokens of KV cache that it has room for. None: no limit.
+        block_size: tokens of a block of KV cache.
+        graph_sizes: sizes of its CUDA graphs, ascending: a step's tokens are padded to the next.
+        drafts: it proposes drafts, so that its steps are counted as ``drafting_steps``.
+        max_draft_tokens: tokens of a draft, at most (``tree.max_draft_tokens``).
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int = 8192
+    kv_tokens: int | None = None
+    block_size: int = 16
+    graph_sizes: tuple[int, ...] = ()
+    drafts: bool = False
+    max_draft_tokens: int = TreeConfig().max_draft_tokens
+
+
+@dataclass(eq=False)
+class Request:
+    """A request to the engine.
+
+    Args:
+        prompt: tokens that have to be in the KV cache before it yields any.
+        steps: what its steps draft and yield, from the one that ends the prefill on.
+        cached: tokens of the prompt that the prefix cache has.
+        then: requests that are sent when it has ended.
+    """
+
+    prompt: int
+    steps: Steps
+    cached: int = 0
+    then: Sequence[Request] = ()
+    drafted: int = field(init=False, default=0)
+    yielded: int = field(init=False, default=0)
+    pending: int = field(init=False, default=0)  # tokens to be computed until its step ends
+    context: int = field(init=False, default=0)  # tokens that are in the KV cache
+    blocks: int = field(init=False, default=0)  # of KV cache
+
+    def advance(self) -> bool:
+        """Take up the next step; False where there is none."""
+        step = next(self.steps, None)
+        if step is not None:
+            self.drafted, self.yielded = step
+        return step is not None
+
+
+def verifying() -> Steps:
+    """Steps of a request whose prompt is prefilled for its log-probs."""
+    return iter([(0, 0)])
+
+
+def drafting(
+    trees: DraftTrees,
+    key: bytes,
+    identity: int,
+    history: Sequence[tuple[int, bytes]],
+    response: npt.NDArray[np.int32],
+    max_draft_tokens: int,
+) -> Steps:
+    """Steps of a request that drafts from the tree of its prompt, as the tree proposer does.
+
+    Args:
+        trees: of the engine.
+        key: of the prompt.
+        identity: of the response.
+        history: earlier responses as identity and int32 tokens, oldest first.
+        response: tokens that the policy samples, int32 ``[n]``.
+        max_draft_tokens: of a draft, at most.
+    """
+    yield 0, 1
+    row = trees.open(key, identity, history)
+    tokens = response.tolist()
+    position, produced = 0, 1
+    while True:
+        row.extend(tokens[position:produced])
+        position = produced
+        if position == len(tokens):
+            return
+        draft = row.draft(max_draft_tokens)
+        accepted = 0
+        for proposed, sampled in zip(draft, tokens[position:-1], strict=False):
+            if proposed != sampled:
+                break
+            accepted += 1
+        produced = position + accepted + 1
+        yield len(draft), accepted + 1
+
+
+def run(engine: Engine, requests: Iterable[Request], ahead: Iterable[Request] = ()) -> Float64Array:
+    """Run requests to their ends and count the steps of the engine.
+
+    Args:
+        engine: its limits.
+        requests: in the order in which they are sent. Twice ``max_num_seqs`` are in the engine at a
+            time, as in :class:`~nemo_specrl.SpeculativeLLM`; those in ``then`` are sent at once.
+        ahead: run-ahead requests, which take places that no other request wants, and are cut off
+            when the last of those has ended.
+
+    Returns:
+        float64 ``[len(FEATURES)]``.
+
+    Raises:
+        ConfigError: a request alone needs more KV cache than there is.
+    """
+    running = _Running(engine, ahead)
+    backlog = deque(requests)
+    while True:
+        while backlog and running.primary < 2 * engine.max_num_seqs:
+            running.send(backlog.popleft())
+        if not running.primary:
+            return np.array(running.counts)
+        running.fill()
+        running.step()
+
+
+class _Running:
+    """An engine with its requests, and the counts of the steps so far."""
+
+    def __init__(self, engine: Engine, ahead: Iterable[Request]) -> None:
+        self.engine = engine
+        self.counts = [0.0] * len(FEATURES)
+        self.primary = 0  # requests in the engine, those of run-ahead left out
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._later = deque(ahead)
+        self._ahead: list[Request] = []
+        limit = engine.kv_tokens
+        self._free = math.inf if limit is None else limit // engine.block_size
+
+    def send(self, request: Request) -> None:
+        """Have a request wait for a place."""
+        self.primary += 1
+        self._begin(request)
+        self._waiting.append(request)
+
+    def fill(self) -> None:
+        """Begin run-ahead requests in the places that are free; end the newest beyond them."""
+        places = max(0, self.engine.max_num_seqs - self.primary)
+        for request in self._ahead[places:]:
+            self._running.remove(request)
+            self._end(request)
+        while self._later and len(self._ahead) < places:
+            request = self._later.popleft()
+            self._begin(request)
+            self._ahead.append(request)
+            self._running.append(request)
+
+    def step(self) -> None:
+        """One step of the engine: running requests first, then waiting ones, as vLLM schedules."""
+        engine, budget = self.engine, self.engine.max_num_batched_tokens
+        granted: list[tuple[Request, int]] = []
+        evicted = False
+        while budget and len(granted) < len(self._running):
+            request = self._running[len(granted)]
+            tokens = min(request.pending, budget)
+            before = len(self._running)
+            placed = self._place(request, tokens, evict=True)
+            evicted = evicted or len(self._running) < before
+            if not placed:
+                break
+            granted.append((request, tokens))
+            budget -= tokens
+        while budget and self._waiting and not evicted and len(self._running) < engine.max_num_seqs:
+            request = self._waiting[0]
+            tokens = min(request.pending, budget)
+            if not self._place(request, tokens, evict=False):
+                break
+            self._running.append(self._waiting.popleft())
+            granted.append((request, tokens))
+            budget -= tokens
+        self._count(granted)
+        for request, tokens in granted:
+            request.context += tokens
+            request.pending -= tokens
+            if not request.pending:
+                self._sample(request)
+
+    def _begin(self, request: Request) -> None:
+        request.advance()
+        request.context, request.pending = request.cached, request.prompt - request.cached
+
+    def _place(self, request: Request, tokens: int, *, evict: bool) -> bool:
+        """Take the blocks for more tokens, from the newest requests if need be."""
+        wanted = -(-(request.context + tokens) // self.engine.block_size) - request.blocks
+        while wanted > self._free:
+            if len(self._running) < 1 + evict:
+                raise ConfigError(
+                    f"kv_tokens = {self.engine.kv_tokens}: must hold a request of "
+                    f"{request.context + tokens} tokens"
+                )
+            if not evict:
+                return False
+            victim = self._running.pop()
+            self._free += victim.blocks
+            victim.pending += victim.context
+            victim.context = victim.blocks = 0
+            if victim in self._ahead:
+                self._ahead.remove(victim)
+            else:
+                self._waiting.appendleft(victim)
+            if victim is request:
+                return False
+        if wanted > 0:
+            self._free -= wanted
+            request.blocks += wanted
+        return True
+
+    def _count(self, granted: list[tuple[Request, int]]) -> None:
+        sizes, tokens = self.engine.graph_sizes, sum(tokens for _, tokens in granted)
+        if sizes and tokens <= sizes[-1]:
+            tokens = sizes[bisect_left(sizes, tokens)]
+        counts = self.counts
+        counts[1 if self.engine.drafts else 0] += 1
+        counts[2] += len(granted)
+        counts[3] += tokens
+        counts[4] += sum(request.context + more for request, more in granted)
+
+    def _sample(self, request: Request) -> None:
+        """End a request's step: rejected tokens leave the cache, and the next step is taken up."""
+        request.context -= request.drafted - max(0, request.yielded - 1)
+        if not request.yielded:
+            self.counts[5] += request.prompt
+        if request.advance():
+            request.pending = 1 + request.drafted
+            return
+        self._running.remove(request)
+        self._end(request)
+        for following in request.then:
+            self.send(following)
+
+    def _end(self, request: Request) -> None:
+        self._free += request.blocks
+        if request in self._ahead:
+            self._ahead.remove(request)
+        else:
+            self.primary -= 1
+
+
+def fit_costs(counts: Float64Array, seconds: Float64Array) -> Float64Array:
+    """Fit what a step, a row, a token and a token of KV cache cost: non-negative least squares.
+
+    Relative errors are minimized, so that short phases count as much as long ones. The optimum is
+    the best of the ordinary solutions with some of the costs at 0 and no other below it.
+
+    Args:
+        counts: of rollout phases, float64 ``[n, len(FEATURES)]``.
+        seconds: of the phases, float64 ``[n]``.
+
+    Returns:
+        Seconds for each feature, float64 ``[len(FEATURES)]``.
+    """
+    scaled = counts / seconds[:, None]
+    used = np.flatnonzero(scaled.any(axis=0))
+    best, least = np.zeros(counts.shape[1]), math.inf
+    for size in range(1, len(used) + 1):
+        for subset in combinations(used, size):
+            columns = list(subset)
+            values, *_ = np.linalg.lstsq(scaled[:, columns], np.ones(len(seconds)), rcond=None)
+            if values.min() < 0:
+                continue
+            error = float(((scaled[:, columns] @ values - 1) ** 2).sum())
+            if error < least:
+                best, least = np.zeros(counts.shape[1]), error
+                best[columns] = values
+    return best

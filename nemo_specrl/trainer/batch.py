@@ -1,0 +1,130 @@
+"""The rollouts of a step: their metrics, their comparison in the drift monitor, their samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nemo_specrl.trainer.generation.engine import Generated
+from nemo_specrl.trainer.losses import group_advantages
+from nemo_specrl.trainer.policy.base import Sample
+from nemo_specrl.trainer.recipe import Recipe
+from nemo_specrl.trainer.tasks import Problem
+
+__all__ = ["Batch", "Group"]
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass
+class Group:
+    """The ``n`` rollouts of one prompt in a step.
+
+    Args:
+        problem: the prompt's problem.
+        generated: the rollouts, by sample index.
+        rewards: float64 ``[n]``.
+    """
+
+    problem: Problem
+    generated: list[Generated]
+    rewards: FloatArray
+
+
+@dataclass
+class Batch:
+    """The groups that a step trains on.
+
+    Args:
+        epoch: epoch of the step's first prompts, counted from 0.
+        drawn: indices of all prompts that were rolled out, in order.
+        groups: the groups to train on. With dynamic sampling fewer than were rolled out.
+    """
+
+    epoch: int
+    drawn: list[int] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+
+    @property
+    def rewards(self) -> FloatArray:
+        """Rewards, float64 ``[groups, n]``."""
+        return np.stack([group.rewards for group in self.groups])
+
+    @property
+    def rows(self) -> list[Generated]:
+        """The rollouts of all groups, one group after the other."""
+        return [row for group in self.groups for row in group.generated]
+
+    def metrics(self) -> dict[str, Any]:
+        """Rewards, lengths and diversity, by metric name (docs/trainer.md)."""
+        rewards, rows = self.rewards, self.rows
+        fresh = np.array([row.fresh for row in rows])
+        flat = rewards.ravel()
+        return {
+            "reward": float(flat.mean()),
+            "fresh_reward": float(flat[fresh].mean()) if fresh.any() else None,
+            "reused_reward": float(flat[~fresh].mean()) if not fresh.all() else None,
+            "fresh_rows": int(fresh.sum()),
+            "reward_std_in_group": float(rewards.std(axis=1).mean()),
+            "groups_without_advantage": float((np.ptp(rewards, axis=1) == 0).mean()),
+            "distinct_in_group": float(
+                np.mean([len({tuple(r.tokens) for r in group.generated}) for group in self.groups])
+            ),
+            "response_length": float(np.mean([len(row.tokens) for row in rows])),
+        }
+
+    def rows_to_compare(
+        self,
+    ) -> tuple[list[int], npt.NDArray[np.bool_], dict[str, FloatArray], FloatArray]:
+        """Arguments of :meth:`nemo_specrl.speculation.drift.DriftMonitor.update`."""
+        rows = self.rows
+        return (
+            [i for i, group in enumerate(self.groups) for _ in group.generated],
+            np.array([row.fresh for row in rows]),
+            {
+                "reward": self.rewards.ravel(),
+                "length": np.array([len(row.tokens) for row in rows], dtype=np.float64),
+                "logprob": np.array([row.policy_logprobs.mean() for row in rows], dtype=np.float64),
+            },
+            np.array(
+                [
+                    float((row.birth_logprobs - row.policy_logprobs)[row.reused].sum())
+                    for row in rows
+                    if row.reused.any()
+                ]
+            ),
+        )
+
+    def samples(self, recipe: Recipe) -> list[Sample]:
+        """Samples for training, one for each rollout, in the order of ``rows``."""
+        algorithm, spec_rl, loss = recipe.algorithm, recipe.spec_rl, recipe.loss_fn
+        advantages = group_advantages(
+            self.rewards,
+            normalize=algorithm.normalize_rewards,
+            leave_one_out=algorithm.use_leave_one_out_baseline,
+        )
+        samples = []
+        for group, row in zip(self.groups, advantages, strict=True):
+            for generated, advantage in zip(group.generated, row, strict=True):
+                length = len(generated.tokens)
+                anchor = np.full(length, np.nan, dtype=np.float32)
+                if spec_rl.enabled and spec_rl.clip_anchor == "birth":
+                    anchor[generated.reused] = generated.birth_logprobs[generated.reused]
+                importance = None
+                if loss.use_importance_sampling_correction:
+                    importance = np.exp(generated.policy_logprobs - generated.reported_logprobs)
+                    if loss.truncated_importance_sampling_ratio is not None:
+                        np.minimum(importance, loss.truncated_importance_sampling_ratio, importance)
+                samples.append(
+                    Sample(
+                        prompt=group.problem.prompt,
+                        response=generated.tokens,
+                        advantages=np.full(length, advantage, dtype=np.float32),
+                        anchor=anchor,
+                        importance=importance,
+                    )
+                )
+        return samples

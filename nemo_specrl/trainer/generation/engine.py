@@ -1,0 +1,322 @@
+"""An engine of the embedded trainer: rollouts, held-out responses and refits.
+
+Plain training uses the same engine, the same seeds and the same code with speculation switched
+off, so that both sides of a comparison differ in nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import ValidationError
+
+from nemo_specrl.config import first_problem
+from nemo_specrl.engine.base import RolloutCache
+from nemo_specrl.engine.drafters.selection import engine_options
+from nemo_specrl.engine.metrics import EngineMetrics
+from nemo_specrl.engine.outputs import reuse_of
+from nemo_specrl.engine.policy_version import reset_prefix_cache
+from nemo_specrl.engine.sync_engine import SpeculativeLLM
+from nemo_specrl.engine.vllm.refit import refit
+from nemo_specrl.engine.weight_fingerprint import FingerprintedWeights
+from nemo_specrl.errors import ConfigError, SpecRLError
+from nemo_specrl.rollout import prompt_key
+from nemo_specrl.speculation.acceptance import derived_seed
+from nemo_specrl.trainer.recipe import Recipe, model_folder
+
+if TYPE_CHECKING:
+    import torch
+    from vllm import LLM
+
+__all__ = [
+    "CACHE_FOLDER",
+    "Engine",
+    "Generated",
+    "RolloutTimes",
+    "build_engine",
+    "tokenizer_identity",
+]
+
+CACHE_FOLDER = "rollout_cache"
+"""Name of the cache's folder, in a run and in a checkpoint."""
+
+DEFAULT_MAX_NUM_SEQS = 64
+
+
+def tokenizer_identity(model_name: str) -> str:
+    """Hash of a model's tokenizer file. A store opened with another tokenizer is refused.
+
+    Raises:
+        ConfigError: the folder has no tokenizer.json.
+    """
+    path = model_folder(model_name) / "tokenizer.json"
+    try:
+        return "sha256:" + hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        raise ConfigError(
+            f"policy.model_name = {model_name!r}: no tokenizer.json in it; "
+            "give a model with its tokenizer in Hugging Face format"
+        ) from None
+
+
+def build_engine(recipe: Recipe) -> LLM:
+    """Build the vLLM engine that a recipe describes, in this process.
+
+    Raises:
+        ConfigError: vLLM refuses the model or an argument.
+    """
+    from vllm import LLM
+    from vllm.platforms import current_platform
+
+    generation = recipe.policy.generation
+    vllm_cfg = generation.vllm_cfg
+    # A CPU engine must not split the prefill of a seeded request over two steps: vLLM would rewind
+    # the request's generator, which CPU generators do not support
+    # (v1/worker/gpu_model_runner.py, _bookkeeping_sync). A token budget for max_num_seqs rows of
+    # max_model_len makes sure that none is split.
+    rows = generation.vllm_kwargs.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS)
+    whole = rows * vllm_cfg.max_model_len
+    batched = generation.vllm_kwargs.get("max_num_batched_tokens", whole)
+    if current_platform.is_cpu() and batched < whole:
+        raise ConfigError(
+            f"policy.generation.vllm_kwargs.max_num_batched_tokens = {batched}: must be at least "
+            f"max_num_seqs * max_model_len = {whole} on a CPU, or left out"
+        )
+    options = engine_options(recipe.spec_rl)
+    try:
+        return LLM(
+            model=recipe.policy.model_name,
+            dtype=vllm_cfg.precision,
+            max_model_len=vllm_cfg.max_model_len,
+            gpu_memory_utilization=vllm_cfg.gpu_memory_utilization,
+            enforce_eager=vllm_cfg.enforce_eager,
+            seed=recipe.algorithm.seed,
+            skip_tokenizer_init=not generation.stop_strings,
+            enable_prefix_caching=True,
+            disable_log_stats=True,
+            worker_extension_cls="nemo_specrl.engine.vllm.refit.RefitExtension",
+            **{
+                "max_num_seqs": rows,
+                "max_num_batched_tokens": batched,
+                "use_tqdm_on_load": False,
+                **generation.vllm_kwargs,
+                **options,
+            },
+        )
+    except SpecRLError:
+        raise
+    except Exception as error:  # of many kinds, by which part of vLLM it is that refuses
+        reason = " ".join(str(error).split())
+        if isinstance(error, ValidationError):
+            reason = first_problem(error)
+        refused = f"policy.generation: vLLM refuses it: {reason[:300] or type(error).__name__}"
+        raise ConfigError(refused) from error
+
+
+@dataclass(eq=False)
+class Generated:
+    """A response of the current policy.
+
+    Args:
+        tokens: response token ids.
+        policy_logprobs: log-probs under the current policy, float32 ``[n]``, nats.
+        reported_logprobs: log-probs that the engine reports (``spec_rl.reported_logprobs``),
+            float32 ``[n]``, nats.
+        birth_logprobs: log-probs under the policy that sampled each token, float32 ``[n]``, nats.
+        reused: whether each token comes from a draft, bool ``[n]``.
+        fresh: whether the response was decoded without a draft.
+    """
+
+    tokens: list[int]
+    policy_logprobs: npt.NDArray[np.float32]
+    reported_logprobs: npt.NDArray[np.float32]
+    birth_logprobs: npt.NDArray[np.float32]
+    reused: npt.NDArray[np.bool_]
+    fresh: bool
+
+
+@dataclass
+class RolloutTimes:
+    """Time and tokens of rollouts, summed over a step's ``generate`` calls."""
+
+    rollout_s: float = 0.0
+    decoded_tokens: int = 0
+    response_tokens: int = 0
+    engine: EngineMetrics = field(default_factory=EngineMetrics)
+
+
+class Cache(RolloutCache, Protocol):
+    """A cache of rollouts that others read as well."""
+
+    def sync(self) -> None:
+        """Return when what was put is on disk and can be found by everyone."""
+        ...
+
+
+class Engine:
+    """An engine that drafts from a rollout cache.
+
+    Args:
+        recipe: the whole recipe.
+        cache: of rollouts, or None with speculation switched off.
+
+    Attributes:
+        times: of the rollouts since they were last taken.
+        heldout_s: time of the last plain decoding of held-out prompts.
+
+    Raises:
+        ConfigError: vLLM refuses the model or an argument.
+    """
+
+    def __init__(self, recipe: Recipe, cache: Cache | None) -> None:
+        self.recipe, self.cache = recipe, cache
+        self.llm = build_engine(recipe)
+        self.speculative = SpeculativeLLM(
+            self.llm,
+            cache,
+            recipe.spec_rl,
+            seed=recipe.algorithm.seed,
+        )
+        self.times = RolloutTimes()
+        self.heldout_s = 0.0
+        self._warm_up()
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights in the engine."""
+        return self.speculative.policy_version
+
+    def refit(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
+        """Stream new weights into the engine, tensor by tensor.
+
+        Args:
+            weights: :meth:`Policy.stream_weights`, in the engine's ``dtype``.
+            policy_version: version of these weights.
+        """
+        stream = FingerprintedWeights(weights)
+        refit(self.llm, stream)
+        self.speculative.policy_version = policy_version
+        self.speculative.fingerprint = stream.fingerprint
+
+    def rollouts(
+        self, prompts: list[list[int]], attempt: int = 0, upcoming: list[list[int]] | None = None
+    ) -> list[list[Generated]]:
+        """Roll out a group of responses for each prompt and add the time to ``times``.
+
+        Args:
+            prompts: token ids.
+            attempt: index of this batch in its step. It goes into the seeds, so that a prompt that
+                comes twice in a step gets different responses.
+            upcoming: prompts of the next batch, for ``run_ahead``.
+        """
+        group = self.recipe.algorithm.num_generations_per_prompt
+        seed = self.speculative.draw_seed
+        rows, params = self._rows(prompts, group, f"rollout {attempt}", seed)
+        started = time.perf_counter()
+        outputs = self.speculative.generate(
+            rows, params, upcoming=[{"prompt_token_ids": p} for p in upcoming or ()], use_tqdm=False
+        )
+        if self.cache is not None:
+            self.cache.sync()
+        elapsed = time.perf_counter() - started
+        generated = [self._generated(output.outputs[0]) for output in outputs]
+        self._count(elapsed, generated)
+        return [generated[i : i + group] for i in range(0, len(generated), group)]
+
+    def heldout(self, prompts: list[list[int]], samples: int) -> list[list[Generated]]:
+        """Decode responses for an evaluation, without the cache."""
+        rows, params = self._rows(prompts, samples, "heldout", self.recipe.algorithm.seed)
+        started = time.perf_counter()
+        outputs = self.llm.generate(rows, params, use_tqdm=False)
+        self.heldout_s = time.perf_counter() - started
+        generated = [self._generated(output.outputs[0]) for output in outputs]
+        return [generated[i : i + samples] for i in range(0, len(generated), samples)]
+
+    def take_times(self) -> RolloutTimes:
+        """Return ``times`` and start them anew."""
+        times, self.times = self.times, RolloutTimes()
+        return times
+
+    def _rows(
+        self, prompts: list[list[int]], group: int, purpose: str, seed: int
+    ) -> tuple[list[Any], list[Any]]:
+        """Repeat each prompt ``group`` times, and make sampling parameters for every row."""
+        rows, params = [], []
+        for prompt in prompts:
+            key = prompt_key(prompt)
+            rows += [{"prompt_token_ids": prompt} for _ in range(group)]
+            # The row alone decides, so that a replay is the same.
+            params += [
+                self._params(derived_seed(purpose, seed, self.policy_version, key, sample_index))
+                for sample_index in range(group)
+            ]
+        return rows, params
+
+    def _params(self, seed: int) -> Any:
+        """Sampling parameters of a row."""
+        from vllm import SamplingParams
+
+        generation = self.recipe.policy.generation
+        return SamplingParams(
+            max_tokens=generation.max_new_tokens,
+            temperature=generation.temperature,
+            top_p=generation.top_p,
+            top_k=generation.top_k or 0,
+            stop_token_ids=generation.stop_token_ids or [self.eos],
+            stop=generation.stop_strings,
+            include_stop_str_in_output=True,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=bool(generation.stop_strings),
+            seed=seed,
+        )
+
+    @property
+    def eos(self) -> int:
+        """The model's end-of-sequence token."""
+        eos = self.llm.llm_engine.vllm_config.model_config.hf_config.eos_token_id
+        if eos is None or eos == []:
+            name = self.recipe.policy.model_name
+            raise ConfigError(f"policy.model_name = {name!r}: its config.json has no eos_token_id")
+        return int(eos[0] if isinstance(eos, list) else eos)
+
+    def _generated(self, completion: Any) -> Generated:
+        reported = np.asarray(completion.logprobs.logprobs, dtype=np.float32)
+        tokens = list(completion.token_ids)
+        reuse = reuse_of(completion)
+        if reuse is None:
+            none = np.zeros(len(tokens), dtype=bool)
+            return Generated(tokens, reported, reported, reported, none, True)
+        reused = np.arange(len(tokens)) < reuse.accepted
+        return Generated(
+            tokens, reuse.policy_logprobs, reported, reuse.birth_logprobs, reused, reuse.fresh
+        )
+
+    def _count(self, elapsed: float, generated: list[Generated]) -> None:
+        times = self.times
+        tokens = sum(len(g.tokens) for g in generated)
+        times.rollout_s += elapsed
+        times.response_tokens += tokens
+        if not self.recipe.spec_rl.enabled:
+            times.decoded_tokens += tokens
+            return
+        metrics = self.speculative.metrics
+        times.decoded_tokens += metrics.decoded_tokens
+        times.engine = times.engine + metrics
+
+    def _warm_up(self) -> None:
+        """Run one request of each kind, so that one-time costs are not part of any timing."""
+        from vllm import SamplingParams
+
+        for params in (
+            SamplingParams(max_tokens=2, logprobs=0, detokenize=False, seed=0),
+            SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False),
+        ):
+            self.llm.generate({"prompt_token_ids": [self.eos] * 8}, params, use_tqdm=False)
+        reset_prefix_cache(self.llm)

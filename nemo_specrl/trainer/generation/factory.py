@@ -1,0 +1,43 @@
+"""The choice of a recipe's engines: one in the trainer's process, or several Ray actors."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_specrl.errors import ConfigError
+from nemo_specrl.trainer.generation.in_process import Generation
+from nemo_specrl.trainer.recipe import Recipe
+
+if TYPE_CHECKING:
+    from nemo_specrl.trainer.generation.ray_engines import Engines
+
+__all__ = ["build_generation"]
+
+
+def build_generation(
+    recipe: Recipe, fixed: dict[str, Any], resume_from: Path | None
+) -> Generation | Engines:
+    """Build the engine, or the engines, and open the cache as the checkpoint has it.
+
+    Args:
+        recipe: the whole recipe.
+        fixed: of it, what cannot change between the starts of a run; it says whose journal it is.
+        resume_from: the checkpoint; None at the start of a run, where the cache is empty.
+
+    Raises:
+        ConfigError: vLLM refuses the model or an argument, or Ray is not installed.
+        CacheError: the cache is in use, of another tokenizer, or cannot be written.
+        EngineError: an engine in a process of its own died.
+    """
+    if recipe.engines is not None:
+        if importlib.util.find_spec("ray") is None:
+            raise ConfigError(
+                "policy.generation.colocated.enabled = False: ray is not installed; pip install "
+                "ray, or set it to true for one engine in the trainer's process"
+            )
+        from nemo_specrl.trainer.generation.ray_engines import Engines
+
+        return Engines(recipe, resume_from)
+    return Generation.open(recipe, fixed, resume_from)

@@ -1,0 +1,111 @@
+"""One engine in the trainer's process, with a rollout cache that nobody else uses."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from nemo_specrl.cache import RolloutStore
+from nemo_specrl.cache.metrics import StoreStats
+from nemo_specrl.cache.run_folders import prepare, run_folder
+from nemo_specrl.engine.weight_fingerprint import FingerprintedWeights
+from nemo_specrl.trainer.generation.engine import CACHE_FOLDER, Engine, tokenizer_identity
+from nemo_specrl.trainer.recipe import Recipe
+from nemo_specrl.trainer.replay_journal import JournaledStore
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Generation"]
+
+
+class Generation(Engine):
+    """One engine in the trainer's process, with a cache that nobody else uses.
+
+    Args:
+        recipe: the whole recipe.
+        store: the rollout cache, or None with speculation switched off.
+
+    Raises:
+        ConfigError: vLLM refuses the model or an argument.
+    """
+
+    def __init__(self, recipe: Recipe, store: JournaledStore | None) -> None:
+        super().__init__(recipe, store)
+        self.store = store
+
+    @classmethod
+    def open(cls, recipe: Recipe, fixed: dict[str, Any], resume_from: Path | None) -> Generation:
+        """Build the engine and open the cache as the checkpoint has it."""
+        with contextlib.ExitStack() as on_failure:
+            store = _open_store(recipe, fixed, resume_from) if recipe.spec_rl.enabled else None
+            if store is not None:
+                on_failure.callback(store.close)
+            built = cls(recipe, store)
+            on_failure.pop_all()
+            return built
+
+    def begin(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Note the fingerprint of the weights that the engine has loaded itself at the start.
+
+        Args:
+            weights: :meth:`Policy.stream_weights`, in the engine's data type.
+        """
+        stream = FingerprintedWeights(weights)
+        for _ in stream:
+            pass
+        self.speculative.fingerprint = stream.fingerprint
+
+    def set_fresh_fraction(self, fresh_fraction: float) -> None:
+        """Have another share of the rows decoded without a draft, from the next batch on."""
+        self.speculative.fresh_fraction = fresh_fraction
+
+    def save(self, folder: Path) -> None:
+        """Write the cache into a checkpoint. Call it between two steps."""
+        if self.store is not None:
+            self.store.snapshot(folder)
+
+    def saved(self) -> None:
+        """Forget what only matters until a checkpoint with what :meth:`save` wrote is complete."""
+        if self.store is not None:
+            self.store.forget()
+
+    def stores(self) -> list[StoreStats]:
+        """What the cache's store has counted; none where there is no cache.
+
+        Raises:
+            CacheError: it cannot be read.
+        """
+        return [] if self.store is None else [self.store.stats()]
+
+    def shutdown(self) -> None:
+        """Close the cache."""
+        if self.store is not None:
+            self.store.close()
+
+
+def _open_store(recipe: Recipe, fixed: dict[str, Any], resume_from: Path | None) -> JournaledStore:
+    """Open the cache of one engine.
+
+    The journal is kept: it holds the rollouts of the steps behind the checkpoint, which are taken
+    as they are.
+    """
+    block, run = recipe.spec_rl.cache, recipe.run_dir
+    folder = run_folder(block.dir, run) if block.dir else run / CACHE_FOLDER
+    tokenizer_id = tokenizer_identity(recipe.policy.model_name)
+    prepare(folder, tokenizer_id, block.max_bytes_per_node, fresh=resume_from is None)
+    if resume_from is not None:
+        RolloutStore.restore(resume_from / CACHE_FOLDER, folder)
+    return JournaledStore(
+        folder,
+        run / "rollout_journal",
+        run=xxhash.xxh3_64_hexdigest(json.dumps(fixed, sort_keys=True).encode()),
+        max_bytes=block.max_bytes_per_node,
+        tokenizer_id=tokenizer_id,
+        groups_per_prompt=block.groups_per_prompt,
+    )

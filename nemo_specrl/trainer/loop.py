@@ -1,0 +1,445 @@
+"""The training loop of the embedded trainer: rollouts, rewards, update, refit.
+
+Rollouts are in ``generation``, gradients in ``policy``, formulas in ``losses``, files in
+``checkpoint``. A run that is killed at any moment and started again continues from its last
+checkpoint and repeats every later step exactly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from nemo_specrl.cache.metrics import store_metrics
+from nemo_specrl.errors import (
+    CacheError,
+    ConfigError,
+    EngineError,
+    PolicyError,
+    last_line,
+)
+from nemo_specrl.monitoring import heartbeat
+from nemo_specrl.monitoring.metrics_file import MetricsLog
+from nemo_specrl.speculation.drift import DriftMonitor
+from nemo_specrl.trainer import checkpoint
+from nemo_specrl.trainer.batch import Batch, Group
+from nemo_specrl.trainer.divergence import check_finite
+from nemo_specrl.trainer.generation import Generation, build_generation
+from nemo_specrl.trainer.generation.engine import CACHE_FOLDER
+from nemo_specrl.trainer.losses import gae
+from nemo_specrl.trainer.policy import Sample, build_policy, build_value_model
+from nemo_specrl.trainer.recipe import Recipe
+from nemo_specrl.trainer.tasks import heldout_problems, problems, reward
+
+if TYPE_CHECKING:
+    from nemo_specrl.trainer.generation.ray_engines import Engines
+
+__all__ = ["Trainer"]
+
+# More threads gain nothing for models of this size.
+TRAINING_THREADS = min(2, len(os.sched_getaffinity(0)))
+
+
+class Trainer:
+    """A run of a recipe, from its last checkpoint or from the start.
+
+    Args:
+        recipe: the whole recipe.
+
+    Attributes:
+        progress: how far the run has come.
+        stop: set to True to save a checkpoint and end after the current step.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or of another recipe.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.stop = False
+        self.folder = recipe.checkpointing.checkpoint_dir
+        data = recipe.data
+        self.problems = problems(data.dataset_name, data.num_prompts, data.seed)
+        heldout = recipe.algorithm.max_val_samples
+        self.heldout = heldout_problems(self.problems, data.dataset_name, heldout)
+        self.progress = checkpoint.Progress(recipe=checkpoint.fixed_part(recipe))
+        self._resumed_from: Path | None = None
+        self._saving: Future[Path] | None = None
+        """The checkpoint that is being written beside the next rollouts."""
+        self._checkpoint_s = 0.0
+        """Seconds for which the run has waited for checkpoints since its last record."""
+        found = checkpoint.latest(self.folder) if recipe.checkpointing.enabled else None
+        if found is not None:
+            checkpoint.check_same_recipe(found[0], found[1].recipe, recipe)
+            self._resumed_from, self.progress = found
+
+    def _build(self) -> None:
+        """Build the models, the engine and the store, which a finished run does not need."""
+        recipe, found = self.recipe, self._resumed_from
+        torch.manual_seed(recipe.algorithm.seed)
+        self.policy = build_policy(recipe)
+        if weight := self.policy.not_finite():
+            self.policy.shutdown()
+            name = recipe.policy.model_name
+            raise ConfigError(f"policy.model_name = {name!r}: its {weight} is not finite")
+        generation: Generation | Engines | None = None
+        try:
+            self.value = build_value_model(recipe) if recipe.ppo else None
+            self.generation = generation = build_generation(recipe, self.progress.recipe, found)
+            self.monitor = self._open_monitor()
+            if found is not None:
+                self._load(found)
+            else:
+                self.generation.begin(self.policy.stream_weights(recipe.dtype))
+            self.log = MetricsLog(
+                recipe.logger.log_dir,
+                self.progress.step,
+                tensorboard=recipe.logger.tensorboard_enabled,
+                prometheus=recipe.logger.prometheus_textfile,
+            )
+            self._offload()
+        except BaseException:
+            if generation is not None:
+                generation.shutdown()
+            self.policy.shutdown()
+            raise
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run. With dynamic sampling the data may run out earlier."""
+        algorithm = self.recipe.algorithm
+        return min(algorithm.max_num_steps, algorithm.max_num_epochs * self.recipe.steps_per_epoch)
+
+    @property
+    def done(self) -> bool:
+        """Whether all steps are done or all prompts have been drawn."""
+        algorithm = self.recipe.algorithm
+        drawn_all = self.progress.position >= algorithm.max_num_epochs * self.recipe.steps_per_epoch
+        return drawn_all or self.progress.step >= algorithm.max_num_steps
+
+    def run(self) -> Iterator[dict[str, Any]]:
+        """Train to the end, and yield the record of each step once it is in the log.
+
+        Records are described in docs/trainer.md. The run's files are closed when the iterator ends.
+
+        Raises:
+            ConfigError: a model, folder or engine option that cannot be used.
+            CacheError: the rollout cache is in use, of another tokenizer, or cannot be written.
+            CheckpointError: the checkpoint is damaged.
+        """
+        algorithm = self.recipe.algorithm
+        if self.done:
+            return
+        self._build()
+        heartbeat.end("setup")  # which the command line has begun
+        try:
+            saved = True
+            at_start: dict[str, Any] = {}
+            if algorithm.val_at_start and self.progress.step == 0:
+                at_start = {f"{name}_at_start": value for name, value in self._evaluate().items()}
+            while not self.done and not self.stop:
+                record = self._step() | at_start
+                at_start = {}
+                last, period = self.done, algorithm.val_period
+                if (period and record["step"] % period == 0) or (last and algorithm.val_at_end):
+                    started = time.perf_counter()
+                    record |= self._evaluate()
+                    record["eval_s"] = time.perf_counter() - started
+                self.log.write(record)
+                saved = last or record["step"] % self.recipe.checkpointing.save_period == 0
+                if saved:
+                    self._save()
+                yield record
+            if not saved:  # stopped by a signal
+                self._save()
+            self._finish_saving()
+            self.log.finish()
+        finally:
+            if self._saving is not None:  # something else has failed, and says so
+                wait([self._saving])
+            with contextlib.ExitStack() as ending:  # each of them, even where another fails
+                if self.value is not None:
+                    ending.callback(self.value.shutdown)
+                ending.callback(self.policy.shutdown)
+                ending.callback(self.generation.shutdown)
+                self.log.close()
+
+    # --- one step -----------------------------------------------------------------------------
+
+    def _step(self) -> dict[str, Any]:
+        started = time.perf_counter()
+        batch = self._collect()
+        rollout_times = self.generation.take_times()
+        rolled_out = time.perf_counter()
+        self._finish_saving()
+        training = time.perf_counter()
+        samples = batch.samples(self.recipe)
+        self._reload()
+        if self.value is not None:
+            self._estimate(samples, batch.rewards.ravel())
+        threads = torch.get_num_threads()
+        torch.set_num_threads(TRAINING_THREADS)
+        metrics = self._train(samples)
+        torch.set_num_threads(threads)
+        models = {"policy": self.policy, "value model": self.value}
+        made = checkpoint.checkpoints(self.folder) if self.recipe.checkpointing.enabled else []
+        check_finite(self.progress.step + 1, metrics, models, made[-1] if made else None)
+        self.progress.step += 1
+        self._refit()
+        self._offload()
+        ended = time.perf_counter()
+
+        record: dict[str, Any] = {
+            "step": self.progress.step,
+            "total_steps": self.total_steps,
+            "epoch": batch.epoch,
+            "policy_version": self.progress.step - 1,
+            "prompts": batch.drawn,
+            **batch.metrics(),
+            "rollout_s": rollout_times.rollout_s,
+            "verify_s": rollout_times.engine.verify_s,
+            "train_s": ended - training,
+            "step_s": ended - training + rolled_out - started,
+            "checkpoint_s": self._checkpoint_s,
+            "decoded_tokens": rollout_times.decoded_tokens,
+            "response_tokens": rollout_times.response_tokens,
+            **metrics,
+        }
+        self._checkpoint_s = 0.0
+        if self.recipe.spec_rl.enabled:
+            record |= rollout_times.engine.as_dict()
+            with contextlib.suppress(CacheError):  # what is not known is not logged
+                record |= store_metrics(self.generation.stores())
+        if self.monitor is not None:
+            self.monitor.update(*batch.rows_to_compare())
+            record |= self.monitor.as_dict()
+            self.generation.set_fresh_fraction(self.monitor.fresh_fraction)
+            self.progress.monitor = self.monitor.state()
+        return record
+
+    @heartbeat.section("rollout")
+    def _collect(self) -> Batch:
+        """Roll out the next prompts; with dynamic sampling, until enough groups are useful."""
+        algorithm = self.recipe.algorithm
+        wanted = algorithm.num_prompts_per_step
+        batch = Batch(epoch=self.progress.position // self.recipe.steps_per_epoch)
+        kept: list[Group] = []
+        idle: list[Group] = []
+        attempts = (
+            algorithm.dynamic_sampling_max_gen_batches if algorithm.use_dynamic_sampling else 1
+        )
+        for attempt in range(attempts):
+            indices = self._draw()
+            chosen = [self.problems[i] for i in indices]
+            generated = self.generation.rollouts(
+                [p.prompt for p in chosen], attempt, self._upcoming()
+            )
+            batch.drawn += indices
+            for problem, group in zip(chosen, generated, strict=True):
+                rewards = np.array([reward(problem, g.tokens) for g in group])
+                useful = not algorithm.use_dynamic_sampling or np.ptp(rewards) > 0
+                (kept if useful else idle).append(Group(problem, group, rewards))
+            if len(kept) >= wanted or self.done:
+                break
+        # Groups without advantage, which have no gradient, fill a batch that would be too small.
+        batch.groups = (kept + idle)[:wanted]
+        return batch
+
+    def _draw(self) -> list[int]:
+        """Take the next prompts; returns their indices."""
+        indices = self._batch(self.progress.position)
+        self.progress.position += 1
+        return indices
+
+    def _upcoming(self) -> list[list[int]]:
+        """Prompts of the batch that is drawn next; none after the last one.
+
+        A look ahead leaves no trace in ``progress``, so that a resumed run sees the same prompts.
+        """
+        algorithm = self.recipe.algorithm
+        drawn_all = self.progress.position >= algorithm.max_num_epochs * self.recipe.steps_per_epoch
+        last = self.progress.step + 1 >= algorithm.max_num_steps
+        if drawn_all or (last and not algorithm.use_dynamic_sampling):
+            return []
+        return [self.problems[i].prompt for i in self._batch(self.progress.position)]
+
+    def _batch(self, position: int) -> list[int]:
+        """Indices of a batch's prompts. Their order is a function of (seed, epoch) alone."""
+        per_step = self.recipe.algorithm.num_prompts_per_step
+        per_epoch = self.recipe.steps_per_epoch
+        epoch, index = divmod(position, per_epoch)
+        order = np.arange(len(self.problems))
+        if self.recipe.data.shuffle:
+            philox = np.random.Philox(key=[self.recipe.algorithm.seed, epoch])
+            order = np.random.Generator(philox).permutation(len(self.problems))
+        return [int(i) for i in order[index * per_step : (index + 1) * per_step]]
+
+    def _estimate(self, samples: list[Sample], rewards: np.ndarray) -> None:
+        """Set the values, returns and GAE advantages of PPO's samples."""
+        estimator = self.recipe.algorithm.adv_estimator
+        assert self.value is not None
+        self.value.predict(samples)
+        for sample, earned in zip(samples, rewards, strict=True):
+            assert sample.old_values is not None
+            sample.advantages = gae(
+                float(earned),
+                sample.old_values,
+                gamma=estimator.gae_gamma,
+                lam=estimator.gae_lambda,
+            )
+            sample.returns = sample.advantages + sample.old_values
+        if estimator.normalize_advantages:
+            everything = np.concatenate([s.advantages for s in samples])
+            mean, std = everything.mean(), everything.std() + 1e-6
+            for sample in samples:
+                sample.advantages = (sample.advantages - mean) / std
+
+    @heartbeat.section("training")
+    def _train(self, samples: list[Sample]) -> dict[str, float]:
+        epochs = self.recipe.algorithm.ppo_epochs
+        metrics: dict[str, float] = {}
+        if self.value is not None:
+            for _ in range(epochs):
+                metrics |= self.value.train(samples)
+        return metrics | self.policy.train(samples, epochs=epochs)
+
+    @heartbeat.section("training")
+    def _refit(self) -> None:
+        weights = self.policy.stream_weights(self.recipe.dtype)
+        self.generation.refit(weights, self.progress.step)
+
+    def _offload(self) -> None:
+        """Leave the device's memory to the engine."""
+        self.policy.offload()
+        if self.value is not None:
+            self.value.offload()
+
+    def _reload(self) -> None:
+        """Prepare the models for training."""
+        self.policy.reload()
+        if self.value is not None:
+            self.value.reload()
+
+    @heartbeat.section("evaluation")
+    def _evaluate(self) -> dict[str, float]:
+        """Sample held-out responses as in training, and measure accuracy, length and entropy.
+
+        Entropy and divergence are Monte Carlo estimates over those responses, nats per token.
+        """
+        algorithm = self.recipe.algorithm
+        groups = self.generation.heldout(
+            [p.prompt for p in self.heldout], algorithm.val_num_generations_per_prompt
+        )
+        pairs = [(problem, g) for problem, group in zip(self.heldout, groups, strict=True)
+                 for g in group]  # fmt: skip
+        tokens = sum(len(g.tokens) for _, g in pairs)
+        metrics = {
+            "heldout_accuracy": float(np.mean([reward(p, g.tokens) for p, g in pairs])),
+            "heldout_length": tokens / len(pairs),
+            "heldout_entropy": -float(sum(g.policy_logprobs.sum() for _, g in pairs)) / tokens,
+            "heldout_tokens": tokens,
+            "heldout_decode_s": self.generation.heldout_s,
+        }
+        if algorithm.val_kl_to_start:
+            samples = [Sample.to_score(p.prompt, g.tokens) for p, g in pairs]
+            self.policy.reload()
+            now = np.concatenate(self.policy.logprobs(samples))
+            start = np.concatenate(self.policy.reference_logprobs(samples))
+            self.policy.offload()
+            metrics["heldout_kl_to_start"] = float((now - start).mean())
+        return metrics
+
+    # --- the disk -----------------------------------------------------------------------------
+
+    def _open_monitor(self) -> DriftMonitor | None:
+        spec_rl = self.recipe.spec_rl
+        if not (spec_rl.enabled and spec_rl.monitor.enabled):
+            return None
+        monitor = DriftMonitor(
+            spec_rl.monitor,
+            fresh_fraction=spec_rl.effective_fresh_fraction,
+            steps_per_epoch=self.recipe.steps_per_epoch,
+        )
+        if self.progress.monitor is not None:
+            try:
+                monitor.restore(self.progress.monitor)
+            except (KeyError, TypeError, ValueError) as error:
+                assert self._resumed_from is not None
+                raise checkpoint.damaged(self._resumed_from, last_line(error)) from None
+            self.generation.set_fresh_fraction(monitor.fresh_fraction)
+        return monitor
+
+    def _save(self) -> None:
+        """Begin to write a checkpoint.
+
+        The cache is copied at once. The weights are written while the rollouts of the next step
+        are made, since they change with its training, for which :meth:`_finish_saving` waits.
+        """
+        if not self.recipe.checkpointing.enabled:
+            return
+        heartbeat.start("checkpoint")
+        started = time.perf_counter()
+        copied = threading.Event()
+
+        def write(folder: Path) -> None:
+            self.generation.save(folder / CACHE_FOLDER)
+            copied.set()
+            self.policy.save(folder / "policy")
+            if self.value is not None:
+                self.value.save(folder / "value")
+
+        writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._saving = writer.submit(
+            checkpoint.save,
+            self.folder,
+            copy.deepcopy(self.progress),
+            write,
+            keep=self.recipe.checkpointing.keep_top_k,
+        )
+        writer.shutdown(wait=False)
+        self._saving.add_done_callback(lambda _: copied.set())  # if it fails before the copy
+        copied.wait()
+        self._checkpoint_s += time.perf_counter() - started
+
+    def _finish_saving(self) -> None:
+        """Wait until the last checkpoint is complete.
+
+        Raises:
+            CheckpointError: it cannot be written.
+            PolicyError: a rank of the policy failed in it.
+        """
+        if self._saving is None:
+            return
+        started = time.perf_counter()
+        saving, self._saving = self._saving, None
+        saving.result()
+        self.generation.saved()
+        heartbeat.end("checkpoint")
+        self._checkpoint_s += time.perf_counter() - started
+
+    def _load(self, folder: Path) -> None:
+        try:
+            self.policy.load(folder / "policy")
+            if self.value is not None:
+                self.value.load(folder / "value")
+        except (
+            PolicyError,
+            EngineError,
+        ):  # which says nothing about the checkpoint
+            raise
+        except Exception as error:  # torch and safetensors raise many kinds
+            raise checkpoint.damaged(folder, last_line(error)) from None
+        for model in (self.policy, self.value):
+            if model is not None and (weight := model.not_finite()):
+                raise checkpoint.damaged(folder, f"{weight} is not finite")
+        self._refit()

@@ -1,0 +1,328 @@
+"""One rank of a Megatron policy: its part of the model, of the batches and of the optimizer.
+
+All ranks are asked the same at the same time (:mod:`.megatron_policy` does it through Ray). What a
+rank knows of the others is Megatron's process groups; it knows nothing of Ray but its node's
+address.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+import psutil
+import torch
+import torch.distributed
+
+from nemo_specrl.errors import CheckpointError, last_line
+from nemo_specrl.trainer.checkpoint import unwritable
+from nemo_specrl.trainer.divergence import first_not_finite
+from nemo_specrl.trainer.policy.base import Float32Array, Sample, to_array
+from nemo_specrl.trainer.policy.megatron.cpu import megatron_on_cpu
+from nemo_specrl.trainer.policy.megatron.weights import Architecture, Layout
+from nemo_specrl.trainer.policy.torch.model import MicroBatch
+from nemo_specrl.trainer.recipe import LossConfig, PolicyConfig
+
+__all__ = ["LOOPBACK", "MegatronRank"]
+
+_distributed: Any = torch.distributed
+
+COLLECTIVE_SECONDS = 600
+"""After which a rank gives up waiting for the others."""
+
+LOOPBACK = "127.0.0.1"
+"""Where the ranks of one node find each other, out of reach of the network."""
+
+
+class MegatronRank:
+    """A rank in a process of its own.
+
+    Args:
+        rank: index in the layout.
+        layout: of all ranks.
+        config: the ``policy:`` block.
+        loss: the ``loss_fn:`` block.
+    """
+
+    def __init__(self, rank: int, layout: Layout, config: PolicyConfig, loss: LossConfig) -> None:
+        self.rank, self.layout, self.config, self.loss = rank, layout, config, loss
+        self.tp, self.stage, _ = layout.place(rank)
+        self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        self._on_cpu = contextlib.ExitStack()
+        self._store: Any = None
+        self.reference: torch.nn.Module | None = None
+
+    @property
+    def _reports(self) -> bool:
+        """Whether this rank has the results of its data-parallel replica."""
+        return self.stage == self.layout.pp - 1 and self.tp == 0
+
+    def listen(self, host: str) -> int:
+        """Open the store by which the ranks find each other, on the first rank.
+
+        It takes connections to ``host`` alone; a store that opens its port itself takes those to
+        any address of the machine, and asks nobody for a token.
+
+        Returns:
+            the port.
+        """
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.create_server((host, 0), family=family)
+        port = int(listening.getsockname()[1])
+        self._store = _distributed.TCPStore(
+            host,
+            port,
+            self.layout.size,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
+        return port
+
+    def start(self, host: str, port: int) -> None:
+        """Join the other ranks, and load the model.
+
+        Raises:
+            ConfigError: the model's weights cannot be read.
+        """
+        size = self.layout.size
+        timeout = datetime.timedelta(seconds=COLLECTIVE_SECONDS)
+        store = self._store or _distributed.TCPStore(host, port, size, is_master=False)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        else:
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        interface = _interface_towards(host, port)
+        if interface is not None:
+            # Else Gloo takes the address that the node's own name has, which on Debian is one of
+            # the loopback interface, where ranks of other nodes do not reach it.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        torch.distributed.init_process_group(
+            backend, store=store, rank=self.rank, world_size=size, timeout=timeout
+        )
+        self._on_cpu.enter_context(megatron_on_cpu())
+        from megatron.core import parallel_state, tensor_parallel
+
+        parallel_state.initialize_model_parallel(self.layout.tp, self.layout.pp)
+        # Nothing here is random; attention asks for the generators' states all the same.
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
+        from nemo_specrl.trainer.policy.megatron import model
+
+        self.megatron = model
+        self.architecture = Architecture.read(self.config.model_name)
+        self.module = self._build()
+        self.model, self.optimizer = model.build_optimizer(self.module, self.config)
+        self.parameters = model.local_parameters(
+            self.module, self.architecture, self.layout, self.stage
+        )
+        if self.loss.reference_policy_kl_penalty > 0:
+            self.reference = self._build().requires_grad_(False)
+
+    def _build(self) -> torch.nn.Module:
+        return self.megatron.build_model(self.architecture, self.layout).to(self.device)
+
+    # --- log-probs and training ---------------------------------------------------------------
+
+    def logprobs(self, samples: Sequence[Sample], reference: bool) -> list[Float32Array] | None:
+        """Log-probs of this replica's samples.
+
+        Args:
+            samples: of the data-parallel replica, the same on each of its ranks.
+            reference: under the run's first weights instead of the current ones.
+
+        Returns:
+            float32 ``[n]`` for each sample, nats; None on ranks that do not have them.
+        """
+        model: torch.nn.Module = self.model
+        if reference:
+            model = self.reference or self._build()
+        batches = MicroBatch.split(samples, self.config.train_micro_batch_size)
+        found: dict[int, Float32Array] = {}
+        for batch, values in zip(batches, self._forward(model, batches), strict=self._reports):
+            rows = batch.gather(values.cpu())
+            found |= {id(s): row for s, row in zip(batch.samples, rows, strict=True)}
+        return [found[id(sample)] for sample in samples] if self._reports else None
+
+    @torch.no_grad()
+    def _forward(self, model: torch.nn.Module, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        """Log-probs of each micro-batch, ``[b, t]``; an empty list before the last stage."""
+
+        def keep(index: int, logits: torch.Tensor, *, non_loss_data: bool) -> torch.Tensor:
+            return self._token_logprobs(batches[index], logits)
+
+        return self._run(model, batches, keep, forward_only=True)
+
+    def train(self, samples: Sequence[Sample], weights: Sequence[float]) -> dict[str, float] | None:
+        """Take an optimizer step together with the other ranks.
+
+        Args:
+            samples: of the data-parallel replica, the same on each of its ranks; may be empty.
+            weights: of the tokens of each sample in the step's loss.
+
+        Returns:
+            sums over the samples by name, and ``grad_norm`` of the whole step; None on ranks that
+            do not have them.
+        """
+        sums = self.accumulate(samples, weights)
+        _, grad_norm, _ = self.optimizer.step()
+        return sums | {"grad_norm": float(grad_norm)} if self._reports else None
+
+    def accumulate(self, samples: Sequence[Sample], weights: Sequence[float]) -> dict[str, float]:
+        """Compute the gradients of an optimizer step, summed over the replicas."""
+        from megatron.core.distributed import finalize_model_grads
+
+        weight = {id(s): w for s, w in zip(samples, weights, strict=True)}
+        batches = MicroBatch.split(samples, self.config.train_micro_batch_size)
+        references: list[torch.Tensor] = []
+        if self.reference is not None:
+            references = self._forward(self.reference, batches)
+
+        def loss(index: int, logits: torch.Tensor) -> tuple[Any, ...]:
+            batch = batches[index]
+            logprobs = self._token_logprobs(batch, logits)
+            reference = references[index] if references else None
+            value, logged = batch.loss(logprobs, weight, self.loss, reference)
+            # The count by which Megatron would divide is not used: the weights are there already.
+            return value, torch.ones((), dtype=torch.int, device=self.device), logged
+
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        sums: dict[str, float] = {}
+        for logged in self._run(self.model, batches, loss, forward_only=False):
+            for name, value in logged.items():
+                sums[name] = sums.get(name, 0.0) + value
+        # Over replicas, q and k norms over TP ranks, and both copies of a tied embedding.
+        finalize_model_grads([self.model])
+        return sums
+
+    def _token_logprobs(self, batch: MicroBatch, logits: torch.Tensor) -> torch.Tensor:
+        tokens = batch.tokens.to(self.device)
+        return self.megatron.token_logprobs(logits, tokens, self.architecture)
+
+    def _run(
+        self,
+        model: torch.nn.Module,
+        batches: Sequence[MicroBatch],
+        work: Callable[..., Any],
+        *,
+        forward_only: bool,
+    ) -> list[Any]:
+        """Run micro-batches through Megatron's schedule.
+
+        Args:
+            model: this rank's part.
+            batches: the micro-batches, whose sequences may differ in length.
+            work: called on the last stage with a micro-batch's index and logits.
+            forward_only: without a backward pass.
+
+        Returns:
+            what ``work`` returned for each (of a loss: its last item); empty before the last stage.
+        """
+        if not batches:
+            return []
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        def step(indices: Iterator[int], model: torch.nn.Module) -> tuple[Any, Any]:
+            index = next(indices)
+            tokens = batches[index].tokens.to(self.device)
+            length = tokens.shape[1]
+            positions = torch.arange(length, device=self.device).expand_as(tokens)
+            mask = self.megatron.causal_mask(length).to(self.device)
+            return model(tokens, positions, mask), partial(work, index)
+
+        returned: list[Any] = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iter(range(len(batches))),
+            model=[model],
+            num_microbatches=len(batches),
+            # Of no effect with sequences of variable lengths, but required.
+            seq_length=max(batch.tokens.shape[1] for batch in batches),
+            micro_batch_size=self.config.train_micro_batch_size,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+        return returned
+
+    # --- weights and files --------------------------------------------------------------------
+
+    def not_finite(self) -> str | None:
+        """Name of a parameter of which this rank's part is not finite; None where all are."""
+        return first_not_finite((entry.tensors[0], tensor) for entry, tensor in self.parameters)
+
+    def shard(self, index: int, dtype: torch.dtype) -> npt.NDArray[Any]:
+        """This rank's part of one of its stage's parameters.
+
+        Args:
+            index: in ``parameters``.
+            dtype: to cast it to.
+
+        Returns:
+            the values, as :func:`~nemo_specrl.trainer.policy.base.to_array` returns them.
+        """
+        return to_array(self.parameters[index][1].detach().to(dtype).cpu())
+
+    def offload(self) -> None:
+        """Free the gradients."""
+        self.model.offload_grad_buffers(empty_cache=self.device.type == "cuda")
+
+    def reload(self) -> None:
+        """Undo :meth:`offload`."""
+        self.model.restore_grad_buffers()
+
+    def save(self, folder: Path, updates: int) -> None:
+        """Write this rank's part of a distributed checkpoint.
+
+        Args:
+            folder: exists, and is the same for all ranks.
+            updates: optimizer steps made so far.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        extra = {"updates": updates}
+        try:
+            self.megatron.save_checkpoint(folder, self.module, self.optimizer, extra)
+        except (Exception, CheckpointException) as error:  # as many kinds as when it is loaded
+            raise unwritable(folder, error) from None
+
+    def load(self, folder: Path) -> int:
+        """Load a checkpoint that any layout wrote.
+
+        Returns:
+            the optimizer steps made before it.
+
+        Raises:
+            CheckpointError: it is damaged, or of another model.
+        """
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        try:
+            extra = self.megatron.load_checkpoint(folder, self.module, self.optimizer)
+        # Of many kinds, by what is wrong with the files; torch's own is no Exception.
+        except (Exception, CheckpointException) as error:
+            raise CheckpointError(
+                f"{folder}: not a checkpoint of this model: {last_line(error)}"
+            ) from None
+        return int(extra["updates"])
+
+
+def _interface_towards(host: str, port: int) -> str | None:
+    """Name of the network interface by which this machine reaches ``host``; None: not known."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))  # sends nothing
+        own = probe.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == own for address in addresses):
+            return str(name)
+    return None

@@ -1,0 +1,1 @@
+"""The torch backend: ``policy``, PPO's ``value`` model, and what they share in ``model``."""

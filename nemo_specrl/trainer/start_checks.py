@@ -1,0 +1,97 @@
+"""What is known to be wrong with a recipe on this machine before models and engines are started.
+
+Loading them takes a minute; a folder that is a file, or a context that the model does not have, is
+known in a second. Nothing here needs torch or vLLM, and nothing is left behind on the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from nemo_specrl.errors import ConfigError
+from nemo_specrl.trainer.recipe import Recipe, model_folder
+from nemo_specrl.trainer.tasks import heldout_problems, problems
+
+__all__ = ["check_start"]
+
+
+def check_start(recipe: Recipe) -> None:
+    """Refuse what cannot work on this machine.
+
+    Raises:
+        ConfigError: a folder that cannot be written to, or a model, a context or tokens that do not
+            fit each other.
+    """
+    _check_model(recipe)
+    folders = {"logger.log_dir": recipe.logger.log_dir}
+    if recipe.checkpointing.enabled:
+        folders["checkpointing.checkpoint_dir"] = recipe.checkpointing.checkpoint_dir
+    if recipe.spec_rl.enabled and recipe.spec_rl.cache.dir is not None:
+        folders["policy.generation.spec_rl.cache.dir"] = recipe.spec_rl.cache.dir
+    textfile, key = recipe.logger.prometheus_textfile, "logger.prometheus_textfile"
+    if textfile is not None:
+        if textfile.suffix != ".prom" or textfile.is_dir():
+            raise ConfigError(f"{key} = {str(textfile)!r}: must be a file ending in .prom")
+        folders[key] = textfile.parent
+    for key, folder in folders.items():
+        _check_folder(key, folder)
+
+
+def _check_folder(key: str, folder: Path) -> None:
+    """Refuse a folder in which nothing can be written, or that cannot be made."""
+    try:
+        parents = folder.absolute().parents
+        place = next(p for p in (folder, *parents) if p.exists() or p.is_symlink())
+        if not place.is_dir():
+            raise NotADirectoryError(0, f"{place} is no folder")
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{key} = {str(folder)!r}: cannot be written to ({error.strerror}); give a folder "
+            "that can"
+        ) from None
+
+
+def _check_model(recipe: Recipe) -> None:
+    policy, generation = recipe.policy, recipe.policy.generation
+    try:
+        folder = model_folder(policy.model_name)
+        config: Any = json.loads((folder / "config.json").read_bytes())
+        tokenizer = (folder / "tokenizer.json").is_file()
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        name = policy.model_name
+        raise ConfigError(f"policy.model_name = {name!r}: config.json: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"policy.model_name = {policy.model_name!r}: config.json holds no object")
+    if not tokenizer and (recipe.spec_rl.enabled or generation.stop_strings):
+        raise ConfigError(
+            f"policy.model_name = {policy.model_name!r}: no tokenizer.json in it; "
+            "give a model with its tokenizer in Hugging Face format"
+        )
+    length, key = generation.vllm_cfg.max_model_len, "policy.generation.vllm_cfg.max_model_len"
+    most = config.get("max_position_embeddings")
+    if isinstance(most, int) and length > most and not config.get("rope_scaling"):
+        raise ConfigError(f"{key} = {length}: must be at most the model's {most} positions")
+    longest = max(len(problem.prompt) for problem in _all_problems(recipe))
+    if longest >= length:
+        raise ConfigError(f"{key} = {length}: must exceed the longest prompt's {longest} tokens")
+    vocabulary = config.get("vocab_size")
+    for token in generation.stop_token_ids or ():
+        if isinstance(vocabulary, int) and token >= vocabulary:
+            raise ConfigError(
+                f"policy.generation.stop_token_ids = {generation.stop_token_ids}: {token} is no "
+                f"token of the model's {vocabulary}"
+            )
+
+
+def _all_problems(recipe: Recipe) -> list[Any]:
+    data = recipe.data
+    training = problems(data.dataset_name, data.num_prompts, data.seed)
+    count = recipe.algorithm.max_val_samples
+    return [*training, *heldout_problems(training, data.dataset_name, count)]
