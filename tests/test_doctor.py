@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from nemo_specrl.cli.doctor import Finding, diagnose, print_findings
-from nemo_specrl.cli.main import doctor
+from nemo_specrl.cli import doctor
 
 REPOSITORY = Path(__file__).parent.parent
 # What a light install holds: the base packages, and what they need themselves.
@@ -29,7 +29,7 @@ DISTRIBUTIONS = {"pygments": "Pygments", "markdown_it": "markdown-it-py"}
 DIAGNOSE = """
 import json, sys
 sys.path[:0] = sys.argv[1:]
-from nemo_specrl.cli.main import doctor
+from nemo_specrl.cli import doctor
 findings = doctor.diagnose()
 from rich.console import Console
 code = doctor.print_findings(findings, Console(file=sys.stderr))

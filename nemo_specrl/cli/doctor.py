@@ -154,7 +154,7 @@ def _compiled_part() -> Finding:
     try:
         from nemo_specrl.speculation import _suffix
     except ImportError as error:
-        folder = Path(__file__).with_name("speculation")
+        folder = Path(__file__).parents[1] / "speculation"
         there = sorted(path.name for path in folder.glob("_suffix*.so"))
         what = f"{there[0]} cannot be loaded here ({error})" if there else "no _suffix*.so"
         return Finding(
