@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import Chart, outputs, present, read, save
-from tests.nemo_rl.jobs import HOME, Job
+from tests.support.nemo_rl.jobs import HOME, Job
 
 SIDES = ("off", "on")
 

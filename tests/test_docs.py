@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parent.parent
+from tests.conftest import REPOSITORY
+
 PAGES = sorted(
     REPOSITORY / name
     for name in subprocess.run(

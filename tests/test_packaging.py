@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from nemo_specrl import __version__
+from tests.conftest import REPOSITORY
 
-REPOSITORY = Path(__file__).parent.parent
 UV = Path(sys.executable).with_name("uv")
 # Neither the tree under test nor an editable install of it may answer in place of the wheel.
 CLEAN = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}

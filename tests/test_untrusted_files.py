@@ -1,6 +1,6 @@
 """Files are data: a pickle in the place of any file that is read executes nothing.
 
-What megatron-core reads is in tests/trainer/test_megatron_security.py.
+What megatron-core reads is in tests/trainer/policy/test_megatron_security.py.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from nemo_specrl.trainer.policy import build_policy, build_value_model
 from nemo_specrl.trainer.policy.torch.model import load_model
 from nemo_specrl.trainer.recipe import load_recipe
 from nemo_specrl.trainer.replay_journal import JournaledStore
-from tests.cache.stores import contents, open_store
-from tests.factories import rollout
-from tests.trainer.test_policy import recipe_of, samples
+from tests.support.rollouts import rollout
+from tests.support.stores import contents, open_store
+from tests.trainer.policy.test_torch import recipe_of, samples
 
 
 class Attack:

@@ -21,7 +21,7 @@ from nemo_specrl.cache.codec import (
 )
 from nemo_specrl.errors import CorruptRecord, InvalidRollout
 from nemo_specrl.rollout import MAX_SAMPLE_INDEX, Finish, Rollout, prompt_key
-from tests.factories import rollout
+from tests.support.rollouts import rollout
 
 KEY = prompt_key([1, 2, 3])
 DB_KEY = KEY + b"\0\7" + bytes(8)

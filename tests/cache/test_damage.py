@@ -20,7 +20,8 @@ from nemo_specrl.cache.snapshot import read_partition, write_partition
 from nemo_specrl.cache.store import FLUSH_SECONDS
 from nemo_specrl.errors import CacheError, StoreUnavailable
 from nemo_specrl.rollout import prompt_key
-from tests.cache.stores import (
+from tests.support.rollouts import rollout
+from tests.support.stores import (
     PREAMBLE,
     assert_one_line,
     contents,
@@ -28,7 +29,6 @@ from tests.cache.stores import (
     open_store,
     run_python,
 )
-from tests.factories import rollout
 
 VERSIONS = 40
 LENGTHS = (5, 300, 4000)

@@ -7,14 +7,14 @@ from nemo_specrl.cache.codec import STEP
 from nemo_specrl.cache.metrics import store_metrics
 from nemo_specrl.errors import InvalidRollout
 from nemo_specrl.rollout import Finish, Rollout, prompt_key
-from tests.cache.stores import (
+from tests.support.rollouts import rollout
+from tests.support.stores import (
     MIB,
     bytes_on_disk,
     contents,
     damaged_folders,
     open_store,
 )
-from tests.factories import rollout
 
 
 def test_what_is_put_is_found_at_once_and_after_reopening(tmp_path):

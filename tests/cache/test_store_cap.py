@@ -7,13 +7,13 @@ import pytest
 
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.errors import StoreUnavailable as Unavailable
-from tests.cache.stores import (
+from tests.support.rollouts import rollout
+from tests.support.stores import (
     MIB,
     bytes_on_disk,
     contents,
     open_store,
 )
-from tests.factories import rollout
 
 
 def test_the_longest_unused_prompts_go_first_and_reopening_remembers(tmp_path):

@@ -19,14 +19,14 @@ from nemo_specrl.cache.storage.lock import FolderLock
 from nemo_specrl.cache.storage.schema import reading_file
 from nemo_specrl.errors import StoreInUse
 from nemo_specrl.rollout import prompt_key
-from tests.cache.stores import (
+from tests.support.rollouts import rollout
+from tests.support.stores import (
     PREAMBLE,
     contents,
     damaged_folders,
     open_store,
     run_python,
 )
-from tests.factories import rollout
 
 CRASHES = int(os.environ.get("NEMO_SPECRL_CRASHES", "20"))
 

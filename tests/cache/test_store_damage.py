@@ -12,7 +12,8 @@ import pytest
 from nemo_specrl.cache import RolloutStore
 from nemo_specrl.errors import CacheError
 from nemo_specrl.rollout import prompt_key
-from tests.cache.stores import (
+from tests.support.rollouts import rollout
+from tests.support.stores import (
     MIB,
     contents,
     damaged_folders,
@@ -20,7 +21,6 @@ from tests.cache.stores import (
     run_python,
     snapshot_of,
 )
-from tests.factories import rollout
 
 
 def raw(path):

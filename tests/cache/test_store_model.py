@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
 from nemo_specrl.cache import RolloutStore
-from tests.cache.stores import (
+from tests.support.rollouts import rollout
+from tests.support.stores import (
     contents,
     open_store,
 )
-from tests.factories import rollout
 
 
 def by_sample(group):

@@ -9,7 +9,8 @@ from nemo_specrl.cache import RolloutStore
 from nemo_specrl.cache.export import as_of_another_run, read_export, write_export
 from nemo_specrl.cache.snapshot import read_partition, write_partition
 from nemo_specrl.errors import StoreUnavailable as Unavailable
-from tests.cache.stores import (
+from tests.support.rollouts import rollout
+from tests.support.stores import (
     MIB,
     assert_one_line,
     bytes_on_disk,
@@ -18,7 +19,6 @@ from tests.cache.stores import (
     open_store,
     snapshot_of,
 )
-from tests.factories import rollout
 
 
 def test_a_snapshot_is_the_store_as_it_was(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 
 from nemo_specrl import __version__
 from tests.conftest import REPOSITORY
-from tests.deploy.stand_in import Images, why_not
+from tests.support.deploy.stand_in import Images, why_not
 
 pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not()),

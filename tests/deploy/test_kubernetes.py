@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from tests.conftest import REPOSITORY
-from tests.deploy.rayjob import RAY_JOB
+from tests.support.deploy.rayjob import RAY_JOB
 
 MANIFEST = REPOSITORY / "kubernetes/rayjob.yaml"
 CRD = "ray-operator/config/crd/bases/ray.io_rayjobs.yaml"

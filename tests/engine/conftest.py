@@ -9,7 +9,7 @@ from nemo_specrl import SpecRLConfig, SpeculativeLLM
 from nemo_specrl.engine.drafters.selection import engine_options
 from nemo_specrl.engine.vllm.refit import refit
 from tests.conftest import DictCache, make_engine, weights_of
-from tests.engine.helpers import DRAFTS, LOSSLESS, VOCABULARY
+from tests.support.engines import DRAFTS, LOSSLESS, VOCABULARY
 
 LENIENCE = math.exp(0.5)
 

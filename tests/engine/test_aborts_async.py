@@ -11,10 +11,10 @@ from nemo_specrl.engine.async_engine import AsyncSpeculativeLLM
 from nemo_specrl.engine.outputs import reuse_of
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.trainer.tasks import encode
-from tests.engine.helpers import PROMPT, draft, sampling
-from tests.engine.test_async import ClaimingCache
-from tests.engine.test_async import async_llm as async_llm  # a fixture
+from tests.engine.test_async_engine import ClaimingCache
+from tests.engine.test_async_engine import async_llm as async_llm  # a fixture
 from tests.engine.test_rows import BAD, cured, is_bad, poisoned, values
+from tests.support.engines import PROMPT, draft, sampling
 
 FAITHFUL = SpecRLConfig(enabled=True, preset="faithful", lenience=1e6, fresh_fraction=0.0)
 ROUNDS = SpecRLConfig(

@@ -8,7 +8,7 @@ from nemo_specrl.engine.outputs import reuse_of
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.trainer.tasks import EOS, encode
 from tests.conftest import DictCache
-from tests.engine.helpers import draft, generate, only, sampling
+from tests.support.engines import draft, generate, only, sampling
 
 
 def test_no_some_and_only_drafts(speculative):

@@ -7,7 +7,7 @@ from nemo_specrl import Finish, RolloutStore
 from nemo_specrl.engine.outputs import reuse_of
 from nemo_specrl.trainer.tasks import EOS, encode
 from tests.conftest import DictCache
-from tests.engine.helpers import NEVER, PROMPT, STRICT, SURE, draft, generate, only, sampling
+from tests.support.engines import NEVER, PROMPT, STRICT, SURE, draft, generate, only, sampling
 
 
 class BrokenCache(DictCache):

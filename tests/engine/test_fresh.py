@@ -8,7 +8,7 @@ import pytest
 from nemo_specrl.engine.outputs import reuse_of
 from nemo_specrl.trainer.tasks import EOS, encode
 from tests.conftest import DictCache
-from tests.engine.helpers import NEVER, STRICT, SURE, draft, generate, only, sampling
+from tests.support.engines import NEVER, STRICT, SURE, draft, generate, only, sampling
 
 
 def test_a_sample_index_is_drafted_once_for_each_policy_version(speculative):

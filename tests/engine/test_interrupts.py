@@ -11,10 +11,10 @@ from nemo_specrl import Finish, SpeculativeLLM, prompt_key
 from nemo_specrl.engine.vllm.refit import refit
 from nemo_specrl.trainer.tasks import encode
 from tests.conftest import DictCache, weights_of
-from tests.engine.helpers import LOSSLESS, PROMPT, draft, generate, sampling
 from tests.engine.test_failures import interrupt_after
 from tests.engine.test_rows import BAD, PROMPTS, ROUNDS
 from tests.engine.test_rows import poison as poison  # a fixture
+from tests.support.engines import LOSSLESS, PROMPT, draft, generate, sampling
 
 
 def test_an_interrupt_keeps_the_partials_of_sound_rows(speculative, poison, monkeypatch):

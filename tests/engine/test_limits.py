@@ -7,7 +7,7 @@ from nemo_specrl.engine.outputs import reuse_of
 from nemo_specrl.engine.vllm.compat import prompt_logprob_bytes
 from nemo_specrl.trainer.tasks import encode
 from tests.conftest import DictCache
-from tests.engine.helpers import PROMPT, draft, generate, only, sampling
+from tests.support.engines import PROMPT, draft, generate, only, sampling
 
 
 @pytest.mark.parametrize("room", [1, 2, 5])

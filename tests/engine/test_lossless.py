@@ -23,15 +23,15 @@ from nemo_specrl.speculation.adaptive_length import DraftLengths
 from nemo_specrl.speculation.draft_selection import Row, response_id
 from nemo_specrl.speculation.suffix_tree import CHANCES, MIN_PROBABILITY
 from tests.conftest import DictCache, weights_of
-from tests.engine.helpers import LOSSLESS as CONFIG
-from tests.engine.helpers import (
+from tests.support.engines import LOSSLESS as CONFIG
+from tests.support.engines import (
     PROMPT,
     VOCABULARY,
     chi_squared,
     distribution,
     needs_cpu_build,
 )
-from tests.engine.lossless import (
+from tests.support.lossless import (
     DRAFTS_OF,
     EOS,
     ERROR_RATE,

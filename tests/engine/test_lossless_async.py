@@ -10,8 +10,8 @@ from nemo_specrl.engine.async_engine import AsyncSpeculativeLLM
 from nemo_specrl.engine.drafters.selection import engine_options
 from nemo_specrl.engine.outputs import reuse_of
 from nemo_specrl.errors import ConfigError
-from tests.engine.helpers import DRAFTS, PROMPT, VOCABULARY, chi_squared, sampling
-from tests.engine.test_async import ClaimingCache
+from tests.engine.test_async_engine import ClaimingCache
+from tests.support.engines import DRAFTS, PROMPT, VOCABULARY, chi_squared, sampling
 
 pytestmark = pytest.mark.skipif(not DRAFTS, reason="this vLLM has no custom proposers")
 CONFIG = SpecRLConfig(

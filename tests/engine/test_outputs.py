@@ -11,7 +11,7 @@ from nemo_specrl.engine.outputs import reuse_of
 from nemo_specrl.errors import UnsupportedSampling
 from nemo_specrl.trainer.tasks import EOS, encode
 from tests.conftest import DictCache
-from tests.engine.helpers import NEVER, PROMPT, STRICT, SURE, draft, generate, only, sampling
+from tests.support.engines import NEVER, PROMPT, STRICT, SURE, draft, generate, only, sampling
 
 
 def test_plain_rows_are_what_vllm_returns(speculative, llm):

@@ -12,9 +12,9 @@ from nemo_specrl import Finish, RolloutStore
 from nemo_specrl.engine.outputs import reuse_of
 from nemo_specrl.trainer.replay_journal import JournaledStore
 from tests.conftest import DictCache
-from tests.engine.helpers import LOSSLESS
-from tests.engine.lossless import made_with, rollouts, sample
 from tests.engine.test_failures import interrupt_after
+from tests.support.engines import LOSSLESS
+from tests.support.lossless import made_with, rollouts, sample
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import contextlib
 from nemo_specrl import RolloutStore, prompt_key
 from nemo_specrl.engine.outputs import reuse_of
 from nemo_specrl.trainer.replay_journal import JournaledStore
-from tests.engine.helpers import PROMPT, generate, sampling
+from tests.support.engines import PROMPT, generate, sampling
 
 
 def test_rollouts_of_a_lost_step_are_replayed_unchanged(speculative, tmp_path):

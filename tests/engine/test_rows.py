@@ -9,7 +9,7 @@ from nemo_specrl.engine.outputs import reuse_of
 from nemo_specrl.engine.vllm.compat import logprobs_slice
 from nemo_specrl.trainer.tasks import encode
 from tests.conftest import DictCache
-from tests.engine.helpers import (
+from tests.support.engines import (
     LOSSLESS,
     PROMPT,
     VOCABULARY,

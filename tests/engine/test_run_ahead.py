@@ -8,9 +8,9 @@ from nemo_specrl.engine.outputs import reuse_of
 from nemo_specrl.speculation.draft_selection import RUN_AHEAD_INDEX
 from nemo_specrl.trainer.tasks import encode
 from tests.conftest import DictCache
-from tests.engine.helpers import LOSSLESS, PROMPT, SURE
-from tests.engine.lossless import ROWS, check_distribution, made_with, params, sample
 from tests.engine.test_failures import interrupt_after
+from tests.support.engines import LOSSLESS, PROMPT, SURE
+from tests.support.lossless import ROWS, check_distribution, made_with, params, sample
 
 TREE = {"max_draft_tokens": 6}
 AHEAD = SpecRLConfig(enabled=True, preset="lossless", tree=TREE, run_ahead={"enabled": True})

@@ -7,8 +7,8 @@ from nemo_specrl.simulation.simulated_engine import FEATURES, Engine, Request, d
 from nemo_specrl.speculation.suffix_tree import DraftTrees
 from nemo_specrl.trainer.tasks import encode
 from tests.conftest import DictCache
-from tests.engine.helpers import LOSSLESS, PROMPT
-from tests.engine.lossless import KEY, made_with, params, rollouts, sample
+from tests.support.engines import LOSSLESS, PROMPT
+from tests.support.lossless import KEY, made_with, params, rollouts, sample
 
 PLACES, BLOCK, MAX_DRAFT = 64, 32, LOSSLESS.tree.max_draft_tokens
 BUDGET = 64 * 192

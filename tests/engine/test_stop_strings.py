@@ -6,7 +6,7 @@ import pytest
 from nemo_specrl import Finish
 from nemo_specrl.trainer.tasks import EOS, encode
 from tests.conftest import DictCache
-from tests.engine.helpers import NEVER, STRICT, SURE, draft, generate, only, sampling
+from tests.support.engines import NEVER, STRICT, SURE, draft, generate, only, sampling
 
 
 @pytest.mark.parametrize("include", [True, False])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from nemo_specrl.trainer.tasks import EOS, encode
-from tests.nemo_rl.jobs import (
+from tests.support.nemo_rl.jobs import (
     ACCEPTED,
     BATCH,
     FAITHFUL,

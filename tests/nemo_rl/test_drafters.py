@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.engine.helpers import needs_drafters
-from tests.nemo_rl.jobs import (
+from tests.support.engines import needs_drafters
+from tests.support.nemo_rl.jobs import (
     ACCEPTED,
     FAITHFUL,
     TOTAL,

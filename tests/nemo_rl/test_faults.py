@@ -12,7 +12,7 @@ import time
 import pytest
 
 from nemo_specrl.monitoring.metrics_file import METRICS, read_metrics
-from tests.nemo_rl.jobs import ACCEPTED, FAITHFUL, Job, marks
+from tests.support.nemo_rl.jobs import ACCEPTED, FAITHFUL, Job, marks
 
 pytestmark = [
     pytest.mark.timeout(1800),  # of the two, the first counts

@@ -14,8 +14,8 @@ import pytest
 from nemo_specrl import RolloutStore, prompt_key
 from nemo_specrl.engine.load_balance import balanced_order
 from nemo_specrl.speculation.draft_selection import assign_sample_indices
-from tests.factories import rollout
 from tests.nemo_rl.test_recipes import nemo  # noqa: F401
+from tests.support.rollouts import rollout
 
 LENGTHS = {0: 400, 1: 40, 2: 40, 3: 40}
 """By prompt: the mean length of what a policy writes to it."""

@@ -14,7 +14,7 @@ from nemo_specrl.nemo_rl.context import CACHE_FOLDER
 from nemo_specrl.nemo_rl.hooks import Hooks
 from nemo_specrl.nemo_rl.metrics_log import StepLog
 from nemo_specrl.nemo_rl.rollout_metadata import RecordTable
-from tests.nemo_rl.steps import Batch, Workers, monitor_of, step
+from tests.support.nemo_rl.steps import Batch, Workers, monitor_of, step
 
 
 class Trainer:

@@ -13,8 +13,8 @@ import pytest
 
 from nemo_specrl.monitoring.metrics_file import METRICS, read_metrics
 from tests.conftest import REPOSITORY
-from tests.monitoring.test_live_page import following, get
-from tests.nemo_rl.jobs import (
+from tests.monitoring.test_live_server import following, get
+from tests.support.nemo_rl.jobs import (
     ACCEPTED,
     ASYNCHRONOUS,
     BATCH,
@@ -22,6 +22,7 @@ from tests.nemo_rl.jobs import (
     GROUP,
     HOME,
     PROMPTS,
+    SITE,
     STEPS_PER_EPOCH,
     TOTAL,
     Job,
@@ -321,7 +322,7 @@ def launched(folder, text, *arguments):
     """``nemo-specrl run`` of a script with this text."""
     script = folder / "script.py"
     script.write_text(text)
-    paths = [HOME, str(REPOSITORY), str(REPOSITORY / "tests" / "nemo_rl" / "path")]
+    paths = [HOME, str(REPOSITORY), str(SITE)]
     return subprocess.run(
         [sys.executable, "-m", "nemo_specrl", "run", str(script), *arguments],
         env=os.environ

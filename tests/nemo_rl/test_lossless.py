@@ -12,7 +12,7 @@ import pytest
 
 from nemo_specrl.trainer.tasks import EOS, problems, reward
 from tests.conftest import REPOSITORY
-from tests.nemo_rl.jobs import ASYNCHRONOUS, HOME, PROMPTS, STEPS_PER_EPOCH, Job, marks
+from tests.support.nemo_rl.jobs import ASYNCHRONOUS, HOME, PROMPTS, STEPS_PER_EPOCH, Job, marks
 
 pytestmark = marks
 

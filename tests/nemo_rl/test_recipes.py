@@ -4,7 +4,6 @@ The tests of the second kind need a checkout of NeMo-RL in NEMO_RL_HOME.
 """
 
 import importlib
-import os
 import re
 import runpy
 from pathlib import Path
@@ -15,6 +14,7 @@ import yaml
 
 from nemo_specrl.config import SpecRLConfig, validated
 from nemo_specrl.nemo_rl.context import BLOCK, Run
+from tests.support.nemo_rl.jobs import HOME, SITE
 
 FOLDER = Path(__file__).parents[2] / "examples" / "configs" / "nemo_rl"
 ALGORITHMS = {
@@ -104,11 +104,11 @@ def test_no_two_recipes_share_a_folder():
 @pytest.fixture(scope="module")
 def nemo():
     """The checkout's folder and loader, and its algorithms by name."""
-    if not os.environ.get("NEMO_RL_HOME"):
+    if not HOME:
         pytest.skip("set NEMO_RL_HOME to a checkout of NVIDIA-NeMo/RL and run `make test-nemo`")
-    home = Path(os.environ["NEMO_RL_HOME"]).resolve()
+    home = Path(HOME).resolve()
     # By its path, since this Python may have a sitecustomize of its own.
-    runpy.run_path(str(Path(__file__).parent / "path" / "sitecustomize.py"))
+    runpy.run_path(str(SITE / "sitecustomize.py"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPECRL", str(FOLDER.parents[2]))
         patch.syspath_prepend(str(home))

@@ -8,7 +8,6 @@ import importlib
 import os
 import runpy
 import sys
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
@@ -20,8 +19,8 @@ from nemo_specrl.engine.vllm.refit import RefitExtension
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.nemo_rl.compat import CHECKPOINT_ENGINE_UPDATE
 from tests.conftest import DictCache, make_engine
+from tests.support.nemo_rl.jobs import HOME, SITE
 
-HOME = os.environ.get("NEMO_RL_HOME")
 ENGINE = {
     "dtype": "float32",
     "max_model_len": 192,
@@ -53,7 +52,7 @@ def workers():
     """The plug-in's two worker classes."""
     if not HOME:
         pytest.skip("set NEMO_RL_HOME to a checkout of NVIDIA-NeMo/RL and run `make test-nemo`")
-    runpy.run_path(str(Path(__file__).parent / "path" / "sitecustomize.py"))
+    runpy.run_path(str(SITE / "sitecustomize.py"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [*sys.path, HOME])  # which has a `tests`, too
         package = "nemo_specrl.nemo_rl"

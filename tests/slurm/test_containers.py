@@ -18,8 +18,8 @@ import pytest
 from nemo_specrl.monitoring.metrics_file import read_metrics
 from tests.conftest import REPOSITORY
 from tests.slurm import test_submit, test_train
-from tests.slurm.cluster import running
 from tests.slurm.test_train import started_on
+from tests.support.slurm.cluster import running
 from tests.trainer.test_training import DEMO, SMALL
 
 MODEL = "/models/qwen3-sort"
@@ -47,7 +47,7 @@ exec {python} "$@"
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     plugin = tmp_path_factory.mktemp("plugin") / "container.so"
-    source = REPOSITORY / "tests" / "slurm" / "container.c"
+    source = REPOSITORY / "tests" / "support" / "slurm" / "container.c"
     if shutil.which("gcc") is None or not Path("/usr/include/slurm/spank.h").exists():
         pytest.skip(
             "the stand-in for pyxis cannot be built here; to run this test: "

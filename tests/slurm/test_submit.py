@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.slurm.cluster import running
+from tests.support.slurm.cluster import running
 
 SCRIPT = REPOSITORY / "slurm" / "nemo_rl.sub"
 RECIPE = "examples/configs/recipe.yaml"

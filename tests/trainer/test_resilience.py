@@ -84,7 +84,7 @@ def launch(tmp_path):
 def test_an_engine_that_hangs_and_one_that_dies(launch, tmp_path):
     """The driver is killed, or dead, and goes on from its checkpoint, with all steps once."""
     folder = tmp_path / "run"
-    run = launch(folder, TIMEOUTS, program=("tests.trainer.fault_job",))
+    run = launch(folder, TIMEOUTS, program=("tests.support.trainer.fault_job",))
     assert run.end() == 0, run.output[-3000:]
     (seconds, limit) = re.search(
         r"Section 'rollout' has been open for ([\d.]+) seconds. Timeout is ([\d.]+)", run.output

@@ -23,7 +23,7 @@ from nemo_specrl.trainer.generation.engine import tokenizer_identity
 from nemo_specrl.trainer.loop import Trainer
 from nemo_specrl.trainer.recipe import load_recipe
 from tests.conftest import REPOSITORY
-from tests.ports import listening
+from tests.support.ports import listening
 
 DEMO = "examples/configs/grpo_sort_cpu.yaml"
 DAPO = "examples/configs/dapo_arith_cpu.yaml"
@@ -240,7 +240,7 @@ def test_a_run_of_another_recipe_takes_nothing_from_the_journal(tmp_path):
 @pytest.mark.timeout(600)  # three runs
 def test_a_checkpoint_is_written_beside_the_rollouts_of_the_next_step(whole, tmp_path):
     """It has the weights of its own step, and these rollouts outlive the process in the journal."""
-    job = "tests.trainer.saving_job"
+    job = "tests.support.trainer.saving_job"
     train(tmp_path, code=-signal.SIGKILL, program=(job, "kill"))
     assert [p.name for p in tmp_path.glob("step_*")] == ["step_2"]
     failed = train(tmp_path, code=2, program=(job, "full"))

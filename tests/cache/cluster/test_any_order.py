@@ -8,7 +8,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from nemo_specrl.cache.cluster import shard as shard_module
 from nemo_specrl.errors import StoreUnavailable
 from nemo_specrl.rollout import prompt_key
-from tests.cache.cluster.machine import ClusterMachine
+from tests.support.cluster.machine import ClusterMachine
 
 
 def test_any_order_of_events_serves_the_newest_and_loses_nothing(tmp_path, monkeypatch):

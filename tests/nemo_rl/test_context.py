@@ -1,0 +1,351 @@
+"""How the plug-in reads recipes of NeMo-RL, and which it refuses; needs no NeMo-RL."""
+
+import copy
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from nemo_specrl.engine.vllm.compat import has_custom_proposers
+from nemo_specrl.errors import ConfigError
+from nemo_specrl.monitoring.metrics_file import read_metrics
+from nemo_specrl.nemo_rl.context import Run, current_run, setting_up
+from nemo_specrl.nemo_rl.metrics_log import metrics_file
+from nemo_specrl.nemo_rl.rollout_metadata import response_spans
+from tests.conftest import REPOSITORY
+
+GENERATION = {
+    "backend": "vllm",
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": None,
+    "vllm_cfg": {"async_engine": False},
+    "vllm_kwargs": {},
+    "spec_rl": {"enabled": True, "cache": {"dir": "/raid/specrl"}, "tree": {"method": "rounds"}},
+}
+REUSE = {"spec_rl__preset": "faithful"}
+ROUNDS = {"spec_rl__tree": {"method": "rounds"}}
+PROPOSER = {"spec_rl__tree": {"method": "proposer"}}
+
+
+def recipe(tmp_path, **changes):
+    """A MasterConfig as far as it is read; ``changes`` are of dotted keys of the generation."""
+    generation = copy.deepcopy(GENERATION)
+    for path, value in changes.items():
+        block, _, name = path.rpartition("__")
+        target = generation
+        for part in block.split("__") if block else []:
+            target = target.setdefault(part, {})
+        target[name] = value
+    return SimpleNamespace(
+        policy={"generation": generation, "tokenizer": {"name": "Qwen/Qwen3-8B"}},
+        grpo=SimpleNamespace(seed=42),
+        ppo={"seed": 43},
+        logger={"log_dir": str(tmp_path / "logs")},
+        checkpointing={"enabled": True, "checkpoint_dir": str(tmp_path / "checkpoints")},
+        loss_fn={"force_on_policy_ratio": False},
+        data_plane=None,
+    )
+
+
+def test_without_the_block_or_switched_off_there_is_nothing_to_do(tmp_path):
+    off = recipe(tmp_path, spec_rl__enabled=False, temperature=0.6)
+    assert Run.of(off, "grpo") is None
+    del off.policy["generation"]["spec_rl"]
+    assert Run.of(off, "grpo") is None
+
+
+def test_a_run_reads_its_recipe(tmp_path):
+    run = Run.of(recipe(tmp_path), "grpo")
+    assert (run.seed, run.checkpoint, run.tokenizer_id) == (42, None, "Qwen/Qwen3-8B")
+    assert run.spec_rl.preset == "lossless"
+    assert run.store_folder.parent == Path("/raid/specrl")
+    other = recipe(tmp_path / "elsewhere")
+    assert Run.of(other, "grpo").store_folder != run.store_folder
+
+
+def test_a_resumed_run_knows_its_last_checkpoint(tmp_path):
+    for name in ("step_9", "step_10", "tmp_step_11", "step_x"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert Run.of(recipe(tmp_path), "grpo").checkpoint == tmp_path / "checkpoints" / "step_10"
+    resumed = recipe(tmp_path)
+    resumed.checkpointing["enabled"] = False
+    assert Run.of(resumed, "grpo").checkpoint is None
+
+
+def write_steps(folder, count):
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"step": step, "log": folder.name}) for step in range(1, count + 1)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 9, "rew')
+
+
+def test_a_resumed_run_goes_on_with_the_lines_up_to_its_checkpoint(tmp_path):
+    """In the folder of the process that wrote it, in a new one, or with nothing."""
+    checkpoint = tmp_path / "checkpoints" / "step_2"
+    checkpoint.mkdir(parents=True)
+    for name in ("exp_001", "exp_002", "exp_003"):
+        resumed = recipe(tmp_path)
+        resumed.logger["log_dir"] = str(tmp_path / name)
+        write_steps(tmp_path / "exp_001", 3)
+        file = metrics_file(Run.of(resumed, "grpo"))
+        file.write({"step": 3, "log": "new"})
+        file.close()
+        logs = [row["log"] for row in read_metrics(file.path)]
+        assert logs == ([] if name == "exp_003" else ["exp_001"] * 2) + ["new"]
+        (checkpoint / "config.yaml").write_text(f"logger: {{log_dir: {tmp_path / 'exp_001'}}}")
+        if name == "exp_002":
+            (checkpoint / "config.yaml").write_text(f"logger: {{log_dir: {tmp_path / 'none'}}}")
+
+
+@pytest.mark.parametrize("damage", ["logs", "recipe", "lines"])
+def test_a_log_that_cannot_be_written_or_read_is_a_warning(tmp_path, caplog, damage):
+    checkpoint = tmp_path / "checkpoints" / "step_2"
+    checkpoint.mkdir(parents=True)
+    (tmp_path / "logs").mkdir()
+    if damage == "logs":
+        (tmp_path / "logs" / "metrics.jsonl").mkdir()
+    elif damage == "recipe":
+        (checkpoint / "config.yaml").write_text("[")
+    else:
+        (tmp_path / "logs" / "metrics.jsonl").write_text('{"name": "of another program"}\n')
+    assert metrics_file(Run.of(recipe(tmp_path), "grpo")) is None
+    [record] = caplog.records
+    assert "logs/metrics.jsonl: steps are not written (" in record.message
+
+
+@pytest.mark.parametrize(
+    ("changes", "named", "way_out"),
+    [
+        (REUSE | {"temperature": 0.6}, "policy.generation.temperature = 0.6", "preset: lossless"),
+        (ROUNDS | {"temperature": 0.6}, "tree.method: rounds verifies", "set 1.0"),
+        (
+            {"spec_rl__preset": "lossless", "spec_rl__run_ahead": {"enabled": True}},
+            "spec_rl.run_ahead.enabled = True",
+            "set it to false",
+        ),
+        (REUSE | {"top_p": 0.95}, "policy.generation.top_p = 0.95", "set 1.0"),
+        (REUSE | {"top_k": 50}, "policy.generation.top_k = 50: prefix reuse", "set null"),
+        (PROPOSER | {"top_k": 50}, "policy.generation.top_k = 50: vLLM fails", "set null"),
+        (REUSE | {"vllm_cfg__precision": "fp8"}, "vllm_cfg.precision = fp8", "set bfloat16"),
+        (REUSE | {"vllm_cfg__kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype = fp8_e4m3", "set auto"),
+        (
+            {"vllm_cfg__expert_parallel_size": 16, "vllm_cfg__tensor_parallel_size": 8},
+            "vllm_cfg.expert_parallel_size = 16: more than tensor_parallel_size = 8",
+            "set at most 8",
+        ),
+        ({"vllm_kwargs__data_parallel_size": 2}, "vllm_kwargs.data_parallel_size = 2", "leave it"),
+        ({"worker_extension_cls_fqn": "my.Worker"}, "cls_fqn = my.Worker", "leave it out"),
+        ({"bad_words": ["x"]}, "policy.generation.bad_words", "leave them out"),
+        ({"backend": "megatron"}, "policy.generation.backend = 'megatron'", "must be vllm"),
+        ({"quant_cfg": {}}, "policy.generation.quant_cfg", "leave it out"),
+        ({"vllm_cfg__expose_http_server": True}, "vllm_cfg.expose_http_server", "set false"),
+        ({"vllm_kwargs__enable_return_routed_experts": True}, "routed_experts", "router replay"),
+        ({"refit_transport": "vllm_zmq_sparse"}, "refit_transport = 'vllm_zmq_sparse'", "nixl, or"),
+        ({"refit_transport": "vllm_s3_sparse"}, "refit_transport = 'vllm_s3_sparse'", "set null"),
+        ({"vllm_kwargs__kv_transfer_config": {"a": 1}}, "kv_transfer_config", "leave it out"),
+        ({"spec_rl__cache": {}}, "spec_rl.cache.dir", "such as /raid/specrl"),
+        ({"spec_rl__lenience": 0}, "policy.generation.spec_rl.lenience = 0", "greater than 0"),
+        ({"spec_rl__lenient": 1}, "spec_rl.lenient: unknown key", "known are enabled, preset"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(tmp_path, changes, named, way_out):
+    with pytest.raises(ConfigError) as raised:
+        Run.of(recipe(tmp_path, **changes), "grpo")
+    line = str(raised.value)
+    assert named in line and way_out in line and "\n" not in line
+
+
+@pytest.mark.skipif(not has_custom_proposers(), reason="this vLLM (0.20) takes no proposer")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"temperature": 0.6, "top_p": 0.95},
+        {"vllm_cfg__precision": "fp8", "vllm_cfg__kv_cache_dtype": "fp8"},
+        {"vllm_cfg__expert_parallel_size": 8, "vllm_cfg__tensor_parallel_size": 8},
+        {"vllm_kwargs__data_parallel_size": 1, "worker_extension_cls_fqn": None},
+    ],
+)
+def test_a_proposer_drafts_under_any_sampling(tmp_path, changes):
+    """Its drafts are judged by what is sampled from; only prefix reuse and rounds need it raw."""
+    assert Run.of(recipe(tmp_path, **PROPOSER, **changes), "grpo") is not None
+
+
+def test_on_policy_distillation_is_refused(tmp_path):
+    distilled = recipe(tmp_path)
+    distilled.on_policy_distillation = SimpleNamespace(enabled=False)
+    assert Run.of(distilled, "grpo") is not None
+    distilled.on_policy_distillation.enabled = True
+    with pytest.raises(ConfigError, match=r"on_policy_distillation.enabled = true: .* set false"):
+        Run.of(distilled, "grpo")
+
+
+@pytest.mark.parametrize("transport", [None, "nccl_reshard", "nixl", "my_module:Engine"])
+def test_refits_that_are_counted_are_not_refused(tmp_path, transport):
+    assert Run.of(recipe(tmp_path, refit_transport=transport), "grpo") is not None
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_weights_are_not_updated_in_flight(tmp_path, algorithm):
+    """In v0.7.0's form of a recipe, and in main's; without the trainer the key says nothing."""
+    name = f"async_{algorithm}"
+    asked = recipe(tmp_path)
+    for own in (lambda block: {"seed": 1, name: block}, lambda b: SimpleNamespace(**{name: b})):
+        for enabled, in_flight in ((True, False), (False, True)):
+            block = {"enabled": enabled, "in_flight_weight_updates": in_flight}
+            setattr(asked, algorithm, own(block))
+            assert Run.of(asked, algorithm) is not None
+        setattr(asked, algorithm, own({"enabled": True, "in_flight_weight_updates": True}))
+        with pytest.raises(ConfigError) as raised:
+            Run.of(asked, algorithm)
+        line = str(raised.value)
+        assert f"{algorithm}.{name}.in_flight_weight_updates = true" in line
+        assert "set it to false" in line and "\n" not in line
+
+
+def test_an_anchor_that_nothing_starts_from_is_refused(tmp_path):
+    anchored = recipe(tmp_path, spec_rl__clip_anchor="birth")
+    assert Run.of(anchored, "grpo").spec_rl.clip_anchor == "birth"
+    anchored.loss_fn["force_on_policy_ratio"] = True
+    with pytest.raises(ConfigError, match="no ratio to anchor"):
+        Run.of(anchored, "grpo")
+    anchored.loss_fn["force_on_policy_ratio"] = False
+    anchored.data_plane = {"enabled": True}
+    with pytest.raises(ConfigError, match="does not reach the data plane"):
+        Run.of(anchored, "grpo")
+    anchored.data_plane = None
+    assert Run.of(anchored, "ppo").seed == 43
+
+
+def test_router_replay_is_refused_before_setup_turns_it_into_options_of_the_engine(tmp_path):
+    replayed = recipe(tmp_path)
+    replayed.policy["router_replay"] = {"enabled": True}
+    with pytest.raises(ConfigError, match=r"policy.router_replay.enabled = true: .* off, or"):
+        Run.of(replayed, "grpo")
+
+
+def test_log_probs_that_nemo_rl_would_take_for_errors_are_refused(tmp_path):
+    masking = recipe(tmp_path, spec_rl__reported_logprobs="behaviour")
+    masking.grpo.seq_logprob_error_threshold = None
+    assert Run.of(masking, "grpo") is not None
+    masking.grpo.seq_logprob_error_threshold = 2.0
+    with pytest.raises(ConfigError) as raised:
+        Run.of(masking, "grpo")
+    line = str(raised.value)
+    assert "spec_rl.reported_logprobs = 'behaviour'" in line and "to policy" in line
+    assert "grpo.seq_logprob_error_threshold" in line and "null" in line
+    assert Run.of(recipe(tmp_path), "grpo") is not None
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        {"method": "eagle3", "num_speculative_tokens": 3},
+        {"method": "mtp"},  # as many as its model has
+        {"method": "ngram", "num_speculative_tokens": 4},
+    ],
+)
+def test_an_engine_has_one_drafter(tmp_path, drafter):
+    """The recipe's own beside reuse, the tree proposer, or neither; never both."""
+    own = {"vllm_kwargs__speculative_config": drafter}
+    for spec_rl in ({"spec_rl__preset": "faithful"}, {"spec_rl__preset": "fast"}):
+        assert Run.of(recipe(tmp_path, **own, **spec_rl), "grpo") is not None
+    for spec_rl in ({}, {"spec_rl__preset": "fast", "spec_rl__tree": {"enabled": True}}):
+        assert Run.of(recipe(tmp_path, **spec_rl), "grpo") is not None
+        with pytest.raises(ConfigError) as raised:
+            Run.of(recipe(tmp_path, **own, **spec_rl), "grpo")
+        line = str(raised.value)
+        assert "vllm_kwargs.speculative_config" in line and "spec_rl.tree.enabled" in line
+        assert "leave it out" in line and "\n" not in line
+
+
+def test_a_disabled_drafter_is_no_drafter(tmp_path):
+    drafter = {"method": "mtp", "num_speculative_tokens": 0}
+    disabled = recipe(tmp_path, vllm_kwargs__speculative_config=drafter, spec_rl__preset="lossless")
+    assert Run.of(disabled, "grpo") is not None
+
+
+def test_a_run_is_current_while_it_is_set_up(tmp_path):
+    run = Run.of(recipe(tmp_path), "grpo")
+    with setting_up(run):
+        assert current_run() is run
+    assert current_run() is None
+
+
+def copy_package(name, folder):
+    (found,) = importlib.util.find_spec(name).submodule_search_locations
+    shutil.copytree(found, folder / name)
+
+
+def run_command(*arguments, **environment):
+    """``nemo-specrl run``, by the first copy of the package that the process finds."""
+    clean = {k: v for k, v in os.environ.items() if k != "NEMO_RL_PY_EXECUTABLES_SYSTEM"}
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "nemo_specrl", "run", *map(str, arguments)],
+        env=clean | environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_workers_get_the_folder_of_the_plugin_alone(tmp_path):
+    """A copy that workers can import is not refused; then NeMo-RL is what is missing."""
+    plugin, script = tmp_path / "plugin", tmp_path / "script.py"
+    script.write_text("")
+    copy_package("nemo_specrl", plugin)
+
+    def refused():
+        done = run_command(script, PYTHONPATH=str(plugin))
+        assert done.returncode != 0 and done.stderr.count("\n") == 1
+        return done.stderr
+
+    line = refused()
+    assert f"nemo_specrl in {plugin}: " in line and "(lmdb is not beside it)" in line
+    assert "pip wheel --no-deps" in line and "--target DIR" in line
+    copy_package("lmdb", plugin)
+    assert "nemo_rl" in refused()
+    (plugin / "torch").mkdir()
+    assert "(torch lies beside it)" in refused()
+    shared = run_command(script, PYTHONPATH=str(plugin), NEMO_RL_PY_EXECUTABLES_SYSTEM="1")
+    assert "nemo_rl" in shared.stderr and "beside it" not in shared.stderr
+
+
+@pytest.mark.parametrize("damage", ["missing", "of another machine"])
+def test_trees_without_their_compiled_part_are_refused_before_anything_starts(tmp_path, damage):
+    copy_package("nemo_specrl", tmp_path)
+    (compiled,) = (tmp_path / "nemo_specrl" / "speculation").glob("_suffix*.so")
+    if damage == "missing":
+        compiled.unlink()
+    else:
+        compiled.write_bytes(compiled.read_bytes()[:18] + b"\xff\xff" + compiled.read_bytes()[20:])
+    read = (
+        "import pathlib, tests.nemo_rl.test_context as t\n"
+        "t.Run.of(t.recipe(pathlib.Path()), 'grpo')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", read],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"},
+        capture_output=True,
+        text=True,
+    )
+    last = done.stderr.strip().split("\n")[-1]
+    assert "the compiled part of nemo_specrl, which trees need, is missing" in last
+    assert "install a wheel" in last
+
+
+def test_the_launcher_says_what_is_missing(tmp_path):
+    done = run_command(tmp_path / "none.py", "--config", "x")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and "none.py: no such file" in done.stderr
+
+
+def test_spans_of_responses():
+    assert response_spans(np.array([0, 0, 1, 1, 0, 1], dtype=bool)) == [(2, 4), (5, 6)]
+    assert response_spans(np.array([1, 1], dtype=bool)) == [(0, 2)]
+    assert response_spans(np.zeros(3, dtype=bool)) == []

@@ -1,0 +1,324 @@
+"""A NeMo-RL job on a CPU: the real ``setup`` and trainer, two vLLM engines, a small policy.
+
+    python -m tests.support.nemo_rl.job OUT grpo|ppo [KEY=VALUE ...]
+
+Parts that need a GPU are replaced: the workers of policy and value model (``models.py``), the
+transport of weights (through a file) and details of the vLLM workers (``cpu.py``). The job writes
+OUT/metrics.jsonl, one line for each call of NeMo-RL's logger; OUT/rows.jsonl, one for each
+``generate`` call; and OUT/counts.jsonl (``counting.py``).
+
+Ray's files are in the folder that NEMO_SPECRL_TEST_RAY names. Where Ray does not start, the job
+exits with os.EX_TEMPFAIL, before it has written anything.
+
+Keys in addition to NeMo-RL's: ``++env.prompts``, the number of prompts; ``++env.turns``, the number
+of turns in a conversation that does a sum step by step; ``++env.recorded=false``, which leaves out
+OUT/rows.jsonl, because it takes time; ``++env.killed_in_step``, the step after whose rollouts the
+job and all that it has started are killed.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+OUT, ALGORITHM = Path(sys.argv[1]).absolute(), sys.argv[2]
+os.environ.update(
+    NEMO_RL_PY_EXECUTABLES_SYSTEM="1",
+    NRL_DISABLE_NUMA_BINDING="1",
+    NRL_LOG_LEVEL="WARNING",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_LOGGING_LEVEL="WARNING",
+    TORCHDYNAMO_DISABLE="1",
+    OMP_NUM_THREADS="1",
+    HF_HUB_OFFLINE="1",
+    RAY_USAGE_STATS_ENABLED="0",
+    RAY_worker_niceness="0",  # Ray's own is 15: on a busy machine its workers would hardly run
+    NEMO_SPECRL_TEST_WEIGHTS=str(OUT / "weights.safetensors"),
+    NEMO_SPECRL_TEST_COUNTS=str(OUT / "counts.jsonl"),
+)
+
+import ray  # noqa: E402
+import torch  # noqa: E402
+
+from nemo_specrl.nemo_rl.install import rebind, register  # noqa: E402
+
+register()
+
+from nemo_rl.algorithms import grpo, grpo_sync, ppo  # noqa: E402
+from nemo_rl.distributed.ray_actor_environment_registry import (  # noqa: E402
+    ACTOR_ENVIRONMENT_REGISTRY,
+)
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn  # noqa: E402
+from nemo_rl.models.generation import configure_generation_config  # noqa: E402
+from nemo_rl.utils.config import (  # noqa: E402
+    load_config,
+    parse_hydra_overrides,
+    register_omegaconf_resolvers,
+)
+from nemo_rl.utils.logger import Logger  # noqa: E402
+from omegaconf import OmegaConf  # noqa: E402
+from transformers import PreTrainedTokenizerFast  # noqa: E402
+
+from nemo_specrl.nemo_rl.context import option  # noqa: E402
+from nemo_specrl.trainer.tasks import EOS, encode, problems, reward  # noqa: E402
+from tests.nemo_rl import counting  # noqa: E402
+from tests.support.nemo_rl.cpu import CpuGeneration  # noqa: E402
+from tests.support.nemo_rl.models import SmallPolicy, SmallValue, small_plane_policy  # noqa: E402
+
+MODEL = Path("examples/models/qwen3-arith-small").absolute()
+ENGINES = 2
+OVERRIDES = [
+    f"{ALGORITHM}.num_prompts_per_step=2",
+    f"{ALGORITHM}.num_generations_per_prompt=4",
+    f"{ALGORITHM}.max_num_epochs=100",
+    f"{ALGORITHM}.val_period=2",
+    f"{ALGORITHM}.val_batch_size=2",
+    f"{ALGORITHM}.max_val_samples=2",
+    f"{ALGORITHM}.val_at_start=true",
+    f"{ALGORITHM}.val_at_end=false",
+    f"policy.model_name={MODEL}",
+    f"policy.tokenizer.name={MODEL}",
+    "policy.train_global_batch_size=8",
+    "policy.optimizer.kwargs.lr=3e-5",
+    "policy.max_total_sequence_length=192",
+    "policy.generation.max_new_tokens=160",
+    "policy.generation.vllm_cfg.max_model_len=192",
+    "policy.generation.vllm_cfg.enforce_eager=true",
+    "policy.generation.vllm_cfg.precision=float32",
+    "++policy.generation.vllm_cfg.enable_prefix_caching=true",
+    "++policy.generation.vllm_cfg.use_tqdm=false",
+    "loss_fn.reference_policy_kl_penalty=0.0",
+    f"++{ALGORITHM}.skip_reference_policy_logprobs_calculation=true",
+    f"cluster.gpus_per_node={ENGINES}",
+    f"checkpointing.checkpoint_dir={OUT}/checkpoints",
+    "checkpointing.save_period=2",
+    "checkpointing.metric_name=null",
+    f"logger.log_dir={OUT}/logs",
+    "logger.wandb_enabled=false",
+    "logger.tensorboard_enabled=false",
+    "logger.monitor_gpus=false",
+]
+
+
+class Problems(torch.utils.data.Dataset):
+    """Prompts of the arithmetic task in NeMo-RL's form."""
+
+    def __init__(self, count: int, seed: int, tokenizer: Any, times: int = 1) -> None:
+        self.items, self.tokenizer = problems("arithmetic", count, seed) * times, tokenizer
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        ids = torch.tensor(self.items[i].prompt)
+        message = {"role": "user", "content": self.tokenizer.decode(ids), "token_ids": ids}
+        return {
+            "message_log": [message],
+            "length": len(ids),
+            "extra_env_info": {"problem": self.items[i], "turn": 1},
+            "loss_multiplier": 1.0,
+            "idx": i,
+            "task_name": "sums",
+        }
+
+
+@ray.remote(num_cpus=0)
+class Sums(EnvironmentInterface):
+    def step(self, logs: Any, metadata: Any) -> EnvironmentReturn:
+        n = len(logs)
+        earned = [
+            reward(meta["problem"], [*encode(log[-1]["content"].replace(" ", "")), EOS])
+            for log, meta in zip(logs, metadata, strict=True)
+        ]
+        return EnvironmentReturn(
+            observations=[{"role": "environment", "content": ""}] * n,
+            metadata=metadata,
+            next_stop_strings=[None] * n,
+            rewards=torch.tensor(earned, dtype=torch.float32),
+            terminateds=torch.ones(n),
+            answers=[None] * n,
+        )
+
+    def global_post_process_and_metrics(self, batch: Any) -> Any:
+        return batch, {}
+
+    def shutdown(self) -> bool:
+        return True
+
+
+@ray.remote(num_cpus=0)
+class Steps(EnvironmentInterface):
+    """A conversation: the policy adds, and the environment gives the next number to add."""
+
+    def __init__(self, turns: int) -> None:
+        self.turns = turns
+
+    def step(self, logs: Any, metadata: Any) -> EnvironmentReturn:
+        observations, earned, ended, after = [], [], [], []
+        for log, meta in zip(logs, metadata, strict=True):
+            terms, turn = meta["problem"].terms, meta["turn"]
+            total = re.search(r"(\d+);$", log[-1]["content"].replace(" ", ""))
+            over = total is None or turn == self.turns
+            right = total is not None and int(total[1]) == sum(terms[: turn + 1])
+            earned.append(float(right) if over else 0.0)
+            ended.append(over)
+            said = "" if over else f"{total[1]}{terms[turn + 1]:+d}="
+            observations.append({"role": "environment", "content": said})
+            after.append({**meta, "turn": turn + 1})
+        return EnvironmentReturn(
+            observations=observations,
+            metadata=after,
+            next_stop_strings=[None] * len(logs),
+            rewards=torch.tensor(earned),
+            terminateds=torch.tensor(ended),
+            answers=[None] * len(logs),
+        )
+
+    def global_post_process_and_metrics(self, batch: Any) -> Any:
+        return batch, {}
+
+    def shutdown(self) -> bool:
+        return True
+
+
+class Recorded(CpuGeneration):
+    """Records the inputs and outputs of each call, and kills the job in a given step."""
+
+    killed_in_step = 0
+    _steps = 0
+
+    async def generate_async(self, data: Any, greedy: bool = False) -> Any:
+        async for index, output in super().generate_async(data, greedy=greedy):
+            self._record(data, output)
+            yield index, output
+
+    def generate(self, data: Any, greedy: bool = False) -> Any:
+        version = None if self.cache is None else self.policy_version
+        counting.note("generate", validating=self._validating, rows=len(data["input_ids"]))
+        output = super().generate(data, greedy=greedy)
+        counting.note("generated")
+        self._record(data, output, version)
+        self._steps += not self._validating
+        if self._steps == self.killed_in_step:
+            os.killpg(0, signal.SIGKILL)
+        return output
+
+    def _record(self, data: Any, output: Any, version: int | None = None) -> None:
+        record = {
+            "validating": self._validating,
+            "policy_version": version,
+            "prompts": [
+                ids[:n].tolist()
+                for ids, n in zip(data["input_ids"], data["input_lengths"].tolist(), strict=True)
+            ],
+            "outputs": [
+                ids[:n].tolist()
+                for ids, n in zip(
+                    output["output_ids"], output["unpadded_sequence_lengths"].tolist(), strict=True
+                )
+            ],
+            "cached": None
+            if self.cache is None
+            else sum(s.rollouts for s in self.cache.stats().values()),
+        }
+        with (OUT / "rows.jsonl").open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def main() -> None:
+    OUT.mkdir(parents=True, exist_ok=True)
+    home = Path(os.environ["NEMO_RL_HOME"])
+    register_omegaconf_resolvers()
+    config = load_config(str(home / f"examples/configs/{ALGORITHM}_math_1B.yaml"))
+    config = parse_hydra_overrides(config, [*OVERRIDES, *sys.argv[3:]])
+    algorithm = {"grpo": grpo, "ppo": ppo}[ALGORITHM]
+    config = algorithm.MasterConfig(**OmegaConf.to_container(config, resolve=True))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(MODEL / "tokenizer.json"), pad_token_id=0, eos_token_id=2
+    )
+    tokenizer.pad_token_id, tokenizer.eos_token_id = 0, 2
+    config.policy["generation"] = configure_generation_config(
+        config.policy["generation"], tokenizer
+    )
+    config.policy["generation"]["model_name"] = str(MODEL)
+    config.policy["generation"]["vllm_cfg"]["load_format"] = "auto"
+    for name in ACTOR_ENVIRONMENT_REGISTRY:  # one environment for all actors
+        ACTOR_ENVIRONMENT_REGISTRY[name] = sys.executable
+    recorded = config.env.get("recorded", True)
+    Recorded.killed_in_step = config.env.get("killed_in_step", -1)
+    rebind("VllmGeneration", grpo.VllmGeneration, Recorded if recorded else CpuGeneration)
+
+    record_metrics()
+    torch.manual_seed(1)  # the order of the prompts
+    start_ray()
+    # The asynchronous trainer makes one pass over its data, whatever max_num_epochs says.
+    asynchronous = ALGORITHM == "grpo" and bool(
+        option(option(config.grpo, "async_grpo", None), "enabled", False)
+    )
+    data = (
+        Problems(config.env.get("prompts", 4), 5, tokenizer, times=9 if asynchronous else 1),
+        Problems(2, 6, tokenizer),
+    )
+    turns = config.env.get("turns", 1)
+    environment = {"sums": Sums.remote() if turns == 1 else Steps.remote(turns)}
+    environments = (environment, environment)
+    if ALGORITHM == "ppo":
+        ppo.Policy, ppo.Value = SmallPolicy, SmallValue  # PPO's setup has no factory
+        parts = ppo.setup(config, tokenizer, *data)
+        policy, generation, value, _, loader, val_loader, loss, value_loss, *rest = parts
+        logger, checkpointer, state, config = rest
+        models = (policy, generation, value, loader, val_loader, tokenizer, loss, value_loss)
+        ppo.ppo_train(*models, *environments, logger, checkpointer, state, config)
+    else:
+        train = grpo.async_grpo_train if asynchronous else grpo.grpo_train
+        factory: Any = SmallPolicy
+        if option(config.data_plane, "enabled", False):
+            factory = functools.partial(small_plane_policy, data_plane=config.data_plane)
+            train = grpo_sync.grpo_train_sync
+        parts = grpo.setup(config, tokenizer, *data, policy_factory=factory)
+        policy, generation, _, _, loader, val_loader, loss, logger, checkpointer, *rest = parts
+        state, config = rest[:2]
+        models = (policy, generation, loader, val_loader, tokenizer, loss)
+        train(*models, *environments, logger, checkpointer, state, config)
+    getattr(checkpointer, "shutdown", lambda: None)()
+    generation.shutdown()
+    policy.shutdown()  # while Ray is there: the data plane's client asks it
+    ray.shutdown()
+
+
+def start_ray() -> None:
+    """Start Ray, or exit with the status that says that another attempt may succeed."""
+    folder = os.environ["NEMO_SPECRL_TEST_RAY"]
+    try:
+        ray.init(num_cpus=8, num_gpus=ENGINES + 1, include_dashboard=False, _temp_dir=folder)
+    except Exception as error:  # Ray raises bare ones
+        print(f"Ray did not start: {error}")
+        sys.exit(os.EX_TEMPFAIL)
+    # NeMo-RL's memory tracker asks the only cluster of a machine; there may be several.
+    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+
+
+def record_metrics() -> None:
+    """Also write what NeMo-RL logs to OUT/metrics.jsonl."""
+    original = Logger.log_metrics
+
+    def log_metrics(
+        self: Any, metrics: Any, step: int, prefix: str | None = "", *args: Any, **kwargs: Any
+    ) -> None:
+        plain = {k: float(v) for k, v in metrics.items() if isinstance(v, (int, float))}
+        with (OUT / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, "prefix": prefix, **plain}) + "\n")
+        original(self, metrics, step, prefix, *args, **kwargs)
+
+    Logger.log_metrics = log_metrics
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""The journal: what a process that died had made is taken by the step it was made for, once."""
+
+import contextlib
+
+import numpy as np
+
+from nemo_specrl.cache import RolloutStore
+from nemo_specrl.rollout import Finish, Rollout, prompt_key
+from nemo_specrl.trainer.replay_journal import JournaledStore
+from tests.support.rollouts import rollout
+
+KEYS = [prompt_key([p]) for p in range(3)]
+ROWS = [(key, sample_index) for key in KEYS for sample_index in range(2)]
+WEIGHTS = 77
+
+
+def exact(key, sample_index, version, *, salt=0, fingerprint=WEIGHTS, finish=Finish.STOP):
+    """A rollout with log-probs of all bits, which only exact records keep."""
+    n = 5 + salt
+    logprobs = -np.random.default_rng([key[0], sample_index, version, salt]).random(n)
+    fields = {"logprobs": logprobs, "birth_logprobs": None, "finish": finish}
+    return rollout(key, version, sample_index, n, salt=salt, occurrence=version,
+                   fingerprint=fingerprint, **fields)  # fmt: skip
+
+
+@contextlib.contextmanager
+def opened(folder, run="a run", max_bytes=8 * 2**20):
+    store = JournaledStore(
+        folder / "store", folder / "journal", run=run, max_bytes=max_bytes, tokenizer_id="tok"
+    )
+    with contextlib.closing(store):
+        yield store
+
+
+def step(version, **options):
+    return [exact(key, sample_index, version, **options) for key, sample_index in ROWS]
+
+
+def test_what_was_made_is_taken_by_its_step_once_and_goes_into_the_store(tmp_path):
+    made = {version: step(version) for version in (3, 4)}
+    with opened(tmp_path) as store:
+        for rollouts in made.values():
+            store.put(rollouts)
+        assert store.take(ROWS, 4, WEIGHTS) == [None] * 6  # it was made by this very process
+        store.snapshot(tmp_path / "snapshot")
+    RolloutStore.restore(tmp_path / "snapshot", tmp_path / "store")
+    for _ in range(2):  # what is taken is not gone: the process may die again
+        with opened(tmp_path) as store:
+            assert store.take(ROWS, 2, WEIGHTS) == [None] * 6
+            for version, rollouts in made.items():
+                assert store.take(ROWS[::-1], version, WEIGHTS) == rollouts[::-1]
+                assert store.take(ROWS, version, WEIGHTS) == [None] * 6
+                newest = [r for group in store.get(KEYS).values() for r in group]
+                assert [r.policy_version for r in newest] == [version] * 6
+
+
+def test_rows_that_come_twice_in_a_step_take_what_each_occurrence_made(tmp_path):
+    first, second = step(1), step(1, salt=1)
+    with opened(tmp_path) as store:
+        store.put([*first, rollout(*ROWS[0], 1, salt=2, finish=Finish.PARTIAL), *second])
+    with opened(tmp_path) as store:
+        assert store.take(ROWS, 1, WEIGHTS) == first
+        assert store.take(ROWS, 1, WEIGHTS) == second
+    with opened(tmp_path) as store:
+        assert store.take(ROWS, 1, WEIGHTS) == first
+        store.put(step(1, salt=3))  # made again for whatever reason
+        assert store.take(ROWS, 1, WEIGHTS) == second
+
+
+def test_half_a_batch_of_the_same_weights_is_not_taken(tmp_path):
+    with opened(tmp_path) as store:
+        store.put(step(1)[:4])
+    with opened(tmp_path) as store:
+        assert store.take(ROWS, 1, WEIGHTS) == [None] * 6
+        assert store.get(KEYS[2:]) == {}
+        store.put(step(1))
+    with opened(tmp_path) as store:  # the second time it was whole
+        assert store.take(ROWS, 1, WEIGHTS) == step(1)
+
+
+def test_what_other_weights_made_is_offered_but_not_stored(tmp_path):
+    with opened(tmp_path) as store:
+        store.put(step(1)[:4])
+        store.snapshot(tmp_path / "snapshot")
+    with opened(tmp_path) as store:
+        store._store.clear()
+        assert store.take(ROWS, 1, WEIGHTS + 1) == [*step(1)[:4], None, None]
+        assert store.get(KEYS) == {}
+
+
+def test_a_checkpoint_makes_it_forget_and_another_run_has_its_own(tmp_path):
+    with opened(tmp_path) as store:
+        store.put(step(1))
+        store.snapshot(tmp_path / "snapshot")
+        store.forget()
+        store.put(step(2))
+    with opened(tmp_path) as store:
+        assert store.take(ROWS, 1, WEIGHTS) == [None] * 6
+        assert store.take(ROWS, 2, WEIGHTS) == step(2)
+    with opened(tmp_path, run="another") as store:
+        assert store.take(ROWS, 2, WEIGHTS) == [None] * 6
+        assert len(store.get(KEYS)) == 3  # the store is the folder's
+    with opened(tmp_path) as store:
+        assert store.take(ROWS, 2, WEIGHTS) == [None] * 6
+
+
+def test_what_a_step_makes_while_a_checkpoint_is_written_stays(tmp_path):
+    first, second = step(2), step(2, salt=1)
+    with opened(tmp_path) as store:
+        store.put(step(1))
+        store.snapshot(tmp_path / "snapshot")
+        store.put(first)
+    with opened(tmp_path) as store:  # the process died before the checkpoint was complete
+        assert store.take(ROWS, 1, WEIGHTS) == step(1)
+        assert store.take(ROWS, 2, WEIGHTS) == first
+        store.put(second)
+        assert store.take(ROWS, 2, WEIGHTS) == [None] * 6
+        store.put(step(3))
+        store.snapshot(tmp_path / "snapshot")
+        store.put(step(4))
+        store.forget()
+    with opened(tmp_path) as store:
+        assert store.take(ROWS, 1, WEIGHTS) == [None] * 6
+        assert store.take(ROWS, 3, WEIGHTS) == [None] * 6
+        assert store.take(ROWS, 4, WEIGHTS) == step(4)
+
+
+def test_both_together_stay_under_the_cap(tmp_path):
+    cap = 4 * 2**20
+    with opened(tmp_path, max_bytes=cap) as store:
+        for version in range(60):
+            store.put(
+                Rollout(prompt_key([p]), 0, np.zeros(2000), -np.ones(2000), Finish.STOP, version)
+                for p in range(10)
+            )
+        store.sync()
+        files = [f.stat().st_size for f in tmp_path.rglob("*") if f.is_file()]
+        assert sum(files) <= cap
+        assert len(store.get(prompt_key([p]) for p in range(10))) == 10
+
+
+def test_where_the_cap_made_it_forget_it_hands_out_nothing_of_this_process(tmp_path):
+    with opened(tmp_path, max_bytes=4 * 2**20) as store:
+        store.put(step(1))
+        for prompt in range(100, 400):  # the journal has 1 MiB: the first ones are evicted
+            store.put([rollout(prompt, 1, n=3000)])
+        assert store._journal[-1].get(KEYS) == {}
+        for _ in range(3):
+            store.put(step(1, salt=1))
+        assert len(store._journal[-1].get(KEYS)) == len(KEYS)
+        assert store.take(ROWS, 1, WEIGHTS) == [None] * 6
+
+
+def test_a_damaged_journal_is_moved_aside_and_the_run_resumes_without_it(tmp_path, caplog):
+    with opened(tmp_path) as store:
+        store.put(step(1))
+    for file in (tmp_path / "journal").glob("*/data.mdb"):
+        data = bytearray(file.read_bytes())
+        for page in range(0, len(data), 4096):
+            data[page + 12] ^= 1
+        file.write_bytes(data)
+    with opened(tmp_path) as store:
+        assert store.take(ROWS, 1, WEIGHTS) == [None] * 6
+        assert len(store.get(KEYS)) == 3
+    assert f"{tmp_path / 'journal' / '1'} is damaged" in caplog.text
