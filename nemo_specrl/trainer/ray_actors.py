@@ -107,6 +107,10 @@ def _places(count: int, nodes: int) -> list[NodeAffinitySchedulingStrategy]:
     ]
 
 
+_DIED = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)
+"""What Ray raises for an actor whose process has ended."""
+
+
 class _Watch:
     """Pings to actors while their answers are waited for.
 
@@ -238,7 +242,7 @@ class Actors:
                     except ray.exceptions.RayError as error:
                         errors[index] = error
                         until = min(until, time.monotonic() + GRACE_SECONDS)
-                        if isinstance(error, ray.exceptions.RayActorError):
+                        if isinstance(error, _DIED):
                             until = 0.0
         finally:
             if errors or left:
@@ -250,6 +254,12 @@ class Actors:
     def _reason(self, errors: dict[int, Exception]) -> Exception:
         """Which of the actors' errors is the reason of the others."""
         for index, error in errors.items():
+            if isinstance(error, ray.exceptions.OutOfMemoryError):
+                return self._error(
+                    f"{self._name(index)} was killed by Ray because the memory of its node was "
+                    "nearly full; run less on the node, or raise RAY_memory_usage_threshold. The "
+                    "run can be resumed from its last checkpoint"
+                )
             if isinstance(error, ray.exceptions.RayActorError):
                 return self._error(
                     f"{self._name(index)} died; the run can be resumed from its last checkpoint"

@@ -1,10 +1,13 @@
 """Connecting to Ray. Actors that fail are tested with policies and engines."""
 
+import os
 import socket
+import time
 
 import pytest
+import ray
 
-from nemo_specrl.errors import ConfigError
+from nemo_specrl.errors import ConfigError, PolicyError
 from nemo_specrl.trainer import ray_actors
 
 
@@ -52,3 +55,34 @@ def test_an_address_that_drops_what_is_sent(monkeypatch):
             ray_actors.connect()
         for client in waiting:
             client.close()
+
+
+class Sleeper:
+    def pid(self):
+        return os.getpid()
+
+    def ping(self):
+        pass
+
+    def sleep(self):
+        time.sleep(60)
+
+
+def test_an_actor_that_ray_kills_for_memory_says_so(own_ray, monkeypatch):
+    monkeypatch.setenv("RAY_memory_usage_threshold", "0.001")
+    monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "100")
+    ray_actors.connect()
+    ended = []
+    actors = ray_actors.Actors(
+        Sleeper,
+        [()],
+        nodes=1,
+        gpu=False,
+        name=lambda index: f"rank {index}",
+        error=PolicyError,
+        on_failure=lambda: ended.append(True),
+    )
+    with pytest.raises(PolicyError, match="rank 0 was killed by Ray because the memory"):
+        actors.all("sleep")
+    assert ended
+    ray.shutdown()
