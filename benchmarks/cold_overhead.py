@@ -22,7 +22,7 @@ from engines import Steps, Turns, by_processor_time
 from records import Chart, outputs, present, read, save
 
 from nemo_specrl import RolloutStore, SpecRLConfig, SpeculativeLLM
-from nemo_specrl.engine.vllm.compat import local_cpu_environment
+from nemo_specrl.engine.vllm.environment import local_cpu_environment
 from nemo_specrl.trainer.tasks import EOS, problems
 
 GROUP = 8

@@ -1,7 +1,7 @@
 """An engine of one method of speculation, whose steps are counted and timed as it runs.
 
 ``arms.py`` sets several of them side by side. They are in the process of the caller, which has set
-what that needs (``arms.environment``, or ``compat.local_cpu_environment`` where no weights change).
+what that needs (``arms.environment``, or ``local_cpu_environment`` where no weights change).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from recording import recipe_of
 from nemo_specrl.cache import store
 from nemo_specrl.engine import sync_engine
 from nemo_specrl.engine.sync_engine import STORE_SECONDS
-from nemo_specrl.engine.vllm.patches import mend_cpu_rejection_sampler
+from nemo_specrl.engine.vllm.patches import fix_cpu_rejection_sampler
 from nemo_specrl.rollout import Finish, Rollout, prompt_key
 
 K = TypeVar("K", bound=Hashable)
@@ -264,7 +264,7 @@ class Arm:
         self.generation = Generation(self.recipe, self.store)
         config = self.generation.llm.llm_engine.vllm_config
         if config.speculative_config is not None:
-            mend_cpu_rejection_sampler()
+            fix_cpu_rejection_sampler()
         self.counter = Counter(self.generation.llm)
         self._steps = Steps(self.generation.llm.llm_engine, turns, self.counter.drafter)
         self.responses: list[list[list[int]]] = []

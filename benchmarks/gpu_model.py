@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from nemo_specrl.config import SpecRLConfig
-from nemo_specrl.engine.drafters.selection import engine_options
+from nemo_specrl.engine.drafters.method import engine_options
 from nemo_specrl.engine.prefix.verification import sampled_values
-from nemo_specrl.engine.vllm.compat import has_custom_proposers
+from nemo_specrl.engine.vllm.environment import has_custom_proposers
 from nemo_specrl.rollout import Rollout
 
 QUIET = 1e-4

@@ -33,8 +33,9 @@ from gpu_model import (
 )
 
 from nemo_specrl import Finish, Rollout, SpecRLConfig, SpeculativeLLM, prompt_key
-from nemo_specrl.engine.prefix.verification import proved_logprobs, sampled_values
-from nemo_specrl.engine.vllm.compat import has_custom_proposers, prompt_logprob_bytes
+from nemo_specrl.engine.prefix.verification import matching_logprobs, sampled_values
+from nemo_specrl.engine.vllm.environment import has_custom_proposers
+from nemo_specrl.engine.vllm.prompt_logprob_memory import prompt_logprob_bytes
 from nemo_specrl.speculation.acceptance import accepted_lengths, offsets_of
 
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 0.95, 1.0)
@@ -422,7 +423,7 @@ def timed(work: Callable[[], Any]) -> tuple[dict[str, float], Any]:
 
 
 def _proved(prompt_logprobs: Any, tokens: Any) -> Any:
-    found = proved_logprobs(prompt_logprobs, tokens)
+    found = matching_logprobs(prompt_logprobs, tokens)
     if found is None:
         raise RuntimeError("the engine returned prompt log-probs of other tokens than the draft's")
     return found

@@ -38,7 +38,8 @@ from gpu_points import Bench
 from gpu_report import draw, print_report
 from records import machine
 
-from nemo_specrl.engine.vllm.compat import check_version, local_cpu_environment
+from nemo_specrl.engine.vllm.compat import check_version
+from nemo_specrl.engine.vllm.environment import local_cpu_environment
 from nemo_specrl.errors import SpecRLError
 
 LEAST_SECONDS = {"qwen3-8b": 90.0}

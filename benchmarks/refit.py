@@ -28,7 +28,7 @@ from typing import Any
 
 from records import Chart, merged, outputs, present, read
 
-from nemo_specrl.engine.vllm.compat import local_cpu_environment
+from nemo_specrl.engine.vllm.environment import local_cpu_environment
 
 local_cpu_environment()
 

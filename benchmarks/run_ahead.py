@@ -26,8 +26,8 @@ from engines import Steps, Turns, by_processor_time, of_steps
 from records import Chart, outputs, present, read, rounded, save
 
 from nemo_specrl import RolloutStore, SpecRLConfig, SpeculativeLLM
-from nemo_specrl.engine.drafters.selection import engine_options
-from nemo_specrl.engine.vllm.compat import local_cpu_environment
+from nemo_specrl.engine.drafters.method import engine_options
+from nemo_specrl.engine.vllm.environment import local_cpu_environment
 from nemo_specrl.trainer.tasks import EOS, problems
 
 PROMPTS, GROUP = 16, 8

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from nemo_specrl.cache import RolloutStore
     from nemo_specrl.config import SpecRLConfig
     from nemo_specrl.engine.async_engine import AsyncSpeculativeLLM
-    from nemo_specrl.engine.drafters.selection import engine_options
+    from nemo_specrl.engine.drafters.method import engine_options
     from nemo_specrl.engine.sync_engine import SpeculativeLLM
     from nemo_specrl.rollout import Finish, Rollout, prompt_key
     from nemo_specrl.speculation.acceptance import accepted_length
@@ -43,7 +43,7 @@ _MODULES = {
     "SpecRLConfig": "config",
     "SpeculativeLLM": "engine.sync_engine",
     "accepted_length": "speculation.acceptance",
-    "engine_options": "engine.drafters.selection",
+    "engine_options": "engine.drafters.method",
     "prompt_key": "rollout",
 }
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import hypothesis.configuration
 import pytest
 
-from nemo_specrl.engine.vllm.compat import local_cpu_environment
+from nemo_specrl.engine.vllm.environment import local_cpu_environment
 
 REPOSITORY = Path(__file__).parent.parent
 SHIPPED_MODEL = REPOSITORY / "examples" / "models" / "qwen3-arith"

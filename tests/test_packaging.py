@@ -92,7 +92,7 @@ def test_without_its_compiled_part_trees_are_refused_in_one_line(tmp_path):
     code = """
 from nemo_specrl import SpeculativeLLM
 from nemo_specrl.config import SpecRLConfig
-from nemo_specrl.engine.drafters.selection import engine_options
+from nemo_specrl.engine.drafters.method import engine_options
 assert engine_options(SpecRLConfig(enabled=True, preset="faithful")) == {}
 from nemo_specrl.cli.main import main
 main()

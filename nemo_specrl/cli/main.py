@@ -115,7 +115,7 @@ def train(config: RecipeArgument, overrides: OverridesArgument = None) -> None:
     """Train on one machine. Run again to resume from the last checkpoint; Ctrl-C saves one."""
     if config.is_file():
         _say(f"train: loading {config}, torch and vLLM; the first step takes a minute or more")
-    from nemo_specrl.engine.vllm.compat import local_cpu_environment
+    from nemo_specrl.engine.vllm.environment import local_cpu_environment
     from nemo_specrl.monitoring.metrics_file import quiet_libraries
     from nemo_specrl.trainer.recipe import load_recipe
     from nemo_specrl.trainer.start_checks import check_start

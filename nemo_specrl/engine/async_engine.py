@@ -20,12 +20,12 @@ from collections.abc import (
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nemo_specrl.config import SpecRLConfig
-from nemo_specrl.engine.base import Speculation
+from nemo_specrl.engine.base import BaseSpeculativeLLM
 from nemo_specrl.engine.outputs import request_outputs, unfinished_output
 from nemo_specrl.engine.policy_version import RUNNING, one_adapter
 from nemo_specrl.engine.prefix.verification import verification_params
-from nemo_specrl.engine.requests import Request, build_requests
-from nemo_specrl.engine.sampling_rules import Ending
+from nemo_specrl.engine.requests import RolloutRequest, build_requests
+from nemo_specrl.engine.sampling_rules import ResponseEnd
 from nemo_specrl.engine.vllm.compat import assigns_own_ids, has_unfinished_requests
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.rollout import Rollout
@@ -92,7 +92,7 @@ class _Row:
             self.waiting.cancel()
 
 
-class AsyncSpeculativeLLM(Speculation):
+class AsyncSpeculativeLLM(BaseSpeculativeLLM):
     """A drop-in for ``AsyncLLM.generate`` that reuses earlier rollouts.
 
     Args:
@@ -138,7 +138,7 @@ class AsyncSpeculativeLLM(Speculation):
         self._admitting = asyncio.Event()  # cleared while a pause waits for the rows before it
         self._admitting.set()
         self._decoding: asyncio.Semaphore | None = None
-        if self._rounds is not None:
+        if self._prompt_logprob_drafter is not None:
             # No more rows than the engine runs at once: between two requests, a row must not wait
             # in the engine's queue, where its blocks would be evicted.
             engines = llm.vllm_config.parallel_config.data_parallel_size
@@ -198,7 +198,7 @@ class AsyncSpeculativeLLM(Speculation):
 
         Yields:
             The output; its completion has an attribute ``spec_rl``, a
-            :class:`~nemo_specrl.engine.outputs.Reuse`.
+            :class:`~nemo_specrl.engine.outputs.RolloutInfo`.
 
         Raises:
             UnsupportedSampling: drafts cannot be verified under these parameters.
@@ -230,7 +230,9 @@ class AsyncSpeculativeLLM(Speculation):
         async for output in self.llm.generate(prompt, sampling_params, request_id, **kwargs):
             yield output
 
-    async def _drafted(self, row: _Row, request: Request, kwargs: Any) -> RequestOutput | None:
+    async def _drafted(
+        self, row: _Row, request: RolloutRequest, kwargs: Any
+    ) -> RequestOutput | None:
         """The output of a row that reads and writes the cache; None: it cannot."""
         await self._unless_aborted(row, self._admitting.wait())
         row.admitted = True
@@ -251,7 +253,7 @@ class AsyncSpeculativeLLM(Speculation):
                 self.cache.release(request.row.key, request.row.sample_index)
 
     async def _made(
-        self, row: _Row, request: Request, kwargs: Any, started: float
+        self, row: _Row, request: RolloutRequest, kwargs: Any, started: float
     ) -> tuple[RequestOutput, list[Rollout]]:
         """The output of a row, and what is to be cached of it."""
         self.metrics.rows += 1
@@ -340,7 +342,7 @@ class AsyncSpeculativeLLM(Speculation):
         except Exception as error:  # vLLM sends functions to other processes only where it may
             self._miss_tree_counts(error)
 
-    async def _claim(self, request: Request) -> Request | None:
+    async def _claim(self, request: RolloutRequest) -> RolloutRequest | None:
         """Reserve a sample index for a request and offer it its draft; None where none is had."""
         try:
             claimed = await self.cache.claim(request.row.key, self.policy_version)
@@ -388,8 +390,8 @@ class AsyncSpeculativeLLM(Speculation):
         return await self._unless_aborted(row, places.acquire(), places.release)
 
     async def _verify(
-        self, row: _Row, request: Request, kwargs: Any
-    ) -> tuple[RequestOutput | None, Ending | None]:
+        self, row: _Row, request: RolloutRequest, kwargs: Any
+    ) -> tuple[RequestOutput | None, ResponseEnd | None]:
         """Verify and judge the draft of a request.
 
         Returns:
@@ -405,7 +407,7 @@ class AsyncSpeculativeLLM(Speculation):
         [(_, output, ending)] = self._judge([(request, outputs[-1])])
         return output, ending
 
-    async def _measure_noise(self, row: _Row, request: Request, kwargs: Any) -> None:
+    async def _measure_noise(self, row: _Row, request: RolloutRequest, kwargs: Any) -> None:
         """Prefill a response that has just been decoded; of the first few rows of the engine."""
         self._noise.wanted -= 1
         started = time.perf_counter()
@@ -416,8 +418,8 @@ class AsyncSpeculativeLLM(Speculation):
         self.metrics.verify_s += time.perf_counter() - started
 
     async def _decode(
-        self, row: _Row, request: Request, kwargs: Any
-    ) -> tuple[RequestOutput, Ending]:
+        self, row: _Row, request: RolloutRequest, kwargs: Any
+    ) -> tuple[RequestOutput, ResponseEnd]:
         """Decode what the draft did not bring; the last output and how the response ended."""
         ended = False
         placed = await self._place(row)
@@ -437,7 +439,7 @@ class AsyncSpeculativeLLM(Speculation):
                     else:
                         raise RuntimeError(f"request {row.request_id} ended without an output")
             output, ended = unfinished_output(request, row.request_id), True
-            return output, Ending.unfinished(len(request.tokens))
+            return output, ResponseEnd.unfinished(len(request.tokens))
         finally:
             if placed and self._decoding is not None:
                 self._decoding.release()

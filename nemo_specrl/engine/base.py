@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nemo_specrl.config import SpecRLConfig
-from nemo_specrl.engine.drafters.prompt_logprob_drafter import Rounds
-from nemo_specrl.engine.drafters.selection import Histories, check_cpu_drafter, method_in
+from nemo_specrl.engine.drafters.histories import PendingHistories
+from nemo_specrl.engine.drafters.method import check_cpu_drafter, method_in
+from nemo_specrl.engine.drafters.prompt_logprob_drafter import PromptLogprobDrafter
 from nemo_specrl.engine.limits import EngineLimits
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.outputs import (
@@ -25,26 +26,21 @@ from nemo_specrl.engine.outputs import (
     given_up,
 )
 from nemo_specrl.engine.policy_version import EngineWeights, refuse_kv_connector
+from nemo_specrl.engine.prefix.noise import PrefillNoise
 from nemo_specrl.engine.prefix.verification import (
-    PrefillNoise,
     continuation_params,
     draft_logprobs,
     judge,
-    proved_logprobs,
+    matching_logprobs,
     sampled_values,
 )
 from nemo_specrl.engine.replay import Journal, replayed_output, restore_request
 from nemo_specrl.engine.request_checks import check_engine
-from nemo_specrl.engine.requests import Request
-from nemo_specrl.engine.sampling_rules import Ending
-from nemo_specrl.engine.vllm.compat import (
-    check_prompt_logprob_memory,
-    check_version,
-    logprobs_slice,
-    no_logprobs,
-    tokens_so_far,
-)
+from nemo_specrl.engine.requests import RolloutRequest
+from nemo_specrl.engine.sampling_rules import ResponseEnd
+from nemo_specrl.engine.vllm.compat import check_version, logprobs_slice, no_logprobs, tokens_so_far
 from nemo_specrl.engine.vllm.patches import extend_prompt_logprobs
+from nemo_specrl.engine.vllm.prompt_logprob_memory import check_prompt_logprob_memory
 from nemo_specrl.errors import IncompatibleVersion, InvalidRollout
 from nemo_specrl.rollout import Finish, Rollout
 from nemo_specrl.speculation.acceptance import derived_seed
@@ -56,7 +52,7 @@ if TYPE_CHECKING:
 
     from nemo_specrl.engine.drafters.v1_proposer import DraftCounts
 
-__all__ = ["RolloutCache", "Speculation"]
+__all__ = ["BaseSpeculativeLLM", "RolloutCache"]
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +69,7 @@ class RolloutCache(Protocol):
         ...
 
 
-class Speculation:
+class BaseSpeculativeLLM:
     """Base of :class:`SpeculativeLLM` and :class:`AsyncSpeculativeLLM`.
 
     Args:
@@ -120,8 +116,8 @@ class Speculation:
         self.fresh_fraction = config.fresh_fraction
         self.metrics = EngineMetrics()
         self._warned: set[str] = set()  # texts of warnings that are given once
-        self._histories = Histories()
-        self._rounds: Rounds | None = None
+        self._histories = PendingHistories()
+        self._prompt_logprob_drafter: PromptLogprobDrafter | None = None
         self._proposes = False
         if config.enabled:
             self._set_up()
@@ -144,7 +140,9 @@ class Speculation:
             logger.warning("%s", error)
         self._proposes = method == "proposer"
         if method == "rounds":
-            self._rounds = Rounds(self._limits, self.config.tree, self.draw_seed)
+            self._prompt_logprob_drafter = PromptLogprobDrafter(
+                self._limits, self.config.tree, self.draw_seed
+            )
 
     @property
     def policy_version(self) -> int:
@@ -193,7 +191,7 @@ class Speculation:
             error,
         )
 
-    def _find_drafts(self, requests: list[Request]) -> None:
+    def _find_drafts(self, requests: list[RolloutRequest]) -> None:
         """Look up the prompts of a call in the cache and offer each request its draft."""
         candidates = [request for request in requests if request.draftable]
         try:
@@ -202,12 +200,14 @@ class Speculation:
         except Exception as error:  # the cache can only cost speed
             self._count_cache_error(error)
 
-    def _offer_drafts(self, requests: list[Request], cached: dict[bytes, list[Rollout]]) -> None:
+    def _offer_drafts(
+        self, requests: list[RolloutRequest], cached: dict[bytes, list[Rollout]]
+    ) -> None:
         """Offer each request the draft that the cached rollouts have for it, if any."""
         if self._proposes:
             self._histories.add(cached, self.policy_version)
-        if self._rounds is not None:
-            self._rounds.add(requests, cached, self.policy_version)
+        if self._prompt_logprob_drafter is not None:
+            self._prompt_logprob_drafter.add(requests, cached, self.policy_version)
         choices = select_drafts(
             [request.row for request in requests],
             cached,
@@ -224,7 +224,7 @@ class Speculation:
                 continue
             if self._lossless and not (draft.fresh and self._of_these_weights(draft)):
                 continue  # the prompt's tree drafts it
-            if not request.offer(draft, self._limits):
+            if not request.set_draft(draft, self._limits):
                 self.metrics.refused_drafts += 1
 
     @property
@@ -248,7 +248,9 @@ class Speculation:
     def _of_these_weights(self, rollout: Rollout) -> bool:
         return rollout.fingerprint == self.fingerprint != 0
 
-    def _replay(self, requests: list[Request]) -> list[tuple[Request, RequestOutput, Ending]]:
+    def _replay(
+        self, requests: list[RolloutRequest]
+    ) -> list[tuple[RolloutRequest, RequestOutput, ResponseEnd]]:
         """Complete requests from the journal of a process that died in this very step.
 
         A rollout that these weights (by fingerprint) had already made for a request is taken as it
@@ -258,7 +260,7 @@ class Speculation:
         if not (self.fingerprint and isinstance(self.cache, Journal)):
             return []
         # The journal has no log-probs of candidates other than the sampled token.
-        candidates = [r for r in requests if r.draftable and not r.wanted.logprobs]
+        candidates = [r for r in requests if r.draftable and not r.user_params.logprobs]
         try:
             rows = [(r.row.key, r.row.sample_index) for r in candidates]
             rollouts = self.cache.take(rows, self.policy_version, self.fingerprint)
@@ -275,7 +277,7 @@ class Speculation:
                 ending = restore_request(request, rollout, self._limits.vocabulary)
             if ending is None:
                 if not self._lossless:
-                    request.offer(rollout, self._limits)
+                    request.set_draft(rollout, self._limits)
                 elif self._limits.drafts_from_trees:
                     self._histories.append(rollout)
                 continue
@@ -286,23 +288,25 @@ class Speculation:
             replayed.append((request, replayed_output(request, ending), ending))
         return replayed
 
-    def _next_request(self, request: Request) -> tuple[dict[str, Any], SamplingParams]:
+    def _next_request(self, request: RolloutRequest) -> tuple[dict[str, Any], SamplingParams]:
         """Prompt and sampling parameters of the request that decodes, behind the tokens so far."""
-        if self._rounds is not None and request.draftable:
-            return self._rounds.next_request(request, self.policy_version, self.metrics)
+        if self._prompt_logprob_drafter is not None and request.draftable:
+            return self._prompt_logprob_drafter.next_request(
+                request, self.policy_version, self.metrics
+            )
         prompt = {"prompt_token_ids": request.rules.prompt + request.tokens}
         return prompt, self._decoding_params(request)
 
-    def _decoding_params(self, request: Request) -> SamplingParams:
+    def _decoding_params(self, request: RolloutRequest) -> SamplingParams:
         """Sampling parameters of the request that decodes what verification has not brought."""
         params = continuation_params(
             request, self.policy_version, watch_stops=self._limits.steps_of_several_tokens
         )
         if self._proposes and request.draftable:
-            return self._histories.attached(request, params, self.policy_version)
+            return self._histories.with_history(request, params, self.policy_version)
         return params
 
-    def _count_draft(self, request: Request) -> bool:
+    def _count_draft(self, request: RolloutRequest) -> bool:
         """Count a judged draft; True where the draft is the whole response."""
         assert request.draft is not None and request.ending is not None
         whole = request.accepted == len(request.draft) and request.ending.finish is not None
@@ -313,8 +317,8 @@ class Speculation:
         return whole
 
     def _judge(
-        self, verified: list[tuple[Request, RequestOutput]]
-    ) -> list[tuple[Request, RequestOutput, Ending | None]]:
+        self, verified: list[tuple[RolloutRequest, RequestOutput]]
+    ) -> list[tuple[RolloutRequest, RequestOutput, ResponseEnd | None]]:
         """Judge verified drafts.
 
         A draft of which the engine's output proves nothing is refused: its row is decoded from the
@@ -335,7 +339,7 @@ class Speculation:
                 if draft is not None and draft.fresh and self._of_these_weights(draft):
                     self._noise.add(sampled_values(logprobs), draft.logprobs, self.metrics)
         judge(provable, self.config, seed=self.draw_seed, policy_version=self.policy_version)
-        verdicts: list[tuple[Request, RequestOutput, Ending | None]] = []
+        verdicts: list[tuple[RolloutRequest, RequestOutput, ResponseEnd | None]] = []
         for request, output in verified:
             if request.draft is None:
                 unfinished = given_up(output, 0)
@@ -346,7 +350,7 @@ class Speculation:
                 verdicts.append((request, output, request.ending if whole else None))
         return verdicts
 
-    def _proved(self, request: Request, output: RequestOutput) -> FlatLogprobs | None:
+    def _proved(self, request: RolloutRequest, output: RequestOutput) -> FlatLogprobs | None:
         """The log-probs of a draft's tokens where they can be judged by, else None."""
         assert request.draft is not None
         if given_up(output, 0) is not None:
@@ -360,7 +364,7 @@ class Speculation:
             return None
         return None if wrong else logprobs
 
-    def _measures_noise(self, request: Request) -> bool:
+    def _measures_noise(self, request: RolloutRequest) -> bool:
         """Whether a response that has ended is to be prefilled once more (``PrefillNoise``)."""
         whole = len(request.rules.prompt) + len(request.tokens)
         return (
@@ -373,28 +377,30 @@ class Speculation:
             and whole < self._limits.max_model_len
         )
 
-    def _take_noise(self, request: Request, output: RequestOutput) -> None:
+    def _take_noise(self, request: RolloutRequest, output: RequestOutput) -> None:
         """Take in the prefill of a response that these weights have just decoded."""
         logprobs: Any = output.prompt_logprobs
-        proved = None if logprobs is None else proved_logprobs(logprobs, request.tokens)
+        proved = None if logprobs is None else matching_logprobs(logprobs, request.tokens)
         if proved is not None and request.logprobs is not None:
             decoded = sampled_values(request.logprobs)
             self._noise.add(sampled_values(proved), decoded, self.metrics)
 
-    def _refuse_draft(self, request: Request) -> None:
+    def _refuse_draft(self, request: RolloutRequest) -> None:
         """Drop a draft on which no verdict is possible; the row is decoded without one."""
         request.draft, request.ending, request.verifying = None, None, False
         self.metrics.refused_drafts += 1
 
-    def _append_decoded(self, request: Request, output: RequestOutput) -> Ending | None:
+    def _append_decoded(self, request: RolloutRequest, output: RequestOutput) -> ResponseEnd | None:
         """Append what the engine decoded to a request.
 
         Returns:
             How the response ended, or None while it goes on: in another request (``_next_request``)
             where ``request.finished_round`` says so.
         """
-        if self._rounds is not None and request.rounds is not None:
-            return self._rounds.take(request, output, self.policy_version, self.metrics)
+        if self._prompt_logprob_drafter is not None and request.rounds is not None:
+            return self._prompt_logprob_drafter.take(
+                request, output, self.policy_version, self.metrics
+            )
         before = len(request.tokens)
         ending = append_decoded(request, output, self._limits.vocabulary)
         new = len(request.tokens) - before
@@ -404,7 +410,7 @@ class Speculation:
         return ending
 
     def _finish(
-        self, request: Request, output: RequestOutput, ending: Ending
+        self, request: RolloutRequest, output: RequestOutput, ending: ResponseEnd
     ) -> tuple[CompletionOutput, list[Rollout]]:
         """The completion of a request that has ended, and the rollouts to be cached (0 or 1).
 
@@ -428,7 +434,7 @@ class Speculation:
         decoded = ending.given_up is None or len(request.tokens) > request.accepted
         return completion, [rollout] if request.cacheable and decoded else []
 
-    def _rollout(self, request: Request, finish: Finish) -> Rollout | None:
+    def _rollout(self, request: RolloutRequest, finish: Finish) -> Rollout | None:
         """The rollout of a response; None where its parts contradict each other."""
         if request.logprobs is None:
             request.logprobs = no_logprobs()
@@ -439,7 +445,7 @@ class Speculation:
             request.defect = str(error)
             return None
 
-    def _count_defect(self, request: Request) -> None:
+    def _count_defect(self, request: RolloutRequest) -> None:
         """Count a row whose data cannot be right, and log the first one."""
         self.metrics.uncached_rows += 1
         self._warn_once(
@@ -448,7 +454,7 @@ class Speculation:
             request.defect,
         )
 
-    def _unfinished(self, inflight: Mapping[str, Request]) -> list[Rollout]:
+    def _unfinished(self, inflight: Mapping[str, RolloutRequest]) -> list[Rollout]:
         """The rollouts, marked partial, of rows that an interrupt found in the engine.
 
         Only rows of which the engine has decoded something: the rest is in their drafts. A row of
@@ -468,7 +474,7 @@ class Speculation:
                 partial.append(rollout)
         return partial
 
-    def _partial(self, request_id: str, request: Request) -> Rollout | None:
+    def _partial(self, request_id: str, request: RolloutRequest) -> Rollout | None:
         """What there is of a response that was interrupted, or None.
 
         Raises:

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from nemo_specrl.config import SpecRLConfig
 from nemo_specrl.engine.prefix.verification import reference_logprobs, sampled_values
-from nemo_specrl.engine.requests import Request
-from nemo_specrl.engine.sampling_rules import Ending
+from nemo_specrl.engine.requests import RolloutRequest
+from nemo_specrl.engine.sampling_rules import ResponseEnd
 from nemo_specrl.engine.vllm.compat import logprobs_slice, new_logprobs
 from nemo_specrl.rollout import Finish, Rollout
 from nemo_specrl.speculation.acceptance import behaviour_logprobs
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm.logprobs import FlatLogprobs, SampleLogprobs
 
 __all__ = [
-    "Reuse",
+    "RolloutInfo",
     "append_decoded",
     "append_tokens",
     "build_completion",
@@ -37,7 +37,7 @@ __all__ = [
     "extend_logprobs",
     "given_up",
     "request_outputs",
-    "reuse_of",
+    "rollout_info",
     "text_of",
     "unfinished_output",
 ]
@@ -50,7 +50,7 @@ ROUNDING = 1e-3
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Reuse:
+class RolloutInfo:
     """How much of a completion came from a draft; the completion's ``spec_rl`` attribute.
 
     Args:
@@ -74,8 +74,8 @@ class Reuse:
     rollout: Rollout
 
 
-def reuse_of(completion: Any) -> Reuse | None:
-    """The :class:`Reuse` of a completion, or None where the engine ran without speculation."""
+def rollout_info(completion: Any) -> RolloutInfo | None:
+    """The :class:`RolloutInfo` of a completion; None where the engine ran without speculation."""
     return getattr(completion, "spec_rl", None)
 
 
@@ -114,12 +114,12 @@ def defect_of(tokens: Sequence[int], logprobs: FlatLogprobs | None, vocabulary: 
     return ""
 
 
-def given_up(output: RequestOutput, length: int) -> Ending | None:
+def given_up(output: RequestOutput, length: int) -> ResponseEnd | None:
     """The ending of a response of ``length`` tokens where the engine has given it up, or None."""
     reason = output.outputs[0].finish_reason
     if not output.finished or reason in (None, "stop", "length"):
         return None
-    return Ending.unfinished(length, str(reason))
+    return ResponseEnd.unfinished(length, str(reason))
 
 
 def extend_logprobs(logprobs: FlatLogprobs, more: FlatLogprobs) -> None:
@@ -134,7 +134,7 @@ def extend_logprobs(logprobs: FlatLogprobs, more: FlatLogprobs) -> None:
 
 
 def append_tokens(
-    request: Request, tokens: list[int], logprobs: FlatLogprobs, *, stop_terminated: bool
+    request: RolloutRequest, tokens: list[int], logprobs: FlatLogprobs, *, stop_terminated: bool
 ) -> str | None:
     """Append tokens to a response, up to the one that completes a stop string.
 
@@ -161,7 +161,9 @@ def append_tokens(
     return found
 
 
-def append_decoded(request: Request, output: RequestOutput, vocabulary: int) -> Ending | None:
+def append_decoded(
+    request: RolloutRequest, output: RequestOutput, vocabulary: int
+) -> ResponseEnd | None:
     """Append what the engine decoded to a response, and note what is wrong with it.
 
     Args:
@@ -187,10 +189,10 @@ def append_decoded(request: Request, output: RequestOutput, vocabulary: int) -> 
         return unfinished
     reason = found or completion.stop_reason
     if isinstance(reason, str):
-        return Ending(len(request.tokens), Finish.STOP_STRING, reason)
+        return ResponseEnd(len(request.tokens), Finish.STOP_STRING, reason)
     if by_token:
-        return Ending(len(request.tokens), Finish.STOP, reason)
-    return Ending(len(request.tokens), Finish.LENGTH)
+        return ResponseEnd(len(request.tokens), Finish.STOP, reason)
+    return ResponseEnd(len(request.tokens), Finish.LENGTH)
 
 
 def with_values(logprobs: FlatLogprobs, values: Float32Array) -> FlatLogprobs:
@@ -207,9 +209,9 @@ def with_values(logprobs: FlatLogprobs, values: Float32Array) -> FlatLogprobs:
 
 
 def build_completion(
-    request: Request,
+    request: RolloutRequest,
     output: RequestOutput,
-    ending: Ending,
+    ending: ResponseEnd,
     rollout: Rollout,
     config: SpecRLConfig,
 ) -> CompletionOutput:
@@ -228,24 +230,24 @@ def build_completion(
     completion = output.outputs[0]
     tokenizer = request.rules.tokenizer  # NeMo-RL's engines have none
     unnamed = request.rounds is not None or request.accepted > 0 or rollout is request.replayed
-    if unnamed and request.params.detokenize and tokenizer is not None:
+    if unnamed and request.engine_params.detokenize and tokenizer is not None:
         name_tokens(request.logprobs, tokenizer)
     if in_pieces(request):
         completion = dataclasses.replace(completion, text=text_of(request, ending))
     logprobs: SampleLogprobs | None = None
     total = None
-    if request.wanted.logprobs is not None:
+    if request.user_params.logprobs is not None:
         flat, values = request.logprobs, policy
         if draft is not None and config.reported_logprobs == "behaviour":
             old = reference_logprobs(draft, config)[:accepted]
             values = policy.copy()
             values[:accepted] = behaviour_logprobs(policy[:accepted], old, config.lenience)
             flat = with_values(flat, values)
-        logprobs = flat if request.wanted.flat_logprobs else list(flat)
+        logprobs = flat if request.user_params.flat_logprobs else list(flat)
         total = float(values.sum(dtype=np.float64))
     completion = dataclasses.replace(
         completion,
-        index=request.child,
+        index=request.index_in_prompt,
         token_ids=request.tokens,
         cumulative_logprob=total,
         logprobs=logprobs,
@@ -253,7 +255,7 @@ def build_completion(
         stop_reason=ending.stop_reason,
     )
     drafted = 0 if draft is None else len(draft)
-    completion.spec_rl = Reuse(
+    completion.spec_rl = RolloutInfo(
         rollout.fresh,
         drafted,
         accepted,
@@ -265,13 +267,13 @@ def build_completion(
     return completion
 
 
-def in_pieces(request: Request) -> bool:
+def in_pieces(request: RolloutRequest) -> bool:
     """Whether the engine has not given a response in one piece."""
     return not (request.draft is None and request.rounds is None and request.detokenizer is None)
 
 
 def defective_completion(
-    request: Request, output: RequestOutput, ending: Ending
+    request: RolloutRequest, output: RequestOutput, ending: ResponseEnd
 ) -> CompletionOutput:
     """The completion of a request whose data from the engine has a defect: as the engine gave it.
 
@@ -286,9 +288,9 @@ def defective_completion(
     logprobs: SampleLogprobs | None = None
     total = None
     text = completion.text
-    if request.wanted.logprobs is not None:
+    if request.user_params.logprobs is not None:
         logprobs = request.logprobs
-        if logprobs is not None and not request.wanted.flat_logprobs:
+        if logprobs is not None and not request.user_params.flat_logprobs:
             logprobs = list(logprobs)
         total = completion.cumulative_logprob
     if in_pieces(request):
@@ -299,7 +301,7 @@ def defective_completion(
             logger.debug("a defective response has no text: %s", error)
     return dataclasses.replace(
         completion,
-        index=request.child,
+        index=request.index_in_prompt,
         text=text,
         token_ids=request.tokens,
         cumulative_logprob=total,
@@ -309,7 +311,7 @@ def defective_completion(
     )
 
 
-def unfinished_output(request: Request, request_id: str) -> RequestOutput:
+def unfinished_output(request: RolloutRequest, request_id: str) -> RequestOutput:
     """An output for a request that has ended without one of the engine's."""
     from vllm import CompletionOutput, RequestOutput
 
@@ -327,7 +329,7 @@ def unfinished_output(request: Request, request_id: str) -> RequestOutput:
 
 
 def build_rollout(
-    request: Request,
+    request: RolloutRequest,
     logprobs: Float32Array,
     finish: Finish,
     policy_version: int,
@@ -385,9 +387,9 @@ def name_tokens(logprobs: FlatLogprobs, tokenizer: Any) -> None:
             logprobs.decoded_tokens[i] = names[token]
 
 
-def text_of(request: Request, ending: Ending) -> str:
+def text_of(request: RolloutRequest, ending: ResponseEnd) -> str:
     """The text of a response that the engine did not decode in one piece, as vLLM reports it."""
-    if request.rules.tokenizer is None or not request.params.detokenize:
+    if request.rules.tokenizer is None or not request.engine_params.detokenize:
         return ""
     if request.detokenizer is not None:
         return request.detokenizer.text
@@ -398,7 +400,7 @@ def text_of(request: Request, ending: Ending) -> str:
 
 
 def request_outputs(
-    requests: list[Request], ended: dict[int, tuple[RequestOutput, CompletionOutput]]
+    requests: list[RolloutRequest], ended: dict[int, tuple[RequestOutput, CompletionOutput]]
 ) -> list[RequestOutput]:
     """One output for each prompt of the call, its completions in order.
 
@@ -409,7 +411,7 @@ def request_outputs(
     outputs: list[RequestOutput] = []
     for i, request in enumerate(requests):
         carrier, completion = ended[i]
-        if request.child:
+        if request.index_in_prompt:
             outputs[-1].outputs.append(completion)
             continue
         carrier.prompt = request.text

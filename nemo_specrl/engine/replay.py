@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import numpy as np
 
 from nemo_specrl.engine.outputs import defect_of, text_of, unfinished_output
-from nemo_specrl.engine.requests import Request
-from nemo_specrl.engine.sampling_rules import Ending
+from nemo_specrl.engine.requests import RolloutRequest
+from nemo_specrl.engine.sampling_rules import ResponseEnd
 from nemo_specrl.rollout import Rollout
 
 if TYPE_CHECKING:
@@ -39,7 +39,9 @@ class Journal(Protocol):
         ...
 
 
-def restore_request(request: Request, rollout: Rollout, vocabulary: int) -> Ending | None:
+def restore_request(
+    request: RolloutRequest, rollout: Rollout, vocabulary: int
+) -> ResponseEnd | None:
     """Set a request to the state in which it ended when its rollout was made.
 
     Sets ``tokens``, ``logprobs``, ``accepted`` and ``replayed``.
@@ -86,7 +88,7 @@ def restore_request(request: Request, rollout: Rollout, vocabulary: int) -> Endi
     return ending
 
 
-def replayed_output(request: Request, ending: Ending) -> RequestOutput:
+def replayed_output(request: RolloutRequest, ending: ResponseEnd) -> RequestOutput:
     """An output for a restored request, in place of the one of an engine."""
     output = unfinished_output(request, "journal")
     output.outputs[0].text = text_of(request, ending)

@@ -16,13 +16,13 @@ import numpy as np
 from nemo_specrl.engine.limits import EngineLimits
 from nemo_specrl.engine.request_checks import checked_tokens
 from nemo_specrl.engine.sampling_rules import (
-    Ending,
+    ResponseEnd,
     StopRules,
     check_verifiable,
     is_greedy,
     is_raw,
 )
-from nemo_specrl.engine.vllm.compat import Detokenizer
+from nemo_specrl.engine.vllm.detokenizer import Detokenizer
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.rollout import MAX_SAMPLE_INDEX, Rollout, prompt_key
 from nemo_specrl.speculation.draft_selection import Row, assign_sample_indices
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
 
     from nemo_specrl.engine.round_state import RowInRounds
 
-__all__ = ["Request", "build_requests"]
+__all__ = ["RolloutRequest", "build_requests"]
 
 
 @dataclasses.dataclass(eq=False)
-class Request:
+class RolloutRequest:
     """One rollout on its way through the engine.
 
     Args:
         text: the prompt's text, where the caller gave one.
-        child: index among the ``n`` rollouts of its prompt.
-        wanted: the caller's sampling parameters.
-        params: the same for one rollout, with the log-probs that the cache needs.
+        index_in_prompt: index among the ``n`` rollouts of its prompt.
+        user_params: the caller's sampling parameters.
+        engine_params: the same for one rollout, with the log-probs that the cache needs.
         rules: what ends its response.
         row: prompt key and sample index.
         occurrence: how many rollouts the sample index had before.
@@ -63,15 +63,15 @@ class Request:
     """
 
     text: str | None
-    child: int
-    wanted: SamplingParams
-    params: SamplingParams
+    index_in_prompt: int
+    user_params: SamplingParams
+    engine_params: SamplingParams
     rules: StopRules
     row: Row
     occurrence: int = 0
     earlier_length: float | None = None
     draft: Rollout | None = None
-    ending: Ending | None = None
+    ending: ResponseEnd | None = None
     verifying: bool = False
     accepted: int = 0
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -84,26 +84,26 @@ class Request:
     @property
     def finished_round(self) -> bool:
         """Whether its present request has served, and the response goes on in another one."""
-        return self.rounds is not None and self.rounds.again
+        return self.rounds is not None and self.rounds.needs_request
 
     @functools.cached_property
     def raw(self) -> bool:
         """Whether its tokens are drawn from the raw distribution, so that a prefix may be reused:
         verification knows no other.
         """
-        return is_raw(self.wanted)
+        return is_raw(self.user_params)
 
     @property
     def cacheable(self) -> bool:
         """Whether it reads and writes the cache; greedy requests, such as validation's, do not."""
-        return not is_greedy(self.wanted)
+        return not is_greedy(self.user_params)
 
     @property
     def draftable(self) -> bool:
         """Whether it may have a draft; a request for prompt log-probs gets the engine's answer."""
-        return self.cacheable and self.wanted.prompt_logprobs is None
+        return self.cacheable and self.user_params.prompt_logprobs is None
 
-    def offer(self, draft: Rollout, limits: EngineLimits) -> bool:
+    def set_draft(self, draft: Rollout, limits: EngineLimits) -> bool:
         """Set the draft, cut to what may be verified.
 
         Returns:
@@ -116,7 +116,7 @@ class Request:
         # The draft is part of the prompt, after which vLLM requires room for one token.
         room = limits.max_model_len - 1 - len(self.rules.prompt)
         if ending.length > room:
-            ending = Ending(room, None)
+            ending = ResponseEnd(room, None)
         if ending.length <= 0:
             return False
         self.draft, self.ending = draft.prefix(ending.length), ending
@@ -131,7 +131,7 @@ def build_requests(
     prompt_keys: Sequence[bytes] | None = None,
     *,
     trees_alone: bool = False,
-) -> list[Request]:
+) -> list[RolloutRequest]:
     """Make a request for each of the ``n`` rollouts of each prompt, in order.
 
     Args:
@@ -173,14 +173,14 @@ def build_requests(
     if prompt_keys is None:
         prompt_keys = [prompt_key(tokens) for _, tokens in rendered]
     rows = _rows(prompt_keys, [p.n for p in sampling_params], sample_indices)
-    requests: list[Request] = []
+    requests: list[RolloutRequest] = []
     for (text, tokens), params in zip(rendered, sampling_params, strict=True):
-        for child in range(params.n):
+        for index_in_prompt in range(params.n):
             # Shallow copies: SamplingParams.clone() costs as much as looking a rollout up.
             internal = copy.copy(params)
             internal.n = 1
             if params.seed is not None:
-                internal.seed = params.seed + child  # as vLLM's ParentRequest does
+                internal.seed = params.seed + index_in_prompt  # as vLLM's ParentRequest does
             internal.logprobs = params.logprobs or 0
             internal.flat_logprobs = True
             internal.output_kind = RequestOutputKind.FINAL_ONLY
@@ -192,7 +192,9 @@ def build_requests(
                 extra_eos=limits.extra_eos,
                 tokenizer=limits.tokenizer,
             )
-            requests.append(Request(text, child, params, internal, rules, rows[len(requests)]))
+            requests.append(
+                RolloutRequest(text, index_in_prompt, params, internal, rules, rows[len(requests)])
+            )
     return requests
 
 

@@ -30,9 +30,9 @@ class RowInRounds:
         draft: the present request's, until it is judged.
         rejected: the candidates at the position of a rejected token, none of which took its place;
             the present request draws from the rest.
-        unproved: the last draft could not be judged, so that the next request has none.
+        skip_draft: the last draft could not be judged, so that the next request has none.
         opening: the present request has not been heard of yet.
-        again: the row needs another request.
+        needs_request: the row needs another request.
     """
 
     tree: TreeRow
@@ -43,6 +43,6 @@ class RowInRounds:
     policy_version: int = 0
     draft: list[int] = dataclasses.field(default_factory=list)
     rejected: FlatLogprobs | None = None
-    unproved: bool = False
+    skip_draft: bool = False
     opening: bool = False
-    again: bool = False
+    needs_request: bool = False

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_specrl.engine.limits import EngineLimits
 from nemo_specrl.engine.metrics import EngineMetrics
-from nemo_specrl.engine.requests import Request, build_requests
+from nemo_specrl.engine.requests import RolloutRequest, build_requests
 from nemo_specrl.engine.vllm.compat import tokens_so_far, unknown_requests
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.speculation.acceptance import derived_seed
@@ -34,11 +34,11 @@ logger = logging.getLogger(__name__)
 def run_ahead_requests(
     limits: EngineLimits,
     prompts: Sequence[Any],
-    requests: Iterable[Request],
+    requests: Iterable[RolloutRequest],
     *,
     seed: int,
     policy_version: int,
-) -> list[Request]:
+) -> list[RolloutRequest]:
     """One request for each upcoming prompt, with the sampling parameters of a batch.
 
     Prompts of the batch itself are left out, since its own rows draft for each other, and so are
@@ -56,9 +56,9 @@ def run_ahead_requests(
     lender = next((request for request in requests if request.draftable), None)
     if lender is None or not prompts:
         return []
-    params = copy.copy(lender.wanted)
+    params = copy.copy(lender.user_params)
     params.n = 1
-    made: dict[bytes, Request] = {}
+    made: dict[bytes, RolloutRequest] = {}
     for prompt in prompts:
         try:
             [request] = build_requests(
@@ -70,7 +70,7 @@ def run_ahead_requests(
         key = request.row.key
         if key not in present:
             if params.seed is not None:
-                request.params.seed = derived_seed("run-ahead", seed, policy_version, key, 0)
+                request.engine_params.seed = derived_seed("run-ahead", seed, policy_version, key, 0)
             made.setdefault(key, request)
     return list(made.values())
 
@@ -91,14 +91,14 @@ class RunAhead:
         self,
         engine: Any,
         places: int,
-        requests: Iterable[Request],
-        submit: Callable[[Request, dict[str, Request]], None],
+        requests: Iterable[RolloutRequest],
+        submit: Callable[[RolloutRequest, dict[str, RolloutRequest]], None],
         metrics: EngineMetrics,
     ) -> None:
         self._engine, self._places, self._submit = engine, places, submit
         self._waiting = deque(requests)
         self._metrics = metrics
-        self.rows: dict[str, Request] = {}
+        self.rows: dict[str, RolloutRequest] = {}
         """Those in the engine, by its id, in the order in which they began."""
 
     def fill(self, primary: int) -> None:

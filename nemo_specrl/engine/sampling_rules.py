@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from nemo_specrl.engine.vllm.compat import Detokenizer
+from nemo_specrl.engine.vllm.detokenizer import Detokenizer
 from nemo_specrl.errors import UnsupportedSampling
 from nemo_specrl.rollout import Finish
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
-__all__ = ["Ending", "StopRules", "check_verifiable", "is_greedy", "is_raw"]
+__all__ = ["ResponseEnd", "StopRules", "check_verifiable", "is_greedy", "is_raw"]
 
 # Everything that changes the distribution a token is drawn from, with the values that leave it raw.
 # Acceptance compares log-probs, and vLLM's prompt log-probs are of the raw distribution whatever
@@ -96,7 +96,7 @@ def check_verifiable(params: SamplingParams, *, trees_alone: bool = False) -> No
 
 
 @dataclasses.dataclass(frozen=True)
-class Ending:
+class ResponseEnd:
     """Where and how a response ends.
 
     Args:
@@ -120,7 +120,7 @@ class Ending:
         return "length" if self.finish is Finish.LENGTH else "stop"
 
     @classmethod
-    def unfinished(cls, length: int, reason: str = "abort") -> Ending:
+    def unfinished(cls, length: int, reason: str = "abort") -> ResponseEnd:
         """Of a response that the engine has given up before its end.
 
         Args:
@@ -164,32 +164,32 @@ class StopRules:
             return stops
         return stops | self.extra_eos | (frozenset() if self.eos is None else {self.eos})
 
-    def ending_at(self, length: int, token: int) -> Ending | None:
+    def ending_at(self, length: int, token: int) -> ResponseEnd | None:
         """How a response of ``length`` tokens ends at its last one; None where it goes on.
 
         Stop strings are not looked for.
         """
         if token in self.stop_tokens:
             is_eos = token == self.eos and not self.params.ignore_eos
-            return Ending(length, Finish.STOP, None if is_eos else token)
-        return Ending(length, Finish.LENGTH) if length >= self.budget else None
+            return ResponseEnd(length, Finish.STOP, None if is_eos else token)
+        return ResponseEnd(length, Finish.LENGTH) if length >= self.budget else None
 
     def detokenizer(self) -> Detokenizer:
         """A new detokenizer with the prompt and the stop strings."""
         return Detokenizer(self.tokenizer, self.prompt, self.params)
 
-    def ending(self, tokens: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Ending:
+    def ending(self, tokens: Sequence[int] | npt.NDArray[np.integer[Any]]) -> ResponseEnd:
         """Where a response that begins with ``tokens`` ends."""
         tokens = np.asarray(tokens, dtype=np.int64)[: self.budget]
         hits = np.flatnonzero(np.isin(tokens, list(self.stop_tokens)))
         length = int(hits[0]) + 1 if len(hits) else len(tokens)
         last = int(tokens[length - 1]) if length else -1
-        end = self.ending_at(length, last) or Ending(length, None)
+        end = self.ending_at(length, last) or ResponseEnd(length, None)
         if self.params.stop and self.params.detokenize:
             detokenizer = self.detokenizer()
             for i, token in enumerate(tokens[: end.length].tolist()):
                 by_token = end.finish is Finish.STOP and i + 1 == end.length
                 found = detokenizer.feed([token], stop_terminated=by_token)
                 if found is not None:
-                    return Ending(i + 1, Finish.STOP_STRING, found)
+                    return ResponseEnd(i + 1, Finish.STOP_STRING, found)
         return end

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import Any
 
-from nemo_specrl.engine.requests import Request
+from nemo_specrl.engine.requests import RolloutRequest
 
 __all__ = ["duplicates_of", "in_order"]
 
 
-def duplicates_of(requests: list[Request]) -> dict[int, list[Request]]:
+def duplicates_of(requests: list[RolloutRequest]) -> dict[int, list[RolloutRequest]]:
     """Group requests that have the same prompt and the same draft.
 
     Equal drafts of a prompt have equal log-probs, so one prefill verifies them all, and each is
@@ -19,11 +19,15 @@ def duplicates_of(requests: list[Request]) -> dict[int, list[Request]]:
     Returns:
         By the ``id`` of the first request of a group, the others.
     """
-    first: dict[Any, Request] = {}
-    duplicates: dict[int, list[Request]] = defaultdict(list)
+    first: dict[Any, RolloutRequest] = {}
+    duplicates: dict[int, list[RolloutRequest]] = defaultdict(list)
     for request in requests:
         if request.draft is not None:
-            content = (request.row.key, request.draft.tokens.tobytes(), request.params.logprobs)
+            content = (
+                request.row.key,
+                request.draft.tokens.tobytes(),
+                request.engine_params.logprobs,
+            )
             leader = first.setdefault(content, request)
             if leader is not request:
                 duplicates[id(leader)].append(request)
@@ -31,8 +35,11 @@ def duplicates_of(requests: list[Request]) -> dict[int, list[Request]]:
 
 
 def in_order(
-    requests: list[Request], duplicates: dict[int, list[Request]], *, siblings_draft: bool
-) -> list[Request]:
+    requests: list[RolloutRequest],
+    duplicates: dict[int, list[RolloutRequest]],
+    *,
+    siblings_draft: bool,
+) -> list[RolloutRequest]:
     """Order by expected decoding, so that few rows are left when the batch nears its end.
 
     Rows without a draft come first, those of prompts with long earlier responses before the others;

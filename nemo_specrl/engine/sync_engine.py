@@ -20,21 +20,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nemo_specrl.engine.base import RolloutCache, Speculation
+from nemo_specrl.engine.base import BaseSpeculativeLLM, RolloutCache
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.outputs import given_up, request_outputs, unfinished_output
 from nemo_specrl.engine.policy_version import one_adapter, reset_prefix_cache
 from nemo_specrl.engine.prefix.verification import verification_params
 from nemo_specrl.engine.request_checks import check_params
-from nemo_specrl.engine.requests import Request, build_requests
+from nemo_specrl.engine.requests import RolloutRequest, build_requests
 from nemo_specrl.engine.run_ahead import RunAhead, run_ahead_requests
-from nemo_specrl.engine.sampling_rules import Ending
+from nemo_specrl.engine.sampling_rules import ResponseEnd
 from nemo_specrl.engine.scheduling import duplicates_of, in_order
-from nemo_specrl.engine.vllm.compat import (
-    forget_broken_step,
-    interrupts_deferred,
-    unknown_requests,
-)
+from nemo_specrl.engine.vllm.compat import forget_broken_step, interrupts_deferred, unknown_requests
 from nemo_specrl.errors import UnsupportedSampling
 from nemo_specrl.rollout import Rollout
 
@@ -67,12 +63,12 @@ class _Call:
     """
 
     position: dict[int, int]
-    waiting: deque[Request]
-    duplicates: dict[int, list[Request]]
+    waiting: deque[RolloutRequest]
+    duplicates: dict[int, list[RolloutRequest]]
     ahead: RunAhead
     lora_request: Any
     progress: Any
-    inflight: dict[str, Request] = dataclasses.field(default_factory=dict)
+    inflight: dict[str, RolloutRequest] = dataclasses.field(default_factory=dict)
     ended: dict[int, tuple[RequestOutput, CompletionOutput]] = dataclasses.field(
         default_factory=dict
     )
@@ -80,11 +76,11 @@ class _Call:
     stored_at: float = dataclasses.field(default_factory=time.perf_counter)
 
 
-class SpeculativeLLM(Speculation):
+class SpeculativeLLM(BaseSpeculativeLLM):
     """A drop-in for ``vllm.LLM.generate`` that reuses earlier rollouts.
 
-    Verification needs up to ``compat.prompt_logprob_bytes(llm)`` of memory beside the KV cache, a
-    bound that the engine's ``max_num_batched_tokens`` sets.
+    Verification needs up to ``prompt_logprob_bytes(llm)`` of memory beside the KV cache
+    (``vllm.prompt_logprob_memory``), a bound that the engine's ``max_num_batched_tokens`` sets.
 
     Args:
         llm: a running engine. Its ``logprobs_mode`` must be one of log-probs, not of logits.
@@ -149,7 +145,7 @@ class SpeculativeLLM(Speculation):
 
         Returns:
             One output per prompt, in order. Each completion has an attribute ``spec_rl``, a
-            :class:`~nemo_specrl.engine.outputs.Reuse`.
+            :class:`~nemo_specrl.engine.outputs.RolloutInfo`.
 
         Raises:
             UnsupportedSampling: drafts cannot be verified under these parameters.
@@ -166,7 +162,9 @@ class SpeculativeLLM(Speculation):
         self.metrics = EngineMetrics()
         started = time.perf_counter()
         requests = self._requests(prompts, sampling_params, sample_indices, prompt_keys)
-        lora_request = one_adapter(lora_request, sum(request.child == 0 for request in requests))
+        lora_request = one_adapter(
+            lora_request, sum(request.index_in_prompt == 0 for request in requests)
+        )
         if any(request.cacheable for request in requests):
             self._weights.check(lora_request)
         self._find_drafts(requests)
@@ -188,7 +186,7 @@ class SpeculativeLLM(Speculation):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         sample_indices: Sequence[int] | None,
         prompt_keys: Sequence[bytes] | None,
-    ) -> list[Request]:
+    ) -> list[RolloutRequest]:
         """The requests of a call, all of them checked."""
         default = sampling_params is None
         params = self.llm.get_default_sampling_params() if default else sampling_params
@@ -208,14 +206,14 @@ class SpeculativeLLM(Speculation):
                 "the engine's default sampling parameters (the model's generation_config.json, or "
                 f"override_generation_config): {error}"
             ) from None
-        prompts = [request for request in requests if not request.child]
-        check_params(self.llm.llm_engine, ((r.rules.prompt, r.wanted) for r in prompts))
+        prompts = [request for request in requests if not request.index_in_prompt]
+        check_params(self.llm.llm_engine, ((r.rules.prompt, r.user_params) for r in prompts))
         return requests
 
     def _run(
         self,
-        requests: list[Request],
-        replayed: list[tuple[Request, RequestOutput, Ending]],
+        requests: list[RolloutRequest],
+        replayed: list[tuple[RolloutRequest, RequestOutput, ResponseEnd]],
         upcoming: Sequence[Any],
         lora_request: Any,
         use_tqdm: bool | Callable[..., Any],
@@ -234,7 +232,7 @@ class SpeculativeLLM(Speculation):
         """
         to_run = [request for request in requests if request.replayed is None]
         duplicates = duplicates_of(to_run)
-        siblings_draft = self._proposes or self._rounds is not None
+        siblings_draft = self._proposes or self._prompt_logprob_drafter is not None
         ahead = RunAhead(
             self.llm.llm_engine,
             self._limits.max_num_seqs,
@@ -270,7 +268,7 @@ class SpeculativeLLM(Speculation):
         # Twice what runs at once: the engine never waits for this loop, and the blocks of a
         # verified prefix are not evicted before its continuation has read them. In rounds, a row
         # must not wait behind others between its requests.
-        window = self._limits.max_num_seqs * (2 if self._rounds is None else 1)
+        window = self._limits.max_num_seqs * (2 if self._prompt_logprob_drafter is None else 1)
         while call.waiting and len(call.inflight) < window:
             request = call.waiting.popleft()
             if request.draft is None:
@@ -285,15 +283,15 @@ class SpeculativeLLM(Speculation):
             call.ahead.end()
         return bool(self.llm.llm_engine.has_unfinished_requests())
 
-    def _submit(self, call: _Call, request: Request) -> None:
+    def _submit(self, call: _Call, request: RolloutRequest) -> None:
         """Have a request decoded, behind the tokens that it has."""
         self._add(call, call.inflight, request, *self._next_request(request))
 
     def _add(
         self,
         call: _Call,
-        rows: dict[str, Request],
-        request: Request,
+        rows: dict[str, RolloutRequest],
+        request: RolloutRequest,
         prompt: dict[str, Any],
         params: SamplingParams,
     ) -> None:
@@ -313,7 +311,7 @@ class SpeculativeLLM(Speculation):
         stepped = time.perf_counter()
         self.metrics.verify_s += share * (stepped - stepping)
         self.metrics.decode_s += (1 - share) * (stepped - stepping)
-        verified: list[tuple[Request, RequestOutput]] = []
+        verified: list[tuple[RolloutRequest, RequestOutput]] = []
         for output in outputs:
             if call.ahead.take(output) or output.request_id not in call.inflight:
                 continue  # aborted a step ago
@@ -335,7 +333,7 @@ class SpeculativeLLM(Speculation):
             call.stored_at = time.perf_counter()
         self.metrics.assembly_s += time.perf_counter() - stepped
 
-    def _take(self, call: _Call, request: Request, output: RequestOutput) -> None:
+    def _take(self, call: _Call, request: RolloutRequest, output: RequestOutput) -> None:
         """Take an output of a row that is being decoded."""
         ending = self._append_decoded(request, output)
         if ending is None and not request.finished_round:
@@ -349,8 +347,8 @@ class SpeculativeLLM(Speculation):
             self._end(call, request, output, ending)
 
     def _of_duplicates(
-        self, call: _Call, request: Request, output: RequestOutput
-    ) -> list[tuple[Request, RequestOutput]]:
+        self, call: _Call, request: RolloutRequest, output: RequestOutput
+    ) -> list[tuple[RolloutRequest, RequestOutput]]:
         """The rows that share a verification. Where it was aborted, that was not about them."""
         others = call.duplicates.pop(id(request), [])
         if given_up(output, 0) is None:
@@ -360,7 +358,9 @@ class SpeculativeLLM(Speculation):
             self._submit(call, other)
         return []
 
-    def _end(self, call: _Call, request: Request, output: RequestOutput, ending: Ending) -> None:
+    def _end(
+        self, call: _Call, request: RolloutRequest, output: RequestOutput, ending: ResponseEnd
+    ) -> None:
         """Complete a request that has ended."""
         completion, rollouts = self._finish(request, output, ending)
         call.ended[call.position[id(request)]] = output, completion
@@ -378,7 +378,7 @@ class SpeculativeLLM(Speculation):
             if request.verifying:
                 self._of_duplicates(call, request, output)
                 self._refuse_draft(request)
-            self._end(call, request, output, Ending.unfinished(len(request.tokens)))
+            self._end(call, request, output, ResponseEnd.unfinished(len(request.tokens)))
 
     def _leave(self, call: _Call) -> None:
         """Leave an engine that can be used again, whatever has happened, and keep what there is.
@@ -403,8 +403,8 @@ class SpeculativeLLM(Speculation):
                 call.progress.close()
 
     def _run_ahead_requests(
-        self, upcoming: Sequence[Any], requests: list[Request]
-    ) -> list[Request]:
+        self, upcoming: Sequence[Any], requests: list[RolloutRequest]
+    ) -> list[RolloutRequest]:
         """Requests for upcoming prompts, where the configuration has them run ahead."""
         if not self.config.run_ahead.enabled:
             return []
@@ -416,7 +416,7 @@ class SpeculativeLLM(Speculation):
             policy_version=self.policy_version,
         )
 
-    def _measure_noise(self, requests: list[Request], lora_request: Any) -> None:
+    def _measure_noise(self, requests: list[RolloutRequest], lora_request: Any) -> None:
         """Prefill a few responses that have just been decoded, once in the life of the engine."""
         chosen = [r for r in requests if self._measures_noise(r)][: self._noise.wanted]
         if not chosen:
@@ -442,7 +442,7 @@ class SpeculativeLLM(Speculation):
         except Exception as error:  # vLLM sends functions to other processes only where it may
             self._miss_tree_counts(error)
 
-    def _verified_share(self, requests: Iterable[Request]) -> float:
+    def _verified_share(self, requests: Iterable[RolloutRequest]) -> float:
         """Share of the next step's tokens that are verified rather than decoded."""
         verified, decoding = 0, 0
         for request in requests:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_specrl.config import SpecRLConfig, validated
-from nemo_specrl.engine.drafters.selection import drafting_method, engine_options
+from nemo_specrl.engine.drafters.method import drafting_method, engine_options
 from nemo_specrl.errors import ConfigError
 
 __all__ = [

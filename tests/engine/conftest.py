@@ -6,7 +6,7 @@ import math
 import pytest
 
 from nemo_specrl import SpecRLConfig, SpeculativeLLM
-from nemo_specrl.engine.drafters.selection import engine_options
+from nemo_specrl.engine.drafters.method import engine_options
 from nemo_specrl.engine.vllm.refit import refit
 from tests.conftest import DictCache, make_engine, weights_of
 from tests.support.engines import DRAFTS, LOSSLESS, VOCABULARY

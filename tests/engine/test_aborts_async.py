@@ -8,7 +8,7 @@ from vllm import SamplingParams
 
 from nemo_specrl import Finish, SpecRLConfig
 from nemo_specrl.engine.async_engine import AsyncSpeculativeLLM
-from nemo_specrl.engine.outputs import reuse_of
+from nemo_specrl.engine.outputs import rollout_info
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.trainer.tasks import encode
 from tests.engine.test_async_engine import ClaimingCache
@@ -224,7 +224,7 @@ def test_rows_of_nan_cost_their_places_alone(async_llm, loop, config):
 
     completions = loop.run_until_complete(run())
     wrong = [is_bad(p, c.token_ids) for p, c in zip(prompts, completions, strict=True)]
-    assert [reuse_of(c) is None for c in completions] == wrong
+    assert [rollout_info(c) is None for c in completions] == wrong
     assert [any(map(math.isnan, values(c))) for c in completions] == wrong
     assert 4 <= made.metrics.uncached_rows == sum(wrong) < 8
     assert len(made.cache.all()) == 8 - sum(wrong)

@@ -9,7 +9,7 @@ from vllm import SamplingParams
 from nemo_specrl import SpecRLConfig, prompt_key
 from nemo_specrl.cache.cluster.sample_index_leases import SampleClaims
 from nemo_specrl.engine.async_engine import AsyncSpeculativeLLM
-from nemo_specrl.engine.outputs import reuse_of
+from nemo_specrl.engine.outputs import rollout_info
 from nemo_specrl.errors import ConfigError, UnsupportedSampling
 from nemo_specrl.trainer.tasks import encode
 from tests.conftest import DictCache
@@ -126,7 +126,7 @@ def test_of_the_same_weights_every_draft_stands_once(ask, speculative):
     assert sorted(cache.rollouts[prompt_key(PROMPT)]) == list(range(6))
     # These weights have served these sample indices already; further rows get further ones.
     third = ask(again, ROWS)
-    assert all(reuse_of(c).fresh for c in third)
+    assert all(rollout_info(c).fresh for c in third)
     assert sorted(cache.rollouts[prompt_key(PROMPT)]) == list(range(12))
 
 
@@ -146,7 +146,7 @@ def test_a_part_of_a_draft_is_continued(ask, speculative):
     long = ask(speculative(cache, version=1), [PROMPT] * 4, [sampling(40, seed=9)] * 4)
     starts = sorted(tuple(c.token_ids[:12]) for c in long)
     assert starts == sorted(tuple(c.token_ids) for c in whole)
-    assert any(0 < reuse_of(c).accepted < len(c.token_ids) for c in long)
+    assert any(0 < rollout_info(c).accepted < len(c.token_ids) for c in long)
     for completion in long:
         assert len(completion.logprobs) == len(completion.token_ids)
 

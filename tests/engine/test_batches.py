@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from nemo_specrl import Finish
-from nemo_specrl.engine.outputs import reuse_of
+from nemo_specrl.engine.outputs import rollout_info
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.trainer.tasks import EOS, encode
 from tests.conftest import DictCache
@@ -16,7 +16,7 @@ def test_no_some_and_only_drafts(speculative):
         cache = DictCache([draft([*encode(f"{s}"), EOS], sample_index=s) for s in range(drafted)])
         made = speculative(cache, version=1)
         outputs = generate(made, rows=6, params=[sampling(seed=s) for s in range(6)])
-        reuses = [reuse_of(o.outputs[0]) for o in outputs]
+        reuses = [rollout_info(o.outputs[0]) for o in outputs]
         assert [r.fresh for r in reuses] == [False] * drafted + [True] * (6 - drafted)
         for s, output in enumerate(outputs[:drafted]):
             assert output.outputs[0].text == f"{s}"
@@ -80,10 +80,10 @@ def test_equal_drafts_are_verified_once_and_judged_each_by_itself(speculative, l
     for sample_index, completion in enumerate(got):
         other = only(generate(alone, params=params[sample_index], sample_indices=[sample_index]))
         assert list(completion.token_ids) == list(other.token_ids)
-        assert reuse_of(completion).accepted == reuse_of(other).accepted
+        assert rollout_info(completion).accepted == rollout_info(other).accepted
         assert list(completion.logprobs)[-1].keys() == list(other.logprobs)[-1].keys()
     assert len(verified) == 9
-    assert len({reuse_of(c).accepted for c in got}) > 2, "drafts that do not part prove nothing"
+    assert len({rollout_info(c).accepted for c in got}) > 2, "drafts that do not part prove nothing"
     kept = {r.sample_index: r for r in together.cache.all()}
     assert {s: r.tokens.tolist() for s, r in kept.items()} == {
         s: list(c.token_ids) for s, c in enumerate(got)
@@ -95,7 +95,7 @@ def test_several_rollouts_of_one_request(speculative):
     made = speculative(cache, version=1)
     (output,) = generate(made, params=sampling(n=3))
     assert [c.index for c in output.outputs] == [0, 1, 2]
-    assert [reuse_of(c).fresh for c in output.outputs] == [False, True, False]
+    assert [rollout_info(c).fresh for c in output.outputs] == [False, True, False]
     assert {r.sample_index for r in made.cache.all()} == {0, 1, 2}
 
 

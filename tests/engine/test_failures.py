@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from nemo_specrl import Finish, RolloutStore
-from nemo_specrl.engine.outputs import reuse_of
+from nemo_specrl.engine.outputs import rollout_info
 from nemo_specrl.trainer.tasks import EOS, encode
 from tests.conftest import DictCache
 from tests.support.engines import NEVER, PROMPT, STRICT, SURE, draft, generate, only, sampling
@@ -42,7 +42,7 @@ def test_a_cache_that_fails_costs_speed_alone(speculative, llm, caplog, on):
 
 def test_a_draft_of_foreign_tokens_is_decoded_plainly(speculative):
     made = speculative(DictCache([draft([5, 31_999, 6])]), version=1)
-    assert reuse_of(only(generate(made))).fresh
+    assert rollout_info(only(generate(made))).fresh
     assert made.metrics.refused_drafts == 1
 
 
@@ -89,7 +89,7 @@ def test_a_verification_without_the_drafts_logprobs_is_refused(
     assert engine.verified == 1
     assert [list(o.outputs[0].token_ids) for o in outputs] == plain
     assert made.metrics.refused_drafts == 3 and made.metrics.drafts == 0
-    assert all(reuse_of(o.outputs[0]).fresh for o in outputs)
+    assert all(rollout_info(o.outputs[0]).fresh for o in outputs)
     assert all(r.fresh and not r.reused.any() for r in made.cache.all())
 
 
@@ -107,7 +107,7 @@ def test_a_damaged_record_is_decoded_plainly_and_counted(speculative, tmp_path):
     with RolloutStore(tmp_path / "store", **options) as store:
         made = speculative(store, version=1)
         damaged, sound = generate(made, rows=2, params=[sampling(seed=1), sampling(seed=2)])
-        assert reuse_of(damaged.outputs[0]).fresh
+        assert rollout_info(damaged.outputs[0]).fresh
         assert sound.outputs[0].text == "99"
         assert store.stats().corrupt_records == 1
         assert made.metrics.cache_errors == 0
@@ -183,7 +183,7 @@ def test_what_an_interrupt_finds_under_way_is_kept_and_continued(
         for output, partial in zip(outputs, (by_sample[0], by_sample[1]), strict=True):
             n = len(partial)
             assert list(output.outputs[0].token_ids[:n]) == partial.tokens.tolist()
-            assert reuse_of(output.outputs[0]).accepted == n
+            assert rollout_info(output.outputs[0]).accepted == n
         finished = {r.sample_index: r for r in again.cache.all()}
         assert [finished[s].occurrence for s in (0, 1)] == [1, 0]
         # A row that one policy decoded from its first token to its last is fresh.

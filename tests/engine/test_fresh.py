@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from nemo_specrl.engine.outputs import reuse_of
+from nemo_specrl.engine.outputs import rollout_info
 from nemo_specrl.trainer.tasks import EOS, encode
 from tests.conftest import DictCache
 from tests.support.engines import NEVER, STRICT, SURE, draft, generate, only, sampling
@@ -13,10 +13,10 @@ from tests.support.engines import NEVER, STRICT, SURE, draft, generate, only, sa
 
 def test_a_sample_index_is_drafted_once_for_each_policy_version(speculative):
     made = speculative(DictCache([draft([*encode("12"), EOS])]), version=1)
-    assert not reuse_of(only(generate(made))).fresh
-    assert reuse_of(only(generate(made))).fresh
+    assert not rollout_info(only(generate(made))).fresh
+    assert rollout_info(only(generate(made))).fresh
     made.policy_version = 2
-    assert not reuse_of(only(generate(made))).fresh
+    assert not rollout_info(only(generate(made))).fresh
 
 
 def test_age_is_bounded_in_epochs(speculative):
@@ -26,7 +26,7 @@ def test_age_is_bounded_in_epochs(speculative):
     for version in range(12):
         made = speculative(cache, version=version, lenience=1e6, max_age=2)
         outputs = generate(made, rows=rows, params=sampling(max_tokens=3))
-        fresh.append([reuse_of(o.outputs[0]).fresh for o in outputs])
+        fresh.append([rollout_info(o.outputs[0]).fresh for o in outputs])
         assert [r.occurrence for r in cache.all()] == [version] * rows
     for row in np.array(fresh).T:
         turns = np.flatnonzero(row)
@@ -50,7 +50,7 @@ def test_freshness_is_recorded_and_reported(speculative, tokens, old, fresh):
     completion = only(generate(made))
     [rollout] = made.cache.all()
     assert rollout.policy_version == 1
-    assert reuse_of(completion).fresh == rollout.fresh == fresh
+    assert rollout_info(completion).fresh == rollout.fresh == fresh
 
 
 class JournalCache(DictCache):
@@ -75,6 +75,6 @@ def test_a_replayed_row_is_as_fresh_as_was_recorded(speculative, fresh, drafts):
     completion = only(generate(made))
     assert list(completion.token_ids) == tokens
     assert made.metrics.replayed_rows == 1
-    assert reuse_of(completion).fresh == fresh
+    assert rollout_info(completion).fresh == fresh
     if fresh:
-        assert reuse_of(completion).drafted == made.metrics.drafts == 0
+        assert rollout_info(completion).drafted == made.metrics.drafts == 0

@@ -3,8 +3,8 @@
 import pytest
 
 from nemo_specrl import Finish
-from nemo_specrl.engine.outputs import reuse_of
-from nemo_specrl.engine.vllm.compat import prompt_logprob_bytes
+from nemo_specrl.engine.outputs import rollout_info
+from nemo_specrl.engine.vllm.prompt_logprob_memory import prompt_logprob_bytes
 from nemo_specrl.trainer.tasks import encode
 from tests.conftest import DictCache
 from tests.support.engines import PROMPT, draft, generate, only, sampling
@@ -21,7 +21,7 @@ def test_prompts_at_the_models_length_limit(speculative, room):
     assert completion.finish_reason == "length"
     # The last token before the limit cannot be verified: vLLM requires room for one more.
     assert list(completion.token_ids)[: room - 1] == tokens[: room - 1]
-    assert reuse_of(completion).accepted == room - 1
+    assert rollout_info(completion).accepted == room - 1
 
 
 def test_a_prompt_beyond_the_limit_is_vllms_error_and_leaves_a_clean_engine(speculative, llm):

@@ -14,8 +14,8 @@ from vllm import SamplingParams
 from vllm.v1.sample import rejection_sampler
 
 from nemo_specrl import Finish, Rollout, SpecRLConfig
-from nemo_specrl.engine.drafters.selection import EXTRA_ARG, Histories
-from nemo_specrl.engine.outputs import reuse_of
+from nemo_specrl.engine.drafters.histories import EXTRA_ARG, PendingHistories
+from nemo_specrl.engine.outputs import rollout_info
 from nemo_specrl.engine.vllm import patches
 from nemo_specrl.engine.vllm.refit import refit
 from nemo_specrl.errors import UnsupportedSampling
@@ -60,7 +60,7 @@ def test_the_distribution_is_the_policys_whatever_is_drafted(llm, proposer, rand
     outputs, tokens = sample(made, ROWS, 3)
     assert made.metrics.tree_drafted_tokens > ROWS / 4
     check_distribution(llm, np.array(tokens))
-    assert all(reuse_of(o.outputs[0]).fresh for o in outputs)
+    assert all(rollout_info(o.outputs[0]).fresh for o in outputs)
 
 
 def test_the_distribution_is_the_policys_after_epochs_of_its_own_rollouts(
@@ -129,7 +129,7 @@ def test_rollouts_of_other_sampling_are_drafts_for_trees_alone(llm, proposer):
     outputs, _ = sample(made, 4, 12)
     assert made.metrics.drafts == made.metrics.refused_drafts == 0
     assert made.metrics.tree_drafted_tokens > 0
-    assert all(reuse_of(o.outputs[0]).fresh for o in outputs)
+    assert all(rollout_info(o.outputs[0]).fresh for o in outputs)
     assert all(r.raw for r in made.cache.all())
     again = made_with(llm, DictCache(made.cache.all()), reuse, version=2)
     sample(again, 4, 12)
@@ -141,7 +141,7 @@ def test_rollouts_of_other_sampling_are_drafts_for_trees_alone(llm, proposer):
     made = made_with(llm, DictCache(cache.all()), CONFIG, version=0)
     made.fingerprint = 5
     outputs, _ = sample(made, 4, 20, temperature=0.7)
-    assert made.metrics.drafts == 0 and all(reuse_of(o.outputs[0]).fresh for o in outputs)
+    assert made.metrics.drafts == 0 and all(rollout_info(o.outputs[0]).fresh for o in outputs)
 
 
 def test_other_sampling_is_refused_by_name_where_more_than_trees_verifies(llm, proposer):
@@ -169,7 +169,7 @@ def test_behind_an_accepted_prefix_trees_draft_and_the_rest_is_as_without(llm, p
     ]
     made = made_with(llm, DictCache(cached), config)
     outputs, tokens = sample(made, ROWS, 4)
-    assert all(reuse_of(o.outputs[0]).accepted == 1 for o in outputs)
+    assert all(rollout_info(o.outputs[0]).accepted == 1 for o in outputs)
     assert made.metrics.tree_drafted_tokens > ROWS / 4
     tests = []
     tokens = np.array(tokens)
@@ -294,7 +294,7 @@ def test_a_history_is_sent_once_for_each_policy_version():
         sent = histories.attached(request(sample_index), SamplingParams(), version)
         return sent.extra_args[EXTRA_ARG][2]
 
-    histories, cached = Histories(), {KEY: rollouts([[3, 4], [5]])}
+    histories, cached = PendingHistories(), {KEY: rollouts([[3, 4], [5]])}
     everything = [(response_id(i, 0), np.int32(t).tobytes()) for i, t in enumerate([[3, 4], [5]])]
     assert [history(1, 0), history(1, 1), history(1, 2)] == [everything, [], []]
     assert [history(2, 0), history(2, 1)] == [everything, []]
@@ -329,7 +329,7 @@ def test_a_cache_that_fails_costs_no_rollout(llm, proposer):
 
 @needs_cpu_build
 def test_vllm_still_needs_its_rejection_sampler_mended_on_a_cpu(llm):
-    """When this fails, vLLM has mended it, and ``mend_cpu_rejection_sampler`` can go."""
+    """When this fails, vLLM has mended it, and ``fix_cpu_rejection_sampler`` can go."""
     values = torch.tensor([1.0, 0.5, 2.0])
     cumulative = torch.tensor([2, 5, 6], dtype=torch.int32)
     expected = [1.0, 1.0, 0.5, 0.5, 0.5, 2.0]

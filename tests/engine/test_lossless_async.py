@@ -7,8 +7,8 @@ import pytest
 
 from nemo_specrl import SpecRLConfig
 from nemo_specrl.engine.async_engine import AsyncSpeculativeLLM
-from nemo_specrl.engine.drafters.selection import engine_options
-from nemo_specrl.engine.outputs import reuse_of
+from nemo_specrl.engine.drafters.method import engine_options
+from nemo_specrl.engine.outputs import rollout_info
 from nemo_specrl.errors import ConfigError
 from tests.engine.test_async_engine import ClaimingCache
 from tests.support.engines import DRAFTS, PROMPT, VOCABULARY, chi_squared, sampling
@@ -89,7 +89,7 @@ def test_rows_draft_from_the_cache_and_from_each_other(async_llm, loop):
     loop.run_until_complete(made.count_tree_drafts())
     assert metrics.tree_steps == counted  # each step once
     assert metrics.cache_errors == 0
-    assert all(reuse_of(c).fresh and len(c.token_ids) == 3 for c in completions)
+    assert all(rollout_info(c).fresh and len(c.token_ids) == 3 for c in completions)
 
     tokens = np.array([c.token_ids for c in completions])
     first = loop.run_until_complete(next_tokens([]))

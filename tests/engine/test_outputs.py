@@ -7,7 +7,7 @@ import pytest
 from vllm import SamplingParams
 
 from nemo_specrl import Finish, Rollout, prompt_key
-from nemo_specrl.engine.outputs import reuse_of
+from nemo_specrl.engine.outputs import rollout_info
 from nemo_specrl.errors import UnsupportedSampling
 from nemo_specrl.trainer.tasks import EOS, encode
 from tests.conftest import DictCache
@@ -49,7 +49,7 @@ def test_logprobs_of_reused_tokens_are_those_of_plain_decoding(speculative, want
     half = DictCache([whole.prefix(15)])
     made = speculative(half, version=1)
     joined = only(generate(made, params=params))
-    assert reuse_of(joined).accepted == 15
+    assert rollout_info(joined).accepted == 15
     assert list(joined.token_ids)[:15] == list(plain.token_ids)[:15]
     for a, b in zip(list(plain.logprobs)[:15], list(joined.logprobs)[:15], strict=True):
         assert list(a) == list(b)
@@ -82,12 +82,12 @@ def test_reported_logprobs(speculative):
             DictCache([draft(tokens, old)]), version=1, lenience=1e6, reported_logprobs=mode
         )
         rows[mode] = only(generate(made))
-    new = reuse_of(rows["policy"]).policy_logprobs
+    new = rollout_info(rows["policy"]).policy_logprobs
     carried = [next(iter(p.values())).logprob for p in rows["policy"].logprobs]
     assert carried == pytest.approx(new.tolist(), abs=1e-6)
     carried = [next(iter(p.values())).logprob for p in rows["behaviour"].logprobs]
     assert carried == pytest.approx(np.minimum(old, new + math.log(1e6)).tolist(), abs=1e-5)
-    assert reuse_of(rows["behaviour"]).policy_logprobs.tolist() == new.tolist()
+    assert rollout_info(rows["behaviour"]).policy_logprobs.tolist() == new.tolist()
     (stored,) = made.cache.all()
     assert stored.logprobs.tolist() == new.tolist()  # the cache keeps the policy's own
     assert stored.birth_logprobs.tolist() == [-5.0] * 6
@@ -110,8 +110,8 @@ def test_acceptance_against_birth(speculative):
             DictCache([made_from]), version=6, lenience=STRICT, acceptance_reference=reference
         )
         completion = only(generate(made))
-        assert reuse_of(completion).accepted == accepted
-        births = reuse_of(completion).birth_versions.tolist()
+        assert rollout_info(completion).accepted == accepted
+        births = rollout_info(completion).birth_versions.tolist()
         assert births[:accepted] == [1, 2, 3][:accepted]
         assert set(births[accepted:]) <= {6}
 
@@ -130,7 +130,7 @@ def test_requests_for_prompt_logprobs_get_the_engines_own(speculative):
     made = speculative(DictCache([draft([*encode("12"), EOS])]), version=1)
     (output,) = generate(made, params=sampling(prompt_logprobs=1))
     assert len(output.prompt_logprobs) == len(PROMPT)
-    assert reuse_of(output.outputs[0]).fresh
+    assert rollout_info(output.outputs[0]).fresh
 
 
 def test_switched_off_it_is_the_engine(speculative, llm):

@@ -9,7 +9,7 @@ import contextlib
 import pytest
 
 from nemo_specrl import Finish, RolloutStore
-from nemo_specrl.engine.outputs import reuse_of
+from nemo_specrl.engine.outputs import rollout_info
 from nemo_specrl.trainer.replay_journal import JournaledStore
 from tests.conftest import DictCache
 from tests.engine.test_failures import interrupt_after
@@ -43,9 +43,9 @@ def continued(llm, cache, version, fingerprint, budget=150):
     made = made_with(llm, DictCache(cache.all()), LOSSLESS, version=version)
     made.fingerprint = fingerprint
     outputs, tokens = sample(made, 3, budget)
-    assert all(reuse_of(o.outputs[0]).fresh for o in outputs)
+    assert all(rollout_info(o.outputs[0]).fresh for o in outputs)
     assert {r.finish for r in made.cache.all()} == {Finish.LENGTH}
-    return [reuse_of(o.outputs[0]).accepted for o in outputs], tokens, made.metrics
+    return [rollout_info(o.outputs[0]).accepted for o in outputs], tokens, made.metrics
 
 
 def test_the_same_weights_continue_what_they_began(llm, interrupted):
@@ -81,7 +81,7 @@ def test_a_response_cut_at_its_budget_is_drafted_and_goes_on_under_a_larger_one(
         assert (made.metrics.tree_drafted_tokens > 0) == drafted
     outputs, tokens = sample(made, 4, 90)
     assert [len(t) for t in tokens] == [90] * 4
-    assert [reuse_of(o.outputs[0]).fresh for o in outputs] == [True] * 4
+    assert [rollout_info(o.outputs[0]).fresh for o in outputs] == [True] * 4
     assert made.metrics.drafts == 0
 
 
@@ -111,7 +111,7 @@ def test_what_lost_weights_had_made_for_a_step_is_drafted_and_not_taken(llm, pro
         with contextlib.closing(opened()) as store:
             again, metrics = step(store, fingerprint, 60 if replayed else 3)
         assert metrics.replayed_rows == replayed
-        assert reuse_of(again).fresh and metrics.drafts == 0
+        assert rollout_info(again).fresh and metrics.drafts == 0
         if replayed:
             assert again.token_ids == first.token_ids
         else:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from vllm import SamplingParams
 
 from nemo_specrl import RolloutStore, SpecRLConfig, SpeculativeLLM
-from nemo_specrl.engine.drafters.selection import engine_options
+from nemo_specrl.engine.drafters.method import engine_options
 from nemo_specrl.engine.policy_version import EngineWeights, refuse_kv_connector
 from nemo_specrl.engine.vllm.refit import refit
 from nemo_specrl.errors import ConfigError

@@ -3,7 +3,7 @@
 import contextlib
 
 from nemo_specrl import RolloutStore, prompt_key
-from nemo_specrl.engine.outputs import reuse_of
+from nemo_specrl.engine.outputs import rollout_info
 from nemo_specrl.trainer.replay_journal import JournaledStore
 from tests.support.engines import PROMPT, generate, sampling
 
@@ -52,9 +52,12 @@ def test_rollouts_of_a_lost_step_are_replayed_unchanged(speculative, tmp_path):
                 next(iter(p.values())).logprob for p in b.logprobs
             ]
             for name in ("fresh", "drafted", "accepted"):
-                assert getattr(reuse_of(a), name) == getattr(reuse_of(b), name)
+                assert getattr(rollout_info(a), name) == getattr(rollout_info(b), name)
             for name in ("policy_logprobs", "birth_logprobs", "birth_versions"):
-                assert getattr(reuse_of(a), name).tolist() == getattr(reuse_of(b), name).tolist()
+                assert (
+                    getattr(rollout_info(a), name).tolist()
+                    == getattr(rollout_info(b), name).tolist()
+                )
         step(again)
         assert again.metrics.replayed_rows == 0  # each is taken once
     RolloutStore.restore(tmp_path / "snapshot", tmp_path / "store")

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from nemo_specrl import Finish, SpecRLConfig, SpeculativeLLM, prompt_key
-from nemo_specrl.engine.outputs import reuse_of
+from nemo_specrl.engine.outputs import rollout_info
 from nemo_specrl.engine.vllm.compat import logprobs_slice
 from nemo_specrl.trainer.tasks import encode
 from tests.conftest import DictCache
@@ -95,7 +95,7 @@ def test_rows_of_nan_are_returned_as_they_are_and_cost_their_places_alone(
         [completion] = output.outputs
         same(completion, expected)
         wrong = is_bad(prompt, expected.token_ids)
-        assert (reuse_of(completion) is None) == wrong
+        assert (rollout_info(completion) is None) == wrong
         found = [math.isnan(value) for value in values(completion)]
         assert found == places(prompt, completion.token_ids)
         bad += wrong
@@ -116,7 +116,7 @@ def test_a_draft_that_verifies_to_nan_is_refused(speculative, poison, rows):
     assert made.metrics.refused_drafts == rows and made.metrics.drafts == 0
     for output, expected in zip(outputs, plain, strict=True):
         same(output.outputs[0], expected.outputs[0])
-        reuse = reuse_of(output.outputs[0])
+        reuse = rollout_info(output.outputs[0])
         assert reuse is None or reuse.fresh
 
 
@@ -141,7 +141,7 @@ def test_rows_of_nan_in_rounds(poison):
             [completion] = output.outputs
             assert len(completion.token_ids) == len(completion.logprobs) == 8
             wrong = is_bad(prompt, completion.token_ids)
-            assert (reuse_of(completion) is None) == wrong
+            assert (rollout_info(completion) is None) == wrong
             bad += wrong
         assert 4 <= made.metrics.uncached_rows == bad < len(PROMPTS)
         assert prompt_key(BAD) not in made.cache.rollouts
@@ -208,7 +208,7 @@ def test_whatever_else_is_wrong_with_a_row_is_its_own(
     monkeypatch.setattr(llm.llm_engine, "step", damaging)
     params = [sampling(4 + i, seed=i, ignore_eos=True, detokenize=False) for i in range(4)]
     outputs = generate(made, rows=4, params=params)
-    assert [reuse_of(o.outputs[0]) is None for o in outputs] == [True, False, False, False]
+    assert [rollout_info(o.outputs[0]) is None for o in outputs] == [True, False, False, False]
     assert made.metrics.uncached_rows == 1
     assert sorted(r.sample_index for r in made.cache.all()) == [1, 2, 3]
     n = len(damaged[0])
@@ -249,7 +249,7 @@ def test_nan_with_the_tree_proposer_beside_sound_rows(drafting_llm, proposer):
                 is_bad(prompt, o.outputs[0].token_ids)
                 for prompt, o in zip(PROMPTS, outputs, strict=True)
             ]
-            assert [reuse_of(o.outputs[0]) is None for o in outputs] == wrong
+            assert [rollout_info(o.outputs[0]) is None for o in outputs] == wrong
             assert made.metrics.uncached_rows == sum(wrong) < len(PROMPTS)
     finally:
         drafting_llm.apply_model(cured)

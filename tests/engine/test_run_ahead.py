@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from nemo_specrl import Finish, Rollout, SpecRLConfig, prompt_key
-from nemo_specrl.engine.outputs import reuse_of
+from nemo_specrl.engine.outputs import rollout_info
 from nemo_specrl.speculation.draft_selection import RUN_AHEAD_INDEX
 from nemo_specrl.trainer.tasks import encode
 from tests.conftest import DictCache
@@ -84,7 +84,7 @@ def test_the_next_batch_drafts_from_it(llm, proposer):
         made.policy_version += 1
         outputs = made.generate(NEXT, wanted, use_tqdm=False)
         assert [len(o.outputs[0].token_ids) for o in outputs] == [3] * len(NEXT)
-        assert all(reuse_of(o.outputs[0]).fresh for o in outputs)
+        assert all(rollout_info(o.outputs[0]).fresh for o in outputs)
         assert made.metrics.run_ahead_rows == made.metrics.drafts == 0
         assert (made.metrics.tree_drafted_tokens > 0) == drafts
         assert (made.metrics.as_dict()["spec_rl/tree_accepted_fraction"] > 0) == drafts

@@ -15,7 +15,7 @@ from vllm import SamplingParams
 from vllm.v1.sample import rejection_sampler
 
 from nemo_specrl import Finish, Rollout, SpecRLConfig, SpeculativeLLM, prompt_key
-from nemo_specrl.engine.outputs import reuse_of
+from nemo_specrl.engine.outputs import rollout_info
 from nemo_specrl.engine.vllm import patches
 from nemo_specrl.engine.vllm.refit import refit
 from tests.conftest import DictCache, make_engine, weights_of
@@ -168,7 +168,7 @@ def test_fresh_rows_have_the_policys_distribution(llm, random_model, refitted):
     drafted, accepted = counted(llm) - before
     assert drafted > ROWS and accepted > 5  # n-grams mostly guess wrong: the draft model does not
     check_distribution(llm, np.array(tokens))
-    assert all(reuse_of(o.outputs[0]).fresh for o in outputs)
+    assert all(rollout_info(o.outputs[0]).fresh for o in outputs)
 
 
 def test_behind_an_accepted_prefix_the_rest_has_the_policys_distribution(llm):
@@ -178,7 +178,7 @@ def test_behind_an_accepted_prefix_the_rest_has_the_policys_distribution(llm):
     outputs, tokens = sample(made, ROWS, 4)
     drafted, accepted = counted(llm) - before
     assert drafted > ROWS and accepted > 50
-    assert all(reuse_of(o.outputs[0]).accepted == 1 for o in outputs)
+    assert all(rollout_info(o.outputs[0]).accepted == 1 for o in outputs)
     assert [t[0] for t in tokens] == first * ROWS
     check_distribution(llm, np.array(tokens)[:, 1:], behind=first)
 
@@ -196,7 +196,7 @@ def test_drafts_are_judged_as_without_a_drafter(llm, engine, random_model):
     for which in (llm, engine):
         refit(which, new)
         outputs, _ = sample(made_with(which, DictCache(rollouts)), 24, 20)
-        found.append([reuse_of(o.outputs[0]) for o in outputs])
+        found.append([rollout_info(o.outputs[0]) for o in outputs])
     with_drafter, without = found
     assert [r.accepted for r in with_drafter] == [r.accepted for r in without]
     assert len({r.accepted for r in without}) > 5
@@ -211,11 +211,11 @@ def test_logprobs_are_the_policys_for_reused_and_for_drafted_tokens(llm):
     before = counted(llm)
     outputs, tokens = sample(made_with(llm, cache), 32, 24)
     assert (counted(llm) - before)[1] > 10
-    assert [reuse_of(o.outputs[0]).accepted for o in outputs] == [1] * 16 + [0] * 16
+    assert [rollout_info(o.outputs[0]).accepted for o in outputs] == [1] * 16 + [0] * 16
     for output, response in zip(outputs, tokens, strict=True):
         reported = np.asarray(output.outputs[0].logprobs.logprobs)
         assert np.allclose(reported, prompt_logprobs(llm, START, response), atol=1e-4)
-        assert np.array_equal(reuse_of(output.outputs[0]).policy_logprobs, np.float32(reported))
+        assert np.array_equal(rollout_info(output.outputs[0]).policy_logprobs, np.float32(reported))
 
 
 def test_budgets_hold_inside_a_draft_and_behind_a_prefix(llm):
@@ -238,7 +238,7 @@ def test_the_models_limit_holds(llm, short_of_the_limit):
     outputs, second = sample(again, 8, room)
     # vLLM needs room for a token behind a draft, so that the last one may be decoded anew.
     kept = min(room, MAX_MODEL_LEN - 1 - len(START))
-    assert [reuse_of(o.outputs[0]).accepted for o in outputs] == [kept] * 8
+    assert [rollout_info(o.outputs[0]).accepted for o in outputs] == [kept] * 8
     assert [len(t) for t in second] == [room] * 8
     assert [t[:kept] for t in second] == [t[:kept] for t in first]
     # A draft of which only the beginning stands is continued up to the same limit.
@@ -282,7 +282,7 @@ def test_nothing_follows_a_stop_string(llm, include):
             assert (completion.stop_reason in completion.text) == include
         assert len(completion.logprobs.start_indices) == len(response)
     assert stopped > 24
-    assert [reuse_of(o.outputs[0]).fresh for o in outputs].count(True) == 24
+    assert [rollout_info(o.outputs[0]).fresh for o in outputs].count(True) == 24
 
 
 def test_what_an_interrupt_finds_under_way_is_kept_and_continued(llm, monkeypatch):
@@ -304,7 +304,7 @@ def test_what_an_interrupt_finds_under_way_is_kept_and_continued(llm, monkeypatc
     for i, response in enumerate(tokens):
         before = kept[i].tokens.tolist()
         assert len(response) == 60 and response[: len(before)] == before
-    assert all(reuse_of(o.outputs[0]).fresh for o in outputs)  # both parts are of one policy
+    assert all(rollout_info(o.outputs[0]).fresh for o in outputs)  # both parts are of one policy
 
 
 def test_a_refit_leaves_the_draft_models_weights(draft_model_engine, random_model):

@@ -10,7 +10,7 @@ import pytest
 
 from nemo_specrl import Finish, Rollout, SpecRLConfig, prompt_key
 from nemo_specrl.engine.async_engine import AsyncSpeculativeLLM
-from nemo_specrl.engine.outputs import reuse_of
+from nemo_specrl.engine.outputs import rollout_info
 from nemo_specrl.errors import ConfigError
 from tests.conftest import REPOSITORY
 from tests.engine.test_async_engine import ClaimingCache
@@ -130,8 +130,8 @@ def test_fresh_rows_and_continuations_have_the_policys_distribution(async_llm, l
 
     completions = loop.run_until_complete(rows())
     assert made.metrics.cache_errors == 0
-    reused = np.array([c.token_ids for c in completions if reuse_of(c).accepted == 1])
-    fresh = np.array([c.token_ids for c in completions if reuse_of(c).fresh])
+    reused = np.array([c.token_ids for c in completions if rollout_info(c).accepted == 1])
+    fresh = np.array([c.token_ids for c in completions if rollout_info(c).fresh])
     assert len(reused) == len(fresh) == ROWS and (reused[:, 0] == first).all()
 
     tests = []

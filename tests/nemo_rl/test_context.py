@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from nemo_specrl.engine.vllm.compat import has_custom_proposers
+from nemo_specrl.engine.vllm.environment import has_custom_proposers
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.monitoring.metrics_file import read_metrics
 from nemo_specrl.nemo_rl.context import Run, current_run, setting_up

@@ -109,7 +109,7 @@ def refusal(monkeypatch, capsys, tmp_path):
     def accepted():
         raise AssertionError("was accepted")
 
-    monkeypatch.setattr("nemo_specrl.engine.vllm.compat.local_cpu_environment", accepted)
+    monkeypatch.setattr("nemo_specrl.engine.vllm.environment.local_cpu_environment", accepted)
     monkeypatch.chdir(REPOSITORY)
     folders = [
         f"{key}={tmp_path / 'run'}" for key in ("checkpointing.checkpoint_dir", "logger.log_dir")

@@ -4,5 +4,6 @@ Modules, each of which imports only from those below it::
 
     v1_proposer               a proposer inside vLLM's V1 model runner, one draft a decoding step
     prompt_logprob_drafter    verification in rounds, for engines that cannot load a proposer
-    selection                 which of the two an engine gets; histories attached to requests
+    method                    which of the two an engine gets, and what it needs for it
+    histories                 earlier responses, which requests carry to the proposer
 """

@@ -27,18 +27,18 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from nemo_specrl.config import TreeConfig
-from nemo_specrl.engine.drafters.selection import Histories
+from nemo_specrl.engine.drafters.histories import PendingHistories
 from nemo_specrl.engine.limits import EngineLimits
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.outputs import append_decoded, append_tokens, defect_of, given_up
 from nemo_specrl.engine.prefix.verification import (
-    proved_logprobs,
+    matching_logprobs,
     sampled_values,
     watch_stop_strings,
 )
-from nemo_specrl.engine.requests import Request
+from nemo_specrl.engine.requests import RolloutRequest
 from nemo_specrl.engine.round_state import RowInRounds
-from nemo_specrl.engine.sampling_rules import Ending
+from nemo_specrl.engine.sampling_rules import ResponseEnd
 from nemo_specrl.engine.vllm.compat import logprobs_slice, new_logprobs
 from nemo_specrl.rollout import Finish, Rollout
 from nemo_specrl.speculation.acceptance import derived_seed, row_uniforms
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from vllm.logprobs import FlatLogprobs
 
 
-__all__ = ["Rounds"]
+__all__ = ["PromptLogprobDrafter"]
 
 CANDIDATES = 4
 """Tokens at each position of a draft, the likeliest ones, of which the log-probs are asked for."""
@@ -62,7 +62,7 @@ EXCLUDED = -100.0
 _salts = itertools.count()
 
 
-class Rounds:
+class PromptLogprobDrafter:
     """Makes the requests of rows that are decoded in rounds, and reads their outputs.
 
     Args:
@@ -81,14 +81,14 @@ class Rounds:
         self._seed = seed
         self._max_draft = config.max_draft_tokens
         self._trees = DraftTrees(config.max_bytes)
-        self._histories = Histories()
+        self._histories = PendingHistories()
         self._version = -1
         self._tries: dict[Row, int] = {}  # of the weights of this version
         self._made: dict[Row, bytes] = {}
 
     def add(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[RolloutRequest],
         cached: Mapping[bytes, Sequence[Rollout]],
         policy_version: int,
     ) -> None:
@@ -110,7 +110,7 @@ class Rounds:
         if policy_version != self._version:
             self._version, self._tries, self._made = policy_version, {}, {}
 
-    def _open(self, request: Request, policy_version: int) -> RowInRounds:
+    def _open(self, request: RolloutRequest, policy_version: int) -> RowInRounds:
         """The state of a row at its start, behind its accepted prefix.
 
         A row that these weights have decoded before (the step is made again, or was interrupted)
@@ -132,7 +132,7 @@ class Rounds:
         )
 
     def next_request(
-        self, request: Request, policy_version: int, metrics: EngineMetrics
+        self, request: RolloutRequest, policy_version: int, metrics: EngineMetrics
     ) -> tuple[dict[str, Any], SamplingParams]:
         """The next request of a row: its prompt, as vLLM takes it, and sampling parameters."""
         row = request.rounds
@@ -140,7 +140,7 @@ class Rounds:
             row = request.rounds = self._open(request, policy_version)
         started = time.perf_counter()
         row.draft = []
-        if row.rejected is None and not row.unproved and not request.defect:
+        if row.rejected is None and not row.skip_draft and not request.defect:
             row.draft, _ = self._draft(request, row)
         metrics.tree_s += time.perf_counter() - started
         metrics.tree_requests += 1
@@ -148,16 +148,18 @@ class Rounds:
         params = self._params(request, row, policy_version)
         row.requests += 1
         row.policy_version = policy_version
-        row.opening, row.again, row.unproved = True, False, False
+        row.opening, row.needs_request, row.skip_draft = True, False, False
         return {
             "prompt_token_ids": request.rules.prompt + request.tokens + row.draft,
             "cache_salt": row.salt,
         }, params
 
-    def _params(self, request: Request, row: RowInRounds, policy_version: int) -> SamplingParams:
+    def _params(
+        self, request: RolloutRequest, row: RowInRounds, policy_version: int
+    ) -> SamplingParams:
         from vllm.sampling_params import RequestOutputKind
 
-        params = copy.copy(request.params)
+        params = copy.copy(request.engine_params)
         params.max_tokens = request.rules.budget - len(request.tokens) - len(row.draft)
         if params.seed is not None:
             key, index = request.row.key, request.row.sample_index
@@ -177,14 +179,14 @@ class Rounds:
             params.max_tokens = 1
         return params
 
-    def _candidates(self, request: Request) -> int:
+    def _candidates(self, request: RolloutRequest) -> int:
         """Tokens at each position of a draft of which log-probs are asked for; -1: all."""
-        wanted, most = request.params.logprobs or 0, self._limits.max_logprobs
+        wanted, most = request.engine_params.logprobs or 0, self._limits.max_logprobs
         if wanted < 0:
             return wanted
         return max(wanted, CANDIDATES if most < 0 else min(CANDIDATES, most))
 
-    def _draft(self, request: Request, row: RowInRounds) -> tuple[list[int], float]:
+    def _draft(self, request: RolloutRequest, row: RowInRounds) -> tuple[list[int], float]:
         """Likely next tokens of a row, and how many of them are expected to be accepted.
 
         A draft leaves room for the token behind it, and ends before a stop token: sampled behind
@@ -200,8 +202,12 @@ class Rounds:
         return tokens[:n], sum(chances[:n])
 
     def take(
-        self, request: Request, output: RequestOutput, policy_version: int, metrics: EngineMetrics
-    ) -> Ending | None:
+        self,
+        request: RolloutRequest,
+        output: RequestOutput,
+        policy_version: int,
+        metrics: EngineMetrics,
+    ) -> ResponseEnd | None:
         """Append what an output brings to its row.
 
         Args:
@@ -212,7 +218,7 @@ class Rounds:
 
         Returns:
             How the response ended. None while it goes on: in another request, which takes the place
-            of the present one, where ``request.rounds.again`` is set.
+            of the present one, where ``request.rounds.needs_request`` is set.
         """
         row = request.rounds
         assert row is not None
@@ -240,30 +246,32 @@ class Rounds:
         started = time.perf_counter()
         if not request.defect:
             row.tree.extend(new)
-        if ending is None and not row.again and not request.defect:
+        if ending is None and not row.needs_request and not request.defect:
             _, gain = self._draft(request, row)
-            row.again = gain >= min(MIN_GAIN, self._max_draft / 2)
+            row.needs_request = gain >= min(MIN_GAIN, self._max_draft / 2)
         metrics.tree_s += time.perf_counter() - started
         return ending
 
-    def _given_up(self, request: Request, row: RowInRounds, output: RequestOutput) -> Ending | None:
+    def _given_up(
+        self, request: RolloutRequest, row: RowInRounds, output: RequestOutput
+    ) -> ResponseEnd | None:
         """The ending of a response that cannot go on, or None."""
         ending = given_up(output, len(request.tokens))
-        if ending is None and row.again and request.defect:
+        if ending is None and row.needs_request and request.defect:
             known = range(self._limits.vocabulary)
             if not all(token in known for token in request.tokens):  # vLLM takes no such prompt
-                ending = Ending.unfinished(len(request.tokens), "error")
+                ending = ResponseEnd.unfinished(len(request.tokens), "error")
         return ending
 
     def _judge(
         self,
-        request: Request,
+        request: RolloutRequest,
         row: RowInRounds,
         draft: list[int],
         output: RequestOutput,
         policy_version: int,
         metrics: EngineMetrics,
-    ) -> Ending | None:
+    ) -> ResponseEnd | None:
         """Append what is accepted of a draft, and the token behind it."""
         start = len(request.rules.prompt) + len(request.tokens)
         logprobs: Any = output.prompt_logprobs
@@ -271,33 +279,35 @@ class Rounds:
         covered = start <= (output.num_cached_tokens or 0)
         proved = None
         if logprobs is not None and not covered and policy_version == row.policy_version:
-            proved = proved_logprobs(logprobs, draft)
+            proved = matching_logprobs(logprobs, draft)
         if proved is None or defect_of(draft, proved, self._limits.vocabulary):
             metrics.refused_drafts += 1
-            row.again = row.unproved = True
+            row.needs_request = row.skip_draft = True
             return None
         accepted, chosen = 0, 0
         for logprob in sampled_values(proved).tolist():
             u = 1.0 - row.uniforms.random()  # in (0, 1]: what is impossible is never accepted
             if not u <= math.exp(logprob):
-                chosen = self._behind(row, proved, accepted, u)
+                chosen = self._resample_rejected(row, proved, accepted, u)
                 break
             accepted += 1
         metrics.tree_accepted_tokens += accepted
         entries = [0] * accepted + ([chosen] if chosen else [])
-        kept = _picked(proved, entries, request.params.logprobs or 0)
+        kept = _picked(proved, entries, request.engine_params.logprobs or 0)
         tokens = [kept.token_ids[i] for i in kept.start_indices]
         found = append_tokens(request, tokens, kept, stop_terminated=self._stops(request, tokens))
         if found is not None:
-            return Ending(len(request.tokens), Finish.STOP_STRING, found)
+            return ResponseEnd(len(request.tokens), Finish.STOP_STRING, found)
         if accepted == len(draft):
             return append_decoded(request, output, self._limits.vocabulary)
-        row.again = True
+        row.needs_request = True
         if not chosen:
             return None
         return request.rules.ending_at(len(request.tokens), request.tokens[-1])
 
-    def _behind(self, row: RowInRounds, proved: FlatLogprobs, position: int, u: float) -> int:
+    def _resample_rejected(
+        self, row: RowInRounds, proved: FlatLogprobs, position: int, u: float
+    ) -> int:
         """Draw the token that takes the place of a rejected one, from the rest of p.
 
         ``u`` is uniform above the rejected token's probability: it goes on through those of the
@@ -320,13 +330,13 @@ class Rounds:
         return 0
 
     def _append_rest(
-        self, request: Request, row: RowInRounds, output: RequestOutput
-    ) -> Ending | None:
+        self, request: RolloutRequest, row: RowInRounds, output: RequestOutput
+    ) -> ResponseEnd | None:
         """Append the token of a request from which the candidates were excluded."""
         rejected, row.rejected = row.rejected, None
         assert rejected is not None
         completion = output.outputs[0]
-        row.again = True
+        row.needs_request = True
         tokens, sampled = list(completion.token_ids), new_logprobs(completion)
         if not tokens:  # aborted
             return None
@@ -340,15 +350,15 @@ class Rounds:
             excluded = dict(zip(rejected.token_ids, rejected.logprobs, strict=True)).values()
             logprob += math.log1p(-min(sum(map(math.exp, excluded)), 1 - 1e-9))
             rank = None if rank is None else rank + sum(value > logprob for value in excluded)
-        kept = _picked(rejected, [0], request.params.logprobs or 0)
+        kept = _picked(rejected, [0], request.engine_params.logprobs or 0)
         kept.token_ids[0], kept.logprobs[0], kept.ranks[0] = tokens[0], logprob, rank
         stops = self._stops(request, tokens)
         found = append_tokens(request, tokens, kept, stop_terminated=stops)
         if found is not None:
-            return Ending(len(request.tokens), Finish.STOP_STRING, found)
+            return ResponseEnd(len(request.tokens), Finish.STOP_STRING, found)
         return request.rules.ending_at(len(request.tokens), request.tokens[-1])
 
-    def _stops(self, request: Request, tokens: list[int]) -> bool:
+    def _stops(self, request: RolloutRequest, tokens: list[int]) -> bool:
         """Whether tokens end in a stop token."""
         return bool(tokens) and tokens[-1] in request.rules.stop_tokens
 

@@ -5,7 +5,7 @@ vLLM makes one where ``speculative_config`` says ``method="custom_class"`` and n
 verifies them with the next one and keeps each by rejection sampling, so that responses have exactly
 the policy's distribution whatever is proposed (Leviathan et al., arXiv 2211.17192).
 
-The request itself brings what drafting needs, in ``SamplingParams.extra_args`` (``selection``), so
+The request itself brings what drafting needs, in ``SamplingParams.extra_args`` (``histories``), so
 that nothing has to be sent to workers beside it: the prompt's key, an identity of the response,
 earlier responses as pairs of identity and int32 tokens, and the length of the prompt, behind which
 the request's prompt may hold a beginning of the response. Rows without it are not drafted for.
@@ -23,9 +23,9 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from nemo_specrl.engine.drafters.selection import EXTRA_ARG
+from nemo_specrl.engine.drafters.histories import EXTRA_ARG
 from nemo_specrl.engine.vllm.compat import drafts_count_here
-from nemo_specrl.engine.vllm.patches import bind_proposer, mend_cpu_rejection_sampler
+from nemo_specrl.engine.vllm.patches import bind_proposer, fix_cpu_rejection_sampler
 from nemo_specrl.engine.vllm.sampler_memory import bound_sampler_memory
 from nemo_specrl.errors import IncompatibleVersion
 from nemo_specrl.rollout import MAX_SAMPLE_INDEX
@@ -158,7 +158,7 @@ class TreeProposer:
         self._names: list[str] = []
         self._last = 0.0  # time of the last proposal
         bind_proposer(TreeProposer)
-        mend_cpu_rejection_sampler()
+        fix_cpu_rejection_sampler()
 
     def _bounded(self, vllm_config: Any) -> int:
         """Draft tokens for which there is memory in a step; ``longest`` is shortened to it, too.
@@ -199,7 +199,7 @@ class TreeProposer:
         names = self.runner.input_batch.req_ids
         if names != self._names:
             self._forget_ended(names)
-        begun = sum(name not in self._rows for name in names)
+        first_token_rows = sum(name not in self._rows for name in names)
         verified = [len(tokens) for tokens in self.verified.values()]
         rows = [
             self._extended(name, sampled, token_ids[i], int(num_tokens[i]))
@@ -210,8 +210,8 @@ class TreeProposer:
             return [[] for _ in rows]
         if self.lengths is not None:
             # Where all rows have begun, the engine may have waited for them.
-            if begun < len(names) and all(sampled_token_ids):
-                step = Step(len(names), sum(verified), max(verified, default=0), begun)
+            if first_token_rows < len(names) and all(sampled_token_ids):
+                step = Step(len(names), sum(verified), max(verified, default=0), first_token_rows)
                 self.lengths.observe(step, started - last)
             self.lengths.prepare(len(names), sum(verified))
         drafts = self._drafts(rows)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nemo_specrl.config import SpecRLConfig
-from nemo_specrl.engine.requests import Request
+from nemo_specrl.engine.requests import RolloutRequest
 from nemo_specrl.engine.vllm.compat import logprobs_slice
 from nemo_specrl.rollout import MAX_SAMPLE_INDEX, Rollout
 from nemo_specrl.speculation.acceptance import (
@@ -29,14 +29,12 @@ if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.logprobs import FlatLogprobs
 
-    from nemo_specrl.engine.metrics import EngineMetrics
 
 __all__ = [
-    "PrefillNoise",
     "continuation_params",
     "draft_logprobs",
     "judge",
-    "proved_logprobs",
+    "matching_logprobs",
     "reference_logprobs",
     "sampled_values",
     "verification_params",
@@ -52,7 +50,7 @@ logger = logging.getLogger(__name__)
 RESUMED_SAMPLE_OFFSET = MAX_SAMPLE_INDEX + 1
 
 
-def verification_params(request: Request) -> SamplingParams:
+def verification_params(request: RolloutRequest) -> SamplingParams:
     """Sampling parameters of the request whose prompt is prompt + draft.
 
     ``prompt_logprobs=0`` yields the log-prob of each prompt token and nothing else. The one token
@@ -60,7 +58,7 @@ def verification_params(request: Request) -> SamplingParams:
     is detokenized: the texts of the accepted tokens alone are filled in later, where the request
     asks for them (``assembly.name_tokens``). Requests share them: vLLM makes a copy for each.
     """
-    return _prefill_params(request.params.logprobs)
+    return _prefill_params(request.engine_params.logprobs)
 
 
 @functools.lru_cache(maxsize=16)
@@ -80,7 +78,7 @@ def _prefill_params(prompt_logprobs: int | None) -> SamplingParams:
 
 
 def continuation_params(
-    request: Request, policy_version: int, *, watch_stops: bool
+    request: RolloutRequest, policy_version: int, *, watch_stops: bool
 ) -> SamplingParams:
     """Sampling parameters of the request that decodes what its draft did not bring.
 
@@ -95,10 +93,10 @@ def continuation_params(
     """
     from vllm.sampling_params import RequestOutputKind
 
-    stops = bool(request.params.stop and request.params.detokenize)
+    stops = bool(request.engine_params.stop and request.engine_params.detokenize)
     if request.draft is None and not (stops and watch_stops):
-        return request.params
-    params = copy.copy(request.params)
+        return request.engine_params
+    params = copy.copy(request.engine_params)
     params.max_tokens = request.rules.budget - request.accepted
     if request.draft is not None and params.seed is not None:
         # The draft was drawn with this very stream; its continuation needs one of its own.
@@ -112,9 +110,9 @@ def continuation_params(
     return params
 
 
-def watch_stop_strings(request: Request) -> bool:
+def watch_stop_strings(request: RolloutRequest) -> bool:
     """Set ``request.detokenizer`` to watch for the request's stop strings; False if it has none."""
-    if not (request.params.stop and request.params.detokenize):
+    if not (request.engine_params.stop and request.engine_params.detokenize):
         return False
     request.detokenizer = request.rules.detokenizer()
     request.detokenizer.feed(request.tokens, stop_terminated=False)
@@ -136,7 +134,7 @@ def sampled_values(logprobs: FlatLogprobs) -> npt.NDArray[np.float32]:
     return values[np.asarray(logprobs.start_indices, dtype=np.int64)]
 
 
-def draft_logprobs(request: Request, output: RequestOutput) -> FlatLogprobs | None:
+def draft_logprobs(request: RolloutRequest, output: RequestOutput) -> FlatLogprobs | None:
     """The current policy's log-probs of a draft's tokens, one position per token.
 
     None where the engine's answer is not about this draft, so that it proves nothing: positions are
@@ -154,10 +152,10 @@ def draft_logprobs(request: Request, output: RequestOutput) -> FlatLogprobs | No
     logprobs: Any = output.prompt_logprobs
     if logprobs is None or len(logprobs) != len(request.rules.prompt) + len(draft):
         return None
-    return proved_logprobs(logprobs, draft)
+    return matching_logprobs(logprobs, draft)
 
 
-def proved_logprobs(
+def matching_logprobs(
     logprobs: FlatLogprobs, draft: Sequence[int] | npt.NDArray[np.int32]
 ) -> FlatLogprobs | None:
     """The last positions of a prompt's log-probs, if they are those of the draft that ends it.
@@ -178,7 +176,7 @@ def proved_logprobs(
 
 
 def judge(
-    verified: list[tuple[Request, FlatLogprobs]],
+    verified: list[tuple[RolloutRequest, FlatLogprobs]],
     config: SpecRLConfig,
     *,
     seed: int,
@@ -221,47 +219,3 @@ def judge(
         request.tokens = draft.tokens[:length].tolist()
         whole = length == len(draft)
         request.logprobs = logprobs if whole else logprobs_slice(logprobs, 0, length)
-
-
-class PrefillNoise:
-    """How far prefill and decoding disagree about the same tokens under the same weights.
-
-    In bfloat16 they round differently, which looks to verification as if the policy had moved: at
-    lenience 1, a token is rejected with probability ``max(0, 1 - p_prefill / p_decoded)`` although
-    nothing has changed. It is measured on the first rows that the engine has decoded without a
-    draft, and on drafts of the very weights that judge them, which come after a resume.
-
-    Args:
-        dtype_bytes: of the engine's activations. In float32 nothing is measured unasked: the noise
-            is too small to end a prefix.
-    """
-
-    ROWS = 8
-    """Rows that are measured."""
-
-    def __init__(self, dtype_bytes: int) -> None:
-        self.wanted = self.ROWS if dtype_bytes < 4 else 0
-        """Rows that are still to be prefilled for it."""
-        self._rows = self._tokens = 0
-        self._rejected = 0.0
-
-    def add(
-        self,
-        prefilled: npt.NDArray[np.float32],
-        decoded: npt.NDArray[np.float32],
-        metrics: EngineMetrics,
-    ) -> None:
-        """Take in the log-probs of a row's tokens, float32 ``[n]`` each, nats; log them once."""
-        rejected = -np.expm1(np.minimum(prefilled.astype(np.float64) - decoded, 0)).sum()
-        metrics.noise_tokens += len(decoded)
-        metrics.noise_rejected += float(rejected)
-        self._rows += 1
-        self._tokens += len(decoded)
-        self._rejected += float(rejected)
-        if self._rows == self.ROWS:
-            logger.warning(
-                "prefill and decoding of unchanged weights differ: at lenience 1, rounding alone "
-                "ends an accepted prefix after about %.3g tokens (mean over %d tokens)",
-                self._tokens / max(self._rejected, 1e-9),
-                self._tokens,
-            )

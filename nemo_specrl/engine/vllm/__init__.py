@@ -2,8 +2,11 @@
 
 Modules, each of which imports only from those below it::
 
-    refit             new weights, streamed into an engine of this process
-    sampler_memory    bounds the memory of vLLM's rejection sampler (a patch)
-    patches           what is replaced in vLLM, each with its reason and a check of the source
-    compat            differences between versions and devices
+    refit                    new weights, streamed into an engine of this process
+    sampler_memory           bounds the memory of vLLM's rejection sampler (a patch)
+    patches                  what is replaced in vLLM, with reasons and checks of the source
+    prompt_logprob_memory    the memory that verification takes beside the KV cache
+    environment              variables, device and model runner of an engine
+    detokenizer              text and stop strings of a response that several requests make
+    compat                   private names of vLLM that are read, and differences between versions
 """

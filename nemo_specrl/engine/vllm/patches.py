@@ -2,7 +2,7 @@
 
 Each patch states what it mends, in which versions, and raises IncompatibleVersion where what it
 replaces has changed. Drafting needs two of them: custom proposers have to know their requests
-(``bind_proposer``), and samples on a CPU are wrong without ``mend_cpu_rejection_sampler``; and on
+(``bind_proposer``), and samples on a CPU are wrong without ``fix_cpu_rejection_sampler``; and on
 GPUs it may run out of memory without that of ``sampler_memory``. The others make engines on a CPU
 faster, or verification anywhere (``extend_prompt_logprobs``), and change nothing that a request
 gets. vLLM calls ``vllm_plugin`` in each of its processes; the engine layer calls the others where
@@ -32,7 +32,7 @@ __all__ = [
     "check_source",
     "expanded_to_tokens",
     "extend_prompt_logprobs",
-    "mend_cpu_rejection_sampler",
+    "fix_cpu_rejection_sampler",
     "pad_cpu_linear_layers",
     "to_be_replaced",
     "vllm_plugin",
@@ -49,9 +49,9 @@ PROMPT_TOKENS_AT_ONCE = 1024
 
 def vllm_plugin() -> None:
     """Entry point ``vllm.general_plugins`` (pyproject.toml), which vLLM runs in each process."""
-    # Where the first is not possible, samples would be wrong: drafting.check_cpu_drafter refuses
+    # Where the first is not possible, samples would be wrong: check_cpu_drafter refuses
     # such a vLLM. Without the other two, engines are slower.
-    mends = (mend_cpu_rejection_sampler, pad_cpu_linear_layers, batch_cpu_prompt_logprobs)
+    mends = (fix_cpu_rejection_sampler, pad_cpu_linear_layers, batch_cpu_prompt_logprobs)
     for mend in mends:
         with contextlib.suppress(IncompatibleVersion):
             mend()
@@ -99,7 +99,7 @@ def bind_proposer(proposer: type[Any]) -> None:
     GPUModelRunner._input_fits_in_drafter = _input_fits_in_drafter
 
 
-def mend_cpu_rejection_sampler() -> None:
+def fix_cpu_rejection_sampler() -> None:
     """On a CPU, make sampled speculative decoding divide logits by the temperature it was given.
 
     ``expand_batch_to_tokens`` of vLLM's CPU builds writes temperatures (and top-k, top-p) into a
@@ -208,7 +208,7 @@ def batch_cpu_prompt_logprobs() -> None:
     to prompt (v1/worker/gpu_model_runner.py). That takes a dozen operations for each draft that is
     verified, about 90 microseconds (docs/engine.md). What requests get is the same, up to how the
     output layer rounds. No more tokens have their logits in memory at once than before
-    (``compat.prompt_logprob_bytes``).
+    (``prompt_logprob_memory.prompt_logprob_bytes``).
 
     The function is replaced whole, and therefore only where its source is known.
 

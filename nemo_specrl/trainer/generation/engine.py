@@ -18,9 +18,9 @@ from pydantic import ValidationError
 
 from nemo_specrl.config import first_problem
 from nemo_specrl.engine.base import RolloutCache
-from nemo_specrl.engine.drafters.selection import engine_options
+from nemo_specrl.engine.drafters.method import engine_options
 from nemo_specrl.engine.metrics import EngineMetrics
-from nemo_specrl.engine.outputs import reuse_of
+from nemo_specrl.engine.outputs import rollout_info
 from nemo_specrl.engine.policy_version import reset_prefix_cache
 from nemo_specrl.engine.sync_engine import SpeculativeLLM
 from nemo_specrl.engine.vllm.refit import refit
@@ -289,7 +289,7 @@ class Engine:
     def _generated(self, completion: Any) -> Generated:
         reported = np.asarray(completion.logprobs.logprobs, dtype=np.float32)
         tokens = list(completion.token_ids)
-        reuse = reuse_of(completion)
+        reuse = rollout_info(completion)
         if reuse is None:
             none = np.zeros(len(tokens), dtype=bool)
             return Generated(tokens, reported, reported, reported, none, True)

@@ -23,7 +23,7 @@ from nemo_specrl.cache.cluster.cluster_cache import ClusterCache, start_shards
 from nemo_specrl.cache.metrics import StoreStats
 from nemo_specrl.cache.run_folders import run_folder
 from nemo_specrl.engine.load_balance import balanced_order, expected_costs
-from nemo_specrl.engine.vllm.compat import local_cpu_environment
+from nemo_specrl.engine.vllm.environment import local_cpu_environment
 from nemo_specrl.errors import CacheError, EngineError
 from nemo_specrl.rollout import prompt_key
 from nemo_specrl.speculation.draft_selection import mean_lengths

@@ -15,8 +15,8 @@ from vllm import SamplingParams
 
 from nemo_specrl import Finish, Rollout, SpecRLConfig, prompt_key
 from nemo_specrl.engine.drafters import prompt_logprob_drafter
-from nemo_specrl.engine.drafters.selection import engine_options
-from nemo_specrl.engine.outputs import reuse_of
+from nemo_specrl.engine.drafters.method import engine_options
+from nemo_specrl.engine.outputs import rollout_info
 from nemo_specrl.engine.vllm.refit import refit
 from nemo_specrl.errors import UnsupportedSampling
 from tests.conftest import DictCache, make_engine, weights_of
@@ -62,7 +62,7 @@ def test_the_distribution_is_the_policys_whatever_is_drafted(llm, random_model, 
     assert metrics.tree_drafted_tokens > ROWS / 4 and metrics.refused_drafts == 0
     assert 0 < metrics.tree_accepted_tokens < metrics.tree_drafted_tokens
     check_distribution(llm, np.array(tokens))
-    assert all(reuse_of(o.outputs[0]).fresh for o in outputs)
+    assert all(rollout_info(o.outputs[0]).fresh for o in outputs)
 
 
 def test_the_distribution_is_the_policys_after_epochs_of_its_own_rollouts(llm, random_model):
@@ -95,7 +95,7 @@ def test_behind_an_accepted_prefix_trees_draft_and_the_rest_is_as_without(llm):
     for version in range(1, 1 + ROWS // batch):
         made = made_with(llm, DictCache(cached), config, version=version)
         outputs, some = sample(made, batch, 4, first_seed=version * batch)
-        assert all(reuse_of(o.outputs[0]).accepted == 1 for o in outputs)
+        assert all(rollout_info(o.outputs[0]).accepted == 1 for o in outputs)
         tokens += some
         drafted += made.metrics.tree_drafted_tokens
     assert drafted > ROWS / 4
@@ -242,7 +242,7 @@ def test_stop_strings_end_a_response_wherever_they_begin(llm, included):
         else:
             assert completion.finish_reason == "stop" and text.endswith(stop)
             assert completion.text == (text if included else text[: -len(stop)])
-        assert reuse_of(completion).rollout.finish is (
+        assert rollout_info(completion).rollout.finish is (
             Finish.LENGTH if stop is None else Finish.STOP_STRING
         )
     assert "3" in found
@@ -376,7 +376,7 @@ def test_an_engine_without_a_tokenizer_decodes_in_rounds(llm):
     """As NeMo-RL builds its engines; parameters say ``detokenize`` all the same."""
     made = made_with(llm, DictCache(rollouts(likely(llm))), CONFIG)
     made._limits = dataclasses.replace(made._limits, tokenizer=None)
-    made._rounds._limits = made._limits
+    made._prompt_logprob_drafter._limits = made._limits
     _, tokens = sample(made, 8, 12, detokenize=True)
     assert [len(response) for response in tokens] == [12] * 8
     assert made.metrics.tree_drafted_tokens > 0

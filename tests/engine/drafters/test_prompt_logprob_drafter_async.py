@@ -7,7 +7,7 @@ import pytest
 
 from nemo_specrl import Finish, SpecRLConfig
 from nemo_specrl.engine.async_engine import AsyncSpeculativeLLM
-from nemo_specrl.engine.outputs import reuse_of
+from nemo_specrl.engine.outputs import rollout_info
 from tests.engine.test_async_engine import ClaimingCache
 from tests.support.engines import PROMPT, VOCABULARY, chi_squared, sampling
 
@@ -77,7 +77,7 @@ def test_rows_draft_from_the_cache_and_from_each_other(async_llm, loop):
     assert metrics.tree_drafted_tokens > ROWS
     assert 0 < metrics.tree_accepted_tokens < metrics.tree_drafted_tokens
     assert metrics.cache_errors == 0
-    assert all(reuse_of(c).fresh and len(c.token_ids) == 3 for c in completions)
+    assert all(rollout_info(c).fresh and len(c.token_ids) == 3 for c in completions)
 
     tokens = np.array([c.token_ids for c in completions])
     first = loop.run_until_complete(next_tokens(async_llm, []))

@@ -11,7 +11,7 @@ from scipy import stats
 from vllm import SamplingParams
 
 from nemo_specrl import Finish, SpecRLConfig, SpeculativeLLM
-from nemo_specrl.engine.outputs import reuse_of
+from nemo_specrl.engine.outputs import rollout_info
 from nemo_specrl.engine.vllm.refit import refit
 from tests.conftest import DictCache, weights_of
 from tests.support.engines import PROMPT, VOCABULARY, chi_squared, distribution
@@ -117,7 +117,7 @@ def test_behaviour_weights_bring_expectations_back_to_the_new_policy(
     )
     outputs, tokens = sample(made, len(drafts), 1)
     reported = np.array([o.outputs[0].logprobs.logprobs[0] for o in outputs])
-    policy = np.array([reuse_of(o.outputs[0]).policy_logprobs[0] for o in outputs])
+    policy = np.array([rollout_info(o.outputs[0]).policy_logprobs[0] for o in outputs])
     weight = np.exp(policy - reported)
     n = len(drafts)
     z = (weight.mean() - (1 + rejected)) / (weight.std() / math.sqrt(n))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from nemo_specrl import Finish
-from nemo_specrl.engine.outputs import reuse_of
+from nemo_specrl.engine.outputs import rollout_info
 from nemo_specrl.trainer.tasks import EOS, encode
 from tests.conftest import DictCache
 from tests.support.engines import NEVER, PROMPT, STRICT, SURE, draft, generate, only, sampling
@@ -62,7 +62,7 @@ def test_an_empty_response_in_the_cache_is_decoded_plainly(speculative):
     )
     made = speculative(cache, version=1)
     outputs = generate(made, rows=2)
-    assert all(reuse_of(o.outputs[0]).fresh for o in outputs)
+    assert all(rollout_info(o.outputs[0]).fresh for o in outputs)
     assert made.metrics.drafts == 0
 
 
@@ -102,7 +102,7 @@ def test_a_larger_budget_is_decoded_on(speculative, finish):
     assert len(completion.token_ids) == 20
     assert completion.finish_reason == "length"
     assert made.metrics.decoded_tokens == 15
-    reuse = reuse_of(completion)
+    reuse = rollout_info(completion)
     assert (reuse.drafted, reuse.accepted) == (5, 5)
     assert reuse.birth_versions.tolist() == [0] * 5 + [1] * 15
 
@@ -123,7 +123,7 @@ def test_an_end_of_sequence_that_is_rejected_is_decoded_over(speculative):
         made = speculative(DictCache([draft(tokens, old)]), version=1, lenience=STRICT)
         completion = only(generate(made, params=sampling(seed=seed)))
         assert list(completion.token_ids)[:2] == tokens[:2]
-        assert reuse_of(completion).accepted == 2
+        assert rollout_info(completion).accepted == 2
         lengths.add(len(completion.token_ids))
     assert max(lengths) > 3
 

@@ -10,7 +10,7 @@ import pytest
 from nemo_specrl import Finish
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.prefix import verification
-from nemo_specrl.engine.prefix.verification import PrefillNoise
+from nemo_specrl.engine.prefix.noise import PrefillNoise
 from tests.conftest import DictCache
 from tests.support.engines import draft, generate, sampling
 

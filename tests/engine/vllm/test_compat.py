@@ -8,7 +8,8 @@ import vllm
 from vllm import CompletionOutput, SamplingParams
 from vllm.logprobs import FlatLogprobs
 
-from nemo_specrl.engine.vllm import compat
+from nemo_specrl.engine.vllm import compat, environment
+from nemo_specrl.engine.vllm.detokenizer import Detokenizer
 from nemo_specrl.errors import IncompatibleVersion
 from nemo_specrl.trainer.tasks import encode
 from tests.support.engines import PROMPT
@@ -68,16 +69,16 @@ def test_cpu_threads_are_bound_where_nobind_does_not_work(monkeypatch):
 
     monkeypatch.setattr(metadata, "version", installed_version)
     cores = {str(core) for core in os.sched_getaffinity(0)}
-    assert {compat.cpu_thread_binding()} <= cores
-    assert set(compat.cpu_thread_binding(len(cores)).split(",")) == cores
+    assert {environment.cpu_thread_binding()} <= cores
+    assert set(environment.cpu_thread_binding(len(cores)).split(",")) == cores
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    compat.local_cpu_environment()
+    environment.local_cpu_environment()
     assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] in cores
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
-    compat.local_cpu_environment()
+    environment.local_cpu_environment()
     assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
     installed["vllm-cpu"] = "0.25.1"
-    assert compat.cpu_thread_binding() == "nobind"
+    assert environment.cpu_thread_binding() == "nobind"
 
 
 def test_slices_of_logprobs_may_be_empty():
@@ -101,7 +102,7 @@ def test_tokens_behind_a_stop_string_are_left_out(engine, include):
     params = SamplingParams(stop=["46", "#"], include_stop_str_in_output=include)
     tokens = encode("34=46;#46")
     for pieces in ([tokens], [tokens[:4], tokens[4:]], [[token] for token in tokens]):
-        detokenizer = compat.Detokenizer(tokenizer, PROMPT, params)
+        detokenizer = Detokenizer(tokenizer, PROMPT, params)
         found = None
         for piece in pieces:
             found = detokenizer.feed(piece, stop_terminated=False)
@@ -116,7 +117,7 @@ def test_tokens_behind_a_stop_string_are_left_out(engine, include):
 def test_only_the_last_token_may_be_a_stop_token(engine, include):
     tokenizer = compat.tokenizer_of(engine.llm_engine)
     params = SamplingParams(stop=["99"], include_stop_str_in_output=include)
-    detokenizer = compat.Detokenizer(tokenizer, PROMPT, params)
+    detokenizer = Detokenizer(tokenizer, PROMPT, params)
     assert detokenizer.feed(encode("12;"), stop_terminated=True) is None
     assert detokenizer.tokens == encode("12;")
     assert detokenizer.text == ("12;" if include else "12")

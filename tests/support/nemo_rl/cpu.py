@@ -20,7 +20,7 @@ from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtens
 from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 
-from nemo_specrl.engine.vllm.compat import local_cpu_environment
+from nemo_specrl.engine.vllm.environment import local_cpu_environment
 from nemo_specrl.nemo_rl.async_worker import SpecVllmAsyncGenerationWorkerImpl
 from nemo_specrl.nemo_rl.compat import (
     STOCK_ASYNC_WORKER,

@@ -7,7 +7,7 @@ import torch
 from vllm import CompletionOutput, RequestOutput
 
 from nemo_specrl import Finish, Rollout, SpecRLConfig, prompt_key
-from nemo_specrl.engine.outputs import Reuse
+from nemo_specrl.engine.outputs import RolloutInfo
 from nemo_specrl.nemo_rl.drift_monitor import StepMonitor
 from nemo_specrl.nemo_rl.rollout_metadata import RecordLog, RecordTable
 
@@ -59,7 +59,7 @@ def outputs_of(rows, rollouts):
         completion = CompletionOutput(0, "", rollout.tokens.tolist(), None, None)
         accepted = int((rollout.birth_versions < rollout.policy_version).sum())
         births = rollout.birth_logprobs, rollout.birth_versions
-        completion.spec_rl = Reuse(
+        completion.spec_rl = RolloutInfo(
             rollout.fresh, accepted, accepted, rollout.logprobs, *births, rollout
         )
         prompt = ids[: length - len(rollout)]

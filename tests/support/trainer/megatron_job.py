@@ -8,7 +8,7 @@ Ray is started first, so that the policy has to share it.
 import json
 import sys
 
-from nemo_specrl.engine.vllm.compat import local_cpu_environment
+from nemo_specrl.engine.vllm.environment import local_cpu_environment
 
 local_cpu_environment()
 

@@ -10,10 +10,13 @@ import torch
 from vllm.platforms import current_platform
 
 from nemo_specrl import SpecRLConfig, SpeculativeLLM
-from nemo_specrl.engine.drafters import selection
-from nemo_specrl.engine.drafters.selection import drafting_method, engine_options
-from nemo_specrl.engine.vllm import compat
-from nemo_specrl.engine.vllm.compat import check_prompt_logprob_memory, prompt_logprob_bytes
+from nemo_specrl.engine.drafters import method as method_module
+from nemo_specrl.engine.drafters.method import drafting_method, engine_options
+from nemo_specrl.engine.vllm import environment
+from nemo_specrl.engine.vllm.prompt_logprob_memory import (
+    check_prompt_logprob_memory,
+    prompt_logprob_bytes,
+)
 from nemo_specrl.errors import ConfigError, IncompatibleVersion
 from tests.conftest import DictCache
 from tests.support.engines import DRAFTS
@@ -38,8 +41,8 @@ def machine(monkeypatch):
     """Pretend that vLLM runs on a GPU, and that it takes proposers or not."""
 
     def pretend(cpu, proposers=True, v2=None):
-        monkeypatch.setattr(selection, "on_cpu", lambda: cpu)
-        monkeypatch.setattr(selection, "has_custom_proposers", lambda: proposers)
+        monkeypatch.setattr(method_module, "on_cpu", lambda: cpu)
+        monkeypatch.setattr(method_module, "has_custom_proposers", lambda: proposers)
         if v2 is None:
             monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
         else:
@@ -91,8 +94,8 @@ def test_without_trees_there_is_nothing_to_refuse(machine):
 
 
 def test_this_machine_is_told_apart(machine):
-    assert compat.on_cpu() == current_platform.is_cpu()
-    assert compat.has_custom_proposers() == DRAFTS
+    assert environment.on_cpu() == current_platform.is_cpu()
+    assert environment.has_custom_proposers() == DRAFTS
 
 
 def test_an_engine_without_the_proposer_gets_no_rounds_unasked(engine):
@@ -100,7 +103,7 @@ def test_an_engine_without_the_proposer_gets_no_rounds_unasked(engine):
     for method in ("auto", "proposer"):
         with pytest.raises((ConfigError, IncompatibleVersion), match=line):
             SpeculativeLLM(engine, DictCache(), config(method))
-    assert SpeculativeLLM(engine, DictCache(), config("rounds"))._rounds is not None
+    assert SpeculativeLLM(engine, DictCache(), config("rounds"))._prompt_logprob_drafter is not None
 
 
 def engine_of(*, batch, v2=False, device="cuda", length=32768):

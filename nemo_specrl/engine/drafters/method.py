@@ -1,49 +1,34 @@
-"""Drafters inside vLLM from the side of the engine's client.
+"""How drafts from trees reach an engine: the choice of the method, and what it asks of the engine.
 
-The tree proposer itself is ``v1_proposer``. Here earlier rollouts are attached to requests, once
-for each prompt and batch, the options are made with which an engine has to be built, and engines
-with a drafter of vLLM's own are checked.
+Makes the options with which an engine has to be built for the tree proposer (``v1_proposer``), and
+checks engines that have a drafter of vLLM's own.
 """
 
 from __future__ import annotations
 
-import copy
 import importlib
 import os
-from collections.abc import Iterable, Mapping
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
 
 from nemo_specrl.config import SpecRLConfig
+from nemo_specrl.engine.drafters.histories import EXTRA_ARG
 from nemo_specrl.engine.limits import TREE_PROPOSER, EngineLimits
-from nemo_specrl.engine.requests import Request
-from nemo_specrl.engine.vllm.compat import (
-    asks_for_v2,
-    check_version,
-    has_custom_proposers,
-    in_this_process,
-    on_cpu,
-    why_not_drafted,
-)
-from nemo_specrl.engine.vllm.patches import mend_cpu_rejection_sampler, vllm_plugin
+from nemo_specrl.engine.vllm.compat import check_version, in_this_process
+from nemo_specrl.engine.vllm.environment import asks_for_v2, has_custom_proposers, on_cpu
+from nemo_specrl.engine.vllm.patches import fix_cpu_rejection_sampler, vllm_plugin
 from nemo_specrl.errors import ConfigError, IncompatibleVersion
-from nemo_specrl.rollout import Rollout
-from nemo_specrl.speculation.draft_selection import response_id
 
 if TYPE_CHECKING:
-    from vllm import SamplingParams
+    pass
 
 __all__ = [
-    "EXTRA_ARG",
-    "Histories",
     "check_cpu_drafter",
     "drafting_method",
     "engine_options",
     "method_in",
 ]
 
-EXTRA_ARG = "spec_rl"
-"""Key in ``SamplingParams.extra_args``."""
 
 _POSSIBLE = {
     True: "name tree.method: proposer or rounds to have it all the same, or set preset: faithful "
@@ -58,7 +43,7 @@ def drafting_method(config: SpecRLConfig) -> Literal["proposer", "rounds"] | Non
     """How drafts from trees are to reach an engine that is yet to be built; None: there are none.
 
     Rounds are never taken unasked, since they cost more than they save nearly everywhere
-    (docs/lossless.md), and the proposer not on GPUs (``compat.why_not_drafted``).
+    (docs/lossless.md), and the proposer not on GPUs (``why_not_drafted``).
 
     Raises:
         ConfigError: ``tree.method`` is ``auto``, and nothing is faster than plain decoding, or the
@@ -149,7 +134,7 @@ def check_cpu_drafter(engine: Any) -> None:
     config = engine.vllm_config
     if config.speculative_config is None or config.device_config.device_type != "cpu":
         return
-    mend_cpu_rejection_sampler()
+    fix_cpu_rejection_sampler()
     allowed = os.environ.get("VLLM_PLUGINS")
     loaded = any(
         plugin.value == f"{vllm_plugin.__module__}:{vllm_plugin.__name__}"
@@ -165,58 +150,27 @@ def check_cpu_drafter(engine: Any) -> None:
         )
 
 
-class Histories:
-    """Earlier responses of prompts, which go to the engine once for each prompt and policy version.
+def why_not_drafted(*, cpu: bool, proposers: bool, v2: bool) -> str | None:
+    """Why ``tree.method: auto`` finds no way to draft that is faster than plain decoding.
 
-    The engine's tree of a prompt may have them already, or may have been dropped since they were
-    sent. The client cannot know, and once an epoch they cost next to nothing beside the decoding
-    of the prompt: so they are sent then, and drafts that were lost come back with the next epoch.
+    A drafter for vLLM's V2 model runner would have its place here: the V1 proposer keeps vLLM from
+    running V2 with asynchronous scheduling, and on GPUs that loses more than drafts gain.
+
+    Args:
+        cpu: vLLM runs on a CPU.
+        proposers: it takes custom ones (:func:`has_custom_proposers`).
+        v2: the environment asks for the V2 model runner (:func:`asks_for_v2`).
+
+    Returns:
+        What stands against it; None: nothing, the proposer is taken.
     """
-
-    def __init__(self) -> None:
-        self._waiting: dict[bytes, list[tuple[int, bytes]]] = {}
-        self._sent: set[bytes] = set()
-        self._sent_at = -1  # the policy version
-
-    def add(self, cached: Mapping[bytes, Iterable[Rollout]], policy_version: int) -> None:
-        """Have the rollouts of a look-up sent with the next request of their prompt."""
-        if policy_version != self._sent_at:
-            self._sent, self._sent_at = set(), policy_version
-        for key, rollouts in cached.items():
-            if key in self._sent:
-                continue
-            oldest_first = sorted(rollouts, key=lambda rollout: rollout.policy_version)
-            self._waiting[key] = [_response(rollout) for rollout in oldest_first]
-
-    def append(self, rollout: Rollout) -> None:
-        """Have one rollout more sent with the next request of its prompt."""
-        self._waiting.setdefault(rollout.key, []).append(_response(rollout))
-
-    def take(self, key: bytes) -> list[tuple[int, bytes]]:
-        """A prompt's responses as identity and int32 tokens, oldest first; once, then none."""
-        history = self._waiting.pop(key, [])
-        if history:
-            self._sent.add(key)
-        return history
-
-    def attached(
-        self, request: Request, params: SamplingParams, policy_version: int
-    ) -> SamplingParams:
-        """Sampling parameters with what the proposer needs to draft for a request."""
-        key = request.row.key
-        params = copy.copy(params)
-        params.extra_args = {
-            **(params.extra_args or {}),
-            EXTRA_ARG: [
-                key,
-                response_id(request.row.sample_index, policy_version),
-                self.take(key),
-                len(request.rules.prompt),
-            ],
-        }
-        return params
-
-
-def _response(rollout: Rollout) -> tuple[int, bytes]:
-    """Identity and tokens of a rollout, as the proposer takes them."""
-    return response_id(rollout.sample_index, rollout.policy_version), rollout.tokens.tobytes()
+    if not proposers:
+        return "this vLLM has no custom proposers (0.25.1 has)"
+    if v2:
+        return "VLLM_USE_V2_MODEL_RUNNER asks for vLLM's V2 model runner, which takes no proposer"
+    if not cpu:
+        return (
+            "on GPUs the tree proposer needs vLLM's V1 model runner without asynchronous "
+            "scheduling, which is slower than stock vLLM"
+        )
+    return None

@@ -1,0 +1,76 @@
+"""Earlier responses to a prompt, which its next request carries to the tree proposer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from nemo_specrl.engine.requests import RolloutRequest
+from nemo_specrl.rollout import Rollout
+from nemo_specrl.speculation.draft_selection import response_id
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+
+__all__ = ["EXTRA_ARG", "PendingHistories"]
+
+EXTRA_ARG = "spec_rl"
+"""Key in ``SamplingParams.extra_args``."""
+
+
+class PendingHistories:
+    """Earlier responses of prompts, which go to the engine once for each prompt and policy version.
+
+    The engine's tree of a prompt may have them already, or may have been dropped since they were
+    sent. The client cannot know, and once an epoch they cost next to nothing beside the decoding
+    of the prompt: so they are sent then, and drafts that were lost come back with the next epoch.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[bytes, list[tuple[int, bytes]]] = {}
+        self._sent: set[bytes] = set()
+        self._sent_at = -1  # the policy version
+
+    def add(self, cached: Mapping[bytes, Iterable[Rollout]], policy_version: int) -> None:
+        """Have the rollouts of a look-up sent with the next request of their prompt."""
+        if policy_version != self._sent_at:
+            self._sent, self._sent_at = set(), policy_version
+        for key, rollouts in cached.items():
+            if key in self._sent:
+                continue
+            oldest_first = sorted(rollouts, key=lambda rollout: rollout.policy_version)
+            self._waiting[key] = [_response(rollout) for rollout in oldest_first]
+
+    def append(self, rollout: Rollout) -> None:
+        """Have one rollout more sent with the next request of its prompt."""
+        self._waiting.setdefault(rollout.key, []).append(_response(rollout))
+
+    def take(self, key: bytes) -> list[tuple[int, bytes]]:
+        """A prompt's responses as identity and int32 tokens, oldest first; once, then none."""
+        history = self._waiting.pop(key, [])
+        if history:
+            self._sent.add(key)
+        return history
+
+    def with_history(
+        self, request: RolloutRequest, params: SamplingParams, policy_version: int
+    ) -> SamplingParams:
+        """Sampling parameters with what the proposer needs to draft for a request."""
+        key = request.row.key
+        params = copy.copy(params)
+        params.extra_args = {
+            **(params.extra_args or {}),
+            EXTRA_ARG: [
+                key,
+                response_id(request.row.sample_index, policy_version),
+                self.take(key),
+                len(request.rules.prompt),
+            ],
+        }
+        return params
+
+
+def _response(rollout: Rollout) -> tuple[int, bytes]:
+    """Identity and tokens of a rollout, as the proposer takes them."""
+    return response_id(rollout.sample_index, rollout.policy_version), rollout.tokens.tobytes()

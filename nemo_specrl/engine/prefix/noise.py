@@ -1,0 +1,60 @@
+"""Rounding noise between prefill and decoding, which ends accepted prefixes without a cause."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from nemo_specrl.engine.metrics import EngineMetrics
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["PrefillNoise"]
+
+
+class PrefillNoise:
+    """How far prefill and decoding disagree about the same tokens under the same weights.
+
+    In bfloat16 they round differently, which looks to verification as if the policy had moved: at
+    lenience 1, a token is rejected with probability ``max(0, 1 - p_prefill / p_decoded)`` although
+    nothing has changed. It is measured on the first rows that the engine has decoded without a
+    draft, and on drafts of the very weights that judge them, which come after a resume.
+
+    Args:
+        dtype_bytes: of the engine's activations. In float32 nothing is measured unasked: the noise
+            is too small to end a prefix.
+    """
+
+    ROWS = 8
+    """Rows that are measured."""
+
+    def __init__(self, dtype_bytes: int) -> None:
+        self.wanted = self.ROWS if dtype_bytes < 4 else 0
+        """Rows that are still to be prefilled for it."""
+        self._rows = self._tokens = 0
+        self._rejected = 0.0
+
+    def add(
+        self,
+        prefilled: npt.NDArray[np.float32],
+        decoded: npt.NDArray[np.float32],
+        metrics: EngineMetrics,
+    ) -> None:
+        """Take in the log-probs of a row's tokens, float32 ``[n]`` each, nats; log them once."""
+        rejected = -np.expm1(np.minimum(prefilled.astype(np.float64) - decoded, 0)).sum()
+        metrics.noise_tokens += len(decoded)
+        metrics.noise_rejected += float(rejected)
+        self._rows += 1
+        self._tokens += len(decoded)
+        self._rejected += float(rejected)
+        if self._rows == self.ROWS:
+            logger.warning(
+                "prefill and decoding of unchanged weights differ: at lenience 1, rounding alone "
+                "ends an accepted prefix after about %.3g tokens (mean over %d tokens)",
+                self._tokens / max(self._rejected, 1e-9),
+                self._tokens,
+            )
