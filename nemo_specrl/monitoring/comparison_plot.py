@@ -21,7 +21,24 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["SIDES", "HeldOut", "applies", "comparison_picture", "gains"]
+__all__ = [
+    "BLUE",
+    "GREEN",
+    "INCHES",
+    "ORANGE",
+    "PURPLE",
+    "SIDES",
+    "SKY",
+    "Column",
+    "HeldOut",
+    "applies",
+    "canvas",
+    "comparison_picture",
+    "finish_panel",
+    "gains",
+    "panel_title",
+    "png_of",
+]
 
 SIDES = ("plain", "speculative")
 Column = Sequence[float | None]
@@ -306,6 +323,7 @@ def _draw_heldout(ax: Axes, heldout: dict[str, list[HeldOut]]) -> None:
 
 
 def panel_title(ax: Axes, title: str, note: str) -> None:
+    """Put a panel's title and its explanatory note above it."""
     ax.set_title(title, pad=22)
     ax.text(0, 1.025, note, transform=ax.transAxes, fontsize=10.5, color=_GREY)
 
@@ -378,6 +396,7 @@ def canvas(inches: tuple[float, float] = INCHES) -> Iterator[Figure]:
 
 
 def png_of(figure: Figure) -> bytes:
+    """Render a figure as a PNG file's bytes."""
     from PIL import Image  # comes with matplotlib
 
     drawn, small = io.BytesIO(), io.BytesIO()

@@ -15,7 +15,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-__all__ = ["COUNTED", "RayEndpoint", "Samples", "Textfile", "ended", "of_step", "started"]
+__all__ = ["RayEndpoint", "Samples", "Textfile", "ended", "of_step", "started"]
 
 PREFIX = "nemo_specrl_"
 COUNTED = frozenset(

@@ -71,8 +71,8 @@ class SpecVllmGeneration(VllmGeneration):
     """
 
     worker_classes: ClassVar[dict[str, str]] = {
-        compat.STOCK_WORKER: f"{PACKAGE}.worker.SpecVllmGenerationWorker",
-        compat.STOCK_ASYNC_WORKER: f"{PACKAGE}.worker_async.SpecVllmAsyncGenerationWorker",
+        compat.STOCK_WORKER: f"{PACKAGE}.sync_worker.SpecVllmGenerationWorker",
+        compat.STOCK_ASYNC_WORKER: f"{PACKAGE}.async_worker.SpecVllmAsyncGenerationWorker",
     }
     cache: ClusterCache | None = None
     _lacks_cache = False  # although the recipe asks for one

@@ -50,7 +50,6 @@ __all__ = [
     "no_logprobs",
     "on_cpu",
     "prompt_logprob_bytes",
-    "runs_v2",
     "tokenizer_of",
     "tokens_so_far",
     "unknown_requests",
