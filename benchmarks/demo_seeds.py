@@ -22,6 +22,7 @@ from typing import Any
 from cores import Cores
 from records import Chart, half_width, merged, present, read
 
+from nemo_specrl.monitoring import names as metric
 from nemo_specrl.monitoring.metrics_file import read_metrics
 from nemo_specrl.monitoring.report import write_comparison
 
@@ -32,7 +33,10 @@ SIDES = {
     "faithful": f"{SPEC}.preset=faithful",
     "fast": f"{SPEC}.preset=fast",
 }
-SUMS = ("rollout_s", "verify_s", "train_s", "step_s", "decoded_tokens", "response_tokens")
+SUMS = (
+    *(metric.ROLLOUT_S, metric.VERIFY_S, metric.TRAIN_S, metric.STEP_S),
+    *(metric.DECODED_TOKENS, metric.RESPONSE_TOKENS),
+)
 WARM_EPOCH = 2  # as in nemo_specrl.monitoring.report
 
 
@@ -74,20 +78,22 @@ def train(args: argparse.Namespace, seed: int, side: str, cores: Cores) -> str |
 
 def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
     """Sums over the steps of a run, and its held-out accuracy by step."""
-    points = {"0": records[0]["heldout_accuracy_at_start"]}
-    points |= {str(r["step"]): r["heldout_accuracy"] for r in records if "heldout_accuracy" in r}
-    warm = [r["rollout_s"] for r in records if r["epoch"] >= WARM_EPOCH]
+    points = {"0": records[0][metric.HELDOUT_ACCURACY + metric.AT_START]}
+    points |= {
+        str(r["step"]): r[metric.HELDOUT_ACCURACY] for r in records if metric.HELDOUT_ACCURACY in r
+    }
+    warm = [r[metric.ROLLOUT_S] for r in records if r["epoch"] >= WARM_EPOCH]
     return {
         "steps": len(records),
         **{name: round(sum(r[name] for r in records), 2) for name in SUMS},
         "rollout_warm_s": round(sum(warm), 2),
-        "heldout_accuracy": points,
+        metric.HELDOUT_ACCURACY: points,
     }
 
 
 def learning(rows: list[dict[str, Any]]) -> str:
     """A Markdown table of held-out accuracy: mean over seeds, and each seed."""
-    steps = sorted({int(step) for row in rows for step in row["heldout_accuracy"]})
+    steps = sorted({int(step) for row in rows for step in row[metric.HELDOUT_ACCURACY]})
     lines = [
         "| side | " + " | ".join(f"step {step}" for step in steps) + " |",
         "|---" * (len(steps) + 1) + "|",
@@ -108,7 +114,7 @@ def learning(rows: list[dict[str, Any]]) -> str:
 
 def accuracies(rows: list[dict[str, Any]], side: str, step: int) -> list[float]:
     """Held-out accuracy of each seed of a side at a step."""
-    mine = [row["heldout_accuracy"] for row in rows if row["side"] == side]
+    mine = [row[metric.HELDOUT_ACCURACY] for row in rows if row["side"] == side]
     return [points[str(step)] for points in mine if str(step) in points]
 
 
@@ -119,10 +125,10 @@ def band(rows: list[dict[str, Any]], steps: list[int]) -> float | None:
 
 
 SPEEDS = {
-    "rollout_s": "rollouts",
+    metric.ROLLOUT_S: "rollouts",
     "rollout_warm_s": "from the third epoch on",
-    "step_s": "whole steps",
-    "decoded_tokens": "decoded tokens",
+    metric.STEP_S: "whole steps",
+    metric.DECODED_TOKENS: "decoded tokens",
 }
 
 
@@ -142,7 +148,7 @@ def speed(rows: list[dict[str, Any]]) -> str:
     ]
     for base, row in pairs(rows):
         ratios = [f"{base[name] / row[name]:.2f}" if row[name] else "" for name in SPEEDS]
-        seconds = f"{base['rollout_s']:.0f}, {row['rollout_s']:.0f}"
+        seconds = f"{base[metric.ROLLOUT_S]:.0f}, {row[metric.ROLLOUT_S]:.0f}"
         lines.append(f"| {row['seed']} | {row['side']} | {seconds} | " + " | ".join(ratios) + " |")
     return "\n".join(lines)
 
@@ -161,10 +167,15 @@ def heldout_table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows that ``write_comparison`` draws: plain, and ``lossless`` as its other side."""
     names = {"plain": "plain", "lossless": "speculative"}
     return [
-        {"side": names[row["side"]], "seed": row["seed"], "step": int(step), "heldout_accuracy": v}
+        {
+            "side": names[row["side"]],
+            "seed": row["seed"],
+            "step": int(step),
+            metric.HELDOUT_ACCURACY: v,
+        }
         for row in rows
         if row["side"] in names
-        for step, v in row["heldout_accuracy"].items()
+        for step, v in row[metric.HELDOUT_ACCURACY].items()
     ]
 
 

@@ -12,20 +12,28 @@ import numpy as np
 from fidelity_settings import GRIDS, LENIENCE, PLAIN, SETTINGS, SHOWN, VARIANTS
 from records import COLOURS, half_width, merged, read
 
+from nemo_specrl.monitoring import names as metric
 from nemo_specrl.monitoring.metrics_file import read_lines, read_metrics
 
 # What is kept of a run, by epoch: the mean over its steps, or what an evaluation at its end gave.
 MEANS = (
-    *("reward", "fresh_reward", "reused_reward", "response_length", "distinct_in_group"),
-    *("reward_std_in_group", "groups_without_advantage", "clip_fraction"),
+    *(metric.REWARD, metric.FRESH_REWARD, metric.REUSED_REWARD, metric.RESPONSE_LENGTH),
+    *(metric.DISTINCT_IN_GROUP, metric.REWARD_STD_IN_GROUP),
+    *(metric.GROUPS_WITHOUT_ADVANTAGE, metric.CLIP_FRACTION),
 )
 COUNTS = "counts.jsonl"
 """File of a run with what ``fidelity_train.py`` counts."""
 COUNTED = ("rollout_cpu_s", "engine_steps")
-SUMS = ("rollout_s", "verify_s", "train_s", "step_s", "decoded_tokens", "response_tokens")
+SUMS = (
+    *(metric.ROLLOUT_S, metric.VERIFY_S, metric.TRAIN_S, metric.STEP_S),
+    *(metric.DECODED_TOKENS, metric.RESPONSE_TOKENS),
+)
 KEYS = ("setting", "variant", "seed", "epoch")
 """What tells rows apart."""
-EVALUATED = ("heldout_accuracy", "heldout_kl_to_start", "heldout_entropy", "heldout_length")
+EVALUATED = (
+    *(metric.HELDOUT_ACCURACY, metric.HELDOUT_KL_TO_START),
+    *(metric.HELDOUT_ENTROPY, metric.HELDOUT_LENGTH),
+)
 
 
 def with_counts(records: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
@@ -143,23 +151,23 @@ def at_end(rows: list[dict[str, Any]], name: str, digits: int) -> str:
 
 
 TIMES_LESS = {
-    "rollout_s": "rollout s",
+    metric.ROLLOUT_S: "rollout s",
     "rollout_cpu_s": "processor s",
     "engine_steps": "engine steps",
-    "decoded_tokens": "decoded tokens",
+    metric.DECODED_TOKENS: "decoded tokens",
 }
 LEARNED = "reward at the end | KL to the start, nats a token | entropy, nats a token"
 
 
 def learned(rows: list[dict[str, Any]]) -> str:
     """Cells of a variant's rows: reward, KL and entropy at the end."""
-    names = {"reward": 2, "heldout_kl_to_start": 3, "heldout_entropy": 3}
+    names = {"reward": 2, metric.HELDOUT_KL_TO_START: 3, metric.HELDOUT_ENTROPY: 3}
     return " | ".join(at_end(rows, name, digits) for name, digits in names.items())
 
 
 def table(rows: list[dict[str, Any]], setting: str) -> str:
     """Markdown: speed of each variant of a setting beside plain's, and what it learned."""
-    reference = band(of(rows, setting, PLAIN), "heldout_accuracy")
+    reference = band(of(rows, setting, PLAIN), metric.HELDOUT_ACCURACY)
     if reference is None:
         return ""
     names = [f"epoch {epoch}" for epoch in reference.epochs]
@@ -172,7 +180,7 @@ def table(rows: list[dict[str, Any]], setting: str) -> str:
     ]
     for variant in variants_in(rows, setting):
         mine = of(rows, setting, variant)
-        held = band(mine, "heldout_accuracy")
+        held = band(mine, metric.HELDOUT_ACCURACY)
         if held is None or last_rows(mine)[0]["epoch"] == 0:
             continue  # just begun
         at_epoch = dict(zip(held.epochs, held.mean, strict=True))
@@ -203,7 +211,7 @@ def lenience_table(rows: list[dict[str, Any]]) -> str:
     """
     lines = []
     for setting in GRIDS["lenience"][0]:
-        reference = band(of(rows, setting, PLAIN), "heldout_accuracy")
+        reference = band(of(rows, setting, PLAIN), metric.HELDOUT_ACCURACY)
         shown = {variant: of(rows, setting, variant) for variant in (PLAIN, *LENIENCE)}
         if reference is None or not all(shown.values()):
             continue
@@ -211,13 +219,13 @@ def lenience_table(rows: list[dict[str, Any]]) -> str:
         same = [row for row in rows if row["seed"] in seeds]
         for variant in shown:
             mine = of(same, setting, variant)
-            held = band(mine, "heldout_accuracy")
+            held = band(mine, metric.HELDOUT_ACCURACY)
             assert held is not None
             name = LENIENCE.get(variant, variant)
             name = f"**{name}**" if held.mean[-1] < lower_bound(reference)[-1] else name
             speeds = [times_less(same, setting, variant, each) for each in COUNTED[::-1]]
-            speeds.append(times_less(same, setting, variant, "decoded_tokens"))
-            each = ", ".join(f"{row['heldout_accuracy']:.3f}" for row in last_rows(mine))
+            speeds.append(times_less(same, setting, variant, metric.DECODED_TOKENS))
+            each = ", ".join(f"{row[metric.HELDOUT_ACCURACY]:.3f}" for row in last_rows(mine))
             accuracies = " ".join(f"{mean:.3f}" for mean in held.mean)
             cells = [SETTINGS[setting].task, name, *speeds, learned(mine), f"{accuracies} ({each})"]
             lines.append("| " + " | ".join(cells) + " |")
@@ -229,15 +237,15 @@ def lenience_table(rows: list[dict[str, Any]]) -> str:
 
 
 PANELS = [
-    ("heldout_accuracy", "step", "Held-out accuracy by steps"),
-    ("heldout_accuracy", "step_s", "Held-out accuracy by minutes"),
-    ("fresh_reward", "step", "Reward, fresh rows"),
-    ("reused_reward", "step", "Reward, reused rows"),
-    ("heldout_kl_to_start", "step", "KL to the start, nats per token"),
-    ("heldout_entropy", "step", "Entropy, nats per token"),
-    ("response_length", "step", "Response length, tokens"),
-    ("distinct_in_group", "step", "Distinct rollouts of a group of 8"),
-    ("reward_std_in_group", "step", "Std of rewards in a group"),
+    (metric.HELDOUT_ACCURACY, "step", "Held-out accuracy by steps"),
+    (metric.HELDOUT_ACCURACY, metric.STEP_S, "Held-out accuracy by minutes"),
+    (metric.FRESH_REWARD, "step", "Reward, fresh rows"),
+    (metric.REUSED_REWARD, "step", "Reward, reused rows"),
+    (metric.HELDOUT_KL_TO_START, "step", "KL to the start, nats per token"),
+    (metric.HELDOUT_ENTROPY, "step", "Entropy, nats per token"),
+    (metric.RESPONSE_LENGTH, "step", "Response length, tokens"),
+    (metric.DISTINCT_IN_GROUP, "step", "Distinct rollouts of a group of 8"),
+    (metric.REWARD_STD_IN_GROUP, "step", "Std of rewards in a group"),
 ]
 
 
@@ -259,7 +267,7 @@ def picture(rows: list[dict[str, Any]], setting: str, variants: list[str], path:
             x = np.array(
                 [np.mean([r[against] for r in mine if r["epoch"] == e]) for e in curve.epochs]
             )
-            x = x / 60 if against == "step_s" else x
+            x = x / 60 if against == metric.STEP_S else x
             label = f"{variant} ({curve.seeds} seeds)"
             ax.plot(x, curve.mean, color=colour, label=label, marker=".")
             if curve.seeds > 2:  # the band of two is as wide as the panel

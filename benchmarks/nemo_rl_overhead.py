@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import Chart, outputs, present, read, save
+from nemo_specrl.monitoring import names as metric
 from tests.support.nemo_rl.jobs import HOME, Job
 
 SIDES = ("off", "on")
@@ -124,7 +125,7 @@ def compared(runs: dict[str, list[list[dict[str, float]]]], steps: int) -> dict[
     cold = [on["generation"] / off["generation"] for p in pairs for on, off in p[1:steps]]
     warm = [off["generation"] / on["generation"] for p in pairs for on, off in p[steps:]]
     same = all(
-        on["spec_rl/draft_coverage"] == 0 and on["reward"] == off["reward"]
+        on[metric.DRAFT_COVERAGE] == 0 and on["reward"] == off["reward"]
         for pair in pairs
         for on, off in pair[:steps]
     )
@@ -134,7 +135,7 @@ def compared(runs: dict[str, list[list[dict[str, float]]]], steps: int) -> dict[
         "warm_speed_up": spread(warm),
         "warm_decoded_share": spread(
             [
-                on["spec_rl/decoded_tokens"] / on["spec_rl/response_tokens"]
+                on[metric.ENGINE_DECODED_TOKENS] / on[metric.ENGINE_RESPONSE_TOKENS]
                 for pair in pairs
                 for on, _ in pair[steps:]
             ]

@@ -20,6 +20,7 @@ from typing import Any
 
 from records import Chart, outputs, present, read, save
 
+from nemo_specrl.monitoring import names as metric
 from nemo_specrl.monitoring.metrics_file import read_metrics
 
 RECIPE = "examples/configs/grpo_sort_cpu.yaml"
@@ -109,7 +110,7 @@ def compared(
     """
     rows = []
     for lost, made in zip(zip(*first, strict=True), zip(*again, strict=True), strict=True):
-        first_s, again_s = ([step["rollout_s"] for step in steps] for steps in (lost, made))
+        first_s, again_s = ([step[metric.ROLLOUT_S] for step in steps] for steps in (lost, made))
         rows.append(
             {
                 "step": lost[0]["step"],
@@ -117,10 +118,10 @@ def compared(
                 "again_s": min(again_s),
                 "repetitions_s": {"first": first_s, "again": again_s},
                 "reward": lost[0]["reward"],
-                "tokens": lost[0]["response_tokens"],
+                "tokens": lost[0][metric.RESPONSE_TOKENS],
             }
         )
-    names = ("prompts", "reward", "response_length", "loss", "grad_norm")
+    names = ("prompts", "reward", metric.RESPONSE_LENGTH, "loss", metric.GRAD_NORM)
     return {
         "steps": rows,
         "ratio": sum(r["first_s"] for r in rows) / sum(r["again_s"] for r in rows),

@@ -23,14 +23,15 @@ from pydantic import (
 from nemo_specrl.errors import ConfigError
 
 __all__ = [
+    "MAX_COUNT",
     "PRESETS",
-    "QUANTITIES",
     "Block",
     "ByteSize",
-    "CacheConfig",
     "Count",
     "MonitorConfig",
+    "RunAheadConfig",
     "SpecRLConfig",
+    "TreeConfig",
     "UserPath",
     "WrongKey",
     "first_problem",

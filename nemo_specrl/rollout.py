@@ -17,7 +17,7 @@ import xxhash
 
 from nemo_specrl.errors import InvalidRollout
 
-__all__ = ["KEY_BYTES", "Finish", "Rollout", "prompt_key"]
+__all__ = ["KEY_BYTES", "MAX_SAMPLE_INDEX", "Finish", "Outline", "Rollout", "prompt_key"]
 
 KEY_BYTES = 16
 MAX_SAMPLE_INDEX = 2**16 - 1

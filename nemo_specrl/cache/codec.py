@@ -35,7 +35,7 @@ import xxhash
 from nemo_specrl.errors import CorruptRecord, InvalidRollout
 from nemo_specrl.rollout import KEY_BYTES, Finish, Rollout
 
-__all__ = ["RECORD_VERSION", "STEP", "Recorded", "decode", "encode_all", "packed"]
+__all__ = ["EXACT", "RECORD_VERSION", "STEP", "TOKENS_32", "decode", "encode_all", "packed"]
 
 RECORD_VERSION = 4
 STEP = 2.0**-10

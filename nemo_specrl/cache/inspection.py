@@ -26,7 +26,7 @@ from nemo_specrl.errors import CacheError, ConfigError, ForeignStore, StoreInUse
 from nemo_specrl.files import as_cache_errors
 from nemo_specrl.rollout import Finish, Rollout
 
-__all__ = ["Source", "Summary", "opened", "summary"]
+__all__ = ["opened", "summary"]
 
 
 @dataclass

@@ -9,6 +9,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from nemo_specrl.monitoring import names as metric
+
 __all__ = ["MEMORY", "StoreStats", "disk_used_fraction", "file_system", "store_metrics"]
 
 MEMORY = frozenset({"tmpfs", "ramfs"})
@@ -69,14 +71,14 @@ def store_metrics(stores: Collection[StoreStats]) -> dict[str, float]:
     if not stores:
         return {}
     return {
-        "spec_rl/cache_prompts": float(sum(store.prompts for store in stores)),
-        "spec_rl/cache_rollouts": float(sum(store.rollouts for store in stores)),
-        "spec_rl/cache_bytes": float(sum(store.bytes_used for store in stores)),
-        "spec_rl/cache_memory_bytes": float(sum(s.bytes_used for s in stores if s.in_memory)),
-        "spec_rl/cache_max_bytes": float(sum(store.max_bytes for store in stores)),
-        "spec_rl/cache_hit_fraction": sum(store.hits for store in stores)
+        metric.CACHE_PROMPTS: float(sum(store.prompts for store in stores)),
+        metric.CACHE_ROLLOUTS: float(sum(store.rollouts for store in stores)),
+        metric.CACHE_BYTES: float(sum(store.bytes_used for store in stores)),
+        metric.CACHE_MEMORY_BYTES: float(sum(s.bytes_used for s in stores if s.in_memory)),
+        metric.CACHE_MAX_BYTES: float(sum(store.max_bytes for store in stores)),
+        metric.CACHE_HIT_FRACTION: sum(store.hits for store in stores)
         / max(1, sum(store.lookups for store in stores)),
-        "spec_rl/cache_evicted_prompts": float(sum(store.evicted_prompts for store in stores)),
-        "spec_rl/corrupt_records": float(sum(store.corrupt_records for store in stores)),
-        "spec_rl/disk_used_fraction": max(store.disk_used_fraction for store in stores),
+        metric.CACHE_EVICTED_PROMPTS: float(sum(store.evicted_prompts for store in stores)),
+        metric.CORRUPT_RECORDS: float(sum(store.corrupt_records for store in stores)),
+        metric.DISK_USED_FRACTION: max(store.disk_used_fraction for store in stores),
     }

@@ -31,6 +31,7 @@ from nemo_specrl.files import as_cache_errors, replacing
 from nemo_specrl.rollout import KEY_BYTES, Rollout
 
 __all__ = [
+    "MANIFEST",
     "Manifest",
     "PartitionFile",
     "key_range",

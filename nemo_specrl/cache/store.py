@@ -28,7 +28,7 @@ from nemo_specrl.errors import CacheError, ConfigError, InvalidRollout, StoreUna
 from nemo_specrl.files import as_cache_errors
 from nemo_specrl.rollout import KEY_BYTES, Rollout
 
-__all__ = ["RolloutStore", "StoreStats"]
+__all__ = ["FLUSH_SECONDS", "MIN_BYTES", "SNAPSHOT_FILE", "RolloutStore"]
 
 MIN_BYTES = 2**20
 FLUSH_SECONDS = 0.5  # so that a commit has as long again, within the second that is promised

@@ -24,12 +24,13 @@ from nemo_specrl import __version__
 from nemo_specrl.cli.cache import app as cache_app
 from nemo_specrl.errors import CacheError, CheckpointError, ConfigError, Diverged, SpecRLError
 from nemo_specrl.monitoring import heartbeat
+from nemo_specrl.monitoring import names as metric
 
 if TYPE_CHECKING:
     from nemo_specrl.trainer.loop import Trainer
     from nemo_specrl.trainer.recipe import Recipe
 
-__all__ = ["app", "main"]
+__all__ = ["main"]
 
 app = typer.Typer(
     help="Fast rollouts for reinforcement learning of language models, with NeMo-RL.",
@@ -156,21 +157,21 @@ def _train_with_progress(trainer: Trainer, recipe: Recipe) -> None:
         task = progress.add_task(name, total=trainer.total_steps, completed=trainer.progress.step)
         for record in trainer.run():
             if trainer.monitor is not None and trainer.monitor.warning:
-                _say(f"warning: step {record['step']}: {trainer.monitor.warning}", "yellow")
-            _say(f"{name:>11} step {record['step']:4d}  {_status(record, recipe)}")
-            progress.update(task, completed=record["step"])
+                _say(f"warning: step {record[metric.STEP]}: {trainer.monitor.warning}", "yellow")
+            _say(f"{name:>11} step {record[metric.STEP]:4d}  {_status(record, recipe)}")
+            progress.update(task, completed=record[metric.STEP])
 
 
 def _status(record: dict[str, Any], recipe: Recipe) -> str:
-    speed = record["response_tokens"] / max(1e-9, record["rollout_s"])
+    speed = record[metric.RESPONSE_TOKENS] / max(1e-9, record[metric.ROLLOUT_S])
     parts = [f"reward {record['reward']:.3f}", f"{speed:,.0f} tokens/s"]
-    if "spec_rl/tree_tokens_per_step" in record:
-        parts.append(f"{record['spec_rl/tree_tokens_per_step']:.1f} tokens/engine step")
+    if metric.TREE_TOKENS_PER_STEP in record:
+        parts.append(f"{record[metric.TREE_TOKENS_PER_STEP]:.1f} tokens/engine step")
     if recipe.spec_rl.enabled and recipe.spec_rl.effective_fresh_fraction < 1:
-        parts.append(f"reused {record['spec_rl/reused_token_fraction']:.0%}")
-    parts.append(f"rollout {record['rollout_s']:.1f} s, step {record['step_s']:.1f} s")
-    if "heldout_accuracy" in record:
-        parts.append(f"held-out {record['heldout_accuracy']:.3f}")
+        parts.append(f"reused {record[metric.REUSED_TOKEN_FRACTION]:.0%}")
+    parts.append(f"rollout {record[metric.ROLLOUT_S]:.1f} s, step {record[metric.STEP_S]:.1f} s")
+    if metric.HELDOUT_ACCURACY in record:
+        parts.append(f"held-out {record[metric.HELDOUT_ACCURACY]:.3f}")
     return "  ".join(parts)
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-__all__ = ["AsyncSpeculativeLLM", "ClaimingCache"]
+__all__ = ["AsyncSpeculativeLLM"]
 
 RETRY_SECONDS = 0.002
 """How soon a row is aborted again that has not ended."""

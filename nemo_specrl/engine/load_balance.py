@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
-__all__ = ["balanced_order", "expected_costs"]
+__all__ = ["WORTHWHILE", "balanced_order", "expected_costs"]
 
 Prompt = TypeVar("Prompt", bound=Hashable)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
+from nemo_specrl.monitoring import names as metric
+
 __all__ = ["EngineMetrics"]
 
 
@@ -92,28 +94,28 @@ class EngineMetrics:
         """Scalars by metric name: counts, fractions, and seconds in names that end in ``_s``."""
         drafts, rows = max(1, self.drafts), max(1, self.rows)
         return {
-            "spec_rl/draft_coverage": self.drafts / rows,
-            "spec_rl/full_reuse_ratio": self.full_reuses / drafts,
-            "spec_rl/accepted_tokens_mean": self.accepted_tokens / drafts,
-            "spec_rl/accepted_fraction": self.accepted_tokens / max(1, self.draft_tokens),
-            "spec_rl/reused_token_fraction": self.accepted_tokens / max(1, self.response_tokens),
-            "spec_rl/decoded_tokens": float(self.decoded_tokens),
-            "spec_rl/response_tokens": float(self.response_tokens),
-            "spec_rl/recomputed_tokens": float(self.recomputed_tokens),
-            "spec_rl/refused_drafts": float(self.refused_drafts),
-            "spec_rl/uncached_rows": float(self.uncached_rows),
-            "spec_rl/replayed_rows": float(self.replayed_rows),
-            "spec_rl/cache_errors": float(self.cache_errors),
+            metric.DRAFT_COVERAGE: self.drafts / rows,
+            metric.FULL_REUSE_RATIO: self.full_reuses / drafts,
+            metric.ACCEPTED_TOKENS_MEAN: self.accepted_tokens / drafts,
+            metric.ACCEPTED_FRACTION: self.accepted_tokens / max(1, self.draft_tokens),
+            metric.REUSED_TOKEN_FRACTION: self.accepted_tokens / max(1, self.response_tokens),
+            metric.ENGINE_DECODED_TOKENS: float(self.decoded_tokens),
+            metric.ENGINE_RESPONSE_TOKENS: float(self.response_tokens),
+            metric.RECOMPUTED_TOKENS: float(self.recomputed_tokens),
+            metric.REFUSED_DRAFTS: float(self.refused_drafts),
+            metric.UNCACHED_ROWS: float(self.uncached_rows),
+            metric.REPLAYED_ROWS: float(self.replayed_rows),
+            metric.CACHE_ERRORS: float(self.cache_errors),
             **self._of_trees(rows),
             **(
-                {"spec_rl/noise_prefix_tokens": self.noise_tokens / max(self.noise_rejected, 1e-9)}
+                {metric.NOISE_PREFIX_TOKENS: self.noise_tokens / max(self.noise_rejected, 1e-9)}
                 if self.noise_tokens
                 else {}
             ),
-            "spec_rl/lookup_s": self.lookup_s,
-            "spec_rl/verify_s": self.verify_s,
-            "spec_rl/decode_s": self.decode_s,
-            "spec_rl/assembly_s": self.assembly_s,
+            metric.LOOKUP_S: self.lookup_s,
+            metric.ENGINE_VERIFY_S: self.verify_s,
+            metric.DECODE_S: self.decode_s,
+            metric.ASSEMBLY_S: self.assembly_s,
         }
 
     def _of_trees(self, rows: int) -> dict[str, float]:
@@ -121,18 +123,18 @@ class EngineMetrics:
         if not self.tree_steps:
             return {}
         return {
-            "spec_rl/tree_tokens_per_step": self.tree_tokens / self.tree_steps,
-            "spec_rl/tree_drafted_tokens": float(self.tree_drafted_tokens),
-            "spec_rl/tree_accepted_fraction": self.tree_accepted_tokens
+            metric.TREE_TOKENS_PER_STEP: self.tree_tokens / self.tree_steps,
+            metric.TREE_DRAFTED_TOKENS: float(self.tree_drafted_tokens),
+            metric.TREE_ACCEPTED_FRACTION: self.tree_accepted_tokens
             / max(1, self.tree_drafted_tokens),
-            "spec_rl/tree_draft_length": self.tree_drafted_tokens / self.tree_steps,
-            "spec_rl/tree_least_chance": self.tree_least_chance / self.tree_steps,
-            "spec_rl/tree_s": self.tree_s,
+            metric.TREE_DRAFT_LENGTH: self.tree_drafted_tokens / self.tree_steps,
+            metric.TREE_LEAST_CHANCE: self.tree_least_chance / self.tree_steps,
+            metric.TREE_S: self.tree_s,
             **(
-                {"spec_rl/tree_requests_per_row": self.tree_requests / rows}
+                {metric.TREE_REQUESTS_PER_ROW: self.tree_requests / rows}
                 if self.tree_requests
                 else {}
             ),
-            "spec_rl/run_ahead_rows": float(self.run_ahead_rows),
-            "spec_rl/run_ahead_tokens": float(self.run_ahead_tokens),
+            metric.RUN_AHEAD_ROWS: float(self.run_ahead_rows),
+            metric.RUN_AHEAD_TOKENS: float(self.run_ahead_tokens),
         }

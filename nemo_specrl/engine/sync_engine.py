@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nemo_specrl.engine.base import BaseSpeculativeLLM, RolloutCache
+from nemo_specrl.engine.base import BaseSpeculativeLLM
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.outputs import given_up, request_outputs, unfinished_output
 from nemo_specrl.engine.policy_version import one_adapter, reset_prefix_cache
@@ -37,7 +37,7 @@ from nemo_specrl.rollout import Rollout
 if TYPE_CHECKING:
     from vllm import LLM, CompletionOutput, RequestOutput, SamplingParams
 
-__all__ = ["RolloutCache", "SpeculativeLLM"]
+__all__ = ["STORE_SECONDS", "SpeculativeLLM"]
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import xxhash
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FingerprintedWeights", "fingerprint"]
+__all__ = ["SAMPLED", "FingerprintedWeights", "fingerprint"]
 
 SAMPLED = 2**18  # at most so many elements of a tensor are hashed
 

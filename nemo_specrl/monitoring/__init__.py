@@ -9,5 +9,6 @@ Modules, each of which imports only from those below it::
     comparison_plot    the picture of a plain and a speculative run
     metrics_file       metrics.jsonl, written and read; TensorBoard
     prometheus         the same metrics for Prometheus: a textfile, Ray's endpoint
+    names              the names of all metrics, with their meaning and unit
     heartbeat          heartbeats for ft_launcher of nvidia-resiliency-ext
 """

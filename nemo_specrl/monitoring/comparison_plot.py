@@ -16,12 +16,30 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nemo_specrl.errors import ConfigError
+from nemo_specrl.monitoring import names as metric
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["SIDES", "HeldOut", "applies", "comparison_picture", "gains"]
+__all__ = [
+    "BLUE",
+    "GREEN",
+    "INCHES",
+    "ORANGE",
+    "PURPLE",
+    "SIDES",
+    "SKY",
+    "Column",
+    "HeldOut",
+    "applies",
+    "canvas",
+    "comparison_picture",
+    "finish_panel",
+    "gains",
+    "panel_title",
+    "png_of",
+]
 
 SIDES = ("plain", "speculative")
 Column = Sequence[float | None]
@@ -73,7 +91,7 @@ def comparison_picture(
         panels = [_draw_rollout_seconds, _draw_cumulative]
         panels.append(_draw_tokens_per_step if gains(compare) else _draw_decoded_tokens)
         panels.append(_draw_all_rewards)
-        if applies(compare["speculative"], "fresh_reward"):
+        if applies(compare["speculative"], metric.FRESH_REWARD):
             panels.append(_draw_fresh_rewards)
         grid = figure.add_gridspec(
             2, 6, left=0.055, right=0.985, bottom=0.07, top=0.69, hspace=0.52, wspace=0.75
@@ -87,8 +105,8 @@ def comparison_picture(
         _draw_heldout(axes[-1], heldout)
         for ax in axes:
             # Cumulative curves rise to the right and leave room for the legend on the left.
-            room = 0.3 if ax is axes[1] and len(compare["plain"]["epoch"]) >= 10 else None
-            finish_panel(ax, compare["plain"]["epoch"], room=room)
+            room = 0.3 if ax is axes[1] and len(compare["plain"][metric.EPOCH]) >= 10 else None
+            finish_panel(ax, compare["plain"][metric.EPOCH], room=room)
         # One scale for both rewards, so that noise of the few fresh rows does not look like a gap.
         rewards = axes[3:-1]
         low = min(ax.get_ylim()[0] for ax in rewards)
@@ -100,7 +118,7 @@ def comparison_picture(
 
 def gains(compare: dict[str, Any]) -> list[float]:
     """Tokens that a row gained from an engine step, by training step; none without tree drafts."""
-    column = compare["speculative"].get("spec_rl/tree_tokens_per_step") or []
+    column = compare["speculative"].get(metric.TREE_TOKENS_PER_STEP) or []
     return [gain for gain in column if gain is not None]
 
 
@@ -111,17 +129,19 @@ def applies(columns: Mapping[str, Column], name: str) -> bool:
     every row is fresh and every token decoded.
     """
     column = columns.get(name) or ()
-    same = {"fresh_reward": "reward", "decoded_tokens": "response_tokens"}.get(name)
+    same = {metric.FRESH_REWARD: metric.REWARD, metric.DECODED_TOKENS: metric.RESPONSE_TOKENS}.get(
+        name
+    )
     if same is not None and column == columns.get(same):
         return False
-    if name == "verify_s" or name.startswith("spec_rl/"):
+    if name == metric.VERIFY_S or name.startswith(metric.PREFIX):
         return any(column)
     return any(value is not None for value in column)
 
 
 def _headline(figure: Figure, compare: dict[str, Any], verdict: str) -> None:
     ratios: dict[str, float | None] = compare["ratio"]
-    steps = len(compare["plain"]["step_s"])
+    steps = len(compare["plain"][metric.STEP_S])
     what = (
         "speculative drafts from earlier responses, and the engine verifies losslessly"
         if gains(compare)
@@ -151,12 +171,12 @@ def _headline(figure: Figure, compare: dict[str, Any], verdict: str) -> None:
         "rollout": "rollout time",
         "rollout_warm": "rollout time from\nthe third epoch on",
         "step": "time of whole steps",
-        "decoded_tokens": "decoded tokens",
+        metric.DECODED_TOKENS: "decoded tokens",
     }
     if gains(compare):
         ratios = {**ratios, "tokens_per_step": statistics.mean(gains(compare))}
         captions["tokens_per_step"] = "tokens of a row\nper engine step"
-        del captions["decoded_tokens"]
+        del captions[metric.DECODED_TOKENS]
     for i, (name, caption) in enumerate(captions.items()):
         ratio, x = ratios[name], 0.085 + 0.148 * i
         if ratio is None:
@@ -192,28 +212,32 @@ def _headline(figure: Figure, compare: dict[str, Any], verdict: str) -> None:
 
 def _draw_rollout_seconds(ax: Axes, compare: dict[str, Any]) -> None:
     plain, speculative = compare["plain"], compare["speculative"]
-    edges = [i + 0.5 for i in range(len(plain["rollout_s"]) + 1)]
-    total, verify = sum(speculative["rollout_s"]), sum(speculative["verify_s"])
+    edges = [i + 0.5 for i in range(len(plain[metric.ROLLOUT_S]) + 1)]
+    total, verify = sum(speculative[metric.ROLLOUT_S]), sum(speculative[metric.VERIFY_S])
     share = f" ({100 * verify / total:.0f} %)" if total else ""
-    ax.stairs(speculative["rollout_s"], edges, fill=True, color=ORANGE, alpha=0.55,
+    ax.stairs(speculative[metric.ROLLOUT_S], edges, fill=True, color=ORANGE, alpha=0.55,
               label="speculative")  # fmt: skip
-    if any(applies(compare[side], "verify_s") for side in SIDES):
-        ax.stairs(speculative["verify_s"], edges, fill=True, facecolor="#7A3500", edgecolor="white",
-                  hatch="////", linewidth=0, label=f"of it verification{share}")  # fmt: skip
-    ax.stairs(plain["rollout_s"], edges, baseline=None, color=BLUE, linewidth=2, label="plain")
-    if any(plain["verify_s"]):
-        ax.stairs(plain["verify_s"], edges, baseline=None, color=BLUE, linestyle=":",
+    if any(applies(compare[side], metric.VERIFY_S) for side in SIDES):
+        ax.stairs(speculative[metric.VERIFY_S], edges, fill=True, facecolor="#7A3500",
+                  edgecolor="white", hatch="////", linewidth=0,
+                  label=f"of it verification{share}")  # fmt: skip
+    ax.stairs(plain[metric.ROLLOUT_S], edges, baseline=None, color=BLUE, linewidth=2, label="plain")
+    if any(plain[metric.VERIFY_S]):
+        ax.stairs(plain[metric.VERIFY_S], edges, baseline=None, color=BLUE, linestyle=":",
                   label="verification in plain")  # fmt: skip
-    ax.set_ylim(0, max(*plain["rollout_s"], *speculative["rollout_s"], 1e-9))
+    ax.set_ylim(0, max(*plain[metric.ROLLOUT_S], *speculative[metric.ROLLOUT_S], 1e-9))
     panel_title(ax, "Rollout seconds per step", "lower is better")
 
 
 def _draw_cumulative(ax: Axes, compare: dict[str, Any]) -> None:
-    longest = max(sum(compare[side]["step_s"]) for side in SIDES)
+    longest = max(sum(compare[side][metric.STEP_S]) for side in SIDES)
     divisor, unit = next(
         (d, u) for d, u in ((3600, "h"), (60, "min"), (1, "s")) if longest >= 2 * d or d == 1
     )
-    for style, name, label in (("--", "step_s", "whole steps"), ("-", "rollout_s", "rollouts")):
+    for style, name, label in (
+        ("--", metric.STEP_S, "whole steps"),
+        ("-", metric.ROLLOUT_S, "rollouts"),
+    ):
         for side in SIDES:
             sums, total = [0.0], 0.0
             for seconds in compare[side][name]:
@@ -226,10 +250,10 @@ def _draw_cumulative(ax: Axes, compare: dict[str, Any]) -> None:
 
 
 def _draw_decoded_tokens(ax: Axes, compare: dict[str, Any]) -> None:
-    most = max(max(compare[side]["decoded_tokens"]) for side in SIDES)
+    most = max(max(compare[side][metric.DECODED_TOKENS]) for side in SIDES)
     divisor, unit = (1000, ", thousands") if most >= 10_000 else (1, "")
     for side in SIDES:
-        tokens = [n / divisor for n in compare[side]["decoded_tokens"]]
+        tokens = [n / divisor for n in compare[side][metric.DECODED_TOKENS]]
         ax.plot(
             range(1, len(tokens) + 1),
             tokens,
@@ -252,14 +276,14 @@ def _draw_tokens_per_step(ax: Axes, compare: dict[str, Any]) -> None:
 
 
 def _draw_all_rewards(ax: Axes, compare: dict[str, Any]) -> None:
-    _draw_rewards(ax, {side: compare[side]["reward"] for side in SIDES})
+    _draw_rewards(ax, {side: compare[side][metric.REWARD] for side in SIDES})
     panel_title(ax, "Training reward, all rows", "higher is better")
 
 
 def _draw_fresh_rewards(ax: Axes, compare: dict[str, Any]) -> None:
-    fresh = {side: compare[side]["fresh_reward"] for side in SIDES}
+    fresh = {side: compare[side][metric.FRESH_REWARD] for side in SIDES}
     if not any(v is not None for v in fresh["plain"]):
-        fresh["plain"] = compare["plain"]["reward"]  # without speculation every row is fresh
+        fresh["plain"] = compare["plain"][metric.REWARD]  # without speculation every row is fresh
     _draw_rewards(ax, fresh)
     panel_title(ax, "Reward of freshly decoded rows", "higher is better; in plain, every row")
 
@@ -306,6 +330,7 @@ def _draw_heldout(ax: Axes, heldout: dict[str, list[HeldOut]]) -> None:
 
 
 def panel_title(ax: Axes, title: str, note: str) -> None:
+    """Put a panel's title and its explanatory note above it."""
     ax.set_title(title, pad=22)
     ax.text(0, 1.025, note, transform=ax.transAxes, fontsize=10.5, color=_GREY)
 
@@ -378,6 +403,7 @@ def canvas(inches: tuple[float, float] = INCHES) -> Iterator[Figure]:
 
 
 def png_of(figure: Figure) -> bytes:
+    """Render a figure as a PNG file's bytes."""
     from PIL import Image  # comes with matplotlib
 
     drawn, small = io.BytesIO(), io.BytesIO()

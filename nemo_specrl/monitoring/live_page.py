@@ -10,13 +10,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nemo_specrl.monitoring import names as metric
+
 __all__ = ["content", "page", "state_of", "warnings_of"]
 
 RECENT = 20
 """Steps from which the time of a step is taken."""
 PATIENCE = (5, 1800.0)
 """A run is said to make no progress after so many of its steps, and so many seconds at least."""
-GAPS = ("reward", "length", "logprob")
 
 Row = Mapping[str, Any]
 
@@ -31,11 +32,11 @@ def state_of(rows: Sequence[Row], age: float) -> tuple[str, str]:
     if not rows:
         return "waiting", "no step is done yet"
     last, pace = rows[-1], _seconds_per_step(rows)
-    if last["step"] >= last.get("total_steps", math.inf):
+    if last[metric.STEP] >= last.get(metric.TOTAL_STEPS, math.inf):
         return "done", "all steps are done"
     if age > max(PATIENCE[0] * pace, PATIENCE[1]):
         return "stalled", f"no step for {_duration(age)}"
-    return "running", f"the last step took {_duration(last.get('step_s') or 0)}"
+    return "running", f"the last step took {_duration(last.get(metric.STEP_S) or 0)}"
 
 
 def warnings_of(rows: Sequence[Row]) -> list[tuple[int, str]]:
@@ -44,31 +45,31 @@ def warnings_of(rows: Sequence[Row]) -> list[tuple[int, str]]:
     before: Row = {}
     for row in rows:
         drifting = {
-            name for name in (*GAPS, "staleness") if _value(row, f"spec_rl/{name}_drifts")
-        } - {name for name in (*GAPS, "staleness") if _value(before, f"spec_rl/{name}_drifts")}
-        damaged = _value(row, "spec_rl/corrupt_records") - _value(before, "spec_rl/corrupt_records")
-        full = [_value(r, "spec_rl/disk_used_fraction") > 0.9 for r in (before, row)]
+            name for name in metric.DRIFT_QUANTITIES if _value(row, metric.drifts(name))
+        } - {name for name in metric.DRIFT_QUANTITIES if _value(before, metric.drifts(name))}
+        damaged = _value(row, metric.CORRUPT_RECORDS) - _value(before, metric.CORRUPT_RECORDS)
+        full = [_value(r, metric.DISK_USED_FRACTION) > 0.9 for r in (before, row)]
         for wrong, sentence in (
             (drifting, f"reused rows drift from fresh ones: {', '.join(sorted(drifting))}"),
             (damaged > 0, f"the cache skipped {damaged:.0f} damaged records"),
             (full == [False, True], "the cache's disk is used to more than 90 %"),
             (
-                _value(row, "spec_rl/cache_errors"),
-                f"{_value(row, 'spec_rl/cache_errors'):.0f} calls of the cache failed",
+                _value(row, metric.CACHE_ERRORS),
+                f"{_value(row, metric.CACHE_ERRORS):.0f} calls of the cache failed",
             ),
             (
-                _value(row, "spec_rl/refused_drafts"),
-                f"{_value(row, 'spec_rl/refused_drafts'):.0f} drafts could not be verified",
+                _value(row, metric.REFUSED_DRAFTS),
+                f"{_value(row, metric.REFUSED_DRAFTS):.0f} drafts could not be verified",
             ),
             (
-                _value(row, "spec_rl/uncached_rows"),
-                f"{_value(row, 'spec_rl/uncached_rows'):.0f} rows of the engine cannot be right "
+                _value(row, metric.UNCACHED_ROWS),
+                f"{_value(row, metric.UNCACHED_ROWS):.0f} rows of the engine cannot be right "
                 "(NaN, ...)",
             ),
-            ("loss" in row and row["loss"] is None, "the loss is no finite number"),
+            (metric.LOSS in row and row[metric.LOSS] is None, "the loss is no finite number"),
         ):
             if wrong:
-                found.append((row["step"], sentence))
+                found.append((row[metric.STEP], sentence))
         before = row
     return found[::-1]
 
@@ -95,8 +96,8 @@ def content(name: str, rows: Sequence[Row], age: float, *, version: str, problem
         for label, value, note in _tiles(rows)
     )
     last = rows[-1]
-    total = last.get("total_steps")
-    bar = f'<progress max="{total}" value="{last["step"]}"></progress>' if total else ""
+    total = last.get(metric.TOTAL_STEPS)
+    bar = f'<progress max="{total}" value="{last[metric.STEP]}"></progress>' if total else ""
     picture = f'<img alt="Metrics of every step" src="picture.png?{version}">'
     return (
         f'{head}{bar}<section class="tiles">{tiles}</section>'
@@ -125,46 +126,48 @@ def page(name: str, inner: str, nonce: str) -> bytes:
 def _tiles(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
     """Label, figure and note of each tile that the run has a value for."""
     last, pace = rows[-1], _seconds_per_step(rows)
-    total = last.get("total_steps")
-    tiles = [("Step", f"{last['step']:,}", f"of {total:,}" if total else "")]
-    if "epoch" in last:
-        tiles.append(("Epoch", str(last["epoch"] + 1), ""))
+    total = last.get(metric.TOTAL_STEPS)
+    tiles = [("Step", f"{last[metric.STEP]:,}", f"of {total:,}" if total else "")]
+    if metric.EPOCH in last:
+        tiles.append(("Epoch", str(last[metric.EPOCH] + 1), ""))
     if pace:
         tiles.append(("Steps per hour", f"{3600 / pace:,.3g}", f"{_duration(pace)} each"))
-        if total and total > last["step"]:
-            tiles.append(("Time to end", _duration(pace * (total - last["step"])), "at this pace"))
-    if last.get("rollout_s") and last.get("response_tokens"):
-        speed = last["response_tokens"] / last["rollout_s"]
+        if total and total > last[metric.STEP]:
+            tiles.append(
+                ("Time to end", _duration(pace * (total - last[metric.STEP])), "at this pace")
+            )
+    if last.get(metric.ROLLOUT_S) and last.get(metric.RESPONSE_TOKENS):
+        speed = last[metric.RESPONSE_TOKENS] / last[metric.ROLLOUT_S]
         plain = _plain_speed(rows)
         note = f"{speed / plain:.2f} times plain in evaluations" if plain else "in rollouts"
         tiles.append(("Tokens per second", f"{speed:,.0f}", note))
-    gain = last.get("spec_rl/tree_tokens_per_step")
+    gain = last.get(metric.TREE_TOKENS_PER_STEP)
     if gain:
         tiles.append(("Tokens per engine step", f"{gain:.2f}", "of a row; plain: 1"))
     for key, note in (
-        ("spec_rl/tree_accepted_fraction", "of tokens from trees"),
-        ("spec_rl/accepted_fraction", "of draft tokens"),
+        (metric.TREE_ACCEPTED_FRACTION, "of tokens from trees"),
+        (metric.ACCEPTED_FRACTION, "of draft tokens"),
     ):
         if last.get(key):
             tiles.append(("Accepted", f"{100 * last[key]:.0f} %", note))
-    if last.get("spec_rl/reused_token_fraction"):
-        share = f"{100 * last['spec_rl/reused_token_fraction']:.0f} %"
+    if last.get(metric.REUSED_TOKEN_FRACTION):
+        share = f"{100 * last[metric.REUSED_TOKEN_FRACTION]:.0f} %"
         tiles.append(("Reused", share, "of response tokens"))
-    if last.get("reward") is not None:
-        tiles.append(("Reward", f"{last['reward']:.3f}", "mean of the last step"))
+    if last.get(metric.REWARD) is not None:
+        tiles.append(("Reward", f"{last[metric.REWARD]:.3f}", "mean of the last step"))
     return tiles
 
 
 def _drift(rows: Sequence[Row]) -> str:
     last = rows[-1]
-    quantities = [name for name in (*GAPS, "staleness") if f"spec_rl/{name}_drifts" in last]
-    if quantities and not any(_value(row, "spec_rl/draft_coverage") for row in rows):
+    quantities = [name for name in metric.DRIFT_QUANTITIES if metric.drifts(name) in last]
+    if quantities and not any(_value(row, metric.DRAFT_COVERAGE) for row in rows):
         return _table("Drift", (), [["no row has been reused: all are fresh", ""]])
     lines = []
     for name in quantities:
-        mean = last.get(f"spec_rl/{name}" if name == "staleness" else f"spec_rl/{name}_gap")
-        z = last.get(f"spec_rl/{name}_z" if name == "staleness" else f"spec_rl/{name}_gap_z")
-        drifts = bool(_value(last, f"spec_rl/{name}_drifts"))
+        mean = last.get(metric.drift(name))
+        z = last.get(metric.drift_z(name))
+        drifts = bool(_value(last, metric.drifts(name)))
         lines.append(
             [name, _short(mean), _short(z), '<b class="bad">drifts</b>' if drifts else "no drift"]
         )
@@ -175,14 +178,14 @@ def _drift(rows: Sequence[Row]) -> str:
 
 def _cache(last: Row) -> str:
     lines = []
-    if "spec_rl/cache_bytes" in last:
-        used, cap = _value(last, "spec_rl/cache_bytes"), _value(last, "spec_rl/cache_max_bytes")
-        disk = _value(last, "spec_rl/disk_used_fraction")
-        damaged = _value(last, "spec_rl/corrupt_records")
+    if metric.CACHE_BYTES in last:
+        used, cap = _value(last, metric.CACHE_BYTES), _value(last, metric.CACHE_MAX_BYTES)
+        disk = _value(last, metric.DISK_USED_FRACTION)
+        damaged = _value(last, metric.CORRUPT_RECORDS)
         lines = [
             ["size", f"{used / 2**20:,.1f} of {cap / 2**20:,.0f} MiB"],
-            ["rollouts", f"{_value(last, 'spec_rl/cache_rollouts'):,.0f}"],
-            ["prompts found", f"{100 * _value(last, 'spec_rl/cache_hit_fraction'):.0f} %"],
+            ["rollouts", f"{_value(last, metric.CACHE_ROLLOUTS):,.0f}"],
+            ["prompts found", f"{100 * _value(last, metric.CACHE_HIT_FRACTION):.0f} %"],
             ["damaged records", _marked(f"{damaged:.0f}", damaged > 0)],
             ["disk used", _marked(f"{100 * disk:.0f} %", disk > 0.9)],
         ]
@@ -219,14 +222,15 @@ def _short(value: float | None) -> str:
 def _seconds_per_step(rows: Sequence[Row]) -> float:
     """Mean over the last steps, with the evaluations and checkpoints between them."""
     recent = rows[-RECENT:]
-    parts = ("step_s", "eval_s", "checkpoint_s")
+    parts = (metric.STEP_S, metric.EVAL_S, metric.CHECKPOINT_S)
     return sum(_value(row, part) for row in recent for part in parts) / len(recent)
 
 
 def _plain_speed(rows: Sequence[Row]) -> float | None:
     """Tokens per second of plain decoding, over all evaluations."""
-    tokens = sum(_value(r, f"heldout_tokens{end}") for r in rows for end in ("", "_at_start"))
-    seconds = sum(_value(r, f"heldout_decode_s{end}") for r in rows for end in ("", "_at_start"))
+    ends = ("", metric.AT_START)
+    tokens = sum(_value(r, metric.HELDOUT_TOKENS + end) for r in rows for end in ends)
+    seconds = sum(_value(r, metric.HELDOUT_DECODE_S + end) for r in rows for end in ends)
     return tokens / seconds if seconds else None
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nemo_specrl.errors import ConfigError
+from nemo_specrl.monitoring import names as metric
 from nemo_specrl.monitoring import prometheus as exported
 
 __all__ = [
@@ -103,7 +104,7 @@ def read_steps(path: Path) -> tuple[list[dict[str, Any]], str]:
         raise ConfigError(f"{path}: holds no steps of a run ({damaged[0]})")
     records: list[dict[str, Any]] = []
     for record in found:
-        while records and records[-1]["step"] >= record["step"]:
+        while records and records[-1][metric.STEP] >= record[metric.STEP]:
             records.pop()
         records.append(record)
     return records, left_out(path, damaged)
@@ -114,7 +115,7 @@ def _step(line: str) -> dict[str, Any]:
     with contextlib.suppress(ValueError):
         record = json.loads(line, parse_constant=lambda _: None)
     if isinstance(record, dict):
-        step = record.get("step")
+        step = record.get(metric.STEP)
         if isinstance(step, int) and abs(step) < 2**53:
             return record
     raise ValueError("not a step's JSON object")
@@ -152,7 +153,7 @@ class MetricsFile:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / METRICS
         source = self.path if before is None or self.path.exists() else before
-        kept = [record for record in read_metrics(source) if record["step"] <= step]
+        kept = [record for record in read_metrics(source) if record[metric.STEP] <= step]
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
         os.replace(temporary, self.path)
@@ -214,8 +215,8 @@ class MetricsLog:
         self._file.write(record)
         if self._writer is not None:
             for name, value in record.items():
-                if isinstance(value, (int, float)) and name != "step":
-                    self._writer.add_scalar(f"train/{name}", value, record["step"])
+                if isinstance(value, (int, float)) and name != metric.STEP:
+                    self._writer.add_scalar(f"train/{name}", value, record[metric.STEP])
         self._export(exported.of_step(record))
 
     def finish(self) -> None:

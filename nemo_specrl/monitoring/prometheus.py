@@ -2,8 +2,8 @@
 
 A step's record has one scalar for each quantity. What adds up over steps becomes a counter, so that
 a rate is right however long steps take beside the interval of scrapes: seconds end in
-``_seconds_total``, and the counts in ``COUNTED`` in ``_total``. Everything else is a gauge with its
-newest value. All have the label ``run`` (https://prometheus.io/docs/practices/naming).
+``_seconds_total``, and the counts in ``names.COUNTS`` in ``_total``. Everything else is a gauge
+with its newest value. All have the label ``run`` (https://prometheus.io/docs/practices/naming).
 """
 
 from __future__ import annotations
@@ -15,25 +15,12 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-__all__ = ["COUNTED", "RayEndpoint", "Samples", "Textfile", "ended", "of_step", "started"]
+from nemo_specrl.monitoring import names as metric
+
+__all__ = ["RayEndpoint", "Samples", "Textfile", "ended", "of_step", "started"]
 
 PREFIX = "nemo_specrl_"
-COUNTED = frozenset(
-    {
-        "decoded_tokens",
-        "response_tokens",
-        "recomputed_tokens",
-        "refused_drafts",
-        "uncached_rows",
-        "replayed_rows",
-        "cache_errors",
-        "tree_drafted_tokens",
-        "run_ahead_rows",
-        "run_ahead_tokens",
-        "heldout_tokens",
-    }
-)
-
+COUNTED = frozenset(name.removeprefix(metric.PREFIX) for name in metric.COUNTS)
 Samples = tuple[dict[str, float], dict[str, float]]
 """Gauges, and increments of counters, by their names in Prometheus."""
 
@@ -45,7 +32,7 @@ def started() -> Samples:
 
 
 def ended() -> Samples:
-    """What a run exports that has ended well, so that nobody waits for its next step."""
+    """What a run exports that has ended well, so that alerts expect no further step."""
     return {PREFIX + "running": 0.0}, {}
 
 
@@ -62,17 +49,17 @@ def of_step(record: Mapping[str, Any]) -> Samples:
     values: dict[str, float] = {}
     for name, value in record.items():
         if isinstance(value, Real) and math.isfinite(value):
-            values[name.removeprefix("spec_rl/")] = float(value)
+            values[name.removeprefix(metric.PREFIX)] = float(value)
     for name, value in values.items():
-        plain = name.removesuffix("_at_start")
+        plain = name.removesuffix(metric.AT_START)
         if plain.endswith("_s"):
-            metric, to = PREFIX + plain[:-2] + "_seconds_total", increments
+            counter = PREFIX + plain[:-2] + "_seconds_total"
         elif plain in COUNTED:
-            metric, to = PREFIX + plain + "_total", increments
+            counter = PREFIX + plain + "_total"
         else:
             gauges[PREFIX + plain] = value
             continue
-        to[metric] = to.get(metric, 0.0) + value
+        increments[counter] = increments.get(counter, 0.0) + value
     return gauges, increments
 
 

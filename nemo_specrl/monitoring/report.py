@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nemo_specrl.errors import ConfigError
+from nemo_specrl.monitoring import names as metric
 from nemo_specrl.monitoring.comparison_plot import (
     SIDES,
     HeldOut,
@@ -44,18 +45,22 @@ __all__ = [
 ]
 
 WARM_EPOCH = 2  # counted from 0; from here on drafts contain reused tokens themselves
-_REQUIRED = ("rollout_s", "verify_s", "train_s", "step_s", "decoded_tokens", "reward")
-_OPTIONAL = ("fresh_reward", "heldout_accuracy", "spec_rl/tree_tokens_per_step")
+_REQUIRED = (
+    *(metric.ROLLOUT_S, metric.VERIFY_S, metric.TRAIN_S, metric.STEP_S),
+    *(metric.DECODED_TOKENS, metric.REWARD),
+)
+_OPTIONAL = (metric.FRESH_REWARD, metric.HELDOUT_ACCURACY, metric.TREE_TOKENS_PER_STEP)
 _TABLE_COLUMNS = (
-    "step", "epoch", "reward", "fresh_reward", "heldout_accuracy", "rollout_s", "verify_s",
-    "train_s", "step_s", "decoded_tokens", "response_tokens", "spec_rl/reused_token_fraction",
-    "spec_rl/tree_tokens_per_step",
-    "kl", "clip_fraction", "grad_norm", "loss",
-)  # fmt: skip
+    *(metric.STEP, metric.EPOCH, metric.REWARD, metric.FRESH_REWARD, metric.HELDOUT_ACCURACY),
+    *(metric.ROLLOUT_S, metric.VERIFY_S, metric.TRAIN_S, metric.STEP_S),
+    *(metric.DECODED_TOKENS, metric.RESPONSE_TOKENS, metric.REUSED_TOKEN_FRACTION),
+    *(metric.TREE_TOKENS_PER_STEP, metric.KL, metric.CLIP_FRACTION, metric.GRAD_NORM, metric.LOSS),
+)
 _OF_THE_PAGE = (
-    "total_steps", "eval_s", "checkpoint_s", "heldout_tokens", "heldout_decode_s",
-    "heldout_tokens_at_start", "heldout_decode_s_at_start",
-)  # fmt: skip
+    *(metric.TOTAL_STEPS, metric.EVAL_S, metric.CHECKPOINT_S),
+    *(metric.HELDOUT_TOKENS, metric.HELDOUT_DECODE_S),
+    *(metric.HELDOUT_TOKENS + metric.AT_START, metric.HELDOUT_DECODE_S + metric.AT_START),
+)
 logger = logging.getLogger(__name__)
 
 
@@ -90,7 +95,7 @@ def run_columns(rows: Sequence[dict[str, Any]]) -> dict[str, list[float | None]]
     Raises:
         ConfigError: a value is no number.
     """
-    known = {name for row in rows for name in row if name.startswith("spec_rl/")}
+    known = {name for row in rows for name in row if name.startswith(metric.PREFIX)}
     known.update(_TABLE_COLUMNS, _OF_THE_PAGE)
     return {name: _column(rows, name) for name in known}
 
@@ -137,10 +142,10 @@ def comparison(plain_dir: Path, speculative_dir: Path) -> dict[str, Any]:
             f"speculative {len(runs[1])}; run the shorter one to its end"
         )
     for plain, speculative in zip(*runs, strict=True):
-        for name in ("step", "epoch", "prompts"):
+        for name in (metric.STEP, metric.EPOCH, metric.PROMPTS):
             if name not in plain or plain.get(name) != speculative.get(name):
                 raise ConfigError(
-                    f"the runs differ at step {plain['step']}: {name} is "
+                    f"the runs differ at step {plain[metric.STEP]}: {name} is "
                     f"{_clipped(plain.get(name))} in plain, {_clipped(speculative.get(name))} in "
                     f"speculative; compare runs of the same recipe and seed"
                 )
@@ -148,12 +153,12 @@ def comparison(plain_dir: Path, speculative_dir: Path) -> dict[str, Any]:
         side: _side(rows, folder)
         for side, rows, folder in zip(SIDES, runs, (plain_dir, speculative_dir), strict=True)
     }
-    warm = [i for i, row in enumerate(runs[0]) if row["epoch"] >= WARM_EPOCH]
+    warm = [i for i, row in enumerate(runs[0]) if row[metric.EPOCH] >= WARM_EPOCH]
     compare["ratio"] = {
-        "rollout": _ratio(compare, "rollout_s"),
-        "rollout_warm": _ratio(compare, "rollout_s", warm),
-        "step": _ratio(compare, "step_s"),
-        "decoded_tokens": _ratio(compare, "decoded_tokens"),
+        "rollout": _ratio(compare, metric.ROLLOUT_S),
+        "rollout_warm": _ratio(compare, metric.ROLLOUT_S, warm),
+        "step": _ratio(compare, metric.STEP_S),
+        "decoded_tokens": _ratio(compare, metric.DECODED_TOKENS),
     }
     return compare
 
@@ -163,9 +168,9 @@ def read_comparison(folder: Path) -> dict[str, Any]:
     path = folder / "compare.json"
     try:
         compare: dict[str, Any] = json.loads(path.read_bytes())
-        steps = len(compare["plain"]["epoch"])
+        steps = len(compare["plain"][metric.EPOCH])
         for side in SIDES:
-            for name in ("epoch", *_REQUIRED, *_OPTIONAL[:2]):
+            for name in (metric.EPOCH, *_REQUIRED, *_OPTIONAL[:2]):
                 column = compare[side][name]
                 values = [_number(value, f"{side}: {name}") for value in column]
                 full = name not in _OPTIONAL
@@ -221,7 +226,7 @@ def write_comparison(
         ("step", *(f"{side} {name}" for side, name in shown)),
         (
             [str(i + 1), *(_short(compare[side][name][i]) for side, name in shown)]
-            for i in range(len(compare["plain"]["step_s"]))
+            for i in range(len(compare["plain"][metric.STEP_S]))
         ),
     )
     tables += f"<details><summary>Every step</summary>{steps}</details>"
@@ -272,17 +277,17 @@ def _summary(compare: dict[str, Any]) -> list[list[str]]:
     """Rows of the summary: a quantity, its value on both sides, and their ratio or difference."""
     lines = []
     for name, label in (
-        ("rollout_s", "rollout, s"),
-        ("verify_s", "  of it verification, s"),
-        ("train_s", "training, s"),
-        ("step_s", "whole steps, s"),
-        ("decoded_tokens", "decoded tokens"),
+        (metric.ROLLOUT_S, "rollout, s"),
+        (metric.VERIFY_S, "  of it verification, s"),
+        (metric.TRAIN_S, "training, s"),
+        (metric.STEP_S, "whole steps, s"),
+        (metric.DECODED_TOKENS, "decoded tokens"),
     ):
-        if name == "verify_s" and not any(applies(compare[side], name) for side in SIDES):
+        if name == metric.VERIFY_S and not any(applies(compare[side], name) for side in SIDES):
             continue
         sums = [_total(compare[side][name]) for side in SIDES]
-        pattern = ",.0f" if name == "decoded_tokens" else ",.1f"
-        change = "" if name == "verify_s" else _times_less(_ratio(compare, name))
+        pattern = ",.0f" if name == metric.DECODED_TOKENS else ",.1f"
+        change = "" if name == metric.VERIFY_S else _times_less(_ratio(compare, name))
         lines.append([label, *(format(s, pattern) for s in sums), change])
     warm = _times_less(compare["ratio"]["rollout_warm"])
     lines.insert(1, ["  rollout from the third epoch on", "", "", warm])
@@ -291,14 +296,16 @@ def _summary(compare: dict[str, Any]) -> list[list[str]]:
         change = f"{gain:.2f}x more" if gain > 1 else "equal"
         lines.append(["tokens of a row per engine step", "1.0", f"{gain:.1f}", change])
     for name, label in (
-        ("reward", "reward, mean of the last epoch"),
-        ("fresh_reward", "  of freshly decoded rows"),
+        (metric.REWARD, "reward, mean of the last epoch"),
+        (metric.FRESH_REWARD, "  of freshly decoded rows"),
     ):
-        if name == "fresh_reward" and not applies(compare["speculative"], name):
+        if name == metric.FRESH_REWARD and not applies(compare["speculative"], name):
             continue
         means = [_last_epoch_mean(compare[side], name) for side in SIDES]
-        if name == "fresh_reward" and means[0] is None:
-            means[0] = _last_epoch_mean(compare["plain"], "reward")  # plain: every row is fresh
+        if name == metric.FRESH_REWARD and means[0] is None:
+            means[0] = _last_epoch_mean(
+                compare["plain"], metric.REWARD
+            )  # plain: every row is fresh
         cells = ["-" if mean is None else f"{mean:.3f}" for mean in means]
         lines.append([label, *cells, _difference(*means)])
     for which, position in (("first", 0), ("last", -1)):
@@ -314,8 +321,8 @@ def _heldout(compare: dict[str, Any]) -> dict[str, list[HeldOut]]:
     """Held-out accuracy of each side by step, from the seeds' table where there is one."""
     values: dict[str, dict[int, list[float]]] = {side: {} for side in SIDES}
     for side in SIDES:
-        at_start = compare[side].get("heldout_accuracy_at_start")
-        for step, value in enumerate([at_start, *compare[side]["heldout_accuracy"]]):
+        at_start = compare[side].get(metric.HELDOUT_ACCURACY + metric.AT_START)
+        for step, value in enumerate([at_start, *compare[side][metric.HELDOUT_ACCURACY]]):
             if value is not None and not compare.get("heldout_table"):
                 values[side][step] = [value]
     for row in compare.get("heldout_table") or ():
@@ -339,20 +346,20 @@ def _heldout(compare: dict[str, Any]) -> dict[str, list[HeldOut]]:
 
 def _side(rows: Sequence[dict[str, Any]], folder: Path) -> dict[str, Any]:
     columns: dict[str, Any] = {
-        name: _column(rows, name) for name in ("epoch", *_REQUIRED, *_OPTIONAL)
+        name: _column(rows, name) for name in (metric.EPOCH, *_REQUIRED, *_OPTIONAL)
     }
-    for name in ("epoch", *_REQUIRED):
+    for name in (metric.EPOCH, *_REQUIRED):
         if None in columns[name]:
-            step = rows[columns[name].index(None)]["step"]
+            step = rows[columns[name].index(None)][metric.STEP]
             raise ConfigError(f"{Path(folder) / METRICS}: step {step} has no {name}")
-    at_start = rows[0].get("heldout_accuracy_at_start")
-    if at_start is not None:
-        columns["heldout_accuracy_at_start"] = _number(at_start, "heldout_accuracy_at_start")
+    name = metric.HELDOUT_ACCURACY + metric.AT_START
+    if rows[0].get(name) is not None:
+        columns[name] = _number(rows[0][name], name)
     return columns
 
 
 def _column(rows: Sequence[dict[str, Any]], name: str) -> list[float | None]:
-    return [_number(row.get(name), f"step {row['step']}: {name}") for row in rows]
+    return [_number(row.get(name), f"step {row[metric.STEP]}: {name}") for row in rows]
 
 
 def _number(value: Any, where: str) -> float | None:
@@ -375,8 +382,8 @@ def _total(values: Iterable[float | None]) -> float:
 
 
 def _last_epoch_mean(side: dict[str, list[Any]], name: str) -> float | None:
-    last = side["epoch"][-1]
-    values = [v for v, epoch in zip(side[name], side["epoch"], strict=True)
+    last = side[metric.EPOCH][-1]
+    values = [v for v, epoch in zip(side[name], side[metric.EPOCH], strict=True)
               if epoch == last and v is not None]  # fmt: skip
     return math.fsum(values) / len(values) if values else None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from nemo_specrl.monitoring import names as metric
 from nemo_specrl.monitoring.comparison_plot import (
     BLUE,
     GREEN,
@@ -31,29 +32,29 @@ _PANELS: list[tuple[str, str, list[tuple[str, str, str]]]] = [
         ("rollout_speed", "rollouts", ORANGE),
         ("plain_speed", "plain decoding, in evaluations", BLUE)]),
     ("Tokens of a row per engine step", "plain decoding: 1; higher is faster", [
-        ("spec_rl/tree_tokens_per_step", "with drafts from trees", ORANGE)]),
+        (metric.TREE_TOKENS_PER_STEP, "with drafts from trees", ORANGE)]),
     ("Tokens per training step", "fewer are decoded where prefixes are reused", [
-        ("response_tokens", "in the responses", BLUE),
-        ("decoded_tokens", "decoded", ORANGE)]),
+        (metric.RESPONSE_TOKENS, "in the responses", BLUE),
+        (metric.DECODED_TOKENS, "decoded", ORANGE)]),
     ("Drafts", "fractions; higher is faster", [
-        ("spec_rl/tree_accepted_fraction", "tokens from trees accepted", SKY),
-        ("spec_rl/draft_coverage", "rows with a draft", BLUE),
-        ("spec_rl/accepted_fraction", "draft tokens accepted", ORANGE),
-        ("spec_rl/full_reuse_ratio", "drafts reused whole", GREEN),
-        ("spec_rl/reused_token_fraction", "response reused", PURPLE)]),
+        (metric.TREE_ACCEPTED_FRACTION, "tokens from trees accepted", SKY),
+        (metric.DRAFT_COVERAGE, "rows with a draft", BLUE),
+        (metric.ACCEPTED_FRACTION, "draft tokens accepted", ORANGE),
+        (metric.FULL_REUSE_RATIO, "drafts reused whole", GREEN),
+        (metric.REUSED_TOKEN_FRACTION, "response reused", PURPLE)]),
     ("Fresh minus reused rows", "in standard errors; near 0 in a healthy run", [
-        ("spec_rl/reward_gap_z", "reward", BLUE),
-        ("spec_rl/length_gap_z", "length", GREEN),
-        ("spec_rl/logprob_gap_z", "log-prob", ORANGE),
-        ("spec_rl/staleness_z", "staleness", PURPLE)]),
+        (metric.drift_z("reward"), "reward", BLUE),
+        (metric.drift_z("length"), "length", GREEN),
+        (metric.drift_z("logprob"), "log-prob", ORANGE),
+        (metric.drift_z(metric.STALENESS), "staleness", PURPLE)]),
     ("Training reward", "higher is better", [
-        ("reward", "all rows", BLUE),
-        ("fresh_reward", "freshly decoded rows", ORANGE)]),
+        (metric.REWARD, "all rows", BLUE),
+        (metric.FRESH_REWARD, "freshly decoded rows", ORANGE)]),
     ("Held-out accuracy, %", "higher is better", [
         ("heldout_percent", "held-out prompts", BLUE)]),
     ("Size of the updates", "both stay small in a healthy run", [
-        ("kl", "KL, nats", BLUE),
-        ("clip_fraction", "tokens clipped, fraction", ORANGE)]),
+        (metric.KL, "KL, nats", BLUE),
+        (metric.CLIP_FRACTION, "tokens clipped, fraction", ORANGE)]),
 ]  # fmt: skip
 
 
@@ -75,22 +76,22 @@ def run_picture(columns: dict[str, list[float | None]], title: str) -> bytes:
         panels = [
             panel
             for panel in _PANELS
-            if any(not n.startswith("spec_rl/") or applies(columns, n) for n, _, _ in panel[2])
+            if any(not n.startswith(metric.PREFIX) or applies(columns, n) for n, _, _ in panel[2])
         ]
         grid = figure.add_gridspec(
             -(-(1 + len(panels)) // 3), 3, left=0.055, right=0.975, bottom=0.05,
             top=0.9 if title else 0.95, hspace=0.45, wspace=0.24,
         )  # fmt: skip
         axes = [figure.add_subplot(grid[i // 3, i % 3]) for i in range(1 + len(panels))]
-        steps = [int(step or 0) for step in columns["step"]]
+        steps = [int(step or 0) for step in columns[metric.STEP]]
         _draw_step_seconds(axes[0], steps, columns)
         panel_title(axes[0], "Seconds per step", "lower is better")
         columns = columns | {
             "heldout_percent": [
-                None if a is None else 100 * a for a in columns.get("heldout_accuracy", [])
+                None if a is None else 100 * a for a in columns.get(metric.HELDOUT_ACCURACY, [])
             ],
-            "rollout_speed": _ratios(columns, "response_tokens", "rollout_s"),
-            "plain_speed": _ratios(columns, "heldout_tokens", "heldout_decode_s"),
+            "rollout_speed": _ratios(columns, metric.RESPONSE_TOKENS, metric.ROLLOUT_S),
+            "plain_speed": _ratios(columns, metric.HELDOUT_TOKENS, metric.HELDOUT_DECODE_S),
         }
         for ax, (heading, note, lines) in zip(axes[1:], panels, strict=True):
             for name, label, colour in lines:
@@ -98,7 +99,7 @@ def run_picture(columns: dict[str, list[float | None]], title: str) -> bytes:
                     _draw_column(ax, steps, columns[name], label, colour)
             panel_title(ax, heading, note)
         for ax in axes:
-            finish_panel(ax, columns.get("epoch", ()), steps)
+            finish_panel(ax, columns.get(metric.EPOCH, ()), steps)
         return png_of(figure)
 
 
@@ -114,7 +115,7 @@ def _draw_step_seconds(ax: Axes, steps: Sequence[int], columns: dict[str, list[A
     empty: list[float | None] = [None] * len(steps)
     rollout, verify, train, whole = (
         [value or 0.0 for value in columns.get(name, empty)]
-        for name in ("rollout_s", "verify_s", "train_s", "step_s")
+        for name in (metric.ROLLOUT_S, metric.VERIFY_S, metric.TRAIN_S, metric.STEP_S)
     )
     parts = {
         "verification": (verify, "#7A3500"),

@@ -26,6 +26,7 @@ from nemo_specrl.cache.metrics import store_metrics
 from nemo_specrl.engine.load_balance import balanced_order, expected_costs
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.errors import CacheError, ConfigError, EngineError
+from nemo_specrl.monitoring import names as metric
 from nemo_specrl.nemo_rl import compat
 from nemo_specrl.nemo_rl.context import (
     BLOCK,
@@ -71,8 +72,8 @@ class SpecVllmGeneration(VllmGeneration):
     """
 
     worker_classes: ClassVar[dict[str, str]] = {
-        compat.STOCK_WORKER: f"{PACKAGE}.worker.SpecVllmGenerationWorker",
-        compat.STOCK_ASYNC_WORKER: f"{PACKAGE}.worker_async.SpecVllmAsyncGenerationWorker",
+        compat.STOCK_WORKER: f"{PACKAGE}.sync_worker.SpecVllmGenerationWorker",
+        compat.STOCK_ASYNC_WORKER: f"{PACKAGE}.async_worker.SpecVllmAsyncGenerationWorker",
     }
     cache: ClusterCache | None = None
     _lacks_cache = False  # although the recipe asks for one
@@ -162,7 +163,7 @@ class SpecVllmGeneration(VllmGeneration):
         What is not known in time is not returned.
         """
         if self.cache is None:
-            return ({"spec_rl/cache_nodes": 0.0}, {}) if self._lacks_cache else None
+            return ({metric.CACHE_NODES: 0.0}, {}) if self._lacks_cache else None
         taken = [m for m in self._ask_for("spec_rl_take_metrics") if m is not None]
         total = sum(taken, EngineMetrics())
         total.cache_errors += self.cache.take_failures()
@@ -174,13 +175,13 @@ class SpecVllmGeneration(VllmGeneration):
             timed["spec_rl_rollout"] = self._rollout_s
         if self._heldout_s:
             timed["spec_rl_heldout_decoding"] = self._heldout_s
-            counted["spec_rl/heldout_tokens"] = float(self._heldout_tokens)
+            counted[metric.ENGINE_HELDOUT_TOKENS] = float(self._heldout_tokens)
         self._start_counting()
         self._note_version(self.policy_version)
         with contextlib.suppress(CacheError):  # what is not known is not logged
             health = self.cache.health()
-            counted["spec_rl/cache_nodes"] = float(health.nodes)
-            counted["spec_rl/cache_missing_copies"] = float(health.missing)
+            counted[metric.CACHE_NODES] = float(health.nodes)
+            counted[metric.CACHE_MISSING_COPIES] = float(health.missing)
         return counted | store_metrics(self.cache.stats().values()), timed
 
     def _start_counting(self) -> None:

@@ -15,7 +15,7 @@ import nemo_specrl
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.nemo_rl.install import register
 
-__all__ = ["launch", "plugin_folder"]
+__all__ = ["launch"]
 
 COMPILED = ("lmdb",)
 """Packages that the plug-in needs in a worker and that NeMo-RL's environments lack. They have

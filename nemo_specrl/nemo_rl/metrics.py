@@ -9,28 +9,31 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_specrl.engine.metrics import EngineMetrics
+from nemo_specrl.monitoring import names as metric
 
 __all__ = ["counts", "step_record", "times"]
 
 PLAIN = {
-    f"spec_rl/{name}": name
-    for name in ("verify_s", "decoded_tokens", "response_tokens", "heldout_tokens")
+    metric.ENGINE_VERIFY_S: metric.VERIFY_S,
+    metric.ENGINE_DECODED_TOKENS: metric.DECODED_TOKENS,
+    metric.ENGINE_RESPONSE_TOKENS: metric.RESPONSE_TOKENS,
+    metric.ENGINE_HELDOUT_TOKENS: metric.HELDOUT_TOKENS,
 }
 """What the embedded trainer has in its records by itself, beside the engine's metrics."""
 
 TIMES = {
-    "spec_rl/lookup_s": "spec_rl_lookup",
-    "spec_rl/verify_s": "spec_rl_verification",
-    "spec_rl/decode_s": "spec_rl_decoding",
-    "spec_rl/assembly_s": "spec_rl_assembly",
+    metric.LOOKUP_S: "spec_rl_lookup",
+    metric.ENGINE_VERIFY_S: "spec_rl_verification",
+    metric.DECODE_S: "spec_rl_decoding",
+    metric.ASSEMBLY_S: "spec_rl_assembly",
 }
 
 STEP_TIMES = {
-    "total_step_time": "step_s",
-    "policy_training": "train_s",
+    "total_step_time": metric.STEP_S,
+    "policy_training": metric.TRAIN_S,
     # Of the driver's calls of synchronous engines; rollouts of asynchronous ones overlap.
-    "spec_rl_rollout": "rollout_s",
-    "spec_rl_heldout_decoding": "heldout_decode_s",
+    "spec_rl_rollout": metric.ROLLOUT_S,
+    "spec_rl_heldout_decoding": metric.HELDOUT_DECODE_S,
 } | {timed: name for name, timed in TIMES.items()}
 
 
@@ -62,5 +65,5 @@ def step_record(
         seconds: what was logged under ``timing/train/``.
     """
     timed = {name: seconds[key] for key, name in STEP_TIMES.items() if key in seconds}
-    record = {"step": step, **values, **timed}
+    record = {metric.STEP: step, **values, **timed}
     return record | {name: record[engines] for engines, name in PLAIN.items() if engines in record}

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from nemo_specrl.monitoring import names as metric
 from nemo_specrl.monitoring import prometheus
 from nemo_specrl.monitoring.metrics_file import METRICS, MetricsFile
 from nemo_specrl.nemo_rl.context import Run
@@ -21,7 +22,7 @@ from nemo_specrl.nemo_rl.metrics import step_record
 
 __all__ = ["StepLog", "metrics_file"]
 
-FROM_TRAINER = ("reward", "loss", "grad_norm")
+FROM_TRAINER = (metric.REWARD, metric.LOSS, metric.GRAD_NORM)
 """What is taken of NeMo-RL's own metrics under ``train``."""
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class StepLog:
         self, label: str, file: MetricsFile | None = None, total_steps: int | None = None
     ) -> None:
         self._file, self._failed = file, False
-        self._always = {} if total_steps is None else {"total_steps": total_steps}
+        self._always = {} if total_steps is None else {metric.TOTAL_STEPS: total_steps}
         self._values: dict[str, float] = {}
         self._accuracy: tuple[int, float] | None = None
         self._endpoint = prometheus.RayEndpoint(label)
@@ -74,8 +75,8 @@ class StepLog:
         """
         if self._accuracy is not None:
             after, accuracy = self._accuracy
-            at_start = "" if after == step else "_at_start"  # before this process's first step
-            self._values["heldout_accuracy" + at_start] = accuracy
+            at_start = "" if after == step else metric.AT_START  # before this process's first step
+            self._values[metric.HELDOUT_ACCURACY + at_start] = accuracy
         record = step_record(step, self._always | self._values, seconds)
         self._values, self._accuracy = {}, None
         self._endpoint.write(prometheus.of_step(record))

@@ -20,7 +20,7 @@ import xxhash
 
 from nemo_specrl.rollout import Rollout
 
-__all__ = ["Record", "RecordLog", "RecordTable", "Response", "response_spans"]
+__all__ = ["MAX_RECORDS", "Record", "RecordLog", "RecordTable", "SequenceKey", "response_spans"]
 
 MAX_RECORDS = 2**17
 """Limit for a worker and for the driver; the oldest go first, which no trainer has used."""

@@ -33,7 +33,7 @@ from nemo_specrl.simulation.replay_presets import (
 )
 from nemo_specrl.simulation.simulated_engine import FEATURES, Engine, fit_costs
 
-__all__ = ["REJECTIONS", "Prediction", "predict", "read_costs"]
+__all__ = ["REJECTIONS", "predict", "read_costs"]
 
 Float64Array = npt.NDArray[np.float64]
 

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nemo_specrl.errors import ConfigError
+from nemo_specrl.monitoring import names as metric
 from nemo_specrl.monitoring.metrics_file import METRICS, left_out, read_lines, read_metrics
 from nemo_specrl.rollout import Rollout, prompt_key
 
@@ -223,7 +224,9 @@ def _read_embedded(folder: Path) -> Recorded:
             )
         )
     metrics = read_metrics(folder / METRICS)
-    seconds = {row["step"] - 1: row["rollout_s"] for row in metrics if row.get("rollout_s")}
+    seconds = {
+        row[metric.STEP] - 1: row[metric.ROLLOUT_S] for row in metrics if row.get(metric.ROLLOUT_S)
+    }
     versions = sorted(by_step)
     return Recorded(
         [by_step[version] for version in versions],

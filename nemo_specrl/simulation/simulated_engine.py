@@ -28,7 +28,7 @@ from nemo_specrl.config import TreeConfig
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.speculation.suffix_tree import DraftTrees
 
-__all__ = ["FEATURES", "Engine", "Request", "drafting", "fit_costs", "run", "verifying"]
+__all__ = ["FEATURES", "Engine", "Request", "Steps", "drafting", "fit_costs", "run", "verifying"]
 
 FEATURES = ("steps", "drafting_steps", "rows", "tokens", "kv_tokens", "verified_tokens")
 """What is counted of a rollout phase, each summed over steps of the engine: steps; steps of an

@@ -17,7 +17,6 @@ from nemo_specrl.speculation.acceptance import row_uniform
 
 __all__ = [
     "RUN_AHEAD_INDEX",
-    "Choice",
     "Row",
     "assign_sample_indices",
     "is_fresh",

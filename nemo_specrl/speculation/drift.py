@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nemo_specrl.config import MonitorConfig
+from nemo_specrl.monitoring import names as metric
 
 __all__ = ["DriftMonitor", "Gap"]
 
@@ -223,13 +224,13 @@ class DriftMonitor:
         """Return the metrics: each gap, the gap in standard errors, and 1 if it drifts, else 0."""
         out: dict[str, float] = {}
         for name, gap in self.gaps.items():
-            out[f"spec_rl/{name}_gap"] = gap.mean
-            out[f"spec_rl/{name}_gap_z"] = gap.z
-            out[f"spec_rl/{name}_drifts"] = float(name in self.drifting)
-        out["spec_rl/staleness"] = self.staleness.mean
-        out["spec_rl/staleness_z"] = self.staleness.z
-        out["spec_rl/staleness_drifts"] = float("staleness" in self.drifting)
-        return out | {"spec_rl/fresh_fraction": self.fresh_fraction}
+            out[metric.drift(name)] = gap.mean
+            out[metric.drift_z(name)] = gap.z
+            out[metric.drifts(name)] = float(name in self.drifting)
+        out[metric.drift(metric.STALENESS)] = self.staleness.mean
+        out[metric.drift_z(metric.STALENESS)] = self.staleness.z
+        out[metric.drifts(metric.STALENESS)] = float("staleness" in self.drifting)
+        return out | {metric.FRESH_FRACTION: self.fresh_fraction}
 
     def _describe(self) -> str:
         if not self.drifting:

@@ -28,7 +28,7 @@ except ImportError as error:
         "wheel (pip wheel --no-deps .), or set spec_rl.tree.enabled: false"
     ) from None
 
-__all__ = ["CHANCES", "DraftTrees", "TreeRow"]
+__all__ = ["CHANCES", "MIN_PROBABILITY", "RESPONSES_KEPT", "DraftTrees", "TreeRow"]
 
 MIN_PROBABILITY = 0.2
 """A draft ends where its estimated chance of being accepted up to there falls below this."""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from nemo_specrl.monitoring import names as metric
 from nemo_specrl.trainer.generation.engine import Generated
 from nemo_specrl.trainer.losses import group_advantages
 from nemo_specrl.trainer.policy.base import Sample
@@ -64,16 +65,16 @@ class Batch:
         fresh = np.array([row.fresh for row in rows])
         flat = rewards.ravel()
         return {
-            "reward": float(flat.mean()),
-            "fresh_reward": float(flat[fresh].mean()) if fresh.any() else None,
-            "reused_reward": float(flat[~fresh].mean()) if not fresh.all() else None,
-            "fresh_rows": int(fresh.sum()),
-            "reward_std_in_group": float(rewards.std(axis=1).mean()),
-            "groups_without_advantage": float((np.ptp(rewards, axis=1) == 0).mean()),
-            "distinct_in_group": float(
+            metric.REWARD: float(flat.mean()),
+            metric.FRESH_REWARD: float(flat[fresh].mean()) if fresh.any() else None,
+            metric.REUSED_REWARD: float(flat[~fresh].mean()) if not fresh.all() else None,
+            metric.FRESH_ROWS: int(fresh.sum()),
+            metric.REWARD_STD_IN_GROUP: float(rewards.std(axis=1).mean()),
+            metric.GROUPS_WITHOUT_ADVANTAGE: float((np.ptp(rewards, axis=1) == 0).mean()),
+            metric.DISTINCT_IN_GROUP: float(
                 np.mean([len({tuple(r.tokens) for r in group.generated}) for group in self.groups])
             ),
-            "response_length": float(np.mean([len(row.tokens) for row in rows])),
+            metric.RESPONSE_LENGTH: float(np.mean([len(row.tokens) for row in rows])),
         }
 
     def rows_to_compare(

@@ -29,6 +29,7 @@ from nemo_specrl.errors import (
     last_line,
 )
 from nemo_specrl.monitoring import heartbeat
+from nemo_specrl.monitoring import names as metric
 from nemo_specrl.monitoring.metrics_file import MetricsLog
 from nemo_specrl.speculation.drift import DriftMonitor
 from nemo_specrl.trainer import checkpoint
@@ -146,17 +147,21 @@ class Trainer:
             saved = True
             at_start: dict[str, Any] = {}
             if algorithm.val_at_start and self.progress.step == 0:
-                at_start = {f"{name}_at_start": value for name, value in self._evaluate().items()}
+                at_start = {
+                    name + metric.AT_START: value for name, value in self._evaluate().items()
+                }
             while not self.done and not self.stop:
                 record = self._step() | at_start
                 at_start = {}
                 last, period = self.done, algorithm.val_period
-                if (period and record["step"] % period == 0) or (last and algorithm.val_at_end):
+                if (period and record[metric.STEP] % period == 0) or (
+                    last and algorithm.val_at_end
+                ):
                     started = time.perf_counter()
                     record |= self._evaluate()
-                    record["eval_s"] = time.perf_counter() - started
+                    record[metric.EVAL_S] = time.perf_counter() - started
                 self.log.write(record)
-                saved = last or record["step"] % self.recipe.checkpointing.save_period == 0
+                saved = last or record[metric.STEP] % self.recipe.checkpointing.save_period == 0
                 if saved:
                     self._save()
                 yield record
@@ -200,19 +205,19 @@ class Trainer:
         ended = time.perf_counter()
 
         record: dict[str, Any] = {
-            "step": self.progress.step,
-            "total_steps": self.total_steps,
-            "epoch": batch.epoch,
-            "policy_version": self.progress.step - 1,
-            "prompts": batch.drawn,
+            metric.STEP: self.progress.step,
+            metric.TOTAL_STEPS: self.total_steps,
+            metric.EPOCH: batch.epoch,
+            metric.POLICY_VERSION: self.progress.step - 1,
+            metric.PROMPTS: batch.drawn,
             **batch.metrics(),
-            "rollout_s": rollout_times.rollout_s,
-            "verify_s": rollout_times.engine.verify_s,
-            "train_s": ended - training,
-            "step_s": ended - training + rolled_out - started,
-            "checkpoint_s": self._checkpoint_s,
-            "decoded_tokens": rollout_times.decoded_tokens,
-            "response_tokens": rollout_times.response_tokens,
+            metric.ROLLOUT_S: rollout_times.rollout_s,
+            metric.VERIFY_S: rollout_times.engine.verify_s,
+            metric.TRAIN_S: ended - training,
+            metric.STEP_S: ended - training + rolled_out - started,
+            metric.CHECKPOINT_S: self._checkpoint_s,
+            metric.DECODED_TOKENS: rollout_times.decoded_tokens,
+            metric.RESPONSE_TOKENS: rollout_times.response_tokens,
             **metrics,
         }
         self._checkpoint_s = 0.0
@@ -344,11 +349,11 @@ class Trainer:
                  for g in group]  # fmt: skip
         tokens = sum(len(g.tokens) for _, g in pairs)
         metrics = {
-            "heldout_accuracy": float(np.mean([reward(p, g.tokens) for p, g in pairs])),
-            "heldout_length": tokens / len(pairs),
-            "heldout_entropy": -float(sum(g.policy_logprobs.sum() for _, g in pairs)) / tokens,
-            "heldout_tokens": tokens,
-            "heldout_decode_s": self.generation.heldout_s,
+            metric.HELDOUT_ACCURACY: float(np.mean([reward(p, g.tokens) for p, g in pairs])),
+            metric.HELDOUT_LENGTH: tokens / len(pairs),
+            metric.HELDOUT_ENTROPY: -float(sum(g.policy_logprobs.sum() for _, g in pairs)) / tokens,
+            metric.HELDOUT_TOKENS: tokens,
+            metric.HELDOUT_DECODE_S: self.generation.heldout_s,
         }
         if algorithm.val_kl_to_start:
             samples = [Sample.to_score(p.prompt, g.tokens) for p, g in pairs]
@@ -356,7 +361,7 @@ class Trainer:
             now = np.concatenate(self.policy.logprobs(samples))
             start = np.concatenate(self.policy.reference_logprobs(samples))
             self.policy.offload()
-            metrics["heldout_kl_to_start"] = float((now - start).mean())
+            metrics[metric.HELDOUT_KL_TO_START] = float((now - start).mean())
         return metrics
 
     # --- the disk -----------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from nemo_specrl.monitoring import names as metric
 from nemo_specrl.trainer.recipe import LossConfig
 
 __all__ = ["clipped_value_loss", "gae", "group_advantages", "policy_loss", "token_weights"]
@@ -111,13 +112,13 @@ def policy_loss(
     stopped = (ratio * advantages > clipped * advantages) & inside
     if importance is not None:
         loss = loss * importance
-    sums = {"clip_fraction": (stopped * weights).sum(), "ratio": (ratio * weights).sum()}
+    sums = {metric.CLIP_FRACTION: (stopped * weights).sum(), metric.RATIO: (ratio * weights).sum()}
     if reference is not None:
         # k3 (http://joschu.net/blog/kl-approx.html), as NeMo-RL's reference_policy_kl_type.
         difference = torch.where(inside, reference - logprobs, torch.zeros_like(logprobs))
         kl = difference.exp() - difference - 1
         loss = loss + config.reference_policy_kl_penalty * kl
-        sums["kl"] = (kl * weights).sum()
+        sums[metric.KL] = (kl * weights).sum()
     return (loss * weights).sum(), {name: value.detach() for name, value in sums.items()}
 
 

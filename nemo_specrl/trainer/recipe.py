@@ -29,7 +29,16 @@ from nemo_specrl.trainer.vllm_kwargs import check_vllm_kwargs
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Algorithm", "Recipe", "load_recipe", "model_folder"]
+__all__ = [
+    "ColocatedConfig",
+    "LossConfig",
+    "OptimizerConfig",
+    "PolicyConfig",
+    "Recipe",
+    "ValueConfig",
+    "load_recipe",
+    "model_folder",
+]
 
 
 MAX_PER_NODE = 1024

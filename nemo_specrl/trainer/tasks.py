@@ -19,9 +19,14 @@ from functools import cache
 from typing import Protocol
 
 __all__ = [
+    "BOS",
+    "EOS",
+    "PAD",
     "TASKS",
     "VOCABULARY",
     "Problem",
+    "Sorting",
+    "Sum",
     "decode",
     "encode",
     "heldout_problems",

@@ -8,7 +8,7 @@ from typing import Any
 
 from nemo_specrl.config import MAX_COUNT, WrongKey
 
-__all__ = ["SET_BY_RECIPE", "check_vllm_kwargs"]
+__all__ = ["check_vllm_kwargs"]
 
 SET_BY_RECIPE = {
     "model": "policy.model_name",

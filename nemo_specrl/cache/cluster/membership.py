@@ -31,17 +31,7 @@ from nemo_specrl.cache.cluster.placement import Table, moves, place
 from nemo_specrl.cache.snapshot import partition_of
 from nemo_specrl.rollout import Finish, Rollout
 
-__all__ = [
-    "Copy",
-    "Health",
-    "Membership",
-    "Recency",
-    "Routing",
-    "View",
-    "missing_writes",
-    "newest",
-    "recency",
-]
+__all__ = ["Copy", "Health", "Membership", "Routing", "View", "missing_writes", "newest", "recency"]
 
 Recency = tuple[int, int, int, bool, int]
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from nemo_specrl.rollout import Finish, Rollout
 
-__all__ = ["RENEW_SECONDS", "ROW_SECONDS", "SampleClaims"]
+__all__ = ["CLAIM_SECONDS", "RENEW_SECONDS", "ROW_SECONDS", "SampleClaims"]
 
 CLAIM_SECONDS = 120.0
 """How long a claim holds that nobody renews: its client has died, or does not know of it."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import xxhash
 
-__all__ = ["Identity", "read_identity", "write_identity"]
+__all__ = ["IDENTITY_FILE", "Identity", "read_identity", "write_identity"]
 
 IDENTITY_FILE = "shard"
 

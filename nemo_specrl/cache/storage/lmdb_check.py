@@ -26,7 +26,7 @@ import lmdb
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["PageFile", "Tree"]
+__all__ = ["PageFile"]
 
 Pages = npt.NDArray[np.int64]
 _BRANCH, _LEAF, _OVERFLOW, _META = 1, 2, 4, 8

@@ -31,7 +31,7 @@ from nemo_specrl.errors import ForeignStore, StoreUnavailable
 from nemo_specrl.files import FILE_MODE, sync_folder
 from nemo_specrl.rollout import KEY_BYTES
 
-__all__ = ["Reader", "Tables", "Writer"]
+__all__ = ["Reader", "Tables"]
 
 _PAGE_HEADER = 16
 _NODE_HEADER = 8

@@ -19,7 +19,7 @@ from nemo_specrl.errors import StoreInUse, StoreUnavailable
 from nemo_specrl.files import FILE_MODE, FOLDER_MODE, as_cache_errors
 from nemo_specrl.rollout import KEY_BYTES
 
-__all__ = ["FolderLock", "holder"]
+__all__ = ["LOCK_FILE", "FolderLock", "holder"]
 
 LOCK_FILE = "lock"
 # The file: the holder's pid; the prompt it reads or writes, and whether it is doing so; the same

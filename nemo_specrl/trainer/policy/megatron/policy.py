@@ -17,6 +17,7 @@ import ray
 import torch
 
 from nemo_specrl.errors import CheckpointError, PolicyError
+from nemo_specrl.monitoring import names as metric
 from nemo_specrl.trainer.losses import token_weights
 from nemo_specrl.trainer.policy.base import Float32Array, Sample, to_tensor
 from nemo_specrl.trainer.policy.megatron.weights import (
@@ -156,7 +157,12 @@ class MegatronPolicy:
         # A response without advantage has no gradient: it only counts in the means.
         penalty = self.loss.reference_policy_kl_penalty > 0
         live = [i for i, s in enumerate(samples) if penalty or np.any(s.advantages)]
-        sums = {"loss": 0.0, "clip_fraction": 0.0, "ratio": 0.0, "grad_norm": 0.0}
+        sums = {
+            metric.LOSS: 0.0,
+            metric.CLIP_FRACTION: 0.0,
+            metric.RATIO: 0.0,
+            metric.GRAD_NORM: 0.0,
+        }
         if live:
             dealt = self._deal(live, samples)
             returned = self._each(
@@ -164,7 +170,7 @@ class MegatronPolicy:
                 lambda dp: ([samples[i] for i in dealt[dp]], [weights[i] for i in dealt[dp]]),
             )
             for _, metrics in self._reports(returned):
-                sums["grad_norm"] = metrics.pop("grad_norm")
+                sums[metric.GRAD_NORM] = metrics.pop(metric.GRAD_NORM)
                 for name, value in metrics.items():
                     sums[name] = sums.get(name, 0.0) + value
         self.updates += 1

@@ -22,6 +22,7 @@ import torch
 import torch.distributed
 
 from nemo_specrl.errors import CheckpointError, last_line
+from nemo_specrl.monitoring import names as metric
 from nemo_specrl.trainer.checkpoint import unwritable
 from nemo_specrl.trainer.divergence import first_not_finite
 from nemo_specrl.trainer.policy.base import Float32Array, Sample, to_array
@@ -173,7 +174,7 @@ class MegatronRank:
         """
         sums = self.accumulate(samples, weights)
         _, grad_norm, _ = self.optimizer.step()
-        return sums | {"grad_norm": float(grad_norm)} if self._reports else None
+        return sums | {metric.GRAD_NORM: float(grad_norm)} if self._reports else None
 
     def accumulate(self, samples: Sequence[Sample], weights: Sequence[float]) -> dict[str, float]:
         """Compute the gradients of an optimizer step, summed over the replicas."""

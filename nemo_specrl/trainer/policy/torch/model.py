@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nemo_specrl.errors import ConfigError
+from nemo_specrl.monitoring import names as metric
 from nemo_specrl.trainer.losses import policy_loss
 from nemo_specrl.trainer.policy.base import Float32Array, Sample
 from nemo_specrl.trainer.recipe import LossConfig, OptimizerConfig, model_folder
@@ -182,7 +183,7 @@ class MicroBatch:
             importance=importance,
             reference=reference,
         )
-        return loss, {"loss": loss.item()} | {name: v.item() for name, v in logged.items()}
+        return loss, {metric.LOSS: loss.item()} | {name: v.item() for name, v in logged.items()}
 
 
 def train_in_steps(

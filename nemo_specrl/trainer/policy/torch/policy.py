@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from nemo_specrl.monitoring import names as metric
 from nemo_specrl.trainer.divergence import first_not_finite
 from nemo_specrl.trainer.losses import token_weights
 from nemo_specrl.trainer.policy.base import Float32Array, Sample
@@ -86,7 +87,7 @@ class TorchPolicy:
         weight = {id(s): w for s, w in zip(samples, weights, strict=True)}
         # A response without advantage has no gradient: it only counts in the means.
         live = [s for s in samples if self.reference is not None or np.any(s.advantages)]
-        sums: dict[str, float] = {"loss": 0.0, "clip_fraction": 0.0, "ratio": 0.0}
+        sums: dict[str, float] = {metric.LOSS: 0.0, metric.CLIP_FRACTION: 0.0, metric.RATIO: 0.0}
         self.optimizer.zero_grad(set_to_none=True)
         for batch in MicroBatch.split(live, self.config.train_micro_batch_size):
             reference = None
@@ -97,12 +98,12 @@ class TorchPolicy:
             torch.autograd.backward(loss)
             for name, value in logged.items():
                 sums[name] = sums.get(name, 0.0) + value
-        sums["grad_norm"] = 0.0
+        sums[metric.GRAD_NORM] = 0.0
         if live:
             norm = torch.nn.utils.clip_grad_norm_(
                 self.model.parameters(), self.config.max_grad_norm
             )
-            sums["grad_norm"] = norm.item()
+            sums[metric.GRAD_NORM] = norm.item()
             self.optimizer.step()
         self.updates += 1
         return sums

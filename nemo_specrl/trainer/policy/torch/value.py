@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from nemo_specrl.monitoring import names as metric
 from nemo_specrl.trainer.divergence import first_not_finite
 from nemo_specrl.trainer.losses import clipped_value_loss
 from nemo_specrl.trainer.policy.base import Float32Array, Sample
@@ -72,7 +73,7 @@ class TorchValueModel:
             loss_sum += loss.item()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
-        return {"value_loss": loss_sum}
+        return {metric.VALUE_LOSS: loss_sum}
 
     def not_finite(self) -> str | None:
         """Name of a parameter that is not finite; see :meth:`ValueModel.not_finite`."""
