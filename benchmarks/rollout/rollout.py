@@ -1,9 +1,10 @@
 r"""Compare what rollouts cost with each method of speculation, policies and prompts being the same.
 
-    .venv/bin/python benchmarks/rollout.py --out results/rollout
-    .venv/bin/python benchmarks/rollout.py --out results/rollout --tasks sorting --arms tree
-    .venv/bin/python benchmarks/rollout.py --out results/rollout --sequences --groups 4 16 64 256
-    .venv/bin/python benchmarks/rollout.py --report benchmarks/results/rollout.json
+    .venv/bin/python -m benchmarks.rollout.rollout --out results/rollout
+    .venv/bin/python -m benchmarks.rollout.rollout --out results/rollout --tasks sorting --arms tree
+    .venv/bin/python -m benchmarks.rollout.rollout --out results/rollout --sequences \
+        --groups 4 16 64 256
+    .venv/bin/python -m benchmarks.rollout.rollout --report benchmarks/results/rollout.json
 
 A plain GRPO training is recorded once (``recording.py``): the weights with which each epoch begins.
 Every arm then rolls out the same prompts under the same weights, epoch by epoch with an engine and
@@ -21,7 +22,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from arms import (
+from benchmarks.rollout.tables import chart, report
+from benchmarks.shared.arms import (
     ARMS,
     LOSSLESS,
     PLAIN,
@@ -34,9 +36,8 @@ from arms import (
     in_own_process,
     recorded,
 )
-from recording import TASKS
-from records import merged, present, read
-from rollout_tables import chart, report
+from benchmarks.shared.recording import TASKS
+from benchmarks.shared.records import merged, present, read
 
 MEASURED = ("task", "sequences", "group", "seed", "of_groups")
 """Rows with the same of these are of one measurement."""

@@ -1,6 +1,6 @@
 r"""Rollout seconds of NeMo-RL's own GRPO job on a CPU, with ``spec_rl.enabled`` false and true.
 
-    NEMO_RL_HOME=DIR .venv-nemo-0.25.1/bin/python -m benchmarks.nemo_rl_overhead \
+    NEMO_RL_HOME=DIR .venv-nemo-0.25.1/bin/python -m benchmarks.nemo_rl.nemo_rl_overhead \
         --out benchmarks/results/nemo_rl_overhead.json
 
 Runs the job of tests/nemo_rl (NeMo-RL's real ``setup`` and trainer, two vLLM engines) with the
@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.records import Chart, outputs, present, read, save
+from benchmarks.shared.records import Chart, outputs, present, read, save
 from tests.support.nemo_rl.jobs import HOME, Job
 
 SIDES = ("off", "on")

@@ -1,8 +1,8 @@
 r"""The demo over several seeds: what plain training and each preset learn, and how fast.
 
-    .venv/bin/python benchmarks/demo_seeds.py --json results/demo_seeds.json
-    .venv/bin/python benchmarks/demo_seeds.py --json results/demo_seeds.json --seeds 1 2 3 \
-        --sides plain lossless faithful
+    .venv/bin/python -m benchmarks.fidelity.demo_seeds --json results/demo_seeds.json
+    .venv/bin/python -m benchmarks.fidelity.demo_seeds --json results/demo_seeds.json \
+        --seeds 1 2 3 --sides plain lossless faithful
 
 Runs ``nemo-specrl train`` for each seed and side (resumable), two at once and one a core, so that
 the sides of a seed meet the machine at the same speeds, and prints the tables of docs/demo.md. With
@@ -19,9 +19,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cores import Cores
-from records import Chart, half_width, merged, present, read
-
+from benchmarks.shared.cores import Cores
+from benchmarks.shared.records import Chart, half_width, merged, present, read
 from nemo_specrl.monitoring.metrics_file import read_metrics
 from nemo_specrl.monitoring.report import write_comparison
 

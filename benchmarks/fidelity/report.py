@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fidelity_settings import GRIDS, LENIENCE, PLAIN, SETTINGS, SHOWN, VARIANTS
-from records import COLOURS, half_width, merged, read
 
+from benchmarks.fidelity.settings import GRIDS, LENIENCE, PLAIN, SETTINGS, SHOWN, VARIANTS
+from benchmarks.shared.records import COLOURS, half_width, merged, read
 from nemo_specrl.monitoring.metrics_file import read_lines, read_metrics
 
 # What is kept of a run, by epoch: the mean over its steps, or what an evaluation at its end gave.
@@ -20,7 +20,7 @@ MEANS = (
     *("reward_std_in_group", "groups_without_advantage", "clip_fraction"),
 )
 COUNTS = "counts.jsonl"
-"""File of a run with what ``fidelity_train.py`` counts."""
+"""File of a run with what ``train.py`` counts."""
 COUNTED = ("rollout_cpu_s", "engine_steps")
 SUMS = ("rollout_s", "verify_s", "train_s", "step_s", "decoded_tokens", "response_tokens")
 KEYS = ("setting", "variant", "seed", "epoch")

@@ -1,6 +1,6 @@
 """``nemo-specrl train`` that also counts what rollouts take, for ``fidelity.py``.
 
-    .venv/bin/python benchmarks/fidelity_train.py COUNTS.jsonl RECIPE [KEY=VALUE ...]
+    .venv/bin/python -m benchmarks.fidelity.train COUNTS.jsonl RECIPE [KEY=VALUE ...]
 
 Appends a line for each batch of rollouts: steps of the engine, and processor seconds of this
 process, in which the engine is. What else the machine does changes those less than a clock's.

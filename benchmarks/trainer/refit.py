@@ -1,8 +1,8 @@
 """Seconds and memory of refits: from Megatron ranks to a vLLM engine, or to several.
 
-    .venv/bin/python benchmarks/refit.py --out results/refit.json
-    .venv/bin/python benchmarks/refit.py --out results/refit.json --layout 2x1x1 --random
-    .venv/bin/python benchmarks/refit.py --out results/refit.json --layout 2x1x1 --engines 2
+    .venv/bin/python -m benchmarks.trainer.refit --out results/refit.json
+    .venv/bin/python -m benchmarks.trainer.refit --out results/refit.json --layout 2x1x1 --random
+    .venv/bin/python -m benchmarks.trainer.refit --out results/refit.json --layout 2x1x1 --engines 2
 
 One engine is in the driver's process, unless ``--engines`` gives each a process of its own.
 Without ``--random`` the model is that of the recipe, with ``--untied`` its copy with an output
@@ -26,8 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from records import Chart, merged, outputs, present, read
-
+from benchmarks.shared.records import Chart, merged, outputs, present, read
 from nemo_specrl.engine.vllm.compat import local_cpu_environment
 
 local_cpu_environment()

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gpu_model import (
+
+from benchmarks.gpu.model import (
     LOSSLESS,
     Fixed,
     Size,
@@ -31,7 +32,6 @@ from gpu_model import (
     start_peak,
     write_config,
 )
-
 from nemo_specrl import Finish, Rollout, SpecRLConfig, SpeculativeLLM, prompt_key
 from nemo_specrl.engine.prefix.verification import proved_logprobs, sampled_values
 from nemo_specrl.engine.vllm.compat import has_custom_proposers, prompt_logprob_bytes
@@ -103,7 +103,7 @@ class Bench:
         return {name: llm.collective_rpc(runner_name)[0] for name, llm in self._engines.items()}
 
     def set_weights(self, name: str, scale: float, drift: float = 0.0) -> None:
-        """Give an engine a policy (``gpu_model.give_weights``) and an empty prefix cache."""
+        """Give an engine a policy (``model.give_weights``) and an empty prefix cache."""
         llm = self.engine(name)
         if self._weights.get(name) != (scale, drift):
             give_weights(llm, self.size.shape, scale, drift)

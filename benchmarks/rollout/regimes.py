@@ -1,7 +1,7 @@
 r"""Are drafts as long as they are worth it ever slower than plain decoding, or fixed lengths?
 
-    .venv/bin/python benchmarks/regimes.py --out results/regimes
-    .venv/bin/python benchmarks/regimes.py --report benchmarks/results/regimes.json
+    .venv/bin/python -m benchmarks.rollout.regimes --out results/regimes
+    .venv/bin/python -m benchmarks.rollout.regimes --report benchmarks/results/regimes.json
 
 Drafts of the trees end where a token is not worth its verification, by what an engine has measured
 (speculation/adaptive_length.py). This measures fixed chances of being accepted beside it, at which
@@ -19,7 +19,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from arms import (
+from benchmarks.shared.arms import (
     ADAPTIVE_LENGTHS,
     ARMS,
     PLAIN,
@@ -32,8 +32,8 @@ from arms import (
     recorded,
     scatter,
 )
-from recording import TASKS
-from records import Chart, merged, present, read
+from benchmarks.shared.recording import TASKS
+from benchmarks.shared.records import Chart, merged, present, read
 
 FIXED = (0.1, 0.2, 0.4, 0.6)
 """Chances below which a draft ends."""

@@ -1,7 +1,8 @@
 r"""Predict the rollouts of an 8B policy on 8 to 1,024 GPUs in the simulated engine.
 
-    .venv/bin/python benchmarks/simulate_8b.py --out benchmarks/results/simulator_8b.json
-    .venv/bin/python benchmarks/simulate_8b.py --report benchmarks/results/simulator_8b.json
+    .venv/bin/python -m benchmarks.simulation.simulate_8b --out benchmarks/results/simulator_8b.json
+    .venv/bin/python -m benchmarks.simulation.simulate_8b \
+        --report benchmarks/results/simulator_8b.json
 
 Nothing here is measured by this project. Lengths are drawn, what drafts bring is taken from
 publications, and what a step costs from the size of the model and the data sheet of the GPU. The
@@ -14,8 +15,8 @@ import argparse
 from typing import Any
 
 import numpy as np
-from records import Chart, outputs, present, read, save
 
+from benchmarks.shared.records import Chart, outputs, present, read, save
 from nemo_specrl.config import PRESETS
 from nemo_specrl.engine.load_balance import balanced_order
 from nemo_specrl.simulation.simulated_engine import FEATURES, Engine, Request, run, verifying

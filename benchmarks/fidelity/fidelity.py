@@ -1,11 +1,12 @@
 r"""Does reuse learn what plain training learns? Variants and seeds on the embedded trainer.
 
-    .venv/bin/python benchmarks/fidelity.py --out results/fidelity
-    .venv/bin/python benchmarks/fidelity.py --out results/fidelity --grid presets --seeds 1 2 3
-    .venv/bin/python benchmarks/fidelity.py --out results/fidelity \
+    .venv/bin/python -m benchmarks.fidelity.fidelity --out results/fidelity
+    .venv/bin/python -m benchmarks.fidelity.fidelity --out results/fidelity \
+        --grid presets --seeds 1 2 3
+    .venv/bin/python -m benchmarks.fidelity.fidelity --out results/fidelity \
         --report benchmarks/results/fidelity
 
-Each run is a ``nemo-specrl train`` (``fidelity_train.py``) in DIR/SETTING/VARIANT/SEED, which goes
+Each run is a ``nemo-specrl train`` (through ``train.py``) in DIR/SETTING/VARIANT/SEED, which goes
 on from its checkpoint when it is started again; runs that are done are not repeated, so that a grid
 may be made in pieces and in any order. Data (``.json``), pictures (``-SETTING.png``) and tables for
 docs/laboratory.md are made of what is there: in DIR, or where ``--report`` says, which runs nothing
@@ -18,9 +19,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from cores import Cores
-from fidelity_report import COUNTS, report
-from fidelity_settings import CONFIGS, GRIDS, PROMPTS_PER_STEP, SETTINGS, VARIANTS
+from benchmarks.fidelity.report import COUNTS, report
+from benchmarks.fidelity.settings import CONFIGS, GRIDS, PROMPTS_PER_STEP, SETTINGS, VARIANTS
+from benchmarks.shared.cores import Cores
 
 
 def train(
@@ -31,7 +32,7 @@ def train(
     a, config = s.block, CONFIGS[s.algorithm]
     folder = out / setting / variant / str(seed)
     arguments = [
-        *(str(Path(__file__).with_name("fidelity_train.py")), str(folder / COUNTS), config),
+        *("-m", "benchmarks.fidelity.train", str(folder / COUNTS), config),
         f"{a}.num_prompts_per_step={PROMPTS_PER_STEP}",
         f"data.num_prompts={s.prompts}",
         f"{a}.max_num_epochs={s.epochs}",
@@ -63,14 +64,14 @@ def main() -> None:
         nargs="+",
         choices=SETTINGS,
         metavar="NAME",
-        help="only these (fidelity_settings.py)",
+        help="only these (settings.py)",
     )
     parser.add_argument(
         "--variants",
         nargs="+",
         choices=VARIANTS,
         metavar="NAME",
-        help="only these (fidelity_settings.py)",
+        help="only these (settings.py)",
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side, one a core at most")

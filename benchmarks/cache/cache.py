@@ -1,6 +1,6 @@
 """Speed of one rollout store, beside the raw speed of the machine's disk and memory.
 
-    .venv/bin/python benchmarks/cache.py --dir /raid/somewhere --out results/cache.json
+    .venv/bin/python -m benchmarks.cache.cache --dir /raid/somewhere --out results/cache.json
 
 MB are 10^6 bytes of encoded records: what is counted is what a store keeps of a rollout, without
 LMDB's pages around it. Each figure is the median of several runs; the seconds of the processor
@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from records import Chart, outputs, present, read, save
 
+from benchmarks.shared.records import Chart, outputs, present, read, save
 from nemo_specrl import Finish, Rollout, RolloutStore, prompt_key
 from nemo_specrl.cache.cluster.shard import Shard
 from nemo_specrl.cache.codec import encode_all
@@ -219,7 +219,7 @@ def benchmark(folder: Path, prompts: int, tokens: int, runs: int) -> dict[str, A
     waited = pauses(path, folder, prompts, runs)
     memory = subprocess.run(
         [
-            *(sys.executable, __file__, "--memory-of", str(path)),
+            *(sys.executable, "-m", "benchmarks.cache.cache", "--memory-of", str(path)),
             *("--prompts", str(prompts), "--tokens", str(tokens)),
         ],
         capture_output=True,

@@ -1,13 +1,13 @@
 r"""Rollouts on a GPU: verification, prefix reuse, lossless drafting and memory, in ratios.
 
-    pip install --no-deps -e . && python benchmarks/gpu_rollout.py --out results/gpu.json
-    .venv/bin/python benchmarks/gpu_rollout.py --size tiny --out results/gpu_tiny.json
-    .venv/bin/python benchmarks/gpu_rollout.py --report results/gpu.json --plot results/gpu.png
+    pip install --no-deps -e . && python -m benchmarks.gpu.gpu_rollout --out results/gpu.json
+    .venv/bin/python -m benchmarks.gpu.gpu_rollout --size tiny --out results/gpu_tiny.json
+    .venv/bin/python -m benchmarks.gpu.gpu_rollout --report results/gpu.json --plot results/gpu.png
 
 Needs a Hopper GPU of 80 GB and vLLM 0.20 to 0.25; beside what vLLM brings, only xxhash and the
 compiled part of this package. Downloads nothing: a model of the shape of Qwen3-8B gets random
-weights (``gpu_model.py``). Plain decoding on vLLM's V2 model runner is what all is compared with;
-the tree proposer runs on V1, in an engine beside it. ``gpu_points.py`` has the comparisons.
+weights (``model.py``). Plain decoding on vLLM's V2 model runner is what all is compared with;
+the tree proposer runs on V1, in an engine beside it. ``points.py`` has the comparisons.
 
 Every point goes to the file when it is measured. After ``--minutes`` the script ends; started again
 with the same file, it measures what is missing. ``--size tiny`` does all of it on a CPU; on a GPU,
@@ -31,13 +31,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # a checkout; the engines inherit it
-
-from gpu_model import SIZES, Size, on_gpu, size_of
-from gpu_points import Bench
-from gpu_report import draw, print_report
-from records import machine
-
+from benchmarks.gpu.model import SIZES, Size, on_gpu, size_of
+from benchmarks.gpu.points import Bench
+from benchmarks.gpu.report import draw, print_report
+from benchmarks.shared.records import machine
 from nemo_specrl.engine.vllm.compat import check_version, local_cpu_environment
 from nemo_specrl.errors import SpecRLError
 

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from engines import Arm, Turns, by_processor_time, of_steps
-from recording import recipe_of, record, weights
 
+from benchmarks.shared.engines import Arm, Turns, by_processor_time, of_steps
+from benchmarks.shared.recording import recipe_of, record, weights
 from nemo_specrl.engine.vllm.compat import local_cpu_environment
 from nemo_specrl.errors import SpecRLError
 from nemo_specrl.rollout import Rollout

@@ -6,9 +6,9 @@ import math
 import statistics
 from typing import Any
 
-from arms import PLAIN, scatter
-from recording import TASKS
-from records import Chart
+from benchmarks.shared.arms import PLAIN, scatter
+from benchmarks.shared.recording import TASKS
+from benchmarks.shared.records import Chart
 
 PLACE = ("task", "sequences", "group", "seed", "epoch", "of_groups")
 """The keys that tell the rows of an arm apart."""

@@ -1,8 +1,10 @@
 r"""What a method of speculation gains, and on what that depends: one thing is varied at a time.
 
-    .venv/bin/python benchmarks/sweep.py --out results/sweep
-    .venv/bin/python benchmarks/sweep.py --out results/sweep --axes drift --all --seeds 1 2 3
-    .venv/bin/python benchmarks/sweep.py --report benchmarks/results/sweep.json --plot sweep.png
+    .venv/bin/python -m benchmarks.rollout.sweep --out results/sweep
+    .venv/bin/python -m benchmarks.rollout.sweep --out results/sweep --axes drift --all \
+        --seeds 1 2 3
+    .venv/bin/python -m benchmarks.rollout.sweep --report benchmarks/results/sweep.json \
+        --plot sweep.png
 
 At each point, plain decoding and each method roll out the same prompts for the second time. The
 first time was under the weights that a training began with, by plain decoding, whose rollouts all
@@ -21,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from arms import (
+from benchmarks.shared.arms import (
     ARMS,
     PLAIN,
     TREE,
@@ -34,7 +36,7 @@ from arms import (
     repeated_until,
     scatter,
 )
-from records import merged, read, show
+from benchmarks.shared.records import merged, read, show
 
 ROWS = 64
 """Rollouts of an epoch, at every point."""

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from recording import recipe_of
 
+from benchmarks.shared.recording import recipe_of
 from nemo_specrl.cache import store
 from nemo_specrl.engine import sync_engine
 from nemo_specrl.engine.sync_engine import STORE_SECONDS

@@ -1,7 +1,7 @@
 r"""Compare what the simulator predicts with what the real engine does.
 
-    .venv/bin/python benchmarks/simulate.py --out results/simulate
-    .venv/bin/python benchmarks/simulate.py --report benchmarks/results/simulator.json
+    .venv/bin/python -m benchmarks.simulation.simulate --out results/simulate
+    .venv/bin/python -m benchmarks.simulation.simulate --report benchmarks/results/simulator.json
 
 The policies are those of ``recording.py``. Each method rolls out the same prompts under the same
 weights, first a cold epoch, then a warm one. The simulator is given what plain decoding recorded
@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from arms import (
+
+from benchmarks.shared.arms import (
     ARMS,
     PLAIN,
     TREE,
@@ -33,9 +34,8 @@ from arms import (
     recorded,
     repeated_until,
 )
-from recording import TASKS, recipe_of
-from records import Chart, present, read, save
-
+from benchmarks.shared.recording import TASKS, recipe_of
+from benchmarks.shared.records import Chart, present, read, save
 from nemo_specrl.config import PRESETS
 from nemo_specrl.rollout import prompt_key
 from nemo_specrl.simulation.prediction import REJECTIONS

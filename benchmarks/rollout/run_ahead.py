@@ -1,6 +1,6 @@
 """Measure what run-ahead gains and costs: the demo's rollouts with and without it, same seeds.
 
-    .venv/bin/python benchmarks/run_ahead.py --out results/run_ahead.json
+    .venv/bin/python -m benchmarks.rollout.run_ahead --out results/run_ahead.json
 
 Batches of sorting problems, 16 prompts with eight rows each, through ``SpeculativeLLM`` with
 ``preset: lossless``; two epochs, weights unchanged. For each epoch, with and without run-ahead:
@@ -21,10 +21,10 @@ from operator import itemgetter
 from typing import Any
 
 import numpy as np
-from arms import in_own_process
-from engines import Steps, Turns, by_processor_time, of_steps
-from records import Chart, outputs, present, read, rounded, save
 
+from benchmarks.shared.arms import in_own_process
+from benchmarks.shared.engines import Steps, Turns, by_processor_time, of_steps
+from benchmarks.shared.records import Chart, outputs, present, read, rounded, save
 from nemo_specrl import RolloutStore, SpecRLConfig, SpeculativeLLM
 from nemo_specrl.engine.drafters.selection import engine_options
 from nemo_specrl.engine.vllm.compat import local_cpu_environment

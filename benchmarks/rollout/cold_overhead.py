@@ -1,6 +1,6 @@
 """Overhead of speculation where it cannot help: rollouts with a cache that never hits.
 
-    .venv/bin/python benchmarks/cold_overhead.py --out results/cold_overhead.json
+    .venv/bin/python -m benchmarks.rollout.cold_overhead --out results/cold_overhead.json
 
 Pairs of the same batch of new prompts, once through ``vllm.LLM.generate`` and once through
 ``SpeculativeLLM`` on a real store. The two engines take turns, some steps each. The figure is the
@@ -18,9 +18,8 @@ import tempfile
 import time
 from typing import Any
 
-from engines import Steps, Turns, by_processor_time
-from records import Chart, outputs, present, read, save
-
+from benchmarks.shared.engines import Steps, Turns, by_processor_time
+from benchmarks.shared.records import Chart, outputs, present, read, save
 from nemo_specrl import RolloutStore, SpecRLConfig, SpeculativeLLM
 from nemo_specrl.engine.vllm.compat import local_cpu_environment
 from nemo_specrl.trainer.tasks import EOS, problems

@@ -1,6 +1,6 @@
 """How much faster a killed run redoes its lost steps than it did them first.
 
-    .venv/bin/python benchmarks/resume.py --out results/resume.json
+    .venv/bin/python -m benchmarks.trainer.resume --out results/resume.json
 
 A trainer without a checkpoint is killed by SIGKILL after some steps and started again, several
 times from the beginning. The ``rollout_s`` of each lost step when it is made again is compared with
@@ -18,8 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from records import Chart, outputs, present, read, save
-
+from benchmarks.shared.records import Chart, outputs, present, read, save
 from nemo_specrl.monitoring.metrics_file import read_metrics
 
 RECIPE = "examples/configs/grpo_sort_cpu.yaml"

@@ -21,7 +21,7 @@ from nemo_specrl.trainer.recipe import Recipe, load_recipe, model_folder
 if TYPE_CHECKING:
     import torch
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
