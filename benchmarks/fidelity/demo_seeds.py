@@ -5,9 +5,9 @@ r"""The demo over several seeds: what plain training and each preset learn, and 
         --seeds 1 2 3 --sides plain lossless faithful
 
 Runs ``nemo-specrl train`` for each seed and side (resumable), two at once and one a core, so that
-the sides of a seed meet the machine at the same speeds, and prints the tables of docs/demo.md. With
-``--compare DIR``, the folder of ``nemo-specrl compare``, that comparison's picture is drawn again
-with the seeds in it.
+the sides of a seed meet the machine at the same speeds, and prints the tables of
+docs/evidence/demo.md. With ``--compare DIR``, the folder of ``nemo-specrl compare``, that
+comparison's picture is drawn again with the seeds in it.
 """
 
 from __future__ import annotations

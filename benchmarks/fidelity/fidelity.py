@@ -9,8 +9,9 @@ r"""Does reuse learn what plain training learns? Variants and seeds on the embed
 Each run is a ``nemo-specrl train`` (through ``train.py``) in DIR/SETTING/VARIANT/SEED, which goes
 on from its checkpoint when it is started again; runs that are done are not repeated, so that a grid
 may be made in pieces and in any order. Data (``.json``), pictures (``-SETTING.png``) and tables for
-docs/laboratory.md are made of what is there: in DIR, or where ``--report`` says, which runs nothing
-unless there is a ``--grid``. Of ``--jobs`` runs side by side, each has cores of its own.
+docs/evidence/laboratory.md are made of what is there: in DIR, or where ``--report`` says, which
+runs nothing unless there is a ``--grid``. Of ``--jobs`` runs side by side, each has cores of its
+own.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ r"""Predict the rollouts of an 8B policy on 8 to 1,024 GPUs in the simulated eng
 
 Nothing here is measured by this project. Lengths are drawn, what drafts bring is taken from
 publications, and what a step costs from the size of the model and the data sheet of the GPU. The
-inputs, with their sources, are in docs/performance.md.
+inputs, with their sources, are in docs/evidence/simulation.md.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ TABLES = [
     ("rollout.regimes", "regimes.json", "lossless.md"),
     ("rollout.run_ahead", "run_ahead.json", "lossless.md"),
     ("simulation.simulate", "simulator.json", "simulation.md"),
-    ("simulation.simulate_8b", "simulator_8b.json", "performance.md"),
+    ("simulation.simulate_8b", "simulator_8b.json", "simulation.md"),
 ]
 """Script, its data, and the page that has its tables."""
 REPORTED = [
@@ -39,7 +39,7 @@ def report(script, data, picture):
 @pytest.mark.parametrize(("script", "data", "page"), TABLES)
 def test_the_tables_of_the_pages_are_those_of_the_data(script, data, page, tmp_path):
     lines = report(script, data, tmp_path / "plot.png")
-    text = (REPOSITORY / "docs" / page).read_text().splitlines()
+    text = (REPOSITORY / "docs/evidence" / page).read_text().splitlines()
     assert len(lines) > 2
     assert [line for line in lines if line not in text] == []
 
@@ -49,7 +49,7 @@ def test_the_table_of_lenience_is_that_of_the_data(tmp_path):
     arguments = ("--out", tmp_path / "none", "--report", tmp_path / "fidelity")
     printed = run(*arguments, script="fidelity.fidelity").partition("\nLenience\n")[2]
     lines = [line for line in printed.splitlines() if line.startswith("| ")]
-    text = (REPOSITORY / "docs/laboratory.md").read_text().splitlines()
+    text = (REPOSITORY / "docs/evidence/laboratory.md").read_text().splitlines()
     assert len(lines) == 1 + 2 * 7  # two tasks: plain, and six values
     assert [line for line in lines if line not in text] == []
 
