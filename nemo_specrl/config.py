@@ -152,7 +152,7 @@ QUANTITIES = ("reward", "length", "logprob")
 
 
 class MonitorConfig(Block):
-    """The drift monitor, which compares reused rows with fresh ones (docs/fidelity.md)."""
+    """The drift monitor, which compares reused rows with fresh ones (docs/guide/presets.md)."""
 
     enabled: bool = True
     reward_tolerance: float = Field(default=0.05, ge=0)
@@ -186,7 +186,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "faithful": {"lenience": 1.0, "clip_anchor": "current", "fresh_fraction": 0.2},
     "fast": {"lenience": math.exp(0.5), "clip_anchor": "current", "fresh_fraction": 0.05},
 }
-"""Values that each preset gives to the keys a recipe leaves out (reasons: docs/fidelity.md)."""
+"""Values that each preset gives to keys that a recipe leaves out (why: docs/guide/presets.md)."""
 _DEFAULT_PRESET: Final = "lossless"
 
 

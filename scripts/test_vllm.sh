@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run the engine's tests and a short training on a version of vLLM other than the default one, in an
-# environment of its own, .venv-vllm-VERSION. docs/versions.md has the results.
+# environment of its own, .venv-vllm-VERSION. docs/reference/versions.md has the results.
 #
 #   scripts/test_vllm.sh 0.25.1            # tests/engine, tests/speculation, three epochs
 #   scripts/test_vllm.sh 0.25.1 FILE ...   # these tests alone, as continuous integration does

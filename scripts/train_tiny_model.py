@@ -7,7 +7,7 @@
 
 ``--start`` goes on from a model. ``--any-order`` works through the letters of ``sorting`` in random
 order, so that a model comes to be unsure of its next step though not of its answer
-(benchmarks/recording.py).
+(benchmarks/shared/recording.py).
 
 Supervised training on worked problems (nemo_specrl/trainer/tasks.py) in which a share of the steps
 is wrong, so that the model ends at 35 to 50 % accuracy when it samples at temperature 1 and

@@ -47,7 +47,7 @@ REJECTIONS = (1.0, 0.7, 1.4, 2.0)
 """How many times as often as estimated prefix reuse may reject a token; the first is the estimate.
 It comes from contexts that rollouts of both epochs reached. In other contexts, tokens of the same
 log-prob were rejected as often with one policy and twice as often with another
-(docs/simulation.md)."""
+(docs/evidence/simulation.md)."""
 
 
 @dataclass(frozen=True)

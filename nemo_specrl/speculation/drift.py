@@ -240,7 +240,7 @@ class DriftMonitor:
         what = ", ".join(f"{name} {seen[name]:+.3f}" for name in self.drifting)
         return (
             f"reuse drifts, reused rows are not what the policy would write ({what}); raise "
-            "spec_rl.fresh_fraction, lower spec_rl.lenience, or see docs/fidelity.md"
+            "spec_rl.fresh_fraction, lower spec_rl.lenience, or see docs/guide/presets.md"
         )
 
     def state(self) -> dict[str, Any]:

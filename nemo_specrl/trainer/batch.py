@@ -60,7 +60,7 @@ class Batch:
         return [row for group in self.groups for row in group.generated]
 
     def metrics(self) -> dict[str, Any]:
-        """Rewards, lengths and diversity, by metric name (docs/trainer.md)."""
+        """Rewards, lengths and diversity, by metric name (docs/reference/metrics.md)."""
         rewards, rows = self.rewards, self.rows
         fresh = np.array([row.fresh for row in rows])
         flat = rewards.ravel()

@@ -131,7 +131,8 @@ class Trainer:
     def run(self) -> Iterator[dict[str, Any]]:
         """Train to the end, and yield the record of each step once it is in the log.
 
-        Records are described in docs/trainer.md. The run's files are closed when the iterator ends.
+        Records are described in docs/reference/metrics.md. The run's files are closed when the
+        iterator ends.
 
         Raises:
             ConfigError: a model, folder or engine option that cannot be used.

@@ -9,11 +9,11 @@ import time
 import numpy as np
 import psutil
 import pytest
-from engines import SLICE, Turns, of_steps
 from safetensors.torch import load_file
 
+from benchmarks.shared.engines import SLICE, Turns, of_steps
 from tests.conftest import REPOSITORY
-from tests.support.benchmarks import BENCHMARKS, SMALL_RECORDING, SMALL_TRAINING, run
+from tests.support.benchmarks import SMALL_RECORDING, SMALL_TRAINING, run
 
 ARMS = ["plain", "n-gram", "suffix", "tree", "fast, tree"]
 EPOCHS, PROMPTS, GROUP = 2, 2, 3
@@ -36,9 +36,9 @@ def result(tmp_path_factory):
 
 def test_what_a_benchmark_started_ends_with_it_even_if_it_is_killed():
     work = "import os, time; print(os.getpid(), flush=True); time.sleep(300)"
-    code = f"from arms import in_own_process; in_own_process(exec, {work!r})"
+    code = f"from benchmarks.shared.arms import in_own_process; in_own_process(exec, {work!r})"
     command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, cwd=BENCHMARKS, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE) as process:
         started = psutil.Process(int(process.stdout.readline()))
         process.kill()
     started.wait(30)
@@ -150,7 +150,7 @@ def test_a_training_for_the_study_of_fidelity_counts_its_rollouts(tmp_path):
         *("grpo.max_num_epochs=1", "grpo.val_at_start=false", "grpo.val_at_end=false"),
         "logger.tensorboard_enabled=false",
         *(f"logger.log_dir={tmp_path}", f"checkpointing.checkpoint_dir={tmp_path}"),
-        script="fidelity_train.py",
+        script="fidelity.train",
     )
     lines = [json.loads(line) for line in counts.read_text().splitlines()]
     assert [(line["step"], line["attempt"]) for line in lines] == [(1, 0), (2, 0)]
@@ -161,7 +161,7 @@ def test_a_training_for_the_study_of_fidelity_counts_its_rollouts(tmp_path):
 def test_one_store_is_measured_beside_disk_and_memory(tmp_path):
     out = tmp_path / "cache.json"
     small = ("--dir", tmp_path, "--prompts", 16, "--tokens", 50, "--runs", 2)
-    printed = run("--out", out, *small, script="cache.py")
+    printed = run("--out", out, *small, script="cache.cache")
     assert "| of the raw speed |" in printed
     timings = json.loads(out.read_text())["timings"]
     assert all(len(figures["runs"]) == 2 and figures["mb_s"] > 0 for figures in timings.values())
@@ -173,7 +173,7 @@ def test_the_demo_is_trained_with_each_side_of_a_seed(tmp_path):
     few = ("grpo.max_num_epochs=2", "grpo.max_val_samples=2", "grpo.val_period=2")
     small = ("--override", *SMALL_TRAINING, *few)
     out = tmp_path / "seeds.json"
-    printed = run("--out", tmp_path / "runs", "--json", out, *small, script="demo_seeds.py")
+    printed = run("--out", tmp_path / "runs", "--json", out, *small, script="fidelity.demo_seeds")
     assert "seed 1, plain: done" in printed and "seed 1, lossless: done" in printed
     assert "| seed | side |" in printed and "\n| 1 | lossless |" in printed
     plain, lossless = json.loads(out.read_text())["rows"]
@@ -185,7 +185,7 @@ def test_the_demo_is_trained_with_each_side_of_a_seed(tmp_path):
 def test_run_ahead_is_compared_with_and_without(tmp_path):
     out = tmp_path / "run_ahead.json"
     small = ("--places", 32, "--batches", 2, "--epochs", 1, "--repeats", 2)
-    printed = run("--out", out, *small, script="run_ahead.py")
+    printed = run("--out", out, *small, script="rollout.run_ahead")
     assert printed.count("\n| 32 | first |") == 1
     off, on = json.loads(out.read_text())["rows"]
     assert off["run_ahead_tokens"] == 0 < on["run_ahead_tokens"]
@@ -196,7 +196,7 @@ def test_run_ahead_is_compared_with_and_without(tmp_path):
 
 def test_a_cold_cache_is_measured_in_pairs(tmp_path):
     out = tmp_path / "cold.json"
-    run("--out", out, "--pairs", 2, "--prompts", 1, script="cold_overhead.py")
+    run("--out", out, "--pairs", 2, "--prompts", 1, script="rollout.cold_overhead")
     data = json.loads(out.read_text())
     assert len(data["ratios"]) == len(data["seconds"]["plain"]) == 2
 
@@ -204,7 +204,7 @@ def test_a_cold_cache_is_measured_in_pairs(tmp_path):
 def test_lost_steps_are_made_again(tmp_path):
     out = tmp_path / "resume.json"
     printed = run(
-        *("--out", out, "--steps", 2, "--repeats", 2, *SMALL_TRAINING), script="resume.py"
+        *("--out", out, "--steps", 2, "--repeats", 2, *SMALL_TRAINING), script="trainer.resume"
     )
     assert "rewards and lengths the same" in printed
     steps = json.loads(out.read_text())["steps"]
@@ -219,9 +219,9 @@ def gpu_result(tmp_path_factory):
     """
     out = tmp_path_factory.mktemp("gpu") / "gpu.json"
     options = ("--size", "tiny", "--out", out)
-    run(*options, "--points", "verification/4x32", "memory/bound", script="gpu_rollout.py")
+    run(*options, "--points", "verification/4x32", "memory/bound", script="gpu.gpu_rollout")
     first = json.loads(out.read_text())["points"]
-    printed = run(*options, "--plot", out.with_suffix(".png"), script="gpu_rollout.py")
+    printed = run(*options, "--plot", out.with_suffix(".png"), script="gpu.gpu_rollout")
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     return first, json.loads(out.read_text()), printed
 

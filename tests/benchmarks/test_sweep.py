@@ -16,13 +16,13 @@ def swept(tmp_path_factory):
     picture = out / "sweep.png"
     small = ("--arms", "tree", "--seconds", 0.3, *SMALL_RECORDING)
     temperatures = ("--axes", "temperature", "--values", 0.5, 2, "--seeds", 1, 2)
-    run("--out", out, *temperatures, *small, script="sweep.py")
-    run("--out", out, "--axes", "length", "--values", 5, 20, *small, script="sweep.py")
-    run("--out", out, "--axes", "group", "--values", 32, *small, script="sweep.py")
-    run("--out", out, "--axes", "sequences", "--values", 2, 16, *small, script="sweep.py")
+    run("--out", out, *temperatures, *small, script="rollout.sweep")
+    run("--out", out, "--axes", "length", "--values", 5, 20, *small, script="rollout.sweep")
+    run("--out", out, "--axes", "group", "--values", 32, *small, script="rollout.sweep")
+    run("--out", out, "--axes", "sequences", "--values", 2, 16, *small, script="rollout.sweep")
     printed = run(
         *("--out", out, "--axes", "engines", "--values", 1, 4, *small, "--plot", picture),
-        script="sweep.py",
+        script="rollout.sweep",
     )
     assert picture.read_bytes().startswith(b"\x89PNG")
     rows = json.loads((out / "sweep.json").read_text())["rows"]
@@ -83,7 +83,7 @@ def test_regimes_differ_in_how_far_drafts_go(tmp_path):
     printed = run(
         *("--out", tmp_path, "--tasks", "sorting", "--sequences", 4, "--seeds", 1),
         *("--prompts", 2, *SMALL_RECORDING),
-        script="regimes.py",
+        script="rollout.regimes",
     )
     assert printed.count("\n| sorting | 4 |") == 2
     data = json.loads((tmp_path / "regimes.json").read_text())
@@ -103,7 +103,7 @@ def test_regimes_differ_in_how_far_drafts_go(tmp_path):
 def test_the_simulator_is_compared_with_the_engine(tmp_path):
     small = ("--prompts", 2, "--seconds", 0, "--warm-up-steps", 2, *SMALL_RECORDING)
     parts = ("--parts", "sorting-16", "any-order-64")
-    printed = run("--out", tmp_path, *parts, *small, script="simulate.py")
+    printed = run("--out", tmp_path, *parts, *small, script="simulation.simulate")
     result = json.loads((tmp_path / "simulator.json").read_text())
     assert printed.count("\n| any-order | 64 |") == 8
     for point in result["points"]:

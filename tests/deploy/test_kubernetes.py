@@ -1,4 +1,4 @@
-"""kubernetes/rayjob.yaml: its form is KubeRay's, and it says what docs/containers.md says of it.
+"""kubernetes/rayjob.yaml: its form is KubeRay's, and docs/guide/containers.md has what it says.
 
 No operator runs here. With KUBERAY_HOME, a checkout of KubeRay, its own schema is asked, too.
 """

@@ -82,7 +82,7 @@ def test_alerts_and_dashboard_ask_for_what_a_run_exports(exported):
 def test_alerts_say_what_they_are_about(exported):
     drifts = next(rule["expr"] for rule in RULES if rule["alert"] == "RolloutReuseDrifts")
     assert names(drifts) == {name for name in exported if name.endswith("_drifts")}
-    page = (REPOSITORY / "docs" / "monitoring.md").read_text()
+    page = (REPOSITORY / "docs/guide/monitoring.md").read_text()
     for rule in RULES:
         assert set(re.findall(r"\$labels\.(\w+)", str(rule["annotations"]))) == {"run"}
         assert f"`{rule['alert']}`" in page

@@ -1,4 +1,6 @@
-"""The distribution of reused rollouts, on a model small enough to enumerate (docs/fidelity.md).
+"""The distribution of reused rollouts, on a model small enough to enumerate.
+
+The figures are in docs/evidence/laboratory.md.
 
 Two tokens, responses of two tokens, one prompt; the policy is a table of logits, one for each
 prefix. All responses, all accepted lengths and, where weights are trained on drafts, all drafts are

@@ -43,7 +43,7 @@ def drafting_method(config: SpecRLConfig) -> Literal["proposer", "rounds"] | Non
     """How drafts from trees are to reach an engine that is yet to be built; None: there are none.
 
     Rounds are never taken unasked, since they cost more than they save nearly everywhere
-    (docs/lossless.md), and the proposer not on GPUs (``why_not_drafted``).
+    (docs/guide/lossless.md), and the proposer not on GPUs (``why_not_drafted``).
 
     Raises:
         ConfigError: ``tree.method`` is ``auto``, and nothing is faster than plain decoding, or the

@@ -1,9 +1,9 @@
 """Differences between vLLM versions and devices, and private names of vLLM that are read.
 
-Covers vLLM 0.20 to 0.32; docs/versions.md says which of them have been run. Each function states
-what it works around, in which versions, and fails with a clear error when its target has changed.
-Features are detected where that is possible. What is replaced in vLLM is in ``patches``. The rest
-of the engine layer uses vLLM's public interface alone.
+Covers vLLM 0.20 to 0.32; docs/reference/versions.md says which of them have been run. Each function
+states what it works around, in which versions, and fails with a clear error when its target has
+changed. Features are detected where that is possible. What is replaced in vLLM is in ``patches``.
+The rest of the engine layer uses vLLM's public interface alone.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 OLDEST = (0, 20)
 VERSIONS_RUN = ("0.20.0", "0.25.1", "0.32.0")
-"""Versions on which the engine's tests and a training have passed (docs/versions.md)."""
+"""Versions on which the engine's tests and a training have passed (docs/reference/versions.md)."""
 
 
 def version_numbers(version: str) -> tuple[int, ...] | None:

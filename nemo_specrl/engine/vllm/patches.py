@@ -155,9 +155,9 @@ def pad_cpu_linear_layers() -> None:
     oneDNN compiles a kernel for each number of tokens and each shape of weights, which takes about
     a millisecond, and keeps 1,024 of them for the whole process. Plain decoding needs a few. Steps
     that verify drafts have another number of tokens nearly every time, and spent a fifth of their
-    time on kernels (docs/engine.md). The rows that are added are zeros and are cut off again.
-    Concerns ``onednn_mm`` of ``vllm/_custom_ops.py``, 0.20 to 0.32; raises IncompatibleVersion
-    where this vLLM has no such function.
+    time on kernels (docs/reference/versions.md). The rows that are added are zeros and are cut off
+    again. Concerns ``onednn_mm`` of ``vllm/_custom_ops.py``, 0.20 to 0.32; raises
+    IncompatibleVersion where this vLLM has no such function.
     """
     from vllm.platforms import current_platform
 
@@ -206,8 +206,8 @@ def batch_cpu_prompt_logprobs() -> None:
 
     ``_get_prompt_logprobs_dict`` of vLLM's V1 model runner, the one of CPU builds, goes from prompt
     to prompt (v1/worker/gpu_model_runner.py). That takes a dozen operations for each draft that is
-    verified, about 90 microseconds (docs/engine.md). What requests get is the same, up to how the
-    output layer rounds. No more tokens have their logits in memory at once than before
+    verified, about 90 microseconds (docs/reference/versions.md). What requests get is the same, up
+    to how the output layer rounds. No more tokens have their logits in memory at once than before
     (``prompt_logprob_memory.prompt_logprob_bytes``).
 
     The function is replaced whole, and therefore only where its source is known.

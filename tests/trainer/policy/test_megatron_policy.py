@@ -15,7 +15,7 @@ import pytest
 import ray
 import torch
 
-from benchmarks.refit import write_untied
+from benchmarks.trainer.refit import write_untied
 from nemo_specrl.engine.vllm.refit import refit
 from nemo_specrl.errors import CheckpointError, ConfigError, PolicyError
 from nemo_specrl.trainer import ray_actors

@@ -1,0 +1,1 @@
+"""How fast is the rollout cache, beside the raw speed of disk and memory?"""

@@ -1,0 +1,1 @@
+"""How fast are verification and rollouts on a GPU? A model of random weights."""

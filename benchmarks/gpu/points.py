@@ -1,0 +1,449 @@
+"""What ``gpu_rollout.py`` measures: comparisons of ways to roll out, on engines of random weights.
+
+A comparison has sides, which are timed in turn, several times over, each time in another order.
+Figures are ratios of two sides of one repetition, so that a busy or a warm machine favours none.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu.model import (
+    LOSSLESS,
+    Fixed,
+    Size,
+    empty_prefix_cache,
+    forget_drafts,
+    give_weights,
+    logprobs_of,
+    make_engine,
+    mean_p,
+    peak_bytes,
+    prefill,
+    prompt_of,
+    runner_name,
+    sampling,
+    start_peak,
+    write_config,
+)
+from nemo_specrl import Finish, Rollout, SpecRLConfig, SpeculativeLLM, prompt_key
+from nemo_specrl.engine.prefix.verification import matching_logprobs, sampled_values
+from nemo_specrl.engine.vllm.environment import has_custom_proposers
+from nemo_specrl.engine.vllm.prompt_logprob_memory import prompt_logprob_bytes
+from nemo_specrl.speculation.acceptance import accepted_lengths, offsets_of
+
+FRACTIONS = (0.0, 0.25, 0.5, 0.75, 0.95, 1.0)
+"""Of draft tokens that are accepted."""
+GROUP = 8
+P_OF_REUSE = 0.85
+REUSE = SpecRLConfig(enabled=True, preset="faithful", fresh_fraction=0)
+CERTAIN = -1000.0
+"""A recorded log-prob with which any token is accepted, nats."""
+
+Side = Callable[[], dict[str, Any]]
+
+
+class Bench:
+    """Engines, made when they are first needed, and the comparisons on them.
+
+    Args:
+        size: how much is measured.
+        folder: for the model's configuration.
+    """
+
+    def __init__(self, size: Size, folder: Path) -> None:
+        self.size = size
+        self.folder = folder
+        self._engines: dict[str, Any] = {}
+        self._weights: dict[str, tuple[float, float]] = {}
+        self._scales: dict[tuple[str, float], float] = {}
+        self._earlier: dict[float, tuple[list[Any], Fixed]] = {}
+        write_config(size.shape, folder)
+
+    def engine(self, name: str) -> Any:
+        """``plain``: V2. ``v1``: with the tree proposer where this vLLM takes one. ``pressure``:
+        V2, with room for little KV. ``bound``: V1, with few tokens in a step.
+        """
+        if name in self._engines:
+            return self._engines[name]
+        size = self.size
+        longest = max(size.reuse[1], *(length for _, length in size.places))
+        options = {
+            "max_model_len": size.prompt + longest + 16,
+            "max_num_batched_tokens": size.batched,
+            "max_num_seqs": max(*size.batches, *(rows for rows, _ in size.places)),
+            "gpu_memory_utilization": 0.42,  # two engines are there at once
+            "seed": 0,
+        }
+        if name == "pressure":
+            rows, length, kv_tokens = size.pressure
+            options["max_model_len"] = size.prompt + length + 16
+            options |= {"max_num_seqs": rows // 4, "kv_tokens": kv_tokens}
+        if name == "bound":
+            options |= {"max_num_batched_tokens": size.bound, "enforce_eager": True}
+        v2 = name in ("plain", "pressure")
+        llm = make_engine(self.folder, size.shape, v2=v2, drafts=name == "v1", **options)
+        self._engines[name] = llm
+        tokens = self.tokens(0, 8, size.prompt)  # what happens once, kernels of Triton among it
+        prompts = [prompt_of(row) for row in tokens]
+        self.generate(name, prompts, prefill(prompt_logprobs=0))
+        outputs = self.generate(name, prompts, sampling(16))
+        if name == "v1" and has_custom_proposers():
+            rollouts = Fixed(rollouts_of(tokens, outputs))
+            self.speculate(name, LOSSLESS, rollouts, prompts, sampling(16), 0)
+        return llm
+
+    def runners(self) -> dict[str, str]:
+        """The model runner of each engine."""
+        return {name: llm.collective_rpc(runner_name)[0] for name, llm in self._engines.items()}
+
+    def set_weights(self, name: str, scale: float, drift: float = 0.0) -> None:
+        """Give an engine a policy (``model.give_weights``) and an empty prefix cache."""
+        llm = self.engine(name)
+        if self._weights.get(name) != (scale, drift):
+            give_weights(llm, self.size.shape, scale, drift)
+            self._weights[name] = scale, drift
+        empty_prefix_cache(llm)
+
+    def tokens(self, seed: int, *size: int) -> Any:
+        """Random tokens, int64."""
+        return np.random.default_rng(seed).integers(0, self.size.shape.vocabulary, size)
+
+    def groups(self, seed: int, rows: int) -> Any:
+        """Random prompts, each for a group of rows, int64 ``[rows, prompt]``."""
+        prompts = self.tokens(seed, -(-rows // GROUP), self.size.prompt)
+        return np.repeat(prompts, GROUP, axis=0)[:rows]
+
+    def generate(self, name: str, prompts: list[Any], params: Any) -> list[Any]:
+        """The outputs of an engine without speculation."""
+        outputs: list[Any] = self.engine(name).generate(prompts, params, use_tqdm=False)
+        return outputs
+
+    def plain(self, prompts: list[Any], params: Any) -> dict[str, Any]:
+        """Time plain decoding."""
+        times, outputs = timed(lambda: self.generate("plain", prompts, params))
+        return {**times, "mean_p": mean_p(outputs)}
+
+    def speculate(
+        self,
+        name: str,
+        config: SpecRLConfig,
+        rollouts: Fixed,
+        prompts: list[Any],
+        params: Any,
+        repetition: int,
+    ) -> tuple[dict[str, float], list[Any], Any]:
+        """Time a ``SpeculativeLLM`` that has seen nothing yet: times, outputs and metrics."""
+        empty_prefix_cache(self.engine(name))
+        speculative = SpeculativeLLM(self.engine(name), rollouts, config, seed=repetition)
+        speculative.policy_version = 1
+        times, outputs = timed(lambda: speculative.generate(prompts, params, use_tqdm=False))
+        return times, outputs, speculative.metrics
+
+    def scale_of(self, name: str, p: float) -> float:
+        """The scale with which sampled tokens have a probability of ``p`` on average."""
+        if (name, p) not in self._scales:
+            prompts = [prompt_of(row) for row in self.tokens(1, 64, self.size.prompt)]
+            low, high = 0.0, 8.0  # logarithm to base 2
+            for _ in range(8):
+                middle = (low + high) / 2
+                self.set_weights(name, 2**middle)
+                seen = mean_p(self.generate(name, prompts, sampling(self.size.response // 2)))
+                low, high = (low, middle) if seen > p else (middle, high)
+            self._scales[name, p] = 2 ** ((low + high) / 2)
+        return self._scales[name, p]
+
+    def compare(self, sides: Callable[[int], dict[str, Side]]) -> list[dict[str, Any]]:
+        """What each side measured, by repetition.
+
+        Args:
+            sides: for a repetition, by name, what times itself and returns what it found.
+        """
+        found: list[dict[str, Any]] = []
+        started = time.perf_counter()
+        while len(found) < self.size.repetitions:
+            if len(found) > 1 and time.perf_counter() - started > self.size.patience:
+                break
+            here = sides(len(found))
+            order = list(here)[:: -1 if len(found) % 2 else 1]
+            measured = {name: here[name]() for name in order}
+            found.append({name: measured[name] for name in here})
+        return found
+
+    def verification(self, rows: int, length: int) -> dict[str, Any]:
+        """Drafts that are accepted whole, raw prefill of the same tokens, and decoding."""
+        size, n = self.size, self.size.prompt
+        tokens = self.tokens(2, rows, n + length)
+        whole = [prompt_of(row) for row in tokens]
+        prompts = [prompt_of(row[:n]) for row in tokens]
+        halves = [prompt_of(row[: n + length // 2]) for row in tokens]
+        certain = np.full(length, CERTAIN, dtype=np.float32)
+        drafts = Fixed([rollout_of(row[:n], 0, row[n:], certain) for row in tokens])
+
+        def prefilled(**more: Any) -> dict[str, Any]:
+            empty_prefix_cache(self.engine("plain"))
+            times, _ = timed(lambda: self.generate("plain", whole, prefill(**more)))
+            return {**times, "tokens": tokens.size}
+
+        def verified(i: int) -> dict[str, Any]:
+            params = sampling(length)
+            times, _, metrics = self.speculate("plain", REUSE, drafts, prompts, params, i)
+            names = ("lookup_s", "verify_s", "assembly_s")
+            return {
+                **times,
+                "tokens": tokens.size,
+                "accepted_fraction": metrics.accepted_tokens / (rows * length),
+                **{name: getattr(metrics, name) for name in names},
+            }
+
+        def decoded() -> dict[str, Any]:
+            """From the middle of a response on, whose KV is in the cache."""
+            empty_prefix_cache(self.engine("plain"))
+            self.generate("plain", halves, prefill())
+            params = sampling(size.decoded)
+            times, outputs = timed(lambda: self.generate("plain", halves, params))
+            cached = sum(output.num_cached_tokens or 0 for output in outputs)
+            fraction = cached / (rows * (n + length // 2))
+            return {**times, "tokens": rows * size.decoded, "cached_fraction": fraction}
+
+        return {
+            "repetitions": self.compare(
+                lambda i: {
+                    "prefill": prefilled,
+                    "verification": lambda: verified(i),
+                    "prompt_logprobs": lambda: prefilled(prompt_logprobs=0),  # no drafts
+                    "decoding": decoded,
+                }
+            )
+        }
+
+    def drafts(self, name: str, rows: int, longest: int) -> tuple[list[Any], list[Any], Fixed]:
+        """Prompts, sampling parameters, and rollouts of the policy that an engine has.
+
+        Lengths are log-normal around a third of the longest, with a long tail as in training.
+        """
+        tokens = self.groups(3, rows)
+        prompts = [prompt_of(row) for row in tokens]
+        lengths = np.random.default_rng(4).lognormal(np.log(longest / 3), 0.6, rows)
+        params = [sampling(n) for n in np.clip(lengths, longest / 16, longest)]
+        return prompts, params, Fixed(rollouts_of(tokens, self.generate(name, prompts, params)))
+
+    def drift_to(self, name: str, scale: float, wanted: float, drafts: Fixed, rows: Any) -> float:
+        """The drift at which a fraction of the draft tokens is accepted, found by bisection.
+
+        Args:
+            name: of the engine.
+            scale: of its policy.
+            wanted: the fraction.
+            drafts: of the policy without drift.
+            rows: prompts as token ids; of each, all rollouts are judged.
+        """
+        if wanted in (0.0, 1.0):
+            return 1.0 - wanted
+        pairs = [(row, rollout) for row in rows for rollout in drafts.rollouts[prompt_key(row)]]
+        low, high = 0.0, 1.0
+        for _ in range(8):
+            drift = (low + high) / 2
+            self.set_weights(name, scale, drift)
+            accepted = 0.0
+            for new, (_, rollout) in zip(self.verify(name, pairs), pairs, strict=True):
+                accepted += float(np.exp(np.minimum(0, new - rollout.logprobs).cumsum()).sum())
+            seen = accepted / sum(len(rollout) for _, rollout in pairs)
+            low, high = (drift, high) if seen > wanted else (low, drift)
+        return (low + high) / 2
+
+    def verify(self, name: str, pairs: list[tuple[Any, Rollout]]) -> list[Any]:
+        """Log-probs of the tokens of drafts, by prompt and draft, in a prefill of them all."""
+        whole = [prompt_of([*row, *rollout.tokens]) for row, rollout in pairs]
+        outputs = self.generate(name, whole, prefill(prompt_logprobs=0))
+        return [
+            sampled_values(_proved(output.prompt_logprobs, rollout.tokens))
+            for output, (_, rollout) in zip(outputs, pairs, strict=True)
+        ]
+
+    def reuse(self) -> dict[str, Any]:
+        """Rollouts with prefix reuse at several accepted fractions, and plain ones."""
+        scale = self.scale_of("plain", P_OF_REUSE)
+        self.set_weights("plain", scale)
+        prompts, params, drafts = self.drafts("plain", *self.size.reuse)
+        probe = [prompt["prompt_token_ids"] for prompt in prompts[:: 4 * GROUP]]
+        drifts = {f: self.drift_to("plain", scale, f, drafts, probe) for f in FRACTIONS}
+
+        def plain() -> dict[str, Any]:
+            self.set_weights("plain", scale)
+            return self.plain(prompts, params)
+
+        def reused(i: int, fraction: float) -> dict[str, Any]:
+            self.set_weights("plain", scale, drifts[fraction])
+            times, _, metrics = self.speculate("plain", REUSE, drafts, prompts, params, i)
+            return {**times, **counts_of_reuse(metrics)}
+
+        return {
+            "scale": scale,
+            "drifts": drifts,
+            "repetitions": self.compare(
+                lambda i: {
+                    "plain": plain,
+                    **{str(f): functools.partial(reused, i, f) for f in FRACTIONS},
+                }
+            ),
+        }
+
+    def lossless(self, p: float, batch: int) -> dict[str, Any]:
+        """The tree proposer, rounds and plain decoding, with trees of the policy's own rollouts."""
+        scale, params = self.scale_of("plain", p), sampling(self.size.response)
+        self.set_weights("plain", scale)
+        if p not in self._earlier:
+            tokens = self.groups(5, max(self.size.batches))
+            prompts = [prompt_of(row) for row in tokens]
+            outputs = self.generate("plain", prompts, params)
+            self._earlier[p] = prompts, Fixed(rollouts_of(tokens, outputs))
+        prompts, rollouts = self._earlier[p]
+        prompts = prompts[:batch]
+
+        def plain() -> dict[str, Any]:
+            self.set_weights("plain", scale)
+            return self.plain(prompts, params)
+
+        def drafted(i: int, name: str, method: str) -> dict[str, Any]:
+            self.set_weights(name, scale)
+            if method == "proposer":
+                self.engine(name).collective_rpc(forget_drafts)
+            config = SpecRLConfig(enabled=True, preset="lossless", tree={"method": method})
+            times, outputs, metrics = self.speculate(name, config, rollouts, prompts, params, i)
+            steps = max(1, metrics.tree_steps)
+            return {
+                **times,
+                "mean_p": mean_p(outputs),
+                "tokens_per_step": metrics.tree_tokens / steps,
+                "drafted_per_step": metrics.tree_drafted_tokens / steps,
+                "tree_s": metrics.tree_s,
+                "requests_per_row": metrics.tree_requests / batch,
+                "refused_drafts": metrics.refused_drafts,
+            }
+
+        methods = {"proposer": "v1"} if has_custom_proposers() else {}
+        methods["rounds"] = "plain"
+        return {
+            "scale": scale,
+            "repetitions": self.compare(
+                lambda i: {
+                    "plain": plain,
+                    **{m: functools.partial(drafted, i, name, m) for m, name in methods.items()},
+                }
+            ),
+        }
+
+    def memory(self, name: str) -> dict[str, Any]:
+        """Peaks of memory of prefill with and without prompt log-probs, bytes."""
+        llm, size = self.engine(name), self.size
+        length = size.prompt + max(length for _, length in size.places)
+        prompts = [prompt_of(row) for row in self.tokens(6, 4, length)]
+
+        def peak(**more: Any) -> dict[str, Any]:
+            empty_prefix_cache(llm)
+            llm.collective_rpc(start_peak)
+            self.generate(name, prompts, prefill(**more))
+            return {"bytes": llm.collective_rpc(peak_bytes)[0]}
+
+        return {
+            "engine": name,
+            "max_num_batched_tokens": size.bound if name == "bound" else size.batched,
+            "prompt_logprob_bytes": prompt_logprob_bytes(llm),
+            "repetitions": self.compare(
+                lambda i: {"prefill": peak, "verification": lambda: peak(prompt_logprobs=0)}
+            ),
+        }
+
+    def pressure(self) -> dict[str, Any]:
+        """The step loop against two phases, where the KV of all drafts has no room."""
+        name, (rows, longest, kv_tokens) = "pressure", self.size.pressure
+        scale = self.scale_of(name, P_OF_REUSE)
+        self.set_weights(name, scale)
+        prompts, params, drafts = self.drafts(name, rows, longest)
+        tokens = [prompt["prompt_token_ids"] for prompt in prompts]
+        drift = self.drift_to(name, scale, 0.5, drafts, tokens[:: 4 * GROUP])
+        self.set_weights(name, scale, drift)
+        pairs = [(r, drafts.rollouts[prompt_key(r)][k % GROUP]) for k, r in enumerate(tokens)]
+
+        def loop(i: int) -> dict[str, Any]:
+            times, _, metrics = self.speculate(name, REUSE, drafts, prompts, params, i)
+            counts = counts_of_reuse(metrics)
+            return {**times, **counts, "recomputed_tokens": metrics.recomputed_tokens}
+
+        def phases(i: int) -> dict[str, Any]:
+            empty_prefix_cache(self.engine(name))
+            times, found = timed(lambda: self.two_phases(name, pairs, params, i))
+            return {**times, **found}
+
+        return {
+            "drift": drift,
+            "kv_tokens": kv_tokens,
+            "tokens": sum(len(row) + len(rollout) for row, rollout in pairs),
+            "repetitions": self.compare(
+                lambda i: {"loop": lambda: loop(i), "phases": lambda: phases(i)}
+            ),
+        }
+
+    def two_phases(
+        self, name: str, pairs: list[tuple[Any, Rollout]], params: list[Any], i: int
+    ) -> dict[str, Any]:
+        """Verify all drafts, and then continue all rows."""
+        new = np.concatenate(self.verify(name, pairs))
+        old = np.concatenate([rollout.logprobs for _, rollout in pairs])
+        offsets = offsets_of([len(rollout) for _, rollout in pairs])
+        uniforms = 1 - np.random.default_rng([7, i]).random(len(new))
+        kept = accepted_lengths(new, old, uniforms, offsets, 1.0).tolist()
+        going_on = [k for k, n in enumerate(kept) if n < params[k].max_tokens]
+        prompts = [[*pairs[k][0], *pairs[k][1].tokens[: kept[k]]] for k in going_on]
+        rest = [sampling(params[k].max_tokens - kept[k]) for k in going_on]
+        outputs = self.generate(name, [prompt_of(tokens) for tokens in prompts], rest)
+        cached = sum(output.num_cached_tokens or 0 for output in outputs)
+        return {
+            "accepted_fraction": sum(kept) / len(new),
+            "recomputed_tokens": sum(map(len, prompts)) - cached,
+        }
+
+
+def timed(work: Callable[[], Any]) -> tuple[dict[str, float], Any]:
+    """Seconds, those of processors in this process, where CPU engines are, too; and the result."""
+    wall, processor = time.perf_counter(), time.process_time()
+    result = work()
+    times = {
+        "seconds": time.perf_counter() - wall,
+        "processor_s": time.process_time() - processor,
+    }
+    return times, result
+
+
+def _proved(prompt_logprobs: Any, tokens: Any) -> Any:
+    found = matching_logprobs(prompt_logprobs, tokens)
+    if found is None:
+        raise RuntimeError("the engine returned prompt log-probs of other tokens than the draft's")
+    return found
+
+
+def rollout_of(prompt: Any, sample_index: int, tokens: Any, logprobs: Any) -> Rollout:
+    tokens = np.asarray(tokens, dtype=np.int32)
+    return Rollout(prompt_key(prompt), sample_index, tokens, logprobs, Finish.LENGTH, 0)
+
+
+def rollouts_of(prompts: Any, outputs: list[Any]) -> list[Rollout]:
+    """The rollouts of groups, from what the engine returned for them."""
+    return [
+        rollout_of(row, i % GROUP, output.outputs[0].token_ids, logprobs_of(output))
+        for i, (row, output) in enumerate(zip(prompts, outputs, strict=True))
+    ]
+
+
+def counts_of_reuse(metrics: Any) -> dict[str, Any]:
+    return {
+        "accepted_fraction": metrics.accepted_tokens / max(1, metrics.draft_tokens),
+        "refused_drafts": metrics.refused_drafts,
+    }

@@ -1,0 +1,1 @@
+"""What does speculation cost and bring in a NeMo-RL job?"""

@@ -1,0 +1,1 @@
+"""How fast are rollouts? Methods, settings and costs on one CPU machine."""

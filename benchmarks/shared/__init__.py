@@ -1,0 +1,1 @@
+"""What several benchmarks need: engines side by side, recorded policies, files, tables, plots."""

@@ -1,0 +1,420 @@
+"""An engine of one method of speculation, whose steps are counted and timed as it runs.
+
+``arms.py`` sets several of them side by side. They are in the process of the caller, which has set
+what that needs (``arms.environment``, or ``local_cpu_environment`` where no weights change).
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from benchmarks.shared.recording import recipe_of
+from nemo_specrl.cache import store
+from nemo_specrl.engine import sync_engine
+from nemo_specrl.engine.sync_engine import STORE_SECONDS
+from nemo_specrl.engine.vllm.patches import fix_cpu_rejection_sampler
+from nemo_specrl.rollout import Finish, Rollout, prompt_key
+
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
+QUANTITIES = ("reward", "logprob", "length")
+SLICE = 0.03
+"""Processor seconds after which an engine lets the next one go on; with 0.1, ratios of two runs
+differed two to three times as much."""
+
+
+class Turns:
+    """Lets engines of one process take turns, each in a thread of its own, some steps at a time.
+
+    Where a machine has other work, its speed drifts within seconds. Engines that are to be compared
+    meet the same speeds if they go on side by side. Nothing runs but the thread whose turn it is.
+    """
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._expected: dict[Hashable, float] = {}
+        self._used: dict[Hashable, float] = {}
+        self._turn: Hashable | None = None
+        self._began = 0.0
+
+    def run(self, work: Mapping[K, Callable[[], T]], expected: Mapping[K, float]) -> dict[K, T]:
+        """Do all of some work, and return the results.
+
+        Args:
+            work: by name. It calls :meth:`passed` now and then.
+            expected: processor seconds that it takes, where these are known: then all of it ends
+                at about the same time.
+        """
+        usual = statistics.fmean(expected.values()) if expected else 1.0
+        self._expected = {name: expected.get(name, usual) for name in work}
+        self._used = dict.fromkeys(work, 0.0)
+        self._turn = next(iter(work))
+
+        def one(name: K) -> T:
+            self._wait(name)
+            try:
+                return work[name]()
+            finally:
+                with self._condition:
+                    del self._used[name]
+                    self._next()
+
+        with ThreadPoolExecutor(len(work)) as pool:
+            futures = {name: pool.submit(one, name) for name in work}
+            return {name: future.result() for name, future in futures.items()}
+
+    def passed(self) -> float:
+        """Let the one that is furthest behind go on, if this one has had its slice.
+
+        Returns:
+            Seconds waited.
+        """
+        used = time.thread_time() - self._began
+        if used < SLICE or self._turn is None:
+            return 0.0
+        name, started = self._turn, time.perf_counter()
+        with self._condition:
+            self._used[name] += used / self._expected[name]
+            self._next()
+        self._wait(name)
+        return time.perf_counter() - started
+
+    def _next(self) -> None:
+        self._turn = min(self._used, key=self._used.__getitem__, default=None)
+        self._condition.notify_all()
+
+    def _wait(self, name: Hashable) -> None:
+        with self._condition:
+            self._condition.wait_for(lambda: self._turn == name)
+        self._began = time.thread_time()
+
+
+def by_processor_time(engines: int) -> None:
+    """Have what the plug-in does by the clock fit engines of this process that take turns.
+
+    A store's commits would be made in a timer's thread, whose seconds nobody counts: now they are
+    part of ``sync``. Finished rollouts would be put into it after fewer steps, since the time that
+    an engine waits for its turn counts as well.
+    """
+    store.FLUSH_SECONDS = 600.0  # longer than any phase
+    sync_engine.STORE_SECONDS = STORE_SECONDS * engines
+
+
+class Counter:
+    """Counts of an engine in this process, the same for every method of drafting.
+
+    Args:
+        llm: the engine.
+
+    Attributes:
+        steps: of the engine.
+        row_steps: steps in which a row yielded a token, summed over rows; without drafting, as
+            many as tokens.
+        drafted: tokens that a drafter inside the engine had proposed and the engine verified.
+        accepted: those of them that were accepted and belong to a response.
+        proposer_s: processor seconds of that drafter.
+        tree_bytes: memory of trees, at most.
+        proposed: drafts of each step, where their lengths depend on measured times.
+        again: drafts to be taken instead of those of the drafter, step by step; None: its own.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self.clear()
+        core = llm.llm_engine.engine_core.engine_core
+        runner = core.model_executor.driver_worker.worker.model_runner
+        update = core.scheduler.update_from_output
+
+        def update_from_output(scheduled: Any, output: Any) -> Any:
+            sampled = [len(tokens) for tokens in output.sampled_token_ids]
+            # In place, vLLM cuts what lies behind a response's end (_update_request_with_output).
+            outputs = update(scheduled, output)
+            self._count(scheduled, output, sampled)
+            return outputs
+
+        core.scheduler.update_from_output = update_from_output
+        self.drafter = getattr(runner, "drafter", None)
+        if self.drafter is not None:
+            propose = self.drafter.propose
+            adaptive = getattr(self.drafter, "lengths", None) is not None
+
+            def timed(*args: Any, **kwargs: Any) -> Any:
+                started = time.thread_time()
+                drafts = propose(*args, **kwargs)
+                self.proposer_s += time.thread_time() - started
+                if self.steps % 32 == 0:
+                    self.look()
+                if adaptive and self.again is not None:
+                    return next(self.again)
+                if adaptive:
+                    self.proposed.append(drafts)
+                return drafts
+
+            self.drafter.propose = timed
+
+    def clear(self) -> None:
+        """Set everything to 0."""
+        self.steps = self.row_steps = self.drafted = self.accepted = self.tree_bytes = 0
+        self.proposer_s = 0.0
+        self.proposed: list[list[list[int]]] = []
+        self.again: Iterator[list[list[int]]] | None = None
+
+    def look(self) -> None:
+        """Note the memory of the trees."""
+        trees = getattr(self.drafter, "trees", None)
+        if trees is not None:
+            self.tree_bytes = max(self.tree_bytes, trees.nbytes)
+
+    def _count(self, scheduled: Any, output: Any, sampled: list[int]) -> None:
+        """Count a step.
+
+        Args:
+            scheduled: for it.
+            output: of it, without what lies behind the end of a response.
+            sampled: tokens that it sampled of each row of ``output``, with that.
+        """
+        self.steps += scheduled.total_num_scheduled_tokens > 0
+        drafts = scheduled.scheduled_spec_decode_tokens
+        for name in scheduled.num_scheduled_tokens:
+            if not sampled:
+                break
+            row = output.req_id_to_index[name]
+            self.row_steps += sampled[row] > 0
+            if drafts.get(name):
+                self.drafted += len(drafts[name])
+                self.accepted += min(sampled[row] - 1, len(output.sampled_token_ids[row]))
+
+
+class Steps:
+    """Processor seconds of each step of an engine in this thread, with what lies before it.
+
+    Args:
+        engine: ``LLM.llm_engine``.
+        turns: of this engine and others, to be passed on between two steps.
+        drafter: of the engine. One that measures steps is not to count time that it waited.
+
+    Attributes:
+        seconds: by step since :meth:`begin`, and after :meth:`end` what lay behind the last one.
+    """
+
+    def __init__(self, engine: Any, turns: Turns, drafter: Any = None) -> None:
+        self.begin()
+        step = engine.step
+
+        def timed() -> Any:
+            waited = turns.passed()
+            if hasattr(drafter, "_last"):
+                drafter._last += waited
+            outputs = step()
+            self.end()
+            return outputs
+
+        engine.step = timed
+
+    def begin(self) -> None:
+        """Forget what was measured; what this thread does from now on counts."""
+        self.seconds: list[float] = []
+        self._last = time.thread_time()
+
+    def end(self) -> None:
+        """Add what this thread has done since the last step."""
+        now = time.thread_time()
+        self.seconds.append(now - self._last)
+        self._last = now
+
+
+def of_steps(readings: Sequence[Sequence[float]], reading: Callable[..., Any] = np.median) -> float:
+    """Seconds of a phase that was repeated: the sum over its steps of ``reading`` of theirs.
+
+    Repetitions with the same seeds take the same steps. Those that took another number of steps
+    than most did are left out.
+    """
+    usual = statistics.mode(map(len, readings))
+    same = [seconds for seconds in readings if len(seconds) == usual]
+    return float(reading(same, axis=0).sum())
+
+
+class Arm:
+    """An engine with its options, and a rollout cache if it needs one.
+
+    Attributes:
+        responses: of the last epoch, ``[prompt][sample]``.
+        logprobs: of their tokens, nats.
+        step_s: processor seconds of each step of the last epoch, and of what lay behind it, by
+            engine that shares the rows.
+    """
+
+    def __init__(
+        self, task: str, recording: Path, folder: Path, overrides: tuple[str, ...], turns: Turns
+    ) -> None:
+        from nemo_specrl.trainer.generation.in_process import Generation
+
+        self._place = task, recording, overrides
+        self.recipe = recipe_of(*self._place)
+        self._folders = (folder / str(i) for i in itertools.count())
+        self.store = self._new_store() if self.recipe.spec_rl.enabled else None
+        self.generation = Generation(self.recipe, self.store)
+        config = self.generation.llm.llm_engine.vllm_config
+        if config.speculative_config is not None:
+            fix_cpu_rejection_sampler()
+        self.counter = Counter(self.generation.llm)
+        self._steps = Steps(self.generation.llm.llm_engine, turns, self.counter.drafter)
+        self.responses: list[list[list[int]]] = []
+        self.logprobs: list[list[list[float]]] = []
+        self.step_s: list[list[float]] = []
+
+    def _new_store(self) -> Any:
+        from nemo_specrl.trainer.generation.engine import tokenizer_identity
+        from nemo_specrl.trainer.replay_journal import JournaledStore
+
+        folder = next(self._folders)
+        return JournaledStore(
+            folder / "cache",
+            folder / "journal",
+            run="benchmark",
+            max_bytes=2**28,
+            tokenizer_id=tokenizer_identity(self.recipe.policy.model_name),
+            groups_per_prompt=self.recipe.spec_rl.cache.groups_per_prompt,
+        )
+
+    def begin_again(
+        self,
+        seed: int,
+        sequences: int,
+        overrides: Sequence[str] = (),
+        earlier: Sequence[Sequence[Rollout]] = (),
+    ) -> None:
+        """Forget all rollouts, in the cache and in drafters, and roll out in another way.
+
+        What a drafter has learned of costs and chances stays, as it does while an engine runs.
+
+        Args:
+            seed: of sampling.
+            sequences: that the engine runs at once, no more than it was made for.
+            overrides: of what the recipe says of rollouts; the engine stays as it was made.
+            earlier: rollouts of each prompt that the cache is to have instead.
+        """
+        from nemo_specrl.speculation.suffix_tree import DraftTrees
+
+        generation = self.generation
+        task, recording, its_own = self._place
+        more = (*its_own, *overrides, f"grpo.seed={seed}")
+        self.recipe = generation.recipe = recipe_of(task, recording, more)
+        if self.store is not None:
+            self.store.close()
+            self.store = generation.store = generation.cache = self._new_store()
+        core = generation.llm.llm_engine.engine_core.engine_core
+        core.scheduler.scheduler_config.max_num_seqs = sequences  # what SpeculativeLLM reads
+        assert core.scheduler.max_num_active_reqs  # of vLLM 0.32; another may have another name
+        core.scheduler.max_num_active_reqs = sequences
+        speculative, drafter = generation.speculative, self.counter.drafter
+        speculative.__init__(speculative.llm, self.store, speculative.config, seed)
+        if isinstance(getattr(drafter, "trees", None), DraftTrees):
+            drafter.trees = DraftTrees(self.recipe.spec_rl.tree.max_bytes)
+        elif hasattr(drafter, "suffix_cache"):
+            drafter.__init__(generation.llm.llm_engine.vllm_config)
+        self.responses, self.logprobs = [], []
+        if self.store is not None and earlier:
+            self.store.put(rollout for group in earlier for rollout in group)
+            self.store.sync()
+            self.responses = [[rollout.tokens.tolist() for rollout in group] for group in earlier]
+
+    def rollouts(self, problems: Sequence[Any]) -> list[list[Rollout]]:
+        """The rollouts of the last epoch, which was measured on these problems, by prompt."""
+        speculative = self.generation.speculative
+        return [
+            [
+                Rollout(
+                    prompt_key(problem.prompt),
+                    k,
+                    tokens,
+                    logprobs,
+                    # A response of these tasks ends with this token, or at its budget.
+                    Finish.STOP if tokens[-1:] == [self.generation.eos] else Finish.LENGTH,
+                    speculative.policy_version,
+                    fingerprint=speculative.fingerprint,
+                )
+                for k, (tokens, logprobs) in enumerate(zip(*group, strict=True))
+            ]
+            for problem, *group in zip(problems, self.responses, self.logprobs, strict=True)
+        ]
+
+    def measure(
+        self,
+        epoch: int,
+        new_weights: Any,
+        chosen: list[Any],
+        engines: int = 1,
+        again: Sequence[list[list[int]]] | None = None,
+    ) -> dict[str, Any]:
+        """Roll out a group for each problem under an epoch's weights.
+
+        ``again`` are drafts to be verified in the place of those that an adaptive drafter proposes.
+        With several engines, this one does the work of each, one after the other; seconds and steps
+        are those of the share that takes longest, counts are sums.
+        """
+        from nemo_specrl.engine.load_balance import balanced_order
+        from nemo_specrl.trainer.tasks import reward
+
+        self.generation.refit(new_weights, epoch)
+        self.counter.clear()
+        self.counter.again = None if again is None else iter(again)
+        if self.store is not None and self.responses:  # as trainer/generation/ray_engines.py does
+            costs = [statistics.fmean(map(len, group)) for group in self.responses]
+            order = balanced_order(costs, engines)
+        else:
+            order = list(range(len(chosen)))
+        size = -(-len(chosen) // engines)
+        longest = dict.fromkeys(("processor_s", "engine_steps"), 0.0)
+        by_prompt: dict[int, list[Any]] = {}
+        self.step_s = []
+        for start in range(0, len(chosen), size):
+            share = order[start : start + size]
+            steps = self.counter.steps
+            self._steps.begin()
+            rollouts = self.generation.rollouts([chosen[i].prompt for i in share])
+            self._steps.end()
+            here = {
+                "processor_s": sum(self._steps.seconds),
+                "engine_steps": self.counter.steps - steps,
+            }
+            longest = {name: max(longest[name], here[name]) for name in longest}
+            self.step_s.append(self._steps.seconds)
+            by_prompt.update(zip(share, rollouts, strict=True))
+        groups = [by_prompt[i] for i in range(len(chosen))]
+        self.counter.look()
+        self.responses = [[g.tokens for g in group] for group in groups]
+        self.logprobs = [[g.policy_logprobs.tolist() for g in group] for group in groups]
+        times = self.generation.take_times()
+        if self.store is not None:
+            self.store.forget()  # the journal, as at a checkpoint
+        rows = [
+            [(reward(problem, g.tokens), g.policy_logprobs.mean(), len(g.tokens)) for g in group]
+            for problem, group in zip(chosen, groups, strict=True)
+        ]
+        values = np.array(rows, dtype=float)  # [prompts, group, quantities]
+        se = np.sqrt(values.var(axis=1, ddof=1).mean(axis=0) / values[..., 0].size)
+        p = np.exp(np.concatenate([g.policy_logprobs for group in groups for g in group]))
+        counter = self.counter
+        return {
+            "prompts": len(chosen),
+            **longest,
+            "row_steps": counter.row_steps,
+            "response_tokens": times.response_tokens,
+            "decoded_tokens": times.decoded_tokens,
+            "drafted_tokens": counter.drafted,
+            "accepted_tokens": counter.accepted,
+            "proposer_s": counter.proposer_s,
+            "tree_bytes": counter.tree_bytes,
+            "mean_p": float(p.mean()),
+            **dict(zip(QUANTITIES, values.mean(axis=(0, 1)), strict=True)),
+            **{f"{name}_se": value for name, value in zip(QUANTITIES, se, strict=True)},
+        }

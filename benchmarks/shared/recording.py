@@ -1,0 +1,163 @@
+"""The weights of a plain GRPO training, epoch by epoch, for ``arms.py`` to measure on.
+
+A recording is a folder: ``epoch_K.safetensors`` has the weights with which epoch K's rollouts
+begin, ``recording.json`` says what the training was. It is made once and then found again. Nothing
+here measures.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nemo_specrl.trainer.recipe import Recipe, load_recipe, model_folder
+
+if TYPE_CHECKING:
+    import torch
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task that a policy is trained on.
+
+    Args:
+        title: for tables.
+        config: recipe.
+        warm_up: options of scripts/train_tiny_model.py for the model to begin with, without the
+            number of steps; empty: the recipe's own model.
+    """
+
+    title: str
+    config: str
+    warm_up: tuple[str, ...] = ()
+
+
+SORTING = "examples/configs/grpo_sort_cpu.yaml"
+TASKS = {
+    "sorting": Task("sorting: one right wording", SORTING),
+    # The demo's model, taught to take the letters in any order: as many right wordings as orders,
+    # of which the reward prefers none, so that it stays unsure of every step as training goes on.
+    "any-order": Task(
+        "sorting in any order: many right wordings",
+        SORTING,
+        warm_up=(
+            *("--task", "sorting", "--any-order", "--start", "examples/models/qwen3-sort"),
+            *("--error-rate", "0.03"),
+        ),
+    ),
+}
+
+
+def recipe_of(task: str, folder: Path, overrides: tuple[str, ...] = ()) -> Recipe:
+    """The recipe of a task, whose runs and models lie in ``folder``."""
+    it = TASKS[task]
+    model = (f"policy.model_name={folder / 'model'}",) if it.warm_up else ()
+    return load_recipe(
+        REPOSITORY / it.config,
+        [
+            f"policy.model_name={REPOSITORY / 'examples/models/qwen3-sort'}",
+            *model,
+            f"checkpointing.checkpoint_dir={folder / 'run'}",
+            f"logger.log_dir={folder / 'run'}",
+            "checkpointing.enabled=false",
+            "logger.tensorboard_enabled=false",
+            *overrides,
+        ],
+    )
+
+
+def record(
+    task: str,
+    folder: Path,
+    epochs: int,
+    warm_up_steps: int,
+    overrides: tuple[str, ...] = (),
+) -> None:
+    """Train plainly and write the weights with which each epoch begins, unless they are there.
+
+    Args:
+        task: of ``TASKS``.
+        folder: of the recording.
+        epochs: sets of weights.
+        warm_up_steps: of the model that the task begins with, if it has to be made.
+        overrides: of the recipe.
+    """
+    steps = warm_up_steps if TASKS[task].warm_up else 0
+    wanted = {"task": task, "warm_up_steps": steps, "overrides": list(overrides)}
+    note = folder / "recording.json"
+    if note.exists():
+        had = json.loads(note.read_text())
+        if any(had[name] != value for name, value in wanted.items()):
+            raise SystemExit(
+                f"{folder}: a recording with {had}, not {wanted}; give another folder, or remove it"
+            )
+        if had["epochs"] >= epochs:
+            return
+        shutil.rmtree(folder)  # of the same training, but too short
+    _prepare(task, folder, steps)
+    _train(task, folder, epochs, overrides)
+    shutil.rmtree(folder / "run", ignore_errors=True)
+    note.write_text(json.dumps({**wanted, "epochs": epochs}) + "\n")
+
+
+def weights(
+    folder: Path, epoch: int, temperature: float = 1.0
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights with which an epoch begins, by name.
+
+    At another temperature than 1 they are those of a policy whose logits are divided by it, so that
+    the policy is more or less sure of its tokens while the engine samples at temperature 1.
+    """
+    from safetensors.torch import load_file
+
+    loaded = load_file(folder / f"epoch_{epoch}.safetensors")
+    loaded.pop("lm_head.weight", None)  # tied to the embedding
+    loaded["model.norm.weight"] /= temperature  # the output layer has no bias
+    yield from loaded.items()
+
+
+def _prepare(task: str, folder: Path, steps: int) -> None:
+    """Make the model that a task begins with, unless the repository has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    options = TASKS[task].warm_up
+    if options and not (folder / "model" / "model.safetensors").exists():
+        script = REPOSITORY / "scripts" / "train_tiny_model.py"
+        command = [sys.executable, str(script), str(folder / "model"), *options]
+        subprocess.run([*command, "--steps", str(steps)], check=True, cwd=REPOSITORY)
+
+
+def _train(task: str, folder: Path, epochs: int, overrides: tuple[str, ...]) -> None:
+    from safetensors.torch import save_file
+
+    from nemo_specrl.trainer.loop import Trainer
+
+    plain = (
+        "policy.generation.spec_rl.enabled=false",
+        "policy.generation.vllm_kwargs.max_num_seqs=64",
+        f"grpo.max_num_epochs={max(1, epochs - 1)}",
+        *("grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false"),
+    )
+    recipe = recipe_of(task, folder, (*overrides, *plain))
+    trainer = Trainer(recipe)
+    first = model_folder(recipe.policy.model_name) / "model.safetensors"
+    shutil.copyfile(first, folder / "epoch_0.safetensors")
+
+    def save(epoch: int) -> None:
+        tensors = {
+            name: tensor.detach().float().contiguous().clone()
+            for name, tensor in trainer.policy.stream_weights()
+        }
+        save_file(tensors, folder / f"epoch_{epoch}.safetensors")
+
+    for step in trainer.run():
+        print(f"recording {task}: step {step['step']}, reward {step['reward']:.3f}", flush=True)
+        if step["step"] % recipe.steps_per_epoch == 0:
+            save(step["step"] // recipe.steps_per_epoch)

@@ -1,0 +1,1 @@
+"""How well does the simulator predict, and what does it predict for large clusters?"""

@@ -1,0 +1,1 @@
+"""What do a refit and a restart take in the embedded trainer?"""
