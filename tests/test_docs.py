@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import REPOSITORY
 
+CONTRIBUTING = (REPOSITORY / "CONTRIBUTING.md").read_text()
 PAGES = sorted(
     REPOSITORY / name
     for name in subprocess.run(
@@ -77,3 +79,25 @@ def test_every_page_is_in_the_index():
 
 def test_the_users_page_on_fidelity_is_short():
     assert len((REPOSITORY / "docs/guide/presets.md").read_text().split()) < 900
+
+
+def test_the_layers_are_drawn_as_the_linter_has_them():
+    drawing = re.search(r"^## Layers$.*?^```\n(.*?)^```$", CONTRIBUTING, re.M | re.S)[1]
+    contracts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["importlinter"]
+    (layers,) = (
+        c["layers"] for c in contracts["contracts"] if c.get("containers") == ["nemo_specrl"]
+    )
+    assert [re.split(r" {2,}", line)[0] for line in drawing.splitlines()] == layers
+
+
+def test_where_to_look_is_where_it_is():
+    """Each file of the table has the names beside it."""
+    table = re.search(r"^## Where to look$(.*?)^## ", CONTRIBUTING, re.M | re.S)[1]
+    places = re.findall(r"`([\w/]+\.(?:py|sh))`: ((?:`[\w ]+`(?:, (?=`[\w ]+`(?!:)))?)+)", table)
+    assert len(places) > 30
+    for path, names in places:
+        root = REPOSITORY if path.startswith("slurm/") else REPOSITORY / "nemo_specrl"
+        text = (root / path).read_text()
+        for name in re.findall(r"`([\w ]+)`", names):
+            defined = rf"(?:def|class) {name}\b" if path.endswith(".py") else name
+            assert re.search(defined, text), f"{path} has no {name}"
