@@ -12,7 +12,7 @@ import contextlib
 import copy
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nemo_specrl.engine.limits import EngineLimits
@@ -82,8 +82,6 @@ class RunAhead:
         engine: vLLM's ``LLMEngine``.
         places: rows that the engine decodes at once.
         requests: of the upcoming prompts, in the order in which they begin.
-        submit: sends a request to the engine, after noting it in a dictionary under the id that the
-            engine knows it by.
         metrics: of the call.
     """
 
@@ -92,17 +90,18 @@ class RunAhead:
         engine: Any,
         places: int,
         requests: Iterable[RolloutRequest],
-        submit: Callable[[RolloutRequest, dict[str, RolloutRequest]], None],
         metrics: EngineMetrics,
     ) -> None:
-        self._engine, self._places, self._submit = engine, places, submit
+        self._engine, self._places = engine, places
         self._waiting = deque(requests)
         self._metrics = metrics
         self.rows: dict[str, RolloutRequest] = {}
         """Those in the engine, by its id, in the order in which they began."""
 
-    def fill(self, primary: int) -> None:
-        """Begin rows in the places that are free; end the newest ones where there are too few.
+    def fill(self, primary: int) -> Iterator[RolloutRequest]:
+        """End the newest rows where there are too many; yield those that begin in free places.
+
+        The caller notes each of them in ``rows`` and sends it to the engine.
 
         Args:
             primary: rows of the caller's that the engine has, running or waiting.
@@ -111,8 +110,7 @@ class RunAhead:
         if free < 0:
             self._abort(list(self.rows)[free:])
         for _ in range(min(free, len(self._waiting))):
-            request = self._waiting.popleft()
-            self._submit(request, self.rows)
+            yield self._waiting.popleft()
             self._metrics.run_ahead_rows += 1
 
     def take(self, output: RequestOutput) -> bool:

@@ -157,6 +157,11 @@ class StopRules:
         return room if self.params.max_tokens is None else min(self.params.max_tokens, room)
 
     @property
+    def has_stop_strings(self) -> bool:
+        """Whether the response ends at a string, which a detokenizer has to watch for."""
+        return bool(self.params.stop and self.params.detokenize)
+
+    @property
     def stop_tokens(self) -> frozenset[int]:
         """The tokens that end a response, end-of-sequence among them."""
         stops = frozenset(self.params.stop_token_ids or ())
@@ -185,7 +190,7 @@ class StopRules:
         length = int(hits[0]) + 1 if len(hits) else len(tokens)
         last = int(tokens[length - 1]) if length else -1
         end = self.ending_at(length, last) or ResponseEnd(length, None)
-        if self.params.stop and self.params.detokenize:
+        if self.has_stop_strings:
             detokenizer = self.detokenizer()
             for i, token in enumerate(tokens[: end.length].tolist()):
                 by_token = end.finish is Finish.STOP and i + 1 == end.length

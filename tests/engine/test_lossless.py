@@ -328,8 +328,8 @@ def test_a_cache_that_fails_costs_no_rollout(llm, proposer):
 
 
 @needs_cpu_build
-def test_vllm_still_needs_its_rejection_sampler_mended_on_a_cpu(llm):
-    """When this fails, vLLM has mended it, and ``fix_cpu_rejection_sampler`` can go."""
+def test_vllm_still_needs_its_rejection_sampler_fixed_on_a_cpu(llm):
+    """When this fails, vLLM has fixed it, and ``fix_cpu_rejection_sampler`` can go."""
     values = torch.tensor([1.0, 0.5, 2.0])
     cumulative = torch.tensor([2, 5, 6], dtype=torch.int32)
     expected = [1.0, 1.0, 0.5, 0.5, 0.5, 2.0]

@@ -30,13 +30,9 @@ from nemo_specrl.config import TreeConfig
 from nemo_specrl.engine.drafters.histories import PendingHistories
 from nemo_specrl.engine.limits import EngineLimits
 from nemo_specrl.engine.metrics import EngineMetrics
-from nemo_specrl.engine.outputs import append_decoded, append_tokens, defect_of, given_up
-from nemo_specrl.engine.prefix.verification import (
-    matching_logprobs,
-    sampled_values,
-    watch_stop_strings,
-)
+from nemo_specrl.engine.prefix.verification import matching_logprobs, sampled_values
 from nemo_specrl.engine.requests import RolloutRequest
+from nemo_specrl.engine.response import defect_of, given_up
 from nemo_specrl.engine.round_state import RowInRounds
 from nemo_specrl.engine.sampling_rules import ResponseEnd
 from nemo_specrl.engine.vllm.compat import logprobs_slice, new_logprobs
@@ -123,7 +119,7 @@ class PromptLogprobDrafter:
         stream = f"rounds {tries} {self._made.get(request.row, b'').hex()}"
         tree = self._trees.open(key, response_id(index, policy_version), self._histories.take(key))
         tree.extend(request.tokens)
-        watch_stop_strings(request)
+        request.response.watch_stop_strings(request.rules)
         return RowInRounds(
             tree=tree,
             stream=stream,
@@ -140,7 +136,7 @@ class PromptLogprobDrafter:
             row = request.rounds = self._open(request, policy_version)
         started = time.perf_counter()
         row.draft = []
-        if row.rejected is None and not row.skip_draft and not request.defect:
+        if row.rejected is None and not row.skip_draft and not request.response.defect:
             row.draft, _ = self._draft(request, row)
         metrics.tree_s += time.perf_counter() - started
         metrics.tree_requests += 1
@@ -166,7 +162,7 @@ class PromptLogprobDrafter:
             purpose = f"{row.stream} {row.requests}"
             params.seed = derived_seed(purpose, params.seed, policy_version, key, index)
         params.output_kind = RequestOutputKind.DELTA
-        params.stop = []  # request.detokenizer watches for them
+        params.stop = []  # request.response watches for them
         # Text is made at the end. Positions of the prompt that the prefix cache has covered name
         # tokens that do not exist.
         params.detokenize = False
@@ -236,7 +232,7 @@ class PromptLogprobDrafter:
         elif row.rejected is not None:
             ending = self._append_rest(request, row, output)
         else:
-            ending = append_decoded(request, output, self._limits.vocabulary)
+            ending = request.response.append_output(output, self._limits.vocabulary)
         if ending is None:
             ending = self._given_up(request, row, output)
         new = request.tokens[before:]
@@ -244,9 +240,9 @@ class PromptLogprobDrafter:
         metrics.tree_tokens += len(new)
         metrics.tree_steps += max(1, len(output.outputs[0].token_ids))
         started = time.perf_counter()
-        if not request.defect:
+        if not request.response.defect:
             row.tree.extend(new)
-        if ending is None and not row.needs_request and not request.defect:
+        if ending is None and not row.needs_request and not request.response.defect:
             _, gain = self._draft(request, row)
             row.needs_request = gain >= min(MIN_GAIN, self._max_draft / 2)
         metrics.tree_s += time.perf_counter() - started
@@ -257,7 +253,7 @@ class PromptLogprobDrafter:
     ) -> ResponseEnd | None:
         """The ending of a response that cannot go on, or None."""
         ending = given_up(output, len(request.tokens))
-        if ending is None and row.needs_request and request.defect:
+        if ending is None and row.needs_request and request.response.defect:
             known = range(self._limits.vocabulary)
             if not all(token in known for token in request.tokens):  # vLLM takes no such prompt
                 ending = ResponseEnd.unfinished(len(request.tokens), "error")
@@ -295,11 +291,11 @@ class PromptLogprobDrafter:
         entries = [0] * accepted + ([chosen] if chosen else [])
         kept = _picked(proved, entries, request.engine_params.logprobs or 0)
         tokens = [kept.token_ids[i] for i in kept.start_indices]
-        found = append_tokens(request, tokens, kept, stop_terminated=self._stops(request, tokens))
+        found = request.response.append(tokens, kept, stop_terminated=self._stops(request, tokens))
         if found is not None:
             return ResponseEnd(len(request.tokens), Finish.STOP_STRING, found)
         if accepted == len(draft):
-            return append_decoded(request, output, self._limits.vocabulary)
+            return request.response.append_output(output, self._limits.vocabulary)
         row.needs_request = True
         if not chosen:
             return None
@@ -340,9 +336,9 @@ class PromptLogprobDrafter:
         tokens, sampled = list(completion.token_ids), new_logprobs(completion)
         if not tokens:  # aborted
             return None
-        request.defect = request.defect or defect_of(tokens, sampled, self._limits.vocabulary)
-        if request.defect:
-            append_tokens(request, tokens, sampled, stop_terminated=self._stops(request, tokens))
+        request.response.check(tokens, sampled, self._limits.vocabulary)
+        if request.response.defect:
+            request.response.append(tokens, sampled, stop_terminated=self._stops(request, tokens))
             return request.rules.ending_at(len(request.tokens), request.tokens[-1])
         logprob, rank = sampled.logprobs[0], sampled.ranks[0]
         if self._limits.logprobs_mode == "processed_logprobs":
@@ -353,7 +349,7 @@ class PromptLogprobDrafter:
         kept = _picked(rejected, [0], request.engine_params.logprobs or 0)
         kept.token_ids[0], kept.logprobs[0], kept.ranks[0] = tokens[0], logprob, rank
         stops = self._stops(request, tokens)
-        found = append_tokens(request, tokens, kept, stop_terminated=stops)
+        found = request.response.append(tokens, kept, stop_terminated=stops)
         if found is not None:
             return ResponseEnd(len(request.tokens), Finish.STOP_STRING, found)
         return request.rules.ending_at(len(request.tokens), request.tokens[-1])

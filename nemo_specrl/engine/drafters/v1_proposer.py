@@ -16,7 +16,6 @@ sends them to all with the next step. The proposers of the others do nothing.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from array import array
@@ -24,6 +23,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nemo_specrl.engine.drafters.histories import EXTRA_ARG
+from nemo_specrl.engine.metrics import DraftCounts
 from nemo_specrl.engine.vllm.compat import drafts_count_here
 from nemo_specrl.engine.vllm.patches import bind_proposer, fix_cpu_rejection_sampler
 from nemo_specrl.engine.vllm.sampler_memory import bound_sampler_memory
@@ -33,7 +33,7 @@ from nemo_specrl.speculation.adaptive_length import DraftLengths, Step, likelies
 from nemo_specrl.speculation.draft_selection import RUN_AHEAD_INDEX
 from nemo_specrl.speculation.suffix_tree import CHANCES, MIN_PROBABILITY, DraftTrees, TreeRow
 
-__all__ = ["DraftCounts", "TreeProposer", "take_counts"]
+__all__ = ["TreeProposer", "take_counts"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,31 +46,6 @@ DRAFT_LOGIT_BYTES = 16
 float32 copies of them and their probabilities (v1/sample/rejection_sampler.py, ``forward``)."""
 PADDED_LOGIT_BYTES = 8
 """Of rows x (longest draft + 1) beside them, where ``bound_sampler_memory`` was not possible."""
-
-
-@dataclasses.dataclass
-class DraftCounts:
-    """Counts of a proposer's work.
-
-    Tokens are those that requests get: what a step samples behind the end of a response is in none
-    of these counts. Run-ahead rows are not counted.
-
-    Args:
-        steps: steps that yielded tokens of a row, summed over rows, its first token included.
-        tokens: that these steps yielded.
-        drafted: draft tokens that they verified.
-        accepted: those of them that were accepted.
-        least_chance: chance at which the next drafts ended, 1 where none was taken, summed over
-            ``steps``.
-        seconds: spent on it.
-    """
-
-    steps: int = 0
-    tokens: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    least_chance: float = 0.0
-    seconds: float = 0.0
 
 
 def take_counts(worker: Any) -> DraftCounts | None:
