@@ -311,12 +311,12 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
                 return None
             sample_index, rollouts = claimed
             request.assign_sample_index(sample_index)
-        except Exception as error:  # the cache can only cost speed
+        except Exception as error:  # whatever fails in a cache, rows are decoded without it
             self._count_cache_error(error)
             return None
         try:
-            self._offer_drafts([request], {request.row.key: rollouts})
-        except Exception as error:
+            self._set_drafts([request], {request.row.key: rollouts})
+        except Exception as error:  # as above; the sample index stays reserved
             self._count_cache_error(error)
         return request
 

@@ -148,11 +148,11 @@ class BaseSpeculativeLLM:
         candidates = [request for request in requests if request.draftable]
         try:
             cached = self.cache.get(list(dict.fromkeys(r.row.key for r in candidates)))
-            self._offer_drafts(candidates, cached)
+            self._set_drafts(candidates, cached)
         except Exception as error:  # whatever fails in a cache, rows are decoded without it
             self._count_cache_error(error)
 
-    def _offer_drafts(
+    def _set_drafts(
         self, requests: list[RolloutRequest], cached: dict[bytes, list[Rollout]]
     ) -> None:
         """Offer each request the draft that the cached rollouts have for it, if any."""
@@ -307,7 +307,7 @@ class BaseSpeculativeLLM:
             where ``request.needs_request`` says so.
         """
         if self._prompt_logprob_drafter is not None and request.rounds is not None:
-            return self._prompt_logprob_drafter.take(
+            return self._prompt_logprob_drafter.read_output(
                 request, output, self.policy_version, self.metrics
             )
         before = len(request.tokens)

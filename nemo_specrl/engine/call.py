@@ -142,5 +142,5 @@ def logged(what: str) -> Iterator[None]:
     """Log an exception instead of raising it, where another one is on its way to the caller."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # the first exception says what went wrong, not this one
         logger.warning("%s failed: %r", what, error)

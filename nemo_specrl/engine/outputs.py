@@ -44,27 +44,39 @@ Float32Array = npt.NDArray[np.float32]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RolloutInfo:
-    """How much of a completion came from a draft; the completion's ``spec_rl`` attribute.
+    """What is known of a completion as a rollout; the completion's ``spec_rl`` attribute.
 
     Args:
-        fresh: whether the completion is an ordinary sample of the policy, decoded without a draft
-            of other weights (:func:`build_rollout`).
-        drafted: tokens that were verified, 0 where there was no draft or it was refused.
-        accepted: tokens of the completion that come from the draft.
-        policy_logprobs: log-prob of each token under the current policy, float32 ``[n]``, nats.
-        birth_logprobs: log-prob of each token under the policy that sampled it, float32 ``[n]``,
-            nats.
-        birth_versions: version of the policy that sampled each token, int64 ``[n]``.
         rollout: the rollout as the cache keeps it, with its prompt key and sample index.
+        accepted: tokens of the completion that come from the draft.
+        drafted: tokens that were verified, 0 where there was no draft or it was refused.
     """
 
-    fresh: bool
-    drafted: int
-    accepted: int
-    policy_logprobs: Float32Array
-    birth_logprobs: Float32Array
-    birth_versions: npt.NDArray[np.int64]
     rollout: Rollout
+    accepted: int = 0
+    drafted: int = 0
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the completion is an ordinary sample of the policy, decoded without a draft of
+        other weights (:func:`build_rollout`).
+        """
+        return self.rollout.fresh
+
+    @property
+    def policy_logprobs(self) -> Float32Array:
+        """Log-prob of each token under the current policy, float32 ``[n]``, nats."""
+        return self.rollout.logprobs
+
+    @property
+    def birth_logprobs(self) -> Float32Array:
+        """Log-prob of each token under the policy that sampled it, float32 ``[n]``, nats."""
+        return self.rollout.birth_logprobs
+
+    @property
+    def birth_versions(self) -> npt.NDArray[np.int64]:
+        """Version of the policy that sampled each token, int64 ``[n]``."""
+        return self.rollout.birth_versions
 
 
 def rollout_info(completion: Any) -> RolloutInfo | None:
@@ -109,7 +121,7 @@ def build_completion(
     unnamed = request.rounds is not None or request.accepted > 0 or rollout is request.replayed
     if unnamed and request.engine_params.detokenize and tokenizer is not None:
         name_tokens(request.logprobs, tokenizer)
-    if in_pieces(request):
+    if joined_from_pieces(request):
         completion = dataclasses.replace(completion, text=text_of(request, end))
     logprobs: SampleLogprobs | None = None
     total = None
@@ -131,20 +143,11 @@ def build_completion(
         finish_reason=end.finish_reason,
         stop_reason=end.stop_reason,
     )
-    drafted = 0 if draft is None else len(draft)
-    completion.spec_rl = RolloutInfo(
-        rollout.fresh,
-        drafted,
-        accepted,
-        policy,
-        rollout.birth_logprobs,
-        rollout.birth_versions,
-        rollout,
-    )
+    completion.spec_rl = RolloutInfo(rollout, accepted, 0 if draft is None else len(draft))
     return completion
 
 
-def in_pieces(request: RolloutRequest) -> bool:
+def joined_from_pieces(request: RolloutRequest) -> bool:
     """Whether the engine has not given a response in one piece."""
     return not (
         request.draft is None and request.rounds is None and request.response.detokenizer is None
@@ -172,7 +175,7 @@ def defective_completion(
         if logprobs is not None and not request.user_params.flat_logprobs:
             logprobs = list(logprobs)
         total = completion.cumulative_logprob
-    if in_pieces(request):
+    if joined_from_pieces(request):
         total = None if total is None else math.nan  # the sum over all pieces
         try:
             text = text_of(request, end)
@@ -233,7 +236,7 @@ def build_rollout(
         values = sampled_values(request.logprobs)
         return _rollout(request, values, finish, policy_version, fingerprint)
     except (InvalidRollout, IndexError) as error:
-        request.response.defect = str(error)
+        request.response.note_defect(str(error))
         return None
 
 

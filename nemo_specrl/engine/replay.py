@@ -75,7 +75,7 @@ def restore_request(
     )
     if defect_of(tokens, logprobs, vocabulary):
         return None
-    end = request.rules.ending(rollout.tokens)
+    end = request.rules.end_of(rollout.tokens)
     if (end.length, end.finish) != (n, rollout.finish):
         return None
     # Tokens that the present weights did not decode came from a draft.

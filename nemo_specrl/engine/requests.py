@@ -185,7 +185,7 @@ class RolloutRequest:
         """
         if int(draft.tokens.max()) >= limits.vocabulary:
             return False
-        end = self.rules.ending(draft.tokens)
+        end = self.rules.end_of(draft.tokens)
         # The draft is part of the prompt, after which vLLM requires room for one token.
         room = limits.max_model_len - 1 - len(self.rules.prompt)
         if end.length > room:
@@ -194,6 +194,11 @@ class RolloutRequest:
             return False
         self.verification.draft, self.verification.end = draft.prefix(end.length), end
         return True
+
+    def begin_rounds(self, state: RowInRounds) -> RowInRounds:
+        """Have the rest of the response decoded in rounds, from this state on; returns it."""
+        self.rounds = state
+        return state
 
     def accept(self, length: int, logprobs: FlatLogprobs) -> None:
         """Begin the response with the first tokens of the draft.

@@ -52,6 +52,10 @@ class Response:
         if not self.defect:
             self.defect = defect_of(tokens, logprobs, vocabulary)
 
+    def note_defect(self, defect: str) -> None:
+        """Note what is wrong with the data of the response; the first defect counts."""
+        self.defect = self.defect or defect
+
     def watch_stop_strings(self, rules: StopRules) -> bool:
         """Watch for stop strings from here on, instead of vLLM; False if the request has none."""
         if not rules.has_stop_strings:

@@ -113,7 +113,7 @@ class RunAhead:
             yield self._waiting.popleft()
             self._metrics.run_ahead_rows += 1
 
-    def take(self, output: RequestOutput) -> bool:
+    def read_output(self, output: RequestOutput) -> bool:
         """Whether an output of the engine is of a run-ahead row; one that has ended is counted."""
         if output.request_id not in self.rows:
             return False
@@ -122,7 +122,7 @@ class RunAhead:
             self._metrics.run_ahead_tokens += len(output.outputs[0].token_ids)
         return True
 
-    def forget_gone(self) -> None:
+    def forget_aborted(self) -> None:
         """Forget rows that the engine does not have any more, though it has said nothing."""
         for name in unknown_requests(self._engine, self.rows):
             del self.rows[name]
@@ -135,7 +135,7 @@ class RunAhead:
     def _abort(self, names: list[str]) -> None:
         try:
             for name in names:
-                with contextlib.suppress(Exception):  # an engine that has failed
+                with contextlib.suppress(Exception):  # counts of an engine that has failed
                     self._metrics.run_ahead_tokens += len(tokens_so_far(self._engine, name)[0])
         finally:
             if names:

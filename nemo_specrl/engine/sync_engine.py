@@ -279,7 +279,7 @@ class SpeculativeLLM(BaseSpeculativeLLM):
         """
         verified: list[tuple[RolloutRequest, RequestOutput]] = []
         for output in outputs:
-            if call.ahead.take(output) or output.request_id not in call.inflight:
+            if call.ahead.read_output(output) or output.request_id not in call.inflight:
                 continue  # aborted a step ago
             request = call.inflight[output.request_id]
             if not request.verification.running:
@@ -315,7 +315,7 @@ class SpeculativeLLM(BaseSpeculativeLLM):
 
     def _finish_aborted(self, call: Call) -> None:
         """Finish rows that somebody has had the engine abort, of which it says nothing."""
-        call.ahead.forget_gone()
+        call.ahead.forget_aborted()
         for request_id in unknown_requests(self.llm.llm_engine, call.inflight):
             request = call.inflight.pop(request_id)
             output = unfinished_output(request, request_id)

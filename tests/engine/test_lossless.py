@@ -285,13 +285,11 @@ def test_the_memory_of_trees_keeps_its_bound_inside_the_engine(llm, proposer):
 
 def test_a_history_is_sent_once_for_each_policy_version():
     def request(sample_index):
-        return SimpleNamespace(
-            row=Row(KEY, sample_index), rules=SimpleNamespace(prompt=PROMPT), params=None
-        )
+        return SimpleNamespace(row=Row(KEY, sample_index), rules=SimpleNamespace(prompt=PROMPT))
 
     def history(version, sample_index):
         histories.add(cached, version)
-        sent = histories.attached(request(sample_index), SamplingParams(), version)
+        sent = histories.with_history(request(sample_index), SamplingParams(), version)
         return sent.extra_args[EXTRA_ARG][2]
 
     histories, cached = PendingHistories(), {KEY: rollouts([[3, 4], [5]])}

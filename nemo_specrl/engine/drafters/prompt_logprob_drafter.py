@@ -90,7 +90,7 @@ class PromptLogprobDrafter:
     ) -> None:
         """Take the rollouts of a look-up, for the requests that it was made for."""
         self._histories.add(cached, policy_version)
-        self._renew(policy_version)
+        self._begin_version(policy_version)
         for request in requests:
             made = [
                 rollout.tokens.tobytes()
@@ -101,19 +101,19 @@ class PromptLogprobDrafter:
             if made:
                 self._made[request.row] = xxhash.xxh3_64_digest(b"\0".join(made))
 
-    def _renew(self, policy_version: int) -> None:
+    def _begin_version(self, policy_version: int) -> None:
         """Forget what was known of rows under other weights."""
         if policy_version != self._version:
             self._version, self._tries, self._made = policy_version, {}, {}
 
-    def _open(self, request: RolloutRequest, policy_version: int) -> RowInRounds:
+    def _start_row(self, request: RolloutRequest, policy_version: int) -> RowInRounds:
         """The state of a row at its start, behind its accepted prefix.
 
         A row that these weights have decoded before (the step is made again, or was interrupted)
         drafts from what it was then. It would not be independent of that, with the same randomness:
         so what was made before, and how often the row was opened, are a part of the key.
         """
-        self._renew(policy_version)
+        self._begin_version(policy_version)
         key, index = request.row.key, request.row.sample_index
         tries = self._tries[request.row] = self._tries.get(request.row, 0) + 1
         stream = f"rounds {tries} {self._made.get(request.row, b'').hex()}"
@@ -133,7 +133,7 @@ class PromptLogprobDrafter:
         """The next request of a row: its prompt, as vLLM takes it, and sampling parameters."""
         row = request.rounds
         if row is None:
-            row = request.rounds = self._open(request, policy_version)
+            row = request.begin_rounds(self._start_row(request, policy_version))
         started = time.perf_counter()
         row.draft = []
         if row.rejected is None and not row.skip_draft and not request.response.defect:
@@ -197,7 +197,7 @@ class PromptLogprobDrafter:
             n += 1
         return tokens[:n], sum(chances[:n])
 
-    def take(
+    def read_output(
         self,
         request: RolloutRequest,
         output: RequestOutput,
@@ -228,13 +228,13 @@ class PromptLogprobDrafter:
                 metrics.recomputed_tokens += max(0, prefix - (output.num_cached_tokens or 0))
         draft, row.draft = row.draft, []
         if draft:
-            ending = self._judge(request, row, draft, output, policy_version, metrics)
+            end = self._judge(request, row, draft, output, policy_version, metrics)
         elif row.rejected is not None:
-            ending = self._append_rest(request, row, output)
+            end = self._append_resampled(request, row, output)
         else:
-            ending = request.response.append_output(output, self._limits.vocabulary)
-        if ending is None:
-            ending = self._given_up(request, row, output)
+            end = request.response.append_output(output, self._limits.vocabulary)
+        if end is None:
+            end = self._given_up(request, row, output)
         new = request.tokens[before:]
         metrics.decoded_tokens += len(new)
         metrics.tree_tokens += len(new)
@@ -242,22 +242,22 @@ class PromptLogprobDrafter:
         started = time.perf_counter()
         if not request.response.defect:
             row.tree.extend(new)
-        if ending is None and not row.needs_request and not request.response.defect:
+        if end is None and not row.needs_request and not request.response.defect:
             _, gain = self._draft(request, row)
             row.needs_request = gain >= min(MIN_GAIN, self._max_draft / 2)
         metrics.tree_s += time.perf_counter() - started
-        return ending
+        return end
 
     def _given_up(
         self, request: RolloutRequest, row: RowInRounds, output: RequestOutput
     ) -> ResponseEnd | None:
-        """The ending of a response that cannot go on, or None."""
-        ending = given_up(output, len(request.tokens))
-        if ending is None and row.needs_request and request.response.defect:
+        """The end of a response that cannot go on, or None."""
+        end = given_up(output, len(request.tokens))
+        if end is None and row.needs_request and request.response.defect:
             known = range(self._limits.vocabulary)
             if not all(token in known for token in request.tokens):  # vLLM takes no such prompt
-                ending = ResponseEnd.unfinished(len(request.tokens), "error")
-        return ending
+                end = ResponseEnd.unfinished(len(request.tokens), "error")
+        return end
 
     def _judge(
         self,
@@ -299,7 +299,7 @@ class PromptLogprobDrafter:
         row.needs_request = True
         if not chosen:
             return None
-        return request.rules.ending_at(len(request.tokens), request.tokens[-1])
+        return request.rules.end_at(len(request.tokens), request.tokens[-1])
 
     def _resample_rejected(
         self, row: RowInRounds, proved: FlatLogprobs, position: int, u: float
@@ -325,7 +325,7 @@ class PromptLogprobDrafter:
         row.rejected = piece
         return 0
 
-    def _append_rest(
+    def _append_resampled(
         self, request: RolloutRequest, row: RowInRounds, output: RequestOutput
     ) -> ResponseEnd | None:
         """Append the token of a request from which the candidates were excluded."""
@@ -339,7 +339,7 @@ class PromptLogprobDrafter:
         request.response.check(tokens, sampled, self._limits.vocabulary)
         if request.response.defect:
             request.response.append(tokens, sampled, stop_terminated=self._stops(request, tokens))
-            return request.rules.ending_at(len(request.tokens), request.tokens[-1])
+            return request.rules.end_at(len(request.tokens), request.tokens[-1])
         logprob, rank = sampled.logprobs[0], sampled.ranks[0]
         if self._limits.logprobs_mode == "processed_logprobs":
             # vLLM reports them for what it drew from, the rest of p.
@@ -352,7 +352,7 @@ class PromptLogprobDrafter:
         found = request.response.append(tokens, kept, stop_terminated=stops)
         if found is not None:
             return ResponseEnd(len(request.tokens), Finish.STOP_STRING, found)
-        return request.rules.ending_at(len(request.tokens), request.tokens[-1])
+        return request.rules.end_at(len(request.tokens), request.tokens[-1])
 
     def _stops(self, request: RolloutRequest, tokens: list[int]) -> bool:
         """Whether tokens end in a stop token."""
