@@ -14,13 +14,14 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
-    Coroutine,
     Iterable,
 )
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from nemo_specrl.config import SpecRLConfig
+from nemo_specrl.engine.async_rows import AsyncRow
 from nemo_specrl.engine.base import BaseSpeculativeLLM
+from nemo_specrl.engine.caches import ClaimingCache
 from nemo_specrl.engine.outputs import request_outputs, unfinished_output
 from nemo_specrl.engine.policy_version import RUNNING, one_adapter
 from nemo_specrl.engine.prefix.verification import verification_params
@@ -28,7 +29,6 @@ from nemo_specrl.engine.requests import RolloutRequest, build_requests
 from nemo_specrl.engine.sampling_rules import ResponseEnd
 from nemo_specrl.engine.vllm.compat import assigns_own_ids, has_unfinished_requests
 from nemo_specrl.errors import ConfigError
-from nemo_specrl.rollout import Rollout
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -40,64 +40,12 @@ RETRY_SECONDS = 0.002
 """How soon a row is aborted again that has not ended."""
 
 
-class ClaimingCache(Protocol):
-    """A cache that assigns sample indices, such as
-    :class:`nemo_specrl.cache.cluster.cluster_cache.ClusterCache`.
-    """
-
-    async def claim(self, key: bytes, policy_version: int) -> tuple[int, list[Rollout]] | None:
-        """Reserve a sample index for a row of a prompt.
-
-        Returns:
-            The sample index and the prompt's rollouts; None when none can be had now, a failure
-            that the cache has counted.
-        """
-        ...
-
-    def release(self, key: bytes, sample_index: int) -> None:
-        """Give a sample index back of which no rollout will be put."""
-        ...
-
-    def put(self, rollouts: Iterable[Rollout]) -> None:
-        """Keep rollouts; each replaces the one that its prompt and sample index had."""
-        ...
-
-    def flush(self) -> None:
-        """Send what was put, without waiting for it to arrive."""
-        ...
-
-
-class _Row:
-    """A row that has not ended.
-
-    Attributes:
-        request_id: the caller's.
-        admitted: it may have requests in the engine.
-        in_engine: it has one now, or on the way.
-        aborted: it shall end as soon as it can.
-        waiting: what it waits for outside of the engine.
-        ended: set at its end.
-    """
-
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
-        self.admitted = self.in_engine = self.aborted = False
-        self.waiting: asyncio.Future[Any] | None = None
-        self.ended = asyncio.Event()
-
-    def abort(self) -> None:
-        """Have it end as soon as it can."""
-        self.aborted = True
-        if self.waiting is not None:
-            self.waiting.cancel()
-
-
 class AsyncSpeculativeLLM(BaseSpeculativeLLM):
     """A drop-in for ``AsyncLLM.generate`` that reuses earlier rollouts.
 
     Args:
         llm: a running engine. Its ``logprobs_mode`` must be one of log-probs, not of logits.
-        cache: assigns sample indices and keeps rollouts (:class:`ClaimingCache`).
+        cache: assigns sample indices and keeps rollouts (``caches.ClaimingCache``).
         config: the ``spec_rl:`` block of the recipe.
         seed: seed of the run, from which the uniforms of acceptance are derived.
         policy_version: of the weights that the engine has now.
@@ -134,7 +82,7 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
                 "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION = 1: the requests of a row have one id, and "
                 "outputs of one would be taken for those of another; unset it"
             )
-        self._rows: set[_Row] = set()
+        self._rows: set[AsyncRow] = set()
         self._admitting = asyncio.Event()  # cleared while a pause waits for the rows before it
         self._admitting.set()
         self._decoding: asyncio.Semaphore | None = None
@@ -197,8 +145,7 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
             kwargs: passed to ``AsyncLLM.generate``.
 
         Yields:
-            The output; its completion has an attribute ``spec_rl``, a
-            :class:`~nemo_specrl.engine.outputs.RolloutInfo`.
+            The output; its completion's ``spec_rl`` is an ``outputs.RolloutInfo``.
 
         Raises:
             UnsupportedSampling: drafts cannot be verified under these parameters.
@@ -216,10 +163,10 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
         )
         if request.draftable:
             self._weights.check(one_adapter(kwargs.get("lora_request"), 1))
-        row = _Row(request_id)
+        row = AsyncRow(request_id)
         self._rows.add(row)
         try:
-            drafted = await self._drafted(row, request, kwargs)
+            drafted = await self._run(row, request, kwargs)
         finally:
             self._rows.discard(row)
             row.ended.set()
@@ -230,48 +177,62 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
         async for output in self.llm.generate(prompt, sampling_params, request_id, **kwargs):
             yield output
 
-    async def _drafted(
-        self, row: _Row, request: RolloutRequest, kwargs: Any
+    async def _run(
+        self, row: AsyncRow, request: RolloutRequest, kwargs: Any
     ) -> RequestOutput | None:
-        """The output of a row that reads and writes the cache; None: it cannot."""
-        await self._unless_aborted(row, self._admitting.wait())
+        """Take a row through the engine, in the stages of ``SpeculativeLLM._run``.
+
+        Args:
+            row: that has not ended.
+            request: of the row.
+            kwargs: of ``AsyncLLM.generate``.
+
+        Returns:
+            The row's output; None where it can have no sample index, and nothing was done.
+        """
+        await row.wait_for(self._admitting.wait())
         row.admitted = True
+        # 1. Look up: a sample index and a draft from the cache.
         started = time.perf_counter()
         claimed = await self._claim(request) if request.draftable else None
         if claimed is None and not row.aborted:
             return None
-        cached = False
+        stored = False
         try:
-            output, rollouts = await self._made(row, request, kwargs, started)
+            self.metrics.rows += 1
+            self.metrics.lookup_s += time.perf_counter() - started
+            # 2 to 4. Submit, step and judge: vLLM's own loop steps the engine.
+            output, end = await self._verify_and_decode(row, request, kwargs)
+            # 5. Finish: the completion for the caller, the rollout for the cache.
+            completion, rollouts = self._finish(request, output, end)
+            finished = request_outputs([request], {0: (output, completion)})[0]
+            # 6. Store.
             if claimed is not None:
                 self._store(rollouts)
-                cached = bool(rollouts)
-            return output
+                stored = bool(rollouts)
+            return finished
         finally:
             self.cache.flush()
-            if claimed is not None and not cached:  # another row may have its sample index
+            if claimed is not None and not stored:  # another row may have its sample index
                 self.cache.release(request.row.key, request.row.sample_index)
 
-    async def _made(
-        self, row: _Row, request: RolloutRequest, kwargs: Any, started: float
-    ) -> tuple[RequestOutput, list[Rollout]]:
-        """The output of a row, and what is to be cached of it."""
-        self.metrics.rows += 1
-        claimed_at = time.perf_counter()
-        self.metrics.lookup_s += claimed_at - started
-        output, ending = None, None
+    async def _verify_and_decode(
+        self, row: AsyncRow, request: RolloutRequest, kwargs: Any
+    ) -> tuple[RequestOutput, ResponseEnd]:
+        """Have the draft of a row verified and the rest decoded; its last output and its end."""
+        output, end = None, None
+        started = time.perf_counter()
         if request.draft is not None and not row.aborted:
-            output, ending = await self._verify(row, request, kwargs)
+            output, end = await self._verify(row, request, kwargs)
         verified_at = time.perf_counter()
-        self.metrics.verify_s += verified_at - claimed_at
-        if ending is None:
-            output, ending = await self._decode(row, request, kwargs)
+        self.metrics.verify_s += verified_at - started
+        if end is None:
+            output, end = await self._decode(row, request, kwargs)
         self.metrics.decode_s += time.perf_counter() - verified_at
         assert output is not None
         if self._measures_noise(request):
             await self._measure_noise(row, request, kwargs)
-        completion, rollouts = self._finish(request, output, ending)
-        return request_outputs([request], {0: (output, completion)})[0], rollouts
+        return output, end
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """Abort rows, as ``AsyncLLM.abort`` does, wherever they are.
@@ -283,7 +244,7 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
         await self.llm.abort(list(names), internal)
         await self._abort([row for row in self._rows if row.request_id in names])
 
-    async def _abort(self, rows: list[_Row]) -> None:
+    async def _abort(self, rows: list[AsyncRow]) -> None:
         for row in rows:
             row.abort()
         while rows := [row for row in rows if not row.ended.is_set()]:
@@ -338,7 +299,7 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
         from nemo_specrl.engine.drafters.v1_proposer import take_counts
 
         try:
-            self._add_tree_counts(await self.llm.collective_rpc(take_counts))
+            self.metrics.add_draft_counts(await self.llm.collective_rpc(take_counts))
         except Exception as error:  # vLLM sends functions to other processes only where it may
             self._miss_tree_counts(error)
 
@@ -349,48 +310,25 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
             if claimed is None:
                 return None
             sample_index, rollouts = claimed
-            request.row = type(request.row)(request.row.key, sample_index)
-        except Exception as error:  # the cache can only cost speed
+            request.assign_sample_index(sample_index)
+        except Exception as error:  # whatever fails in a cache, rows are decoded without it
             self._count_cache_error(error)
             return None
         try:
-            self._offer_drafts([request], {request.row.key: rollouts})
-        except Exception as error:
+            self._set_drafts([request], {request.row.key: rollouts})
+        except Exception as error:  # as above; the sample index stays reserved
             self._count_cache_error(error)
         return request
 
-    async def _unless_aborted(
-        self, row: _Row, awaited: Coroutine[Any, Any, Any], undo: Callable[[], None] | None = None
-    ) -> bool:
-        """Wait for something; False, at once, where the row is aborted meanwhile.
-
-        Args:
-            row: that waits.
-            awaited: what it waits for.
-            undo: takes back what it has waited for, if the row's own task is cancelled just then.
-        """
-        row.waiting = asyncio.ensure_future(awaited)
-        if row.aborted:
-            row.waiting.cancel()
-        try:
-            await asyncio.wait([row.waiting])
-            return not row.waiting.cancelled()
-        except asyncio.CancelledError:
-            if not row.waiting.cancel() and not row.waiting.cancelled() and undo is not None:
-                undo()
-            raise
-        finally:
-            row.waiting = None
-
-    async def _place(self, row: _Row) -> bool:
+    async def _place(self, row: AsyncRow) -> bool:
         """Wait for a place among the rows that the engine decodes; False: the row was aborted."""
         if self._decoding is None:
             return not row.aborted
         places = self._decoding
-        return await self._unless_aborted(row, places.acquire(), places.release)
+        return await row.wait_for(places.acquire(), places.release)
 
     async def _verify(
-        self, row: _Row, request: RolloutRequest, kwargs: Any
+        self, row: AsyncRow, request: RolloutRequest, kwargs: Any
     ) -> tuple[RequestOutput | None, ResponseEnd | None]:
         """Verify and judge the draft of a request.
 
@@ -398,27 +336,27 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
             The engine's output, and how the response ended; None where decoding has to go on.
         """
         assert request.draft is not None
-        request.verifying = True
+        request.verification.start()
         prompt = {"prompt_token_ids": request.rules.prompt + request.draft.tokens.tolist()}
         outputs = [o async for o in self._stream(row, prompt, verification_params(request), kwargs)]
         if not outputs:  # aborted before it began
             self._refuse_draft(request)
             return None, None
-        [(_, output, ending)] = self._judge([(request, outputs[-1])])
-        return output, ending
+        [(_, output, end)] = self._judge([(request, outputs[-1])])
+        return output, end
 
-    async def _measure_noise(self, row: _Row, request: RolloutRequest, kwargs: Any) -> None:
+    async def _measure_noise(self, row: AsyncRow, request: RolloutRequest, kwargs: Any) -> None:
         """Prefill a response that has just been decoded; of the first few rows of the engine."""
-        self._noise.wanted -= 1
+        self._noise.rows_left -= 1
         started = time.perf_counter()
         prompt = {"prompt_token_ids": request.rules.prompt + request.tokens}
         outputs = [o async for o in self._stream(row, prompt, verification_params(request), kwargs)]
         if outputs:
-            self._take_noise(request, outputs[-1])
+            self._noise.add_prefill(request, outputs[-1], self.metrics)
         self.metrics.verify_s += time.perf_counter() - started
 
     async def _decode(
-        self, row: _Row, request: RolloutRequest, kwargs: Any
+        self, row: AsyncRow, request: RolloutRequest, kwargs: Any
     ) -> tuple[RequestOutput, ResponseEnd]:
         """Decode what the draft did not bring; the last output and how the response ended."""
         ended = False
@@ -430,11 +368,11 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
                     # Closing ends a request whose row has ended by a stop string, or goes on in
                     # another one.
                     async for output in stream:
-                        ending = self._append_decoded(request, output)
-                        if ending is not None:
+                        end = self._append_decoded(request, output)
+                        if end is not None:
                             ended = True
-                            return output, ending
-                        if request.finished_round:
+                            return output, end
+                        if request.needs_request:
                             break
                     else:
                         raise RuntimeError(f"request {row.request_id} ended without an output")
@@ -444,10 +382,10 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
             if placed and self._decoding is not None:
                 self._decoding.release()
             if not ended:  # cancelled
-                self._store(self._unfinished({row.request_id: request}))
+                self._store(self._interrupted_rollouts({row.request_id: request}))
 
     async def _stream(
-        self, row: _Row, prompt: Any, params: SamplingParams, kwargs: Any
+        self, row: AsyncRow, prompt: Any, params: SamplingParams, kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of a request of a row, which has the row's own id."""
         row.in_engine = True

@@ -1,97 +1,64 @@
-"""The part of speculation that synchronous and asynchronous engines share.
+"""The stages that synchronous and asynchronous engines share: look up, judge, finish, store.
 
-Looks drafts up, judges them, collects what the engine decodes and hands rollouts to the cache. The
-loops that drive an engine are in ``sync_engine`` and ``async_engine``.
+The loops that drive an engine are in ``sync_engine`` and ``async_engine``.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from nemo_specrl.config import SpecRLConfig
+from nemo_specrl.engine.caches import Journal
 from nemo_specrl.engine.drafters.histories import PendingHistories
 from nemo_specrl.engine.drafters.method import check_cpu_drafter, method_in
 from nemo_specrl.engine.drafters.prompt_logprob_drafter import PromptLogprobDrafter
+from nemo_specrl.engine.interrupts import keep_decoded, partial_rollout
 from nemo_specrl.engine.limits import EngineLimits
 from nemo_specrl.engine.metrics import EngineMetrics
-from nemo_specrl.engine.outputs import (
-    append_decoded,
-    build_completion,
-    build_rollout,
-    defect_of,
-    defective_completion,
-    extend_logprobs,
-    given_up,
-)
+from nemo_specrl.engine.outputs import build_completion, build_rollout, defective_completion
 from nemo_specrl.engine.policy_version import EngineWeights, refuse_kv_connector
 from nemo_specrl.engine.prefix.noise import PrefillNoise
 from nemo_specrl.engine.prefix.verification import (
     continuation_params,
-    draft_logprobs,
     judge,
-    matching_logprobs,
+    readable_logprobs,
     sampled_values,
 )
-from nemo_specrl.engine.replay import Journal, replayed_output, restore_request
+from nemo_specrl.engine.replay import (
+    replayed_output,
+    restore_request,
+    take_from_journal,
+)
 from nemo_specrl.engine.request_checks import check_engine
 from nemo_specrl.engine.requests import RolloutRequest
+from nemo_specrl.engine.response import given_up
 from nemo_specrl.engine.sampling_rules import ResponseEnd
-from nemo_specrl.engine.vllm.compat import check_version, logprobs_slice, no_logprobs, tokens_so_far
+from nemo_specrl.engine.vllm.compat import check_version
 from nemo_specrl.engine.vllm.patches import extend_prompt_logprobs
 from nemo_specrl.engine.vllm.prompt_logprob_memory import check_prompt_logprob_memory
-from nemo_specrl.errors import IncompatibleVersion, InvalidRollout
-from nemo_specrl.rollout import Finish, Rollout
+from nemo_specrl.errors import IncompatibleVersion
+from nemo_specrl.rollout import Rollout
 from nemo_specrl.speculation.acceptance import derived_seed
 from nemo_specrl.speculation.draft_selection import mean_lengths, select_drafts
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput, RequestOutput, SamplingParams
-    from vllm.logprobs import FlatLogprobs
 
-    from nemo_specrl.engine.drafters.v1_proposer import DraftCounts
 
-__all__ = ["BaseSpeculativeLLM", "RolloutCache"]
+__all__ = ["BaseSpeculativeLLM"]
 
 logger = logging.getLogger(__name__)
 
 
-class RolloutCache(Protocol):
-    """The interface of a cache of rollouts, such as :class:`nemo_specrl.RolloutStore`."""
-
-    def get(self, keys: Iterable[bytes]) -> dict[bytes, list[Rollout]]:
-        """Return rollouts by prompt key, the newest first within a sample index."""
-        ...
-
-    def put(self, rollouts: Iterable[Rollout]) -> None:
-        """Keep rollouts; each replaces the one that its prompt and sample index had."""
-        ...
-
-
 class BaseSpeculativeLLM:
-    """Base of :class:`SpeculativeLLM` and :class:`AsyncSpeculativeLLM`.
-
-    Args:
-        llm: a running engine. Its ``logprobs_mode`` must be one of log-probs, not of logits.
-        cache: where rollouts are looked up and kept.
-        config: the ``spec_rl:`` block of the recipe.
-        seed: seed of the run, from which the uniforms of acceptance are derived.
-        policy_version: of the weights that the engine has now.
+    """Base of :class:`SpeculativeLLM` and :class:`AsyncSpeculativeLLM`, which say what they take.
 
     Attributes:
         draw_seed: what uniforms are derived from: the seed of the run; where a cluster's cache says
             that the run was resumed, another one. Rollouts of a lost step draft for those in their
             place, which must not be made with the same randomness.
-        policy_version: version of the weights in the engine. The caller raises it after every refit
-            and at no other time.
-        fingerprint: of these weights, with their adapter if there is one
-            (:func:`~nemo_specrl.engine.weight_fingerprint.fingerprint`), set after
-            ``policy_version``. 0 means unknown, as it is after each change of ``policy_version``,
-            and nothing is replayed from a journal.
-        fresh_fraction: share of rows that are decoded without a draft, from the configuration
-            until the caller changes it.
-        metrics: :class:`EngineMetrics`, counts and times.
 
     Raises:
         ConfigError: the engine does not fit the configuration
@@ -109,6 +76,7 @@ class BaseSpeculativeLLM:
         self.config = config
         self.seed = seed
         self.draw_seed = seed
+        # Only a cluster's cache knows how often its run was resumed.
         self._incarnation: int = getattr(cache, "incarnation", 0)
         if getattr(cache, "resumed", False):
             self.draw_seed = derived_seed("draws", seed, 0, self._incarnation.to_bytes(8), 0)
@@ -131,7 +99,7 @@ class BaseSpeculativeLLM:
         check_engine(self._limits, self.config)
         method = method_in(self.config, self._limits)
         check_prompt_logprob_memory(self.llm)
-        self._noise = PrefillNoise(self._limits.dtype_bytes)
+        self._noise = PrefillNoise(self._limits.dtype_bytes, self._limits.max_model_len)
         if not self._limits.drafts_from_trees:
             check_cpu_drafter(engine)
         try:
@@ -166,22 +134,6 @@ class BaseSpeculativeLLM:
     def fingerprint(self, fingerprint: int) -> None:
         self._weights.fingerprint = fingerprint
 
-    def _add_tree_counts(self, of_workers: Iterable[DraftCounts | None]) -> None:
-        """Add to the metrics what the tree proposers did, each of them that counts.
-
-        Args:
-            of_workers: what ``take_counts`` has returned in each worker.
-        """
-        for counts in of_workers:
-            if counts is None:
-                continue
-            self.metrics.tree_steps += counts.steps
-            self.metrics.tree_tokens += counts.tokens
-            self.metrics.tree_drafted_tokens += counts.drafted
-            self.metrics.tree_accepted_tokens += counts.accepted
-            self.metrics.tree_least_chance += counts.least_chance
-            self.metrics.tree_s += counts.seconds
-
     def _miss_tree_counts(self, error: Exception) -> None:
         """Say once why nothing is known of what the tree proposer does."""
         self._warn_once(
@@ -196,11 +148,11 @@ class BaseSpeculativeLLM:
         candidates = [request for request in requests if request.draftable]
         try:
             cached = self.cache.get(list(dict.fromkeys(r.row.key for r in candidates)))
-            self._offer_drafts(candidates, cached)
-        except Exception as error:  # the cache can only cost speed
+            self._set_drafts(candidates, cached)
+        except Exception as error:  # whatever fails in a cache, rows are decoded without it
             self._count_cache_error(error)
 
-    def _offer_drafts(
+    def _set_drafts(
         self, requests: list[RolloutRequest], cached: dict[bytes, list[Rollout]]
     ) -> None:
         """Offer each request the draft that the cached rollouts have for it, if any."""
@@ -218,8 +170,7 @@ class BaseSpeculativeLLM:
         )
         lengths = mean_lengths(cached)
         for request, (draft, occurrence) in zip(requests, choices, strict=True):
-            request.occurrence = occurrence
-            request.earlier_length = lengths.get(request.row.key)
+            request.set_history(occurrence, lengths.get(request.row.key))
             if draft is None or not (draft.raw and request.raw):
                 continue
             if self._lossless and not (draft.fresh and self._of_these_weights(draft)):
@@ -233,9 +184,7 @@ class BaseSpeculativeLLM:
 
     @property
     def _trees_alone(self) -> bool:
-        """Whether vLLM's own rejection sampler verifies all drafts, under the request's sampling
-        parameters.
-        """
+        """Whether vLLM's own rejection sampler verifies all drafts."""
         return self._proposes and self._lossless
 
     @property
@@ -254,28 +203,22 @@ class BaseSpeculativeLLM:
         """Complete requests from the journal of a process that died in this very step.
 
         A rollout that these weights (by fingerprint) had already made for a request is taken as it
-        was recorded. One that other weights had made for this step is offered as a draft, or to the
-        prompt's tree where nothing is reused.
+        was recorded. One that other weights had made for this step becomes the request's draft, or
+        goes to the prompt's tree where nothing is reused.
         """
         if not (self.fingerprint and isinstance(self.cache, Journal)):
             return []
-        # The journal has no log-probs of candidates other than the sampled token.
-        candidates = [r for r in requests if r.draftable and not r.user_params.logprobs]
         try:
-            rows = [(r.row.key, r.row.sample_index) for r in candidates]
-            rollouts = self.cache.take(rows, self.policy_version, self.fingerprint)
-            pairs = list(zip(candidates, rollouts, strict=True))
-        except Exception as error:  # the cache can only cost speed
+            found = take_from_journal(self.cache, requests, self.policy_version, self.fingerprint)
+        except Exception as error:  # whatever fails in a cache, rows are decoded without it
             self._count_cache_error(error)
             return []
         replayed = []
-        for request, rollout in pairs:
-            if rollout is None or not len(rollout) or rollout.raw != request.raw:
-                continue
-            ending = None
+        for request, rollout in found:
+            end = None
             if self._of_these_weights(rollout):
-                ending = restore_request(request, rollout, self._limits.vocabulary)
-            if ending is None:
+                end = restore_request(request, rollout, self._limits.vocabulary)
+            if end is None:
                 if not self._lossless:
                     request.set_draft(rollout, self._limits)
                 elif self._limits.drafts_from_trees:
@@ -285,7 +228,7 @@ class BaseSpeculativeLLM:
             self.metrics.decoded_tokens += len(rollout) - request.accepted
             if request.draft is not None:
                 self._count_draft(request)
-            replayed.append((request, replayed_output(request, ending), ending))
+            replayed.append((request, replayed_output(request, end), end))
         return replayed
 
     def _next_request(self, request: RolloutRequest) -> tuple[dict[str, Any], SamplingParams]:
@@ -294,22 +237,19 @@ class BaseSpeculativeLLM:
             return self._prompt_logprob_drafter.next_request(
                 request, self.policy_version, self.metrics
             )
-        prompt = {"prompt_token_ids": request.rules.prompt + request.tokens}
-        return prompt, self._decoding_params(request)
-
-    def _decoding_params(self, request: RolloutRequest) -> SamplingParams:
-        """Sampling parameters of the request that decodes what verification has not brought."""
         params = continuation_params(
             request, self.policy_version, watch_stops=self._limits.steps_of_several_tokens
         )
         if self._proposes and request.draftable:
-            return self._histories.with_history(request, params, self.policy_version)
-        return params
+            params = self._histories.with_history(request, params, self.policy_version)
+        return {"prompt_token_ids": request.rules.prompt + request.tokens}, params
 
     def _count_draft(self, request: RolloutRequest) -> bool:
         """Count a judged draft; True where the draft is the whole response."""
-        assert request.draft is not None and request.ending is not None
-        whole = request.accepted == len(request.draft) and request.ending.finish is not None
+        assert request.draft is not None and request.verification.end is not None
+        whole = (
+            request.accepted == len(request.draft) and request.verification.end.finish is not None
+        )
         self.metrics.drafts += 1
         self.metrics.draft_tokens += len(request.draft)
         self.metrics.accepted_tokens += request.accepted
@@ -321,24 +261,24 @@ class BaseSpeculativeLLM:
     ) -> list[tuple[RolloutRequest, RequestOutput, ResponseEnd | None]]:
         """Judge verified drafts.
 
-        A draft of which the engine's output proves nothing is refused: its row is decoded from the
-        start, as a fresh one. One whose verification was aborted ends its row.
+        A draft is refused where the engine's output does not show its log-probs: the row is
+        decoded from the start, as a fresh one. A row whose verification was aborted ends.
 
         Returns:
-            Each request with its output and its ending, or None where decoding has to go on.
+            Each request with its output and its end, or None where decoding has to go on.
         """
-        provable = []
+        readable = []
         for request, output in verified:
-            request.verifying = False
-            logprobs = self._proved(request, output)
+            request.verification.finish()
+            logprobs = readable_logprobs(request, output, self._limits.vocabulary)
             if logprobs is None:
                 self._refuse_draft(request)
             else:
-                provable.append((request, logprobs))
+                readable.append((request, logprobs))
                 draft = request.draft
                 if draft is not None and draft.fresh and self._of_these_weights(draft):
                     self._noise.add(sampled_values(logprobs), draft.logprobs, self.metrics)
-        judge(provable, self.config, seed=self.draw_seed, policy_version=self.policy_version)
+        judge(readable, self.config, seed=self.draw_seed, policy_version=self.policy_version)
         verdicts: list[tuple[RolloutRequest, RequestOutput, ResponseEnd | None]] = []
         for request, output in verified:
             if request.draft is None:
@@ -347,47 +287,16 @@ class BaseSpeculativeLLM:
                 verdicts.append((request, output, unfinished if aborted else None))
             else:
                 whole = self._count_draft(request)
-                verdicts.append((request, output, request.ending if whole else None))
+                verdicts.append((request, output, request.verification.end if whole else None))
         return verdicts
-
-    def _proved(self, request: RolloutRequest, output: RequestOutput) -> FlatLogprobs | None:
-        """The log-probs of a draft's tokens where they can be judged by, else None."""
-        assert request.draft is not None
-        if given_up(output, 0) is not None:
-            return None
-        try:
-            logprobs = draft_logprobs(request, output)
-            tokens = request.draft.tokens.tolist()
-            wrong = logprobs is not None and defect_of(tokens, logprobs, self._limits.vocabulary)
-        except (IndexError, TypeError, ValueError) as error:  # nothing that vLLM should return
-            logger.debug("a verification cannot be read: %s", error)
-            return None
-        return None if wrong else logprobs
 
     def _measures_noise(self, request: RolloutRequest) -> bool:
         """Whether a response that has ended is to be prefilled once more (``PrefillNoise``)."""
-        whole = len(request.rules.prompt) + len(request.tokens)
-        return (
-            self._noise.wanted > 0
-            and not self._lossless
-            and request.draftable
-            and request.draft is None
-            and request.rounds is None
-            and request.replayed is None
-            and whole < self._limits.max_model_len
-        )
-
-    def _take_noise(self, request: RolloutRequest, output: RequestOutput) -> None:
-        """Take in the prefill of a response that these weights have just decoded."""
-        logprobs: Any = output.prompt_logprobs
-        proved = None if logprobs is None else matching_logprobs(logprobs, request.tokens)
-        if proved is not None and request.logprobs is not None:
-            decoded = sampled_values(request.logprobs)
-            self._noise.add(sampled_values(proved), decoded, self.metrics)
+        return not self._lossless and self._noise.can_measure(request)
 
     def _refuse_draft(self, request: RolloutRequest) -> None:
         """Drop a draft on which no verdict is possible; the row is decoded without one."""
-        request.draft, request.ending, request.verifying = None, None, False
+        request.verification.drop()
         self.metrics.refused_drafts += 1
 
     def _append_decoded(self, request: RolloutRequest, output: RequestOutput) -> ResponseEnd | None:
@@ -395,55 +304,45 @@ class BaseSpeculativeLLM:
 
         Returns:
             How the response ended, or None while it goes on: in another request (``_next_request``)
-            where ``request.finished_round`` says so.
+            where ``request.needs_request`` says so.
         """
         if self._prompt_logprob_drafter is not None and request.rounds is not None:
-            return self._prompt_logprob_drafter.take(
+            return self._prompt_logprob_drafter.read_output(
                 request, output, self.policy_version, self.metrics
             )
         before = len(request.tokens)
-        ending = append_decoded(request, output, self._limits.vocabulary)
+        end = request.response.append_output(output, self._limits.vocabulary)
         new = len(request.tokens) - before
         self.metrics.decoded_tokens += new
         if self._proposes and request.draftable:  # the proposer knows nothing of stop strings
             self.metrics.tree_tokens -= len(output.outputs[0].token_ids) - new
-        return ending
+        return end
 
     def _finish(
-        self, request: RolloutRequest, output: RequestOutput, ending: ResponseEnd
+        self, request: RolloutRequest, output: RequestOutput, end: ResponseEnd
     ) -> tuple[CompletionOutput, list[Rollout]]:
         """The completion of a request that has ended, and the rollouts to be cached (0 or 1).
 
         A row whose data cannot be right goes back as the engine gave it, and is cached nowhere.
         """
         self.metrics.response_tokens += len(request.tokens)
-        assert ending.finish is not None
+        assert end.finish is not None
         rollout = request.replayed
-        if rollout is None and not request.defect:
-            rollout = self._rollout(request, ending.finish)
+        if rollout is None and not request.response.defect:
+            weights = self.policy_version, self.fingerprint
+            rollout = build_rollout(request, end.finish, *weights)
         if rollout is None:
             self._count_defect(request)
-            return defective_completion(request, output, ending), []
-        completion = build_completion(request, output, ending, rollout, self.config)
+            return defective_completion(request, output, end), []
+        completion = build_completion(request, output, end, rollout, self.config)
         if request.replayed is not None:
             return completion, []  # it is in the cache already
         if request.rounds is None and request.draft and request.accepted < len(request.tokens):
             prefill = len(request.rules.prompt) + request.accepted
             self.metrics.recomputed_tokens += prefill - (output.num_cached_tokens or 0)
         # Of a response that was given up, what was accepted of its draft is in the draft.
-        decoded = ending.given_up is None or len(request.tokens) > request.accepted
+        decoded = end.given_up is None or len(request.tokens) > request.accepted
         return completion, [rollout] if request.cacheable and decoded else []
-
-    def _rollout(self, request: RolloutRequest, finish: Finish) -> Rollout | None:
-        """The rollout of a response; None where its parts contradict each other."""
-        if request.logprobs is None:
-            request.logprobs = no_logprobs()
-        try:
-            values = sampled_values(request.logprobs)
-            return build_rollout(request, values, finish, self.policy_version, self.fingerprint)
-        except (InvalidRollout, IndexError) as error:
-            request.defect = str(error)
-            return None
 
     def _count_defect(self, request: RolloutRequest) -> None:
         """Count a row whose data cannot be right, and log the first one."""
@@ -451,63 +350,36 @@ class BaseSpeculativeLLM:
         self._warn_once(
             "the engine gave a row with %s; such rows are returned as they are, not cached, "
             "and counted in spec_rl/uncached_rows",
-            request.defect,
+            request.response.defect,
         )
 
-    def _unfinished(self, inflight: Mapping[str, RolloutRequest]) -> list[Rollout]:
+    def _interrupted_rollouts(self, inflight: Mapping[str, RolloutRequest]) -> list[Rollout]:
         """The rollouts, marked partial, of rows that an interrupt found in the engine.
-
-        Only rows of which the engine has decoded something: the rest is in their drafts. A row of
-        which nothing can be learned is left out.
 
         Args:
             inflight: requests by the id that the engine knows them by.
         """
+        engine = getattr(self.llm, "llm_engine", self.llm)
         partial = []
         for request_id, request in inflight.items():
             try:
-                rollout = self._partial(request_id, request)
-            except Exception as error:  # the engine, perhaps, has failed
+                if not keep_decoded(engine, request_id, request, self._limits.vocabulary):
+                    continue
+                rollout = partial_rollout(request, self.policy_version, self.fingerprint)
+                if rollout is None:
+                    self._count_defect(request)
+                else:
+                    partial.append(rollout)
+            except Exception as error:  # the engine has perhaps failed; the caller sees why
                 logger.debug("nothing is kept of request %s: %r", request_id, error)
-                continue
-            if rollout is not None:
-                partial.append(rollout)
         return partial
-
-    def _partial(self, request_id: str, request: RolloutRequest) -> Rollout | None:
-        """What there is of a response that was interrupted, or None.
-
-        Raises:
-            KeyError: the engine does not know the request.
-        """
-        if request.verifying or not request.cacheable:
-            return None
-        tokens, logprobs = request.tokens, request.logprobs
-        if request.rounds is None:  # else its outputs have come token by token
-            engine = getattr(self.llm, "llm_engine", self.llm)
-            decoded, more = tokens_so_far(engine, request_id)
-            tokens = tokens[: request.accepted] + decoded
-            if request.accepted:
-                assert logprobs is not None
-                logprobs = logprobs_slice(logprobs, 0, request.accepted)
-                extend_logprobs(logprobs, more)
-            else:
-                logprobs = more
-        if len(tokens) <= request.accepted:
-            return None
-        request.tokens, request.logprobs = tokens, logprobs
-        request.defect = request.defect or defect_of(tokens, logprobs, self._limits.vocabulary)
-        rollout = None if request.defect else self._rollout(request, Finish.PARTIAL)
-        if rollout is None:
-            self._count_defect(request)
-        return rollout
 
     def _store(self, rollouts: list[Rollout]) -> None:
         """Put rollouts into the cache; a failure is counted."""
         try:
             if rollouts:
                 self.cache.put(rollouts)
-        except Exception as error:  # the cache can only cost speed
+        except Exception as error:  # whatever fails in a cache, rows are decoded without it
             self._count_cache_error(error)
 
     def _count_cache_error(self, error: Exception) -> None:

@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
 from nemo_specrl.monitoring import names as metric
 
-__all__ = ["EngineMetrics"]
+__all__ = ["DraftCounts", "EngineMetrics"]
+
+
+@dataclass
+class DraftCounts:
+    """Counts of a proposer's work.
+
+    Tokens are those that requests get: what a step samples behind the end of a response is in none
+    of these counts. Run-ahead rows are not counted.
+
+    Args:
+        steps: steps that yielded tokens of a row, summed over rows, its first token included.
+        tokens: that these steps yielded.
+        drafted: draft tokens that they verified.
+        accepted: those of them that were accepted.
+        least_chance: chance at which the next drafts ended, 1 where none was taken, summed over
+            ``steps``.
+        seconds: spent on it.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    least_chance: float = 0.0
+    seconds: float = 0.0
 
 
 @dataclass
@@ -117,6 +143,22 @@ class EngineMetrics:
             metric.DECODE_S: self.decode_s,
             metric.ASSEMBLY_S: self.assembly_s,
         }
+
+    def add_draft_counts(self, of_workers: Iterable[DraftCounts | None]) -> None:
+        """Add what the tree proposers did, each of them that counts.
+
+        Args:
+            of_workers: what ``take_counts`` has returned in each worker.
+        """
+        for counts in of_workers:
+            if counts is None:
+                continue
+            self.tree_steps += counts.steps
+            self.tree_tokens += counts.tokens
+            self.tree_drafted_tokens += counts.drafted
+            self.tree_accepted_tokens += counts.accepted
+            self.tree_least_chance += counts.least_chance
+            self.tree_s += counts.seconds
 
     def _of_trees(self, rows: int) -> dict[str, float]:
         """Of lossless drafting; nothing without it."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +17,8 @@ from nemo_specrl.config import SpecRLConfig
 from nemo_specrl.engine.prefix.verification import reference_logprobs, sampled_values
 from nemo_specrl.engine.requests import RolloutRequest
 from nemo_specrl.engine.sampling_rules import ResponseEnd
-from nemo_specrl.engine.vllm.compat import logprobs_slice, new_logprobs
+from nemo_specrl.engine.vllm.compat import no_logprobs
+from nemo_specrl.errors import InvalidRollout
 from nemo_specrl.rollout import Finish, Rollout
 from nemo_specrl.speculation.acceptance import behaviour_logprobs
 
@@ -28,14 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RolloutInfo",
-    "append_decoded",
-    "append_tokens",
     "build_completion",
     "build_rollout",
-    "defect_of",
     "defective_completion",
-    "extend_logprobs",
-    "given_up",
     "request_outputs",
     "rollout_info",
     "text_of",
@@ -45,154 +40,48 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 Float32Array = npt.NDArray[np.float32]
-ROUNDING = 1e-3
-"""How far above 0 a log-prob may be, nats."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RolloutInfo:
-    """How much of a completion came from a draft; the completion's ``spec_rl`` attribute.
+    """What is known of a completion as a rollout; the completion's ``spec_rl`` attribute.
 
     Args:
-        fresh: whether the completion is an ordinary sample of the policy, decoded without a draft
-            of other weights (:func:`build_rollout`).
-        drafted: tokens that were verified, 0 where there was no draft or it was refused.
-        accepted: tokens of the completion that come from the draft.
-        policy_logprobs: log-prob of each token under the current policy, float32 ``[n]``, nats.
-        birth_logprobs: log-prob of each token under the policy that sampled it, float32 ``[n]``,
-            nats.
-        birth_versions: version of the policy that sampled each token, int64 ``[n]``.
         rollout: the rollout as the cache keeps it, with its prompt key and sample index.
+        accepted: tokens of the completion that come from the draft.
+        drafted: tokens that were verified, 0 where there was no draft or it was refused.
     """
 
-    fresh: bool
-    drafted: int
-    accepted: int
-    policy_logprobs: Float32Array
-    birth_logprobs: Float32Array
-    birth_versions: npt.NDArray[np.int64]
     rollout: Rollout
+    accepted: int = 0
+    drafted: int = 0
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the completion is an ordinary sample of the policy, decoded without a draft of
+        other weights (:func:`build_rollout`).
+        """
+        return self.rollout.fresh
+
+    @property
+    def policy_logprobs(self) -> Float32Array:
+        """Log-prob of each token under the current policy, float32 ``[n]``, nats."""
+        return self.rollout.logprobs
+
+    @property
+    def birth_logprobs(self) -> Float32Array:
+        """Log-prob of each token under the policy that sampled it, float32 ``[n]``, nats."""
+        return self.rollout.birth_logprobs
+
+    @property
+    def birth_versions(self) -> npt.NDArray[np.int64]:
+        """Version of the policy that sampled each token, int64 ``[n]``."""
+        return self.rollout.birth_versions
 
 
 def rollout_info(completion: Any) -> RolloutInfo | None:
     """The :class:`RolloutInfo` of a completion; None where the engine ran without speculation."""
     return getattr(completion, "spec_rl", None)
-
-
-def defect_of(tokens: Sequence[int], logprobs: FlatLogprobs | None, vocabulary: int) -> str:
-    """What is wrong with tokens and their log-probs, as an engine gave them; empty: nothing.
-
-    An engine whose weights hold a NaN, or whose kernels fail on a batch, goes on without an error.
-
-    Args:
-        tokens: token ids.
-        logprobs: should have one position per token, whose first entry is the token's own.
-        vocabulary: tokens that the model knows.
-    """
-    if logprobs is None:
-        return f"no log-probs for {len(tokens)} tokens" if len(tokens) else ""
-    starts, ends = logprobs.start_indices, logprobs.end_indices
-    if len(starts) != len(tokens):
-        return f"{len(starts)} log-probs for {len(tokens)} tokens"
-    if not len(tokens):
-        return ""
-    if min(tokens) < 0 or max(tokens) >= vocabulary:
-        wrong = next(token for token in tokens if not 0 <= token < vocabulary)
-        return f"token {wrong} in a vocabulary of {vocabulary}"
-    if any(start >= end for start, end in zip(starts, ends, strict=True)):
-        return "a token without a log-prob"
-    for token, start in zip(tokens, starts, strict=True):
-        if logprobs.token_ids[start] != token:
-            return f"the log-prob of token {logprobs.token_ids[start]} for token {token}"
-        if logprobs.logprobs[start] == -math.inf:
-            return "a token of probability 0"
-    if min(logprobs.token_ids) < 0 or max(logprobs.token_ids) >= vocabulary:
-        return f"a candidate beyond a vocabulary of {vocabulary}"
-    for value in logprobs.logprobs:
-        if not value <= ROUNDING:  # NaN, too
-            return f"a log-prob of {value}"
-    return ""
-
-
-def given_up(output: RequestOutput, length: int) -> ResponseEnd | None:
-    """The ending of a response of ``length`` tokens where the engine has given it up, or None."""
-    reason = output.outputs[0].finish_reason
-    if not output.finished or reason in (None, "stop", "length"):
-        return None
-    return ResponseEnd.unfinished(length, str(reason))
-
-
-def extend_logprobs(logprobs: FlatLogprobs, more: FlatLogprobs) -> None:
-    """Append the positions of ``more`` to ``logprobs``, in place."""
-    shift = len(logprobs.logprobs)
-    logprobs.start_indices += [i + shift for i in more.start_indices]
-    logprobs.end_indices += [i + shift for i in more.end_indices]
-    logprobs.token_ids += more.token_ids
-    logprobs.logprobs += more.logprobs
-    logprobs.ranks += more.ranks
-    logprobs.decoded_tokens += more.decoded_tokens
-
-
-def append_tokens(
-    request: RolloutRequest, tokens: list[int], logprobs: FlatLogprobs, *, stop_terminated: bool
-) -> str | None:
-    """Append tokens to a response, up to the one that completes a stop string.
-
-    Args:
-        request: of the response.
-        tokens: token ids.
-        logprobs: one position per token.
-        stop_terminated: whether the last one is a stop token.
-
-    Returns:
-        The stop string, where ``request.detokenizer`` watches for them and has found one.
-    """
-    found = None
-    if request.detokenizer is not None:
-        found = request.detokenizer.feed(tokens, stop_terminated=stop_terminated)
-        if found is not None:  # leave out what lies behind the stop string
-            tokens = request.detokenizer.tokens[len(request.tokens) :]
-            logprobs = logprobs_slice(logprobs, 0, len(tokens))
-    request.tokens += tokens
-    if request.logprobs is None:
-        request.logprobs = logprobs
-    else:
-        extend_logprobs(request.logprobs, logprobs)
-    return found
-
-
-def append_decoded(
-    request: RolloutRequest, output: RequestOutput, vocabulary: int
-) -> ResponseEnd | None:
-    """Append what the engine decoded to a response, and note what is wrong with it.
-
-    Args:
-        request: of the response.
-        output: of its present request.
-        vocabulary: tokens that the model knows.
-
-    Returns:
-        How the response ended, or None while it goes on.
-    """
-    completion = output.outputs[0]
-    by_token = completion.finish_reason == "stop"
-    tokens, logprobs = list(completion.token_ids), new_logprobs(completion)
-    whole: Any = completion.logprobs
-    if not tokens and whole is not None and completion.finish_reason in ("stop", "length"):
-        logprobs = whole  # there should be none
-    if not request.defect:
-        request.defect = defect_of(tokens, logprobs, vocabulary)
-    found = append_tokens(request, tokens, logprobs, stop_terminated=by_token)
-    if found is None and not output.finished:
-        return None
-    if found is None and (unfinished := given_up(output, len(request.tokens))) is not None:
-        return unfinished
-    reason = found or completion.stop_reason
-    if isinstance(reason, str):
-        return ResponseEnd(len(request.tokens), Finish.STOP_STRING, reason)
-    if by_token:
-        return ResponseEnd(len(request.tokens), Finish.STOP, reason)
-    return ResponseEnd(len(request.tokens), Finish.LENGTH)
 
 
 def with_values(logprobs: FlatLogprobs, values: Float32Array) -> FlatLogprobs:
@@ -211,7 +100,7 @@ def with_values(logprobs: FlatLogprobs, values: Float32Array) -> FlatLogprobs:
 def build_completion(
     request: RolloutRequest,
     output: RequestOutput,
-    ending: ResponseEnd,
+    end: ResponseEnd,
     rollout: Rollout,
     config: SpecRLConfig,
 ) -> CompletionOutput:
@@ -220,7 +109,7 @@ def build_completion(
     Args:
         request: its tokens and log-probs are the whole response.
         output: the engine's last output for it, of the verification or of the continuation.
-        ending: how the response ended.
+        end: how the response ended.
         rollout: the response as the cache keeps it.
         config: the ``spec_rl:`` block.
     """
@@ -232,8 +121,8 @@ def build_completion(
     unnamed = request.rounds is not None or request.accepted > 0 or rollout is request.replayed
     if unnamed and request.engine_params.detokenize and tokenizer is not None:
         name_tokens(request.logprobs, tokenizer)
-    if in_pieces(request):
-        completion = dataclasses.replace(completion, text=text_of(request, ending))
+    if joined_from_pieces(request):
+        completion = dataclasses.replace(completion, text=text_of(request, end))
     logprobs: SampleLogprobs | None = None
     total = None
     if request.user_params.logprobs is not None:
@@ -251,29 +140,22 @@ def build_completion(
         token_ids=request.tokens,
         cumulative_logprob=total,
         logprobs=logprobs,
-        finish_reason=ending.finish_reason,
-        stop_reason=ending.stop_reason,
+        finish_reason=end.finish_reason,
+        stop_reason=end.stop_reason,
     )
-    drafted = 0 if draft is None else len(draft)
-    completion.spec_rl = RolloutInfo(
-        rollout.fresh,
-        drafted,
-        accepted,
-        policy,
-        rollout.birth_logprobs,
-        rollout.birth_versions,
-        rollout,
-    )
+    completion.spec_rl = RolloutInfo(rollout, accepted, 0 if draft is None else len(draft))
     return completion
 
 
-def in_pieces(request: RolloutRequest) -> bool:
+def joined_from_pieces(request: RolloutRequest) -> bool:
     """Whether the engine has not given a response in one piece."""
-    return not (request.draft is None and request.rounds is None and request.detokenizer is None)
+    return not (
+        request.draft is None and request.rounds is None and request.response.detokenizer is None
+    )
 
 
 def defective_completion(
-    request: RolloutRequest, output: RequestOutput, ending: ResponseEnd
+    request: RolloutRequest, output: RequestOutput, end: ResponseEnd
 ) -> CompletionOutput:
     """The completion of a request whose data from the engine has a defect: as the engine gave it.
 
@@ -282,7 +164,7 @@ def defective_completion(
     Args:
         request: its tokens and log-probs are what has come of the response.
         output: the engine's last output for it.
-        ending: how the response ended.
+        end: how the response ended.
     """
     completion = output.outputs[0]
     logprobs: SampleLogprobs | None = None
@@ -293,10 +175,10 @@ def defective_completion(
         if logprobs is not None and not request.user_params.flat_logprobs:
             logprobs = list(logprobs)
         total = completion.cumulative_logprob
-    if in_pieces(request):
+    if joined_from_pieces(request):
         total = None if total is None else math.nan  # the sum over all pieces
         try:
-            text = text_of(request, ending)
+            text = text_of(request, end)
         except Exception as error:  # tokens that the tokenizer does not know
             logger.debug("a defective response has no text: %s", error)
     return dataclasses.replace(
@@ -306,8 +188,8 @@ def defective_completion(
         token_ids=request.tokens,
         cumulative_logprob=total,
         logprobs=logprobs,
-        finish_reason=ending.finish_reason,
-        stop_reason=ending.stop_reason,
+        finish_reason=end.finish_reason,
+        stop_reason=end.stop_reason,
     )
 
 
@@ -329,12 +211,8 @@ def unfinished_output(request: RolloutRequest, request_id: str) -> RequestOutput
 
 
 def build_rollout(
-    request: RolloutRequest,
-    logprobs: Float32Array,
-    finish: Finish,
-    policy_version: int,
-    fingerprint: int,
-) -> Rollout:
+    request: RolloutRequest, finish: Finish, policy_version: int, fingerprint: int
+) -> Rollout | None:
     """The rollout that the cache keeps of a request's tokens, with their births.
 
     It is fresh where no draft was verified. A draft that was rejected at its first token makes it
@@ -344,11 +222,31 @@ def build_rollout(
 
     Args:
         request: its tokens are the response so far.
-        logprobs: of these tokens, under the weights that judged and decoded, float32 ``[n]``, nats.
         finish: how the response ended, or PARTIAL.
-        policy_version: of those weights.
+        policy_version: of the weights that judged and decoded.
         fingerprint: of those weights; 0: not known.
+
+    Returns:
+        None where the parts of the response contradict each other, which becomes its defect.
     """
+    if request.logprobs is None:
+        request.response.replace(request.tokens, no_logprobs())
+    assert request.logprobs is not None
+    try:
+        values = sampled_values(request.logprobs)
+        return _rollout(request, values, finish, policy_version, fingerprint)
+    except (InvalidRollout, IndexError) as error:
+        request.response.note_defect(str(error))
+        return None
+
+
+def _rollout(
+    request: RolloutRequest,
+    logprobs: Float32Array,
+    finish: Finish,
+    policy_version: int,
+    fingerprint: int,
+) -> Rollout:
     births = logprobs
     versions = np.full(len(logprobs), policy_version, dtype=np.int64)
     draft, accepted = request.draft, request.accepted
@@ -370,7 +268,7 @@ def build_rollout(
         policy_version,
         births,
         versions,
-        request.occurrence,
+        request.history.occurrence,
         fingerprint,
         fresh=draft is None or (same_weights and draft.fresh),
         raw=request.raw,
@@ -387,15 +285,15 @@ def name_tokens(logprobs: FlatLogprobs, tokenizer: Any) -> None:
             logprobs.decoded_tokens[i] = names[token]
 
 
-def text_of(request: RolloutRequest, ending: ResponseEnd) -> str:
+def text_of(request: RolloutRequest, end: ResponseEnd) -> str:
     """The text of a response that the engine did not decode in one piece, as vLLM reports it."""
     if request.rules.tokenizer is None or not request.engine_params.detokenize:
         return ""
-    if request.detokenizer is not None:
-        return request.detokenizer.text
+    if request.response.detokenizer is not None:
+        return request.response.detokenizer.text
     detokenizer = request.rules.detokenizer()
     detokenizer.feed(request.tokens[:-1], stop_terminated=False)
-    detokenizer.feed(request.tokens[-1:], stop_terminated=ending.finish is Finish.STOP)
+    detokenizer.feed(request.tokens[-1:], stop_terminated=end.finish is Finish.STOP)
     return detokenizer.text
 
 

@@ -6,45 +6,52 @@ of the journal becomes the result of a request.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nemo_specrl.engine.outputs import defect_of, text_of, unfinished_output
+from nemo_specrl.engine.caches import Journal
+from nemo_specrl.engine.outputs import text_of, unfinished_output
 from nemo_specrl.engine.requests import RolloutRequest
+from nemo_specrl.engine.response import defect_of
 from nemo_specrl.engine.sampling_rules import ResponseEnd
 from nemo_specrl.rollout import Rollout
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
 
-__all__ = ["Journal", "replayed_output", "restore_request"]
+__all__ = ["replayed_output", "restore_request", "take_from_journal"]
 
 
-@runtime_checkable
-class Journal(Protocol):
-    """A cache with a journal: :class:`~nemo_specrl.trainer.replay_journal.JournaledStore`."""
+def take_from_journal(
+    journal: Journal, requests: list[RolloutRequest], policy_version: int, fingerprint: int
+) -> list[tuple[RolloutRequest, Rollout]]:
+    """Take what a journal has for the requests of a step.
 
-    def take(
-        self, rows: Sequence[tuple[bytes, int]], policy_version: int, fingerprint: int
-    ) -> list[Rollout | None]:
-        """Remove and return the journal's rollout of each row, or None.
+    Args:
+        journal: of the process that died in this very step.
+        requests: of the step's call.
+        policy_version: of the step.
+        fingerprint: of its weights.
 
-        Args:
-            rows: prompt key and sample index of each.
-            policy_version: of the step.
-            fingerprint: of its weights.
-        """
-        ...
+    Returns:
+        Requests with the rollouts that were recorded for them under the same kind of sampling.
+    """
+    # The journal has no log-probs of candidates other than the sampled token.
+    candidates = [r for r in requests if r.draftable and not r.user_params.logprobs]
+    rows = [(r.row.key, r.row.sample_index) for r in candidates]
+    rollouts = journal.take(rows, policy_version, fingerprint)
+    return [
+        (request, rollout)
+        for request, rollout in zip(candidates, rollouts, strict=True)
+        if rollout is not None and len(rollout) and rollout.raw == request.raw
+    ]
 
 
 def restore_request(
     request: RolloutRequest, rollout: Rollout, vocabulary: int
 ) -> ResponseEnd | None:
     """Set a request to the state in which it ended when its rollout was made.
-
-    Sets ``tokens``, ``logprobs``, ``accepted`` and ``replayed``.
 
     Args:
         request: one that the engine has not seen.
@@ -53,7 +60,7 @@ def restore_request(
 
     Returns:
         How it ended; None where the rollout belongs to other parameters, another draft or another
-        model.
+        model, and the request is as it was.
     """
     from vllm.logprobs import FlatLogprobs
 
@@ -68,8 +75,8 @@ def restore_request(
     )
     if defect_of(tokens, logprobs, vocabulary):
         return None
-    ending = request.rules.ending(rollout.tokens)
-    if (ending.length, ending.finish) != (n, rollout.finish):
+    end = request.rules.end_of(rollout.tokens)
+    if (end.length, end.finish) != (n, rollout.finish):
         return None
     # Tokens that the present weights did not decode came from a draft.
     accepted = int(np.count_nonzero(rollout.reused))
@@ -80,17 +87,13 @@ def restore_request(
             and np.array_equal(draft.birth_logprobs[:accepted], rollout.birth_logprobs[:accepted])
         ):
             return None
-    if rollout.fresh:
-        request.draft = None  # it was decoded without one, whatever may be drafted now
-    request.replayed = rollout
-    request.accepted = accepted
-    request.tokens, request.logprobs = tokens, logprobs
-    return ending
+    request.restore(rollout, accepted, logprobs)
+    return end
 
 
-def replayed_output(request: RolloutRequest, ending: ResponseEnd) -> RequestOutput:
+def replayed_output(request: RolloutRequest, end: ResponseEnd) -> RequestOutput:
     """An output for a restored request, in place of the one of an engine."""
     output = unfinished_output(request, "journal")
-    output.outputs[0].text = text_of(request, ending)
+    output.outputs[0].text = text_of(request, end)
     output.num_cached_tokens = len(request.rules.prompt) + len(request.tokens)
     return output

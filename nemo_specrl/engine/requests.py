@@ -1,4 +1,4 @@
-"""Requests: one for each rollout that a call of ``generate`` is to make.
+"""Requests: one for each rollout that a call of ``generate`` is to make, and all that it becomes.
 
 Reads the engine's limits; runs nothing.
 """
@@ -15,6 +15,7 @@ import numpy as np
 
 from nemo_specrl.engine.limits import EngineLimits
 from nemo_specrl.engine.request_checks import checked_tokens
+from nemo_specrl.engine.response import Response
 from nemo_specrl.engine.sampling_rules import (
     ResponseEnd,
     StopRules,
@@ -22,7 +23,6 @@ from nemo_specrl.engine.sampling_rules import (
     is_greedy,
     is_raw,
 )
-from nemo_specrl.engine.vllm.detokenizer import Detokenizer
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.rollout import MAX_SAMPLE_INDEX, Rollout, prompt_key
 from nemo_specrl.speculation.draft_selection import Row, assign_sample_indices
@@ -37,52 +37,112 @@ __all__ = ["RolloutRequest", "build_requests"]
 
 
 @dataclasses.dataclass(eq=False)
+class DraftVerification:
+    """The draft of a request and what has become of it.
+
+    Args:
+        draft: tokens to be verified, cut to the request's rules and limits; None: no draft.
+        end: how the request's rules end the draft.
+        running: the draft is in the engine.
+        accepted: number of accepted tokens of the draft.
+        duplicates: requests of the same prompt with the same draft, which are judged by this
+            verification, too.
+    """
+
+    draft: Rollout | None = None
+    end: ResponseEnd | None = None
+    running: bool = False
+    accepted: int = 0
+    duplicates: list[RolloutRequest] = dataclasses.field(default_factory=list)
+
+    def start(self) -> None:
+        """Note that the draft is in the engine."""
+        self.running = True
+
+    def finish(self) -> None:
+        """Note that the draft is not in the engine any more."""
+        self.running = False
+
+    def drop(self) -> None:
+        """Forget the draft: the row is decoded as if it had none."""
+        self.draft, self.end, self.running = None, None, False
+
+    def take_duplicates(self) -> list[RolloutRequest]:
+        """The requests that share this verification; once, then none."""
+        duplicates, self.duplicates = self.duplicates, []
+        return duplicates
+
+
+@dataclasses.dataclass(frozen=True)
+class RowHistory:
+    """What the cache knows of a row.
+
+    Args:
+        occurrence: how many rollouts the sample index had before.
+        mean_length: of the earlier responses to its prompt, tokens; None: not known.
+    """
+
+    occurrence: int = 0
+    mean_length: float | None = None
+
+
+@dataclasses.dataclass(eq=False)
 class RolloutRequest:
     """One rollout on its way through the engine.
 
+    The first fields say what the caller asked for. What happens to the request is in the others,
+    which change by their methods alone.
+
     Args:
+        index: of the request in its call.
         text: the prompt's text, where the caller gave one.
         index_in_prompt: index among the ``n`` rollouts of its prompt.
         user_params: the caller's sampling parameters.
         engine_params: the same for one rollout, with the log-probs that the cache needs.
         rules: what ends its response.
         row: prompt key and sample index.
-        occurrence: how many rollouts the sample index had before.
-        earlier_length: mean length of the earlier responses to its prompt, tokens; None: not known.
-        draft: tokens offered for verification, cut to the request's rules and limits.
-        ending: how the request's rules end the draft.
-        verifying: the draft is in the engine.
-        accepted: number of accepted tokens of the draft.
-        tokens: token ids of the response so far.
-        logprobs: their log-probs, one position per token.
-        detokenizer: watches for stop strings that begin in the accepted prefix.
+        history: what the cache knows of the row.
+        verification: its draft.
+        response: what has come of the response so far.
         replayed: the rollout of the journal that it was completed from.
         rounds: state of verification in rounds, for a row that is decoded so.
-        defect: what is wrong with the data that the engine gave for it; empty: nothing is known. A
-            row with a defect goes back to its caller as the engine gave it, and not into the cache.
     """
 
+    index: int
     text: str | None
     index_in_prompt: int
     user_params: SamplingParams
     engine_params: SamplingParams
     rules: StopRules
     row: Row
-    occurrence: int = 0
-    earlier_length: float | None = None
-    draft: Rollout | None = None
-    ending: ResponseEnd | None = None
-    verifying: bool = False
-    accepted: int = 0
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    logprobs: FlatLogprobs | None = None
-    detokenizer: Detokenizer | None = None
+    history: RowHistory = RowHistory()
+    verification: DraftVerification = dataclasses.field(default_factory=DraftVerification)
+    response: Response = dataclasses.field(default_factory=Response)
     replayed: Rollout | None = None
     rounds: RowInRounds | None = None
-    defect: str = ""
 
     @property
-    def finished_round(self) -> bool:
+    def draft(self) -> Rollout | None:
+        """The draft, cut to what may be verified."""
+        return self.verification.draft
+
+    @property
+    def accepted(self) -> int:
+        """Number of accepted tokens of the draft."""
+        return self.verification.accepted
+
+    @property
+    def tokens(self) -> list[int]:
+        """Token ids of the response so far."""
+        return self.response.tokens
+
+    @property
+    def logprobs(self) -> FlatLogprobs | None:
+        """Log-probs of these tokens, one position per token."""
+        return self.response.logprobs
+
+    @property
+    def needs_request(self) -> bool:
         """Whether its present request has served, and the response goes on in another one."""
         return self.rounds is not None and self.rounds.needs_request
 
@@ -103,6 +163,19 @@ class RolloutRequest:
         """Whether it may have a draft; a request for prompt log-probs gets the engine's answer."""
         return self.cacheable and self.user_params.prompt_logprobs is None
 
+    @property
+    def prompt_tokens(self) -> list[int]:
+        """Token ids of the prompt."""
+        return self.rules.prompt
+
+    def assign_sample_index(self, sample_index: int) -> None:
+        """Set the sample index that a cache has reserved for the row."""
+        self.row = Row(self.row.key, sample_index)
+
+    def set_history(self, occurrence: int, mean_length: float | None) -> None:
+        """Note what the cache knows of the row (:class:`RowHistory`)."""
+        self.history = RowHistory(occurrence, mean_length)
+
     def set_draft(self, draft: Rollout, limits: EngineLimits) -> bool:
         """Set the draft, cut to what may be verified.
 
@@ -112,15 +185,45 @@ class RolloutRequest:
         """
         if int(draft.tokens.max()) >= limits.vocabulary:
             return False
-        ending = self.rules.ending(draft.tokens)
+        end = self.rules.end_of(draft.tokens)
         # The draft is part of the prompt, after which vLLM requires room for one token.
         room = limits.max_model_len - 1 - len(self.rules.prompt)
-        if ending.length > room:
-            ending = ResponseEnd(room, None)
-        if ending.length <= 0:
+        if end.length > room:
+            end = ResponseEnd(room, None)
+        if end.length <= 0:
             return False
-        self.draft, self.ending = draft.prefix(ending.length), ending
+        self.verification.draft, self.verification.end = draft.prefix(end.length), end
         return True
+
+    def begin_rounds(self, state: RowInRounds) -> RowInRounds:
+        """Have the rest of the response decoded in rounds, from this state on; returns it."""
+        self.rounds = state
+        return state
+
+    def accept(self, length: int, logprobs: FlatLogprobs) -> None:
+        """Begin the response with the first tokens of the draft.
+
+        Args:
+            length: number of accepted tokens.
+            logprobs: one position per accepted token.
+        """
+        assert self.draft is not None
+        self.verification.accepted = length
+        self.response.replace(self.draft.tokens[:length].tolist(), logprobs)
+
+    def restore(self, rollout: Rollout, accepted: int, logprobs: FlatLogprobs) -> None:
+        """Complete the request from the rollout that a journal has of it.
+
+        Args:
+            rollout: of these very weights.
+            accepted: how many of its tokens came from the draft.
+            logprobs: one position per token of the rollout.
+        """
+        if rollout.fresh:
+            self.verification.draft = None  # decoded without one, whatever may be drafted now
+        self.replayed = rollout
+        self.verification.accepted = accepted
+        self.response.replace(rollout.tokens.tolist(), logprobs)
 
 
 def build_requests(
@@ -140,8 +243,7 @@ def build_requests(
         sampling_params: one for all, or one for each prompt.
         sample_indices: first sample index of each prompt. None: the k-th rollout of a prompt has
             sample index k.
-        prompt_keys: key of each prompt (:func:`nemo_specrl.prompt_key`), where the caller has
-            computed them already. None: they are computed here.
+        prompt_keys: key of each prompt (:func:`nemo_specrl.prompt_key`); None: computed here.
         trees_alone: see :func:`~nemo_specrl.engine.sampling_rules.check_verifiable`.
 
     Raises:
@@ -150,8 +252,6 @@ def build_requests(
             occurs twice or is none, or a prompt is not of text, empty, too long, or of tokens that
             the model does not know.
     """
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
-
     prompts = _as_list(prompts)
     if not isinstance(sampling_params, Sequence):
         sampling_params = [sampling_params] * len(prompts)
@@ -162,13 +262,7 @@ def build_requests(
     ):
         if values is not None and len(values) != len(prompts):
             raise ConfigError(f"{name}: {len(values)} of them for {len(prompts)} prompts")
-    for i, params in enumerate(sampling_params):
-        if not isinstance(params, SamplingParams):
-            raise ConfigError(
-                f"sampling_params[{i}]: must be vllm.SamplingParams, got {type(params).__name__}"
-            )
-        if not is_greedy(params):
-            check_verifiable(params, trees_alone=trees_alone)
+    _check_params(sampling_params, trees_alone=trees_alone)
     rendered = [_tokens(prompt, limits, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
     if prompt_keys is None:
         prompt_keys = [prompt_key(tokens) for _, tokens in rendered]
@@ -176,26 +270,50 @@ def build_requests(
     requests: list[RolloutRequest] = []
     for (text, tokens), params in zip(rendered, sampling_params, strict=True):
         for index_in_prompt in range(params.n):
-            # Shallow copies: SamplingParams.clone() costs as much as looking a rollout up.
-            internal = copy.copy(params)
-            internal.n = 1
-            if params.seed is not None:
-                internal.seed = params.seed + index_in_prompt  # as vLLM's ParentRequest does
-            internal.logprobs = params.logprobs or 0
-            internal.flat_logprobs = True
-            internal.output_kind = RequestOutputKind.FINAL_ONLY
+            engine_params = _engine_params(params, index_in_prompt)
             rules = StopRules(
-                params=internal,
+                params=engine_params,
                 prompt=tokens,
                 max_model_len=limits.max_model_len,
                 eos=limits.eos,
                 extra_eos=limits.extra_eos,
                 tokenizer=limits.tokenizer,
             )
+            index = len(requests)
             requests.append(
-                RolloutRequest(text, index_in_prompt, params, internal, rules, rows[len(requests)])
+                RolloutRequest(
+                    index, text, index_in_prompt, params, engine_params, rules, rows[index]
+                )
             )
     return requests
+
+
+def _check_params(sampling_params: Sequence[SamplingParams], *, trees_alone: bool) -> None:
+    """Raise for parameters that are not vLLM's, or under which drafts cannot be verified."""
+    from vllm.sampling_params import SamplingParams
+
+    for i, params in enumerate(sampling_params):
+        if not isinstance(params, SamplingParams):
+            raise ConfigError(
+                f"sampling_params[{i}]: must be vllm.SamplingParams, got {type(params).__name__}"
+            )
+        if not is_greedy(params):
+            check_verifiable(params, trees_alone=trees_alone)
+
+
+def _engine_params(params: SamplingParams, index_in_prompt: int) -> SamplingParams:
+    """The caller's parameters for one rollout, with the log-probs that the cache needs."""
+    from vllm.sampling_params import RequestOutputKind
+
+    # Shallow copies: SamplingParams.clone() costs as much as looking a rollout up.
+    engine_params = copy.copy(params)
+    engine_params.n = 1
+    if params.seed is not None:
+        engine_params.seed = params.seed + index_in_prompt  # as vLLM's ParentRequest does
+    engine_params.logprobs = params.logprobs or 0
+    engine_params.flat_logprobs = True
+    engine_params.output_kind = RequestOutputKind.FINAL_ONLY
+    return engine_params
 
 
 def _rows(

@@ -12,7 +12,7 @@ import contextlib
 import copy
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nemo_specrl.engine.limits import EngineLimits
@@ -82,8 +82,6 @@ class RunAhead:
         engine: vLLM's ``LLMEngine``.
         places: rows that the engine decodes at once.
         requests: of the upcoming prompts, in the order in which they begin.
-        submit: sends a request to the engine, after noting it in a dictionary under the id that the
-            engine knows it by.
         metrics: of the call.
     """
 
@@ -92,17 +90,18 @@ class RunAhead:
         engine: Any,
         places: int,
         requests: Iterable[RolloutRequest],
-        submit: Callable[[RolloutRequest, dict[str, RolloutRequest]], None],
         metrics: EngineMetrics,
     ) -> None:
-        self._engine, self._places, self._submit = engine, places, submit
+        self._engine, self._places = engine, places
         self._waiting = deque(requests)
         self._metrics = metrics
         self.rows: dict[str, RolloutRequest] = {}
         """Those in the engine, by its id, in the order in which they began."""
 
-    def fill(self, primary: int) -> None:
-        """Begin rows in the places that are free; end the newest ones where there are too few.
+    def fill(self, primary: int) -> Iterator[RolloutRequest]:
+        """End the newest rows where there are too many; yield those that begin in free places.
+
+        The caller notes each of them in ``rows`` and sends it to the engine.
 
         Args:
             primary: rows of the caller's that the engine has, running or waiting.
@@ -111,11 +110,10 @@ class RunAhead:
         if free < 0:
             self._abort(list(self.rows)[free:])
         for _ in range(min(free, len(self._waiting))):
-            request = self._waiting.popleft()
-            self._submit(request, self.rows)
+            yield self._waiting.popleft()
             self._metrics.run_ahead_rows += 1
 
-    def take(self, output: RequestOutput) -> bool:
+    def read_output(self, output: RequestOutput) -> bool:
         """Whether an output of the engine is of a run-ahead row; one that has ended is counted."""
         if output.request_id not in self.rows:
             return False
@@ -124,7 +122,7 @@ class RunAhead:
             self._metrics.run_ahead_tokens += len(output.outputs[0].token_ids)
         return True
 
-    def forget_gone(self) -> None:
+    def forget_aborted(self) -> None:
         """Forget rows that the engine does not have any more, though it has said nothing."""
         for name in unknown_requests(self._engine, self.rows):
             del self.rows[name]
@@ -137,7 +135,7 @@ class RunAhead:
     def _abort(self, names: list[str]) -> None:
         try:
             for name in names:
-                with contextlib.suppress(Exception):  # an engine that has failed
+                with contextlib.suppress(Exception):  # counts of an engine that has failed
                     self._metrics.run_ahead_tokens += len(tokens_so_far(self._engine, name)[0])
         finally:
             if names:

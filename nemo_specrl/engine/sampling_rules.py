@@ -157,6 +157,11 @@ class StopRules:
         return room if self.params.max_tokens is None else min(self.params.max_tokens, room)
 
     @property
+    def has_stop_strings(self) -> bool:
+        """Whether the response ends at a string, which a detokenizer has to watch for."""
+        return bool(self.params.stop and self.params.detokenize)
+
+    @property
     def stop_tokens(self) -> frozenset[int]:
         """The tokens that end a response, end-of-sequence among them."""
         stops = frozenset(self.params.stop_token_ids or ())
@@ -164,7 +169,7 @@ class StopRules:
             return stops
         return stops | self.extra_eos | (frozenset() if self.eos is None else {self.eos})
 
-    def ending_at(self, length: int, token: int) -> ResponseEnd | None:
+    def end_at(self, length: int, token: int) -> ResponseEnd | None:
         """How a response of ``length`` tokens ends at its last one; None where it goes on.
 
         Stop strings are not looked for.
@@ -178,14 +183,14 @@ class StopRules:
         """A new detokenizer with the prompt and the stop strings."""
         return Detokenizer(self.tokenizer, self.prompt, self.params)
 
-    def ending(self, tokens: Sequence[int] | npt.NDArray[np.integer[Any]]) -> ResponseEnd:
+    def end_of(self, tokens: Sequence[int] | npt.NDArray[np.integer[Any]]) -> ResponseEnd:
         """Where a response that begins with ``tokens`` ends."""
         tokens = np.asarray(tokens, dtype=np.int64)[: self.budget]
         hits = np.flatnonzero(np.isin(tokens, list(self.stop_tokens)))
         length = int(hits[0]) + 1 if len(hits) else len(tokens)
         last = int(tokens[length - 1]) if length else -1
-        end = self.ending_at(length, last) or ResponseEnd(length, None)
-        if self.params.stop and self.params.detokenize:
+        end = self.end_at(length, last) or ResponseEnd(length, None)
+        if self.has_stop_strings:
             detokenizer = self.detokenizer()
             for i, token in enumerate(tokens[: end.length].tolist()):
                 by_token = end.finish is Finish.STOP and i + 1 == end.length

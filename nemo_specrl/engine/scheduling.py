@@ -2,44 +2,34 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
+from nemo_specrl.engine.limits import EngineLimits
 from nemo_specrl.engine.requests import RolloutRequest
 
-__all__ = ["duplicates_of", "in_order"]
+__all__ = ["in_order", "share_verifications", "verified_share"]
 
 
-def duplicates_of(requests: list[RolloutRequest]) -> dict[int, list[RolloutRequest]]:
-    """Group requests that have the same prompt and the same draft.
+def share_verifications(requests: list[RolloutRequest]) -> None:
+    """Have one verification serve all requests that have the same prompt and the same draft.
 
     Equal drafts of a prompt have equal log-probs, so one prefill verifies them all, and each is
     judged with uniforms of its own. Short answers and policies of low entropy yield many of them.
-
-    Returns:
-        By the ``id`` of the first request of a group, the others.
+    The first request of each group gets the others as its ``verification.duplicates``.
     """
     first: dict[Any, RolloutRequest] = {}
-    duplicates: dict[int, list[RolloutRequest]] = defaultdict(list)
     for request in requests:
         if request.draft is not None:
-            content = (
-                request.row.key,
-                request.draft.tokens.tobytes(),
-                request.engine_params.logprobs,
-            )
+            candidates = request.engine_params.logprobs
+            content = (request.row.key, request.draft.tokens.tobytes(), candidates)
             leader = first.setdefault(content, request)
             if leader is not request:
-                duplicates[id(leader)].append(request)
-    return duplicates
+                leader.verification.duplicates.append(request)
 
 
-def in_order(
-    requests: list[RolloutRequest],
-    duplicates: dict[int, list[RolloutRequest]],
-    *,
-    siblings_draft: bool,
-) -> list[RolloutRequest]:
+def in_order(requests: list[RolloutRequest], *, siblings_draft: bool) -> list[RolloutRequest]:
     """Order by expected decoding, so that few rows are left when the batch nears its end.
 
     Rows without a draft come first, those of prompts with long earlier responses before the others;
@@ -48,25 +38,43 @@ def in_order(
     verified.
 
     Args:
-        requests: of the call.
-        duplicates: see :func:`duplicates_of`.
+        requests: of the call, after :func:`share_verifications`.
         siblings_draft: rows draft from what the others of their prompt have decoded. Those of a
             prompt without a history have nothing else, and side by side they are at the same
             token: the first row of each such prompt comes before the second of any.
     """
-    left_out = {id(other) for group in duplicates.values() for other in group}
-    known = [r.earlier_length for r in requests if r.earlier_length is not None]
+    left_out = {other.index for r in requests for other in r.verification.duplicates}
+    known = [r.history.mean_length for r in requests if r.history.mean_length is not None]
     neutral = sum(known) / len(known) if known else 0.0
     rank: Counter[bytes] = Counter()  # of the next row of a prompt
-    places: dict[int, tuple[bool, int, float]] = {}
+    places: dict[int, tuple[bool, int, float]] = {}  # by index in the call
     for request in requests:
+        length = request.history.mean_length
         if request.draft is not None:
             place = True, 0, -float(len(request.draft))
-        elif request.earlier_length is not None:
-            place = False, 0, -request.earlier_length
+        elif length is not None:
+            place = False, 0, -length
         else:
             place = False, rank[request.row.key], -neutral
             rank[request.row.key] += siblings_draft
-        places[id(request)] = place
-    rows = [request for request in requests if id(request) not in left_out]
-    return sorted(rows, key=lambda request: places[id(request)])
+        places[request.index] = place
+    rows = [request for request in requests if request.index not in left_out]
+    return sorted(rows, key=lambda request: places[request.index])
+
+
+def verified_share(requests: Iterable[RolloutRequest], limits: EngineLimits) -> float:
+    """Share of the next step's tokens that are verified rather than decoded.
+
+    Args:
+        requests: that the engine has.
+        limits: of the engine.
+    """
+    verified, decoding = 0, 0
+    for request in requests:
+        if request.verification.running:
+            assert request.draft is not None
+            verified += len(request.rules.prompt) + len(request.draft)
+        else:
+            decoding += 1
+    verified = min(verified, limits.max_num_batched_tokens)
+    return verified / max(1, verified + min(decoding, limits.max_num_seqs))

@@ -11,69 +11,32 @@ Refits, rewards and batches belong to the caller. Source of the method: SPEC-RL,
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import dataclasses
-import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nemo_specrl.engine.base import BaseSpeculativeLLM
+from nemo_specrl.engine.call import Call, checked_requests, logged, progress_bar
 from nemo_specrl.engine.metrics import EngineMetrics
-from nemo_specrl.engine.outputs import given_up, request_outputs, unfinished_output
+from nemo_specrl.engine.outputs import request_outputs, unfinished_output
 from nemo_specrl.engine.policy_version import one_adapter, reset_prefix_cache
 from nemo_specrl.engine.prefix.verification import verification_params
-from nemo_specrl.engine.request_checks import check_params
-from nemo_specrl.engine.requests import RolloutRequest, build_requests
+from nemo_specrl.engine.requests import RolloutRequest
+from nemo_specrl.engine.response import given_up
 from nemo_specrl.engine.run_ahead import RunAhead, run_ahead_requests
 from nemo_specrl.engine.sampling_rules import ResponseEnd
-from nemo_specrl.engine.scheduling import duplicates_of, in_order
+from nemo_specrl.engine.scheduling import in_order, share_verifications, verified_share
 from nemo_specrl.engine.vllm.compat import forget_broken_step, interrupts_deferred, unknown_requests
-from nemo_specrl.errors import UnsupportedSampling
-from nemo_specrl.rollout import Rollout
 
 if TYPE_CHECKING:
     from vllm import LLM, CompletionOutput, RequestOutput, SamplingParams
 
 __all__ = ["STORE_SECONDS", "SpeculativeLLM"]
 
-logger = logging.getLogger(__name__)
-
 STORE_SECONDS = 0.25
 """How long finished rollouts wait for others before they are cached, in one put for all of them."""
-
-
-@dataclasses.dataclass(eq=False)
-class _Call:
-    """The state of one call of ``generate``.
-
-    Args:
-        position: of each request in the call, by its ``id``.
-        waiting: requests that the engine has not had yet.
-        duplicates: see :func:`~nemo_specrl.engine.scheduling.duplicates_of`.
-        ahead: rows of upcoming prompts.
-        lora_request: as in vLLM.
-        progress: a progress bar, or None.
-        inflight: requests by the id that the engine knows them by.
-        ended: the engine's last output and the completion, by position.
-        finished: rollouts that are not in the cache yet.
-        stored_at: when rollouts were last put into it.
-    """
-
-    position: dict[int, int]
-    waiting: deque[RolloutRequest]
-    duplicates: dict[int, list[RolloutRequest]]
-    ahead: RunAhead
-    lora_request: Any
-    progress: Any
-    inflight: dict[str, RolloutRequest] = dataclasses.field(default_factory=dict)
-    ended: dict[int, tuple[RequestOutput, CompletionOutput]] = dataclasses.field(
-        default_factory=dict
-    )
-    finished: list[Rollout] = dataclasses.field(default_factory=list)
-    stored_at: float = dataclasses.field(default_factory=time.perf_counter)
 
 
 class SpeculativeLLM(BaseSpeculativeLLM):
@@ -84,7 +47,7 @@ class SpeculativeLLM(BaseSpeculativeLLM):
 
     Args:
         llm: a running engine. Its ``logprobs_mode`` must be one of log-probs, not of logits.
-        cache: where rollouts are looked up and kept (:class:`RolloutCache`).
+        cache: where rollouts are looked up and kept (``caches.RolloutCache``).
         config: the ``spec_rl:`` block of the recipe.
         seed: seed of the run, from which the uniforms of acceptance are derived.
         policy_version: of the weights that the engine has now.
@@ -126,33 +89,28 @@ class SpeculativeLLM(BaseSpeculativeLLM):
     ) -> list[RequestOutput]:
         """Generate responses to ``prompts``; returns what ``vllm.LLM.generate`` returns.
 
-        Greedy requests neither read nor write the cache. With ``enabled: false`` this is
-        ``llm.generate`` itself.
+        Greedy requests bypass the cache. With ``enabled: false`` this is ``llm.generate`` itself.
 
         Args:
             prompts: token ids or text, as ``vllm.LLM.generate`` takes them.
             sampling_params: one for all, or one for each prompt; None: the engine's defaults.
-            sample_indices: first sample index of each prompt. None: the k-th row of a prompt in
-                this call has sample index k. Must be given where the rows of a group come in
-                several calls.
+            sample_indices: first sample index of each prompt, for groups that come in several
+                calls. None: the k-th row of a prompt in this call has sample index k.
             prompt_keys: key of each prompt, where the caller has computed them already.
-            upcoming: prompts of the calls that come next, the nearest first. With
-                ``run_ahead.enabled`` the engine decodes for them where it would be idle, and drafts
-                from that when they come; else they are not looked at.
+            upcoming: prompts of the calls that come next, the nearest first, for which the engine
+                decodes where it would be idle (with ``run_ahead.enabled``; else not looked at).
             use_tqdm: whether to show a progress bar, or a function that makes one.
-            lora_request: as in vLLM. The adapter is part of the policy: all prompts have the same
-                one, and ``policy_version`` is raised before another one is used.
+            lora_request: as in vLLM; one for all prompts of a policy version.
 
         Returns:
-            One output per prompt, in order. Each completion has an attribute ``spec_rl``, a
+            One output per prompt, in order. The ``spec_rl`` of a completion is a
             :class:`~nemo_specrl.engine.outputs.RolloutInfo`.
 
         Raises:
             UnsupportedSampling: drafts cannot be verified under these parameters.
-            ConfigError: the numbers of prompts, parameters and sample indices differ, a sample
-                index occurs twice, a prompt or sampling parameters cannot be (no token, too many
-                of them, tokens that the model does not know, ...), or the weights or the adapter
-                are other ones than those that ``policy_version`` stands for. No row has begun then.
+            ConfigError: prompts, parameters or sample indices are invalid or do not fit each
+                other, or the weights or the adapter are not those that ``policy_version`` stands
+                for. No row has begun then.
         """
         if not self.config.enabled:
             plain: list[RequestOutput] = self.llm.generate(
@@ -161,110 +119,107 @@ class SpeculativeLLM(BaseSpeculativeLLM):
             return plain
         self.metrics = EngineMetrics()
         started = time.perf_counter()
-        requests = self._requests(prompts, sampling_params, sample_indices, prompt_keys)
-        lora_request = one_adapter(
-            lora_request, sum(request.index_in_prompt == 0 for request in requests)
+        requests = checked_requests(
+            self.llm,
+            self._limits,
+            (prompts, sampling_params, sample_indices, prompt_keys),
+            trees_alone=self._trees_alone,
         )
+        prompt_count = sum(request.index_in_prompt == 0 for request in requests)
+        lora_request = one_adapter(lora_request, prompt_count)
         if any(request.cacheable for request in requests):
             self._weights.check(lora_request)
-        self._find_drafts(requests)
-        replayed = self._replay(requests)
-        self.metrics.rows = len(requests)
-        self.metrics.lookup_s = time.perf_counter() - started
-        ended = self._run(requests, replayed, upcoming, lora_request, use_tqdm)
+        results = self._run(requests, upcoming, lora_request, use_tqdm, started)
         self._measure_noise(requests, lora_request)
         assembling = time.perf_counter()
-        outputs = request_outputs(requests, ended)
+        outputs = request_outputs(requests, results)
         self.metrics.assembly_s += time.perf_counter() - assembling
         if self._proposes:
             self._count_tree_drafts()
         return outputs
 
-    def _requests(
-        self,
-        prompts: Any,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        sample_indices: Sequence[int] | None,
-        prompt_keys: Sequence[bytes] | None,
-    ) -> list[RolloutRequest]:
-        """The requests of a call, all of them checked."""
-        default = sampling_params is None
-        params = self.llm.get_default_sampling_params() if default else sampling_params
-        try:
-            requests = build_requests(
-                self._limits,
-                prompts,
-                params,
-                sample_indices,
-                prompt_keys,
-                trees_alone=self._trees_alone,
-            )
-        except UnsupportedSampling as error:
-            if not default:
-                raise
-            raise UnsupportedSampling(
-                "the engine's default sampling parameters (the model's generation_config.json, or "
-                f"override_generation_config): {error}"
-            ) from None
-        prompts = [request for request in requests if not request.index_in_prompt]
-        check_params(self.llm.llm_engine, ((r.rules.prompt, r.user_params) for r in prompts))
-        return requests
-
     def _run(
         self,
         requests: list[RolloutRequest],
-        replayed: list[tuple[RolloutRequest, RequestOutput, ResponseEnd]],
         upcoming: Sequence[Any],
         lora_request: Any,
         use_tqdm: bool | Callable[..., Any],
+        started: float,
     ) -> dict[int, tuple[RequestOutput, CompletionOutput]]:
-        """Run all requests to their ends.
+        """Take all requests of a call through the engine, each at its own pace.
 
         Args:
-            requests: all requests of the call.
-            replayed: those that the journal completed.
+            requests: of the call.
             upcoming: prompts of the calls that come next.
             lora_request: as in vLLM.
             use_tqdm: whether to show a progress bar, or a function that makes one.
+            started: when the call began, by ``time.perf_counter``.
 
         Returns:
-            The engine's last output and the completion, by position in ``requests``.
+            The engine's last output and the completion, by index in ``requests``.
         """
+        # 1. Look up: drafts from the cache, and rows that a journal has from start to end.
+        self._find_drafts(requests)
+        replayed = self._replay(requests)
+        self.metrics.rows = len(requests)
+        self.metrics.lookup_s = time.perf_counter() - started
+        call = self._call(requests, upcoming, lora_request, use_tqdm)
+        try:
+            for request, output, replayed_end in replayed:
+                self._finish_row(call, request, output, replayed_end)
+            while True:
+                # 2. Submit: drafts to be verified, and rows without a draft to be decoded.
+                self._finish_aborted(call)
+                self._submit_waiting(call)
+                # The engine itself says whether there is more to do, as in vLLM's own loop: among
+                # data-parallel engines that step together, those that have done their rows run
+                # empty batches until all have (v1/engine/llm_engine.py).
+                if not self.llm.llm_engine.has_unfinished_requests():
+                    break
+                # 3. Step the engine, which verifies and decodes side by side.
+                outputs = self._step(call)
+                stepped = time.perf_counter()
+                # 4. Judge: the accepted prefix of a draft stands, and decoding goes on behind it.
+                for request, output, end in self._read_outputs(call, outputs):
+                    if end is None:
+                        self._submit(call, request)
+                    else:
+                        # 5. Finish: the completion for the caller, the rollout for the cache.
+                        self._finish_row(call, request, output, end)
+                # 6. Store: finished rollouts are put into the cache, many at a time.
+                self._store_finished(call)
+                self.metrics.assembly_s += time.perf_counter() - stepped
+            self._finish_aborted(call)
+        finally:
+            self._close(call)
+        return call.results
+
+    def _call(
+        self,
+        requests: list[RolloutRequest],
+        upcoming: Sequence[Any],
+        lora_request: Any,
+        use_tqdm: bool | Callable[..., Any],
+    ) -> Call:
+        """The state of a call whose drafts are known, with its rows in the order of submission."""
         to_run = [request for request in requests if request.replayed is None]
-        duplicates = duplicates_of(to_run)
+        share_verifications(to_run)
         siblings_draft = self._proposes or self._prompt_logprob_drafter is not None
         ahead = RunAhead(
             self.llm.llm_engine,
             self._limits.max_num_seqs,
             self._run_ahead_requests(upcoming, requests),
-            lambda request, rows: self._add(call, rows, request, *self._next_request(request)),
             self.metrics,
         )
-        call = _Call(
-            position={id(request): i for i, request in enumerate(requests)},
-            waiting=deque(in_order(to_run, duplicates, siblings_draft=siblings_draft)),
-            duplicates=duplicates,
+        return Call(
             ahead=ahead,
             lora_request=lora_request,
-            progress=_progress(use_tqdm, len(requests)),
+            progress=progress_bar(use_tqdm, len(requests)),
+            waiting=deque(in_order(to_run, siblings_draft=siblings_draft)),
         )
-        try:
-            for restored, stub, how in replayed:
-                self._end(call, restored, stub, how)
-            while self._goes_on(call):
-                self._step(call)
-            self._end_gone(call)
-        finally:
-            self._leave(call)
-        return call.ended
 
-    def _goes_on(self, call: _Call) -> bool:
-        """Fill the engine up; whether it has to be stepped once more.
-
-        It says so itself, as in vLLM's own loop: among data-parallel engines that step together,
-        those that have done their rows run empty batches until all have (v1/engine/llm_engine.py).
-        """
-        self._end_gone(call)
+    def _submit_waiting(self, call: Call) -> None:
+        """Fill the engine up with rows that wait, then with rows of upcoming prompts."""
         # Twice what runs at once: the engine never waits for this loop, and the blocks of a
         # verified prefix are not evicted before its continuation has read them. In rounds, a row
         # must not wait behind others between its requests.
@@ -274,22 +229,22 @@ class SpeculativeLLM(BaseSpeculativeLLM):
             if request.draft is None:
                 self._submit(call, request)
                 continue
-            request.verifying = True
+            request.verification.start()
             prompt = {"prompt_token_ids": request.rules.prompt + request.draft.tokens.tolist()}
             self._add(call, call.inflight, request, prompt, verification_params(request))
-        if call.inflight:
-            call.ahead.fill(len(call.inflight))
-        else:
+        if not call.inflight:
             call.ahead.end()
-        return bool(self.llm.llm_engine.has_unfinished_requests())
+            return
+        for request in call.ahead.fill(len(call.inflight)):
+            self._add(call, call.ahead.rows, request, *self._next_request(request))
 
-    def _submit(self, call: _Call, request: RolloutRequest) -> None:
+    def _submit(self, call: Call, request: RolloutRequest) -> None:
         """Have a request decoded, behind the tokens that it has."""
         self._add(call, call.inflight, request, *self._next_request(request))
 
     def _add(
         self,
-        call: _Call,
+        call: Call,
         rows: dict[str, RolloutRequest],
         request: RolloutRequest,
         prompt: dict[str, Any],
@@ -302,103 +257,99 @@ class SpeculativeLLM(BaseSpeculativeLLM):
         rows[request_id] = request
         self.llm.llm_engine.add_request(request_id, prompt, params, lora_request=call.lora_request)
 
-    def _step(self, call: _Call) -> None:
-        """Step the engine once and take its outputs."""
-        share = self._verified_share([*call.inflight.values(), *call.ahead.rows.values()])
+    def _step(self, call: Call) -> list[RequestOutput]:
+        """Step the engine once; its time is divided between verification and decoding by tokens."""
+        share = verified_share([*call.inflight.values(), *call.ahead.rows.values()], self._limits)
         stepping = time.perf_counter()
         with interrupts_deferred(self.llm.llm_engine):
-            outputs = self.llm.llm_engine.step()
-        stepped = time.perf_counter()
-        self.metrics.verify_s += share * (stepped - stepping)
-        self.metrics.decode_s += (1 - share) * (stepped - stepping)
+            outputs: list[RequestOutput] = self.llm.llm_engine.step()
+        step_s = time.perf_counter() - stepping
+        self.metrics.verify_s += share * step_s
+        self.metrics.decode_s += (1 - share) * step_s
+        return outputs
+
+    def _read_outputs(
+        self, call: Call, outputs: list[RequestOutput]
+    ) -> Iterator[tuple[RolloutRequest, RequestOutput, ResponseEnd | None]]:
+        """Append what was decoded, and judge what was verified.
+
+        Yields:
+            Each request that has left the engine, with its output and its end; None where the
+            response goes on in another request.
+        """
         verified: list[tuple[RolloutRequest, RequestOutput]] = []
         for output in outputs:
-            if call.ahead.take(output) or output.request_id not in call.inflight:
+            if call.ahead.read_output(output) or output.request_id not in call.inflight:
                 continue  # aborted a step ago
             request = call.inflight[output.request_id]
-            if not request.verifying:
-                self._take(call, request, output)
+            if not request.verification.running:
+                end = self._append_decoded(request, output)
+                if end is None and not request.needs_request:
+                    continue
+                if not output.finished:
+                    self.llm.llm_engine.abort_request([output.request_id])
+                del call.inflight[output.request_id]
+                yield request, output, end
             elif output.finished:
                 del call.inflight[output.request_id]
                 verified.append((request, output))
-                verified += self._of_duplicates(call, request, output)
-        for request, output, ending in self._judge(verified):
-            if ending is not None:
-                self._end(call, request, output, ending)
-            else:
-                self._submit(call, request)
-        if time.perf_counter() - call.stored_at > STORE_SECONDS:
-            finished, call.finished = call.finished, []
-            self._store(finished)
-            call.stored_at = time.perf_counter()
-        self.metrics.assembly_s += time.perf_counter() - stepped
+                if given_up(output, 0) is None:
+                    duplicates = request.verification.take_duplicates()
+                    verified += [(duplicate, copy.copy(output)) for duplicate in duplicates]
+                else:  # it was aborted, which was not about them
+                    self._decode_duplicates(call, request)
+        yield from self._judge(verified)
 
-    def _take(self, call: _Call, request: RolloutRequest, output: RequestOutput) -> None:
-        """Take an output of a row that is being decoded."""
-        ending = self._append_decoded(request, output)
-        if ending is None and not request.finished_round:
-            return
-        if not output.finished:
-            self.llm.llm_engine.abort_request([output.request_id])
-        del call.inflight[output.request_id]
-        if ending is None:
-            self._submit(call, request)
-        else:
-            self._end(call, request, output, ending)
+    def _decode_duplicates(self, call: Call, request: RolloutRequest) -> None:
+        """Have rows that waited for a verification which was aborted decoded without a draft."""
+        for duplicate in request.verification.take_duplicates():
+            self._refuse_draft(duplicate)
+            self._submit(call, duplicate)
 
-    def _of_duplicates(
-        self, call: _Call, request: RolloutRequest, output: RequestOutput
-    ) -> list[tuple[RolloutRequest, RequestOutput]]:
-        """The rows that share a verification. Where it was aborted, that was not about them."""
-        others = call.duplicates.pop(id(request), [])
-        if given_up(output, 0) is None:
-            return [(other, copy.copy(output)) for other in others]
-        for other in others:
-            self._refuse_draft(other)
-            self._submit(call, other)
-        return []
-
-    def _end(
-        self, call: _Call, request: RolloutRequest, output: RequestOutput, ending: ResponseEnd
+    def _finish_row(
+        self, call: Call, request: RolloutRequest, output: RequestOutput, end: ResponseEnd
     ) -> None:
         """Complete a request that has ended."""
-        completion, rollouts = self._finish(request, output, ending)
-        call.ended[call.position[id(request)]] = output, completion
-        call.finished += rollouts
-        if call.progress is not None:
-            call.progress.update(1)
+        completion, rollouts = self._finish(request, output, end)
+        call.add_result(request, output, completion, rollouts)
 
-    def _end_gone(self, call: _Call) -> None:
-        """End rows that somebody has had the engine abort, of which it says nothing."""
-        call.ahead.forget_gone()
+    def _finish_aborted(self, call: Call) -> None:
+        """Finish rows that somebody has had the engine abort, of which it says nothing."""
+        call.ahead.forget_aborted()
         for request_id in unknown_requests(self.llm.llm_engine, call.inflight):
             request = call.inflight.pop(request_id)
             output = unfinished_output(request, request_id)
             output.outputs[0].finish_reason = "abort"
-            if request.verifying:
-                self._of_duplicates(call, request, output)
+            if request.verification.running:
+                self._decode_duplicates(call, request)
                 self._refuse_draft(request)
-            self._end(call, request, output, ResponseEnd.unfinished(len(request.tokens)))
+            self._finish_row(call, request, output, ResponseEnd.unfinished(len(request.tokens)))
 
-    def _leave(self, call: _Call) -> None:
+    def _store_finished(self, call: Call) -> None:
+        """Put finished rollouts into the cache, unless others were put just before."""
+        if time.perf_counter() - call.stored_at > STORE_SECONDS:
+            self._store(call.take_unstored())
+            call.stored_at = time.perf_counter()
+
+    def _close(self, call: Call) -> None:
         """Leave an engine that can be used again, whatever has happened, and keep what there is.
 
-        Nothing that fails here takes the place of the exception that the caller should see.
+        No failure here takes the place of the exception that the caller should see.
         """
         engine = self.llm.llm_engine
         try:
-            call.finished += self._unfinished(call.inflight)
+            call.unstored += self._interrupted_rollouts(call.inflight)
         finally:
             try:
-                with _logged("ending what was run ahead"):
+                with logged("ending what was run ahead"):
                     call.ahead.end()
             finally:
-                with _logged("ending the rows in the engine"):
+                with logged("ending the rows in the engine"):
                     if call.inflight:
                         engine.abort_request(list(call.inflight))
                         forget_broken_step(engine)
-        self._store(call.finished)
-        with _logged("closing the progress bar"):
+        self._store(call.unstored)
+        with logged("closing the progress bar"):
             if call.progress is not None:
                 call.progress.close()
 
@@ -418,11 +369,11 @@ class SpeculativeLLM(BaseSpeculativeLLM):
 
     def _measure_noise(self, requests: list[RolloutRequest], lora_request: Any) -> None:
         """Prefill a few responses that have just been decoded, once in the life of the engine."""
-        chosen = [r for r in requests if self._measures_noise(r)][: self._noise.wanted]
+        chosen = [r for r in requests if self._measures_noise(r)][: self._noise.rows_left]
         if not chosen:
             return
         started = time.perf_counter()
-        self._noise.wanted -= len(chosen)
+        self._noise.rows_left -= len(chosen)
         outputs = self.llm.generate(
             [{"prompt_token_ids": r.rules.prompt + r.tokens} for r in chosen],
             [verification_params(r) for r in chosen],
@@ -430,7 +381,7 @@ class SpeculativeLLM(BaseSpeculativeLLM):
             lora_request=lora_request,
         )
         for request, output in zip(chosen, outputs, strict=True):
-            self._take_noise(request, output)
+            self._noise.add_prefill(request, output, self.metrics)
         self.metrics.verify_s += time.perf_counter() - started
 
     def _count_tree_drafts(self) -> None:
@@ -438,37 +389,6 @@ class SpeculativeLLM(BaseSpeculativeLLM):
         from nemo_specrl.engine.drafters.v1_proposer import take_counts
 
         try:
-            self._add_tree_counts(self.llm.collective_rpc(take_counts))
+            self.metrics.add_draft_counts(self.llm.collective_rpc(take_counts))
         except Exception as error:  # vLLM sends functions to other processes only where it may
             self._miss_tree_counts(error)
-
-    def _verified_share(self, requests: Iterable[RolloutRequest]) -> float:
-        """Share of the next step's tokens that are verified rather than decoded."""
-        verified, decoding = 0, 0
-        for request in requests:
-            if request.verifying:
-                assert request.draft is not None
-                verified += len(request.rules.prompt) + len(request.draft)
-            else:
-                decoding += 1
-        verified = min(verified, self._limits.max_num_batched_tokens)
-        return verified / max(1, verified + min(decoding, self._limits.max_num_seqs))
-
-
-@contextlib.contextmanager
-def _logged(what: str) -> Iterator[None]:
-    """Log an exception instead of raising it."""
-    try:
-        yield
-    except Exception as error:
-        logger.warning("%s failed: %r", what, error)
-
-
-def _progress(use_tqdm: bool | Callable[..., Any], total: int) -> Any:
-    """A progress bar over rows, or None."""
-    if not use_tqdm:
-        return None
-    from tqdm import tqdm
-
-    make = use_tqdm if callable(use_tqdm) else tqdm
-    return make(total=total, desc="Processed prompts", dynamic_ncols=True)

@@ -285,13 +285,11 @@ def test_the_memory_of_trees_keeps_its_bound_inside_the_engine(llm, proposer):
 
 def test_a_history_is_sent_once_for_each_policy_version():
     def request(sample_index):
-        return SimpleNamespace(
-            row=Row(KEY, sample_index), rules=SimpleNamespace(prompt=PROMPT), params=None
-        )
+        return SimpleNamespace(row=Row(KEY, sample_index), rules=SimpleNamespace(prompt=PROMPT))
 
     def history(version, sample_index):
         histories.add(cached, version)
-        sent = histories.attached(request(sample_index), SamplingParams(), version)
+        sent = histories.with_history(request(sample_index), SamplingParams(), version)
         return sent.extra_args[EXTRA_ARG][2]
 
     histories, cached = PendingHistories(), {KEY: rollouts([[3, 4], [5]])}
@@ -328,8 +326,8 @@ def test_a_cache_that_fails_costs_no_rollout(llm, proposer):
 
 
 @needs_cpu_build
-def test_vllm_still_needs_its_rejection_sampler_mended_on_a_cpu(llm):
-    """When this fails, vLLM has mended it, and ``fix_cpu_rejection_sampler`` can go."""
+def test_vllm_still_needs_its_rejection_sampler_fixed_on_a_cpu(llm):
+    """When this fails, vLLM has fixed it, and ``fix_cpu_rejection_sampler`` can go."""
     values = torch.tensor([1.0, 0.5, 2.0])
     cumulative = torch.tensor([2, 5, 6], dtype=torch.int32)
     expected = [1.0, 1.0, 0.5, 0.5, 0.5, 2.0]

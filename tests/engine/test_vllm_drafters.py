@@ -319,7 +319,7 @@ def test_a_refit_leaves_the_draft_models_weights(draft_model_engine, random_mode
     assert all(after[name].equal(w) for name, w in before.items())
 
 
-def test_the_rejection_sampler_of_this_process_is_mended(ngram_engine):
+def test_the_rejection_sampler_of_this_process_is_fixed(ngram_engine):
     original = getattr(patches.expanded_to_tokens, "replaced", None)
     assert original is not None or rejection_sampler.expand_batch_to_tokens is not None
     if original is not None:

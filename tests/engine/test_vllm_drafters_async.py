@@ -75,15 +75,15 @@ def async_llm(random_model, installed, loop):
     llm.shutdown()
 
 
-def mended(worker):
+def replaced_in(worker):
     """To be run in the worker: which function its rejection sampler calls."""
     from vllm.v1.sample import rejection_sampler
 
     return rejection_sampler.expand_batch_to_tokens.__module__
 
 
-def test_the_other_process_mends_its_rejection_sampler(async_llm, loop):
-    (where,) = loop.run_until_complete(async_llm.collective_rpc(mended))
+def test_the_other_process_fixes_its_rejection_sampler(async_llm, loop):
+    (where,) = loop.run_until_complete(async_llm.collective_rpc(replaced_in))
     assert where == "nemo_specrl.engine.vllm.patches"
 
 

@@ -121,7 +121,7 @@ def engine_options(config: SpecRLConfig) -> dict[str, Any]:
 def check_cpu_drafter(engine: Any) -> None:
     """Make sure that an engine with a drafter of vLLM's samples from the policy on a CPU, too.
 
-    In this process the rejection sampler is mended here. Other processes of the engine mend theirs
+    In this process the rejection sampler is fixed here. Other processes of the engine fix theirs
     when vLLM loads its plug-ins, if it finds this package among them. On GPUs nothing is wrong.
 
     Args:
@@ -144,7 +144,7 @@ def check_cpu_drafter(engine: Any) -> None:
     if not (loaded or in_this_process(engine)):
         raise ConfigError(
             "speculative_config on a CPU: vLLM's rejection sampler is wrong there, and nemo_specrl "
-            "mends it in the engine's other processes as a plug-in of vLLM, which it is only where "
+            "fixes it in the engine's other processes as a plug-in of vLLM, which it is only where "
             "it was installed by pip and VLLM_PLUGINS does not leave it out; install it, or set "
             "VLLM_ENABLE_V1_MULTIPROCESSING=0, or leave the drafter out"
         )

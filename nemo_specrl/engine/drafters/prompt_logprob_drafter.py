@@ -30,13 +30,9 @@ from nemo_specrl.config import TreeConfig
 from nemo_specrl.engine.drafters.histories import PendingHistories
 from nemo_specrl.engine.limits import EngineLimits
 from nemo_specrl.engine.metrics import EngineMetrics
-from nemo_specrl.engine.outputs import append_decoded, append_tokens, defect_of, given_up
-from nemo_specrl.engine.prefix.verification import (
-    matching_logprobs,
-    sampled_values,
-    watch_stop_strings,
-)
+from nemo_specrl.engine.prefix.verification import matching_logprobs, sampled_values
 from nemo_specrl.engine.requests import RolloutRequest
+from nemo_specrl.engine.response import defect_of, given_up
 from nemo_specrl.engine.round_state import RowInRounds
 from nemo_specrl.engine.sampling_rules import ResponseEnd
 from nemo_specrl.engine.vllm.compat import logprobs_slice, new_logprobs
@@ -94,7 +90,7 @@ class PromptLogprobDrafter:
     ) -> None:
         """Take the rollouts of a look-up, for the requests that it was made for."""
         self._histories.add(cached, policy_version)
-        self._renew(policy_version)
+        self._begin_version(policy_version)
         for request in requests:
             made = [
                 rollout.tokens.tobytes()
@@ -105,25 +101,25 @@ class PromptLogprobDrafter:
             if made:
                 self._made[request.row] = xxhash.xxh3_64_digest(b"\0".join(made))
 
-    def _renew(self, policy_version: int) -> None:
+    def _begin_version(self, policy_version: int) -> None:
         """Forget what was known of rows under other weights."""
         if policy_version != self._version:
             self._version, self._tries, self._made = policy_version, {}, {}
 
-    def _open(self, request: RolloutRequest, policy_version: int) -> RowInRounds:
+    def _start_row(self, request: RolloutRequest, policy_version: int) -> RowInRounds:
         """The state of a row at its start, behind its accepted prefix.
 
         A row that these weights have decoded before (the step is made again, or was interrupted)
         drafts from what it was then. It would not be independent of that, with the same randomness:
         so what was made before, and how often the row was opened, are a part of the key.
         """
-        self._renew(policy_version)
+        self._begin_version(policy_version)
         key, index = request.row.key, request.row.sample_index
         tries = self._tries[request.row] = self._tries.get(request.row, 0) + 1
         stream = f"rounds {tries} {self._made.get(request.row, b'').hex()}"
         tree = self._trees.open(key, response_id(index, policy_version), self._histories.take(key))
         tree.extend(request.tokens)
-        watch_stop_strings(request)
+        request.response.watch_stop_strings(request.rules)
         return RowInRounds(
             tree=tree,
             stream=stream,
@@ -137,10 +133,10 @@ class PromptLogprobDrafter:
         """The next request of a row: its prompt, as vLLM takes it, and sampling parameters."""
         row = request.rounds
         if row is None:
-            row = request.rounds = self._open(request, policy_version)
+            row = request.begin_rounds(self._start_row(request, policy_version))
         started = time.perf_counter()
         row.draft = []
-        if row.rejected is None and not row.skip_draft and not request.defect:
+        if row.rejected is None and not row.skip_draft and not request.response.defect:
             row.draft, _ = self._draft(request, row)
         metrics.tree_s += time.perf_counter() - started
         metrics.tree_requests += 1
@@ -166,7 +162,7 @@ class PromptLogprobDrafter:
             purpose = f"{row.stream} {row.requests}"
             params.seed = derived_seed(purpose, params.seed, policy_version, key, index)
         params.output_kind = RequestOutputKind.DELTA
-        params.stop = []  # request.detokenizer watches for them
+        params.stop = []  # request.response watches for them
         # Text is made at the end. Positions of the prompt that the prefix cache has covered name
         # tokens that do not exist.
         params.detokenize = False
@@ -201,7 +197,7 @@ class PromptLogprobDrafter:
             n += 1
         return tokens[:n], sum(chances[:n])
 
-    def take(
+    def read_output(
         self,
         request: RolloutRequest,
         output: RequestOutput,
@@ -232,36 +228,36 @@ class PromptLogprobDrafter:
                 metrics.recomputed_tokens += max(0, prefix - (output.num_cached_tokens or 0))
         draft, row.draft = row.draft, []
         if draft:
-            ending = self._judge(request, row, draft, output, policy_version, metrics)
+            end = self._judge(request, row, draft, output, policy_version, metrics)
         elif row.rejected is not None:
-            ending = self._append_rest(request, row, output)
+            end = self._append_resampled(request, row, output)
         else:
-            ending = append_decoded(request, output, self._limits.vocabulary)
-        if ending is None:
-            ending = self._given_up(request, row, output)
+            end = request.response.append_output(output, self._limits.vocabulary)
+        if end is None:
+            end = self._given_up(request, row, output)
         new = request.tokens[before:]
         metrics.decoded_tokens += len(new)
         metrics.tree_tokens += len(new)
         metrics.tree_steps += max(1, len(output.outputs[0].token_ids))
         started = time.perf_counter()
-        if not request.defect:
+        if not request.response.defect:
             row.tree.extend(new)
-        if ending is None and not row.needs_request and not request.defect:
+        if end is None and not row.needs_request and not request.response.defect:
             _, gain = self._draft(request, row)
             row.needs_request = gain >= min(MIN_GAIN, self._max_draft / 2)
         metrics.tree_s += time.perf_counter() - started
-        return ending
+        return end
 
     def _given_up(
         self, request: RolloutRequest, row: RowInRounds, output: RequestOutput
     ) -> ResponseEnd | None:
-        """The ending of a response that cannot go on, or None."""
-        ending = given_up(output, len(request.tokens))
-        if ending is None and row.needs_request and request.defect:
+        """The end of a response that cannot go on, or None."""
+        end = given_up(output, len(request.tokens))
+        if end is None and row.needs_request and request.response.defect:
             known = range(self._limits.vocabulary)
             if not all(token in known for token in request.tokens):  # vLLM takes no such prompt
-                ending = ResponseEnd.unfinished(len(request.tokens), "error")
-        return ending
+                end = ResponseEnd.unfinished(len(request.tokens), "error")
+        return end
 
     def _judge(
         self,
@@ -295,15 +291,15 @@ class PromptLogprobDrafter:
         entries = [0] * accepted + ([chosen] if chosen else [])
         kept = _picked(proved, entries, request.engine_params.logprobs or 0)
         tokens = [kept.token_ids[i] for i in kept.start_indices]
-        found = append_tokens(request, tokens, kept, stop_terminated=self._stops(request, tokens))
+        found = request.response.append(tokens, kept, stop_terminated=self._stops(request, tokens))
         if found is not None:
             return ResponseEnd(len(request.tokens), Finish.STOP_STRING, found)
         if accepted == len(draft):
-            return append_decoded(request, output, self._limits.vocabulary)
+            return request.response.append_output(output, self._limits.vocabulary)
         row.needs_request = True
         if not chosen:
             return None
-        return request.rules.ending_at(len(request.tokens), request.tokens[-1])
+        return request.rules.end_at(len(request.tokens), request.tokens[-1])
 
     def _resample_rejected(
         self, row: RowInRounds, proved: FlatLogprobs, position: int, u: float
@@ -329,7 +325,7 @@ class PromptLogprobDrafter:
         row.rejected = piece
         return 0
 
-    def _append_rest(
+    def _append_resampled(
         self, request: RolloutRequest, row: RowInRounds, output: RequestOutput
     ) -> ResponseEnd | None:
         """Append the token of a request from which the candidates were excluded."""
@@ -340,10 +336,10 @@ class PromptLogprobDrafter:
         tokens, sampled = list(completion.token_ids), new_logprobs(completion)
         if not tokens:  # aborted
             return None
-        request.defect = request.defect or defect_of(tokens, sampled, self._limits.vocabulary)
-        if request.defect:
-            append_tokens(request, tokens, sampled, stop_terminated=self._stops(request, tokens))
-            return request.rules.ending_at(len(request.tokens), request.tokens[-1])
+        request.response.check(tokens, sampled, self._limits.vocabulary)
+        if request.response.defect:
+            request.response.append(tokens, sampled, stop_terminated=self._stops(request, tokens))
+            return request.rules.end_at(len(request.tokens), request.tokens[-1])
         logprob, rank = sampled.logprobs[0], sampled.ranks[0]
         if self._limits.logprobs_mode == "processed_logprobs":
             # vLLM reports them for what it drew from, the rest of p.
@@ -353,10 +349,10 @@ class PromptLogprobDrafter:
         kept = _picked(rejected, [0], request.engine_params.logprobs or 0)
         kept.token_ids[0], kept.logprobs[0], kept.ranks[0] = tokens[0], logprob, rank
         stops = self._stops(request, tokens)
-        found = append_tokens(request, tokens, kept, stop_terminated=stops)
+        found = request.response.append(tokens, kept, stop_terminated=stops)
         if found is not None:
             return ResponseEnd(len(request.tokens), Finish.STOP_STRING, found)
-        return request.rules.ending_at(len(request.tokens), request.tokens[-1])
+        return request.rules.end_at(len(request.tokens), request.tokens[-1])
 
     def _stops(self, request: RolloutRequest, tokens: list[int]) -> bool:
         """Whether tokens end in a stop token."""

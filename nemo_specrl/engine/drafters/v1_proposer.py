@@ -16,7 +16,6 @@ sends them to all with the next step. The proposers of the others do nothing.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from array import array
@@ -24,6 +23,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nemo_specrl.engine.drafters.histories import EXTRA_ARG
+from nemo_specrl.engine.metrics import DraftCounts
 from nemo_specrl.engine.vllm.compat import drafts_count_here
 from nemo_specrl.engine.vllm.patches import bind_proposer, fix_cpu_rejection_sampler
 from nemo_specrl.engine.vllm.sampler_memory import bound_sampler_memory
@@ -33,7 +33,7 @@ from nemo_specrl.speculation.adaptive_length import DraftLengths, Step, likelies
 from nemo_specrl.speculation.draft_selection import RUN_AHEAD_INDEX
 from nemo_specrl.speculation.suffix_tree import CHANCES, MIN_PROBABILITY, DraftTrees, TreeRow
 
-__all__ = ["DraftCounts", "TreeProposer", "take_counts"]
+__all__ = ["TreeProposer", "take_counts"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,31 +46,6 @@ DRAFT_LOGIT_BYTES = 16
 float32 copies of them and their probabilities (v1/sample/rejection_sampler.py, ``forward``)."""
 PADDED_LOGIT_BYTES = 8
 """Of rows x (longest draft + 1) beside them, where ``bound_sampler_memory`` was not possible."""
-
-
-@dataclasses.dataclass
-class DraftCounts:
-    """Counts of a proposer's work.
-
-    Tokens are those that requests get: what a step samples behind the end of a response is in none
-    of these counts. Run-ahead rows are not counted.
-
-    Args:
-        steps: steps that yielded tokens of a row, summed over rows, its first token included.
-        tokens: that these steps yielded.
-        drafted: draft tokens that they verified.
-        accepted: those of them that were accepted.
-        least_chance: chance at which the next drafts ended, 1 where none was taken, summed over
-            ``steps``.
-        seconds: spent on it.
-    """
-
-    steps: int = 0
-    tokens: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    least_chance: float = 0.0
-    seconds: float = 0.0
 
 
 def take_counts(worker: Any) -> DraftCounts | None:
@@ -139,7 +114,7 @@ class TreeProposer:
         self.trees = DraftTrees(int(options.get("max_bytes", DEFAULT_MAX_BYTES)))
         self._max_step_tokens = int(vllm_config.scheduler_config.max_num_batched_tokens)
         self.longest = int(vllm_config.speculative_config.num_speculative_tokens)
-        self.max_drafted = self._bounded(vllm_config)
+        self.max_drafted = self._draft_limit(vllm_config)
         self.lengths: DraftLengths | None = None
         # Where several ranks draft, all must make the same drafts, which times would not let them.
         if options.get("adaptive", True) and not on_several:
@@ -160,7 +135,7 @@ class TreeProposer:
         bind_proposer(TreeProposer)
         fix_cpu_rejection_sampler()
 
-    def _bounded(self, vllm_config: Any) -> int:
+    def _draft_limit(self, vllm_config: Any) -> int:
         """Draft tokens for which there is memory in a step; ``longest`` is shortened to it, too.
 
         Log-probs are computed in every step that has drafts, since all requests with drafts ask for
@@ -202,7 +177,7 @@ class TreeProposer:
         first_token_rows = sum(name not in self._rows for name in names)
         verified = [len(tokens) for tokens in self.verified.values()]
         rows = [
-            self._extended(name, sampled, token_ids[i], int(num_tokens[i]))
+            self._extend_row(name, sampled, token_ids[i], int(num_tokens[i]))
             for i, (name, sampled) in enumerate(zip(names, sampled_token_ids, strict=True))
         ]
         last, self._last = self._last, started
@@ -218,7 +193,9 @@ class TreeProposer:
         self.counts.seconds += time.perf_counter() - started
         return drafts
 
-    def _extended(self, name: str, sampled: list[int], token_ids: Any, length: int) -> _Row | None:
+    def _extend_row(
+        self, name: str, sampled: list[int], token_ids: Any, length: int
+    ) -> _Row | None:
         """The row of a request with all that it has yielded; None: there is nothing to draft.
 
         The row takes up whatever the engine has appended since it was seen last, which is more than
@@ -227,13 +204,13 @@ class TreeProposer:
         if not sampled:
             return None
         if name not in self._rows:
-            self._rows[name] = self._opened(name)
+            self._rows[name] = self._open_row(name)
         row = self._rows[name]
         if row is None or row.ended:
             return None
         known = row.start + row.row.length
         if known > length - len(sampled):  # vLLM has taken tokens back, and sampled them anew
-            row = self._rows[name] = self._opened(name)
+            row = self._rows[name] = self._open_row(name)
             assert row is not None
             known = row.start
         kept = row.kept(sampled)
@@ -287,7 +264,7 @@ class TreeProposer:
             del self._rows[name]
         self._names = names.copy()
 
-    def _opened(self, name: str) -> _Row | None:
+    def _open_row(self, name: str) -> _Row | None:
         """A row for a request, as yet without its response; None: nothing to draft from."""
         request = self.runner.requests[name]
         params = request.sampling_params

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from nemo_specrl.engine.prefix.verification import matching_logprobs, sampled_values
+from nemo_specrl.engine.requests import RolloutRequest
+
 if TYPE_CHECKING:
+    from vllm import RequestOutput
+
     from nemo_specrl.engine.metrics import EngineMetrics
 
-logger = logging.getLogger(__name__)
-
 __all__ = ["PrefillNoise"]
+
+logger = logging.getLogger(__name__)
 
 
 class PrefillNoise:
@@ -27,16 +32,39 @@ class PrefillNoise:
     Args:
         dtype_bytes: of the engine's activations. In float32 nothing is measured unasked: the noise
             is too small to end a prefix.
+        max_model_len: the engine's limit for prompt and response together, tokens.
     """
 
     ROWS = 8
     """Rows that are measured."""
 
-    def __init__(self, dtype_bytes: int) -> None:
-        self.wanted = self.ROWS if dtype_bytes < 4 else 0
+    def __init__(self, dtype_bytes: int, max_model_len: int) -> None:
+        self.rows_left = self.ROWS if dtype_bytes < 4 else 0
         """Rows that are still to be prefilled for it."""
+        self._max_model_len = max_model_len
         self._rows = self._tokens = 0
         self._rejected = 0.0
+
+    def can_measure(self, request: RolloutRequest) -> bool:
+        """Whether a response that has ended was decoded in one piece, and fits into a prompt."""
+        whole = len(request.rules.prompt) + len(request.tokens)
+        return (
+            self.rows_left > 0
+            and request.draftable
+            and request.draft is None
+            and request.rounds is None
+            and request.replayed is None
+            and whole < self._max_model_len
+        )
+
+    def add_prefill(
+        self, request: RolloutRequest, output: RequestOutput, metrics: EngineMetrics
+    ) -> None:
+        """Take in the prefill of a response that these weights have just decoded."""
+        logprobs: Any = output.prompt_logprobs
+        prefilled = None if logprobs is None else matching_logprobs(logprobs, request.tokens)
+        if prefilled is not None and request.logprobs is not None:
+            self.add(sampled_values(prefilled), sampled_values(request.logprobs), metrics)
 
     def add(
         self,

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from nemo_specrl.config import SpecRLConfig
 from nemo_specrl.engine.requests import RolloutRequest
+from nemo_specrl.engine.response import defect_of, given_up
 from nemo_specrl.engine.vllm.compat import logprobs_slice
 from nemo_specrl.rollout import MAX_SAMPLE_INDEX, Rollout
 from nemo_specrl.speculation.acceptance import (
@@ -35,10 +36,10 @@ __all__ = [
     "draft_logprobs",
     "judge",
     "matching_logprobs",
+    "readable_logprobs",
     "reference_logprobs",
     "sampled_values",
     "verification_params",
-    "watch_stop_strings",
 ]
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ def verification_params(request: RolloutRequest) -> SamplingParams:
     ``prompt_logprobs=0`` yields the log-prob of each prompt token and nothing else. The one token
     that vLLM insists on decoding is thrown away; decoded greedily, it draws no randomness. Nothing
     is detokenized: the texts of the accepted tokens alone are filled in later, where the request
-    asks for them (``assembly.name_tokens``). Requests share them: vLLM makes a copy for each.
+    asks for them (``outputs.name_tokens``). Requests share them: vLLM makes a copy for each.
     """
     return _prefill_params(request.engine_params.logprobs)
 
@@ -82,8 +83,8 @@ def continuation_params(
 ) -> SamplingParams:
     """Sampling parameters of the request that decodes what its draft did not bring.
 
-    ``request.detokenizer`` is set to watch for stop strings instead of vLLM where they may begin in
-    the accepted prefix, or where vLLM would keep tokens behind them.
+    The request's response watches for stop strings instead of vLLM where they may begin in the
+    accepted prefix, or where vLLM would keep tokens behind them.
 
     Args:
         request: a judged request, or one without a draft, whose parameters stay as they are.
@@ -93,8 +94,7 @@ def continuation_params(
     """
     from vllm.sampling_params import RequestOutputKind
 
-    stops = bool(request.engine_params.stop and request.engine_params.detokenize)
-    if request.draft is None and not (stops and watch_stops):
+    if request.draft is None and not (request.rules.has_stop_strings and watch_stops):
         return request.engine_params
     params = copy.copy(request.engine_params)
     params.max_tokens = request.rules.budget - request.accepted
@@ -103,20 +103,11 @@ def continuation_params(
         params.seed = derived_seed(
             "continue", params.seed, policy_version, request.row.key, request.row.sample_index
         )
-    if watch_stop_strings(request):
+    if request.response.watch_stop_strings(request.rules):
         # vLLM would not look for a stop string that begins in the prefix.
         params.stop = []
         params.output_kind = RequestOutputKind.DELTA
     return params
-
-
-def watch_stop_strings(request: RolloutRequest) -> bool:
-    """Set ``request.detokenizer`` to watch for the request's stop strings; False if it has none."""
-    if not (request.engine_params.stop and request.engine_params.detokenize):
-        return False
-    request.detokenizer = request.rules.detokenizer()
-    request.detokenizer.feed(request.tokens, stop_terminated=False)
-    return True
 
 
 def reference_logprobs(draft: Rollout, config: SpecRLConfig) -> npt.NDArray[np.float32]:
@@ -175,6 +166,29 @@ def matching_logprobs(
     return piece if np.array_equal(named, draft) else None
 
 
+def readable_logprobs(
+    request: RolloutRequest, output: RequestOutput, vocabulary: int
+) -> FlatLogprobs | None:
+    """The log-probs of a draft's tokens where they can be judged by, else None.
+
+    Args:
+        request: with the draft.
+        output: of its verification.
+        vocabulary: tokens that the model knows.
+    """
+    assert request.draft is not None
+    if given_up(output, 0) is not None:
+        return None
+    try:
+        logprobs = draft_logprobs(request, output)
+        tokens = request.draft.tokens.tolist()
+        wrong = logprobs is not None and defect_of(tokens, logprobs, vocabulary)
+    except (IndexError, TypeError, ValueError) as error:  # nothing that vLLM should return
+        logger.debug("a verification cannot be read: %s", error)
+        return None
+    return None if wrong else logprobs
+
+
 def judge(
     verified: list[tuple[RolloutRequest, FlatLogprobs]],
     config: SpecRLConfig,
@@ -182,7 +196,7 @@ def judge(
     seed: int,
     policy_version: int,
 ) -> None:
-    """Set the accepted prefix of each verified request: ``accepted``, ``tokens``, ``logprobs``.
+    """Begin the response of each verified request with the accepted prefix of its draft.
 
     Args:
         verified: requests with the log-probs of their drafts (:func:`draft_logprobs`).
@@ -215,7 +229,5 @@ def judge(
         config.lenience,
     )
     for (request, logprobs), draft, length in zip(verified, drafts, lengths.tolist(), strict=True):
-        request.accepted = length
-        request.tokens = draft.tokens[:length].tolist()
         whole = length == len(draft)
-        request.logprobs = logprobs if whole else logprobs_slice(logprobs, 0, length)
+        request.accept(length, logprobs if whole else logprobs_slice(logprobs, 0, length))

@@ -118,7 +118,7 @@ def tokenizer_of(engine: Any) -> Any:
 def logprobs_slice(logprobs: FlatLogprobs, start: int, stop: int) -> FlatLogprobs:
     """Positions ``start`` to ``stop`` of log-probs, as ``logprobs[start:stop]``.
 
-    Up to vLLM 0.28, an empty slice of ``FlatLogprobs`` raises IndexError (vllm/logprobs.py; mended
+    Up to vLLM 0.28, an empty slice of ``FlatLogprobs`` raises IndexError (vllm/logprobs.py; fixed
     in 0.29.0).
     """
     if stop <= start:

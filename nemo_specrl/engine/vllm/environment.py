@@ -50,7 +50,7 @@ def cpu_thread_binding(threads: int = 1) -> str:
     """The value of ``VLLM_CPU_OMP_THREADS_BIND`` that leaves an engine's threads where they are.
 
     It is ``nobind``, save for vLLM 0.20, whose CPU workers fail with an IndexError on that
-    (utils/ompmultiprocessing.py logs a list of cores that it has not made; mended in 0.21.0). They
+    (utils/ompmultiprocessing.py logs a list of cores that it has not made; fixed in 0.21.0). They
     get a list of cores instead, which begins at a core that depends on the process, so that the
     engines of one machine do not all share one core.
     """

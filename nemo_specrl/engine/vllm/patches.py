@@ -1,20 +1,20 @@
 """What is replaced in vLLM while it runs, and why. vLLM's files stay as they are.
 
-Each patch states what it mends, in which versions, and raises IncompatibleVersion where what it
-replaces has changed. Drafting needs two of them: custom proposers have to know their requests
-(``bind_proposer``), and samples on a CPU are wrong without ``fix_cpu_rejection_sampler``; and on
-GPUs it may run out of memory without that of ``sampler_memory``. The others make engines on a CPU
-faster, or verification anywhere (``extend_prompt_logprobs``), and change nothing that a request
+Each patch states its reason and the versions that need it, and raises IncompatibleVersion where
+what it replaces has changed. Drafting needs two of them: custom proposers have to know their
+requests (``bind_proposer``), and samples on a CPU are wrong without ``fix_cpu_rejection_sampler``;
+on GPUs it may run out of memory without that of ``sampler_memory``. The others make engines on a
+CPU faster, or verification anywhere (``extend_prompt_logprobs``), and change nothing that a request
 gets. vLLM calls ``vllm_plugin`` in each of its processes; the engine layer calls the others where
 they are needed. What differs between versions is in ``compat``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import itertools
+import logging
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,6 +38,8 @@ __all__ = [
     "vllm_plugin",
 ]
 
+logger = logging.getLogger(__name__)
+
 TOKENS_EXACT, TOKENS_MULTIPLE = 32, 16
 """Up to so many tokens linear layers on a CPU run as they are, more in such multiples."""
 
@@ -48,13 +50,24 @@ PROMPT_TOKENS_AT_ONCE = 1024
 
 
 def vllm_plugin() -> None:
-    """Entry point ``vllm.general_plugins`` (pyproject.toml), which vLLM runs in each process."""
-    # Where the first is not possible, samples would be wrong: check_cpu_drafter refuses
-    # such a vLLM. Without the other two, engines are slower.
-    mends = (fix_cpu_rejection_sampler, pad_cpu_linear_layers, batch_cpu_prompt_logprobs)
-    for mend in mends:
-        with contextlib.suppress(IncompatibleVersion):
-            mend()
+    """Entry point ``vllm.general_plugins`` (pyproject.toml), which vLLM runs in each process.
+
+    Only engines on a CPU are patched; on other devices this does nothing. What is not possible is
+    said in one warning: without the first patch samples would be wrong, so that
+    ``check_cpu_drafter`` refuses such a vLLM, and without the others engines are slower.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    failures = []
+    for patch in (fix_cpu_rejection_sampler, pad_cpu_linear_layers, batch_cpu_prompt_logprobs):
+        try:
+            patch()
+        except IncompatibleVersion as error:
+            failures.append(str(error))
+    if failures:
+        logger.warning("nemo_specrl leaves parts of vLLM as they are: %s", "; ".join(failures))
 
 
 def bind_proposer(proposer: type[Any]) -> None:

@@ -62,17 +62,9 @@ def bound_sampler_memory() -> None:
             processed[metadata.target_logits_indices] = target_logits.to(torch.float32)
             processed[metadata.bonus_logits_indices] = bonus_logits.to(torch.float32)
             logits = processed
-        # A row has as many positions as the step computed for it, and as many cells of
-        # sampled_token_ids as the row with the longest draft. -1 stands where nothing was sampled.
-        starts = torch.zeros_like(metadata.cu_num_sampled_tokens)
-        starts[1:] = metadata.cu_num_sampled_tokens[:-1]
-        width = sampled_token_ids.shape[-1]
-        cells = torch.arange(width, device=starts.device, dtype=starts.dtype)
-        position = (starts.unsqueeze(1) + cells).flatten().clamp_(max=len(logits) - 1)
-        # Several cells beyond a row's end share the position of another row, whose token stands.
-        sampled = sampled_token_ids.flatten()
-        tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-        tokens.scatter_reduce_(0, position.long(), sampled.clamp(min=0).long(), "amax")
+        position, tokens = _sampled_positions(
+            metadata.cu_num_sampled_tokens, sampled_token_ids, len(logits)
+        )
         pieces = []
         for part, of_part in zip(
             torch.split(logits, SAMPLED_TOKENS_AT_ONCE),
@@ -86,3 +78,34 @@ def bound_sampler_memory() -> None:
 
     _get_logprobs_tensors.of_nemo_specrl = True  # type: ignore[attr-defined]
     RejectionSampler._get_logprobs_tensors = _get_logprobs_tensors
+
+
+def _sampled_positions(
+    cumulative: torch.Tensor, sampled_token_ids: torch.Tensor, positions: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the logits of each sampled token are, and the token at each position.
+
+    A row has as many positions as the step computed for it, and as many cells of
+    ``sampled_token_ids`` as the row with the longest draft. -1 stands where nothing was sampled.
+
+    Args:
+        cumulative: positions of a row and of those before it, int ``[rows]``.
+        sampled_token_ids: int ``[rows, longest draft + 1]``.
+        positions: of all rows.
+
+    Returns:
+        The position of each cell, int ``[rows * (longest draft + 1)]``, and token ids,
+        int64 ``[positions]``.
+    """
+    import torch
+
+    starts = torch.zeros_like(cumulative)
+    starts[1:] = cumulative[:-1]
+    width = sampled_token_ids.shape[-1]
+    cells = torch.arange(width, device=starts.device, dtype=starts.dtype)
+    position = (starts.unsqueeze(1) + cells).flatten().clamp_(max=positions - 1)
+    # Several cells beyond a row's end share the position of another row, whose token stands.
+    sampled = sampled_token_ids.flatten()
+    tokens = torch.zeros(positions, dtype=torch.int64, device=sampled.device)
+    tokens.scatter_reduce_(0, position.long(), sampled.clamp(min=0).long(), "amax")
+    return position, tokens

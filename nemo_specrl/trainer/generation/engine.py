@@ -17,7 +17,7 @@ import numpy.typing as npt
 from pydantic import ValidationError
 
 from nemo_specrl.config import first_problem
-from nemo_specrl.engine.base import RolloutCache
+from nemo_specrl.engine.caches import RolloutCache
 from nemo_specrl.engine.drafters.method import engine_options
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.outputs import rollout_info

@@ -221,11 +221,11 @@ def test_where_the_sampler_pads_its_logprobs_drafts_are_shorter(llm, proposer, m
 def test_logprobs_of_sampled_tokens_are_vllms(llm, proposer, monkeypatch, at_once, logprobs):
     """Ragged drafts, plain rows among them; part by part, and padded as vLLM does it."""
     monkeypatch.setattr(sampler_memory, "SAMPLED_TOKENS_AT_ONCE", at_once)
-    mended = RejectionSampler._get_logprobs_tensors
+    bounded = RejectionSampler._get_logprobs_tensors
     seen = []
 
     def both(self, *args):
-        found, expected = mended(self, *args), mended.__wrapped__(self, *args)
+        found, expected = bounded(self, *args), bounded.__wrapped__(self, *args)
         metadata, sampled = args[1], args[5]
         valid = sampled.flatten() >= 0
         seen.append(metadata.num_draft_tokens)

@@ -18,8 +18,8 @@ LOGGED = "prefill and decoding of unchanged weights differ"
 
 
 def test_a_prefix_ends_where_prefill_gives_its_tokens_less(caplog):
-    noise, metrics = PrefillNoise(2), EngineMetrics()
-    assert noise.wanted == PrefillNoise.ROWS
+    noise, metrics = PrefillNoise(2, 192), EngineMetrics()
+    assert noise.rows_left == PrefillNoise.ROWS
     assert "spec_rl/noise_prefix_tokens" not in metrics.as_dict()
     decoded = np.log(np.float32([0.5, 0.5, 0.5, 0.5]))
     prefilled = np.log(np.float32([0.5, 0.45, 0.9, 0.4]))  # rejected: 0, 0.1, 0, 0.2
@@ -32,15 +32,15 @@ def test_a_prefix_ends_where_prefill_gives_its_tokens_less(caplog):
 def test_in_float32_nothing_is_measured(speculative):
     made = speculative()
     generate(made, rows=4)
-    assert made._noise.wanted == 0 and made.metrics.noise_tokens == 0
+    assert made._noise.rows_left == 0 and made.metrics.noise_tokens == 0
 
 
 def test_the_first_rows_of_an_engine_are_measured(speculative, caplog):
     made = speculative(DictCache())
-    made._noise = PrefillNoise(2)
+    made._noise = PrefillNoise(2, 192)
     first = generate(made, rows=6, params=[sampling(seed=i) for i in range(6)])
     assert made.metrics.noise_tokens == sum(len(o.outputs[0].token_ids) for o in first)
-    assert made._noise.wanted == 2 and LOGGED not in caplog.text
+    assert made._noise.rows_left == 2 and LOGGED not in caplog.text
     second = generate(made, rows=6, params=[sampling(seed=9 + i) for i in range(6)])
     assert 0 < made.metrics.noise_tokens < sum(len(o.outputs[0].token_ids) for o in second)
     assert made.metrics.as_dict()["spec_rl/noise_prefix_tokens"] > 1e4  # float32 rounds finely

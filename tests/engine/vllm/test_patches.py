@@ -76,7 +76,7 @@ for tokens in range(25, 97):
 @needs_cpu_build
 @pytest.mark.parametrize(("how", "kernels"), [("as it is", 72), ("padded", 8 + 4)])
 def test_linear_layers_on_a_cpu_need_few_kernels(how, kernels):
-    """When the first case fails, oneDNN or vLLM has mended it: ``pad_cpu_linear_layers`` can go."""
+    """When the first case fails, oneDNN or vLLM has fixed it: ``pad_cpu_linear_layers`` can go."""
     environment = {**os.environ, "ONEDNN_VERBOSE": "profile_create", "VLLM_PLUGINS": ""}
     command = [sys.executable, "-c", LINEAR_LAYER, how]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

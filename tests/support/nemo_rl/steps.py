@@ -58,10 +58,7 @@ def outputs_of(rows, rollouts):
             continue
         completion = CompletionOutput(0, "", rollout.tokens.tolist(), None, None)
         accepted = int((rollout.birth_versions < rollout.policy_version).sum())
-        births = rollout.birth_logprobs, rollout.birth_versions
-        completion.spec_rl = RolloutInfo(
-            rollout.fresh, accepted, accepted, rollout.logprobs, *births, rollout
-        )
+        completion.spec_rl = RolloutInfo(rollout, accepted, accepted)
         prompt = ids[: length - len(rollout)]
         outputs.append(RequestOutput("", None, prompt, None, [completion], True))
     return outputs

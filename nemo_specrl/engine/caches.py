@@ -1,0 +1,66 @@
+"""What an engine asks of the cache of rollouts that it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol, runtime_checkable
+
+from nemo_specrl.rollout import Rollout
+
+__all__ = ["ClaimingCache", "Journal", "RolloutCache"]
+
+
+class RolloutCache(Protocol):
+    """The interface of a cache of rollouts, such as :class:`nemo_specrl.RolloutStore`."""
+
+    def get(self, keys: Iterable[bytes]) -> dict[bytes, list[Rollout]]:
+        """Return rollouts by prompt key, the newest first within a sample index."""
+        ...
+
+    def put(self, rollouts: Iterable[Rollout]) -> None:
+        """Keep rollouts; each replaces the one that its prompt and sample index had."""
+        ...
+
+
+class ClaimingCache(Protocol):
+    """A cache that assigns sample indices, such as
+    :class:`nemo_specrl.cache.cluster.cluster_cache.ClusterCache`.
+    """
+
+    async def claim(self, key: bytes, policy_version: int) -> tuple[int, list[Rollout]] | None:
+        """Reserve a sample index for a row of a prompt.
+
+        Returns:
+            The sample index and the prompt's rollouts; None when none can be had now, a failure
+            that the cache has counted.
+        """
+        ...
+
+    def release(self, key: bytes, sample_index: int) -> None:
+        """Give a sample index back of which no rollout will be put."""
+        ...
+
+    def put(self, rollouts: Iterable[Rollout]) -> None:
+        """Keep rollouts; each replaces the one that its prompt and sample index had."""
+        ...
+
+    def flush(self) -> None:
+        """Send what was put, without waiting for it to arrive."""
+        ...
+
+
+@runtime_checkable
+class Journal(Protocol):
+    """A cache with a journal: :class:`~nemo_specrl.trainer.replay_journal.JournaledStore`."""
+
+    def take(
+        self, rows: Sequence[tuple[bytes, int]], policy_version: int, fingerprint: int
+    ) -> list[Rollout | None]:
+        """Remove and return the journal's rollout of each row, or None.
+
+        Args:
+            rows: prompt key and sample index of each.
+            policy_version: of the step.
+            fingerprint: of its weights.
+        """
+        ...

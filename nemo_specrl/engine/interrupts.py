@@ -1,0 +1,62 @@
+"""What is kept of a response that an interrupt found in the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nemo_specrl.engine.outputs import build_rollout
+from nemo_specrl.engine.requests import RolloutRequest
+from nemo_specrl.engine.response import extend_logprobs
+from nemo_specrl.engine.vllm.compat import logprobs_slice, tokens_so_far
+from nemo_specrl.rollout import Finish, Rollout
+
+__all__ = ["keep_decoded", "partial_rollout"]
+
+
+def keep_decoded(engine: Any, request_id: str, request: RolloutRequest, vocabulary: int) -> bool:
+    """Set the response of an interrupted request to all that the engine has decoded of it.
+
+    Args:
+        engine: an ``LLMEngine`` or ``AsyncLLM``.
+        request_id: the id that it knows the request by.
+        request: as it was when the interrupt came.
+        vocabulary: tokens that the model knows.
+
+    Returns:
+        Whether there is more than the accepted prefix of its draft, so that it is worth caching.
+
+    Raises:
+        KeyError: the engine does not know the request.
+    """
+    if request.verification.running or not request.cacheable:
+        return False
+    tokens, logprobs = request.tokens, request.logprobs
+    if request.rounds is None:  # else its outputs have come token by token
+        decoded, more = tokens_so_far(engine, request_id)
+        tokens = tokens[: request.accepted] + decoded
+        if request.accepted:
+            assert logprobs is not None
+            logprobs = logprobs_slice(logprobs, 0, request.accepted)
+            extend_logprobs(logprobs, more)
+        else:
+            logprobs = more
+    if len(tokens) <= request.accepted:
+        return False
+    request.response.replace(tokens, logprobs)
+    request.response.check(tokens, logprobs, vocabulary)
+    return True
+
+
+def partial_rollout(
+    request: RolloutRequest, policy_version: int, fingerprint: int
+) -> Rollout | None:
+    """The rollout, marked partial, of an interrupted request; None where its data has a defect.
+
+    Args:
+        request: with all that the engine has decoded (:func:`keep_decoded`).
+        policy_version: of the weights that decoded it.
+        fingerprint: of these weights; 0: not known.
+    """
+    if request.response.defect:
+        return None
+    return build_rollout(request, Finish.PARTIAL, policy_version, fingerprint)
