@@ -27,6 +27,7 @@ __all__ = [
     "drafting_method",
     "engine_options",
     "method_in",
+    "why_not_drafted",
 ]
 
 

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "continuation_params",
-    "draft_logprobs",
     "judge",
     "matching_logprobs",
     "readable_logprobs",
