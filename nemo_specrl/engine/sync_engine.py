@@ -103,8 +103,7 @@ class SpeculativeLLM(BaseSpeculativeLLM):
             lora_request: as in vLLM; one for all prompts of a policy version.
 
         Returns:
-            One output per prompt, in order. The ``spec_rl`` of a completion is a
-            :class:`~nemo_specrl.engine.outputs.RolloutInfo`.
+            One output per prompt, in order; ``spec_rl`` of completions: ``outputs.RolloutInfo``.
 
         Raises:
             UnsupportedSampling: drafts cannot be verified under these parameters.
