@@ -23,10 +23,12 @@ from pydantic import (
 from nemo_specrl.errors import ConfigError
 
 __all__ = [
+    "CACHE_FOLDER",
     "MAX_COUNT",
     "PRESETS",
     "Block",
     "ByteSize",
+    "CacheConfig",
     "Count",
     "MonitorConfig",
     "RunAheadConfig",
@@ -34,11 +36,15 @@ __all__ = [
     "TreeConfig",
     "UserPath",
     "WrongKey",
+    "clipped",
     "first_problem",
     "knows",
     "parse_path",
     "validated",
 ]
+
+CACHE_FOLDER = "rollout_cache"
+"""Name of the cache's folder, in a run and in a checkpoint."""
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -268,7 +274,7 @@ def validated(model: type[_Model], values: Any, where: str = "") -> _Model:
     """
     if not isinstance(values, dict):
         raise ConfigError(
-            f"{where or 'the recipe'}: must be a mapping of keys, got {_clipped(values)}"
+            f"{where or 'the recipe'}: must be a mapping of keys, got {clipped(values)}"
         )
     try:
         return model.model_validate(values)
@@ -287,10 +293,10 @@ def validated(model: type[_Model], values: Any, where: str = "") -> _Model:
             elif isinstance(first["input"], dict):  # several keys do not go together
                 message = f"{path or 'the recipe'}: {refusal}"
             else:
-                message = f"{path} = {_clipped(first['input'])}: {refusal}"
+                message = f"{path} = {clipped(first['input'])}: {refusal}"
         else:
             text = first["msg"].replace("Input should", "must")
-            message = f"{path} = {_clipped(first['input'])}: {text}"
+            message = f"{path} = {clipped(first['input'])}: {text}"
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ConfigError(" ".join(message.split()) + more) from None
 
@@ -304,10 +310,11 @@ def first_problem(error: ValidationError) -> str:
     key, reason = ".".join(str(part) for part in first["loc"]), first["msg"]
     reason = reason.removeprefix("Value error, ").removeprefix("Assertion failed, ")
     reason = " ".join(reason.replace("Input should", "must").split())
-    return f"{key} = {_clipped(first['input'])}: {reason}" if key else reason
+    return f"{key} = {clipped(first['input'])}: {reason}" if key else reason
 
 
-def _clipped(value: Any, limit: int = 100) -> str:
+def clipped(value: Any, limit: int = 100) -> str:
+    """The ``repr`` of a value for a message, cut to ``limit`` characters."""
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
 

@@ -1,4 +1,4 @@
-"""The file system for the cache: atomic replacement, digests, clear errors, private files."""
+"""The file system: atomic replacement, digests, clear errors, private files, step folders."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import pwd
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ __all__ = [
     "as_cache_errors",
     "digest",
     "replacing",
+    "step_folders",
     "sync",
     "sync_folder",
 ]
@@ -35,7 +37,7 @@ _NO_SYNC_OF_FOLDERS = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOS
 
 _without_sync: set[int] = set()
 """Devices of which a warning has said that they do not flush folders."""
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -66,20 +68,23 @@ def _owned(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def replacing(file: Path, temporary: Path, *, sync_name: bool = True) -> Iterator[BinaryIO]:
+def replacing(
+    file: Path, temporary: Path, *, sync_name: bool = True, private: bool = True
+) -> Iterator[BinaryIO]:
     """Write a file that takes the place of ``file`` when all of it is on disk, or not at all.
-
-    The file, and its folder if it has to be made, are readable for their owner alone.
 
     Args:
         file: to be there at the end.
         temporary: name of the new file until then, in the same folder.
-        sync_name: make sure of its name, too; else whoever writes the folder's last file does.
+        sync_name: flush the folder, too; without it, the caller does so after its last file.
+        private: the file, and its folder if it has to be made, are readable for their owner alone,
+            as everything with prompts or rollouts in it must be.
     """
-    file.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+    file.parent.mkdir(mode=FOLDER_MODE if private else 0o777, parents=True, exist_ok=True)
     try:
-        with open(temporary, "w+b", opener=_private) as new:
-            os.fchmod(new.fileno(), FILE_MODE)  # it may be there, of a process that died
+        with open(temporary, "w+b", opener=_private if private else None) as new:
+            if private:  # the file may be there already, left by a process that died
+                os.fchmod(new.fileno(), FILE_MODE)
             yield new
             new.flush()
             os.fsync(new.fileno())
@@ -121,7 +126,7 @@ def sync(path: Path) -> None:
             raise
         if found.st_dev not in _without_sync:
             _without_sync.add(found.st_dev)
-            _log.warning(
+            logger.warning(
                 "the file system of %s does not flush folders (fsync: %s): a loss of power may "
                 "undo the last renames there; a crash of the process does not",
                 path, error.strerror,
@@ -141,3 +146,13 @@ def digest(file: BinaryIO, size: int, copy_to: BinaryIO | None = None) -> bytes:
         if copy_to is not None:
             copy_to.write(buffer[:count])
     return hasher.digest()
+
+
+def step_folders(folder: Path) -> list[Path]:
+    """List the complete checkpoints ``step_N`` in a folder, oldest first."""
+    found = [
+        (int(path.name.removeprefix("step_")), path)
+        for path in folder.glob("step_*")
+        if re.fullmatch(r"step_[0-9]{1,18}", path.name)
+    ]
+    return [path for _, path in sorted(found)]

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from nemo_specrl.cli.main import main
-from nemo_specrl.trainer.generation.in_process import Generation
+from nemo_specrl.trainer.generation.in_process import InProcessEngine
 
 
 def count_into(path: Path) -> None:
     """Have every batch of rollouts noted in ``path``."""
-    original = Generation.rollouts
+    original = InProcessEngine.rollouts
 
-    def rollouts(self: Generation, prompts: Any, attempt: int = 0, *rest: Any) -> Any:
+    def rollouts(self: InProcessEngine, prompts: Any, attempt: int = 0, *rest: Any) -> Any:
         engine, steps = self.llm.llm_engine, 0
         step = engine.step
 
@@ -46,7 +46,7 @@ def count_into(path: Path) -> None:
             with path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
 
-    Generation.rollouts = rollouts  # type: ignore[method-assign]
+    InProcessEngine.rollouts = rollouts  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -255,13 +255,13 @@ class Arm:
     def __init__(
         self, task: str, recording: Path, folder: Path, overrides: tuple[str, ...], turns: Turns
     ) -> None:
-        from nemo_specrl.trainer.generation.in_process import Generation
+        from nemo_specrl.trainer.generation.in_process import InProcessEngine
 
         self._place = task, recording, overrides
         self.recipe = recipe_of(*self._place)
         self._folders = (folder / str(i) for i in itertools.count())
         self.store = self._new_store() if self.recipe.spec_rl.enabled else None
-        self.generation = Generation(self.recipe, self.store)
+        self.generation = InProcessEngine(self.recipe, self.store)
         config = self.generation.llm.llm_engine.vllm_config
         if config.speculative_config is not None:
             fix_cpu_rejection_sampler()

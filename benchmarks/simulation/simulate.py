@@ -39,7 +39,7 @@ from benchmarks.shared.records import Chart, present, read, save
 from nemo_specrl.config import PRESETS
 from nemo_specrl.rollout import prompt_key
 from nemo_specrl.simulation.prediction import REJECTIONS
-from nemo_specrl.simulation.recorded_run import Sample
+from nemo_specrl.simulation.recorded_run import RecordedSample
 from nemo_specrl.simulation.replay_presets import (
     acceptance_rates,
     groups_of,
@@ -48,7 +48,7 @@ from nemo_specrl.simulation.replay_presets import (
     rejecting,
     rows_of,
 )
-from nemo_specrl.simulation.simulated_engine import FEATURES, Engine, fit_costs
+from nemo_specrl.simulation.simulated_engine import FEATURES, SimulatedEngine, fit_costs
 
 METHODS = {PLAIN: "plain", TREE: "lossless", "faithful": "faithful", "fast": "fast"}
 """Arms of ``rollout.py`` by the preset that they are."""
@@ -158,9 +158,9 @@ def points(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def _samples(row: dict[str, Any]) -> list[Sample]:
+def _samples(row: dict[str, Any]) -> list[RecordedSample]:
     return [
-        Sample(
+        RecordedSample(
             bytes.fromhex(key),
             length,
             np.array(tokens, dtype=np.int32),
@@ -181,7 +181,11 @@ def draft_tokens() -> int:
 
 
 def _simulated(
-    preset: str, steps: list[list[Sample]], sequences: int, seed: int, rejections: float = 1.0
+    preset: str,
+    steps: list[list[RecordedSample]],
+    sequences: int,
+    seed: int,
+    rejections: float = 1.0,
 ) -> Any:
     """Counts and rows of the last of an engine's steps, those before it being its history.
 
@@ -194,7 +198,7 @@ def _simulated(
         rates = acceptance_rates(pairs, PRESETS[preset]["lenience"])
         rates = None if rates is None else rejecting(rates, rejections)
     rows = rows_of(preset, steps[-1], history, rates, seed)
-    engine = Engine(
+    engine = SimulatedEngine(
         sequences,
         sequences * MAX_MODEL_LEN,
         block_size=BLOCK_SIZE,

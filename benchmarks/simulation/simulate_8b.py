@@ -19,7 +19,13 @@ import numpy as np
 from benchmarks.shared.records import Chart, outputs, present, read, save
 from nemo_specrl.config import PRESETS
 from nemo_specrl.engine.load_balance import balanced_order
-from nemo_specrl.simulation.simulated_engine import FEATURES, Engine, Request, run, verifying
+from nemo_specrl.simulation.simulated_engine import (
+    FEATURES,
+    SimulatedEngine,
+    SimulatedRequest,
+    run,
+    verifying,
+)
 
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
 PROMPTS, GROUP, PROMPT_TOKENS = 512, 16, 200
@@ -27,7 +33,7 @@ MEAN_LENGTH, LONGEST = 4000, 16384
 SPREAD_OF_PROMPTS, SPREAD_IN_GROUP = 0.5, 0.4
 """Standard deviations of the logarithm of a length: between prompts, and within a group."""
 GRAPH_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
-ENGINE = Engine(256, 8192, kv_tokens=300_000, graph_sizes=GRAPH_SIZES)
+ENGINE = SimulatedEngine(256, 8192, kv_tokens=300_000, graph_sizes=GRAPH_SIZES)
 LAWS = {"first": (2.36, 0.52, 0.78), "later": (2.66, 0.50, 0.89)}
 """By epoch: tokens of a step, share of drafted tokens accepted, share of steps with a draft."""
 LAWS_SHOWN = {"first": "lossless, first epoch", "later": "lossless, later"}
@@ -70,7 +76,9 @@ def drafted(length: int, law: tuple[float, float, float], rng: np.random.Generat
     return trace
 
 
-def requests(method: str, share: list[tuple[int, int]], rng: np.random.Generator) -> list[Request]:
+def requests(
+    method: str, share: list[tuple[int, int]], rng: np.random.Generator
+) -> list[SimulatedRequest]:
     """The requests of an engine for rows, each a prompt and a length."""
     made, prefilled = [], set()
     for prompt, length in share:
@@ -87,10 +95,10 @@ def requests(method: str, share: list[tuple[int, int]], rng: np.random.Generator
             if accepted < length:
                 tokens = PROMPT_TOKENS + accepted
                 rest = iter([(0, 1)] * (length - accepted))
-                then = [Request(tokens, rest, cached=(tokens - 1) // 16 * 16)]
-            made.append(Request(PROMPT_TOKENS + length, verifying(), then=then))
+                then = [SimulatedRequest(tokens, rest, cached=(tokens - 1) // 16 * 16)]
+            made.append(SimulatedRequest(PROMPT_TOKENS + length, verifying(), then=then))
             continue
-        made.append(Request(PROMPT_TOKENS, iter(trace), cached=cached))
+        made.append(SimulatedRequest(PROMPT_TOKENS, iter(trace), cached=cached))
     return made
 
 

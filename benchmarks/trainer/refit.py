@@ -33,8 +33,8 @@ local_cpu_environment()
 
 import numpy as np  # noqa: E402
 
-from nemo_specrl.trainer.generation.in_process import Generation  # noqa: E402
-from nemo_specrl.trainer.generation.ray_engines import Engines  # noqa: E402
+from nemo_specrl.trainer.generation.in_process import InProcessEngine  # noqa: E402
+from nemo_specrl.trainer.generation.ray_engines import RayEngines  # noqa: E402
 from nemo_specrl.trainer.policy import Sample, build_policy  # noqa: E402
 from nemo_specrl.trainer.recipe import Recipe, load_recipe  # noqa: E402
 from nemo_specrl.trainer.tasks import problems  # noqa: E402
@@ -92,7 +92,9 @@ def write_untied(source: str | Path, folder: Path) -> None:
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
 
 
-def differences(recipe: Recipe, policy: Any, generation: Generation | Engines) -> dict[str, float]:
+def differences(
+    recipe: Recipe, policy: Any, generation: InProcessEngine | RayEngines
+) -> dict[str, float]:
     """Mean absolute difference of the engine's and the policy's log-probs of rollouts, nats.
 
     Once the policy has taken an optimizer step, and again after the refit that follows.
@@ -182,13 +184,13 @@ def measure(
     policy: Any = build_policy(recipe)
     try:
         policy.offload()  # as the training loop does, but for the first refit
-        generation: Engines | Generation
-        generation = Engines(recipe, None) if engines else Generation(recipe, None)
+        generation: RayEngines | InProcessEngine
+        generation = RayEngines(recipe, None) if engines else InProcessEngine(recipe, None)
         dtype = recipe.dtype
         names = [(name, weight.numel()) for name, weight in policy.stream_weights()]
         pids = {"driver": os.getpid()}
         pids |= {f"rank {rank}": pid for rank, pid in enumerate(policy.pids())}
-        if isinstance(generation, Engines):
+        if isinstance(generation, RayEngines):
             pids |= {f"engine {i}": pid for i, pid in enumerate(generation.engines.pids)}
 
         def stream() -> None:

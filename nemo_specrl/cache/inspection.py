@@ -22,6 +22,7 @@ from nemo_specrl.cache.storage.lock import holder
 from nemo_specrl.cache.storage.schema import DATA_FILE, FORMAT, reading_file
 from nemo_specrl.cache.store import SNAPSHOT_FILE
 from nemo_specrl.cache.store_snapshot import check_copy
+from nemo_specrl.config import CACHE_FOLDER
 from nemo_specrl.errors import CacheError, ConfigError, ForeignStore, StoreInUse, StoreUnavailable
 from nemo_specrl.files import as_cache_errors
 from nemo_specrl.rollout import Finish, Rollout
@@ -69,8 +70,8 @@ def opened(path: Path, *, check: bool = False) -> Iterator[Source]:
     """
     if not path.exists():
         raise ConfigError(f"{path}: no such folder")
-    if (path / "rollout_cache").is_dir():
-        path = path / "rollout_cache"
+    if (path / CACHE_FOLDER).is_dir():
+        path = path / CACHE_FOLDER
     with as_cache_errors("read", path):
         if (path / DATA_FILE).is_file():
             with _at_rest(path):

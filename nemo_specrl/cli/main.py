@@ -81,7 +81,7 @@ def main() -> None:
         except SpecRLError as error:
             _fail(error, 1)
     except SystemExit as end:
-        if end.code in (2, 130):  # bad input, a full disk, an interrupt: what no restart makes good
+        if end.code in (2, 130):  # bad input, a full disk, an interrupt: a restart cannot fix them
             heartbeat.no_restart(f"exit code {end.code}")
         raise
 
@@ -164,7 +164,7 @@ def _train_with_progress(trainer: Trainer, recipe: Recipe) -> None:
 
 def _status(record: dict[str, Any], recipe: Recipe) -> str:
     speed = record[metric.RESPONSE_TOKENS] / max(1e-9, record[metric.ROLLOUT_S])
-    parts = [f"reward {record['reward']:.3f}", f"{speed:,.0f} tokens/s"]
+    parts = [f"reward {record[metric.REWARD]:.3f}", f"{speed:,.0f} tokens/s"]
     if metric.TREE_TOKENS_PER_STEP in record:
         parts.append(f"{record[metric.TREE_TOKENS_PER_STEP]:.1f} tokens/engine step")
     if recipe.spec_rl.enabled and recipe.spec_rl.effective_fresh_fraction < 1:
@@ -326,13 +326,13 @@ def simulate(
     from nemo_specrl.config import TreeConfig
     from nemo_specrl.simulation.prediction import predict, read_costs
     from nemo_specrl.simulation.recorded_run import read_run
-    from nemo_specrl.simulation.simulated_engine import Engine
+    from nemo_specrl.simulation.simulated_engine import SimulatedEngine
 
     measured = None if costs is None else read_costs(costs)
     recorded = read_run(run_dir)
     at_once = max_num_seqs or recorded.max_num_seqs or 256
     longest = max_draft_tokens or recorded.max_draft_tokens or TreeConfig().max_draft_tokens
-    engine = Engine(at_once, max_num_batched_tokens, kv_tokens, max_draft_tokens=longest)
+    engine = SimulatedEngine(at_once, max_num_batched_tokens, kv_tokens, max_draft_tokens=longest)
     predictions, assumed = predict(recorded, engine, engines, measured)
     table = Table("preset", "epoch", "rollouts, times faster", "90 %", "engine steps")
     for p in predictions:

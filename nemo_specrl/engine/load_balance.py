@@ -1,6 +1,6 @@
 """Distribution of rows over engines, so that all engines finish at about the same time.
 
-This module deals in costs and counts only. It does not know rows, drafts or engines.
+The cost of a row is the number of tokens that it is expected to decode.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ import heapq
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
-__all__ = ["WORTHWHILE", "balanced_order", "expected_costs"]
+from nemo_specrl.speculation.draft_selection import Draft, mean_lengths
+
+__all__ = ["WORTHWHILE", "balanced_order", "expected_costs", "row_costs"]
 
 Prompt = TypeVar("Prompt", bound=Hashable)
 
@@ -30,6 +32,32 @@ def expected_costs(prompts: Sequence[Prompt], known: Mapping[Prompt, float]) -> 
     here = {prompt: known[prompt] for prompt in prompts if prompt in known}
     neutral = sum(here.values()) / len(here) if here else 1.0
     return [here.get(prompt, neutral) for prompt in prompts]
+
+
+def row_costs(
+    keys: Sequence[bytes],
+    cached: Mapping[bytes, Sequence[Draft]],
+    drafts: Sequence[Draft | None] | None = None,
+    left: float = 1.0,
+) -> list[float]:
+    """Estimate the number of tokens that each row will decode.
+
+    That is the mean length of the earlier responses to its prompt, and for a row with a draft, the
+    part of the draft that is expected to be rejected.
+
+    Args:
+        keys: prompt key of each row.
+        cached: earlier rollouts, or outlines of them, by prompt key.
+        drafts: the draft of each row, None for a plain one; None: no row has a draft.
+        left: share of draft tokens that are not accepted, 0 to 1.
+    """
+    costs = expected_costs(keys, mean_lengths(cached))
+    if drafts is None:
+        return costs
+    return [
+        cost if draft is None else left * len(draft)
+        for cost, draft in zip(costs, drafts, strict=True)
+    ]
 
 
 def balanced_order(costs: Sequence[float], shards: int) -> list[int]:

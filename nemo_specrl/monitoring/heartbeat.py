@@ -30,6 +30,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from nemo_specrl.files import replacing
+
 __all__ = ["connect", "end", "heartbeat", "no_restart", "section", "start"]
 
 FILE = "section_seconds.json"
@@ -93,10 +95,9 @@ class _Monitor:
         if self._file is None:
             return
         temporary = self._file.with_suffix(".tmp")
-        with contextlib.suppress(OSError):  # then the next process learns anew
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(self._longest))
-            temporary.replace(self._file)
+        # Where this fails, the next process learns anew.
+        with contextlib.suppress(OSError), replacing(self._file, temporary, private=False) as file:
+            file.write(json.dumps(self._longest).encode())
 
     def _set_timeouts(self) -> None:
         now = self._client.section_timeouts
@@ -143,7 +144,7 @@ def connect(folder: Path | None = None) -> None:
 
 
 def heartbeat() -> None:
-    """Say that the run goes on."""
+    """Send a heartbeat."""
     with _without_monitor_on_error():
         if _monitor is not None:
             _monitor.heartbeat()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nemo_specrl.errors import ConfigError
+from nemo_specrl.files import replacing
 from nemo_specrl.monitoring import names as metric
 from nemo_specrl.monitoring import prometheus as exported
 
@@ -155,8 +156,8 @@ class MetricsFile:
         source = self.path if before is None or self.path.exists() else before
         kept = [record for record in read_metrics(source) if record[metric.STEP] <= step]
         temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        os.replace(temporary, self.path)
+        with replacing(self.path, temporary, private=False) as file:
+            file.writelines(json.dumps(record).encode() + b"\n" for record in kept)
         self._file = self.path.open("ab", buffering=0)
 
     def write(self, record: dict[str, Any]) -> None:

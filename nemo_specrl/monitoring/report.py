@@ -8,7 +8,6 @@ in ``_plots`` and ``_run_plots``.
 from __future__ import annotations
 
 import base64
-import contextlib
 import html
 import json
 import logging
@@ -21,7 +20,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from nemo_specrl.config import clipped
 from nemo_specrl.errors import ConfigError
+from nemo_specrl.files import replacing
 from nemo_specrl.monitoring import names as metric
 from nemo_specrl.monitoring.comparison_plot import (
     SIDES,
@@ -146,7 +147,7 @@ def comparison(plain_dir: Path, speculative_dir: Path) -> dict[str, Any]:
             if name not in plain or plain.get(name) != speculative.get(name):
                 raise ConfigError(
                     f"the runs differ at step {plain[metric.STEP]}: {name} is "
-                    f"{_clipped(plain.get(name))} in plain, {_clipped(speculative.get(name))} in "
+                    f"{clipped(plain.get(name))} in plain, {clipped(speculative.get(name))} in "
                     f"speculative; compare runs of the same recipe and seed"
                 )
     compare: dict[str, Any] = {
@@ -332,7 +333,7 @@ def _heldout(compare: dict[str, Any]) -> dict[str, list[HeldOut]]:
                 values[row["side"]].setdefault(int(row["step"]), []).append(value)
         except (KeyError, TypeError, ValueError):
             raise ConfigError(
-                f"held-out table: {_clipped(row)} must have side (plain or speculative), seed, "
+                f"held-out table: {clipped(row)} must have side (plain or speculative), seed, "
                 f"step and heldout_accuracy"
             ) from None
     return {
@@ -366,7 +367,7 @@ def _number(value: Any, where: str) -> float | None:
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return None
     if not isinstance(value, int | float) or abs(value) >= 1e300:
-        raise ConfigError(f"{where} must be a number, got {_clipped(value)}")
+        raise ConfigError(f"{where} must be a number, got {clipped(value)}")
     return value
 
 
@@ -416,11 +417,6 @@ def _short(value: float | None) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if value else "0"
 
 
-def _clipped(value: Any, limit: int = 60) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
-
-
 def _html_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     def cells(values: Sequence[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(v)}</{tag}>" for v in values) + "</tr>"
@@ -451,10 +447,7 @@ def _write(path: Path, content: bytes) -> None:
     """Replace a file atomically."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
+        with replacing(path, temporary, private=False) as file:
+            file.write(content)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None

@@ -18,8 +18,9 @@ from nemo_specrl.cache.cluster.cluster_cache import ClusterCache
 from nemo_specrl.engine.async_engine import AsyncSpeculativeLLM
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.nemo_rl.compat import CHECKPOINT_ENGINE_UPDATE
-from nemo_specrl.nemo_rl.context import SAMPLE_INDICES, Run, engine_arguments
-from nemo_specrl.nemo_rl.rollout_metadata import Record, RecordLog, SequenceKey
+from nemo_specrl.nemo_rl.context import SAMPLE_INDICES, RunContext
+from nemo_specrl.nemo_rl.rollout_metadata import MetadataLog
+from nemo_specrl.nemo_rl.worker_base import DraftingWorker
 
 __all__ = ["SpecVllmAsyncGenerationWorker", "SpecVllmAsyncGenerationWorkerImpl"]
 
@@ -27,45 +28,23 @@ _drafting: ContextVar[bool] = ContextVar("drafting", default=False)
 """Whether the row of the current task is drafted."""
 
 
-class SpecVllmAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
-    """A worker that drafts rows once the driver has attached a cache."""
+class SpecVllmAsyncGenerationWorkerImpl(DraftingWorker, VllmAsyncGenerationWorkerImpl):
+    """The worker's methods, without Ray's decorator."""
 
-    llm: Any
     _speculative: AsyncSpeculativeLLM | None = None
-    _records: RecordLog | None = None
-    _paused = False
 
-    def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
-        """Create the engine, with what lossless drafting needs, if anything."""
-        super()._create_engine(engine_arguments(llm_kwargs, self.cfg["spec_rl"]))
-
-    async def spec_rl_attach(self, cache: ClusterCache, run: Run, policy_version: int) -> str:
+    async def spec_rl_attach(
+        self, cache: ClusterCache, run: RunContext, policy_version: int
+    ) -> str:
         """Start drafting from ``cache``; called once, after the engine has started.
 
         Returns:
             The id of this worker's node in Ray.
         """
-        self._speculative = AsyncSpeculativeLLM(
-            self.llm, cache, run.spec_rl, seed=run.seed, policy_version=policy_version
-        )
-        self._cache = cache
-        if run.needs_records:
-            self._records = RecordLog(births=run.spec_rl.clip_anchor == "birth")
-        self.llm = _DraftingEngine(self._speculative, self._records)
-        return str(ray.get_runtime_context().get_node_id())
-
-    async def spec_rl_pause(self, paused: bool) -> None:
-        """Decode without drafts and keep nothing in the cache while ``paused``."""
-        self._paused = paused
-
-    async def spec_rl_set_fresh_fraction(self, fresh_fraction: float) -> None:
-        """Decode another share of the rows without a draft, from the next one on."""
-        if self._speculative is not None:
-            self._speculative.fresh_fraction = fresh_fraction
-
-    async def spec_rl_policy_version(self) -> int:
-        """Return the policy version of the engine's weights."""
-        return 0 if self._speculative is None else self._speculative.policy_version
+        node = self._attach(AsyncSpeculativeLLM, cache, run, policy_version)
+        assert self._speculative is not None
+        self.llm = _DraftingEngine(self._speculative, self._metadata)
+        return node
 
     async def spec_rl_take_metrics(self) -> EngineMetrics | None:
         """Return the metrics of the rows since they were last taken."""
@@ -76,10 +55,6 @@ class SpecVllmAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
         metrics.cache_errors += self._cache.take_failures()
         return metrics
 
-    async def spec_rl_take_records(self) -> list[tuple[SequenceKey, Record]]:
-        """Return the records of the rollouts since they were last taken."""
-        return [] if self._records is None else self._records.take()
-
     async def generate_async(self, data: Any, greedy: bool = False) -> AsyncIterator[Any]:
         """Generate as the base class does, with a draft for a row of training."""
         # Set for the task of this call, in which the base class calls self.llm.generate.
@@ -88,7 +63,7 @@ class SpecVllmAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
             yield result
 
     # These four methods change the engine's weights; sparse refits, which do it by others, are
-    # refused (run.py).
+    # refused (context.py).
 
     async def update_weights_via_ipc_zmq_async(self, *args: Any, **kwargs: Any) -> Any:
         """Update the weights, and count the policy version up."""
@@ -129,8 +104,8 @@ class SpecVllmAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
 class _DraftingEngine:
     """Stands in for ``self.llm``: drafts rows of training, and passes on everything else."""
 
-    def __init__(self, speculative: AsyncSpeculativeLLM, records: RecordLog | None) -> None:
-        self._speculative, self._records = speculative, records
+    def __init__(self, speculative: AsyncSpeculativeLLM, metadata: MetadataLog | None) -> None:
+        self._speculative, self._metadata = speculative, metadata
 
     def generate(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         if _drafting.get():
@@ -149,8 +124,8 @@ class _DraftingEngine:
 
     async def _drafted(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         async for output in self._speculative.generate(*args, **kwargs):
-            if self._records is not None:
-                self._records.note([output])
+            if self._metadata is not None:
+                self._metadata.note([output])
             yield output
 
     def __getattr__(self, name: str) -> Any:

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from nemo_specrl.nemo_rl.rollout_metadata import RecordTable
+from nemo_specrl.nemo_rl.rollout_metadata import MetadataTable
 
 __all__ = ["anchored_logprobs"]
 
 
-def anchored_logprobs(batch: Any, records: RecordTable) -> torch.Tensor:
+def anchored_logprobs(batch: Any, records: MetadataTable) -> torch.Tensor:
     """A copy of a batch's ``prev_logprobs`` with those of reused tokens replaced by their birth's.
 
     Args:

@@ -2,7 +2,7 @@
 
 NeMo-RL chooses its generation backend by the string ``policy.generation.backend``. It has no
 registry of backends (algorithms/grpo.py, ``setup``) and refuses strings other than "vllm" in many
-places, so the plug-in replaces classes and functions by name; :mod:`.register` does that.
+places, so the plug-in replaces classes and functions by name; :mod:`.install` does that.
 
 Known to work: v0.7.0, and main up to August 2026 (commit 7ea279ab).
 """

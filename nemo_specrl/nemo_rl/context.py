@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,23 +17,20 @@ from typing import Any
 from nemo_specrl.config import SpecRLConfig, validated
 from nemo_specrl.engine.drafters.method import drafting_method, engine_options
 from nemo_specrl.errors import ConfigError
+from nemo_specrl.files import step_folders
 
 __all__ = [
     "BLOCK",
-    "CACHE_FOLDER",
     "PROMPT_KEYS",
     "SAMPLE_INDICES",
-    "Run",
+    "RunContext",
     "current_run",
     "engine_arguments",
-    "latest_checkpoint",
-    "option",
+    "get_option",
     "setting_up",
 ]
 
 BLOCK = "policy.generation.spec_rl"
-CACHE_FOLDER = "rollout_cache"
-"""Name of the cache's folder in a checkpoint, beside the weights."""
 SAMPLE_INDICES = "spec_rl_sample_indices"
 """Column of a batch for generation: the sample index of each row, int64 ``[rows]``. Without it,
 rows are decoded plainly."""
@@ -45,11 +41,11 @@ SPARSE_REFITS = ("vllm_s3_sparse", "vllm_zmq_sparse")
 """Refits that reach an engine through a server in a thread of the worker, and none of its methods
 (NeMo-RL's models/generation/vllm/vllm_sparse_refit.py)."""
 
-_current: Run | None = None
+_current: RunContext | None = None
 
 
 @dataclass(frozen=True)
-class Run:
+class RunContext:
     """A run that reuses rollouts.
 
     Args:
@@ -82,7 +78,7 @@ class Run:
         return self.spec_rl.monitor.enabled or self.spec_rl.clip_anchor == "birth"
 
     @classmethod
-    def of(cls, master_config: Any, algorithm: str) -> Run | None:
+    def of(cls, master_config: Any, algorithm: str) -> RunContext | None:
         """Read the run from a recipe; None where ``spec_rl`` is absent or not enabled.
 
         Args:
@@ -106,11 +102,13 @@ class Run:
         folder = Path(checkpointing["checkpoint_dir"]).absolute()
         return cls(
             spec_rl=spec_rl,
-            seed=int(option(own, "seed", 0) or 0),
+            seed=int(get_option(own, "seed", 0) or 0),
             name=hashlib.sha256(str(folder).encode()).hexdigest()[:16],
             label=folder.name,
             log_folder=Path(master_config.logger["log_dir"]),
-            checkpoint=latest_checkpoint(folder) if checkpointing["enabled"] else None,
+            checkpoint=next(reversed(step_folders(folder)), None)
+            if checkpointing["enabled"]
+            else None,
             tokenizer_id=str(master_config.policy["tokenizer"]["name"]),
         )
 
@@ -137,13 +135,13 @@ def engine_arguments(arguments: dict[str, Any], block: Any) -> dict[str, Any]:
     return {**arguments, **options}
 
 
-def current_run() -> Run | None:
+def current_run() -> RunContext | None:
     """The run that is being set up in this process, or None."""
     return _current
 
 
 @contextmanager
-def setting_up(run: Run | None) -> Iterator[None]:
+def setting_up(run: RunContext | None) -> Iterator[None]:
     """Make ``run`` the current one while NeMo-RL's ``setup`` builds the objects of the run."""
     global _current
     _current = run
@@ -158,7 +156,7 @@ def _refuse(master_config: Any, spec_rl: SpecRLConfig, algorithm: str) -> None:
     vllm_cfg, vllm_kwargs = generation.get("vllm_cfg") or {}, generation.get("vllm_kwargs") or {}
     off = f"or {BLOCK}.enabled=false"
     drafter = vllm_kwargs.get("speculative_config") or {}
-    threshold = option(getattr(master_config, algorithm), "seq_logprob_error_threshold", None)
+    threshold = get_option(getattr(master_config, algorithm), "seq_logprob_error_threshold", None)
     masked = f"{algorithm}.seq_logprob_error_threshold takes them for errors and masks such rows"
     refused: list[tuple[bool, str]] = [
         (
@@ -189,7 +187,7 @@ def _refuse(master_config: Any, spec_rl: SpecRLConfig, algorithm: str) -> None:
         (
             # NeMo-RL's setup turns the one into the other, after this.
             bool(vllm_kwargs.get("enable_return_routed_experts"))
-            or bool(option(master_config.policy.get("router_replay"), "enabled", False)),
+            or bool(get_option(master_config.policy.get("router_replay"), "enabled", False)),
             "policy.router_replay.enabled = true: the routes of a reused prefix are not recorded; "
             f"switch router replay (enable_return_routed_experts) off, {off}",
         ),
@@ -210,7 +208,7 @@ def _refuse(master_config: Any, spec_rl: SpecRLConfig, algorithm: str) -> None:
         ),
         (
             spec_rl.clip_anchor == "birth"
-            and bool(option(master_config.loss_fn, "force_on_policy_ratio", False)),
+            and bool(get_option(master_config.loss_fn, "force_on_policy_ratio", False)),
             f"{BLOCK}.clip_anchor = 'birth': with loss_fn.force_on_policy_ratio there is no ratio "
             "to anchor; set that to false, or the anchor to current",
         ),
@@ -305,17 +303,17 @@ def _refused_engines(generation: Any, off: str) -> list[tuple[bool, str]]:
 
 def _enabled(master_config: Any, block: str) -> bool:
     """Whether an optional block of the recipe is there and switched on."""
-    return bool(option(getattr(master_config, block, None), "enabled", False))
+    return bool(get_option(getattr(master_config, block, None), "enabled", False))
 
 
 def _refused_refits(master_config: Any, algorithm: str, off: str) -> Iterator[tuple[bool, str]]:
     """Refits after which the policy version or the KV blocks would be those of the old weights."""
     generation = master_config.policy["generation"]
     name = f"{algorithm}.async_{algorithm}"
-    asynchronous = option(getattr(master_config, algorithm), f"async_{algorithm}", None)
+    asynchronous = get_option(getattr(master_config, algorithm), f"async_{algorithm}", None)
     yield (
-        bool(option(asynchronous, "enabled", False))
-        and bool(option(asynchronous, "in_flight_weight_updates", False)),
+        bool(get_option(asynchronous, "enabled", False))
+        and bool(get_option(asynchronous, "in_flight_weight_updates", False)),
         f"{name}.in_flight_weight_updates = true: a row that is running at a refit would be made "
         f"by two policies, on KV blocks of the old one; set it to false, {off}",
     )
@@ -339,16 +337,10 @@ def _plain(block: Any) -> Any:
     return block
 
 
-def option(block: Any, name: str, default: Any) -> Any:
+def get_option(block: Any, name: str, default: Any) -> Any:
     """Read a key of a block, which is a dict in some versions of NeMo-RL and a model in others."""
     if block is None:
         return default
     if isinstance(block, Mapping):
         return block.get(name, default)
     return getattr(block, name, default)
-
-
-def latest_checkpoint(folder: Path) -> Path | None:
-    """Find the checkpoint from which NeMo-RL will resume (utils/checkpoint.py)."""
-    steps = [path for path in folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
-    return max(steps, key=lambda path: int(path.name[5:]), default=None)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from nemo_specrl.config import SpecRLConfig
-from nemo_specrl.nemo_rl.rollout_metadata import RecordTable
+from nemo_specrl.nemo_rl.rollout_metadata import MetadataTable
 from nemo_specrl.speculation.drift import DriftMonitor
 
 __all__ = ["StepMonitor"]
@@ -48,7 +48,7 @@ class StepMonitor:
 
     def __init__(
         self,
-        records: RecordTable,
+        records: MetadataTable,
         config: SpecRLConfig,
         *,
         steps_per_epoch: int,

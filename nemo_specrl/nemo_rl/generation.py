@@ -21,28 +21,27 @@ import ray
 import torch
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 
-from nemo_specrl.cache.cluster.cluster_cache import ClusterCache, start_shards
+from nemo_specrl.cache.cluster.cluster_cache import ClusterCache
+from nemo_specrl.cache.cluster.run_cache import open_run_cache
 from nemo_specrl.cache.metrics import store_metrics
-from nemo_specrl.engine.load_balance import balanced_order, expected_costs
+from nemo_specrl.engine.load_balance import balanced_order, row_costs
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.errors import CacheError, ConfigError, EngineError
 from nemo_specrl.monitoring import names as metric
 from nemo_specrl.nemo_rl import compat
 from nemo_specrl.nemo_rl.context import (
     BLOCK,
-    CACHE_FOLDER,
     PROMPT_KEYS,
     SAMPLE_INDICES,
-    Run,
+    RunContext,
     current_run,
 )
 from nemo_specrl.nemo_rl.metrics import counts, times
-from nemo_specrl.nemo_rl.rollout_metadata import Record, SequenceKey
+from nemo_specrl.nemo_rl.rollout_metadata import RolloutMetadata, SequenceKey
 from nemo_specrl.rollout import prompt_key
 from nemo_specrl.speculation.draft_selection import (
     Row,
     assign_sample_indices,
-    mean_lengths,
     select_drafts,
 )
 
@@ -203,7 +202,7 @@ class SpecVllmGeneration(VllmGeneration):
                 STANDING_STEPS,
             )
 
-    def take_records(self) -> list[tuple[SequenceKey, Record]]:
+    def take_records(self) -> list[tuple[SequenceKey, RolloutMetadata]]:
         """Collect from the workers the records of the rollouts made since the last call."""
         taken = self._ask_for("spec_rl_take_records")
         return [record for records in taken for record in records]
@@ -257,7 +256,7 @@ class SpecVllmGeneration(VllmGeneration):
             return [1.0] * len(keys)
         started = time.perf_counter()
         cached = self.cache.outlines(keys)
-        costs = expected_costs(keys, mean_lengths(cached))
+        drafts, left = None, 1.0
         if self.fresh_fraction < 1 and cached:
             choices = select_drafts(
                 [Row(key, index) for key, index in zip(keys, sample_indices, strict=True)],
@@ -269,10 +268,8 @@ class SpecVllmGeneration(VllmGeneration):
             # The engines are asked, since another copy may have generated the batch before.
             last = sum(self._ask_for("spec_rl_last_metrics"), EngineMetrics())
             left = 1 - last.accepted_tokens / max(1, last.draft_tokens)
-            costs = [
-                cost if choice.draft is None else left * len(choice.draft)
-                for cost, choice in zip(costs, choices, strict=True)
-            ]
+            drafts = [choice.draft for choice in choices]
+        costs = row_costs(keys, cached, drafts, left)
         self._lookup_s += time.perf_counter() - started
         return costs
 
@@ -332,33 +329,18 @@ def validating(everywhere: bool) -> Iterator[None]:
                 generation._tell_workers("spec_rl_pause", paused=False)
 
 
-def _open_cache(run: Run) -> tuple[ClusterCache | None, int]:
-    """Open a run's cache, restore its last checkpoint, and return it and the policy version.
+def _open_cache(run: RunContext) -> tuple[ClusterCache | None, int]:
+    """Open a run's cache as its checkpoint has it, and return it and the policy version.
 
-    A cache costs speed alone: where no node can open its part, the run goes on without one.
+    A cache costs speed alone: where no node can open its part, the run continues without one.
     """
-    block = run.spec_rl.cache
     try:
-        cache = start_shards(
+        return open_run_cache(
             run.store_folder,
-            keep=run.checkpoint is not None,
-            partitions=block.partitions,
-            replicas=block.replicas,
-            deadline_s=block.deadline_ms / 1000,
+            run.spec_rl.cache,
             tokenizer_id=run.tokenizer_id,
-            max_bytes=block.max_bytes_per_node,
-            groups_per_prompt=block.groups_per_prompt,
+            checkpoint=run.checkpoint,
         )
     except CacheError as error:
         logger.warning("rollout cache: %s; no rollouts are kept, and all rows are plain", error)
         return None, 0
-    if run.checkpoint is None:
-        return cache, 0
-    try:
-        manifest, damaged = cache.restore(run.checkpoint / CACHE_FOLDER)
-    except CacheError as error:
-        logger.warning("rollout cache: %s; it starts cold", error)
-        return cache, 0
-    for line in damaged:
-        logger.warning("rollout cache: %s; this part starts cold", line)
-    return cache, manifest.policy_version

@@ -36,13 +36,13 @@ from typing import Any, Protocol
 
 import torch
 
+from nemo_specrl.config import CACHE_FOLDER
 from nemo_specrl.monitoring import heartbeat
 from nemo_specrl.nemo_rl import job_state
 from nemo_specrl.nemo_rl.birth_anchor import anchored_logprobs
-from nemo_specrl.nemo_rl.context import CACHE_FOLDER
 from nemo_specrl.nemo_rl.drift_monitor import StepMonitor
 from nemo_specrl.nemo_rl.metrics_log import StepLog
-from nemo_specrl.nemo_rl.rollout_metadata import RecordTable
+from nemo_specrl.nemo_rl.rollout_metadata import MetadataTable
 
 __all__ = ["Hooks"]
 
@@ -79,7 +79,7 @@ class Hooks:
     def __init__(
         self,
         generation: Generation,
-        records: RecordTable,
+        records: MetadataTable,
         monitor: StepMonitor | None,
         *,
         anchor_at_birth: bool,

@@ -12,20 +12,21 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from nemo_specrl.config import CACHE_FOLDER
 from nemo_specrl.errors import ConfigError, IncompatibleVersion
 from nemo_specrl.monitoring import heartbeat
 from nemo_specrl.nemo_rl import compat, job_state
-from nemo_specrl.nemo_rl.context import BLOCK, CACHE_FOLDER, Run, option, setting_up
+from nemo_specrl.nemo_rl.context import BLOCK, RunContext, get_option, setting_up
 from nemo_specrl.nemo_rl.drift_monitor import StepMonitor
 from nemo_specrl.nemo_rl.hooks import Hooks
 from nemo_specrl.nemo_rl.metrics_log import StepLog, metrics_file
-from nemo_specrl.nemo_rl.rollout_metadata import RecordTable
+from nemo_specrl.nemo_rl.rollout_metadata import MetadataTable
 from nemo_specrl.nemo_rl.save_deadline import bounded, check_time_left
 
-__all__ = ["rebind", "register"]
+__all__ = ["install", "rebind"]
 
 
-def register() -> None:
+def install() -> None:
     """Replace NeMo-RL's classes and functions by the plug-in's; a second call does nothing.
 
     Raises:
@@ -65,7 +66,7 @@ def _wrapped_setup(original: Callable[..., Any], algorithm: str) -> Callable[...
 
     @functools.wraps(original)
     def setup(master_config: Any, *args: Any, **kwargs: Any) -> Any:
-        run = Run.of(master_config, algorithm)
+        run = RunContext.of(master_config, algorithm)
         if run is not None and kwargs.get("processor") is not None:
             raise ConfigError(
                 f"{BLOCK}.enabled = true: only text can be drafted, and this recipe has a processor"
@@ -84,12 +85,12 @@ def _wrapped_setup(original: Callable[..., Any], algorithm: str) -> Callable[...
     return setup
 
 
-def _add_hooks(run: Run, parts: tuple[Any, ...], master_config: Any, algorithm: str) -> None:
+def _add_hooks(run: RunContext, parts: tuple[Any, ...], master_config: Any, algorithm: str) -> None:
     """Wrap what ``setup`` has returned."""
     from nemo_specrl.nemo_rl.generation import SpecVllmGeneration
 
     generation = _part(parts, SpecVllmGeneration)
-    records = RecordTable(generation.take_records)
+    records = MetadataTable(generation.take_records)
     monitor = None
     if run.spec_rl.monitor.enabled:
         monitor = StepMonitor(
@@ -139,12 +140,12 @@ def _steps_per_epoch(parts: tuple[Any, ...]) -> int:
 def _total_steps(parts: tuple[Any, ...], master_config: Any, algorithm: str) -> int:
     """Steps after which the run ends: with dynamic sampling, at the latest."""
     own = getattr(master_config, algorithm)
-    steps = int(option(own, "max_num_steps", 0))
-    asynchronous = option(option(own, f"async_{algorithm}", None), "enabled", False)
+    steps = int(get_option(own, "max_num_steps", 0))
+    asynchronous = get_option(get_option(own, f"async_{algorithm}", None), "enabled", False)
     # The asynchronous trainer counts no epochs, and several data loaders have no end.
-    if asynchronous or option(master_config.data, "use_multiple_dataloader", False):
+    if asynchronous or get_option(master_config.data, "use_multiple_dataloader", False):
         return steps
-    return min(steps, int(option(own, "max_num_epochs", 1)) * _steps_per_epoch(parts))
+    return min(steps, int(get_option(own, "max_num_epochs", 1)) * _steps_per_epoch(parts))
 
 
 def _wrapped_validate(original: Callable[..., Any], everywhere: bool) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from nemo_specrl.nemo_rl.context import latest_checkpoint
+from nemo_specrl.files import step_folders
 
 __all__ = ["heartbeat", "started"]
 
@@ -29,7 +29,7 @@ def started(checkpointing: Any) -> None:
     if FOLDER not in os.environ or not checkpointing["enabled"]:
         return
     folder = Path(checkpointing["checkpoint_dir"]).absolute()
-    newest = latest_checkpoint(folder)
+    newest = next(reversed(step_folders(folder)), None)
     step = "" if newest is None else newest.name.removeprefix("step_")
     with contextlib.suppress(OSError):  # then restarts without progress count as such
         (Path(os.environ[FOLDER]) / "training").write_text(f"{folder}\n{step}\n")

@@ -1,4 +1,4 @@
-"""``nemo-specrl run SCRIPT``: runs a stock NeMo-RL script with the plug-in registered.
+"""``nemo-specrl run SCRIPT``: runs a stock NeMo-RL script with the plug-in installed.
 
 The plug-in is registered before the script imports any algorithm, and its folder is put on the
 ``PYTHONPATH`` of all workers. The script and its arguments stay as they are.
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import nemo_specrl
 from nemo_specrl.errors import ConfigError
-from nemo_specrl.nemo_rl.install import register
+from nemo_specrl.nemo_rl.install import install
 
 __all__ = ["launch"]
 
@@ -41,7 +41,7 @@ def launch(script: Path, arguments: list[str]) -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, paths)])
     sys.path.insert(0, str(script.resolve().parent))
     sys.argv = [str(script), *arguments]
-    register()
+    install()
     import nemo_rl
 
     # Recipes outside of the checkout inherit stock ones through this variable.

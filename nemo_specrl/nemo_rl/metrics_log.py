@@ -17,7 +17,7 @@ import yaml
 from nemo_specrl.monitoring import names as metric
 from nemo_specrl.monitoring import prometheus
 from nemo_specrl.monitoring.metrics_file import METRICS, MetricsFile
-from nemo_specrl.nemo_rl.context import Run
+from nemo_specrl.nemo_rl.context import RunContext
 from nemo_specrl.nemo_rl.metrics import step_record
 
 __all__ = ["StepLog", "metrics_file"]
@@ -91,7 +91,7 @@ class StepLog:
             self._failed = True
 
 
-def metrics_file(run: Run) -> MetricsFile | None:
+def metrics_file(run: RunContext) -> MetricsFile | None:
     """Open the metrics.jsonl of a run, in NeMo-RL's ``logger.log_dir``; None where that fails.
 
     A resumed run goes on with the lines up to its checkpoint. NeMo-RL's scripts give each process a

@@ -20,7 +20,14 @@ import xxhash
 
 from nemo_specrl.rollout import Rollout
 
-__all__ = ["MAX_RECORDS", "Record", "RecordLog", "RecordTable", "SequenceKey", "response_spans"]
+__all__ = [
+    "MAX_RECORDS",
+    "MetadataLog",
+    "MetadataTable",
+    "RolloutMetadata",
+    "SequenceKey",
+    "response_spans",
+]
 
 MAX_RECORDS = 2**17
 """Limit for a worker and for the driver; the oldest go first, which no trainer has used."""
@@ -30,7 +37,7 @@ SequenceKey = tuple[bytes, int]
 
 
 @dataclass(frozen=True, eq=False)
-class Record:
+class RolloutMetadata:
     """The properties of a rollout that the drift monitor and the birth anchor use.
 
     Args:
@@ -52,7 +59,7 @@ class Record:
     births: npt.NDArray[np.float32] | None = None
 
     @classmethod
-    def of(cls, rollout: Rollout, *, births: bool) -> Record:
+    def of(cls, rollout: Rollout, *, births: bool) -> RolloutMetadata:
         """The record of a rollout.
 
         Args:
@@ -72,7 +79,7 @@ class Record:
         )
 
 
-class RecordLog:
+class MetadataLog:
     """The records that a worker has noted since the driver last took them.
 
     Args:
@@ -81,7 +88,7 @@ class RecordLog:
 
     def __init__(self, births: bool) -> None:
         self.births = births
-        self._noted: deque[tuple[SequenceKey, Record]] = deque(maxlen=MAX_RECORDS)
+        self._noted: deque[tuple[SequenceKey, RolloutMetadata]] = deque(maxlen=MAX_RECORDS)
 
     def note(self, outputs: Iterable[Any]) -> None:
         """Note the rollouts in request outputs of a speculative engine."""
@@ -93,39 +100,41 @@ class RecordLog:
                 hasher = xxhash.xxh3_128(_bytes(output.prompt_token_ids))
                 hasher.update(_bytes(completion.token_ids))
                 sequence = hasher.digest(), len(completion.token_ids)
-                self._noted.append((sequence, Record.of(reuse.rollout, births=self.births)))
+                self._noted.append(
+                    (sequence, RolloutMetadata.of(reuse.rollout, births=self.births))
+                )
 
-    def take(self) -> list[tuple[SequenceKey, Record]]:
+    def take(self) -> list[tuple[SequenceKey, RolloutMetadata]]:
         """Return the records and forget them."""
         noted = list(self._noted)
         self._noted.clear()
         return noted
 
 
-class Response(NamedTuple):
+class ResponseSpan(NamedTuple):
     """A response in a row, from ``start`` up to ``end``, and its record if there is one."""
 
     start: int
     end: int
-    record: Record | None
+    record: RolloutMetadata | None
 
 
-class RecordTable:
+class MetadataTable:
     """The driver's side: records of the rollouts that have not been trained on yet.
 
     Args:
         take: collects what the workers have noted.
     """
 
-    def __init__(self, take: Callable[[], list[tuple[SequenceKey, Record]]]) -> None:
+    def __init__(self, take: Callable[[], list[tuple[SequenceKey, RolloutMetadata]]]) -> None:
         self._take = take
         self._taken = False
-        self._records: dict[SequenceKey, deque[Record]] = {}
+        self._records: dict[SequenceKey, deque[RolloutMetadata]] = {}
         self._used: dict[SequenceKey, int] = {}
 
     def find(
         self, token_ids: Sequence[Any], token_mask: Sequence[Any], lengths: Sequence[int]
-    ) -> list[list[Response]]:
+    ) -> list[list[ResponseSpan]]:
         """The responses in each row of a step, in order; a multi-turn row has several.
 
         The first call in a step collects the workers' records. Equal rows, of which one may be
@@ -154,7 +163,7 @@ class RecordTable:
                 nth = seen.get(sequence, 0)
                 seen[sequence] = nth + 1
                 found = self._records.get(sequence, ())
-                row.append(Response(start, end, found[nth] if nth < len(found) else None))
+                row.append(ResponseSpan(start, end, found[nth] if nth < len(found) else None))
             rows.append(row)
         for sequence, count in seen.items():
             self._used[sequence] = max(count, self._used.get(sequence, 0))

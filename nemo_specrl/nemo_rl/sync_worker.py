@@ -16,51 +16,26 @@ from nemo_specrl.cache.cluster.cluster_cache import ClusterCache
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.sync_engine import SpeculativeLLM
 from nemo_specrl.nemo_rl.compat import CHECKPOINT_ENGINE_UPDATE
-from nemo_specrl.nemo_rl.context import PROMPT_KEYS, SAMPLE_INDICES, Run, engine_arguments
-from nemo_specrl.nemo_rl.rollout_metadata import Record, RecordLog, SequenceKey
+from nemo_specrl.nemo_rl.context import PROMPT_KEYS, SAMPLE_INDICES, RunContext
+from nemo_specrl.nemo_rl.rollout_metadata import MetadataLog
+from nemo_specrl.nemo_rl.worker_base import DraftingWorker
 
 __all__ = ["SpecVllmGenerationWorker", "SpecVllmGenerationWorkerImpl"]
 
 
-class SpecVllmGenerationWorkerImpl(VllmGenerationWorkerImpl):
-    """A worker that drafts rows once the driver has attached a cache."""
+class SpecVllmGenerationWorkerImpl(DraftingWorker, VllmGenerationWorkerImpl):
+    """The worker's methods, without Ray's decorator."""
 
-    llm: Any
     _speculative: SpeculativeLLM | None = None
-    _records: RecordLog | None = None
-    _paused = False
 
-    def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
-        """Create the engine, with what lossless drafting needs, if anything."""
-        super()._create_engine(engine_arguments(llm_kwargs, self.cfg["spec_rl"]))
-
-    def spec_rl_attach(self, cache: ClusterCache, run: Run, policy_version: int) -> str:
+    def spec_rl_attach(self, cache: ClusterCache, run: RunContext, policy_version: int) -> str:
         """Start drafting from ``cache``; called once, after the engine has started.
 
         Returns:
             The id of this worker's node in Ray.
         """
-        self._speculative = SpeculativeLLM(
-            self.llm, cache, run.spec_rl, seed=run.seed, policy_version=policy_version
-        )
-        self._cache = cache
         self._metrics = EngineMetrics()
-        if run.needs_records:
-            self._records = RecordLog(births=run.spec_rl.clip_anchor == "birth")
-        return str(ray.get_runtime_context().get_node_id())
-
-    def spec_rl_pause(self, paused: bool) -> None:
-        """Decode without drafts and keep nothing in the cache while ``paused``."""
-        self._paused = paused
-
-    def spec_rl_set_fresh_fraction(self, fresh_fraction: float) -> None:
-        """Decode another share of the rows without a draft, from the next call on."""
-        if self._speculative is not None:
-            self._speculative.fresh_fraction = fresh_fraction
-
-    def spec_rl_policy_version(self) -> int:
-        """Return the policy version of the engine's weights."""
-        return 0 if self._speculative is None else self._speculative.policy_version
+        return self._attach(SpeculativeLLM, cache, run, policy_version)
 
     def spec_rl_take_metrics(self) -> EngineMetrics | None:
         """Return the metrics of the calls since they were last taken."""
@@ -74,10 +49,6 @@ class SpecVllmGenerationWorkerImpl(VllmGenerationWorkerImpl):
         """Return the metrics of the last call."""
         return EngineMetrics() if self._speculative is None else self._speculative.metrics
 
-    def spec_rl_take_records(self) -> list[tuple[SequenceKey, Record]]:
-        """Return the records of the rollouts since they were last taken."""
-        return [] if self._records is None else self._records.take()
-
     def generate(self, data: Any, greedy: bool = False) -> Any:
         """Generate as the base class does, with a draft for each row that has an identity."""
         speculative = self._speculative
@@ -86,7 +57,7 @@ class SpecVllmGenerationWorkerImpl(VllmGenerationWorkerImpl):
         llm = self.llm
         # The base class calls self.llm.generate(prompts, sampling_params, use_tqdm=...).
         self.llm = _DraftingEngine(
-            speculative, data[SAMPLE_INDICES].tolist(), data[PROMPT_KEYS], self._records
+            speculative, data[SAMPLE_INDICES].tolist(), data[PROMPT_KEYS], self._metadata
         )
         try:
             output = super().generate(data, greedy=greedy)
@@ -97,7 +68,7 @@ class SpecVllmGenerationWorkerImpl(VllmGenerationWorkerImpl):
         return output
 
     # These four methods change the engine's weights; sparse refits, which do it by others, are
-    # refused (run.py).
+    # refused (context.py).
 
     def update_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> Any:
         """Update the weights, and count the policy version up."""
@@ -133,9 +104,9 @@ class _DraftingEngine:
         speculative: SpeculativeLLM,
         sample_indices: list[int],
         prompt_keys: list[bytes],
-        records: RecordLog | None,
+        metadata: MetadataLog | None,
     ) -> None:
-        self._speculative, self._records = speculative, records
+        self._speculative, self._metadata = speculative, metadata
         self._sample_indices, self._prompt_keys = sample_indices, prompt_keys
 
     def generate(self, prompts: Any, sampling_params: Any, use_tqdm: Any = True) -> Any:
@@ -146,8 +117,8 @@ class _DraftingEngine:
             prompt_keys=self._prompt_keys,
             use_tqdm=use_tqdm,
         )
-        if self._records is not None:
-            self._records.note(outputs)
+        if self._metadata is not None:
+            self._metadata.note(outputs)
         return outputs
 
     def __getattr__(self, name: str) -> Any:

@@ -18,12 +18,12 @@ import numpy.typing as npt
 
 from nemo_specrl.config import PRESETS
 from nemo_specrl.errors import ConfigError
-from nemo_specrl.simulation.recorded_run import Recorded, Sample
+from nemo_specrl.simulation.recorded_run import RecordedRun, RecordedSample
 from nemo_specrl.simulation.replay_presets import (
     LOSSLESS,
     PLAIN,
     History,
-    Row,
+    SimulatedRow,
     acceptance_rates,
     groups_of,
     histories_of,
@@ -31,7 +31,7 @@ from nemo_specrl.simulation.replay_presets import (
     rejecting,
     rows_of,
 )
-from nemo_specrl.simulation.simulated_engine import FEATURES, Engine, fit_costs
+from nemo_specrl.simulation.simulated_engine import FEATURES, SimulatedEngine, fit_costs
 
 __all__ = ["REJECTIONS", "predict", "read_costs"]
 
@@ -72,7 +72,7 @@ class Prediction:
 
 
 def predict(
-    run: Recorded, engine: Engine, engines: int = 1, costs: Float64Array | None = None
+    run: RecordedRun, engine: SimulatedEngine, engines: int = 1, costs: Float64Array | None = None
 ) -> tuple[list[Prediction], list[str]]:
     """Predict the speed-up of each preset over plain rollouts.
 
@@ -119,7 +119,7 @@ def predict(
         )
 
     # Rows of each step, in as many ways as there are rates of acceptance.
-    simulated: dict[tuple[str, bool], list[list[list[Row]]]] = {}
+    simulated: dict[tuple[str, bool], list[list[list[SimulatedRow]]]] = {}
     for preset, again in [(PLAIN, False), (LOSSLESS, False), *((p, True) for p in PRESETS)]:
         if again and not later:
             continue
@@ -173,28 +173,28 @@ def predict(
     return predictions, assumed
 
 
-def _complete(step: Sequence[Sample], history: History) -> bool:
+def _complete(step: Sequence[RecordedSample], history: History) -> bool:
     return all(sample.key in history for sample in step)
 
 
-def _drawn(step: Sequence[Sample], rng: np.random.Generator | None) -> list[int]:
+def _drawn(step: Sequence[RecordedSample], rng: np.random.Generator | None) -> list[int]:
     """Groups of a step, by number: drawn with replacement, or each once."""
     n = len(groups_of(step))
     return list(range(n)) if rng is None else rng.integers(n, size=n).tolist()
 
 
-def _taken(rows: Sequence[Row], groups: Sequence[int]) -> list[Row]:
+def _taken(rows: Sequence[SimulatedRow], groups: Sequence[int]) -> list[SimulatedRow]:
     """The rows of these groups; a group that was drawn twice counts as two."""
-    by_group: dict[int, list[Row]] = defaultdict(list)
+    by_group: dict[int, list[SimulatedRow]] = defaultdict(list)
     for row in rows:
         by_group[row.group].append(row)
     return [replace(row, group=i) for i, group in enumerate(groups) for row in by_group[group]]
 
 
 def _fitted(
-    run: Recorded,
+    run: RecordedRun,
     histories: Sequence[History],
-    engine: Engine,
+    engine: SimulatedEngine,
     engines: int,
     rng: np.random.Generator,
 ) -> tuple[Float64Array, str]:

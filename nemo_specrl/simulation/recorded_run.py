@@ -26,7 +26,7 @@ from nemo_specrl.monitoring import names as metric
 from nemo_specrl.monitoring.metrics_file import METRICS, left_out, read_lines, read_metrics
 from nemo_specrl.rollout import Rollout, prompt_key
 
-__all__ = ["Recorded", "Sample", "read_run"]
+__all__ = ["RecordedRun", "RecordedSample", "read_run"]
 
 GENERATION_TAG = "timing/train/generation"
 _STEP_FILE = re.compile(r"train_data_step(\d+)\.jsonl")
@@ -35,7 +35,7 @@ _COLUMNS = ("token_ids", "token_loss_mask", "input_lengths", "generation_logprob
 logger = logging.getLogger(__name__)
 
 
-class Sample(NamedTuple):
+class RecordedSample(NamedTuple):
     """A recorded rollout.
 
     Args:
@@ -54,7 +54,7 @@ class Sample(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedRun:
     """What a run has left on disk.
 
     Args:
@@ -65,14 +65,14 @@ class Recorded:
         max_draft_tokens: of its recipe, where the run says so.
     """
 
-    steps: list[list[Sample]]
+    steps: list[list[RecordedSample]]
     seconds: npt.NDArray[np.float64]
     preset: str = "plain"
     max_num_seqs: int | None = None
     max_draft_tokens: int | None = None
 
 
-def read_run(folder: Path) -> Recorded:
+def read_run(folder: Path) -> RecordedRun:
     """Read what a run has left on disk.
 
     Of NeMo-RL's files the newest are read, as many as one epoch has and the newest step besides.
@@ -99,8 +99,8 @@ def read_run(folder: Path) -> Recorded:
     )
 
 
-def _read_nemo_rl(folder: Path, files: list[tuple[int, Path]]) -> Recorded:
-    steps: dict[int, list[Sample]] = {}
+def _read_nemo_rl(folder: Path, files: list[tuple[int, Path]]) -> RecordedRun:
+    steps: dict[int, list[RecordedSample]] = {}
     seen: set[bytes] = set()
     damaged: list[str] = []
     for number, path in reversed(files):
@@ -126,14 +126,14 @@ def _read_nemo_rl(folder: Path, files: list[tuple[int, Path]]) -> Recorded:
         logger.warning("%s", left_out(folder, damaged))
     numbers = sorted(steps)
     seconds, preset = _tensorboard(folder)
-    return Recorded(
+    return RecordedRun(
         [steps[number] for number in numbers],
         np.array([seconds.get(number, np.nan) for number in numbers]),
         preset,
     )
 
 
-def _sample(line: str) -> Sample | None:
+def _sample(line: str) -> RecordedSample | None:
     """A line of ``train_data_step<N>.jsonl``, in which each value is a list of one.
 
     None: it has several turns. A ``ValueError`` says what is wrong with it.
@@ -154,7 +154,9 @@ def _sample(line: str) -> Sample | None:
         raise ValueError("not a token and a log-prob in each place of the response")
     if end - begin != len(sampled):
         return None
-    return Sample(prompt_key(tokens[:begin]), begin, response.astype(np.int32), logprobs[begin:end])
+    return RecordedSample(
+        prompt_key(tokens[:begin]), begin, response.astype(np.int32), logprobs[begin:end]
+    )
 
 
 def _tensorboard(folder: Path) -> tuple[dict[int, float], str]:
@@ -181,12 +183,12 @@ def _tensorboard(folder: Path) -> tuple[dict[int, float], str]:
             tags |= found
             if GENERATION_TAG in found:
                 seconds |= {e.step: e.value for e in accumulator.Scalars(GENERATION_TAG)}
-    if "train/spec_rl/tree_tokens_per_step" in tags:
+    if f"train/{metric.TREE_TOKENS_PER_STEP}" in tags:
         return seconds, "lossless"
-    return seconds, "faithful" if "train/spec_rl/draft_coverage" in tags else "plain"
+    return seconds, "faithful" if f"train/{metric.DRAFT_COVERAGE}" in tags else "plain"
 
 
-def _read_embedded(folder: Path) -> Recorded:
+def _read_embedded(folder: Path) -> RecordedRun:
     """The rollouts of the newest checkpoint's cache, by the policy version that made them."""
     from nemo_specrl.cache.inspection import opened
     from nemo_specrl.trainer import checkpoint
@@ -210,12 +212,12 @@ def _read_embedded(folder: Path) -> Recorded:
         prompt_key(problem.prompt): len(problem.prompt)
         for problem in problems(data["dataset_name"], data["num_prompts"], data["seed"])
     }
-    by_step: dict[int, list[Sample]] = defaultdict(list)
+    by_step: dict[int, list[RecordedSample]] = defaultdict(list)
     with opened(path) as source:
         rollouts = [rollout for rollout in source.rollouts if isinstance(rollout, Rollout)]
     for rollout in sorted(rollouts, key=lambda r: (r.key, r.sample_index)):
         by_step[rollout.policy_version].append(
-            Sample(
+            RecordedSample(
                 rollout.key,
                 lengths.get(rollout.key, 0),
                 rollout.tokens,
@@ -228,7 +230,7 @@ def _read_embedded(folder: Path) -> Recorded:
         row[metric.STEP] - 1: row[metric.ROLLOUT_S] for row in metrics if row.get(metric.ROLLOUT_S)
     }
     versions = sorted(by_step)
-    return Recorded(
+    return RecordedRun(
         [by_step[version] for version in versions],
         np.array([seconds.get(version, np.nan) for version in versions]),
         generation["spec_rl"]["preset"],

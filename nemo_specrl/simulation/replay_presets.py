@@ -17,11 +17,11 @@ import numpy.typing as npt
 
 from nemo_specrl.config import PRESETS, TreeConfig
 from nemo_specrl.engine.load_balance import balanced_order
-from nemo_specrl.simulation.recorded_run import Sample
+from nemo_specrl.simulation.recorded_run import RecordedSample
 from nemo_specrl.simulation.simulated_engine import (
     FEATURES,
-    Engine,
-    Request,
+    SimulatedEngine,
+    SimulatedRequest,
     Steps,
     drafting,
     run,
@@ -35,7 +35,7 @@ __all__ = [
     "LOSSLESS",
     "PLAIN",
     "History",
-    "Row",
+    "SimulatedRow",
     "acceptance_rates",
     "groups_of",
     "histories_of",
@@ -46,7 +46,7 @@ __all__ = [
 
 PLAIN, LOSSLESS = "plain", "lossless"
 Float64Array = npt.NDArray[np.float64]
-History = Mapping[bytes, Sequence[Sequence[Sample]]]
+History = Mapping[bytes, Sequence[Sequence[RecordedSample]]]
 """Earlier groups of each prompt, the oldest first."""
 
 _BUCKETS = np.log([0.05, 0.2, 0.5, 0.8, 0.95, 0.99])
@@ -54,7 +54,7 @@ _BUCKETS = np.log([0.05, 0.2, 0.5, 0.8, 0.95, 0.99])
 
 
 @dataclass(eq=False)
-class Row:
+class SimulatedRow:
     """A row of a step: what it verifies, and how it decodes.
 
     Args:
@@ -67,22 +67,22 @@ class Row:
         accepted: tokens of the draft.
     """
 
-    sample: Sample
+    sample: RecordedSample
     group: int
     expected: float
     rank: int = 0
     trace: list[tuple[int, int]] = field(default_factory=list)
-    draft: Sample | None = None
+    draft: RecordedSample | None = None
     accepted: int = 0
 
 
 def rows_of(
     preset: str,
-    step: Sequence[Sample],
+    step: Sequence[RecordedSample],
     history: History,
     rates: Float64Array | None = None,
     seed: int = 0,
-) -> list[Row]:
+) -> list[SimulatedRow]:
     """The rows of a step with a preset.
 
     Args:
@@ -100,7 +100,7 @@ def rows_of(
     for sample in step:
         key, length = sample.key, len(sample.tokens)
         earlier = history.get(key, ())
-        row = Row(sample, groups.setdefault(key, len(groups)), mean)
+        row = SimulatedRow(sample, groups.setdefault(key, len(groups)), mean)
         if earlier:
             row.expected = float(np.mean([len(s.tokens) for group in earlier for s in group]))
         elif preset == LOSSLESS:
@@ -131,8 +131,8 @@ def rows_of(
 
 def phase(
     preset: str,
-    rows: Sequence[Row],
-    engine: Engine,
+    rows: Sequence[SimulatedRow],
+    engine: SimulatedEngine,
     engines: int = 1,
     history: History | None = None,
 ) -> Float64Array:
@@ -161,13 +161,13 @@ def phase(
             share.sort(key=_place)
         trees = DraftTrees(TreeConfig().max_bytes)
         requests = []
-        judged: dict[tuple[int, bytes], list[Request]] = {}
+        judged: dict[tuple[int, bytes], list[SimulatedRequest]] = {}
         prefilled: set[int] = set()
         for identity, row in enumerate(share):
             steps: Steps = iter(row.trace)
             if preset == LOSSLESS and history is not None:
                 steps = _replayed(row, trees, identity, history, engine.max_draft_tokens)
-            request = Request(row.sample.prompt + row.accepted, steps)
+            request = SimulatedRequest(row.sample.prompt + row.accepted, steps)
             if row.draft is None:
                 if row.group in prefilled:
                     request.cached = _whole_blocks(request.prompt, engine)
@@ -179,25 +179,25 @@ def phase(
             if content not in judged:  # one verification for all rows with the same draft
                 judged[content] = []
                 length = row.sample.prompt + len(row.draft.tokens)
-                requests.append(Request(length, verifying(), then=judged[content]))
+                requests.append(SimulatedRequest(length, verifying(), then=judged[content]))
             if row.trace:
                 judged[content].append(request)
         counts[i] = run(engine, requests)
     return counts
 
 
-def _place(row: Row) -> tuple[bool, int, float]:
+def _place(row: SimulatedRow) -> tuple[bool, int, float]:
     """The longest first: rows without a draft, then those with a long one."""
     return row.draft is not None, row.rank, -(len(row.draft.tokens) if row.draft else row.expected)
 
 
-def _whole_blocks(tokens: int, engine: Engine) -> int:
+def _whole_blocks(tokens: int, engine: SimulatedEngine) -> int:
     """Tokens of a prompt that the prefix cache serves: the last one is always computed."""
     return (tokens - 1) // engine.block_size * engine.block_size
 
 
 def _replayed(
-    row: Row, trees: DraftTrees, identity: int, history: History, max_draft_tokens: int
+    row: SimulatedRow, trees: DraftTrees, identity: int, history: History, max_draft_tokens: int
 ) -> Steps:
     """Steps of a row that drafts from its tree; they go into its trace, too."""
     earlier = [
@@ -212,7 +212,7 @@ def _replayed(
 
 
 def acceptance_rates(
-    pairs: Sequence[tuple[Sequence[Sample], Sequence[Sample]]], lenience: float
+    pairs: Sequence[tuple[Sequence[RecordedSample], Sequence[RecordedSample]]], lenience: float
 ) -> Float64Array | None:
     """Estimate the chance that prefix reuse accepts a token, by the token's earlier log-prob.
 
@@ -279,18 +279,18 @@ def rejecting(rates: Float64Array, times: float) -> Float64Array:
     return 1 - np.minimum(1.0, times * (1 - rates))
 
 
-def histories_of(steps: Sequence[Sequence[Sample]]) -> Iterator[History]:
+def histories_of(steps: Sequence[Sequence[RecordedSample]]) -> Iterator[History]:
     """For each step, the earlier groups of all prompts."""
-    history: dict[bytes, list[list[Sample]]] = defaultdict(list)
+    history: dict[bytes, list[list[RecordedSample]]] = defaultdict(list)
     for step in steps:
         yield {key: list(groups) for key, groups in history.items()}
         for key, group in groups_of(step).items():
             history[key].append(group)
 
 
-def groups_of(step: Sequence[Sample]) -> dict[bytes, list[Sample]]:
+def groups_of(step: Sequence[RecordedSample]) -> dict[bytes, list[RecordedSample]]:
     """The rollouts of a step by prompt."""
-    groups: dict[bytes, list[Sample]] = defaultdict(list)
+    groups: dict[bytes, list[RecordedSample]] = defaultdict(list)
     for sample in step:
         groups[sample.key].append(sample)
     return groups

@@ -28,7 +28,16 @@ from nemo_specrl.config import TreeConfig
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.speculation.suffix_tree import DraftTrees
 
-__all__ = ["FEATURES", "Engine", "Request", "Steps", "drafting", "fit_costs", "run", "verifying"]
+__all__ = [
+    "FEATURES",
+    "SimulatedEngine",
+    "SimulatedRequest",
+    "Steps",
+    "drafting",
+    "fit_costs",
+    "run",
+    "verifying",
+]
 
 FEATURES = ("steps", "drafting_steps", "rows", "tokens", "kv_tokens", "verified_tokens")
 """What is counted of a rollout phase, each summed over steps of the engine: steps; steps of an
@@ -41,7 +50,7 @@ Steps = Iterator[tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class Engine:
+class SimulatedEngine:
     """Limits of an engine, named as vLLM names them.
 
     Args:
@@ -64,7 +73,7 @@ class Engine:
 
 
 @dataclass(eq=False)
-class Request:
+class SimulatedRequest:
     """A request to the engine.
 
     Args:
@@ -77,7 +86,7 @@ class Request:
     prompt: int
     steps: Steps
     cached: int = 0
-    then: Sequence[Request] = ()
+    then: Sequence[SimulatedRequest] = ()
     drafted: int = field(init=False, default=0)
     yielded: int = field(init=False, default=0)
     pending: int = field(init=False, default=0)  # tokens to be computed until its step ends
@@ -134,7 +143,11 @@ def drafting(
         yield len(draft), accepted + 1
 
 
-def run(engine: Engine, requests: Iterable[Request], ahead: Iterable[Request] = ()) -> Float64Array:
+def run(
+    engine: SimulatedEngine,
+    requests: Iterable[SimulatedRequest],
+    ahead: Iterable[SimulatedRequest] = (),
+) -> Float64Array:
     """Run requests to their ends and count the steps of the engine.
 
     Args:
@@ -164,18 +177,18 @@ def run(engine: Engine, requests: Iterable[Request], ahead: Iterable[Request] = 
 class _Running:
     """An engine with its requests, and the counts of the steps so far."""
 
-    def __init__(self, engine: Engine, ahead: Iterable[Request]) -> None:
+    def __init__(self, engine: SimulatedEngine, ahead: Iterable[SimulatedRequest]) -> None:
         self.engine = engine
         self.counts = [0.0] * len(FEATURES)
         self.primary = 0  # requests in the engine, those of run-ahead left out
-        self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []
+        self._waiting: deque[SimulatedRequest] = deque()
+        self._running: list[SimulatedRequest] = []
         self._later = deque(ahead)
-        self._ahead: list[Request] = []
+        self._ahead: list[SimulatedRequest] = []
         limit = engine.kv_tokens
         self._free = math.inf if limit is None else limit // engine.block_size
 
-    def send(self, request: Request) -> None:
+    def send(self, request: SimulatedRequest) -> None:
         """Have a request wait for a place."""
         self.primary += 1
         self._begin(request)
@@ -196,7 +209,7 @@ class _Running:
     def step(self) -> None:
         """One step of the engine: running requests first, then waiting ones, as vLLM schedules."""
         engine, budget = self.engine, self.engine.max_num_batched_tokens
-        granted: list[tuple[Request, int]] = []
+        granted: list[tuple[SimulatedRequest, int]] = []
         evicted = False
         while budget and len(granted) < len(self._running):
             request = self._running[len(granted)]
@@ -223,11 +236,11 @@ class _Running:
             if not request.pending:
                 self._sample(request)
 
-    def _begin(self, request: Request) -> None:
+    def _begin(self, request: SimulatedRequest) -> None:
         request.advance()
         request.context, request.pending = request.cached, request.prompt - request.cached
 
-    def _place(self, request: Request, tokens: int, *, evict: bool) -> bool:
+    def _place(self, request: SimulatedRequest, tokens: int, *, evict: bool) -> bool:
         """Take the blocks for more tokens, from the newest requests if need be."""
         wanted = -(-(request.context + tokens) // self.engine.block_size) - request.blocks
         while wanted > self._free:
@@ -253,7 +266,7 @@ class _Running:
             request.blocks += wanted
         return True
 
-    def _count(self, granted: list[tuple[Request, int]]) -> None:
+    def _count(self, granted: list[tuple[SimulatedRequest, int]]) -> None:
         sizes, tokens = self.engine.graph_sizes, sum(tokens for _, tokens in granted)
         if sizes and tokens <= sizes[-1]:
             tokens = sizes[bisect_left(sizes, tokens)]
@@ -263,7 +276,7 @@ class _Running:
         counts[3] += tokens
         counts[4] += sum(request.context + more for request, more in granted)
 
-    def _sample(self, request: Request) -> None:
+    def _sample(self, request: SimulatedRequest) -> None:
         """End a request's step: rejected tokens leave the cache, and the next step is taken up."""
         request.context -= request.drafted - max(0, request.yielded - 1)
         if not request.yielded:
@@ -276,7 +289,7 @@ class _Running:
         for following in request.then:
             self.send(following)
 
-    def _end(self, request: Request) -> None:
+    def _end(self, request: SimulatedRequest) -> None:
         self._free += request.blocks
         if request in self._ahead:
             self._ahead.remove(request)

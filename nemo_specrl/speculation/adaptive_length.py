@@ -33,26 +33,26 @@ LIMITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 class AcceptanceChances:
     """The chance that a draft token is accepted if those before it are, by what speaks for it.
 
-    Tokens fall into cells (``cell_of`` in ``_suffix.c``). The chance of a cell is the share of its
-    tokens that were accepted lately, drawn towards a prior, which moves with all cells together:
-    where tokens are accepted less often than it says, a cell that was not seen is not expected to
+    Tokens fall into bins (``cell_of`` in ``_suffix.c``). The chance of a bin is the share of its
+    tokens that were accepted lately, drawn towards a prior, which moves with all bins together:
+    where tokens are accepted less often than it says, a bin that was not seen is not expected to
     be better. What was learned is forgotten bit by bit.
 
     Args:
-        prior: chances before any outcome is known, float ``[cells]``.
+        prior: chances before any outcome is known, float ``[bins]``.
 
     Attributes:
-        table: chances now, float32 ``[cells]``.
+        table: chances now, float32 ``[bins]``.
     """
 
     PRIOR_WEIGHT = 8.0
-    """Outcomes that the prior of a cell counts for."""
-    KEPT = 0.99
+    """Outcomes that the prior of a bin counts for."""
+    DECAY = 0.99
     """Of the weight of earlier outcomes, each time that new ones are taken in."""
-    MOST = 200.0
-    """Outcomes of a cell that count, about; older ones go first."""
+    MAX_OUTCOMES = 200.0
+    """Outcomes of a bin that count, about; older ones go first."""
     SHIFT_WEIGHT = 32.0
-    """Outcomes that speak against moving the prior of all cells."""
+    """Outcomes that speak against moving the prior of all bins."""
     LARGEST_SHIFT = 2.0
     """Of the prior, in log-odds."""
 
@@ -64,11 +64,11 @@ class AcceptanceChances:
         self._accepted = np.zeros(len(prior))
 
     def learn(self, accepted: bytes, rejected: bytes) -> None:
-        """Take in outcomes: cells, uint8, of tokens that were accepted and of those rejected."""
-        cells = len(self._prior)
-        good = np.bincount(np.frombuffer(accepted, np.uint8), minlength=cells)
-        new = good + np.bincount(np.frombuffer(rejected, np.uint8), minlength=cells)
-        kept = np.minimum(self.KEPT, self.MOST / (self._offered + new + 1))
+        """Take in outcomes: bins, uint8, of tokens that were accepted and of those rejected."""
+        bins = len(self._prior)
+        good = np.bincount(np.frombuffer(accepted, np.uint8), minlength=bins)
+        new = good + np.bincount(np.frombuffer(rejected, np.uint8), minlength=bins)
+        kept = np.minimum(self.DECAY, self.MAX_OUTCOMES / (self._offered + new + 1))
         self._accepted = kept * self._accepted + good
         self._offered = kept * self._offered + new
         seen = self._offered.sum() + self.SHIFT_WEIGHT
@@ -112,7 +112,7 @@ class StepCosts:
             None: not known yet.
     """
 
-    KEPT = 0.995
+    DECAY = 0.995
     """Of the weight of a step, with each that follows."""
     CLIPPED = (0.5, 2.0)
     """What a step counts for at least and at most, times the seconds expected of it."""
@@ -165,8 +165,8 @@ class StepCosts:
             least, most = self.CLIPPED
             seconds = np.clip(seconds, least * expected, most * expected)
         age = np.arange(len(seconds))[::-1]
-        weighted = features * (self.KEPT**age / expected**2)[:, None]
-        kept = self.KEPT ** len(seconds)
+        weighted = features * (self.DECAY**age / expected**2)[:, None]
+        kept = self.DECAY ** len(seconds)
         self._products = kept * self._products + weighted.T @ features
         self._targets = kept * self._targets + weighted.T @ seconds
         ridge = np.diag(self.RIDGE * np.diag(self._products) + 1e-12)
@@ -191,10 +191,10 @@ class DraftLengths:
         max_drafted: tokens of the drafts of a step together at most; None: ``max_tokens`` decides.
 
     Attributes:
-        table: chances of acceptance by cell, float32 ``[cells]``.
+        table: chances of acceptance by bin, float32 ``[bins]``.
         costs: of steps.
-        cut: chance at which drafts end; infinite: there are none.
-        least: chance at which the look-up of the next drafts may end.
+        cutoff: chance at which drafts end; infinite: there are none.
+        min_probability: chance at which the look-up of the next drafts may end.
         looked_up: tokens of each that are looked up at most.
         searching: whether they should go to :meth:`choose`.
     """
@@ -218,7 +218,7 @@ class DraftLengths:
         max_drafted: int | None = None,
     ) -> None:
         self.costs = StepCosts()
-        self.cut = self.least = first
+        self.cutoff = self.min_probability = first
         self.searching = False
         self.looked_up = self._limit = self._longest = longest
         self._max_drafted = max_tokens if max_drafted is None else max_drafted
@@ -226,7 +226,7 @@ class DraftLengths:
         self.table = self._prior = self._chances.table
         self._first = first
         self._max_tokens = max_tokens
-        self._accepted: list[bytes] = []  # cells of tokens, since the last search
+        self._accepted: list[bytes] = []  # bins of tokens, since the last search
         self._rejected: list[bytes] = []
         self._drafting = False  # in the last step
         self._alike = 0  # steps in a row that drafted, or did not, as the last one
@@ -237,10 +237,10 @@ class DraftLengths:
         """See :meth:`StepCosts.observe`."""
         self.costs.observe(step, seconds)
 
-    def learn(self, cells: bytes, accepted: int) -> None:
-        """Take in a verified draft: the cells of its tokens, and how many were accepted."""
-        self._accepted.append(cells[:accepted])
-        self._rejected.append(cells[accepted : accepted + 1])
+    def learn(self, bins: bytes, accepted: int) -> None:
+        """Take in a verified draft: the bins of its tokens, and how many were accepted."""
+        self._accepted.append(bins[:accepted])
+        self._rejected.append(bins[accepted : accepted + 1])
 
     def prepare(self, rows: int, drafted: int) -> None:
         """Set ``least``, ``looked_up`` and ``searching`` for the next step.
@@ -252,14 +252,14 @@ class DraftLengths:
         self._alike = self._alike + 1 if (drafted > 0) == self._drafting else 1
         self._drafting = drafted > 0
         self._searched += 1
-        self.searching, self.least, self.table = False, self.cut, self._chances.table
+        self.searching, self.min_probability, self.table = False, self.cutoff, self._chances.table
         self.looked_up = self._limit
         if self.costs.costs is None:
             return
         if self._alike > self.PROBE and self._drafting:
-            self.least = math.inf
+            self.min_probability = math.inf
         elif self._alike > self.PROBE:
-            self.least, self.table = self.PROBED, self._prior
+            self.min_probability, self.table = self.PROBED, self._prior
             self.looked_up = self._longest
         elif self._searched >= self.EVERY or 4 * abs(rows - self._rows) > self._rows:
             self.searching, self.looked_up = True, self._longest
@@ -267,7 +267,7 @@ class DraftLengths:
             self._chances.learn(b"".join(self._accepted), b"".join(self._rejected))
             self._accepted, self._rejected = [], []
             self.table = self._chances.table
-            self.least = max(self.LEAST, 0.5 * min(self.cut, 2 * self._first))
+            self.min_probability = max(self.LEAST, 0.5 * min(self.cutoff, 2 * self._first))
 
     def choose(self, chances: Sequence[bytes]) -> list[int]:
         """Find where drafts end, and how many tokens of each are to be taken.
@@ -297,8 +297,8 @@ class DraftLengths:
                 least = float(tokens.chance[taken[-1]]) if cut_off and room else self.LEAST
         # A token more is worth it while its chance is above its seconds times the best rate.
         price = float(best * self.costs.costs[2])
-        self.cut = max(price, least) if best > plain else math.inf
-        return tokens.lengths(room, self.cut, self._limit)
+        self.cutoff = max(price, least) if best > plain else math.inf
+        return tokens.lengths(room, self.cutoff, self._limit)
 
 
 def likeliest(chances: Sequence[bytes], most: int) -> list[int]:

@@ -17,6 +17,7 @@ from nemo_specrl.speculation.acceptance import row_uniform
 
 __all__ = [
     "RUN_AHEAD_INDEX",
+    "Draft",
     "Row",
     "assign_sample_indices",
     "is_fresh",
@@ -71,7 +72,7 @@ def mean_lengths(cached: Mapping[bytes, Sequence[Draft]]) -> dict[bytes, float]:
     return lengths
 
 
-class Choice(NamedTuple, Generic[Draft]):
+class DraftChoice(NamedTuple, Generic[Draft]):
     """The draft of a row.
 
     Args:
@@ -101,8 +102,8 @@ def is_fresh(row: Row, occurrence: int, *, seed: int, fresh_fraction: float) -> 
         fresh_fraction: in [0, 1].
     """
     phase = row_uniform("fresh", seed, 0, row.key, row.sample_index)
-    turns = math.floor(occurrence * fresh_fraction + phase)
-    return turns > math.floor((occurrence - 1) * fresh_fraction + phase)
+    fresh_count = math.floor(occurrence * fresh_fraction + phase)
+    return fresh_count > math.floor((occurrence - 1) * fresh_fraction + phase)
 
 
 def select_drafts(
@@ -113,7 +114,7 @@ def select_drafts(
     incarnation: int = 0,
     seed: int = 0,
     fresh_fraction: float = 0.0,
-) -> list[Choice[Draft]]:
+) -> list[DraftChoice[Draft]]:
     """Choose a draft for each row, or none.
 
     The row with sample index k gets the newest rollout of its prompt's sample index k and no other
@@ -147,18 +148,18 @@ def select_drafts(
             made = rollout.policy_version, rollout.incarnation
             if made == (policy_version, incarnation) and rollout.finish is not Finish.PARTIAL:
                 served.add(place)
-    choices: list[Choice[Draft]] = []
+    choices: list[DraftChoice[Draft]] = []
     for row in rows:
         draft = newest.get(row)
         if draft is None:
-            choices.append(Choice(None, 0))
+            choices.append(DraftChoice(None, 0))
         elif row in served:
-            choices.append(Choice(None, draft.occurrence))
+            choices.append(DraftChoice(None, draft.occurrence))
         else:
             unfinished = draft.finish is Finish.PARTIAL
             occurrence = draft.occurrence + (not unfinished)
             plain = is_fresh(row, occurrence, seed=seed, fresh_fraction=fresh_fraction)
             # What these weights have decoded of it is as fresh as what they would decode now.
             plain &= not (unfinished and draft.policy_version == policy_version)
-            choices.append(Choice(None if plain or not len(draft) else draft, occurrence))
+            choices.append(DraftChoice(None if plain or not len(draft) else draft, occurrence))
     return choices

@@ -48,13 +48,13 @@ class Estimate:
         information: sum of the weights.
         difference: weighted sum of the values.
         squares: sum of squared deviations from the means of the batches.
-        freedom: degrees of freedom of ``squares``.
+        degrees_of_freedom: degrees of freedom of ``squares``.
     """
 
     information: float = 0.0
     difference: float = 0.0
     squares: float = 0.0
-    freedom: float = 0.0
+    degrees_of_freedom: float = 0.0
 
     @property
     def mean(self) -> float:
@@ -64,9 +64,9 @@ class Estimate:
     @property
     def standard_error(self) -> float:
         """Standard error of ``mean``; infinite while too few rows tell the variance."""
-        if self.freedom < ROWS_TO_JUDGE or not self.information:
+        if self.degrees_of_freedom < ROWS_TO_JUDGE or not self.information:
             return math.inf
-        return math.sqrt(self.squares / self.freedom / self.information)
+        return math.sqrt(self.squares / self.degrees_of_freedom / self.information)
 
     @property
     def z(self) -> float:
@@ -78,7 +78,7 @@ class Estimate:
         """Add the squared deviations of values of one kind, float ``[n]``."""
         if len(values):
             self.squares += float(((values - values.mean()) ** 2).sum())
-            self.freedom += len(values) - 1
+            self.degrees_of_freedom += len(values) - 1
 
 
 class Gap(Estimate):

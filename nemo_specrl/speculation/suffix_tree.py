@@ -98,14 +98,15 @@ class TreeRow:
     def proposal(
         self,
         max_tokens: int,
-        least: float = MIN_PROBABILITY,
+        min_probability: float = MIN_PROBABILITY,
         table: npt.NDArray[np.float32] = CHANCES,
     ) -> tuple[bytes, bytes, bytes]:
         """A draft, and what it is expected to bring.
 
         Args:
             max_tokens: at most.
-            least: the draft ends where the chance of being accepted up to there falls below this.
+            min_probability: the draft ends where the chance of being accepted up to there falls
+                below this.
             table: chances by cell, float32 ``[len(CHANCES)]``.
 
         Returns:
@@ -114,7 +115,7 @@ class TreeRow:
         index = self._tree.index
         if max_tokens <= 0 or index is None:
             return b"", b"", b""
-        return index.draft(self._response, max_tokens, least, table)
+        return index.draft(self._response, max_tokens, min_probability, table)
 
 
 class DraftTrees:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nemo_specrl.monitoring import names as metric
-from nemo_specrl.trainer.generation.engine import Generated
+from nemo_specrl.trainer.generation.engine import Response
 from nemo_specrl.trainer.losses import group_advantages
 from nemo_specrl.trainer.policy.base import Sample
 from nemo_specrl.trainer.recipe import Recipe
@@ -31,7 +31,7 @@ class Group:
     """
 
     problem: Problem
-    generated: list[Generated]
+    generated: list[Response]
     rewards: FloatArray
 
 
@@ -55,7 +55,7 @@ class Batch:
         return np.stack([group.rewards for group in self.groups])
 
     @property
-    def rows(self) -> list[Generated]:
+    def rows(self) -> list[Response]:
         """The rollouts of all groups, one group after the other."""
         return [row for group in self.groups for row in group.generated]
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -22,18 +21,17 @@ from typing import Any
 
 from nemo_specrl.config import knows, validated
 from nemo_specrl.errors import CheckpointError, ConfigError, SpecRLError, last_line
-from nemo_specrl.files import sync
+from nemo_specrl.files import step_folders, sync
 from nemo_specrl.trainer.recipe import Recipe
 
 __all__ = [
     "Progress",
     "check_same_recipe",
-    "checkpoints",
     "damaged",
-    "fixed_part",
     "latest",
+    "resume_identity",
     "save",
-    "unwritable",
+    "write_error",
 ]
 
 FORMAT = 1
@@ -63,23 +61,13 @@ _PROGRESS = {"step": (int,), "position": (int,), "recipe": (dict,), "monitor": (
 """Types of the values of a progress.json."""
 
 
-def checkpoints(folder: Path) -> list[Path]:
-    """List the complete checkpoints in a folder, oldest first."""
-    found = [
-        (int(path.name.removeprefix("step_")), path)
-        for path in folder.glob("step_*")
-        if re.fullmatch(r"step_[0-9]{1,18}", path.name)
-    ]
-    return [path for _, path in sorted(found)]
-
-
 def latest(folder: Path) -> tuple[Path, Progress] | None:
     """Find the newest checkpoint and read the progress in it; None where there is no checkpoint.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
     """
-    found = checkpoints(folder)
+    found = step_folders(folder)
     if not found:
         return None
     path = found[-1] / "progress.json"
@@ -101,7 +89,7 @@ def latest(folder: Path) -> tuple[Path, Progress] | None:
 
 def damaged(checkpoint: Path, problem: str) -> CheckpointError:
     """The error that says in a line what is wrong with a checkpoint, and how the run can go on."""
-    older = [path for path in checkpoints(checkpoint.parent) if path != checkpoint]
+    older = [path for path in step_folders(checkpoint.parent) if path != checkpoint]
     then = f"resume from {older[-1].name}" if older else "begin anew, as there is no other"
     return CheckpointError(f"{checkpoint}: damaged ({problem}); remove this folder to {then}")
 
@@ -137,16 +125,16 @@ def save(
         temporary.rename(final)
         sync(folder)
     except Exception as error:  # torch and safetensors raise many kinds where a disk fails
-        unwritten = error if isinstance(error, SpecRLError) else unwritable(final, error)
+        unwritten = error if isinstance(error, SpecRLError) else write_error(final, error)
         shutil.rmtree(temporary, ignore_errors=True)
         raise unwritten from None
     if keep is not None:
-        for old in checkpoints(folder)[:-keep]:
+        for old in step_folders(folder)[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
     return final
 
 
-def unwritable(path: Path, error: BaseException) -> CheckpointError:
+def write_error(path: Path, error: BaseException) -> CheckpointError:
     """The error that says in a line why a checkpoint, or a part of it, could not be written."""
     why = last_line(error)
     with contextlib.suppress(OSError):
@@ -156,7 +144,7 @@ def unwritable(path: Path, error: BaseException) -> CheckpointError:
     return CheckpointError(f"{path}: cannot be written: {why}")
 
 
-def fixed_part(recipe: Recipe) -> dict[str, Any]:
+def resume_identity(recipe: Recipe) -> dict[str, Any]:
     """The keys that a resumed run must not change: all but length, evaluation, folders and layout.
 
     Of the Megatron block only ``enabled`` counts: a Megatron checkpoint can be loaded in any
@@ -193,13 +181,13 @@ def check_same_recipe(folder: Path, before: dict[str, Any], recipe: Recipe) -> N
 
     Args:
         folder: the checkpoint.
-        before: :func:`fixed_part` of the recipe that made it.
+        before: :func:`resume_identity` of the recipe that made it.
         recipe: the present recipe.
 
     Raises:
         CheckpointError: they differ; the message names the first key that does.
     """
-    old, new = _flat(before), _flat(fixed_part(recipe))
+    old, new = _flat(before), _flat(resume_identity(recipe))
     for name in sorted(old.keys() | new.keys()):
         if name in new and name not in old and _is_default(recipe, name):
             continue

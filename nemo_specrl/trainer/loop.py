@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from nemo_specrl.cache.metrics import store_metrics
+from nemo_specrl.config import CACHE_FOLDER
 from nemo_specrl.errors import (
     CacheError,
     ConfigError,
@@ -28,6 +29,7 @@ from nemo_specrl.errors import (
     PolicyError,
     last_line,
 )
+from nemo_specrl.files import step_folders
 from nemo_specrl.monitoring import heartbeat
 from nemo_specrl.monitoring import names as metric
 from nemo_specrl.monitoring.metrics_file import MetricsLog
@@ -35,15 +37,14 @@ from nemo_specrl.speculation.drift import DriftMonitor
 from nemo_specrl.trainer import checkpoint
 from nemo_specrl.trainer.batch import Batch, Group
 from nemo_specrl.trainer.divergence import check_finite
-from nemo_specrl.trainer.generation import Generation, build_generation
-from nemo_specrl.trainer.generation.engine import CACHE_FOLDER
+from nemo_specrl.trainer.generation import InProcessEngine, build_generation
 from nemo_specrl.trainer.losses import gae
 from nemo_specrl.trainer.policy import Sample, build_policy, build_value_model
 from nemo_specrl.trainer.recipe import Recipe
 from nemo_specrl.trainer.tasks import heldout_problems, problems, reward
 
 if TYPE_CHECKING:
-    from nemo_specrl.trainer.generation.ray_engines import Engines
+    from nemo_specrl.trainer.generation.ray_engines import RayEngines
 
 __all__ = ["Trainer"]
 
@@ -73,7 +74,7 @@ class Trainer:
         self.problems = problems(data.dataset_name, data.num_prompts, data.seed)
         heldout = recipe.algorithm.max_val_samples
         self.heldout = heldout_problems(self.problems, data.dataset_name, heldout)
-        self.progress = checkpoint.Progress(recipe=checkpoint.fixed_part(recipe))
+        self.progress = checkpoint.Progress(recipe=checkpoint.resume_identity(recipe))
         self._resumed_from: Path | None = None
         self._saving: Future[Path] | None = None
         """The checkpoint that is being written beside the next rollouts."""
@@ -93,7 +94,7 @@ class Trainer:
             self.policy.shutdown()
             name = recipe.policy.model_name
             raise ConfigError(f"policy.model_name = {name!r}: its {weight} is not finite")
-        generation: Generation | Engines | None = None
+        generation: InProcessEngine | RayEngines | None = None
         try:
             self.value = build_value_model(recipe) if recipe.ppo else None
             self.generation = generation = build_generation(recipe, self.progress.recipe, found)
@@ -101,7 +102,9 @@ class Trainer:
             if found is not None:
                 self._load(found)
             else:
-                self.generation.begin(self.policy.stream_weights(recipe.dtype))
+                self.generation.fingerprint_initial_weights(
+                    self.policy.stream_weights(recipe.dtype)
+                )
             self.log = MetricsLog(
                 recipe.logger.log_dir,
                 self.progress.step,
@@ -198,7 +201,7 @@ class Trainer:
         metrics = self._train(samples)
         torch.set_num_threads(threads)
         models = {"policy": self.policy, "value model": self.value}
-        made = checkpoint.checkpoints(self.folder) if self.recipe.checkpointing.enabled else []
+        made = step_folders(self.folder) if self.recipe.checkpointing.enabled else []
         check_finite(self.progress.step + 1, metrics, models, made[-1] if made else None)
         self.progress.step += 1
         self._refit()
@@ -429,7 +432,7 @@ class Trainer:
         started = time.perf_counter()
         saving, self._saving = self._saving, None
         saving.result()
-        self.generation.saved()
+        self.generation.on_checkpoint_complete()
         heartbeat.end("checkpoint")
         self._checkpoint_s += time.perf_counter() - started
 

@@ -3,7 +3,13 @@
 import numpy as np
 
 from nemo_specrl.config import RunAheadConfig
-from nemo_specrl.simulation.simulated_engine import FEATURES, Engine, Request, drafting, run
+from nemo_specrl.simulation.simulated_engine import (
+    FEATURES,
+    SimulatedEngine,
+    SimulatedRequest,
+    drafting,
+    run,
+)
 from nemo_specrl.speculation.suffix_tree import DraftTrees
 from nemo_specrl.trainer.tasks import encode
 from tests.conftest import DictCache
@@ -45,7 +51,8 @@ def test_plain_decoding_takes_the_very_steps(drafting_llm, monkeypatch):
         [{"prompt_token_ids": PROMPT}] * 100, [params(n, seed=n) for n in lengths], use_tqdm=False
     )
     counts = run(
-        Engine(PLACES, BUDGET), [Request(len(PROMPT), iter([(0, 1)] * n)) for n in lengths]
+        SimulatedEngine(PLACES, BUDGET),
+        [SimulatedRequest(len(PROMPT), iter([(0, 1)] * n)) for n in lengths],
     )
     rows, tokens = np.sum(steps.all, axis=0)
     assert counts[:4].tolist() == [len(steps.all), 0, rows, tokens]
@@ -61,10 +68,10 @@ def test_a_replay_of_trees_takes_as_many_steps(drafting_llm, proposer, monkeypat
     trees = DraftTrees(2**24)
     history = [(10**6 + i, np.array(r, np.int32).tobytes()) for i, r in enumerate(earlier[0])]
     requests = [
-        Request(len(PROMPT), _replay(trees, i, response, history))
+        SimulatedRequest(len(PROMPT), _replay(trees, i, response, history))
         for i, response in enumerate(responses)
     ]
-    counts = run(Engine(PLACES, BUDGET, drafts=True), requests)
+    counts = run(SimulatedEngine(PLACES, BUDGET, drafts=True), requests)
     rows, _ = np.sum(steps.all, axis=0)
     got = dict(zip(FEATURES, counts, strict=True))
     assert rows < 0.95 * 100 * 40  # drafts were accepted
@@ -82,11 +89,11 @@ def test_run_ahead_takes_the_places_that_the_engine_leaves(drafting_llm, propose
     upcoming = [[1, *encode(f"{i}+8=?")] for i in range(10, 60)]
     outputs = made.generate(prompts[:80], wanted, upcoming=upcoming, use_tqdm=False)
     requests = [
-        Request(len(prompt), _replay(DraftTrees(2**20), i, output.outputs[0].token_ids))
+        SimulatedRequest(len(prompt), _replay(DraftTrees(2**20), i, output.outputs[0].token_ids))
         for i, (prompt, output) in enumerate(zip(prompts[:80], outputs, strict=True))
     ]
-    ahead = [Request(len(prompt), iter([(0, 1)] * lengths[0])) for prompt in upcoming]
-    counts = run(Engine(PLACES, BUDGET, drafts=True), requests, ahead)
+    ahead = [SimulatedRequest(len(prompt), iter([(0, 1)] * lengths[0])) for prompt in upcoming]
+    counts = run(SimulatedEngine(PLACES, BUDGET, drafts=True), requests, ahead)
     assert made.metrics.run_ahead_rows > 10
     assert counts[1] == len(steps.all)
     rows = sum(rows for rows, _ in steps.all)

@@ -16,7 +16,7 @@ import pytest
 from nemo_specrl.engine.vllm.environment import has_custom_proposers
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.monitoring.metrics_file import read_metrics
-from nemo_specrl.nemo_rl.context import Run, current_run, setting_up
+from nemo_specrl.nemo_rl.context import RunContext, current_run, setting_up
 from nemo_specrl.nemo_rl.metrics_log import metrics_file
 from nemo_specrl.nemo_rl.rollout_metadata import response_spans
 from tests.conftest import REPOSITORY
@@ -57,27 +57,29 @@ def recipe(tmp_path, **changes):
 
 def test_without_the_block_or_switched_off_there_is_nothing_to_do(tmp_path):
     off = recipe(tmp_path, spec_rl__enabled=False, temperature=0.6)
-    assert Run.of(off, "grpo") is None
+    assert RunContext.of(off, "grpo") is None
     del off.policy["generation"]["spec_rl"]
-    assert Run.of(off, "grpo") is None
+    assert RunContext.of(off, "grpo") is None
 
 
 def test_a_run_reads_its_recipe(tmp_path):
-    run = Run.of(recipe(tmp_path), "grpo")
+    run = RunContext.of(recipe(tmp_path), "grpo")
     assert (run.seed, run.checkpoint, run.tokenizer_id) == (42, None, "Qwen/Qwen3-8B")
     assert run.spec_rl.preset == "lossless"
     assert run.store_folder.parent == Path("/raid/specrl")
     other = recipe(tmp_path / "elsewhere")
-    assert Run.of(other, "grpo").store_folder != run.store_folder
+    assert RunContext.of(other, "grpo").store_folder != run.store_folder
 
 
 def test_a_resumed_run_knows_its_last_checkpoint(tmp_path):
     for name in ("step_9", "step_10", "tmp_step_11", "step_x"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert Run.of(recipe(tmp_path), "grpo").checkpoint == tmp_path / "checkpoints" / "step_10"
+    assert (
+        RunContext.of(recipe(tmp_path), "grpo").checkpoint == tmp_path / "checkpoints" / "step_10"
+    )
     resumed = recipe(tmp_path)
     resumed.checkpointing["enabled"] = False
-    assert Run.of(resumed, "grpo").checkpoint is None
+    assert RunContext.of(resumed, "grpo").checkpoint is None
 
 
 def write_steps(folder, count):
@@ -94,7 +96,7 @@ def test_a_resumed_run_goes_on_with_the_lines_up_to_its_checkpoint(tmp_path):
         resumed = recipe(tmp_path)
         resumed.logger["log_dir"] = str(tmp_path / name)
         write_steps(tmp_path / "exp_001", 3)
-        file = metrics_file(Run.of(resumed, "grpo"))
+        file = metrics_file(RunContext.of(resumed, "grpo"))
         file.write({"step": 3, "log": "new"})
         file.close()
         logs = [row["log"] for row in read_metrics(file.path)]
@@ -115,7 +117,7 @@ def test_a_log_that_cannot_be_written_or_read_is_a_warning(tmp_path, caplog, dam
         (checkpoint / "config.yaml").write_text("[")
     else:
         (tmp_path / "logs" / "metrics.jsonl").write_text('{"name": "of another program"}\n')
-    assert metrics_file(Run.of(recipe(tmp_path), "grpo")) is None
+    assert metrics_file(RunContext.of(recipe(tmp_path), "grpo")) is None
     [record] = caplog.records
     assert "logs/metrics.jsonl: steps are not written (" in record.message
 
@@ -157,7 +159,7 @@ def test_a_log_that_cannot_be_written_or_read_is_a_warning(tmp_path, caplog, dam
 )
 def test_what_cannot_be_is_refused_in_one_line(tmp_path, changes, named, way_out):
     with pytest.raises(ConfigError) as raised:
-        Run.of(recipe(tmp_path, **changes), "grpo")
+        RunContext.of(recipe(tmp_path, **changes), "grpo")
     line = str(raised.value)
     assert named in line and way_out in line and "\n" not in line
 
@@ -174,21 +176,21 @@ def test_what_cannot_be_is_refused_in_one_line(tmp_path, changes, named, way_out
 )
 def test_a_proposer_drafts_under_any_sampling(tmp_path, changes):
     """Its drafts are judged by what is sampled from; only prefix reuse and rounds need it raw."""
-    assert Run.of(recipe(tmp_path, **PROPOSER, **changes), "grpo") is not None
+    assert RunContext.of(recipe(tmp_path, **PROPOSER, **changes), "grpo") is not None
 
 
 def test_on_policy_distillation_is_refused(tmp_path):
     distilled = recipe(tmp_path)
     distilled.on_policy_distillation = SimpleNamespace(enabled=False)
-    assert Run.of(distilled, "grpo") is not None
+    assert RunContext.of(distilled, "grpo") is not None
     distilled.on_policy_distillation.enabled = True
     with pytest.raises(ConfigError, match=r"on_policy_distillation.enabled = true: .* set false"):
-        Run.of(distilled, "grpo")
+        RunContext.of(distilled, "grpo")
 
 
 @pytest.mark.parametrize("transport", [None, "nccl_reshard", "nixl", "my_module:Engine"])
 def test_refits_that_are_counted_are_not_refused(tmp_path, transport):
-    assert Run.of(recipe(tmp_path, refit_transport=transport), "grpo") is not None
+    assert RunContext.of(recipe(tmp_path, refit_transport=transport), "grpo") is not None
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
@@ -200,10 +202,10 @@ def test_weights_are_not_updated_in_flight(tmp_path, algorithm):
         for enabled, in_flight in ((True, False), (False, True)):
             block = {"enabled": enabled, "in_flight_weight_updates": in_flight}
             setattr(asked, algorithm, own(block))
-            assert Run.of(asked, algorithm) is not None
+            assert RunContext.of(asked, algorithm) is not None
         setattr(asked, algorithm, own({"enabled": True, "in_flight_weight_updates": True}))
         with pytest.raises(ConfigError) as raised:
-            Run.of(asked, algorithm)
+            RunContext.of(asked, algorithm)
         line = str(raised.value)
         assert f"{algorithm}.{name}.in_flight_weight_updates = true" in line
         assert "set it to false" in line and "\n" not in line
@@ -211,36 +213,36 @@ def test_weights_are_not_updated_in_flight(tmp_path, algorithm):
 
 def test_an_anchor_that_nothing_starts_from_is_refused(tmp_path):
     anchored = recipe(tmp_path, spec_rl__clip_anchor="birth")
-    assert Run.of(anchored, "grpo").spec_rl.clip_anchor == "birth"
+    assert RunContext.of(anchored, "grpo").spec_rl.clip_anchor == "birth"
     anchored.loss_fn["force_on_policy_ratio"] = True
     with pytest.raises(ConfigError, match="no ratio to anchor"):
-        Run.of(anchored, "grpo")
+        RunContext.of(anchored, "grpo")
     anchored.loss_fn["force_on_policy_ratio"] = False
     anchored.data_plane = {"enabled": True}
     with pytest.raises(ConfigError, match="does not reach the data plane"):
-        Run.of(anchored, "grpo")
+        RunContext.of(anchored, "grpo")
     anchored.data_plane = None
-    assert Run.of(anchored, "ppo").seed == 43
+    assert RunContext.of(anchored, "ppo").seed == 43
 
 
 def test_router_replay_is_refused_before_setup_turns_it_into_options_of_the_engine(tmp_path):
     replayed = recipe(tmp_path)
     replayed.policy["router_replay"] = {"enabled": True}
     with pytest.raises(ConfigError, match=r"policy.router_replay.enabled = true: .* off, or"):
-        Run.of(replayed, "grpo")
+        RunContext.of(replayed, "grpo")
 
 
 def test_log_probs_that_nemo_rl_would_take_for_errors_are_refused(tmp_path):
     masking = recipe(tmp_path, spec_rl__reported_logprobs="behaviour")
     masking.grpo.seq_logprob_error_threshold = None
-    assert Run.of(masking, "grpo") is not None
+    assert RunContext.of(masking, "grpo") is not None
     masking.grpo.seq_logprob_error_threshold = 2.0
     with pytest.raises(ConfigError) as raised:
-        Run.of(masking, "grpo")
+        RunContext.of(masking, "grpo")
     line = str(raised.value)
     assert "spec_rl.reported_logprobs = 'behaviour'" in line and "to policy" in line
     assert "grpo.seq_logprob_error_threshold" in line and "null" in line
-    assert Run.of(recipe(tmp_path), "grpo") is not None
+    assert RunContext.of(recipe(tmp_path), "grpo") is not None
 
 
 @pytest.mark.parametrize(
@@ -255,11 +257,11 @@ def test_an_engine_has_one_drafter(tmp_path, drafter):
     """The recipe's own beside reuse, the tree proposer, or neither; never both."""
     own = {"vllm_kwargs__speculative_config": drafter}
     for spec_rl in ({"spec_rl__preset": "faithful"}, {"spec_rl__preset": "fast"}):
-        assert Run.of(recipe(tmp_path, **own, **spec_rl), "grpo") is not None
+        assert RunContext.of(recipe(tmp_path, **own, **spec_rl), "grpo") is not None
     for spec_rl in ({}, {"spec_rl__preset": "fast", "spec_rl__tree": {"enabled": True}}):
-        assert Run.of(recipe(tmp_path, **spec_rl), "grpo") is not None
+        assert RunContext.of(recipe(tmp_path, **spec_rl), "grpo") is not None
         with pytest.raises(ConfigError) as raised:
-            Run.of(recipe(tmp_path, **own, **spec_rl), "grpo")
+            RunContext.of(recipe(tmp_path, **own, **spec_rl), "grpo")
         line = str(raised.value)
         assert "vllm_kwargs.speculative_config" in line and "spec_rl.tree.enabled" in line
         assert "leave it out" in line and "\n" not in line
@@ -268,11 +270,11 @@ def test_an_engine_has_one_drafter(tmp_path, drafter):
 def test_a_disabled_drafter_is_no_drafter(tmp_path):
     drafter = {"method": "mtp", "num_speculative_tokens": 0}
     disabled = recipe(tmp_path, vllm_kwargs__speculative_config=drafter, spec_rl__preset="lossless")
-    assert Run.of(disabled, "grpo") is not None
+    assert RunContext.of(disabled, "grpo") is not None
 
 
 def test_a_run_is_current_while_it_is_set_up(tmp_path):
-    run = Run.of(recipe(tmp_path), "grpo")
+    run = RunContext.of(recipe(tmp_path), "grpo")
     with setting_up(run):
         assert current_run() is run
     assert current_run() is None
@@ -326,7 +328,7 @@ def test_trees_without_their_compiled_part_are_refused_before_anything_starts(tm
         compiled.write_bytes(compiled.read_bytes()[:18] + b"\xff\xff" + compiled.read_bytes()[20:])
     read = (
         "import pathlib, tests.nemo_rl.test_context as t\n"
-        "t.Run.of(t.recipe(pathlib.Path()), 'grpo')"
+        "t.RunContext.of(t.recipe(pathlib.Path()), 'grpo')"
     )
     done = subprocess.run(
         [sys.executable, "-P", "-c", read],

@@ -7,7 +7,7 @@ import pytest
 from vllm import SamplingParams
 
 from nemo_specrl import Finish, Rollout, SpecRLConfig, SpeculativeLLM, prompt_key
-from nemo_specrl.nemo_rl.rollout_metadata import RecordLog, RecordTable
+from nemo_specrl.nemo_rl.rollout_metadata import MetadataLog, MetadataTable
 from nemo_specrl.speculation.draft_selection import Row, is_fresh
 from tests.conftest import DictCache
 from tests.support.nemo_rl.steps import GROUP, Workers, monitor_of, step, table_of
@@ -49,7 +49,7 @@ def test_under_dynamic_sampling_the_rewards_are_those_of_the_rows_kept():
 
 def test_remembered_rows_raise_a_warning_and_with_auto_the_fresh_fraction(caplog):
     changed, workers = [], Workers()
-    records = RecordTable(workers.take)
+    records = MetadataTable(workers.take)
     monitor = monitor_of(records, changed, monitor={"auto": True})
     rng = np.random.default_rng(2)
     with caplog.at_level(logging.WARNING):
@@ -118,7 +118,7 @@ def test_monitor_and_engine_agree_on_fresh_rows_when_drafts_are_refused(engine):
     refused = speculative.metrics.refused_drafts
     assert refused == sum(not fresh for fresh in scheduled[::2]) > 0
 
-    log = RecordLog(births=False)
+    log = MetadataLog(births=False)
     log.note(outputs)
     ids = [[*prompt, *output.outputs[0].token_ids] for output in outputs]
     width = max(map(len, ids))
@@ -132,7 +132,7 @@ def test_monitor_and_engine_agree_on_fresh_rows_when_drafts_are_refused(engine):
         "rewards": [0.0] * rows,
         "prev_logprobs": [[-1.0] * width] * rows,
     }
-    monitor = monitor_of(RecordTable(log.take), fresh_fraction=fraction)
+    monitor = monitor_of(MetadataTable(log.take), fresh_fraction=fraction)
     monitor.compare(columns)
     kept = sum(rollout.fresh for rollout in cache.all())
     assert kept == sum(scheduled) + refused

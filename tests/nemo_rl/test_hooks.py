@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from nemo_specrl.config import CACHE_FOLDER
 from nemo_specrl.monitoring.metrics_file import MetricsFile, read_metrics
 from nemo_specrl.nemo_rl import job_state
-from nemo_specrl.nemo_rl.context import CACHE_FOLDER
 from nemo_specrl.nemo_rl.hooks import Hooks
 from nemo_specrl.nemo_rl.metrics_log import StepLog
-from nemo_specrl.nemo_rl.rollout_metadata import RecordTable
+from nemo_specrl.nemo_rl.rollout_metadata import MetadataTable
 from tests.support.nemo_rl.steps import Batch, Workers, monitor_of, step
 
 
@@ -23,7 +23,7 @@ class Trainer:
     def __init__(self, *, ppo=False, anchor=False, monitor=True, checkpointer=None, file=None):
         self.done, self.logged, self.trained = [], [], []
         self.workers = Workers(births=anchor)
-        self.records = RecordTable(self.workers.take)
+        self.records = MetadataTable(self.workers.take)
         self.checkpointer = Main(self.done) if checkpointer is None else checkpointer
         self.monitor = monitor_of(self.records) if monitor else None
         if monitor:

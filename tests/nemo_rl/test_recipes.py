@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from nemo_specrl.config import SpecRLConfig, validated
-from nemo_specrl.nemo_rl.context import BLOCK, Run
+from nemo_specrl.nemo_rl.context import BLOCK, RunContext
 from tests.support.nemo_rl.jobs import HOME, SITE
 
 FOLDER = Path(__file__).parents[2] / "examples" / "configs" / "nemo_rl"
@@ -132,7 +132,7 @@ def recipe_and_run(nemo, name):
     """Load a recipe, and read it as the plug-in does; neither may refuse it."""
     recipe = loaded(nemo, FOLDER / f"{name}.yaml")
     algorithm = ALGORITHMS[name]
-    return recipe, Run.of(nemo.algorithms[algorithm].MasterConfig(**recipe), algorithm)
+    return recipe, RunContext.of(nemo.algorithms[algorithm].MasterConfig(**recipe), algorithm)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -97,7 +97,7 @@ def test_an_asynchronous_worker_counts_them_and_refuses_them_while_rows_run(work
 
         async def version_after(method):
             await worker.checkpoint_engine_rpc_async(checkpoint_method=method)
-            return await worker.spec_rl_policy_version()
+            return worker.spec_rl_policy_version()
 
         assert await version_after("prepare_checkpoint_engine") == 0
         assert await version_after(CHECKPOINT_ENGINE_UPDATE) == 1
@@ -107,7 +107,7 @@ def test_an_asynchronous_worker_counts_them_and_refuses_them_while_rows_run(work
                 await version_after(CHECKPOINT_ENGINE_UPDATE)
             break
         await running.aclose()
-        assert await worker.spec_rl_policy_version() == 1
+        assert worker.spec_rl_policy_version() == 1
         llm.shutdown()
 
     asyncio.run(refits())

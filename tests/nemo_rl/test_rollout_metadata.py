@@ -6,7 +6,12 @@ import torch
 
 from nemo_specrl import Finish, Rollout, prompt_key
 from nemo_specrl.nemo_rl.birth_anchor import anchored_logprobs
-from nemo_specrl.nemo_rl.rollout_metadata import MAX_RECORDS, Record, RecordLog, RecordTable
+from nemo_specrl.nemo_rl.rollout_metadata import (
+    MAX_RECORDS,
+    MetadataLog,
+    MetadataTable,
+    RolloutMetadata,
+)
 from tests.support.nemo_rl.steps import GROUP, Batch, Workers, outputs_of, step, table_of
 
 
@@ -35,7 +40,7 @@ def test_each_response_of_a_conversation_has_a_record_of_its_own():
     workers = Workers()
     for rollout, end in zip(responses, (4, 8), strict=True):
         workers.make({"token_ids": [ids], "input_lengths": [end]}, [rollout])
-    (row,) = RecordTable(workers.take).find([ids], [mask], [8])
+    (row,) = MetadataTable(workers.take).find([ids], [mask], [8])
     assert [(start, end) for start, end, _ in row] == [(2, 4), (6, 8)]
     assert [record.key for *_, record in row] == [r.key for r in responses]
 
@@ -56,7 +61,7 @@ def test_equal_rows_of_which_one_is_fresh_get_a_record_each():
 
 def test_workers_are_asked_once_a_step_and_what_was_used_is_forgotten():
     workers = Workers()
-    table = RecordTable(workers.take)
+    table = MetadataTable(workers.take)
     for version in (1, 2):
         rows, rollouts = step([7], np.random.default_rng(0), version=version)
         workers.make(rows, rollouts)
@@ -85,7 +90,7 @@ def test_in_a_step_that_asks_for_no_rows_the_workers_forget_them():
 
 def test_records_that_nobody_takes_are_limited():
     rows, rollouts = step([7, 8, 9], np.random.default_rng(0))
-    log = RecordLog(births=False)
+    log = MetadataLog(births=False)
     log.note(outputs_of(rows, rollouts))
     taken = log.take()
     log.note(outputs_of(rows, rollouts) * (MAX_RECORDS // len(rollouts) + 1))
@@ -93,7 +98,7 @@ def test_records_that_nobody_takes_are_limited():
     # The driver has taken those of the rows first, and then so many others that five are left.
     record = taken[0][1]
     others = [((i.to_bytes(16), 1), record) for i in range(MAX_RECORDS - 5)]
-    table = RecordTable(lambda: taken + others)
+    table = MetadataTable(lambda: taken + others)
     left = [row[0].record is not None for row in found(table, rows)]
     assert left == [False] * (len(rows["token_ids"]) - 5) + [True] * 5
 
@@ -101,7 +106,7 @@ def test_records_that_nobody_takes_are_limited():
 def test_births_are_carried_only_where_they_are_needed():
     _, rollouts = step([7], np.random.default_rng(0))
     reused = next(rollout for rollout in rollouts if not rollout.fresh)
-    without, with_births = (Record.of(reused, births=births) for births in (False, True))
+    without, with_births = (RolloutMetadata.of(reused, births=births) for births in (False, True))
     assert without.reused is None and without.births is None
     assert with_births.reused.tolist() == [0, 1] and with_births.births.tolist() == [-9, -9]
 

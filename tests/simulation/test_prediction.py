@@ -10,9 +10,9 @@ import pytest
 
 from nemo_specrl.rollout import prompt_key
 from nemo_specrl.simulation.prediction import predict
-from nemo_specrl.simulation.recorded_run import Recorded, Sample, read_run
+from nemo_specrl.simulation.recorded_run import RecordedRun, RecordedSample, read_run
 from nemo_specrl.simulation.replay_presets import acceptance_rates, phase, rows_of
-from nemo_specrl.simulation.simulated_engine import FEATURES, Engine
+from nemo_specrl.simulation.simulated_engine import FEATURES, SimulatedEngine
 from tests.trainer.test_training import LOSSLESS, train
 
 PROMPTS, GROUP, EPOCHS = 4, 4, 3
@@ -29,7 +29,7 @@ def step(epoch, *, alike=30, seed=0):
             tokens = np.append(same, rng.integers(0, 900, size=rng.integers(5, 40)))
             tokens = tokens.astype(np.int32)
             key = prompt_key([1, prompt])
-            samples.append(Sample(key, 20, tokens, np.full(len(tokens), -0.1, np.float32)))
+            samples.append(RecordedSample(key, 20, tokens, np.full(len(tokens), -0.1, np.float32)))
     return samples
 
 
@@ -61,22 +61,22 @@ def nemo_rl(tmp_path):
 
 def test_plain_rows_are_decoded_as_recorded():
     samples = step(0)
-    [counts] = phase("plain", rows_of("plain", samples, {}), Engine(8))
+    [counts] = phase("plain", rows_of("plain", samples, {}), SimulatedEngine(8))
     tokens = sum(len(s.tokens) for s in samples)
     assert counts[ROWS] == tokens and tokens / 8 <= counts[STEPS] <= tokens
 
 
 def test_engines_share_the_rows():
     rows = rows_of("plain", step(0), {})
-    counts = phase("plain", rows, Engine(8), engines=3)
-    assert counts[:, ROWS].sum() == phase("plain", rows, Engine(8))[0, ROWS]
+    counts = phase("plain", rows, SimulatedEngine(8), engines=3)
+    assert counts[:, ROWS].sum() == phase("plain", rows, SimulatedEngine(8))[0, ROWS]
     assert (counts[:, ROWS] > 0).all()
 
 
 def test_drafts_of_earlier_epochs_save_steps_and_drop_no_token():
     samples = step(1)
     history = {key: [group] for key, group in _by_key(step(0)).items()}
-    engine = Engine(8)
+    engine = SimulatedEngine(8)
     steps = []
     for known in ({}, history):
         rows = rows_of("lossless", samples, known)
@@ -101,7 +101,7 @@ def test_prefix_reuse_decodes_what_is_not_accepted():
     everything = rows_of("fast", samples, history, np.ones(7))
     verified = sum(len(row.draft.tokens) + 20 for row in everything if row.draft is not None)
     plain = [row for row in everything if row.draft is None]
-    [counts] = phase("fast", everything, Engine(8))
+    [counts] = phase("fast", everything, SimulatedEngine(8))
     tokens = sum(len(row.sample.tokens) for row in plain)
     assert counts[FEATURES.index("tokens")] >= verified + tokens
 
@@ -122,7 +122,8 @@ def test_acceptance_is_estimated_without_bias(lenience):
     def group(p, n=4):
         drawn = rng.choice(2, p=np.exp(p), size=n)
         return [
-            Sample(b"", 1, np.array([t], np.int32), np.array([p[t]], np.float32)) for t in drawn
+            RecordedSample(b"", 1, np.array([t], np.int32), np.array([p[t]], np.float32))
+            for t in drawn
         ]
 
     estimates = []
@@ -136,7 +137,9 @@ def test_acceptance_is_estimated_without_bias(lenience):
 
 def test_tokens_too_unlikely_to_be_seen_again_are_accepted_like_the_next_likelier_ones():
     def sample(token, p):
-        return Sample(b"", 1, np.array([token], np.int32), np.log(np.array([p], np.float32)))
+        return RecordedSample(
+            b"", 1, np.array([token], np.int32), np.log(np.array([p], np.float32))
+        )
 
     old = [sample(0, 0.99), sample(1, 0.1), sample(2, 0.01)]  # the last is in no newer rollout
     new = [sample(0, 0.99), sample(1, 0.05)]
@@ -156,7 +159,7 @@ def test_the_interval_of_prefix_reuse_allows_for_more_rejections_than_estimated(
 
     costs = np.eye(len(FEATURES))[[STEPS]] + np.eye(len(FEATURES))[[ROWS]]
     predictions, assumed = predict(
-        Recorded([drifted(0), drifted(1)], np.full(2, np.nan)), Engine(8), costs=costs
+        RecordedRun([drifted(0), drifted(1)], np.full(2, np.nan)), SimulatedEngine(8), costs=costs
     )
     faithful = next(p for p in predictions if p.preset == "faithful")
     assert faithful.low < 0.97 * faithful.speed_up < 0.97 * faithful.high
@@ -221,10 +224,10 @@ def test_costs_decide_whether_drafting_pays(nemo_rl, simulate, tmp_path):
 
 def test_seconds_of_a_run_are_what_costs_are_fitted_to():
     steps = [step(e, alike=10 * (e + 1)) for e in range(4)]
-    engine = Engine(8)
+    engine = SimulatedEngine(8)
     costs = np.array([1e-4, 0, 2e-3, 0, 0, 0])
     seconds = [phase("plain", rows_of("plain", s, {}), engine)[0] @ costs for s in steps]
-    run = Recorded(steps, np.array(seconds))
+    run = RecordedRun(steps, np.array(seconds))
     predictions, assumed = predict(run, engine)
     assert "costs are fitted to the seconds of 4 plain steps" in assumed[0]
     # Drafted tokens may be free, or each may cost what a row does: both are in the interval.

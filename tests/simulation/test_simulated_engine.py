@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.simulation.simulated_engine import (
     FEATURES,
-    Engine,
-    Request,
+    SimulatedEngine,
+    SimulatedRequest,
     drafting,
     fit_costs,
     run,
@@ -21,7 +21,7 @@ KEY = b"k" * 16
 
 
 def decode(prompt, tokens, **options):
-    return Request(prompt, iter([(0, 1)] * tokens), **options)
+    return SimulatedRequest(prompt, iter([(0, 1)] * tokens), **options)
 
 
 def counted(engine, requests, ahead=()):
@@ -30,7 +30,7 @@ def counted(engine, requests, ahead=()):
 
 def test_two_rows_at_once():
     # Contexts read: 4, 5, 6 and 4, 5, 6, 7, 8.
-    counts = counted(Engine(2), [decode(4, 3), decode(4, 5)])
+    counts = counted(SimulatedEngine(2), [decode(4, 3), decode(4, 5)])
     assert counts == {
         "steps": 5,
         "drafting_steps": 0,
@@ -42,33 +42,33 @@ def test_two_rows_at_once():
 
 
 def test_a_row_waits_for_a_place_and_has_it_in_the_step_after_the_other_ended():
-    assert counted(Engine(1), [decode(4, 3), decode(4, 5)])["steps"] == 8
-    assert counted(Engine(2), [decode(4, 3), decode(4, 5), decode(4, 4)])["steps"] == 3 + 4
+    assert counted(SimulatedEngine(1), [decode(4, 3), decode(4, 5)])["steps"] == 8
+    assert counted(SimulatedEngine(2), [decode(4, 3), decode(4, 5), decode(4, 4)])["steps"] == 3 + 4
 
 
 def test_a_prompt_beyond_the_budget_is_prefilled_in_chunks():
-    counts = counted(Engine(1, max_num_batched_tokens=4), [decode(10, 2)])
+    counts = counted(SimulatedEngine(1, max_num_batched_tokens=4), [decode(10, 2)])
     assert (counts["steps"], counts["tokens"]) == (3 + 1, 10 + 1)
     # The running row comes first; what it leaves of the budget goes to the prompt.
-    counts = counted(Engine(2, max_num_batched_tokens=4), [decode(4, 3), decode(6, 1)])
+    counts = counted(SimulatedEngine(2, max_num_batched_tokens=4), [decode(4, 3), decode(6, 1)])
     assert (counts["steps"], counts["tokens"]) == (3, 4 + 2 + 6)
 
 
 def test_a_cached_prefix_is_not_computed_but_read():
-    counts = counted(Engine(1), [decode(40, 1, cached=32)])
+    counts = counted(SimulatedEngine(1), [decode(40, 1, cached=32)])
     assert (counts["tokens"], counts["kv_tokens"]) == (8, 40)
 
 
 def test_rejected_tokens_leave_the_kv_cache():
     steps = iter([(0, 1), (3, 2), (5, 4)])  # the second step accepts 1 of 3
-    counts = counted(Engine(1, drafts=True), [Request(10, steps)])
+    counts = counted(SimulatedEngine(1, drafts=True), [SimulatedRequest(10, steps)])
     assert counts["drafting_steps"] == 3 and counts["steps"] == 0
     assert counts["tokens"] == 10 + 4 + 6
     assert counts["kv_tokens"] == 10 + 14 + (10 + 2 + 6)
 
 
 def test_a_full_kv_cache_evicts_the_newest_row_which_computes_all_of_it_again():
-    engine = Engine(2, kv_tokens=10, block_size=1)
+    engine = SimulatedEngine(2, kv_tokens=10, block_size=1)
     # Both grow to 5 tokens in three steps. The first takes the place of the second, ends with its
     # fourth step, and the second computes its six tokens at once.
     counts = counted(engine, [decode(3, 4), decode(3, 4)])
@@ -82,7 +82,7 @@ def test_a_full_kv_cache_evicts_the_newest_row_which_computes_all_of_it_again():
 
 
 def test_tokens_are_padded_to_the_sizes_of_graphs_up_to_the_largest():
-    engine = Engine(8, graph_sizes=(1, 4, 8))
+    engine = SimulatedEngine(8, graph_sizes=(1, 4, 8))
     assert counted(engine, [decode(3, 1)])["tokens"] == 4
     assert counted(engine, [decode(9, 1)])["tokens"] == 9
     assert counted(engine, [decode(1, 2) for _ in range(5)])["tokens"] == 8 + 8
@@ -90,7 +90,7 @@ def test_tokens_are_padded_to_the_sizes_of_graphs_up_to_the_largest():
 
 def test_what_follows_a_verification_is_sent_when_it_has_ended():
     follows = [decode(12, 2, cached=11), decode(13, 3, cached=11)]
-    counts = counted(Engine(2), [Request(20, verifying(), then=follows)])
+    counts = counted(SimulatedEngine(2), [SimulatedRequest(20, verifying(), then=follows)])
     assert counts["steps"] == 1 + 3
     assert counts["tokens"] == 20 + (1 + 2) + 1 + 1 + 1
     assert counts["verified_tokens"] == 20
@@ -98,7 +98,7 @@ def test_what_follows_a_verification_is_sent_when_it_has_ended():
 
 def test_run_ahead_takes_free_places_alone_and_ends_with_the_batch():
     batch = [6, 2, 3, 3]
-    engine = Engine(2)
+    engine = SimulatedEngine(2)
     without = counted(engine, [decode(1, n) for n in batch])
     counts = counted(engine, [decode(1, n) for n in batch], [decode(1, 50), decode(1, 50)])
     assert counts["steps"] == without["steps"] == 8
@@ -125,12 +125,12 @@ LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=20)
 @settings(max_examples=100, deadline=None)
 @given(LENGTHS, st.integers(1, 6), st.integers(1, 4), st.integers(0, 2**32 - 1))
 def test_steps_are_bounded_and_longer_rows_never_make_a_phase_shorter(lengths, places, more, seed):
-    steps = counted(Engine(places), [decode(1, n) for n in lengths])["steps"]
+    steps = counted(SimulatedEngine(places), [decode(1, n) for n in lengths])["steps"]
     assert max(lengths, default=0) <= steps <= sum(lengths)
     assert steps >= -(-sum(lengths) // places)
     longer = list(lengths)
     longer[seed % len(longer)] += more
-    assert counted(Engine(places), [decode(1, n) for n in longer])["steps"] >= steps
+    assert counted(SimulatedEngine(places), [decode(1, n) for n in longer])["steps"] >= steps
 
 
 @settings(max_examples=100, deadline=None)
@@ -153,7 +153,9 @@ def test_a_replay_yields_every_token_once_and_never_more_than_drafted_and_one(re
 @given(LENGTHS, st.integers(20, 60), st.integers(1, 6))
 def test_a_small_kv_cache_changes_no_token_and_never_saves_a_step(lengths, kv_tokens, places):
     roomy, small = (
-        counted(Engine(places, kv_tokens=kv, block_size=1), [decode(5, n) for n in lengths])
+        counted(
+            SimulatedEngine(places, kv_tokens=kv, block_size=1), [decode(5, n) for n in lengths]
+        )
         for kv in (None, max(kv_tokens, 5 + max(lengths)))
     )
     assert small["steps"] >= roomy["steps"] and small["tokens"] >= roomy["tokens"]

@@ -133,7 +133,7 @@ class Engine:
         lengths = self.lengths
         lengths.prepare(len(cells), self.drafted[-1] if self.drafted else 0)
         believed = chances_of(lengths.table, cells).astype(np.float32)
-        found = ((believed >= lengths.least) & (cells != NO_TOKEN)).sum(axis=1)
+        found = ((believed >= lengths.min_probability) & (cells != NO_TOKEN)).sum(axis=1)
         found = np.minimum(found, lengths.looked_up)
         if not lengths.searching:
             return found.tolist()
@@ -189,7 +189,7 @@ def test_until_costs_are_known_drafts_end_at_the_first_chance():
     for _ in range(StepCosts.FITTED - 1):
         lengths.observe(Step(4, 0, 0, 0), 0.01)
         lengths.prepare(4, 0)
-        assert (lengths.least, lengths.searching) == (FIRST, False)
+        assert (lengths.min_probability, lengths.searching) == (FIRST, False)
     lengths.observe(Step(4, 0, 0, 0), 0.01)
     lengths.prepare(4, 0)
     assert lengths.searching
@@ -251,9 +251,9 @@ def test_of_each_draft_the_likeliest_tokens_are_taken():
     assert lengths.searching
     chances = [np.array(c, np.float32).tobytes() for c in ([0.9, 0.8, 0.1], [], [0.5, 0.05])]
     assert lengths.choose(chances) == [2, 0, 1]
-    assert lengths.cut == pytest.approx(0.4)  # 1e-4 s, of 5.2 tokens in 1.3 ms
+    assert lengths.cutoff == pytest.approx(0.4)  # 1e-4 s, of 5.2 tokens in 1.3 ms
     assert lengths.choose([b"", b"", b""]) == [0, 0, 0]
-    assert lengths.cut == math.inf
+    assert lengths.cutoff == math.inf
 
 
 def test_drafts_leave_room_for_all_rows_in_a_step():

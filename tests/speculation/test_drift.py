@@ -57,7 +57,7 @@ def test_the_gap_by_hand():
     gap.add(np.array([0.0, 1.0]), np.array([True, True]))  # nothing to compare with
     assert gap.information == pytest.approx(3 / 4 + 1 / 2)
     assert gap.mean == pytest.approx((3 / 4 * (1 - 1 / 3) + 1 / 2 * -1) / (3 / 4 + 1 / 2))
-    assert gap.freedom == 2
+    assert gap.degrees_of_freedom == 2
     assert gap.squares == pytest.approx(2 / 3)
 
 

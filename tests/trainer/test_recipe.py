@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from nemo_specrl.errors import CheckpointError, ConfigError
-from nemo_specrl.trainer.checkpoint import check_same_recipe, fixed_part, latest
+from nemo_specrl.trainer.checkpoint import check_same_recipe, latest, resume_identity
 from nemo_specrl.trainer.recipe import load_recipe
 from tests.conftest import REPOSITORY
 
@@ -94,7 +94,7 @@ def test_what_is_left_of_the_ranks_is_data_parallel():
 
 def test_a_resumed_run_may_have_another_layout():
     def fixed(*overrides):
-        return fixed_part(load_recipe(MEGATRON, overrides))
+        return resume_identity(load_recipe(MEGATRON, overrides))
 
     sizes = ["tensor_model_parallel_size=1", "pipeline_model_parallel_size=2"]
     assert fixed() == fixed(*(f"policy.megatron_cfg.{size}" for size in sizes))
@@ -124,7 +124,7 @@ def without(values, name):
     ],
 )
 def test_a_key_that_is_new_in_a_release_matters_only_with_another_value(name, default, other):
-    before = without(fixed_part(load_recipe(DEMO)), name)
+    before = without(resume_identity(load_recipe(DEMO)), name)
     check_same_recipe(Path("step_1"), before, load_recipe(DEMO, [f"{name}={default}"]))
     message = rf"^step_1: was made with {re.escape(name)} = None, the recipe says "
     with pytest.raises(CheckpointError, match=message):
@@ -132,7 +132,7 @@ def test_a_key_that_is_new_in_a_release_matters_only_with_another_value(name, de
 
 
 def test_a_key_that_a_release_no_longer_has_is_told(caplog):
-    before = fixed_part(load_recipe(DEMO))
+    before = resume_identity(load_recipe(DEMO))
     before["loss_fn"]["gone"] = 3
     check_same_recipe(Path("step_1"), before, load_recipe(DEMO))
     assert "loss_fn.gone = 3, which this release does not have" in caplog.text
@@ -153,7 +153,7 @@ def test_a_key_that_a_release_no_longer_has_is_told(caplog):
     ],
 )
 def test_what_makes_another_run_is_refused(made_with, now, message):
-    before = fixed_part(load_recipe(DEMO, made_with))
+    before = resume_identity(load_recipe(DEMO, made_with))
     with pytest.raises(CheckpointError, match=message):
         check_same_recipe(Path("step_1"), before, load_recipe(DEMO, now))
 

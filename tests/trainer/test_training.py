@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from nemo_specrl import RolloutStore
+from nemo_specrl.files import step_folders
 from nemo_specrl.monitoring.metrics_file import MetricsLog, read_metrics
-from nemo_specrl.trainer.checkpoint import checkpoints
 from nemo_specrl.trainer.generation.engine import tokenizer_identity
 from nemo_specrl.trainer.loop import Trainer
 from nemo_specrl.trainer.recipe import load_recipe
@@ -301,7 +301,7 @@ def test_a_run_that_diverges_ends_and_leaves_its_last_checkpoint(whole, tmp_path
     assert line.startswith("nemo-specrl: step 7: the training has diverged (the policy's weights ")
     assert f"the last checkpoint is {run / 'step_6'}" in line
     assert "Traceback" not in done.stderr
-    assert [p.name for p in checkpoints(run)] == ["step_4", "step_6"]
+    assert [p.name for p in step_folders(run)] == ["step_4", "step_6"]
     assert len(read_metrics(run / "metrics.jsonl")) == 6
 
 
@@ -315,7 +315,7 @@ def test_without_checkpoints_none_is_read_and_none_is_written(whole, tmp_path):
     assert "resuming" not in done.stdout
     assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [1]
     assert files() == before
-    assert not checkpoints(tmp_path)
+    assert not step_folders(tmp_path)
 
 
 def test_plain_and_speculative_begin_alike(whole, tmp_path):

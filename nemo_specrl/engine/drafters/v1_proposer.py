@@ -232,7 +232,7 @@ class TreeProposer:
         lengths = self.lengths
         least, table, longest = MIN_PROBABILITY, CHANCES, self.longest
         if lengths is not None:
-            least, table, longest = lengths.least, lengths.table, lengths.looked_up
+            least, table, longest = lengths.min_probability, lengths.table, lengths.looked_up
         proposals = [
             (b"", b"", b"")
             if row is None or least > 1
@@ -242,7 +242,7 @@ class TreeProposer:
         of_rows = [chances for _, _, chances in proposals]
         if lengths is not None and lengths.searching:
             taken = lengths.choose(of_rows)
-            least = lengths.cut
+            least = lengths.cutoff
         else:
             taken = likeliest(of_rows, min(self.max_drafted, self._max_step_tokens - len(rows)))
         drafts = []

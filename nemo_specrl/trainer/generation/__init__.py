@@ -9,6 +9,6 @@ Modules, each of which imports only from those below it::
 """
 
 from nemo_specrl.trainer.generation.factory import build_generation
-from nemo_specrl.trainer.generation.in_process import Generation
+from nemo_specrl.trainer.generation.in_process import InProcessEngine
 
-__all__ = ["Generation", "build_generation"]
+__all__ = ["InProcessEngine", "build_generation"]

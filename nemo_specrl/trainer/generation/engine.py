@@ -35,16 +35,12 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 __all__ = [
-    "CACHE_FOLDER",
     "Engine",
-    "Generated",
+    "Response",
     "RolloutTimes",
     "build_engine",
     "tokenizer_identity",
 ]
-
-CACHE_FOLDER = "rollout_cache"
-"""Name of the cache's folder, in a run and in a checkpoint."""
 
 DEFAULT_MAX_NUM_SEQS = 64
 
@@ -120,7 +116,7 @@ def build_engine(recipe: Recipe) -> LLM:
 
 
 @dataclass(eq=False)
-class Generated:
+class Response:
     """A response of the current policy.
 
     Args:
@@ -206,7 +202,7 @@ class Engine:
 
     def rollouts(
         self, prompts: list[list[int]], attempt: int = 0, upcoming: list[list[int]] | None = None
-    ) -> list[list[Generated]]:
+    ) -> list[list[Response]]:
         """Roll out a group of responses for each prompt and add the time to ``times``.
 
         Args:
@@ -229,7 +225,7 @@ class Engine:
         self._count(elapsed, generated)
         return [generated[i : i + group] for i in range(0, len(generated), group)]
 
-    def heldout(self, prompts: list[list[int]], samples: int) -> list[list[Generated]]:
+    def heldout(self, prompts: list[list[int]], samples: int) -> list[list[Response]]:
         """Decode responses for an evaluation, without the cache."""
         rows, params = self._rows(prompts, samples, "heldout", self.recipe.algorithm.seed)
         started = time.perf_counter()
@@ -286,19 +282,19 @@ class Engine:
             raise ConfigError(f"policy.model_name = {name!r}: its config.json has no eos_token_id")
         return int(eos[0] if isinstance(eos, list) else eos)
 
-    def _generated(self, completion: Any) -> Generated:
+    def _generated(self, completion: Any) -> Response:
         reported = np.asarray(completion.logprobs.logprobs, dtype=np.float32)
         tokens = list(completion.token_ids)
         reuse = rollout_info(completion)
         if reuse is None:
             none = np.zeros(len(tokens), dtype=bool)
-            return Generated(tokens, reported, reported, reported, none, True)
+            return Response(tokens, reported, reported, reported, none, True)
         reused = np.arange(len(tokens)) < reuse.accepted
-        return Generated(
+        return Response(
             tokens, reuse.policy_logprobs, reported, reuse.birth_logprobs, reused, reuse.fresh
         )
 
-    def _count(self, elapsed: float, generated: list[Generated]) -> None:
+    def _count(self, elapsed: float, generated: list[Response]) -> None:
         times = self.times
         tokens = sum(len(g.tokens) for g in generated)
         times.rollout_s += elapsed

@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_specrl.errors import ConfigError
-from nemo_specrl.trainer.generation.in_process import Generation
+from nemo_specrl.trainer.generation.in_process import InProcessEngine
 from nemo_specrl.trainer.recipe import Recipe
 
 if TYPE_CHECKING:
-    from nemo_specrl.trainer.generation.ray_engines import Engines
+    from nemo_specrl.trainer.generation.ray_engines import RayEngines
 
 __all__ = ["build_generation"]
 
 
 def build_generation(
     recipe: Recipe, fixed: dict[str, Any], resume_from: Path | None
-) -> Generation | Engines:
+) -> InProcessEngine | RayEngines:
     """Build the engine, or the engines, and open the cache as the checkpoint has it.
 
     Args:
@@ -37,7 +37,7 @@ def build_generation(
                 "policy.generation.colocated.enabled = False: ray is not installed; pip install "
                 "ray, or set it to true for one engine in the trainer's process"
             )
-        from nemo_specrl.trainer.generation.ray_engines import Engines
+        from nemo_specrl.trainer.generation.ray_engines import RayEngines
 
-        return Engines(recipe, resume_from)
-    return Generation.open(recipe, fixed, resume_from)
+        return RayEngines(recipe, resume_from)
+    return InProcessEngine.open(recipe, fixed, resume_from)

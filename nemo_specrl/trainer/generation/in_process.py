@@ -13,18 +13,19 @@ import xxhash
 from nemo_specrl.cache import RolloutStore
 from nemo_specrl.cache.metrics import StoreStats
 from nemo_specrl.cache.run_folders import prepare, run_folder
+from nemo_specrl.config import CACHE_FOLDER
 from nemo_specrl.engine.weight_fingerprint import FingerprintedWeights
-from nemo_specrl.trainer.generation.engine import CACHE_FOLDER, Engine, tokenizer_identity
+from nemo_specrl.trainer.generation.engine import Engine, tokenizer_identity
 from nemo_specrl.trainer.recipe import Recipe
 from nemo_specrl.trainer.replay_journal import JournaledStore
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Generation"]
+__all__ = ["InProcessEngine"]
 
 
-class Generation(Engine):
+class InProcessEngine(Engine):
     """One engine in the trainer's process, with a cache that nobody else uses.
 
     Args:
@@ -40,7 +41,9 @@ class Generation(Engine):
         self.store = store
 
     @classmethod
-    def open(cls, recipe: Recipe, fixed: dict[str, Any], resume_from: Path | None) -> Generation:
+    def open(
+        cls, recipe: Recipe, fixed: dict[str, Any], resume_from: Path | None
+    ) -> InProcessEngine:
         """Build the engine and open the cache as the checkpoint has it."""
         with contextlib.ExitStack() as on_failure:
             store = _open_store(recipe, fixed, resume_from) if recipe.spec_rl.enabled else None
@@ -50,7 +53,7 @@ class Generation(Engine):
             on_failure.pop_all()
             return built
 
-    def begin(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def fingerprint_initial_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Note the fingerprint of the weights that the engine has loaded itself at the start.
 
         Args:
@@ -70,7 +73,7 @@ class Generation(Engine):
         if self.store is not None:
             self.store.snapshot(folder)
 
-    def saved(self) -> None:
+    def on_checkpoint_complete(self) -> None:
         """Forget what only matters until a checkpoint with what :meth:`save` wrote is complete."""
         if self.store is not None:
             self.store.forget()

@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 import ray
 
-from nemo_specrl.cache.cluster.cluster_cache import ClusterCache, start_shards
+from nemo_specrl.cache.cluster.cluster_cache import ClusterCache
+from nemo_specrl.cache.cluster.run_cache import open_run_cache
 from nemo_specrl.cache.metrics import StoreStats
 from nemo_specrl.cache.run_folders import run_folder
-from nemo_specrl.engine.load_balance import balanced_order, expected_costs
+from nemo_specrl.config import CACHE_FOLDER
+from nemo_specrl.engine.load_balance import balanced_order, row_costs
 from nemo_specrl.engine.vllm.environment import local_cpu_environment
 from nemo_specrl.errors import CacheError, EngineError
 from nemo_specrl.rollout import prompt_key
-from nemo_specrl.speculation.draft_selection import mean_lengths
 from nemo_specrl.trainer.generation.engine import (
-    CACHE_FOLDER,
     Engine,
-    Generated,
+    Response,
     RolloutTimes,
     tokenizer_identity,
 )
@@ -41,11 +41,11 @@ from nemo_specrl.trainer.recipe import Recipe
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Engines"]
+__all__ = ["RayEngines"]
 
 logger = logging.getLogger(__name__)
 
-FED_AT_ONCE = 4 * 2**20
+BUCKET_BYTES = 4 * 2**20
 """Bytes of small tensors that are sent to the engines together."""
 
 Tensors = list[tuple[str, npt.NDArray[Any]]]
@@ -66,12 +66,12 @@ class EngineActor:
 
     def rollouts(
         self, prompts: list[list[int]], attempt: int, upcoming: list[list[int]]
-    ) -> tuple[list[list[Generated]], RolloutTimes]:
+    ) -> tuple[list[list[Response]], RolloutTimes]:
         """Roll out a group of responses for each prompt; returns them and their times."""
         groups = self.engine.rollouts(prompts, attempt, upcoming) if prompts else []
         return groups, self.engine.take_times()
 
-    def heldout(self, prompts: list[list[int]], samples: int) -> list[list[Generated]]:
+    def heldout(self, prompts: list[list[int]], samples: int) -> list[list[Response]]:
         """Decode responses for an evaluation, without the cache."""
         return self.engine.heldout(prompts, samples) if prompts else []
 
@@ -115,7 +115,7 @@ class EngineActor:
         return os.getpid()
 
 
-class Engines:
+class RayEngines:
     """Several engines of a run, each a Ray actor, with the interface of the one in process.
 
     A Ray that this process is connected to, or that ``RAY_ADDRESS`` names, is used; otherwise one
@@ -177,7 +177,7 @@ class Engines:
         assert self._engines is not None
         return self._engines
 
-    def begin(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def fingerprint_initial_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Do nothing: the engines have loaded the first weights themselves.
 
         Their fingerprint is for a journal, which the cache of a cluster does not have.
@@ -203,12 +203,12 @@ class Engines:
         some: Tensors = []
         try:
             for name, tensor in weights:
-                if tensor.nbytes >= FED_AT_ONCE:
+                if tensor.nbytes >= BUCKET_BYTES:
                     self._feed([(name, to_array(tensor.cpu().contiguous()))])
                     continue
                 # A copy, since the tensor is valid only until the next one is asked for.
                 some.append((name, to_array(tensor.to("cpu", copy=True).contiguous())))
-                if sum(array.nbytes for _, array in some) >= FED_AT_ONCE:
+                if sum(array.nbytes for _, array in some) >= BUCKET_BYTES:
                     self._feed(some)
                     some = []
             if some:
@@ -227,7 +227,7 @@ class Engines:
 
     def rollouts(
         self, prompts: list[list[int]], attempt: int = 0, upcoming: list[list[int]] | None = None
-    ) -> list[list[Generated]]:
+    ) -> list[list[Response]]:
         """Roll out a group of responses for each prompt.
 
         The rollouts of a group are made by one engine, where they draft for each other.
@@ -258,9 +258,9 @@ class Engines:
         if self.cache is None:
             return [1.0] * len(prompts)
         keys = [prompt_key(prompt) for prompt in prompts]
-        return expected_costs(keys, mean_lengths(self.cache.outlines(keys)))
+        return row_costs(keys, self.cache.outlines(keys))
 
-    def heldout(self, prompts: list[list[int]], samples: int) -> list[list[Generated]]:
+    def heldout(self, prompts: list[list[int]], samples: int) -> list[list[Response]]:
         """Decode responses for an evaluation, without the cache."""
         order = list(range(len(prompts)))
         started = time.perf_counter()
@@ -305,7 +305,7 @@ class Engines:
         except CacheError as error:  # the cache can only cost speed, never a checkpoint
             logger.warning("rollout cache: %s; the checkpoint is without it", error)
 
-    def saved(self) -> None:
+    def on_checkpoint_complete(self) -> None:
         """Do nothing: the cache has no journal that a checkpoint would shorten."""
 
     def stores(self) -> list[StoreStats]:
@@ -340,23 +340,11 @@ def _in_order(order: list[int], shares: list[list[Any]]) -> list[Any]:
 
 def _open_cache(recipe: Recipe, resume_from: Path | None) -> ClusterCache:
     """Open a run's cache, with what the checkpoint has of it and the disks have since then."""
-    block, run = recipe.spec_rl.cache, recipe.run_dir
-    cache = start_shards(
-        run_folder(block.dir, run) if block.dir else run.absolute() / CACHE_FOLDER,
-        keep=resume_from is not None,
-        partitions=block.partitions,
-        replicas=block.replicas,
-        deadline_s=block.deadline_ms / 1000,
+    config, run = recipe.spec_rl.cache, recipe.run_dir
+    cache, _ = open_run_cache(
+        run_folder(config.dir, run) if config.dir else run.absolute() / CACHE_FOLDER,
+        config,
         tokenizer_id=tokenizer_identity(recipe.policy.model_name),
-        max_bytes=block.max_bytes_per_node,
-        groups_per_prompt=block.groups_per_prompt,
+        checkpoint=resume_from,
     )
-    if resume_from is None:
-        return cache
-    try:
-        _, damaged = cache.restore(resume_from / CACHE_FOLDER)
-    except CacheError as error:  # a lost cache costs speed alone
-        damaged = [f"{error}; it starts with what the nodes' disks have"]
-    for line in damaged:
-        logger.warning("rollout cache: %s", line)
     return cache

@@ -47,9 +47,9 @@ os.environ.update(
 import ray  # noqa: E402
 import torch  # noqa: E402
 
-from nemo_specrl.nemo_rl.install import rebind, register  # noqa: E402
+from nemo_specrl.nemo_rl.install import install, rebind  # noqa: E402
 
-register()
+install()
 
 from nemo_rl.algorithms import grpo, grpo_sync, ppo  # noqa: E402
 from nemo_rl.distributed.ray_actor_environment_registry import (  # noqa: E402
@@ -66,7 +66,7 @@ from nemo_rl.utils.logger import Logger  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
 
-from nemo_specrl.nemo_rl.context import option  # noqa: E402
+from nemo_specrl.nemo_rl.context import get_option  # noqa: E402
 from nemo_specrl.trainer.tasks import EOS, encode, problems, reward  # noqa: E402
 from tests.nemo_rl import counting  # noqa: E402
 from tests.support.nemo_rl.cpu import CpuGeneration  # noqa: E402
@@ -260,7 +260,7 @@ def main() -> None:
     start_ray()
     # The asynchronous trainer makes one pass over its data, whatever max_num_epochs says.
     asynchronous = ALGORITHM == "grpo" and bool(
-        option(option(config.grpo, "async_grpo", None), "enabled", False)
+        get_option(get_option(config.grpo, "async_grpo", None), "enabled", False)
     )
     data = (
         Problems(config.env.get("prompts", 4), 5, tokenizer, times=9 if asynchronous else 1),
@@ -279,7 +279,7 @@ def main() -> None:
     else:
         train = grpo.async_grpo_train if asynchronous else grpo.grpo_train
         factory: Any = SmallPolicy
-        if option(config.data_plane, "enabled", False):
+        if get_option(config.data_plane, "enabled", False):
             factory = functools.partial(small_plane_policy, data_plane=config.data_plane)
             train = grpo_sync.grpo_train_sync
         parts = grpo.setup(config, tokenizer, *data, policy_factory=factory)

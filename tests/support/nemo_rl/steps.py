@@ -9,7 +9,7 @@ from vllm import CompletionOutput, RequestOutput
 from nemo_specrl import Finish, Rollout, SpecRLConfig, prompt_key
 from nemo_specrl.engine.outputs import RolloutInfo
 from nemo_specrl.nemo_rl.drift_monitor import StepMonitor
-from nemo_specrl.nemo_rl.rollout_metadata import RecordLog, RecordTable
+from nemo_specrl.nemo_rl.rollout_metadata import MetadataLog, MetadataTable
 
 GROUP, WIDTH = 8, 12
 
@@ -68,7 +68,7 @@ class Workers:
     """Two workers' logs, and how often the driver has asked for their records."""
 
     def __init__(self, births=False):
-        self.logs = [RecordLog(births=births), RecordLog(births=births)]
+        self.logs = [MetadataLog(births=births), MetadataLog(births=births)]
         self.asked = 0
 
     def make(self, rows, rollouts):
@@ -85,7 +85,7 @@ class Workers:
 def table_of(rows, rollouts, births=False):
     workers = Workers(births)
     workers.make(rows, rollouts)
-    return RecordTable(workers.take)
+    return MetadataTable(workers.take)
 
 
 def monitor_of(records, changed=None, *, state=None, **options):

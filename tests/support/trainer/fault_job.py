@@ -12,13 +12,13 @@ import sys
 import time
 
 from nemo_specrl.cli.main import main
-from nemo_specrl.trainer.generation.in_process import Generation
+from nemo_specrl.trainer.generation.in_process import InProcessEngine
 
 HANGS, DIES = 3, 5
 
 
 def fail_in_the_middle_of_rollouts():
-    rollouts = Generation.rollouts
+    rollouts = InProcessEngine.rollouts
     start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
     def failing(self, *arguments):
@@ -38,7 +38,7 @@ def fail_in_the_middle_of_rollouts():
         finally:
             self.llm.llm_engine.step = step
 
-    Generation.rollouts = failing
+    InProcessEngine.rollouts = failing
 
 
 if __name__ == "__main__":

@@ -14,13 +14,13 @@ import sys
 import threading
 
 from nemo_specrl.cli.main import main
-from nemo_specrl.trainer.generation.in_process import Generation
+from nemo_specrl.trainer.generation.in_process import InProcessEngine
 from nemo_specrl.trainer.loop import Trainer
 from nemo_specrl.trainer.policy.torch.policy import TorchPolicy
 
 
 def kill_behind_the_first_checkpoint():
-    rollouts, save, train = Generation.rollouts, TorchPolicy.save, Trainer._train
+    rollouts, save, train = InProcessEngine.rollouts, TorchPolicy.save, Trainer._train
     saving, made = threading.Event(), threading.Event()
 
     def noted(self, *arguments):
@@ -39,7 +39,7 @@ def kill_behind_the_first_checkpoint():
             os.kill(os.getpid(), signal.SIGKILL)
         return train(self, samples)
 
-    Generation.rollouts, TorchPolicy.save, Trainer._train = noted, late, killed
+    InProcessEngine.rollouts, TorchPolicy.save, Trainer._train = noted, late, killed
 
 
 def fill_the_disk():

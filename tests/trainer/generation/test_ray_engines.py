@@ -9,7 +9,7 @@ import ray
 
 from nemo_specrl.errors import ConfigError, EngineError, RefitError
 from nemo_specrl.monitoring.metrics_file import read_metrics
-from nemo_specrl.trainer.generation.ray_engines import Engines
+from nemo_specrl.trainer.generation.ray_engines import RayEngines
 from nemo_specrl.trainer.policy import Sample
 from nemo_specrl.trainer.policy.torch.policy import TorchPolicy
 from nemo_specrl.trainer.recipe import ColocatedConfig
@@ -57,7 +57,7 @@ def recipe(random_model, tmp_path_factory):
 @pytest.fixture(scope="module")
 def engines(recipe, own_ray):
     """Two engines that have started their own Ray."""
-    built = Engines(recipe, None)
+    built = RayEngines(recipe, None)
     yield built
     built.shutdown()
 
@@ -112,7 +112,7 @@ def test_fewer_prompts_than_engines(engines, policy):
 
 def test_the_cache_is_in_a_checkpoint(engines, recipe, tmp_path):
     engines.save(tmp_path / "rollout_cache")
-    engines.saved()
+    engines.on_checkpoint_complete()
     (store,) = engines.stores()
     assert (store.prompts, store.corrupt_records) == (5, 0)
     restored, damaged = engines.cache.restore(tmp_path / "rollout_cache")
@@ -145,7 +145,7 @@ def test_vllm_refuses_something_in_one_line(recipe, tmp_path):
     generation = recipe.policy.generation.model_copy(update=wrong)
     policy = recipe.policy.model_copy(update={"generation": generation})
     with pytest.raises(ConfigError, match=r"^policy\.generation: vLLM refuses .*no_such_thing"):
-        Engines(recipe.model_copy(update={"policy": policy}), None)
+        RayEngines(recipe.model_copy(update={"policy": policy}), None)
     assert not ray.is_initialized()
 
 

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint.filesystem
 
+from nemo_specrl.errors import IncompatibleVersion
+
 __all__ = ["as_data"]
 
 _filesystem: Any = torch.distributed.checkpoint.filesystem
@@ -67,8 +69,15 @@ def as_data() -> Iterator[None]:
 
     A file that tries to raises pickle.UnpicklingError, alone or inside of torch's
     CheckpointException.
+
+    Raises:
+        IncompatibleVersion: this torch reads ``.metadata`` in another way.
     """
-    assert _filesystem.pickle is pickle, "torch reads .metadata in another way"
+    if _filesystem.pickle is not pickle:  # also under python -O, which drops assertions
+        raise IncompatibleVersion(
+            f"torch {torch.__version__}: reads the .metadata of a distributed checkpoint in a way "
+            "that this package does not know how to make safe; take an earlier torch"
+        )
     before = {name: os.environ.pop(name, None) for name in (_FORCE, _FORCE_NOT)}
     os.environ[_FORCE] = "1"
     _filesystem.pickle = SimpleNamespace(load=lambda file: _Metadata(file).load())

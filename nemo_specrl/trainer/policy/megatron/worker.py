@@ -23,7 +23,7 @@ import torch.distributed
 
 from nemo_specrl.errors import CheckpointError, last_line
 from nemo_specrl.monitoring import names as metric
-from nemo_specrl.trainer.checkpoint import unwritable
+from nemo_specrl.trainer.checkpoint import write_error
 from nemo_specrl.trainer.divergence import first_not_finite
 from nemo_specrl.trainer.policy.base import Float32Array, Sample, to_array
 from nemo_specrl.trainer.policy.megatron.cpu import megatron_on_cpu
@@ -294,7 +294,7 @@ class MegatronRank:
         try:
             self.megatron.save_checkpoint(folder, self.module, self.optimizer, extra)
         except (Exception, CheckpointException) as error:  # as many kinds as when it is loaded
-            raise unwritable(folder, error) from None
+            raise write_error(folder, error) from None
 
     def load(self, folder: Path) -> int:
         """Load a checkpoint that any layout wrote.

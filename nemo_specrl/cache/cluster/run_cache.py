@@ -1,0 +1,55 @@
+"""The cache of a run on several nodes: opened with what the run's checkpoint has of it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from nemo_specrl.cache.cluster.cluster_cache import ClusterCache, start_shards
+from nemo_specrl.config import CACHE_FOLDER, CacheConfig
+from nemo_specrl.errors import CacheError
+
+__all__ = ["open_run_cache"]
+
+logger = logging.getLogger(__name__)
+
+
+def open_run_cache(
+    folder: Path, config: CacheConfig, *, tokenizer_id: str, checkpoint: Path | None
+) -> tuple[ClusterCache, int]:
+    """Start a run's shards, and restore what the checkpoint has of the cache.
+
+    Args:
+        folder: of the run's store on each node's own disk.
+        config: the ``spec_rl.cache:`` block.
+        tokenizer_id: identity of the tokenizer.
+        checkpoint: from which the run resumes; None: the cache starts empty, or with the warm
+            start.
+
+    Returns:
+        A client of the shards; and the policy version of the checkpoint, 0 where there is none or
+        its cache cannot be read. A cache costs speed alone: what cannot be read is logged.
+
+    Raises:
+        CacheError: no node can open its part.
+    """
+    cache = start_shards(
+        folder,
+        keep=checkpoint is not None,
+        partitions=config.partitions,
+        replicas=config.replicas,
+        deadline_s=config.deadline_ms / 1000,
+        tokenizer_id=tokenizer_id,
+        max_bytes=config.max_bytes_per_node,
+        groups_per_prompt=config.groups_per_prompt,
+    )
+    if checkpoint is None:
+        return cache, 0
+    try:
+        manifest, damaged = cache.restore(checkpoint / CACHE_FOLDER)
+    except CacheError as error:
+        logger.warning("rollout cache: %s; it starts with what the nodes' disks have", error)
+        return cache, 0
+    for line in damaged:
+        logger.warning("rollout cache: %s; this part starts cold", line)
+    return cache, manifest.policy_version

@@ -1,0 +1,63 @@
+"""What the synchronous and the asynchronous worker have in common.
+
+A mixin, before NeMo-RL's worker class in the bases. Ray runs its methods in both kinds of actors:
+those of an asynchronous actor run in its event loop.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+
+from nemo_specrl.cache.cluster.cluster_cache import ClusterCache
+from nemo_specrl.nemo_rl.context import RunContext, engine_arguments
+from nemo_specrl.nemo_rl.rollout_metadata import MetadataLog, RolloutMetadata, SequenceKey
+
+__all__ = ["DraftingWorker"]
+
+
+class DraftingWorker:
+    """A worker that drafts rows once the driver has attached a cache."""
+
+    cfg: Any
+    llm: Any
+    _speculative: Any = None
+    """A SpeculativeLLM or an AsyncSpeculativeLLM; None until a cache is attached."""
+    _metadata: MetadataLog | None = None
+    _paused = False
+
+    def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
+        """Create the engine, with what lossless drafting needs, if anything."""
+        super()._create_engine(  # type: ignore[misc]
+            engine_arguments(llm_kwargs, self.cfg["spec_rl"])
+        )
+
+    def _attach(
+        self, engine_class: Any, cache: ClusterCache, run: RunContext, policy_version: int
+    ) -> str:
+        """Wrap the engine in ``engine_class``, and return the id of this worker's node in Ray."""
+        self._speculative = engine_class(
+            self.llm, cache, run.spec_rl, seed=run.seed, policy_version=policy_version
+        )
+        self._cache = cache
+        if run.needs_records:
+            self._metadata = MetadataLog(births=run.spec_rl.clip_anchor == "birth")
+        return str(ray.get_runtime_context().get_node_id())
+
+    def spec_rl_pause(self, paused: bool) -> None:
+        """Decode without drafts and keep nothing in the cache while ``paused``."""
+        self._paused = paused
+
+    def spec_rl_set_fresh_fraction(self, fresh_fraction: float) -> None:
+        """Decode another share of the rows without a draft, from the next call on."""
+        if self._speculative is not None:
+            self._speculative.fresh_fraction = fresh_fraction
+
+    def spec_rl_policy_version(self) -> int:
+        """Return the policy version of the engine's weights."""
+        return 0 if self._speculative is None else int(self._speculative.policy_version)
+
+    def spec_rl_take_records(self) -> list[tuple[SequenceKey, RolloutMetadata]]:
+        """Return the metadata of the rollouts since they were last taken."""
+        return [] if self._metadata is None else self._metadata.take()
