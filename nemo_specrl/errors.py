@@ -38,6 +38,7 @@ __all__ = [
     "StoreInUse",
     "StoreUnavailable",
     "UnsupportedSampling",
+    "in_one_line",
     "last_line",
 ]
 
@@ -121,3 +122,15 @@ def last_line(error: BaseException) -> str:
         return "a pickle in it is damaged, or holds more than data"
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1].strip()
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return an error's type and the last line of its message; of one on purpose, its message."""
+    cause = getattr(error, "cause", None) or error  # Ray adds the place where it was raised
+    if isinstance(cause, SpecRLError):
+        return str(cause)
+    name, line = type(error).__name__, last_line(error)
+    _, on_purpose, rest = line.partition("nemo_specrl.errors.")
+    if on_purpose and ": " in rest:  # raised where an actor was made, and text by now
+        return rest.partition(": ")[2]
+    return name if line == name else f"{name}: {line}"

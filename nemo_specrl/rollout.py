@@ -17,7 +17,7 @@ import xxhash
 
 from nemo_specrl.errors import InvalidRollout
 
-__all__ = ["KEY_BYTES", "MAX_SAMPLE_INDEX", "Finish", "Outline", "Rollout", "prompt_key"]
+__all__ = ["KEY_BYTES", "MAX_SAMPLE_INDEX", "Finish", "Rollout", "RolloutSummary", "prompt_key"]
 
 KEY_BYTES = 16
 MAX_SAMPLE_INDEX = 2**16 - 1
@@ -79,7 +79,7 @@ def prompt_key(token_ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> bytes
 
 
 @dataclass(frozen=True)
-class Outline:
+class RolloutSummary:
     """The part of a rollout that decides whether it is drafted, and its length: no arrays."""
 
     sample_index: int
@@ -217,9 +217,9 @@ class Rollout:
         return mask
 
     @property
-    def outline(self) -> Outline:
+    def outline(self) -> RolloutSummary:
         """The rollout without its arrays."""
-        return Outline(
+        return RolloutSummary(
             self.sample_index,
             self.finish,
             self.policy_version,

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from nemo_specrl.cache import RolloutStore
 from nemo_specrl.cache.export import read_export, write_export
-from nemo_specrl.cache.inspection import opened
+from nemo_specrl.cache.inspection import open_source
 from nemo_specrl.cache.snapshot import (
     Manifest,
     read_manifest,
@@ -143,7 +143,7 @@ def by_the_command_line(folder):
         store.put([rollout(1), rollout(2)])
 
     def read(copy):
-        with opened(copy, check=True) as source:
+        with open_source(copy, check=True) as source:
             list(source.rollouts)
 
     return read

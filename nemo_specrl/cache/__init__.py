@@ -13,6 +13,8 @@ Modules, each of which imports only from those below it::
     storage/                 tables on disk: schema, transactions, checks, recovery, lock
     codec                    rollouts as bytes and back
     metrics                  what a store counts
+    partitions               equal ranges of keys: the unit of snapshots and replication
+    recency                  which of two rollouts is newer, and merging two stores' rollouts
 """
 
 from nemo_specrl.cache.metrics import StoreStats

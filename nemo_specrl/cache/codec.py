@@ -35,7 +35,15 @@ import xxhash
 from nemo_specrl.errors import CorruptRecord, InvalidRollout
 from nemo_specrl.rollout import KEY_BYTES, Finish, Rollout
 
-__all__ = ["EXACT", "RECORD_VERSION", "STEP", "TOKENS_32", "decode", "encode_all", "packed"]
+__all__ = [
+    "EXACT",
+    "RECORD_VERSION",
+    "STEP",
+    "TOKENS_32",
+    "decode",
+    "encode_all",
+    "encode_for_transfer",
+]
 
 RECORD_VERSION = 4
 STEP = 2.0**-10
@@ -76,7 +84,7 @@ def encode_all(
         InvalidRollout: a key does not begin with its prompt's key.
     """
     known: list[tuple[BytesLike, ...] | None] = [
-        (rollout.body,) if isinstance(rollout, Recorded) and rollout.exact == exact else None
+        (rollout.body,) if isinstance(rollout, EncodedRollout) and rollout.exact == exact else None
         for rollout in rollouts
     ]
     new = iter(_columns([r for r, parts in zip(rollouts, known, strict=True) if not parts], exact))
@@ -230,7 +238,7 @@ class _Column(Generic[T]):
         return value
 
 
-class Recorded(Rollout):
+class EncodedRollout(Rollout):
     """A rollout that came out of a record; made by :func:`decode`.
 
     Its arrays can be read but not written to. What is pickled is the record.
@@ -289,7 +297,7 @@ class Recorded(Rollout):
         return self._length
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _recorded, (self.key, self._record)
+        return _encoded, (self.key, self._record)
 
     def _nats(self, column: int) -> npt.NDArray[np.float32]:
         """Decode log-probs: the last ones (0) or those at birth (1)."""
@@ -312,11 +320,11 @@ def _token_bytes(flags: int) -> int:
     return 2 + bool(flags & TOKENS_24) + 2 * bool(flags & TOKENS_32)
 
 
-def _recorded(key: bytes, record: bytes, header: Header | None = None) -> Recorded:
+def _encoded(key: bytes, record: bytes, header: Header | None = None) -> EncodedRollout:
     """Make the rollout of a record that has been checked."""
     if header is None:
         header = Header._make(_HEADER.unpack_from(record)[1:])
-    rollout: Recorded = object.__new__(Recorded)
+    rollout: EncodedRollout = object.__new__(EncodedRollout)
     rollout.__dict__.update(
         key=key,
         sample_index=header.sample_index,
@@ -335,7 +343,9 @@ def _recorded(key: bytes, record: bytes, header: Header | None = None) -> Record
     return rollout
 
 
-def packed(rollouts: Sequence[Rollout], incarnation: int | None = None) -> list[Recorded]:
+def encode_for_transfer(
+    rollouts: Sequence[Rollout], incarnation: int | None = None
+) -> list[EncodedRollout]:
     """Encode rollouts that are about to be sent to a store, as the store would return them.
 
     A record takes a quarter of the bytes of the arrays.
@@ -348,7 +358,7 @@ def packed(rollouts: Sequence[Rollout], incarnation: int | None = None) -> list[
     records = encode_all(rollouts, keys)
     if incarnation is not None:
         records = [_restamped(*named, incarnation) for named in zip(keys, records, strict=True)]
-    return [_recorded(key, record) for key, record in zip(keys, records, strict=True)]
+    return [_encoded(key, record) for key, record in zip(keys, records, strict=True)]
 
 
 def _restamped(db_key: bytes, record: bytes, incarnation: int) -> bytes:
@@ -360,7 +370,7 @@ def _restamped(db_key: bytes, record: bytes, incarnation: int) -> bytes:
     return bytes(body) + _CHECKSUM.pack(hasher.intdigest())
 
 
-def decode(db_key: bytes, record: bytes) -> Recorded:
+def decode(db_key: bytes, record: bytes) -> EncodedRollout:
     """Decode the record found under ``db_key``, after checking it from end to end.
 
     Raises:
@@ -383,7 +393,7 @@ def decode(db_key: bytes, record: bytes) -> Recorded:
     problem = _problem(header, size - _HEADER.size) or _contradiction(record, header)
     if problem:
         raise CorruptRecord(f"record {db_key.hex()}: {problem}")
-    return _recorded(db_key[:KEY_BYTES], record, header)
+    return _encoded(db_key[:KEY_BYTES], record, header)
 
 
 def _contradiction(record: bytes, header: Header) -> str:
@@ -395,7 +405,7 @@ def _contradiction(record: bytes, header: Header) -> str:
         if max(versions) >= 2**63:
             return f"birth version {max(versions)} is above 2^63-1"
     if header.tokens and header.flags & (TOKENS_32 | EXACT):  # others can hold nothing else
-        columns = _recorded(b"", record, header)
+        columns = _encoded(b"", record, header)
         if int(columns.tokens.min()) < 0:
             return f"tokens must not be negative, got {columns.tokens.min()}"
         if np.isnan(columns.logprobs).any() or np.isnan(columns.birth_logprobs).any():

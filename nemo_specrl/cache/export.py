@@ -23,7 +23,7 @@ from nemo_specrl.errors import ForeignStore, InvalidRollout, StoreUnavailable
 from nemo_specrl.files import FOLDER_MODE, as_cache_errors, replacing
 from nemo_specrl.rollout import KEY_BYTES, Finish, Rollout
 
-__all__ = ["EXPORTS", "as_of_another_run", "read_export", "write_export"]
+__all__ = ["EXPORTS", "read_export", "reset_provenance", "write_export"]
 
 EXPORTS = "rollouts-*.safetensors"
 FORMAT = "nemo_specrl rollouts 3"
@@ -193,7 +193,7 @@ def _read_file(file: Path) -> list[Rollout]:
     return rollouts
 
 
-def as_of_another_run(rollout: Rollout) -> Rollout:
+def reset_provenance(rollout: Rollout) -> Rollout:
     """Prepare a rollout for a run whose policy versions are not those of the run that made it.
 
     It counts as made before the first step: policy version 0, no incarnation, unknown weights.

@@ -16,7 +16,8 @@ import lmdb
 
 from nemo_specrl.cache.codec import decode
 from nemo_specrl.cache.export import EXPORTS, read_export
-from nemo_specrl.cache.snapshot import MANIFEST, partition_of, read_manifest, read_partition
+from nemo_specrl.cache.partitions import partition_of
+from nemo_specrl.cache.snapshot import MANIFEST, read_manifest, read_partition
 from nemo_specrl.cache.storage.lmdb_check import PageFile
 from nemo_specrl.cache.storage.lock import holder
 from nemo_specrl.cache.storage.schema import DATA_FILE, FORMAT, reading_file
@@ -27,7 +28,7 @@ from nemo_specrl.errors import CacheError, ConfigError, ForeignStore, StoreInUse
 from nemo_specrl.files import as_cache_errors
 from nemo_specrl.rollout import Finish, Rollout
 
-__all__ = ["opened", "summary"]
+__all__ = ["open_source", "summary"]
 
 
 @dataclass
@@ -56,7 +57,7 @@ class Source:
 
 
 @contextlib.contextmanager
-def opened(path: Path, *, check: bool = False) -> Iterator[Source]:
+def open_source(path: Path, *, check: bool = False) -> Iterator[Source]:
     """Open what is at a path; a checkpoint's folder stands for the ``rollout_cache`` in it.
 
     Args:

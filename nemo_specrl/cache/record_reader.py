@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from nemo_specrl.cache.codec import decode
-from nemo_specrl.cache.storage.schema import visible
+from nemo_specrl.cache.storage.schema import newest_keys
 from nemo_specrl.errors import CorruptRecord
 from nemo_specrl.rollout import Rollout
 
@@ -49,7 +49,7 @@ class Decoder:
         while True:
             rollouts: list[Rollout] = []
             damaged = set()
-            for name in visible(records.keys() - self.corrupt, self._groups):
+            for name in newest_keys(records.keys() - self.corrupt, self._groups):
                 try:
                     rollouts.append(decode(name, records[name]))
                 except CorruptRecord as error:

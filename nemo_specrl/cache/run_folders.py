@@ -17,7 +17,7 @@ import shutil
 import time
 from pathlib import Path
 
-from nemo_specrl.cache.inspection import opened
+from nemo_specrl.cache.inspection import open_source
 from nemo_specrl.cache.metrics import MEMORY, file_system
 from nemo_specrl.cache.storage.lock import LOCK_FILE, FolderLock
 from nemo_specrl.cache.storage.recovery import TEMPORARY_FILE
@@ -113,7 +113,7 @@ def _copy_warm_start(folder: Path, tokenizer_id: str) -> list[str]:
     if not (source / DATA_FILE).is_file():
         return []
     try:
-        with opened(source) as found:
+        with open_source(source) as found:
             if found.tokenizer_id != tokenizer_id:
                 return [
                     f"{source} is of tokenizer {found.tokenizer_id!r}, not of {tokenizer_id!r}: "

@@ -34,8 +34,6 @@ __all__ = [
     "MANIFEST",
     "Manifest",
     "PartitionFile",
-    "key_range",
-    "partition_of",
     "read_manifest",
     "read_partition",
     "write_manifest",
@@ -74,25 +72,6 @@ class Manifest:
     policy_version: int
     partitions: int
     files: tuple[PartitionFile, ...]
-
-
-def partition_of(key: bytes, partitions: int) -> int:
-    """Return the partition of a prompt: the key's first 8 bytes cut into equal ranges.
-
-    Args:
-        key: a prompt's key, 16 bytes.
-        partitions: how many there are.
-    """
-    return int.from_bytes(key[:8], "big") * partitions >> 64
-
-
-def key_range(partition: int, partitions: int) -> tuple[bytes, bytes | None]:
-    """Return the first key of a partition, and the first one behind it (None: there is none).
-
-    Keys fall into equal ranges of their first 8 bytes (:func:`partition_of`).
-    """
-    first, behind = (-(-(p << 64) // partitions) for p in (partition, partition + 1))
-    return first.to_bytes(8, "big"), None if behind >> 64 else behind.to_bytes(8, "big")
 
 
 def write_partition(folder: Path, partition: int, rollouts: Iterable[Rollout]) -> PartitionFile:

@@ -21,8 +21,8 @@ from nemo_specrl.cache.record_reader import Decoder
 from nemo_specrl.cache.storage.lmdb_tables import Reader, Tables
 from nemo_specrl.cache.storage.lock import FolderLock
 from nemo_specrl.cache.storage.recovery import check_file, check_pages, move_aside, open_tables
-from nemo_specrl.cache.storage.schema import DAMAGE, DATA_FILE, db_key, visible
-from nemo_specrl.cache.storage.write_buffer import Buffer
+from nemo_specrl.cache.storage.schema import DAMAGE, DATA_FILE, db_key, newest_keys
+from nemo_specrl.cache.storage.write_buffer import WriteBuffer
 from nemo_specrl.cache.store_snapshot import restore_copy, write_copy
 from nemo_specrl.errors import CacheError, ConfigError, InvalidRollout, StoreUnavailable
 from nemo_specrl.files import as_cache_errors
@@ -92,7 +92,7 @@ class RolloutStore:
         self._lookups = self._hits = self._dropped_records = 0
         self._decoder = Decoder(self._path, groups_per_prompt)
         self._lock = FolderLock(self._path)
-        self._buffer = Buffer(groups_per_prompt)
+        self._buffer = WriteBuffer(groups_per_prompt)
         try:
             with as_cache_errors("open the rollout store", self._path):
                 try:
@@ -244,7 +244,9 @@ class RolloutStore:
                 for key, records in self._buffer.records.items():
                     on_disk = set(reader.records(key))
                     prompts += not on_disk
-                    rollouts += len(visible(on_disk | set(records), self._groups)) - len(on_disk)
+                    rollouts += len(newest_keys(on_disk | set(records), self._groups)) - len(
+                        on_disk
+                    )
             return StoreStats(
                 prompts=prompts,
                 rollouts=rollouts,

@@ -37,9 +37,9 @@ def inspect(
     ] = 64,
 ) -> None:
     """Count what is in a cache: prompts, rollouts, tokens, bytes, versions, ages."""
-    from nemo_specrl.cache.inspection import opened, summary
+    from nemo_specrl.cache.inspection import open_source, summary
 
-    with opened(path) as source:
+    with open_source(path) as source:
         found = summary(source, partitions)
         table = Table(title=str(path), title_justify="left", show_header=False)
         counts = sorted(found.partitions.values())
@@ -77,11 +77,11 @@ def _versions(versions: dict[int, int], beside: int | None) -> str:
 @app.command(epilog="Example: nemo-specrl cache verify /raid/specrl")
 def verify(path: PathArgument) -> None:
     """Check every checksum of a cache. Exit code 1 if something is damaged, which is named."""
-    from nemo_specrl.cache.inspection import opened
+    from nemo_specrl.cache.inspection import open_source
 
     damaged, sound = [], 0
     try:
-        with opened(path, check=True) as source:
+        with open_source(path, check=True) as source:
             for rollout in source.rollouts:
                 if isinstance(rollout, CacheError):
                     damaged.append(str(rollout))
@@ -111,7 +111,7 @@ def export(
 ) -> None:
     """Write a cache as safetensors files, which other programs and other runs can read."""
     from nemo_specrl.cache.export import write_export
-    from nemo_specrl.cache.inspection import opened
+    from nemo_specrl.cache.inspection import open_source
 
     _needs_safetensors()
     damaged = 0
@@ -124,7 +124,7 @@ def export(
             else:
                 yield rollout
 
-    with opened(path) as source:
+    with open_source(path) as source:
         count = write_export(out, sound(), source.tokenizer_id)
     skipped = f"; {damaged:,} damaged ones were left out" if damaged else ""
     _say(f"written: {out}, {count:,} rollouts{skipped}")
@@ -152,8 +152,8 @@ def import_(
     second step on. Where there is a rollout of a sample index already, that one stays.
     """
     from nemo_specrl.cache import RolloutStore
-    from nemo_specrl.cache.export import as_of_another_run
-    from nemo_specrl.cache.inspection import opened
+    from nemo_specrl.cache.export import reset_provenance
+    from nemo_specrl.cache.inspection import open_source
     from nemo_specrl.cache.run_folders import WARM_START
     from nemo_specrl.cache.storage.schema import DATA_FILE, reading_file
 
@@ -163,7 +163,7 @@ def import_(
     if source_path.exists() and path.exists() and source_path.samefile(path):
         raise ConfigError(f"{path}: cannot be imported into itself")
     with ExitStack() as stack:
-        source = stack.enter_context(opened(source_path))
+        source = stack.enter_context(open_source(source_path))
         if (path / DATA_FILE).is_file():  # before it is opened: a refusal changes nothing
             with reading_file(path / DATA_FILE) as contents:
                 if contents.tokenizer_id != source.tokenizer_id:
@@ -188,7 +188,7 @@ def import_(
                     for r in _oldest_first(group, source.kind)
                     if r.sample_index not in sample_indices
                 }
-                store.put(map(as_of_another_run, new.values()))
+                store.put(map(reset_provenance, new.values()))
                 taken += len(new)
                 there += len(group) - len(new)
 

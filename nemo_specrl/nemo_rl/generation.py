@@ -116,7 +116,7 @@ class SpecVllmGeneration(VllmGeneration):
         )
         # Where engines have nodes of their own, drafts are kept there and not beside the trainer.
         try:
-            cache.reshard(set(nodes))
+            cache.set_preferred_nodes(set(nodes))
         except CacheError as error:  # it serves as it is
             logger.warning("rollout cache: %s; its partitions stay where they are", error)
 

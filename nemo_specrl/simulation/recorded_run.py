@@ -190,7 +190,7 @@ def _tensorboard(folder: Path) -> tuple[dict[int, float], str]:
 
 def _read_embedded(folder: Path) -> RecordedRun:
     """The rollouts of the newest checkpoint's cache, by the policy version that made them."""
-    from nemo_specrl.cache.inspection import opened
+    from nemo_specrl.cache.inspection import open_source
     from nemo_specrl.trainer import checkpoint
     from nemo_specrl.trainer.tasks import problems
 
@@ -213,7 +213,7 @@ def _read_embedded(folder: Path) -> RecordedRun:
         for problem in problems(data["dataset_name"], data["num_prompts"], data["seed"])
     }
     by_step: dict[int, list[RecordedSample]] = defaultdict(list)
-    with opened(path) as source:
+    with open_source(path) as source:
         rollouts = [rollout for rollout in source.rollouts if isinstance(rollout, Rollout)]
     for rollout in sorted(rollouts, key=lambda r: (r.key, r.sample_index)):
         by_step[rollout.policy_version].append(

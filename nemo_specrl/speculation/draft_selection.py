@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
-from nemo_specrl.rollout import MAX_SAMPLE_INDEX, Finish, Outline, Rollout
+from nemo_specrl.rollout import MAX_SAMPLE_INDEX, Finish, Rollout, RolloutSummary
 from nemo_specrl.speculation.acceptance import row_uniform
 
 __all__ = [
@@ -54,7 +54,7 @@ def response_id(sample_index: int, policy_version: int) -> int:
     return (policy_version << 16 | sample_index) & (2**63 - 1)
 
 
-Draft = TypeVar("Draft", Rollout, Outline)
+Draft = TypeVar("Draft", Rollout, RolloutSummary)
 
 
 def mean_lengths(cached: Mapping[bytes, Sequence[Draft]]) -> dict[bytes, float]:

@@ -17,7 +17,7 @@ from nemo_specrl.cache.codec import (
     TOKENS_32,
     decode,
     encode_all,
-    packed,
+    encode_for_transfer,
 )
 from nemo_specrl.errors import CorruptRecord, InvalidRollout
 from nemo_specrl.rollout import MAX_SAMPLE_INDEX, Finish, Rollout, prompt_key
@@ -138,7 +138,9 @@ def test_what_was_decoded_is_encoded_and_sent_as_it_was(originals, exact):
         )
     unused = [decode(name, record) for name, record in zip(names, records, strict=True)]
     # With their arrays made, without, and as they are sent to a store.
-    for some in (decoded, unused, packed(originals)) if not exact else (decoded, unused):
+    for some in (
+        (decoded, unused, encode_for_transfer(originals)) if not exact else (decoded, unused)
+    ):
         sent = pickle.dumps(some)
         assert len(sent) < sum(map(len, records)) + 80 * len(records) + 200
         for got, want in zip(pickle.loads(sent), originals, strict=True):

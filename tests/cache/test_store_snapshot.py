@@ -6,7 +6,7 @@ import random
 import pytest
 
 from nemo_specrl.cache import RolloutStore
-from nemo_specrl.cache.export import as_of_another_run, read_export, write_export
+from nemo_specrl.cache.export import read_export, reset_provenance, write_export
 from nemo_specrl.cache.snapshot import read_partition, write_partition
 from nemo_specrl.errors import StoreUnavailable as Unavailable
 from tests.support.rollouts import rollout
@@ -137,4 +137,4 @@ def test_both_kinds_of_snapshot_keep_freshness_incarnation_and_rawness(tmp_path)
     write_export(tmp_path / "export", ordered, "tok")
     exported = list(read_export(tmp_path / "export")[1])
     assert [(r.finish, r.raw) for r in exported] == [(r.finish, r.raw) for r in ordered]
-    assert [as_of_another_run(r).raw for r in exported] == [r.raw for r in ordered]
+    assert [reset_provenance(r).raw for r in exported] == [r.raw for r in ordered]

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from nemo_specrl import Finish, RolloutStore, prompt_key
-from nemo_specrl.cache.inspection import opened
+from nemo_specrl.cache.inspection import open_source
 from nemo_specrl.cache.run_folders import WARM_START, begin_empty, run_folder
 from nemo_specrl.cache.snapshot import Manifest, write_manifest, write_partition
 from nemo_specrl.errors import CacheError, StoreInUse
@@ -180,12 +180,12 @@ def test_help_shows_an_example(command, cache):
 def test_a_run_may_open_a_store_that_is_being_looked_at(tmp_path):
     path = made(tmp_path / "store")
     meanwhile = "was opened by a process while it was read"
-    with pytest.raises(StoreInUse, match=meanwhile), opened(path) as source:
+    with pytest.raises(StoreInUse, match=meanwhile), open_source(path) as source:
         next(source.rollouts)
         with RolloutStore(path, max_bytes=8 * MIB, tokenizer_id="tok") as store:
             store.put([rollout(1, 9)])
         list(source.rollouts)
-    with opened(path) as source:  # which changes nothing itself
+    with open_source(path) as source:  # which changes nothing itself
         assert sum(not isinstance(r, CacheError) for r in source.rollouts) == 60
 
 

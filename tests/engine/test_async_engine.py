@@ -7,7 +7,7 @@ import pytest
 from vllm import SamplingParams
 
 from nemo_specrl import SpecRLConfig, prompt_key
-from nemo_specrl.cache.cluster.sample_index_leases import SampleClaims
+from nemo_specrl.cache.cluster.sample_index_leases import SampleIndexLeases
 from nemo_specrl.engine.async_engine import AsyncSpeculativeLLM
 from nemo_specrl.engine.outputs import rollout_info
 from nemo_specrl.errors import ConfigError, UnsupportedSampling
@@ -22,7 +22,7 @@ class ClaimingCache(DictCache):
     """A cache in this process that assigns sample indices."""
 
     def __init__(self, rollouts=()):
-        self.claims = SampleClaims()
+        self.claims = SampleIndexLeases()
         super().__init__(rollouts)
 
     async def claim(self, key, policy_version):

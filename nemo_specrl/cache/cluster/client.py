@@ -3,10 +3,10 @@
 Each partition lies on several shards. A client writes to all of them and reads from the nearest one
 that answers, within its deadline; a shard that keeps failing is left alone for a while. Clients
 learn where partitions lie from the shards, whose answers carry a newer view where there is one, and
-from the keeper, which they ask when shards fail and tell which shards they could not write to.
+from the coordinator, which they ask when shards fail and tell which shards they could not write to.
 
-This module imports Ray and knows the methods of shards and keeper. It does not know nodes, or how
-copies are made.
+This module imports Ray and knows the methods of shards and coordinator. It does not know nodes, or
+how copies are made.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 
 import ray
 
-from nemo_specrl.cache.cluster.copy_tasks import in_one_line
-from nemo_specrl.cache.cluster.membership import View, missing_writes
+from nemo_specrl.cache.cluster.membership import ClusterView, missing_writes
 from nemo_specrl.cache.cluster.sample_index_leases import RENEW_SECONDS, ROW_SECONDS
 from nemo_specrl.cache.cluster.shard_calls import FAILED, Breaker, Lookups, Write, ready
-from nemo_specrl.cache.codec import packed
-from nemo_specrl.rollout import Outline, Rollout
+from nemo_specrl.cache.codec import encode_for_transfer
+from nemo_specrl.errors import in_one_line
+from nemo_specrl.rollout import Rollout, RolloutSummary
 
 __all__ = ["POLL_SECONDS", "CacheClient"]
 
@@ -43,7 +43,7 @@ class CacheClient:
 
     Args:
         view: where partitions lie, and how to reach the shards.
-        keeper: the actor to ask for a newer view. None: there is none.
+        coordinator: the actor to ask for a newer view. None: there is none.
         deadline_s: a look-up that takes longer is answered without what is late, seconds.
         tokenizer_id: of the stores.
         incarnation: of the run. Every rollout that is put is stored with it, so that it is newer
@@ -56,8 +56,8 @@ class CacheClient:
 
     def __init__(
         self,
-        view: View,
-        keeper: Any,
+        view: ClusterView,
+        coordinator: Any,
         *,
         deadline_s: float,
         tokenizer_id: str,
@@ -69,7 +69,7 @@ class CacheClient:
         self.incarnation = incarnation
         self.resumed = resumed
         self._view = view
-        self._keeper = keeper
+        self._coordinator = coordinator
         self._logged = False
         self._reset()
 
@@ -80,15 +80,15 @@ class CacheClient:
         self._writes: list[Write] = []
         self._unsynced: set[str] = set()
         self._missed: set[str] = set()  # shards that did not receive what they should have
-        self._keeper_call: Any = None
-        self._keeper_called_at = -POLL_SECONDS
+        self._view_call: Any = None
+        self._view_called_at = -POLL_SECONDS
         self._claimed: dict[tuple[bytes, int], float] = {}  # rows under way, and since when
         self._renewing: asyncio.Task[None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what has been sent: it stays with the client that sent it."""
         of_connection = ("deadline_s", "tokenizer_id", "incarnation", "resumed")
-        names = (*of_connection, "_view", "_keeper", "_logged")
+        names = (*of_connection, "_view", "_coordinator", "_logged")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -114,7 +114,7 @@ class CacheClient:
         """
         return self._look_up(keys, "get")
 
-    def outlines(self, keys: Iterable[bytes]) -> dict[bytes, list[Outline]]:
+    def outlines(self, keys: Iterable[bytes]) -> dict[bytes, list[RolloutSummary]]:
         """Look prompts up like :meth:`get`, without tokens and log-probs."""
         return self._look_up(keys, "outlines")
 
@@ -162,7 +162,7 @@ class CacheClient:
         Returns:
             The sample index and the rollouts. None: the answer is late, or there is no shard.
         """
-        self._poll_keeper()
+        self._poll_coordinator()
         for _ in range(2):  # again where the shard says that another one is responsible
             node = next(iter(self._view.routing.read(key)), None)
             if node is None or not self._usable(node):
@@ -298,10 +298,10 @@ class CacheClient:
 
     def _send(self) -> None:
         """Send what is buffered to all writers of its partitions."""
-        self._poll_keeper()
+        self._poll_coordinator()
         buffer, self._buffer = self._buffer, []
         # Encoded here once: a third of the bytes, for each shard that receives them.
-        rollouts: list[Rollout] = list(packed(buffer, self.incarnation))
+        rollouts: list[Rollout] = list(encode_for_transfer(buffer, self.incarnation))
         routing, shards = self._view.routing, self._view.shards
         by_node: dict[str, list[Rollout]] = defaultdict(list)
         for rollout in rollouts:
@@ -332,12 +332,12 @@ class CacheClient:
             write.calls = {call: n for call, n in write.calls.items() if n in self._view.shards}
         self._writes = [write for write in self._writes if write.calls]
 
-    def _adopt(self, view: View | None) -> None:
+    def _adopt(self, view: ClusterView | None) -> None:
         """Use a view if it is newer; nodes that it adds get the writes that are under way, too."""
         if view is None or view.routing.epoch <= self._view.routing.epoch:
             return
         self._view = view
-        self._breakers = {node: Breaker() for node in view.shards}  # the keeper reaches them
+        self._breakers = {node: Breaker() for node in view.shards}  # the coordinator reaches them
         for write in self._writes:
             missing = missing_writes(write.rollouts, write.routing, view.routing)
             for node, batch in missing.items():
@@ -349,32 +349,32 @@ class CacheClient:
             write.routing = view.routing
 
     def _request_view(self) -> None:
-        """Ask the keeper for its view, at most once in ``POLL_SECONDS``."""
-        self._poll_keeper()
+        """Ask the coordinator for its view, at most once in ``POLL_SECONDS``."""
+        self._poll_coordinator()
         now = time.monotonic()
-        if self._keeper is not None and now - self._keeper_called_at >= POLL_SECONDS:
+        if self._coordinator is not None and now - self._view_called_at >= POLL_SECONDS:
             known = self._view.routing.epoch
-            self._keeper_call, self._keeper_called_at = self._keeper.view.remote(known), now
+            self._view_call, self._view_called_at = self._coordinator.view.remote(known), now
 
-    def _poll_keeper(self) -> None:
-        """Adopt the view that the keeper was asked for, if it has come."""
-        if self._keeper_call is not None and ready([self._keeper_call], 0):
-            call, self._keeper_call = self._keeper_call, None
+    def _poll_coordinator(self) -> None:
+        """Adopt the view that the coordinator was asked for, if it has come."""
+        if self._view_call is not None and ready([self._view_call], 0):
+            call, self._view_call = self._view_call, None
             try:
                 self._adopt(ray.get(call))
-            except Exception as error:  # without a keeper the shards refuse, and that is counted
-                logger.debug("the cache's keeper: %s", in_one_line(error))
+            except Exception as error:  # the shards then refuse, and that is counted
+                logger.debug("the cache's coordinator: %s", in_one_line(error))
 
     def _report_missed(self, wait: bool = False) -> None:
-        """Tell the keeper which shards this client could not write to."""
+        """Tell the coordinator which shards this client could not write to."""
         missed = sorted(self._missed & self._view.shards.keys())
         self._missed.clear()
-        if missed and self._keeper is not None:
-            call = self._keeper.report_missed.remote(missed)
+        if missed and self._coordinator is not None:
+            call = self._coordinator.report_missed.remote(missed)
             if wait:
-                self._keeper_call = call
+                self._view_call = call
                 ready([call], SYNC_SECONDS)
-                self._poll_keeper()
+                self._poll_coordinator()
 
     def _result(self, node: str, call: Any) -> Any:
         """Return a shard's answer, or ``FAILED``."""

@@ -1,7 +1,7 @@
 """The rollout cache of a Ray cluster, as a training driver uses it.
 
 Each node has a shard (:mod:`.shard`), which owns the store on the node's disk. The partitions of
-the prompts are placed on ``replicas`` shards each (:mod:`.placement`). The keeper (:mod:`.keeper`)
+the prompts are placed on ``replicas`` shards each (:mod:`.placement`). The :mod:`.coordinator`
 has them copied and moved as nodes come and go. Clients (:mod:`.client`) look rollouts up and store
 them.
 
@@ -18,8 +18,8 @@ What is guaranteed:
 What is not guaranteed:
 
 - The last point, if the client that wrote could not reach a node from which others read: for the
-  second that it takes to inform those, or, if the node is cut off from the keeper as well, until
-  its lease ends (:data:`.shard.LEASE_SECONDS`). The same where Ray declares a node dead whose
+  second that it takes to inform those, or, if the node is cut off from the coordinator as well,
+  until its lease ends (:data:`.shard.LEASE_SECONDS`). The same where Ray declares a node dead whose
   processes live on.
 - That a prompt is found whose copies are all lost.
 - That the newest rollout is found right after a restart of the whole job, before the disks have
@@ -47,19 +47,19 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nemo_specrl.cache.cluster.client import POLL_SECONDS, CacheClient
-from nemo_specrl.cache.cluster.coordinator import START_SECONDS, Keeper, Started
-from nemo_specrl.cache.cluster.copy_tasks import FILES, in_one_line
+from nemo_specrl.cache.cluster.coordinator import START_SECONDS, Coordinator, Started
+from nemo_specrl.cache.cluster.copy_tasks import FILES
 from nemo_specrl.cache.cluster.membership import Health
 from nemo_specrl.cache.cluster.shard_calls import FAILED, ready, within
 from nemo_specrl.cache.metrics import StoreStats
 from nemo_specrl.cache.snapshot import Manifest, PartitionFile, read_manifest, write_manifest
-from nemo_specrl.errors import CacheError, ForeignStore, StoreUnavailable
+from nemo_specrl.errors import CacheError, ForeignStore, StoreUnavailable, in_one_line
 
 __all__ = ["ClusterCache", "start_shards"]
 
 CALL_SECONDS = 60.0
 STATS_SECONDS = 10.0
-"""How long a step's metrics wait for a shard, or the keeper; then the shard counts as failed."""
+"""How long a step's metrics wait for a shard or the coordinator, which then counts as failed."""
 SNAPSHOT_SECONDS = 300.0
 """How long a checkpoint is held up by the cache, at most."""
 WRITE_SECONDS = 120.0
@@ -104,12 +104,12 @@ class ClusterCache(CacheClient):
         """Return how many nodes there are, and how many copies are missing or being made.
 
         Raises:
-            StoreUnavailable: the keeper does not answer.
+            StoreUnavailable: the coordinator does not answer.
         """
-        health: Health = self._call_keeper("health", seconds=STATS_SECONDS)
+        health: Health = self._call_coordinator("health", seconds=STATS_SECONDS)
         return health
 
-    def reshard(self, layout: Collection[str]) -> None:
+    def set_preferred_nodes(self, layout: Collection[str]) -> None:
         """Place the partitions on these nodes; they move in the background, and serve meanwhile.
 
         Call it when the engines are placed on other nodes. Only what has to move does.
@@ -120,9 +120,9 @@ class ClusterCache(CacheClient):
 
         Raises:
             ConfigError: one of them is no node of the Ray cluster.
-            StoreUnavailable: the keeper does not answer.
+            StoreUnavailable: the coordinator does not answer.
         """
-        self._call_keeper("reshard", sorted(layout))
+        self._call_coordinator("set_preferred_nodes", sorted(layout))
 
     def snapshot(self, folder: Path, policy_version: int) -> Manifest:
         """Write the whole cache beside a checkpoint's weights.
@@ -299,21 +299,21 @@ class ClusterCache(CacheClient):
         """Send what is buffered, close the stores and end the actors."""
         self.sync()
         try:
-            self._call_keeper("close")
+            self._call_coordinator("close")
         finally:
-            ray.kill(self._keeper)
+            ray.kill(self._coordinator)
 
     def _reset(self) -> None:
         super()._reset()
         self._hanging: dict[str, Any] = {}  # calls of shards that do not come back from a disk
 
-    def _call_keeper(self, method: str, *args: Any, seconds: float = CALL_SECONDS) -> Any:
+    def _call_coordinator(self, method: str, *args: Any, seconds: float = CALL_SECONDS) -> Any:
         try:
-            return ray.get(getattr(self._keeper, method).remote(*args), timeout=seconds)
+            return ray.get(getattr(self._coordinator, method).remote(*args), timeout=seconds)
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
         except ray.exceptions.RayError as error:
-            raise StoreUnavailable(f"the cache's keeper: {in_one_line(error)}") from error
+            raise StoreUnavailable(f"the cache's coordinator: {in_one_line(error)}") from error
 
 
 def start_shards(
@@ -356,18 +356,22 @@ def start_shards(
         "groups_per_prompt": groups_per_prompt,
     }
     here = ray.get_runtime_context().get_node_id()
-    actor: Any = ray.remote(Keeper).options(
+    actor: Any = ray.remote(Coordinator).options(
         num_cpus=0,
         max_concurrency=16,
         max_restarts=-1,
-        # Beside this process: the run ends with its node, and then there is no use for a keeper.
+        # Beside this process: the run, and the use of a coordinator, end with its node.
         scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
     )
-    keeper = actor.remote(str(folder), secrets.randbits(63), keep, partitions, replicas, options)
+    coordinator = actor.remote(
+        str(folder), secrets.randbits(63), keep, partitions, replicas, options
+    )
     try:
-        started: Started = ray.get(keeper.start.remote(), timeout=2 * START_SECONDS + CALL_SECONDS)
+        started: Started = ray.get(
+            coordinator.start.remote(), timeout=2 * START_SECONDS + CALL_SECONDS
+        )
     except ray.exceptions.RayError as error:
-        ray.kill(keeper)
+        ray.kill(coordinator)
         cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else None
         if isinstance(cause, CacheError):
             raise cause from None
@@ -376,7 +380,7 @@ def start_shards(
         logger.warning("rollout cache: %s", line)
     return ClusterCache(
         started.view,
-        keeper,
+        coordinator,
         deadline_s=deadline_s,
         tokenizer_id=tokenizer_id,
         incarnation=max(time.time_ns(), started.incarnation + 1),

@@ -1,14 +1,14 @@
-"""The keeper: an actor that watches the nodes of a cluster and keeps every partition replicated.
+"""The coordinator: an actor that watches a cluster's nodes and keeps partitions replicated.
 
 Several times a second it checks which nodes Ray has, starts a shard on each new node and on each
 whose shard has died, and sends every shard a heartbeat. What it finds goes into a
 :class:`Membership`. The views that follow from it go out with the heartbeats, and shards copy
 partitions from one another (:mod:`.transfers`). Look-ups go on meanwhile.
 
-A shard that does not answer for ``PATIENCE_SECONDS`` is left out until it does; by then it refuses
-look-ups by itself (:data:`.shard.LEASE_SECONDS`). The keeper runs on the node of the process that
-started it. If it dies, it is restarted, with new shards on the same disks; until then the shards
-refuse look-ups, and the cache is cold.
+A shard that does not answer for ``SILENCE_TIMEOUT`` is left out until it does; by then it refuses
+look-ups by itself (:data:`.shard.LEASE_SECONDS`). The coordinator runs on the node of the process
+that started it. If it dies, it is restarted, with new shards on the same disks; until then the
+shards refuse look-ups, and the cache is cold.
 
 This module imports Ray and knows shards and membership. It does not know clients.
 """
@@ -29,16 +29,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from nemo_specrl.cache.cluster.copy_tasks import (
     BACKGROUND,
     FILES,
-    PATIENCE_SECONDS,
     RETRY_SECONDS,
+    SILENCE_TIMEOUT,
     Transfers,
-    in_one_line,
 )
-from nemo_specrl.cache.cluster.membership import Copy, Health, Membership, View
+from nemo_specrl.cache.cluster.membership import ClusterView, CopyTask, Health, Membership
 from nemo_specrl.cache.cluster.shard import Shard, ShardInfo
-from nemo_specrl.errors import ConfigError, StoreUnavailable
+from nemo_specrl.errors import ConfigError, StoreUnavailable, in_one_line
 
-__all__ = ["START_SECONDS", "Keeper", "Started"]
+__all__ = ["START_SECONDS", "Coordinator", "Started"]
 
 TICK_SECONDS = 0.25
 PING_SECONDS = 1.0
@@ -50,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _ShardHandle:
-    """A shard that the keeper has started.
+    """A shard that the coordinator has started.
 
     Args:
         node: Ray's id of its node.
@@ -90,12 +89,12 @@ class Started(NamedTuple):
         remarks: lines for the user, such as why a node has no shard.
     """
 
-    view: View
+    view: ClusterView
     incarnation: int
     remarks: list[str]
 
 
-class Keeper:
+class Coordinator:
     """The actor. Its own thread runs :meth:`step`; the other methods are called by clients.
 
     Args:
@@ -124,17 +123,17 @@ class Keeper:
         self._warm = not keep
         self._partitions = partitions
         self._options = dict(options)
-        # The clock makes epochs grow when a keeper is restarted, too, and clients say so if it has
-        # been set back (:meth:`view`).
+        # The clock makes epochs grow when a coordinator is restarted, too, and clients say so if it
+        # has been set back (:meth:`view`).
         self._membership = Membership(partitions, replicas, epoch=time.time_ns() // 10**6)
         self._shards: dict[str, _ShardHandle] = {}  # by Ray's id of the node
         self._retry_at: dict[str, float] = {}  # when to try again on a node
         self._at_start: set[str] = set()  # nodes that were there, with or without a shard
         self._failed: dict[str, str] = {}  # why a node has no shard, by the node's address and id
         self._layout: tuple[str, ...] = ()
-        self._view = View(self._membership.routing, {}, {})
+        self._view = ClusterView(self._membership.routing, {}, {})
         self._transfers = Transfers(partitions)
-        self._to_copy: set[Copy] = set()
+        self._to_copy: set[CopyTask] = set()
         self._nodes_checked_at = self._advanced_at = -PING_SECONDS
         self._lock = threading.Lock()  # of membership, view and transfers
         self._closed = threading.Event()
@@ -179,7 +178,7 @@ class Keeper:
             until = time.monotonic() + START_SECONDS
             while not self.started():
                 if time.monotonic() > until:
-                    raise StoreUnavailable(f"{self._folder}: no shard answers its keeper")
+                    raise StoreUnavailable(f"{self._folder}: no shard answers its coordinator")
                 self.step()
                 time.sleep(0.01)
             self._run_in_background()
@@ -210,12 +209,13 @@ class Keeper:
             )
         )
 
-    def view(self, known: int = 0) -> View:
+    def view(self, known: int = 0) -> ClusterView:
         """Return the current view.
 
         Args:
-            known: epoch of the caller's. It is larger than this keeper's own where the keeper was
-                restarted and the clock has been set back; the caller then gets a later one.
+            known: epoch of the caller's. It is larger than this coordinator's own where the
+                coordinator was restarted and the clock has been set back; the caller then gets a
+                later one.
         """
         with self._lock:
             self._membership.outrun(known)
@@ -227,7 +227,7 @@ class Keeper:
         with self._lock:
             return self._membership.health
 
-    def report_missed(self, names: Collection[str]) -> View:
+    def report_missed(self, names: Collection[str]) -> ClusterView:
         """Note that shards did not receive what was written to others of their partitions.
 
         Returns:
@@ -239,7 +239,7 @@ class Keeper:
             self._plan_if_changed()
             return self._view
 
-    def reshard(self, layout: Collection[str]) -> None:
+    def set_preferred_nodes(self, layout: Collection[str]) -> None:
         """Place the partitions on these nodes, and on others only where these are too few.
 
         Args:
@@ -271,20 +271,22 @@ class Keeper:
         self._poll_shards()
         with self._lock:
             preferred = [self._shards[node] for node in self._layout if node in self._shards]
-            self._membership.prefer([shard.info.name for shard in preferred if shard.info])
+            self._membership.set_preferred_nodes(
+                [shard.info.name for shard in preferred if shard.info]
+            )
             self._advance_membership()
         self._send_heartbeats()
 
     def _run_in_background(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         while not self._closed.is_set():
             try:
                 self.step()
-            except Exception:  # whatever it is: without a keeper the cache goes cold
-                logger.exception("rollout cache: the keeper goes on after")
+            except Exception:  # whatever it is: without a coordinator the cache goes cold
+                logger.exception("rollout cache: the coordinator goes on after")
             with self._lock:
                 copying = self._transfers.calls
             if copying:  # chunks follow one another without a pause
@@ -354,9 +356,9 @@ class Keeper:
                 describe = shard.actor.describe.options(concurrency_group=BACKGROUND)
                 shard.call, shard.called_at = describe.remote(self._partitions), now
         for shard in self._shards.values():
-            if shard.info is not None and now - shard.called_at > PATIENCE_SECONDS:
+            if shard.info is not None and now - shard.called_at > SILENCE_TIMEOUT:
                 shard.call = None  # call again: an answer may have been lost with its connection
-            if shard.member and now - shard.heard_at > PATIENCE_SECONDS:
+            if shard.member and now - shard.heard_at > SILENCE_TIMEOUT:
                 logger.warning(
                     "rollout cache: the shard of node %s has not answered for %.0f s",
                     shard.node, now - shard.heard_at,
@@ -407,7 +409,7 @@ class Keeper:
 
     def _update_view(self) -> None:
         members = [s for s in list(self._shards.values()) if s.member and s.info is not None]
-        self._view = View(
+        self._view = ClusterView(
             self._membership.routing,
             {shard.info.name: shard.actor for shard in members if shard.info},
             {shard.info.name: shard.node for shard in members if shard.info},

@@ -1,7 +1,7 @@
-"""The copies that a keeper has shards make of one another, a chunk at a time.
+"""The copies that a coordinator has shards make of one another, a chunk at a time.
 
 Nothing here waits: :meth:`Transfers.advance` looks which calls have been answered and makes the
-next ones. The data goes from shard to shard; only references pass through the keeper.
+next ones. The data goes from shard to shard; only references pass through the coordinator.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 
 import ray
 
-from nemo_specrl.cache.cluster.membership import Copy
-from nemo_specrl.cache.snapshot import key_range
-from nemo_specrl.errors import SpecRLError, last_line
+from nemo_specrl.cache.cluster.membership import CopyTask
+from nemo_specrl.cache.partitions import key_range
+from nemo_specrl.errors import in_one_line
 
-__all__ = ["BACKGROUND", "FILES", "PATIENCE_SECONDS", "RETRY_SECONDS", "Transfers", "in_one_line"]
+__all__ = ["BACKGROUND", "FILES", "RETRY_SECONDS", "SILENCE_TIMEOUT", "Transfers"]
 
 BACKGROUND = "background"
 """Concurrency group of shards for calls that must not queue behind those of clients."""
 FILES = "files"
 """Concurrency group of shards for calls that read or write a shared file system, which may hang."""
-PATIENCE_SECONDS = 12.0
+SILENCE_TIMEOUT = 12.0
 RETRY_SECONDS = 5.0
 COPIES_AT_ONCE = 4
 
@@ -55,8 +55,8 @@ class Transfers:
 
     def __init__(self, partitions: int) -> None:
         self._partitions = partitions
-        self._running: dict[Copy, _Transfer] = {}
-        self._retry_at: dict[Copy, float] = {}
+        self._running: dict[CopyTask, _Transfer] = {}
+        self._retry_at: dict[CopyTask, float] = {}
 
     @property
     def calls(self) -> list[Any]:
@@ -68,7 +68,7 @@ class Transfers:
         self._running.clear()
         self._retry_at.clear()
 
-    def advance(self, wanted: Collection[Copy], shards: Mapping[str, Any]) -> list[Copy]:
+    def advance(self, wanted: Collection[CopyTask], shards: Mapping[str, Any]) -> list[CopyTask]:
         """Start the copies that are wanted, some at a time, and continue those under way.
 
         A copy whose shard fails or does not answer starts again after ``RETRY_SECONDS``.
@@ -98,8 +98,8 @@ class Transfers:
             try:
                 if transfer.call in done:
                     following = self._follow(copy, transfer, shards)
-                elif now - transfer.since > PATIENCE_SECONDS:
-                    raise TimeoutError(f"no answer in {PATIENCE_SECONDS:g} s")
+                elif now - transfer.since > SILENCE_TIMEOUT:
+                    raise TimeoutError(f"no answer in {SILENCE_TIMEOUT:g} s")
                 else:
                     continue
             except Exception as error:  # of an actor, its store or its node
@@ -114,31 +114,19 @@ class Transfers:
                 self._running[copy] = following
         return complete
 
-    def _read(self, copy: Copy, start: bytes, shards: Mapping[str, Any]) -> _Transfer:
+    def _read(self, copy: CopyTask, start: bytes, shards: Mapping[str, Any]) -> _Transfer:
         _, stop = key_range(copy.partition, self._partitions)
         read = shards[copy.source].read_range.options(concurrency_group=BACKGROUND)
         return _Transfer(read.remote(start, stop), time.monotonic())
 
     def _follow(
-        self, copy: Copy, transfer: _Transfer, shards: Mapping[str, Any]
+        self, copy: CopyTask, transfer: _Transfer, shards: Mapping[str, Any]
     ) -> _Transfer | None:
         """Make the call that follows one that was answered; None where the copy is complete."""
         if transfer.merging:
-            following = ray.get(transfer.call, timeout=PATIENCE_SECONDS)
+            following = ray.get(transfer.call, timeout=SILENCE_TIMEOUT)
             return None if following is None else self._read(copy, following, shards)
         # The chunk was waited for, so that no thread of the target waits for it.
         _, stop = key_range(copy.partition, self._partitions)
         merge = shards[copy.target].merge_range.options(concurrency_group=BACKGROUND)
         return _Transfer(merge.remote(transfer.call, stop), time.monotonic(), merging=True)
-
-
-def in_one_line(error: BaseException) -> str:
-    """Return an error's type and the last line of its message; of one on purpose, its message."""
-    cause = getattr(error, "cause", None) or error  # Ray adds the place where it was raised
-    if isinstance(cause, SpecRLError):
-        return str(cause)
-    name, line = type(error).__name__, last_line(error)
-    _, on_purpose, rest = line.partition("nemo_specrl.errors.")
-    if on_purpose and ": " in rest:  # raised where an actor was made, and text by now
-        return rest.partition(": ")[2]
-    return name if line == name else f"{name}: {line}"

@@ -14,7 +14,7 @@ happens to nodes and derives one routing from the last, each with a higher epoch
 
 This holds as long as whoever acts on a routing makes it known to every member before copies are
 made or the next routing is derived (:meth:`Membership.acknowledged`), and members make it known to
-clients. Which of two rollouts is newer depends on the rollouts alone (:func:`recency`), so copies
+clients. Which of two rollouts is newer depends on the rollouts alone (``cache.recency``), so copies
 can be merged in any order and any number of times.
 
 This module deals in names and numbers only. It does not import Ray and knows neither stores nor
@@ -28,12 +28,17 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from nemo_specrl.cache.cluster.placement import Table, moves, place
-from nemo_specrl.cache.snapshot import partition_of
-from nemo_specrl.rollout import Finish, Rollout
+from nemo_specrl.cache.partitions import partition_of
+from nemo_specrl.rollout import Rollout
 
-__all__ = ["Copy", "Health", "Membership", "Routing", "View", "missing_writes", "newest", "recency"]
-
-Recency = tuple[int, int, int, bool, int]
+__all__ = [
+    "ClusterView",
+    "CopyTask",
+    "Health",
+    "Membership",
+    "Routing",
+    "missing_writes",
+]
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ class Routing:
 
 
 @dataclass(frozen=True)
-class View:
+class ClusterView:
     """A routing, and how to reach its nodes.
 
     Args:
@@ -75,7 +80,7 @@ class View:
     nodes: Mapping[str, str]
 
 
-class Copy(NamedTuple):
+class CopyTask(NamedTuple):
     """A copy to be made: what ``source`` has of a partition is merged into ``target``."""
 
     partition: int
@@ -95,50 +100,6 @@ class Health(NamedTuple):
     nodes: int
     missing: int
     moving: int
-
-
-def recency(rollout: Rollout) -> Recency:
-    """Order the rollouts of one sample index: the newer one compares greater.
-
-    The incarnation comes first, because policy versions run back when a run resumes from a
-    checkpoint: what the resumed run makes is newer than what its disks have of the lost steps,
-    whatever version that had. Of one rollout (same version, same occurrence) the finished form is
-    newer than a partial one, and a longer partial one newer than a shorter one.
-    """
-    finished = rollout.finish is not Finish.PARTIAL
-    return (
-        rollout.incarnation,
-        rollout.policy_version,
-        rollout.occurrence,
-        finished,
-        0 if finished else len(rollout),
-    )
-
-
-def newest(incoming: Iterable[Rollout], present: Iterable[Rollout], groups: int) -> list[Rollout]:
-    """Merge two sets of rollouts of one sample index.
-
-    A partial rollout counts only while it is the newest: just the newest can be continued, and an
-    older partial one would take the place of a finished one.
-
-    Args:
-        incoming: rollouts of another store, in any order.
-        present: what the store has. It cannot delete single rollouts, so an outdated partial one
-            that it has already stays while there is room.
-        groups: how many to keep.
-
-    Returns:
-        The rollouts to keep, newest first.
-    """
-    old: dict[Recency, Rollout] = {}
-    for rollout in present:
-        old.setdefault(recency(rollout), rollout)
-    found = {recency(rollout): rollout for rollout in incoming} | old
-    ordered = sorted(found, reverse=True)
-    outdated = [when for when in ordered[1:] if found[when].finish is Finish.PARTIAL]
-    kept = [when for when in ordered if when not in outdated]
-    kept += [when for when in outdated if when in old]
-    return [found[when] for when in kept[:groups]]
 
 
 def missing_writes(
@@ -180,7 +141,7 @@ class Membership:
         self._missed: set[str] = set()  # nodes behind, which the routing does not reflect yet
         self._changed = False
         self._acknowledged = False
-        self._copies: set[Copy] = set()  # still to be made
+        self._copies: set[CopyTask] = set()  # still to be made
 
     @property
     def changed(self) -> bool:
@@ -231,12 +192,12 @@ class Membership:
             self._changed = True
 
     def outrun(self, epoch: int) -> None:
-        """Make the next routing newer than one that is known, as of a keeper before this one."""
+        """Make the next routing newer than one that an earlier coordinator has given out."""
         if self.routing.epoch < epoch:
             self.routing = replace(self.routing, epoch=epoch)
             self._changed = True
 
-    def prefer(self, nodes: Collection[str]) -> None:
+    def set_preferred_nodes(self, nodes: Collection[str]) -> None:
         """Place the partitions on these nodes, and on others only where these are too few."""
         if self._preferred != frozenset(nodes):
             self._preferred = frozenset(nodes)
@@ -263,15 +224,15 @@ class Membership:
                 now = here or tuple(n for n in goal if n in holders) or tuple(holders) or goal
             readers.append(now)
             self._copies.update(
-                Copy(partition, node, holder) for node in goal for holder in holders
+                CopyTask(partition, node, holder) for node in goal for holder in holders
             )
         for move in moves(tuple(readers), self._goal, self.members):
-            self._copies.add(Copy(move.partition, move.target, move.sources[0]))
+            self._copies.add(CopyTask(move.partition, move.target, move.sources[0]))
         self._copies = {copy for copy in self._copies if copy.source != copy.target}
         self._changed = False
         return self._next(tuple(readers))
 
-    def acknowledged(self) -> list[Copy]:
+    def acknowledged(self) -> list[CopyTask]:
         """Record that every member knows the current routing.
 
         Returns:
@@ -281,7 +242,7 @@ class Membership:
         self._may_read = self.routing.readers
         return sorted(self._copies)
 
-    def copied(self, copy: Copy) -> None:
+    def copied(self, copy: CopyTask) -> None:
         """Record that a copy has been made; one that is no longer wanted is ignored."""
         self._copies.discard(copy)
 

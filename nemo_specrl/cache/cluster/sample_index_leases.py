@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from nemo_specrl.rollout import Finish, Rollout
 
-__all__ = ["CLAIM_SECONDS", "RENEW_SECONDS", "ROW_SECONDS", "SampleClaims"]
+__all__ = ["CLAIM_SECONDS", "RENEW_SECONDS", "ROW_SECONDS", "SampleIndexLeases"]
 
 CLAIM_SECONDS = 120.0
 """How long a claim holds that nobody renews: its client has died, or does not know of it."""
@@ -21,7 +21,7 @@ ROW_SECONDS = 3600.0
 """A row that has not ended by then is taken for lost, and its claim no longer renewed."""
 
 
-class SampleClaims:
+class SampleIndexLeases:
     """Assigns sample indices to rows of a prompt that arrive one by one and in any order.
 
     Rows of a batch have their sample indices by position. Rows of an asynchronous trainer arrive

@@ -1,11 +1,11 @@
 """One node's part of a cluster's cache: its store, and the ranges of it that are copied.
 
 A shard answers look-ups only for partitions of which the current view says that it has everything,
-and only while it hears from the keeper. A shard that was cut off or stopped may lack what was
-written meanwhile; it refuses look-ups until the keeper has brought it up to date. It accepts writes
-at any time.
+and only while it hears from the coordinator. A shard that was cut off or stopped may lack what was
+written meanwhile; it refuses look-ups until the coordinator has brought it up to date. It accepts
+writes at any time.
 
-This module knows stores and views. :mod:`.keeper` makes Ray actors of it.
+This module knows stores and views. ``coordinator`` makes Ray actors of it.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from nemo_specrl.cache.cluster.membership import View, newest, recency
-from nemo_specrl.cache.cluster.sample_index_leases import SampleClaims
+from nemo_specrl.cache.cluster.membership import ClusterView
+from nemo_specrl.cache.cluster.sample_index_leases import SampleIndexLeases
 from nemo_specrl.cache.cluster.shard_identity import Identity, read_identity, write_identity
 from nemo_specrl.cache.metrics import StoreStats
+from nemo_specrl.cache.partitions import key_range, partition_of
+from nemo_specrl.cache.recency import merge_newest, recency
 from nemo_specrl.cache.run_folders import begin_empty, remarks, remove_unused
 from nemo_specrl.cache.snapshot import (
     PartitionFile,
-    key_range,
-    partition_of,
     read_partition,
     write_partition,
 )
 from nemo_specrl.cache.store import RolloutStore
 from nemo_specrl.errors import CacheError, StoreInUse, StoreUnavailable
 from nemo_specrl.files import as_cache_errors
-from nemo_specrl.rollout import Outline, Rollout
+from nemo_specrl.rollout import Rollout, RolloutSummary
 
 __all__ = ["LEASE_SECONDS", "Chunk", "Shard", "ShardInfo"]
 
 LEASE_SECONDS = 10.0
-"""How long a shard answers look-ups after its last exchange with the keeper, which waits longer
-before it gives a shard up."""
+"""How long a shard answers look-ups after its last exchange with the coordinator, which waits
+longer before it gives a shard up."""
 LOCK_SECONDS = 20.0
 CHUNK_TOKENS = 2**19
 """A chunk of a copy ends with the prompt that reaches this many tokens: about 4 MiB."""
@@ -110,7 +110,7 @@ class Shard:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         path = self._folder = Path(folder)
-        self.claims = SampleClaims()
+        self.claims = SampleIndexLeases()
         tokenizer_id = str(options["tokenizer_id"])
         with as_cache_errors("open the rollout store", path):
             lines = remove_unused(path)
@@ -124,7 +124,7 @@ class Shard:
         for line in lines:
             logger.warning("rollout cache: %s", line)
         self.name, self._remarks = known.name, tuple(lines)
-        self.view: View | None = None
+        self.view: ClusterView | None = None
         self._groups = int(options.get("groups_per_prompt", 1))
         self._clock = clock
         self._writing = threading.Lock()  # so that no copy undoes a put
@@ -150,15 +150,16 @@ class Shard:
             self.name, self._store_id, tuple(holds), self._identity.incarnation, self._remarks
         )
 
-    def heartbeat(self, view: View, last_answer: int) -> tuple[str, int]:
-        """Learn the current view, and that the keeper has received an earlier answer.
+    def heartbeat(self, view: ClusterView, last_answer: int) -> tuple[str, int]:
+        """Learn the current view, and that the coordinator has received an earlier answer.
 
         The lease on which look-ups are answered begins when the shard gave that answer: the call
         that confirms it may have been under way for long.
 
         Args:
             view: the current one.
-            last_answer: number of the last answer that the keeper has received; 0 before the first.
+            last_answer: number of the last answer that the coordinator has received; 0 before the
+                first.
 
         Returns:
             The store's id (:class:`ShardInfo`), and the number of this answer.
@@ -174,13 +175,15 @@ class Shard:
 
     def outlines(
         self, keys: list[bytes], epoch: int
-    ) -> tuple[dict[bytes, list[Outline]], View | None]:
+    ) -> tuple[dict[bytes, list[RolloutSummary]], ClusterView | None]:
         """Look prompts up like :meth:`get`, and leave the arrays out: a thousandth of the bytes."""
         found, newer = self.get(keys, epoch)
         outlines = {key: [rollout.outline for rollout in group] for key, group in found.items()}
         return outlines, newer
 
-    def get(self, keys: list[bytes], epoch: int) -> tuple[dict[bytes, list[Rollout]], View | None]:
+    def get(
+        self, keys: list[bytes], epoch: int
+    ) -> tuple[dict[bytes, list[Rollout]], ClusterView | None]:
         """Look prompts up.
 
         Args:
@@ -192,7 +195,8 @@ class Shard:
             Prompts for which this shard is no reader by that view are left out.
 
         Raises:
-            StoreUnavailable: reading failed, or the keeper has not been heard from for too long.
+            StoreUnavailable: reading failed, or the coordinator has not been heard from for too
+                long.
         """
         self._check_lease()
         newer = self._newer_view(epoch)
@@ -204,7 +208,7 @@ class Shard:
             self._store_id = uuid.uuid4().hex
             raise
 
-    def put(self, rollouts: list[Rollout], epoch: int) -> View | None:
+    def put(self, rollouts: list[Rollout], epoch: int) -> ClusterView | None:
         """Store rollouts and release the claims on their sample indices.
 
         Rollouts that were sent by an old routing may arrive after newer ones of the same sample
@@ -233,8 +237,8 @@ class Shard:
 
     def claim(
         self, key: bytes, policy_version: int, epoch: int, incarnation: int
-    ) -> tuple[tuple[int, list[Rollout]] | None, View | None]:
-        """Assign a sample index to a row that comes alone (:class:`SampleClaims`).
+    ) -> tuple[tuple[int, list[Rollout]] | None, ClusterView | None]:
+        """Assign a sample index to a row that comes alone (:class:`SampleIndexLeases`).
 
         Args:
             key: of the row's prompt.
@@ -248,7 +252,8 @@ class Shard:
             prompt's sample indices.
 
         Raises:
-            StoreUnavailable: reading failed, or the keeper has not been heard from for too long.
+            StoreUnavailable: reading failed, or the coordinator has not been heard from for too
+                long.
         """
         self._check_lease()
         newer = self._newer_view(epoch)
@@ -384,7 +389,7 @@ class Shard:
     def _check_lease(self) -> None:
         if self._clock() - self._confirmed_at > LEASE_SECONDS:
             raise StoreUnavailable(
-                f"shard {self.name}: no contact with its keeper for {LEASE_SECONDS:g} s"
+                f"shard {self.name}: no contact with its coordinator for {LEASE_SECONDS:g} s"
             )
 
     def _note_incarnation(self, rollouts: Iterable[Rollout]) -> None:
@@ -396,7 +401,7 @@ class Shard:
                 write_identity(self._folder, identity)
             self._identity = identity
 
-    def _newer_view(self, epoch: int) -> View | None:
+    def _newer_view(self, epoch: int) -> ClusterView | None:
         view = self.view
         return view if view is not None and view.routing.epoch > epoch else None
 
@@ -414,7 +419,7 @@ class Shard:
             incoming[rollout.key, rollout.sample_index].append(rollout)
         self._note_incarnation(r for group in incoming.values() for r in group)
         for row, group in incoming.items():
-            kept = newest(group, present[row], self._groups)
+            kept = merge_newest(group, present[row], self._groups)
             current = list(dict.fromkeys(map(recency, present[row])))
             if list(map(recency, kept)) != current[: self._groups]:
                 self.store.put(reversed(kept))  # to a store, what is put last is the newest

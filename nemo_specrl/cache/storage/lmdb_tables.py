@@ -15,17 +15,17 @@ import lmdb
 
 from nemo_specrl.cache.storage.lock import FolderLock
 from nemo_specrl.cache.storage.schema import (
-    BEHIND,
+    AFTER_PROMPT,
     CLOCK,
     DATA_FILE,
     FORMAT,
     HEAD,
     PIECE,
+    newest_keys,
     packed_identity,
     packed_state,
     unpacked_identity,
     unpacked_state,
-    visible,
 )
 from nemo_specrl.errors import ForeignStore, StoreUnavailable
 from nemo_specrl.files import FILE_MODE, sync_folder
@@ -57,8 +57,8 @@ class Tables:
     def __init__(self, folder: Path, map_size: int, tokenizer_id: str, lock: FolderLock) -> None:
         self._file = folder / DATA_FILE
         self._lock = lock
-        self.mark = lock.mark
-        with lock.busy():
+        self.record_access = lock.record_access
+        with lock.accessing():
             self._open(folder, map_size, tokenizer_id)
         pages = map_size // self.page_size
         # Copy-on-write and the pages freed last, which LMDB does not reuse yet, need free pages.
@@ -156,7 +156,7 @@ class Tables:
     def reading(self) -> Iterator[Reader]:
         """Read what was committed last."""
         with (
-            self._lock.busy(),
+            self._lock.accessing(),
             self.env.begin(db=self.rollouts, buffers=True) as txn,
             txn.cursor() as cursor,
         ):
@@ -169,7 +169,10 @@ class Tables:
         Raises:
             lmdb.CorruptedError: LMDB has freed other pages than it should have.
         """
-        with self._lock.busy(), self.env.begin(db=self.rollouts, write=True, buffers=True) as txn:
+        with (
+            self._lock.accessing(),
+            self.env.begin(db=self.rollouts, write=True, buffers=True) as txn,
+        ):
             with txn.cursor() as cursor:
                 writer = Writer(self, txn, cursor)
                 yield writer
@@ -219,7 +222,7 @@ class Reader:
 
     def records(self, key: bytes) -> dict[bytes, bytes]:
         """Return the records of a prompt, by db key."""
-        self._tables.mark(key)
+        self._tables.record_access(key)
         pieces: dict[bytes, list[memoryview]] = {}
         if self._cursor.set_range(key):
             record = b""
@@ -242,7 +245,7 @@ class Reader:
             lmdb.CorruptedError: a page has its keys in another order, so that the search would not
                 end.
         """
-        self._tables.mark(start)
+        self._tables.record_access(start)
         found: list[bytes] = []
         last = b""
         more = self._cursor.set_range(start)
@@ -255,7 +258,7 @@ class Reader:
                 break
             if name >= start:
                 found.append(name)
-            more = self._cursor.set_range(name + BEHIND)
+            more = self._cursor.set_range(name + AFTER_PROMPT)
         return found
 
     def _names(self, key: bytes) -> dict[bytes, int]:
@@ -307,7 +310,7 @@ class Writer(Reader):
 
     def touch(self, key: bytes, clock: int) -> None:
         """Record a use of a prompt, if it is there."""
-        self._tables.mark(key)
+        self._tables.record_access(key)
         last_use, count = self._head(key)
         if count:
             self._set_head(key, last_use, clock, count)
@@ -349,7 +352,7 @@ class Writer(Reader):
                 if not cursor.first():
                     break
                 clock, key = map(bytes, cursor.item())
-            self._tables.mark(key)
+            self._tables.record_access(key)
             if not self._txn.delete(clock, db=self._tables.uses):
                 raise lmdb.CorruptedError("uses of prompts are out of order")
             self.count = max(0, self.count - self._head(key)[1])
@@ -374,13 +377,13 @@ class Writer(Reader):
             unwanted: db keys to delete.
             groups: at least 1.
         """
-        self._tables.mark(key)
+        self._tables.record_access(key)
         last_use, old_count = self._head(key)
         pieces: dict[bytes, dict[bytes, int]] = {}
         for name, length in self._names(key).items():
             if len(name) > KEY_BYTES:
                 pieces.setdefault(name[: -PIECE.size], {})[name] = length
-        kept = set(visible({*pieces, *new} - set(unwanted), groups))
+        kept = set(newest_keys({*pieces, *new} - set(unwanted), groups))
         for record_key, names in pieces.items():
             if record_key not in kept:
                 self._delete(names)

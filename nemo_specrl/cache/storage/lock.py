@@ -46,8 +46,8 @@ class FolderLock:
         clean: whether the last holder released the folder instead of dying with it.
         last_mark: the prompt that the last holder was at when it died; empty: not known.
         died_busy: whether it died while it was reading or writing pages.
-        died_again: whether two holders in a row died like that at the same prompt, the second one
-            before it had committed anything.
+        repeated_crash: whether two holders in a row died like that at the same prompt, the second
+            one before it had committed anything.
 
     Raises:
         StoreInUse: another process, or this one, holds the folder.
@@ -94,14 +94,14 @@ class FolderLock:
         self.clean = not before
         self.last_mark = place[:KEY_BYTES].rstrip(b"\0") and place[:KEY_BYTES]
         self.died_busy = place[KEY_BYTES:] == b"\1"
-        self.died_again = self.died_busy and place == before[_BEFORE_AT:]
+        self.repeated_crash = self.died_busy and place == before[_BEFORE_AT:]
         self._file.truncate(0)
         line = f"{os.getpid()}\n".encode().ljust(_BEFORE_AT, b"\0")
         self._suspicious = self.died_busy
         os.pwrite(self._file.fileno(), line + (place if self.died_busy else b""), 0)
         os.fsync(self._file.fileno())
 
-    def mark(self, key: bytes) -> None:
+    def record_access(self, key: bytes) -> None:
         """Note which prompt's pages are looked at, for the next holder should this one die of it.
 
         The note outlives the process, not the machine: a damaged page kills processes.
@@ -109,7 +109,7 @@ class FolderLock:
         self._write(key.ljust(KEY_BYTES, b"\0"), _PID_BYTES)
 
     @contextlib.contextmanager
-    def busy(self) -> Iterator[None]:
+    def accessing(self) -> Iterator[None]:
         """Note, while the block runs, that pages are being read or written."""
         self._write(b"\1", _BUSY_AT)
         try:

@@ -72,7 +72,7 @@ def check_pages(folder: Path, lock: FolderLock) -> None:
         StoreUnavailable: it is an LMDB file of something else.
         lmdb.CorruptedError: a page is damaged, or two processes in a row have died of it.
     """
-    if lock.died_again and (folder / DATA_FILE).exists():
+    if lock.repeated_crash and (folder / DATA_FILE).exists():
         raise lmdb.CorruptedError("two processes that used it ended at the same prompt")
     check_file(
         folder, lock.last_mark, CHECK_SECONDS_AFTER_CRASH if lock.died_busy else CHECK_SECONDS

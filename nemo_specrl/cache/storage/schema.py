@@ -34,7 +34,7 @@ from nemo_specrl.errors import StoreUnavailable
 from nemo_specrl.rollout import KEY_BYTES
 
 __all__ = [
-    "BEHIND",
+    "AFTER_PROMPT",
     "CLOCK",
     "DAMAGE",
     "DATA_FILE",
@@ -44,12 +44,12 @@ __all__ = [
     "TABLES",
     "db_key",
     "is_of_store",
+    "newest_keys",
     "packed_identity",
     "packed_state",
     "reading_file",
     "unpacked_identity",
     "unpacked_state",
-    "visible",
 ]
 
 FORMAT = 3
@@ -80,7 +80,7 @@ HEAD = struct.Struct(">QI")
 _STATE = struct.Struct(">QQQQ")
 _SAMPLE_END = KEY_BYTES + 2
 
-BEHIND = b"\xff" * (_DB_KEY.size - KEY_BYTES + PIECE.size + 1)
+AFTER_PROMPT = b"\xff" * (_DB_KEY.size - KEY_BYTES + PIECE.size + 1)
 """Sorts, behind a prompt's key, after everything that belongs to the prompt."""
 
 
@@ -190,7 +190,7 @@ def _joined(pieces: Iterator[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, byte
         yield name, b"".join(value for _, value in some)
 
 
-def visible(db_keys: Collection[bytes], groups: int) -> list[bytes]:
+def newest_keys(db_keys: Collection[bytes], groups: int) -> list[bytes]:
     """Return, of db keys, the newest ``groups`` of each prompt and sample index, sorted."""
     kept: list[bytes] = []
     sample_index, count = b"", 0

@@ -9,10 +9,10 @@ import lmdb
 from nemo_specrl.cache.storage.lmdb_tables import Tables
 from nemo_specrl.rollout import KEY_BYTES
 
-__all__ = ["Buffer"]
+__all__ = ["WriteBuffer"]
 
 
-class Buffer:
+class WriteBuffer:
     """Holds records that were put, and uses of prompts, until they are in the tables.
 
     Args:

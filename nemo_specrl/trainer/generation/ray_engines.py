@@ -166,7 +166,7 @@ class RayEngines:
             self._engines.ready()
             used = self._engines.all("start", recipe, self.cache)
             if self.cache is not None:
-                self.cache.reshard(set(used))
+                self.cache.set_preferred_nodes(set(used))
         except BaseException:
             self.shutdown()
             raise

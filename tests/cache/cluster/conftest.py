@@ -1,15 +1,15 @@
-"""Shards without a keeper, for tests of what one shard does."""
+"""Shards without a coordinator, for tests of what one shard does."""
 
 import pytest
 
-from nemo_specrl.cache.cluster.membership import Routing, View
+from nemo_specrl.cache.cluster.membership import ClusterView, Routing
 from nemo_specrl.cache.cluster.shard import Shard
 
 STORE = {"max_bytes": 2**20, "tokenizer_id": "tok", "groups_per_prompt": 1}
 
 
 def learn(shard, view):
-    """Have a shard know a view and hold a lease, as two heartbeats of its keeper do."""
+    """Have a shard know a view and hold a lease, as two heartbeats of its coordinator do."""
     _, answer = shard.heartbeat(view, shard._answers)
     shard.heartbeat(view, answer)
 
@@ -17,7 +17,7 @@ def learn(shard, view):
 def view_of(epoch, *names, partitions=2):
     """A view by which these shards read and write everything."""
     everywhere = (names,) * partitions
-    return View(Routing(epoch, everywhere, everywhere), {}, {})
+    return ClusterView(Routing(epoch, everywhere, everywhere), {}, {})
 
 
 @pytest.fixture

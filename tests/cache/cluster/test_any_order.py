@@ -1,4 +1,4 @@
-"""The real keeper and clients under any order of events, with real shards and stores."""
+"""The real coordinator and clients under any order of events, with real shards and stores."""
 
 import itertools
 
@@ -38,7 +38,7 @@ def test_a_client_that_knows_nothing_gets_nothing_old_from_a_shard_that_was_stop
     machine.put(0, 0)
     machine.finish(0, False)  # ends when the shard has been left out
     assert machine.acknowledged[0] == (1, 2)
-    assert stopped.name not in machine.keeper.view().shards
+    assert stopped.name not in machine.coordinator.view().shards
     idle = machine.clients[1]
     assert stopped.name in idle._view.routing.read(prompt_key([0]))
     machine.resume()
@@ -60,11 +60,11 @@ def test_what_is_put_by_an_old_routing_behind_a_copy_gets_to_who_copied(tmp_path
     [third] = {0, 1, 2} - {first, second}
     machine.kill(second, True, True)
     while machine.version_on(third, 0) < 1:
-        machine.keeper_steps()
-        machine.world.carry_out_all_of("keeper")
+        machine.coordinator_steps()
+        machine.world.carry_out_all_of("coordinator")
     assert machine.readers(0) == [first]
     machine.put(1, 0)  # by a client that has not heard of any of it
-    assert machine.clients[1]._view.routing.read(prompt_key([0])) != machine.keeper.view()
+    assert machine.clients[1]._view.routing.read(prompt_key([0])) != machine.coordinator.view()
     machine.elapse(6)
     assert set(machine.readers(0)) == {first, third}
     assert machine.version_on(third, 0) == 1
@@ -101,24 +101,24 @@ def test_a_shard_that_could_not_write_is_no_reader_until_it_has_caught_up(tmp_pa
     machine.teardown()
 
 
-def test_a_keeper_whose_clock_was_set_back_is_believed(tmp_path, monkeypatch):
+def test_a_coordinator_whose_clock_was_set_back_is_believed(tmp_path, monkeypatch):
     machine = ClusterMachine(tmp_path, monkeypatch)
     machine.put(0, 0)
     machine.rest()
-    clients, before = machine.clients, machine.keeper.view().routing.epoch
+    clients, before = machine.clients, machine.coordinator.view().routing.epoch
     machine.world.now -= 500.0
     machine.run_resumes(0)
-    keeper = machine.keeper
-    assert keeper.view().routing.epoch < before
-    for client in clients:  # of the life before: they have the keeper's handle, which is the same
-        client._keeper = machine.clients[0]._keeper
-        client._keeper_called_at = -1e9
+    coordinator = machine.coordinator
+    assert coordinator.view().routing.epoch < before
+    for client in clients:  # of the life before; the coordinator's handle is the same
+        client._coordinator = machine.clients[0]._coordinator
+        client._view_called_at = -1e9
         with machine.world.acting("client 0"):
             client._request_view()
-            machine.keeper_goes_on()
+            machine.coordinator_goes_on()
             machine.world.carry_out_all_of("client 0")
-            client._poll_keeper()
+            client._poll_coordinator()
         assert client._view.routing.epoch > before
-        assert client._view.shards == keeper.view().shards
+        assert client._view.shards == coordinator.view().shards
     machine.rest()
     machine.teardown()

@@ -17,9 +17,10 @@ from nemo_specrl.cache.cluster import client as client_module
 from nemo_specrl.cache.cluster import cluster_cache as driver_module
 from nemo_specrl.cache.cluster.client import CacheClient
 from nemo_specrl.cache.cluster.cluster_cache import start_shards
-from nemo_specrl.cache.cluster.membership import Routing, View
+from nemo_specrl.cache.cluster.membership import ClusterView, Routing
 from nemo_specrl.cache.cluster.shard_calls import FAILURES_TO_OPEN
-from nemo_specrl.cache.snapshot import partition_of, read_manifest
+from nemo_specrl.cache.partitions import partition_of
+from nemo_specrl.cache.snapshot import read_manifest
 from nemo_specrl.errors import ForeignStore, StoreUnavailable
 from nemo_specrl.rollout import Rollout, prompt_key
 from tests.support.cluster.nodes import OPTIONS as SHARED_OPTIONS
@@ -163,7 +164,7 @@ def test_a_shard_that_dies_is_covered_for_and_comes_back_with_its_disk(start, ca
     wait_until(lambda: cache.health() == (NODES, 0, 0))
     for client in (cache, other):
         assert contents(client, range(60)) == {p: [rollout(p, version=1)] for p in range(60)}
-    view = ray.get(cache._keeper.view.remote())
+    view = ray.get(cache._coordinator.view.remote())
     assert view.shards[name] != shard
     there = {r.key for r in ray.get(view.shards[name].read_range.remote(b"", None)).rollouts}
     assert there == {key for key in map(key_of, range(60)) if name in view.routing.read(key)}
@@ -186,7 +187,7 @@ def test_a_shard_that_is_late_answers_nothing_and_raises_nothing(nodes):
     late = ray.remote(Late).options(num_cpus=0).remote()
     assert ray.get(late.get.remote([], 0)) == ({}, None)
     table = (("late",),) * 4
-    view = View(Routing(0, table, table), {"late": late}, {})
+    view = ClusterView(Routing(0, table, table), {"late": late}, {})
     cache = CacheClient(view, None, deadline_s=0.05, tokenizer_id="tok", incarnation=1)
     for tried in range(1, FAILURES_TO_OPEN + 3):
         assert cache.get([prompt_key([1])]) == {}
@@ -401,13 +402,13 @@ class Assigning:
 def test_a_shard_that_is_gone_by_a_newer_view_may_answer_yet(nodes):
     shard = ray.remote(Assigning).options(num_cpus=0, max_concurrency=2).remote()
     table = (("here",),) * 4
-    view = View(Routing(0, table, table), {"here": shard}, {})
+    view = ClusterView(Routing(0, table, table), {"here": shard}, {})
     client = CacheClient(view, None, deadline_s=60.0, tokenizer_id="tok", incarnation=1)
 
     async def claim():
         claiming = asyncio.create_task(client.claim(prompt_key([1]), 0))
         await asyncio.sleep(0)
-        client._adopt(View(Routing(1, ((),) * 4, ((),) * 4), {}, {}))
+        client._adopt(ClusterView(Routing(1, ((),) * 4, ((),) * 4), {}, {}))
         await shard.tell.remote()
         return await claiming
 

@@ -1,6 +1,6 @@
 """The rules by which nodes become readers and writers of partitions."""
 
-from nemo_specrl.cache.cluster.membership import Copy, Health, Membership, Routing
+from nemo_specrl.cache.cluster.membership import CopyTask, Health, Membership, Routing
 from nemo_specrl.cache.cluster.placement import place
 
 
@@ -81,10 +81,10 @@ def test_a_node_that_missed_a_write_is_no_reader_until_it_has_it():
     routing = membership.plan()
     assert routing.readers == (("a",),) * 4
     assert all(set(nodes) == {"a", "b"} for nodes in routing.writers)
-    assert membership.acknowledged() == [Copy(p, "b", "a") for p in range(4)]
+    assert membership.acknowledged() == [CopyTask(p, "b", "a") for p in range(4)]
     membership.missed_write("b")  # once more: what was copied so far does not do
     for partition in range(4):
-        membership.copied(Copy(partition, "b", "a"))
+        membership.copied(CopyTask(partition, "b", "a"))
     assert not membership.advance()
     settled(membership)
     assert membership.routing.readers == place("ab", 4, 2)
@@ -102,7 +102,9 @@ def test_a_disk_that_comes_back_brings_what_nobody_else_has():
     membership.join("a", [0, 2])
     membership.plan()
     copies = set(membership.acknowledged())
-    assert copies == {Copy(p, "a", "c") for p in range(4)} | {Copy(p, "c", "a") for p in (0, 2)}
+    assert copies == {CopyTask(p, "a", "c") for p in range(4)} | {
+        CopyTask(p, "c", "a") for p in (0, 2)
+    }
 
 
 def test_disks_of_an_earlier_run_serve_what_they_have():
@@ -119,10 +121,10 @@ def test_nodes_with_engines_come_first():
     for name in "abcd":
         membership.join(name, [])
     settled(membership)
-    membership.prefer(["a", "b"])
+    membership.set_preferred_nodes(["a", "b"])
     assert all(set(nodes) == {"a", "b"} for nodes in settled(membership)[-1].readers)
-    membership.prefer(["c"])
+    membership.set_preferred_nodes(["c"])
     assert all(nodes[0] == "c" and len(nodes) == 2 for nodes in settled(membership)[-1].readers)
-    membership.prefer(["c"])
+    membership.set_preferred_nodes(["c"])
     assert not membership.changed
     assert place("abcd", 16, 2, first=["gone"]) == place("abcd", 16, 2)

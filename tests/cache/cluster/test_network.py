@@ -172,7 +172,7 @@ def test_two_nodes_are_cut_from_one_another(network, cache):
     try:
         assert either(ray.get(engine.step.remote(2)), 1)
         assert ray.get(engine.failures.remote()) > 0
-        # Who is behind hears it from the keeper, and then gives out nothing old.
+        # Who is behind hears it from the coordinator, and then gives out nothing old.
         stepped = time.monotonic()
         wait_until(lambda: any(either(found, 2) for found in watch.since(stepped)))
         told = time.monotonic()

@@ -120,7 +120,7 @@ def test_a_node_dies_in_the_middle_of_a_step(cluster, cache, tmp_path):
     assert ray.get(engine.step.remote(4)) == [[3] * SAMPLE_INDICES] * PROMPTS
     wait_until(lambda: cache.health() == (2, 0, 0))  # two are left, and have all of it
     assert copies(cache) == {
-        p: {name: [4] * SAMPLE_INDICES for name in ray.get(cache._keeper.view.remote()).shards}
+        p: {name: [4] * SAMPLE_INDICES for name in ray.get(cache._coordinator.view.remote()).shards}
         for p in range(PROMPTS)
     }
 
@@ -165,13 +165,13 @@ def test_a_node_that_comes_back_finds_its_disk(cluster, cache):
 def test_partitions_move_to_the_nodes_with_engines(cluster, cache):
     put_all(cache, 1)
     with pytest.raises(ConfigError, match=r"layout: \['nowhere'\] are no nodes of this Ray"):
-        cache.reshard(["nowhere"])
+        cache.set_preferred_nodes(["nowhere"])
     layout = {node.node_id for node in cluster.others}
-    cache.reshard(layout)
+    cache.set_preferred_nodes(layout)
 
     def moved():
         assert versions_of(cache) == all_at(1)  # meanwhile, too
-        view = ray.get(cache._keeper.view.remote())
+        view = ray.get(cache._coordinator.view.remote())
         return all({view.nodes[n] for n in nodes} == layout for nodes in view.routing.writers)
 
     wait_until(moved)
@@ -210,12 +210,12 @@ def test_a_shard_that_is_stopped_costs_a_deadline_and_catches_up(
     assert has and all(versions == [2] * SAMPLE_INDICES for versions in has)
 
 
-def test_a_keeper_that_dies_begins_again_on_the_same_disks(cluster, cache):
+def test_a_coordinator_that_dies_begins_again_on_the_same_disks(cluster, cache):
     put_all(cache, 1)
     names = set(cache._view.shards)
-    pid = keeper_pid(cache)
+    pid = coordinator_pid(cache)
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: keeper_pid(cache) not in (None, pid))
+    wait_until(lambda: coordinator_pid(cache) not in (None, pid))
 
     def whole():
         found = versions_of(cache)  # cold at first, and never an error
@@ -226,8 +226,8 @@ def test_a_keeper_that_dies_begins_again_on_the_same_disks(cluster, cache):
     assert set(cache._view.shards) == names
 
 
-def keeper_pid(cache):
+def coordinator_pid(cache):
     try:
-        return ray.get(cache._keeper.__ray_call__.remote(lambda self: os.getpid()))
+        return ray.get(cache._coordinator.__ray_call__.remote(lambda self: os.getpid()))
     except ray.exceptions.RayError:
         return None

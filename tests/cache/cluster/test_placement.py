@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from nemo_specrl import prompt_key
 from nemo_specrl.cache.cluster.placement import Move, moves, place
-from nemo_specrl.cache.snapshot import partition_of
+from nemo_specrl.cache.partitions import partition_of
 from nemo_specrl.errors import ConfigError
 
 names = st.lists(st.text("abcdef0123456789-", min_size=1), min_size=1, max_size=12, unique=True)

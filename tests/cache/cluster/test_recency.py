@@ -8,11 +8,12 @@ import itertools
 
 import pytest
 
-from nemo_specrl.cache.cluster.membership import newest, recency
-from nemo_specrl.cache.cluster.sample_index_leases import SampleClaims
+from nemo_specrl.cache.cluster.sample_index_leases import SampleIndexLeases
 from nemo_specrl.cache.cluster.shard import Chunk
-from nemo_specrl.cache.codec import decode, packed
-from nemo_specrl.cache.snapshot import partition_of, write_partition
+from nemo_specrl.cache.codec import decode, encode_for_transfer
+from nemo_specrl.cache.partitions import partition_of
+from nemo_specrl.cache.recency import merge_newest, recency
+from nemo_specrl.cache.snapshot import write_partition
 from nemo_specrl.rollout import Finish, Rollout, prompt_key
 from tests.support.cluster.machine import ClusterMachine
 
@@ -104,21 +105,23 @@ def test_a_partial_rollout_takes_no_place_beside_its_own_completion(shards, tmp_
 
 def test_merging_is_the_same_in_any_order_and_any_number_of_times():
     everything = list({recency(r): r for pair in OLDER_FIRST for r in pair}.values())
-    expected = newest(everything, [], 3)
+    expected = merge_newest(everything, [], 3)
     assert [r.finish for r in expected].count(Finish.PARTIAL) == 1  # the newest, and no other
     for order in itertools.islice(itertools.permutations(everything), 0, 2000, 7):
-        assert newest([*order, *order[:3]], expected, 3) == expected
-        assert newest(order, [], 3) == expected
+        assert merge_newest([*order, *order[:3]], expected, 3) == expected
+        assert merge_newest(order, [], 3) == expected
 
 
 def test_what_a_client_puts_carries_the_incarnation_of_its_run():
-    stored = packed([rollout(1), rollout(2, incarnation=9)], 5)
+    stored = encode_for_transfer([rollout(1), rollout(2, incarnation=9)], 5)
     assert [(r.policy_version, r.incarnation) for r in stored] == [(1, 5), (2, 5)]
     assert stored[0] == rollout(1, incarnation=5)
-    for again in (packed(stored), [decode(KEY, r._record) for r in stored]):
+    for again in (encode_for_transfer(stored), [decode(KEY, r._record) for r in stored]):
         assert again == stored
-    assert [r.incarnation for r in packed(stored, 6)] == [6, 6]
-    assert [r.incarnation for r in packed([rollout(1), rollout(2, incarnation=9)])] == [0, 9]
+    assert [r.incarnation for r in encode_for_transfer(stored, 6)] == [6, 6]
+    assert [
+        r.incarnation for r in encode_for_transfer([rollout(1), rollout(2, incarnation=9)])
+    ] == [0, 9]
 
 
 def test_a_resumed_run_gets_its_own_rollouts_and_not_its_lost_future(tmp_path, monkeypatch):
@@ -156,7 +159,7 @@ def test_a_disk_of_the_run_before_does_not_win_over_the_new_run(tmp_path, monkey
     machine.run_resumes(80)
     machine.put(0, 0)
     machine.rest()
-    machine.keeper._keep = True  # as if it had been there at the start
+    machine.coordinator._keep = True  # as if it had been there at the start
     machine.start(first)
     machine.rest()
     assert machine.version_on(first, 0) == 21
@@ -166,7 +169,7 @@ def test_a_disk_of_the_run_before_does_not_win_over_the_new_run(tmp_path, monkey
 
 def test_a_resumed_run_keeps_to_the_sample_indices_of_the_lost_steps():
     lost = [Rollout(KEY, s, [1], [0.0], Finish.STOP, 18, incarnation=1) for s in range(3)]
-    claims = SampleClaims()
+    claims = SampleIndexLeases()
     assert [claims.claim(KEY, lost, 11, 2) for _ in range(4)] == [0, 1, 2, 3]
     served = Rollout(KEY, 0, [1], [0.0], Finish.STOP, 11, incarnation=2)
-    assert SampleClaims().claim(KEY, [served, *lost[1:]], 11, 2) == 1
+    assert SampleIndexLeases().claim(KEY, [served, *lost[1:]], 11, 2) == 1

@@ -7,12 +7,13 @@ import xxhash
 
 from nemo_specrl.cache import RolloutStore
 from nemo_specrl.cache.cluster import shard as shard_module
-from nemo_specrl.cache.cluster.membership import Routing, View
+from nemo_specrl.cache.cluster.membership import ClusterView, Routing
 from nemo_specrl.cache.cluster.sample_index_leases import CLAIM_SECONDS
 from nemo_specrl.cache.cluster.shard import LEASE_SECONDS, Chunk, Shard
 from nemo_specrl.cache.cluster.shard_identity import IDENTITY_FILE, read_identity
+from nemo_specrl.cache.partitions import key_range
 from nemo_specrl.cache.run_folders import WARM_START
-from nemo_specrl.cache.snapshot import key_range, write_partition
+from nemo_specrl.cache.snapshot import write_partition
 from nemo_specrl.errors import StoreUnavailable
 from nemo_specrl.rollout import Finish, Rollout, prompt_key
 from tests.cache.cluster.conftest import STORE, learn, view_of
@@ -75,15 +76,15 @@ def test_a_flipped_bit_in_the_name_file_gives_a_new_name_and_a_warning(shards, t
     assert shards(keep=True).name == name
 
 
-def test_a_shard_without_contact_to_its_keeper_answers_no_look_ups(tmp_path):
+def test_a_shard_without_contact_to_its_coordinator_answers_no_look_ups(tmp_path):
     now = [100.0]
     shard = Shard(str(tmp_path), 1, False, STORE, clock=lambda: now[0])
     view = view_of(1, shard.name)
-    refused = pytest.raises(StoreUnavailable, match="no contact with its keeper for 10 s")
+    refused = pytest.raises(StoreUnavailable, match="no contact with its coordinator for 10 s")
     with refused:
         shard.get([prompt_key([1])], 1)
     _, first = shard.heartbeat(view, 0)
-    with refused:  # the keeper may not have got that answer
+    with refused:  # the coordinator may not have got that answer
         shard.get([prompt_key([1])], 1)
     _, second = shard.heartbeat(view, first)
     assert shard.get([prompt_key([1])], 1) == ({}, None)
@@ -133,7 +134,7 @@ def test_only_the_first_reader_assigns_sample_indices(shards):
     shard = shards()
     key = prompt_key([1])
     table = (("other", shard.name),) * PARTITIONS
-    view = View(Routing(2, table, table), {}, {})
+    view = ClusterView(Routing(2, table, table), {}, {})
     learn(shard, view)
     assert shard.claim(key, 1, 1, 1) == (None, view)
     shard.hold([(key, 0)])

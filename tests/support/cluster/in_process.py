@@ -50,7 +50,7 @@ class Actor:
 
 
 class InProcessRay:
-    """As much of ``ray`` and ``time`` as clients and keeper call.
+    """As much of ``ray`` and ``time`` as clients and coordinator call.
 
     Args:
         create: makes the object of an actor, from its class, node and arguments; None: its node is

@@ -1,4 +1,4 @@
-"""A cluster's cache in one process: the real keeper, clients, shards and stores, without Ray.
+"""A cluster's cache in one process: the real coordinator, clients, shards and stores, without Ray.
 
 Whatever happens, in any order: after a rollout was acknowledged no look-up gives an older one, and
 nothing is lost of which there is a copy.
@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from nemo_specrl.cache.cluster import client as client_module
-from nemo_specrl.cache.cluster import coordinator as keeper_module
+from nemo_specrl.cache.cluster import coordinator as coordinator_module
 from nemo_specrl.cache.cluster import copy_tasks as transfers_module
 from nemo_specrl.cache.cluster import shard_calls as calls_module
 from nemo_specrl.cache.cluster.client import CacheClient
-from nemo_specrl.cache.cluster.coordinator import Keeper
+from nemo_specrl.cache.cluster.coordinator import Coordinator
 from nemo_specrl.cache.cluster.membership import Health
 from nemo_specrl.cache.cluster.shard_identity import Identity, write_identity
-from nemo_specrl.cache.snapshot import partition_of
+from nemo_specrl.cache.partitions import partition_of
 from nemo_specrl.rollout import Finish, Rollout, prompt_key
 from tests.support.cluster.in_process import Actor, InProcessRay
 
@@ -50,9 +50,9 @@ class ClusterMachine(RuleBasedStateMachine):
         super().__init__()
         self.folder = folder
         self.world = InProcessRay(self.create)
-        modules = calls_module, client_module, keeper_module, transfers_module
+        modules = calls_module, client_module, coordinator_module, transfers_module
         self.world.install(monkeypatch, *modules)
-        self.world.background = self.keeper_goes_on
+        self.world.background = self.coordinator_goes_on
         self.nodes = {}  # disk -> id of the node that runs there
         self.actors = {}  # disk -> its shard's actor
         self.ids = itertools.count()
@@ -116,13 +116,13 @@ class ClusterMachine(RuleBasedStateMachine):
         for actor in self.actors.values():
             actor.stopped = False
 
-    # What keeper, network and clock do
+    # What coordinator, network and clock do
 
     @rule()
-    def keeper_steps(self):
-        self.world.now += keeper_module.TICK_SECONDS
-        with self.world.acting("keeper"):
-            self.keeper.step()
+    def coordinator_steps(self):
+        self.world.now += coordinator_module.TICK_SECONDS
+        with self.world.acting("coordinator"):
+            self.coordinator.step()
 
     @precondition(lambda self: self.world.possible())
     @rule(which=which)
@@ -139,12 +139,14 @@ class ClusterMachine(RuleBasedStateMachine):
     def elapse(self, seconds):
         for _ in range(seconds):
             self.world.now += 1.0
-            self.keeper_goes_on()
+            self.coordinator_goes_on()
 
     @rule(disks=st.sets(disk))
-    def reshard(self, disks):
+    def set_preferred_nodes(self, disks):
         here = set(self.world.nodes_alive)
-        self.keeper.reshard([self.nodes[d] for d in disks if self.nodes.get(d) in here])
+        self.coordinator.set_preferred_nodes(
+            [self.nodes[d] for d in disks if self.nodes.get(d) in here]
+        )
 
     # What the run does
 
@@ -183,7 +185,7 @@ class ClusterMachine(RuleBasedStateMachine):
         key, cache = prompt_key([prompt]), self.clients[client]
         self.world.here = self.nodes.get(disk, "")
         cache.take_failures()
-        cache._poll_keeper()  # as the look-up does: what it asks is known before
+        cache._poll_coordinator()  # as the look-up does: what it asks is known before
         asked = any(cache._usable(node) for node in cache._view.routing.read(key))
         with self.world.acting(f"client {client}"):
             found = cache.get([key]).get(key)
@@ -223,13 +225,13 @@ class ClusterMachine(RuleBasedStateMachine):
         self.incarnation += 1
         self.under_way = [{} for _ in range(CLIENTS)]
         self.world.pending.clear()
-        self.world.now += 1.0  # routings of a later keeper have later epochs
+        self.world.now += 1.0  # routings of a later coordinator have later epochs
         self.actors = {}
         keep = self.incarnation > 1
-        self.keeper = Keeper("store", self.incarnation, keep, PARTITIONS, REPLICAS, STORE)
-        self.membership = self.keeper._membership
+        self.coordinator = Coordinator("store", self.incarnation, keep, PARTITIONS, REPLICAS, STORE)
+        self.membership = self.coordinator._membership
         self.plan, self.membership.plan = self.membership.plan, self.plan_and_note_losses
-        start_shard = self.keeper._start_shard
+        start_shard = self.coordinator._start_shard
 
         def started(node, machine):
             self.created = None
@@ -238,32 +240,32 @@ class ClusterMachine(RuleBasedStateMachine):
                 self.actors[self.created[0]] = handle.actor
             return handle
 
-        self.keeper._start_shard = started
-        self.keeper_goes_on()
-        self.until(self.keeper.started)
-        self.keeper._keep = False
-        keeper = Actor(self.world, self.keeper)
+        self.coordinator._start_shard = started
+        self.coordinator_goes_on()
+        self.until(self.coordinator.started)
+        self.coordinator._keep = False
+        coordinator = Actor(self.world, self.coordinator)
         self.clients = [
             CacheClient(
-                self.keeper.view(), keeper, deadline_s=1.0, tokenizer_id="tok",
+                self.coordinator.view(), coordinator, deadline_s=1.0, tokenizer_id="tok",
                 incarnation=self.incarnation,
             )
             for _ in range(CLIENTS)
         ]  # fmt: skip
 
-    def keeper_goes_on(self):
-        with self.world.acting("keeper"):
+    def coordinator_goes_on(self):
+        with self.world.acting("coordinator"):
             for _ in range(2):
-                self.keeper.step()
-                self.world.carry_out_all_of("keeper")
-            self.keeper.step()
+                self.coordinator.step()
+                self.world.carry_out_all_of("coordinator")
+            self.coordinator.step()
 
     def until(self, condition):
         for _ in range(200):
             if condition():
                 return
             self.world.now += 1.0
-            self.keeper_goes_on()
+            self.coordinator_goes_on()
         raise AssertionError("it does not come to rest")
 
     def stopped(self):
@@ -320,7 +322,7 @@ class ClusterMachine(RuleBasedStateMachine):
         routing = self.membership.routing
         return (
             len(self.actors) == len(self.nodes)
-            and self.keeper.started()
+            and self.coordinator.started()
             and self.membership.health == Health(len(self.nodes), 0, 0)
             and routing.readers == routing.writers
         )
@@ -347,7 +349,7 @@ class ClusterMachine(RuleBasedStateMachine):
                 for client in range(CLIENTS):
                     self.elapse(1)
                     self.get(client, prompt, disk)
-                    self.deliver_all()  # the keeper's view, where it had to be asked
+                    self.deliver_all()  # the coordinator's view, where it had to be asked
                     got = self.get(client, prompt, disk)
                     assert got is not None and got >= on_disk[prompt]
         for disk in list(self.actors):

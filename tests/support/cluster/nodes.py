@@ -130,7 +130,7 @@ def wait_until(condition, seconds=120.0):
 
 def copies(cache):
     """Of each prompt, the shards that have it, in the versions that they have."""
-    view = ray.get(cache._keeper.view.remote())
+    view = ray.get(cache._coordinator.view.remote())
     there = {p: {} for p in range(PROMPTS)}
     for name, shard in view.shards.items():
         for r in ray.get(shard.read_range.remote(b"", None)).rollouts:
