@@ -231,9 +231,9 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure the points of the axes that were asked for, each once, and label them with these."""
     environment()
     labels: dict[Point, list[dict[str, Any]]] = {}
-    for axis in args.axes:
-        of_axis = AXES[axis].values + (AXES[axis].more if args.all else ())
-        for value in args.values or of_axis:
+    more = {axis: AXES[axis].values + (AXES[axis].more if args.all else ()) for axis in args.axes}
+    for axis, values in (dict(args.points) if args.points else more).items():
+        for value in values:
             labels.setdefault(point_of(axis, value), []).append({"axis": axis, "value": value})
     recording = recorded(args, TASK, 1 + max(point.drift for point in labels))
     points = {point: first for point, (first, *_) in labels.items()}
@@ -248,27 +248,36 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def points_of(text: str) -> tuple[str, tuple[float, ...]]:
+    """Read the points of an axis: ``length=5,20``."""
+    axis, _, listed = text.partition("=")
+    if axis not in AXES:
+        raise argparse.ArgumentTypeError(f"{axis!r} is no axis; there are {', '.join(AXES)}")
+    try:
+        values = tuple(float(value) for value in listed.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: give AXIS=VALUE,VALUE,...") from None
+    if not all(fits(axis, value) for value in values):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: whole numbers, but for temperature; groups divide {ROWS} rows, and engines "
+            f"{ROWS // Point.group} prompts"
+        )
+    return axis, values
+
+
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--axes", nargs="+", choices=AXES, default=list(AXES))
     points = parser.add_mutually_exclusive_group()
     points.add_argument("--all", action="store_true", help="points of the documentation's tables")
-    points.add_argument("--values", nargs="+", type=float, help="points, if others, of one axis")
+    points.add_argument(
+        "--points", nargs="+", type=points_of, metavar="AXIS=VALUE,...", help="these, and no others"
+    )
     parser.add_argument("--arms", nargs="+", choices=list(ARMS)[1:], default=list(METHODS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="of sampling")
     repeated_until(parser)
     args = parser.parse_args()
-    if args.report:
-        rows = read(args.report)["rows"]
-    elif args.values and len(args.axes) != 1:
-        parser.error("--values needs one of --axes")
-    elif args.values and not all(fits(args.axes[0], value) for value in args.values):
-        parser.error(
-            f"--values: whole numbers, but for temperature; groups divide {ROWS} rows, and engines "
-            f"{ROWS // Point.group} prompts"
-        )
-    else:
-        rows = run(args)
+    rows = read(args.report)["rows"] if args.report else run(args)
     show(report(rows))
     if args.plot:
         plot(rows, args.plot)

@@ -11,17 +11,13 @@ pytestmark = pytest.mark.timeout(900)  # two processes with three to five engine
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory):
-    """The sweep over four axes: what it printed last, and rows by place."""
+    """The sweep over five axes: what it printed, and rows by place."""
     out = tmp_path_factory.mktemp("sweep")
     picture = out / "sweep.png"
     small = ("--arms", "tree", "--seconds", 0.3, *SMALL_RECORDING)
-    temperatures = ("--axes", "temperature", "--values", 0.5, 2, "--seeds", 1, 2)
-    run("--out", out, *temperatures, *small, script="rollout.sweep")
-    run("--out", out, "--axes", "length", "--values", 5, 20, *small, script="rollout.sweep")
-    run("--out", out, "--axes", "group", "--values", 32, *small, script="rollout.sweep")
-    run("--out", out, "--axes", "sequences", "--values", 2, 16, *small, script="rollout.sweep")
+    points = ("temperature=0.5,2", "length=5,20", "group=32", "sequences=2,16", "engines=1,4")
     printed = run(
-        *("--out", out, "--axes", "engines", "--values", 1, 4, *small, "--plot", picture),
+        *("--out", out, "--points", *points, "--seeds", 1, 2, *small, "--plot", picture),
         script="rollout.sweep",
     )
     assert picture.read_bytes().startswith(b"\x89PNG")
