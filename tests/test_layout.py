@@ -26,15 +26,6 @@ STILL_LONG = {
     "nemo_specrl/cache/storage/lmdb_check.py",
     "nemo_specrl/cache/store.py",
     "nemo_specrl/cli/cache.py: import_",
-    "nemo_specrl/cli/doctor.py",
-    "nemo_specrl/engine/async_engine.py",
-    "nemo_specrl/engine/base.py",
-    "nemo_specrl/engine/outputs.py",
-    "nemo_specrl/engine/requests.py: build_requests",
-    "nemo_specrl/engine/sync_engine.py",
-    "nemo_specrl/engine/sync_engine.py: generate",
-    "nemo_specrl/engine/vllm/compat.py",
-    "nemo_specrl/engine/vllm/sampler_memory.py: bound_sampler_memory",
     "nemo_specrl/monitoring/comparison_plot.py",
     "nemo_specrl/monitoring/comparison_plot.py: _headline",
     "nemo_specrl/monitoring/report.py",
@@ -132,5 +123,6 @@ def test_modules_and_functions_are_short():
                 if lines > MOST_FUNCTION_LINES:
                     lengths[f"{where}: {node.name}"] = lines
     wrong = [f"{what} has {n} lines" for what, n in lengths.items() if what not in STILL_LONG]
+    assert STILL_LONG <= lengths.keys(), f"no longer long: {STILL_LONG - lengths.keys()}"
     most = f"{MOST_MODULE_LINES} lines for a module, {MOST_FUNCTION_LINES} for a function"
     assert not wrong, f"Split these by subject (at most {most}):\n" + "\n".join(wrong)
