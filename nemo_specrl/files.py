@@ -1,4 +1,4 @@
-"""The file system: atomic replacement, digests, clear errors, private files, step folders."""
+"""The file system: atomic replacement, digests, private files, step folders."""
 
 from __future__ import annotations
 
@@ -6,22 +6,17 @@ import contextlib
 import errno
 import logging
 import os
-import pwd
 import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-import lmdb
 import xxhash
-
-from nemo_specrl.errors import CacheError, StoreUnavailable
 
 __all__ = [
     "FILE_MODE",
     "FOLDER_MODE",
-    "as_cache_errors",
     "digest",
     "replacing",
     "step_folders",
@@ -38,33 +33,6 @@ _NO_SYNC_OF_FOLDERS = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOS
 _without_sync: set[int] = set()
 """Devices of which a warning has said that they do not flush folders."""
 logger = logging.getLogger(__name__)
-
-
-@contextlib.contextmanager
-def as_cache_errors(doing: str, path: Path) -> Iterator[None]:
-    """Turn failures of the system or of LMDB into StoreUnavailable: ``cannot DOING PATH: why``."""
-    try:
-        yield
-    except CacheError:
-        raise
-    except (lmdb.Error, OSError) as error:
-        why = error.strerror if isinstance(error, OSError) and error.strerror else error
-        if isinstance(error, PermissionError):
-            why = f"{why}; {_owned(path)}: name a folder of your own"
-        raise StoreUnavailable(f"cannot {doing} {path}: {why}") from error
-
-
-def _owned(path: Path) -> str:
-    """Say whose a path is, or the nearest folder that is there: on shared nodes, who came first."""
-    place = next((p for p in (path, *path.parents) if os.access(p, os.F_OK)), path)
-    owner = "another user"
-    with contextlib.suppress(OSError):
-        uid = place.stat().st_uid
-        try:
-            owner = pwd.getpwuid(uid).pw_name
-        except KeyError:
-            owner = f"user {uid}"
-    return f"{place} belongs to {owner}"
 
 
 @contextlib.contextmanager

@@ -28,7 +28,6 @@ STILL_LONG = {
     "nemo_specrl/cli/cache.py: import_",
     "nemo_specrl/monitoring/comparison_plot.py",
     "nemo_specrl/monitoring/comparison_plot.py: _headline",
-    "nemo_specrl/monitoring/report.py",
     "nemo_specrl/nemo_rl/context.py: _refuse",
     "nemo_specrl/rollout.py: __post_init__",
     "nemo_specrl/simulation/prediction.py: predict",
@@ -123,6 +122,6 @@ def test_modules_and_functions_are_short():
                 if lines > MOST_FUNCTION_LINES:
                     lengths[f"{where}: {node.name}"] = lines
     wrong = [f"{what} has {n} lines" for what, n in lengths.items() if what not in STILL_LONG]
-    assert STILL_LONG <= lengths.keys(), f"no longer long: {STILL_LONG - lengths.keys()}"
+    assert lengths.keys() >= STILL_LONG, f"no longer long: {STILL_LONG - lengths.keys()}"
     most = f"{MOST_MODULE_LINES} lines for a module, {MOST_FUNCTION_LINES} for a function"
     assert not wrong, f"Split these by subject (at most {most}):\n" + "\n".join(wrong)

@@ -19,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from nemo_specrl.cache.storage.system_errors import as_cache_errors
 from nemo_specrl.errors import ForeignStore, InvalidRollout, StoreUnavailable
-from nemo_specrl.files import FOLDER_MODE, as_cache_errors, replacing
+from nemo_specrl.files import FOLDER_MODE, replacing
 from nemo_specrl.rollout import KEY_BYTES, Finish, Rollout
 
 __all__ = ["EXPORTS", "read_export", "reset_provenance", "write_export"]

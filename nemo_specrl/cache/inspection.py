@@ -21,11 +21,11 @@ from nemo_specrl.cache.snapshot import MANIFEST, read_manifest, read_partition
 from nemo_specrl.cache.storage.lmdb_check import PageFile
 from nemo_specrl.cache.storage.lock import holder
 from nemo_specrl.cache.storage.schema import DATA_FILE, FORMAT, reading_file
+from nemo_specrl.cache.storage.system_errors import as_cache_errors
 from nemo_specrl.cache.store import SNAPSHOT_FILE
 from nemo_specrl.cache.store_snapshot import check_copy
 from nemo_specrl.config import CACHE_FOLDER
 from nemo_specrl.errors import CacheError, ConfigError, ForeignStore, StoreInUse, StoreUnavailable
-from nemo_specrl.files import as_cache_errors
 from nemo_specrl.rollout import Finish, Rollout
 
 __all__ = ["open_source", "summary"]

@@ -22,8 +22,9 @@ from nemo_specrl.cache.metrics import MEMORY, file_system
 from nemo_specrl.cache.storage.lock import LOCK_FILE, FolderLock
 from nemo_specrl.cache.storage.recovery import TEMPORARY_FILE
 from nemo_specrl.cache.storage.schema import DATA_FILE
+from nemo_specrl.cache.storage.system_errors import as_cache_errors
 from nemo_specrl.errors import CacheError
-from nemo_specrl.files import as_cache_errors, replacing
+from nemo_specrl.files import replacing
 
 __all__ = [
     "UNUSED_DAYS",

@@ -26,8 +26,9 @@ import xxhash
 
 from nemo_specrl.cache.codec import decode, encode_all
 from nemo_specrl.cache.storage.schema import db_key
+from nemo_specrl.cache.storage.system_errors import as_cache_errors
 from nemo_specrl.errors import CacheError, ForeignStore, StoreUnavailable
-from nemo_specrl.files import as_cache_errors, replacing
+from nemo_specrl.files import replacing
 from nemo_specrl.rollout import KEY_BYTES, Rollout
 
 __all__ = [

@@ -22,10 +22,10 @@ from nemo_specrl.cache.storage.lmdb_tables import Reader, Tables
 from nemo_specrl.cache.storage.lock import FolderLock
 from nemo_specrl.cache.storage.recovery import check_file, check_pages, move_aside, open_tables
 from nemo_specrl.cache.storage.schema import DAMAGE, DATA_FILE, db_key, newest_keys
+from nemo_specrl.cache.storage.system_errors import as_cache_errors
 from nemo_specrl.cache.storage.write_buffer import WriteBuffer
 from nemo_specrl.cache.store_snapshot import restore_copy, write_copy
 from nemo_specrl.errors import CacheError, ConfigError, InvalidRollout, StoreUnavailable
-from nemo_specrl.files import as_cache_errors
 from nemo_specrl.rollout import KEY_BYTES, Rollout
 
 __all__ = ["FLUSH_SECONDS", "MIN_BYTES", "SNAPSHOT_FILE", "RolloutStore"]

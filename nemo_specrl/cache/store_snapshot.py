@@ -11,8 +11,9 @@ import lmdb
 from nemo_specrl.cache.storage.lock import FolderLock
 from nemo_specrl.cache.storage.recovery import TEMPORARY_FILE
 from nemo_specrl.cache.storage.schema import DATA_FILE
+from nemo_specrl.cache.storage.system_errors import as_cache_errors
 from nemo_specrl.errors import StoreUnavailable
-from nemo_specrl.files import as_cache_errors, digest, replacing
+from nemo_specrl.files import digest, replacing
 
 __all__ = ["check_copy", "restore_copy", "write_copy"]
 

@@ -202,7 +202,8 @@ def compare(
     if config.is_file():
         _say(f"compare: {config}, first plain, then speculative, each in a process of its own")
     from nemo_specrl.config import parse_path
-    from nemo_specrl.monitoring.report import comparison, print_comparison, write_comparison
+    from nemo_specrl.monitoring.comparison import comparison
+    from nemo_specrl.monitoring.report import print_comparison, write_comparison
     from nemo_specrl.trainer.recipe import load_recipe
     from nemo_specrl.trainer.start_checks import check_start
 
@@ -272,7 +273,8 @@ def report(
     ] = None,
 ) -> None:
     """Draw plots and write an HTML page of a run, or serve a live one."""
-    from nemo_specrl.monitoring.report import read_comparison, write_comparison, write_report
+    from nemo_specrl.monitoring.comparison import read_comparison
+    from nemo_specrl.monitoring.report import write_comparison, write_report
 
     if follow:
         _follow(run_dir, LIVE_PORT if port is None else port, token)

@@ -22,8 +22,9 @@ from nemo_specrl.errors import ConfigError
 from nemo_specrl.monitoring import live_page
 from nemo_specrl.monitoring.comparison_plot import canvas
 from nemo_specrl.monitoring.metrics_file import METRICS
-from nemo_specrl.monitoring.report import run_columns, run_steps
+from nemo_specrl.monitoring.report import run_columns
 from nemo_specrl.monitoring.run_plot import run_picture
+from nemo_specrl.monitoring.run_steps import run_steps
 
 __all__ = ["LivePage"]
 

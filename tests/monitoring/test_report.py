@@ -14,15 +14,10 @@ from PIL import Image
 from rich.console import Console
 
 from nemo_specrl.errors import ConfigError
+from nemo_specrl.monitoring.comparison import comparison, verdict
 from nemo_specrl.monitoring.metrics_file import MetricsFile
-from nemo_specrl.monitoring.report import (
-    comparison,
-    print_comparison,
-    run_steps,
-    verdict,
-    write_comparison,
-    write_report,
-)
+from nemo_specrl.monitoring.report import print_comparison, write_comparison, write_report
+from nemo_specrl.monitoring.run_steps import run_steps
 
 STEPS_PER_EPOCH = 2
 
@@ -216,8 +211,8 @@ def test_without_matplotlib_the_advice_is_to_install_it(runs, tmp_path):
     code = (
         "import sys; sys.modules['matplotlib'] = None\n"
         "from pathlib import Path\n"
-        "from nemo_specrl import errors\nfrom nemo_specrl.monitoring import report\n"
-        "compare = report.comparison(*map(Path, sys.argv[1:3]))\n"
+        "from nemo_specrl import errors\nfrom nemo_specrl.monitoring import comparison, report\n"
+        "compare = comparison.comparison(*map(Path, sys.argv[1:3]))\n"
         "try: report.write_comparison(Path(sys.argv[3]), compare)\n"
         "except errors.ConfigError as error: print(error)\n"
     )

@@ -56,11 +56,11 @@ def workers():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [*sys.path, HOME])  # which has a `tests`, too
         package = "nemo_specrl.nemo_rl"
-        sync = importlib.import_module(f"{package}.worker").SpecVllmGenerationWorkerImpl
+        sync = importlib.import_module(f"{package}.sync_worker").SpecVllmGenerationWorkerImpl
         if not hasattr(super(sync, sync), "checkpoint_engine_rpc"):
             pytest.skip("this NeMo-RL has no checkpoint engines")
         name = "SpecVllmAsyncGenerationWorkerImpl"
-        yield sync, getattr(importlib.import_module(f"{package}.worker_async"), name)
+        yield sync, getattr(importlib.import_module(f"{package}.async_worker"), name)
 
 
 @pytest.fixture(autouse=True)

@@ -32,9 +32,9 @@ from nemo_specrl.cache.snapshot import (
     read_partition,
     write_partition,
 )
+from nemo_specrl.cache.storage.system_errors import as_cache_errors
 from nemo_specrl.cache.store import RolloutStore
 from nemo_specrl.errors import CacheError, StoreInUse, StoreUnavailable
-from nemo_specrl.files import as_cache_errors
 from nemo_specrl.rollout import Rollout, RolloutSummary
 
 __all__ = ["LEASE_SECONDS", "Chunk", "Shard", "ShardInfo"]

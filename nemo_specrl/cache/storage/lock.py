@@ -15,8 +15,9 @@ from pathlib import Path
 
 import xxhash
 
+from nemo_specrl.cache.storage.system_errors import as_cache_errors
 from nemo_specrl.errors import StoreInUse, StoreUnavailable
-from nemo_specrl.files import FILE_MODE, FOLDER_MODE, as_cache_errors
+from nemo_specrl.files import FILE_MODE, FOLDER_MODE
 from nemo_specrl.rollout import KEY_BYTES
 
 __all__ = ["LOCK_FILE", "FolderLock", "holder"]
