@@ -22,9 +22,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nemo_specrl.engine.drafters.method import why_not_drafted
 from nemo_specrl.engine.vllm.compat import OLDEST, VERSIONS_RUN, version_numbers
-from nemo_specrl.engine.vllm.environment import asks_for_v2, has_custom_proposers
+from nemo_specrl.engine.vllm.environment import asks_for_v2, has_custom_proposers, why_not_drafted
 
 __all__ = ["Finding", "diagnose", "print_findings"]
 

@@ -15,7 +15,12 @@ from nemo_specrl.config import SpecRLConfig
 from nemo_specrl.engine.drafters.histories import EXTRA_ARG
 from nemo_specrl.engine.limits import TREE_PROPOSER, EngineLimits
 from nemo_specrl.engine.vllm.compat import check_version, in_this_process
-from nemo_specrl.engine.vllm.environment import asks_for_v2, has_custom_proposers, on_cpu
+from nemo_specrl.engine.vllm.environment import (
+    asks_for_v2,
+    has_custom_proposers,
+    on_cpu,
+    why_not_drafted,
+)
 from nemo_specrl.engine.vllm.patches import fix_cpu_rejection_sampler, vllm_plugin
 from nemo_specrl.errors import ConfigError, IncompatibleVersion
 
@@ -27,7 +32,6 @@ __all__ = [
     "drafting_method",
     "engine_options",
     "method_in",
-    "why_not_drafted",
 ]
 
 
@@ -149,29 +153,3 @@ def check_cpu_drafter(engine: Any) -> None:
             "it was installed by pip and VLLM_PLUGINS does not leave it out; install it, or set "
             "VLLM_ENABLE_V1_MULTIPROCESSING=0, or leave the drafter out"
         )
-
-
-def why_not_drafted(*, cpu: bool, proposers: bool, v2: bool) -> str | None:
-    """Why ``tree.method: auto`` finds no way to draft that is faster than plain decoding.
-
-    A drafter for vLLM's V2 model runner would have its place here: the V1 proposer keeps vLLM from
-    running V2 with asynchronous scheduling, and on GPUs that loses more than drafts gain.
-
-    Args:
-        cpu: vLLM runs on a CPU.
-        proposers: it takes custom ones (:func:`has_custom_proposers`).
-        v2: the environment asks for the V2 model runner (:func:`asks_for_v2`).
-
-    Returns:
-        What stands against it; None: nothing, the proposer is taken.
-    """
-    if not proposers:
-        return "this vLLM has no custom proposers (0.25.1 has)"
-    if v2:
-        return "VLLM_USE_V2_MODEL_RUNNER asks for vLLM's V2 model runner, which takes no proposer"
-    if not cpu:
-        return (
-            "on GPUs the tree proposer needs vLLM's V1 model runner without asynchronous "
-            "scheduling, which is slower than stock vLLM"
-        )
-    return None

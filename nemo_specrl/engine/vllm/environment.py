@@ -17,6 +17,7 @@ __all__ = [
     "local_cpu_environment",
     "on_cpu",
     "runs_v2",
+    "why_not_drafted",
 ]
 
 
@@ -102,3 +103,29 @@ def asks_for_v2() -> bool:
     """Whether the environment asks for vLLM's V2 model runner, as vLLM reads the variable."""
     value = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0").strip().lower()
     return value in ("1", "true") or (value.isdecimal() and int(value) > 0)
+
+
+def why_not_drafted(*, cpu: bool, proposers: bool, v2: bool) -> str | None:
+    """Why ``tree.method: auto`` finds no way to draft that is faster than plain decoding.
+
+    A drafter for vLLM's V2 model runner would have its place here: the V1 proposer keeps vLLM from
+    running V2 with asynchronous scheduling, and on GPUs that loses more than drafts gain.
+
+    Args:
+        cpu: vLLM runs on a CPU.
+        proposers: it takes custom ones (:func:`has_custom_proposers`).
+        v2: the environment asks for the V2 model runner (:func:`asks_for_v2`).
+
+    Returns:
+        What stands against it; None: nothing, the proposer is taken.
+    """
+    if not proposers:
+        return "this vLLM has no custom proposers (0.25.1 has)"
+    if v2:
+        return "VLLM_USE_V2_MODEL_RUNNER asks for vLLM's V2 model runner, which takes no proposer"
+    if not cpu:
+        return (
+            "on GPUs the tree proposer needs vLLM's V1 model runner without asynchronous "
+            "scheduling, which is slower than stock vLLM"
+        )
+    return None
