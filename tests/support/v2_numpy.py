@@ -68,9 +68,10 @@ def vote(
 ):  # fmt: skip
     for b, row in enumerate(batch_rows):
         slot, response = rows[row, :2]
-        width = num_pages * reference.OFFERED
-        scores = offers[b * width : (b + 1) * width] if slot >= 0 else offers[:0]
-        drafts[b], confidences[b] = reference.vote(
-            pool, links, table[max(slot, 0)], scores[scores > 0], response, length, last[row],
-            chances,
-        )  # fmt: skip
+        drafts[b], confidences[b] = last[row], 0
+        if slot >= 0:
+            width = num_pages * reference.OFFERED
+            scores = offers[b * width : (b + 1) * width]
+            drafts[b], confidences[b] = reference.vote(
+                pool, links, table[slot], scores[scores > 0], response, length, last[row], chances
+            )

@@ -42,6 +42,8 @@ LINKS, ROW = 3, 6
 """Columns of ``links`` and of a row's state: slot of its prompt (-1: none), number of its response,
 where that begins, how many of its tokens are in the pages, steps that yielded tokens, tokens."""
 BEHIND = 1
+_NO_MORE = 2**40
+"""In place of a number of pages: the row gets no further ones."""
 
 
 @dataclasses.dataclass
@@ -125,7 +127,7 @@ class DeviceIndex:
         self._contexts = torch.zeros(max_rows, DEPTH, dtype=torch.int32, device=self.device)
         self._prompts: OrderedDict[bytes, _Prompt] = OrderedDict()
         self._rows: dict[int, _Row] = {}
-        self._pages_of = np.full(max_rows, np.iinfo(np.int64).max)  # of rows that may get more
+        self._pages_of = np.full(max_rows, _NO_MORE)  # of rows
         self._starts = np.zeros(max_rows, np.int64)
         self._responses = 0
         self._contents: dict[int, npt.NDArray[np.int32]] = {}  # to be written with the next step
@@ -236,7 +238,7 @@ class DeviceIndex:
         closed.prompt.rows -= 1
         known = closed.prompt.responses.setdefault(closed.identity, [])
         known += closed.positions
-        self._pages_of[row] = np.iinfo(np.int64).max
+        self._pages_of[row] = _NO_MORE
         self._values[self._row + row * ROW] = -1
 
     def forget(self) -> None:
@@ -355,7 +357,7 @@ class DeviceIndex:
         while len(positions) * PAGE <= tokens and len(positions) < self.pages_of_row:
             if len(prompt.listed) == self.table.shape[1] or not self._make_room(1):
                 self.counts.rows += 1
-                self._pages_of[row] = np.iinfo(np.int64).max
+                self._pages_of[row] = _NO_MORE
                 return
             cells = np.full(PAGE, EMPTY, np.int32)
             if not positions:

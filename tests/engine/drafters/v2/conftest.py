@@ -1,6 +1,8 @@
-"""Tests of V2 drafting need Triton and its interpreter, which vLLM has to find when it is imported:
+"""Tests of V2 drafting.
 
-PYTHONPATH=folder/with/triton python -m pytest -p tests.support.v2_cpu tests/engine/drafters/v2
+They need Triton with its interpreter, which vLLM has to find when it is imported::
+
+    PYTHONPATH=folder/of/triton python -m pytest -p tests.support.v2_cpu tests/engine/drafters/v2
 """
 
 import sys
