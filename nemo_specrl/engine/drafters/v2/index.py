@@ -378,6 +378,7 @@ class DeviceIndex:
         total_lengths: torch.Tensor,
         num_sampled: torch.Tensor,
         last_sampled: torch.Tensor,
+        anyway: bool = False,
     ) -> torch.Tensor:
         """Append what a step has yielded, and draft for each of its rows.
 
@@ -389,6 +390,7 @@ class DeviceIndex:
             total_lengths: tokens of rows, int32 ``[rows]``, on the device.
             num_sampled: by row of the batch, tokens that the step yielded, int32 ``[n]``.
             last_sampled: of rows, int64 ``[rows]``, on the device; fills drafts.
+            anyway: launch all kernels, also where no row has a prompt.
 
         Returns:
             int64 ``[n, length]`` on the device, in the order of the batch.
@@ -401,7 +403,7 @@ class DeviceIndex:
         of_batch = [row for row in map(self._rows.get, batch_rows_host.tolist()) if row is not None]
         pages = max([1, *(len(row.prompt.listed) for row in of_batch)])
         offers = torch.empty(n * pages * OFFERED, dtype=torch.int32, device=self.device)
-        if of_batch:
+        if of_batch or anyway:
             kernels.append[(n,)](
                 self.pool, self.rows, self.row_pages, self._contexts, batch_rows, all_tokens,
                 total_lengths, num_sampled, all_tokens.stride(0), self.pages_of_row,
@@ -418,9 +420,18 @@ class DeviceIndex:
         self.launches += 1
         return self.drafts[:n]
 
-    def _write_changes(self) -> None:
+    def warm_up(self) -> None:
+        """Have all kernels compiled, for which steps would wait. There are no rows yet."""
+        assert not self._rows
+        row, tokens = torch.zeros(2, 1, dtype=torch.int32, device=self.device)
+        last = torch.zeros(1, dtype=torch.int64, device=self.device)
+        host = np.zeros(1, np.int32)
+        self._write_changes(anyway=True)
+        self.draft(row, host, host, tokens[:, None], tokens, row, last, anyway=True)
+
+    def _write_changes(self, anyway: bool = False) -> None:
         """Write pages and values that the host has decided on since the last step."""
-        if not (self._contents or self._values):
+        if not (self._contents or self._values or anyway):
             return
         pages, contents, places, values = (
             self._to_device(array)
@@ -432,7 +443,7 @@ class DeviceIndex:
             )
         )
         count = len(values)
-        kernels.update[(len(pages) + -(-count // kernels.SCATTERED.value),)](
+        kernels.update[(len(pages) + -(-count // kernels.SCATTERED.value) or 1,)](
             self.pool, self.state, pages, contents, places, values, len(pages), count
         )
         self.launches += 1

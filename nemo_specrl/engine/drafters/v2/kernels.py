@@ -26,17 +26,21 @@ START, EMPTY = tl.constexpr(reference.START), tl.constexpr(reference.EMPTY)
 NOTHING = tl.constexpr(reference.NOTHING)
 NO_TOKEN = tl.constexpr(-4)  # equal to nothing that a context may have
 LINKS, BEHIND, RESPONSE = tl.constexpr(3), tl.constexpr(1), tl.constexpr(2)
+assert DEPTH.value % 8 == 0 and DEPTH.value <= 48
 # Columns of a row's state; see index.
 ROW, ROW_SLOT, ROW_RESPONSE = tl.constexpr(6), tl.constexpr(0), tl.constexpr(1)
 ROW_START, ROW_KNOWN = tl.constexpr(2), tl.constexpr(3)
 ROW_STEPS, ROW_TOKENS = tl.constexpr(4), tl.constexpr(5)
 SCATTERED = tl.constexpr(256)  # values that a program of update writes
 APPENDED = tl.constexpr(32)  # tokens that append writes at once
-CONTEXT = tl.constexpr(16)  # DEPTH, rounded up to a power of two
+CONTEXT = tl.constexpr(32)  # DEPTH, rounded up to a power of two
+COMPARED = tl.constexpr(8)  # tokens that search compares before it looks whether any is left
 CHUNK = tl.constexpr(256)  # scores that vote looks at together
+CHANGING = ("num_pages", "num_values")
+"""Arguments that change from step to step: nothing is compiled anew for some of their values."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=CHANGING)
 def update(pool, state, pages, contents, places, values, num_pages, num_values):
     """Write pages, and values into the state. Grid: one for each page, then for 256 values."""
     program = tl.program_id(0)
@@ -88,7 +92,7 @@ def append(
         tl.store(mine + ROW_TOKENS, tl.load(mine + ROW_TOKENS) + sampled)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=CHANGING)
 def search(
     pool, links, table, rows, contexts, offers, batch_rows, table_stride, num_pages,
     TILE: tl.constexpr,
@@ -114,13 +118,18 @@ def search(
         to_behind = (behind.to(tl.int64) - page - 1) * PAGE
         match = tl.zeros([TILE, PAGE], dtype=tl.int32)
         alive = there & (offset >= 0)
-        for j in range(DEPTH):
-            wanted = tl.load(contexts + batch_row * DEPTH + j)
-            place = here - j + tl.where(offset < j, to_before, 0)
-            known = alive & ((before >= 0) | (offset >= j))
-            token = tl.load(pool + place, mask=known, other=NO_TOKEN)
-            alive = alive & (token == wanted)
-            match += alive.to(tl.int32)
+        compared = 0
+        left = 1
+        while (compared < DEPTH) & (left > 0):
+            for j in range(compared, compared + COMPARED):
+                wanted = tl.load(contexts + batch_row * DEPTH + j)
+                place = here - j + tl.where(offset < j, to_before, 0)
+                known = alive & ((before >= 0) | (offset >= j))
+                token = tl.load(pool + place, mask=known, other=NO_TOKEN)
+                alive = alive & (token == wanted)
+                match += alive.to(tl.int32)
+            compared += COMPARED
+            left = tl.max(tl.max(alive.to(tl.int32), axis=1), axis=0)
         place = here + 1 + tl.where(offset == PAGE - 1, to_behind, 0)
         known = (match > 0) & ((behind >= 0) | (offset < PAGE - 1))
         follower = tl.load(pool + place, mask=known, other=EMPTY)
@@ -155,7 +164,7 @@ def best_scores(offers, count):
 @triton.jit
 def cell_of(most, total, match, votes):
     """Cell of the table of chances: see ``reference``."""
-    most = most * 1000
+    most, total = most.to(tl.int64) * 1000, total.to(tl.int64)
     share = (most >= total * 300).to(tl.int32) + (most >= total * 500).to(tl.int32)
     share += (most >= total * 700).to(tl.int32) + (most >= total * 850).to(tl.int32)
     share += (most >= total * 950).to(tl.int32) + (most >= total * 995).to(tl.int32)
@@ -165,7 +174,7 @@ def cell_of(most, total, match, votes):
     return (share * 6 + far) * 4 + many
 
 
-@triton.jit
+@triton.jit(do_not_specialize=CHANGING)
 def vote(
     pool, links, table, rows, offers, drafts, confidences, batch_rows, last_sampled, chances,
     table_stride, num_pages, length,

@@ -67,7 +67,8 @@ class HistorySpeculator(BaseSpeculator):  # type: ignore[misc]
         self.draft_token_confidence_probs = self.index.confidences
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """Called by vLLM; there is no model."""
+        """Called by vLLM once it knows its memory; there are no graphs, but kernels to compile."""
+        self.index.warm_up()
 
     def capture(self, *args: Any) -> None:
         """Called by vLLM; there is no model."""

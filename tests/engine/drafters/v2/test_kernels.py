@@ -59,6 +59,16 @@ def test_launches():
     assert rows.index.launches == 7  # nothing was to be written
 
 
+def test_warm_up_changes_nothing():
+    from tests.support.v2_drafting import Rows
+
+    rows = Rows(length=1, rows=1)
+    before = rows.index.state.clone()
+    rows.index.warm_up()
+    assert (rows.index.state == before).all()
+    assert rows.index.launches == 4
+
+
 @pytest.mark.parametrize("capability", [90, 100])
 def test_compiled(capability):
     """For Hopper and Blackwell: small, and without spilled registers."""

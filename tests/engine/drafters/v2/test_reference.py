@@ -7,7 +7,7 @@ from nemo_specrl.engine.drafters.v2 import reference
 from nemo_specrl.speculation.suffix_tree import CHANCES, DraftTrees
 
 NEEDS_NO_TRITON = True
-PAGE = 16  # more than DEPTH
+PAGE = 32  # not less than DEPTH
 
 
 def drafted(responses, own, length, fill=99):
@@ -59,11 +59,11 @@ def test_definition(seed):
     rng = np.random.default_rng(seed)
     vocabulary = int(rng.choice([2, 4, 10, 50]))
     responses = [
-        rng.integers(0, vocabulary, rng.integers(1, 60)).tolist() for _ in range(rng.integers(1, 6))
+        rng.integers(0, vocabulary, rng.integers(1, 90)).tolist() for _ in range(rng.integers(1, 6))
     ]
     own = int(rng.integers(len(responses)))
     if rng.random() < 0.5:  # follow another one for a while
-        responses[own] += responses[0][: int(rng.integers(1, 20))]
+        responses[own] += responses[0][: int(rng.integers(1, 50))]
     tokens, confidences = drafted(responses, own, 6)
     assert tokens.tolist() == by_definition(responses, own, 6)
     assert ((confidences > 0) == (tokens != 99)).all()
