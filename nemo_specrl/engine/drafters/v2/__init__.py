@@ -6,6 +6,7 @@ host. Every row drafts the same number of tokens. Modules, each of which imports
 below it::
 
     speculator    the class that vLLM's V2 runner asks for drafts
+    roots         prompts whose later turns share their index
     index         which responses are on the device, within a bound of memory
     kernels       the Triton kernels: append, search and vote
     reference     the same rules in numpy, and what the arrays mean

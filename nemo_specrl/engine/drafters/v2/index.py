@@ -198,7 +198,7 @@ class DeviceIndex:
         self,
         row: int,
         key: bytes,
-        identity: int,
+        identity: int | None,
         history: Sequence[tuple[int, bytes]],
         start: int,
         brought: int = 0,
@@ -209,7 +209,7 @@ class DeviceIndex:
             row: its place in vLLM's arrays.
             key: of the prompt.
             identity: of the row's response
-                (:func:`~nemo_specrl.speculation.draft_selection.response_id`).
+                (:func:`~nemo_specrl.speculation.draft_selection.response_id`); None: it has none.
             history: earlier responses as identity and int32 tokens, oldest first; those that are
                 here are passed over.
             start: tokens of the prompt, behind which the response begins.
@@ -221,11 +221,18 @@ class DeviceIndex:
             self.counts.prompts += 1
             return
         prompt.rows += 1
-        if brought and not any(
-            other.prompt is prompt and other.identity == identity for other in self._rows.values()
+        if (
+            brought
+            and identity is not None
+            and not any(
+                other.prompt is prompt and other.identity == identity
+                for other in self._rows.values()
+            )
         ):
             self._take_away(prompt, identity)  # begun before vLLM preempted it
         self._responses += 1
+        if identity is None:
+            identity = -self._responses  # others' are not negative
         opened = self._rows[row] = _Row(prompt, identity, self._responses, start)
         self._set_row(row, prompt.slot, opened.number, start, 0)
         self._starts[row], self._pages_of[row] = start, 0

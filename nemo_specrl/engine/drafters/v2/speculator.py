@@ -7,7 +7,9 @@ draft has no probabilities (``draft_logits`` None): it is verified as certain.
 A request brings what drafting needs in ``SamplingParams.extra_args``, as for the V1 proposer: the
 prompt's key, an identity of the response, earlier responses as pairs of identity and int32 tokens,
 and the length of the prompt, behind which the request's prompt may hold a beginning of the
-response. Other requests get drafts that are not worth anything, which cost them no correctness.
+response. A request that brings nothing drafts where its prompt begins with one that is known, as
+later turns of a conversation do (``roots``). Others get drafts that are not worth anything, which
+costs them no correctness.
 
 ``propose`` reads no value from the device.
 """
@@ -20,7 +22,8 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from nemo_specrl.engine.drafters.v2.index import DeviceIndex
+from nemo_specrl.engine.drafters.v2.index import PROMPTS, DeviceIndex
+from nemo_specrl.engine.drafters.v2.roots import Roots
 from nemo_specrl.speculation.suffix_tree import CHANCES
 
 __all__ = ["EXTRA_ARG", "MAX_BYTES", "HistorySpeculator"]
@@ -41,6 +44,7 @@ class HistorySpeculator(BaseSpeculator):  # type: ignore[misc]
 
     Attributes:
         index: the responses.
+        roots: prompts whose later turns share their index.
         req_states: vLLM's state of requests, set when the first one is added.
         draft_token_confidence_probs: chance of each draft token if those before it are accepted,
             float32 ``[max_num_seqs, K]``, in the order of the last batch.
@@ -55,6 +59,7 @@ class HistorySpeculator(BaseSpeculator):  # type: ignore[misc]
         self.num_speculative_steps = int(vllm_config.speculative_config.num_speculative_tokens)
         self.model = torch.nn.Module()  # vLLM 0.25 looks for modules of a drafter's model
         self.req_states: Any = None
+        self.roots = Roots(PROMPTS)
         self.index = DeviceIndex(
             device,
             int(vllm_config.scheduler_config.max_num_seqs),
@@ -83,12 +88,18 @@ class HistorySpeculator(BaseSpeculator):  # type: ignore[misc]
         """
         self.req_states = req_states
         params = request.sampling_params
-        args = ((params.extra_args if params is not None else None) or {}).get(EXTRA_ARG)
-        if args is None:
+        if params is None or params.prompt_logprobs is not None:  # it is verified, not decoded
             return
-        key, identity, history, start = args
-        brought = max(0, len(request.prefill_token_ids) - start)
-        self.index.open_row(row, key, identity, history, start, brought)
+        tokens = request.prefill_token_ids
+        args = (params.extra_args or {}).get(EXTRA_ARG)
+        if args is None:
+            key, identity, history, start = None, None, (), len(request.prompt_token_ids or tokens)
+        else:
+            key, identity, history, start = args
+        key = self.roots.key_of(tokens[:start], key)
+        if key is not None:
+            brought = max(0, len(tokens) - start)
+            self.index.open_row(row, key, identity, history, start, brought)
 
     def remove_request(self, row: int) -> None:
         """Let go of a request that has ended or was preempted."""
