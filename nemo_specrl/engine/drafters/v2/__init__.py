@@ -8,8 +8,11 @@ below it::
     speculator    the class that vLLM's V2 runner asks for drafts
     roots         prompts whose later turns share their index
     index         which responses are on the device, within a bound of memory
+    arrays        the arrays on the device, and the launches that work on them
     kernels       the Triton kernels: append, search and vote
     reference     the same rules in numpy, and what the arrays mean
+
+``compile_kernels`` compiles them for GPUs where there is none, for tests.
 
 ``nemo_specrl.engine.vllm.v2_patches`` puts the speculator into vLLM.
 """

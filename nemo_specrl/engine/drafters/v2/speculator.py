@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from nemo_specrl.engine.drafters.v2.index import PROMPTS, DeviceIndex
+from nemo_specrl.engine.drafters.v2.arrays import PROMPTS
+from nemo_specrl.engine.drafters.v2.index import DeviceIndex
 from nemo_specrl.engine.drafters.v2.roots import Roots
 from nemo_specrl.speculation.suffix_tree import CHANCES
 

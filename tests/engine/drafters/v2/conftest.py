@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture
 def by_reference(monkeypatch):
     """Launch the numpy reference in place of the kernels, which it equals."""
-    from nemo_specrl.engine.drafters.v2 import index
+    from nemo_specrl.engine.drafters.v2 import arrays
     from tests.support import v2_numpy
 
-    monkeypatch.setattr(index, "kernels", v2_numpy)
+    monkeypatch.setattr(arrays, "kernels", v2_numpy)

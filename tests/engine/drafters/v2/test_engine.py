@@ -198,9 +198,9 @@ def test_stop_inside_an_accepted_draft(llm, speculator):
 
 def test_history_makes_steps_fewer_with_kernels(llm, speculator, monkeypatch):
     """The kernels themselves in the runner; a second row drafts from a history."""
-    from nemo_specrl.engine.drafters.v2 import index, kernels
+    from nemo_specrl.engine.drafters.v2 import arrays, kernels
 
-    monkeypatch.setattr(index, "kernels", kernels)
+    monkeypatch.setattr(arrays, "kernels", kernels)
     (first,) = generate(llm, 1, temperature=0, max_tokens=16)
     speculator.index.take_totals()
     (second,) = generate(llm, 1, temperature=0, max_tokens=16, identity=1)

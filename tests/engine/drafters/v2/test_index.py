@@ -169,10 +169,10 @@ def nothing_read(monkeypatch):
 
 def test_nothing_is_read_on_the_host(make_rows, monkeypatch):
     """``draft`` with rows that begin, grow into new pages and end. Launches are let through."""
-    from nemo_specrl.engine.drafters.v2 import index
+    from nemo_specrl.engine.drafters.v2 import arrays
 
     rows = make_rows(rows=3, length=2)
-    arrays, launched = [], []
+    launched = []
 
     class Recorded:
         def __init__(self, name):
@@ -182,19 +182,19 @@ def test_nothing_is_read_on_the_host(make_rows, monkeypatch):
             return lambda *args: launched.append(self.name)
 
     class Kernels:
-        SCATTERED = index.kernels.SCATTERED
+        SCATTERED = arrays.kernels.SCATTERED
         update, append, search, vote = map(Recorded, ("update", "append", "search", "vote"))
 
-    monkeypatch.setattr(index, "kernels", Kernels)
+    monkeypatch.setattr(arrays, "kernels", Kernels)
     rows.open(0, history=[(0, LONG[:500])])
     rows.open(1)
     for lengths in ([5, 6], [300, 7], [301, 8]):
-        arrays = (
+        step = (
             torch.tensor([0, 1], dtype=torch.int32), np.array([0, 1]), np.array(lengths),
             rows.tokens, rows.totals, torch.ones(2, dtype=torch.int32), rows.last,
         )  # fmt: skip
         with nothing_read(monkeypatch):
-            rows.index.draft(*arrays)
+            rows.index.draft(*step)
     assert launched == [*("update", "append", "search", "vote") * 2, "append", "search", "vote"]
     with pytest.raises(AssertionError), nothing_read(monkeypatch):
         rows.totals.sum().item()
