@@ -1,0 +1,219 @@
+"""The arrays on the device, and the launches that work on them.
+
+``index`` decides what is written where. Nothing here waits for the device, except ``take_totals``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nemo_specrl.engine.drafters.v2 import kernels
+from nemo_specrl.engine.drafters.v2.reference import DEPTH, OFFERED, PAGE
+
+__all__ = ["LINKS", "PROMPTS", "ROW", "DeviceArrays"]
+
+logger = logging.getLogger(__name__)
+
+PAGES_OF_PROMPT = 1024
+"""Pages of a prompt at most: 262,144 tokens. A row that searches them reads a mebibyte."""
+PROMPTS = 4096
+"""Prompts at most."""
+LINKS, ROW = 3, 6
+"""Columns of ``links`` and of a row's state: slot of its prompt (-1: none), number of its response,
+where that begins, how many of its tokens are in the pages, steps that yielded tokens, tokens."""
+
+
+class DeviceArrays:
+    """Pool of pages, lists of pages, state of rows, and drafts.
+
+    Args:
+        device: of the arrays.
+        max_rows: rows that vLLM has at once.
+        max_model_len: tokens of a row at most.
+        max_bytes: of all arrays together.
+        length: tokens of a draft.
+        chances: table of chances (:data:`~nemo_specrl.speculation.suffix_tree.CHANCES`).
+
+    Attributes:
+        pool: tokens of pages, int32 ``[pages, PAGE]``.
+        links: see ``reference``, int32 ``[pages, 3]``.
+        table: pages of prompts, int32 ``[slots, pages of a prompt]``.
+        rows: state of rows, int32 ``[max_rows, 6]``.
+        row_pages: pages of the rows' responses, int32 ``[max_rows, pages_of_row]``.
+        state: these four, in one; ``*_at`` is where each begins.
+        drafts: int64 ``[max_rows, length]``, in the order of the batch.
+        confidences: float32, likewise; the chance of each token if those before it are accepted.
+        launches: of kernels, since the start.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        max_rows: int,
+        max_model_len: int,
+        max_bytes: int,
+        length: int,
+        chances: npt.NDArray[np.float32],
+    ) -> None:
+        self.device, self.max_rows = torch.device(device), max_rows
+        self.length, self.max_model_len = length, max_model_len
+        self.pages_of_row = -(-(max_model_len + 1) // PAGE)
+        self.launches = 0
+        # The interpreter, on a CPU, takes a time for each operation, of whatever size.
+        self.tile = 4 if self.device.type != "cpu" else 32
+        self._chances = torch.from_numpy(np.array(chances)).to(self.device)
+        self._make_arrays(max_bytes)
+        self.drafts = torch.zeros(max_rows, length, dtype=torch.int64, device=self.device)
+        self.confidences = torch.zeros(max_rows, length, device=self.device)
+        self._contexts = torch.zeros(max_rows, DEPTH, dtype=torch.int32, device=self.device)
+
+    def _make_arrays(self, max_bytes: int) -> None:
+        """Make the pool and the state as large as memory allows."""
+        while True:
+            pages = self._pages_within(max_bytes)
+            sizes = [
+                pages * LINKS,
+                min(PROMPTS, pages) * self._listed_at_most(pages),
+                self.max_rows * ROW,
+                self.max_rows * self.pages_of_row,
+            ]
+            try:
+                self.pool = torch.empty(pages, PAGE, dtype=torch.int32, device=self.device)
+                self.state = torch.full((sum(sizes),), -1, dtype=torch.int32, device=self.device)
+                break
+            except torch.OutOfMemoryError:
+                if not max_bytes:
+                    raise
+                max_bytes //= 2
+                logger.warning("not enough memory for drafts: trying %d bytes", max_bytes)
+        # Where in the state links, lists, rows, and the pages of rows begin.
+        self.links_at, self.table_at, self.rows_at, self.row_pages_at = (
+            int(end) - size for end, size in zip(np.cumsum(sizes), sizes, strict=True)
+        )
+        views = torch.split(self.state, sizes)
+        self.links, self.rows = views[0].view(-1, LINKS), views[2].view(-1, ROW)
+        self.table = views[1].view(-1, max(1, self._listed_at_most(pages)))
+        self.row_pages = views[3].view(self.max_rows, -1)
+        self.rows[:, 4:] = 0
+
+    def _listed_at_most(self, pages: int) -> int:
+        return min(PAGES_OF_PROMPT, 2 * pages)
+
+    def _pages_within(self, max_bytes: int) -> int:
+        """Pages for which there is memory beside the arrays of rows and lists."""
+        of_rows = 4 * self.max_rows * (ROW + self.pages_of_row + DEPTH + 3 * self.length)
+        of_page = 4 * (PAGE + LINKS)
+        most = max(0, max_bytes - of_rows) // of_page
+        least, most = 0, int(most)
+        while least < most:  # the lists grow with the pages
+            pages = (least + most + 1) // 2
+            lists = 4 * min(PROMPTS, pages) * self._listed_at_most(pages)
+            if of_rows + pages * of_page + lists <= max_bytes:
+                least = pages
+            else:
+                most = pages - 1
+        return least
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the arrays on the device, offers of the last step left out."""
+        arrays = (self.pool, self.state, self.drafts, self.confidences, self._contexts)
+        return sum(array.numel() * array.element_size() for array in arrays)
+
+    def write(
+        self,
+        contents: Mapping[int, npt.NDArray[np.int32]],
+        values: Mapping[int, int],
+        anyway: bool = False,
+    ) -> None:
+        """Write pages, and values into the state.
+
+        Args:
+            contents: by page, int32 ``[PAGE]``.
+            values: by place in the state.
+            anyway: launch the kernel also where there is nothing to write.
+        """
+        if not (contents or values or anyway):
+            return
+        arrays = (
+            np.fromiter(contents, np.int32),
+            np.concatenate([*contents.values(), np.zeros(1, np.int32)]),
+            np.fromiter(values, np.int64),
+            np.fromiter(values.values(), np.int32),
+        )
+        programs = len(contents) + -(-len(values) // kernels.SCATTERED.value)
+        kernels.update[(programs or 1,)](
+            self.pool, self.state, *map(self._to_device, arrays), len(contents), len(values)
+        )
+        self.launches += 1
+
+    def launch(
+        self,
+        batch_rows: torch.Tensor,
+        pages: int,
+        all_tokens: torch.Tensor,
+        total_lengths: torch.Tensor,
+        num_sampled: torch.Tensor,
+        last_sampled: torch.Tensor,
+        searching: bool = True,
+    ) -> torch.Tensor:
+        """Append what a step has yielded, and draft for each of its rows.
+
+        Args:
+            batch_rows: rows of the batch, int ``[n]``; as all tensors here, on the device.
+            pages: of the longest list among the prompts of these rows.
+            all_tokens: of rows, int32 ``[rows, max_model_len]``.
+            total_lengths: tokens of rows, int32 ``[rows]``.
+            num_sampled: by row of the batch, tokens that the step yielded, int32 ``[n]``.
+            last_sampled: of rows, int64 ``[rows]``; fills drafts.
+            searching: some of the rows have a prompt.
+
+        Returns:
+            int64 ``[n, length]``, in the order of the batch.
+        """
+        n = len(batch_rows)
+        offers = torch.empty(n * pages * OFFERED, dtype=torch.int32, device=self.device)
+        if searching:
+            kernels.append[(n,)](
+                self.pool, self.rows, self.row_pages, self._contexts, batch_rows, all_tokens,
+                total_lengths, num_sampled, all_tokens.stride(0), self.pages_of_row,
+            )  # fmt: skip
+            kernels.search[(n, -(-pages // self.tile))](
+                self.pool, self.links, self.table, self.rows, self._contexts, offers, batch_rows,
+                self.table.stride(0), pages, self.tile,
+            )  # fmt: skip
+            self.launches += 2
+        kernels.vote[(n,)](
+            self.pool, self.links, self.table, self.rows, offers, self.drafts, self.confidences,
+            batch_rows, last_sampled, self._chances, self.table.stride(0), pages, self.length,
+        )  # fmt: skip
+        self.launches += 1
+        return self.drafts[:n]
+
+    def warm_up(self) -> None:
+        """Have all kernels compiled, for which steps would wait. There may be no rows yet."""
+        row, tokens = torch.zeros(2, 1, dtype=torch.int32, device=self.device)
+        last = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.write({}, {}, anyway=True)
+        self.launch(row, 1, tokens[:, None], tokens, row, last)
+
+    def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        if self.device.type != "cpu":
+            tensor = tensor.pin_memory().to(self.device, non_blocking=True)
+        return tensor
+
+    def take_totals(self) -> tuple[int, int]:
+        """Steps that yielded tokens of rows with drafts, and these tokens, since they were taken.
+
+        Reads from the device: for the end of a batch.
+        """
+        totals = self.rows[:, 4:].sum(0).tolist()
+        self.rows[:, 4:] = 0
+        return int(totals[0]), int(totals[1])

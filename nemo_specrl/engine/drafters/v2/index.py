@@ -1,0 +1,332 @@
+"""The responses that drafts are made from: which are on the device, and where.
+
+Per prompt, the earlier responses, written once, and those of the rows that run now, to which every
+step appends on the device, so that the rows of a prompt draft for each other. All lie in pages of
+one pool; ``reference`` describes them. The host decides which page belongs to what. It knows how
+long responses can have become, not their tokens, and waits for nothing.
+
+Memory is bounded. Prompts without rows make room first, those unused for longest before others.
+Where that does not suffice, responses are left out and counted, and their rows draft less or
+nothing.
+
+Whatever happens here follows from the steps that vLLM schedules, in their order, so that every rank
+of an engine has the same pages in the same order and makes the same drafts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nemo_specrl.engine.drafters.v2.arrays import LINKS, ROW, DeviceArrays
+from nemo_specrl.engine.drafters.v2.reference import EMPTY, PAGE, START
+
+__all__ = ["DeviceIndex"]
+
+PAGES_OF_HISTORY = 768
+"""Pages of a prompt at most for earlier responses; the newest are taken."""
+BEHIND = 1
+_NO_MORE = 2**40
+"""In place of a number of pages: the row gets no further ones."""
+
+
+@dataclasses.dataclass
+class IndexCounts:
+    """What did not fit, since the start.
+
+    Args:
+        prompts: rows without drafts, since there was no place for their prompt.
+        responses: earlier responses that were left out for want of memory.
+        rows: rows whose own tokens were not indexed to their end.
+        refused: earlier responses with tokens outside of the vocabulary.
+        cut: earlier responses that were longer than ``max_model_len``.
+        evicted: prompts that made room.
+    """
+
+    prompts: int = 0
+    responses: int = 0
+    rows: int = 0
+    refused: int = 0
+    cut: int = 0
+    evicted: int = 0
+
+
+class _Prompt:
+    """A prompt with pages."""
+
+    def __init__(self, slot: int) -> None:
+        self.slot = slot
+        self.listed: list[int] = []  # pages, -1 for those that were taken away
+        self.responses: dict[int, list[int]] = {}  # identity: positions in the list
+        self.rows = 0
+
+
+class _Row:
+    """A row that runs: its pages are the last ones of a response."""
+
+    def __init__(self, prompt: _Prompt, identity: int, number: int, start: int) -> None:
+        self.prompt, self.identity, self.number, self.start = prompt, identity, number, start
+        self.positions: list[int] = []  # in the prompt's list
+
+
+class DeviceIndex(DeviceArrays):
+    """Which pages belong to which responses, prompts and rows.
+
+    Args:
+        device: of the arrays.
+        max_rows: rows that vLLM has at once.
+        max_model_len: tokens of a row at most.
+        vocabulary: tokens from 0 to this are valid.
+        max_bytes: of all arrays together.
+        length: tokens of a draft.
+        chances: table of chances (:data:`~nemo_specrl.speculation.suffix_tree.CHANCES`).
+
+    Attributes:
+        counts: see :class:`IndexCounts`.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        max_rows: int,
+        max_model_len: int,
+        vocabulary: int,
+        max_bytes: int,
+        length: int,
+        chances: npt.NDArray[np.float32],
+    ) -> None:
+        super().__init__(device, max_rows, max_model_len, max_bytes, length, chances)
+        self.vocabulary, self.counts = vocabulary, IndexCounts()
+        slots = self.table.shape[0] if len(self.pool) else 0
+        self._free, self._free_slots = list(range(len(self.pool)))[::-1], list(range(slots))[::-1]
+        self._prompts: OrderedDict[bytes, _Prompt] = OrderedDict()
+        self._rows: dict[int, _Row] = {}
+        self._pages_of = np.full(max_rows, _NO_MORE)  # of rows
+        self._starts = np.zeros(max_rows, np.int64)
+        self._responses = 0
+        self._contents: dict[int, npt.NDArray[np.int32]] = {}  # to be written with the next step
+        self._values: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        """Prompts that have pages."""
+        return len(self._prompts)
+
+    def open_row(
+        self,
+        row: int,
+        key: bytes,
+        identity: int | None,
+        history: Sequence[tuple[int, bytes]],
+        start: int,
+        brought: int = 0,
+    ) -> None:
+        """Have a row draft from its prompt's responses.
+
+        Args:
+            row: its place in vLLM's arrays.
+            key: of the prompt.
+            identity: of the row's response
+                (:func:`~nemo_specrl.speculation.draft_selection.response_id`); None: it has none.
+            history: earlier responses as identity and int32 tokens, oldest first; those that are
+                here are passed over.
+            start: tokens of the prompt, behind which the response begins.
+            brought: tokens of the response that the row has already.
+        """
+        self.close_row(row)
+        prompt = self._opened(key, history)
+        if prompt is None:
+            self.counts.prompts += 1
+            return
+        prompt.rows += 1
+        if (
+            brought
+            and identity is not None
+            and not any(
+                other.prompt is prompt and other.identity == identity
+                for other in self._rows.values()
+            )
+        ):
+            self._take_away(prompt, identity)  # begun before vLLM preempted it
+        self._responses += 1
+        if identity is None:
+            identity = -self._responses  # others' are not negative
+        opened = self._rows[row] = _Row(prompt, identity, self._responses, start)
+        self._set_row(row, prompt.slot, opened.number, start, 0)
+        self._starts[row], self._pages_of[row] = start, 0
+
+    def close_row(self, row: int) -> None:
+        """Let go of a row; its response stays with the prompt."""
+        closed = self._rows.pop(row, None)
+        if closed is None:
+            return
+        closed.prompt.rows -= 1
+        known = closed.prompt.responses.setdefault(closed.identity, [])
+        known += closed.positions
+        self._pages_of[row] = _NO_MORE
+        self._values[self.rows_at + row * ROW] = -1
+
+    def forget(self) -> None:
+        """Let go of all prompts that have no rows."""
+        for key in [key for key, prompt in self._prompts.items() if not prompt.rows]:
+            self._evict(key)
+
+    def _opened(self, key: bytes, history: Sequence[tuple[int, bytes]]) -> _Prompt | None:
+        """A prompt with its history; None: there is no place for it."""
+        prompt = self._prompts.get(key)
+        if prompt is not None and not prompt.rows and history:
+            # Its pages are used up by rows that ended: begin anew from what the cache has.
+            more = sum(-(-(len(tokens) // 4 + 1) // PAGE) for _, tokens in history)
+            if len(prompt.listed) + more > PAGES_OF_HISTORY:
+                self._evict(key)
+                prompt = None
+        if prompt is None:
+            if not self._free_slots:
+                self._evict_idle()
+            if not self._free_slots or not (self._free or self._evict_idle()):
+                return None
+            prompt = self._prompts[key] = _Prompt(self._free_slots.pop())
+        self._prompts.move_to_end(key)
+        prompt.rows += 1  # not to be evicted for its own history
+        self._write_history(prompt, history)
+        prompt.rows -= 1
+        return prompt
+
+    def _write_history(self, prompt: _Prompt, history: Sequence[tuple[int, bytes]]) -> None:
+        """Write the newest responses that fit, and keep their order."""
+        room = min(PAGES_OF_HISTORY, self.table.shape[1]) - len(prompt.listed)
+        taken: list[tuple[int, npt.NDArray[np.int32]]] = []
+        for identity, data in reversed(history):
+            tokens = np.frombuffer(data, np.int32)
+            if identity in prompt.responses or not len(tokens):
+                continue
+            if tokens.min() < 0 or tokens.max() >= self.vocabulary:
+                self.counts.refused += 1
+                continue
+            if len(tokens) > self.max_model_len:
+                self.counts.cut += 1
+                tokens = tokens[: self.max_model_len]
+            pages = -(-(len(tokens) + 1) // PAGE)
+            needed = pages + sum(len(cells) for _, cells in taken)
+            if pages > room or not self._make_room(needed):
+                self.counts.responses += 1
+                continue
+            room -= pages
+            whole = np.full(pages * PAGE, EMPTY, np.int32)
+            whole[0], whole[1 : len(tokens) + 1] = START, tokens
+            taken.append((identity, whole.reshape(pages, PAGE)))
+        for identity, contents in reversed(taken):
+            self._responses += 1
+            positions = prompt.responses[identity] = []
+            for cells in contents:
+                self._add_page(prompt, positions, self._responses, cells)
+
+    def _make_room(self, pages: int) -> bool:
+        """Have so many pages free, if need be at the expense of prompts without rows."""
+        while len(self._free) < pages:
+            if not self._evict_idle():
+                return False
+        return True
+
+    def _evict_idle(self) -> bool:
+        """Drop the prompt without rows that was unused for longest; False: there is none."""
+        for key, prompt in self._prompts.items():
+            if not prompt.rows:
+                self._evict(key)
+                self.counts.evicted += 1
+                return True
+        return False
+
+    def _evict(self, key: bytes) -> None:
+        prompt = self._prompts.pop(key)
+        for position in range(len(prompt.listed)):
+            self._remove_page(prompt, position)
+        self._free_slots.append(prompt.slot)
+
+    def _take_away(self, prompt: _Prompt, identity: int) -> None:
+        """Remove a response."""
+        for position in prompt.responses.pop(identity, ()):
+            self._remove_page(prompt, position)
+
+    def _remove_page(self, prompt: _Prompt, position: int) -> None:
+        page, prompt.listed[position] = prompt.listed[position], -1
+        if page >= 0:
+            self._values[self.table_at + prompt.slot * self.table.shape[1] + position] = -1
+            self._contents.pop(page, None)
+            self._free.append(page)
+
+    def _add_page(
+        self, prompt: _Prompt, positions: list[int], number: int, cells: npt.NDArray[np.int32]
+    ) -> int:
+        """Append a page to a response; the page. There has to be a free one."""
+        page = self._free.pop()
+        before = prompt.listed[positions[-1]] if positions else -1
+        link = self.links_at + page * LINKS
+        self._values |= {link: before, link + 1: -1, link + 2: number}
+        if before >= 0:
+            self._values[self.links_at + before * LINKS + BEHIND] = page
+        self._values[self.table_at + prompt.slot * self.table.shape[1] + len(prompt.listed)] = page
+        self._contents[page] = cells
+        positions.append(len(prompt.listed))
+        prompt.listed.append(page)
+        return page
+
+    def _set_row(self, row: int, *values: int) -> None:
+        place = self.rows_at + row * ROW
+        self._values |= {place + i: value for i, value in enumerate(values)}
+
+    def _extend(self, row: int, tokens: int) -> None:
+        """Have pages for so many tokens of a row's response."""
+        extended = self._rows[row]
+        prompt, positions = extended.prompt, extended.positions
+        while len(positions) * PAGE <= tokens and len(positions) < self.pages_of_row:
+            if len(prompt.listed) == self.table.shape[1] or not self._make_room(1):
+                self.counts.rows += 1
+                self._pages_of[row] = _NO_MORE
+                return
+            cells = np.full(PAGE, EMPTY, np.int32)
+            if not positions:
+                cells[0] = START
+            page = self._add_page(prompt, positions, extended.number, cells)
+            place = self.row_pages_at + row * self.pages_of_row + len(positions) - 1
+            self._values[place] = page
+        self._pages_of[row] = len(positions)
+
+    def draft(
+        self,
+        batch_rows: torch.Tensor,
+        batch_rows_host: npt.NDArray[np.integer[Any]],
+        lengths: npt.NDArray[np.integer[Any]],
+        all_tokens: torch.Tensor,
+        total_lengths: torch.Tensor,
+        num_sampled: torch.Tensor,
+        last_sampled: torch.Tensor,
+    ) -> torch.Tensor:
+        """Append what a step has yielded, and draft for each of its rows.
+
+        Args:
+            batch_rows: rows of the batch, on the device, int ``[n]``.
+            batch_rows_host: the same on the host.
+            lengths: tokens that these rows may have at most by now, prompt included, ``[n]``.
+            all_tokens: of rows, int32 ``[rows, max_model_len]``, on the device.
+            total_lengths: tokens of rows, int32 ``[rows]``, on the device.
+            num_sampled: by row of the batch, tokens that the step yielded, int32 ``[n]``.
+            last_sampled: of rows, int64 ``[rows]``, on the device; fills drafts.
+
+        Returns:
+            int64 ``[n, length]`` on the device, in the order of the batch.
+        """
+        most = np.minimum(lengths, self.max_model_len) - self._starts[batch_rows_host]
+        for i in np.flatnonzero(self._pages_of[batch_rows_host] * PAGE <= most):
+            self._extend(int(batch_rows_host[i]), int(most[i]))
+        self.write(self._contents, self._values)
+        self._contents, self._values = {}, {}
+        of_batch = [row for row in map(self._rows.get, batch_rows_host.tolist()) if row is not None]
+        pages = max([1, *(len(row.prompt.listed) for row in of_batch)])
+        arrays = (all_tokens, total_lengths, num_sampled, last_sampled)
+        return self.launch(batch_rows, pages, *arrays, searching=bool(of_batch))

@@ -1,0 +1,204 @@
+"""The rules by which drafts are made on the device, in numpy, and the layout of the arrays.
+
+The kernels give the same tokens and the same confidences bit for bit: scores and weights are
+integers, so that no order of summation matters, and no two positions have the same score.
+
+**Layout.** Responses lie in pages of ``PAGE`` int32 tokens. A response begins with ``START`` at the
+beginning of a page and goes on in further pages; what is not written yet is ``EMPTY``. For each
+page, ``links`` has the pages before and behind it in its response (-1: none) and the number of the
+response. A prompt has a list of pages, in the order in which they were added (-1: a page that was
+taken away again).
+
+**Search.** The context of a row is its last ``DEPTH`` tokens. Of a position in the pages of its
+prompt, the match is how many tokens up to and including it are the last ones of the row. Positions
+without a token behind them do not count. The score of a position is its match, and among equal ones
+the place in the list: the newer the better. Each page offers its best ``OFFERED`` positions, and
+the best ``VOTERS`` of all pages vote. A match of a single token counts only where there is no
+longer one.
+
+**Vote.** A position votes for the token behind it with a weight of the match to the third power,
+times ``OWN_WEIGHT`` where it lies in the row's own response. The token with the most weight is
+drafted, among equal ones that of the best position. Those that were for it vote on the next token,
+and so on. Where no voter is left, the rest of the draft is ``fill``.
+
+**Confidence.** The chance that a token is accepted if those before it are, read from a table by its
+share of the weights, the longest match of those that are for it, and their number.
+
+These are the rules of the trees (``speculation/_suffix.c``), and so are weights, the number of
+voters and the table. Different are three limits: trees compare up to 48 tokens and here ``DEPTH``
+are compared; trees take the newest positions among those with 2, 4, 8 or 16 tokens in common and
+here the exact match decides; and trees know no pages, so that more of their voters may lie close
+together.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "DEPTH",
+    "EMPTY",
+    "OFFERED",
+    "PAGE",
+    "START",
+    "best_positions",
+    "context_of",
+    "draft",
+    "pages_of",
+    "vote",
+]
+
+Int32 = npt.NDArray[np.int32]
+
+PAGE = 256
+"""Tokens of a page; a power of two."""
+DEPTH = 32
+"""Tokens of a row that are compared; with 48 at most, sums of weights fit into int32. Fewer are
+faster to search, and with 12 a policy that repeats itself got a twentieth fewer tokens a step."""
+OFFERED = 4
+"""Positions of a page that may vote."""
+VOTERS = 32
+"""Positions that vote."""
+OWN_WEIGHT = 16
+"""Weight of a position in the row's own response."""
+POSITION_BITS = 24
+"""Of a score; the match is above them."""
+START, EMPTY, NOTHING = -2, -1, -3
+"""Before the first token of a response; not written; before the start, in a row's context."""
+BEFORE, BEHIND, RESPONSE = 0, 1, 2
+"""Columns of ``links``."""
+SHARES = (300, 500, 700, 850, 950, 995)
+"""Thousandths of the weights at which the next cell of the table of chances begins."""
+MATCHES, VOTES = (2, 4, 8, 16, 32), (2, 4, 8)
+"""The same of the longest match and of the number of voters."""
+
+
+def pages_of(responses: list[list[int]], page: int = PAGE) -> tuple[Int32, Int32]:
+    """Pages and links of whole responses, in this order; each has the number of its place here.
+
+    Returns:
+        Tokens, int32 ``[pages, page]``, and links, int32 ``[pages, 3]``.
+    """
+    tokens: list[list[int]] = []
+    links: list[tuple[int, int, int]] = []
+    for number, response in enumerate(responses):
+        cells = [START, *response]
+        first, count = len(tokens), -(-len(cells) // page)
+        cells += [EMPTY] * (count * page - len(cells))
+        for i in range(count):
+            tokens.append(cells[i * page : (i + 1) * page])
+            before = first + i - 1 if i else -1
+            behind = first + i + 1 if i + 1 < count else -1
+            links.append((before, behind, number))
+    return np.array(tokens, np.int32).reshape(-1, page), np.array(links, np.int32).reshape(-1, 3)
+
+
+def context_of(response: list[int], depth: int = DEPTH) -> Int32:
+    """The last tokens of a response, the newest first, int32 ``[depth]``."""
+    cells = [START, *response][::-1][:depth]
+    return np.array(cells + [NOTHING] * (depth - len(cells)), np.int32)
+
+
+def best_positions(pool: Int32, links: Int32, listed: Int32, context: Int32) -> Int32:
+    """Scores of the positions that vote for a row, the best first; as many as there are.
+
+    Args:
+        pool: tokens of all pages, ``[pages, page]``.
+        links: ``[pages, 3]``.
+        listed: pages of the row's prompt, ``[listed]``.
+        context: of the row, the newest token first, ``[depth]``.
+    """
+    size = pool.shape[1]
+    found = []
+    for i, page in enumerate(listed):
+        if page < 0:
+            continue
+        before, behind, _ = links[page]
+        nothing = np.full(size, EMPTY, np.int32)
+        cells = np.concatenate((pool[before] if before >= 0 else nothing, pool[page]))
+        match = np.zeros(size, np.int64)
+        alive = np.ones(size, bool)
+        for j, wanted in enumerate(context):
+            alive &= cells[size - j : 2 * size - j] == wanted
+            if not alive.any():
+                break
+            match += alive
+        follower = np.append(pool[page, 1:], pool[behind, 0] if behind >= 0 else EMPTY)
+        places = i * size + np.arange(size)
+        scores = np.where(follower >= 0, match << POSITION_BITS | places, 0)
+        scores[match == 0] = 0
+        found.append(np.sort(scores)[::-1][:OFFERED])
+    scores = np.sort(np.concatenate([*found, np.zeros(0, np.int64)]))[::-1][:VOTERS]
+    scores = scores[scores > 0]
+    if len(scores) and scores[0] >> POSITION_BITS >= 2:
+        scores = scores[scores >> POSITION_BITS >= 2]
+    return scores.astype(np.int32)
+
+
+def vote(
+    pool: Int32,
+    links: Int32,
+    listed: Int32,
+    scores: Int32,
+    response: int,
+    length: int,
+    fill: int,
+    chances: npt.NDArray[np.float32],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """What the positions found draft.
+
+    Args:
+        pool: tokens of all pages, ``[pages, page]``.
+        links: ``[pages, 3]``.
+        listed: pages of the row's prompt, ``[listed]``.
+        scores: of the positions, the best first.
+        response: number of the row's own response, -1: it has none here.
+        length: tokens to draft.
+        fill: stands where nothing is drafted; its confidence is 0.
+        chances: by cell, float32 ``[7 * 6 * 4]``.
+
+    Returns:
+        Tokens, int64 ``[length]``, and confidences, float32 ``[length]``.
+    """
+    size = pool.shape[1]
+    tokens, confidences = np.full(length, fill, np.int64), np.zeros(length, np.float32)
+    match, places = scores >> POSITION_BITS, scores & (1 << POSITION_BITS) - 1
+    page, offset = listed[places // size], places % size
+    weight = match**3 * np.where(links[page, RESPONSE] == response, OWN_WEIGHT, 1)
+    for k in range(length):
+        offset = offset + 1
+        over = offset == size
+        page = np.where(over, links[page, BEHIND], page)
+        offset = np.where(over, 0, offset)
+        following = np.where(page >= 0, pool[page, offset], EMPTY)
+        going = following >= 0
+        page, offset, match = page[going], offset[going], match[going]
+        weight, following = weight[going], following[going]
+        if not len(following):
+            break
+        votes = (weight * (following[:, None] == following)).sum(1)
+        tokens[k] = token = following[votes.argmax()]  # the first of equals: the best position
+        agree = following == token
+        cell = sum(int(votes.max()) * 1000 >= int(weight.sum()) * share for share in SHARES)
+        cell = cell * (len(MATCHES) + 1) + sum(match[agree].max() + k >= m for m in MATCHES)
+        cell = cell * (len(VOTES) + 1) + sum(agree.sum() >= v for v in VOTES)
+        confidences[k] = chances[cell]
+        page, offset = page[agree], offset[agree]
+        match, weight = match[agree], weight[agree]
+    return tokens, confidences
+
+
+def draft(
+    pool: Int32,
+    links: Int32,
+    listed: Int32,
+    context: Int32,
+    response: int,
+    length: int,
+    fill: int,
+    chances: npt.NDArray[np.float32],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """A row's draft: :func:`best_positions`, which then :func:`vote`."""
+    scores = best_positions(pool, links, listed, context)
+    return vote(pool, links, listed, scores, response, length, fill, chances)

@@ -1,0 +1,59 @@
+"""Conversations, known by the tokens of their first prompt: their root.
+
+The prompt of a later turn holds the model's own earlier turns and is a new one in every rollout.
+Its root is not: all requests that begin with a known root draft from one index and add to it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+
+__all__ = ["Roots"]
+
+
+class Roots:
+    """The roots that were used last, and the keys of their prompts.
+
+    Args:
+        most: roots that are kept.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._keys: OrderedDict[bytes, bytes] = OrderedDict()  # by tokens, int32
+        self._lengths: dict[int, int] = {}  # bytes of tokens: how many roots have so many
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def key_of(self, tokens: Sequence[int], key: bytes | None) -> bytes | None:
+        """The key that a request drafts under.
+
+        It is that of the shortest known root that its prompt begins with. Where there is none, the
+        prompt becomes a root itself, if it has a key.
+
+        Args:
+            tokens: of the prompt.
+            key: of the prompt; None: the request brought none.
+        """
+        data = np.asarray(tokens, np.int32).tobytes()
+        for length in sorted(self._lengths):
+            found = self._keys.get(data[:length]) if length <= len(data) else None
+            if found is not None:
+                self._keys.move_to_end(data[:length])
+                return found
+        if key is not None:
+            self._keys[data] = key
+            self._lengths[len(data)] = self._lengths.get(len(data), 0) + 1
+            if len(self._keys) > self._most:
+                self._forget_oldest()
+        return key
+
+    def _forget_oldest(self) -> None:
+        oldest, _ = self._keys.popitem(last=False)
+        self._lengths[len(oldest)] -= 1
+        if not self._lengths[len(oldest)]:
+            del self._lengths[len(oldest)]

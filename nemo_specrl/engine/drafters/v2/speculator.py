@@ -1,0 +1,155 @@
+"""HistorySpeculator: what vLLM's V2 model runner asks for drafts.
+
+vLLM verifies the drafts with the next step and keeps each by rejection sampling, so that responses
+have exactly the policy's distribution whatever is drafted. There is no model that drafts, so that a
+draft has no probabilities (``draft_logits`` None): it is verified as certain.
+
+A request brings what drafting needs in ``SamplingParams.extra_args``, as for the V1 proposer: the
+prompt's key, an identity of the response, earlier responses as pairs of identity and int32 tokens,
+and the length of the prompt, behind which the request's prompt may hold a beginning of the
+response. A request that brings nothing drafts where its prompt begins with one that is known, as
+later turns of a conversation do (``roots``). Others get drafts that are not worth anything, which
+costs them no correctness.
+
+``propose`` reads no value from the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+
+from nemo_specrl.engine.drafters.v2.arrays import PROMPTS
+from nemo_specrl.engine.drafters.v2.index import DeviceIndex
+from nemo_specrl.engine.drafters.v2.roots import Roots
+from nemo_specrl.speculation.suffix_tree import CHANCES
+
+__all__ = ["HistorySpeculator"]
+
+EXTRA_ARG = "spec_rl"
+"""Key in ``SamplingParams.extra_args`` and in vLLM's ``additional_config``."""
+MAX_BYTES = 2**29
+"""Device memory for responses where nothing is configured."""
+
+
+class HistorySpeculator(BaseSpeculator):  # type: ignore[misc]
+    """Drafts from the earlier responses to a prompt.
+
+    Args:
+        vllm_config: of the engine. ``additional_config["spec_rl"]["max_bytes"]`` bounds the memory
+            on the device, bytes.
+        device: that the engine computes on.
+
+    Attributes:
+        index: the responses.
+        roots: prompts whose later turns share their index.
+        req_states: vLLM's state of requests, set when the first one is added.
+        draft_token_confidence_probs: chance of each draft token if those before it are accepted,
+            float32 ``[max_num_seqs, K]``, in the order of the last batch.
+    """
+
+    supports_mm_inputs = False
+    draft_logits = None
+
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        options = (vllm_config.additional_config or {}).get(EXTRA_ARG) or {}
+        self.vllm_config = vllm_config
+        self.num_speculative_steps = int(vllm_config.speculative_config.num_speculative_tokens)
+        self.model = torch.nn.Module()  # vLLM 0.25 looks for modules of a drafter's model
+        self.req_states: Any = None
+        self.roots = Roots(PROMPTS)
+        self.index = DeviceIndex(
+            device,
+            int(vllm_config.scheduler_config.max_num_seqs),
+            int(vllm_config.model_config.max_model_len),
+            int(vllm_config.model_config.get_vocab_size()),
+            int(options.get("max_bytes", MAX_BYTES)),
+            self.num_speculative_steps,
+            CHANCES,
+        )
+        self.draft_token_confidence_probs = self.index.confidences
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """Called by vLLM once it knows its memory; there are no graphs, but kernels to compile."""
+        self.index.warm_up()
+
+    def capture(self, *args: Any) -> None:
+        """Called by vLLM; there is no model."""
+
+    def add_request(self, row: int, request: Any, req_states: Any) -> None:
+        """Take up a request; called when the runner has given it a row.
+
+        Args:
+            row: of the request.
+            request: vLLM's ``NewRequestData``.
+            req_states: of the runner.
+        """
+        self.req_states = req_states
+        params = request.sampling_params
+        if params is None or params.prompt_logprobs is not None:  # it is verified, not decoded
+            return
+        tokens = request.prefill_token_ids
+        args = (params.extra_args or {}).get(EXTRA_ARG)
+        if args is None:
+            key, identity, history, start = None, None, (), len(request.prompt_token_ids or tokens)
+        else:
+            key, identity, history, start = args
+        key = self.roots.key_of(tokens[:start], key)
+        if key is not None:
+            brought = max(0, len(tokens) - start)
+            self.index.open_row(row, key, identity, history, start, brought)
+
+    def remove_request(self, row: int) -> None:
+        """Let go of a request that has ended or was preempted."""
+        self.index.close_row(row)
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: Any,
+        aux_hidden_states: Any,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        last_sampled: torch.Tensor,
+        *args: Any,
+        dummy_run: bool = False,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Drafts for the rows of the step that was just sampled.
+
+        Args:
+            input_batch: vLLM's ``InputBatch``.
+            num_sampled: by row of the batch, tokens that the step yielded, int32 ``[num_reqs]``.
+            last_sampled: by row of the runner, int64 ``[max_num_seqs, 1]``.
+            dummy_run: nothing was sampled.
+            attn_metadata: not used here.
+            slot_mappings: not used here.
+            last_hidden_states: not used here.
+            aux_hidden_states: not used here.
+            num_rejected: not used here.
+            *args: not used here.
+            **kwargs: not used here.
+
+        Returns:
+            int64 ``[num_reqs, K]`` on the device, in the order of the batch.
+        """
+        n = input_batch.num_reqs
+        if dummy_run or self.req_states is None:
+            return self.index.drafts[:n]
+        # Upper bounds: under asynchronous scheduling the host does not know what was accepted.
+        computed = input_batch.num_computed_tokens_np[:n] + input_batch.num_scheduled_tokens[:n]
+        return self.index.draft(
+            input_batch.idx_mapping[:n],
+            input_batch.idx_mapping_np[:n],
+            np.maximum(computed + 1, input_batch.prefill_len_np[:n]),
+            self.req_states.all_token_ids.gpu,
+            self.req_states.total_len.gpu,
+            num_sampled,
+            last_sampled.view(-1),
+        )

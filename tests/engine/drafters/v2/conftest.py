@@ -1,0 +1,30 @@
+"""Tests of V2 drafting.
+
+They need Triton with its interpreter, which vLLM has to find when it is imported::
+
+    PYTHONPATH=folder/of/triton python -m pytest -p tests.support.v2_cpu tests/engine/drafters/v2
+"""
+
+import sys
+
+import pytest
+
+needs_interpreter = pytest.mark.skipif(
+    not getattr(sys.modules.get("tests.support.v2_cpu"), "READY", False),
+    reason="needs Triton, and pytest -p tests.support.v2_cpu",
+)
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if __package__ in item.module.__name__ and not hasattr(item.module, "NEEDS_NO_TRITON"):
+            item.add_marker(needs_interpreter)
+
+
+@pytest.fixture
+def by_reference(monkeypatch):
+    """Launch the numpy reference in place of the kernels, which it equals."""
+    from nemo_specrl.engine.drafters.v2 import arrays
+    from tests.support import v2_numpy
+
+    monkeypatch.setattr(arrays, "kernels", v2_numpy)

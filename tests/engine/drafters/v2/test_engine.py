@@ -1,0 +1,230 @@
+"""Drafts in vLLM's own V2 runner, by Triton's interpreter: what requests get is what they would.
+
+Drafts are made by the numpy reference, to which ``test_kernels`` has the kernels equal, except in
+the test that says so.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from tests.support.engines import PROMPT, VOCABULARY
+
+K = 3
+ROWS, TOKENS = 24, 5
+KEY = b"prompt"
+
+
+@pytest.fixture(scope="module", params=["sync", "async"])
+def llm(request, random_model):
+    from vllm import LLM
+
+    from nemo_specrl.engine.vllm import v2_patches
+
+    v2_patches.install()
+    made = LLM(
+        str(random_model),
+        enforce_eager=True,
+        max_model_len=96,
+        max_num_seqs=64,
+        dtype="float32",
+        skip_tokenizer_init=True,
+        block_size=32,
+        seed=0,
+        max_logprobs=VOCABULARY,
+        async_scheduling=request.param == "async",
+        **v2_patches.speculator_options(K, 8 << 20),
+    )
+    config = made.llm_engine.vllm_config
+    assert config.use_v2_model_runner
+    assert config.scheduler_config.async_scheduling == (request.param == "async")
+    return made
+
+
+@pytest.fixture
+def speculator(llm, by_reference):
+    from nemo_specrl.engine.drafters.v2.roots import Roots
+    from nemo_specrl.engine.vllm.v2_patches import speculator_of
+
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    made = speculator_of(runner)
+    for row in range(64):
+        made.index.close_row(row)  # vLLM would with the next step
+    made.index.forget()
+    made.roots = Roots(8)
+    made.index.take_totals()
+    return made
+
+
+def generate(llm, rows, *, history=(), prompt=PROMPT, identity=0, extra=True, **options):
+    """Completions of rows of one prompt, which has this history."""
+    from vllm import SamplingParams
+
+    history = [(i, np.array(tokens, np.int32).tobytes()) for i, tokens in enumerate(history)]
+    params = [
+        SamplingParams(
+            **{
+                "temperature": 1.0,
+                "logprobs": 0,
+                "detokenize": False,
+                "ignore_eos": True,
+                **options,
+            },
+            extra_args={"spec_rl": [KEY, identity + i, history, len(prompt)]} if extra else None,
+        )
+        for i in range(rows)
+    ]
+    prompts = [{"prompt_token_ids": list(prompt)} for _ in range(rows)]
+    return [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def probabilities(folder, sequences):
+    """The model's, of each token behind the prompt, float64 ``[sequences, tokens, vocabulary]``."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*PROMPT, *tokens] for tokens in sequences])).logits
+    return torch.softmax(logits[:, len(PROMPT) - 1 : -1].double(), -1).numpy()
+
+
+def likeliest(folder, sign):
+    """For each first token, the most (or the least) likely ones behind it: responses of 8."""
+    responses = [[token] for token in range(VOCABULARY)]
+    for _ in range(7):
+        p = probabilities(folder, [[*response, 0] for response in responses])[:, -1]
+        responses = [[*r, int((sign * q).argmax())] for r, q in zip(responses, p, strict=True)]
+    return responses
+
+
+@pytest.mark.parametrize(
+    ("llm", "drafts"),
+    [
+        ("sync", "good"),
+        ("sync", "unlikely"),
+        ("sync", "foreign"),
+        ("sync", "siblings"),
+        ("async", "good"),
+    ],
+    indirect=["llm"],
+)
+def test_exact(llm, speculator, random_model, drafts):
+    """Each token has the policy's distribution, given those before it.
+
+    The probability of all tokens more likely than the sampled one, and a random part of its own,
+    is uniform where it has, and independent from token to token. The bound is 1e-3 for each of
+    five tests: a correct sampler fails one of them for 0.5 % of all seeds, and these are fixed.
+    """
+    history = []
+    if drafts == "foreign":
+        history = np.random.default_rng(0).integers(0, VOCABULARY, (16, 8)).tolist()
+    elif drafts != "siblings":
+        history = likeliest(random_model, 1 if drafts == "good" else -1)
+    outputs = generate(llm, ROWS, history=history, max_tokens=TOKENS)
+    samples = np.array([output.token_ids for output in outputs])
+    assert samples.shape == (ROWS, TOKENS)
+    steps, tokens = speculator.index.take_totals()
+    if drafts == "good":
+        assert tokens / steps > 1.15  # parts of drafts are accepted
+    p = probabilities(random_model, samples.tolist())
+    own = np.take_along_axis(p, samples[:, :, None], -1)
+    before = np.where(p > own, p, 0).sum(-1)
+    u = before + own[:, :, 0] * np.random.default_rng(1).random(samples.shape)
+    counts = np.histogram(u, 8, (0, 1))[0]
+    assert stats.chisquare(counts).pvalue > 1e-3, counts
+    for output, logprobs in zip(outputs, np.log(own[:, :, 0]), strict=True):
+        got = [e[t].logprob for e, t in zip(output.logprobs, output.token_ids, strict=True)]
+        assert got == pytest.approx(logprobs, abs=2e-4)
+
+
+BENT = {
+    "right": lambda draft, wrong, stop: draft,
+    "wrong first": lambda draft, wrong, stop: [wrong(draft[0]), *draft[1:]],
+    "wrong middle": lambda draft, wrong, stop: [draft[0], wrong(draft[1]), *draft[2:]],
+    "wrong last": lambda draft, wrong, stop: [*draft[:-1], wrong(draft[-1])],
+    "all wrong": lambda draft, wrong, stop: [wrong(token) for token in draft],
+    "short": lambda draft, wrong, stop: [*draft[:1], *[draft[0]] * (K - 1)],
+    "filler": lambda draft, wrong, stop: [0] * K,
+    "stop inside": lambda draft, wrong, stop: [draft[0], stop, *draft[2:]],
+}
+STEPS = {"right": 7, "wrong last": 9, "wrong middle": 13, "short": 13, "stop inside": 13}
+"""Steps at most for 24 tokens, by what the bent drafts still have right; the others take 24."""
+
+
+def test_bent_drafts(llm, speculator, monkeypatch):
+    """Whole greedy responses and their log-probs, whatever is drafted."""
+    plain = generate(llm, 1, extra=False, temperature=0, max_tokens=24)[0]
+    truth = list(plain.token_ids)
+    stop = next(t for t in range(VOCABULARY) if t not in truth)
+    draft = speculator.index.draft
+
+    for name, bend in BENT.items():
+
+        def bent(batch, batch_host, lengths, tokens, totals, *args, bend=bend):
+            made = draft(batch, batch_host, lengths, tokens, totals, *args)
+            for i, row in enumerate(batch_host):
+                done = int(totals[row]) - len(PROMPT)
+                right = (truth[done : done + K] + [0] * K)[:K]
+                made[i] = torch.tensor(bend(right, lambda t: (t + 1) % VOCABULARY, stop))
+            return made
+
+        monkeypatch.setattr(speculator.index, "draft", bent)
+        speculator.index.take_totals()
+        (output,) = generate(
+            llm, 1, temperature=0, max_tokens=24, stop_token_ids=[stop], identity=50
+        )
+        steps, _ = speculator.index.take_totals()
+        assert list(output.token_ids) == truth, name
+        got, wanted = (
+            [next(iter(entry.values())).logprob for entry in made.logprobs]
+            for made in (output, plain)
+        )
+        assert got == pytest.approx(wanted, abs=1e-4), name
+        assert steps <= STEPS.get(name, 24) + 1, name  # one more where steps are asynchronous
+
+
+def test_stop_inside_an_accepted_draft(llm, speculator):
+    """A response ends at its stop token, also where the draft went on behind it."""
+    truth = list(generate(llm, 1, extra=False, temperature=0, max_tokens=14)[0].token_ids)
+    stop = truth[9]
+    (output,) = generate(
+        llm, 1, history=[truth], temperature=0, max_tokens=14, stop_token_ids=[stop], identity=9
+    )
+    assert list(output.token_ids) == truth[: truth.index(stop) + 1]
+
+
+def test_history_makes_steps_fewer_with_kernels(llm, speculator, monkeypatch):
+    """The kernels themselves in the runner; a second row drafts from a history."""
+    from nemo_specrl.engine.drafters.v2 import arrays, kernels
+
+    monkeypatch.setattr(arrays, "kernels", kernels)
+    (first,) = generate(llm, 1, temperature=0, max_tokens=16)
+    speculator.index.take_totals()
+    (second,) = generate(llm, 1, temperature=0, max_tokens=16, identity=1)
+    steps, tokens = speculator.index.take_totals()
+    assert list(second.token_ids) == list(first.token_ids)
+    assert tokens / steps > 2.5
+
+
+def test_requests_without_identity(llm, speculator):
+    """They decode all the same."""
+    outputs = generate(llm, 2, extra=False, max_tokens=5)
+    assert [len(output.token_ids) for output in outputs] == [5, 5]
+    assert math.isfinite(outputs[0].logprobs[0][outputs[0].token_ids[0]].logprob)
+    assert len(speculator.index) == 0
+
+
+def test_later_turn_drafts_from_its_root(llm, speculator):
+    """Also where its request brings nothing: its prompt begins with one that is known."""
+    later = [*PROMPT, 3, 4, 5, 6]
+    plain = generate(llm, 1, prompt=later, extra=False, temperature=0, max_tokens=12)[0]
+    generate(llm, 1, history=[plain.token_ids], max_tokens=1)
+    speculator.index.take_totals()
+    drafted = generate(llm, 1, prompt=later, extra=False, temperature=0, max_tokens=12)[0]
+    steps, tokens = speculator.index.take_totals()
+    assert list(drafted.token_ids) == list(plain.token_ids)
+    assert tokens / steps > 2
+    assert len(speculator.index) == 1

@@ -1,0 +1,222 @@
+"""What is on the device, within which bound, and that no step waits for it."""
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+LONG = list(range(39)) * 20
+
+
+@pytest.fixture
+def make_rows(by_reference):
+    from tests.support.v2_drafting import Rows
+
+    return Rows
+
+
+def held(rows):
+    """Responses in the pages of all prompts, as their lists have them."""
+    pool, links = rows.index.pool.numpy(), rows.index.links.numpy()
+    found = []
+    for prompt in rows.index._prompts.values():
+        for page in prompt.listed:
+            if page >= 0 and links[page, 0] < 0:
+                cells = []
+                while page >= 0:
+                    cells += pool[page].tolist()
+                    page = links[page, 1]
+                found.append([token for token in cells if token >= 0])
+    return found
+
+
+def test_siblings_draft_for_each_other(make_rows):
+    """Within the step, without any history."""
+    rows = make_rows(length=3)
+    rows.open(0)
+    rows.open(1)
+    drafts = rows.step({0: [5, 6, 7, 8], 1: [5]})
+    assert drafts[1].tolist() == [6, 7, 8]
+    rows.open(2, b"another prompt")
+    assert rows.step({2: [5]}).tolist() == [[5, 5, 5]]
+
+
+def test_response_stays_with_its_prompt(make_rows):
+    rows = make_rows(length=2)
+    rows.open(0)
+    rows.step({0: [5, 6, 7]})
+    rows.index.close_row(0)
+    rows.open(0, b"b")
+    rows.open(1)
+    assert rows.step({1: [5], 0: [5]}).tolist() == [[6, 7], [5, 5]]
+
+
+def test_history_is_written_once(make_rows):
+    rows = make_rows()
+    rows.open(0, history=[(0, [1, 2, 3])])
+    rows.open(1, history=[(0, [1, 2, 3]), (1, [1, 2, 4])])
+    rows.step({0: [1], 1: [1]})
+    assert sorted(held(rows)) == [[1], [1], [1, 2, 3], [1, 2, 4]]
+
+
+def test_long_responses_cross_pages(make_rows):
+    rows = make_rows(length=4, longest=900)
+    rows.open(0, history=[(0, LONG)])
+    for i in range(0, 700, 50):
+        drafts = rows.step({0: LONG[i : i + 50]})
+        assert drafts[0].tolist() == LONG[i + 50 : i + 54]
+    assert sorted(map(len, held(rows))) == [700, len(LONG)]
+
+
+def test_refused_and_cut(make_rows):
+    rows = make_rows(vocabulary=10, longest=20)
+    history = [(0, [1, 2, 99]), (1, []), (2, [1, -5]), (3, [1] * 30), (4, [3, 4])]
+    rows.open(0, history=history)
+    assert rows.step({0: [3]})[0, 0] == 4
+    counts = rows.index.counts
+    assert (counts.refused, counts.cut) == (2, 1)
+    assert sorted(held(rows)) == [[1] * 20, [3], [3, 4]]
+
+
+def test_preempted_row_begins_anew(make_rows):
+    """Its response is there once, not twice."""
+    rows = make_rows(length=1)
+    rows.open(0, identity=7)
+    rows.step({0: [1, 2, 3]})
+    rows.index.close_row(0)
+    rows.open(1, identity=7, brought=[1, 2, 3])
+    rows.step({1: [4]})
+    assert held(rows) == [[1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize("max_bytes", [0, 1000, 30_000, 60_000, 200_000])
+def test_memory_bound(make_rows, max_bytes):
+    """Prompts without rows make room, then rows do without; nothing is an error."""
+    rows = make_rows(rows=4, max_bytes=max_bytes, longest=600)
+    empty = make_rows(rows=4, max_bytes=0, longest=600)
+    assert rows.index.nbytes <= max(max_bytes, empty.index.nbytes) + 4096
+    rng = np.random.default_rng(0)
+    for batch in range(8):
+        for row in range(4):
+            history = [(i, rng.integers(0, 40, 300).tolist()) for i in range(3)]
+            rows.open(row, b"%d" % (batch * 2 + row // 2), history)
+        for _ in range(3):
+            rows.step({row: rng.integers(0, 40, 100).tolist() for row in range(4)})
+        in_use = [page for p in rows.index._prompts.values() for page in p.listed if page >= 0]
+        assert len(set(in_use)) == len(in_use) == len(rows.index.pool) - len(rows.index._free)
+        table = rows.index.table.numpy()
+        for prompt in rows.index._prompts.values():
+            listed = table[prompt.slot]
+            assert listed[: len(prompt.listed)].tolist() == prompt.listed
+            assert (listed[len(prompt.listed) :] == -1).all()
+    counts = rows.index.counts
+    assert counts.prompts + counts.responses + counts.rows + counts.evicted > 0
+
+
+def test_two_ranks_draft_the_same(make_rows):
+    """Whatever may differ: memory's addresses, the order in which ended rows are taken away."""
+    ranks = [make_rows(rows=6, longest=600, max_bytes=150_000) for _ in range(2)]
+    ranks[1].index.forget()
+    junk = ranks[1].index._free
+    junk.reverse()  # other pages
+    rng = np.random.default_rng(1)
+    for _ in range(6):
+        ended = rng.permutation(6)[:3].tolist()
+        for rank, order in zip(ranks, (ended, ended[::-1]), strict=True):
+            for row in order:
+                rank.index.close_row(row)
+        state = rng.bit_generator.state
+        drafts = []
+        for rank in ranks:
+            rng.bit_generator.state = state
+            for row in sorted({*ended, *(r for r in range(6) if r not in rank.index._rows)}):
+                history = [(i, rng.integers(0, 4, 250).tolist()) for i in range(2)]
+                rank.open(row, b"%d" % (row % 3), history)
+            drafts.append(rank.step({row: rng.integers(0, 4, 40).tolist() for row in range(6)}))
+        assert torch.equal(*drafts)
+        assert (ranks[0].index.confidences == ranks[1].index.confidences).all()
+    assert ranks[0].index.counts == ranks[1].index.counts
+
+
+class NothingRead(TorchDispatchMode):
+    """Fails where the value of a tensor on the device is read on the host."""
+
+    READS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique")
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        assert name not in self.READS, name
+        if name in ("_to_copy", "copy_"):
+            raise AssertionError(f"{name}: a copy that waits")
+        return function(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def nothing_read(monkeypatch):
+    """No operation of torch and no method of tensors reads a value."""
+
+    def forbidden(*args, **kwargs):
+        raise AssertionError("a value is read on the host")
+
+    with monkeypatch.context() as patched:
+        for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__index__"):
+            patched.setattr(torch.Tensor, name, forbidden)
+        with NothingRead():
+            yield
+
+
+def test_nothing_is_read_on_the_host(make_rows, monkeypatch):
+    """``draft`` with rows that begin, grow into new pages and end. Launches are let through."""
+    from nemo_specrl.engine.drafters.v2 import arrays
+
+    rows = make_rows(rows=3, length=2)
+    launched = []
+
+    class Recorded:
+        def __init__(self, name):
+            self.name = name
+
+        def __getitem__(self, grid):
+            return lambda *args: launched.append(self.name)
+
+    class Kernels:
+        SCATTERED = arrays.kernels.SCATTERED
+        update, append, search, vote = map(Recorded, ("update", "append", "search", "vote"))
+
+    monkeypatch.setattr(arrays, "kernels", Kernels)
+    rows.open(0, history=[(0, LONG[:500])])
+    rows.open(1)
+    for lengths in ([5, 6], [300, 7], [301, 8]):
+        step = (
+            torch.tensor([0, 1], dtype=torch.int32), np.array([0, 1]), np.array(lengths),
+            rows.tokens, rows.totals, torch.ones(2, dtype=torch.int32), rows.last,
+        )  # fmt: skip
+        with nothing_read(monkeypatch):
+            rows.index.draft(*step)
+    assert launched == [*("update", "append", "search", "vote") * 2, "append", "search", "vote"]
+    with pytest.raises(AssertionError), nothing_read(monkeypatch):
+        rows.totals.sum().item()
+
+
+@pytest.mark.parametrize("length", [8, 24])
+@pytest.mark.parametrize("changed", [0.002, 0.02])
+def test_as_many_tokens_a_step_as_trees(make_rows, length, changed):
+    """Responses that follow two solutions and leave them now and then, as a policy does."""
+    from tests.support.v2_drafting import steps_with_index, steps_with_trees
+
+    rng = np.random.default_rng(3)
+    solutions = [rng.integers(0, 30, 300) for _ in range(2)]
+
+    def response():
+        tokens = solutions[rng.integers(2)].copy()
+        replaced = rng.random(len(tokens)) < changed
+        tokens[replaced] = rng.integers(0, 30, replaced.sum())
+        cut = int(rng.integers(200, 300))  # and repeats a part of itself
+        return [*tokens[:cut].tolist(), *tokens[cut - 40 : cut].tolist()]
+
+    history, responses = [response() for _ in range(4)], [response() for _ in range(4)]
+    index = steps_with_index(responses, history, length, 30)
+    trees = steps_with_trees(responses, history, length)
+    assert index <= trees / 0.97, (index, trees, sum(map(len, responses)))

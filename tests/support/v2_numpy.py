@@ -1,0 +1,77 @@
+"""Stands for the kernels of V2 drafting where Triton's interpreter would take too long.
+
+The same launches on the same arrays, by the numpy reference; ``tests/engine/drafters/v2`` compares
+the two bit for bit.
+"""
+
+import numpy as np
+
+from nemo_specrl.engine.drafters.v2 import reference
+from nemo_specrl.engine.drafters.v2.kernels import SCATTERED
+
+__all__ = ["SCATTERED", "append", "search", "update", "vote"]
+
+
+class Launch:
+    """A function that is called like a kernel: ``function[grid](arguments)``."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __getitem__(self, grid):
+        def launch(*args):
+            self.function(*(x.numpy() if hasattr(x, "numpy") else x for x in args))
+
+        return launch
+
+
+@Launch
+def update(pool, state, pages, contents, places, values, num_pages, num_values):
+    pool[pages] = contents[: num_pages * pool.shape[1]].reshape(-1, pool.shape[1])
+    state[places] = values
+
+
+@Launch
+def append(
+    pool, rows, row_pages, contexts, batch_rows, tokens, totals, sampled, stride, pages_of_row
+):
+    for b, row in enumerate(batch_rows):
+        slot, _, start, known, *_ = rows[row]
+        if slot < 0:
+            continue
+        response = tokens[row, start : totals[row]]
+        contexts[b] = reference.context_of(response.tolist())
+        cells = np.arange(known, len(response)) + 1
+        page = row_pages[row, np.minimum(cells // pool.shape[1], pages_of_row - 1)]
+        there = (page >= 0) & (cells // pool.shape[1] < pages_of_row)
+        pool[page[there], cells[there] % pool.shape[1]] = response[known:][there]
+        rows[row, 3] = len(response)
+        rows[row, 4] += sampled[b] > 0
+        rows[row, 5] += sampled[b]
+
+
+@Launch
+def search(pool, links, table, rows, contexts, offers, batch_rows, stride, num_pages, tile):
+    offers[:] = 0
+    for b, row in enumerate(batch_rows):
+        slot = rows[row, 0]
+        if slot >= 0:
+            scores = reference.best_positions(pool, links, table[slot, :num_pages], contexts[b])
+            at = b * num_pages * reference.OFFERED
+            offers[at : at + len(scores)] = scores
+
+
+@Launch
+def vote(
+    pool, links, table, rows, offers, drafts, confidences, batch_rows, last, chances, stride,
+    num_pages, length,
+):  # fmt: skip
+    for b, row in enumerate(batch_rows):
+        slot, response = rows[row, :2]
+        drafts[b], confidences[b] = last[row], 0
+        if slot >= 0:
+            width = num_pages * reference.OFFERED
+            scores = offers[b * width : (b + 1) * width]
+            drafts[b], confidences[b] = reference.vote(
+                pool, links, table[slot], scores[scores > 0], response, length, last[row], chances
+            )
