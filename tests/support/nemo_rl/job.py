@@ -68,7 +68,7 @@ from transformers import PreTrainedTokenizerFast  # noqa: E402
 
 from nemo_specrl.nemo_rl.context import get_option  # noqa: E402
 from nemo_specrl.trainer.tasks import EOS, encode, problems, reward  # noqa: E402
-from tests.nemo_rl import counting  # noqa: E402
+from tests.support.nemo_rl import counting  # noqa: E402
 from tests.support.nemo_rl.cpu import CpuGeneration  # noqa: E402
 from tests.support.nemo_rl.models import SmallPolicy, SmallValue, small_plane_policy  # noqa: E402
 
