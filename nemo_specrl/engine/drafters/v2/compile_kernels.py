@@ -22,6 +22,7 @@ from nemo_specrl.engine.drafters.v2 import kernels
 
 __all__ = ["compile_kernels"]
 
+KERNELS = ("append", "search", "update", "vote")
 CAPABILITIES = (90, 100)
 _INT32, _INT64, _FLOAT = "*i32", "*i64", "*fp32"
 _OTHER = {
@@ -47,7 +48,7 @@ class CompiledKernel(NamedTuple):
 
 def compile_kernels(capability: int) -> list[CompiledKernel]:
     """Compile each kernel for GPUs of this compute capability (90 for 9.0)."""
-    return [_compiled(name, capability) for name in kernels.__all__]
+    return [_compiled(name, capability) for name in KERNELS]
 
 
 def _compiled(name: str, capability: int) -> CompiledKernel:
