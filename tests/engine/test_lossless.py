@@ -14,9 +14,10 @@ from vllm import SamplingParams
 from vllm.v1.sample import rejection_sampler
 
 from nemo_specrl import Finish, Rollout, SpecRLConfig
-from nemo_specrl.engine.drafters.histories import EXTRA_ARG, PendingHistories
+from nemo_specrl.engine.drafters.histories import PendingHistories
 from nemo_specrl.engine.outputs import rollout_info
 from nemo_specrl.engine.vllm import patches
+from nemo_specrl.engine.vllm.compat import EXTRA_ARG
 from nemo_specrl.engine.vllm.refit import refit
 from nemo_specrl.errors import UnsupportedSampling
 from nemo_specrl.speculation.adaptive_length import DraftLengths

@@ -7,16 +7,14 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from nemo_specrl.engine.requests import RolloutRequest
+from nemo_specrl.engine.vllm.compat import EXTRA_ARG
 from nemo_specrl.rollout import Rollout
 from nemo_specrl.speculation.draft_selection import response_id
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
-__all__ = ["EXTRA_ARG", "PendingHistories"]
-
-EXTRA_ARG = "spec_rl"
-"""Key in ``SamplingParams.extra_args``."""
+__all__ = ["PendingHistories"]
 
 
 class PendingHistories:

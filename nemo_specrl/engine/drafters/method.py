@@ -12,9 +12,8 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
 
 from nemo_specrl.config import SpecRLConfig
-from nemo_specrl.engine.drafters.histories import EXTRA_ARG
 from nemo_specrl.engine.limits import TREE_PROPOSER, EngineLimits
-from nemo_specrl.engine.vllm.compat import check_version, in_this_process
+from nemo_specrl.engine.vllm.compat import EXTRA_ARG, check_version, in_this_process
 from nemo_specrl.engine.vllm.environment import (
     asks_for_v2,
     has_custom_proposers,

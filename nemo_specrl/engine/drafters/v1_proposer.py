@@ -22,9 +22,8 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from nemo_specrl.engine.drafters.histories import EXTRA_ARG
 from nemo_specrl.engine.metrics import DraftCounts
-from nemo_specrl.engine.vllm.compat import drafts_count_here
+from nemo_specrl.engine.vllm.compat import EXTRA_ARG, drafts_count_here
 from nemo_specrl.engine.vllm.patches import bind_proposer, fix_cpu_rejection_sampler
 from nemo_specrl.engine.vllm.sampler_memory import bound_sampler_memory
 from nemo_specrl.errors import IncompatibleVersion

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vllm.logprobs import FlatLogprobs
 
 __all__ = [
+    "EXTRA_ARG",
     "OLDEST",
     "VERSIONS_RUN",
     "assigns_own_ids",
@@ -46,6 +47,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+EXTRA_ARG = "spec_rl"
+"""This package's key in ``SamplingParams.extra_args`` and in vLLM's ``additional_config``."""
 OLDEST = (0, 20)
 VERSIONS_RUN = ("0.20.0", "0.25.1", "0.32.0")
 """Versions on which the engine's tests and a training have passed (docs/reference/versions.md)."""

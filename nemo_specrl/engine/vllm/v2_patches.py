@@ -12,12 +12,12 @@ import functools
 import importlib
 from typing import Any
 
+from nemo_specrl.engine.vllm.compat import EXTRA_ARG
 from nemo_specrl.engine.vllm.patches import check_source, to_be_replaced
 from nemo_specrl.errors import IncompatibleVersion
 
 __all__ = ["drafts_from_history", "install", "speculator_of", "speculator_options"]
 
-EXTRA_ARG = "spec_rl"
 DRAFTER = "v2"
 SPECULATOR = "nemo_specrl.engine.drafters.v2.speculator.HistorySpeculator"
 """A class above this module, which therefore names it, as engines do with V1's proposer."""

@@ -25,12 +25,11 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from nemo_specrl.engine.drafters.v2.arrays import PROMPTS
 from nemo_specrl.engine.drafters.v2.index import DeviceIndex
 from nemo_specrl.engine.drafters.v2.roots import Roots
+from nemo_specrl.engine.vllm.compat import EXTRA_ARG
 from nemo_specrl.speculation.suffix_tree import CHANCES
 
 __all__ = ["HistorySpeculator"]
 
-EXTRA_ARG = "spec_rl"
-"""Key in ``SamplingParams.extra_args`` and in vLLM's ``additional_config``."""
 MAX_BYTES = 2**29
 """Device memory for responses where nothing is configured."""
 
