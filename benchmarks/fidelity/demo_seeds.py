@@ -6,8 +6,8 @@ r"""The demo over several seeds: what plain training and each preset learn, and 
 
 Runs ``nemo-specrl train`` for each seed and side (resumable), two at once and one a core, so that
 the sides of a seed meet the machine at the same speeds, and prints the tables of
-docs/evidence/demo.md. With ``--compare DIR``, the folder of ``nemo-specrl compare``, that
-comparison's picture is drawn again with the seeds in it.
+docs/evidence/demo.md; with ``--config``, those of another recipe. With ``--compare DIR``, the
+folder of ``nemo-specrl compare``, that comparison's picture is drawn again with the seeds in it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import statistics
 import sys
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from benchmarks.shared.cores import Cores
 from benchmarks.shared.records import Chart, half_width, merged, present, read
@@ -61,11 +63,12 @@ def folder_of(args: argparse.Namespace, seed: int, side: str) -> Path:
 def train(args: argparse.Namespace, seed: int, side: str, cores: Cores) -> str | None:
     """One run, from where it stands to its end; returns what went wrong."""
     folder = folder_of(args, seed, side)
+    algorithm = "ppo" if "ppo" in yaml.safe_load(args.config.read_text()) else "grpo"
     arguments = [
         *("-m", "nemo_specrl", "train", str(args.config)),
-        f"grpo.seed={seed}",
-        f"grpo.val_period={args.val_period}",
-        "grpo.max_val_samples=256",
+        f"{algorithm}.seed={seed}",
+        f"{algorithm}.val_period={args.val_period}",
+        f"{algorithm}.max_val_samples=256",
         SIDES[side],
         f"checkpointing.checkpoint_dir={folder}",
         f"logger.log_dir={folder}",
