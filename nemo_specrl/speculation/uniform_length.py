@@ -1,0 +1,175 @@
+"""How many tokens the rows of a step draft where all of them draft the same number.
+
+vLLM's V2 model runner gives every row of a step the same number of draft tokens, which keeps its
+full CUDA graphs. Few rows leave a GPU waiting for its weights, so that verifying long drafts costs
+next to nothing; many rows keep it computing, and only drafts that are likely to be accepted pay. So
+the number depends on the rows of the step, on what a step costs (``StepCosts``, computed from the
+model and the data sheet of the GPU), and on which drafts have been accepted (``UniformLengths``).
+Where no length gains, it is 0, and vLLM decodes as it does without drafts.
+
+Nothing here reads a clock: what is chosen follows from what was accepted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["GPUS", "LENGTHS", "Gpu", "StepCosts", "UniformLengths", "expected_tokens"]
+
+Floats = npt.NDArray[np.float64]
+
+LENGTHS = (0, 2, 3, 5, 11)
+"""Lengths to choose from. CUDA graphs are captured for each, so that there are few; more of them
+gain less than a twentieth (docs/reference/v2_drafting.md)."""
+LEAST_GAIN = 1.03
+"""What a length has to gain over none, so that an error of the costs does not make steps slower."""
+
+BANDWIDTH_SHARE, COMPUTE_SHARE = 0.75, 0.55
+"""Of what a data sheet says, what serving kernels reach."""
+LAUNCH_SECONDS, DRAFT_SECONDS = 1e-3, 1e-4
+"""Of a step, whatever it has to do, and of search and vote beside it."""
+SAMPLER_PASSES = 6
+"""How often sampling and verification read or write the float32 logits of each position."""
+
+PRIOR_CHANCE = 0.5
+"""Chance that a draft token is accepted if those before it are, before anything is known."""
+PRIOR_WEIGHT = 200.0
+"""Drafts that it counts for. Of later positions, the chance of the position before counts so."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """What the data sheet of a GPU says.
+
+    Args:
+        bandwidth: of its memory, bytes per second.
+        flops: dense multiply-adds in bfloat16 count as two, per second.
+    """
+
+    bandwidth: float
+    flops: float
+
+
+GPUS = {
+    "H100": Gpu(3.35e12, 989e12),
+    "H200": Gpu(4.8e12, 989e12),
+    "B200": Gpu(8e12, 2250e12),
+    "B300": Gpu(8e12, 2250e12),
+    "A100": Gpu(2.0e12, 312e12),
+}
+"""By a part of the name that the driver gives them; "GB200" has a B200. Others count as an H100."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCosts:
+    """What a decoding step takes, from the bytes that it moves and the operations that it does.
+
+    Args:
+        gpu: that it runs on.
+        weight_bytes: of the weights that each step reads, on one rank.
+        expert_bytes: of the experts of a mixture, on one rank: a step reads those that its tokens
+            chose. Not in ``weight_bytes``.
+        expert_share: of the experts, that a token chooses.
+        token_flops: of one token, on one rank.
+        kv_bytes: of a token in the KV cache, on one rank.
+        vocabulary: entries of the logits.
+    """
+
+    gpu: Gpu
+    weight_bytes: float
+    expert_bytes: float
+    expert_share: float
+    token_flops: float
+    kv_bytes: float
+    vocabulary: int
+
+    def seconds(
+        self, rows: npt.ArrayLike, length: npt.ArrayLike, context: float
+    ) -> npt.NDArray[np.float64]:
+        """Seconds of a step.
+
+        Args:
+            rows: that it decodes.
+            length: draft tokens of each.
+            context: tokens of prompt and response of a row, on average.
+        """
+        rows, length = np.asarray(rows, np.float64), np.asarray(length, np.float64)
+        tokens = rows * (1 + length)
+        bandwidth = BANDWIDTH_SHARE * self.gpu.bandwidth
+        experts = self.expert_bytes * (1 - (1 - self.expert_share) ** tokens)
+        reading = (self.weight_bytes + experts) / bandwidth
+        computing = self.token_flops * tokens / (COMPUTE_SHARE * self.gpu.flops)
+        attention = rows * context * self.kv_bytes / bandwidth
+        sampling = tokens * self.vocabulary * 4 * SAMPLER_PASSES / bandwidth
+        drafting = np.where(length > 0, DRAFT_SECONDS, 0.0)
+        seconds: Floats = (
+            np.maximum(reading, computing) + attention + sampling + drafting + LAUNCH_SECONDS
+        )
+        return seconds
+
+
+def expected_tokens(chances: npt.ArrayLike) -> Floats:
+    """Tokens that a row gains from a step, by the length of its draft.
+
+    Args:
+        chances: by position of a draft, that it is accepted if those before it are, ``[n]``.
+
+    Returns:
+        Of drafts of 0 to ``n`` tokens, ``[n + 1]``.
+    """
+    return 1 + np.concatenate([[0.0], np.cumsum(np.cumprod(np.asarray(chances, np.float64)))])
+
+
+class UniformLengths:
+    """Chooses a length for each number of rows.
+
+    Args:
+        costs: of steps.
+        lengths: to choose from, 0 among them.
+        max_rows: rows of a step at most.
+    """
+
+    def __init__(self, costs: StepCosts, lengths: Sequence[int], max_rows: int) -> None:
+        self._costs, self._lengths, self._max_rows = costs, sorted(lengths), max_rows
+        # Drafts by their length, and by how many of their tokens were accepted.
+        self._counts = np.zeros((max(lengths) + 1, max(lengths) + 1))
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Note how many tokens of a draft were accepted."""
+        if 0 < drafted < len(self._counts):
+            self._counts[drafted, min(accepted, drafted)] += 1
+
+    def begin_batch(self) -> None:
+        """Give what was seen less weight: the weights and the prompts may be others now."""
+        self._counts /= 2
+
+    def chances(self) -> Floats:
+        """By position, the chance that a draft token is accepted if those before it are."""
+        longest = len(self._counts) - 1
+        chances = np.empty(longest)
+        before = PRIOR_CHANCE
+        for position in range(longest):
+            reached = self._counts[position + 1 :, position:].sum()
+            accepted = self._counts[position + 1 :, position + 1 :].sum()
+            before = (accepted + PRIOR_WEIGHT * before) / (reached + PRIOR_WEIGHT)
+            chances[position] = before
+        return chances
+
+    def table(self, context: float) -> list[int]:
+        """The length for each number of rows, from 0 (not used) to ``max_rows``.
+
+        Args:
+            context: tokens of prompt and response of a row, on average.
+        """
+        rows = np.arange(1, self._max_rows + 1)[:, None]
+        lengths = np.array(self._lengths)[None, :]
+        gains = expected_tokens(self.chances())[lengths] / self._costs.seconds(
+            rows, lengths, context
+        )
+        gains[:, lengths[0] > 0] /= LEAST_GAIN
+        best = np.array(self._lengths)[gains.argmax(1)]
+        return [0, *best.tolist()]

@@ -1,0 +1,97 @@
+"""How many tokens all rows of a step draft: the costs of steps, and what is chosen by them."""
+
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from nemo_specrl.engine.vllm.model_costs import costs_of
+from nemo_specrl.speculation.uniform_length import GPUS, LENGTHS, UniformLengths, expected_tokens
+
+QWEN3_8B = SimpleNamespace(
+    hidden_size=4096, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8,
+    head_dim=128, vocab_size=151_936, intermediate_size=12_288,
+)  # fmt: skip
+QWEN3_30B_A3B = SimpleNamespace(
+    hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4,
+    head_dim=128, vocab_size=151_936, intermediate_size=6144, num_experts=128,
+    num_experts_per_tok=8, moe_intermediate_size=768,
+)  # fmt: skip
+COSTS = costs_of(QWEN3_8B, GPUS["H100"], ranks=1, weight_bytes=2, kv_bytes=2)
+
+
+def chosen(chance, rows=512, costs=COSTS, drafts=4000, context=3000):
+    """The table after drafts whose tokens are each accepted with this chance."""
+    rng = np.random.default_rng(0)
+    lengths = UniformLengths(costs, LENGTHS, rows)
+    for _ in range(drafts):
+        lengths.observe(5, next((i for i in range(5) if rng.random() > chance), 5))
+    return lengths, lengths.table(context)
+
+
+def test_a_step_of_8b_on_an_h100():
+    """Its weights are 15.1 GB behind the embedding, and a row's 3,000 tokens 0.44 GB."""
+    assert COSTS.weight_bytes == pytest.approx(15.1e9, rel=0.01)
+    assert COSTS.kv_bytes == 147_456
+    one, many = COSTS.seconds([1, 256], 0, 3000) * 1e3
+    assert one == pytest.approx(1 + 15.58 / (0.75 * 3.35), rel=0.02)
+    assert many == pytest.approx(53.7, rel=0.05)
+
+
+def test_a_mixture_reads_the_experts_that_its_tokens_choose():
+    costs = costs_of(QWEN3_30B_A3B, GPUS["H100"], ranks=1, weight_bytes=2, kv_bytes=2)
+    whole = costs.weight_bytes + costs.expert_bytes
+    assert whole == pytest.approx(60e9, rel=0.05)
+    assert costs.token_flops == pytest.approx(2 * 3.0e9, rel=0.1)
+    one, two, many = costs.seconds([1, 2, 256], 0, 0) * 0.75 * 3.35e12
+    assert one < 0.2 * many and one < two < 1.9 * one
+
+
+def test_tensor_parallel_ranks_share_the_work():
+    two = costs_of(QWEN3_8B, GPUS["H100"], ranks=2, weight_bytes=2, kv_bytes=2)
+    assert two.weight_bytes == COSTS.weight_bytes / 2
+    sixteen = costs_of(QWEN3_8B, GPUS["H100"], ranks=16, weight_bytes=2, kv_bytes=2)
+    assert sixteen.kv_bytes == COSTS.kv_bytes / 8  # each rank has one head of keys and values
+
+
+def test_expected_tokens():
+    assert expected_tokens([0.5, 0.5]).tolist() == [1, 1.5, 1.75]
+
+
+def test_few_rows_draft_long_and_many_draft_short():
+    _, table = chosen(0.5)
+    assert table[1] == 11 and table[512] in (0, 2)
+    lengths = [table[n] for n in range(1, 513)]
+    assert all(before >= after for before, after in itertools.pairwise(lengths))
+    assert set(lengths) <= set(LENGTHS)
+
+
+def test_surer_policies_draft_longer():
+    rows = 128
+    assert chosen(0.3)[1][rows] <= chosen(0.6)[1][rows] <= chosen(0.95)[1][rows] == 11
+
+
+def test_where_nothing_is_accepted_nothing_is_drafted():
+    lengths, table = chosen(0.0, drafts=20_000)
+    assert set(table) == {0}
+    for _ in range(20):
+        lengths.begin_batch()
+    assert lengths.table(3000)[1] > 0  # what was seen long ago does not count
+
+
+def test_positions_that_no_draft_reached_are_as_likely_as_those_before():
+    lengths = UniformLengths(COSTS, LENGTHS, 8)
+    for _ in range(5000):
+        lengths.observe(2, 2)
+    assert lengths.chances()[:2].min() > 0.9 and lengths.chances()[10] > 0.9
+    lengths.observe(0, 0)
+    lengths.observe(99, 5)  # of another configuration
+
+
+def test_a_chosen_length_is_the_best_of_all():
+    lengths, table = chosen(0.6)
+    tokens = expected_tokens(lengths.chances())
+    for rows in (1, 16, 64, 256):
+        gains = {k: tokens[k] / COSTS.seconds(rows, k, 3000) for k in LENGTHS}
+        assert gains[table[rows]] >= max(gains.values()) / 1.03
