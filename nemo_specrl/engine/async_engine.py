@@ -296,7 +296,7 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
         """
         if not self._proposes:
             return
-        from nemo_specrl.engine.drafters.v1_proposer import take_counts
+        from nemo_specrl.engine.drafters.counts import take_counts
 
         try:
             self.metrics.add_draft_counts(await self.llm.collective_rpc(take_counts))

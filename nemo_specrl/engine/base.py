@@ -100,13 +100,13 @@ class BaseSpeculativeLLM:
         method = method_in(self.config, self._limits)
         check_prompt_logprob_memory(self.llm)
         self._noise = PrefillNoise(self._limits.dtype_bytes, self._limits.max_model_len)
-        if not self._limits.drafts_from_trees:
+        if self._limits.drafter is None:
             check_cpu_drafter(engine)
         try:
             extend_prompt_logprobs()
         except IncompatibleVersion as error:  # it costs speed alone
             logger.warning("%s", error)
-        self._proposes = method == "proposer"
+        self._proposes = method in ("v2", "proposer")
         if method == "rounds":
             self._prompt_logprob_drafter = PromptLogprobDrafter(
                 self._limits, self.config.tree, self.draw_seed
@@ -221,7 +221,7 @@ class BaseSpeculativeLLM:
             if end is None:
                 if not self._lossless:
                     request.set_draft(rollout, self._limits)
-                elif self._limits.drafts_from_trees:
+                elif self._limits.drafter is not None:
                     self._histories.append(rollout)
                 continue
             self.metrics.replayed_rows += 1

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from nemo_specrl.engine.vllm.compat import eos_token_ids, tokenizer_of
+from nemo_specrl.engine.vllm.v2_patches import drafts_from_history
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -33,8 +34,8 @@ class EngineLimits:
     logprobs_mode: str
     max_logprobs: int
     """Candidates that a request may ask for at each position; -1: any number."""
-    drafts_from_trees: bool
-    """The engine was built with the tree proposer."""
+    drafter: Literal["v2", "proposer"] | None
+    """The drafter of this package that the engine was built with (``drafters.method``)."""
     steps_of_several_tokens: bool
     """The engine has a drafter, this package's or one of vLLM's."""
     alterations: tuple[str, ...]
@@ -57,10 +58,17 @@ class EngineLimits:
             tokenizer=None if config.model_config.skip_tokenizer_init else tokenizer_of(engine),
             logprobs_mode=str(getattr(config.model_config, "logprobs_mode", "logprobs")),
             max_logprobs=config.model_config.max_logprobs,
-            drafts_from_trees=getattr(config.speculative_config, "model", None) == TREE_PROPOSER,
+            drafter=_drafter(config),
             steps_of_several_tokens=config.speculative_config is not None,
             alterations=alterations(config),
         )
+
+
+def _drafter(config: Any) -> Literal["v2", "proposer"] | None:
+    if drafts_from_history(config):
+        return "v2"
+    model = getattr(config.speculative_config, "model", None)
+    return "proposer" if model == TREE_PROPOSER else None
 
 
 def alterations(config: Any) -> tuple[str, ...]:

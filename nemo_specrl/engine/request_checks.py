@@ -38,7 +38,7 @@ def check_engine(limits: EngineLimits, config: SpecRLConfig) -> None:
         raise ConfigError(f"{limits.alterations[0]}, {OFF}")
     rounds = config.tree.enabled and config.tree.method == "rounds"
     if rounds and limits.steps_of_several_tokens:
-        other = "the tree proposer" if limits.drafts_from_trees else "a drafter of vLLM's own"
+        other = f"that of tree.method = {limits.drafter}" if limits.drafter else "one of vLLM's own"
         raise ConfigError(
             f"speculative_config: an engine has one drafter. This one has {other}, and "
             "spec_rl.tree.method = rounds asks for drafts in rounds; leave speculative_config out, "
@@ -46,8 +46,8 @@ def check_engine(limits: EngineLimits, config: SpecRLConfig) -> None:
         )
     if config.run_ahead.enabled and (rounds or not config.tree.enabled):
         raise ConfigError(
-            "spec_rl.run_ahead.enabled = true: needs the tree proposer (spec_rl.tree.method = "
-            "proposer), which this engine does not have; set run_ahead.enabled to false"
+            "spec_rl.run_ahead.enabled = true: needs a drafter inside the engine (spec_rl.tree."
+            "method = v2 or proposer), which this one does not have; set run_ahead.enabled to false"
         )
 
 

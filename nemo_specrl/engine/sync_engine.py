@@ -385,7 +385,7 @@ class SpeculativeLLM(BaseSpeculativeLLM):
 
     def _count_tree_drafts(self) -> None:
         """Add what the proposer did, where its process can be asked."""
-        from nemo_specrl.engine.drafters.v1_proposer import take_counts
+        from nemo_specrl.engine.drafters.counts import take_counts
 
         try:
             self.metrics.add_draft_counts(self.llm.collective_rpc(take_counts))

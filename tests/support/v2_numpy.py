@@ -33,21 +33,30 @@ def update(pool, state, pages, contents, places, values, num_pages, num_values):
 
 @Launch
 def append(
-    pool, rows, row_pages, contexts, batch_rows, tokens, totals, sampled, stride, pages_of_row
-):
+    pool, rows, row_pages, contexts, batch_rows, tokens, totals, sampled, rejected, stride,
+    pages_of_row,
+):  # fmt: skip
     for b, row in enumerate(batch_rows):
-        slot, _, start, known, *_ = rows[row]
+        slot, _, start, known, most = rows[row, :5]
         if slot < 0:
             continue
         response = tokens[row, start : totals[row]]
         contexts[b] = reference.context_of(response.tolist())
-        cells = np.arange(known, len(response)) + 1
+        end = min(len(response), most)
+        stops = set(rows[row, 5:9].tolist())
+        for i in range(known, end):
+            if response[i] in stops:
+                end = most = i + 1
+                break
+        cells = np.arange(known, end) + 1
         page = row_pages[row, np.minimum(cells // pool.shape[1], pages_of_row - 1)]
         there = (page >= 0) & (cells // pool.shape[1] < pages_of_row)
-        pool[page[there], cells[there] % pool.shape[1]] = response[known:][there]
-        rows[row, 3] = len(response)
-        rows[row, 4] += sampled[b] > 0
-        rows[row, 5] += sampled[b]
+        pool[page[there], cells[there] % pool.shape[1]] = response[known:end][there]
+        rows[row, 3:5] = end, most
+        kept = max(0, sampled[b] - (len(response) - end))
+        if end > known and kept and rows[row, 9]:
+            drafted = sampled[b] - 1 + rejected[b]
+            rows[row, 10:] += np.array([1, kept, drafted, min(kept, sampled[b] - 1)], np.int32)
 
 
 @Launch

@@ -2,9 +2,10 @@
 
 Modules, each of which imports only from those below it::
 
+    counts                    what an engine's drafter has done
     v2/                       drafts on the device, by vLLM's V2 model runner
-    v1_proposer               a proposer inside vLLM's V1 model runner, one draft a decoding step
-    prompt_logprob_drafter    verification in rounds, for engines that cannot load a proposer
-    method                    which of the two an engine gets, and what it needs for it
-    histories                 earlier responses, which requests carry to the proposer
+    v1_proposer               a proposer inside vLLM's V1 model runner
+    prompt_logprob_drafter    verification in rounds, for engines that cannot load a drafter
+    method                    which of the three an engine gets, and what it needs for it
+    histories                 earlier responses, which requests carry to the engine's drafter
 """

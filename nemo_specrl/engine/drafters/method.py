@@ -1,30 +1,35 @@
-"""How drafts from trees reach an engine: the choice of the method, and what it asks of the engine.
+"""How drafts from earlier responses reach an engine: the choice of the method, and its options.
 
-Makes the options with which an engine has to be built for the tree proposer (``v1_proposer``), and
-checks engines that have a drafter of vLLM's own.
+``v2`` is a speculator of vLLM's V2 model runner (``v2``), ``proposer`` one of its V1 runner
+(``v1_proposer``), and ``rounds`` verifies drafts in requests of their own
+(``prompt_logprob_drafter``). Engines that have a drafter of vLLM's own are checked here, too.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, Literal
+from importlib.util import find_spec
+from typing import Any
 
 from nemo_specrl.config import SpecRLConfig
 from nemo_specrl.engine.limits import TREE_PROPOSER, EngineLimits
 from nemo_specrl.engine.vllm.compat import EXTRA_ARG, check_version, in_this_process
 from nemo_specrl.engine.vllm.environment import (
-    asks_for_v2,
+    Method,
+    auto_method,
     has_custom_proposers,
+    has_v2_speculators,
     on_cpu,
-    why_not_drafted,
+    v2_wanted,
+    would_run_v2,
 )
-from nemo_specrl.engine.vllm.patches import fix_cpu_rejection_sampler, vllm_plugin
+from nemo_specrl.engine.vllm.patches import fix_cpu_rejection_sampler
+from nemo_specrl.engine.vllm.plugin import vllm_plugin
+from nemo_specrl.engine.vllm.v2_patches import install, speculator_options
 from nemo_specrl.errors import ConfigError, IncompatibleVersion
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = [
     "check_cpu_drafter",
@@ -33,67 +38,115 @@ __all__ = [
     "method_in",
 ]
 
+logger = logging.getLogger(__name__)
 
-_POSSIBLE = {
-    True: "name tree.method: proposer or rounds to have it all the same, or set preset: faithful "
-    "(prefix reuse, not exact), or enabled: false",
-    False: "name tree.method: rounds to have drafts all the same, or set preset: faithful (prefix "
-    "reuse, not exact), or enabled: false",
-}
-"""What is possible where ``auto`` is not, by whether vLLM takes proposers."""
+V2_MAX_BYTES = 2**29
+"""Memory on the device for responses, at most: a prompt's are needed while its rows run, and
+histories come with the requests. It is taken from what ``gpu_memory_utilization`` leaves."""
+_OTHERWISE = "set preset: faithful (prefix reuse, not exact), or enabled: false"
 
 
-def drafting_method(config: SpecRLConfig) -> Literal["proposer", "rounds"] | None:
-    """How drafts from trees are to reach an engine that is yet to be built; None: there are none.
-
-    Rounds are never taken unasked, since they cost more than they save nearly everywhere
-    (docs/guide/lossless.md), and the proposer not on GPUs (``why_not_drafted``).
+def drafting_method(config: SpecRLConfig) -> Method | None:
+    """How drafts are to reach an engine that is yet to be built; None: there are none.
 
     Raises:
         ConfigError: ``tree.method`` is ``auto``, and nothing is faster than plain decoding, or the
             environment forbids what it names.
-        IncompatibleVersion: it asks for a proposer, which this vLLM does not take.
+        IncompatibleVersion: it names a drafter that this vLLM does not take.
+    """
+    if not (config.enabled and config.tree.enabled):
+        return None
+    method = config.tree.method
+    if method == "auto":
+        chosen = auto_method(cpu=on_cpu())
+        if chosen not in ("v2", "proposer"):
+            raise ConfigError(f"spec_rl.tree.method = auto: {chosen}; {_possible()}")
+        if chosen == "v2" and (problem := _v2_problem()):
+            logger.warning("rows are decoded without drafts: %s; %s", problem, _possible())
+            return None
+        return "v2" if chosen == "v2" else "proposer"
+    if method == "v2":
+        _check_v2()
+    elif method == "proposer":
+        _check_proposer()
+    return method
+
+
+def _possible() -> str:
+    """What is possible where ``auto`` is not."""
+    others = "proposer or rounds" if has_custom_proposers() and not v2_wanted() else "rounds"
+    return f"name tree.method: {others} to have drafts all the same, or {_OTHERWISE}"
+
+
+def _v2_problem() -> str | None:
+    """Why the speculator cannot be put into this vLLM; None: it can, or there is none here."""
+    if find_spec("vllm") is None:  # the driver of NeMo-RL: its workers will see
+        return None
+    try:
+        install()
+    except IncompatibleVersion as error:
+        return str(error)
+    return None
+
+
+def _check_v2() -> None:
+    name = "spec_rl.tree.method = v2"
+    if not has_v2_speculators():
+        raise IncompatibleVersion(
+            f"{name}: vLLM {check_version()} has no V2 model runner that takes drafters (0.25.1 "
+            f"has); {_possible()}"
+        )
+    if v2_wanted() is False:
+        raise ConfigError(
+            f"{name}: VLLM_USE_V2_MODEL_RUNNER forbids vLLM's V2 model runner; unset it, or "
+            f"{_possible()}"
+        )
+    if not would_run_v2(cpu=on_cpu()):
+        raise ConfigError(
+            f"{name}: on a CPU vLLM runs its V1 model runner; name tree.method: proposer, or "
+            f"{_OTHERWISE}"
+        )
+    if (problem := _v2_problem()) is not None:
+        raise IncompatibleVersion(f"{name}: {problem}; {_possible()}")
+
+
+def _check_proposer() -> None:
+    name = "spec_rl.tree.method = proposer"
+    if not has_custom_proposers():
+        raise IncompatibleVersion(
+            f"{name}: vLLM {check_version()} has no custom proposers (0.25.1 has); {_possible()}"
+        )
+    if v2_wanted():
+        raise ConfigError(
+            f"{name}: VLLM_USE_V2_MODEL_RUNNER asks for vLLM's V2 model runner, which takes no "
+            f"proposer; unset it, or {_possible()}"
+        )
+
+
+def method_in(config: SpecRLConfig, limits: EngineLimits) -> Method | None:
+    """How drafts reach an engine that runs; None: there are none.
+
+    Raises:
+        ConfigError, IncompatibleVersion: not as ``tree.method`` says.
     """
     if not (config.enabled and config.tree.enabled):
         return None
     method = config.tree.method
     if method == "rounds":
         return "rounds"
-    proposers = has_custom_proposers()
-    if method == "auto":
-        reason = why_not_drafted(cpu=on_cpu(), proposers=proposers, v2=asks_for_v2())
-        if reason is not None:
-            raise ConfigError(f"spec_rl.tree.method = auto: {reason}; {_POSSIBLE[proposers]}")
-    elif not proposers:
-        raise IncompatibleVersion(
-            f"spec_rl.tree.method = proposer: vLLM {check_version()} has no custom proposers "
-            f"(0.25.1 has); {_POSSIBLE[False]}"
-        )
-    elif asks_for_v2():
+    if limits.drafter is None:
+        if drafting_method(config) is None:  # or it may be that there is no way
+            return None
         raise ConfigError(
-            "spec_rl.tree.method = proposer: VLLM_USE_V2_MODEL_RUNNER asks for vLLM's V2 model "
-            f"runner, which takes no proposer; unset it, or {_POSSIBLE[False]}"
+            f"spec_rl.tree.method = {method}: the engine was built without its drafter; pass "
+            "nemo_specrl.engine_options(config) to vllm.LLM, or set rounds"
         )
-    return "proposer"
-
-
-def method_in(config: SpecRLConfig, limits: EngineLimits) -> Literal["proposer", "rounds"] | None:
-    """How drafts from trees reach an engine that runs; None: there are none.
-
-    Raises:
-        ConfigError: not as ``tree.method`` says.
-    """
-    if not (config.enabled and config.tree.enabled):
-        return None
-    if config.tree.method == "rounds":
-        return "rounds"
-    if not limits.drafts_from_trees:
-        drafting_method(config)  # it may be that there is no way
+    if method not in ("auto", limits.drafter):
         raise ConfigError(
-            f"spec_rl.tree.method = {config.tree.method}: the engine was built without the tree "
-            "proposer; pass nemo_specrl.engine_options(config) to vllm.LLM, or set rounds"
+            f"spec_rl.tree.method = {method}: the engine was built for {limits.drafter}; build it "
+            "with nemo_specrl.engine_options of this configuration"
         )
-    return "proposer"
+    return limits.drafter
 
 
 def engine_options(config: SpecRLConfig) -> dict[str, Any]:
@@ -108,17 +161,19 @@ def engine_options(config: SpecRLConfig) -> dict[str, Any]:
     method = drafting_method(config)
     if method is not None:
         importlib.import_module("nemo_specrl.speculation.suffix_tree")  # its index is native code
+    tree = config.tree
+    if method == "v2":
+        max_bytes = min(tree.max_bytes, V2_MAX_BYTES)
+        return speculator_options(tree.max_draft_tokens, max_bytes, adaptive=tree.adaptive)
     if method != "proposer":
         return {}
     return {
         "speculative_config": {
             "method": "custom_class",
             "model": TREE_PROPOSER,
-            "num_speculative_tokens": config.tree.max_draft_tokens,
+            "num_speculative_tokens": tree.max_draft_tokens,
         },
-        "additional_config": {
-            EXTRA_ARG: {"max_bytes": config.tree.max_bytes, "adaptive": config.tree.adaptive}
-        },
+        "additional_config": {EXTRA_ARG: {"max_bytes": tree.max_bytes, "adaptive": tree.adaptive}},
     }
 
 

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nemo_specrl.engine.metrics import DraftCounts
-from nemo_specrl.engine.vllm.compat import EXTRA_ARG, drafts_count_here
+from nemo_specrl.engine.vllm.compat import EXTRA_ARG, drafts_count_here, stop_tokens
 from nemo_specrl.engine.vllm.patches import bind_proposer, fix_cpu_rejection_sampler
 from nemo_specrl.engine.vllm.sampler_memory import bound_sampler_memory
 from nemo_specrl.errors import IncompatibleVersion
@@ -32,7 +32,7 @@ from nemo_specrl.speculation.adaptive_length import DraftLengths, Step, likelies
 from nemo_specrl.speculation.draft_selection import RUN_AHEAD_INDEX
 from nemo_specrl.speculation.suffix_tree import CHANCES, MIN_PROBABILITY, DraftTrees, TreeRow
 
-__all__ = ["TreeProposer", "take_counts"]
+__all__ = ["TreeProposer"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,19 +45,6 @@ DRAFT_LOGIT_BYTES = 16
 float32 copies of them and their probabilities (v1/sample/rejection_sampler.py, ``forward``)."""
 PADDED_LOGIT_BYTES = 8
 """Of rows x (longest draft + 1) beside them, where ``bound_sampler_memory`` was not possible."""
-
-
-def take_counts(worker: Any) -> DraftCounts | None:
-    """The counts of a worker's proposer since they were last taken; to be run in the worker.
-
-    None where the worker's drafts do not count, or it has no proposer, as all pipeline stages but
-    the last.
-    """
-    proposer = getattr(worker.model_runner, "drafter", None)
-    if not (isinstance(proposer, TreeProposer) and proposer.counting):
-        return None
-    counts, proposer.counts = proposer.counts, DraftCounts()
-    return counts
 
 
 class _Row:
@@ -133,6 +120,13 @@ class TreeProposer:
         self._last = 0.0  # time of the last proposal
         bind_proposer(TreeProposer)
         fix_cpu_rejection_sampler()
+
+    def take_counts(self) -> DraftCounts | None:
+        """What was drafted since this was last called; None where drafts of others count."""
+        if not self.counting:
+            return None
+        counts, self.counts = self.counts, DraftCounts()
+        return counts
 
     def _draft_limit(self, vllm_config: Any) -> int:
         """Draft tokens for which there is memory in a step; ``longest`` is shortened to it, too.
@@ -276,6 +270,6 @@ class TreeProposer:
             self.trees.open(key, identity, history),
             prompt_length,
             min(most, self._max_model_len) - prompt_length,
-            frozenset(params.stop_token_ids or ()) | {params.eos_token_id},
+            stop_tokens(params),
             identity & MAX_SAMPLE_INDEX == RUN_AHEAD_INDEX,
         )

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_specrl.errors import IncompatibleVersion
 
 if TYPE_CHECKING:
-    from vllm import CompletionOutput
+    from vllm import CompletionOutput, SamplingParams
     from vllm.logprobs import FlatLogprobs
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "logprobs_slice",
     "new_logprobs",
     "no_logprobs",
+    "stop_tokens",
     "tokenizer_of",
     "tokens_so_far",
     "unknown_requests",
@@ -164,6 +165,14 @@ def tokens_so_far(engine: Any, request_id: str) -> tuple[list[int], FlatLogprobs
     tokens, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
     n = min(len(tokens), len(logprobs))  # an interrupt may come between the two
     return list(tokens[:n]), logprobs_slice(logprobs, 0, n)
+
+
+def stop_tokens(params: SamplingParams) -> frozenset[int]:
+    """Tokens that end a request's response; none where ``min_tokens`` lets it go on behind some."""
+    if params.min_tokens:
+        return frozenset()
+    eos = getattr(params, "eos_token_id", None)  # a property since 0.2x; unset if eos is ignored
+    return frozenset(params.stop_token_ids or ()) | ({eos} if eos is not None else frozenset())
 
 
 def assigns_own_ids() -> bool:

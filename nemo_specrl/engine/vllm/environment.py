@@ -6,19 +6,25 @@ import importlib.util
 import os
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from nemo_specrl.engine.vllm.compat import version_numbers
 
 __all__ = [
-    "asks_for_v2",
+    "Method",
+    "auto_method",
     "cpu_thread_binding",
     "has_custom_proposers",
+    "has_v2_speculators",
     "local_cpu_environment",
     "on_cpu",
     "runs_v2",
-    "why_not_drafted",
+    "v2_wanted",
+    "would_run_v2",
 ]
+
+Method = Literal["v2", "proposer", "rounds"]
+"""How drafts from earlier responses reach an engine (``drafters.method``)."""
 
 
 def local_cpu_environment(threads: int = 1) -> None:
@@ -83,12 +89,23 @@ def has_custom_proposers() -> bool:
     0.20 does not, 0.25.1 does. Nothing is imported. Where there is no vLLM, as in the environment
     of NeMo-RL's driver, that of the workers may: they will see.
     """
+    return _has_module("v1", "spec_decode", "custom_class_proposer.py")
+
+
+def has_v2_speculators() -> bool:
+    """Whether this vLLM's V2 model runner has speculators of the kind that drafts from history.
+
+    0.25.1 has. As :func:`has_custom_proposers`: nothing is imported, and True without vLLM.
+    """
+    return _has_module("v1", "worker", "gpu", "spec_decode", "speculator.py")
+
+
+def _has_module(*path: str) -> bool:
     spec = importlib.util.find_spec("vllm")
     if spec is None:
         return True
     folders = spec.submodule_search_locations or ()
-    module = Path("v1", "spec_decode", "custom_class_proposer.py")
-    return any((folder / module).is_file() for folder in map(Path, folders))
+    return any((folder / Path(*path)).is_file() for folder in map(Path, folders))
 
 
 def runs_v2(vllm_config: Any) -> bool:
@@ -96,36 +113,47 @@ def runs_v2(vllm_config: Any) -> bool:
 
     Before, it is an experiment that an environment variable switches on.
     """
-    return bool(getattr(vllm_config, "use_v2_model_runner", asks_for_v2()))
+    return bool(getattr(vllm_config, "use_v2_model_runner", v2_wanted() or False))
 
 
-def asks_for_v2() -> bool:
-    """Whether the environment asks for vLLM's V2 model runner, as vLLM reads the variable."""
-    value = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0").strip().lower()
+def v2_wanted() -> bool | None:
+    """What VLLM_USE_V2_MODEL_RUNNER says, as vLLM reads it; None: nothing, so that vLLM chooses."""
+    value = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "").strip().lower()
+    if not value:
+        return None
     return value in ("1", "true") or (value.isdecimal() and int(value) > 0)
 
 
-def why_not_drafted(*, cpu: bool, proposers: bool, v2: bool) -> str | None:
-    """Why ``tree.method: auto`` finds no way to draft that is faster than plain decoding.
+def would_run_v2(*, cpu: bool) -> bool:
+    """Whether vLLM would run its V2 model runner, for a model that it takes there.
 
-    A drafter for vLLM's V2 model runner would have its place here: the V1 proposer keeps vLLM from
-    running V2 with asynchronous scheduling, and on GPUs that loses more than drafts gain.
+    Args:
+        cpu: vLLM runs on a CPU, where V2 is not the default.
+    """
+    wanted = v2_wanted()
+    return has_v2_speculators() and (not cpu if wanted is None else wanted)
+
+
+def auto_method(*, cpu: bool) -> Method | str:
+    """What ``tree.method: auto`` takes.
+
+    The speculator wherever vLLM would run its V2 model runner. The proposer on CPUs alone: on GPUs
+    it keeps vLLM from V2 with asynchronous scheduling, which loses more than drafts gain. Rounds
+    never, since they cost more than they save nearly everywhere (docs/guide/lossless.md).
 
     Args:
         cpu: vLLM runs on a CPU.
-        proposers: it takes custom ones (:func:`has_custom_proposers`).
-        v2: the environment asks for the V2 model runner (:func:`asks_for_v2`).
 
     Returns:
-        What stands against it; None: nothing, the proposer is taken.
+        A method, or why there is none.
     """
-    if not proposers:
-        return "this vLLM has no custom proposers (0.25.1 has)"
-    if v2:
-        return "VLLM_USE_V2_MODEL_RUNNER asks for vLLM's V2 model runner, which takes no proposer"
-    if not cpu:
-        return (
-            "on GPUs the tree proposer needs vLLM's V1 model runner without asynchronous "
-            "scheduling, which is slower than stock vLLM"
-        )
-    return None
+    if would_run_v2(cpu=cpu):
+        return "v2"
+    if not has_custom_proposers():
+        return "this vLLM takes no drafter of ours (0.25.1 and later do)"
+    if cpu:
+        return "proposer"
+    return (
+        "VLLM_USE_V2_MODEL_RUNNER forbids vLLM's V2 model runner, and in V1, without asynchronous "
+        "scheduling, drafts make GPUs slower than stock vLLM; unset it"
+    )

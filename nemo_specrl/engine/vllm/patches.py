@@ -5,8 +5,9 @@ what it replaces has changed. Drafting needs two of them: custom proposers have 
 requests (``bind_proposer``), and samples on a CPU are wrong without ``fix_cpu_rejection_sampler``;
 on GPUs it may run out of memory without that of ``sampler_memory``. The others make engines on a
 CPU faster, or verification anywhere (``extend_prompt_logprobs``), and change nothing that a request
-gets. vLLM calls ``vllm_plugin`` in each of its processes; the engine layer calls the others where
-they are needed. What differs between versions is in ``compat``.
+gets. ``plugin`` applies those of a CPU in each of vLLM's processes; the engine layer applies the
+others where they are needed. What differs between versions is in ``compat``, and what drafting in
+the V2 model runner replaces in ``v2_patches``.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ __all__ = [
     "fix_cpu_rejection_sampler",
     "pad_cpu_linear_layers",
     "to_be_replaced",
-    "vllm_plugin",
 ]
 
 logger = logging.getLogger(__name__)
@@ -47,27 +47,6 @@ PROMPT_LOGPROBS_SOURCES = {"a7451a6d24ea1922": "0.25.1", "c6f2327c5bbb4c51": "0.
 """XXH3 of the source of ``GPUModelRunner._get_prompt_logprobs_dict``, and a version that has it."""
 PROMPT_TOKENS_AT_ONCE = 1024
 """So many tokens of prompts have their log-probs computed at once; the V2 model runner's number."""
-
-
-def vllm_plugin() -> None:
-    """Entry point ``vllm.general_plugins`` (pyproject.toml), which vLLM runs in each process.
-
-    Only engines on a CPU are patched; on other devices this does nothing. What is not possible is
-    said in one warning: without the first patch samples would be wrong, so that
-    ``check_cpu_drafter`` refuses such a vLLM, and without the others engines are slower.
-    """
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return
-    failures = []
-    for patch in (fix_cpu_rejection_sampler, pad_cpu_linear_layers, batch_cpu_prompt_logprobs):
-        try:
-            patch()
-        except IncompatibleVersion as error:
-            failures.append(str(error))
-    if failures:
-        logger.warning("nemo_specrl leaves parts of vLLM as they are: %s", "; ".join(failures))
 
 
 def bind_proposer(proposer: type[Any]) -> None:

@@ -1,20 +1,30 @@
-"""What is replaced in vLLM's V2 model runner so that it drafts from history.
+"""What is replaced in vLLM so that its V2 model runner drafts from history.
 
-Three functions of the runner and one of the configuration are wrapped; none is copied. Engines that
-were not built with :func:`speculator_options` behave as before. Known are the versions in
-``SOURCES``; with others, :func:`install` raises IncompatibleVersion, which names the function, and
-plain decoding goes on.
+Functions of the runner, of the scheduler and of the configuration are wrapped; none is copied.
+Engines that were not built with :func:`speculator_options` behave as before. Known are the versions
+in ``SOURCES``; with others, :func:`install` raises IncompatibleVersion, which names the function.
+
+- ``init_speculator`` makes the speculator, which before 0.32
+  ``_get_v2_model_runner_unsupported_features`` has to permit.
+- ``add_requests`` and ``_remove_request`` tell it of requests.
+- ``VllmConfig.__post_init__`` has graphs captured for each length of drafts, and refuses engines
+  that would not run V2: vLLM would draft n-grams in their V1 runner instead.
+- ``Scheduler`` chooses the length of drafts by the rows of a step (``uniform_length``). It is told
+  of accepted drafts in ``make_spec_decoding_stats``, and takes the new table with the next step.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 from typing import Any
 
 from nemo_specrl.engine.vllm.compat import EXTRA_ARG
+from nemo_specrl.engine.vllm.model_costs import step_costs
 from nemo_specrl.engine.vllm.patches import check_source, to_be_replaced
 from nemo_specrl.errors import IncompatibleVersion
+from nemo_specrl.speculation.uniform_length import LENGTHS, UniformLengths
 
 __all__ = ["drafts_from_history", "install", "speculator_of", "speculator_options"]
 
@@ -31,27 +41,34 @@ SOURCES: dict[str, dict[str, str]] = {
         "bcd9027fd2112355": "0.32.0",
     },
 }
-"""XXH3 of the source of each function that is wrapped, and a version that has it."""
+"""XXH3 of the source of each function that has to be a known one, and a version that has it."""
+OBSERVED = 512
+"""Drafts after which the table of lengths is made anew."""
 
 
-def speculator_options(num_speculative_tokens: int, max_bytes: int) -> dict[str, Any]:
+def speculator_options(max_draft_tokens: int, max_bytes: int, *, adaptive: bool) -> dict[str, Any]:
     """Arguments of ``vllm.LLM`` for an engine that drafts from history in its V2 runner.
 
     To vLLM the method is ``ngram_gpu``, which asynchronous scheduling and, from 0.32 on, the V2
     runner know; the speculator is put in its place.
 
     Args:
-        num_speculative_tokens: that every row drafts in every step.
+        max_draft_tokens: that a row drafts in a step, at most.
         max_bytes: memory on the device for responses.
+        adaptive: rows draft as many as pay, by their number and by what was accepted, of
+            ``LENGTHS``; else all draft ``max_draft_tokens``.
     """
+    longest = min(max_draft_tokens, LENGTHS[-1]) if adaptive else max_draft_tokens
+    lengths = [n for n in LENGTHS if n < longest] + [longest] if adaptive else [longest]
+    options = {"drafter": DRAFTER, "max_bytes": max_bytes, "lengths": lengths}
     return {
         "speculative_config": {
             "method": "ngram_gpu",
-            "num_speculative_tokens": num_speculative_tokens,
+            "num_speculative_tokens": longest,
             "prompt_lookup_min": 1,
             "prompt_lookup_max": 1,
         },
-        "additional_config": {EXTRA_ARG: {"drafter": DRAFTER, "max_bytes": max_bytes}},
+        "additional_config": {EXTRA_ARG: options},
     }
 
 
@@ -76,6 +93,7 @@ def install() -> None:
     """
     try:
         from vllm.config import VllmConfig
+        from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.worker.gpu import model_runner
         from vllm.v1.worker.gpu.model_runner import GPUModelRunner
     except ImportError as error:
@@ -85,14 +103,20 @@ def install() -> None:
         (GPUModelRunner, "add_requests", _add_requests),
         (GPUModelRunner, "_remove_request", _remove_request),
         (VllmConfig, "_get_v2_model_runner_unsupported_features", _unsupported_features),
+        (VllmConfig, "__post_init__", _post_init),
+        (Scheduler, "__init__", _init_scheduler),
+        (Scheduler, "add_request", _add_request),
+        (Scheduler, "update_draft_token_ids", _update_draft_token_ids),
+        (Scheduler, "make_spec_decoding_stats", _make_spec_decoding_stats),
     )
     originals = [
-        to_be_replaced(owner, name, f"this vLLM's V2 model runner has no {name}")
+        to_be_replaced(owner, name, f"this vLLM has no {name} where drafting needs it")
         for owner, name, _ in wrappers
     ]
     for original in originals:
-        if original is not None:
+        if original is not None and original.__name__ in SOURCES:
             check_source(original, SOURCES[original.__name__])
+    Scheduler.spec_rl_lengths = None  # of schedulers whose engines do not draft from history
     for (owner, name, wrap), original in zip(wrappers, originals, strict=True):
         if original is not None:
             wrapper = functools.wraps(original)(wrap(original))
@@ -143,3 +167,124 @@ def _unsupported_features(original: Any) -> Any:
         return features
 
     return _get_v2_model_runner_unsupported_features
+
+
+def _post_init(original: Any) -> Any:
+    def __post_init__(self: Any) -> None:
+        if not drafts_from_history(self):
+            original(self)
+            return
+        _set_lengths(self)
+        original(self)
+        _check_runner(self)
+
+    return __post_init__
+
+
+def _set_lengths(vllm_config: Any) -> None:
+    """Have vLLM know the lengths of drafts, so that it captures graphs for each of them.
+
+    The table that it gets here is never used: the scheduler's is made in ``_init_scheduler``. It
+    has each length, and the engine's largest number of rows for each that the costs do not choose.
+    """
+    drafter, scheduler = vllm_config.speculative_config, vllm_config.scheduler_config
+    lengths = vllm_config.additional_config[EXTRA_ARG]["lengths"]
+    if len(lengths) == 1:
+        return
+    if vllm_config.parallel_config.data_parallel_size > 1:
+        # All ranks have to draft the same number, which vLLM has no way to agree on.
+        drafter.num_speculative_tokens = min(drafter.num_speculative_tokens, LENGTHS[2])
+        drafter.num_speculative_tokens_per_batch_size = None
+        return
+    rows = int(scheduler.max_num_seqs)
+    if rows < len(lengths):  # a table cannot have them all
+        drafter.num_speculative_tokens_per_batch_size = [(1, rows, lengths[-1])]
+        return
+    table = UniformLengths(step_costs(vllm_config), lengths, rows).table(_context(vllm_config))
+    unused = [length for length in lengths if length not in table[1 : rows + 1 - len(lengths)]]
+    table[rows + 1 - len(unused) :] = unused
+    ranges = itertools.groupby(range(1, rows + 1), key=lambda n: table[n])
+    by_range = [(length, list(same)) for length, same in ranges]
+    drafter.num_speculative_tokens_per_batch_size = [
+        (same[0], same[-1], length) for length, same in by_range
+    ]
+
+
+def _context(vllm_config: Any) -> float:
+    """Tokens of a row on average, where nothing is known of rows."""
+    return float(vllm_config.model_config.max_model_len) / 2
+
+
+def _check_runner(vllm_config: Any) -> None:
+    """Refuse an engine whose drafts would not come from history."""
+    name = "spec_rl.tree.method = v2"
+    if not vllm_config.use_v2_model_runner:
+        raise IncompatibleVersion(
+            f"{name}: vLLM would not run this model in its V2 model runner, for the reason that it "
+            "has logged (before 0.32: mixtures of experts); set VLLM_USE_V2_MODEL_RUNNER=1 to have "
+            "V2 all the same, or preset: faithful, or tree.method: proposer for the V1 runner"
+        )
+    stages = int(vllm_config.parallel_config.pipeline_parallel_size)
+    if stages > 1:
+        raise IncompatibleVersion(
+            f"{name}: does not work with pipeline parallelism (pipeline_parallel_size = {stages}); "
+            "set it to 1, or preset: faithful without trees"
+        )
+
+
+def _init_scheduler(original: Any) -> Any:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        config = self.vllm_config
+        if self.dynamic_sd_lookup is not None and drafts_from_history(config):
+            lengths = config.additional_config[EXTRA_ARG]["lengths"]
+            rows = len(self.dynamic_sd_lookup) - 1
+            self.spec_rl_lengths = UniformLengths(step_costs(config), lengths, rows)
+            self.spec_rl_observed = 0
+            _choose_lengths(self)
+
+    return __init__
+
+
+def _choose_lengths(scheduler: Any) -> None:
+    """Make the table of lengths anew, which the next step is scheduled by."""
+    rows = scheduler.running
+    tokens = sum(row.num_tokens for row in rows) / len(rows) if rows else None
+    context = _context(scheduler.vllm_config) if tokens is None else tokens
+    scheduler.dynamic_sd_lookup[:] = scheduler.spec_rl_lengths.table(context)
+
+
+def _add_request(original: Any) -> Any:
+    def add_request(self: Any, request: Any) -> None:
+        if self.spec_rl_lengths is not None and not self.requests:
+            self.spec_rl_lengths.begin_batch()
+            _choose_lengths(self)
+        original(self, request)
+
+    return add_request
+
+
+def _update_draft_token_ids(original: Any) -> Any:
+    """0.25.1 passes drafts on whole where scheduling is synchronous, whatever the table says."""
+
+    def update_draft_token_ids(self: Any, draft_token_ids: Any) -> None:
+        if self.spec_rl_lengths is not None:
+            length = self.dynamic_sd_lookup[len(draft_token_ids.req_ids)]
+            for tokens in draft_token_ids.draft_token_ids:
+                del tokens[length:]
+        original(self, draft_token_ids)
+
+    return update_draft_token_ids
+
+
+def _make_spec_decoding_stats(original: Any) -> Any:
+    def make_spec_decoding_stats(self: Any, *args: Any, **kwargs: Any) -> Any:
+        lengths = self.spec_rl_lengths
+        if lengths is not None:
+            lengths.observe(kwargs["num_draft_tokens"], kwargs["num_accepted_tokens"])
+            self.spec_rl_observed += 1
+            if self.spec_rl_observed % OBSERVED == 0:
+                _choose_lengths(self)
+        return original(self, *args, **kwargs)
+
+    return make_spec_decoding_stats

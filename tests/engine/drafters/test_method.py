@@ -38,11 +38,14 @@ def refusal(error, what):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Pretend that vLLM runs on a GPU, and that it takes proposers or not."""
+    """Pretend that vLLM runs on a GPU, and that it takes proposers and speculators or not."""
 
-    def pretend(cpu, proposers=True, v2=None):
+    def pretend(cpu, proposers=True, speculators=True, v2=None, problem=None):
         monkeypatch.setattr(method_module, "on_cpu", lambda: cpu)
-        monkeypatch.setattr(method_module, "has_custom_proposers", lambda: proposers)
+        for module in (method_module, environment):
+            monkeypatch.setattr(module, "has_custom_proposers", lambda: proposers)
+            monkeypatch.setattr(module, "has_v2_speculators", lambda: speculators)
+        monkeypatch.setattr(method_module, "_v2_problem", lambda: problem)
         if v2 is None:
             monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
         else:
@@ -55,24 +58,37 @@ def test_on_a_cpu_the_proposer_is_taken_unasked(machine):
     machine(cpu=True)
     assert drafting_method(config()) == "proposer"
     assert engine_options(config())["speculative_config"]["method"] == "custom_class"
+    assert "on a CPU vLLM runs its V1" in refusal(ConfigError, config("v2"))
+    machine(cpu=True, v2="1")
+    assert drafting_method(config()) == drafting_method(config("v2")) == "v2"
 
 
-def test_on_a_gpu_nothing_drafts_unasked(machine):
+def test_on_a_gpu_the_speculator_is_taken_unasked(machine):
     machine(cpu=False)
-    line = refusal(ConfigError, config())
-    assert line.startswith("spec_rl.tree.method = auto: on GPUs the tree proposer needs")
-    assert "name tree.method: proposer or rounds" in line
+    assert drafting_method(config()) == drafting_method(config("v2")) == "v2"
     assert drafting_method(config("proposer")) == "proposer"
     assert drafting_method(config("rounds")) == "rounds"
 
 
-@pytest.mark.parametrize("cpu", [True, False])
-def test_without_proposers_rounds_are_taken_by_name_alone(machine, cpu):
-    """VLLM 0.20, of NeMo-RL v0.7.0."""
-    machine(cpu=cpu, proposers=False)
+def test_where_v2_is_forbidden_nothing_drafts_unasked(machine):
+    machine(cpu=False, v2="0")
     line = refusal(ConfigError, config())
-    assert "has no custom proposers" in line and "name tree.method: rounds" in line
+    assert line.startswith("spec_rl.tree.method = auto: VLLM_USE_V2_MODEL_RUNNER forbids")
+    assert "name tree.method: proposer or rounds" in line
+    assert "VLLM_USE_V2_MODEL_RUNNER forbids" in refusal(ConfigError, config("v2"))
+    assert drafting_method(config("proposer")) == "proposer"
+    machine(cpu=True, v2="0")
+    assert drafting_method(config()) == "proposer"
+
+
+@pytest.mark.parametrize("cpu", [True, False])
+def test_without_drafters_rounds_are_taken_by_name_alone(machine, cpu):
+    """VLLM 0.20, of NeMo-RL v0.7.0."""
+    machine(cpu=cpu, proposers=False, speculators=False)
+    line = refusal(ConfigError, config())
+    assert "takes no drafter" in line and "name tree.method: rounds" in line
     assert "has no custom proposers" in refusal(IncompatibleVersion, config("proposer"))
+    assert "no V2 model runner that takes drafters" in refusal(IncompatibleVersion, config("v2"))
     assert drafting_method(config("rounds")) == "rounds" and engine_options(config("rounds")) == {}
 
 
@@ -80,15 +96,35 @@ def test_without_proposers_rounds_are_taken_by_name_alone(machine, cpu):
 def test_the_v2_model_runner_takes_no_proposer(machine, cpu):
     """VLLM itself ends with an error from inside its configuration."""
     machine(cpu=cpu, v2="1")
-    assert "VLLM_USE_V2_MODEL_RUNNER" in refusal(ConfigError, config())
     assert "unset it, or name tree.method: rounds" in refusal(ConfigError, config("proposer"))
     assert drafting_method(config("rounds")) == "rounds"
-    machine(cpu=True, v2="0")
-    assert drafting_method(config()) == "proposer"
+
+
+def test_a_v2_runner_that_is_not_known_decodes_plainly(machine, caplog):
+    machine(cpu=False, problem="this vLLM's GPUModelRunner.add_requests has a source (1)")
+    assert drafting_method(config()) is None and engine_options(config()) == {}
+    assert "without drafts: this vLLM's GPUModelRunner.add_requests has a source" in caplog.text
+    assert "add_requests has a source" in refusal(IncompatibleVersion, config("v2"))
+
+
+def test_options_of_the_speculator(machine):
+    machine(cpu=False)
+    options = engine_options(config())
+    assert options["speculative_config"]["num_speculative_tokens"] == 11
+    ours = options["additional_config"]["spec_rl"]
+    assert ours == {"drafter": "v2", "max_bytes": 2**29, "lengths": [0, 2, 3, 5, 11]}
+    tree = {"max_draft_tokens": 4, "max_bytes": 2**20}
+    ours = engine_options(SpecRLConfig(enabled=True, tree=tree))["additional_config"]["spec_rl"]
+    assert ours == {"drafter": "v2", "max_bytes": 2**20, "lengths": [0, 2, 3, 4]}
+    fixed = engine_options(
+        SpecRLConfig(enabled=True, tree={"max_draft_tokens": 20, "adaptive": False})
+    )
+    assert fixed["speculative_config"]["num_speculative_tokens"] == 20
+    assert fixed["additional_config"]["spec_rl"]["lengths"] == [20]
 
 
 def test_without_trees_there_is_nothing_to_refuse(machine):
-    machine(cpu=False, proposers=False, v2="1")
+    machine(cpu=False, proposers=False, speculators=False, v2="1")
     for off in (SpecRLConfig(), SpecRLConfig(enabled=True, preset="faithful")):
         assert drafting_method(off) is None and engine_options(off) == {}
 
@@ -99,7 +135,7 @@ def test_this_machine_is_told_apart(machine):
 
 
 def test_an_engine_without_the_proposer_gets_no_rounds_unasked(engine):
-    line = "built without the tree proposer|has no custom proposers"
+    line = "built without its drafter|has no custom proposers|takes no drafter"
     for method in ("auto", "proposer"):
         with pytest.raises((ConfigError, IncompatibleVersion), match=line):
             SpeculativeLLM(engine, DictCache(), config(method))

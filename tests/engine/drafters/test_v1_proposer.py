@@ -5,7 +5,7 @@ import torch
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 
 from nemo_specrl.engine.drafters import v1_proposer as module
-from nemo_specrl.engine.drafters.v1_proposer import take_counts
+from nemo_specrl.engine.drafters.counts import take_counts
 from nemo_specrl.engine.vllm import sampler_memory
 from nemo_specrl.engine.vllm.refit import refit
 from tests.conftest import DictCache, weights_of

@@ -16,6 +16,7 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from nemo_specrl.engine.vllm import patches
+from nemo_specrl.engine.vllm.plugin import vllm_plugin
 from nemo_specrl.errors import IncompatibleVersion
 from tests.support.engines import VOCABULARY, needs_cpu_build
 
@@ -152,7 +153,7 @@ def test_logprobs_of_prompts_stay_vllms_where_their_source_is_another(monkeypatc
     monkeypatch.setattr(GPUModelRunner, "_get_prompt_logprobs_dict", _get_prompt_logprobs_dict)
     with pytest.raises(IncompatibleVersion, match=r"has a source \(\w+\) other than those of 0"):
         patches.batch_cpu_prompt_logprobs()
-    patches.vllm_plugin()
+    vllm_plugin()
     assert GPUModelRunner._get_prompt_logprobs_dict is _get_prompt_logprobs_dict
     monkeypatch.delattr(GPUModelRunner, "_get_prompt_logprobs_dict")
     with pytest.raises(IncompatibleVersion, match="has no _get_prompt_logprobs_dict"):

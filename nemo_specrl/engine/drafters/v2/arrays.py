@@ -16,7 +16,7 @@ import torch
 from nemo_specrl.engine.drafters.v2 import kernels
 from nemo_specrl.engine.drafters.v2.reference import DEPTH, OFFERED, PAGE
 
-__all__ = ["LINKS", "PROMPTS", "ROW", "DeviceArrays"]
+__all__ = ["LINKS", "PROMPTS", "ROW", "STOPS", "DeviceArrays"]
 
 logger = logging.getLogger(__name__)
 
@@ -24,9 +24,12 @@ PAGES_OF_PROMPT = 1024
 """Pages of a prompt at most: 262,144 tokens. A row that searches them reads a mebibyte."""
 PROMPTS = 4096
 """Prompts at most."""
-LINKS, ROW = 3, 6
+LINKS, ROW = 3, 14
 """Columns of ``links`` and of a row's state: slot of its prompt (-1: none), number of its response,
-where that begins, how many of its tokens are in the pages, steps that yielded tokens, tokens."""
+where that begins, how many of its tokens are in the pages, how many it may have, ``STOPS`` tokens
+that end it (-1: none), whether it is counted, and from column ``COUNTERS`` on the counts of
+``take_totals``."""
+STOPS, COUNTERS = 4, 10
 
 
 class DeviceArrays:
@@ -100,7 +103,7 @@ class DeviceArrays:
         self.links, self.rows = views[0].view(-1, LINKS), views[2].view(-1, ROW)
         self.table = views[1].view(-1, max(1, self._listed_at_most(pages)))
         self.row_pages = views[3].view(self.max_rows, -1)
-        self.rows[:, 4:] = 0
+        self.rows[:, COUNTERS:] = 0
 
     def _listed_at_most(self, pages: int) -> int:
         return min(PAGES_OF_PROMPT, 2 * pages)
@@ -160,6 +163,7 @@ class DeviceArrays:
         all_tokens: torch.Tensor,
         total_lengths: torch.Tensor,
         num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
         last_sampled: torch.Tensor,
         searching: bool = True,
     ) -> torch.Tensor:
@@ -171,6 +175,7 @@ class DeviceArrays:
             all_tokens: of rows, int32 ``[rows, max_model_len]``.
             total_lengths: tokens of rows, int32 ``[rows]``.
             num_sampled: by row of the batch, tokens that the step yielded, int32 ``[n]``.
+            num_rejected: likewise, draft tokens that it rejected.
             last_sampled: of rows, int64 ``[rows]``; fills drafts.
             searching: some of the rows have a prompt.
 
@@ -182,7 +187,7 @@ class DeviceArrays:
         if searching:
             kernels.append[(n,)](
                 self.pool, self.rows, self.row_pages, self._contexts, batch_rows, all_tokens,
-                total_lengths, num_sampled, all_tokens.stride(0), self.pages_of_row,
+                total_lengths, num_sampled, num_rejected, all_tokens.stride(0), self.pages_of_row,
             )  # fmt: skip
             kernels.search[(n, -(-pages // self.tile))](
                 self.pool, self.links, self.table, self.rows, self._contexts, offers, batch_rows,
@@ -201,7 +206,7 @@ class DeviceArrays:
         row, tokens = torch.zeros(2, 1, dtype=torch.int32, device=self.device)
         last = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.write({}, {}, anyway=True)
-        self.launch(row, 1, tokens[:, None], tokens, row, last)
+        self.launch(row, 1, tokens[:, None], tokens, row, row, last)
 
     def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
         tensor = torch.from_numpy(array)
@@ -209,11 +214,16 @@ class DeviceArrays:
             tensor = tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor
 
-    def take_totals(self) -> tuple[int, int]:
-        """Steps that yielded tokens of rows with drafts, and these tokens, since they were taken.
+    def take_totals(self) -> tuple[int, int, int, int]:
+        """Counts of the rows with drafts, since they were last taken.
 
         Reads from the device: for the end of a batch.
+
+        Returns:
+            Steps that yielded tokens of a row's response, summed over rows, these tokens, draft
+            tokens that these steps verified, and how many of them were accepted.
         """
-        totals = self.rows[:, 4:].sum(0).tolist()
-        self.rows[:, 4:] = 0
-        return int(totals[0]), int(totals[1])
+        totals = self.rows[:, COUNTERS:].sum(0).tolist()
+        self.rows[:, COUNTERS:] = 0
+        steps, tokens, drafted, accepted = map(int, totals)
+        return steps, tokens, drafted, accepted

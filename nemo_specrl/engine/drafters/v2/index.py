@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from nemo_specrl.engine.drafters.v2.arrays import LINKS, ROW, DeviceArrays
+from nemo_specrl.engine.drafters.v2.arrays import LINKS, ROW, STOPS, DeviceArrays
 from nemo_specrl.engine.drafters.v2.reference import EMPTY, PAGE, START
 
 __all__ = ["DeviceIndex"]
@@ -125,6 +125,10 @@ class DeviceIndex(DeviceArrays):
         history: Sequence[tuple[int, bytes]],
         start: int,
         brought: int = 0,
+        *,
+        most: int | None = None,
+        stops: Collection[int] = (),
+        counted: bool = True,
     ) -> None:
         """Have a row draft from its prompt's responses.
 
@@ -137,6 +141,10 @@ class DeviceIndex(DeviceArrays):
                 here are passed over.
             start: tokens of the prompt, behind which the response begins.
             brought: tokens of the response that the row has already.
+            most: tokens that the response may have; None: any number.
+            stops: tokens that end it. Of more than ``STOPS``, the smallest count; the responses of
+                the others have what a step yields behind their end.
+            counted: in :meth:`take_totals`.
         """
         self.close_row(row)
         prompt = self._opened(key, history)
@@ -157,7 +165,9 @@ class DeviceIndex(DeviceArrays):
         if identity is None:
             identity = -self._responses  # others' are not negative
         opened = self._rows[row] = _Row(prompt, identity, self._responses, start)
-        self._set_row(row, prompt.slot, opened.number, start, 0)
+        most = self.max_model_len if most is None else most
+        ends = (sorted(stops) + [-1] * STOPS)[:STOPS]
+        self._set_row(row, prompt.slot, opened.number, start, 0, most, *ends, int(counted))
         self._starts[row], self._pages_of[row] = start, 0
 
     def close_row(self, row: int) -> None:
@@ -305,6 +315,7 @@ class DeviceIndex(DeviceArrays):
         all_tokens: torch.Tensor,
         total_lengths: torch.Tensor,
         num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
         last_sampled: torch.Tensor,
     ) -> torch.Tensor:
         """Append what a step has yielded, and draft for each of its rows.
@@ -316,6 +327,7 @@ class DeviceIndex(DeviceArrays):
             all_tokens: of rows, int32 ``[rows, max_model_len]``, on the device.
             total_lengths: tokens of rows, int32 ``[rows]``, on the device.
             num_sampled: by row of the batch, tokens that the step yielded, int32 ``[n]``.
+            num_rejected: likewise, draft tokens that it rejected.
             last_sampled: of rows, int64 ``[rows]``, on the device; fills drafts.
 
         Returns:
@@ -328,5 +340,5 @@ class DeviceIndex(DeviceArrays):
         self._contents, self._values = {}, {}
         of_batch = [row for row in map(self._rows.get, batch_rows_host.tolist()) if row is not None]
         pages = max([1, *(len(row.prompt.listed) for row in of_batch)])
-        arrays = (all_tokens, total_lengths, num_sampled, last_sampled)
+        arrays = (all_tokens, total_lengths, num_sampled, num_rejected, last_sampled)
         return self.launch(batch_rows, pages, *arrays, searching=bool(of_batch))

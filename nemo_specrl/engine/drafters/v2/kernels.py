@@ -28,9 +28,11 @@ NO_TOKEN = tl.constexpr(-4)  # equal to nothing that a context may have
 LINKS, BEHIND, RESPONSE = tl.constexpr(3), tl.constexpr(1), tl.constexpr(2)
 assert DEPTH.value % 8 == 0 and DEPTH.value <= 48
 # Columns of a row's state; see index.
-ROW, ROW_SLOT, ROW_RESPONSE = tl.constexpr(6), tl.constexpr(0), tl.constexpr(1)
-ROW_START, ROW_KNOWN = tl.constexpr(2), tl.constexpr(3)
-ROW_STEPS, ROW_TOKENS = tl.constexpr(4), tl.constexpr(5)
+ROW, ROW_SLOT, ROW_RESPONSE = tl.constexpr(14), tl.constexpr(0), tl.constexpr(1)
+ROW_START, ROW_KNOWN, ROW_MOST = tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
+ROW_STOPS, STOPS, ROW_COUNTED = tl.constexpr(5), tl.constexpr(4), tl.constexpr(9)
+ROW_STEPS, ROW_TOKENS = tl.constexpr(10), tl.constexpr(11)
+ROW_DRAFTED, ROW_ACCEPTED = tl.constexpr(12), tl.constexpr(13)
 SCATTERED = tl.constexpr(256)  # values that a program of update writes
 APPENDED = tl.constexpr(32)  # tokens that append writes at once
 CONTEXT = tl.constexpr(32)  # DEPTH, rounded up to a power of two
@@ -58,11 +60,13 @@ def update(pool, state, pages, contents, places, values, num_pages, num_values):
 @triton.jit
 def append(
     pool, rows, row_pages, contexts, batch_rows, all_tokens, total_lengths, num_sampled,
-    token_stride, pages_of_row,
+    num_rejected, token_stride, pages_of_row,
 ):  # fmt: skip
     """Append the tokens that a step has yielded to their responses, and note each row's last ones.
 
-    Grid: one for each row of the batch.
+    A response ends with its first stop token, or at its longest. What a step yields behind that is
+    not appended and not counted: a draft may reach beyond the end, and with asynchronous scheduling
+    a row runs on until the host has seen it. Grid: one for each row of the batch.
     """
     batch_row = tl.program_id(0)
     row = tl.load(batch_rows + batch_row).to(tl.int64)
@@ -78,18 +82,34 @@ def append(
         context = tl.load(tokens + place, mask=place >= start, other=NOTHING)
         context = tl.where(place == start - 1, START, context)
         tl.store(contexts + batch_row * DEPTH + back, context, mask=back < DEPTH)
+        most = tl.load(mine + ROW_MOST)
+        end = tl.minimum(total - start, most)
         for i in range(known, total - start, APPENDED):
             number = i + tl.arange(0, APPENDED)
-            new = number < total - start
-            token = tl.load(tokens + start + number, mask=new, other=EMPTY)
+            token = tl.load(tokens + start + number, mask=number < end, other=EMPTY)
+            stops = token != token
+            for j in tl.static_range(STOPS):
+                stops = stops | (token == tl.load(mine + ROW_STOPS + j))
+            stopped = tl.min(tl.where(stops & (token >= 0), number + 1, most), axis=0)
+            end, most = tl.minimum(end, stopped), tl.minimum(most, stopped)
+            new = number < end
             cell = number + 1  # behind START
             new = new & (cell // PAGE < pages_of_row)
             page = tl.load(row_pages + row * pages_of_row + cell // PAGE, mask=new, other=-1)
             tl.store(pool + page.to(tl.int64) * PAGE + cell % PAGE, token, mask=new & (page >= 0))
-        tl.store(mine + ROW_KNOWN, total - start)
+        tl.store(mine + ROW_KNOWN, end)
+        tl.store(mine + ROW_MOST, most)
+        # Of the new tokens, those before the sampled ones came with the request.
         sampled = tl.load(num_sampled + batch_row)
-        tl.store(mine + ROW_STEPS, tl.load(mine + ROW_STEPS) + (sampled > 0).to(tl.int32))
-        tl.store(mine + ROW_TOKENS, tl.load(mine + ROW_TOKENS) + sampled)
+        kept = tl.maximum(sampled - (total - start - end), 0)
+        kept = tl.where((end > known) & (tl.load(mine + ROW_COUNTED) > 0), kept, 0)
+        yielded = (kept > 0).to(tl.int32)
+        accepted = tl.minimum(kept, sampled - 1) * yielded
+        drafted = (sampled - 1 + tl.load(num_rejected + batch_row)) * yielded
+        tl.store(mine + ROW_STEPS, tl.load(mine + ROW_STEPS) + yielded)
+        tl.store(mine + ROW_TOKENS, tl.load(mine + ROW_TOKENS) + kept)
+        tl.store(mine + ROW_DRAFTED, tl.load(mine + ROW_DRAFTED) + drafted)
+        tl.store(mine + ROW_ACCEPTED, tl.load(mine + ROW_ACCEPTED) + accepted)
 
 
 @triton.jit(do_not_specialize=CHANGING)

@@ -16,6 +16,7 @@ costs them no correctness.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,10 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from nemo_specrl.engine.drafters.v2.arrays import PROMPTS
 from nemo_specrl.engine.drafters.v2.index import DeviceIndex
 from nemo_specrl.engine.drafters.v2.roots import Roots
-from nemo_specrl.engine.vllm.compat import EXTRA_ARG
+from nemo_specrl.engine.metrics import DraftCounts
+from nemo_specrl.engine.vllm.compat import EXTRA_ARG, drafts_count_here, stop_tokens
+from nemo_specrl.rollout import MAX_SAMPLE_INDEX
+from nemo_specrl.speculation.draft_selection import RUN_AHEAD_INDEX
 from nemo_specrl.speculation.suffix_tree import CHANCES
 
 __all__ = ["HistorySpeculator"]
@@ -59,11 +63,13 @@ class HistorySpeculator(BaseSpeculator):  # type: ignore[misc]
         self.num_speculative_steps = int(vllm_config.speculative_config.num_speculative_tokens)
         self.model = torch.nn.Module()  # vLLM 0.25 looks for modules of a drafter's model
         self.req_states: Any = None
+        self._seconds = 0.0
         self.roots = Roots(PROMPTS)
+        self._longest = int(vllm_config.model_config.max_model_len)
         self.index = DeviceIndex(
             device,
             int(vllm_config.scheduler_config.max_num_seqs),
-            int(vllm_config.model_config.max_model_len),
+            self._longest,
             int(vllm_config.model_config.get_vocab_size()),
             int(options.get("max_bytes", MAX_BYTES)),
             self.num_speculative_steps,
@@ -90,16 +96,26 @@ class HistorySpeculator(BaseSpeculator):  # type: ignore[misc]
         params = request.sampling_params
         if params is None or params.prompt_logprobs is not None:  # it is verified, not decoded
             return
+        started = time.perf_counter()
         tokens = request.prefill_token_ids
+        prompt_length = len(request.prompt_token_ids or tokens)
         args = (params.extra_args or {}).get(EXTRA_ARG)
-        if args is None:
-            key, identity, history, start = None, None, (), len(request.prompt_token_ids or tokens)
-        else:
-            key, identity, history, start = args
+        key, identity, history, start = args or (None, None, (), prompt_length)
         key = self.roots.key_of(tokens[:start], key)
         if key is not None:
-            brought = max(0, len(tokens) - start)
-            self.index.open_row(row, key, identity, history, start, brought)
+            longest = min(prompt_length + (params.max_tokens or self._longest), self._longest)
+            self.index.open_row(
+                row,
+                key,
+                identity,
+                history,
+                start,
+                brought=max(0, len(tokens) - start),
+                most=longest - start,
+                stops=stop_tokens(params),
+                counted=identity is None or identity & MAX_SAMPLE_INDEX != RUN_AHEAD_INDEX,
+            )
+        self._seconds += time.perf_counter() - started
 
     def remove_request(self, row: int) -> None:
         """Let go of a request that has ended or was preempted."""
@@ -125,13 +141,13 @@ class HistorySpeculator(BaseSpeculator):  # type: ignore[misc]
         Args:
             input_batch: vLLM's ``InputBatch``.
             num_sampled: by row of the batch, tokens that the step yielded, int32 ``[num_reqs]``.
+            num_rejected: likewise, draft tokens that it rejected.
             last_sampled: by row of the runner, int64 ``[max_num_seqs, 1]``.
             dummy_run: nothing was sampled.
             attn_metadata: not used here.
             slot_mappings: not used here.
             last_hidden_states: not used here.
             aux_hidden_states: not used here.
-            num_rejected: not used here.
             *args: not used here.
             **kwargs: not used here.
 
@@ -141,14 +157,29 @@ class HistorySpeculator(BaseSpeculator):  # type: ignore[misc]
         n = input_batch.num_reqs
         if dummy_run or self.req_states is None:
             return self.index.drafts[:n]
+        started = time.perf_counter()
         # Upper bounds: under asynchronous scheduling the host does not know what was accepted.
         computed = input_batch.num_computed_tokens_np[:n] + input_batch.num_scheduled_tokens[:n]
-        return self.index.draft(
+        drafts = self.index.draft(
             input_batch.idx_mapping[:n],
             input_batch.idx_mapping_np[:n],
             np.maximum(computed + 1, input_batch.prefill_len_np[:n]),
             self.req_states.all_token_ids.gpu,
             self.req_states.total_len.gpu,
             num_sampled,
+            num_rejected,
             last_sampled.view(-1),
         )
+        self._seconds += time.perf_counter() - started
+        return drafts
+
+    def take_counts(self) -> DraftCounts | None:
+        """What was drafted since this was last called; reads from the device, once a batch.
+
+        None where another rank counts: all of them make the same drafts.
+        """
+        if not drafts_count_here(self.vllm_config)[0]:
+            return None
+        counts = DraftCounts(*self.index.take_totals(), seconds=self._seconds)
+        self._seconds = 0.0
+        return counts

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nemo_specrl.engine.drafters.v2.reference import EMPTY, START
+
 LONG = list(range(39)) * 20
 
 
@@ -191,7 +193,7 @@ def test_nothing_is_read_on_the_host(make_rows, monkeypatch):
     for lengths in ([5, 6], [300, 7], [301, 8]):
         step = (
             torch.tensor([0, 1], dtype=torch.int32), np.array([0, 1]), np.array(lengths),
-            rows.tokens, rows.totals, torch.ones(2, dtype=torch.int32), rows.last,
+            rows.tokens, rows.totals, *torch.ones(2, 2, dtype=torch.int32), rows.last,
         )  # fmt: skip
         with nothing_read(monkeypatch):
             rows.index.draft(*step)
@@ -220,3 +222,31 @@ def test_as_many_tokens_a_step_as_trees(make_rows, length, changed):
     index = steps_with_index(responses, history, length, 30)
     trees = steps_with_trees(responses, history, length)
     assert index <= trees / 0.97, (index, trees, sum(map(len, responses)))
+
+
+def test_what_lies_behind_the_end_is_neither_counted_nor_drafted_from(make_rows):
+    """A stop token, the longest response, and rows that are not counted."""
+    rows = make_rows(length=2)
+    rows.open(0, stops={7, 9})
+    rows.open(1, most=4)
+    rows.open(2, counted=False)
+    rows.step({0: [1], 1: [1], 2: [1]})
+    rows.step({0: [2, 7, 3], 1: [2, 3, 4], 2: [2, 5, 6]})
+    # Steps, tokens, drafted and accepted: the first draft is that of the second step.
+    assert rows.index.take_totals() == (4, 7, 4, 4)
+    rows.step({0: [4, 5], 1: [5], 2: [7]})  # a step too late, under asynchronous scheduling
+    assert rows.index.take_totals() == (0, 0, 0, 0)
+    pool, held = rows.index.pool.numpy(), rows.index._rows
+    for row, kept in ((0, [1, 2, 7]), (1, [1, 2, 3, 4]), (2, [1, 2, 5, 6, 7])):
+        page = held[row].prompt.listed[held[row].positions[0]]
+        assert pool[page][: len(kept) + 2].tolist() == [START, *kept, EMPTY]
+
+
+def test_rejected_drafts_are_counted(make_rows):
+    rows = make_rows(length=3)
+    rows.open(0, brought=[1, 2])
+    rows.step({0: [3]})
+    assert rows.index.take_totals() == (1, 1, 0, 0)  # what came with the request is not counted
+    rows.rejected = 2
+    rows.step({0: [4, 5]})
+    assert rows.index.take_totals() == (1, 2, 3, 1)

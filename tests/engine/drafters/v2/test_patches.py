@@ -38,7 +38,7 @@ def test_engines_without_the_options_are_left_alone():
 
     other = SimpleNamespace(additional_config={}, speculative_config=SimpleNamespace())
     assert not v2_patches.drafts_from_history(other)
-    options = v2_patches.speculator_options(3, 1000)["additional_config"]
+    options = v2_patches.speculator_options(3, 1000, adaptive=True)["additional_config"]
     none = SimpleNamespace(additional_config=options, speculative_config=None)
     assert not v2_patches.drafts_from_history(none)
     asked = SimpleNamespace(additional_config=options, speculative_config=SimpleNamespace())

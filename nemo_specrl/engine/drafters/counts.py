@@ -1,0 +1,25 @@
+"""What the drafter inside an engine has done, asked of its workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nemo_specrl.engine.drafters.v1_proposer import TreeProposer
+from nemo_specrl.engine.metrics import DraftCounts
+from nemo_specrl.engine.vllm.v2_patches import speculator_of
+
+__all__ = ["take_counts"]
+
+
+def take_counts(worker: Any) -> DraftCounts | None:
+    """The counts of a worker's drafter since they were last taken; to be run in the worker.
+
+    None where the worker's drafts do not count, or it has no drafter, as all pipeline stages but
+    the last.
+    """
+    speculator = speculator_of(worker.model_runner)
+    if speculator is not None:
+        of_speculator: DraftCounts | None = speculator.take_counts()
+        return of_speculator
+    proposer = getattr(worker.model_runner, "drafter", None)
+    return proposer.take_counts() if isinstance(proposer, TreeProposer) else None

@@ -1,0 +1,49 @@
+"""What vLLM runs of this package in each of its processes, as a plug-in."""
+
+from __future__ import annotations
+
+import logging
+
+from nemo_specrl.engine.vllm import v2_patches
+from nemo_specrl.engine.vllm.environment import would_run_v2
+from nemo_specrl.engine.vllm.patches import (
+    batch_cpu_prompt_logprobs,
+    fix_cpu_rejection_sampler,
+    pad_cpu_linear_layers,
+)
+from nemo_specrl.errors import IncompatibleVersion
+
+__all__ = ["vllm_plugin"]
+
+logger = logging.getLogger(__name__)
+
+
+def vllm_plugin() -> None:
+    """Entry point ``vllm.general_plugins`` (pyproject.toml).
+
+    Where vLLM would run its V2 model runner, that one learns to draft from history; engines that
+    were not built for it stay as they are. An engine that asks for it where that is not possible
+    has been refused by ``engine_options``, in the process that built it.
+
+    On a CPU, the rejection sampler is fixed and engines are made faster. What is not possible of
+    that is said in one warning: without the first patch samples would be wrong, so that
+    ``check_cpu_drafter`` refuses such a vLLM.
+    """
+    from vllm.platforms import current_platform
+
+    cpu = current_platform.is_cpu()
+    if would_run_v2(cpu=cpu):
+        try:
+            v2_patches.install()
+        except IncompatibleVersion as error:
+            logger.debug("drafting in the V2 model runner is not possible: %s", error)
+    if not cpu:
+        return
+    failures = []
+    for patch in (fix_cpu_rejection_sampler, pad_cpu_linear_layers, batch_cpu_prompt_logprobs):
+        try:
+            patch()
+        except IncompatibleVersion as error:
+            failures.append(str(error))
+    if failures:
+        logger.warning("nemo_specrl leaves parts of vLLM as they are: %s", "; ".join(failures))
