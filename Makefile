@@ -1,10 +1,11 @@
 # make demo   set up, then GRPO on one CPU machine, with and without speculation, side by side
 # make test   set up, then the whole test suite
 # make test-vllm VERSION=0.25.1   the engine's tests and a short training on another vLLM
+# make test-v2   set up, then the tests of drafting in vLLM's V2 model runner, by Triton's interpreter
 # make test-nemo NEMO_RL_HOME=DIR   the tests that run a checkout of NeMo-RL, on the vLLM it pins
 # make lint   set up, then style, types, layers, shell scripts and Dockerfiles
 # make audit  set up, then known vulnerabilities of the locked packages, where the index tells them
-.PHONY: help setup demo test test-vllm test-nemo lint audit clean
+.PHONY: help setup demo test test-vllm test-v2 test-nemo lint audit clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -20,6 +21,9 @@ test: setup
 
 test-vllm:
 	scripts/test_vllm.sh $(VERSION)
+
+test-v2:
+	scripts/test_v2.sh
 
 test-nemo:
 	venv=$$(scripts/setup.sh nemo "$(abspath $(NEMO_RL_HOME))") && \

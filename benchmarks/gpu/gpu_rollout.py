@@ -4,14 +4,16 @@ r"""Rollouts on a GPU: verification, prefix reuse, lossless drafting and memory,
     .venv/bin/python -m benchmarks.gpu.gpu_rollout --size tiny --out results/gpu_tiny.json
     .venv/bin/python -m benchmarks.gpu.gpu_rollout --report results/gpu.json --plot results/gpu.png
 
-Needs a Hopper GPU of 80 GB and vLLM 0.20 to 0.25; beside what vLLM brings, only xxhash and the
+Needs a Hopper GPU of 80 GB and vLLM 0.25 or later; beside what vLLM brings, only xxhash and the
 compiled part of this package. Downloads nothing: a model of the shape of Qwen3-8B gets random
-weights (``model.py``). Plain decoding on vLLM's V2 model runner is what all is compared with;
-the tree proposer runs on V1, in an engine beside it. ``points.py`` has the comparisons.
+weights (``model.py``). Plain decoding on vLLM's V2 model runner is what all is compared with. First
+comes drafting in that runner: search and vote alone, and then rollouts with it. The tree proposer
+runs on V1, in an engine beside it. ``points.py`` has the comparisons.
 
 Every point goes to the file when it is measured. After ``--minutes`` the script ends; started again
-with the same file, it measures what is missing. ``--size tiny`` does all of it on a CPU; on a GPU,
-it shows within minutes whether everything works there.
+with the same file, it measures what is missing. ``--size tiny`` does all of it on a CPU, what V2
+does only where Triton can be imported, by its interpreter; on a GPU, it shows within minutes
+whether everything works there.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import importlib
+import importlib.util
 import itertools
 import json
 import multiprocessing
@@ -36,11 +40,22 @@ from benchmarks.gpu.points import Bench
 from benchmarks.gpu.report import draw, print_report
 from benchmarks.shared.records import machine
 from nemo_specrl.engine.vllm.compat import check_version
-from nemo_specrl.engine.vllm.environment import local_cpu_environment
+from nemo_specrl.engine.vllm.environment import (
+    has_custom_proposers,
+    has_v2_speculators,
+    local_cpu_environment,
+)
 from nemo_specrl.errors import SpecRLError
 
+DRAFTS = "drafts"
+"""The process of what the V2 model runner does, with and without drafts."""
 LEAST_SECONDS = {"qwen3-8b": 90.0}
 """With less time left, no process is started: by size, else 20."""
+
+
+def v2_runs() -> bool:
+    """Whether V2 model runners that draft can run: on GPUs, and on CPUs by an interpreter."""
+    return has_v2_speculators() and importlib.util.find_spec("triton") is not None
 
 
 def points(size: Size) -> dict[str, tuple[str, Callable[[Bench], dict[str, Any]]]]:
@@ -53,15 +68,23 @@ def points(size: Size) -> dict[str, tuple[str, Callable[[Bench], dict[str, Any]]
     def add(name: str, process: str, method: str, *args: Any) -> None:
         found[name] = process, lambda bench: getattr(bench, method)(*args)
 
+    if v2_runs():
+        add("search", DRAFTS, "searched")
+        for batch in size.drafted:
+            for p in size.mean_p:
+                add(f"v2/{p}/{batch}", DRAFTS, "lossless", p, batch, {"v2": "v2"})
     *short, longest = size.places
     for rows, length in short:
         add(f"verification/{rows}x{length}", "engines", "verification", rows, length)
     add("reuse", "engines", "reuse")
     for name in ("plain", "v1"):
         add(f"memory/{name}", "engines", "memory", name)
+    methods = {"proposer": "v1", "rounds": "plain"}
+    if not has_custom_proposers():
+        del methods["proposer"]
     for p in size.mean_p:
         for batch in size.batches:
-            add(f"lossless/{p}/{batch}", "engines", "lossless", p, batch)
+            add(f"lossless/{p}/{batch}", "engines", "lossless", p, batch, methods)
     add("pressure", "pressure", "pressure")
     add("memory/bound", "bound", "memory", "bound")
     rows, length = longest
@@ -96,13 +119,15 @@ def measure(path: Path, size_name: str, names: list[str]) -> None:
     os.setsid()
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions are sent to workers
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    size, data = size_of(size_name), load(path)
     if not on_gpu():
+        if points(size)[names[0]][0] == DRAFTS:
+            importlib.import_module("tests.support.v2_cpu")  # before vLLM
         local_cpu_environment()
     try:
         check_version()
     except SpecRLError as error:
         refuse(str(error))
-    size, data = size_of(size_name), load(path)
     here = {"size": size_name, **machine()}
     if size_name == "qwen3-8b" and not on_gpu():
         refuse("--size qwen3-8b: there is no GPU here; --size tiny runs on a CPU")
@@ -147,8 +172,10 @@ def run(path: Path, size_name: str, prefixes: list[str], minutes: float) -> None
         if not missing:
             break
         alike = itertools.groupby(missing, lambda name: everything[name][0])
-        # A CPU has room for all engines at once.
-        lot = list(next(alike)[1]) if on_gpu() else missing
+        lot = list(next(alike)[1])
+        if not on_gpu() and everything[lot[0]][0] != DRAFTS:
+            # A CPU has room for all engines at once.
+            lot = [name for name in missing if everything[name][0] != DRAFTS]
         process = multiprocessing.get_context("spawn").Process(
             target=measure, args=(path, size_name, lot)
         )

@@ -17,20 +17,24 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from nemo_specrl.config import SpecRLConfig
 from nemo_specrl.engine.drafters.method import engine_options
 from nemo_specrl.engine.prefix.verification import sampled_values
-from nemo_specrl.engine.vllm.environment import has_custom_proposers
+from nemo_specrl.engine.vllm.v2_patches import speculator_of
 from nemo_specrl.rollout import Rollout
 
 QUIET = 1e-4
 """Of the output projections of attention and MLPs, relative to the other weights."""
-LOSSLESS = SpecRLConfig(enabled=True, preset="lossless", tree={"method": "proposer"})
-"""By name, as nothing drafts unasked on a GPU."""
+Method = Literal["v2", "proposer", "rounds"]
+
+
+def lossless(method: Method) -> SpecRLConfig:
+    """Lossless drafting by a method that is named, whatever the machine would take."""
+    return SpecRLConfig(enabled=True, preset="lossless", tree={"method": method})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +69,9 @@ class Size:
         reuse: rows of a rollout, and the length of the longest.
         pressure: the same, where the KV of all drafts has no room, and that room.
         mean_p: of sampled tokens, of the policies that lossless drafting meets.
-        batches: rows of lossless drafting.
+        searched: rows for which drafts are made, without an engine.
+        drafted: rows of lossless drafting in the V2 model runner.
+        batches: rows of lossless drafting by other methods.
         response: length of the responses there.
         batched: ``max_num_batched_tokens``.
         bound: a smaller one, which bounds the memory of prompt log-probs.
@@ -81,6 +87,8 @@ class Size:
     reuse: tuple[int, int]
     pressure: tuple[int, int, int]
     mean_p: tuple[float, ...]
+    searched: tuple[int, ...]
+    drafted: tuple[int, ...]
     batches: tuple[int, ...]
     response: int
     batched: int
@@ -97,6 +105,8 @@ _GPU = Size(
     reuse=(64, 1024),
     pressure=(128, 512, 24_576),
     mean_p=(0.7, 0.85, 0.95),
+    searched=(8, 64, 256, 1024),
+    drafted=(1, 8, 64, 256),
     batches=(1, 16, 64, 256),
     response=256,
     batched=4096,
@@ -113,6 +123,8 @@ _TINY = dataclasses.replace(
     reuse=(8, 48),
     pressure=(16, 48, 256),
     mean_p=(0.7, 0.95),
+    searched=(1, 2),
+    drafted=(1, 4),
     batches=(1, 16),
     response=32,
     batched=2048,
@@ -196,17 +208,17 @@ def make_engine(
     shape: Shape,
     *,
     v2: bool,
-    drafts: bool = False,
+    method: Method | None = None,
     kv_tokens: int | None = None,
     **options: Any,
 ) -> Any:
-    """A ``vllm.LLM`` on the V2 or the V1 model runner; CPUs have the V1 runner alone.
+    """A ``vllm.LLM`` on the V2 or the V1 model runner; CPUs have V2 by Triton's interpreter alone.
 
     Args:
         folder: with the configuration.
         shape: of the model.
         v2: which runner.
-        drafts: with the tree proposer, where this vLLM takes one.
+        method: what it is built to draft by; None: nothing.
         kv_tokens: room for the KV of so many tokens; None: what the memory allows.
         options: of ``vllm.LLM``.
     """
@@ -221,8 +233,8 @@ def make_engine(
         usual = {"block_size": 16}
     if kv_tokens is not None:
         usual["num_gpu_blocks_override"] = kv_tokens // usual["block_size"]
-    if drafts and has_custom_proposers():
-        usual |= engine_options(LOSSLESS)
+    if method is not None:
+        usual |= engine_options(lossless(method))
     llm = LLM(
         str(folder),
         load_format="dummy",
@@ -365,7 +377,11 @@ def weights(
 
 
 def forget_drafts(worker: Any) -> None:
-    """Empty the trees of the worker's proposer."""
+    """Empty the trees of the worker's proposer, or the index of its speculator."""
+    speculator = speculator_of(worker.model_runner)
+    if speculator is not None:
+        speculator.index.forget()
+        return
     drafter = worker.model_runner.drafter
     drafter.__init__(worker.model_runner.vllm_config)
 

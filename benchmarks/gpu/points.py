@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu.model import (
-    LOSSLESS,
     Fixed,
+    Method,
     Size,
     empty_prefix_cache,
     forget_drafts,
     give_weights,
     logprobs_of,
+    lossless,
     make_engine,
     mean_p,
     peak_bytes,
@@ -67,8 +68,9 @@ class Bench:
         write_config(size.shape, folder)
 
     def engine(self, name: str) -> Any:
-        """``plain``: V2. ``v1``: with the tree proposer where this vLLM takes one. ``pressure``:
-        V2, with room for little KV. ``bound``: V1, with few tokens in a step.
+        """``plain``: V2. ``v2``: V2 that drafts. ``v1``: with the tree proposer where this vLLM
+        takes one. ``pressure``: V2, with room for little KV. ``bound``: V1, with few tokens in a
+        step.
         """
         if name in self._engines:
             return self._engines[name]
@@ -77,7 +79,7 @@ class Bench:
         options = {
             "max_model_len": size.prompt + longest + 16,
             "max_num_batched_tokens": size.batched,
-            "max_num_seqs": max(*size.batches, *(rows for rows, _ in size.places)),
+            "max_num_seqs": max(*size.batches, *size.drafted, *(rows for rows, _ in size.places)),
             "gpu_memory_utilization": 0.42,  # two engines are there at once
             "seed": 0,
         }
@@ -87,16 +89,20 @@ class Bench:
             options |= {"max_num_seqs": rows // 4, "kv_tokens": kv_tokens}
         if name == "bound":
             options |= {"max_num_batched_tokens": size.bound, "enforce_eager": True}
-        v2 = name in ("plain", "pressure")
-        llm = make_engine(self.folder, size.shape, v2=v2, drafts=name == "v1", **options)
+        v2 = name in ("plain", "v2", "pressure")
+        methods: dict[str, Method] = {"v2": "v2"}
+        if has_custom_proposers():
+            methods["v1"] = "proposer"
+        method = methods.get(name)
+        llm = make_engine(self.folder, size.shape, v2=v2, method=method, **options)
         self._engines[name] = llm
         tokens = self.tokens(0, 8, size.prompt)  # what happens once, kernels of Triton among it
         prompts = [prompt_of(row) for row in tokens]
         self.generate(name, prompts, prefill(prompt_logprobs=0))
         outputs = self.generate(name, prompts, sampling(16))
-        if name == "v1" and has_custom_proposers():
+        if method is not None:
             rollouts = Fixed(rollouts_of(tokens, outputs))
-            self.speculate(name, LOSSLESS, rollouts, prompts, sampling(16), 0)
+            self.speculate(name, lossless(method), rollouts, prompts, sampling(16), 0)
         return llm
 
     def runners(self) -> dict[str, str]:
@@ -295,12 +301,32 @@ class Bench:
             ),
         }
 
-    def lossless(self, p: float, batch: int) -> dict[str, Any]:
-        """The tree proposer, rounds and plain decoding, with trees of the policy's own rollouts."""
+    def searched(self) -> dict[str, Any]:
+        """Seconds in which drafts are made for so many rows, without an engine.
+
+        Each group has eight earlier responses, and its rows have decoded half of theirs.
+        """
+        from benchmarks.gpu.search import DraftedRows
+
+        drafted = {n: DraftedRows(n, GROUP, self.size) for n in self.size.searched}
+        sides = {str(n): rows.timed for n, rows in drafted.items()}
+        return {
+            "searched": {str(n): rows.searched for n, rows in drafted.items()},
+            "repetitions": self.compare(lambda i: dict(sides)),
+        }
+
+    def lossless(self, p: float, batch: int, methods: dict[Method, str]) -> dict[str, Any]:
+        """Plain decoding beside drafts from the policy's own rollouts.
+
+        Args:
+            p: probability of a sampled token, on average.
+            batch: rows.
+            methods: of drafting, and the engine of each.
+        """
         scale, params = self.scale_of("plain", p), sampling(self.size.response)
         self.set_weights("plain", scale)
         if p not in self._earlier:
-            tokens = self.groups(5, max(self.size.batches))
+            tokens = self.groups(5, max(*self.size.batches, *self.size.drafted))
             prompts = [prompt_of(row) for row in tokens]
             outputs = self.generate("plain", prompts, params)
             self._earlier[p] = prompts, Fixed(rollouts_of(tokens, outputs))
@@ -311,11 +337,11 @@ class Bench:
             self.set_weights("plain", scale)
             return self.plain(prompts, params)
 
-        def drafted(i: int, name: str, method: str) -> dict[str, Any]:
+        def drafted(i: int, name: str, method: Method) -> dict[str, Any]:
             self.set_weights(name, scale)
-            if method == "proposer":
+            if method != "rounds":
                 self.engine(name).collective_rpc(forget_drafts)
-            config = SpecRLConfig(enabled=True, preset="lossless", tree={"method": method})
+            config = lossless(method)
             times, outputs, metrics = self.speculate(name, config, rollouts, prompts, params, i)
             steps = max(1, metrics.tree_steps)
             return {
@@ -328,8 +354,6 @@ class Bench:
                 "refused_drafts": metrics.refused_drafts,
             }
 
-        methods = {"proposer": "v1"} if has_custom_proposers() else {}
-        methods["rounds"] = "plain"
         return {
             "scale": scale,
             "repetitions": self.compare(

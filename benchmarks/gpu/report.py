@@ -53,6 +53,19 @@ def over_decoding(clock: str) -> Callable[[Repetition], float]:
 
 def tables(data: dict[str, Any]) -> Iterator[Table]:
     """One for each kind of point."""
+    table = Table("rows", "tokens searched by each", title="Search and vote alone, microseconds")
+    table.add_column("until the device has done it")
+    table.add_column("of the host")
+    for _, point in chosen(data, "search"):
+        for rows, tokens in point["searched"].items():
+            cells = [
+                spread(of(point, lambda r, rows=rows, of=clock: 1e6 * r[rows][of]), 0)
+                for clock in ("seconds", "host_s")
+            ]
+            table.add_row(rows, f"{tokens:,}", *cells)
+    yield table
+    yield drafting(data, "v2", ("v2",), "Lossless drafting in the V2 model runner over plain")
+
     # A CPU engine runs in the process that calls it, on a machine that may be busy.
     on_cpu = data.get("machine", {}).get("device", "").startswith("CPU")
     clock = "processor_s" if on_cpu else "seconds"
@@ -78,23 +91,7 @@ def tables(data: dict[str, Any]) -> Iterator[Table]:
             table.add_row(side, spread(found), spread(of(point, faster("plain", side))))
     yield table
 
-    table = Table("mean p", "rows", title="Lossless drafting over plain")
-    for side in ("proposer", "rounds"):
-        table.add_column(f"{side}: tokens a step")
-        table.add_column("times faster")
-    table.add_column("fastest")
-    for (_, batch), point in chosen(data, "lossless"):
-        cells = []
-        sides = list(point["repetitions"][0])
-        for side in ("proposer", "rounds"):
-            if side not in sides:
-                cells += ["", ""]
-                continue
-            steps = of(point, lambda r, side=side: r[side]["tokens_per_step"])
-            cells += [f"{statistics.median(steps):.2f}", spread(of(point, faster("plain", side)))]
-        seen = statistics.median(of(point, lambda r: r["plain"]["mean_p"]))
-        table.add_row(f"{seen:.3f}", batch, *cells, fastest(point))
-    yield table
+    yield drafting(data, "lossless", ("proposer", "rounds"), "Lossless drafting over plain")
 
     table = Table("engine", "tokens in a step", title="Memory of prompt log-probs beside prefill's")
     table.add_column("measured, MiB")
@@ -119,6 +116,30 @@ def tables(data: dict[str, Any]) -> Iterator[Table]:
             ),
         )
     yield table
+
+
+def drafting(data: dict[str, Any], kind: str, sides: tuple[str, ...], title: str) -> Table:
+    """Lossless drafting by some methods over plain decoding."""
+    table = Table("mean p", "rows", title=title)
+    for side in sides:
+        table.add_column(f"{side}: tokens a step")
+        table.add_column("drafted a step")
+        table.add_column("times faster")
+    table.add_column("fastest")
+    for (_, batch), point in chosen(data, kind):
+        cells = []
+        there = list(point["repetitions"][0])
+        for side in sides:
+            if side not in there:
+                cells += ["", "", ""]
+                continue
+            for name in ("tokens_per_step", "drafted_per_step"):
+                values = of(point, lambda r, side=side, name=name: r[side][name])
+                cells.append(f"{statistics.median(values):.2f}")
+            cells.append(spread(of(point, faster("plain", side))))
+        seen = statistics.median(of(point, lambda r: r["plain"]["mean_p"]))
+        table.add_row(f"{seen:.3f}", batch, *cells, fastest(point))
+    return table
 
 
 def fastest(point: dict[str, Any]) -> str:
@@ -176,11 +197,11 @@ def draw(data: dict[str, Any], path: Path) -> None:
     middle.set(title="Prefix reuse over plain", xlabel="accepted fraction", ylim=(0, None))
 
     lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
-    for (p, batch), point in chosen(data, "lossless"):
+    for (p, batch), point in [*chosen(data, "v2"), *chosen(data, "lossless")]:
         for side in list(point["repetitions"][0])[1:]:
             ratio = statistics.median(of(point, faster("plain", side)))
             lines.setdefault((side, p), []).append((int(batch), ratio))
-    styles = {"proposer": "-", "rounds": "--"}
+    styles = {"v2": "-", "proposer": "--", "rounds": ":"}
     colours = dict(
         zip(sorted({p for _, p in lines}), ("#0072B2", "#009E73", "#D55E00"), strict=False)
     )

