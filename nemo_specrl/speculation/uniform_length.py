@@ -131,10 +131,14 @@ class UniformLengths:
         costs: of steps.
         lengths: to choose from, 0 among them.
         max_rows: rows of a step at most.
+        max_drafted: draft tokens of a step at most.
     """
 
-    def __init__(self, costs: StepCosts, lengths: Sequence[int], max_rows: int) -> None:
-        self._costs, self._lengths, self._max_rows = costs, sorted(lengths), max_rows
+    def __init__(
+        self, costs: StepCosts, lengths: Sequence[int], max_rows: int, max_drafted: int
+    ) -> None:
+        self._costs, self._lengths = costs, sorted(lengths)
+        self._max_rows, self._max_drafted = max_rows, max_drafted
         # Drafts by their length, and by how many of their tokens were accepted.
         self._counts = np.zeros((max(lengths) + 1, max(lengths) + 1))
 
@@ -171,5 +175,6 @@ class UniformLengths:
             rows, lengths, context
         )
         gains[:, lengths[0] > 0] /= LEAST_GAIN
+        gains[rows * lengths > self._max_drafted] = 0
         best = np.array(self._lengths)[gains.argmax(1)]
         return [0, *best.tolist()]

@@ -24,7 +24,7 @@ COSTS = costs_of(QWEN3_8B, GPUS["H100"], ranks=1, weight_bytes=2, kv_bytes=2)
 def chosen(chance, rows=512, costs=COSTS, drafts=4000, context=3000):
     """The table after drafts whose tokens are each accepted with this chance."""
     rng = np.random.default_rng(0)
-    lengths = UniformLengths(costs, LENGTHS, rows)
+    lengths = UniformLengths(costs, LENGTHS, rows, max_drafted=883)
     for _ in range(drafts):
         lengths.observe(5, next((i for i in range(5) if rng.random() > chance), 5))
     return lengths, lengths.table(context)
@@ -69,7 +69,13 @@ def test_few_rows_draft_long_and_many_draft_short():
 
 def test_surer_policies_draft_longer():
     rows = 128
-    assert chosen(0.3)[1][rows] <= chosen(0.6)[1][rows] <= chosen(0.95)[1][rows] == 11
+    assert chosen(0.3)[1][rows] <= chosen(0.6)[1][rows] <= chosen(0.95)[1][rows] == 5
+
+
+def test_no_more_is_drafted_than_there_is_memory_for():
+    _, table = chosen(0.99)
+    assert all(rows * length <= 883 for rows, length in enumerate(table))
+    assert table[80] == 11 and table[81] == 5 and table[441] == 2 and table[442] == 0
 
 
 def test_where_nothing_is_accepted_nothing_is_drafted():
@@ -81,7 +87,7 @@ def test_where_nothing_is_accepted_nothing_is_drafted():
 
 
 def test_positions_that_no_draft_reached_are_as_likely_as_those_before():
-    lengths = UniformLengths(COSTS, LENGTHS, 8)
+    lengths = UniformLengths(COSTS, LENGTHS, 8, max_drafted=883)
     for _ in range(5000):
         lengths.observe(2, 2)
     assert lengths.chances()[:2].min() > 0.9 and lengths.chances()[10] > 0.9

@@ -25,7 +25,11 @@ from typing import Any
 from nemo_specrl.engine.metrics import DraftCounts
 from nemo_specrl.engine.vllm.compat import EXTRA_ARG, drafts_count_here, stop_tokens
 from nemo_specrl.engine.vllm.patches import bind_proposer, fix_cpu_rejection_sampler
-from nemo_specrl.engine.vllm.sampler_memory import bound_sampler_memory
+from nemo_specrl.engine.vllm.sampler_memory import (
+    DRAFT_LOGIT_BYTES,
+    SAMPLER_BYTES,
+    bound_sampler_memory,
+)
 from nemo_specrl.errors import IncompatibleVersion
 from nemo_specrl.rollout import MAX_SAMPLE_INDEX
 from nemo_specrl.speculation.adaptive_length import DraftLengths, Step, likeliest
@@ -37,12 +41,6 @@ __all__ = ["TreeProposer"]
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_BYTES = 4 * 2**30
-SAMPLER_BYTES = 2 * 2**30
-"""Memory for the logits of a step's draft tokens, which vLLM's memory profile knows nothing of: a
-quarter of what ``gpu_memory_utilization`` 0.9 leaves of 80 GiB."""
-DRAFT_LOGIT_BYTES = 16
-"""Of each draft token and entry of the vocabulary at once: the model's logits (2 or 4 bytes), two
-float32 copies of them and their probabilities (v1/sample/rejection_sampler.py, ``forward``)."""
 PADDED_LOGIT_BYTES = 8
 """Of rows x (longest draft + 1) beside them, where ``bound_sampler_memory`` was not possible."""
 

@@ -23,6 +23,7 @@ from typing import Any
 from nemo_specrl.engine.vllm.compat import EXTRA_ARG
 from nemo_specrl.engine.vllm.model_costs import step_costs
 from nemo_specrl.engine.vllm.patches import check_source, to_be_replaced
+from nemo_specrl.engine.vllm.sampler_memory import DRAFT_LOGIT_BYTES, SAMPLER_BYTES
 from nemo_specrl.errors import IncompatibleVersion
 from nemo_specrl.speculation.uniform_length import LENGTHS, UniformLengths
 
@@ -33,15 +34,30 @@ SPECULATOR = "nemo_specrl.engine.drafters.v2.speculator.HistorySpeculator"
 """A class above this module, which therefore names it, as engines do with V1's proposer."""
 
 SOURCES: dict[str, dict[str, str]] = {
-    "init_speculator": {"f4cfdd06537c0f84": "0.25.1", "b5854375c89a8dd1": "0.32.0"},
-    "add_requests": {"37ced69082168d1a": "0.25.1", "5c0348221ed2e87f": "0.32.0"},
-    "_remove_request": {"a87e6efafc82f59b": "0.25.1", "86f1b21e7787064e": "0.32.0"},
+    "init_speculator": {
+        "f4cfdd06537c0f84": "0.25.1, 0.26.0",
+        "b5854375c89a8dd1": "0.32.0",
+        "6ef897bd22492f9a": "0.33.0",
+    },
+    "add_requests": {"37ced69082168d1a": "0.25.1, 0.26.0", "5c0348221ed2e87f": "0.32.0, 0.33.0"},
+    "_remove_request": {
+        "a87e6efafc82f59b": "0.25.1, 0.26.0",
+        "86f1b21e7787064e": "0.32.0, 0.33.0",
+    },
     "_get_v2_model_runner_unsupported_features": {
         "4110550e86c8419c": "0.25.1",
+        "876da7a1cb687720": "0.26.0",
         "bcd9027fd2112355": "0.32.0",
+        "a52cc7637f6d4a44": "0.33.0",
+    },
+    "make_spec_decoding_stats": {"15061fa40c8de7a3": "0.25.1 to 0.33.0"},
+    "update_draft_token_ids": {
+        "54b0036e1d3b57d4": "0.25.1, 0.26.0",
+        "b4d5a8c59df7b8a9": "0.32.0, 0.33.0",
     },
 }
-"""XXH3 of the source of each function that has to be a known one, and a version that has it."""
+"""XXH3 of the source of each function that has to be a known one, and the versions that have it.
+0.33.0 was read and not run."""
 OBSERVED = 512
 """Drafts after which the table of lengths is made anew."""
 
@@ -185,22 +201,22 @@ def _set_lengths(vllm_config: Any) -> None:
     """Have vLLM know the lengths of drafts, so that it captures graphs for each of them.
 
     The table that it gets here is never used: the scheduler's is made in ``_init_scheduler``. It
-    has each length, and the engine's largest number of rows for each that the costs do not choose.
+    has each length; those that the costs do not choose stand at the largest numbers of rows.
     """
-    drafter, scheduler = vllm_config.speculative_config, vllm_config.scheduler_config
+    drafter = vllm_config.speculative_config
+    rows = int(vllm_config.scheduler_config.max_num_seqs)
     lengths = vllm_config.additional_config[EXTRA_ARG]["lengths"]
-    if len(lengths) == 1:
+    drafter.num_speculative_tokens_per_batch_size = None
+    if len(lengths) == 1 or vllm_config.parallel_config.data_parallel_size > 1:
+        # One length for all steps. Of data-parallel ranks all have to draft the same number, which
+        # vLLM has no way to agree on.
+        longest = lengths[0] if len(lengths) == 1 else min(lengths[-1], LENGTHS[2])
+        drafter.num_speculative_tokens = max(1, min(longest, _max_drafted(vllm_config) // rows))
         return
-    if vllm_config.parallel_config.data_parallel_size > 1:
-        # All ranks have to draft the same number, which vLLM has no way to agree on.
-        drafter.num_speculative_tokens = min(drafter.num_speculative_tokens, LENGTHS[2])
-        drafter.num_speculative_tokens_per_batch_size = None
-        return
-    rows = int(scheduler.max_num_seqs)
     if rows < len(lengths):  # a table cannot have them all
         drafter.num_speculative_tokens_per_batch_size = [(1, rows, lengths[-1])]
         return
-    table = UniformLengths(step_costs(vllm_config), lengths, rows).table(_context(vllm_config))
+    table = _lengths(vllm_config, lengths, rows).table(_context(vllm_config))
     unused = [length for length in lengths if length not in table[1 : rows + 1 - len(lengths)]]
     table[rows + 1 - len(unused) :] = unused
     ranges = itertools.groupby(range(1, rows + 1), key=lambda n: table[n])
@@ -208,6 +224,15 @@ def _set_lengths(vllm_config: Any) -> None:
     drafter.num_speculative_tokens_per_batch_size = [
         (same[0], same[-1], length) for length, same in by_range
     ]
+
+
+def _lengths(vllm_config: Any, lengths: list[int], rows: int) -> UniformLengths:
+    return UniformLengths(step_costs(vllm_config), lengths, rows, _max_drafted(vllm_config))
+
+
+def _max_drafted(vllm_config: Any) -> int:
+    """Draft tokens for whose logits there is memory in a step; vLLM's profile has none of them."""
+    return SAMPLER_BYTES // (DRAFT_LOGIT_BYTES * int(vllm_config.model_config.get_vocab_size()))
 
 
 def _context(vllm_config: Any) -> float:
@@ -239,7 +264,7 @@ def _init_scheduler(original: Any) -> Any:
         if self.dynamic_sd_lookup is not None and drafts_from_history(config):
             lengths = config.additional_config[EXTRA_ARG]["lengths"]
             rows = len(self.dynamic_sd_lookup) - 1
-            self.spec_rl_lengths = UniformLengths(step_costs(config), lengths, rows)
+            self.spec_rl_lengths = _lengths(config, lengths, rows)
             self.spec_rl_observed = 0
             _choose_lengths(self)
 

@@ -100,9 +100,13 @@ class HistorySpeculator(BaseSpeculator):  # type: ignore[misc]
         tokens = request.prefill_token_ids
         prompt_length = len(request.prompt_token_ids or tokens)
         args = (params.extra_args or {}).get(EXTRA_ARG)
-        key, identity, history, start = args or (None, None, (), prompt_length)
-        key = self.roots.key_of(tokens[:start], key)
+        own, identity, history, start = args or (None, None, (), prompt_length)
+        key = self.roots.key_of(tokens[:start], own)
         if key is not None:
+            if args is not None and key != args[0]:  # a later turn's identities are its prompt's
+                turn = int.from_bytes(args[0], "little") << 64
+                identity = turn | args[1]
+                history = [(turn | i, data) for i, data in args[2]]
             longest = min(prompt_length + (params.max_tokens or self._longest), self._longest)
             self.index.open_row(
                 row,
@@ -113,7 +117,7 @@ class HistorySpeculator(BaseSpeculator):  # type: ignore[misc]
                 brought=max(0, len(tokens) - start),
                 most=longest - start,
                 stops=stop_tokens(params),
-                counted=identity is None or identity & MAX_SAMPLE_INDEX != RUN_AHEAD_INDEX,
+                counted=args is None or args[1] & MAX_SAMPLE_INDEX != RUN_AHEAD_INDEX,
             )
         self._seconds += time.perf_counter() - started
 
