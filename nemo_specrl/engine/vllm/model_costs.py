@@ -6,10 +6,10 @@ from typing import Any
 
 from nemo_specrl.speculation.uniform_length import GPUS, Gpu, StepCosts
 
-__all__ = ["gpu_at_hand", "step_costs"]
+__all__ = ["costs_of", "step_costs"]
 
 
-def gpu_at_hand() -> Gpu:
+def _gpu_at_hand() -> Gpu:
     """The data sheet of this machine's GPU; that of an H100 where it is not known."""
     from vllm.platforms import current_platform
 
@@ -28,7 +28,7 @@ def step_costs(vllm_config: Any) -> StepCosts:
     ranks = max(1, int(parallel.tensor_parallel_size))
     kv_bytes = 1 if str(vllm_config.cache_config.cache_dtype).startswith("fp8") else 2
     eight_bit = "fp8" in str(model.quantization or "")
-    gpu = gpu_at_hand()
+    gpu = _gpu_at_hand()
     if eight_bit:
         gpu = Gpu(gpu.bandwidth, 2 * gpu.flops)
     return costs_of(model.hf_text_config, gpu, ranks, 1 if eight_bit else 2, kv_bytes)
