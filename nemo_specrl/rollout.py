@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,17 +23,15 @@ KEY_BYTES = 16
 MAX_SAMPLE_INDEX = 2**16 - 1
 _KEY_SEED = 0x53504543  # "SPEC": keeps the keys apart from other xxh3 hashes of the same tokens
 
-_SCALARS = (
-    "key",
-    "sample_index",
-    "finish",
-    "policy_version",
-    "occurrence",
-    "fingerprint",
-    "fresh",
-    "incarnation",
-    "raw",
-)
+_BITS = {
+    "sample_index": 16,
+    "policy_version": 63,
+    "occurrence": 32,
+    "fingerprint": 64,
+    "incarnation": 64,
+}
+"""Size of each whole number of a rollout, as records store it."""
+_SCALARS = (*_BITS, "key", "finish", "fresh", "raw")
 _ARRAYS = ("tokens", "logprobs", "birth_logprobs", "birth_versions")
 
 Int32Array = npt.NDArray[np.int32]
@@ -142,70 +140,49 @@ class Rollout:
     def __post_init__(self) -> None:
         if not isinstance(self.key, bytes) or len(self.key) != KEY_BYTES:
             raise InvalidRollout(f"key must be {KEY_BYTES} bytes, got {self.key!r}")
-        for name in (
-            "sample_index",
-            "policy_version",
-            "occurrence",
-            "fingerprint",
-            "incarnation",
-        ):
-            try:
-                object.__setattr__(self, name, operator.index(getattr(self, name)))
-            except TypeError:
-                raise InvalidRollout(
-                    f"{name} must be a whole number, got {getattr(self, name)!r}"
-                ) from None
-        if not 0 <= self.sample_index <= MAX_SAMPLE_INDEX:
-            raise InvalidRollout(
-                f"sample_index must be in 0..{MAX_SAMPLE_INDEX}, got {self.sample_index}"
-            )
-        if not 0 <= self.policy_version < 2**63:
-            raise InvalidRollout(f"policy_version must be in 0..2^63-1, got {self.policy_version}")
-        if not 0 <= self.occurrence < 2**32:
-            raise InvalidRollout(f"occurrence must be in 0..2^32-1, got {self.occurrence}")
-        if not 0 <= self.fingerprint < 2**64:
-            raise InvalidRollout(f"fingerprint must be in 0..2^64-1, got {self.fingerprint}")
-        if not 0 <= self.incarnation < 2**64:
-            raise InvalidRollout(f"incarnation must be in 0..2^64-1, got {self.incarnation}")
+        values: dict[str, Any] = {name: self._whole_number(name) for name in _BITS}
+        values |= self._arrays(values["policy_version"])
+        values |= {
+            "finish": Finish(self.finish),
+            "fresh": bool(self.fresh),
+            "raw": bool(self.raw),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def _whole_number(self, name: str) -> int:
+        value = getattr(self, name)
+        try:
+            number = operator.index(value)
+        except TypeError:
+            raise InvalidRollout(f"{name} must be a whole number, got {value!r}") from None
+        if not 0 <= number < 2 ** _BITS[name]:
+            raise InvalidRollout(f"{name} must be in 0..2^{_BITS[name]}-1, got {number}")
+        return number
+
+    def _arrays(self, policy_version: int) -> dict[str, npt.NDArray[Any]]:
+        """The per-token arrays, checked, in their dtypes and with the births filled in."""
         tokens = np.ascontiguousarray(self.tokens, dtype=np.int32)
-        logprobs = np.ascontiguousarray(self.logprobs, dtype=np.float32)
-        birth_logprobs = (
-            logprobs
-            if self.birth_logprobs is None
-            else np.ascontiguousarray(self.birth_logprobs, dtype=np.float32)
-        )
-        birth_versions = (
-            np.full(len(tokens), self.policy_version, dtype=np.int64)
-            if self.birth_versions is None
-            else np.ascontiguousarray(self.birth_versions, dtype=np.int64)
-        )
-        for name, array in (
-            ("tokens", tokens),
-            ("logprobs", logprobs),
-            ("birth_logprobs", birth_logprobs),
-            ("birth_versions", birth_versions),
-        ):
+        logprobs = births = np.ascontiguousarray(self.logprobs, dtype=np.float32)
+        if self.birth_logprobs is not None:
+            births = np.ascontiguousarray(self.birth_logprobs, dtype=np.float32)
+        versions = np.full(len(tokens), policy_version, dtype=np.int64)
+        if self.birth_versions is not None:
+            versions = np.ascontiguousarray(self.birth_versions, dtype=np.int64)
+        values = tokens, logprobs, births, versions
+        arrays: dict[str, npt.NDArray[Any]] = dict(zip(_ARRAYS, values, strict=True))
+        for name, array in arrays.items():
             if array.shape != tokens.shape or array.ndim != 1:
                 raise InvalidRollout(
                     f"{name} must have the shape of tokens, {tokens.shape[:1]}, got {array.shape}"
                 )
-        if tokens.size and int(tokens.min()) < 0:
-            raise InvalidRollout(f"tokens must not be negative, got {int(tokens.min())}")
-        for name, array in (("logprobs", logprobs), ("birth_logprobs", birth_logprobs)):
-            if np.isnan(array).any():
+        for name in ("tokens", "birth_versions"):
+            if tokens.size and (least := int(arrays[name].min())) < 0:
+                raise InvalidRollout(f"{name} must not be negative, got {least}")
+        for name in ("logprobs", "birth_logprobs"):
+            if np.isnan(arrays[name]).any():
                 raise InvalidRollout(f"{name} must be numbers, got NaN")
-        if birth_versions.size and int(birth_versions.min()) < 0:
-            raise InvalidRollout(f"birth_versions must not be negative, got {birth_versions.min()}")
-        for name, value in (
-            ("finish", Finish(self.finish)),
-            ("fresh", bool(self.fresh)),
-            ("raw", bool(self.raw)),
-            ("tokens", tokens),
-            ("logprobs", logprobs),
-            ("birth_logprobs", birth_logprobs),
-            ("birth_versions", birth_versions),
-        ):
-            object.__setattr__(self, name, value)
+        return arrays
 
     @property
     def reused(self) -> npt.NDArray[np.bool_]:
@@ -244,18 +221,8 @@ class Rollout:
         """Return the first ``length`` tokens as a rollout, PARTIAL if any were cut off."""
         if length >= len(self):
             return self
-        return Rollout(
-            self.key,
-            self.sample_index,
-            self.tokens[:length],
-            self.logprobs[:length],
-            Finish.PARTIAL,
-            self.policy_version,
-            self.birth_logprobs[:length],
-            self.birth_versions[:length],
-            self.occurrence,
-            self.fingerprint,
-            self.fresh,
-            self.incarnation,
-            self.raw,
+        return replace(
+            self,
+            finish=Finish.PARTIAL,
+            **{name: getattr(self, name)[:length] for name in _ARRAYS},
         )

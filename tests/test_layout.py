@@ -29,7 +29,6 @@ STILL_LONG = {
     "nemo_specrl/monitoring/comparison_plot.py",
     "nemo_specrl/monitoring/comparison_plot.py: _headline",
     "nemo_specrl/nemo_rl/context.py: _refuse",
-    "nemo_specrl/rollout.py: __post_init__",
     "nemo_specrl/simulation/prediction.py: predict",
     "nemo_specrl/simulation/replay_presets.py: acceptance_rates",
     "nemo_specrl/trainer/loop.py",
