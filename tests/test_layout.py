@@ -32,7 +32,6 @@ STILL_LONG = {
     "nemo_specrl/simulation/prediction.py: predict",
     "nemo_specrl/simulation/replay_presets.py: acceptance_rates",
     "nemo_specrl/trainer/loop.py",
-    "nemo_specrl/trainer/recipe.py",
 }
 """What is longer; nothing is added here."""
 

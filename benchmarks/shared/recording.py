@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_specrl.trainer.recipe import Recipe, load_recipe, model_folder
+from nemo_specrl.trainer.policy_config import model_folder
+from nemo_specrl.trainer.recipe import Recipe, load_recipe
 
 if TYPE_CHECKING:
     import torch

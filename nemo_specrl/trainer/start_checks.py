@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_specrl.errors import ConfigError
-from nemo_specrl.trainer.recipe import Recipe, model_folder
+from nemo_specrl.trainer.policy_config import model_folder
+from nemo_specrl.trainer.recipe import Recipe
 from nemo_specrl.trainer.tasks import heldout_problems, problems
 
 __all__ = ["check_start"]

@@ -28,7 +28,8 @@ from nemo_specrl.engine.weight_fingerprint import FingerprintedWeights
 from nemo_specrl.errors import ConfigError, SpecRLError
 from nemo_specrl.rollout import prompt_key
 from nemo_specrl.speculation.acceptance import derived_seed
-from nemo_specrl.trainer.recipe import Recipe, model_folder
+from nemo_specrl.trainer.policy_config import model_folder
+from nemo_specrl.trainer.recipe import Recipe
 
 if TYPE_CHECKING:
     import torch

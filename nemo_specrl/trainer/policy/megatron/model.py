@@ -29,7 +29,7 @@ from nemo_specrl.trainer.policy.megatron.weights import (
     parameters,
     shard,
 )
-from nemo_specrl.trainer.recipe import PolicyConfig
+from nemo_specrl.trainer.policy_config import PolicyConfig
 
 __all__ = [
     "build_model",

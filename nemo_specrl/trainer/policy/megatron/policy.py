@@ -29,8 +29,9 @@ from nemo_specrl.trainer.policy.megatron.weights import (
 )
 from nemo_specrl.trainer.policy.megatron.worker import LOOPBACK, MegatronRank
 from nemo_specrl.trainer.policy.torch.model import train_in_steps
+from nemo_specrl.trainer.policy_config import PolicyConfig
 from nemo_specrl.trainer.ray_actors import Actors, connect, gpus
-from nemo_specrl.trainer.recipe import LossConfig, PolicyConfig
+from nemo_specrl.trainer.recipe import LossConfig
 
 __all__ = ["MegatronPolicy"]
 

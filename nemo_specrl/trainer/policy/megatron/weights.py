@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from nemo_specrl.errors import ConfigError
-from nemo_specrl.trainer.recipe import model_folder
+from nemo_specrl.trainer.policy_config import model_folder
 
 __all__ = [
     "Architecture",

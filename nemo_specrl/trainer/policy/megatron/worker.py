@@ -29,7 +29,8 @@ from nemo_specrl.trainer.policy.base import Float32Array, Sample, to_array
 from nemo_specrl.trainer.policy.megatron.cpu import megatron_on_cpu
 from nemo_specrl.trainer.policy.megatron.weights import Architecture, Layout
 from nemo_specrl.trainer.policy.torch.model import MicroBatch
-from nemo_specrl.trainer.recipe import LossConfig, PolicyConfig
+from nemo_specrl.trainer.policy_config import PolicyConfig
+from nemo_specrl.trainer.recipe import LossConfig
 
 __all__ = ["LOOPBACK", "MegatronRank"]
 

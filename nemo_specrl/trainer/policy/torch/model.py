@@ -18,7 +18,8 @@ from nemo_specrl.errors import ConfigError
 from nemo_specrl.monitoring import names as metric
 from nemo_specrl.trainer.losses import policy_loss
 from nemo_specrl.trainer.policy.base import Float32Array, Sample
-from nemo_specrl.trainer.recipe import LossConfig, OptimizerConfig, model_folder
+from nemo_specrl.trainer.policy_config import OptimizerConfig, model_folder
+from nemo_specrl.trainer.recipe import LossConfig
 
 __all__ = [
     "MicroBatch",

@@ -20,7 +20,8 @@ from nemo_specrl.trainer.policy.torch.model import (
     save_state,
     train_in_steps,
 )
-from nemo_specrl.trainer.recipe import LossConfig, PolicyConfig
+from nemo_specrl.trainer.policy_config import PolicyConfig
+from nemo_specrl.trainer.recipe import LossConfig
 
 __all__ = ["TorchPolicy"]
 

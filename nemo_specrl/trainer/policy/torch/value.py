@@ -21,7 +21,7 @@ from nemo_specrl.trainer.policy.torch.model import (
     ones,
     save_state,
 )
-from nemo_specrl.trainer.recipe import PolicyConfig, ValueConfig
+from nemo_specrl.trainer.policy_config import PolicyConfig, ValueConfig
 
 __all__ = ["TorchValueModel"]
 
