@@ -15,7 +15,8 @@ from typing import Any
 from nemo_specrl.config import clipped
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.monitoring import names as metric
-from nemo_specrl.monitoring.comparison_plot import SIDES, HeldOut, applies, gains
+from nemo_specrl.monitoring.comparison_plot import SIDES, HeldOut, gains
+from nemo_specrl.monitoring.drawing import applies
 from nemo_specrl.monitoring.metrics_file import METRICS
 from nemo_specrl.monitoring.run_steps import column, logged_steps, number
 

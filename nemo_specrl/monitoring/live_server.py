@@ -20,7 +20,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.monitoring import live_page
-from nemo_specrl.monitoring.comparison_plot import canvas
+from nemo_specrl.monitoring.drawing import canvas
 from nemo_specrl.monitoring.metrics_file import METRICS
 from nemo_specrl.monitoring.report import run_columns
 from nemo_specrl.monitoring.run_plot import run_picture

@@ -22,7 +22,8 @@ from nemo_specrl.errors import ConfigError
 from nemo_specrl.files import replacing
 from nemo_specrl.monitoring import names as metric
 from nemo_specrl.monitoring.comparison import OPTIONAL, REQUIRED, heldout, summary, verdict
-from nemo_specrl.monitoring.comparison_plot import SIDES, applies, comparison_picture
+from nemo_specrl.monitoring.comparison_plot import SIDES, comparison_picture
+from nemo_specrl.monitoring.drawing import applies
 from nemo_specrl.monitoring.run_plot import run_picture
 from nemo_specrl.monitoring.run_steps import column, logged_steps
 

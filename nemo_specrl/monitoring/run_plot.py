@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from nemo_specrl.monitoring import names as metric
-from nemo_specrl.monitoring.comparison_plot import (
+from nemo_specrl.monitoring.drawing import (
     BLUE,
     GREEN,
     INCHES,
