@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -231,32 +231,15 @@ def acceptance_rates(
     """
     accepted, seen, squared = np.zeros((3, len(_BUCKETS) + 1))
     for old, new in pairs:
-        # A trie of the newer rollouts: nodes are numbers, and the root is 0.
-        child: dict[tuple[int, int], int] = {}
-        visits, logprob = [0], [0.0]
-        for sample in [s for s in new if s.fresh]:
-            node = 0
-            for token, p in zip(sample.tokens.tolist(), sample.logprobs.tolist(), strict=True):
-                visits[node] += 1
-                node = child.setdefault((node, token), len(visits))
-                if node == len(visits):
-                    visits.append(0)
-                    logprob.append(p)
+        newer = _Trie(sample for sample in new if sample.fresh)
         for sample in old:
-            node = 0
-            buckets = np.searchsorted(_BUCKETS, sample.logprobs).tolist()
-            for bucket, token, p_old in zip(
-                buckets, sample.tokens.tolist(), sample.logprobs.tolist(), strict=True
+            buckets = np.searchsorted(_BUCKETS, sample.logprobs)
+            found = newer.follow(sample.tokens)
+            for bucket, p_old, (visits, p_new) in zip(
+                buckets, sample.logprobs.tolist(), found, strict=False
             ):
-                times = visits[node]
-                if not times:
-                    break
-                node = child.get((node, token), -1)
-                if node < 0:
-                    break
-                weight = 1 / (1 - (1 - min(1.0, math.exp(logprob[node]))) ** times)
-                ratio = lenience * math.exp(logprob[node] - p_old)
-                accepted[bucket] += min(1.0, ratio) * weight
+                weight = 1 / (1 - (1 - min(1.0, math.exp(p_new))) ** visits)
+                accepted[bucket] += min(1.0, lenience * math.exp(p_new - p_old)) * weight
                 seen[bucket] += weight
                 squared[bucket] += weight**2
     if not seen.any():
@@ -272,6 +255,41 @@ def acceptance_rates(
             likelier = (tokens * rate + likelier) / (tokens + 1)
         rates[bucket] = likelier
     return np.clip(rates, 0.0, 1.0)
+
+
+class _Trie:
+    """Rollouts of one prompt by their beginnings, with the log-prob of each token.
+
+    Nodes are numbers, and the root is 0.
+    """
+
+    def __init__(self, samples: Iterable[RecordedSample]) -> None:
+        self._child: dict[tuple[int, int], int] = {}
+        self._visits, self._logprob = [0], [0.0]
+        for sample in samples:
+            node = 0
+            for token, logprob in zip(
+                sample.tokens.tolist(), sample.logprobs.tolist(), strict=True
+            ):
+                self._visits[node] += 1
+                node = self._child.setdefault((node, token), len(self._visits))
+                if node == len(self._visits):
+                    self._visits.append(0)
+                    self._logprob.append(logprob)
+
+    def follow(self, tokens: npt.NDArray[np.int32]) -> Iterator[tuple[int, float]]:
+        """Walk along tokens as far as a rollout went the same way.
+
+        Yields:
+            for each token, how many rollouts had a token there, and the token's log-prob, nats.
+        """
+        node = 0
+        for token in tokens.tolist():
+            visits = self._visits[node]
+            if (following := self._child.get((node, token))) is None:
+                return
+            node = following
+            yield visits, self._logprob[node]
 
 
 def rejecting(rates: Float64Array, times: float) -> Float64Array:
