@@ -126,7 +126,17 @@ def train(config: RecipeArgument, overrides: OverridesArgument = None) -> None:
     local_cpu_environment()
     quiet_libraries()
     heartbeat.connect(recipe.run_dir)
-    heartbeat.start("setup")
+    trainer = _set_up(recipe)
+    if not trainer.done:
+        with _disk_in_one_line():
+            _train_with_progress(trainer, recipe)
+    if trainer.stop:
+        raise SystemExit(130)
+
+
+@heartbeat.section("setup")
+def _set_up(recipe: Recipe) -> Trainer:
+    """Import the training loop, find the last checkpoint, and load what the run needs."""
     from nemo_specrl.trainer.loop import Trainer
 
     trainer = Trainer(recipe)
@@ -134,13 +144,12 @@ def train(config: RecipeArgument, overrides: OverridesArgument = None) -> None:
     begun = trainer.progress.step
     if trainer.done:
         _say(f"nothing to do: {begun} steps are done in {trainer.folder}")
-    else:
-        if begun:
-            _say(f"resuming from step {begun} in {trainer.folder}")
-        with _disk_in_one_line():
-            _train_with_progress(trainer, recipe)
-    if trainer.stop:
-        raise SystemExit(130)
+        return trainer
+    if begun:
+        _say(f"resuming from step {begun} in {trainer.folder}")
+    with _disk_in_one_line():
+        trainer.build()
+    return trainer
 
 
 def _train_with_progress(trainer: Trainer, recipe: Recipe) -> None:

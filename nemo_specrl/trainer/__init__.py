@@ -3,6 +3,7 @@
 Modules, each of which imports only from those below it::
 
     loop                      rollouts, rewards, update, refit
+    evaluation                accuracy and entropy on held-out prompts
     generation/               the engines that make rollouts
     batch                     the rollouts of a step: metrics, drift, samples
     policy/                   the policy in training and its backends
@@ -11,5 +12,7 @@ Modules, each of which imports only from those below it::
     ray_actors                parts of a run that are Ray actors
     start_checks              what is known to be wrong before anything starts
     losses, tasks             formulas; problems and rewards
-    recipe, vllm_kwargs       the recipe's keys and what they may hold
+    recipe                    the recipe: its keys, their values, and how they fit each other
+    policy_config             its policy: and value: blocks
+    vllm_kwargs               what its vllm_kwargs: may hold
 """

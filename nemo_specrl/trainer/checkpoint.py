@@ -11,20 +11,26 @@ random generator has to be saved.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import logging
 import shutil
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_specrl.config import knows, validated
+from nemo_specrl.config import CACHE_FOLDER, knows, validated
 from nemo_specrl.errors import CheckpointError, ConfigError, SpecRLError, last_line
 from nemo_specrl.files import step_folders, sync
+from nemo_specrl.monitoring import heartbeat
 from nemo_specrl.trainer.recipe import Recipe
 
 __all__ = [
+    "CheckpointWriter",
     "Progress",
     "check_same_recipe",
     "damaged",
@@ -132,6 +138,85 @@ def save(
         for old in step_folders(folder)[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+class CheckpointWriter:
+    """Writes checkpoints in the background, while the rollouts of the next step are made.
+
+    Args:
+        folder: ``checkpoint_dir``.
+        keep: number of checkpoints to keep, None for all.
+    """
+
+    def __init__(self, folder: Path, *, keep: int | None) -> None:
+        self._folder, self._keep = folder, keep
+        self._pending: Future[Path] | None = None
+        self._on_complete: Callable[[], None] = lambda: None
+        self._waited_s = 0.0
+
+    def start(
+        self,
+        progress: Progress,
+        *,
+        copy_cache: Callable[[Path], None],
+        save_models: Callable[[Path], None],
+        on_complete: Callable[[], None],
+    ) -> None:
+        """Begin a checkpoint, and return once the cache is copied.
+
+        The models are written while the next rollouts are made. The update after them changes the
+        weights: call :meth:`finish` before it.
+
+        Args:
+            progress: of the run; it may change afterwards.
+            copy_cache: writes the cache into the folder that it is given.
+            save_models: writes the models into the folder that it is given.
+            on_complete: called by :meth:`finish` after the checkpoint is complete.
+        """
+        heartbeat.start("checkpoint")
+        started = time.perf_counter()
+        copied = threading.Event()
+
+        def write(folder: Path) -> None:
+            copy_cache(folder / CACHE_FOLDER)
+            copied.set()
+            save_models(folder)
+
+        executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending = executor.submit(
+            save, self._folder, copy.deepcopy(progress), write, keep=self._keep
+        )
+        executor.shutdown(wait=False)
+        self._pending.add_done_callback(lambda _: copied.set())  # if it fails before the copy
+        self._on_complete = on_complete
+        copied.wait()
+        self._waited_s += time.perf_counter() - started
+
+    def finish(self) -> None:
+        """Wait until the checkpoint that was begun is complete.
+
+        Raises:
+            CheckpointError: it cannot be written.
+            PolicyError: a rank of the policy failed while it was written.
+        """
+        if self._pending is None:
+            return
+        started = time.perf_counter()
+        pending, self._pending = self._pending, None
+        pending.result()
+        self._on_complete()
+        heartbeat.end("checkpoint")
+        self._waited_s += time.perf_counter() - started
+
+    def wait(self) -> None:
+        """Wait for the writing thread after another error, which is the one to be raised."""
+        if self._pending is not None:
+            wait([self._pending])
+
+    def take_waited_s(self) -> float:
+        """Seconds for which the run has waited for checkpoints since the last call."""
+        waited, self._waited_s = self._waited_s, 0.0
+        return waited
 
 
 def write_error(path: Path, error: BaseException) -> CheckpointError:

@@ -28,7 +28,7 @@ from nemo_specrl.trainer.policy_config import MAX_PER_NODE, Nodes, PolicyConfig,
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LossConfig", "Recipe", "load_recipe"]
+__all__ = ["AdvEstimatorConfig", "LossConfig", "Recipe", "load_recipe"]
 
 Prompts = Annotated[int, Field(ge=1, le=1_000_000)]
 """A number of problems of a task, which are held in memory."""
