@@ -125,8 +125,9 @@ class Bench:
         outputs: list[Any] = self.engine(name).generate(prompts, params, use_tqdm=False)
         return outputs
 
-    def plain(self, prompts: list[Any], params: Any) -> dict[str, Any]:
-        """Time plain decoding."""
+    def plain(self, scale: float, prompts: list[Any], params: Any) -> dict[str, Any]:
+        """Time plain decoding with the weights of a scale."""
+        self.set_weights("plain", scale)
         times, outputs = timed(lambda: self.generate("plain", prompts, params))
         return {**times, "mean_p": mean_p(outputs)}
 
@@ -275,10 +276,6 @@ class Bench:
         probe = [prompt["prompt_token_ids"] for prompt in prompts[:: 4 * GROUP]]
         drifts = {f: self.drift_to("plain", scale, f, drafts, probe) for f in FRACTIONS}
 
-        def plain() -> dict[str, Any]:
-            self.set_weights("plain", scale)
-            return self.plain(prompts, params)
-
         def reused(i: int, fraction: float) -> dict[str, Any]:
             self.set_weights("plain", scale, drifts[fraction])
             times, _, metrics = self.speculate("plain", REUSE, drafts, prompts, params, i)
@@ -289,7 +286,7 @@ class Bench:
             "drifts": drifts,
             "repetitions": self.compare(
                 lambda i: {
-                    "plain": plain,
+                    "plain": functools.partial(self.plain, scale, prompts, params),
                     **{str(f): functools.partial(reused, i, f) for f in FRACTIONS},
                 }
             ),
@@ -306,10 +303,6 @@ class Bench:
             self._earlier[p] = prompts, Fixed(rollouts_of(tokens, outputs))
         prompts, rollouts = self._earlier[p]
         prompts = prompts[:batch]
-
-        def plain() -> dict[str, Any]:
-            self.set_weights("plain", scale)
-            return self.plain(prompts, params)
 
         def drafted(i: int, name: str, method: str) -> dict[str, Any]:
             self.set_weights(name, scale)
@@ -334,7 +327,7 @@ class Bench:
             "scale": scale,
             "repetitions": self.compare(
                 lambda i: {
-                    "plain": plain,
+                    "plain": functools.partial(self.plain, scale, prompts, params),
                     **{m: functools.partial(drafted, i, name, m) for m, name in methods.items()},
                 }
             ),
