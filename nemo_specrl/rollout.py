@@ -1,6 +1,6 @@
 """A rollout and the key of its prompt, which every other layer uses.
 
-Numpy and xxhash only. What is done with rollouts (drafting, storing, decoding) lives elsewhere.
+This module needs only numpy and xxhash. Drafting, storing and decoding rollouts is done elsewhere.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Finish(enum.IntEnum):
     STOP = 1
     """Ended by an end-of-sequence or stop token, which is its last token."""
     STOP_STRING = 2
-    """Ended by a stop string, which its last token completes."""
+    """Ended by a stop string, which the last token completes."""
     LENGTH = 3
     """Cut off at the token budget or the model's length limit."""
     PARTIAL = 4
-    """Has not ended: it was stored while it was being decoded."""
+    """Not complete: stored while it was being decoded."""
 
 
 def prompt_key(token_ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> bytes:
@@ -93,31 +93,38 @@ class RolloutSummary:
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """A response to a prompt, the log-probability of each of its tokens, and how it came to be.
+    """A response to a prompt, the log-probability of each of its tokens, and its origin.
+
+    For example::
+
+        key = prompt_key([1, 2, 3])
+        Rollout(key, 0, [5, 6, 2], [-0.1, -1.2, -0.3], Finish.STOP, policy_version=4)
 
     Args:
         key: the prompt's key, 16 bytes (:func:`prompt_key`).
         sample_index: index of the rollout in its group, ``0 .. 65535``.
         tokens: response tokens, int32 ``[n]``; ``n`` may be 0.
         logprobs: *last* log-prob of each token, float32 ``[n]``, nats: under the policy that
-            judged it last.
+            verified or sampled it last.
         finish: how the response ended.
-        policy_version: of the policy that judged it last.
-        birth_logprobs: float32 ``[n]``, nats: under the policy that sampled each token. None: born
-            now, equal to ``logprobs``.
-        birth_versions: int64 ``[n]``: of the policy that sampled each token. None: born now.
+        policy_version: version of that policy.
+        birth_logprobs: log-prob of each token under the policy that sampled it, float32 ``[n]``,
+            nats. None: sampled now, equal to ``logprobs``.
+        birth_versions: version of the policy that sampled each token, int64 ``[n]``. None: sampled
+            now.
         occurrence: how many rollouts the sample index had before this one.
-        fingerprint: of the weights that judged it last, ``0 .. 2**64 - 1``; 0: not known.
+        fingerprint: fingerprint of the weights of ``policy_version``, ``0 .. 2**64 - 1``; 0: not
+            known.
         fresh: whether it was decoded without a draft, so that given its weights it is an ordinary
             sample of the policy. False where a draft was verified, even if no token was accepted,
             unless the draft was itself a fresh rollout of the same weights, cut off by an
             interrupt.
-        incarnation: of the run that made it, ``0 .. 2**64 - 1``: larger each time that a run starts
-            or resumes on a cluster's cache, so that policy versions that run back after a resume
-            still order rollouts. 0: not known.
+        incarnation: incarnation of the run that made it, ``0 .. 2**64 - 1``. It is larger each time
+            that a run starts or resumes on a cluster's cache, so that rollouts are ordered although
+            a resume sets the policy version back. 0: not known.
         raw: whether its tokens were drawn from the raw distribution (temperature 1, nothing cut
-            off). Where they were not, log-probs need not be those of the drawing, so that it may
-            be drafted by a tree, but is no draft for reuse of a prefix.
+            off). If not, its log-probs need not be those of the distribution it was drawn from: a
+            tree may draft from it, but prefix reuse may not.
 
     Raises:
         InvalidRollout: lengths differ, or a value is out of its range.
@@ -188,7 +195,7 @@ class Rollout:
     def reused(self) -> npt.NDArray[np.bool_]:
         """Mask of the tokens that another policy than ``policy_version`` sampled, bool ``[n]``.
 
-        After a resume, versions run back: a token that was born in a lost step has a higher one.
+        A resume sets the policy version back: a token sampled in a lost step has a higher one.
         """
         mask: npt.NDArray[np.bool_] = self.birth_versions != self.policy_version
         return mask
@@ -215,7 +222,7 @@ class Rollout:
             np.array_equal(getattr(self, name), getattr(other, name)) for name in _ARRAYS
         )
 
-    __hash__ = None  # type: ignore[assignment]  # arrays can change; a rollout is no key
+    __hash__ = None  # type: ignore[assignment]  # arrays can change
 
     def prefix(self, length: int) -> Rollout:
         """Return the first ``length`` tokens as a rollout, PARTIAL if any were cut off."""

@@ -1,7 +1,8 @@
 """The command line: ``nemo-specrl train | compare | run | cache | report | simulate | doctor``.
 
-Bad input prints one line and exits with code 2; other expected errors exit with code 1. What takes
-long to import is imported in the commands that need it, after they have said so.
+Bad input prints one line and exits with code 2; other expected errors exit with code 1. Modules
+that take long to import are imported by the commands that need them, after these have printed what
+they are about to do.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ OverridesArgument = Annotated[
 ]
 LIVE_PORT = 8377
 _MAY_PASS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.EAGAIN, errno.ENOMEM}
-"""Errors of the operating system after which a run may be started again."""
+"""Errors of the operating system that a restart may get past, so that the exit code is 1."""
 OutOption = Annotated[Path, typer.Option("--out", help="Folder for all output.")]
 
 
@@ -100,7 +101,7 @@ def _say(line: str, style: str | None = None) -> None:
 
 @contextlib.contextmanager
 def _disk_in_one_line() -> Iterator[None]:
-    """An error of the operating system is one of a file or folder, which it names itself."""
+    """Print an error of the operating system, which names its file or folder, as one line."""
     try:
         yield
     except OSError as error:
@@ -185,7 +186,7 @@ def _status(record: dict[str, Any], recipe: Recipe) -> str:
 
 
 def _stop_on_signals(trainer: Trainer) -> None:
-    """On SIGINT or SIGTERM finish the step, save and exit. A second signal exits at once."""
+    """On SIGINT or SIGTERM, finish the step, save and exit; on a second signal exit at once."""
 
     def stop(number: int, _frame: Any) -> None:
         trainer.stop = True
@@ -278,7 +279,7 @@ def report(
     ] = None,
     token: Annotated[
         str | None,
-        typer.Option(envvar="NEMO_SPECRL_TOKEN", help="With --follow: what a browser must bring."),
+        typer.Option(envvar="NEMO_SPECRL_TOKEN", help="With --follow: access token of the page."),
     ] = None,
 ) -> None:
     """Draw plots and write an HTML page of a run, or serve a live one."""
@@ -289,7 +290,7 @@ def report(
         _follow(run_dir, LIVE_PORT if port is None else port, token)
         return
     if port is not None:
-        raise ConfigError(f"--port {port}: is for --follow; give both or neither")
+        raise ConfigError(f"--port {port}: needs --follow; give both or neither")
     if (run_dir / "compare.json").exists():
         write_comparison(run_dir, read_comparison(run_dir))
         _say(f"written: {run_dir / 'compare.html'}")
@@ -331,7 +332,7 @@ def simulate(
         Path | None, typer.Option(help="JSON file with the costs of an engine's steps.")
     ] = None,
 ) -> None:
-    """Predict what each preset would bring to a recorded run, in a simulated engine."""
+    """Predict the speed-up of each preset on a recorded run, in a simulated engine."""
     if run_dir.is_dir():
         _say(f"simulate: reading {run_dir}, then simulating; this takes seconds to minutes")
     from nemo_specrl.config import TreeConfig

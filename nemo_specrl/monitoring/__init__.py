@@ -1,4 +1,4 @@
-"""What a run reports while it goes on, and the pictures and pages that are made of it.
+"""The metrics of a run, and the pictures and pages that are made from them.
 
 Modules, each of which imports only from those below it::
 

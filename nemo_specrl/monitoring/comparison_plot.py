@@ -85,13 +85,13 @@ def comparison_picture(
 
 
 def gains(compare: dict[str, Any]) -> list[float]:
-    """Tokens that a row gained from an engine step, by training step; none without tree drafts."""
+    """Tokens of a row per engine step, by training step; empty without tree drafts."""
     column = compare["speculative"].get(metric.TREE_TOKENS_PER_STEP) or []
     return [gain for gain in column if gain is not None]
 
 
 def _headline(figure: Figure, compare: dict[str, Any], verdict: str) -> None:
-    """The title, what the two sides are, the ratios as big figures, and the verdict in a box."""
+    """Draw the title, what the two sides are, the ratios as big figures, and the verdict."""
     _draw_title(figure, compare)
     for i, (ratio, caption) in enumerate(_ratios(compare)):
         _draw_ratio(figure, 0.085 + 0.148 * i, ratio, caption)

@@ -57,10 +57,11 @@ STYLE: Any = {
 
 
 def applies(columns: Mapping[str, Column], name: str) -> bool:
-    """Whether a metric says something of a run, and something else than the one beside it.
+    """Whether a metric is worth showing for a run.
 
-    The engine reports 0 for kinds of drafts that the run does not use. Where nothing is reused,
-    every row is fresh and every token decoded.
+    It is not where the engine reports 0 throughout, for a kind of drafts that the run does not use;
+    nor where it repeats another metric, since without reuse every row is fresh and every token is
+    decoded.
     """
     column = columns.get(name) or ()
     same = {metric.FRESH_REWARD: metric.REWARD, metric.DECODED_TOKENS: metric.RESPONSE_TOKENS}.get(
@@ -113,8 +114,8 @@ def finish_panel(
     Args:
         ax: the panel.
         epochs: epoch of each step.
-        steps: number of each step; empty: from 1 on.
-        room: share of the height for the legend; None: as much as it needs.
+        steps: number of each step; empty: counted from 1.
+        room: share of the height that the legend gets; None: as much as it needs.
     """
     from matplotlib.ticker import MaxNLocator
 

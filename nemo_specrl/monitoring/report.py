@@ -43,7 +43,7 @@ _OF_THE_PAGE = (
 
 
 def run_columns(rows: Sequence[dict[str, Any]]) -> dict[str, list[float | None]]:
-    """What a run's picture and table show, by metric; None where a step has no value.
+    """The metrics that a run's picture and table show, by step; None where a step has no value.
 
     Raises:
         ConfigError: a value is no number.

@@ -1,7 +1,7 @@
-"""What each preset would bring to a recorded run, with an interval.
+"""The speed-up that each preset would have on a recorded run, with an interval.
 
-The interval covers which prompts came up (a bootstrap over groups), what is not known of the costs
-of an engine's steps (a bootstrap over the run's steps, or the ranges that were measured), and how
+The interval covers the choice of prompts (a bootstrap over groups), the uncertainty of the costs of
+an engine's steps (a bootstrap over the run's steps, or the ranges that were measured), and how
 often prefix reuse rejects tokens (``REJECTIONS``).
 """
 
@@ -42,29 +42,29 @@ Ways = list[list[SimulatedRow]]
 """The rows of a step, in as many ways as there are rates of acceptance."""
 
 _ROLLOUTS = 256
-"""So many of the newest rollouts are simulated, and the rest of their step."""
+"""At least this many of the newest rollouts are simulated, in whole steps."""
 _DRAWS = 20
-"""Of prompts and costs, for the interval."""
+"""Number of draws of prompts and costs for the interval."""
 _LEAST_STEPS = 4
-"""With seconds, for costs to be fitted to them."""
+"""Costs are fitted where the seconds of at least this many steps are known."""
 REJECTIONS = (1.0, 0.7, 1.4, 2.0)
-"""How many times as often as estimated prefix reuse may reject a token; the first is the estimate.
-It comes from contexts that rollouts of both epochs reached. In other contexts, tokens of the same
+"""Multiples of the estimated rejection rate of prefix reuse that the interval covers. The estimate
+is from contexts that rollouts of both epochs reached. In other contexts, tokens of the same
 log-prob were rejected as often with one policy and twice as often with another
 (docs/evidence/simulation.md)."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a preset would bring.
+    """The predicted speed-up of a preset.
 
     Args:
-        preset: its name.
+        preset: name of the preset.
         later: whether prompts have come up before, so that the cache has rollouts of them.
-        speed_up: seconds of plain rollouts over those with the preset.
-        low: end of the interval that holds 90 % of the draws.
-        high: its other end.
-        steps: steps of the slowest engine, as a share of plain's.
+        speed_up: seconds of plain rollouts divided by seconds with the preset.
+        low: lower end of the interval that holds 90 % of the draws.
+        high: upper end of that interval.
+        steps: steps of the slowest engine, divided by those of plain rollouts.
     """
 
     preset: str
@@ -207,13 +207,13 @@ def _complete(step: Sequence[RecordedSample], history: History) -> bool:
 
 
 def _drawn(step: Sequence[RecordedSample], rng: np.random.Generator | None) -> list[int]:
-    """Groups of a step, by number: drawn with replacement, or each once."""
+    """Indices of a step's groups: drawn with replacement, or without ``rng`` each once."""
     n = len(groups_of(step))
     return list(range(n)) if rng is None else rng.integers(n, size=n).tolist()
 
 
 def _taken(rows: Sequence[SimulatedRow], groups: Sequence[int]) -> list[SimulatedRow]:
-    """The rows of these groups; a group that was drawn twice counts as two."""
+    """The rows of the chosen groups; a group that was drawn twice counts as two."""
     by_group: dict[int, list[SimulatedRow]] = defaultdict(list)
     for row in rows:
         by_group[row.group].append(row)
@@ -239,13 +239,14 @@ def _fitted(
     if len(seconds) < _LEAST_STEPS:
         only_steps = np.array([[1.0 if "steps" in name else 0.0 for name in FEATURES]])
         return only_steps, (
-            f"no costs: seconds are known of {len(seconds)} plain or lossless steps, and "
-            f"{_LEAST_STEPS} are needed; a step of the engine costs the same whatever it computes"
+            f"costs are not known: they are fitted to {_LEAST_STEPS} or more plain or lossless "
+            f"steps with seconds, and the run has {len(seconds)}; every step of the engine is "
+            "taken to cost the same"
         )
     vectors, times = np.array(counts), np.array(seconds)
     step_at, drafting_at, row_at, token_at = range(4)
     if preset == PLAIN:
-        vectors[:, token_at:] = 0  # they grow with rows, and cannot be told apart from them
+        vectors[:, token_at:] = 0  # in plain steps tokens are proportional to rows
     draws = []
     for i in range(_DRAWS):
         some = rng.integers(len(times), size=len(times))

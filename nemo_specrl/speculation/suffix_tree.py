@@ -45,7 +45,7 @@ its prompt is rebuilt from these."""
 
 
 def _chances() -> npt.NDArray[np.float32]:
-    """The chance of each cell: a token's share of the weights, lower where there is little evidence.
+    """The chance of each cell: a token's share of the weights, less where there is little evidence.
 
     Axes: share of the weights, length of the match, number of earlier responses that agree.
     """
