@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,7 +19,9 @@ __all__ = [
     "OptimizerConfig",
     "PolicyConfig",
     "ValueConfig",
+    "model_config",
     "model_folder",
+    "tokenizer_file",
 ]
 
 MAX_PER_NODE = 1024
@@ -187,3 +190,34 @@ def model_folder(model_name: str) -> Path:
             "in Hugging Face format"
         )
     return folder
+
+
+def model_config(model_name: str) -> dict[str, Any]:
+    """Read the config.json in a model's folder.
+
+    Raises:
+        ConfigError: there is none, or it holds no JSON object.
+    """
+    path = model_folder(model_name) / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"policy.model_name = {model_name!r}: config.json: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"policy.model_name = {model_name!r}: config.json holds no object")
+    return config
+
+
+def tokenizer_file(model_name: str) -> Path:
+    """The tokenizer.json in a model's folder.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    path = model_folder(model_name) / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"policy.model_name = {model_name!r}: no tokenizer.json in it; "
+            "give a model with its tokenizer in Hugging Face format"
+        )
+    return path

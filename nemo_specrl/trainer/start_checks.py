@@ -6,13 +6,12 @@ known in a second. Nothing here needs torch or vLLM, and nothing is left behind 
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from nemo_specrl.errors import ConfigError
-from nemo_specrl.trainer.policy_config import model_folder
+from nemo_specrl.trainer.policy_config import model_config, tokenizer_file
 from nemo_specrl.trainer.recipe import Recipe
 from nemo_specrl.trainer.tasks import heldout_problems, problems
 
@@ -59,22 +58,9 @@ def _check_folder(key: str, folder: Path) -> None:
 
 def _check_model(recipe: Recipe) -> None:
     policy, generation = recipe.policy, recipe.policy.generation
-    try:
-        folder = model_folder(policy.model_name)
-        config: Any = json.loads((folder / "config.json").read_bytes())
-        tokenizer = (folder / "tokenizer.json").is_file()
-    except (OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        name = policy.model_name
-        raise ConfigError(f"policy.model_name = {name!r}: config.json: {error}") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"policy.model_name = {policy.model_name!r}: config.json holds no object")
-    if not tokenizer and (recipe.spec_rl.enabled or generation.stop_strings):
-        raise ConfigError(
-            f"policy.model_name = {policy.model_name!r}: no tokenizer.json in it; "
-            "give a model with its tokenizer in Hugging Face format"
-        )
+    config = model_config(policy.model_name)
+    if recipe.spec_rl.enabled or generation.stop_strings:
+        tokenizer_file(policy.model_name)
     length, key = generation.vllm_cfg.max_model_len, "policy.generation.vllm_cfg.max_model_len"
     most = config.get("max_position_embeddings")
     if isinstance(most, int) and length > most and not config.get("rope_scaling"):

@@ -10,13 +10,15 @@ import hashlib
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import ValidationError
 
-from nemo_specrl.config import first_problem
+from nemo_specrl.cache.run_folders import run_folder
+from nemo_specrl.config import CACHE_FOLDER, first_problem
 from nemo_specrl.engine.caches import RolloutCache
 from nemo_specrl.engine.drafters.method import engine_options
 from nemo_specrl.engine.metrics import EngineMetrics
@@ -28,7 +30,7 @@ from nemo_specrl.engine.weight_fingerprint import FingerprintedWeights
 from nemo_specrl.errors import ConfigError, SpecRLError
 from nemo_specrl.rollout import prompt_key
 from nemo_specrl.speculation.acceptance import derived_seed
-from nemo_specrl.trainer.policy_config import model_folder
+from nemo_specrl.trainer.policy_config import tokenizer_file
 from nemo_specrl.trainer.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ __all__ = [
     "Response",
     "RolloutTimes",
     "build_engine",
+    "cache_folder",
     "tokenizer_identity",
 ]
 
@@ -52,14 +55,13 @@ def tokenizer_identity(model_name: str) -> str:
     Raises:
         ConfigError: the folder has no tokenizer.json.
     """
-    path = model_folder(model_name) / "tokenizer.json"
-    try:
-        return "sha256:" + hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError:
-        raise ConfigError(
-            f"policy.model_name = {model_name!r}: no tokenizer.json in it; "
-            "give a model with its tokenizer in Hugging Face format"
-        ) from None
+    return "sha256:" + hashlib.sha256(tokenizer_file(model_name).read_bytes()).hexdigest()
+
+
+def cache_folder(recipe: Recipe) -> Path:
+    """Where a node keeps a run's rollout cache: under ``spec_rl.cache.dir``, or with the run."""
+    config, run = recipe.spec_rl.cache, recipe.run_dir
+    return run_folder(config.dir, run) if config.dir else run.absolute() / CACHE_FOLDER
 
 
 def build_engine(recipe: Recipe) -> LLM:
@@ -126,7 +128,7 @@ class Response:
         reported_logprobs: log-probs that the engine reports (``spec_rl.reported_logprobs``),
             float32 ``[n]``, nats.
         birth_logprobs: log-probs under the policy that sampled each token, float32 ``[n]``, nats.
-        reused: whether each token comes from a draft, bool ``[n]``.
+        reused: whether an earlier policy sampled the token (``Rollout.reused``), bool ``[n]``.
         fresh: whether the response was decoded without a draft.
     """
 
@@ -290,9 +292,13 @@ class Engine:
         if reuse is None:
             none = np.zeros(len(tokens), dtype=bool)
             return Response(tokens, reported, reported, reported, none, True)
-        reused = np.arange(len(tokens)) < reuse.accepted
         return Response(
-            tokens, reuse.policy_logprobs, reported, reuse.birth_logprobs, reused, reuse.fresh
+            tokens,
+            reuse.policy_logprobs,
+            reported,
+            reuse.birth_logprobs,
+            reuse.rollout.reused,
+            reuse.fresh,
         )
 
     def _count(self, elapsed: float, generated: list[Response]) -> None:

@@ -12,10 +12,10 @@ import xxhash
 
 from nemo_specrl.cache import RolloutStore
 from nemo_specrl.cache.metrics import StoreStats
-from nemo_specrl.cache.run_folders import prepare, run_folder
+from nemo_specrl.cache.run_folders import prepare
 from nemo_specrl.config import CACHE_FOLDER
 from nemo_specrl.engine.weight_fingerprint import FingerprintedWeights
-from nemo_specrl.trainer.generation.engine import Engine, tokenizer_identity
+from nemo_specrl.trainer.generation.engine import Engine, cache_folder, tokenizer_identity
 from nemo_specrl.trainer.recipe import Recipe
 from nemo_specrl.trainer.replay_journal import JournaledStore
 
@@ -98,15 +98,14 @@ def _open_store(recipe: Recipe, fixed: dict[str, Any], resume_from: Path | None)
     The journal is kept: it holds the rollouts of the steps behind the checkpoint, which are taken
     as they are.
     """
-    block, run = recipe.spec_rl.cache, recipe.run_dir
-    folder = run_folder(block.dir, run) if block.dir else run / CACHE_FOLDER
+    block, folder = recipe.spec_rl.cache, cache_folder(recipe)
     tokenizer_id = tokenizer_identity(recipe.policy.model_name)
     prepare(folder, tokenizer_id, block.max_bytes_per_node, fresh=resume_from is None)
     if resume_from is not None:
         RolloutStore.restore(resume_from / CACHE_FOLDER, folder)
     return JournaledStore(
         folder,
-        run / "rollout_journal",
+        recipe.run_dir / "rollout_journal",
         run=xxhash.xxh3_64_hexdigest(json.dumps(fixed, sort_keys=True).encode()),
         max_bytes=block.max_bytes_per_node,
         tokenizer_id=tokenizer_id,

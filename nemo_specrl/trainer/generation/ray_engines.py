@@ -22,8 +22,6 @@ import ray
 from nemo_specrl.cache.cluster.cluster_cache import ClusterCache
 from nemo_specrl.cache.cluster.run_cache import open_run_cache
 from nemo_specrl.cache.metrics import StoreStats
-from nemo_specrl.cache.run_folders import run_folder
-from nemo_specrl.config import CACHE_FOLDER
 from nemo_specrl.engine.load_balance import balanced_order, row_costs
 from nemo_specrl.engine.vllm.environment import local_cpu_environment
 from nemo_specrl.errors import CacheError, EngineError
@@ -32,6 +30,7 @@ from nemo_specrl.trainer.generation.engine import (
     Engine,
     Response,
     RolloutTimes,
+    cache_folder,
     tokenizer_identity,
 )
 from nemo_specrl.trainer.policy.base import to_array, to_tensor
@@ -340,10 +339,9 @@ def _in_order(order: list[int], shares: list[list[Any]]) -> list[Any]:
 
 def _open_cache(recipe: Recipe, resume_from: Path | None) -> ClusterCache:
     """Open a run's cache, with what the checkpoint has of it and the disks have since then."""
-    config, run = recipe.spec_rl.cache, recipe.run_dir
     cache, _ = open_run_cache(
-        run_folder(config.dir, run) if config.dir else run.absolute() / CACHE_FOLDER,
-        config,
+        cache_folder(recipe),
+        recipe.spec_rl.cache,
         tokenizer_id=tokenizer_identity(recipe.policy.model_name),
         checkpoint=resume_from,
     )

@@ -7,6 +7,7 @@ imported when a recipe asks for it. Modules, each of which imports only from tho
     factory      the choice of a backend
     megatron/    Megatron-Core with tensor and pipeline parallelism, its ranks Ray actors
     torch/       plain torch and transformers in this process
+    steps        the order of optimizer steps, the same in both
     base         the interface
 """
 

@@ -12,13 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 import torch
 
 from nemo_specrl.errors import CheckpointError, PolicyError
 from nemo_specrl.monitoring import names as metric
-from nemo_specrl.trainer.losses import token_weights
 from nemo_specrl.trainer.policy.base import Float32Array, Sample, to_tensor
 from nemo_specrl.trainer.policy.megatron.weights import (
     Architecture,
@@ -28,7 +26,7 @@ from nemo_specrl.trainer.policy.megatron.weights import (
     parameters,
 )
 from nemo_specrl.trainer.policy.megatron.worker import LOOPBACK, MegatronRank
-from nemo_specrl.trainer.policy.torch.model import train_in_steps
+from nemo_specrl.trainer.policy.steps import SteppingPolicy
 from nemo_specrl.trainer.policy_config import PolicyConfig
 from nemo_specrl.trainer.ray_actors import Actors, connect, gpus
 from nemo_specrl.trainer.recipe import LossConfig
@@ -55,7 +53,7 @@ class _Actor(MegatronRank):
         return os.getpid()
 
 
-class MegatronPolicy:
+class MegatronPolicy(SteppingPolicy):
     """A :class:`~nemo_specrl.trainer.policy.Policy` of Megatron-Core ranks in float32.
 
     A Ray that this process is connected to, or that ``RAY_ADDRESS`` names, is used; otherwise one
@@ -78,8 +76,8 @@ class MegatronPolicy:
     def __init__(
         self, config: PolicyConfig, loss: LossConfig, seed: int, layout: Layout, nodes: int
     ) -> None:
-        self.config, self.loss, self.seed, self.layout = config, loss, seed, layout
-        self.updates = 0
+        super().__init__(config, loss, seed)
+        self.layout = layout
         self.architecture = Architecture.read(config.model_name)
         layout.check(self.architecture)
         CheckpointReader(self.architecture.folder)
@@ -130,42 +128,23 @@ class MegatronPolicy:
         return self._logprobs(samples, reference=True)
 
     def _logprobs(self, samples: Sequence[Sample], *, reference: bool) -> list[Float32Array]:
-        dealt = self._deal(range(len(samples)), samples)
+        dealt = self._deal(samples)
         returned = self._each("logprobs", lambda dp: ([samples[i] for i in dealt[dp]], reference))
         found: dict[int, Float32Array] = {}
         for dp, rows in self._reports(returned):
             found |= dict(zip(dealt[dp], rows, strict=True))
         return [found[i] for i in range(len(samples))]
 
-    def train(self, samples: Sequence[Sample], *, epochs: int) -> dict[str, float]:
-        """Train on a step's samples; see :meth:`Policy.train`.
-
-        An optimizer step takes ``train_global_batch_size`` samples.
-        """
-        return train_in_steps(
-            samples,
-            epochs=epochs,
-            size=self.config.train_global_batch_size,
-            key=(self.seed, self.updates),
-            logprobs=self.logprobs,
-            step=self._optimizer_step,
-        )
-
-    def _optimizer_step(self, samples: list[Sample]) -> dict[str, float]:
-        weights = token_weights(
-            [len(s.response) for s in samples], token_level=self.loss.token_level_loss
-        )
-        # A response without advantage has no gradient: it only counts in the means.
-        penalty = self.loss.reference_policy_kl_penalty > 0
-        live = [i for i, s in enumerate(samples) if penalty or np.any(s.advantages)]
+    def optimizer_step(self, samples: list[Sample], weights: list[float]) -> dict[str, float]:
+        """Take an optimizer step; see :meth:`SteppingPolicy.optimizer_step`."""
         sums = {
             metric.LOSS: 0.0,
             metric.CLIP_FRACTION: 0.0,
             metric.RATIO: 0.0,
             metric.GRAD_NORM: 0.0,
         }
-        if live:
-            dealt = self._deal(live, samples)
+        if samples:
+            dealt = self._deal(samples)
             returned = self._each(
                 "train",
                 lambda dp: ([samples[i] for i in dealt[dp]], [weights[i] for i in dealt[dp]]),
@@ -174,7 +153,6 @@ class MegatronPolicy:
                 sums[metric.GRAD_NORM] = metrics.pop(metric.GRAD_NORM)
                 for name, value in metrics.items():
                     sums[name] = sums.get(name, 0.0) + value
-        self.updates += 1
         return sums
 
     def not_finite(self) -> str | None:
@@ -256,9 +234,10 @@ class MegatronPolicy:
         """Process ids of the ranks, each on its node."""
         return list(self.ranks.pids)
 
-    def _deal(self, indices: Sequence[int], samples: Sequence[Sample]) -> list[list[int]]:
-        """Deal samples to the replicas, of similar length each."""
-        ordered = sorted(indices, key=lambda i: len(samples[i].prompt) + len(samples[i].response))
+    def _deal(self, samples: Sequence[Sample]) -> list[list[int]]:
+        """Deal samples to the replicas, of similar length each; returns indices by replica."""
+        lengths = [len(sample.prompt) + len(sample.response) for sample in samples]
+        ordered = sorted(range(len(samples)), key=lengths.__getitem__)
         return [ordered[dp :: self.layout.dp] for dp in range(self.layout.dp)]
 
     def _reports(self, returned: Sequence[Any]) -> Iterator[tuple[int, Any]]:

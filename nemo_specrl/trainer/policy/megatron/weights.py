@@ -14,13 +14,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from nemo_specrl.errors import ConfigError
-from nemo_specrl.trainer.policy_config import model_folder
+from nemo_specrl.trainer.policy_config import model_config, model_folder
 
 __all__ = [
     "Architecture",
@@ -78,11 +78,7 @@ class Architecture:
         Raises:
             ConfigError: it is no Llama or Qwen3, or has an option that is not supported.
         """
-        folder = model_folder(model_name)
-        try:
-            config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-        except ValueError as error:
-            raise ConfigError(f"policy.model_name = {model_name!r}: config.json: {error}") from None
+        config = model_config(model_name)
 
         def refuse(what: str, right: str) -> ConfigError:
             return ConfigError(
@@ -105,7 +101,7 @@ class Architecture:
             raise refuse(f"rope_type = {rope_type!r}", "default")
         try:
             return cls(
-                folder=folder,
+                folder=model_folder(model_name),
                 layers=config["num_hidden_layers"],
                 hidden=config["hidden_size"],
                 intermediate=config["intermediate_size"],

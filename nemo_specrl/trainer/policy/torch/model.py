@@ -1,7 +1,7 @@
-"""Building blocks of the torch backend: models, optimizers, their files, micro-batches and steps.
+"""Building blocks of the torch backend: models with their optimizers, and micro-batches.
 
-The Megatron backend has the micro-batches, the loss and the order of steps from here, so that both
-train on the same.
+The Megatron backend takes the micro-batches and their loss from here, so that both train on the
+same.
 """
 
 from __future__ import annotations
@@ -16,20 +16,13 @@ from safetensors.torch import load_file, save_file
 
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.monitoring import names as metric
+from nemo_specrl.trainer.divergence import first_not_finite
 from nemo_specrl.trainer.losses import policy_loss
 from nemo_specrl.trainer.policy.base import Float32Array, Sample
 from nemo_specrl.trainer.policy_config import OptimizerConfig, model_folder
 from nemo_specrl.trainer.recipe import LossConfig
 
-__all__ = [
-    "MicroBatch",
-    "build_optimizer",
-    "load_model",
-    "load_state",
-    "ones",
-    "save_state",
-    "train_in_steps",
-]
+__all__ = ["MicroBatch", "TorchModel", "build_optimizer", "load_model", "ones"]
 
 
 def load_model(model_name: str) -> torch.nn.Module:
@@ -67,21 +60,49 @@ def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.op
     )
 
 
-def save_state(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write weights and optimizer state into ``folder``, which is created if missing."""
-    folder.mkdir(parents=True, exist_ok=True)
-    state = {name: p.detach().contiguous() for name, p in model.named_parameters()}
-    save_file(state, folder / "weights.safetensors")
-    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+class TorchModel:
+    """A model in float32 in host memory with its optimizer: what policy and value model share.
 
+    Args:
+        model: the module.
+        optimizer: the ``optimizer:`` block.
+    """
 
-def load_state(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Restore what :func:`save_state` wrote."""
-    state = load_file(folder / "weights.safetensors")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(state[name])
-    optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True))
+    def __init__(self, model: torch.nn.Module, optimizer: OptimizerConfig) -> None:
+        self.model = model
+        self.optimizer = build_optimizer(model, optimizer)
+
+    def not_finite(self) -> str | None:
+        """Name of a parameter that is not finite; None where all are."""
+        return first_not_finite(self.model.named_parameters())
+
+    def offload(self) -> None:
+        """Free the gradients. Weights and optimizer state are in host memory anyway."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def reload(self) -> None:
+        """Nothing to bring back: the next backward pass makes the gradients anew."""
+
+    def save(self, folder: Path) -> None:
+        """Write weights and optimizer state into ``folder``, which is created if missing."""
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {name: p.detach().contiguous() for name, p in self.model.named_parameters()}
+        save_file(state, folder / "weights.safetensors")
+        torch.save(self.optimizer.state_dict(), folder / "optimizer.pt")
+
+    def load(self, folder: Path) -> None:
+        """Restore what :meth:`save` wrote."""
+        state = load_file(folder / "weights.safetensors")
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(state[name])
+        self.optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True))
+
+    def shutdown(self) -> None:
+        """Free the weights and the optimizer state."""
+        self.model = torch.nn.Module()
+        self.optimizer.param_groups.clear()
+        self.optimizer.state.clear()
 
 
 def ones(sample: Sample) -> Float32Array:
@@ -185,47 +206,3 @@ class MicroBatch:
             reference=reference,
         )
         return loss, {metric.LOSS: loss.item()} | {name: v.item() for name, v in logged.items()}
-
-
-def train_in_steps(
-    samples: Sequence[Sample],
-    *,
-    epochs: int,
-    size: int,
-    key: tuple[int, int],
-    logprobs: Callable[[Sequence[Sample]], list[Float32Array]],
-    step: Callable[[list[Sample]], dict[str, float]],
-) -> dict[str, float]:
-    """Make the optimizer steps of :meth:`.Policy.train`.
-
-    Args:
-        samples: all samples of the training step.
-        epochs: passes over them.
-        size: samples in an optimizer step.
-        key: seed, and optimizer steps made before; with several steps they decide which samples
-            share one.
-        logprobs: :meth:`.Policy.logprobs`.
-        step: takes an optimizer step and returns metrics by name.
-
-    Returns:
-        metrics averaged over the optimizer steps.
-    """
-    several = epochs > 1 or len(samples) > size
-    if several:
-        # The later updates of a step have their ratios against the policy before the first.
-        for sample, current in zip(samples, logprobs(samples), strict=True):
-            sample.anchor = np.where(np.isnan(sample.anchor), current, sample.anchor)
-    seed, updates = key
-    totals: dict[str, float] = {}
-    count = 0
-    for _ in range(epochs):
-        order = np.arange(len(samples))
-        if several:
-            philox = np.random.Philox(key=[seed, updates + count])
-            order = np.random.Generator(philox).permutation(len(samples))
-        for i in range(0, len(samples), size):
-            metrics = step([samples[j] for j in order[i : i + size]])
-            count += 1
-            for name, value in metrics.items():
-                totals[name] = totals.get(name, 0.0) + value
-    return {name: value / count for name, value in totals.items()}
