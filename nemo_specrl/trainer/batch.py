@@ -43,7 +43,7 @@ class Batch:
     Args:
         epoch: epoch of the step's first prompts, counted from 0.
         drawn: indices of all prompts that were rolled out, in order.
-        groups: the groups to train on. With dynamic sampling fewer than were rolled out.
+        groups: the groups to train on; with dynamic sampling, fewer than were rolled out.
     """
 
     epoch: int
@@ -138,8 +138,8 @@ def set_gae_advantages(
     """Set the returns and advantages of PPO's samples from the value model's predictions.
 
     Args:
-        samples: with ``old_values``.
-        rewards: of each sample, float64 ``[samples]``.
+        samples: samples with ``old_values``.
+        rewards: reward of each sample, float64 ``[samples]``.
         config: the ``adv_estimator:`` block.
     """
     for sample, reward in zip(samples, rewards, strict=True):

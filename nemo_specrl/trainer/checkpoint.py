@@ -68,7 +68,7 @@ _PROGRESS = {"step": (int,), "position": (int,), "recipe": (dict,), "monitor": (
 
 
 def latest(folder: Path) -> tuple[Path, Progress] | None:
-    """Find the newest checkpoint and read the progress in it; None where there is no checkpoint.
+    """Find the newest checkpoint and read its progress; None if there is no checkpoint.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
@@ -94,7 +94,7 @@ def latest(folder: Path) -> tuple[Path, Progress] | None:
 
 
 def damaged(checkpoint: Path, problem: str) -> CheckpointError:
-    """The error that says in a line what is wrong with a checkpoint, and how the run can go on."""
+    """The error for a damaged checkpoint: what is wrong, and how the run can continue."""
     older = [path for path in step_folders(checkpoint.parent) if path != checkpoint]
     then = f"resume from {older[-1].name}" if older else "begin anew, as there is no other"
     return CheckpointError(f"{checkpoint}: damaged ({problem}); remove this folder to {then}")
@@ -119,7 +119,7 @@ def save(
     try:
         if temporary.exists():
             shutil.rmtree(temporary)
-        temporary.mkdir(mode=0o700, parents=True)  # whatever is in it, it is the owner's alone
+        temporary.mkdir(mode=0o700, parents=True)  # it holds prompts and rollouts
         write(temporary)
         (temporary / "progress.json").write_text(
             json.dumps({"format": FORMAT, **asdict(progress)}, indent=1)
@@ -168,7 +168,7 @@ class CheckpointWriter:
         weights: call :meth:`finish` before it.
 
         Args:
-            progress: of the run; it may change afterwards.
+            progress: progress of the run; it may change afterwards.
             copy_cache: writes the cache into the folder that it is given.
             save_models: writes the models into the folder that it is given.
             on_complete: called by :meth:`finish` after the checkpoint is complete.
@@ -220,7 +220,7 @@ class CheckpointWriter:
 
 
 def write_error(path: Path, error: BaseException) -> CheckpointError:
-    """The error that says in a line why a checkpoint, or a part of it, could not be written."""
+    """The error for a checkpoint, or a part of one, that could not be written: the reason."""
     why = last_line(error)
     with contextlib.suppress(OSError):
         place = next(folder for folder in (path, *path.parents) if folder.exists())
@@ -232,9 +232,9 @@ def write_error(path: Path, error: BaseException) -> CheckpointError:
 def resume_identity(recipe: Recipe) -> dict[str, Any]:
     """The keys that a resumed run must not change: all but length, evaluation, folders and layout.
 
-    Of the Megatron block only ``enabled`` counts: a Megatron checkpoint can be loaded in any
-    layout, but not by the torch policy. So it is with the number of engines: the cache of one in
-    the trainer's process has another form than that of several.
+    In the Megatron block only ``enabled`` counts: a Megatron checkpoint can be loaded in any
+    layout, but not by the torch policy. Likewise the number of engines may change, but not whether
+    they run in the trainer's process, since their caches have different formats.
     """
     values = recipe.model_dump(mode="json", exclude={"checkpointing", "logger", "cluster"})
     values["policy"]["megatron_cfg"] = {"enabled": recipe.policy.megatron_cfg.enabled}
@@ -261,12 +261,12 @@ def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
 def check_same_recipe(folder: Path, before: dict[str, Any], recipe: Recipe) -> None:
     """Refuse to resume a run with another recipe.
 
-    Another release may have more keys, or fewer. What it has in addition changes nothing as long as
-    the recipe leaves it at its default; of what it no longer has a warning tells.
+    Another release may have more keys, or fewer. A key that is new must have its default; a key
+    that this release no longer has is logged.
 
     Args:
         folder: the checkpoint.
-        before: :func:`resume_identity` of the recipe that made it.
+        before: :func:`resume_identity` of the recipe with which it was made.
         recipe: the present recipe.
 
     Raises:
@@ -288,7 +288,7 @@ def check_same_recipe(folder: Path, before: dict[str, Any], recipe: Recipe) -> N
 
 
 def _is_default(recipe: Recipe, name: str) -> bool:
-    """Whether a recipe in which the key is left out is the same."""
+    """Whether leaving the key out of the recipe changes nothing."""
     values = recipe.model_dump(mode="json")
     *blocks, key = name.split(".")
     inner = values
@@ -299,5 +299,5 @@ def _is_default(recipe: Recipe, name: str) -> bool:
     del inner[key]
     try:
         return validated(Recipe, values) == recipe
-    except ConfigError:  # the recipe has to have it
+    except ConfigError:  # the key is required
         return False

@@ -177,7 +177,7 @@ class Trainer:
             self.log.finish()
         finally:
             self._checkpoints.wait()
-            with contextlib.ExitStack() as ending:  # each of them, even where another fails
+            with contextlib.ExitStack() as ending:  # each of them, even if another one fails
                 if self.value is not None:
                     ending.callback(self.value.shutdown)
                 ending.callback(self.policy.shutdown)
@@ -231,7 +231,7 @@ class Trainer:
         }
         if self.recipe.spec_rl.enabled:
             record |= rollout_times.engine.as_dict()
-            with contextlib.suppress(CacheError):  # what is not known is not logged
+            with contextlib.suppress(CacheError):  # then these metrics are missing from the record
                 record |= store_metrics(self.generation.stores())
         if self.monitor is not None:
             self.monitor.update(*batch.rows_to_compare())
@@ -242,7 +242,7 @@ class Trainer:
 
     @heartbeat.section("rollout")
     def _collect(self) -> Batch:
-        """Roll out the next prompts; with dynamic sampling, until enough groups are useful."""
+        """Roll out the next prompts; with dynamic sampling, until enough groups have a gradient."""
         algorithm = self.recipe.algorithm
         wanted = algorithm.num_prompts_per_step
         batch = Batch(epoch=self.progress.position // self.recipe.steps_per_epoch)
@@ -265,14 +265,14 @@ class Trainer:
                 (kept if useful else idle).append(Group(problem, group, rewards))
             if len(kept) >= wanted or self.done:
                 break
-        # Groups without advantage, which have no gradient, fill a batch that would be too small.
+        # Groups without an advantage have no gradient. They only fill a batch up to its size.
         batch.groups = (kept + idle)[:wanted]
         return batch
 
     def _upcoming(self) -> list[list[int]]:
         """Prompts of the batch that is drawn next; none after the last one.
 
-        A look ahead leaves no trace in ``progress``, so that a resumed run sees the same prompts.
+        Looking ahead does not change ``progress``, so a resumed run sees the same prompts.
         """
         algorithm = self.recipe.algorithm
         last = self.progress.step + 1 >= algorithm.max_num_steps
@@ -281,7 +281,7 @@ class Trainer:
         return [self.problems[i].prompt for i in self._indices(self.progress.position)]
 
     def _indices(self, position: int) -> list[int]:
-        """Indices of a batch's prompts. Their order is a function of (seed, epoch) alone."""
+        """Indices of a batch's prompts. Their order depends only on seed and epoch."""
         per_step = self.recipe.algorithm.num_prompts_per_step
         per_epoch = self.recipe.steps_per_epoch
         epoch, index = divmod(position, per_epoch)

@@ -33,7 +33,7 @@ class OptimizerKwargs(Block):
     """Arguments of ``torch.optim.AdamW``."""
 
     lr: float = Field(default=1e-4, gt=0, le=1)
-    """AdamW moves each weight by as much in a step."""
+    """About the distance that AdamW moves each weight in a step."""
     weight_decay: float = Field(default=0.01, ge=0)
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     eps: float = Field(default=1e-8, gt=0, le=1)
@@ -44,8 +44,8 @@ class OptimizerKwargs(Block):
             raise WrongKey(
                 "weight_decay",
                 self.weight_decay,
-                f"must be less than 1 / lr = {1 / self.lr:g}: a step takes lr * weight_decay of "
-                "each weight away",
+                f"must be less than 1 / lr = {1 / self.lr:g}: a step shrinks each weight by lr * "
+                "weight_decay of itself",
             )
         return self
 
@@ -69,9 +69,9 @@ class VllmConfig(Block):
 
 
 class EngineResources(Block):
-    """The ``resources:`` block of engines that are not colocated: one engine for each GPU of these.
+    """The ``resources:`` block of engines that are not colocated: one engine for each GPU.
 
-    On a machine without GPUs it says how many engines share its cores.
+    On a machine without GPUs this is the number of engines that share its cores.
     """
 
     gpus_per_node: int | None = Field(default=None, ge=1, le=MAX_PER_NODE)
@@ -83,7 +83,8 @@ class ColocatedConfig(Block):
     """The ``colocated:`` block: where the engines are."""
 
     enabled: bool = True
-    """One engine, in the trainer's process; else ``resources`` says how many, each in its own."""
+    """One engine, in the trainer's process. If false, as many as ``resources`` says, each in a
+    process of its own."""
     resources: EngineResources = EngineResources()
 
     @model_validator(mode="after")

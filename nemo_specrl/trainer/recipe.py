@@ -55,7 +55,7 @@ class Algorithm(Block):
     normalize_rewards: bool = True
     use_leave_one_out_baseline: bool = False
     use_dynamic_sampling: bool = False
-    """DAPO: groups whose rewards are all equal are replaced by other prompts' groups."""
+    """DAPO: groups whose rewards are all equal are replaced by groups of further prompts."""
     dynamic_sampling_max_gen_batches: Count = 10
     ppo_epochs: Count = 1
     """Passes over a step's rollouts."""
@@ -81,7 +81,7 @@ class LossConfig(Block):
     ratio_clip_c: float | None = Field(default=None, gt=1)
     """Dual clip."""
     token_level_loss: bool = True
-    """Mean over tokens; else over each response's tokens, then over responses."""
+    """Mean over all tokens. If false, over each response's tokens, and then over responses."""
     reference_policy_kl_penalty: float = Field(default=0.0, ge=0)
     use_importance_sampling_correction: bool = False
     truncated_importance_sampling_ratio: float | None = Field(default=2.0, gt=0)
@@ -112,7 +112,7 @@ class LoggerConfig(Block):
     """The ``logger:`` block."""
 
     log_dir: UserPath = Path("results/grpo")
-    """For metrics.jsonl and TensorBoard."""
+    """Folder of metrics.jsonl and of TensorBoard's event files."""
     tensorboard_enabled: bool = True
     prometheus_textfile: UserPath | None = None
     """File ending in .prom for node_exporter's textfile collector."""
@@ -122,7 +122,7 @@ class ClusterConfig(Block):
     """The ``cluster:`` block: the ranks of a Megatron policy."""
 
     gpus_per_node: int | None = Field(default=None, ge=1, le=MAX_PER_NODE)
-    """Ranks of a node, on a machine without GPUs too; None: as many as one replica takes."""
+    """Ranks per node, also on a machine without GPUs; None: as many as one replica needs."""
     num_nodes: Nodes = 1
 
 
@@ -185,7 +185,9 @@ class Recipe(Block):
 
     @property
     def run_dir(self) -> Path:
-        """Folder of the run's cache and journal: that of its checkpoints, if it makes any."""
+        """Folder of the run's cache and journal: ``checkpoint_dir``; without checkpoints, that of
+        the log.
+        """
         made = self.checkpointing.enabled
         return self.checkpointing.checkpoint_dir if made else self.logger.log_dir
 
@@ -196,7 +198,7 @@ class Recipe(Block):
 
     @property
     def parallelism(self) -> tuple[int, int, int]:
-        """Tensor-, pipeline- and data-parallel size; the last is what is left of the ranks."""
+        """Tensor-, pipeline- and data-parallel size; the last follows from the number of ranks."""
         megatron = self.policy.megatron_cfg
         tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
         ranks = (self.cluster.gpus_per_node or tp * pp) * self.cluster.num_nodes
@@ -204,9 +206,9 @@ class Recipe(Block):
 
     @property
     def engines(self) -> tuple[int, int] | None:
-        """Number of engines in processes of their own, and of nodes for them.
+        """Number of engines in processes of their own, and number of nodes for them.
 
-        None: one engine, in this process.
+        None where there is one engine in the trainer's process.
         """
         colocated = self.policy.generation.colocated
         if colocated.enabled:
@@ -230,6 +232,10 @@ class Recipe(Block):
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Load a recipe from a YAML file.
+
+    For example::
+
+        load_recipe(Path("examples/configs/grpo_sort_cpu.yaml"), ["grpo.max_num_epochs=3"])
 
     Args:
         path: the file.
@@ -258,10 +264,10 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def _of_yaml(what: str, read: Callable[[], Any]) -> Any:
-    """What ``read`` makes of a user's text, for which YAML and OmegaConf raise many kinds."""
+    """Call ``read``, and turn errors of YAML and OmegaConf into a ConfigError."""
     try:
         return read()
     except FileNotFoundError:
         raise
-    except Exception as error:
+    except Exception as error:  # YAML and OmegaConf raise many kinds without a common base
         raise ConfigError(f"{what}: {' '.join(str(error).split())[:300]}") from None

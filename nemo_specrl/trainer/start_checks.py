@@ -1,7 +1,7 @@
-"""What is known to be wrong with a recipe on this machine before models and engines are started.
+"""Checks of a recipe on this machine before models and engines are loaded.
 
-Loading them takes a minute; a folder that is a file, or a context that the model does not have, is
-known in a second. Nothing here needs torch or vLLM, and nothing is left behind on the disk.
+Loading takes a minute; that a folder is a file, or that the model's context is shorter than asked
+for, can be found within a second. Nothing here needs torch or vLLM, or leaves files behind.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ __all__ = ["check_start"]
 
 
 def check_start(recipe: Recipe) -> None:
-    """Refuse what cannot work on this machine.
+    """Refuse a recipe that cannot work on this machine.
 
     Raises:
-        ConfigError: a folder that cannot be written to, or a model, a context or tokens that do not
-            fit each other.
+        ConfigError: a folder cannot be written to, or the model does not fit the context length,
+            the prompts or the stop tokens.
     """
     _check_model(recipe)
     folders = {"logger.log_dir": recipe.logger.log_dir}
@@ -41,7 +41,7 @@ def check_start(recipe: Recipe) -> None:
 
 
 def _check_folder(key: str, folder: Path) -> None:
-    """Refuse a folder in which nothing can be written, or that cannot be made."""
+    """Refuse a folder that cannot be created or written to."""
     try:
         parents = folder.absolute().parents
         place = next(p for p in (folder, *parents) if p.exists() or p.is_symlink())

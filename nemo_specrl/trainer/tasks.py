@@ -92,7 +92,7 @@ class Sum:
 
     @property
     def question(self) -> str:
-        """See :class:`Problem`."""
+        """The sum as text."""
         first, *rest = self.terms
         return f"{first}" + "".join(f"{t:+d}" for t in rest) + "=?"
 
@@ -145,7 +145,7 @@ class Sorting:
         return [BOS, *encode(self.question)]
 
     def steps(self, rng: random.Random, error_rate: float) -> list[str]:
-        """The letters sorted so far, one letter more in each step; a wrong one is a place off."""
+        """The letters sorted so far, one more in each step; a wrong one is one place off."""
         placed: list[str] = []
         steps = []
         for letter in self.letters:
@@ -186,7 +186,7 @@ def problems(task: str, count: int, seed: int) -> tuple[Problem, ...]:
 
 
 def heldout_problems(training: tuple[Problem, ...], task: str, count: int) -> list[Problem]:
-    """Problems that are not in the training set, the same for every run of a recipe."""
+    """Problems that are not in the training set; the same for every run of a recipe."""
     seen = set(training)
     candidates = problems(task, count + len(seen), HELDOUT_SEED)
     return [problem for problem in candidates if problem not in seen][:count]
@@ -195,8 +195,8 @@ def heldout_problems(training: tuple[Problem, ...], task: str, count: int) -> li
 def solution(problem: Problem, rng: random.Random | None = None, error_rate: float = 0.0) -> str:
     """A worked solution in which each step is wrong with probability ``error_rate``.
 
-    The following steps build on a wrong one, as they would after a model's own mistake. The shipped
-    models were trained on such solutions, which leaves room for reinforcement learning.
+    Later steps build on a wrong one, as they would after a model's own mistake. The shipped models
+    were trained on such solutions, which leaves room for reinforcement learning.
     """
     *steps, answer = problem.steps(rng or random.Random(0), error_rate)
     return "".join(f"{step};" for step in steps) + f"#{answer}"

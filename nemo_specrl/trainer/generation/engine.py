@@ -1,7 +1,7 @@
 """An engine of the embedded trainer: rollouts, held-out responses and refits.
 
-Plain training uses the same engine, the same seeds and the same code with speculation switched
-off, so that both sides of a comparison differ in nothing else.
+Plain training uses the same engine, seeds and code with speculation switched off, so that the two
+sides of a comparison differ only in speculation.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def build_engine(recipe: Recipe) -> LLM:
     vllm_cfg = generation.vllm_cfg
     # A CPU engine must not split the prefill of a seeded request over two steps: vLLM would rewind
     # the request's generator, which CPU generators do not support
-    # (v1/worker/gpu_model_runner.py, _bookkeeping_sync). A token budget for max_num_seqs rows of
-    # max_model_len makes sure that none is split.
+    # (v1/worker/gpu_model_runner.py, _bookkeeping_sync). With a token budget for max_num_seqs rows
+    # of max_model_len tokens, none is split.
     rows = generation.vllm_kwargs.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS)
     whole = rows * vllm_cfg.max_model_len
     batched = generation.vllm_kwargs.get("max_num_batched_tokens", whole)
@@ -110,7 +110,7 @@ def build_engine(recipe: Recipe) -> LLM:
         )
     except SpecRLError:
         raise
-    except Exception as error:  # of many kinds, by which part of vLLM it is that refuses
+    except Exception as error:  # vLLM's parts raise many kinds without a common base
         reason = " ".join(str(error).split())
         if isinstance(error, ValidationError):
             reason = first_problem(error)
@@ -142,7 +142,7 @@ class Response:
 
 @dataclass
 class RolloutTimes:
-    """Time and tokens of rollouts, summed over a step's ``generate`` calls."""
+    """Time, seconds, and tokens of rollouts, summed over a step's ``generate`` calls."""
 
     rollout_s: float = 0.0
     decoded_tokens: int = 0
@@ -151,10 +151,10 @@ class RolloutTimes:
 
 
 class Cache(RolloutCache, Protocol):
-    """A cache of rollouts that others read as well."""
+    """A cache of rollouts that other processes may read as well."""
 
     def sync(self) -> None:
-        """Return when what was put is on disk and can be found by everyone."""
+        """Wait until everything that was put is on disk, and can be found by all processes."""
         ...
 
 
@@ -163,11 +163,11 @@ class Engine:
 
     Args:
         recipe: the whole recipe.
-        cache: of rollouts, or None with speculation switched off.
+        cache: the rollout cache, or None with speculation switched off.
 
     Attributes:
-        times: of the rollouts since they were last taken.
-        heldout_s: time of the last plain decoding of held-out prompts.
+        times: times of the rollouts since the last :meth:`take_times`.
+        heldout_s: duration of the last plain decoding of held-out prompts, seconds.
 
     Raises:
         ConfigError: vLLM refuses the model or an argument.
@@ -238,7 +238,7 @@ class Engine:
         return [generated[i : i + samples] for i in range(0, len(generated), samples)]
 
     def take_times(self) -> RolloutTimes:
-        """Return ``times`` and start them anew."""
+        """Return ``times`` and reset them."""
         times, self.times = self.times, RolloutTimes()
         return times
 
@@ -250,7 +250,7 @@ class Engine:
         for prompt in prompts:
             key = prompt_key(prompt)
             rows += [{"prompt_token_ids": prompt} for _ in range(group)]
-            # The row alone decides, so that a replay is the same.
+            # Seeds depend only on the row, so that a repeated step is the same.
             params += [
                 self._params(derived_seed(purpose, seed, self.policy_version, key, sample_index))
                 for sample_index in range(group)

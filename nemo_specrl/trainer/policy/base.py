@@ -1,7 +1,7 @@
-"""The interface between the training loop and a policy, whichever backend holds its weights.
+"""The interface between the training loop and a policy, independent of the backend.
 
-A policy turns samples into gradients and streams its weights to the engines. It knows nothing of
-rollouts, rewards or the cache.
+A policy trains on samples and streams its weights to the engines. It knows nothing of rollouts,
+rewards or the cache.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Float32Array = npt.NDArray[np.float32]
 
 
 def to_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """The values of a tensor on the CPU, for another process.
+    """The values of a CPU tensor as a numpy array, to be sent to another process.
 
-    Those of the 16-bit types come as int16 with their bits, since numpy has no bfloat16.
+    The bits of 16-bit types are returned as int16, since numpy has no bfloat16.
     """
     import torch
 
@@ -34,9 +34,9 @@ def to_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
 
 
 def to_tensor(array: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
-    """The tensor of ``dtype`` of which :func:`to_array` made an array, on the array's memory.
+    """Undo :func:`to_array`: a tensor of ``dtype`` that shares the array's memory.
 
-    Ray's arrays lie in shared memory, and must not be written to.
+    Arrays from Ray are in shared memory and must not be written to.
     """
     import torch
 
@@ -47,14 +47,14 @@ def to_tensor(array: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(eq=False)
 class Sample:
-    """A prompt and a response with what the losses need to know about it.
+    """A prompt and a response, with the per-token values that the losses need.
 
     Args:
         prompt: token ids.
         response: token ids, ``[n]``.
-        advantages: float32 ``[n]``.
-        anchor: log-probs from which the clipped ratio starts, float32 ``[n]``, nats; NaN where it
-            starts from the policy as it is before the step's first update.
+        advantages: advantage of each token, float32 ``[n]``.
+        anchor: log-probs in the denominator of the clipped ratio, float32 ``[n]``, nats; NaN for
+            those of the policy before the step's first update.
         importance: importance weights, float32 ``[n]``, or None for 1 throughout.
         old_values: value before each token, float32 ``[n]`` (PPO).
         returns: target of the value model, float32 ``[n]`` (PPO).
@@ -70,7 +70,7 @@ class Sample:
 
     @classmethod
     def to_score(cls, prompt: list[int], response: list[int]) -> Sample:
-        """A response whose log-probs are wanted and that is not trained on."""
+        """A sample that is only scored by ``logprobs``, not trained on."""
         zeros = np.zeros(len(response), dtype=np.float32)
         return cls(prompt, response, zeros, zeros)
 
@@ -78,7 +78,7 @@ class Sample:
 class Policy(Protocol):
     """A policy in training.
 
-    Between training steps it may be *offloaded*, so that the engines have the device's memory. An
+    Between updates it may be *offloaded*, so that the engines can use the device's memory. An
     offloaded policy can be saved, loaded and shut down; everything else needs :meth:`reload` first.
     """
 
@@ -91,7 +91,7 @@ class Policy(Protocol):
         ...
 
     def reference_logprobs(self, samples: Sequence[Sample]) -> list[Float32Array]:
-        """The same as :meth:`logprobs` under the weights with which the run began."""
+        """Log-probs as from :meth:`logprobs`, but under the weights with which the run began."""
         ...
 
     def train(self, samples: Sequence[Sample], *, epochs: int) -> dict[str, float]:
@@ -118,24 +118,24 @@ class Policy(Protocol):
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights one tensor at a time, for a refit.
 
-        No more than one full tensor has to exist beside the policy's own copy: a backend that
-        holds shards casts them and gathers each tensor when it is asked for.
+        Only one full tensor exists beside the policy's own copy at a time: a backend that holds
+        shards casts and gathers each tensor when it is requested.
 
         Args:
-            dtype: of the tensors; None for the policy's own.
+            dtype: data type of the tensors; None for the policy's own.
 
         Yields:
             name as in a Hugging Face checkpoint, and tensor. The tensor is valid until the next
-            one is asked for. A tied output layer is left out.
+            one is requested. A tied output layer is left out.
         """
         ...
 
     def offload(self) -> None:
-        """Free the device memory that is needed for training only."""
+        """Free the device memory that is needed only for training."""
         ...
 
     def reload(self) -> None:
-        """Undo :meth:`offload`. Does nothing where the policy is not offloaded."""
+        """Undo :meth:`offload`. Does nothing if the policy is not offloaded."""
         ...
 
     def save(self, folder: Path) -> None:

@@ -41,8 +41,8 @@ class SteppingPolicy:
         """Take an optimizer step.
 
         Args:
-            samples: of the step, without those that have no gradient; may be empty.
-            weights: of the tokens of each sample in the step's loss.
+            samples: samples of the step that have a gradient; may be empty.
+            weights: weight of each sample's tokens in the step's loss.
 
         Returns:
             metrics by name.
@@ -64,7 +64,7 @@ class SteppingPolicy:
         size = self.config.train_global_batch_size
         several = epochs > 1 or len(samples) > size
         if several:
-            # The later updates of a step have their ratios against the policy before the first.
+            # Ratios of later optimizer steps are relative to the policy before the first one.
             for sample, current in zip(samples, self.logprobs(samples), strict=True):
                 sample.anchor = np.where(np.isnan(sample.anchor), current, sample.anchor)
         totals: dict[str, float] = {}
@@ -83,7 +83,7 @@ class SteppingPolicy:
         weights = token_weights(
             [len(s.response) for s in samples], token_level=self.loss.token_level_loss
         )
-        # A response without advantage has no gradient: it only counts in the means.
+        # A response without an advantage has no gradient, and only counts in the means.
         penalty = self.loss.reference_policy_kl_penalty > 0
         live = [i for i, s in enumerate(samples) if penalty or np.any(s.advantages)]
         metrics = self.optimizer_step([samples[i] for i in live], [weights[i] for i in live])

@@ -1,8 +1,8 @@
 """The Megatron policy as the training loop sees it: its ranks are Ray actors.
 
-The driver holds no part of the model and does not import megatron. It deals samples to
-data-parallel replicas, asks all ranks the same thing at once, and assembles weights for a refit
-from the ranks' parts, one parameter at a time.
+The driver holds no part of the model and does not import megatron. It distributes samples over the
+data-parallel replicas, calls all ranks at once, and assembles weights for a refit from the ranks'
+parts, one parameter at a time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Actor(MegatronRank):
     """A rank as a Ray actor."""
 
     def open(self, one_node: bool) -> tuple[str, int]:
-        """Listen where the other ranks are, on this node or others; returns host and port."""
+        """Listen for the other ranks, which are on this node or others; returns host and port."""
         address: Any = ray.util.get_node_ip_address
         host = LOOPBACK if one_node else str(address())
         return host, self.listen(host)
@@ -49,24 +49,24 @@ class _Actor(MegatronRank):
 
     @ray.method(concurrency_group="health")
     def pid(self) -> int:
-        """Process id, also in the middle of another call."""
+        """Process id; answers even during another call."""
         return os.getpid()
 
 
 class MegatronPolicy(SteppingPolicy):
     """A :class:`~nemo_specrl.trainer.policy.Policy` of Megatron-Core ranks in float32.
 
-    A Ray that this process is connected to, or that ``RAY_ADDRESS`` names, is used; otherwise one
-    is started on this machine, and ended by :meth:`shutdown`. Where Ray has GPUs each rank gets
-    one.
+    The Ray cluster that this process is connected to, or that ``RAY_ADDRESS`` names, is used;
+    otherwise Ray is started on this machine, and ended by :meth:`shutdown`. If Ray has enough GPUs,
+    each rank gets one.
 
     Args:
         config: the ``policy:`` block.
         loss: the ``loss_fn:`` block.
         seed: decides which samples share an optimizer step.
-        layout: of the ranks.
-        nodes: of Ray, over which they are spread: this process's own, and as many others as there
-            are up to this number. Each has consecutive ranks.
+        layout: layout of the ranks.
+        nodes: largest number of Ray's nodes that the ranks are spread over, this process's own
+            first. Each node has consecutive ranks.
 
     Raises:
         ConfigError: the model cannot be loaded, or the layout does not divide it.
@@ -91,7 +91,7 @@ class MegatronPolicy(SteppingPolicy):
             raise
 
     def _start(self, nodes: int) -> None:
-        # A folder that is given relative to this process's own.
+        # Other nodes have another working directory.
         model = str(self.architecture.folder.absolute())
         config = self.config.model_copy(update={"model_name": model})
         size = self.layout.size
@@ -123,7 +123,7 @@ class MegatronPolicy(SteppingPolicy):
     def reference_logprobs(self, samples: Sequence[Sample]) -> list[Float32Array]:
         """Log-probs under the run's first weights; see :meth:`Policy.reference_logprobs`.
 
-        Without a KL penalty the first weights are read from disk at each call.
+        Without a KL penalty, the first weights are read from disk at each call.
         """
         return self._logprobs(samples, reference=True)
 
@@ -164,9 +164,9 @@ class MegatronPolicy(SteppingPolicy):
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights, each gathered when it is asked for; see :meth:`Policy.stream_weights`.
 
-        What is in memory beside the ranks' parts is one parameter, at most a layer's queries, keys
-        and values, or its gate and up projections: its parts, in Ray's shared memory, and the
-        tensors that they are assembled to.
+        Beside the ranks' parts, one parameter is in memory at a time, at most a layer's queries,
+        keys and values, or its gate and up projections: its parts, in Ray's shared memory, and the
+        tensors that are assembled from them.
         """
         dtype = dtype or torch.float32
         layout = self.layout
@@ -224,29 +224,29 @@ class MegatronPolicy(SteppingPolicy):
             ray.shutdown()
 
     def _end_ranks(self) -> None:
-        # Ray stays: a rank may fail in the thread that saves, while others are using Ray.
+        # Ray is left running: if a rank fails in the saving thread, other threads still use Ray.
         if self._ranks is not None:
             self._ranks.end()
 
     # --- the ranks ----------------------------------------------------------------------------
 
     def pids(self) -> list[int]:
-        """Process ids of the ranks, each on its node."""
+        """Process id of each rank on its node."""
         return list(self.ranks.pids)
 
     def _deal(self, samples: Sequence[Sample]) -> list[list[int]]:
-        """Deal samples to the replicas, of similar length each; returns indices by replica."""
+        """Distribute samples of similar lengths over the replicas; returns indices by replica."""
         lengths = [len(sample.prompt) + len(sample.response) for sample in samples]
         ordered = sorted(range(len(samples)), key=lengths.__getitem__)
         return [ordered[dp :: self.layout.dp] for dp in range(self.layout.dp)]
 
     def _reports(self, returned: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-        """Each replica's index and what its reporting rank returned."""
+        """The index of each replica, and what its reporting rank returned."""
         for dp in range(self.layout.dp):
             yield dp, returned[self.layout.rank(pp=self.layout.pp - 1, dp=dp)]
 
     def _each(self, method: str, arguments: Callable[[int], tuple[Any, ...]]) -> list[Any]:
-        """Call a method of all ranks with arguments for each replica; returns by rank."""
+        """Call a method of all ranks, with arguments by replica; returns answers by rank."""
         stored = [ray.put(arguments(dp)) for dp in range(self.layout.dp)]
         refs = {}
         for rank in range(self.layout.size):

@@ -38,9 +38,9 @@ def load_model(model_name: str) -> torch.nn.Module:
         model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=torch.float32,
-            trust_remote_code=False,  # else the terminal is asked whether to run the folder's code
+            trust_remote_code=False,  # None would ask on the terminal whether to run its code
         )
-    except Exception as error:
+    except Exception as error:  # transformers raises many kinds without a common base
         first_line = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(
             f"policy.model_name = {model_name!r}: transformers cannot load it: {first_line}"
@@ -81,7 +81,7 @@ class TorchModel:
         self.optimizer.zero_grad(set_to_none=True)
 
     def reload(self) -> None:
-        """Nothing to bring back: the next backward pass makes the gradients anew."""
+        """Do nothing: the next backward pass allocates the gradients."""
 
     def save(self, folder: Path) -> None:
         """Write weights and optimizer state into ``folder``, which is created if missing."""
@@ -128,7 +128,7 @@ class MicroBatch:
     def split(cls, samples: Sequence[Sample], size: int) -> list[MicroBatch]:
         """Split samples into micro-batches of at most ``size``, sorted by length to save padding.
 
-        The order of the samples is lost; :meth:`gather` returns values in a micro-batch's order.
+        :meth:`gather` returns values in the order of a micro-batch's samples, not of the input.
         """
         ordered = sorted(samples, key=lambda s: len(s.prompt) + len(s.response))
         batches = []
@@ -164,7 +164,7 @@ class MicroBatch:
     def logprobs(self, model: torch.nn.Module) -> torch.Tensor:
         """Log-prob of each token, float32 ``[b, t]``, nats.
 
-        Padding is on the right, where causal attention never looks, so that no mask is needed.
+        Padding is on the right, which causal attention does not see, so no mask is needed.
         """
         logits = model(input_ids=self.tokens).logits[:, :-1].float()
         chosen: torch.Tensor = logits.gather(-1, self.tokens[:, 1:, None])[..., 0]
@@ -180,13 +180,13 @@ class MicroBatch:
         """The clipped loss of these samples, weighted.
 
         Args:
-            logprobs: under the policy in training, float32 ``[b, t]``, nats.
-            weights: of each token, by the ``id`` of its sample.
+            logprobs: log-probs under the policy in training, float32 ``[b, t]``, nats.
+            weights: weight of each token of a sample, by the sample's ``id``.
             config: the ``loss_fn:`` block.
             reference: log-probs under the reference policy, float32 ``[b, t]``, nats.
 
         Returns:
-            the loss, and it and weighted sums for the log by name.
+            the loss; and for the log, by name, the loss and other weighted sums.
         """
         device = logprobs.device
         anchor = self.scatter(lambda s: s.anchor).to(device)

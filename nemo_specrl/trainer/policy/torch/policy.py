@@ -43,8 +43,8 @@ class TorchPolicy(SteppingPolicy, TorchModel):
     def reference_logprobs(self, samples: Sequence[Sample]) -> list[Float32Array]:
         """Log-probs under the run's first weights; see :meth:`Policy.reference_logprobs`.
 
-        Without a KL penalty the first weights are read from disk at each call, so that training
-        holds one copy of the model.
+        Without a KL penalty, the first weights are read from disk at each call, so that training
+        holds only one copy of the model.
         """
         return self._logprobs(self.reference or load_model(self.config.model_name), samples)
 
