@@ -40,7 +40,7 @@ from nemo_specrl.engine.vllm.environment import local_cpu_environment
 from nemo_specrl.errors import SpecRLError
 
 LEAST_SECONDS = {"qwen3-8b": 90.0}
-"""With less time left, no process is started: by size, else 20."""
+"""Seconds that must be left to start a process, by size; 20 for other sizes."""
 
 
 def points(size: Size) -> dict[str, tuple[str, Callable[[Bench], dict[str, Any]]]]:
@@ -77,7 +77,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def save(path: Path, data: dict[str, Any]) -> None:
-    """Write a result, so that what is on disk is whole at any time."""
+    """Write a result atomically."""
     written = path.with_suffix(".tmp")
     rounded = json.loads(
         json.dumps(data, default=float), parse_float=lambda f: float(f"{float(f):.5g}")

@@ -39,7 +39,7 @@ from nemo_specrl.engine.vllm.prompt_logprob_memory import prompt_logprob_bytes
 from nemo_specrl.speculation.acceptance import accepted_lengths, offsets_of
 
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 0.95, 1.0)
-"""Of draft tokens that are accepted."""
+"""Fractions of draft tokens that are accepted."""
 GROUP = 8
 P_OF_REUSE = 0.85
 REUSE = SpecRLConfig(enabled=True, preset="faithful", fresh_fraction=0)
@@ -405,7 +405,7 @@ class Bench:
 
 
 def timed(work: Callable[[], Any]) -> tuple[dict[str, float], Any]:
-    """Seconds, those of processors in this process, where CPU engines are, too; and the result."""
+    """Call a function; returns its seconds and this process's processor seconds, and its result."""
     wall, processor = time.perf_counter(), time.process_time()
     result = work()
     times = {
