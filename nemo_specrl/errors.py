@@ -118,7 +118,7 @@ class IncompatibleVersion(SpecRLError, ImportError):
 
 def last_line(error: BaseException) -> str:
     """The last line of an error's message, or its type. Ray puts tracebacks before that line."""
-    if "Weights only load failed" in str(error):  # torch ends with a link
+    if "Weights only load failed" in str(error):  # the last line of torch's message is a link
         return "a pickle in it is damaged, or holds more than data"
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1].strip()

@@ -14,15 +14,7 @@ from typing import BinaryIO
 
 import xxhash
 
-__all__ = [
-    "FILE_MODE",
-    "FOLDER_MODE",
-    "digest",
-    "replacing",
-    "step_folders",
-    "sync",
-    "sync_folder",
-]
+__all__ = ["FILE_MODE", "FOLDER_MODE", "digest", "replacing", "step_folders", "sync", "sync_folder"]
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
 """Modes of files and folders that hold prompts or rollouts: only their owner may read them."""

@@ -149,11 +149,7 @@ class Rollout:
             raise InvalidRollout(f"key must be {KEY_BYTES} bytes, got {self.key!r}")
         values: dict[str, Any] = {name: self._whole_number(name) for name in _BITS}
         values |= self._arrays(values["policy_version"])
-        values |= {
-            "finish": Finish(self.finish),
-            "fresh": bool(self.fresh),
-            "raw": bool(self.raw),
-        }
+        values |= {"finish": Finish(self.finish), "fresh": bool(self.fresh), "raw": bool(self.raw)}
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -229,7 +225,5 @@ class Rollout:
         if length >= len(self):
             return self
         return replace(
-            self,
-            finish=Finish.PARTIAL,
-            **{name: getattr(self, name)[:length] for name in _ARRAYS},
+            self, finish=Finish.PARTIAL, **{name: getattr(self, name)[:length] for name in _ARRAYS}
         )

@@ -109,8 +109,7 @@ def _say(line: str) -> None:
 
 @app.command(epilog="Example: nemo-specrl cache export results/run/step_20 exported")
 def export(
-    path: PathArgument,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder.")],
+    path: PathArgument, out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder.")]
 ) -> None:
     """Write a cache as safetensors files, which other programs and other runs can read."""
     from nemo_specrl.cache.export import write_export
@@ -128,7 +127,7 @@ class _Sound:
     """Rollouts without the damaged ones, which are counted on the way.
 
     Args:
-        rollouts: of an open cache; an error stands for a rollout that cannot be read.
+        rollouts: rollouts of an open cache; an error stands for one that cannot be read.
 
     Attributes:
         damaged: rollouts that were left out so far.
@@ -161,7 +160,7 @@ def import_(
         str, typer.Option(help="Hard cap of the store, as the recipe has it.")
     ] = "64GiB",
 ) -> None:
-    """Have new runs begin with another run's rollouts, as drafts.
+    """Give new runs another run's rollouts as drafts.
 
     They go into CACHE_DIR/warm_start. Each run that starts there, on this node, takes a copy of it.
     Policy versions are counted within a run, so all become 0, and the rollouts are drafted from the
@@ -212,8 +211,8 @@ def _add(store: RolloutStore, rollouts: Iterable[Rollout], *, newest_last: bool)
     """Put rollouts into a store, the newest of each sample index where it has none yet.
 
     Args:
-        store: to add to.
-        rollouts: those of a prompt one after the other.
+        store: the store to add to.
+        rollouts: rollouts, those of a prompt one after the other.
         newest_last: whether they are listed as in an export; a store lists the newest first.
 
     Returns:

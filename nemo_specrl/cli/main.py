@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
+import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -118,14 +121,13 @@ def train(config: RecipeArgument, overrides: OverridesArgument = None) -> None:
     if config.is_file():
         _say(f"train: loading {config}, torch and vLLM; the first step takes a minute or more")
     from nemo_specrl.engine.vllm.environment import local_cpu_environment
-    from nemo_specrl.monitoring.metrics_file import quiet_libraries
     from nemo_specrl.trainer.recipe import load_recipe
     from nemo_specrl.trainer.start_checks import check_start
 
     recipe = load_recipe(config, overrides or ())
     check_start(recipe)
     local_cpu_environment()
-    quiet_libraries()
+    _quiet_libraries()
     heartbeat.connect(recipe.run_dir)
     trainer = _set_up(recipe)
     if not trainer.done:
@@ -133,6 +135,20 @@ def train(config: RecipeArgument, overrides: OverridesArgument = None) -> None:
             _train_with_progress(trainer, recipe)
     if trainer.stop:
         raise SystemExit(130)
+
+
+def _quiet_libraries() -> None:
+    """Suppress messages that libraries print at the start of a run and that need no action.
+
+    Errors are still shown, and so are warnings from anywhere else. Call it before torch is
+    imported. Environment variables that the user has set are left as they are.
+    """
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # while weights are read
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # on NUMA nodes
+    # vLLM uses names that are deprecated in torch.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
+    # Triton is missing on a CPU.
+    logging.getLogger("torch._library.triton").addFilter(lambda record: record.levelno >= 40)
 
 
 @heartbeat.section("setup")

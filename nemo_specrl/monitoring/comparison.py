@@ -155,10 +155,8 @@ def summary(compare: dict[str, Any]) -> list[list[str]]:
         if name == metric.FRESH_REWARD and not applies(compare["speculative"], name):
             continue
         means = [_last_epoch_mean(compare[side], name) for side in SIDES]
-        if name == metric.FRESH_REWARD and means[0] is None:
-            means[0] = _last_epoch_mean(
-                compare["plain"], metric.REWARD
-            )  # plain: every row is fresh
+        if name == metric.FRESH_REWARD and means[0] is None:  # in plain, every row is fresh
+            means[0] = _last_epoch_mean(compare["plain"], metric.REWARD)
         cells = ["-" if mean is None else f"{mean:.3f}" for mean in means]
         lines.append([label, *cells, _difference(*means)])
     for which, position in (("first", 0), ("last", -1)):

@@ -6,6 +6,7 @@ import math
 import statistics
 import textwrap
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nemo_specrl.monitoring import names as metric
@@ -187,12 +188,9 @@ def _draw_cumulative(ax: Axes, compare: dict[str, Any]) -> None:
         ("-", metric.ROLLOUT_S, "rollouts"),
     ):
         for side in SIDES:
-            sums, total = [0.0], 0.0
-            for seconds in compare[side][name]:
-                total += seconds / divisor
-                sums.append(total)
+            sums = list(accumulate((s / divisor for s in compare[side][name]), initial=0.0))
             ax.plot(range(len(sums)), sums, style, color=_COLOUR[side], linewidth=2,
-                    label=f"{label}, {side}: {total:.3g} {unit}")  # fmt: skip
+                    label=f"{label}, {side}: {sums[-1]:.3g} {unit}")  # fmt: skip
     ax.set_ylim(0, None)
     panel_title(ax, f"Time spent so far, {unit}", "lower is better")
 
@@ -240,7 +238,7 @@ def _draw_rewards(ax: Axes, rewards: dict[str, Column]) -> None:
     window = max(1, len(rewards["plain"]) // 12)
     for side, marker in zip(SIDES, ("o", "^"), strict=True):
         steps = range(1, len(rewards[side]) + 1)
-        points = _gaps(rewards[side])
+        points = [math.nan if value is None else value for value in rewards[side]]
         if all(map(math.isnan, points)):
             continue
         if window > 1:
@@ -275,10 +273,6 @@ def _draw_heldout(ax: Axes, heldout: dict[str, list[HeldOut]]) -> None:
     panel_title(
         ax, "Held-out accuracy, %", "higher is better" + ("; band: all seeds" if banded else "")
     )
-
-
-def _gaps(column: Column) -> list[float]:
-    return [math.nan if value is None else value for value in column]
 
 
 def _moving_mean(values: Sequence[float], window: int) -> list[float]:

@@ -113,7 +113,7 @@ class LivePage:
         with canvas():  # raises if matplotlib is missing
             pass
         run = _Run(folder)
-        handler = type("Handler", (_Handler,), {"run": run, "token": token})
+        handler = type("Handler", (_Handler,), {"run": run, "token": token or ""})
         try:
             self._server = ThreadingHTTPServer(("127.0.0.1", port), handler)
         except OSError as error:
@@ -133,10 +133,15 @@ class LivePage:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET for the page, its content and its picture."""
+    """Answers GET for the page, its content and its picture.
+
+    Attributes:
+        run: the run.
+        token: what requests need; empty: they need none.
+    """
 
     run: _Run
-    token: str | None
+    token: str
     server_version, sys_version = "nemo-specrl", ""
 
     def do_GET(self) -> None:  # http.server calls this name
@@ -147,7 +152,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         address = urlsplit(self.path)
         given = parse_qs(address.query).get("token", [""])[0]
-        if self.token is not None and given and self._is_token(given):
+        if self._is_token(given):
             cookie = f"{COOKIE}={self._cookie()}; HttpOnly; SameSite=Strict; Path=/"
             self._answer(303, "text/plain", b"", {"Location": "/", "Set-Cookie": cookie})
         elif not self._allowed():
@@ -164,7 +169,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(404, "text/plain", b"not here\n")
 
     def _allowed(self) -> bool:
-        if self.token is None:
+        if not self.token:
             return True
         kind, _, given = self.headers.get("Authorization", "").partition(" ")
         if kind == "Bearer" and self._is_token(given.strip()):
@@ -178,12 +183,11 @@ class _Handler(BaseHTTPRequestHandler):
         )
 
     def _is_token(self, given: str) -> bool:
-        assert self.token is not None
-        return hmac.compare_digest(given.encode(), self.token.encode())
+        """Whether there is a token, and ``given`` is it."""
+        return bool(self.token) and hmac.compare_digest(given.encode(), self.token.encode())
 
     def _cookie(self) -> str:
         """The cookie's value: a hash, since a token may have characters that a cookie may not."""
-        assert self.token is not None
         return hashlib.sha256(b"nemo_specrl cookie " + self.token.encode()).hexdigest()
 
     def _answer(

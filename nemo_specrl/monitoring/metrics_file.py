@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +21,6 @@ __all__ = [
     "MetricsFile",
     "MetricsLog",
     "left_out",
-    "quiet_libraries",
     "read_lines",
     "read_metrics",
     "read_steps",
@@ -33,20 +31,6 @@ CUT_OFF = "cut off"
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-
-
-def quiet_libraries() -> None:
-    """Suppress messages that libraries print at the start of a run and that need no action.
-
-    Errors are still shown, and so are warnings from anywhere else. Call it before torch is
-    imported. Environment variables that the user has set are left as they are.
-    """
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # of reading the model's weights
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # to which NUMA nodes memory is bound
-    # vLLM's modules read names that torch no longer recommends.
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
-    # Triton is missing on a CPU.
-    logging.getLogger("torch._library.triton").addFilter(lambda record: record.levelno >= 40)
 
 
 def read_lines(path: Path, parse: Callable[[str], T]) -> tuple[list[T], list[str]]:

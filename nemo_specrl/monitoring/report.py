@@ -95,7 +95,7 @@ def write_comparison(
         compare = compare | {"heldout_table": heldout_table}
     points, words = heldout(compare), verdict(compare)
     out_dir = Path(out_dir)
-    # The numbers first, so that they are kept even where the picture cannot be drawn.
+    # Write the numbers first, so that they are kept if the picture cannot be drawn.
     _write(out_dir / "compare.json", json.dumps(compare, indent=1).encode())
     picture = comparison_picture(compare, points, words)
     sums = _html_table(("", "plain", "speculative", "with speculation"), summary(compare))

@@ -157,7 +157,7 @@ def phase(
     counts = np.zeros((engines, len(FEATURES)))
     for i in range(engines):
         share = [rows[j] for j in order[i * size : (i + 1) * size]]
-        if preset != PLAIN:  # the order of SpeculativeLLM
+        if preset != PLAIN:  # SpeculativeLLM sends rows in this order
             share.sort(key=_place)
         trees = DraftTrees(TreeConfig().max_bytes)
         requests = []

@@ -34,9 +34,9 @@ __all__ = ["DriftMonitor", "Gap"]
 
 FloatArray = npt.NDArray[np.floating[Any]]
 
-# Information (about a number of fresh rows) at which the confidence sequence is tightest.
+# Information (roughly the number of fresh rows) at which the confidence sequence is tightest.
 TIGHTEST_AT = 64.0
-# Degrees of freedom from which the variance of a quantity counts as known.
+# Degrees of freedom from which on the variance of a quantity counts as known.
 ROWS_TO_JUDGE = 64
 
 

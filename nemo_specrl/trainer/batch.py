@@ -143,7 +143,6 @@ def set_gae_advantages(
         config: the ``adv_estimator:`` block.
     """
     for sample, reward in zip(samples, rewards, strict=True):
-        assert sample.old_values is not None
         sample.advantages = gae(
             float(reward), sample.old_values, gamma=config.gae_gamma, lam=config.gae_lambda
         )

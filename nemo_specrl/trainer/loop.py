@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Trainer"]
 
-# More threads gain nothing for models of this size.
+# More threads do not help models of this size.
 TRAINING_THREADS = min(2, len(os.sched_getaffinity(0)))
 
 

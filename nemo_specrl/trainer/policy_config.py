@@ -19,8 +19,8 @@ __all__ = [
     "OptimizerConfig",
     "PolicyConfig",
     "ValueConfig",
-    "model_config",
     "model_folder",
+    "read_model_config",
     "tokenizer_file",
 ]
 
@@ -121,6 +121,8 @@ class GenerationConfig(Block):
 
     @model_validator(mode="after")
     def _verifiable(self) -> GenerationConfig:
+        # With any preset, since the policies' log-probs are those of raw sampling as well. What an
+        # engine can verify in a single request is decided in engine/sampling_rules.py.
         if self.spec_rl.enabled:
             for name, value, raw in (
                 ("temperature", self.temperature, (1.0,)),
@@ -193,7 +195,7 @@ def model_folder(model_name: str) -> Path:
     return folder
 
 
-def model_config(model_name: str) -> dict[str, Any]:
+def read_model_config(model_name: str) -> dict[str, Any]:
     """Read the config.json in a model's folder.
 
     Raises:

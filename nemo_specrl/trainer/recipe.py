@@ -13,15 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from omegaconf import OmegaConf
 from pydantic import Field, model_validator
 
-from nemo_specrl.config import (
-    MAX_COUNT,
-    Block,
-    Count,
-    SpecRLConfig,
-    UserPath,
-    WrongKey,
-    validated,
-)
+from nemo_specrl.config import MAX_COUNT, Block, Count, SpecRLConfig, UserPath, WrongKey, validated
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.trainer.policy_config import MAX_PER_NODE, Nodes, PolicyConfig, ValueConfig
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_specrl.errors import ConfigError
-from nemo_specrl.trainer.policy_config import model_config, tokenizer_file
+from nemo_specrl.trainer.policy_config import read_model_config, tokenizer_file
 from nemo_specrl.trainer.recipe import Recipe
 from nemo_specrl.trainer.tasks import heldout_problems, problems
 
@@ -58,7 +58,7 @@ def _check_folder(key: str, folder: Path) -> None:
 
 def _check_model(recipe: Recipe) -> None:
     policy, generation = recipe.policy, recipe.policy.generation
-    config = model_config(policy.model_name)
+    config = read_model_config(policy.model_name)
     if recipe.spec_rl.enabled or generation.stop_strings:
         tokenizer_file(policy.model_name)
     length, key = generation.vllm_cfg.max_model_len, "policy.generation.vllm_cfg.max_model_len"

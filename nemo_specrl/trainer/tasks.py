@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import bisect
 import random
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
 
 __all__ = [
     "BOS",
@@ -47,31 +47,31 @@ MAX_TOTAL = 999
 MIN_LETTERS, MAX_LETTERS = 8, 12
 
 
-class Problem(Protocol):
+class Problem(ABC):
     """A problem of a task. Hashable; two problems are equal if their questions are."""
 
     @property
+    @abstractmethod
     def question(self) -> str:
         """The problem as text, with ``=?`` at its end."""
-        ...
 
     @property
+    @abstractmethod
     def answer(self) -> str:
         """The text expected after the response's last ``#``."""
-        ...
+
+    @abstractmethod
+    def steps(self, rng: random.Random, error_rate: float) -> list[str]:
+        """The worked steps and the answer; a step is wrong with probability ``error_rate``."""
 
     @property
     def prompt(self) -> list[int]:
-        """Token ids, beginning-of-sequence first."""
-        ...
-
-    def steps(self, rng: random.Random, error_rate: float) -> list[str]:
-        """The worked steps and the answer; a step is wrong with probability ``error_rate``."""
-        ...
+        """Token ids of the question, beginning-of-sequence first."""
+        return [BOS, *encode(self.question)]
 
 
 @dataclass(frozen=True)
-class Sum:
+class Sum(Problem):
     """A sum of signed terms."""
 
     terms: tuple[int, ...]
@@ -101,11 +101,6 @@ class Sum:
         """The total."""
         return str(sum(self.terms))
 
-    @property
-    def prompt(self) -> list[int]:
-        """See :class:`Problem`."""
-        return [BOS, *encode(self.question)]
-
     def steps(self, rng: random.Random, error_rate: float) -> list[str]:
         """The intermediate totals; a wrong one is off by 1 or 10."""
         total, steps = self.terms[0], []
@@ -119,7 +114,7 @@ class Sum:
 
 
 @dataclass(frozen=True)
-class Sorting:
+class Sorting(Problem):
     """Letters to be put in alphabetical order."""
 
     letters: str
@@ -138,11 +133,6 @@ class Sorting:
     def answer(self) -> str:
         """The letters in order."""
         return "".join(sorted(self.letters))
-
-    @property
-    def prompt(self) -> list[int]:
-        """See :class:`Problem`."""
-        return [BOS, *encode(self.question)]
 
     def steps(self, rng: random.Random, error_rate: float) -> list[str]:
         """The letters sorted so far, one more in each step; a wrong one is one place off."""

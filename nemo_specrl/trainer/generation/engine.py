@@ -177,10 +177,7 @@ class Engine:
         self.recipe, self.cache = recipe, cache
         self.llm = build_engine(recipe)
         self.speculative = SpeculativeLLM(
-            self.llm,
-            cache,
-            recipe.spec_rl,
-            seed=recipe.algorithm.seed,
+            self.llm, cache, recipe.spec_rl, seed=recipe.algorithm.seed
         )
         self.times = RolloutTimes()
         self.heldout_s = 0.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -56,8 +56,8 @@ class Sample:
         anchor: log-probs in the denominator of the clipped ratio, float32 ``[n]``, nats; NaN for
             those of the policy before the step's first update.
         importance: importance weights, float32 ``[n]``, or None for 1 throughout.
-        old_values: value before each token, float32 ``[n]`` (PPO).
-        returns: target of the value model, float32 ``[n]`` (PPO).
+        old_values: value before each token, float32 ``[n]``; set by :meth:`.ValueModel.predict`.
+        returns: target of the value model, float32 ``[n]``; set with PPO's advantages.
     """
 
     prompt: list[int]
@@ -65,8 +65,8 @@ class Sample:
     advantages: Float32Array
     anchor: Float32Array
     importance: Float32Array | None = None
-    old_values: Float32Array | None = None
-    returns: Float32Array | None = None
+    old_values: Float32Array = field(default_factory=lambda: np.zeros(0, np.float32))
+    returns: Float32Array = field(default_factory=lambda: np.zeros(0, np.float32))
 
     @classmethod
     def to_score(cls, prompt: list[int], response: list[int]) -> Sample:
@@ -75,12 +75,43 @@ class Sample:
         return cls(prompt, response, zeros, zeros)
 
 
-class Policy(Protocol):
-    """A policy in training.
+class Model(Protocol):
+    """A policy or a value model in training.
 
     Between updates it may be *offloaded*, so that the engines can use the device's memory. An
-    offloaded policy can be saved, loaded and shut down; everything else needs :meth:`reload` first.
+    offloaded model can be saved, loaded and shut down; everything else needs :meth:`reload` first.
     """
+
+    def not_finite(self) -> str | None:
+        """Name of a parameter that is not finite; None where all are.
+
+        See :func:`~nemo_specrl.trainer.divergence.first_not_finite`.
+        """
+        ...
+
+    def offload(self) -> None:
+        """Free the device memory that is needed only for training."""
+        ...
+
+    def reload(self) -> None:
+        """Undo :meth:`offload`. Does nothing if the model is not offloaded."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write weights and optimizer state so that :meth:`load` restores them exactly."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Restore what :meth:`save` wrote."""
+        ...
+
+    def shutdown(self) -> None:
+        """Free everything. The model cannot be used afterwards; shutting down twice is fine."""
+        ...
+
+
+class Policy(Model, Protocol):
+    """A policy in training."""
 
     def logprobs(self, samples: Sequence[Sample]) -> list[Float32Array]:
         """Log-probs of each sample's response tokens under the current weights.
@@ -106,13 +137,6 @@ class Policy(Protocol):
         """
         ...
 
-    def not_finite(self) -> str | None:
-        """Name of a parameter that is not finite; None where all are.
-
-        See :func:`~nemo_specrl.trainer.divergence.first_not_finite`.
-        """
-        ...
-
     def stream_weights(
         self, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -130,29 +154,9 @@ class Policy(Protocol):
         """
         ...
 
-    def offload(self) -> None:
-        """Free the device memory that is needed only for training."""
-        ...
 
-    def reload(self) -> None:
-        """Undo :meth:`offload`. Does nothing if the policy is not offloaded."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Write weights and optimizer state so that :meth:`load` restores them exactly."""
-        ...
-
-    def load(self, folder: Path) -> None:
-        """Restore what :meth:`save` wrote."""
-        ...
-
-    def shutdown(self) -> None:
-        """Free everything. The policy cannot be used afterwards; shutting down twice is fine."""
-        ...
-
-
-class ValueModel(Protocol):
-    """PPO's value model. Offloading, saving and shutting down work as in :class:`Policy`."""
+class ValueModel(Model, Protocol):
+    """PPO's value model."""
 
     def predict(self, samples: Sequence[Sample]) -> None:
         """Set ``old_values`` of each sample."""
@@ -160,28 +164,4 @@ class ValueModel(Protocol):
 
     def train(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Take one optimizer step towards the samples' ``returns``; returns metrics by name."""
-        ...
-
-    def not_finite(self) -> str | None:
-        """Name of a parameter that is not finite; None where all are."""
-        ...
-
-    def offload(self) -> None:
-        """Free the device memory that is needed for training only."""
-        ...
-
-    def reload(self) -> None:
-        """Undo :meth:`offload`."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Write weights and optimizer state so that :meth:`load` restores them exactly."""
-        ...
-
-    def load(self, folder: Path) -> None:
-        """Restore what :meth:`save` wrote."""
-        ...
-
-    def shutdown(self) -> None:
-        """Free everything. The model cannot be used afterwards."""
         ...

@@ -45,7 +45,7 @@ class SteppingPolicy:
             weights: weight of each sample's tokens in the step's loss.
 
         Returns:
-            metrics by name.
+            metrics by name, also where ``samples`` is empty.
         """
         raise NotImplementedError
 

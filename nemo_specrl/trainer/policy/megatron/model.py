@@ -10,6 +10,7 @@ import queue
 from pathlib import Path
 from typing import Any
 
+import megatron.core
 import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -20,6 +21,7 @@ from megatron.core.models.gpt import gpt_layer_specs as specs
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from nemo_specrl.errors import IncompatibleVersion
 from nemo_specrl.trainer.policy.megatron.safe_checkpoint_load import as_data
 from nemo_specrl.trainer.policy.megatron.weights import (
     Architecture,
@@ -115,7 +117,11 @@ def local_parameters(
     for entry in parameters(model, layout, stage):
         (name,) = (n for n in entry.names if n in by_name)
         found.append((entry, by_name.pop(name)))
-    assert not by_name, f"parameters without a Hugging Face tensor: {sorted(by_name)}"
+    if by_name:
+        raise IncompatibleVersion(
+            f"megatron-core {megatron.core.__version__}: builds parameters that this package does "
+            f"not know: {', '.join(sorted(by_name))}"
+        )
     return found
 
 
@@ -243,7 +249,11 @@ def save_checkpoint(folder: Path, module: Any, optimizer: Any, extra: dict[str, 
     """
     # By default the writer's results go through another process, which asynchronous saves need.
     # That process would outlive a rank that is killed.
-    assert hasattr(filesystem_async, "_results_queue")
+    if not hasattr(filesystem_async, "_results_queue"):
+        raise IncompatibleVersion(
+            f"megatron-core {megatron.core.__version__}: writes checkpoints in a way that this "
+            "package does not know"
+        )
     filesystem_async._results_queue = queue.SimpleQueue()
     state = _state(module, optimizer, is_loading=False) | extra
     one_writer = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)

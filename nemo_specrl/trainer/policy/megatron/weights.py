@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from nemo_specrl.errors import ConfigError
-from nemo_specrl.trainer.policy_config import model_config, model_folder
+from nemo_specrl.trainer.policy_config import model_folder, read_model_config
 
 __all__ = [
     "Architecture",
@@ -78,7 +78,7 @@ class Architecture:
         Raises:
             ConfigError: it is no Llama or Qwen3, or has an option that is not supported.
         """
-        config = model_config(model_name)
+        config = read_model_config(model_name)
 
         def refuse(what: str, right: str) -> ConfigError:
             return ConfigError(

@@ -10,7 +10,7 @@ import torch
 
 from nemo_specrl.monitoring import names as metric
 from nemo_specrl.trainer.losses import clipped_value_loss
-from nemo_specrl.trainer.policy.base import Float32Array, Sample
+from nemo_specrl.trainer.policy.base import Sample
 from nemo_specrl.trainer.policy.torch.model import MicroBatch, TorchModel, load_model, ones
 from nemo_specrl.trainer.policy_config import PolicyConfig, ValueConfig
 
@@ -56,8 +56,8 @@ class TorchValueModel(TorchModel):
         for batch in MicroBatch.split(samples, self.micro_batch_size):
             loss = clipped_value_loss(
                 self._values(batch),
-                batch.scatter(_old_values),
-                batch.scatter(_returns),
+                batch.scatter(lambda s: s.old_values),
+                batch.scatter(lambda s: s.returns),
                 batch.scatter(lambda s: ones(s) / np.float32(total)),
                 self.config.value_clip,
             )
@@ -66,13 +66,3 @@ class TorchValueModel(TorchModel):
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         return {metric.VALUE_LOSS: loss_sum}
-
-
-def _old_values(sample: Sample) -> Float32Array:
-    assert sample.old_values is not None, "predict() comes before train()"
-    return sample.old_values
-
-
-def _returns(sample: Sample) -> Float32Array:
-    assert sample.returns is not None
-    return sample.returns
