@@ -1,9 +1,9 @@
-"""The tree of exceptions; whatever the package raises on purpose is one of these.
+"""The exceptions of this package. Everything that it raises on purpose is a :class:`SpecRLError`.
 
 SpecRLError
-├── ConfigError             a recipe, an option or an argument says something that cannot be
+├── ConfigError             an invalid recipe, option or argument
 │   └── UnsupportedSampling sampling under which a draft cannot be verified
-├── InvalidRollout          a rollout whose parts contradict each other
+├── InvalidRollout          a rollout whose fields contradict each other
 ├── CacheError              the rollout cache
 │   ├── StoreUnavailable    a folder that is unwritable, full, or no store
 │   │   └── StoreInUse      a store that another process has open
@@ -11,13 +11,13 @@ SpecRLError
 │   └── CorruptRecord       a record whose checksum or structure is wrong
 ├── PolicyError             a rank of the policy died or failed
 ├── EngineError             an engine in a process of its own died or failed
-├── RefitError              an engine whose last refit broke off
-├── Diverged                a training whose numbers are no longer finite
+├── RefitError              an engine with mixed weights after a failed refit
+├── Diverged                a training whose loss, gradients or weights are no longer finite
 ├── CheckpointError         a checkpoint that is damaged, or of another run
 └── IncompatibleVersion     an installed package that this release cannot work with
 
-The message of each is one line that names what is wrong and what would be right; the command
-line prints it as it is.
+Each message is one line that names what is wrong and what would be right. The command line prints
+it as it is.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SpecRLError(Exception):
 
 
 class ConfigError(SpecRLError, ValueError):
-    """A recipe, an option or an argument says something that cannot be."""
+    """An invalid recipe, option or argument."""
 
 
 class UnsupportedSampling(ConfigError):
@@ -60,11 +60,11 @@ class UnsupportedSampling(ConfigError):
 
 
 class InvalidRollout(SpecRLError, ValueError):
-    """A rollout whose parts contradict each other."""
+    """A rollout whose fields contradict each other, or are out of range."""
 
 
 class CacheError(SpecRLError):
-    """Base class of what goes wrong in the rollout cache."""
+    """Base class of errors of the rollout cache."""
 
 
 class StoreUnavailable(CacheError, OSError):
@@ -72,11 +72,11 @@ class StoreUnavailable(CacheError, OSError):
 
 
 class StoreInUse(StoreUnavailable):
-    """A store that a process has open.
+    """A store that another process has open.
 
     Args:
         message: one line.
-        pid: of the process; None if it is not known.
+        pid: id of that process; None if it is not known.
     """
 
     def __init__(self, message: str, *, pid: int | None = None) -> None:
@@ -89,7 +89,7 @@ class ForeignStore(CacheError):
 
 
 class CorruptRecord(CacheError):
-    """A record whose checksum or structure is wrong. Stores count these and go on."""
+    """A record whose checksum or structure is wrong. A store counts these and continues."""
 
 
 class PolicyError(SpecRLError):
@@ -101,11 +101,11 @@ class EngineError(SpecRLError):
 
 
 class RefitError(SpecRLError):
-    """An engine whose last refit broke off: it has some of the old weights and some of the new."""
+    """An engine that holds mixed weights after a failed refit."""
 
 
 class Diverged(SpecRLError):
-    """A training whose loss, gradients or weights are no longer finite; going on is of no use."""
+    """A training whose loss, gradients or weights are no longer finite."""
 
 
 class CheckpointError(SpecRLError):
@@ -117,20 +117,24 @@ class IncompatibleVersion(SpecRLError, ImportError):
 
 
 def last_line(error: BaseException) -> str:
-    """The last line of an error's message, or its type; Ray adds tracebacks before it."""
-    if "Weights only load failed" in str(error):  # torch ends with a link
+    """The last line of an error's message, or its type. Ray puts tracebacks before that line."""
+    if "Weights only load failed" in str(error):  # the last line of torch's message is a link
         return "a pickle in it is damaged, or holds more than data"
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1].strip()
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return an error's type and the last line of its message; of one on purpose, its message."""
-    cause = getattr(error, "cause", None) or error  # Ray adds the place where it was raised
+    """Return an error's type and the last line of its message.
+
+    Of an error of this package, only the message: also where Ray has wrapped it, or has turned it
+    into text.
+    """
+    cause = getattr(error, "cause", None) or error  # Ray's wrapper has the original as its cause
     if isinstance(cause, SpecRLError):
         return str(cause)
     name, line = type(error).__name__, last_line(error)
     _, on_purpose, rest = line.partition("nemo_specrl.errors.")
-    if on_purpose and ": " in rest:  # raised where an actor was made, and text by now
+    if on_purpose and ": " in rest:  # Ray keeps only the text of an error in an actor's constructor
         return rest.partition(": ")[2]
     return name if line == name else f"{name}: {line}"

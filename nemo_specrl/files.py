@@ -14,24 +14,16 @@ from typing import BinaryIO
 
 import xxhash
 
-__all__ = [
-    "FILE_MODE",
-    "FOLDER_MODE",
-    "digest",
-    "replacing",
-    "step_folders",
-    "sync",
-    "sync_folder",
-]
+__all__ = ["FILE_MODE", "FOLDER_MODE", "digest", "replacing", "step_folders", "sync", "sync_folder"]
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
-"""Of all that has prompts or rollouts in it: they are for their owner alone."""
+"""Modes of files and folders that hold prompts or rollouts: only their owner may read them."""
 _BLOCK = 2**20
 _NO_SYNC_OF_FOLDERS = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EIO}
-"""What file systems answer that flush files, but not folders: some of networks, some of FUSE."""
+"""Errors of file systems that flush files but not folders, such as some network and FUSE ones."""
 
 _without_sync: set[int] = set()
-"""Devices of which a warning has said that they do not flush folders."""
+"""Devices for which it has been logged that they do not flush folders."""
 logger = logging.getLogger(__name__)
 
 
@@ -39,19 +31,24 @@ logger = logging.getLogger(__name__)
 def replacing(
     file: Path, temporary: Path, *, sync_name: bool = True, private: bool = True
 ) -> Iterator[BinaryIO]:
-    """Write a file that takes the place of ``file`` when all of it is on disk, or not at all.
+    """Replace a file atomically: the new content is on disk in full, or the old one stays.
+
+    For example::
+
+        with replacing(path, path.with_suffix(".tmp")) as new:
+            new.write(content)
 
     Args:
-        file: to be there at the end.
-        temporary: name of the new file until then, in the same folder.
-        sync_name: flush the folder, too; without it, the caller does so after its last file.
-        private: the file, and its folder if it has to be made, are readable for their owner alone,
-            as everything with prompts or rollouts in it must be.
+        file: the file to be replaced or created.
+        temporary: name of the new file while it is written, in the same folder.
+        sync_name: flush the folder as well; without it, the caller does so after its last file.
+        private: make the file, and its folder if that is created, readable for their owner alone,
+            as everything that holds prompts or rollouts must be.
     """
     file.parent.mkdir(mode=FOLDER_MODE if private else 0o777, parents=True, exist_ok=True)
     try:
         with open(temporary, "w+b", opener=_private if private else None) as new:
-            if private:  # the file may be there already, left by a process that died
+            if private:  # the opener sets no mode where a process that died left the file
                 os.fchmod(new.fileno(), FILE_MODE)
             yield new
             new.flush()
@@ -70,7 +67,7 @@ def _private(path: str, flags: int) -> int:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable, and its own as well if its parent can be read."""
+    """Flush the names in a folder to the disk, and the folder's own if its parent can be read."""
     sync(folder)
     with contextlib.suppress(PermissionError):
         sync(folder.parent)
@@ -79,8 +76,8 @@ def sync_folder(folder: Path) -> None:
 def sync(path: Path) -> None:
     """Flush a file, or the names in a folder, to the disk.
 
-    Where a file system flushes files but not folders, a warning says so, once: after a loss of
-    power a new name may be missing there, and what stood in its place is back.
+    Where a file system flushes files but not folders, this is logged once: after a loss of power a
+    rename may be undone there.
 
     Raises:
         OSError: it cannot be opened, or its data did not reach the disk.
@@ -104,10 +101,10 @@ def sync(path: Path) -> None:
 
 
 def digest(file: BinaryIO, size: int, copy_to: BinaryIO | None = None) -> bytes:
-    """Return the xxh3-64 of the first ``size`` bytes of a file, which may be copied on the way."""
+    """The xxh3-64 of the first ``size`` bytes of a file; copies them to ``copy_to`` if given."""
     file.seek(0)
     hasher = xxhash.xxh3_64()
-    buffer = memoryview(bytearray(min(_BLOCK, size)))  # one: new memory costs more than a read
+    buffer = memoryview(bytearray(min(_BLOCK, size)))  # reused: allocating costs more than a read
     while size > 0 and (count := file.readinto(buffer[:size])):  # type: ignore[attr-defined]
         size -= count
         hasher.update(buffer[:count])

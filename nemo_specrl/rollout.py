@@ -1,6 +1,6 @@
 """A rollout and the key of its prompt, which every other layer uses.
 
-Numpy and xxhash only. What is done with rollouts (drafting, storing, decoding) lives elsewhere.
+This module needs only numpy and xxhash. Drafting, storing and decoding rollouts is done elsewhere.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,17 +23,15 @@ KEY_BYTES = 16
 MAX_SAMPLE_INDEX = 2**16 - 1
 _KEY_SEED = 0x53504543  # "SPEC": keeps the keys apart from other xxh3 hashes of the same tokens
 
-_SCALARS = (
-    "key",
-    "sample_index",
-    "finish",
-    "policy_version",
-    "occurrence",
-    "fingerprint",
-    "fresh",
-    "incarnation",
-    "raw",
-)
+_BITS = {
+    "sample_index": 16,
+    "policy_version": 63,
+    "occurrence": 32,
+    "fingerprint": 64,
+    "incarnation": 64,
+}
+"""Size of each whole number of a rollout, as records store it."""
+_SCALARS = (*_BITS, "key", "finish", "fresh", "raw")
 _ARRAYS = ("tokens", "logprobs", "birth_logprobs", "birth_versions")
 
 Int32Array = npt.NDArray[np.int32]
@@ -46,11 +44,11 @@ class Finish(enum.IntEnum):
     STOP = 1
     """Ended by an end-of-sequence or stop token, which is its last token."""
     STOP_STRING = 2
-    """Ended by a stop string, which its last token completes."""
+    """Ended by a stop string, which the last token completes."""
     LENGTH = 3
     """Cut off at the token budget or the model's length limit."""
     PARTIAL = 4
-    """Has not ended: it was stored while it was being decoded."""
+    """Not complete: stored while it was being decoded."""
 
 
 def prompt_key(token_ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> bytes:
@@ -95,31 +93,38 @@ class RolloutSummary:
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """A response to a prompt, the log-probability of each of its tokens, and how it came to be.
+    """A response to a prompt, the log-probability of each of its tokens, and its origin.
+
+    For example::
+
+        key = prompt_key([1, 2, 3])
+        Rollout(key, 0, [5, 6, 2], [-0.1, -1.2, -0.3], Finish.STOP, policy_version=4)
 
     Args:
         key: the prompt's key, 16 bytes (:func:`prompt_key`).
         sample_index: index of the rollout in its group, ``0 .. 65535``.
         tokens: response tokens, int32 ``[n]``; ``n`` may be 0.
         logprobs: *last* log-prob of each token, float32 ``[n]``, nats: under the policy that
-            judged it last.
+            verified or sampled it last.
         finish: how the response ended.
-        policy_version: of the policy that judged it last.
-        birth_logprobs: float32 ``[n]``, nats: under the policy that sampled each token. None: born
-            now, equal to ``logprobs``.
-        birth_versions: int64 ``[n]``: of the policy that sampled each token. None: born now.
+        policy_version: version of that policy.
+        birth_logprobs: log-prob of each token under the policy that sampled it, float32 ``[n]``,
+            nats. None: sampled now, equal to ``logprobs``.
+        birth_versions: version of the policy that sampled each token, int64 ``[n]``. None: sampled
+            now.
         occurrence: how many rollouts the sample index had before this one.
-        fingerprint: of the weights that judged it last, ``0 .. 2**64 - 1``; 0: not known.
+        fingerprint: fingerprint of the weights of ``policy_version``, ``0 .. 2**64 - 1``; 0: not
+            known.
         fresh: whether it was decoded without a draft, so that given its weights it is an ordinary
             sample of the policy. False where a draft was verified, even if no token was accepted,
             unless the draft was itself a fresh rollout of the same weights, cut off by an
             interrupt.
-        incarnation: of the run that made it, ``0 .. 2**64 - 1``: larger each time that a run starts
-            or resumes on a cluster's cache, so that policy versions that run back after a resume
-            still order rollouts. 0: not known.
+        incarnation: incarnation of the run that made it, ``0 .. 2**64 - 1``. It is larger each time
+            that a run starts or resumes on a cluster's cache, so that rollouts are ordered although
+            a resume sets the policy version back. 0: not known.
         raw: whether its tokens were drawn from the raw distribution (temperature 1, nothing cut
-            off). Where they were not, log-probs need not be those of the drawing, so that it may
-            be drafted by a tree, but is no draft for reuse of a prefix.
+            off). If not, its log-probs need not be those of the distribution it was drawn from: a
+            tree may draft from it, but prefix reuse may not.
 
     Raises:
         InvalidRollout: lengths differ, or a value is out of its range.
@@ -142,76 +147,51 @@ class Rollout:
     def __post_init__(self) -> None:
         if not isinstance(self.key, bytes) or len(self.key) != KEY_BYTES:
             raise InvalidRollout(f"key must be {KEY_BYTES} bytes, got {self.key!r}")
-        for name in (
-            "sample_index",
-            "policy_version",
-            "occurrence",
-            "fingerprint",
-            "incarnation",
-        ):
-            try:
-                object.__setattr__(self, name, operator.index(getattr(self, name)))
-            except TypeError:
-                raise InvalidRollout(
-                    f"{name} must be a whole number, got {getattr(self, name)!r}"
-                ) from None
-        if not 0 <= self.sample_index <= MAX_SAMPLE_INDEX:
-            raise InvalidRollout(
-                f"sample_index must be in 0..{MAX_SAMPLE_INDEX}, got {self.sample_index}"
-            )
-        if not 0 <= self.policy_version < 2**63:
-            raise InvalidRollout(f"policy_version must be in 0..2^63-1, got {self.policy_version}")
-        if not 0 <= self.occurrence < 2**32:
-            raise InvalidRollout(f"occurrence must be in 0..2^32-1, got {self.occurrence}")
-        if not 0 <= self.fingerprint < 2**64:
-            raise InvalidRollout(f"fingerprint must be in 0..2^64-1, got {self.fingerprint}")
-        if not 0 <= self.incarnation < 2**64:
-            raise InvalidRollout(f"incarnation must be in 0..2^64-1, got {self.incarnation}")
+        values: dict[str, Any] = {name: self._whole_number(name) for name in _BITS}
+        values |= self._arrays(values["policy_version"])
+        values |= {"finish": Finish(self.finish), "fresh": bool(self.fresh), "raw": bool(self.raw)}
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def _whole_number(self, name: str) -> int:
+        value = getattr(self, name)
+        try:
+            number = operator.index(value)
+        except TypeError:
+            raise InvalidRollout(f"{name} must be a whole number, got {value!r}") from None
+        if not 0 <= number < 2 ** _BITS[name]:
+            raise InvalidRollout(f"{name} must be in 0..2^{_BITS[name]}-1, got {number}")
+        return number
+
+    def _arrays(self, policy_version: int) -> dict[str, npt.NDArray[Any]]:
+        """The per-token arrays, checked, in their dtypes and with the births filled in."""
         tokens = np.ascontiguousarray(self.tokens, dtype=np.int32)
-        logprobs = np.ascontiguousarray(self.logprobs, dtype=np.float32)
-        birth_logprobs = (
-            logprobs
-            if self.birth_logprobs is None
-            else np.ascontiguousarray(self.birth_logprobs, dtype=np.float32)
-        )
-        birth_versions = (
-            np.full(len(tokens), self.policy_version, dtype=np.int64)
-            if self.birth_versions is None
-            else np.ascontiguousarray(self.birth_versions, dtype=np.int64)
-        )
-        for name, array in (
-            ("tokens", tokens),
-            ("logprobs", logprobs),
-            ("birth_logprobs", birth_logprobs),
-            ("birth_versions", birth_versions),
-        ):
+        logprobs = births = np.ascontiguousarray(self.logprobs, dtype=np.float32)
+        if self.birth_logprobs is not None:
+            births = np.ascontiguousarray(self.birth_logprobs, dtype=np.float32)
+        versions = np.full(len(tokens), policy_version, dtype=np.int64)
+        if self.birth_versions is not None:
+            versions = np.ascontiguousarray(self.birth_versions, dtype=np.int64)
+        values = tokens, logprobs, births, versions
+        arrays: dict[str, npt.NDArray[Any]] = dict(zip(_ARRAYS, values, strict=True))
+        for name, array in arrays.items():
             if array.shape != tokens.shape or array.ndim != 1:
                 raise InvalidRollout(
                     f"{name} must have the shape of tokens, {tokens.shape[:1]}, got {array.shape}"
                 )
-        if tokens.size and int(tokens.min()) < 0:
-            raise InvalidRollout(f"tokens must not be negative, got {int(tokens.min())}")
-        for name, array in (("logprobs", logprobs), ("birth_logprobs", birth_logprobs)):
-            if np.isnan(array).any():
+        for name in ("tokens", "birth_versions"):
+            if tokens.size and (least := int(arrays[name].min())) < 0:
+                raise InvalidRollout(f"{name} must not be negative, got {least}")
+        for name in ("logprobs", "birth_logprobs"):
+            if np.isnan(arrays[name]).any():
                 raise InvalidRollout(f"{name} must be numbers, got NaN")
-        if birth_versions.size and int(birth_versions.min()) < 0:
-            raise InvalidRollout(f"birth_versions must not be negative, got {birth_versions.min()}")
-        for name, value in (
-            ("finish", Finish(self.finish)),
-            ("fresh", bool(self.fresh)),
-            ("raw", bool(self.raw)),
-            ("tokens", tokens),
-            ("logprobs", logprobs),
-            ("birth_logprobs", birth_logprobs),
-            ("birth_versions", birth_versions),
-        ):
-            object.__setattr__(self, name, value)
+        return arrays
 
     @property
     def reused(self) -> npt.NDArray[np.bool_]:
         """Mask of the tokens that another policy than ``policy_version`` sampled, bool ``[n]``.
 
-        After a resume, versions run back: a token that was born in a lost step has a higher one.
+        A resume sets the policy version back: a token sampled in a lost step has a higher one.
         """
         mask: npt.NDArray[np.bool_] = self.birth_versions != self.policy_version
         return mask
@@ -238,24 +218,12 @@ class Rollout:
             np.array_equal(getattr(self, name), getattr(other, name)) for name in _ARRAYS
         )
 
-    __hash__ = None  # type: ignore[assignment]  # arrays can change; a rollout is no key
+    __hash__ = None  # type: ignore[assignment]  # arrays can change
 
     def prefix(self, length: int) -> Rollout:
         """Return the first ``length`` tokens as a rollout, PARTIAL if any were cut off."""
         if length >= len(self):
             return self
-        return Rollout(
-            self.key,
-            self.sample_index,
-            self.tokens[:length],
-            self.logprobs[:length],
-            Finish.PARTIAL,
-            self.policy_version,
-            self.birth_logprobs[:length],
-            self.birth_versions[:length],
-            self.occurrence,
-            self.fingerprint,
-            self.fresh,
-            self.incarnation,
-            self.raw,
+        return replace(
+            self, finish=Finish.PARTIAL, **{name: getattr(self, name)[:length] for name in _ARRAYS}
         )

@@ -25,15 +25,7 @@ STILL_LONG = {
     "nemo_specrl/cache/codec.py: _columns",
     "nemo_specrl/cache/storage/lmdb_check.py",
     "nemo_specrl/cache/store.py",
-    "nemo_specrl/cli/cache.py: import_",
-    "nemo_specrl/monitoring/comparison_plot.py",
-    "nemo_specrl/monitoring/comparison_plot.py: _headline",
     "nemo_specrl/nemo_rl/context.py: _refuse",
-    "nemo_specrl/rollout.py: __post_init__",
-    "nemo_specrl/simulation/prediction.py: predict",
-    "nemo_specrl/simulation/replay_presets.py: acceptance_rates",
-    "nemo_specrl/trainer/loop.py",
-    "nemo_specrl/trainer/recipe.py",
 }
 """What is longer; nothing is added here."""
 

@@ -119,7 +119,7 @@ def resident_beside_map(path: Path) -> int:
 
 
 def shard_memory(path: Path, prompts: int, tokens: int) -> dict[str, float]:
-    """Memory of a process that does nothing but serve one store, MB; run in one of its own."""
+    """Memory of a process that only serves one store, MB; call it in a process of its own."""
     with RolloutStore(path, max_bytes=2**40, tokenizer_id="benchmark") as store:
         begun = resident_beside_map(path)
         keys = [prompt_key([prompt]) for prompt in range(prompts)]
@@ -182,7 +182,7 @@ def arrays(found: dict[bytes, list[Rollout]]) -> list[Any]:
 def one_run(
     timings: Timings, folder: Path, store: RolloutStore, made: list[Rollout], names: list[bytes]
 ) -> float:
-    """Everything once; MB of the records."""
+    """Measure everything once; returns the MB of the records."""
     pieces = list(zip(in_pieces(made), in_pieces(names), strict=True))
     records = [encode_all(*piece) for piece in pieces]
     mb = sum(len(record) for some in records for record in some) / MB
@@ -244,7 +244,7 @@ def pauses(path: Path, folder: Path, prompts: int, runs: int) -> dict[str, Any]:
     shard.store.get(keys)  # warm
 
     def write() -> float:
-        """Write a snapshot; its MB/s."""
+        """Write a snapshot; returns its MB/s."""
         started = time.perf_counter()
         files = shard.write_snapshot(
             str(folder / "partitions"), list(range(PARTITIONS)), PARTITIONS

@@ -61,7 +61,7 @@ def folder_of(args: argparse.Namespace, seed: int, side: str) -> Path:
 
 
 def train(args: argparse.Namespace, seed: int, side: str, cores: Cores) -> str | None:
-    """One run, from where it stands to its end; returns what went wrong."""
+    """Finish a run, which may have begun before; returns None or what went wrong."""
     folder = folder_of(args, seed, side)
     algorithm = "ppo" if "ppo" in yaml.safe_load(args.config.read_text()) else "grpo"
     arguments = [
@@ -135,7 +135,7 @@ SPEEDS = {
 
 
 def pairs(rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Plain and another side, of each seed and side that has taken as many steps."""
+    """Pairs of plain and another side with the same seed and the same number of steps."""
     plain = {row["seed"]: row for row in rows if row["side"] == "plain"}
     others = [row for row in rows if row["side"] != "plain" and row["seed"] in plain]
     found = [(plain[row["seed"]], row) for row in others]
@@ -156,7 +156,7 @@ def speed(rows: list[dict[str, Any]]) -> str:
 
 
 def chart(rows: list[dict[str, Any]]) -> Chart:
-    """How many times less each side takes than plain, by seed."""
+    """Bars of plain's values over each side's, by seed."""
     groups: dict[str, dict[str, list[float]]] = {title: {} for title in SPEEDS.values()}
     for base, row in pairs(rows):
         for name, title in SPEEDS.items():

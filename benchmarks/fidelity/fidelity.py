@@ -28,7 +28,7 @@ from benchmarks.shared.cores import Cores
 def train(
     out: Path, setting: str, variant: str, seed: int, max_num_seqs: int, cores: Cores
 ) -> str | None:
-    """One run on some cores, from where it stands to its end; returns what went wrong."""
+    """Finish a run, which may have begun before, on some cores; returns None or what went wrong."""
     s = SETTINGS[setting]
     a, config = s.block, CONFIGS[s.algorithm]
     folder = out / setting / variant / str(seed)

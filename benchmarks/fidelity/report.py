@@ -22,14 +22,14 @@ MEANS = (
     *(metric.GROUPS_WITHOUT_ADVANTAGE, metric.CLIP_FRACTION),
 )
 COUNTS = "counts.jsonl"
-"""File of a run with what ``train.py`` counts."""
+"""File in a run's folder with the counts of ``train.py``."""
 COUNTED = ("rollout_cpu_s", "engine_steps")
 SUMS = (
     *(metric.ROLLOUT_S, metric.VERIFY_S, metric.TRAIN_S, metric.STEP_S),
     *(metric.DECODED_TOKENS, metric.RESPONSE_TOKENS),
 )
 KEYS = ("setting", "variant", "seed", "epoch")
-"""What tells rows apart."""
+"""Keys whose values identify a row."""
 EVALUATED = (
     *(metric.HELDOUT_ACCURACY, metric.HELDOUT_KL_TO_START),
     *(metric.HELDOUT_ENTROPY, metric.HELDOUT_LENGTH),
@@ -37,11 +37,11 @@ EVALUATED = (
 
 
 def with_counts(records: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
-    """The records of a run's steps with their counts; as they are where some were not counted."""
+    """The records of a run's steps with their counts; unchanged if counts are missing."""
     lines, _ = read_lines(path, json.loads) if path.exists() else ([], [])
     counted = {(line["step"], line["attempt"]): line for line in lines}
     by_step: dict[int, dict[str, float]] = {}
-    for (step, _), line in counted.items():  # of a step that was repeated, the last
+    for (step, _), line in counted.items():  # the last one of a step that was repeated
         sums = by_step.setdefault(step, dict.fromkeys(COUNTED, 0.0))
         for name in COUNTED:
             sums[name] += line[name]
@@ -95,7 +95,7 @@ class Band:
 
 
 def band(rows: Iterable[dict[str, Any]], name: str) -> Band | None:
-    """Of the rows of one setting and variant."""
+    """The band of a metric in the rows of one setting and variant."""
     by_epoch: dict[int, list[float]] = {}
     for row in rows:
         if row.get(name) is not None:
@@ -115,15 +115,15 @@ def of(rows: list[dict[str, Any]], setting: str, variant: str) -> list[dict[str,
 
 
 def variants_in(rows: list[dict[str, Any]], setting: str) -> list[str]:
-    """In the order in which they are defined, plain first."""
+    """The variants of a setting that have rows, in the order of their definition, plain first."""
     there = {r["variant"] for r in rows if r["setting"] == setting}
     return [v for v in VARIANTS if v in there]
 
 
 def times_less(rows: list[dict[str, Any]], setting: str, variant: str, name: str) -> str:
-    """How many times less of something a variant took than plain: the mean over seeds, and each.
+    """Plain's value of a metric over the variant's: the mean over seeds, and each seed's.
 
-    Runs that have not taken as many epochs as plain's with the same seed are left out.
+    Runs that have fewer or more epochs than plain's with the same seed are left out.
     """
 
     def by_seed(which: str) -> dict[tuple[int, int], dict[str, Any]]:
@@ -139,7 +139,7 @@ def times_less(rows: list[dict[str, Any]], setting: str, variant: str, name: str
 
 
 def last_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of the last epoch."""
+    """The rows of the last epoch."""
     last = max((row["epoch"] for row in rows), default=0)
     return [row for row in rows if row["epoch"] == last]
 
@@ -198,16 +198,16 @@ def table(rows: list[dict[str, Any]], setting: str) -> str:
 
 
 def lower_bound(reference: Band) -> np.ndarray:
-    """Of a band, at each of its epochs; with a single seed nothing is below it."""
+    """Lower bound of a band at each of its epochs; minus infinity with a single seed."""
     if reference.seeds == 1:
         return np.full(len(reference.mean), -np.inf)
     return reference.mean - reference.half
 
 
 def lenience_table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: what each lenience costs and brings on each task, over the seeds that all have.
+    """Markdown: speed and reward of each lenience on each task, over the seeds that all have.
 
-    In bold is what ends below the band of all seeds of plain training.
+    Values that end below the band of all seeds of plain training are in bold.
     """
     lines = []
     for setting in GRIDS["lenience"][0]:

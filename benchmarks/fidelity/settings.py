@@ -33,7 +33,7 @@ class Setting:
 
     @property
     def block(self) -> str:
-        """Of the recipe: DAPO has GRPO's."""
+        """Name of the recipe's block of the algorithm; DAPO uses ``grpo``."""
         return "ppo" if self.algorithm == "ppo" else "grpo"
 
     @property

@@ -50,7 +50,7 @@ from nemo_specrl.errors import SpecRLError
 DRAFTS = "drafts"
 """The process of what the V2 model runner does, with and without drafts."""
 LEAST_SECONDS = {"qwen3-8b": 90.0}
-"""With less time left, no process is started: by size, else 20."""
+"""Seconds that must be left to start a process, by size; 20 for other sizes."""
 
 
 def v2_runs() -> bool:
@@ -100,7 +100,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def save(path: Path, data: dict[str, Any]) -> None:
-    """Write a result, so that what is on disk is whole at any time."""
+    """Write a result atomically."""
     written = path.with_suffix(".tmp")
     rounded = json.loads(
         json.dumps(data, default=float), parse_float=lambda f: float(f"{float(f):.5g}")

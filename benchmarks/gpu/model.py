@@ -28,7 +28,7 @@ from nemo_specrl.engine.vllm.v2_patches import speculator_of
 from nemo_specrl.rollout import Rollout
 
 QUIET = 1e-4
-"""Of the output projections of attention and MLPs, relative to the other weights."""
+"""Scale of the output projections of attention and MLPs, relative to the other weights."""
 Method = Literal["v2", "proposer", "rounds"]
 
 
@@ -163,7 +163,7 @@ class Fixed:
         return {key: self.rollouts[key] for key in keys if key in self.rollouts}
 
     def put(self, rollouts: Any) -> None:
-        """Keep nothing."""
+        """Do nothing."""
 
 
 @functools.cache
@@ -252,7 +252,7 @@ def make_engine(
 def give_weights(
     llm: Any, shape: Shape, scale: float, drift: float, *, everything: bool = False
 ) -> None:
-    """Have the workers of an engine draw weights: :func:`set_weights`."""
+    """Make the workers of an engine draw weights with :func:`set_weights`."""
     # vLLM sends dataclasses as dictionaries.
     args = (dataclasses.asdict(shape), scale, drift, everything)
     llm.collective_rpc(set_weights, args=args)
@@ -274,7 +274,7 @@ def prompt_of(tokens: Any) -> dict[str, Any]:
 
 
 def sampling(max_tokens: int, **more: Any) -> Any:
-    """Sampling parameters of a rollout, which wants the log-probs of its tokens."""
+    """Sampling parameters of a rollout, with the log-probs of its tokens."""
     from vllm import SamplingParams
 
     usual = {"temperature": 1.0, "logprobs": 0, "flat_logprobs": True, "detokenize": False}
@@ -282,7 +282,7 @@ def sampling(max_tokens: int, **more: Any) -> Any:
 
 
 def prefill(**more: Any) -> Any:
-    """Sampling parameters of a request that is a prefill and nothing else."""
+    """Sampling parameters of a request that only prefills its prompt."""
     return sampling(1, temperature=0.0, logprobs=None, **more)
 
 
@@ -387,7 +387,7 @@ def forget_drafts(worker: Any) -> None:
 
 
 def start_peak(worker: Any) -> None:
-    """Have the peak of memory begin anew."""
+    """Reset the peak of memory."""
     import torch
 
     if worker.model_runner.device.type == "cuda":

@@ -40,7 +40,7 @@ from nemo_specrl.engine.vllm.prompt_logprob_memory import prompt_logprob_bytes
 from nemo_specrl.speculation.acceptance import accepted_lengths, offsets_of
 
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 0.95, 1.0)
-"""Of draft tokens that are accepted."""
+"""Fractions of draft tokens that are accepted."""
 GROUP = 8
 P_OF_REUSE = 0.85
 REUSE = SpecRLConfig(enabled=True, preset="faithful", fresh_fraction=0)
@@ -131,8 +131,9 @@ class Bench:
         outputs: list[Any] = self.engine(name).generate(prompts, params, use_tqdm=False)
         return outputs
 
-    def plain(self, prompts: list[Any], params: Any) -> dict[str, Any]:
-        """Time plain decoding."""
+    def plain(self, scale: float, prompts: list[Any], params: Any) -> dict[str, Any]:
+        """Time plain decoding with the weights of a scale."""
+        self.set_weights("plain", scale)
         times, outputs = timed(lambda: self.generate("plain", prompts, params))
         return {**times, "mean_p": mean_p(outputs)}
 
@@ -281,10 +282,6 @@ class Bench:
         probe = [prompt["prompt_token_ids"] for prompt in prompts[:: 4 * GROUP]]
         drifts = {f: self.drift_to("plain", scale, f, drafts, probe) for f in FRACTIONS}
 
-        def plain() -> dict[str, Any]:
-            self.set_weights("plain", scale)
-            return self.plain(prompts, params)
-
         def reused(i: int, fraction: float) -> dict[str, Any]:
             self.set_weights("plain", scale, drifts[fraction])
             times, _, metrics = self.speculate("plain", REUSE, drafts, prompts, params, i)
@@ -295,7 +292,7 @@ class Bench:
             "drifts": drifts,
             "repetitions": self.compare(
                 lambda i: {
-                    "plain": plain,
+                    "plain": functools.partial(self.plain, scale, prompts, params),
                     **{str(f): functools.partial(reused, i, f) for f in FRACTIONS},
                 }
             ),
@@ -333,10 +330,6 @@ class Bench:
         prompts, rollouts = self._earlier[p]
         prompts = prompts[:batch]
 
-        def plain() -> dict[str, Any]:
-            self.set_weights("plain", scale)
-            return self.plain(prompts, params)
-
         def drafted(i: int, name: str, method: Method) -> dict[str, Any]:
             self.set_weights(name, scale)
             if method != "rounds":
@@ -358,7 +351,7 @@ class Bench:
             "scale": scale,
             "repetitions": self.compare(
                 lambda i: {
-                    "plain": plain,
+                    "plain": functools.partial(self.plain, scale, prompts, params),
                     **{m: functools.partial(drafted, i, name, m) for m, name in methods.items()},
                 }
             ),
@@ -436,7 +429,7 @@ class Bench:
 
 
 def timed(work: Callable[[], Any]) -> tuple[dict[str, float], Any]:
-    """Seconds, those of processors in this process, where CPU engines are, too; and the result."""
+    """Call a function; returns its seconds and this process's processor seconds, and its result."""
     wall, processor = time.perf_counter(), time.process_time()
     result = work()
     times = {

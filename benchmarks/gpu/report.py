@@ -11,13 +11,13 @@ from rich.console import Console
 from rich.table import Table
 
 LEAST_CACHED = 0.8
-"""Where less of its context was still in the KV cache, decoding was not timed alone."""
+"""If less than this share of the context was in the KV cache, more than decoding was timed."""
 
 Repetition = dict[str, Any]
 
 
 def of(point: dict[str, Any], value: Callable[[Repetition], float]) -> list[float]:
-    """A value of each repetition."""
+    """A value for each repetition."""
     return [value(repetition) for repetition in point["repetitions"]]
 
 
@@ -27,12 +27,12 @@ def faster(base: str, side: str, clock: str = "seconds") -> Callable[[Repetition
 
 
 def rate(side: str, clock: str = "seconds") -> Callable[[Repetition], float]:
-    """Tokens a second of a side."""
+    """Tokens per second of a side."""
     return lambda r: float(r[side]["tokens"] / r[side][clock])
 
 
 def spread(values: list[float], digits: int = 2) -> str:
-    """Median, and the least and the largest."""
+    """Median, minimum and maximum as text."""
     low, high = (f"{value:,.{digits}f}" for value in (min(values), max(values)))
     return f"{statistics.median(values):,.{digits}f} ({low} to {high})"
 
@@ -46,13 +46,13 @@ def chosen(data: dict[str, Any], kind: str) -> Iterator[tuple[list[str], dict[st
 
 
 def over_decoding(clock: str) -> Callable[[Repetition], float]:
-    """Tokens a second of verification over those of decoding."""
+    """Tokens per second of verification over those of decoding."""
     verified, decoded = rate("verification", clock), rate("decoding", clock)
     return lambda r: verified(r) / decoded(r)
 
 
 def tables(data: dict[str, Any]) -> Iterator[Table]:
-    """One for each kind of point."""
+    """A table for each kind of point."""
     table = Table("rows", "tokens searched by each", title="Search and vote alone, microseconds")
     table.add_column("until the device has done it")
     table.add_column("of the host")

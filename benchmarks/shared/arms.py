@@ -1,7 +1,7 @@
 """Engines with each method of speculation, side by side on recorded policies.
 
 ``rollout.py``, ``sweep.py``, ``regimes.py`` and ``simulate.py`` compare them. Engines
-(``engines.py``) are in the process of the caller; ``environment`` sets what that needs.
+(``engines.py``) run in the caller's process, which has to call :func:`environment` first.
 """
 
 from __future__ import annotations
@@ -60,26 +60,26 @@ ARMS: dict[str, tuple[str, ...]] = {
     "fast": reuse("fast"),
     "fast, tree": reuse("fast", WITH_TREE),
 }
-"""Arms of the comparison, by the overrides of the recipe that make them. Drafts end at a fixed
-chance of being accepted unless an arm says otherwise, so that counts do not depend on the machine.
+"""The arms of the comparison by name, each as overrides of the recipe. Drafts end at a fixed chance
+of being accepted unless an arm says otherwise, so that counts do not depend on the machine.
 """
 
 
 @dataclass(frozen=True)
 class Epochs:
-    """Epochs of rollouts that all arms are measured at.
+    """Epochs of rollouts for which all arms are measured.
 
     Args:
-        label: what every row has beside its figures.
-        prompts: of an epoch.
-        versions: for each epoch, the recorded epoch whose weights it has.
+        label: values that every row has beside its figures.
+        prompts: number of prompts of an epoch.
+        versions: for each epoch, the recorded epoch whose weights it uses.
         earlier: the recorded epoch under whose weights plain decoding makes the rollouts that are
             in every cache when the first epoch begins. None: caches are empty then.
         recording: folder of the recording. None: that of the comparison.
         temperature: see ``recording.weights``.
-        sequences: that an engine runs at once. None: as many as the comparison's.
+        sequences: number of sequences that an engine runs at once. None: that of the comparison.
         engines: see ``Arm.measure``.
-        overrides: of what the arms' recipe says of rollouts.
+        overrides: overrides of the arms' recipe.
     """
 
     label: dict[str, Any]
@@ -97,15 +97,15 @@ class Comparison:
     """Arms side by side in this process, on the first problems of a recording's task.
 
     Args:
-        task: of ``recording.TASKS``.
+        task: a task of ``recording.TASKS``.
         recording: folder of its recording.
         arms: overrides by name.
-        group: rollouts of a prompt.
-        sequences: that an engine runs at once, at most.
+        group: number of rollouts of a prompt.
+        sequences: largest number of sequences that an engine runs at once.
 
     Attributes:
-        arms: that could be made, by name.
-        left_out: why others could not, by name.
+        arms: the arms that could be made, by name.
+        left_out: for each other arm, why it could not be made.
     """
 
     def __init__(
@@ -166,22 +166,21 @@ class Comparison:
     ) -> list[list[dict[str, Any]]]:
         """Measure points with each seed, from the same caches each time, several times over.
 
-        Repetitions take the same steps of the engine, also where draft lengths depend on measured
+        Repetitions take the same steps of the engine, even where draft lengths depend on measured
         times: they verify the drafts of the first one. ``processor_s`` is the sum of each step's
-        quickest reading, since what else a machine does only ever slows a step down,
-        ``repetitions_s`` has the seconds of each repetition, and everything else is the first
-        one's.
+        fastest reading, since other work on the machine can only slow a step down.
+        ``repetitions_s`` has the seconds of each repetition. Everything else is from the first one.
 
         Args:
-            points: to be measured by the same engines.
-            seeds: of sampling.
-            repeats: how often at least.
-            seconds: that every arm is to take in all, in each epoch: points at which one takes
-                little time are repeated more often.
+            points: points to be measured with the same engines.
+            seeds: seeds of sampling.
+            repeats: smallest number of repetitions.
+            seconds: time that every arm is to be measured for, in each epoch; short points are
+                repeated more often.
             note: called with each row of the first repetition and its arm, to add to the row.
 
         Returns:
-            The rows of each point.
+            the rows of each point.
         """
         made: dict[tuple[Any, ...], dict[str, Any]] = {}
         readings: dict[tuple[Any, ...], list[list[list[float]]]] = defaultdict(list)
@@ -217,9 +216,9 @@ class Comparison:
         return [[row for key, row in made.items() if key[0] == i] for i in range(len(points))]
 
     def _rehearse(self, point: Epochs, seed: int) -> None:
-        """Do a part of a point, so that what happens only once is not measured.
+        """Run a part of a point, so that one-time costs are not measured.
 
-        It also tells what each arm takes, by which turns are shared from the first epoch on.
+        It also yields how long each arm takes, by which turns are divided from the first epoch on.
         """
         prompts = max(1, point.prompts // 4)
         part = dataclasses.replace(point, label={"part": "rehearsal"}, prompts=prompts)
@@ -260,13 +259,13 @@ class Comparison:
 
         Args:
             point: what to measure.
-            seed: of sampling.
+            seed: seed of sampling.
             turn: the arm that begins.
             earlier: rollouts of each prompt that are in the caches at the start.
-            proposed: drafts of adaptive arms by arm and epoch; those that it has are taken again,
-                so that a repetition takes the same steps, and others are added.
-            expected: processor seconds by arm and epoch, as they were in an earlier repetition;
-                empty: those of what was measured last.
+            proposed: drafts of adaptive arms by arm and epoch. Those that it has are used again, so
+                that a repetition takes the same steps; others are added.
+            expected: processor seconds by arm and epoch from an earlier repetition; empty: those of
+                the last measurement.
         """
         expected = expected or self._last_s
         chosen = list(self.problems[: point.prompts])
@@ -301,10 +300,10 @@ class Comparison:
 
 
 def scatter(rows: Sequence[dict[str, Any]], place: Sequence[str]) -> str:
-    """How far single repetitions lie from the ratios of processor seconds that tables show.
+    """How far single repetitions are from the ratios of processor seconds that tables show.
 
     Args:
-        rows: with those of plain decoding.
+        rows: rows of all arms, including plain decoding.
         place: keys that tell rows of an arm apart.
     """
 
@@ -363,11 +362,11 @@ def recorded(args: argparse.Namespace, task: str, epochs: int) -> Path:
 
 
 def environment() -> None:
-    """Set what engines on a CPU need, in this process and those that it starts.
+    """Set environment variables for engines on a CPU, in this process and those that it starts.
 
-    Unless told otherwise, glibc gives a thread's memory back after large frees. Faults of the pages
-    that come instead took up to a third of a short phase, and more in one run than in the next. It
-    reads its settings when a process starts, so that they hold in those that this one starts.
+    By default, glibc returns a thread's memory to the system after large frees. The page faults
+    that follow took up to a third of a short phase, and varied from run to run. glibc reads its
+    settings when a process starts, so they only apply to processes that this one starts.
     """
     os.environ.setdefault("MALLOC_ARENA_MAX", "1")  # engines are in threads
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(32 * 2**20))  # the largest there is
@@ -378,7 +377,7 @@ def environment() -> None:
 
 
 def in_own_process(function: Any, *args: Any) -> Any:
-    """Run a function in a new process: engines are not taken down in one that makes others.
+    """Run a function in a new process, so that its engines end with that process.
 
     The process ends with this one, also if this one is killed.
     """

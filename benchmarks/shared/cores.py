@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 class Cores:
-    """The cores that this process may run on, shared out among jobs.
+    """Divides the cores that this process may use among jobs.
 
     Args:
-        jobs: that run at once; no more than there are cores.
+        jobs: number of jobs that run at once, at most the number of cores.
     """
 
     def __init__(self, jobs: int) -> None:
@@ -29,7 +29,7 @@ class Cores:
             self._free.put(set(mine[job :: self._jobs]))
 
     def each(self, work: Callable[[T], str | None], items: Iterable[T]) -> list[str]:
-        """Call ``work`` with every item, as many at once as there are jobs; what went wrong."""
+        """Call ``work`` with every item, ``jobs`` at a time; returns their error messages."""
         with ThreadPoolExecutor(self._jobs) as pool:
             return [line for line in pool.map(work, items) if line]
 
@@ -37,12 +37,12 @@ class Cores:
         """Run Python on free cores, with its output in ``train.log`` of a folder.
 
         Args:
-            name: of the run, in messages.
-            arguments: of the interpreter.
-            folder: is made.
+            name: name of the run in messages.
+            arguments: arguments of the interpreter.
+            folder: folder of ``train.log``, which is created.
 
         Returns:
-            What went wrong, one line.
+            None, or what went wrong in one line.
         """
         folder.mkdir(parents=True, exist_ok=True)
         cores = self._free.get()

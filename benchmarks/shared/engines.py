@@ -1,7 +1,7 @@
 """An engine of one method of speculation, whose steps are counted and timed as it runs.
 
-``arms.py`` sets several of them side by side. They are in the process of the caller, which has set
-what that needs (``arms.environment``, or ``local_cpu_environment`` where no weights change).
+``arms.py`` compares several of them. They run in the caller's process, which has to call
+``arms.environment`` first, or ``local_cpu_environment`` if the weights do not change.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 QUANTITIES = ("reward", "logprob", "length")
 SLICE = 0.03
-"""Processor seconds after which an engine lets the next one go on; with 0.1, ratios of two runs
-differed two to three times as much."""
+"""Processor seconds of an engine's turn; with 0.1, ratios of two runs differed two to three times
+as much."""
 
 
 class Turns:
     """Lets engines of one process take turns, each in a thread of its own, some steps at a time.
 
-    Where a machine has other work, its speed drifts within seconds. Engines that are to be compared
-    meet the same speeds if they go on side by side. Nothing runs but the thread whose turn it is.
+    Other work on a machine changes its speed within seconds. Engines that take turns are affected
+    alike. Only the thread whose turn it is runs.
     """
 
     def __init__(self) -> None:
@@ -47,12 +47,12 @@ class Turns:
         self._began = 0.0
 
     def run(self, work: Mapping[K, Callable[[], T]], expected: Mapping[K, float]) -> dict[K, T]:
-        """Do all of some work, and return the results.
+        """Run functions by turns, and return their results by name.
 
         Args:
-            work: by name. It calls :meth:`passed` now and then.
-            expected: processor seconds that it takes, where these are known: then all of it ends
-                at about the same time.
+            work: functions by name, which call :meth:`passed` now and then.
+            expected: processor seconds that each takes, if known, so that all of them end at about
+                the same time.
         """
         usual = statistics.fmean(expected.values()) if expected else 1.0
         self._expected = {name: expected.get(name, usual) for name in work}
@@ -73,10 +73,10 @@ class Turns:
             return {name: future.result() for name, future in futures.items()}
 
     def passed(self) -> float:
-        """Let the one that is furthest behind go on, if this one has had its slice.
+        """End this thread's turn if it was long enough; the thread furthest behind is next.
 
         Returns:
-            Seconds waited.
+            seconds waited for the next turn.
         """
         used = time.thread_time() - self._began
         if used < SLICE or self._turn is None:
@@ -99,11 +99,11 @@ class Turns:
 
 
 def by_processor_time(engines: int) -> None:
-    """Have what the plug-in does by the clock fit engines of this process that take turns.
+    """Adapt the plug-in's timers to engines of this process that take turns.
 
-    A store's commits would be made in a timer's thread, whose seconds nobody counts: now they are
-    part of ``sync``. Finished rollouts would be put into it after fewer steps, since the time that
-    an engine waits for its turn counts as well.
+    A store's timer thread would commit in time that is not counted; instead, ``sync`` commits.
+    Finished rollouts would be stored after fewer steps, since waiting for a turn counts as well;
+    that interval is lengthened.
     """
     store.FLUSH_SECONDS = 600.0  # longer than any phase
     sync_engine.STORE_SECONDS = STORE_SECONDS * engines
@@ -116,15 +116,15 @@ class Counter:
         llm: the engine.
 
     Attributes:
-        steps: of the engine.
-        row_steps: steps in which a row yielded a token, summed over rows; without drafting, as
-            many as tokens.
-        drafted: tokens that a drafter inside the engine had proposed and the engine verified.
-        accepted: those of them that were accepted and belong to a response.
+        steps: number of the engine's steps.
+        row_steps: number of steps in which a row yielded a token, summed over rows; without
+            drafting, the number of tokens.
+        drafted: number of tokens that a drafter inside the engine proposed and the engine verified.
+        accepted: number of those that were accepted and belong to a response.
         proposer_s: processor seconds of that drafter.
-        tree_bytes: memory of trees, at most.
+        tree_bytes: largest memory of the trees.
         proposed: drafts of each step, where their lengths depend on measured times.
-        again: drafts to be taken instead of those of the drafter, step by step; None: its own.
+        again: drafts to be used instead of the drafter's own, by step; None: its own.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -177,9 +177,9 @@ class Counter:
         """Count a step.
 
         Args:
-            scheduled: for it.
-            output: of it, without what lies behind the end of a response.
-            sampled: tokens that it sampled of each row of ``output``, with that.
+            scheduled: the scheduler's output for the step.
+            output: the step's output, without tokens after the end of a response.
+            sampled: number of tokens that the step sampled for each row of ``output``, with those.
         """
         self.steps += scheduled.total_num_scheduled_tokens > 0
         drafts = scheduled.scheduled_spec_decode_tokens
@@ -194,15 +194,16 @@ class Counter:
 
 
 class Steps:
-    """Processor seconds of each step of an engine in this thread, with what lies before it.
+    """Processor seconds of each step of an engine in this thread, with the work before the step.
 
     Args:
         engine: ``LLM.llm_engine``.
-        turns: of this engine and others, to be passed on between two steps.
-        drafter: of the engine. One that measures steps is not to count time that it waited.
+        turns: turns of this engine and others; they may change between two steps.
+        drafter: drafter of the engine. If it measures steps, the time of waiting is not counted.
 
     Attributes:
-        seconds: by step since :meth:`begin`, and after :meth:`end` what lay behind the last one.
+        seconds: seconds by step since :meth:`begin`; after :meth:`end`, also those of the work
+            after the last step.
     """
 
     def __init__(self, engine: Any, turns: Turns, drafter: Any = None) -> None:
@@ -220,7 +221,7 @@ class Steps:
         engine.step = timed
 
     def begin(self) -> None:
-        """Forget what was measured; what this thread does from now on counts."""
+        """Start the measurement anew from this moment."""
         self.seconds: list[float] = []
         self._last = time.thread_time()
 
@@ -232,10 +233,10 @@ class Steps:
 
 
 def of_steps(readings: Sequence[Sequence[float]], reading: Callable[..., Any] = np.median) -> float:
-    """Seconds of a phase that was repeated: the sum over its steps of ``reading`` of theirs.
+    """Seconds of a repeated phase: the sum over its steps of ``reading`` over the repetitions.
 
-    Repetitions with the same seeds take the same steps. Those that took another number of steps
-    than most did are left out.
+    Repetitions with the same seeds take the same steps. A repetition whose number of steps differs
+    from that of most others is left out.
     """
     usual = statistics.mode(map(len, readings))
     same = [seconds for seconds in readings if len(seconds) == usual]
@@ -246,10 +247,10 @@ class Arm:
     """An engine with its options, and a rollout cache if it needs one.
 
     Attributes:
-        responses: of the last epoch, ``[prompt][sample]``.
-        logprobs: of their tokens, nats.
-        step_s: processor seconds of each step of the last epoch, and of what lay behind it, by
-            engine that shares the rows.
+        responses: responses of the last epoch, ``[prompt][sample]``.
+        logprobs: log-probs of their tokens, nats.
+        step_s: processor seconds of each step of the last epoch, and of the work after the last
+            step, for each of the engines that share the rows.
     """
 
     def __init__(
@@ -292,15 +293,16 @@ class Arm:
         overrides: Sequence[str] = (),
         earlier: Sequence[Sequence[Rollout]] = (),
     ) -> None:
-        """Forget all rollouts, in the cache and in drafters, and roll out in another way.
+        """Empty the cache and the drafters, and change how rollouts are made.
 
-        What a drafter has learned of costs and chances stays, as it does while an engine runs.
+        A drafter keeps what it has learned of costs and chances, as it does while an engine runs.
 
         Args:
-            seed: of sampling.
-            sequences: that the engine runs at once, no more than it was made for.
-            overrides: of what the recipe says of rollouts; the engine stays as it was made.
-            earlier: rollouts of each prompt that the cache is to have instead.
+            seed: seed of sampling.
+            sequences: number of sequences that the engine runs at once, at most that with which it
+                was made.
+            overrides: overrides of the recipe for rollouts; the engine itself does not change.
+            earlier: rollouts of each prompt to fill the cache with.
         """
         from nemo_specrl.speculation.suffix_tree import DraftTrees
 
@@ -357,9 +359,9 @@ class Arm:
     ) -> dict[str, Any]:
         """Roll out a group for each problem under an epoch's weights.
 
-        ``again`` are drafts to be verified in the place of those that an adaptive drafter proposes.
-        With several engines, this one does the work of each, one after the other; seconds and steps
-        are those of the share that takes longest, counts are sums.
+        ``again`` has drafts to be verified instead of those that an adaptive drafter proposes. With
+        several engines, this one does the work of each in turn; seconds and steps are those of the
+        slowest one, counts are sums.
         """
         from nemo_specrl.engine.load_balance import balanced_order
         from nemo_specrl.trainer.tasks import reward

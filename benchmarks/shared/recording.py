@@ -1,8 +1,8 @@
 """The weights of a plain GRPO training, epoch by epoch, for ``arms.py`` to measure on.
 
-A recording is a folder: ``epoch_K.safetensors`` has the weights with which epoch K's rollouts
-begin, ``recording.json`` says what the training was. It is made once and then found again. Nothing
-here measures.
+A recording is a folder: ``epoch_K.safetensors`` has the weights at the beginning of epoch K, and
+``recording.json`` describes the training. It is made once, and used again if it is there. Nothing
+is measured here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_specrl.trainer.recipe import Recipe, load_recipe, model_folder
+from nemo_specrl.trainer.policy_config import model_folder
+from nemo_specrl.trainer.recipe import Recipe, load_recipe
 
 if TYPE_CHECKING:
     import torch
@@ -29,10 +30,10 @@ class Task:
     """A task that a policy is trained on.
 
     Args:
-        title: for tables.
-        config: recipe.
-        warm_up: options of scripts/train_tiny_model.py for the model to begin with, without the
-            number of steps; empty: the recipe's own model.
+        title: name in tables.
+        config: the recipe.
+        warm_up: options of scripts/train_tiny_model.py for the initial model, without the number of
+            steps; empty: the recipe's own model.
     """
 
     title: str
@@ -81,14 +82,14 @@ def record(
     warm_up_steps: int,
     overrides: tuple[str, ...] = (),
 ) -> None:
-    """Train plainly and write the weights with which each epoch begins, unless they are there.
+    """Train plainly and write the weights at the beginning of each epoch, unless they are there.
 
     Args:
-        task: of ``TASKS``.
-        folder: of the recording.
-        epochs: sets of weights.
-        warm_up_steps: of the model that the task begins with, if it has to be made.
-        overrides: of the recipe.
+        task: a task of ``TASKS``.
+        folder: folder of the recording.
+        epochs: number of sets of weights.
+        warm_up_steps: training steps of the initial model, if it has to be made.
+        overrides: overrides of the recipe.
     """
     steps = warm_up_steps if TASKS[task].warm_up else 0
     wanted = {"task": task, "warm_up_steps": steps, "overrides": list(overrides)}
@@ -111,10 +112,10 @@ def record(
 def weights(
     folder: Path, epoch: int, temperature: float = 1.0
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights with which an epoch begins, by name.
+    """The weights at the beginning of an epoch, by name.
 
-    At another temperature than 1 they are those of a policy whose logits are divided by it, so that
-    the policy is more or less sure of its tokens while the engine samples at temperature 1.
+    The policy's logits are divided by ``temperature``, by a scaled final norm, while the engine
+    samples at temperature 1.
     """
     from safetensors.torch import load_file
 
@@ -125,7 +126,7 @@ def weights(
 
 
 def _prepare(task: str, folder: Path, steps: int) -> None:
-    """Make the model that a task begins with, unless the repository has it."""
+    """Make the initial model of a task, unless the repository has it."""
     folder.mkdir(parents=True, exist_ok=True)
     options = TASKS[task].warm_up
     if options and not (folder / "model" / "model.safetensors").exists():

@@ -1,6 +1,6 @@
-"""What benchmarks write and show: files of figures, tables, plots.
+"""Files of figures, tables and plots for all benchmarks.
 
-A file says on which machines and with which versions its figures were measured.
+Each file names the machines and the versions with which its figures were measured.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 
 def machine() -> dict[str, str]:
-    """The device, and the versions of what runs on it."""
+    """The device, and the versions of the packages that were measured."""
     import torch
     import vllm
     from vllm.platforms import current_platform
@@ -41,12 +41,12 @@ def machine() -> dict[str, str]:
 
 
 def measured_here() -> dict[str, str]:
-    """What a file says of its latest figures: the date, and the machine."""
+    """The date and the machine of the latest figures."""
     return {"date": datetime.date.today().isoformat(), **machine()}
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What a file has: ``measured``, a list of machines, the newest last, and ``rows``."""
+    """Read a file: ``measured``, a list of machines, the newest last, and ``rows``."""
     data: dict[str, Any] = json.loads(path.read_text())
     return data
 
@@ -54,16 +54,16 @@ def read(path: Path) -> dict[str, Any]:
 def merged(
     path: Path, rows: Sequence[dict[str, Any]], keys: tuple[str, ...], **more: Any
 ) -> dict[str, Any]:
-    """Add rows to a file, in the place of all those that it has with the same ``keys``.
+    """Add rows to a file, and remove its earlier rows with the same values of ``keys``.
 
     Args:
-        path: of the file.
-        rows: measured on this machine, now.
-        keys: what tells places apart whose rows are compared, and so are of one measurement.
+        path: the file.
+        rows: rows that were measured now, on this machine.
+        keys: keys whose values identify a measurement; rows of one are compared with each other.
         more: further values of the file.
 
     Returns:
-        All that the file has.
+        the content of the file.
     """
     had = read(path) if path.exists() else {"measured": [], "rows": []}
     here = measured_here()
@@ -79,7 +79,7 @@ def merged(
 
 
 def save(path: Path | None, result: dict[str, Any]) -> dict[str, Any]:
-    """Write a result to a file, if one is given, with the date and the machine; returns it all."""
+    """Add date and machine to a result, write it to a file if one is given, and return it."""
     data: dict[str, Any] = {"measured": [measured_here()], **result}
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -103,7 +103,7 @@ def write(path: Path, data: dict[str, Any]) -> None:
 
 
 def rounded(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows with numbers of five digits, as they are kept."""
+    """Round the numbers of rows to five digits."""
 
     def short(value: Any) -> Any:
         if isinstance(value, list):
@@ -116,11 +116,11 @@ def rounded(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 def half_width(values: Sequence[Sequence[float]]) -> float:
     """Half width of the 95 % confidence band of a curve's mean over seeds (Student's t).
 
-    The spread over seeds is pooled over the curve's points: with three seeds, that of one point
-    says little.
+    The spread over seeds is pooled over the curve's points, since with three seeds that of a single
+    point is hardly known.
 
     Args:
-        values: of each point, that of each seed; two seeds at least, as many at all points.
+        values: for each point, the values of all seeds; at least two, equally many at all points.
     """
     from scipy import stats
 
@@ -150,11 +150,11 @@ class Chart:
     """Bars in groups.
 
     Args:
-        title: of the plot.
-        unit: of the values, for the axis.
-        groups: by the name of a group and that of a bar, the values of all repetitions. A bar is as
-            high as their median, and each is a dot.
-        level: a line across the plot, where a value means that there is no difference.
+        title: title of the plot.
+        unit: unit of the values, for the axis.
+        groups: values of all repetitions, by the name of a group and that of a bar. A bar shows
+            their median, and dots show each of them.
+        level: height of a line across the plot that marks the value of no difference.
     """
 
     title: str
@@ -164,7 +164,7 @@ class Chart:
 
 
 def show(text: str) -> None:
-    """Print Markdown: formatted on a terminal, as it is into a file."""
+    """Print Markdown: formatted on a terminal, unchanged into a file."""
     if sys.stdout.isatty():
         from rich.console import Console
         from rich.markdown import Markdown
@@ -175,7 +175,7 @@ def show(text: str) -> None:
 
 
 def present(table: str, chart: Chart, plot: Path | None) -> None:
-    """Print a table, and draw a plot where one is asked for."""
+    """Print a table, and draw a plot if requested."""
     show(table)
     if plot is not None:
         draw(chart, plot)

@@ -42,7 +42,7 @@ from nemo_specrl.trainer.tasks import problems  # noqa: E402
 RECIPE = Path("examples/configs/grpo_sort_megatron_cpu.yaml")
 MB = 1e6
 KEYS = ("layout", "engines", "tied", "parameters")
-"""What tells rows apart."""
+"""Keys whose values identify a row."""
 
 
 def memory(pid: int, name: str) -> float:
@@ -165,7 +165,7 @@ def measure(
     *,
     compare: bool,
 ) -> dict[str, Any]:
-    """Stream weights from ranks in a layout, with nobody to take them, and refit the engines."""
+    """Stream weights from ranks in a layout without an engine, and then refit the engines."""
     tp, pp, dp = layout
     recipe = load_recipe(
         RECIPE,

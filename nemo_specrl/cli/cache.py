@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +16,7 @@ from rich.table import Table
 from nemo_specrl.errors import CacheError, ConfigError, ForeignStore, StoreInUse
 
 if TYPE_CHECKING:
+    from nemo_specrl.cache import RolloutStore
     from nemo_specrl.rollout import Rollout
 
 __all__ = ["app"]
@@ -106,28 +109,40 @@ def _say(line: str) -> None:
 
 @app.command(epilog="Example: nemo-specrl cache export results/run/step_20 exported")
 def export(
-    path: PathArgument,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder.")],
+    path: PathArgument, out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder.")]
 ) -> None:
     """Write a cache as safetensors files, which other programs and other runs can read."""
     from nemo_specrl.cache.export import write_export
     from nemo_specrl.cache.inspection import open_source
 
     _needs_safetensors()
-    damaged = 0
+    with open_source(path) as source:
+        sound = _Sound(source.rollouts)
+        count = write_export(out, iter(sound), source.tokenizer_id)
+    skipped = f"; {sound.damaged:,} damaged ones were left out" if sound.damaged else ""
+    _say(f"written: {out}, {count:,} rollouts{skipped}")
 
-    def sound() -> Iterator[Rollout]:
-        nonlocal damaged
-        for rollout in source.rollouts:
+
+class _Sound:
+    """Rollouts without the damaged ones, which are counted on the way.
+
+    Args:
+        rollouts: rollouts of an open cache; an error stands for one that cannot be read.
+
+    Attributes:
+        damaged: rollouts that were left out so far.
+    """
+
+    def __init__(self, rollouts: Iterable[Rollout | CacheError]) -> None:
+        self._rollouts = rollouts
+        self.damaged = 0
+
+    def __iter__(self) -> Iterator[Rollout]:
+        for rollout in self._rollouts:
             if isinstance(rollout, CacheError):
-                damaged += 1
+                self.damaged += 1
             else:
                 yield rollout
-
-    with open_source(path) as source:
-        count = write_export(out, sound(), source.tokenizer_id)
-    skipped = f"; {damaged:,} damaged ones were left out" if damaged else ""
-    _say(f"written: {out}, {count:,} rollouts{skipped}")
 
 
 @app.command(
@@ -145,17 +160,15 @@ def import_(
         str, typer.Option(help="Hard cap of the store, as the recipe has it.")
     ] = "64GiB",
 ) -> None:
-    """Have new runs begin with another run's rollouts, as drafts.
+    """Give new runs another run's rollouts as drafts.
 
-    They go into CACHE_DIR/warm_start, of which each run that starts there, on this node, takes a
-    copy. Policy versions are counts of a run: all become 0, so that rollouts are drafted from the
+    They go into CACHE_DIR/warm_start. Each run that starts there, on this node, takes a copy of it.
+    Policy versions are counted within a run, so all become 0, and the rollouts are drafted from the
     second step on. Where there is a rollout of a sample index already, that one stays.
     """
     from nemo_specrl.cache import RolloutStore
-    from nemo_specrl.cache.export import reset_provenance
     from nemo_specrl.cache.inspection import open_source
     from nemo_specrl.cache.run_folders import WARM_START
-    from nemo_specrl.cache.storage.schema import DATA_FILE, reading_file
 
     _needs_safetensors()
     path = cache_dir / WARM_START
@@ -164,51 +177,59 @@ def import_(
         raise ConfigError(f"{path}: cannot be imported into itself")
     with ExitStack() as stack:
         source = stack.enter_context(open_source(source_path))
-        if (path / DATA_FILE).is_file():  # before it is opened: a refusal changes nothing
-            with reading_file(path / DATA_FILE) as contents:
-                if contents.tokenizer_id != source.tokenizer_id:
-                    raise ForeignStore(
-                        f"{source_path} is of tokenizer {source.tokenizer_id!r}, the store {path} "
-                        f"of {contents.tokenizer_id!r}; tokens of one mean nothing to the other"
-                    )
+        # Before the store is opened, which changes its file.
+        _check_tokenizer(path, source_path, source.tokenizer_id)
         store = stack.enter_context(
             RolloutStore(path, max_bytes=cap, tokenizer_id=source.tokenizer_id)
         )
-        taken = there = damaged = 0
-        group: list[Rollout] = []
-
-        def take() -> None:
-            nonlocal taken, there
-            if group:
-                found = store.get([group[0].key]).get(group[0].key, [])
-                sample_indices = {rollout.sample_index for rollout in found}
-                # A store lists the newest of a sample index first and an export last: one is kept.
-                new = {
-                    r.sample_index: r
-                    for r in _oldest_first(group, source.kind)
-                    if r.sample_index not in sample_indices
-                }
-                store.put(map(reset_provenance, new.values()))
-                taken += len(new)
-                there += len(group) - len(new)
-
-        for rollout in source.rollouts:
-            if isinstance(rollout, CacheError):
-                damaged += 1
-                continue
-            if group and group[0].key != rollout.key:
-                take()
-                group = []
-            group.append(rollout)
-        take()
+        sound = _Sound(source.rollouts)
+        taken, there = _add(store, sound, newest_last=source.kind == "export")
         store.sync()
         stats = store.stats()
     notes = [f"{taken:,} rollouts imported"]
     notes += [f"{there:,} left out for newer ones of their sample indices"] if there else []
-    notes += [f"{damaged:,} damaged ones left out"] if damaged else []
+    notes += [f"{sound.damaged:,} damaged ones left out"] if sound.damaged else []
     lost = stats.evicted_prompts
     notes += [f"{lost:,} prompts evicted: max-bytes is too small for all"] if lost else []
     _say(f"{path}: " + ", ".join(notes) + f"; for runs with spec_rl.cache.dir={cache_dir}")
+
+
+def _check_tokenizer(path: Path, source_path: Path, tokenizer_id: str) -> None:
+    """Refuse to add rollouts to a store of another tokenizer; there may be no store yet."""
+    from nemo_specrl.cache.storage.schema import DATA_FILE, reading_file
+
+    if (path / DATA_FILE).is_file():
+        with reading_file(path / DATA_FILE) as contents:
+            if contents.tokenizer_id != tokenizer_id:
+                raise ForeignStore(
+                    f"{source_path} is of tokenizer {tokenizer_id!r}, the store {path} "
+                    f"of {contents.tokenizer_id!r}; tokens of one mean nothing to the other"
+                )
+
+
+def _add(store: RolloutStore, rollouts: Iterable[Rollout], *, newest_last: bool) -> tuple[int, int]:
+    """Put rollouts into a store, the newest of each sample index where it has none yet.
+
+    Args:
+        store: the store to add to.
+        rollouts: rollouts, those of a prompt one after the other.
+        newest_last: whether they are listed as in an export; a store lists the newest first.
+
+    Returns:
+        How many were put, and how many were left out.
+    """
+    from nemo_specrl.cache.export import reset_provenance
+
+    taken = left_out = 0
+    for key, same_prompt in groupby(rollouts, attrgetter("key")):
+        group = list(same_prompt)
+        there = {rollout.sample_index for rollout in store.get([key]).get(key, [])}
+        oldest_first = group if newest_last else group[::-1]
+        new = {r.sample_index: r for r in oldest_first if r.sample_index not in there}
+        store.put(map(reset_provenance, new.values()))
+        taken += len(new)
+        left_out += len(group) - len(new)
+    return taken, left_out
 
 
 def _bytes(text: str) -> int:
@@ -218,10 +239,6 @@ def _bytes(text: str) -> int:
         max_bytes: ByteSize
 
     return validated(Cap, {"max_bytes": text}).max_bytes
-
-
-def _oldest_first(group: list[Rollout], kind: str) -> list[Rollout]:
-    return group if kind == "export" else group[::-1]
 
 
 def _needs_safetensors() -> None:

@@ -1,16 +1,20 @@
 """The command line: ``nemo-specrl train | compare | run | cache | report | simulate | doctor``.
 
-Bad input prints one line and exits with code 2; other expected errors exit with code 1. What takes
-long to import is imported in the commands that need it, after they have said so.
+Bad input prints one line and exits with code 2; other expected errors exit with code 1. Modules
+that take long to import are imported by the commands that need them, after these have printed what
+they are about to do.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import logging
+import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -49,7 +53,7 @@ OverridesArgument = Annotated[
 ]
 LIVE_PORT = 8377
 _MAY_PASS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.EAGAIN, errno.ENOMEM}
-"""Errors of the operating system after which a run may be started again."""
+"""Errors of the operating system that a restart may get past, so that the exit code is 1."""
 OutOption = Annotated[Path, typer.Option("--out", help="Folder for all output.")]
 
 
@@ -100,7 +104,7 @@ def _say(line: str, style: str | None = None) -> None:
 
 @contextlib.contextmanager
 def _disk_in_one_line() -> Iterator[None]:
-    """An error of the operating system is one of a file or folder, which it names itself."""
+    """Print an error of the operating system, which names its file or folder, as one line."""
     try:
         yield
     except OSError as error:
@@ -117,16 +121,39 @@ def train(config: RecipeArgument, overrides: OverridesArgument = None) -> None:
     if config.is_file():
         _say(f"train: loading {config}, torch and vLLM; the first step takes a minute or more")
     from nemo_specrl.engine.vllm.environment import local_cpu_environment
-    from nemo_specrl.monitoring.metrics_file import quiet_libraries
     from nemo_specrl.trainer.recipe import load_recipe
     from nemo_specrl.trainer.start_checks import check_start
 
     recipe = load_recipe(config, overrides or ())
     check_start(recipe)
     local_cpu_environment()
-    quiet_libraries()
+    _quiet_libraries()
     heartbeat.connect(recipe.run_dir)
-    heartbeat.start("setup")
+    trainer = _set_up(recipe)
+    if not trainer.done:
+        with _disk_in_one_line():
+            _train_with_progress(trainer, recipe)
+    if trainer.stop:
+        raise SystemExit(130)
+
+
+def _quiet_libraries() -> None:
+    """Suppress messages that libraries print at the start of a run and that need no action.
+
+    Errors are still shown, and so are warnings from anywhere else. Call it before torch is
+    imported. Environment variables that the user has set are left as they are.
+    """
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # while weights are read
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # on NUMA nodes
+    # vLLM uses names that are deprecated in torch.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
+    # Triton is missing on a CPU.
+    logging.getLogger("torch._library.triton").addFilter(lambda record: record.levelno >= 40)
+
+
+@heartbeat.section("setup")
+def _set_up(recipe: Recipe) -> Trainer:
+    """Import the training loop, find the last checkpoint, and load what the run needs."""
     from nemo_specrl.trainer.loop import Trainer
 
     trainer = Trainer(recipe)
@@ -134,13 +161,12 @@ def train(config: RecipeArgument, overrides: OverridesArgument = None) -> None:
     begun = trainer.progress.step
     if trainer.done:
         _say(f"nothing to do: {begun} steps are done in {trainer.folder}")
-    else:
-        if begun:
-            _say(f"resuming from step {begun} in {trainer.folder}")
-        with _disk_in_one_line():
-            _train_with_progress(trainer, recipe)
-    if trainer.stop:
-        raise SystemExit(130)
+        return trainer
+    if begun:
+        _say(f"resuming from step {begun} in {trainer.folder}")
+    with _disk_in_one_line():
+        trainer.build()
+    return trainer
 
 
 def _train_with_progress(trainer: Trainer, recipe: Recipe) -> None:
@@ -176,7 +202,7 @@ def _status(record: dict[str, Any], recipe: Recipe) -> str:
 
 
 def _stop_on_signals(trainer: Trainer) -> None:
-    """On SIGINT or SIGTERM finish the step, save and exit. A second signal exits at once."""
+    """On SIGINT or SIGTERM, finish the step, save and exit; on a second signal exit at once."""
 
     def stop(number: int, _frame: Any) -> None:
         trainer.stop = True
@@ -269,7 +295,7 @@ def report(
     ] = None,
     token: Annotated[
         str | None,
-        typer.Option(envvar="NEMO_SPECRL_TOKEN", help="With --follow: what a browser must bring."),
+        typer.Option(envvar="NEMO_SPECRL_TOKEN", help="With --follow: access token of the page."),
     ] = None,
 ) -> None:
     """Draw plots and write an HTML page of a run, or serve a live one."""
@@ -280,7 +306,7 @@ def report(
         _follow(run_dir, LIVE_PORT if port is None else port, token)
         return
     if port is not None:
-        raise ConfigError(f"--port {port}: is for --follow; give both or neither")
+        raise ConfigError(f"--port {port}: needs --follow; give both or neither")
     if (run_dir / "compare.json").exists():
         write_comparison(run_dir, read_comparison(run_dir))
         _say(f"written: {run_dir / 'compare.html'}")
@@ -322,7 +348,7 @@ def simulate(
         Path | None, typer.Option(help="JSON file with the costs of an engine's steps.")
     ] = None,
 ) -> None:
-    """Predict what each preset would bring to a recorded run, in a simulated engine."""
+    """Predict the speed-up of each preset on a recorded run, in a simulated engine."""
     if run_dir.is_dir():
         _say(f"simulate: reading {run_dir}, then simulating; this takes seconds to minutes")
     from nemo_specrl.config import TreeConfig

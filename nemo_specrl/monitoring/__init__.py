@@ -1,4 +1,4 @@
-"""What a run reports while it goes on, and the pictures and pages that are made of it.
+"""The metrics of a run, and the pictures and pages that are made from them.
 
 Modules, each of which imports only from those below it::
 
@@ -9,6 +9,7 @@ Modules, each of which imports only from those below it::
     live_page          the page's content: state, figures, warnings
     run_plot           the picture of one run
     comparison_plot    the picture of a plain and a speculative run
+    drawing            the canvas, colours and panels of all pictures
     metrics_file       metrics.jsonl, written and read; TensorBoard
     prometheus         the same metrics for Prometheus: a textfile, Ray's endpoint
     names              the names of all metrics, with their meaning and unit

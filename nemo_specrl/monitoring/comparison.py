@@ -1,7 +1,7 @@
-"""A plain and a speculative run of the same recipe and seed, compared.
+"""Comparison of a plain and a speculative run of the same recipe and seed.
 
-:func:`comparison` gives the content of ``compare.json``; ``report`` writes it, with a picture and a
-page. Times are seconds; ``verify_s`` is a part of ``rollout_s``, and ``rollout_s`` of ``step_s``.
+:func:`comparison` returns the content of ``compare.json``; ``report`` writes it, with a picture and
+a page. Times are seconds; ``verify_s`` is a part of ``rollout_s``, and ``rollout_s`` of ``step_s``.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from typing import Any
 from nemo_specrl.config import clipped
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.monitoring import names as metric
-from nemo_specrl.monitoring.comparison_plot import SIDES, HeldOut, applies, gains
+from nemo_specrl.monitoring.comparison_plot import SIDES, HeldOut, gains
+from nemo_specrl.monitoring.drawing import applies
 from nemo_specrl.monitoring.metrics_file import METRICS
 from nemo_specrl.monitoring.run_steps import column, logged_steps, number
 
 __all__ = ["OPTIONAL", "REQUIRED", "comparison", "heldout", "read_comparison", "summary", "verdict"]
 
-WARM_EPOCH = 2  # counted from 0; from here on drafts contain reused tokens themselves
+WARM_EPOCH = 2  # counted from 0; from this epoch on, drafts contain reused tokens themselves
 REQUIRED = (
     *(metric.ROLLOUT_S, metric.VERIFY_S, metric.TRAIN_S, metric.STEP_S),
     *(metric.DECODED_TOKENS, metric.REWARD),
 )
-"""What every step of both runs has."""
+"""Metrics that every step of both runs must have."""
 OPTIONAL = (metric.FRESH_REWARD, metric.HELDOUT_ACCURACY, metric.TREE_TOKENS_PER_STEP)
 
 
@@ -71,7 +72,11 @@ def comparison(plain_dir: Path, speculative_dir: Path) -> dict[str, Any]:
 
 
 def read_comparison(folder: Path) -> dict[str, Any]:
-    """Read the ``compare.json`` in a folder; a ConfigError says how it is damaged."""
+    """Read the ``compare.json`` in a folder.
+
+    Raises:
+        ConfigError: it cannot be read, or is damaged; the message says how.
+    """
     path = folder / "compare.json"
     try:
         compare: dict[str, Any] = json.loads(path.read_bytes())
@@ -95,7 +100,7 @@ def read_comparison(folder: Path) -> dict[str, Any]:
 
 
 def verdict(compare: dict[str, Any]) -> str:
-    """Say in words where speculation is lower in held-out accuracy."""
+    """Describe in a few sentences where speculation is lower in held-out accuracy."""
     plain, speculative = ({p.step: p for p in heldout(compare)[side]} for side in SIDES)
     common = sorted(plain.keys() & speculative.keys())
     if not common:
@@ -122,7 +127,7 @@ def verdict(compare: dict[str, Any]) -> str:
 
 
 def summary(compare: dict[str, Any]) -> list[list[str]]:
-    """Rows of the summary: a quantity, its value on both sides, and their ratio or difference."""
+    """Rows of the summary: a quantity, its values on both sides, and their ratio or difference."""
     lines = []
     for name, label in (
         (metric.ROLLOUT_S, "rollout, s"),
@@ -150,10 +155,8 @@ def summary(compare: dict[str, Any]) -> list[list[str]]:
         if name == metric.FRESH_REWARD and not applies(compare["speculative"], name):
             continue
         means = [_last_epoch_mean(compare[side], name) for side in SIDES]
-        if name == metric.FRESH_REWARD and means[0] is None:
-            means[0] = _last_epoch_mean(
-                compare["plain"], metric.REWARD
-            )  # plain: every row is fresh
+        if name == metric.FRESH_REWARD and means[0] is None:  # in plain, every row is fresh
+            means[0] = _last_epoch_mean(compare["plain"], metric.REWARD)
         cells = ["-" if mean is None else f"{mean:.3f}" for mean in means]
         lines.append([label, *cells, _difference(*means)])
     for which, position in (("first", 0), ("last", -1)):
@@ -166,7 +169,7 @@ def summary(compare: dict[str, Any]) -> list[list[str]]:
 
 
 def heldout(compare: dict[str, Any]) -> dict[str, list[HeldOut]]:
-    """Held-out accuracy of each side by step, from the seeds' table where there is one."""
+    """Held-out accuracy of each side by step, over several seeds where they were evaluated."""
     values: dict[str, dict[int, list[float]]] = {side: {} for side in SIDES}
     for side in SIDES:
         at_start = compare[side].get(metric.HELDOUT_ACCURACY + metric.AT_START)

@@ -1,66 +1,35 @@
-"""The picture of a comparison, drawn from columns of numbers into a PNG; and what pictures share.
-
-matplotlib is optional and is imported only when a picture is drawn. Figures are made without
-pyplot, so that no display is needed and no global state changes. The colours are safe for the
-colour-blind (Okabe and Ito), and no information is in colour alone.
-"""
+"""The picture of a plain and a speculative run, drawn from columns of numbers into a PNG."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import math
 import statistics
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nemo_specrl.errors import ConfigError
 from nemo_specrl.monitoring import names as metric
+from nemo_specrl.monitoring.drawing import (
+    BLUE,
+    GREY,
+    ORANGE,
+    Column,
+    applies,
+    canvas,
+    finish_panel,
+    panel_title,
+    png_of,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = [
-    "BLUE",
-    "GREEN",
-    "INCHES",
-    "ORANGE",
-    "PURPLE",
-    "SIDES",
-    "SKY",
-    "Column",
-    "HeldOut",
-    "applies",
-    "canvas",
-    "comparison_picture",
-    "finish_panel",
-    "gains",
-    "panel_title",
-    "png_of",
-]
+__all__ = ["SIDES", "HeldOut", "comparison_picture", "gains"]
 
 SIDES = ("plain", "speculative")
-Column = Sequence[float | None]
-
-BLUE, ORANGE, GREEN, PURPLE, SKY = "#0072B2", "#D55E00", "#009E73", "#8C5A94", "#56B4E9"
 _COLOUR = {"plain": BLUE, "speculative": ORANGE}
-_GREY = "#555555"
-INCHES, _DPI = (14, 9), 100  # 1400 x 900 pixels
-_STYLE: Any = {
-    "font.size": 11,
-    "axes.titlesize": 12,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "grid.color": "#E6E6E6",
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "legend.fontsize": 10,
-}
 
 
 class HeldOut(NamedTuple):
@@ -117,88 +86,16 @@ def comparison_picture(
 
 
 def gains(compare: dict[str, Any]) -> list[float]:
-    """Tokens that a row gained from an engine step, by training step; none without tree drafts."""
+    """Tokens of a row per engine step, by training step; empty without tree drafts."""
     column = compare["speculative"].get(metric.TREE_TOKENS_PER_STEP) or []
     return [gain for gain in column if gain is not None]
 
 
-def applies(columns: Mapping[str, Column], name: str) -> bool:
-    """Whether a metric says something of a run, and something else than the one beside it.
-
-    The engine reports 0 for kinds of drafts that the run does not use. Where nothing is reused,
-    every row is fresh and every token decoded.
-    """
-    column = columns.get(name) or ()
-    same = {metric.FRESH_REWARD: metric.REWARD, metric.DECODED_TOKENS: metric.RESPONSE_TOKENS}.get(
-        name
-    )
-    if same is not None and column == columns.get(same):
-        return False
-    if name == metric.VERIFY_S or name.startswith(metric.PREFIX):
-        return any(column)
-    return any(value is not None for value in column)
-
-
 def _headline(figure: Figure, compare: dict[str, Any], verdict: str) -> None:
-    ratios: dict[str, float | None] = compare["ratio"]
-    steps = len(compare["plain"][metric.STEP_S])
-    what = (
-        "speculative drafts from earlier responses, and the engine verifies losslessly"
-        if gains(compare)
-        else "speculative verifies the previous epoch's response and keeps the accepted prefix"
-    )
-    last = " The last one: speculative, where plain has 1." if gains(compare) else ""
-    figure.text(
-        0.015,
-        0.968,
-        "Plain and speculative rollouts, side by side",
-        fontsize=20,
-        weight="bold",
-        va="center",
-    )
-    figure.text(
-        0.015,
-        0.945,
-        f"{steps} training step{'s' * (steps != 1)}, the same prompts at each. "
-        f"Plain decodes every response from scratch; {what}.\n"
-        f"Big figures: plain divided by speculative. Above 1, speculation needs less.{last}",
-        fontsize=11,
-        color=_GREY,
-        va="top",
-        linespacing=1.4,
-    )
-    captions = {
-        "rollout": "rollout time",
-        "rollout_warm": "rollout time from\nthe third epoch on",
-        "step": "time of whole steps",
-        metric.DECODED_TOKENS: "decoded tokens",
-    }
-    if gains(compare):
-        ratios = {**ratios, "tokens_per_step": statistics.mean(gains(compare))}
-        captions["tokens_per_step"] = "tokens of a row\nper engine step"
-        del captions[metric.DECODED_TOKENS]
-    for i, (name, caption) in enumerate(captions.items()):
-        ratio, x = ratios[name], 0.085 + 0.148 * i
-        if ratio is None:
-            number, caption = (
-                "n/a",
-                "rollout time, third\nepoch on: not reached" if name == "rollout_warm" else caption,
-            )
-        else:
-            number = f"{ratio:.3g}x" if ratio >= 10 else f"{ratio:.2f}x"
-            caption += "\nMORE with speculation" if round(ratio, 2) < 1 else ""
-        gain = ratio is not None and round(ratio, 2) > 1
-        figure.text(
-            x,
-            0.853,
-            number,
-            fontsize=33,
-            weight="bold",
-            ha="center",
-            va="center",
-            color=ORANGE if gain else "black",
-        )
-        figure.text(x, 0.818, caption, fontsize=11.5, ha="center", va="top")
+    """Draw the title, what the two sides are, the ratios as big figures, and the verdict."""
+    _draw_title(figure, compare)
+    for i, (ratio, caption) in enumerate(_ratios(compare)):
+        _draw_ratio(figure, 0.085 + 0.148 * i, ratio, caption)
     figure.text(
         0.64,
         0.883,
@@ -208,6 +105,58 @@ def _headline(figure: Figure, compare: dict[str, Any], verdict: str) -> None:
         linespacing=1.4,
         bbox={"boxstyle": "round,pad=0.6", "facecolor": "#F3F3F3", "edgecolor": "#BBBBBB"},
     )
+
+
+def _draw_title(figure: Figure, compare: dict[str, Any]) -> None:
+    steps = len(compare["plain"][metric.STEP_S])
+    lossless = bool(gains(compare))
+    what = (
+        "speculative drafts from earlier responses, and the engine verifies losslessly"
+        if lossless
+        else "speculative verifies the previous epoch's response and keeps the accepted prefix"
+    )
+    last = " The last one: speculative, where plain has 1." if lossless else ""
+    title = "Plain and speculative rollouts, side by side"
+    figure.text(0.015, 0.968, title, fontsize=20, weight="bold", va="center")
+    figure.text(
+        0.015,
+        0.945,
+        f"{steps} training step{'s' * (steps != 1)}, the same prompts at each. "
+        f"Plain decodes every response from scratch; {what}.\n"
+        f"Big figures: plain divided by speculative. Above 1, speculation needs less.{last}",
+        fontsize=11,
+        color=GREY,
+        va="top",
+        linespacing=1.4,
+    )
+
+
+def _ratios(compare: dict[str, Any]) -> list[tuple[float | None, str]]:
+    """The big figures, each with its caption; None where a run is too short for one."""
+    ratios: dict[str, float | None] = compare["ratio"]
+    warm = "rollout time from\nthe third epoch on"
+    if ratios["rollout_warm"] is None:
+        warm = "rollout time, third\nepoch on: not reached"
+    shown = [
+        (ratios["rollout"], "rollout time"),
+        (ratios["rollout_warm"], warm),
+        (ratios["step"], "time of whole steps"),
+    ]
+    if per_step := gains(compare):
+        return [*shown, (statistics.mean(per_step), "tokens of a row\nper engine step")]
+    return [*shown, (ratios[metric.DECODED_TOKENS], "decoded tokens")]
+
+
+def _draw_ratio(figure: Figure, x: float, ratio: float | None, caption: str) -> None:
+    number, colour = "n/a", "black"
+    if ratio is not None:
+        number = f"{ratio:.3g}x" if ratio >= 10 else f"{ratio:.2f}x"
+        caption += "\nMORE with speculation" if round(ratio, 2) < 1 else ""
+        colour = ORANGE if round(ratio, 2) > 1 else "black"
+    figure.text(
+        x, 0.853, number, fontsize=33, weight="bold", ha="center", va="center", color=colour
+    )
+    figure.text(x, 0.818, caption, fontsize=11.5, ha="center", va="top")
 
 
 def _draw_rollout_seconds(ax: Axes, compare: dict[str, Any]) -> None:
@@ -239,12 +188,9 @@ def _draw_cumulative(ax: Axes, compare: dict[str, Any]) -> None:
         ("-", metric.ROLLOUT_S, "rollouts"),
     ):
         for side in SIDES:
-            sums, total = [0.0], 0.0
-            for seconds in compare[side][name]:
-                total += seconds / divisor
-                sums.append(total)
+            sums = list(accumulate((s / divisor for s in compare[side][name]), initial=0.0))
             ax.plot(range(len(sums)), sums, style, color=_COLOUR[side], linewidth=2,
-                    label=f"{label}, {side}: {total:.3g} {unit}")  # fmt: skip
+                    label=f"{label}, {side}: {sums[-1]:.3g} {unit}")  # fmt: skip
     ax.set_ylim(0, None)
     panel_title(ax, f"Time spent so far, {unit}", "lower is better")
 
@@ -292,7 +238,7 @@ def _draw_rewards(ax: Axes, rewards: dict[str, Column]) -> None:
     window = max(1, len(rewards["plain"]) // 12)
     for side, marker in zip(SIDES, ("o", "^"), strict=True):
         steps = range(1, len(rewards[side]) + 1)
-        points = _gaps(rewards[side])
+        points = [math.nan if value is None else value for value in rewards[side]]
         if all(map(math.isnan, points)):
             continue
         if window > 1:
@@ -329,56 +275,6 @@ def _draw_heldout(ax: Axes, heldout: dict[str, list[HeldOut]]) -> None:
     )
 
 
-def panel_title(ax: Axes, title: str, note: str) -> None:
-    """Put a panel's title and its explanatory note above it."""
-    ax.set_title(title, pad=22)
-    ax.text(0, 1.025, note, transform=ax.transAxes, fontsize=10.5, color=_GREY)
-
-
-def finish_panel(
-    ax: Axes, epochs: Column, steps: Sequence[int] = (), room: float | None = None
-) -> None:
-    """Add a legend above the data and thin lines where epochs begin.
-
-    Args:
-        ax: the panel.
-        epochs: epoch of each step.
-        steps: number of each step; empty: from 1 on.
-        room: share of the height for the legend; None: as much as it needs.
-    """
-    from matplotlib.ticker import MaxNLocator
-
-    entries = len(ax.get_legend_handles_labels()[0])
-    ax.set_xlabel("training step")
-    if not entries:
-        ax.text(0.5, 0.5, "not in this run", transform=ax.transAxes, ha="center", color=_GREY)
-        ax.set_xticks([])
-        ax.set_yticks([])
-        return
-    short = max(len(label) for label in ax.get_legend_handles_labels()[1]) < 24
-    columns = 2 if entries == 4 and short else 1
-    low, high = ax.get_ylim()
-    room = 0.05 + 0.09 * entries / columns if room is None else room
-    ax.set_ylim(low, low + (high - low) / (1 - room))
-    ax.legend(
-        loc="upper left", ncols=columns, framealpha=1, edgecolor="none", borderpad=0.1,
-        borderaxespad=0.3, handlelength=1.5, columnspacing=1,
-    )  # fmt: skip
-    steps = steps or range(1, len(epochs) + 1)
-    begins = [s for s, a, b in zip(steps[1:], epochs, epochs[1:], strict=False) if a != b]
-    if 0 < len(begins) <= 30:
-        for step in begins:
-            ax.axvline(step - 0.5, color="#D5D5D5", linewidth=0.8, zorder=0)
-        ax.set_xlabel("training step (grey lines: a new epoch)")
-    last = steps[-1] if steps else 1
-    ax.set_xlim(-0.02 * last, 1.02 * last + 0.5)
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-
-def _gaps(column: Column) -> list[float]:
-    return [math.nan if value is None else value for value in column]
-
-
 def _moving_mean(values: Sequence[float], window: int) -> list[float]:
     """Mean over the last ``window`` steps at each step; steps without a value are skipped."""
     means = []
@@ -386,29 +282,3 @@ def _moving_mean(values: Sequence[float], window: int) -> list[float]:
         recent = [v for v in values[max(0, i + 1 - window) : i + 1] if not math.isnan(v)]
         means.append(sum(recent) / len(recent) if recent else math.nan)
     return means
-
-
-@contextlib.contextmanager
-def canvas(inches: tuple[float, float] = INCHES) -> Iterator[Figure]:
-    """Yield a figure in this module's style without changing matplotlib's global settings."""
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError(
-            "pictures need matplotlib, which is not installed: pip install matplotlib"
-        ) from None
-    with matplotlib.rc_context(_STYLE):
-        yield Figure(figsize=inches, dpi=_DPI, facecolor="white")
-
-
-def png_of(figure: Figure) -> bytes:
-    """Render a figure as a PNG file's bytes."""
-    from PIL import Image  # comes with matplotlib
-
-    drawn, small = io.BytesIO(), io.BytesIO()
-    figure.savefig(drawn, format="png")
-    # 256 colours are enough for flat drawings and take a third of the bytes.
-    image = Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE)
-    image.save(small, format="png", optimize=True)
-    return small.getvalue()

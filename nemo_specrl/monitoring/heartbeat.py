@@ -1,22 +1,22 @@
 """Heartbeats and sections of a driver that runs under ``ft_launcher`` of nvidia-resiliency-ext.
 
-``ft_launcher`` starts the driver, and beside it a monitor that kills the driver where a section
-has been open, or no heartbeat has come, for too long; then it starts the driver again. Elsewhere
-every function here does nothing, and the package need not be installed.
+``ft_launcher`` starts the driver and a monitor. The monitor kills the driver if a section has been
+open for too long, or no heartbeat has arrived for too long, and the launcher starts it again.
+Without a launcher every function here does nothing, and the package need not be installed.
 
-Sections are those that the launcher's configuration names; others cost nothing. Their timeouts, and
-that of the time outside of them, are learned: once a section has ended, its timeout is
-``safety_factor`` times the longest that it has ever taken, and no less than twelve of the monitor's
-``workload_check_interval``: with their defaults five times, and a minute. Each restart by the
-launcher doubles them, as what took too long may have been right, on slower machines than before.
-The longest are kept with the run, for its next process. A timeout of null stays off, and heartbeats
-keep the timeouts that are configured.
+Sections are those that the launcher's configuration names; others are ignored. Their timeouts, and
+that of the time outside of them, are learned. Once a section has ended, its timeout is
+``safety_factor`` times the longest that it has ever taken, and at least twelve times the monitor's
+``workload_check_interval``; with the defaults, five times and a minute. Each restart by the
+launcher doubles the timeouts, in case the section was not hung but slower than before, on other
+machines. The longest durations are kept with the run, for its next process. A timeout that is
+configured as null stays off, and heartbeats keep the timeouts that are configured.
 
 The package's own ``calculate_and_set_section_timeouts`` is not used. It needs a process group,
-which the driver need not have, and its moving averages fall while steps come out of the journal in
-a fraction of a second, so that the next real step would be killed.
+which the driver need not have. Its moving averages also fall while a resumed run takes steps from
+the journal in a fraction of a second, so that the next real step would be killed.
 
-Run with the release 0.4.1 and, from their sources, with 0.5.0, 0.6.0 and main after 0.7.0-main.
+Tested with the release 0.4.1 and, from their sources, with 0.5.0, 0.6.0 and main after 0.7.0-main.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ FILE = "section_seconds.json"
 OUTSIDE = "outside"
 """The file's name for the time in which no section is open."""
 LEAST_CHECKS = 12
-"""A learned timeout is at least so many intervals at which the monitor looks: what takes a
-fraction of a second may once take ten."""
+"""A learned timeout is at least this many of the monitor's check intervals, since a section that
+usually takes a fraction of a second may take several seconds now and then."""
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +48,8 @@ class _Monitor:
     """The connection of this process to its monitor.
 
     Args:
-        client: a ``RankMonitorClient`` that is connected.
-        file: of the longest durations, seconds by section; None where there are no sections.
+        client: a connected ``RankMonitorClient``.
+        file: file of the longest durations, seconds by section; None where there are no sections.
     """
 
     def __init__(self, client: Any, file: Path | None) -> None:
@@ -79,7 +79,7 @@ class _Monitor:
     def end(self, name: str) -> None:
         started = self._started.pop(name, None)
         if started is not None:
-            # Within the section still, since the disk may hang.
+            # Before the section ends: the disk may hang.
             self._took(name, time.monotonic() - started)
             self._client.end_section(name)
             self._outside_since = time.monotonic()
@@ -95,7 +95,7 @@ class _Monitor:
         if self._file is None:
             return
         temporary = self._file.with_suffix(".tmp")
-        # Where this fails, the next process learns anew.
+        # If this fails, the next process learns the timeouts from scratch.
         with contextlib.suppress(OSError), replacing(self._file, temporary, private=False) as file:
             file.write(json.dumps(self._longest).encode())
 
@@ -126,11 +126,11 @@ _monitor: _Monitor | None = None
 
 
 def connect(folder: Path | None = None) -> None:
-    """Let this process be watched from now on, if it runs under ``ft_launcher``.
+    """Connect this process to its monitor, if it runs under ``ft_launcher``.
 
     Args:
-        folder: of the run; the longest durations are kept in its ``section_seconds.json``. None
-            where only heartbeats are sent.
+        folder: folder of the run, where the longest durations are kept in ``section_seconds.json``.
+            None: no timeouts are learned.
     """
     global _monitor
     if "FT_RANK_MONITOR_IPC_SOCKET" not in os.environ or _monitor is not None:
@@ -151,14 +151,14 @@ def heartbeat() -> None:
 
 
 def start(name: str) -> None:
-    """Begin a section, with a heartbeat. Others may be open; the same one may not."""
+    """Begin a section, and send a heartbeat. Other sections may be open, but not the same one."""
     with _without_monitor_on_error():
         if _monitor is not None:
             _monitor.start(name)
 
 
 def end(name: str) -> None:
-    """End a section, and learn from how long it took."""
+    """End a section, and learn its timeout from how long it took."""
     with _without_monitor_on_error():
         if _monitor is not None:
             _monitor.end(name)
@@ -166,9 +166,10 @@ def end(name: str) -> None:
 
 @contextlib.contextmanager
 def section(name: str) -> Iterator[None]:
-    """A section as a context or a decorator. It stays open where an exception leaves it.
+    """A section as a context manager or a decorator.
 
-    What follows an exception, such as ending other processes, may hang as well.
+    After an exception the section stays open: what follows, such as ending other processes, may
+    hang as well.
     """
     start(name)
     yield
@@ -179,7 +180,7 @@ def no_restart(reason: str) -> None:
     """Ask the launcher not to start this process again when it ends."""
     if "FT_LAUNCHER_IPC_SOCKET" not in os.environ:
         return
-    with contextlib.suppress(Exception):  # then it is started again, in vain
+    with contextlib.suppress(Exception):  # any failure only means another start, in vain
         from nvidia_resiliency_ext.fault_tolerance import ipc_connector
         from nvidia_resiliency_ext.fault_tolerance.data import (
             WorkloadAction,
@@ -193,11 +194,11 @@ def no_restart(reason: str) -> None:
 
 @contextlib.contextmanager
 def _without_monitor_on_error() -> Iterator[None]:
-    """A monitor that is missing or fails ends no training."""
+    """Disconnect from a monitor that is missing or fails, so that the training goes on."""
     global _monitor
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # of any kind: the package's, of the socket, of pickle
         if _monitor is not None:
             with contextlib.suppress(Exception):
                 _monitor.close()

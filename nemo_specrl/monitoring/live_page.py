@@ -1,6 +1,6 @@
-"""The page of a run that is going on: its state in figures, its picture, and what to look into.
+"""The live page of a run: its state in figures, its picture, and warnings.
 
-Only the steps in metrics.jsonl are known here; times are those of the machine that serves the page.
+It is made only from the steps in metrics.jsonl and that file's age.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from nemo_specrl.monitoring import names as metric
 __all__ = ["content", "page", "state_of", "warnings_of"]
 
 RECENT = 20
-"""Steps from which the time of a step is taken."""
+"""Number of the newest steps over which the time of a step is averaged."""
 PATIENCE = (5, 1800.0)
-"""A run is said to make no progress after so many of its steps, and so many seconds at least."""
+"""A run counts as stalled after this many times the duration of a step, and at least this many
+seconds."""
 
 Row = Mapping[str, Any]
 
 
 def state_of(rows: Sequence[Row], age: float) -> tuple[str, str]:
-    """State of the run in a word (waiting, running, stalled, done), and in a sentence.
+    """State of a run as a word (waiting, running, stalled, done), and as a sentence.
 
     Args:
-        rows: its steps.
-        age: time since the file was written to, seconds.
+        rows: the run's steps.
+        age: time since the last write to the file, seconds.
     """
     if not rows:
         return "waiting", "no step is done yet"
@@ -40,7 +41,7 @@ def state_of(rows: Sequence[Row], age: float) -> tuple[str, str]:
 
 
 def warnings_of(rows: Sequence[Row]) -> list[tuple[int, str]]:
-    """What the steps have had to complain of, newest first: step and sentence."""
+    """The warnings of all steps, newest first: step and sentence."""
     found: list[tuple[int, str]] = []
     before: Row = {}
     for row in rows:
@@ -49,7 +50,7 @@ def warnings_of(rows: Sequence[Row]) -> list[tuple[int, str]]:
         } - {name for name in metric.DRIFT_QUANTITIES if _value(before, metric.drifts(name))}
         damaged = _value(row, metric.CORRUPT_RECORDS) - _value(before, metric.CORRUPT_RECORDS)
         full = [_value(r, metric.DISK_USED_FRACTION) > 0.9 for r in (before, row)]
-        for wrong, sentence in (
+        for applies, sentence in (
             (drifting, f"reused rows drift from fresh ones: {', '.join(sorted(drifting))}"),
             (damaged > 0, f"the cache skipped {damaged:.0f} damaged records"),
             (full == [False, True], "the cache's disk is used to more than 90 %"),
@@ -68,7 +69,7 @@ def warnings_of(rows: Sequence[Row]) -> list[tuple[int, str]]:
             ),
             (metric.LOSS in row and row[metric.LOSS] is None, "the loss is no finite number"),
         ):
-            if wrong:
+            if applies:
                 found.append((row[metric.STEP], sentence))
         before = row
     return found[::-1]
@@ -78,11 +79,11 @@ def content(name: str, rows: Sequence[Row], age: float, *, version: str, problem
     """The part of the page that changes.
 
     Args:
-        name: of the run.
-        rows: its steps.
-        age: time since the file was written to, seconds.
-        version: of the picture.
-        problem: why there are no rows although there is a file; empty: there is none.
+        name: name of the run.
+        rows: the run's steps.
+        age: time since the last write to the file, seconds.
+        version: version of the picture, which makes the browser load a new one.
+        problem: what is wrong with the file; empty if nothing is.
     """
     state, sentence = state_of(rows, age)
     head = (
@@ -90,7 +91,7 @@ def content(name: str, rows: Sequence[Row], age: float, *, version: str, problem
         f"<span>{html.escape(problem or sentence)}</span></header>"
     )
     if not rows:
-        return f"{head}<p>The page fills itself with the first step.</p>"
+        return f"{head}<p>The page shows figures once the first step is done.</p>"
     tiles = "".join(
         f'<div class="tile"><span>{label}</span><b>{value}</b><small>{note}</small></div>'
         for label, value, note in _tiles(rows)
@@ -106,25 +107,25 @@ def content(name: str, rows: Sequence[Row], age: float, *, version: str, problem
 
 
 def page(name: str, inner: str, nonce: str) -> bytes:
-    """The whole page, which asks for its content every two seconds.
+    """The whole page, which fetches its content every two seconds.
 
     Args:
-        name: of the run.
-        inner: its content now.
-        nonce: with which the page may run its script.
+        name: name of the run.
+        inner: the content as of now.
+        nonce: nonce of the content security policy that allows the page's script.
     """
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width">'
         f"<title>{html.escape(name)}</title><style>{_STYLE}</style></head>"
         f'<body><main id="content">{inner}</main><footer id="lost" hidden>The server has ended; '
-        f'this is the last that it said.</footer><script nonce="{nonce}">{_SCRIPT}</script>'
+        f'showing the last data received.</footer><script nonce="{nonce}">{_SCRIPT}</script>'
         f"</body></html>\n"
     ).encode()
 
 
 def _tiles(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
-    """Label, figure and note of each tile that the run has a value for."""
+    """Label, figure and note of each tile for which the run has a value."""
     last, pace = rows[-1], _seconds_per_step(rows)
     total = last.get(metric.TOTAL_STEPS)
     tiles = [("Step", f"{last[metric.STEP]:,}", f"of {total:,}" if total else "")]
@@ -220,7 +221,7 @@ def _short(value: float | None) -> str:
 
 
 def _seconds_per_step(rows: Sequence[Row]) -> float:
-    """Mean over the last steps, with the evaluations and checkpoints between them."""
+    """Mean duration of the newest steps, including evaluations and checkpoints between them."""
     recent = rows[-RECENT:]
     parts = (metric.STEP_S, metric.EVAL_S, metric.CHECKPOINT_S)
     return sum(_value(row, part) for row in recent for part in parts) / len(recent)
@@ -264,7 +265,7 @@ footer{position:fixed;bottom:0;width:100%;padding:10px;background:#b3261e;color:
 footer[hidden]{display:none}
 """
 
-# The new picture is fetched before the old one goes, so that the page does not flicker.
+# The new picture is loaded before the old one is replaced, so that the page does not flicker.
 _SCRIPT = """
 let shown = "";
 async function update() {

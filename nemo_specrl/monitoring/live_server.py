@@ -1,7 +1,7 @@
-"""A server of one run's page, for the machine that it runs on: `nemo-specrl report --follow`.
+"""Serves the live page of one run on the local machine: `nemo-specrl report --follow`.
 
-It reads the run's metrics.jsonl and nothing else, writes nothing, and serves four paths: the page,
-its content, its picture, and where a token is asked for, the page with the token.
+It reads only the run's metrics.jsonl and writes nothing. It serves the page, the page's content and
+its picture; if there is a token, requests need it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.monitoring import live_page
-from nemo_specrl.monitoring.comparison_plot import canvas
+from nemo_specrl.monitoring.drawing import canvas
 from nemo_specrl.monitoring.metrics_file import METRICS
 from nemo_specrl.monitoring.report import run_columns
 from nemo_specrl.monitoring.run_plot import run_picture
@@ -33,10 +33,10 @@ COOKIE = "nemo_specrl_token"
 
 
 class _Run:
-    """What is known of the run, read anew when its file has changed.
+    """The steps and the picture of a run, read again when its file has changed.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -57,7 +57,7 @@ class _Run:
             )
 
     def picture(self) -> bytes | None:
-        """The picture of the steps as of now; None before the first one."""
+        """The picture of the steps so far; None before the first one."""
         with self._mutex:
             self._refresh()
             if not self._rows:
@@ -67,10 +67,10 @@ class _Run:
             return self._drawn[1]
 
     def _refresh(self) -> float:
-        """Read the file if it has changed, and return the time since it was written to, seconds.
+        """Read the file if it has changed; returns the time since the last write to it, seconds.
 
-        What is wrong with the file is kept: damaged lines are left out, and one that holds no
-        complete step has none.
+        If something is wrong with the file, ``_problem`` says so: damaged lines are left out, and a
+        file without a complete step has no rows.
         """
         try:
             status = (self._folder / METRICS).stat()
@@ -93,16 +93,16 @@ class LivePage:
     """The page of a run, on the loopback address.
 
     Args:
-        folder: of the run; it need not have a step yet.
-        port: to listen on; 0: a free one.
-        token: what requests must bring, as ``?token=...`` once, in a cookie, or as ``Authorization:
-            Bearer``. None: nothing.
+        folder: folder of the run; it need not have a step yet.
+        port: port to listen on; 0: a free one.
+        token: access token, which requests carry as ``?token=...``, in the cookie that is set then,
+            or as ``Authorization: Bearer``. None: requests need no token.
 
     Attributes:
-        url: of the page, with the token.
+        url: address of the page, with the token.
 
     Raises:
-        ConfigError: there is no such folder, the port cannot be had, or matplotlib is missing.
+        ConfigError: there is no such folder, the port cannot be used, or matplotlib is missing.
     """
 
     def __init__(self, folder: Path, port: int, token: str | None = None) -> None:
@@ -110,10 +110,10 @@ class LivePage:
             raise ConfigError(f"{folder}: no such folder; give the folder of a run")
         if token is not None and not token:
             raise ConfigError("--token must not be empty")
-        with canvas():  # which says where matplotlib is missing
+        with canvas():  # raises if matplotlib is missing
             pass
         run = _Run(folder)
-        handler = type("Handler", (_Handler,), {"run": run, "token": token})
+        handler = type("Handler", (_Handler,), {"run": run, "token": token or ""})
         try:
             self._server = ThreadingHTTPServer(("127.0.0.1", port), handler)
         except OSError as error:
@@ -133,21 +133,26 @@ class LivePage:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET for the page, its content and its picture."""
+    """Answers GET for the page, its content and its picture.
+
+    Attributes:
+        run: the run.
+        token: what requests need; empty: they need none.
+    """
 
     run: _Run
-    token: str | None
+    token: str
     server_version, sys_version = "nemo-specrl", ""
 
-    def do_GET(self) -> None:  # the name that http.server asks for
+    def do_GET(self) -> None:  # http.server calls this name
         """Answer a request."""
-        # A foreign page whose name was made to point here sends that name as its host.
+        # Against DNS rebinding: a foreign page whose name resolves to this address sends that name.
         if self.headers.get("Host", "").partition(":")[0] not in HOSTS:
             self._answer(403, "text/plain", b"ask for 127.0.0.1 or localhost\n")
             return
         address = urlsplit(self.path)
         given = parse_qs(address.query).get("token", [""])[0]
-        if self.token is not None and given and self._is_token(given):
+        if self._is_token(given):
             cookie = f"{COOKIE}={self._cookie()}; HttpOnly; SameSite=Strict; Path=/"
             self._answer(303, "text/plain", b"", {"Location": "/", "Set-Cookie": cookie})
         elif not self._allowed():
@@ -164,7 +169,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(404, "text/plain", b"not here\n")
 
     def _allowed(self) -> bool:
-        if self.token is None:
+        if not self.token:
             return True
         kind, _, given = self.headers.get("Authorization", "").partition(" ")
         if kind == "Bearer" and self._is_token(given.strip()):
@@ -178,12 +183,11 @@ class _Handler(BaseHTTPRequestHandler):
         )
 
     def _is_token(self, given: str) -> bool:
-        assert self.token is not None
-        return hmac.compare_digest(given.encode(), self.token.encode())
+        """Whether there is a token, and ``given`` is it."""
+        return bool(self.token) and hmac.compare_digest(given.encode(), self.token.encode())
 
     def _cookie(self) -> str:
-        """What the browser keeps: any token fits into a cookie this way."""
-        assert self.token is not None
+        """The cookie's value: a hash, since a token may have characters that a cookie may not."""
         return hashlib.sha256(b"nemo_specrl cookie " + self.token.encode()).hexdigest()
 
     def _answer(
@@ -215,4 +219,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not logged: they may hold the token."""
+        """Do not log requests, which may contain the token."""

@@ -1,4 +1,4 @@
-"""The metrics of a run, written to metrics.jsonl, TensorBoard and Prometheus at each step."""
+"""Writes a run's metrics to metrics.jsonl, TensorBoard and Prometheus, and reads metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +21,6 @@ __all__ = [
     "MetricsFile",
     "MetricsLog",
     "left_out",
-    "quiet_libraries",
     "read_lines",
     "read_metrics",
     "read_steps",
@@ -35,31 +33,17 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-def quiet_libraries() -> None:
-    """Leave out what libraries print while a run starts and a user can do nothing about.
-
-    Errors stay, and so do warnings that come from anywhere else. Call it before torch is imported;
-    variables that the user has set stay.
-    """
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # of reading the model's weights
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # to which NUMA nodes memory is bound
-    # vLLM's modules read names that torch no longer recommends.
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
-    # Triton is missing on a CPU.
-    logging.getLogger("torch._library.triton").addFilter(lambda record: record.levelno >= 40)
-
-
 def read_lines(path: Path, parse: Callable[[str], T]) -> tuple[list[T], list[str]]:
-    """Read a log of which each line stands for itself, so that a bad line costs that line alone.
+    """Read a log line by line; damaged lines are left out.
 
     Args:
-        path: of the file. Empty lines are passed over.
-        parse: makes a row of a line. A ``ValueError`` says what is wrong with it.
+        path: the file. Empty lines are skipped.
+        parse: makes a row from a line, or raises a ``ValueError`` that says what is wrong with it.
 
     Returns:
-        The rows; and what is wrong with each line that was left out, by its number. A last line
-        without its end, as a killed process leaves it or a running one is about to complete, is
-        called "cut off".
+        the rows; and for each line that was left out, its number and what is wrong with it. If the
+        last line has no end, because its process was killed or is still writing it, that is called
+        "cut off".
 
     Raises:
         OSError: the file cannot be read.
@@ -78,7 +62,7 @@ def read_lines(path: Path, parse: Callable[[str], T]) -> tuple[list[T], list[str
 
 
 def left_out(path: Path, wrong: Sequence[str]) -> str:
-    """A sentence on the lines of a file that were left out; empty where none was."""
+    """A sentence on the lines of a file that were left out; empty if there were none."""
     if not wrong:
         return ""
     count = "1 line is" if len(wrong) == 1 else f"{len(wrong):,} lines are"
@@ -92,11 +76,11 @@ def read_steps(path: Path) -> tuple[list[dict[str, Any]], str]:
     not finite become None.
 
     Returns:
-        The records; and a sentence on damaged lines, which are left out. One that is cut off is
-        left out without a word: its step is not done, or will be repeated.
+        the records; and a sentence on damaged lines, which are left out. A line that is cut off is
+        not mentioned: its step is not complete, or will be repeated.
 
     Raises:
-        ConfigError: no line is a step's, so that this is some other file.
+        ConfigError: no line is the record of a step, so this is some other file.
         OSError: the file cannot be read.
     """
     found, wrong = read_lines(path, _step)
@@ -123,10 +107,7 @@ def _step(line: str) -> dict[str, Any]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the steps of a metrics.jsonl as :func:`read_steps` does, and log what is left out.
-
-    A file that is not there has no steps.
-    """
+    """Read the steps of a metrics.jsonl, none if there is no file; logs which lines are damaged."""
     if not path.exists():
         return []
     records, damaged = read_steps(path)
@@ -139,14 +120,14 @@ class MetricsFile:
     """The metrics.jsonl of a run: a line of JSON for each step, and no incomplete one.
 
     Args:
-        folder: in which the file is; created if missing.
-        step: steps done. Lines of later steps, left by a run that was killed, are dropped, since
-            their steps are repeated.
-        before: the run's file in another folder, whose lines are taken where this folder has no
+        folder: folder of the file; created if missing.
+        step: number of completed steps. Lines of later steps, left by a run that was killed, are
+            dropped, since these steps are repeated.
+        before: the run's file in another folder, from which lines are copied if this folder has no
             file yet; it may be missing.
 
     Raises:
-        ConfigError: the file that is there is another program's.
+        ConfigError: there is a file of another program.
         OSError: the file cannot be written.
     """
 
@@ -164,7 +145,7 @@ class MetricsFile:
         """Add the record of a step.
 
         Raises:
-            OSError: the disk does not take the line, of which nothing is left then.
+            OSError: the line cannot be written; a part that was written is removed again.
         """
         left = json.dumps(record).encode() + b"\n"
         end = os.fstat(self._file.fileno()).st_size
@@ -184,12 +165,12 @@ class MetricsFile:
 
 
 class MetricsLog:
-    """Writes a run's metrics. Where this process is connected to Ray, its endpoint has them, too.
+    """Writes a run's metrics, also to Ray's endpoint if this process is connected to Ray.
 
     Args:
         folder: ``logger.log_dir``.
-        step: steps done; what is there of later steps is dropped.
-        tensorboard: write event files too.
+        step: number of completed steps; records of later ones are dropped.
+        tensorboard: whether event files are written as well.
         prometheus: file ending in .prom for node_exporter's textfile collector; replaced atomically
             at each step. A failure to write it is logged once, until a write succeeds. None: no
             such file.
@@ -221,7 +202,7 @@ class MetricsLog:
         self._export(exported.of_step(record))
 
     def finish(self) -> None:
-        """Say that the run ended well; Prometheus then no longer expects a next step."""
+        """Export that the run has ended, so that alerts stop expecting progress."""
         self._export(exported.ended())
 
     def _export(self, samples: exported.Samples) -> None:

@@ -1,4 +1,4 @@
-"""The names of a run's metrics, which everything that writes or reads them takes from here.
+"""The names of a run's metrics, used by everything that writes or reads them.
 
 A step's record in metrics.jsonl has values under these names; TensorBoard and NeMo-RL's logger have
 them under ``train/``, and Prometheus under names made from these (``prometheus``). Names that end
@@ -9,9 +9,9 @@ in ``_s`` are seconds. What the engine, the cache and the drift monitor report b
 from __future__ import annotations
 
 PREFIX = "spec_rl/"
-"""Of the engine's, the cache's and the drift monitor's metrics."""
+"""Prefix of the engine's, the cache's and the drift monitor's metrics."""
 AT_START = "_at_start"
-"""Ends the name of what was evaluated before the first step."""
+"""Suffix of metrics that were evaluated before the first step."""
 
 # --- the step -------------------------------------------------------------------------------------
 
@@ -36,7 +36,7 @@ STEP_S = "step_s"
 EVAL_S = "eval_s"
 """Evaluation after the step, seconds."""
 CHECKPOINT_S = "checkpoint_s"
-"""For which the run waited for the checkpoint before this step, seconds."""
+"""Time that the run waited for the checkpoint before this step, seconds."""
 DECODED_TOKENS = "decoded_tokens"
 """Tokens that the engine decoded."""
 RESPONSE_TOKENS = "response_tokens"
@@ -67,7 +67,7 @@ VALUE_LOSS = "value_loss"
 KL = "kl"
 """Estimate of the divergence from the reference policy, nats per token."""
 RATIO = "ratio"
-"""Mean ratio of the policy's probabilities to those that clipping is anchored at."""
+"""Mean ratio of the policy's probabilities to those of the clip anchor."""
 CLIP_FRACTION = "clip_fraction"
 """Share of tokens whose gradient the clipping stops."""
 GRAD_NORM = "grad_norm"
@@ -128,11 +128,11 @@ ASSEMBLY_S = "spec_rl/assembly_s"
 # --- trees ----------------------------------------------------------------------------------------
 
 TREE_TOKENS_PER_STEP = "spec_rl/tree_tokens_per_step"
-"""Tokens that a row gains from a step of the engine."""
+"""Mean number of tokens of a row per step of the engine."""
 TREE_DRAFTED_TOKENS = "spec_rl/tree_drafted_tokens"
 """Tokens proposed from trees."""
 TREE_ACCEPTED_FRACTION = "spec_rl/tree_accepted_fraction"
-"""Share of them that were accepted."""
+"""Share of the tokens proposed from trees that were accepted."""
 TREE_DRAFT_LENGTH = "spec_rl/tree_draft_length"
 """Tokens proposed for a row in a step of the engine, mean."""
 TREE_LEAST_CHANCE = "spec_rl/tree_least_chance"
@@ -142,9 +142,9 @@ TREE_REQUESTS_PER_ROW = "spec_rl/tree_requests_per_row"
 TREE_S = "spec_rl/tree_s"
 """Time of the proposer, a part of ``decode_s``, seconds."""
 RUN_AHEAD_ROWS = "spec_rl/run_ahead_rows"
-"""Rollouts of the next batch's prompts that were begun."""
+"""Rollouts of the next batch's prompts that run-ahead has begun."""
 RUN_AHEAD_TOKENS = "spec_rl/run_ahead_tokens"
-"""Tokens decoded for them."""
+"""Tokens decoded by run-ahead."""
 
 # --- the cache ------------------------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ CACHE_ROLLOUTS = "spec_rl/cache_rollouts"
 CACHE_BYTES = "spec_rl/cache_bytes"
 """Bytes in use."""
 CACHE_MEMORY_BYTES = "spec_rl/cache_memory_bytes"
-"""Those of them that are in memory, because the folder is on a tmpfs."""
+"""The part of ``cache_bytes`` that is in memory, because the folder is on a tmpfs."""
 CACHE_MAX_BYTES = "spec_rl/cache_max_bytes"
 """The cap of ``cache_bytes``."""
 CACHE_HIT_FRACTION = "spec_rl/cache_hit_fraction"
@@ -176,26 +176,26 @@ CACHE_MISSING_COPIES = "spec_rl/cache_missing_copies"
 # --- the drift monitor ----------------------------------------------------------------------------
 
 GAPS = ("reward", "length", "logprob")
-"""Quantities of which fresh and reused rows are compared."""
+"""Quantities in which fresh and reused rows are compared."""
 STALENESS = "staleness"
-"""By how much reused tokens have become less likely since birth, nats per row."""
+"""Mean loss of log-prob of a row's reused tokens since birth, nats."""
 DRIFT_QUANTITIES = (*GAPS, STALENESS)
 FRESH_FRACTION = "spec_rl/fresh_fraction"
 """Share of fresh rows in the next step."""
 
 
 def drift(quantity: str) -> str:
-    """The difference of fresh and reused rows in one of ``DRIFT_QUANTITIES``, in its unit."""
+    """Name of the difference of fresh and reused rows in one of ``DRIFT_QUANTITIES``."""
     return f"spec_rl/{quantity}" if quantity == STALENESS else f"spec_rl/{quantity}_gap"
 
 
 def drift_z(quantity: str) -> str:
-    """The same in standard errors."""
+    """Name of that difference in standard errors."""
     return f"{drift(quantity)}_z"
 
 
 def drifts(quantity: str) -> str:
-    """1 where the difference is beyond both tolerance and chance, else 0."""
+    """Name of the flag that is 1 where the difference exceeds both tolerance and chance, else 0."""
     return f"spec_rl/{quantity}_drifts"
 
 
@@ -217,4 +217,4 @@ COUNTS = frozenset(
         RUN_AHEAD_TOKENS,
     }
 )
-"""What adds up over steps, beside seconds; everything else is a state or a share."""
+"""Metrics that add up over steps, beside durations; all others are states or shares."""

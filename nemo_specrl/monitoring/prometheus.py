@@ -1,9 +1,9 @@
 """A run's metrics for Prometheus, under the same names in a textfile and at Ray's endpoint.
 
-A step's record has one scalar for each quantity. What adds up over steps becomes a counter, so that
-a rate is right however long steps take beside the interval of scrapes: seconds end in
-``_seconds_total``, and the counts in ``names.COUNTS`` in ``_total``. Everything else is a gauge
-with its newest value. All have the label ``run`` (https://prometheus.io/docs/practices/naming).
+Quantities that add up over steps are counters, so that rates are right whether a step is shorter or
+longer than the scrape interval: names of durations end in ``_seconds_total``, those of the counts
+in ``names.COUNTS`` in ``_total``. Everything else is a gauge with the newest value. All have the
+label ``run`` (https://prometheus.io/docs/practices/naming).
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ Samples = tuple[dict[str, float], dict[str, float]]
 
 
 def started() -> Samples:
-    """What a run exports when it starts or resumes."""
+    """The samples of a run that starts or resumes."""
     now = PREFIX + "last_progress_timestamp_seconds"
     return {PREFIX + "running": 1.0, now: time.time()}, {}
 
 
 def ended() -> Samples:
-    """What a run exports that has ended well, so that alerts expect no further step."""
+    """The samples of a run that has ended, so that alerts stop expecting progress."""
     return {PREFIX + "running": 0.0}, {}
 
 
 def of_step(record: Mapping[str, Any]) -> Samples:
-    """What a run exports at the end of a step.
+    """The samples of a completed step.
 
     Args:
-        record: the step's metrics by name, times in seconds under names that end in ``_s``. What is
-            no finite number is left out.
+        record: the step's metrics by name; names of durations in seconds end in ``_s``. Values that
+            are no finite numbers are left out.
     """
     gauges, increments = started()
     increments[PREFIX + "steps_total"] = 1.0
@@ -94,7 +94,7 @@ class Textfile:
         write_to_textfile(str(self.path), registry)
 
     def collect(self) -> Iterator[Any]:
-        """Called by ``prometheus_client``."""
+        """The metrics in the form of ``prometheus_client``, which calls this."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         for kind, values, what in (
@@ -110,8 +110,8 @@ class Textfile:
 class RayEndpoint:
     """The metrics endpoint of the Ray node on which this process runs; Ray must be initialized.
 
-    Ray puts ``ray_`` before every name, which examples/monitoring/prometheus.yml takes off again.
-    Nodes export only where ``ray[default]`` is installed.
+    Ray puts ``ray_`` before every name; examples/monitoring/prometheus.yml removes it. A node
+    exports metrics only if ``ray[default]`` is installed.
 
     Args:
         run: the label.

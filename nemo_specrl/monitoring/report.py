@@ -22,7 +22,8 @@ from nemo_specrl.errors import ConfigError
 from nemo_specrl.files import replacing
 from nemo_specrl.monitoring import names as metric
 from nemo_specrl.monitoring.comparison import OPTIONAL, REQUIRED, heldout, summary, verdict
-from nemo_specrl.monitoring.comparison_plot import SIDES, applies, comparison_picture
+from nemo_specrl.monitoring.comparison_plot import SIDES, comparison_picture
+from nemo_specrl.monitoring.drawing import applies
 from nemo_specrl.monitoring.run_plot import run_picture
 from nemo_specrl.monitoring.run_steps import column, logged_steps
 
@@ -42,7 +43,7 @@ _OF_THE_PAGE = (
 
 
 def run_columns(rows: Sequence[dict[str, Any]]) -> dict[str, list[float | None]]:
-    """What a run's picture and table show, by metric; None where a step has no value.
+    """The metrics that a run's picture and table show, by step; None where a step has no value.
 
     Raises:
         ConfigError: a value is no number.
@@ -94,7 +95,7 @@ def write_comparison(
         compare = compare | {"heldout_table": heldout_table}
     points, words = heldout(compare), verdict(compare)
     out_dir = Path(out_dir)
-    # The numbers first, so that they are kept even where the picture cannot be drawn.
+    # Write the numbers first, so that they are kept if the picture cannot be drawn.
     _write(out_dir / "compare.json", json.dumps(compare, indent=1).encode())
     picture = comparison_picture(compare, points, words)
     sums = _html_table(("", "plain", "speculative", "with speculation"), summary(compare))

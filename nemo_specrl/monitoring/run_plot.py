@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from nemo_specrl.monitoring import names as metric
-from nemo_specrl.monitoring.comparison_plot import (
+from nemo_specrl.monitoring.drawing import (
     BLUE,
     GREEN,
     INCHES,
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["run_picture"]
 
-# Panels behind the first: heading, note below it, and (metric, label, colour) of each line.
+# Panels after the first: heading, note below it, and (metric, label, colour) of each line.
 _PANELS: list[tuple[str, str, list[tuple[str, str, str]]]] = [
     ("Rollout tokens per second", "higher is better", [
         ("rollout_speed", "rollouts", ORANGE),
@@ -72,7 +72,7 @@ def run_picture(columns: dict[str, list[float | None]], title: str) -> bytes:
     with canvas((width, 13)) as figure:
         if title:
             figure.text(0.015, 0.97, title, fontsize=20, weight="bold", va="center")
-        # A kind of drafts that the run does not use has no panel.
+        # A kind of draft that the run does not use has no panel.
         panels = [
             panel
             for panel in _PANELS

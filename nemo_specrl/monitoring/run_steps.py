@@ -1,4 +1,4 @@
-"""The steps of a run as its metrics.jsonl has them, for plots, pages and tables."""
+"""Reads the steps of a run from its metrics.jsonl, for plots, pages and tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ logger = logging.getLogger(__name__)
 
 
 def run_steps(run_dir: Path) -> tuple[list[dict[str, Any]], str]:
-    """Read the steps of a run in order, and a sentence on what is damaged (``read_steps``).
+    """Read the steps of a run in order.
+
+    Returns:
+        the steps; and a sentence on damaged lines, empty if there are none (:func:`.read_steps`).
 
     Raises:
         ConfigError: there is no metrics.jsonl, or it has no complete step.
@@ -45,12 +48,20 @@ def logged_steps(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def column(rows: Sequence[dict[str, Any]], name: str) -> list[float | None]:
-    """The values of a metric by step, None where a step has none; a ConfigError names a bad one."""
+    """The values of a metric by step, None where a step has none.
+
+    Raises:
+        ConfigError: a value is no number; the message names the step.
+    """
     return [number(row.get(name), f"step {row[metric.STEP]}: {name}") for row in rows]
 
 
 def number(value: Any, where: str) -> float | None:
-    """A value as a number, None for none or not finite; a ConfigError says `where` it is wrong."""
+    """A number of a metrics file; None if it is missing or not finite.
+
+    Raises:
+        ConfigError: ``value`` is no number; the message begins with ``where``.
+    """
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return None
     if not isinstance(value, int | float) or abs(value) >= 1e300:

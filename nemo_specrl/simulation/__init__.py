@@ -1,8 +1,8 @@
-"""A simulated rollout phase: what each preset would bring, before it is switched on.
+"""A simulated rollout phase: the speed-up that each preset would have on a recorded run.
 
 Modules, each of which imports only from those below it::
 
-    prediction          what each preset would bring to a recorded run, with an interval
+    prediction          the speed-up of each preset, with an interval
     replay_presets      recorded rollouts, replayed with a preset
     recorded_run        tokens, log-probs and seconds of a recorded run
     simulated_engine    the steps of one engine and how many tokens each computes

@@ -1,7 +1,7 @@
-"""What each preset would bring to a recorded run, with an interval.
+"""The speed-up that each preset would have on a recorded run, with an interval.
 
-The interval covers which prompts came up (a bootstrap over groups), what is not known of the costs
-of an engine's steps (a bootstrap over the run's steps, or the ranges that were measured), and how
+The interval covers the choice of prompts (a bootstrap over groups), the uncertainty of the costs of
+an engine's steps (a bootstrap over the run's steps, or the ranges that were measured), and how
 often prefix reuse rejects tokens (``REJECTIONS``).
 """
 
@@ -36,31 +36,35 @@ from nemo_specrl.simulation.simulated_engine import FEATURES, SimulatedEngine, f
 __all__ = ["REJECTIONS", "predict", "read_costs"]
 
 Float64Array = npt.NDArray[np.float64]
+Case = tuple[str, bool]
+"""A preset, and whether prompts have come up before."""
+Ways = list[list[SimulatedRow]]
+"""The rows of a step, in as many ways as there are rates of acceptance."""
 
 _ROLLOUTS = 256
-"""So many of the newest rollouts are simulated, and the rest of their step."""
+"""At least this many of the newest rollouts are simulated, in whole steps."""
 _DRAWS = 20
-"""Of prompts and costs, for the interval."""
+"""Number of draws of prompts and costs for the interval."""
 _LEAST_STEPS = 4
-"""With seconds, for costs to be fitted to them."""
+"""Costs are fitted where the seconds of at least this many steps are known."""
 REJECTIONS = (1.0, 0.7, 1.4, 2.0)
-"""How many times as often as estimated prefix reuse may reject a token; the first is the estimate.
-It comes from contexts that rollouts of both epochs reached. In other contexts, tokens of the same
+"""Multiples of the estimated rejection rate of prefix reuse that the interval covers. The estimate
+is from contexts that rollouts of both epochs reached. In other contexts, tokens of the same
 log-prob were rejected as often with one policy and twice as often with another
 (docs/evidence/simulation.md)."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a preset would bring.
+    """The predicted speed-up of a preset.
 
     Args:
-        preset: its name.
+        preset: name of the preset.
         later: whether prompts have come up before, so that the cache has rollouts of them.
-        speed_up: seconds of plain rollouts over those with the preset.
-        low: end of the interval that holds 90 % of the draws.
-        high: its other end.
-        steps: steps of the slowest engine, as a share of plain's.
+        speed_up: seconds of plain rollouts divided by seconds with the preset.
+        low: lower end of the interval that holds 90 % of the draws.
+        high: upper end of that interval.
+        steps: steps of the slowest engine, divided by those of plain rollouts.
     """
 
     preset: str
@@ -94,12 +98,7 @@ def predict(
     """
     rng = np.random.default_rng(0)
     histories = list(histories_of(run.steps))
-    first = len(run.steps) - 1
-    while first and sum(map(len, run.steps[first:])) < _ROLLOUTS:
-        first -= 1
-    if any(_complete(*each) for each in zip(run.steps, histories, strict=True)):
-        while first < len(run.steps) - 1 and not _complete(run.steps[first], histories[first]):
-            first += 1
+    first = _first_step(run, histories)
     steps, earlier = run.steps[first:], histories[first:]
     later = all(_complete(*each) for each in zip(steps, earlier, strict=True))
     assumed = []
@@ -117,60 +116,90 @@ def predict(
             "same way, which is near their beginnings; the interval reaches from "
             f"{min(REJECTIONS):g} to {max(REJECTIONS):g} times as many rejections"
         )
-
-    # Rows of each step, in as many ways as there are rates of acceptance.
-    simulated: dict[tuple[str, bool], list[list[list[SimulatedRow]]]] = {}
+    simulated: dict[Case, list[Ways]] = {}
     for preset, again in [(PLAIN, False), (LOSSLESS, False), *((p, True) for p in PRESETS)]:
-        if again and not later:
-            continue
-        simulated[preset, again] = []
-        for step, history in zip(steps, earlier, strict=True):
-            known = history if again else {}
-            rates = None
-            if again and preset != LOSSLESS:
-                groups = groups_of(step)
-                pairs = [(history[key][-1], group) for key, group in groups.items()]
-                rates = acceptance_rates(pairs, PRESETS[preset]["lenience"])
-            if rates is None:
-                ways = [rows_of(preset, step, known)]
-            else:
-                ways = [
-                    rows_of(preset, step, known, rejecting(rates, times)) for times in REJECTIONS
-                ]
-            if preset == LOSSLESS:
-                phase(preset, ways[0], engine, engines, known)  # fills in the traces
-            simulated[preset, again].append(ways)
+        if later or not again:
+            simulated[preset, again] = [
+                _ways(preset, step, history if again else {}, engine, engines)
+                for step, history in zip(steps, earlier, strict=True)
+            ]
+    return _bootstrap(steps, simulated, engine, engines, costs, rng), assumed
 
-    ratios: dict[tuple[str, bool], list[float]] = defaultdict(list)
-    shares = {}
-    for draw in range(_DRAWS + 1):
+
+def _first_step(run: RecordedRun, histories: Sequence[History]) -> int:
+    """The step from which on steps are simulated: the newest, with ``_ROLLOUTS`` or more together.
+
+    If there are steps whose prompts were all recorded before, it is one of these.
+    """
+    first = len(run.steps) - 1
+    while first and sum(map(len, run.steps[first:])) < _ROLLOUTS:
+        first -= 1
+    if any(_complete(*each) for each in zip(run.steps, histories, strict=True)):
+        while first < len(run.steps) - 1 and not _complete(run.steps[first], histories[first]):
+            first += 1
+    return first
+
+
+def _ways(
+    preset: str,
+    step: Sequence[RecordedSample],
+    history: History,
+    engine: SimulatedEngine,
+    engines: int,
+) -> Ways:
+    """The rows of a step with a preset, for each of ``REJECTIONS`` where these matter."""
+    rates = None
+    if history and preset != LOSSLESS:
+        groups = groups_of(step)
+        pairs = [(history[key][-1], group) for key, group in groups.items()]
+        rates = acceptance_rates(pairs, PRESETS[preset]["lenience"])
+    if rates is not None:
+        return [rows_of(preset, step, history, rejecting(rates, times)) for times in REJECTIONS]
+    rows = rows_of(preset, step, history)
+    if preset == LOSSLESS:
+        phase(preset, rows, engine, engines, history)  # fills in the traces
+    return [rows]
+
+
+def _bootstrap(
+    steps: Sequence[Sequence[RecordedSample]],
+    simulated: dict[Case, list[Ways]],
+    engine: SimulatedEngine,
+    engines: int,
+    costs: Float64Array,
+    rng: np.random.Generator,
+) -> list[Prediction]:
+    """Compare each case with plain rollouts, with the recorded groups and with draws of them."""
+    ratios: dict[Case, list[float]] = defaultdict(list)
+    shares: dict[Case, float] = {}
+    for draw in range(_DRAWS + 1):  # the first has every group once, and the mean of the costs
         chosen = [_drawn(step, rng if draw else None) for step in steps]
         counts = {
-            (preset, again): [
-                phase(preset, _taken(ways[draw % len(ways)], groups), engine, engines)
+            case: [
+                phase(case[0], _taken(ways[draw % len(ways)], groups), engine, engines)
                 for ways, groups in zip(of_steps, chosen, strict=True)
             ]
-            for (preset, again), of_steps in simulated.items()
+            for case, of_steps in simulated.items()
         }
         cost = costs[rng.integers(len(costs))] if draw else costs.mean(axis=0)
         seconds = {
-            name: sum(float((each @ cost).max()) for each in of_steps)
-            for name, of_steps in counts.items()
+            case: sum(float((each @ cost).max()) for each in of_steps)
+            for case, of_steps in counts.items()
         }
-        for name, value in seconds.items():
-            ratios[name].append(seconds[PLAIN, False] / value)
+        for case, value in seconds.items():
+            ratios[case].append(seconds[PLAIN, False] / value)
         if not draw:
-            shares = {
-                name: sum(each[:, :2].sum(axis=1).max() for each in of_steps)
-                for name, of_steps in counts.items()
+            slowest = {
+                case: sum(each[:, :2].sum(axis=1).max() for each in of_steps)
+                for case, of_steps in counts.items()
             }
+            shares = {case: float(n / slowest[PLAIN, False]) for case, n in slowest.items()}
     predictions = []
-    for (preset, again), values in ratios.items():
-        if preset != PLAIN:
-            low, high = np.percentile(values[1:], [5, 95])
-            share = shares[preset, again] / shares[PLAIN, False]
-            predictions.append(Prediction(preset, again, values[0], low, high, float(share)))
-    return predictions, assumed
+    for case, (ratio, *drawn) in ratios.items():
+        if case[0] != PLAIN:
+            low, high = np.percentile(drawn, [5, 95])
+            predictions.append(Prediction(*case, ratio, low, high, shares[case]))
+    return predictions
 
 
 def _complete(step: Sequence[RecordedSample], history: History) -> bool:
@@ -178,13 +207,13 @@ def _complete(step: Sequence[RecordedSample], history: History) -> bool:
 
 
 def _drawn(step: Sequence[RecordedSample], rng: np.random.Generator | None) -> list[int]:
-    """Groups of a step, by number: drawn with replacement, or each once."""
+    """Indices of a step's groups: drawn with replacement, or without ``rng`` each once."""
     n = len(groups_of(step))
     return list(range(n)) if rng is None else rng.integers(n, size=n).tolist()
 
 
 def _taken(rows: Sequence[SimulatedRow], groups: Sequence[int]) -> list[SimulatedRow]:
-    """The rows of these groups; a group that was drawn twice counts as two."""
+    """The rows of the chosen groups; a group that was drawn twice counts as two."""
     by_group: dict[int, list[SimulatedRow]] = defaultdict(list)
     for row in rows:
         by_group[row.group].append(row)
@@ -210,13 +239,14 @@ def _fitted(
     if len(seconds) < _LEAST_STEPS:
         only_steps = np.array([[1.0 if "steps" in name else 0.0 for name in FEATURES]])
         return only_steps, (
-            f"no costs: seconds are known of {len(seconds)} plain or lossless steps, and "
-            f"{_LEAST_STEPS} are needed; a step of the engine costs the same whatever it computes"
+            f"costs are not known: they are fitted to {_LEAST_STEPS} or more plain or lossless "
+            f"steps with seconds, and the run has {len(seconds)}; every step of the engine is "
+            "taken to cost the same"
         )
     vectors, times = np.array(counts), np.array(seconds)
     step_at, drafting_at, row_at, token_at = range(4)
     if preset == PLAIN:
-        vectors[:, token_at:] = 0  # they grow with rows, and cannot be told apart from them
+        vectors[:, token_at:] = 0  # in plain steps tokens are proportional to rows
     draws = []
     for i in range(_DRAWS):
         some = rng.integers(len(times), size=len(times))

@@ -39,10 +39,10 @@ class RecordedSample(NamedTuple):
     """A recorded rollout.
 
     Args:
-        key: of its prompt.
-        prompt: tokens of the prompt.
-        tokens: of the response, int32 ``[n]``.
-        logprobs: under the policy that sampled them, float32 ``[n]``, nats.
+        key: key of its prompt.
+        prompt: number of tokens of the prompt.
+        tokens: tokens of the response, int32 ``[n]``.
+        logprobs: their log-probs under the policy that sampled them, float32 ``[n]``, nats.
         fresh: whether it was decoded without a draft of prefix reuse.
     """
 
@@ -58,11 +58,11 @@ class RecordedRun:
     """What a run has left on disk.
 
     Args:
-        steps: the rollouts of each step, the oldest step first, groups in one piece.
-        seconds: of the rollout phase of each step; NaN where not known.
-        preset: with which it ran; ``plain`` without speculation.
-        max_num_seqs: rows that an engine ran at once, where the run says so.
-        max_draft_tokens: of its recipe, where the run says so.
+        steps: the rollouts of each step, the oldest step first; a group's are contiguous.
+        seconds: duration of each step's rollout phase, seconds; NaN where not known.
+        preset: preset with which it ran; ``plain`` without speculation.
+        max_num_seqs: number of rows that an engine ran at once, if it was recorded.
+        max_draft_tokens: ``tree.max_draft_tokens`` of its recipe, if it was recorded.
     """
 
     steps: list[list[RecordedSample]]
@@ -75,11 +75,11 @@ class RecordedRun:
 def read_run(folder: Path) -> RecordedRun:
     """Read what a run has left on disk.
 
-    Of NeMo-RL's files the newest are read, as many as one epoch has and the newest step besides.
-    Rows that are damaged, or have no response, are left out with a warning.
+    Of NeMo-RL's files, those of the newest epoch are read, and the step before it. Rows that are
+    damaged, or have no response, are left out with a warning.
 
     Raises:
-        ConfigError: the folder holds no recorded rollouts, or what they need is missing.
+        ConfigError: the folder holds no recorded rollouts, or a package to read them is missing.
         CacheError: the rollout cache cannot be read.
     """
     if not folder.is_dir():
@@ -113,7 +113,7 @@ def _read_nemo_rl(folder: Path, files: list[tuple[int, Path]]) -> RecordedRun:
         if several:
             raise ConfigError(f"{path}: {several} rows have several turns, which are not simulated")
         steps[number] = [sample for sample in samples if sample is not None]
-        if not steps[number]:  # of a run that ended while the file was written
+        if not steps[number]:  # the run ended while the file was written
             del steps[number]
             continue
         keys = {sample.key for sample in steps[number]}
@@ -134,9 +134,13 @@ def _read_nemo_rl(folder: Path, files: list[tuple[int, Path]]) -> RecordedRun:
 
 
 def _sample(line: str) -> RecordedSample | None:
-    """A line of ``train_data_step<N>.jsonl``, in which each value is a list of one.
+    """Parse a line of ``train_data_step<N>.jsonl``, in which each value is a list of one.
 
-    None: it has several turns. A ``ValueError`` says what is wrong with it.
+    Returns:
+        the sample; None for a row with several turns.
+
+    Raises:
+        ValueError: the line is no such row; the message says what is wrong with it.
     """
     try:
         row = json.loads(line)
@@ -151,7 +155,7 @@ def _sample(line: str) -> RecordedSample | None:
     begin, end = int(sampled[0]), int(sampled[-1]) + 1
     response = tokens[begin:end]
     if end > shortest or (response < 0).any() or not np.isfinite(logprobs[begin:end]).all():
-        raise ValueError("not a token and a log-prob in each place of the response")
+        raise ValueError("a token or log-prob of the response is missing or invalid")
     if end - begin != len(sampled):
         return None
     return RecordedSample(
@@ -160,11 +164,11 @@ def _sample(line: str) -> RecordedSample | None:
 
 
 def _tensorboard(folder: Path) -> tuple[dict[int, float], str]:
-    """Seconds of generation by step, and the preset; nothing where there are no event files.
+    """Seconds of generation by step, and the preset, from event files where there are any.
 
     Raises:
-        ConfigError: there are some, and tensorboard is not installed. Without them a run with
-            drafts would be taken for a plain one.
+        ConfigError: there are event files, and tensorboard is not installed. Without reading them,
+            a run with drafts would be taken for a plain one.
     """
     seconds: dict[int, float] = {}
     tags: set[str] = set()

@@ -1,15 +1,15 @@
 """Recorded rollouts, replayed with each preset in the simulated engine.
 
-``lossless`` replays the very trees that an engine drafts from. ``faithful`` and ``fast`` need the
-probability that the policy of a step gives to the tokens of the epoch before, which is known where
-a rollout of that step went the same way; :func:`acceptance_rates` estimates it from there.
+``lossless`` replays the trees that an engine would draft from. ``faithful`` and ``fast`` need the
+probability that the policy of a step gives to the tokens of the epoch before. It is known where a
+rollout of that step has the same tokens so far; :func:`acceptance_rates` extrapolates from there.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -59,12 +59,12 @@ class SimulatedRow:
 
     Args:
         sample: the recorded rollout.
-        group: number of its group in the step.
-        expected: tokens that it is expected to decode, for the order and for balance.
-        rank: how many rows of its prompt begin before it so that it can draft from them.
+        group: index of its group in the step.
+        expected: number of tokens that it is expected to decode, for order and load balance.
+        rank: number of rows of its prompt that are begun before it, so that it drafts from them.
         trace: steps of its decoding; a replay of trees fills it in.
         draft: the rollout that it verifies, or None.
-        accepted: tokens of the draft.
+        accepted: number of accepted tokens of the draft.
     """
 
     sample: RecordedSample
@@ -87,10 +87,10 @@ def rows_of(
 
     Args:
         preset: ``plain``, ``lossless``, ``faithful`` or ``fast``.
-        step: the recorded rollouts, groups in one piece.
+        step: the recorded rollouts, those of a group contiguous.
         history: earlier groups of their prompts.
-        rates: of acceptance (:func:`acceptance_rates`), for prefix reuse.
-        seed: of the run, which decides what rows are fresh and what is accepted.
+        rates: rates of acceptance (:func:`acceptance_rates`), for prefix reuse.
+        seed: seed that decides which rows are fresh and which tokens are accepted.
     """
     rng = np.random.default_rng(seed)
     mean = float(np.mean([len(sample.tokens) for sample in step]))
@@ -139,12 +139,12 @@ def phase(
     """Simulate the rollout phase of a step.
 
     Args:
-        preset: of the rows.
-        rows: of the step, groups in one piece.
+        preset: preset of the rows.
+        rows: rows of the step, those of a group contiguous.
         engine: limits of an engine.
         engines: number of engines, each with trees of its own.
-        history: of lossless rows; their traces are made by a replay of trees. None: they have
-            traces already.
+        history: earlier groups, from which a replay of trees makes the traces of lossless rows.
+            None: the rows have traces already.
 
     Returns:
         Counts of each engine, float64 ``[engines, len(FEATURES)]``.
@@ -157,7 +157,7 @@ def phase(
     counts = np.zeros((engines, len(FEATURES)))
     for i in range(engines):
         share = [rows[j] for j in order[i * size : (i + 1) * size]]
-        if preset != PLAIN:  # the order of SpeculativeLLM
+        if preset != PLAIN:  # SpeculativeLLM sends rows in this order
             share.sort(key=_place)
         trees = DraftTrees(TreeConfig().max_bytes)
         requests = []
@@ -187,19 +187,19 @@ def phase(
 
 
 def _place(row: SimulatedRow) -> tuple[bool, int, float]:
-    """The longest first: rows without a draft, then those with a long one."""
+    """Sort key: rows without a draft, the longest first, then those with one, likewise."""
     return row.draft is not None, row.rank, -(len(row.draft.tokens) if row.draft else row.expected)
 
 
 def _whole_blocks(tokens: int, engine: SimulatedEngine) -> int:
-    """Tokens of a prompt that the prefix cache serves: the last one is always computed."""
+    """Tokens of a prompt that the prefix cache serves: whole blocks, never the last token."""
     return (tokens - 1) // engine.block_size * engine.block_size
 
 
 def _replayed(
     row: SimulatedRow, trees: DraftTrees, identity: int, history: History, max_draft_tokens: int
 ) -> Steps:
-    """Steps of a row that drafts from its tree; they go into its trace, too."""
+    """Steps of a row that drafts from its tree; they are added to its trace as well."""
     earlier = [
         ((version + 1) << 32 | i, sample.tokens.tobytes())
         for version, group in enumerate(history.get(row.sample.key, ()))
@@ -216,47 +216,30 @@ def acceptance_rates(
 ) -> Float64Array | None:
     """Estimate the chance that prefix reuse accepts a token, by the token's earlier log-prob.
 
-    The chance is min(1, lenience * p_new / p_old), and p_new is known where a rollout of the newer
-    policy took the same token behind the same tokens. That happens to likely tokens more often,
-    and so each is weighted with one over the chance of being seen (Horvitz and Thompson,
-    doi:10.1080/01621459.1952.10483446). Tokens behind which no newer rollout went are taken for
-    like those of the same log-prob.
+    The chance is min(1, lenience * p_new / p_old). p_new is known where a rollout of the newer
+    policy has the same token after the same tokens. Likely tokens are seen more often this way, so
+    each is weighted by one over its chance of being seen (Horvitz and Thompson,
+    doi:10.1080/01621459.1952.10483446). Tokens in contexts that no newer rollout reached are
+    assumed to be accepted like those of the same log-prob.
 
     Args:
-        pairs: of each prompt, a group and the next group of an on-policy run.
-        lenience: of the acceptance test.
+        pairs: for each prompt, a group and the next group of an on-policy run.
+        lenience: lenience of the acceptance test.
 
     Returns:
-        By bucket of the earlier log-prob, float64; None where nothing can be said.
+        rates by bucket of the earlier log-prob, float64; None where no token was seen.
     """
     accepted, seen, squared = np.zeros((3, len(_BUCKETS) + 1))
     for old, new in pairs:
-        # A trie of the newer rollouts: nodes are numbers, and the root is 0.
-        child: dict[tuple[int, int], int] = {}
-        visits, logprob = [0], [0.0]
-        for sample in [s for s in new if s.fresh]:
-            node = 0
-            for token, p in zip(sample.tokens.tolist(), sample.logprobs.tolist(), strict=True):
-                visits[node] += 1
-                node = child.setdefault((node, token), len(visits))
-                if node == len(visits):
-                    visits.append(0)
-                    logprob.append(p)
+        newer = _Trie(sample for sample in new if sample.fresh)
         for sample in old:
-            node = 0
-            buckets = np.searchsorted(_BUCKETS, sample.logprobs).tolist()
-            for bucket, token, p_old in zip(
-                buckets, sample.tokens.tolist(), sample.logprobs.tolist(), strict=True
+            buckets = np.searchsorted(_BUCKETS, sample.logprobs)
+            found = newer.follow(sample.tokens)
+            for bucket, p_old, (visits, p_new) in zip(
+                buckets, sample.logprobs.tolist(), found, strict=False
             ):
-                times = visits[node]
-                if not times:
-                    break
-                node = child.get((node, token), -1)
-                if node < 0:
-                    break
-                weight = 1 / (1 - (1 - min(1.0, math.exp(logprob[node]))) ** times)
-                ratio = lenience * math.exp(logprob[node] - p_old)
-                accepted[bucket] += min(1.0, ratio) * weight
+                weight = 1 / (1 - (1 - min(1.0, math.exp(p_new))) ** visits)
+                accepted[bucket] += min(1.0, lenience * math.exp(p_new - p_old)) * weight
                 seen[bucket] += weight
                 squared[bucket] += weight**2
     if not seen.any():
@@ -272,6 +255,41 @@ def acceptance_rates(
             likelier = (tokens * rate + likelier) / (tokens + 1)
         rates[bucket] = likelier
     return np.clip(rates, 0.0, 1.0)
+
+
+class _Trie:
+    """Rollouts of one prompt by their beginnings, with the log-prob of each token.
+
+    Nodes are numbers, and the root is 0.
+    """
+
+    def __init__(self, samples: Iterable[RecordedSample]) -> None:
+        self._child: dict[tuple[int, int], int] = {}
+        self._visits, self._logprob = [0], [0.0]
+        for sample in samples:
+            node = 0
+            for token, logprob in zip(
+                sample.tokens.tolist(), sample.logprobs.tolist(), strict=True
+            ):
+                self._visits[node] += 1
+                node = self._child.setdefault((node, token), len(self._visits))
+                if node == len(self._visits):
+                    self._visits.append(0)
+                    self._logprob.append(logprob)
+
+    def follow(self, tokens: npt.NDArray[np.int32]) -> Iterator[tuple[int, float]]:
+        """Walk along tokens as far as a rollout went the same way.
+
+        Yields:
+            for each token, how many rollouts had a token there, and the token's log-prob, nats.
+        """
+        node = 0
+        for token in tokens.tolist():
+            visits = self._visits[node]
+            if (following := self._child.get((node, token))) is None:
+                return
+            node = following
+            yield visits, self._logprob[node]
 
 
 def rejecting(rates: Float64Array, times: float) -> Float64Array:

@@ -1,13 +1,13 @@
 """Simulation of the rollout phase of one engine: its steps, and how many tokens each computes.
 
-A request is a sequence of engine steps, each of which verifies some drafted tokens and yields some.
-The simulated engine runs requests as vLLM's scheduler does: places, a budget of tokens for a step,
-blocks of KV cache, preemption. What a step costs is not decided here: a run ends in counts, and
-their product with the coefficients of ``fit_costs`` is seconds.
+A request is a sequence of engine steps, each of which verifies some draft tokens and yields some.
+The simulated engine schedules requests as vLLM does: slots for rows, a token budget for a step,
+blocks of KV cache, preemption. A run returns counts, not seconds; multiplied by the coefficients of
+:func:`fit_costs` they are seconds.
 
-How many drafted tokens are accepted is not modelled, it is replayed. At temperature 1 a draft token
-is kept with the probability that the policy gives it, so that a response that the policy sampled
-decides what would have been accepted of any draft: the tokens up to the first that differs.
+How many draft tokens are accepted is replayed, not modelled. At temperature 1 a draft token is kept
+with the probability that the policy gives it. A response that the policy sampled therefore decides
+what would have been accepted of any draft: the tokens up to the first one that differs.
 
 This module knows neither engines nor caches; the trees are those that real engines draft from.
 """
@@ -40,13 +40,13 @@ __all__ = [
 ]
 
 FEATURES = ("steps", "drafting_steps", "rows", "tokens", "kv_tokens", "verified_tokens")
-"""What is counted of a rollout phase, each summed over steps of the engine: steps; steps of an
-engine that drafts; rows in a step; tokens computed in it; tokens of KV cache that it reads; those
-of the computed tokens whose log-probs verification asks for."""
+"""What is counted in a rollout phase, each summed over the engine's steps: steps of an engine that
+does not draft; steps of one that does; rows; computed tokens; tokens of KV cache that are read; and
+computed tokens whose log-probs verification asks for."""
 
 Float64Array = npt.NDArray[np.float64]
 Steps = Iterator[tuple[int, int]]
-"""Of a request, step by step: drafted tokens to verify, and tokens that the step yields."""
+"""The steps of a request: draft tokens to verify, and tokens that the step yields."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class SimulatedEngine:
     """Limits of an engine, named as vLLM names them.
 
     Args:
-        max_num_seqs: rows that run at once.
-        max_num_batched_tokens: tokens computed in a step, at most.
-        kv_tokens: tokens of KV cache that it has room for. None: no limit.
-        block_size: tokens of a block of KV cache.
-        graph_sizes: sizes of its CUDA graphs, ascending: a step's tokens are padded to the next.
-        drafts: it proposes drafts, so that its steps are counted as ``drafting_steps``.
-        max_draft_tokens: tokens of a draft, at most (``tree.max_draft_tokens``).
+        max_num_seqs: largest number of rows that run at once.
+        max_num_batched_tokens: largest number of tokens computed in a step.
+        kv_tokens: number of tokens that fit into its KV cache. None: no limit.
+        block_size: number of tokens of a block of KV cache.
+        graph_sizes: sizes of its CUDA graphs, ascending; a step's tokens are padded to the next.
+        drafts: whether it proposes drafts, so that its steps are counted as ``drafting_steps``.
+        max_draft_tokens: largest number of tokens of a draft (``tree.max_draft_tokens``).
     """
 
     max_num_seqs: int
@@ -77,10 +77,10 @@ class SimulatedRequest:
     """A request to the engine.
 
     Args:
-        prompt: tokens that have to be in the KV cache before it yields any.
-        steps: what its steps draft and yield, from the one that ends the prefill on.
-        cached: tokens of the prompt that the prefix cache has.
-        then: requests that are sent when it has ended.
+        prompt: number of tokens that have to be in the KV cache before it yields any.
+        steps: what its steps draft and yield, beginning with the one that ends the prefill.
+        cached: number of the prompt's tokens that the prefix cache has.
+        then: requests that are sent when this one has ended.
     """
 
     prompt: int
@@ -94,7 +94,7 @@ class SimulatedRequest:
     blocks: int = field(init=False, default=0)  # of KV cache
 
     def advance(self) -> bool:
-        """Take up the next step; False where there is none."""
+        """Begin the next step; returns False where there is none."""
         step = next(self.steps, None)
         if step is not None:
             self.drafted, self.yielded = step
@@ -102,7 +102,7 @@ class SimulatedRequest:
 
 
 def verifying() -> Steps:
-    """Steps of a request whose prompt is prefilled for its log-probs."""
+    """Steps of a request that only prefills its prompt, for the log-probs."""
     return iter([(0, 0)])
 
 
@@ -117,12 +117,12 @@ def drafting(
     """Steps of a request that drafts from the tree of its prompt, as the tree proposer does.
 
     Args:
-        trees: of the engine.
-        key: of the prompt.
-        identity: of the response.
+        trees: the engine's trees.
+        key: key of the prompt.
+        identity: identity of the response.
         history: earlier responses as identity and int32 tokens, oldest first.
         response: tokens that the policy samples, int32 ``[n]``.
-        max_draft_tokens: of a draft, at most.
+        max_draft_tokens: largest number of tokens of a draft.
     """
     yield 0, 1
     row = trees.open(key, identity, history)
@@ -151,11 +151,12 @@ def run(
     """Run requests to their ends and count the steps of the engine.
 
     Args:
-        engine: its limits.
-        requests: in the order in which they are sent. Twice ``max_num_seqs`` are in the engine at a
-            time, as in :class:`~nemo_specrl.SpeculativeLLM`; those in ``then`` are sent at once.
-        ahead: run-ahead requests, which take places that no other request wants, and are cut off
-            when the last of those has ended.
+        engine: limits of the engine.
+        requests: requests in the order in which they are sent. Twice ``max_num_seqs`` are in the
+            engine at a time, as in :class:`~nemo_specrl.SpeculativeLLM`; those in ``then`` are sent
+            at once.
+        ahead: run-ahead requests, which use slots that no other request needs, and are cut off
+            when the last other request has ended.
 
     Returns:
         float64 ``[len(FEATURES)]``.
@@ -189,13 +190,13 @@ class _Running:
         self._free = math.inf if limit is None else limit // engine.block_size
 
     def send(self, request: SimulatedRequest) -> None:
-        """Have a request wait for a place."""
+        """Put a request into the waiting queue."""
         self.primary += 1
         self._begin(request)
         self._waiting.append(request)
 
     def fill(self) -> None:
-        """Begin run-ahead requests in the places that are free; end the newest beyond them."""
+        """Begin run-ahead requests in free slots; end the newest ones where slots are needed."""
         places = max(0, self.engine.max_num_seqs - self.primary)
         for request in self._ahead[places:]:
             self._running.remove(request)
@@ -241,7 +242,13 @@ class _Running:
         request.context, request.pending = request.cached, request.prompt - request.cached
 
     def _place(self, request: SimulatedRequest, tokens: int, *, evict: bool) -> bool:
-        """Take the blocks for more tokens, from the newest requests if need be."""
+        """Allocate blocks for more tokens of a request; returns whether it has them.
+
+        Args:
+            request: the request.
+            tokens: number of tokens to be computed.
+            evict: whether the newest running requests are preempted if there are too few blocks.
+        """
         wanted = -(-(request.context + tokens) // self.engine.block_size) - request.blocks
         while wanted > self._free:
             if len(self._running) < 1 + evict:
@@ -277,7 +284,7 @@ class _Running:
         counts[4] += sum(request.context + more for request, more in granted)
 
     def _sample(self, request: SimulatedRequest) -> None:
-        """End a request's step: rejected tokens leave the cache, and the next step is taken up."""
+        """End a request's step: drop rejected tokens from the cache, and begin the next step."""
         request.context -= request.drafted - max(0, request.yielded - 1)
         if not request.yielded:
             self.counts[5] += request.prompt
@@ -304,8 +311,8 @@ def fit_costs(counts: Float64Array, seconds: Float64Array) -> Float64Array:
     the best of the ordinary solutions with some of the costs at 0 and no other below it.
 
     Args:
-        counts: of rollout phases, float64 ``[n, len(FEATURES)]``.
-        seconds: of the phases, float64 ``[n]``.
+        counts: counts of rollout phases, float64 ``[n, len(FEATURES)]``.
+        seconds: durations of the phases, float64 ``[n]``.
 
     Returns:
         Seconds for each feature, float64 ``[len(FEATURES)]``.

@@ -84,11 +84,11 @@ def draft_uniforms(
     replay of the step draws the same uniforms.
 
     Args:
-        seed: of the run.
-        policy_version: of the weights that verify.
-        keys: ``b`` prompt keys.
-        sample_indices: int ``[b]``.
-        offsets: int64 ``[b + 1]``.
+        seed: seed of the run.
+        policy_version: version of the weights that verify the drafts.
+        keys: prompt key of each draft, ``b`` of them.
+        sample_indices: sample index of each draft, int ``[b]``.
+        offsets: see :func:`offsets_of`, int64 ``[b + 1]``.
 
     Returns:
         float64 ``[offsets[-1]]``.
@@ -114,14 +114,22 @@ def accepted_lengths(
     first token that is not. A token whose log-prob is NaN is rejected.
 
     Args:
-        new_logprobs: under the policy that verifies, float ``[t]``, nats.
-        old_logprobs: under the reference policy, float ``[t]``, nats.
-        uniforms: float ``[t]`` in (0, 1].
-        offsets: int64 ``[b + 1]`` with ``offsets[-1] == t``.
-        lenience: > 0.
+        new_logprobs: log-probs under the policy that verifies, float ``[t]``, nats.
+        old_logprobs: log-probs under the reference policy, float ``[t]``, nats.
+        uniforms: :func:`draft_uniforms`, float ``[t]`` in (0, 1].
+        offsets: see :func:`offsets_of`, int64 ``[b + 1]`` with ``offsets[-1] == t``.
+        lenience: greater than 0; 1 is strict.
 
     Returns:
-        int64 ``[b]``.
+        int64 ``[b]``. For example, two drafts of two tokens each, with p_new / p_old of 1 and 0.5,
+        and of 0.3 and 1::
+
+            >>> import numpy as np
+            >>> new = np.log([0.5, 0.2, 0.3, 0.9])
+            >>> old = np.log([0.5, 0.4, 1.0, 0.9])
+            >>> uniforms = np.array([0.9, 0.4, 0.8, 0.1])
+            >>> accepted_lengths(new, old, uniforms, offsets_of([2, 2]), lenience=1.0).tolist()
+            [2, 0]
 
     Raises:
         ConfigError: lenience is not a positive number, or lengths differ.
@@ -163,9 +171,9 @@ def behaviour_logprobs(
     token can also be sampled after a rejection; that small probability is left out.
 
     Args:
-        new_logprobs: under the policy that verified, float ``[n]``, nats.
-        old_logprobs: under the reference policy, float ``[n]``, nats.
-        lenience: > 0.
+        new_logprobs: log-probs under the policy that verified, float ``[n]``, nats.
+        old_logprobs: log-probs under the reference policy, float ``[n]``, nats.
+        lenience: greater than 0, as in the acceptance test.
     """
     produced: FloatArray = np.minimum(old_logprobs, np.add(new_logprobs, math.log(lenience)))
     return produced

@@ -1,12 +1,12 @@
-"""How long the drafts of a step are: as long as one token more is worth its share of the step.
+"""How long the drafts of a step are: a draft is extended while that raises tokens per second.
 
-A draft token is worth its chance of being accepted, and the step that verifies it takes longer for
-it. Both are measured while the engine runs: the chances from what was accepted of earlier drafts,
-the costs from the time between proposals. Each step then takes the draft tokens, likeliest first,
-with which it yields the most tokens in a second, and none at all where plain decoding yields more.
-Where an engine pads all drafts to the longest one, a limit for all of them is chosen as well.
-(Expected acceptance over the cost of a step is also the rule of vLLM's adaptive verification,
-vllm-project/vllm pull request 52362.)
+A draft token is worth its chance of being accepted, and it makes the step that verifies it take
+longer. Both are measured while the engine runs: the chances from how many tokens of earlier drafts
+were accepted, the costs from the time between proposals. Each step then takes the draft tokens,
+likeliest first, with which it yields the most tokens per second, and none at all where plain
+decoding yields more. Where an engine pads all drafts to the longest one, a limit for all of them is
+chosen as well. (Expected acceptance over the cost of a step is also the rule of vLLM's adaptive
+verification, vllm-project/vllm pull request 52362.)
 
 Lengths depend on what was sampled before and on measured times, never on the tokens that are about
 to be verified, so that they cannot bias what is accepted.
@@ -31,12 +31,12 @@ LIMITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 
 class AcceptanceChances:
-    """The chance that a draft token is accepted if those before it are, by what speaks for it.
+    """The chance that a draft token is accepted if those before it are, by the evidence for it.
 
-    Tokens fall into bins (``cell_of`` in ``_suffix.c``). The chance of a bin is the share of its
-    tokens that were accepted lately, drawn towards a prior, which moves with all bins together:
-    where tokens are accepted less often than it says, a bin that was not seen is not expected to
-    be better. What was learned is forgotten bit by bit.
+    Tokens fall into bins by that evidence (``cell_of`` in ``_suffix.c``). The chance of a bin is
+    the share of its recent tokens that were accepted, shrunk towards a prior. The prior of all bins
+    shifts together: where tokens are accepted less often than it says, a bin without outcomes is
+    not expected to do better. Older outcomes lose weight step by step.
 
     Args:
         prior: chances before any outcome is known, float ``[bins]``.
@@ -46,15 +46,15 @@ class AcceptanceChances:
     """
 
     PRIOR_WEIGHT = 8.0
-    """Outcomes that the prior of a bin counts for."""
+    """Number of outcomes that the prior of a bin counts for."""
     DECAY = 0.99
-    """Of the weight of earlier outcomes, each time that new ones are taken in."""
+    """Factor on the weight of earlier outcomes each time that new ones are learned."""
     MAX_OUTCOMES = 200.0
-    """Outcomes of a bin that count, about; older ones go first."""
+    """Approximate number of outcomes of a bin that count; older ones are dropped first."""
     SHIFT_WEIGHT = 32.0
-    """Outcomes that speak against moving the prior of all bins."""
+    """Number of outcomes that the unshifted prior counts for when the shift is estimated."""
     LARGEST_SHIFT = 2.0
-    """Of the prior, in log-odds."""
+    """Largest shift of the prior, in log-odds."""
 
     def __init__(self, prior: FloatArray) -> None:
         self.table = prior.astype(np.float32)
@@ -64,7 +64,12 @@ class AcceptanceChances:
         self._accepted = np.zeros(len(prior))
 
     def learn(self, accepted: bytes, rejected: bytes) -> None:
-        """Take in outcomes: bins, uint8, of tokens that were accepted and of those rejected."""
+        """Learn from outcomes.
+
+        Args:
+            accepted: bins of accepted tokens, uint8.
+            rejected: bins of rejected tokens, uint8.
+        """
         bins = len(self._prior)
         good = np.bincount(np.frombuffer(accepted, np.uint8), minlength=bins)
         new = good + np.bincount(np.frombuffer(rejected, np.uint8), minlength=bins)
@@ -84,10 +89,10 @@ class Step(NamedTuple):
     """What a step of the engine computed.
 
     Args:
-        rows: that it decoded.
-        drafted: tokens that it verified.
-        longest: tokens of its longest draft.
-        begun: rows that yielded their first token.
+        rows: number of rows that it decoded.
+        drafted: number of draft tokens that it verified.
+        longest: number of tokens of its longest draft.
+        begun: number of rows that yielded their first token.
     """
 
     rows: int
@@ -99,28 +104,28 @@ class Step(NamedTuple):
 class StepCosts:
     """Seconds of an engine step by what it computes, on this machine.
 
-    What a step costs in itself, and for each row, draft token and request that has just begun, is
-    fitted by least squares of relative errors. Verifying any draft at all costs something more,
-    for the step and for each row, as another sampler runs then, and for each row as much more as
-    the longest draft has tokens, where rows are padded to it. Earlier steps are forgotten, so
-    that the fit is of steps like the present ones: a GPU takes no longer for more tokens up to some
-    number, and longer for each behind it.
+    The costs of a step, and of each row, draft token and newly begun request in it, are fitted by
+    least squares of relative errors. A step with drafts has further costs, for the step and for
+    each row, because another sampler runs then; and where rows are padded to the longest draft,
+    another one for each row and each token of that draft. Earlier steps lose weight, so that the
+    fit follows the present batch: up to some number of tokens a GPU takes no longer for one more,
+    beyond it each takes longer.
 
     Attributes:
         costs: seconds of a step, a row, a draft token, a request that has begun, a step with
             drafts, a row in such a step, a row for each token of the longest draft, float ``[7]``;
-            None: not known yet.
+            None while they are not known yet.
     """
 
     DECAY = 0.995
-    """Of the weight of a step, with each that follows."""
+    """Factor on the weight of a step with each step that follows."""
     CLIPPED = (0.5, 2.0)
-    """What a step counts for at least and at most, times the seconds expected of it."""
+    """A measured time is clipped to this range, as multiples of the expected time."""
     RIDGE = np.array([2e-3, 2e-3, 2e-4, 2e-3, 2e-2, 2e-2, 2e-2])
-    """Pull of each cost towards 0, which decides where steps do not tell them apart: for the tokens
-    rather than for what drafts cost beside them, as many tokens must not seem cheap."""
+    """Ridge penalty of each cost. It decides where the steps so far cannot tell costs apart: the
+    cost of a draft token is penalized least, so that long drafts do not seem cheap."""
     FITTED = 16
-    """Steps that are taken into the fit at once."""
+    """Number of steps that are added to the fit at once."""
 
     def __init__(self) -> None:
         self.costs: FloatArray | None = None
@@ -129,7 +134,7 @@ class StepCosts:
         self._new: list[tuple[Step, float]] = []
 
     def observe(self, step: Step, seconds: float) -> None:
-        """Take in a step and the time that it took, with what the engine does between two steps."""
+        """Add a step and its time, seconds, including what the engine does between two steps."""
         self._new.append((step, seconds))
         if len(self._new) >= self.FITTED:
             self._fit()
@@ -137,15 +142,15 @@ class StepCosts:
     def seconds(
         self, rows: int, drafted: npt.NDArray[np.integer], longest: npt.NDArray[np.integer]
     ) -> FloatArray:
-        """Expected of steps in which no request begins.
+        """Expected time of steps in which no request begins.
 
         Args:
-            rows: of each.
-            drafted: tokens that they verify, ``[n]``.
-            longest: tokens of their longest drafts, ``[n]``.
+            rows: number of rows of each step.
+            drafted: number of draft tokens that each step verifies, ``[n]``.
+            longest: number of tokens of each step's longest draft, ``[n]``.
 
         Returns:
-            Float ``[n]``.
+            Seconds, float ``[n]``.
         """
         assert self.costs is not None
         step, row, token, _, drafts, drafts_row, padded = self.costs
@@ -186,27 +191,30 @@ class DraftLengths:
     Args:
         prior: see :class:`AcceptanceChances`.
         first: chance at which drafts end until the first costs are known.
-        max_tokens: of rows and drafts together that the engine computes in a step.
-        longest: tokens of a draft at most.
-        max_drafted: tokens of the drafts of a step together at most; None: ``max_tokens`` decides.
+        max_tokens: largest number of tokens, of rows and drafts together, that the engine computes
+            in a step.
+        longest: largest number of tokens of a draft.
+        max_drafted: largest number of draft tokens in a step; None: ``max_tokens`` decides.
 
     Attributes:
         table: chances of acceptance by bin, float32 ``[bins]``.
-        costs: of steps.
-        cutoff: chance at which drafts end; infinite: there are none.
-        min_probability: chance at which the look-up of the next drafts may end.
-        looked_up: tokens of each that are looked up at most.
-        searching: whether they should go to :meth:`choose`.
+        costs: the fitted costs of steps.
+        cutoff: a draft ends where the chance that all up to there are accepted falls below this;
+            infinite where drafting does not pay.
+        min_probability: the chance down to which the next drafts are looked up.
+        looked_up: the number of tokens to which each of them is looked up.
+        searching: whether the drafts that were looked up should go to :meth:`choose`.
     """
 
     EVERY = 4
     """Steps between two searches, unless the number of rows changes by a quarter."""
     PROBE = 200
-    """Steps after which one without drafts, or one with some, shows again what it costs."""
+    """After as many steps that all drafted, or all did not, one step does the opposite, so that
+    its cost stays known."""
     PROBED = 0.7
-    """Chance at which drafts end then, by the chances before any outcome was known."""
+    """Chance at which drafts end in a step that drafts only to probe, by the prior chances."""
     LEAST = 0.02
-    """Of the chances that are looked up."""
+    """Smallest chance down to which drafts are looked up."""
 
     def __init__(
         self,
@@ -238,16 +246,16 @@ class DraftLengths:
         self.costs.observe(step, seconds)
 
     def learn(self, bins: bytes, accepted: int) -> None:
-        """Take in a verified draft: the bins of its tokens, and how many were accepted."""
+        """Learn from a verified draft: the bins of its tokens, and how many were accepted."""
         self._accepted.append(bins[:accepted])
         self._rejected.append(bins[accepted : accepted + 1])
 
     def prepare(self, rows: int, drafted: int) -> None:
-        """Set ``least``, ``looked_up`` and ``searching`` for the next step.
+        """Set ``min_probability``, ``looked_up``, ``table`` and ``searching`` for the next step.
 
         Args:
-            rows: of it.
-            drafted: tokens that the last step verified.
+            rows: number of rows in the next step.
+            drafted: number of draft tokens that the last step verified.
         """
         self._alike = self._alike + 1 if (drafted > 0) == self._drafting else 1
         self._drafting = drafted > 0
@@ -273,8 +281,11 @@ class DraftLengths:
         """Find where drafts end, and how many tokens of each are to be taken.
 
         Args:
-            chances: of every row, for each token of its draft the chance that all up to it are
+            chances: for each row, the chance for each token of its draft that all up to it are
                 accepted, float32.
+
+        Returns:
+            the number of draft tokens of each row.
         """
         assert self.costs.costs is not None
         tokens = _OfRows(chances)
@@ -295,18 +306,21 @@ class DraftLengths:
                 best, self._limit = rate, limit if limit < longest else self._longest
                 cut_off = len(taken) < len(within)
                 least = float(tokens.chance[taken[-1]]) if cut_off and room else self.LEAST
-        # A token more is worth it while its chance is above its seconds times the best rate.
+        # Another token pays while its chance is above its seconds times the best rate.
         price = float(best * self.costs.costs[2])
         self.cutoff = max(price, least) if best > plain else math.inf
         return tokens.lengths(room, self.cutoff, self._limit)
 
 
 def likeliest(chances: Sequence[bytes], most: int) -> list[int]:
-    """How much of each row's draft is taken where all drafts may have ``most`` tokens together.
+    """Shorten drafts to ``most`` tokens in all, and keep the likeliest ones.
 
     Args:
         chances: see :meth:`DraftLengths.choose`.
-        most: tokens.
+        most: largest number of draft tokens of all rows together.
+
+    Returns:
+        the number of draft tokens of each row.
     """
     lengths = [len(of_row) // 4 for of_row in chances]
     return lengths if sum(lengths) <= most else _OfRows(chances).lengths(max(0, most))
@@ -316,10 +330,10 @@ class _OfRows:
     """The draft tokens of all rows, in one array.
 
     Attributes:
-        chance: that a token and all before it in its row are accepted, float32 ``[n]``.
-        place: of a token in its row, from 0, int ``[n]``.
-        falling: numbers of the tokens, the likeliest first; among equals, in their order. So the
-            first ones, however many, are beginnings of rows.
+        chance: chance that a token and all before it in its row are accepted, float32 ``[n]``.
+        place: position of a token in its row, from 0, int ``[n]``.
+        falling: indices of the tokens, the likeliest first and equal ones in their order, so that
+            any number of the first ones are beginnings of the rows' drafts.
     """
 
     def __init__(self, chances: Sequence[bytes]) -> None:
@@ -331,12 +345,12 @@ class _OfRows:
         self.falling = np.argsort(-self.chance, kind="stable")
 
     def lengths(self, most: int, least: float = 0.0, limit: int = LIMITS[-1]) -> list[int]:
-        """Tokens of each row among the likeliest.
+        """Number of tokens of each row among the likeliest ones.
 
         Args:
-            most: tokens of all rows.
-            least: chance of each.
-            limit: tokens of a row.
+            most: largest number of tokens of all rows together.
+            least: smallest chance of a token that is taken.
+            limit: largest number of tokens of a row.
         """
         fit = (self.chance[self.falling] >= least) & (self.place[self.falling] < limit)
         taken = self.falling[fit][:most]

@@ -46,7 +46,7 @@ def assign_sample_indices(keys: Sequence[bytes]) -> list[int]:
 
 
 RUN_AHEAD_INDEX = MAX_SAMPLE_INDEX
-"""Stands for the sample index of responses that belong to no group: those of run-ahead."""
+"""Takes the place of the sample index in responses that belong to no group: those of run-ahead."""
 
 
 def response_id(sample_index: int, policy_version: int) -> int:
@@ -60,8 +60,8 @@ Draft = TypeVar("Draft", Rollout, RolloutSummary)
 def mean_lengths(cached: Mapping[bytes, Sequence[Draft]]) -> dict[bytes, float]:
     """Mean length of the cached responses to each prompt, tokens.
 
-    An interrupted response would have become longer. It counts only where nothing else is known of
-    its prompt.
+    An interrupted response would have become longer, so it counts only where a prompt has no
+    complete one.
     """
     lengths = {}
     for key, rollouts in cached.items():
@@ -76,7 +76,7 @@ class DraftChoice(NamedTuple, Generic[Draft]):
     """The draft of a row.
 
     Args:
-        draft: None: the row is decoded plainly.
+        draft: the draft; None where the row is decoded plainly.
         occurrence: how many rollouts its sample index had before this one.
     """
 
@@ -87,19 +87,19 @@ class DraftChoice(NamedTuple, Generic[Draft]):
 def is_fresh(row: Row, occurrence: int, *, seed: int, fresh_fraction: float) -> bool:
     """Decide whether a row is decoded plainly even if there is a draft.
 
-    Reuse is not exact, and what the policy would write without it has to stay visible: so a
+    Reuse is not exact, and what the policy would write without it has to stay visible, so a
     fraction of the rows is decoded plainly at each step. Rows take turns. A row is plain at every
     ``1 / fresh_fraction``-th occurrence, rounded up or down, so it is never drafted more than
     ``ceil(1 / fresh_fraction) - 1`` times in a row. That bounds how often a token can be trained
     on; no other rule has a lower bound for the same number of decoded tokens. The occurrence at
     which a row's first turn comes is random, so that each step has about the same share of plain
-    rows.
+    rows. With ``fresh_fraction`` 0.25, for example, a row is plain at every fourth occurrence.
 
     Args:
         row: prompt and sample index.
         occurrence: how many rollouts the sample index had before this one.
-        seed: of the run.
-        fresh_fraction: in [0, 1].
+        seed: seed of the run.
+        fresh_fraction: share of plain rows, in [0, 1].
     """
     phase = row_uniform("fresh", seed, 0, row.key, row.sample_index)
     fresh_count = math.floor(occurrence * fresh_fraction + phase)
@@ -121,18 +121,18 @@ def select_drafts(
     one. No draft is given to two rows this way, whether the rows of a group come in one batch, in
     several, or on several engines.
 
-    A sample index that the current weights have served gets no draft: its uniforms would be the
-    same again, and so would the result. An interrupted rollout is different: it is continued, and
-    counts as the same occurrence. So is what was made for a step that was lost when the run broke
-    off: it drafts for the rollout that takes its place.
+    A sample index that already has a rollout of the current weights gets no draft: its uniforms
+    would be the same again, and so would the result. There are two exceptions. An interrupted
+    rollout is continued, and counts as the same occurrence. And a rollout of a step that was lost
+    when the run broke off drafts for the one that takes its place.
 
     Args:
-        rows: to be made.
-        cached: rollouts, or outlines of them, by prompt key, newest first within a sample index.
-        policy_version: of the weights that will verify.
-        incarnation: of the run, which tells rollouts of this policy version from those of a lost
-            step.
-        seed: of the run; it determines which rows are plain when.
+        rows: the rows to be made.
+        cached: rollouts, or summaries of them, by prompt key, newest first within a sample index.
+        policy_version: version of the weights that will verify.
+        incarnation: incarnation of the run, which tells rollouts of this policy version from those
+            of a lost step.
+        seed: seed of the run; it determines at which occurrences a row is plain.
         fresh_fraction: fraction of the rows that get no draft even if there is one
             (:func:`is_fresh`).
 
@@ -159,7 +159,7 @@ def select_drafts(
             unfinished = draft.finish is Finish.PARTIAL
             occurrence = draft.occurrence + (not unfinished)
             plain = is_fresh(row, occurrence, seed=seed, fresh_fraction=fresh_fraction)
-            # What these weights have decoded of it is as fresh as what they would decode now.
+            # A part that these weights have decoded is as fresh as what they would decode now.
             plain &= not (unfinished and draft.policy_version == policy_version)
             choices.append(DraftChoice(None if plain or not len(draft) else draft, occurrence))
     return choices

@@ -34,9 +34,9 @@ __all__ = ["DriftMonitor", "Gap"]
 
 FloatArray = npt.NDArray[np.floating[Any]]
 
-# Information (about a number of fresh rows) at which the confidence sequence is tightest.
+# Information (roughly the number of fresh rows) at which the confidence sequence is tightest.
 TIGHTEST_AT = 64.0
-# Degrees of freedom from which the variance of a quantity counts as known.
+# Degrees of freedom from which on the variance of a quantity counts as known.
 ROWS_TO_JUDGE = 64
 
 
@@ -63,7 +63,7 @@ class Estimate:
 
     @property
     def standard_error(self) -> float:
-        """Standard error of ``mean``; infinite while too few rows tell the variance."""
+        """Standard error of ``mean``; infinite while there are too few rows for a variance."""
         if self.degrees_of_freedom < ROWS_TO_JUDGE or not self.information:
             return math.inf
         return math.sqrt(self.squares / self.degrees_of_freedom / self.information)
@@ -75,7 +75,7 @@ class Estimate:
         return self.mean / error if 0 < error < math.inf else 0.0
 
     def count(self, values: FloatArray) -> None:
-        """Add the squared deviations of values of one kind, float ``[n]``."""
+        """Add the squared deviations of values, float ``[n]``, from their mean."""
         if len(values):
             self.squares += float(((values - values.mean()) ** 2).sum())
             self.degrees_of_freedom += len(values) - 1
@@ -91,8 +91,8 @@ class Gap(Estimate):
         """Add a group.
 
         Args:
-            values: of its rows, float ``[n]``.
-            fresh: which of them were decoded plainly, bool ``[n]``.
+            values: the quantity's value of each row, float ``[n]``.
+            fresh: which rows were decoded plainly, bool ``[n]``.
         """
         one, other = values[fresh], values[~fresh]
         if not len(one) or not len(other):
@@ -143,8 +143,8 @@ class DriftMonitor:
         gaps: gap of each quantity in the current window.
         staleness: staleness in the last complete epoch.
         drifting: quantities that drift as of the last update.
-        warning: one line that names them, if they differ from those of the update before; else
-            empty.
+        warning: one line that names the quantities that drift, if they differ from those of the
+            update before; else empty.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class DriftMonitor:
             fresh: which rows were decoded plainly, bool ``[rows]``.
             values: float ``[rows]`` each: ``reward``; ``length`` in tokens; ``logprob``, the mean
                 over a row's tokens under the current policy, nats.
-            stale: of the rows that have reused tokens, the sum over these of log p_birth - log
+            stale: for each row that has reused tokens, the sum over these of log p_birth - log
                 p_now, float ``[any]``, nats.
 
         Returns:

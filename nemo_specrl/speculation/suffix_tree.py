@@ -1,12 +1,18 @@
 """Draft trees: for each prompt, its earlier responses indexed so that they predict the next tokens.
 
-A tree holds the responses of earlier epochs, from the rollout cache, and those of the rows that are
-being decoded now, which are appended token by token: the first sample of a group drafts for the
-others. Drafts are offered to an engine that verifies them losslessly, so that a wrong one costs
-speed alone (SRT, arXiv 2601.09083; SuffixDecoding, arXiv 2411.04975).
+A tree holds the responses of earlier epochs, from the rollout cache, and those that are being
+decoded now. The latter are appended token by token, so that the first sample of a group drafts for
+the others. Drafts are offered to an engine that verifies them losslessly, so that a wrong one only
+costs speed (SRT, arXiv 2601.09083; SuffixDecoding, arXiv 2411.04975).
 
-The index itself is native code (``_suffix.c``). This module bounds its memory and knows which
-responses a tree has. It knows nothing of engines or of the cache.
+The index itself is native code (``_suffix.c``). This module bounds its memory and keeps track of
+the responses in each tree. It knows nothing of engines or of the cache. For example::
+
+    trees = DraftTrees(max_bytes=2**30)
+    earlier = [(response_id(0, 1), np.array([5, 6, 7, 8], np.int32).tobytes())]
+    row = trees.open(key, response_id(0, 2), earlier)
+    row.extend([5, 6])
+    row.draft(max_tokens=8)  # [7, 8]
 """
 
 from __future__ import annotations
@@ -14,6 +20,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -33,11 +40,15 @@ __all__ = ["CHANCES", "MIN_PROBABILITY", "RESPONSES_KEPT", "DraftTrees", "TreeRo
 MIN_PROBABILITY = 0.2
 """A draft ends where its estimated chance of being accepted up to there falls below this."""
 RESPONSES_KEPT = 2
-"""Where memory is short, a tree with this many times the responses of the cache is made anew."""
+"""Where memory is short, a tree with more than this many times the responses that the cache has of
+its prompt is rebuilt from these."""
 
 
 def _chances() -> npt.NDArray[np.float32]:
-    """By cell: a token's share of the weights, shrunk where little speaks for it."""
+    """The chance of each cell: a token's share of the weights, less where there is little evidence.
+
+    Axes: share of the weights, length of the match, number of earlier responses that agree.
+    """
     share = np.array([0.2, 0.4, 0.6, 0.78, 0.9, 0.97, 1.0])[:, None, None]
     match = np.array([1.0, 2.5, 5.5, 12.0, 24.0, 48.0])[:, None]
     votes = np.array([1.0, 2.5, 5.5, 12.0])
@@ -48,43 +59,40 @@ def _chances() -> npt.NDArray[np.float32]:
 
 
 CHANCES = _chances()
-"""Estimated chances of acceptance, by what speaks for a token (``cell_of`` in ``_suffix.c``)."""
+"""Estimated chances of acceptance, by the evidence for a token (``cell_of`` in ``_suffix.c``)."""
 
 
 class PromptTree:
     """The indexed responses to one prompt.
 
     Attributes:
-        index: None once the tree was dropped for want of memory.
-        responses: identities of those that are in it.
-        rows: how many draft from it now.
-        counted: its bytes in the sum of all trees.
+        index: the native index; None once the tree was dropped for want of memory.
+        responses: identities of the responses in it.
+        rows: the rows that draft from it now.
+        counted: the bytes that it counts for in the sum of all trees.
     """
 
     def __init__(self) -> None:
         self.index: _suffix.SuffixIndex | None = _suffix.SuffixIndex()
         self.responses: set[int] = set()
-        self.rows = 0
+        self.rows: WeakSet[TreeRow] = WeakSet()
         self.counted = 0
 
 
 class TreeRow:
     """A response that is being decoded: it drafts from the tree of its prompt and extends it.
 
-    A tree is kept while it has rows. Only where the trees of the rows alone are too large is one
-    dropped all the same, and then its rows draft nothing any more.
+    A tree is kept while it has rows. Only if the trees with rows are too large by themselves is one
+    of them dropped; its rows then draft nothing any more.
     """
 
     def __init__(self, trees: DraftTrees, tree: PromptTree, identity: int) -> None:
         self._trees = trees
         self._tree = tree
-        tree.rows += 1
+        tree.rows.add(self)
         self._response = trees.start(tree, identity)
         self.length = 0
-        """Tokens so far."""
-
-    def __del__(self) -> None:
-        self._tree.rows -= 1
+        """Number of tokens so far."""
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens that the policy has produced."""
@@ -92,7 +100,7 @@ class TreeRow:
         self._trees.extend(self._tree, self._response, array("i", tokens))
 
     def draft(self, max_tokens: int) -> list[int]:
-        """Likely next tokens, at most ``max_tokens``; empty where nothing is likely enough."""
+        """Likely next tokens, at most ``max_tokens``; none where no token is likely enough."""
         return array("i", self.proposal(max_tokens)[0]).tolist()
 
     def proposal(
@@ -101,16 +109,17 @@ class TreeRow:
         min_probability: float = MIN_PROBABILITY,
         table: npt.NDArray[np.float32] = CHANCES,
     ) -> tuple[bytes, bytes, bytes]:
-        """A draft, and what it is expected to bring.
+        """A draft, with the chances of its tokens.
 
         Args:
-            max_tokens: at most.
+            max_tokens: largest number of tokens.
             min_probability: the draft ends where the chance of being accepted up to there falls
                 below this.
             table: chances by cell, float32 ``[len(CHANCES)]``.
 
         Returns:
-            Tokens, int32; their cells, uint8; the chance that all up to each are accepted, float32.
+            its tokens, int32; their cells, uint8; and for each the chance that all up to it are
+            accepted, float32.
         """
         index = self._tree.index
         if max_tokens <= 0 or index is None:
@@ -119,11 +128,11 @@ class TreeRow:
 
 
 class DraftTrees:
-    """The trees of the prompts that were used last, within a bound of memory.
+    """The trees of recently used prompts, within a memory limit.
 
     Args:
-        max_bytes: of all trees together, also while they grow; the ones unused for longest go
-            first, and those that rows draft from last.
+        max_bytes: limit of all trees together, also while they grow. Those unused for longest are
+            dropped first, and those that rows draft from last.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -136,14 +145,14 @@ class DraftTrees:
         return len(self._trees)
 
     def open(self, key: bytes, identity: int, history: Sequence[tuple[int, bytes]]) -> TreeRow:
-        """A row of a prompt that is about to be decoded.
+        """Begin a row that drafts from its prompt's tree.
 
         Args:
-            key: of the prompt.
-            identity: of the row's response
+            key: key of the prompt.
+            identity: identity of the row's response
                 (:func:`~nemo_specrl.speculation.draft_selection.response_id`).
-            history: earlier responses as identity and int32 tokens, oldest first; those that the
-                tree has are passed over.
+            history: earlier responses as identity and int32 tokens, oldest first; those that are in
+                the tree already are skipped.
         """
         tree = self._trees.get(key)
         if tree is None:
@@ -158,16 +167,16 @@ class DraftTrees:
         return TreeRow(self, tree, identity)
 
     def _is_too_large(self, tree: PromptTree, cached: int) -> bool:
-        """Whether a tree that is to be used again had better be made anew from the cache.
+        """Whether a tree should be rebuilt from the responses in the cache before it is used again.
 
-        Older responses make drafts better, and so a tree keeps them while there is room. Where
-        there is not, all trees would be dropped in turn before their prompts come up again.
+        Older responses make drafts better, and a tree keeps them while there is room. Without room,
+        keeping them would mean that every tree is dropped before its prompt comes up again.
         """
         short = self.nbytes > self.max_bytes // 2
         return short and 0 < RESPONSES_KEPT * cached < len(tree.responses) and not tree.rows
 
     def start(self, tree: PromptTree, identity: int) -> int:
-        """Begin a response in a tree; its number."""
+        """Begin a response in a tree; returns its number in the index."""
         tree.responses.add(identity)
         if tree.index is None:
             return 0
@@ -176,13 +185,13 @@ class DraftTrees:
         return response
 
     def extend(self, tree: PromptTree, response: int, tokens: bytes | array[int]) -> None:
-        """Append int32 tokens to a response in a tree, and keep the bound."""
+        """Append int32 tokens to a response in a tree; drops trees where memory runs out."""
         if tree.index is not None:
             tree.index.extend(response, tokens)
             self._count(tree)
 
     def _count(self, tree: PromptTree) -> None:
-        """Bring the sum up to date after a tree has grown, and keep the bound."""
+        """Update ``nbytes`` after a tree has grown, and drop trees if it exceeds the limit."""
         assert tree.index is not None
         nbytes = tree.index.nbytes
         if nbytes == tree.counted:
@@ -193,7 +202,7 @@ class DraftTrees:
             self._make_room(tree)
 
     def _make_room(self, grown: PromptTree) -> None:
-        """Drop trees without rows until the rest is within the bound, else the one that grew."""
+        """Drop trees without rows until the rest fits; if that is not enough, the one that grew."""
         idle = [key for key, tree in self._trees.items() if not tree.rows and tree is not grown]
         for key in idle:
             self._drop(key)

@@ -3,13 +3,16 @@
 Modules, each of which imports only from those below it::
 
     loop                      rollouts, rewards, update, refit
+    evaluation                accuracy and entropy on held-out prompts
     generation/               the engines that make rollouts
     batch                     the rollouts of a step: metrics, drift, samples
     policy/                   the policy in training and its backends
-    replay_journal            rollouts since the last checkpoint, for a step that is made again
-    checkpoint, divergence    what is saved; when a training ends because it has diverged
+    replay_journal            rollouts since the last checkpoint, for steps that are repeated
+    checkpoint, divergence    checkpoints; the end of a training that has diverged
     ray_actors                parts of a run that are Ray actors
-    start_checks              what is known to be wrong before anything starts
+    start_checks              checks of a recipe before anything is loaded
     losses, tasks             formulas; problems and rewards
-    recipe, vllm_kwargs       the recipe's keys and what they may hold
+    recipe                    the recipe: its keys, their values, and how they fit each other
+    policy_config             its policy: and value: blocks
+    vllm_kwargs               what its vllm_kwargs: may hold
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,12 +11,12 @@ import numpy.typing as npt
 
 from nemo_specrl.monitoring import names as metric
 from nemo_specrl.trainer.generation.engine import Response
-from nemo_specrl.trainer.losses import group_advantages
+from nemo_specrl.trainer.losses import gae, group_advantages
 from nemo_specrl.trainer.policy.base import Sample
-from nemo_specrl.trainer.recipe import Recipe
+from nemo_specrl.trainer.recipe import AdvEstimatorConfig, Recipe
 from nemo_specrl.trainer.tasks import Problem
 
-__all__ = ["Batch", "Group"]
+__all__ = ["Batch", "Group", "set_gae_advantages"]
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -42,7 +43,7 @@ class Batch:
     Args:
         epoch: epoch of the step's first prompts, counted from 0.
         drawn: indices of all prompts that were rolled out, in order.
-        groups: the groups to train on. With dynamic sampling fewer than were rolled out.
+        groups: the groups to train on; with dynamic sampling, fewer than were rolled out.
     """
 
     epoch: int
@@ -129,3 +130,25 @@ class Batch:
                     )
                 )
         return samples
+
+
+def set_gae_advantages(
+    samples: Sequence[Sample], rewards: FloatArray, config: AdvEstimatorConfig
+) -> None:
+    """Set the returns and advantages of PPO's samples from the value model's predictions.
+
+    Args:
+        samples: samples with ``old_values``.
+        rewards: reward of each sample, float64 ``[samples]``.
+        config: the ``adv_estimator:`` block.
+    """
+    for sample, reward in zip(samples, rewards, strict=True):
+        sample.advantages = gae(
+            float(reward), sample.old_values, gamma=config.gae_gamma, lam=config.gae_lambda
+        )
+        sample.returns = sample.advantages + sample.old_values
+    if config.normalize_advantages:
+        everything = np.concatenate([s.advantages for s in samples])
+        mean, std = everything.mean(), everything.std() + 1e-6
+        for sample in samples:
+            sample.advantages = (sample.advantages - mean) / std

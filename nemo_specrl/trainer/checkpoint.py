@@ -11,20 +11,26 @@ random generator has to be saved.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import logging
 import shutil
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_specrl.config import knows, validated
+from nemo_specrl.config import CACHE_FOLDER, knows, validated
 from nemo_specrl.errors import CheckpointError, ConfigError, SpecRLError, last_line
 from nemo_specrl.files import step_folders, sync
+from nemo_specrl.monitoring import heartbeat
 from nemo_specrl.trainer.recipe import Recipe
 
 __all__ = [
+    "CheckpointWriter",
     "Progress",
     "check_same_recipe",
     "damaged",
@@ -62,7 +68,7 @@ _PROGRESS = {"step": (int,), "position": (int,), "recipe": (dict,), "monitor": (
 
 
 def latest(folder: Path) -> tuple[Path, Progress] | None:
-    """Find the newest checkpoint and read the progress in it; None where there is no checkpoint.
+    """Find the newest checkpoint and read its progress; None if there is no checkpoint.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
@@ -88,7 +94,7 @@ def latest(folder: Path) -> tuple[Path, Progress] | None:
 
 
 def damaged(checkpoint: Path, problem: str) -> CheckpointError:
-    """The error that says in a line what is wrong with a checkpoint, and how the run can go on."""
+    """The error for a damaged checkpoint: what is wrong, and how the run can continue."""
     older = [path for path in step_folders(checkpoint.parent) if path != checkpoint]
     then = f"resume from {older[-1].name}" if older else "begin anew, as there is no other"
     return CheckpointError(f"{checkpoint}: damaged ({problem}); remove this folder to {then}")
@@ -113,7 +119,7 @@ def save(
     try:
         if temporary.exists():
             shutil.rmtree(temporary)
-        temporary.mkdir(mode=0o700, parents=True)  # whatever is in it, it is the owner's alone
+        temporary.mkdir(mode=0o700, parents=True)  # it holds prompts and rollouts
         write(temporary)
         (temporary / "progress.json").write_text(
             json.dumps({"format": FORMAT, **asdict(progress)}, indent=1)
@@ -134,8 +140,87 @@ def save(
     return final
 
 
+class CheckpointWriter:
+    """Writes checkpoints in the background, while the rollouts of the next step are made.
+
+    Args:
+        folder: ``checkpoint_dir``.
+        keep: number of checkpoints to keep, None for all.
+    """
+
+    def __init__(self, folder: Path, *, keep: int | None) -> None:
+        self._folder, self._keep = folder, keep
+        self._pending: Future[Path] | None = None
+        self._on_complete: Callable[[], None] = lambda: None
+        self._waited_s = 0.0
+
+    def start(
+        self,
+        progress: Progress,
+        *,
+        copy_cache: Callable[[Path], None],
+        save_models: Callable[[Path], None],
+        on_complete: Callable[[], None],
+    ) -> None:
+        """Begin a checkpoint, and return once the cache is copied.
+
+        The models are written while the next rollouts are made. The update after them changes the
+        weights: call :meth:`finish` before it.
+
+        Args:
+            progress: progress of the run; it may change afterwards.
+            copy_cache: writes the cache into the folder that it is given.
+            save_models: writes the models into the folder that it is given.
+            on_complete: called by :meth:`finish` after the checkpoint is complete.
+        """
+        heartbeat.start("checkpoint")
+        started = time.perf_counter()
+        copied = threading.Event()
+
+        def write(folder: Path) -> None:
+            copy_cache(folder / CACHE_FOLDER)
+            copied.set()
+            save_models(folder)
+
+        executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending = executor.submit(
+            save, self._folder, copy.deepcopy(progress), write, keep=self._keep
+        )
+        executor.shutdown(wait=False)
+        self._pending.add_done_callback(lambda _: copied.set())  # if it fails before the copy
+        self._on_complete = on_complete
+        copied.wait()
+        self._waited_s += time.perf_counter() - started
+
+    def finish(self) -> None:
+        """Wait until the checkpoint that was begun is complete.
+
+        Raises:
+            CheckpointError: it cannot be written.
+            PolicyError: a rank of the policy failed while it was written.
+        """
+        if self._pending is None:
+            return
+        started = time.perf_counter()
+        pending, self._pending = self._pending, None
+        pending.result()
+        self._on_complete()
+        heartbeat.end("checkpoint")
+        self._waited_s += time.perf_counter() - started
+
+    def wait(self) -> None:
+        """Wait for the writing thread after another error, which is the one to be raised."""
+        if self._pending is not None:
+            wait([self._pending])
+
+    def take_waited_s(self) -> float:
+        """Seconds for which the run has waited for checkpoints since the last call."""
+        waited, self._waited_s = self._waited_s, 0.0
+        return waited
+
+
 def write_error(path: Path, error: BaseException) -> CheckpointError:
-    """The error that says in a line why a checkpoint, or a part of it, could not be written."""
+    """The error for a checkpoint, or a part of one, that could not be written: the reason."""
     why = last_line(error)
     with contextlib.suppress(OSError):
         place = next(folder for folder in (path, *path.parents) if folder.exists())
@@ -147,9 +232,9 @@ def write_error(path: Path, error: BaseException) -> CheckpointError:
 def resume_identity(recipe: Recipe) -> dict[str, Any]:
     """The keys that a resumed run must not change: all but length, evaluation, folders and layout.
 
-    Of the Megatron block only ``enabled`` counts: a Megatron checkpoint can be loaded in any
-    layout, but not by the torch policy. So it is with the number of engines: the cache of one in
-    the trainer's process has another form than that of several.
+    In the Megatron block only ``enabled`` counts: a Megatron checkpoint can be loaded in any
+    layout, but not by the torch policy. Likewise the number of engines may change, but not whether
+    they run in the trainer's process, since their caches have different formats.
     """
     values = recipe.model_dump(mode="json", exclude={"checkpointing", "logger", "cluster"})
     values["policy"]["megatron_cfg"] = {"enabled": recipe.policy.megatron_cfg.enabled}
@@ -176,12 +261,12 @@ def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
 def check_same_recipe(folder: Path, before: dict[str, Any], recipe: Recipe) -> None:
     """Refuse to resume a run with another recipe.
 
-    Another release may have more keys, or fewer. What it has in addition changes nothing as long as
-    the recipe leaves it at its default; of what it no longer has a warning tells.
+    Another release may have more keys, or fewer. A key that is new must have its default; a key
+    that this release no longer has is logged.
 
     Args:
         folder: the checkpoint.
-        before: :func:`resume_identity` of the recipe that made it.
+        before: :func:`resume_identity` of the recipe with which it was made.
         recipe: the present recipe.
 
     Raises:
@@ -203,7 +288,7 @@ def check_same_recipe(folder: Path, before: dict[str, Any], recipe: Recipe) -> N
 
 
 def _is_default(recipe: Recipe, name: str) -> bool:
-    """Whether a recipe in which the key is left out is the same."""
+    """Whether leaving the key out of the recipe changes nothing."""
     values = recipe.model_dump(mode="json")
     *blocks, key = name.split(".")
     inner = values
@@ -214,5 +299,5 @@ def _is_default(recipe: Recipe, name: str) -> bool:
     del inner[key]
     try:
         return validated(Recipe, values) == recipe
-    except ConfigError:  # the recipe has to have it
+    except ConfigError:  # the key is required
         return False

@@ -1,7 +1,7 @@
-"""Whether a training has diverged: its loss, its gradients and its weights are finite, or it ends.
+"""Ends a training that has diverged: one whose loss, gradients or weights are not finite.
 
-Weights that are not finite must reach neither an engine, where they would end in an error that says
-nothing of them, nor a checkpoint, which would push out the last good one.
+Weights that are not finite must not reach an engine, which would fail with an unrelated error, nor
+a checkpoint, which would replace the last good one.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Model(Protocol):
 
 
 def first_not_finite(weights: Iterable[tuple[str, torch.Tensor]]) -> str | None:
-    """Name of the first tensor that has no finite norm; None where all have one.
+    """Name of the first tensor without a finite norm; None if there is none.
 
-    A norm is infinite too where squares of weights exceed float32, as the model's own norms do.
+    A norm is also infinite where squares of weights overflow float32, as they would in the model.
     """
     import torch
 
@@ -46,10 +46,10 @@ def check_finite(
     """End a training that has diverged.
 
     Args:
-        step: the training step that was just made.
-        metrics: of its training, by name.
-        models: that it trained, by what they are called.
-        last: the newest checkpoint, for the message; None where there is none.
+        step: number of the training step that was just made.
+        metrics: metrics of its update, by name.
+        models: the models that were trained, by what they are called in messages.
+        last: the newest checkpoint, for the message; None if there is none.
 
     Raises:
         Diverged: a metric or a weight is not finite.

@@ -8,12 +8,9 @@ checkpoint and repeats every later step exactly.
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
-import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,24 +18,17 @@ import numpy as np
 import torch
 
 from nemo_specrl.cache.metrics import store_metrics
-from nemo_specrl.config import CACHE_FOLDER
-from nemo_specrl.errors import (
-    CacheError,
-    ConfigError,
-    EngineError,
-    PolicyError,
-    last_line,
-)
+from nemo_specrl.errors import CacheError, ConfigError, EngineError, PolicyError, last_line
 from nemo_specrl.files import step_folders
 from nemo_specrl.monitoring import heartbeat
 from nemo_specrl.monitoring import names as metric
 from nemo_specrl.monitoring.metrics_file import MetricsLog
 from nemo_specrl.speculation.drift import DriftMonitor
 from nemo_specrl.trainer import checkpoint
-from nemo_specrl.trainer.batch import Batch, Group
+from nemo_specrl.trainer.batch import Batch, Group, set_gae_advantages
 from nemo_specrl.trainer.divergence import check_finite
+from nemo_specrl.trainer.evaluation import evaluate
 from nemo_specrl.trainer.generation import InProcessEngine, build_generation
-from nemo_specrl.trainer.losses import gae
 from nemo_specrl.trainer.policy import Sample, build_policy, build_value_model
 from nemo_specrl.trainer.recipe import Recipe
 from nemo_specrl.trainer.tasks import heldout_problems, problems, reward
@@ -48,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Trainer"]
 
-# More threads gain nothing for models of this size.
+# More threads do not help models of this size.
 TRAINING_THREADS = min(2, len(os.sched_getaffinity(0)))
 
 
@@ -69,6 +59,7 @@ class Trainer:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self.stop = False
+        self._built = False
         self.folder = recipe.checkpointing.checkpoint_dir
         data = recipe.data
         self.problems = problems(data.dataset_name, data.num_prompts, data.seed)
@@ -76,17 +67,24 @@ class Trainer:
         self.heldout = heldout_problems(self.problems, data.dataset_name, heldout)
         self.progress = checkpoint.Progress(recipe=checkpoint.resume_identity(recipe))
         self._resumed_from: Path | None = None
-        self._saving: Future[Path] | None = None
-        """The checkpoint that is being written beside the next rollouts."""
-        self._checkpoint_s = 0.0
-        """Seconds for which the run has waited for checkpoints since its last record."""
+        keep = recipe.checkpointing.keep_top_k
+        self._checkpoints = checkpoint.CheckpointWriter(self.folder, keep=keep)
         found = checkpoint.latest(self.folder) if recipe.checkpointing.enabled else None
         if found is not None:
             checkpoint.check_same_recipe(found[0], found[1].recipe, recipe)
             self._resumed_from, self.progress = found
 
-    def _build(self) -> None:
-        """Build the models, the engine and the store, which a finished run does not need."""
+    def build(self) -> None:
+        """Load the models, the engine and the cache, as the checkpoint has them.
+
+        A run that is done needs none of them. :meth:`run` calls this where it was not called
+        before.
+
+        Raises:
+            ConfigError: a model, folder or engine option that cannot be used.
+            CacheError: the rollout cache is in use, of another tokenizer, or cannot be written.
+            CheckpointError: the checkpoint is damaged.
+        """
         recipe, found = self.recipe, self._resumed_from
         torch.manual_seed(recipe.algorithm.seed)
         self.policy = build_policy(recipe)
@@ -112,6 +110,7 @@ class Trainer:
                 prometheus=recipe.logger.prometheus_textfile,
             )
             self._offload()
+            self._built = True
         except BaseException:
             if generation is not None:
                 generation.shutdown()
@@ -127,61 +126,66 @@ class Trainer:
     @property
     def done(self) -> bool:
         """Whether all steps are done or all prompts have been drawn."""
-        algorithm = self.recipe.algorithm
-        drawn_all = self.progress.position >= algorithm.max_num_epochs * self.recipe.steps_per_epoch
-        return drawn_all or self.progress.step >= algorithm.max_num_steps
+        return self._drawn_all or self.progress.step >= self.recipe.algorithm.max_num_steps
+
+    @property
+    def _drawn_all(self) -> bool:
+        batches = self.recipe.algorithm.max_num_epochs * self.recipe.steps_per_epoch
+        return self.progress.position >= batches
 
     def run(self) -> Iterator[dict[str, Any]]:
         """Train to the end, and yield the record of each step once it is in the log.
 
         Records are described in docs/reference/metrics.md. The run's files are closed when the
-        iterator ends.
+        iterator ends::
+
+            trainer = Trainer(load_recipe(Path("examples/configs/grpo_sort_cpu.yaml")))
+            for record in trainer.run():
+                print(record["step"], record["reward"])
 
         Raises:
-            ConfigError: a model, folder or engine option that cannot be used.
-            CacheError: the rollout cache is in use, of another tokenizer, or cannot be written.
-            CheckpointError: the checkpoint is damaged.
+            SpecRLError: see :meth:`build`; also where a checkpoint cannot be written, an engine or
+                a rank of the policy died, or the training has diverged.
         """
         algorithm = self.recipe.algorithm
         if self.done:
             return
-        self._build()
-        heartbeat.end("setup")  # which the command line has begun
+        if not self._built:
+            self.build()
         try:
             saved = True
             at_start: dict[str, Any] = {}
             if algorithm.val_at_start and self.progress.step == 0:
-                at_start = {
-                    name + metric.AT_START: value for name, value in self._evaluate().items()
-                }
+                found = self._evaluate()
+                at_start = {name + metric.AT_START: value for name, value in found.items()}
             while not self.done and not self.stop:
                 record = self._step() | at_start
                 at_start = {}
-                last, period = self.done, algorithm.val_period
-                if (period and record[metric.STEP] % period == 0) or (
-                    last and algorithm.val_at_end
-                ):
+                step, period = self.progress.step, algorithm.val_period
+                if (period and step % period == 0) or (self.done and algorithm.val_at_end):
                     started = time.perf_counter()
                     record |= self._evaluate()
                     record[metric.EVAL_S] = time.perf_counter() - started
                 self.log.write(record)
-                saved = last or record[metric.STEP] % self.recipe.checkpointing.save_period == 0
+                saved = self.done or step % self.recipe.checkpointing.save_period == 0
                 if saved:
                     self._save()
                 yield record
             if not saved:  # stopped by a signal
                 self._save()
-            self._finish_saving()
+            self._checkpoints.finish()
             self.log.finish()
         finally:
-            if self._saving is not None:  # something else has failed, and says so
-                wait([self._saving])
-            with contextlib.ExitStack() as ending:  # each of them, even where another fails
+            self._checkpoints.wait()
+            with contextlib.ExitStack() as ending:  # each of them, even if another one fails
                 if self.value is not None:
                     ending.callback(self.value.shutdown)
                 ending.callback(self.policy.shutdown)
                 ending.callback(self.generation.shutdown)
                 self.log.close()
+
+    def _evaluate(self) -> dict[str, float]:
+        return evaluate(self.recipe, self.heldout, self.generation, self.policy)
 
     # --- one step -----------------------------------------------------------------------------
 
@@ -190,12 +194,13 @@ class Trainer:
         batch = self._collect()
         rollout_times = self.generation.take_times()
         rolled_out = time.perf_counter()
-        self._finish_saving()
+        self._checkpoints.finish()
         training = time.perf_counter()
         samples = batch.samples(self.recipe)
         self._reload()
         if self.value is not None:
-            self._estimate(samples, batch.rewards.ravel())
+            self.value.predict(samples)
+            set_gae_advantages(samples, batch.rewards.ravel(), self.recipe.algorithm.adv_estimator)
         threads = torch.get_num_threads()
         torch.set_num_threads(TRAINING_THREADS)
         metrics = self._train(samples)
@@ -219,15 +224,14 @@ class Trainer:
             metric.VERIFY_S: rollout_times.engine.verify_s,
             metric.TRAIN_S: ended - training,
             metric.STEP_S: ended - training + rolled_out - started,
-            metric.CHECKPOINT_S: self._checkpoint_s,
+            metric.CHECKPOINT_S: self._checkpoints.take_waited_s(),
             metric.DECODED_TOKENS: rollout_times.decoded_tokens,
             metric.RESPONSE_TOKENS: rollout_times.response_tokens,
             **metrics,
         }
-        self._checkpoint_s = 0.0
         if self.recipe.spec_rl.enabled:
             record |= rollout_times.engine.as_dict()
-            with contextlib.suppress(CacheError):  # what is not known is not logged
+            with contextlib.suppress(CacheError):  # then these metrics are missing from the record
                 record |= store_metrics(self.generation.stores())
         if self.monitor is not None:
             self.monitor.update(*batch.rows_to_compare())
@@ -238,7 +242,7 @@ class Trainer:
 
     @heartbeat.section("rollout")
     def _collect(self) -> Batch:
-        """Roll out the next prompts; with dynamic sampling, until enough groups are useful."""
+        """Roll out the next prompts; with dynamic sampling, until enough groups have a gradient."""
         algorithm = self.recipe.algorithm
         wanted = algorithm.num_prompts_per_step
         batch = Batch(epoch=self.progress.position // self.recipe.steps_per_epoch)
@@ -248,7 +252,8 @@ class Trainer:
             algorithm.dynamic_sampling_max_gen_batches if algorithm.use_dynamic_sampling else 1
         )
         for attempt in range(attempts):
-            indices = self._draw()
+            indices = self._indices(self.progress.position)
+            self.progress.position += 1
             chosen = [self.problems[i] for i in indices]
             generated = self.generation.rollouts(
                 [p.prompt for p in chosen], attempt, self._upcoming()
@@ -260,30 +265,23 @@ class Trainer:
                 (kept if useful else idle).append(Group(problem, group, rewards))
             if len(kept) >= wanted or self.done:
                 break
-        # Groups without advantage, which have no gradient, fill a batch that would be too small.
+        # Groups without an advantage have no gradient. They only fill a batch up to its size.
         batch.groups = (kept + idle)[:wanted]
         return batch
-
-    def _draw(self) -> list[int]:
-        """Take the next prompts; returns their indices."""
-        indices = self._batch(self.progress.position)
-        self.progress.position += 1
-        return indices
 
     def _upcoming(self) -> list[list[int]]:
         """Prompts of the batch that is drawn next; none after the last one.
 
-        A look ahead leaves no trace in ``progress``, so that a resumed run sees the same prompts.
+        Looking ahead does not change ``progress``, so a resumed run sees the same prompts.
         """
         algorithm = self.recipe.algorithm
-        drawn_all = self.progress.position >= algorithm.max_num_epochs * self.recipe.steps_per_epoch
         last = self.progress.step + 1 >= algorithm.max_num_steps
-        if drawn_all or (last and not algorithm.use_dynamic_sampling):
+        if self._drawn_all or (last and not algorithm.use_dynamic_sampling):
             return []
-        return [self.problems[i].prompt for i in self._batch(self.progress.position)]
+        return [self.problems[i].prompt for i in self._indices(self.progress.position)]
 
-    def _batch(self, position: int) -> list[int]:
-        """Indices of a batch's prompts. Their order is a function of (seed, epoch) alone."""
+    def _indices(self, position: int) -> list[int]:
+        """Indices of a batch's prompts. Their order depends only on seed and epoch."""
         per_step = self.recipe.algorithm.num_prompts_per_step
         per_epoch = self.recipe.steps_per_epoch
         epoch, index = divmod(position, per_epoch)
@@ -292,26 +290,6 @@ class Trainer:
             philox = np.random.Philox(key=[self.recipe.algorithm.seed, epoch])
             order = np.random.Generator(philox).permutation(len(self.problems))
         return [int(i) for i in order[index * per_step : (index + 1) * per_step]]
-
-    def _estimate(self, samples: list[Sample], rewards: np.ndarray) -> None:
-        """Set the values, returns and GAE advantages of PPO's samples."""
-        estimator = self.recipe.algorithm.adv_estimator
-        assert self.value is not None
-        self.value.predict(samples)
-        for sample, earned in zip(samples, rewards, strict=True):
-            assert sample.old_values is not None
-            sample.advantages = gae(
-                float(earned),
-                sample.old_values,
-                gamma=estimator.gae_gamma,
-                lam=estimator.gae_lambda,
-            )
-            sample.returns = sample.advantages + sample.old_values
-        if estimator.normalize_advantages:
-            everything = np.concatenate([s.advantages for s in samples])
-            mean, std = everything.mean(), everything.std() + 1e-6
-            for sample in samples:
-                sample.advantages = (sample.advantages - mean) / std
 
     @heartbeat.section("training")
     def _train(self, samples: list[Sample]) -> dict[str, float]:
@@ -339,35 +317,6 @@ class Trainer:
         if self.value is not None:
             self.value.reload()
 
-    @heartbeat.section("evaluation")
-    def _evaluate(self) -> dict[str, float]:
-        """Sample held-out responses as in training, and measure accuracy, length and entropy.
-
-        Entropy and divergence are Monte Carlo estimates over those responses, nats per token.
-        """
-        algorithm = self.recipe.algorithm
-        groups = self.generation.heldout(
-            [p.prompt for p in self.heldout], algorithm.val_num_generations_per_prompt
-        )
-        pairs = [(problem, g) for problem, group in zip(self.heldout, groups, strict=True)
-                 for g in group]  # fmt: skip
-        tokens = sum(len(g.tokens) for _, g in pairs)
-        metrics = {
-            metric.HELDOUT_ACCURACY: float(np.mean([reward(p, g.tokens) for p, g in pairs])),
-            metric.HELDOUT_LENGTH: tokens / len(pairs),
-            metric.HELDOUT_ENTROPY: -float(sum(g.policy_logprobs.sum() for _, g in pairs)) / tokens,
-            metric.HELDOUT_TOKENS: tokens,
-            metric.HELDOUT_DECODE_S: self.generation.heldout_s,
-        }
-        if algorithm.val_kl_to_start:
-            samples = [Sample.to_score(p.prompt, g.tokens) for p, g in pairs]
-            self.policy.reload()
-            now = np.concatenate(self.policy.logprobs(samples))
-            start = np.concatenate(self.policy.reference_logprobs(samples))
-            self.policy.offload()
-            metrics[metric.HELDOUT_KL_TO_START] = float((now - start).mean())
-        return metrics
-
     # --- the disk -----------------------------------------------------------------------------
 
     def _open_monitor(self) -> DriftMonitor | None:
@@ -389,62 +338,25 @@ class Trainer:
         return monitor
 
     def _save(self) -> None:
-        """Begin to write a checkpoint.
+        if self.recipe.checkpointing.enabled:
+            self._checkpoints.start(
+                self.progress,
+                copy_cache=self.generation.save,
+                save_models=self._save_models,
+                on_complete=self.generation.on_checkpoint_complete,
+            )
 
-        The cache is copied at once. The weights are written while the rollouts of the next step
-        are made, since they change with its training, for which :meth:`_finish_saving` waits.
-        """
-        if not self.recipe.checkpointing.enabled:
-            return
-        heartbeat.start("checkpoint")
-        started = time.perf_counter()
-        copied = threading.Event()
-
-        def write(folder: Path) -> None:
-            self.generation.save(folder / CACHE_FOLDER)
-            copied.set()
-            self.policy.save(folder / "policy")
-            if self.value is not None:
-                self.value.save(folder / "value")
-
-        writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._saving = writer.submit(
-            checkpoint.save,
-            self.folder,
-            copy.deepcopy(self.progress),
-            write,
-            keep=self.recipe.checkpointing.keep_top_k,
-        )
-        writer.shutdown(wait=False)
-        self._saving.add_done_callback(lambda _: copied.set())  # if it fails before the copy
-        copied.wait()
-        self._checkpoint_s += time.perf_counter() - started
-
-    def _finish_saving(self) -> None:
-        """Wait until the last checkpoint is complete.
-
-        Raises:
-            CheckpointError: it cannot be written.
-            PolicyError: a rank of the policy failed in it.
-        """
-        if self._saving is None:
-            return
-        started = time.perf_counter()
-        saving, self._saving = self._saving, None
-        saving.result()
-        self.generation.on_checkpoint_complete()
-        heartbeat.end("checkpoint")
-        self._checkpoint_s += time.perf_counter() - started
+    def _save_models(self, folder: Path) -> None:
+        self.policy.save(folder / "policy")
+        if self.value is not None:
+            self.value.save(folder / "value")
 
     def _load(self, folder: Path) -> None:
         try:
             self.policy.load(folder / "policy")
             if self.value is not None:
                 self.value.load(folder / "value")
-        except (
-            PolicyError,
-            EngineError,
-        ):  # which says nothing about the checkpoint
+        except (PolicyError, EngineError):  # a process that died says nothing of the checkpoint
             raise
         except Exception as error:  # torch and safetensors raise many kinds
             raise checkpoint.damaged(folder, last_line(error)) from None

@@ -65,11 +65,11 @@ def gae(
 
 
 def token_weights(lengths: list[int], *, token_level: bool) -> list[float]:
-    """Weight of each response's tokens with which the weighted sum over a batch is its mean.
+    """Weight of each response's tokens, such that the weighted sum over a batch is a mean.
 
     Args:
-        lengths: tokens of each response of the whole optimizer step.
-        token_level: every token counts the same; otherwise every response does.
+        lengths: number of tokens of each response of the whole optimizer step.
+        token_level: whether every token counts the same; otherwise every response does.
     """
     if token_level:
         return [1.0 / max(1, sum(lengths))] * len(lengths)
@@ -89,17 +89,17 @@ def policy_loss(
     """Clipped policy-gradient loss, summed with ``weights``.
 
     Args:
-        logprobs: under the policy in training, ``[b, t]``, nats.
+        logprobs: log-probs under the policy in training, ``[b, t]``, nats.
         anchor: log-probs in the ratio's denominator, ``[b, t]``, nats: those before the update, or
             the birth log-probs (``clip_anchor``).
-        advantages: ``[b, t]``.
-        weights: ``[b, t]``; 0 at prompts and padding.
+        advantages: advantage of each token, ``[b, t]``.
+        weights: weight of each token, ``[b, t]``; 0 at prompts and padding.
         config: the ``loss_fn:`` block.
         importance: truncated importance weights, ``[b, t]``.
         reference: log-probs under the reference policy, ``[b, t]``, nats.
 
     Returns:
-        the loss, and weighted sums of clip fraction, ratio and KL for the log.
+        the loss; and for the log, weighted sums of clip fraction, ratio and KL.
     """
     inside = weights > 0
     log_ratio = torch.where(inside, logprobs - anchor, torch.zeros_like(logprobs))

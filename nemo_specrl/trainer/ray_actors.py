@@ -1,8 +1,8 @@
-"""Parts of a run that are Ray actors: Ray itself, the nodes they run on, and waiting for answers.
+"""Starts Ray and places a run's actors on its nodes, and waits for their answers.
 
-The actors do not know each other's results, and a run needs all of them: where one dies, fails or
-hangs, waiting ends within seconds with an error that names it. What the actors do is in
-``policy/megatron_policy.py`` and ``engines.py``.
+A run needs all of its actors. If one dies, fails or hangs, waiting ends within seconds with an
+error that names it. The actors themselves are in ``policy/megatron/policy.py`` and
+``generation/ray_engines.py``.
 """
 
 from __future__ import annotations
@@ -26,32 +26,36 @@ from nemo_specrl.errors import ConfigError, SpecRLError, last_line
 __all__ = ["Actors", "connect", "gpus"]
 
 GRACE_SECONDS = 5.0
-"""How long to wait, once an actor has failed, for the reason why: the first to fail may be one that
-lost its connection to another that died."""
+"""How long to wait for further errors once an actor has failed: the first one may only have lost
+its connection to another that died."""
 
 SILENT_SECONDS = 20.0
-"""How long the process of an actor may leave a ping unanswered. It answers pings while it computes,
-and while it waits for others."""
+"""How long an actor may leave a ping unanswered. It answers pings also while it computes or waits
+for other actors."""
 
 CONNECT_SECONDS = 10.0
 """How long to wait for an answer from ``RAY_ADDRESS``. Ray itself would try for two minutes."""
 
 
 def connect() -> bool:
-    """Connect this process to Ray, unless it is; returns whether it was not.
+    """Connect this process to Ray unless it is connected already.
 
-    A Ray that ``RAY_ADDRESS`` names is used; otherwise one is started on this machine.
+    The Ray cluster that ``RAY_ADDRESS`` names is used; without the variable, one is started on this
+    machine.
+
+    Returns:
+        whether this call has connected, so that the caller has to shut Ray down.
 
     Raises:
-        ConfigError: no Ray answers there, or it cannot start.
+        ConfigError: no Ray answers at that address, or it cannot start.
     """
     if ray.is_initialized():
         return False
     address = os.environ.get("RAY_ADDRESS")
     local: dict[str, Any] = {} if address else {"include_dashboard": False}
     if not address and "RAY_AUTH_TOKEN_PATH" not in os.environ:
-        # Ray's ports are open to the network; since 2.60 one that is started here asks for a token.
-        # A token that Ray makes itself lies in a file that others may read, ~/.ray/auth_token.
+        # Ray's ports are open to the network. From 2.60 on, a Ray that is started here requires a
+        # token. One that Ray makes itself is in a file that others can read, ~/.ray/auth_token.
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -68,24 +72,24 @@ def connect() -> bool:
         raise ConfigError(
             f"RAY_ADDRESS = {address!r}: {last_line(error)}; give HOST:PORT, or unset it"
         ) from None
-    except OSError as error:  # the paths of its sockets may have 107 bytes
+    except OSError as error:  # such as a socket path of more than 107 bytes
         raise ConfigError(
             f"Ray cannot start: {last_line(error)}; set RAY_TMPDIR to a folder with a shorter path"
         ) from None
     if threading.current_thread() is threading.main_thread():
-        # Ray's own would end this process at once; the training loop ends with the step.
+        # Ray's handler would end this process at once; the training loop finishes its step first.
         signal.signal(signal.SIGTERM, before)
     return True
 
 
 def _answers(address: str) -> bool:
-    """Whether something listens at HOST:PORT; addresses of another form are for Ray to judge."""
+    """Whether something listens at HOST:PORT; True for other addresses, which Ray itself checks."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if not (host and port.isdecimal()):
         return True
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
-    except (OSError, OverflowError):  # the latter: no port has that number
+    except (OSError, OverflowError):  # OverflowError: the port number is too large
         return False
     return True
 
@@ -112,10 +116,10 @@ _DIED = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)
 
 
 class _Watch:
-    """Pings to actors while their answers are waited for.
+    """Pings actors while the driver waits for their answers.
 
     Args:
-        handles: all of them, as any of them may be what the others wait for.
+        handles: handles of all actors, since an answer may depend on any of them.
     """
 
     def __init__(self, handles: Sequence[Any]) -> None:
@@ -124,10 +128,10 @@ class _Watch:
         self._since = time.monotonic()
 
     def silent(self) -> int | None:
-        """The first actor that has left a ping unanswered for too long."""
+        """Index of the first actor that has left a ping unanswered for too long, or None."""
         now = time.monotonic()
         if self._pings:
-            # A ping that failed has an answer too: the actor's own call fails as well.
+            # A failed ping counts as answered: the call that is waited for fails as well.
             _, open_ = ray.wait(list(self._pings), num_returns=len(self._pings), timeout=0)
             self._pings = {ping: self._pings[ping] for ping in open_}
             if self._pings and now - self._since > SILENT_SECONDS:
@@ -139,23 +143,23 @@ class _Watch:
 
 
 class Actors:
-    """Actors of one kind, without CPUs of Ray's: they share those of their nodes.
+    """Actors of one kind. They reserve no CPUs in Ray, and share those of their nodes.
 
     Args:
         kind: the actors' class. It has a method ``pid`` in the concurrency group ``health``, which
-            returns the process id also in the middle of another call.
-        arguments: of each actor's constructor.
+            returns the process id even during another call.
+        arguments: arguments of each actor's constructor.
         groups: further concurrency groups of the class.
-        nodes: over which they are spread: this process's own, and as many others as there are up
-            to this number. Each has consecutive actors.
-        gpu: whether each gets a GPU.
-        name: of an actor by its index, for messages.
-        error: raised where one died, hangs or failed; its message names the actor.
-        on_failure: called before ``error`` is raised. It has to end the actors.
+        nodes: largest number of nodes that they are spread over, this process's own first. Each
+            node has consecutive actors.
+        gpu: whether each actor gets a GPU.
+        name: returns an actor's name in messages by its index.
+        error: class of the error that is raised if an actor dies, hangs or fails.
+        on_failure: called before ``error`` is raised; it must end the actors.
 
     Attributes:
         nodes: number of nodes that they are on.
-        pids: process ids of the actors, each on its node; empty until :meth:`ready`.
+        pids: process id of each actor on its node; empty until :meth:`ready`.
     """
 
     def __init__(
@@ -194,15 +198,16 @@ class Actors:
             SpecRLError: ``error``; the actors have ended.
         """
         if not self._handles:
-            raise self._error(f"{self._name(index)} has ended: by a shutdown, or as another failed")
+            name = self._name(index)
+            raise self._error(f"{name} has ended: by a shutdown, or because another one failed")
         return self._handles[index]
 
     def ready(self) -> None:
-        """Wait until all have been constructed. From then on they have to answer pings."""
+        """Wait until all actors are constructed. From then on they have to answer pings."""
         self.pids = self.all("pid")
 
     def all(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of all actors; returns by index."""
+        """Call a method of all actors; returns the answers by index."""
         refs = {
             getattr(self[index], method).remote(*arguments): index for index in range(len(self))
         }
@@ -210,17 +215,17 @@ class Actors:
         return [found[index] for index in range(len(self))]
 
     def wait(self, refs: dict[Any, int]) -> dict[int, Any]:
-        """Wait for all answers; an actor that fails ends all.
+        """Wait for all answers; if an actor fails, all are ended.
 
         Args:
-            refs: what is waited for, and of which actor.
+            refs: Ray's references, with the index of the actor that answers.
 
         Returns:
             the answers by index.
 
         Raises:
-            SpecRLError: which an actor raised; else ``error``, naming the actor that died, does not
-                answer pings, or raised another error.
+            SpecRLError: the one that an actor raised; else ``error``, which names the actor that
+                died, does not answer pings, or raised another exception.
         """
         found: dict[int, Any] = {}
         errors: dict[int, Exception] = {}
@@ -252,7 +257,7 @@ class Actors:
         return found
 
     def _reason(self, errors: dict[int, Exception]) -> Exception:
-        """Which of the actors' errors is the reason of the others."""
+        """The error to raise: the one among the actors' errors that caused the others."""
         for index, error in errors.items():
             if isinstance(error, ray.exceptions.OutOfMemoryError):
                 return self._error(

@@ -11,43 +11,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from omegaconf import OmegaConf
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from nemo_specrl.config import (
-    MAX_COUNT,
-    Block,
-    Count,
-    SpecRLConfig,
-    UserPath,
-    WrongKey,
-    parse_path,
-    validated,
-)
+from nemo_specrl.config import MAX_COUNT, Block, Count, SpecRLConfig, UserPath, WrongKey, validated
 from nemo_specrl.errors import ConfigError
-from nemo_specrl.trainer.vllm_kwargs import check_vllm_kwargs
+from nemo_specrl.trainer.policy_config import MAX_PER_NODE, Nodes, PolicyConfig, ValueConfig
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "ColocatedConfig",
-    "LossConfig",
-    "OptimizerConfig",
-    "PolicyConfig",
-    "Recipe",
-    "ValueConfig",
-    "load_recipe",
-    "model_folder",
-]
+__all__ = ["AdvEstimatorConfig", "LossConfig", "Recipe", "load_recipe"]
 
-
-MAX_PER_NODE = 1024
 Prompts = Annotated[int, Field(ge=1, le=1_000_000)]
 """A number of problems of a task, which are held in memory."""
 Group = Annotated[int, Field(ge=1, le=65536)]
 """A number of rollouts of a prompt: the cache has 16 bits for the sample index."""
-Nodes = Annotated[int, Field(ge=1, le=65536)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class AdvEstimatorConfig(Block):
@@ -69,7 +47,7 @@ class Algorithm(Block):
     normalize_rewards: bool = True
     use_leave_one_out_baseline: bool = False
     use_dynamic_sampling: bool = False
-    """DAPO: groups whose rewards are all equal are replaced by other prompts' groups."""
+    """DAPO: groups whose rewards are all equal are replaced by groups of further prompts."""
     dynamic_sampling_max_gen_batches: Count = 10
     ppo_epochs: Count = 1
     """Passes over a step's rollouts."""
@@ -95,158 +73,10 @@ class LossConfig(Block):
     ratio_clip_c: float | None = Field(default=None, gt=1)
     """Dual clip."""
     token_level_loss: bool = True
-    """Mean over tokens; else over each response's tokens, then over responses."""
+    """Mean over all tokens. If false, over each response's tokens, and then over responses."""
     reference_policy_kl_penalty: float = Field(default=0.0, ge=0)
     use_importance_sampling_correction: bool = False
     truncated_importance_sampling_ratio: float | None = Field(default=2.0, gt=0)
-
-
-class OptimizerKwargs(Block):
-    """Arguments of ``torch.optim.AdamW``."""
-
-    lr: float = Field(default=1e-4, gt=0, le=1)
-    """AdamW moves each weight by as much in a step."""
-    weight_decay: float = Field(default=0.01, ge=0)
-    betas: tuple[Decay, Decay] = (0.9, 0.999)
-    eps: float = Field(default=1e-8, gt=0, le=1)
-
-    @model_validator(mode="after")
-    def _decaying(self) -> OptimizerKwargs:
-        if self.lr * self.weight_decay >= 1:
-            raise WrongKey(
-                "weight_decay",
-                self.weight_decay,
-                f"must be less than 1 / lr = {1 / self.lr:g}: a step takes lr * weight_decay of "
-                "each weight away",
-            )
-        return self
-
-
-class OptimizerConfig(Block):
-    """The optimizer of the policy, or of the value model."""
-
-    name: Literal["torch.optim.AdamW"] = "torch.optim.AdamW"
-    kwargs: OptimizerKwargs = OptimizerKwargs()
-
-
-class VllmConfig(Block):
-    """The ``vllm_cfg:`` block."""
-
-    precision: Literal["bfloat16", "float32"] = "float32"
-    """dtype of the engine. For small models on a CPU float32 is as fast as bfloat16 where the
-    processor has bfloat16 instructions, and several times faster where it has none."""
-    max_model_len: int = Field(default=512, ge=2, le=MAX_COUNT)
-    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
-    enforce_eager: bool = True
-
-
-class EngineResources(Block):
-    """The ``resources:`` block of engines that are not colocated: one engine for each GPU of these.
-
-    On a machine without GPUs it says how many engines share its cores.
-    """
-
-    gpus_per_node: int | None = Field(default=None, ge=1, le=MAX_PER_NODE)
-    num_nodes: Nodes | None = None
-    """None: 1."""
-
-
-class ColocatedConfig(Block):
-    """The ``colocated:`` block: where the engines are."""
-
-    enabled: bool = True
-    """One engine, in the trainer's process; else ``resources`` says how many, each in its own."""
-    resources: EngineResources = EngineResources()
-
-    @model_validator(mode="after")
-    def _complete(self) -> ColocatedConfig:
-        if not self.enabled and self.resources.gpus_per_node is None:
-            raise WrongKey(
-                "resources.gpus_per_node",
-                None,
-                "must be the number of engines on a node with colocated.enabled: false",
-            )
-        return self
-
-
-class GenerationConfig(Block):
-    """The ``generation:`` block."""
-
-    backend: Literal["vllm"] = "vllm"
-    colocated: ColocatedConfig = ColocatedConfig()
-    max_new_tokens: Count = 256
-    temperature: float = Field(default=1.0, ge=0, le=1000)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1, le=MAX_COUNT)
-    stop_token_ids: list[Annotated[int, Field(ge=0, le=MAX_COUNT)]] | None = None
-    stop_strings: list[Annotated[str, Field(min_length=1)]] | None = None
-    vllm_cfg: VllmConfig = VllmConfig()
-    vllm_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of ``vllm.LLM``."""
-    spec_rl: SpecRLConfig = SpecRLConfig()
-
-    @model_validator(mode="after")
-    def _for_vllm(self) -> GenerationConfig:
-        check_vllm_kwargs(self.vllm_kwargs)
-        return self
-
-    @model_validator(mode="after")
-    def _verifiable(self) -> GenerationConfig:
-        if self.spec_rl.enabled:
-            for name, value, raw in (
-                ("temperature", self.temperature, (1.0,)),
-                ("top_p", self.top_p, (1.0,)),
-                ("top_k", self.top_k, (None, 0, -1)),
-            ):
-                if value not in raw:
-                    right = "null" if raw[0] is None else raw[0]
-                    raise WrongKey(
-                        name,
-                        value,
-                        "drafts are verified by prompt log-probs, which are those of raw sampling; "
-                        f"set {name}: {right}, or spec_rl.enabled: false",
-                    )
-            drafter = self.vllm_kwargs.get("speculative_config")
-            if drafter and self.spec_rl.tree.enabled:
-                raise WrongKey(
-                    "vllm_kwargs.speculative_config",
-                    drafter,
-                    "an engine has one drafter, and spec_rl.tree.enabled: true asks for another; "
-                    "leave it out, or take preset: faithful without trees",
-                )
-        return self
-
-
-class MegatronConfig(Block):
-    """The ``megatron_cfg:`` block. Its other keys are NeMo-RL's and are not read."""
-
-    model_config = ConfigDict(extra="allow")
-
-    enabled: bool = False
-    """Train a Megatron-Core model over several ranks instead of a torch model in this process."""
-    tensor_model_parallel_size: Nodes = 1
-    pipeline_model_parallel_size: Nodes = 1
-
-
-class PolicyConfig(Block):
-    """The ``policy:`` block."""
-
-    model_name: Annotated[str, BeforeValidator(lambda value: str(parse_path(value)))]
-    """Folder of a model and its tokenizer in Hugging Face format."""
-    train_global_batch_size: Count = 128
-    """Rollouts in an optimizer step."""
-    train_micro_batch_size: Count = 8
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    optimizer: OptimizerConfig = OptimizerConfig()
-    megatron_cfg: MegatronConfig = MegatronConfig()
-    generation: GenerationConfig = GenerationConfig()
-
-
-class ValueConfig(Block):
-    """The ``value:`` block: PPO's value model, which starts from the policy's weights."""
-
-    optimizer: OptimizerConfig = OptimizerConfig(kwargs=OptimizerKwargs(lr=3e-4))
-    value_clip: float = Field(default=0.2, gt=0)
 
 
 class DataConfig(Block):
@@ -274,7 +104,7 @@ class LoggerConfig(Block):
     """The ``logger:`` block."""
 
     log_dir: UserPath = Path("results/grpo")
-    """For metrics.jsonl and TensorBoard."""
+    """Folder of metrics.jsonl and of TensorBoard's event files."""
     tensorboard_enabled: bool = True
     prometheus_textfile: UserPath | None = None
     """File ending in .prom for node_exporter's textfile collector."""
@@ -284,7 +114,7 @@ class ClusterConfig(Block):
     """The ``cluster:`` block: the ranks of a Megatron policy."""
 
     gpus_per_node: int | None = Field(default=None, ge=1, le=MAX_PER_NODE)
-    """Ranks of a node, on a machine without GPUs too; None: as many as one replica takes."""
+    """Ranks per node, also on a machine without GPUs; None: as many as one replica needs."""
     num_nodes: Nodes = 1
 
 
@@ -347,7 +177,9 @@ class Recipe(Block):
 
     @property
     def run_dir(self) -> Path:
-        """Folder of the run's cache and journal: that of its checkpoints, if it makes any."""
+        """Folder of the run's cache and journal: ``checkpoint_dir``; without checkpoints, that of
+        the log.
+        """
         made = self.checkpointing.enabled
         return self.checkpointing.checkpoint_dir if made else self.logger.log_dir
 
@@ -358,7 +190,7 @@ class Recipe(Block):
 
     @property
     def parallelism(self) -> tuple[int, int, int]:
-        """Tensor-, pipeline- and data-parallel size; the last is what is left of the ranks."""
+        """Tensor-, pipeline- and data-parallel size; the last follows from the number of ranks."""
         megatron = self.policy.megatron_cfg
         tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
         ranks = (self.cluster.gpus_per_node or tp * pp) * self.cluster.num_nodes
@@ -366,9 +198,9 @@ class Recipe(Block):
 
     @property
     def engines(self) -> tuple[int, int] | None:
-        """Number of engines in processes of their own, and of nodes for them.
+        """Number of engines in processes of their own, and number of nodes for them.
 
-        None: one engine, in this process.
+        None where there is one engine in the trainer's process.
         """
         colocated = self.policy.generation.colocated
         if colocated.enabled:
@@ -390,23 +222,12 @@ class Recipe(Block):
         return self.data.num_prompts // self.algorithm.num_prompts_per_step
 
 
-def model_folder(model_name: str) -> Path:
-    """The folder of a model in Hugging Face format.
-
-    Raises:
-        ConfigError: there is no such folder, or it has no config.json.
-    """
-    folder = Path(model_name)
-    if not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"policy.model_name = {model_name!r}: must be a folder with a config.json and weights "
-            "in Hugging Face format"
-        )
-    return folder
-
-
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Load a recipe from a YAML file.
+
+    For example::
+
+        load_recipe(Path("examples/configs/grpo_sort_cpu.yaml"), ["grpo.max_num_epochs=3"])
 
     Args:
         path: the file.
@@ -435,10 +256,10 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def _of_yaml(what: str, read: Callable[[], Any]) -> Any:
-    """What ``read`` makes of a user's text, for which YAML and OmegaConf raise many kinds."""
+    """Call ``read``, and turn errors of YAML and OmegaConf into a ConfigError."""
     try:
         return read()
     except FileNotFoundError:
         raise
-    except Exception as error:
+    except Exception as error:  # YAML and OmegaConf raise many kinds without a common base
         raise ConfigError(f"{what}: {' '.join(str(error).split())[:300]}") from None

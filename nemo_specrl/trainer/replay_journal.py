@@ -1,8 +1,8 @@
 """A store with a journal of the rollouts that were made since the last checkpoint.
 
-After a crash the store goes back to what the checkpoint has; the journal does not. What a lost step
-had made is there to be taken as it is, by the same step under the same weights. Knows stores and
-rollouts; which weights are the same is the caller's to say, by their fingerprint.
+After a crash the store is restored from the checkpoint; the journal is not. When the lost steps are
+repeated under the same weights, their rollouts are taken from the journal instead of being decoded
+again. The caller identifies weights by their fingerprint.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from nemo_specrl.rollout import Finish, Rollout
 
 __all__ = ["JournaledStore"]
 
-_ALL = 2**16  # groups: a prompt may come often between two checkpoints
+_ALL = 2**16  # groups of a prompt, which may come up often between two checkpoints
 
 
 class JournaledStore:
-    """A :class:`RolloutStore` and its journal; a quarter of the bytes is the journal's.
+    """A :class:`RolloutStore` and its journal, which has a quarter of the bytes.
 
-    The journal is two stores, in which nothing replaces anything and log-probs keep every bit, so
-    that what is trained on it is trained on what the lost step was. Where its cap makes it forget,
-    rollouts are made again. The two take turns: while a checkpoint is written, what is made goes
-    into the one of which nothing will be forgotten when the checkpoint is complete.
+    The journal consists of two stores that keep every rollout and every bit of the log-probs, so
+    that a repeated step trains on exactly what the lost step had. Rollouts that their cap evicts
+    are decoded again. The two stores take turns: while a checkpoint is written, new rollouts go
+    into one, and when the checkpoint is complete, the other one is emptied.
 
     Args:
-        folder: of the store.
+        folder: folder of the store.
         journal: folder of the journal.
-        run: whose journal it is: anything in which two runs differ whose rollouts must not be
-            taken for one another's. The journal of another run is emptied.
-        max_bytes: hard cap of all together, bytes (each store has at least 1 MiB).
+        run: identity of the run. Runs whose rollouts must not be mixed up need different ones; the
+            journal of another run is emptied.
+        max_bytes: hard cap of all stores together, bytes (each has at least 1 MiB).
         tokenizer_id: identity of the tokenizer.
         groups_per_prompt: rollouts that the store keeps for each sample index.
 
@@ -63,7 +63,7 @@ class JournaledStore:
             groups_per_prompt=groups_per_prompt,
         )
         self._journal: deque[RolloutStore] = deque()
-        """The last is the one that is written to."""
+        """The last one is written to."""
         try:
             for part in ("0", "1"):
                 store = _open_journal(Path(journal, part), share, f"{tokenizer_id} {run}")
@@ -92,21 +92,24 @@ class JournaledStore:
     ) -> list[Rollout | None]:
         """Return the rollouts that a process that died had made for the same step.
 
-        All of the batch or nothing: what is decoded beside fewer rows than at first comes out with
-        other roundings, and would not be what the lost step had. What is of these very weights
-        goes into the store, as when it was made. Of other weights, as where a step could not be
-        repeated to the bit, there may be a part.
+        Rollouts of the same weights are returned for the whole batch or not at all, because
+        decoding fewer rows at a time changes roundings, and so would not repeat the lost step.
+        They are put into the store as well. If the weights are others, because an earlier step
+        could not be repeated exactly, only some of the rows may have a rollout.
 
-        A row that asks a second time in a step gets what its second occurrence had made.
+        A row that is asked for a second time in a step gets the rollout of its second occurrence.
 
         Args:
-            rows: key and sample index of each.
-            policy_version: of the weights that generate, which says the step.
-            fingerprint: of the same weights.
+            rows: key and sample index of each row.
+            policy_version: version of the weights that generate, which identifies the step.
+            fingerprint: fingerprint of these weights.
+
+        Returns:
+            a rollout for each row, or None. Its fingerprint may be that of other weights.
         """
         keys = dict.fromkeys(key for key, _ in rows)
         found: dict[bytes, list[Rollout]] = {}
-        for part in reversed(self._journal):  # newest first, as each of them gives them
+        for part in reversed(self._journal):  # newest first, as each store returns them
             for key, rollouts in part.get(keys).items():
                 found.setdefault(key, []).extend(rollouts)
         taken: list[Rollout | None] = []
@@ -117,8 +120,8 @@ class JournaledStore:
                 for rollout in reversed(found.get(key, ()))  # now the oldest first
                 if (rollout.sample_index, rollout.policy_version) == (sample_index, policy_version)
             ]
-            # Of this process's own, the cap may have made the journal forget some, but then all
-            # that were there before are forgotten, too: a prompt goes as a whole.
+            # Leave out what this process has put itself. If the cap has evicted some of it, all
+            # earlier rollouts of the prompt are gone as well, since a prompt is evicted as a whole.
             earlier = earlier[: max(0, len(earlier) - self._put[place])]
             whole = [rollout for rollout in earlier if rollout.finish is not Finish.PARTIAL]
             index = self._asked[place]
@@ -133,8 +136,8 @@ class JournaledStore:
     def snapshot(self, folder: str | os.PathLike[str]) -> None:
         """Write a snapshot of the store alone, as :meth:`RolloutStore.snapshot` does.
 
-        It has what the journal has. Call it between two steps: what is put afterwards is of later
-        ones, and :meth:`forget` leaves it in the journal.
+        Call it between two steps. Rollouts that are put afterwards belong to later steps, and
+        :meth:`forget` leaves them in the journal.
         """
         self._store.snapshot(folder)
         self._journal.rotate()
@@ -142,9 +145,9 @@ class JournaledStore:
         self._put.clear()
 
     def forget(self) -> None:
-        """Forget what the journal had at the last snapshot.
+        """Remove what the journal had at the last snapshot.
 
-        For when the checkpoint with that snapshot is complete: its steps can be lost no more.
+        Call it once the checkpoint with that snapshot is complete.
         """
         self._journal[0].clear()
 
@@ -177,6 +180,6 @@ def _open_journal(folder: Path, max_bytes: int, identity: str) -> RolloutStore:
 
     try:
         return opened()
-    except ForeignStore:  # of a run that this one is not
+    except ForeignStore:  # the journal of another run
         shutil.rmtree(folder)
         return opened()

@@ -1,29 +1,29 @@
-"""What is known to be wrong with a recipe on this machine before models and engines are started.
+"""Checks of a recipe on this machine before models and engines are loaded.
 
-Loading them takes a minute; a folder that is a file, or a context that the model does not have, is
-known in a second. Nothing here needs torch or vLLM, and nothing is left behind on the disk.
+Loading takes a minute; that a folder is a file, or that the model's context is shorter than asked
+for, can be found within a second. Nothing here needs torch or vLLM, or leaves files behind.
 """
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from nemo_specrl.errors import ConfigError
-from nemo_specrl.trainer.recipe import Recipe, model_folder
+from nemo_specrl.trainer.policy_config import read_model_config, tokenizer_file
+from nemo_specrl.trainer.recipe import Recipe
 from nemo_specrl.trainer.tasks import heldout_problems, problems
 
 __all__ = ["check_start"]
 
 
 def check_start(recipe: Recipe) -> None:
-    """Refuse what cannot work on this machine.
+    """Refuse a recipe that cannot work on this machine.
 
     Raises:
-        ConfigError: a folder that cannot be written to, or a model, a context or tokens that do not
-            fit each other.
+        ConfigError: a folder cannot be written to, or the model does not fit the context length,
+            the prompts or the stop tokens.
     """
     _check_model(recipe)
     folders = {"logger.log_dir": recipe.logger.log_dir}
@@ -41,7 +41,7 @@ def check_start(recipe: Recipe) -> None:
 
 
 def _check_folder(key: str, folder: Path) -> None:
-    """Refuse a folder in which nothing can be written, or that cannot be made."""
+    """Refuse a folder that cannot be created or written to."""
     try:
         parents = folder.absolute().parents
         place = next(p for p in (folder, *parents) if p.exists() or p.is_symlink())
@@ -58,22 +58,9 @@ def _check_folder(key: str, folder: Path) -> None:
 
 def _check_model(recipe: Recipe) -> None:
     policy, generation = recipe.policy, recipe.policy.generation
-    try:
-        folder = model_folder(policy.model_name)
-        config: Any = json.loads((folder / "config.json").read_bytes())
-        tokenizer = (folder / "tokenizer.json").is_file()
-    except (OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        name = policy.model_name
-        raise ConfigError(f"policy.model_name = {name!r}: config.json: {error}") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"policy.model_name = {policy.model_name!r}: config.json holds no object")
-    if not tokenizer and (recipe.spec_rl.enabled or generation.stop_strings):
-        raise ConfigError(
-            f"policy.model_name = {policy.model_name!r}: no tokenizer.json in it; "
-            "give a model with its tokenizer in Hugging Face format"
-        )
+    config = read_model_config(policy.model_name)
+    if recipe.spec_rl.enabled or generation.stop_strings:
+        tokenizer_file(policy.model_name)
     length, key = generation.vllm_cfg.max_model_len, "policy.generation.vllm_cfg.max_model_len"
     most = config.get("max_position_embeddings")
     if isinstance(most, int) and length > most and not config.get("rope_scaling"):

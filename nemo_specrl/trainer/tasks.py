@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import bisect
 import random
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
 
 __all__ = [
     "BOS",
@@ -47,31 +47,31 @@ MAX_TOTAL = 999
 MIN_LETTERS, MAX_LETTERS = 8, 12
 
 
-class Problem(Protocol):
+class Problem(ABC):
     """A problem of a task. Hashable; two problems are equal if their questions are."""
 
     @property
+    @abstractmethod
     def question(self) -> str:
         """The problem as text, with ``=?`` at its end."""
-        ...
 
     @property
+    @abstractmethod
     def answer(self) -> str:
         """The text expected after the response's last ``#``."""
-        ...
+
+    @abstractmethod
+    def steps(self, rng: random.Random, error_rate: float) -> list[str]:
+        """The worked steps and the answer; a step is wrong with probability ``error_rate``."""
 
     @property
     def prompt(self) -> list[int]:
-        """Token ids, beginning-of-sequence first."""
-        ...
-
-    def steps(self, rng: random.Random, error_rate: float) -> list[str]:
-        """The worked steps and the answer; a step is wrong with probability ``error_rate``."""
-        ...
+        """Token ids of the question, beginning-of-sequence first."""
+        return [BOS, *encode(self.question)]
 
 
 @dataclass(frozen=True)
-class Sum:
+class Sum(Problem):
     """A sum of signed terms."""
 
     terms: tuple[int, ...]
@@ -92,7 +92,7 @@ class Sum:
 
     @property
     def question(self) -> str:
-        """See :class:`Problem`."""
+        """The sum as text."""
         first, *rest = self.terms
         return f"{first}" + "".join(f"{t:+d}" for t in rest) + "=?"
 
@@ -100,11 +100,6 @@ class Sum:
     def answer(self) -> str:
         """The total."""
         return str(sum(self.terms))
-
-    @property
-    def prompt(self) -> list[int]:
-        """See :class:`Problem`."""
-        return [BOS, *encode(self.question)]
 
     def steps(self, rng: random.Random, error_rate: float) -> list[str]:
         """The intermediate totals; a wrong one is off by 1 or 10."""
@@ -119,7 +114,7 @@ class Sum:
 
 
 @dataclass(frozen=True)
-class Sorting:
+class Sorting(Problem):
     """Letters to be put in alphabetical order."""
 
     letters: str
@@ -139,13 +134,8 @@ class Sorting:
         """The letters in order."""
         return "".join(sorted(self.letters))
 
-    @property
-    def prompt(self) -> list[int]:
-        """See :class:`Problem`."""
-        return [BOS, *encode(self.question)]
-
     def steps(self, rng: random.Random, error_rate: float) -> list[str]:
-        """The letters sorted so far, one letter more in each step; a wrong one is a place off."""
+        """The letters sorted so far, one more in each step; a wrong one is one place off."""
         placed: list[str] = []
         steps = []
         for letter in self.letters:
@@ -186,7 +176,7 @@ def problems(task: str, count: int, seed: int) -> tuple[Problem, ...]:
 
 
 def heldout_problems(training: tuple[Problem, ...], task: str, count: int) -> list[Problem]:
-    """Problems that are not in the training set, the same for every run of a recipe."""
+    """Problems that are not in the training set; the same for every run of a recipe."""
     seen = set(training)
     candidates = problems(task, count + len(seen), HELDOUT_SEED)
     return [problem for problem in candidates if problem not in seen][:count]
@@ -195,8 +185,8 @@ def heldout_problems(training: tuple[Problem, ...], task: str, count: int) -> li
 def solution(problem: Problem, rng: random.Random | None = None, error_rate: float = 0.0) -> str:
     """A worked solution in which each step is wrong with probability ``error_rate``.
 
-    The following steps build on a wrong one, as they would after a model's own mistake. The shipped
-    models were trained on such solutions, which leaves room for reinforcement learning.
+    Later steps build on a wrong one, as they would after a model's own mistake. The shipped models
+    were trained on such solutions, which leaves room for reinforcement learning.
     """
     *steps, answer = problem.steps(rng or random.Random(0), error_rate)
     return "".join(f"{step};" for step in steps) + f"#{answer}"

@@ -1,4 +1,4 @@
-"""What a recipe's ``vllm_kwargs:`` may hold, as far as it is known without vLLM."""
+"""Checks of a recipe's ``vllm_kwargs:`` that need no vLLM."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ SET_BY_RECIPE = {
     "disable_log_stats": "the trainer: it is always true",
     "worker_extension_cls": "the trainer, for refits",
 }
-"""Arguments of ``vllm.LLM`` that have another place, and which."""
+"""Arguments of ``vllm.LLM`` that are set elsewhere, and where."""
 
 
 def check_vllm_kwargs(values: Mapping[str, Any]) -> None:
-    """Refuse further arguments of ``vllm.LLM`` that cannot be.
+    """Refuse arguments of ``vllm.LLM`` that are set elsewhere, or whose numbers are out of range.
 
     Raises:
-        WrongKey: a key has another place in the recipe, or a number that cannot be.
+        WrongKey: names the key and what is wrong with it.
     """
     for name, value in values.items():
         key = f"vllm_kwargs.{name}"
@@ -44,7 +44,7 @@ def check_vllm_kwargs(values: Mapping[str, Any]) -> None:
 
 
 def _floats(value: Any) -> Iterator[float]:
-    """The floating-point numbers in a value of YAML."""
+    """All floating-point numbers in a YAML value."""
     if isinstance(value, float):
         yield value
     elif isinstance(value, (dict, list)):

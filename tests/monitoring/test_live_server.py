@@ -235,7 +235,7 @@ def test_names_that_point_here_and_other_requests_are_refused(tmp_path):
         (("{here}/none", "--follow"), "none: no such folder"),
         (("{here}", "--follow", "--port", "{taken}"), "--port {taken}: cannot be listened on"),
         (("{here}", "--follow", "--token", ""), "--token must not be empty"),
-        (("{here}", "--port", "1234"), "--port 1234: is for --follow"),
+        (("{here}", "--port", "1234"), "--port 1234: needs --follow"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, options, message):

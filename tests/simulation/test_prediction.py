@@ -180,7 +180,7 @@ def test_a_log_folder_of_nemo_rl(nemo_rl, simulate):
         np.testing.assert_array_equal(read.logprobs, made.logprobs)
         assert read.prompt == 20
     printed = simulate(nemo_rl, "--max-num-seqs", 8, "--engines", 2)
-    assert "2 engines, 8 rows at once in each" in printed and "no costs" in printed
+    assert "2 engines, 8 rows at once in each" in printed and "costs are not known" in printed
     for preset in ("lossless │ first", "lossless │ later", "faithful │ later", "fast │ later"):
         speed_up, low, high = map(
             float, re.search(rf"{preset} │ ([\d.]+) │ ([\d.]+) to ([\d.]+)", printed).groups()

@@ -140,7 +140,7 @@ def test_a_log_that_cannot_be_closed_leaves_no_process(tmp_path):
             self.process.wait()
 
     class Begun(Trainer):
-        def _build(self):
+        def build(self):
             self.policy, self.generation, self.value = Part(), Part(), Part()
             self.log = MetricsLog(tmp_path, 0, tensorboard=False)
             os.dup2(pipe[1], self.log._file._file.fileno())  # a pipe cannot be flushed to a disk

@@ -1,4 +1,4 @@
-"""The engines that make rollouts for the embedded trainer, and the choice between them.
+"""The engines that make rollouts for the embedded trainer.
 
 Modules, each of which imports only from those below it::
 

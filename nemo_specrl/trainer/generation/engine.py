@@ -1,7 +1,7 @@
 """An engine of the embedded trainer: rollouts, held-out responses and refits.
 
-Plain training uses the same engine, the same seeds and the same code with speculation switched
-off, so that both sides of a comparison differ in nothing else.
+Plain training uses the same engine, seeds and code with speculation switched off, so that the two
+sides of a comparison differ only in speculation.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ import hashlib
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import ValidationError
 
-from nemo_specrl.config import first_problem
+from nemo_specrl.cache.run_folders import run_folder
+from nemo_specrl.config import CACHE_FOLDER, first_problem
 from nemo_specrl.engine.caches import RolloutCache
 from nemo_specrl.engine.drafters.method import engine_options
 from nemo_specrl.engine.metrics import EngineMetrics
@@ -28,7 +30,8 @@ from nemo_specrl.engine.weight_fingerprint import FingerprintedWeights
 from nemo_specrl.errors import ConfigError, SpecRLError
 from nemo_specrl.rollout import prompt_key
 from nemo_specrl.speculation.acceptance import derived_seed
-from nemo_specrl.trainer.recipe import Recipe, model_folder
+from nemo_specrl.trainer.policy_config import tokenizer_file
+from nemo_specrl.trainer.recipe import Recipe
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +42,7 @@ __all__ = [
     "Response",
     "RolloutTimes",
     "build_engine",
+    "cache_folder",
     "tokenizer_identity",
 ]
 
@@ -51,14 +55,13 @@ def tokenizer_identity(model_name: str) -> str:
     Raises:
         ConfigError: the folder has no tokenizer.json.
     """
-    path = model_folder(model_name) / "tokenizer.json"
-    try:
-        return "sha256:" + hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError:
-        raise ConfigError(
-            f"policy.model_name = {model_name!r}: no tokenizer.json in it; "
-            "give a model with its tokenizer in Hugging Face format"
-        ) from None
+    return "sha256:" + hashlib.sha256(tokenizer_file(model_name).read_bytes()).hexdigest()
+
+
+def cache_folder(recipe: Recipe) -> Path:
+    """Where a node keeps a run's rollout cache: under ``spec_rl.cache.dir``, or with the run."""
+    config, run = recipe.spec_rl.cache, recipe.run_dir
+    return run_folder(config.dir, run) if config.dir else run.absolute() / CACHE_FOLDER
 
 
 def build_engine(recipe: Recipe) -> LLM:
@@ -74,8 +77,8 @@ def build_engine(recipe: Recipe) -> LLM:
     vllm_cfg = generation.vllm_cfg
     # A CPU engine must not split the prefill of a seeded request over two steps: vLLM would rewind
     # the request's generator, which CPU generators do not support
-    # (v1/worker/gpu_model_runner.py, _bookkeeping_sync). A token budget for max_num_seqs rows of
-    # max_model_len makes sure that none is split.
+    # (v1/worker/gpu_model_runner.py, _bookkeeping_sync). With a token budget for max_num_seqs rows
+    # of max_model_len tokens, none is split.
     rows = generation.vllm_kwargs.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS)
     whole = rows * vllm_cfg.max_model_len
     batched = generation.vllm_kwargs.get("max_num_batched_tokens", whole)
@@ -107,7 +110,7 @@ def build_engine(recipe: Recipe) -> LLM:
         )
     except SpecRLError:
         raise
-    except Exception as error:  # of many kinds, by which part of vLLM it is that refuses
+    except Exception as error:  # vLLM's parts raise many kinds without a common base
         reason = " ".join(str(error).split())
         if isinstance(error, ValidationError):
             reason = first_problem(error)
@@ -125,7 +128,7 @@ class Response:
         reported_logprobs: log-probs that the engine reports (``spec_rl.reported_logprobs``),
             float32 ``[n]``, nats.
         birth_logprobs: log-probs under the policy that sampled each token, float32 ``[n]``, nats.
-        reused: whether each token comes from a draft, bool ``[n]``.
+        reused: whether an earlier policy sampled the token (``Rollout.reused``), bool ``[n]``.
         fresh: whether the response was decoded without a draft.
     """
 
@@ -139,7 +142,7 @@ class Response:
 
 @dataclass
 class RolloutTimes:
-    """Time and tokens of rollouts, summed over a step's ``generate`` calls."""
+    """Time, seconds, and tokens of rollouts, summed over a step's ``generate`` calls."""
 
     rollout_s: float = 0.0
     decoded_tokens: int = 0
@@ -148,10 +151,10 @@ class RolloutTimes:
 
 
 class Cache(RolloutCache, Protocol):
-    """A cache of rollouts that others read as well."""
+    """A cache of rollouts that other processes may read as well."""
 
     def sync(self) -> None:
-        """Return when what was put is on disk and can be found by everyone."""
+        """Wait until everything that was put is on disk, and can be found by all processes."""
         ...
 
 
@@ -160,11 +163,11 @@ class Engine:
 
     Args:
         recipe: the whole recipe.
-        cache: of rollouts, or None with speculation switched off.
+        cache: the rollout cache, or None with speculation switched off.
 
     Attributes:
-        times: of the rollouts since they were last taken.
-        heldout_s: time of the last plain decoding of held-out prompts.
+        times: times of the rollouts since the last :meth:`take_times`.
+        heldout_s: duration of the last plain decoding of held-out prompts, seconds.
 
     Raises:
         ConfigError: vLLM refuses the model or an argument.
@@ -174,10 +177,7 @@ class Engine:
         self.recipe, self.cache = recipe, cache
         self.llm = build_engine(recipe)
         self.speculative = SpeculativeLLM(
-            self.llm,
-            cache,
-            recipe.spec_rl,
-            seed=recipe.algorithm.seed,
+            self.llm, cache, recipe.spec_rl, seed=recipe.algorithm.seed
         )
         self.times = RolloutTimes()
         self.heldout_s = 0.0
@@ -235,7 +235,7 @@ class Engine:
         return [generated[i : i + samples] for i in range(0, len(generated), samples)]
 
     def take_times(self) -> RolloutTimes:
-        """Return ``times`` and start them anew."""
+        """Return ``times`` and reset them."""
         times, self.times = self.times, RolloutTimes()
         return times
 
@@ -247,7 +247,7 @@ class Engine:
         for prompt in prompts:
             key = prompt_key(prompt)
             rows += [{"prompt_token_ids": prompt} for _ in range(group)]
-            # The row alone decides, so that a replay is the same.
+            # Seeds depend only on the row, so that a repeated step is the same.
             params += [
                 self._params(derived_seed(purpose, seed, self.policy_version, key, sample_index))
                 for sample_index in range(group)
@@ -289,9 +289,13 @@ class Engine:
         if reuse is None:
             none = np.zeros(len(tokens), dtype=bool)
             return Response(tokens, reported, reported, reported, none, True)
-        reused = np.arange(len(tokens)) < reuse.accepted
         return Response(
-            tokens, reuse.policy_logprobs, reported, reuse.birth_logprobs, reused, reuse.fresh
+            tokens,
+            reuse.policy_logprobs,
+            reported,
+            reuse.birth_logprobs,
+            reuse.rollout.reused,
+            reuse.fresh,
         )
 
     def _count(self, elapsed: float, generated: list[Response]) -> None:

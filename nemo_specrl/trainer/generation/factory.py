@@ -1,4 +1,4 @@
-"""The choice of a recipe's engines: one in the trainer's process, or several Ray actors."""
+"""Builds the engines of a recipe: one in the trainer's process, or several Ray actors."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ __all__ = ["build_generation"]
 def build_generation(
     recipe: Recipe, fixed: dict[str, Any], resume_from: Path | None
 ) -> InProcessEngine | RayEngines:
-    """Build the engine, or the engines, and open the cache as the checkpoint has it.
+    """Build the engine or engines, and restore the cache from the checkpoint.
 
     Args:
         recipe: the whole recipe.
-        fixed: of it, what cannot change between the starts of a run; it says whose journal it is.
+        fixed: the part of the recipe that a resumed run cannot change; it identifies the run whose
+            journal may be used.
         resume_from: the checkpoint; None at the start of a run, where the cache is empty.
 
     Raises:

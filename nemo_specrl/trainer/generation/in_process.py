@@ -1,4 +1,4 @@
-"""One engine in the trainer's process, with a rollout cache that nobody else uses."""
+"""One engine in the trainer's process, with a rollout cache that no other process uses."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import xxhash
 
 from nemo_specrl.cache import RolloutStore
 from nemo_specrl.cache.metrics import StoreStats
-from nemo_specrl.cache.run_folders import prepare, run_folder
+from nemo_specrl.cache.run_folders import prepare
 from nemo_specrl.config import CACHE_FOLDER
 from nemo_specrl.engine.weight_fingerprint import FingerprintedWeights
-from nemo_specrl.trainer.generation.engine import Engine, tokenizer_identity
+from nemo_specrl.trainer.generation.engine import Engine, cache_folder, tokenizer_identity
 from nemo_specrl.trainer.recipe import Recipe
 from nemo_specrl.trainer.replay_journal import JournaledStore
 
@@ -26,7 +26,7 @@ __all__ = ["InProcessEngine"]
 
 
 class InProcessEngine(Engine):
-    """One engine in the trainer's process, with a cache that nobody else uses.
+    """One engine in the trainer's process, with a cache of its own.
 
     Args:
         recipe: the whole recipe.
@@ -44,7 +44,7 @@ class InProcessEngine(Engine):
     def open(
         cls, recipe: Recipe, fixed: dict[str, Any], resume_from: Path | None
     ) -> InProcessEngine:
-        """Build the engine and open the cache as the checkpoint has it."""
+        """Build the engine, and restore the cache from the checkpoint; see build_generation."""
         with contextlib.ExitStack() as on_failure:
             store = _open_store(recipe, fixed, resume_from) if recipe.spec_rl.enabled else None
             if store is not None:
@@ -54,7 +54,7 @@ class InProcessEngine(Engine):
             return built
 
     def fingerprint_initial_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Note the fingerprint of the weights that the engine has loaded itself at the start.
+        """Set the fingerprint of the initial weights, which the engine has loaded from the model.
 
         Args:
             weights: :meth:`Policy.stream_weights`, in the engine's data type.
@@ -65,7 +65,7 @@ class InProcessEngine(Engine):
         self.speculative.fingerprint = stream.fingerprint
 
     def set_fresh_fraction(self, fresh_fraction: float) -> None:
-        """Have another share of the rows decoded without a draft, from the next batch on."""
+        """Set the share of rows that are decoded without a draft from the next batch on."""
         self.speculative.fresh_fraction = fresh_fraction
 
     def save(self, folder: Path) -> None:
@@ -74,15 +74,15 @@ class InProcessEngine(Engine):
             self.store.snapshot(folder)
 
     def on_checkpoint_complete(self) -> None:
-        """Forget what only matters until a checkpoint with what :meth:`save` wrote is complete."""
+        """Shorten the journal, once a checkpoint with what :meth:`save` wrote is complete."""
         if self.store is not None:
             self.store.forget()
 
     def stores(self) -> list[StoreStats]:
-        """What the cache's store has counted; none where there is no cache.
+        """The statistics of the cache's store; empty if there is no cache.
 
         Raises:
-            CacheError: it cannot be read.
+            CacheError: they cannot be read.
         """
         return [] if self.store is None else [self.store.stats()]
 
@@ -93,20 +93,19 @@ class InProcessEngine(Engine):
 
 
 def _open_store(recipe: Recipe, fixed: dict[str, Any], resume_from: Path | None) -> JournaledStore:
-    """Open the cache of one engine.
+    """Open the cache of one engine, as the checkpoint has it.
 
-    The journal is kept: it holds the rollouts of the steps behind the checkpoint, which are taken
-    as they are.
+    The journal is kept. It has the rollouts of the steps after the checkpoint, which will be
+    repeated.
     """
-    block, run = recipe.spec_rl.cache, recipe.run_dir
-    folder = run_folder(block.dir, run) if block.dir else run / CACHE_FOLDER
+    block, folder = recipe.spec_rl.cache, cache_folder(recipe)
     tokenizer_id = tokenizer_identity(recipe.policy.model_name)
     prepare(folder, tokenizer_id, block.max_bytes_per_node, fresh=resume_from is None)
     if resume_from is not None:
         RolloutStore.restore(resume_from / CACHE_FOLDER, folder)
     return JournaledStore(
         folder,
-        run / "rollout_journal",
+        recipe.run_dir / "rollout_journal",
         run=xxhash.xxh3_64_hexdigest(json.dumps(fixed, sort_keys=True).encode()),
         max_bytes=block.max_bytes_per_node,
         tokenizer_id=tokenizer_id,

@@ -1,8 +1,8 @@
 """Several engines of the embedded trainer, each a Ray actor, on one node or several.
 
-The prompts of a batch are dealt to the engines so that all finish at about the same time, and the
+The prompts of a batch are distributed so that all engines finish at about the same time. The
 rollout cache is a cluster's, with shards on the engines' nodes. Weights reach the engines through
-shared memory, tensor by tensor. One engine in the trainer's own process is in ``in_process``.
+shared memory, tensor by tensor.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ import ray
 from nemo_specrl.cache.cluster.cluster_cache import ClusterCache
 from nemo_specrl.cache.cluster.run_cache import open_run_cache
 from nemo_specrl.cache.metrics import StoreStats
-from nemo_specrl.cache.run_folders import run_folder
-from nemo_specrl.config import CACHE_FOLDER
 from nemo_specrl.engine.load_balance import balanced_order, row_costs
 from nemo_specrl.engine.vllm.environment import local_cpu_environment
 from nemo_specrl.errors import CacheError, EngineError
@@ -32,6 +30,7 @@ from nemo_specrl.trainer.generation.engine import (
     Engine,
     Response,
     RolloutTimes,
+    cache_folder,
     tokenizer_identity,
 )
 from nemo_specrl.trainer.policy.base import to_array, to_tensor
@@ -46,7 +45,7 @@ __all__ = ["RayEngines"]
 logger = logging.getLogger(__name__)
 
 BUCKET_BYTES = 4 * 2**20
-"""Bytes of small tensors that are sent to the engines together."""
+"""Small tensors are sent to the engines together, once they have this many bytes."""
 
 Tensors = list[tuple[str, npt.NDArray[Any]]]
 
@@ -76,7 +75,7 @@ class EngineActor:
         return self.engine.heldout(prompts, samples) if prompts else []
 
     def set_fresh_fraction(self, fresh_fraction: float) -> None:
-        """Have another share of the rows decoded without a draft."""
+        """Set the share of rows that are decoded without a draft."""
         self.engine.speculative.fresh_fraction = fresh_fraction
 
     def expect_weights(self) -> None:
@@ -84,7 +83,7 @@ class EngineActor:
         self._refitting = True
 
     def refit(self, policy_version: int) -> None:
-        """Load the weights that :meth:`feed` brings."""
+        """Load the weights that :meth:`feed` receives."""
         try:
             self.engine.refit(self._fed(), policy_version)
         finally:
@@ -95,14 +94,14 @@ class EngineActor:
             for name, array in tensors:
                 yield name, to_tensor(array, self.engine.recipe.dtype)
         if tensors is None:
-            raise EngineError("the weights broke off")
+            raise EngineError("the stream of weights ended early")
 
     @ray.method(concurrency_group="weights")
     def feed(self, tensors: Tensors | None) -> None:
-        """Hand tensors to :meth:`refit`, and return when it has begun with the ones before.
+        """Pass tensors on to :meth:`refit`; returns when it has begun to load the previous ones.
 
         Args:
-            tensors: names and values. Empty: there are no more. None: the weights broke off.
+            tensors: names and values. Empty: there are no more. None: the stream ended early.
         """
         while self._refitting:
             with contextlib.suppress(queue.Full):
@@ -111,23 +110,23 @@ class EngineActor:
 
     @ray.method(concurrency_group="health")
     def pid(self) -> int:
-        """Process id, also in the middle of another call."""
+        """Process id; answers even during another call."""
         return os.getpid()
 
 
 class RayEngines:
-    """Several engines of a run, each a Ray actor, with the interface of the one in process.
+    """Several engines of a run, each a Ray actor, with the interface of :class:`.InProcessEngine`.
 
-    A Ray that this process is connected to, or that ``RAY_ADDRESS`` names, is used; otherwise one
-    is started on this machine, and ended by :meth:`shutdown`. Where Ray has GPUs for all ranks and
-    engines, each engine gets one.
+    The Ray cluster that this process is connected to, or that ``RAY_ADDRESS`` names, is used;
+    otherwise Ray is started on this machine, and ended by :meth:`shutdown`. If Ray has GPUs for all
+    ranks and engines, each engine gets one.
 
     Args:
         recipe: the whole recipe.
         resume_from: checkpoint of the run, with the cache; None at the start of a run.
 
     Attributes:
-        heldout_s: time of the last plain decoding of held-out prompts.
+        heldout_s: duration of the last plain decoding of held-out prompts, seconds.
 
     Raises:
         ConfigError: vLLM refuses the model or an argument.
@@ -178,16 +177,13 @@ class RayEngines:
         return self._engines
 
     def fingerprint_initial_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Do nothing: the engines have loaded the first weights themselves.
-
-        Their fingerprint is for a journal, which the cache of a cluster does not have.
-        """
+        """Do nothing: only a journal needs it, which the cache of a cluster does not have."""
 
     def refit(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
         """Stream new weights into all engines, tensor by tensor.
 
-        A tensor, or a few small ones, are written to shared memory once for all engines of a node,
-        while these load what came before.
+        A tensor, or several small ones together, are written to shared memory once for all engines
+        of a node, while these load the previous ones.
 
         Args:
             weights: :meth:`Policy.stream_weights`, in the engines' data type.
@@ -195,7 +191,7 @@ class RayEngines:
 
         Raises:
             EngineError: an engine died or failed; all of them are ended.
-            Exception: whatever ``weights`` raised. The engines accept no request from then on.
+            Exception: whatever ``weights`` raised. The engines then refuse further requests.
         """
         engines = self.engines
         engines.all("expect_weights")
@@ -206,7 +202,7 @@ class RayEngines:
                 if tensor.nbytes >= BUCKET_BYTES:
                     self._feed([(name, to_array(tensor.cpu().contiguous()))])
                     continue
-                # A copy, since the tensor is valid only until the next one is asked for.
+                # A copy: the tensor is valid only until the next one is requested.
                 some.append((name, to_array(tensor.to("cpu", copy=True).contiguous())))
                 if sum(array.nbytes for _, array in some) >= BUCKET_BYTES:
                     self._feed(some)
@@ -215,7 +211,7 @@ class RayEngines:
                 self._feed(some)
             self._feed([])
         except BaseException:
-            with contextlib.suppress(Exception):  # the first error is the one to be seen
+            with contextlib.suppress(Exception):  # the first error is the one to be raised
                 self._feed(None)
             raise
         engines.wait(loading)
@@ -230,7 +226,7 @@ class RayEngines:
     ) -> list[list[Response]]:
         """Roll out a group of responses for each prompt.
 
-        The rollouts of a group are made by one engine, where they draft for each other.
+        All rollouts of a group are made by the same engine, so that they draft for each other.
 
         Args:
             prompts: token ids.
@@ -254,7 +250,7 @@ class RayEngines:
         return _in_order(order, [groups for groups, _ in shares])
 
     def _costs(self, prompts: list[list[int]]) -> list[float]:
-        """The mean length of the earlier responses to each prompt, tokens; if unknown, of all."""
+        """Expected cost of each prompt: the mean length of its earlier responses, tokens."""
         if self.cache is None:
             return [1.0] * len(prompts)
         keys = [prompt_key(prompt) for prompt in prompts]
@@ -275,7 +271,7 @@ class RayEngines:
         order: list[int],
         arguments: Callable[[int], tuple[Any, ...]],
     ) -> list[Any]:
-        """Call a method of each engine with its share of the prompts; returns by engine."""
+        """Call a method of each engine with its share of the prompts; returns answers by engine."""
         engines, size = self.engines, -(-len(prompts) // len(self.engines))
         refs = {}
         for i in range(len(engines)):
@@ -285,7 +281,7 @@ class RayEngines:
         return [found[i] for i in range(len(engines))]
 
     def take_times(self) -> RolloutTimes:
-        """Return the times since they were last taken: seconds are those of the mean engine."""
+        """Return the times since the last call. Seconds are means over the engines."""
         times, self._times = self._times, RolloutTimes()
         times.engine = times.engine.of_engines(len(self.engines))
         if self.cache is not None:
@@ -293,45 +289,45 @@ class RayEngines:
         return times
 
     def set_fresh_fraction(self, fresh_fraction: float) -> None:
-        """Have another share of the rows decoded without a draft, from the next batch on."""
+        """Set the share of rows that are decoded without a draft from the next batch on."""
         self.engines.all("set_fresh_fraction", fresh_fraction)
 
     def save(self, folder: Path) -> None:
-        """Write the cache into a checkpoint, for minutes at most. Call it between two steps."""
+        """Write the cache into a checkpoint. Call it between two steps; it may take minutes."""
         if self.cache is None:
             return
         try:
             self.cache.snapshot(folder, self.policy_version)
-        except CacheError as error:  # the cache can only cost speed, never a checkpoint
+        except CacheError as error:  # a checkpoint without the cache is complete but for speed
             logger.warning("rollout cache: %s; the checkpoint is without it", error)
 
     def on_checkpoint_complete(self) -> None:
-        """Do nothing: the cache has no journal that a checkpoint would shorten."""
+        """Do nothing: the cache of a cluster has no journal."""
 
     def stores(self) -> list[StoreStats]:
-        """What the stores of the nodes that answer have counted; none where there is no cache."""
+        """The statistics of the stores on all nodes that answer; empty if there is no cache."""
         return [] if self.cache is None else list(self.cache.stats().values())
 
     def shutdown(self) -> None:
-        """Close the cache, end the engines, and Ray if these engines started it."""
+        """End the engines and close the cache; also ends Ray if it was started for them."""
         self._end_engines()
         cache, self.cache = self.cache, None
         if cache is not None and ray.is_initialized():
             try:
                 cache.close()
-            except Exception as error:  # what is lost are drafts
+            except Exception as error:  # of any kind, Ray's too: at worst, drafts are lost
                 logger.warning("closing the rollout cache: %s", error)
         if self._own_ray:
             ray.shutdown()
 
     def _end_engines(self) -> None:
-        # Ray stays: a checkpoint may be written by its means in another thread.
+        # Ray is left running: another thread may be writing a checkpoint with it.
         if self._engines is not None:
             self._engines.end()
 
 
 def _in_order(order: list[int], shares: list[list[Any]]) -> list[Any]:
-    """Results by prompt, of results by engine."""
+    """Put results by engine into the order of the prompts."""
     results: list[Any] = [None] * len(order)
     for index, result in zip(order, (r for share in shares for r in share), strict=True):
         results[index] = result
@@ -339,11 +335,10 @@ def _in_order(order: list[int], shares: list[list[Any]]) -> list[Any]:
 
 
 def _open_cache(recipe: Recipe, resume_from: Path | None) -> ClusterCache:
-    """Open a run's cache, with what the checkpoint has of it and the disks have since then."""
-    config, run = recipe.spec_rl.cache, recipe.run_dir
+    """Open a run's cache: the checkpoint's content, and what the nodes' disks have since then."""
     cache, _ = open_run_cache(
-        run_folder(config.dir, run) if config.dir else run.absolute() / CACHE_FOLDER,
-        config,
+        cache_folder(recipe),
+        recipe.spec_rl.cache,
         tokenizer_id=tokenizer_identity(recipe.policy.model_name),
         checkpoint=resume_from,
     )

@@ -1,12 +1,13 @@
 """The policy in training: its interface, its backends, and the choice between them.
 
-:class:`Policy` and :class:`ValueModel` are what the training loop uses, :func:`build_policy` and
-:func:`build_value_model` choose a backend by the recipe. A backend is a package of its own and is
-imported when a recipe asks for it. Modules, each of which imports only from those below it::
+The training loop uses :class:`Policy` and :class:`ValueModel`. :func:`build_policy` and
+:func:`build_value_model` choose the backend that the recipe asks for; each backend is a package
+that is imported only then. Modules, each of which imports only from those below it::
 
     factory      the choice of a backend
     megatron/    Megatron-Core with tensor and pipeline parallelism, its ranks Ray actors
     torch/       plain torch and transformers in this process
+    steps        the order of optimizer steps, the same in both
     base         the interface
 """
 

@@ -1,14 +1,14 @@
-"""The interface between the training loop and a policy, whichever backend holds its weights.
+"""The interface between the training loop and a policy, independent of the backend.
 
-A policy turns samples into gradients and streams its weights to the engines. It knows nothing of
-rollouts, rewards or the cache.
+A policy trains on samples and streams its weights to the engines. It knows nothing of rollouts,
+rewards or the cache.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,9 +24,9 @@ Float32Array = npt.NDArray[np.float32]
 
 
 def to_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """The values of a tensor on the CPU, for another process.
+    """The values of a CPU tensor as a numpy array, to be sent to another process.
 
-    Those of the 16-bit types come as int16 with their bits, since numpy has no bfloat16.
+    The bits of 16-bit types are returned as int16, since numpy has no bfloat16.
     """
     import torch
 
@@ -34,9 +34,9 @@ def to_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
 
 
 def to_tensor(array: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
-    """The tensor of ``dtype`` of which :func:`to_array` made an array, on the array's memory.
+    """Undo :func:`to_array`: a tensor of ``dtype`` that shares the array's memory.
 
-    Ray's arrays lie in shared memory, and must not be written to.
+    Arrays from Ray are in shared memory and must not be written to.
     """
     import torch
 
@@ -47,17 +47,17 @@ def to_tensor(array: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(eq=False)
 class Sample:
-    """A prompt and a response with what the losses need to know about it.
+    """A prompt and a response, with the per-token values that the losses need.
 
     Args:
         prompt: token ids.
         response: token ids, ``[n]``.
-        advantages: float32 ``[n]``.
-        anchor: log-probs from which the clipped ratio starts, float32 ``[n]``, nats; NaN where it
-            starts from the policy as it is before the step's first update.
+        advantages: advantage of each token, float32 ``[n]``.
+        anchor: log-probs in the denominator of the clipped ratio, float32 ``[n]``, nats; NaN for
+            those of the policy before the step's first update.
         importance: importance weights, float32 ``[n]``, or None for 1 throughout.
-        old_values: value before each token, float32 ``[n]`` (PPO).
-        returns: target of the value model, float32 ``[n]`` (PPO).
+        old_values: value before each token, float32 ``[n]``; set by :meth:`.ValueModel.predict`.
+        returns: target of the value model, float32 ``[n]``; set with PPO's advantages.
     """
 
     prompt: list[int]
@@ -65,22 +65,53 @@ class Sample:
     advantages: Float32Array
     anchor: Float32Array
     importance: Float32Array | None = None
-    old_values: Float32Array | None = None
-    returns: Float32Array | None = None
+    old_values: Float32Array = field(default_factory=lambda: np.zeros(0, np.float32))
+    returns: Float32Array = field(default_factory=lambda: np.zeros(0, np.float32))
 
     @classmethod
     def to_score(cls, prompt: list[int], response: list[int]) -> Sample:
-        """A response whose log-probs are wanted and that is not trained on."""
+        """A sample that is only scored by ``logprobs``, not trained on."""
         zeros = np.zeros(len(response), dtype=np.float32)
         return cls(prompt, response, zeros, zeros)
 
 
-class Policy(Protocol):
-    """A policy in training.
+class Model(Protocol):
+    """A policy or a value model in training.
 
-    Between training steps it may be *offloaded*, so that the engines have the device's memory. An
-    offloaded policy can be saved, loaded and shut down; everything else needs :meth:`reload` first.
+    Between updates it may be *offloaded*, so that the engines can use the device's memory. An
+    offloaded model can be saved, loaded and shut down; everything else needs :meth:`reload` first.
     """
+
+    def not_finite(self) -> str | None:
+        """Name of a parameter that is not finite; None where all are.
+
+        See :func:`~nemo_specrl.trainer.divergence.first_not_finite`.
+        """
+        ...
+
+    def offload(self) -> None:
+        """Free the device memory that is needed only for training."""
+        ...
+
+    def reload(self) -> None:
+        """Undo :meth:`offload`. Does nothing if the model is not offloaded."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write weights and optimizer state so that :meth:`load` restores them exactly."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Restore what :meth:`save` wrote."""
+        ...
+
+    def shutdown(self) -> None:
+        """Free everything. The model cannot be used afterwards; shutting down twice is fine."""
+        ...
+
+
+class Policy(Model, Protocol):
+    """A policy in training."""
 
     def logprobs(self, samples: Sequence[Sample]) -> list[Float32Array]:
         """Log-probs of each sample's response tokens under the current weights.
@@ -91,7 +122,7 @@ class Policy(Protocol):
         ...
 
     def reference_logprobs(self, samples: Sequence[Sample]) -> list[Float32Array]:
-        """The same as :meth:`logprobs` under the weights with which the run began."""
+        """Log-probs as from :meth:`logprobs`, but under the weights with which the run began."""
         ...
 
     def train(self, samples: Sequence[Sample], *, epochs: int) -> dict[str, float]:
@@ -106,53 +137,26 @@ class Policy(Protocol):
         """
         ...
 
-    def not_finite(self) -> str | None:
-        """Name of a parameter that is not finite; None where all are.
-
-        See :func:`~nemo_specrl.trainer.divergence.first_not_finite`.
-        """
-        ...
-
     def stream_weights(
         self, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights one tensor at a time, for a refit.
 
-        No more than one full tensor has to exist beside the policy's own copy: a backend that
-        holds shards casts them and gathers each tensor when it is asked for.
+        Only one full tensor exists beside the policy's own copy at a time: a backend that holds
+        shards casts and gathers each tensor when it is requested.
 
         Args:
-            dtype: of the tensors; None for the policy's own.
+            dtype: data type of the tensors; None for the policy's own.
 
         Yields:
             name as in a Hugging Face checkpoint, and tensor. The tensor is valid until the next
-            one is asked for. A tied output layer is left out.
+            one is requested. A tied output layer is left out.
         """
         ...
 
-    def offload(self) -> None:
-        """Free the device memory that is needed for training only."""
-        ...
 
-    def reload(self) -> None:
-        """Undo :meth:`offload`. Does nothing where the policy is not offloaded."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Write weights and optimizer state so that :meth:`load` restores them exactly."""
-        ...
-
-    def load(self, folder: Path) -> None:
-        """Restore what :meth:`save` wrote."""
-        ...
-
-    def shutdown(self) -> None:
-        """Free everything. The policy cannot be used afterwards; shutting down twice is fine."""
-        ...
-
-
-class ValueModel(Protocol):
-    """PPO's value model. Offloading, saving and shutting down work as in :class:`Policy`."""
+class ValueModel(Model, Protocol):
+    """PPO's value model."""
 
     def predict(self, samples: Sequence[Sample]) -> None:
         """Set ``old_values`` of each sample."""
@@ -160,28 +164,4 @@ class ValueModel(Protocol):
 
     def train(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Take one optimizer step towards the samples' ``returns``; returns metrics by name."""
-        ...
-
-    def not_finite(self) -> str | None:
-        """Name of a parameter that is not finite; None where all are."""
-        ...
-
-    def offload(self) -> None:
-        """Free the device memory that is needed for training only."""
-        ...
-
-    def reload(self) -> None:
-        """Undo :meth:`offload`."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Write weights and optimizer state so that :meth:`load` restores them exactly."""
-        ...
-
-    def load(self, folder: Path) -> None:
-        """Restore what :meth:`save` wrote."""
-        ...
-
-    def shutdown(self) -> None:
-        """Free everything. The model cannot be used afterwards."""
         ...

@@ -1,4 +1,4 @@
-"""The choice of a policy's backend by the recipe."""
+"""Builds the policy and the value model of a recipe."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def build_policy(recipe: Recipe) -> Policy:
 
 
 def build_value_model(recipe: Recipe) -> ValueModel:
-    """Build PPO's value model, which is a torch model beside a Megatron policy as well.
+    """Build PPO's value model. It is a torch model, also with a Megatron policy.
 
     Raises:
         ConfigError: the model cannot be loaded.
@@ -50,5 +50,5 @@ def build_value_model(recipe: Recipe) -> ValueModel:
 def _installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of the module's parent
+    except ModuleNotFoundError:  # the module's parent package is missing
         return False

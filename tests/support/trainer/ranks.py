@@ -20,7 +20,8 @@ from nemo_specrl.trainer.policy import Sample
 from nemo_specrl.trainer.policy.megatron import cpu
 from nemo_specrl.trainer.policy.megatron.weights import Architecture, Layout, assemble, parameters
 from nemo_specrl.trainer.policy.megatron.worker import MegatronRank
-from nemo_specrl.trainer.recipe import LossConfig, PolicyConfig
+from nemo_specrl.trainer.policy_config import PolicyConfig
+from nemo_specrl.trainer.recipe import LossConfig
 from tests.conftest import SHIPPED_MODEL
 
 WAIT_S = 120.0

@@ -12,7 +12,7 @@ from nemo_specrl.monitoring.metrics_file import read_metrics
 from nemo_specrl.trainer.generation.ray_engines import RayEngines
 from nemo_specrl.trainer.policy import Sample
 from nemo_specrl.trainer.policy.torch.policy import TorchPolicy
-from nemo_specrl.trainer.recipe import ColocatedConfig
+from nemo_specrl.trainer.policy_config import ColocatedConfig
 from tests.support.trainer.ranks import samples, wait_until_gone
 from tests.trainer.policy.test_torch import recipe_of
 from tests.trainer.test_training import start, train, wait_for_steps

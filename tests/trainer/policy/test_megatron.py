@@ -67,7 +67,7 @@ class Reference:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.nn.utils, "clip_grad_norm_", note)
             for batch, _ in steps(count):
-                self.metrics.append(policy._optimizer_step(batch))
+                self.metrics.append(policy._step(batch))
                 self.weights.append({n: w.clone() for n, w in policy.stream_weights()})
 
 
@@ -201,7 +201,7 @@ def test_a_replica_without_samples_takes_part_in_the_step(tmp_path):
     folder = make_model(tmp_path, tied=True)
     policy = TorchPolicy(policy_config(folder), LossConfig(), 0)
     (batch, _), *_ = steps(1)
-    policy._optimizer_step(batch[:1])
+    policy._step(batch[:1])
     weights = token_weights([len(batch[0].response)], token_level=True)
     results = run_ranks(LAYOUTS["DP2"], policy_config(folder), only_the_first, batch[:1], weights)
     expected = {name: weight.clone() for name, weight in policy.stream_weights()}

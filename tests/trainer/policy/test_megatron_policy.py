@@ -193,7 +193,7 @@ def test_a_rank_that_dies_in_a_step_ends_the_call(policy, monkeypatch):
     assert ray.is_initialized()  # others may be using it, in another thread
     wait_until_gone(pids)
     with pytest.raises(
-        PolicyError, match=r"^rank 0 .* has ended: by a shutdown, or as another failed"
+        PolicyError, match=r"^rank 0 .* has ended: by a shutdown, or because another one failed"
     ):
         policy.logprobs(samples())
     policy.shutdown()

@@ -15,7 +15,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed here
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from nemo_specrl.errors import CheckpointError
-from nemo_specrl.trainer.recipe import PolicyConfig
+from nemo_specrl.trainer.policy_config import PolicyConfig
 from tests.support.ports import listening
 from tests.support.trainer.ranks import LAYOUTS, run_ranks
 from tests.test_untrusted_files import Attack

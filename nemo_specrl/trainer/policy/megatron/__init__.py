@@ -5,7 +5,7 @@ Modules, each of which imports only from those below it::
     policy                  the policy as the training loop sees it
     worker                  one rank: its part of the model, the batches and the optimizer
     model                   Megatron-Core models and their log-probs
-    safe_checkpoint_load    distributed checkpoints read as data, so that nothing in one is executed
+    safe_checkpoint_load    distributed checkpoints, read so that nothing in one is executed
     weights                 weights between Hugging Face's layout and Megatron-Core's
-    cpu                     what Megatron-Core takes for granted of a GPU, for the processor
+    cpu                     Megatron-Core on a machine without a GPU
 """

@@ -1,12 +1,12 @@
-"""Megatron-Core on a machine without CUDA: what it takes for granted of a GPU, for the processor.
+"""Megatron-Core on a machine without CUDA.
 
-Megatron-Core names CUDA in places that gloo and the processor could serve as well.
-:func:`megatron_on_cpu` answers for CUDA there. In megatron itself only its two functions for the
-state of the random number generator are replaced. Each patch says which line needs it (as of
-megatron-core 0.16.1, unless it names another version) and has a test that fails when megatron no
-longer does. :data:`SINCE` names those that only later versions need.
+Megatron-Core calls CUDA in places where gloo and the CPU would do as well. :func:`megatron_on_cpu`
+replaces these calls in torch; in megatron itself, only its two functions for the state of the
+random number generator are replaced. Each patch says which line needs it (as of megatron-core
+0.16.1, unless it names another version), and has a test that fails when megatron no longer needs
+it. :data:`SINCE` names those that only later versions need.
 
-It is meant for processes that do nothing but run a rank: a patched torch claims to have a current
+It is meant for processes that only run a rank, because a patched torch claims to have a current
 CUDA device. Where CUDA is available nothing is patched.
 """
 
@@ -25,7 +25,7 @@ _CPU = torch.device("cpu")
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Tensors that are asked for on ``device="cuda"`` are made on the CPU."""
+    """Makes tensors on the CPU that are requested on ``device="cuda"``."""
 
     def __torch_function__(
         self,
@@ -52,7 +52,7 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Takes any arguments and does nothing."""
+    """Do nothing, whatever the arguments."""
 
 
 def _current_device() -> contextlib.AbstractContextManager[None]:
@@ -76,7 +76,7 @@ def _synchronize() -> contextlib.AbstractContextManager[None]:
 
 def _current_stream() -> contextlib.AbstractContextManager[None]:
     """The stream that waits for CUDA graphs before gradients are reduced
-    (param_and_grad_buffer.py:632 of 0.19.2). Without graphs it is asked for, but not used."""
+    (param_and_grad_buffer.py:632 of 0.19.2). Without graphs it is requested, but not used."""
     return _replaced(torch.cuda, "current_stream", _nothing)
 
 
@@ -133,8 +133,8 @@ PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 """Each patch by name; its docstring says what needs it."""
 
 SINCE = {"current_stream": (0, 19)}
-"""The first version of megatron-core that needs a patch, where that is not 0.16. Older ones run
-with it too, so it is applied in all of them."""
+"""The first version of megatron-core that needs a patch, where that is not 0.16. Older versions
+also run with the patch, so it is always applied."""
 
 
 @contextlib.contextmanager

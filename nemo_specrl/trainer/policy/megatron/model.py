@@ -1,7 +1,7 @@
 """Megatron-Core models: built from a Hugging Face folder for one rank, and their log-probs.
 
-What depends on the version of megatron-core is here. Parallel state must be initialized first
-(:mod:`.megatron_worker`).
+Everything that depends on the version of megatron-core is here. Parallel state must be initialized
+first (:mod:`.worker`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import queue
 from pathlib import Path
 from typing import Any
 
+import megatron.core
 import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -20,6 +21,7 @@ from megatron.core.models.gpt import gpt_layer_specs as specs
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from nemo_specrl.errors import IncompatibleVersion
 from nemo_specrl.trainer.policy.megatron.safe_checkpoint_load import as_data
 from nemo_specrl.trainer.policy.megatron.weights import (
     Architecture,
@@ -29,7 +31,7 @@ from nemo_specrl.trainer.policy.megatron.weights import (
     parameters,
     shard,
 )
-from nemo_specrl.trainer.recipe import PolicyConfig
+from nemo_specrl.trainer.policy_config import PolicyConfig
 
 __all__ = [
     "build_model",
@@ -46,10 +48,9 @@ SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 def build_model(model: Architecture, layout: Layout) -> torch.nn.Module:
-    """This rank's part of a model, in float32, with the weights of the model's folder.
+    """This rank's part of a model, in float32, with the weights from the model's folder.
 
-    Layers are those of transformer-engine where it is installed and there is a GPU, else
-    Megatron's own.
+    Layers are transformer-engine's if it is installed and there is a GPU, else Megatron's own.
     """
     engine = torch.cuda.is_available() and specs.HAVE_TE
     if engine:
@@ -76,8 +77,8 @@ def build_model(model: Architecture, layout: Layout) -> torch.nn.Module:
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # lengths may not vary with the default
-        # Sums of the samples' gradients are wanted: the losses carry their weights already.
+        moe_token_dispatcher_type="alltoall",  # the default does not allow variable lengths
+        # Gradients are to be summed: the losses contain their weights already.
         calculate_per_token_loss=True,
         use_cpu_initialization=not torch.cuda.is_available(),
         # Initial weights are overwritten, and drawing them takes time.
@@ -110,13 +111,17 @@ def build_model(model: Architecture, layout: Layout) -> torch.nn.Module:
 def local_parameters(
     module: torch.nn.Module, model: Architecture, layout: Layout, stage: int
 ) -> list[tuple[Parameter, torch.nn.Parameter]]:
-    """The entries of :func:`.megatron_weights.parameters` with this rank's tensors."""
+    """The entries of :func:`.weights.parameters` with this rank's tensors."""
     by_name = dict(module.named_parameters())
     found = []
     for entry in parameters(model, layout, stage):
         (name,) = (n for n in entry.names if n in by_name)
         found.append((entry, by_name.pop(name)))
-    assert not by_name, f"parameters without a Hugging Face tensor: {sorted(by_name)}"
+    if by_name:
+        raise IncompatibleVersion(
+            f"megatron-core {megatron.core.__version__}: builds parameters that this package does "
+            f"not know: {', '.join(sorted(by_name))}"
+        )
     return found
 
 
@@ -127,8 +132,8 @@ def _load_weights(module: torch.nn.Module, model: Architecture, layout: Layout, 
         for entry, parameter in local_parameters(module, model, layout, stage):
             tensors = [reader.read(name) for name in entry.tensors]
             parameter.copy_(shard(entry, tensors, model, layout.tp, tp_rank))
-            # Up to 0.17 only Megatron's initialization sets it. Without it, the norm of the
-            # gradients counts such a parameter on one tensor-parallel rank only.
+            # Up to 0.17 only Megatron's initialization sets this. Without it, the gradient norm
+            # counts such a parameter on only one tensor-parallel rank.
             attributes: Any = parameter
             attributes.tensor_model_parallel = entry.split != "all"
 
@@ -138,11 +143,11 @@ def build_optimizer(
 ) -> tuple[DistributedDataParallel, Any]:
     """Wrap a model for data-parallel training, and its optimizer: Megatron's distributed AdamW.
 
-    It takes the same steps as :func:`.torch_model.build_optimizer`: weight decay applies to all
+    It takes the same steps as :func:`.torch.model.build_optimizer`: weight decay applies to all
     parameters, which is not Megatron's default.
 
     Returns:
-        The wrapped model, and Megatron's optimizer. Its state exists already, all 0.
+        the wrapped model, and Megatron's optimizer, whose state is allocated and 0.
     """
     wrapped = DistributedDataParallel(
         module.config,
@@ -176,13 +181,13 @@ def build_optimizer(
 def _make_loadable(optimizer: Any) -> None:
     """Let Megatron's distributed optimizer load checkpoints into torch's AdamW.
 
-    AdamW, which Megatron takes where neither transformer-engine nor apex is installed, keeps the
-    count of steps with each parameter. Megatron, 0.16.1 to 0.19.2, saves it, but cannot load it. It
-    makes the moments of a fresh optimizer without a count (optimizer/__init__.py, init_state_fn),
-    and fails an assertion that there is one (distrib_optimizer.py, state_dict). Where that is
-    passed, it fails with a KeyError of 'step': it looks for a count beside the loaded moments,
-    where there is none (_set_main_param_and_optimizer_states). Where that is passed too, all
-    parameters share one count (load_state_dict), and the steps after it are wrong.
+    Megatron uses AdamW if neither transformer-engine nor apex is installed. AdamW keeps a step
+    count with each parameter. Megatron, 0.16.1 to 0.19.2, saves it, but cannot load it, for three
+    reasons. It creates the state of a new optimizer without a count (optimizer/__init__.py,
+    init_state_fn), and then asserts that there is one (distrib_optimizer.py, state_dict). It looks
+    for a count beside the loaded moments, where there is none, and fails with KeyError 'step'
+    (_set_main_param_and_optimizer_states). And it lets all parameters share one count
+    (load_state_dict), which makes the following steps wrong.
     """
     inner = optimizer.optimizer
     for group in inner.param_groups:
@@ -195,8 +200,8 @@ def _make_loadable(optimizer: Any) -> None:
     original = optimizer._set_main_param_and_optimizer_states
 
     def with_step(model_parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-        # load_state_dict has set the count before: one tensor for all parameters, to which each
-        # of them would add its steps.
+        # load_state_dict has set the same tensor as the count of all parameters; each of them
+        # would add its own steps to it.
         group, order = optimizer.model_param_group_index_map[model_parameter]
         state = inner.state[inner.param_groups[group]["params"][order]]
         state["step"] = state["step"].clone()
@@ -206,7 +211,7 @@ def _make_loadable(optimizer: Any) -> None:
 
 
 def causal_mask(length: int) -> torch.Tensor:
-    """Megatron's attention mask, bool ``[1, 1, length, length]``: True where a token is hidden."""
+    """Megatron's attention mask, bool ``[1, 1, length, length]``: True hides a token."""
     return torch.ones(1, 1, length, length, dtype=torch.bool).triu_(1)
 
 
@@ -217,7 +222,7 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, model: Architectu
 
     Args:
         logits: this rank's part, float32 ``[b, t + 1, padded vocabulary / tp]``.
-        tokens: int64 ``[b, t + 1]``.
+        tokens: token ids, int64 ``[b, t + 1]``.
         model: the architecture.
 
     Returns:
@@ -226,7 +231,7 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, model: Architectu
     width = logits.shape[-1]
     start = parallel_state.get_tensor_model_parallel_rank() * width
     padding = torch.arange(start, start + width, device=logits.device) >= model.vocabulary
-    # A copy of the logits in any case: Megatron's function overwrites what it is given.
+    # This copies the logits in any case, which Megatron's function would overwrite.
     real = logits[:, :-1].float().masked_fill(padding, float("-inf")).contiguous()
     targets = tokens[:, 1:].contiguous()
     loss: torch.Tensor = tensor_parallel.vocab_parallel_cross_entropy(real, targets)
@@ -242,9 +247,13 @@ def save_checkpoint(folder: Path, module: Any, optimizer: Any, extra: dict[str, 
         optimizer: from :func:`build_optimizer`.
         extra: further values, the same on all ranks.
     """
-    # By default the writer's results come through a process of its own, as asynchronous saves
-    # need it. It would outlive a rank that is killed.
-    assert hasattr(filesystem_async, "_results_queue")
+    # By default the writer's results go through another process, which asynchronous saves need.
+    # That process would outlive a rank that is killed.
+    if not hasattr(filesystem_async, "_results_queue"):
+        raise IncompatibleVersion(
+            f"megatron-core {megatron.core.__version__}: writes checkpoints in a way that this "
+            "package does not know"
+        )
     filesystem_async._results_queue = queue.SimpleQueue()
     state = _state(module, optimizer, is_loading=False) | extra
     one_writer = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)

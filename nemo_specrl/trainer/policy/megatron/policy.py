@@ -1,8 +1,8 @@
 """The Megatron policy as the training loop sees it: its ranks are Ray actors.
 
-The driver holds no part of the model and does not import megatron. It deals samples to
-data-parallel replicas, asks all ranks the same thing at once, and assembles weights for a refit
-from the ranks' parts, one parameter at a time.
+The driver holds no part of the model and does not import megatron. It distributes samples over the
+data-parallel replicas, calls all ranks at once, and assembles weights for a refit from the ranks'
+parts, one parameter at a time.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 import torch
 
 from nemo_specrl.errors import CheckpointError, PolicyError
 from nemo_specrl.monitoring import names as metric
-from nemo_specrl.trainer.losses import token_weights
 from nemo_specrl.trainer.policy.base import Float32Array, Sample, to_tensor
 from nemo_specrl.trainer.policy.megatron.weights import (
     Architecture,
@@ -28,9 +26,10 @@ from nemo_specrl.trainer.policy.megatron.weights import (
     parameters,
 )
 from nemo_specrl.trainer.policy.megatron.worker import LOOPBACK, MegatronRank
-from nemo_specrl.trainer.policy.torch.model import train_in_steps
+from nemo_specrl.trainer.policy.steps import SteppingPolicy
+from nemo_specrl.trainer.policy_config import PolicyConfig
 from nemo_specrl.trainer.ray_actors import Actors, connect, gpus
-from nemo_specrl.trainer.recipe import LossConfig, PolicyConfig
+from nemo_specrl.trainer.recipe import LossConfig
 
 __all__ = ["MegatronPolicy"]
 
@@ -39,7 +38,7 @@ class _Actor(MegatronRank):
     """A rank as a Ray actor."""
 
     def open(self, one_node: bool) -> tuple[str, int]:
-        """Listen where the other ranks are, on this node or others; returns host and port."""
+        """Listen for the other ranks, which are on this node or others; returns host and port."""
         address: Any = ray.util.get_node_ip_address
         host = LOOPBACK if one_node else str(address())
         return host, self.listen(host)
@@ -50,24 +49,24 @@ class _Actor(MegatronRank):
 
     @ray.method(concurrency_group="health")
     def pid(self) -> int:
-        """Process id, also in the middle of another call."""
+        """Process id; answers even during another call."""
         return os.getpid()
 
 
-class MegatronPolicy:
+class MegatronPolicy(SteppingPolicy):
     """A :class:`~nemo_specrl.trainer.policy.Policy` of Megatron-Core ranks in float32.
 
-    A Ray that this process is connected to, or that ``RAY_ADDRESS`` names, is used; otherwise one
-    is started on this machine, and ended by :meth:`shutdown`. Where Ray has GPUs each rank gets
-    one.
+    The Ray cluster that this process is connected to, or that ``RAY_ADDRESS`` names, is used;
+    otherwise Ray is started on this machine, and ended by :meth:`shutdown`. If Ray has enough GPUs,
+    each rank gets one.
 
     Args:
         config: the ``policy:`` block.
         loss: the ``loss_fn:`` block.
         seed: decides which samples share an optimizer step.
-        layout: of the ranks.
-        nodes: of Ray, over which they are spread: this process's own, and as many others as there
-            are up to this number. Each has consecutive ranks.
+        layout: layout of the ranks.
+        nodes: largest number of Ray's nodes that the ranks are spread over, this process's own
+            first. Each node has consecutive ranks.
 
     Raises:
         ConfigError: the model cannot be loaded, or the layout does not divide it.
@@ -77,8 +76,8 @@ class MegatronPolicy:
     def __init__(
         self, config: PolicyConfig, loss: LossConfig, seed: int, layout: Layout, nodes: int
     ) -> None:
-        self.config, self.loss, self.seed, self.layout = config, loss, seed, layout
-        self.updates = 0
+        super().__init__(config, loss, seed)
+        self.layout = layout
         self.architecture = Architecture.read(config.model_name)
         layout.check(self.architecture)
         CheckpointReader(self.architecture.folder)
@@ -92,7 +91,7 @@ class MegatronPolicy:
             raise
 
     def _start(self, nodes: int) -> None:
-        # A folder that is given relative to this process's own.
+        # Other nodes have another working directory.
         model = str(self.architecture.folder.absolute())
         config = self.config.model_copy(update={"model_name": model})
         size = self.layout.size
@@ -124,47 +123,28 @@ class MegatronPolicy:
     def reference_logprobs(self, samples: Sequence[Sample]) -> list[Float32Array]:
         """Log-probs under the run's first weights; see :meth:`Policy.reference_logprobs`.
 
-        Without a KL penalty the first weights are read from disk at each call.
+        Without a KL penalty, the first weights are read from disk at each call.
         """
         return self._logprobs(samples, reference=True)
 
     def _logprobs(self, samples: Sequence[Sample], *, reference: bool) -> list[Float32Array]:
-        dealt = self._deal(range(len(samples)), samples)
+        dealt = self._deal(samples)
         returned = self._each("logprobs", lambda dp: ([samples[i] for i in dealt[dp]], reference))
         found: dict[int, Float32Array] = {}
         for dp, rows in self._reports(returned):
             found |= dict(zip(dealt[dp], rows, strict=True))
         return [found[i] for i in range(len(samples))]
 
-    def train(self, samples: Sequence[Sample], *, epochs: int) -> dict[str, float]:
-        """Train on a step's samples; see :meth:`Policy.train`.
-
-        An optimizer step takes ``train_global_batch_size`` samples.
-        """
-        return train_in_steps(
-            samples,
-            epochs=epochs,
-            size=self.config.train_global_batch_size,
-            key=(self.seed, self.updates),
-            logprobs=self.logprobs,
-            step=self._optimizer_step,
-        )
-
-    def _optimizer_step(self, samples: list[Sample]) -> dict[str, float]:
-        weights = token_weights(
-            [len(s.response) for s in samples], token_level=self.loss.token_level_loss
-        )
-        # A response without advantage has no gradient: it only counts in the means.
-        penalty = self.loss.reference_policy_kl_penalty > 0
-        live = [i for i, s in enumerate(samples) if penalty or np.any(s.advantages)]
+    def optimizer_step(self, samples: list[Sample], weights: list[float]) -> dict[str, float]:
+        """Take an optimizer step; see :meth:`SteppingPolicy.optimizer_step`."""
         sums = {
             metric.LOSS: 0.0,
             metric.CLIP_FRACTION: 0.0,
             metric.RATIO: 0.0,
             metric.GRAD_NORM: 0.0,
         }
-        if live:
-            dealt = self._deal(live, samples)
+        if samples:
+            dealt = self._deal(samples)
             returned = self._each(
                 "train",
                 lambda dp: ([samples[i] for i in dealt[dp]], [weights[i] for i in dealt[dp]]),
@@ -173,7 +153,6 @@ class MegatronPolicy:
                 sums[metric.GRAD_NORM] = metrics.pop(metric.GRAD_NORM)
                 for name, value in metrics.items():
                     sums[name] = sums.get(name, 0.0) + value
-        self.updates += 1
         return sums
 
     def not_finite(self) -> str | None:
@@ -185,9 +164,9 @@ class MegatronPolicy:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights, each gathered when it is asked for; see :meth:`Policy.stream_weights`.
 
-        What is in memory beside the ranks' parts is one parameter, at most a layer's queries, keys
-        and values, or its gate and up projections: its parts, in Ray's shared memory, and the
-        tensors that they are assembled to.
+        Beside the ranks' parts, one parameter is in memory at a time, at most a layer's queries,
+        keys and values, or its gate and up projections: its parts, in Ray's shared memory, and the
+        tensors that are assembled from them.
         """
         dtype = dtype or torch.float32
         layout = self.layout
@@ -245,28 +224,29 @@ class MegatronPolicy:
             ray.shutdown()
 
     def _end_ranks(self) -> None:
-        # Ray stays: a rank may fail in the thread that saves, while others are using Ray.
+        # Ray is left running: if a rank fails in the saving thread, other threads still use Ray.
         if self._ranks is not None:
             self._ranks.end()
 
     # --- the ranks ----------------------------------------------------------------------------
 
     def pids(self) -> list[int]:
-        """Process ids of the ranks, each on its node."""
+        """Process id of each rank on its node."""
         return list(self.ranks.pids)
 
-    def _deal(self, indices: Sequence[int], samples: Sequence[Sample]) -> list[list[int]]:
-        """Deal samples to the replicas, of similar length each."""
-        ordered = sorted(indices, key=lambda i: len(samples[i].prompt) + len(samples[i].response))
+    def _deal(self, samples: Sequence[Sample]) -> list[list[int]]:
+        """Distribute samples of similar lengths over the replicas; returns indices by replica."""
+        lengths = [len(sample.prompt) + len(sample.response) for sample in samples]
+        ordered = sorted(range(len(samples)), key=lengths.__getitem__)
         return [ordered[dp :: self.layout.dp] for dp in range(self.layout.dp)]
 
     def _reports(self, returned: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-        """Each replica's index and what its reporting rank returned."""
+        """The index of each replica, and what its reporting rank returned."""
         for dp in range(self.layout.dp):
             yield dp, returned[self.layout.rank(pp=self.layout.pp - 1, dp=dp)]
 
     def _each(self, method: str, arguments: Callable[[int], tuple[Any, ...]]) -> list[Any]:
-        """Call a method of all ranks with arguments for each replica; returns by rank."""
+        """Call a method of all ranks, with arguments by replica; returns answers by rank."""
         stored = [ray.put(arguments(dp)) for dp in range(self.layout.dp)]
         refs = {}
         for rank in range(self.layout.size):

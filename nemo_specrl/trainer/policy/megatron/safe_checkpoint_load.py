@@ -1,10 +1,10 @@
-"""Megatron's distributed checkpoints are read as data: nothing that lies in one is executed.
+"""Reads Megatron's distributed checkpoints as data, so that nothing in one is executed.
 
-Left to themselves, megatron-core (0.16.1, and 0.19.2 by its source) and torch's distributed
-checkpoints (2.13) read two kinds of pickles that may call any function: the file ``.metadata``
-(``FileSystemReader.read_metadata``), and the objects that lie beside the tensors in ``*.distcp``
+By default, megatron-core (0.16.1, and 0.19.2 by its source) and torch's distributed checkpoints
+(2.13) read two kinds of pickles that can call any function: the file ``.metadata``
+(``FileSystemReader.read_metadata``), and the objects beside the tensors in ``*.distcp``
 (``DefaultLoadPlanner.load_bytes``, by ``torch.load(..., weights_only=False)``). ``common.pt`` is
-read by torch.load's safe default.
+read with torch.load's safe default.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _METADATA = {
     },
     "torch.serialization": {"_get_layout"},
 }
-"""What a ``.metadata`` consists of, beside types of tensors: classes that only hold values."""
+"""The classes in a ``.metadata``, beside data types of tensors; they only hold values."""
 
 _FORCE, _FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
@@ -60,14 +60,14 @@ class _Metadata(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
-        raise pickle.UnpicklingError(f".metadata names {module}.{name}, which has no place in it")
+        raise pickle.UnpicklingError(f".metadata names {module}.{name}, which it must not have")
 
 
 @contextlib.contextmanager
 def as_data() -> Iterator[None]:
-    """While this is open, reading a distributed checkpoint cannot execute anything.
+    """Within this context, reading a distributed checkpoint cannot execute anything.
 
-    A file that tries to raises pickle.UnpicklingError, alone or inside of torch's
+    A file that tries to raises pickle.UnpicklingError, by itself or within torch's
     CheckpointException.
 
     Raises:

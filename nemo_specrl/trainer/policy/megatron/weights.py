@@ -1,11 +1,11 @@
 """Weights of Llama and Qwen3 models between Hugging Face's layout and Megatron-Core's.
 
-What Megatron-Core has as one parameter, split over tensor-parallel ranks, is one or several tensors
-of a Hugging Face checkpoint. :func:`parameters` lists both sides by name for a pipeline stage;
-:func:`shard` makes a rank's part of a parameter, :func:`assemble` puts the parts of all ranks
-together again. No value is changed on the way, only its place.
+A parameter of Megatron-Core, split over tensor-parallel ranks, is one or several tensors of a
+Hugging Face checkpoint. :func:`parameters` lists both sides by name for a pipeline stage;
+:func:`shard` makes a rank's part of a parameter, and :func:`assemble` puts the parts of all ranks
+together again. Values are only moved, never changed.
 
-Pure torch: the driver assembles weights for a refit without importing megatron.
+This module needs only torch, so that the driver can assemble weights without importing megatron.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from nemo_specrl.errors import ConfigError
-from nemo_specrl.trainer.recipe import model_folder
+from nemo_specrl.trainer.policy_config import model_folder, read_model_config
 
 __all__ = [
     "Architecture",
@@ -33,8 +33,8 @@ __all__ = [
 ]
 
 VOCABULARY_MULTIPLE = 16
-"""The vocabulary is padded to a multiple of it. The same for all layouts, so that a checkpoint can
-be loaded in another one."""
+"""The vocabulary is padded to a multiple of this, in all layouts, so that a checkpoint can be
+loaded in another layout."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,15 @@ class Architecture:
     """A Llama or Qwen3 model, by the names of a Hugging Face config.
 
     Args:
-        folder: of the model.
-        layers: transformer layers.
+        folder: folder of the model.
+        layers: number of transformer layers.
         hidden: hidden size.
         intermediate: size of the feed-forward layer.
-        heads: attention heads.
-        kv_heads: heads of keys and values.
+        heads: number of attention heads.
+        kv_heads: number of heads of keys and values.
         head_dim: size of a head.
-        vocabulary: tokens.
-        positions: longest sequence.
+        vocabulary: number of tokens.
+        positions: length of the longest sequence.
         rope_theta: base of the rotary embedding.
         norm_eps: epsilon of the RMS norms.
         qk_norm: whether queries and keys are normalized (Qwen3).
@@ -78,11 +78,7 @@ class Architecture:
         Raises:
             ConfigError: it is no Llama or Qwen3, or has an option that is not supported.
         """
-        folder = model_folder(model_name)
-        try:
-            config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-        except ValueError as error:
-            raise ConfigError(f"policy.model_name = {model_name!r}: config.json: {error}") from None
+        config = read_model_config(model_name)
 
         def refuse(what: str, right: str) -> ConfigError:
             return ConfigError(
@@ -105,7 +101,7 @@ class Architecture:
             raise refuse(f"rope_type = {rope_type!r}", "default")
         try:
             return cls(
-                folder=folder,
+                folder=model_folder(model_name),
                 layers=config["num_hidden_layers"],
                 hidden=config["hidden_size"],
                 intermediate=config["intermediate_size"],
@@ -125,7 +121,7 @@ class Architecture:
 
     @property
     def padded_vocabulary(self) -> int:
-        """Rows of the embedding with padding."""
+        """Number of rows of the padded embedding."""
         return -(-self.vocabulary // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
 
@@ -159,7 +155,7 @@ class Layout:
         return tp, pp, dp
 
     def describe(self, rank: int) -> str:
-        """A rank and its place, for messages."""
+        """Name of a rank in messages, with its place in the layout."""
         tp, pp, dp = self.place(rank)
         return f"rank {rank} (TP {tp}, PP {pp}, DP {dp})"
 
@@ -185,16 +181,16 @@ class Layout:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of Megatron-Core's GPTModel and what it is made of.
+    """A parameter of Megatron-Core's GPTModel, and the tensors that it consists of.
 
     Args:
-        names: of the parameter on its pipeline stage: with Megatron's own layers, and with those
-            of transformer-engine, which has the norms inside the linear layers.
+        names: its name on its pipeline stage, with Megatron's own layers and, if it differs, with
+            those of transformer-engine, which has the norms inside the linear layers.
         tensors: names of the Hugging Face tensors.
         split: how ranks share it: rows of the padded ``vocabulary``; ``qkv``, grouped by KV head;
             ``gate_up``, both halves by rows; ``columns``; or each rank has ``all`` of it.
-        copy: the output layer of a tied model on the last pipeline stage, which repeats the
-            embedding.
+        copy: whether it is the output layer of a tied model on the last pipeline stage, which
+            repeats the embedding.
     """
 
     names: tuple[str, ...]
@@ -206,7 +202,7 @@ class Parameter:
 def parameters(model: Architecture, layout: Layout, stage: int) -> list[Parameter]:
     """The parameters of a pipeline stage, in the order of a Hugging Face checkpoint.
 
-    Layers are split evenly over the stages. In Megatron's names they are counted from 0 on each.
+    Layers are split evenly over the stages. Megatron's names count them from 0 on each stage.
     """
     found = []
     first, last = stage == 0, stage == layout.pp - 1
@@ -262,11 +258,11 @@ def shard(
     """A tensor-parallel rank's part of a parameter.
 
     Args:
-        parameter: which one.
+        parameter: the parameter.
         tensors: the whole Hugging Face tensors, in the order of ``parameter.tensors``.
         model: the architecture.
         tp: tensor-parallel size.
-        rank: index of the rank among them.
+        rank: tensor-parallel index of the rank.
     """
     match parameter.split:
         case "vocabulary":
@@ -274,7 +270,7 @@ def shard(
             padding = whole.new_zeros(model.padded_vocabulary - whole.shape[0], whole.shape[1])
             return torch.cat([whole, padding]).chunk(tp)[rank].contiguous()
         case "qkv":
-            # Each KV head with the query heads that share it, one group after the other.
+            # A group is a KV head with the query heads that share it.
             groups = [t.view(model.kv_heads, -1, t.shape[1]) for t in tensors]
             return torch.cat(groups, 1).chunk(tp)[rank].reshape(-1, tensors[0].shape[1])
         case "gate_up":
@@ -313,7 +309,7 @@ class CheckpointReader:
     """Reads tensors of a Hugging Face checkpoint, one at a time.
 
     Args:
-        folder: with model.safetensors, or with its parts and model.safetensors.index.json.
+        folder: folder with model.safetensors, or with its parts and model.safetensors.index.json.
 
     Raises:
         ConfigError: the folder has neither.
@@ -335,7 +331,7 @@ class CheckpointReader:
         """A tensor in float32.
 
         Raises:
-            ConfigError: the checkpoint lacks it, or its file is damaged.
+            ConfigError: the checkpoint does not have it, or its file is damaged.
         """
         file = "model.safetensors" if self._files is None else self._files.get(name, "")
         try:

@@ -1,8 +1,7 @@
 """One rank of a Megatron policy: its part of the model, of the batches and of the optimizer.
 
-All ranks are asked the same at the same time (:mod:`.megatron_policy` does it through Ray). What a
-rank knows of the others is Megatron's process groups; it knows nothing of Ray but its node's
-address.
+All ranks are called at the same time, with the same method (:mod:`.policy` does that through Ray).
+They communicate by Megatron's process groups. Nothing here depends on Ray.
 """
 
 from __future__ import annotations
@@ -29,17 +28,18 @@ from nemo_specrl.trainer.policy.base import Float32Array, Sample, to_array
 from nemo_specrl.trainer.policy.megatron.cpu import megatron_on_cpu
 from nemo_specrl.trainer.policy.megatron.weights import Architecture, Layout
 from nemo_specrl.trainer.policy.torch.model import MicroBatch
-from nemo_specrl.trainer.recipe import LossConfig, PolicyConfig
+from nemo_specrl.trainer.policy_config import PolicyConfig
+from nemo_specrl.trainer.recipe import LossConfig
 
 __all__ = ["LOOPBACK", "MegatronRank"]
 
 _distributed: Any = torch.distributed
 
 COLLECTIVE_SECONDS = 600
-"""After which a rank gives up waiting for the others."""
+"""How long a rank waits for the others before it gives up."""
 
 LOOPBACK = "127.0.0.1"
-"""Where the ranks of one node find each other, out of reach of the network."""
+"""Address by which the ranks of one node find each other; the network does not reach it."""
 
 
 class MegatronRank:
@@ -47,7 +47,7 @@ class MegatronRank:
 
     Args:
         rank: index in the layout.
-        layout: of all ranks.
+        layout: layout of all ranks.
         config: the ``policy:`` block.
         loss: the ``loss_fn:`` block.
     """
@@ -68,8 +68,8 @@ class MegatronRank:
     def listen(self, host: str) -> int:
         """Open the store by which the ranks find each other, on the first rank.
 
-        It takes connections to ``host`` alone; a store that opens its port itself takes those to
-        any address of the machine, and asks nobody for a token.
+        It listens only on ``host``. A store that opens its port itself listens on all addresses of
+        the machine, without authentication.
 
         Returns:
             the port.
@@ -88,7 +88,7 @@ class MegatronRank:
         return port
 
     def start(self, host: str, port: int) -> None:
-        """Join the other ranks, and load the model.
+        """Connect to the other ranks, and load the model.
 
         Raises:
             ConfigError: the model's weights cannot be read.
@@ -103,8 +103,8 @@ class MegatronRank:
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         interface = _interface_towards(host, port)
         if interface is not None:
-            # Else Gloo takes the address that the node's own name has, which on Debian is one of
-            # the loopback interface, where ranks of other nodes do not reach it.
+            # Otherwise Gloo uses the address of the node's host name. On Debian that is a loopback
+            # address, which ranks on other nodes cannot reach.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         torch.distributed.init_process_group(
             backend, store=store, rank=self.rank, world_size=size, timeout=timeout
@@ -113,7 +113,7 @@ class MegatronRank:
         from megatron.core import parallel_state, tensor_parallel
 
         parallel_state.initialize_model_parallel(self.layout.tp, self.layout.pp)
-        # Nothing here is random; attention asks for the generators' states all the same.
+        # Nothing here is random, but attention reads the states of the generators.
         tensor_parallel.model_parallel_cuda_manual_seed(0)
         from nemo_specrl.trainer.policy.megatron import model
 
@@ -136,8 +136,8 @@ class MegatronRank:
         """Log-probs of this replica's samples.
 
         Args:
-            samples: of the data-parallel replica, the same on each of its ranks.
-            reference: under the run's first weights instead of the current ones.
+            samples: samples of the data-parallel replica, the same on each of its ranks.
+            reference: whether to use the run's first weights instead of the current ones.
 
         Returns:
             float32 ``[n]`` for each sample, nats; None on ranks that do not have them.
@@ -165,8 +165,9 @@ class MegatronRank:
         """Take an optimizer step together with the other ranks.
 
         Args:
-            samples: of the data-parallel replica, the same on each of its ranks; may be empty.
-            weights: of the tokens of each sample in the step's loss.
+            samples: samples of the data-parallel replica, the same on each of its ranks; may be
+                empty.
+            weights: weight of each sample's tokens in the step's loss.
 
         Returns:
             sums over the samples by name, and ``grad_norm`` of the whole step; None on ranks that
@@ -191,7 +192,7 @@ class MegatronRank:
             logprobs = self._token_logprobs(batch, logits)
             reference = references[index] if references else None
             value, logged = batch.loss(logprobs, weight, self.loss, reference)
-            # The count by which Megatron would divide is not used: the weights are there already.
+            # The 1 is a token count, which Megatron ignores: the weights are applied already.
             return value, torch.ones((), dtype=torch.int, device=self.device), logged
 
         self.model.zero_grad_buffer()
@@ -200,7 +201,7 @@ class MegatronRank:
         for logged in self._run(self.model, batches, loss, forward_only=False):
             for name, value in logged.items():
                 sums[name] = sums.get(name, 0.0) + value
-        # Over replicas, q and k norms over TP ranks, and both copies of a tied embedding.
+        # Sums over replicas, over TP ranks for q and k norms, and over a tied embedding's copies.
         finalize_model_grads([self.model])
         return sums
 
@@ -222,10 +223,11 @@ class MegatronRank:
             model: this rank's part.
             batches: the micro-batches, whose sequences may differ in length.
             work: called on the last stage with a micro-batch's index and logits.
-            forward_only: without a backward pass.
+            forward_only: whether to skip the backward pass.
 
         Returns:
-            what ``work`` returned for each (of a loss: its last item); empty before the last stage.
+            for each micro-batch, what ``work`` returned, or for a loss, its last item; empty on all
+            stages but the last one.
         """
         if not batches:
             return []
@@ -244,7 +246,7 @@ class MegatronRank:
             data_iterator=iter(range(len(batches))),
             model=[model],
             num_microbatches=len(batches),
-            # Of no effect with sequences of variable lengths, but required.
+            # Required, but without effect for sequences of variable lengths.
             seq_length=max(batch.tokens.shape[1] for batch in batches),
             micro_batch_size=self.config.train_micro_batch_size,
             forward_only=forward_only,
@@ -255,15 +257,15 @@ class MegatronRank:
     # --- weights and files --------------------------------------------------------------------
 
     def not_finite(self) -> str | None:
-        """Name of a parameter of which this rank's part is not finite; None where all are."""
+        """Name of a parameter whose part on this rank is not finite; None if all are."""
         return first_not_finite((entry.tensors[0], tensor) for entry, tensor in self.parameters)
 
     def shard(self, index: int, dtype: torch.dtype) -> npt.NDArray[Any]:
         """This rank's part of one of its stage's parameters.
 
         Args:
-            index: in ``parameters``.
-            dtype: to cast it to.
+            index: index in ``parameters``.
+            dtype: data type to cast it to.
 
         Returns:
             the values, as :func:`~nemo_specrl.trainer.policy.base.to_array` returns them.
@@ -293,14 +295,15 @@ class MegatronRank:
         extra = {"updates": updates}
         try:
             self.megatron.save_checkpoint(folder, self.module, self.optimizer, extra)
-        except (Exception, CheckpointException) as error:  # as many kinds as when it is loaded
+        # megatron and torch raise many kinds; CheckpointException is not an Exception.
+        except (Exception, CheckpointException) as error:
             raise write_error(folder, error) from None
 
     def load(self, folder: Path) -> int:
-        """Load a checkpoint that any layout wrote.
+        """Load a checkpoint, which may be of another layout.
 
         Returns:
-            the optimizer steps made before it.
+            the number of optimizer steps made before it.
 
         Raises:
             CheckpointError: it is damaged, or of another model.
@@ -309,7 +312,7 @@ class MegatronRank:
 
         try:
             extra = self.megatron.load_checkpoint(folder, self.module, self.optimizer)
-        # Of many kinds, by what is wrong with the files; torch's own is no Exception.
+        # Damaged files raise many kinds; CheckpointException is not an Exception.
         except (Exception, CheckpointException) as error:
             raise CheckpointError(
                 f"{folder}: not a checkpoint of this model: {last_line(error)}"
@@ -318,7 +321,7 @@ class MegatronRank:
 
 
 def _interface_towards(host: str, port: int) -> str | None:
-    """Name of the network interface by which this machine reaches ``host``; None: not known."""
+    """Name of the network interface by which this machine reaches ``host``; None if not known."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))  # sends nothing

@@ -1,7 +1,7 @@
-"""Building blocks of the torch backend: models, optimizers, their files, micro-batches and steps.
+"""Building blocks of the torch backend: models with their optimizers, and micro-batches.
 
-The Megatron backend has the micro-batches, the loss and the order of steps from here, so that both
-train on the same.
+The Megatron backend takes the micro-batches and their loss from here, so that both train on the
+same.
 """
 
 from __future__ import annotations
@@ -16,19 +16,13 @@ from safetensors.torch import load_file, save_file
 
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.monitoring import names as metric
+from nemo_specrl.trainer.divergence import first_not_finite
 from nemo_specrl.trainer.losses import policy_loss
 from nemo_specrl.trainer.policy.base import Float32Array, Sample
-from nemo_specrl.trainer.recipe import LossConfig, OptimizerConfig, model_folder
+from nemo_specrl.trainer.policy_config import OptimizerConfig, model_folder
+from nemo_specrl.trainer.recipe import LossConfig
 
-__all__ = [
-    "MicroBatch",
-    "build_optimizer",
-    "load_model",
-    "load_state",
-    "ones",
-    "save_state",
-    "train_in_steps",
-]
+__all__ = ["MicroBatch", "TorchModel", "build_optimizer", "load_model", "ones"]
 
 
 def load_model(model_name: str) -> torch.nn.Module:
@@ -44,9 +38,9 @@ def load_model(model_name: str) -> torch.nn.Module:
         model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=torch.float32,
-            trust_remote_code=False,  # else the terminal is asked whether to run the folder's code
+            trust_remote_code=False,  # None would ask on the terminal whether to run its code
         )
-    except Exception as error:
+    except Exception as error:  # transformers raises many kinds without a common base
         first_line = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(
             f"policy.model_name = {model_name!r}: transformers cannot load it: {first_line}"
@@ -66,21 +60,49 @@ def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.op
     )
 
 
-def save_state(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write weights and optimizer state into ``folder``, which is created if missing."""
-    folder.mkdir(parents=True, exist_ok=True)
-    state = {name: p.detach().contiguous() for name, p in model.named_parameters()}
-    save_file(state, folder / "weights.safetensors")
-    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+class TorchModel:
+    """A model in float32 in host memory with its optimizer: what policy and value model share.
 
+    Args:
+        model: the module.
+        optimizer: the ``optimizer:`` block.
+    """
 
-def load_state(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Restore what :func:`save_state` wrote."""
-    state = load_file(folder / "weights.safetensors")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(state[name])
-    optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True))
+    def __init__(self, model: torch.nn.Module, optimizer: OptimizerConfig) -> None:
+        self.model = model
+        self.optimizer = build_optimizer(model, optimizer)
+
+    def not_finite(self) -> str | None:
+        """Name of a parameter that is not finite; None where all are."""
+        return first_not_finite(self.model.named_parameters())
+
+    def offload(self) -> None:
+        """Free the gradients. Weights and optimizer state are in host memory anyway."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def reload(self) -> None:
+        """Do nothing: the next backward pass allocates the gradients."""
+
+    def save(self, folder: Path) -> None:
+        """Write weights and optimizer state into ``folder``, which is created if missing."""
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {name: p.detach().contiguous() for name, p in self.model.named_parameters()}
+        save_file(state, folder / "weights.safetensors")
+        torch.save(self.optimizer.state_dict(), folder / "optimizer.pt")
+
+    def load(self, folder: Path) -> None:
+        """Restore what :meth:`save` wrote."""
+        state = load_file(folder / "weights.safetensors")
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(state[name])
+        self.optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True))
+
+    def shutdown(self) -> None:
+        """Free the weights and the optimizer state."""
+        self.model = torch.nn.Module()
+        self.optimizer.param_groups.clear()
+        self.optimizer.state.clear()
 
 
 def ones(sample: Sample) -> Float32Array:
@@ -106,7 +128,7 @@ class MicroBatch:
     def split(cls, samples: Sequence[Sample], size: int) -> list[MicroBatch]:
         """Split samples into micro-batches of at most ``size``, sorted by length to save padding.
 
-        The order of the samples is lost; :meth:`gather` returns values in a micro-batch's order.
+        :meth:`gather` returns values in the order of a micro-batch's samples, not of the input.
         """
         ordered = sorted(samples, key=lambda s: len(s.prompt) + len(s.response))
         batches = []
@@ -142,7 +164,7 @@ class MicroBatch:
     def logprobs(self, model: torch.nn.Module) -> torch.Tensor:
         """Log-prob of each token, float32 ``[b, t]``, nats.
 
-        Padding is on the right, where causal attention never looks, so that no mask is needed.
+        Padding is on the right, which causal attention does not see, so no mask is needed.
         """
         logits = model(input_ids=self.tokens).logits[:, :-1].float()
         chosen: torch.Tensor = logits.gather(-1, self.tokens[:, 1:, None])[..., 0]
@@ -158,13 +180,13 @@ class MicroBatch:
         """The clipped loss of these samples, weighted.
 
         Args:
-            logprobs: under the policy in training, float32 ``[b, t]``, nats.
-            weights: of each token, by the ``id`` of its sample.
+            logprobs: log-probs under the policy in training, float32 ``[b, t]``, nats.
+            weights: weight of each token of a sample, by the sample's ``id``.
             config: the ``loss_fn:`` block.
             reference: log-probs under the reference policy, float32 ``[b, t]``, nats.
 
         Returns:
-            the loss, and it and weighted sums for the log by name.
+            the loss; and for the log, by name, the loss and other weighted sums.
         """
         device = logprobs.device
         anchor = self.scatter(lambda s: s.anchor).to(device)
@@ -184,47 +206,3 @@ class MicroBatch:
             reference=reference,
         )
         return loss, {metric.LOSS: loss.item()} | {name: v.item() for name, v in logged.items()}
-
-
-def train_in_steps(
-    samples: Sequence[Sample],
-    *,
-    epochs: int,
-    size: int,
-    key: tuple[int, int],
-    logprobs: Callable[[Sequence[Sample]], list[Float32Array]],
-    step: Callable[[list[Sample]], dict[str, float]],
-) -> dict[str, float]:
-    """Make the optimizer steps of :meth:`.Policy.train`.
-
-    Args:
-        samples: all samples of the training step.
-        epochs: passes over them.
-        size: samples in an optimizer step.
-        key: seed, and optimizer steps made before; with several steps they decide which samples
-            share one.
-        logprobs: :meth:`.Policy.logprobs`.
-        step: takes an optimizer step and returns metrics by name.
-
-    Returns:
-        metrics averaged over the optimizer steps.
-    """
-    several = epochs > 1 or len(samples) > size
-    if several:
-        # The later updates of a step have their ratios against the policy before the first.
-        for sample, current in zip(samples, logprobs(samples), strict=True):
-            sample.anchor = np.where(np.isnan(sample.anchor), current, sample.anchor)
-    seed, updates = key
-    totals: dict[str, float] = {}
-    count = 0
-    for _ in range(epochs):
-        order = np.arange(len(samples))
-        if several:
-            philox = np.random.Philox(key=[seed, updates + count])
-            order = np.random.Generator(philox).permutation(len(samples))
-        for i in range(0, len(samples), size):
-            metrics = step([samples[j] for j in order[i : i + size]])
-            count += 1
-            for name, value in metrics.items():
-                totals[name] = totals.get(name, 0.0) + value
-    return {name: value / count for name, value in totals.items()}

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from nemo_specrl.monitoring import names as metric
-from nemo_specrl.trainer.divergence import first_not_finite
 from nemo_specrl.trainer.losses import clipped_value_loss
-from nemo_specrl.trainer.policy.base import Float32Array, Sample
-from nemo_specrl.trainer.policy.torch.model import (
-    MicroBatch,
-    build_optimizer,
-    load_model,
-    load_state,
-    ones,
-    save_state,
-)
-from nemo_specrl.trainer.recipe import PolicyConfig, ValueConfig
+from nemo_specrl.trainer.policy.base import Sample
+from nemo_specrl.trainer.policy.torch.model import MicroBatch, TorchModel, load_model, ones
+from nemo_specrl.trainer.policy_config import PolicyConfig, ValueConfig
 
 __all__ = ["TorchValueModel"]
 
 
-class TorchValueModel:
+class TorchValueModel(TorchModel):
     """The policy's architecture and first weights under a scalar head that starts at 0.
 
     Args:
@@ -40,12 +31,13 @@ class TorchValueModel:
         head = torch.nn.Linear(backbone.config.hidden_size, 1)
         torch.nn.init.zeros_(head.weight)
         torch.nn.init.zeros_(head.bias)
-        self.model = torch.nn.ModuleDict({"backbone": backbone.model, "head": head})
-        self.optimizer = build_optimizer(self.model, config.optimizer)
+        model = torch.nn.ModuleDict({"backbone": backbone.model, "head": head})
+        super().__init__(model, config.optimizer)
 
     def _values(self, batch: MicroBatch) -> torch.Tensor:
-        hidden = self.model["backbone"](input_ids=batch.tokens).last_hidden_state
-        values: torch.Tensor = self.model["head"](hidden)[:, :-1, 0]
+        parts: Any = self.model
+        hidden = parts["backbone"](input_ids=batch.tokens).last_hidden_state
+        values: torch.Tensor = parts["head"](hidden)[:, :-1, 0]
         return values
 
     @torch.no_grad()
@@ -64,8 +56,8 @@ class TorchValueModel:
         for batch in MicroBatch.split(samples, self.micro_batch_size):
             loss = clipped_value_loss(
                 self._values(batch),
-                batch.scatter(_old_values),
-                batch.scatter(_returns),
+                batch.scatter(lambda s: s.old_values),
+                batch.scatter(lambda s: s.returns),
                 batch.scatter(lambda s: ones(s) / np.float32(total)),
                 self.config.value_clip,
             )
@@ -74,38 +66,3 @@ class TorchValueModel:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         return {metric.VALUE_LOSS: loss_sum}
-
-    def not_finite(self) -> str | None:
-        """Name of a parameter that is not finite; see :meth:`ValueModel.not_finite`."""
-        return first_not_finite(self.model.named_parameters())
-
-    def offload(self) -> None:
-        """Free the gradients. Weights and optimizer state are in host memory anyway."""
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def reload(self) -> None:
-        """Nothing to bring back: the next backward pass makes the gradients anew."""
-
-    def save(self, folder: Path) -> None:
-        """Write weights and optimizer state."""
-        save_state(folder, self.model, self.optimizer)
-
-    def load(self, folder: Path) -> None:
-        """Restore what :meth:`save` wrote."""
-        load_state(folder, self.model, self.optimizer)
-
-    def shutdown(self) -> None:
-        """Free the weights and the optimizer state."""
-        self.model = torch.nn.ModuleDict()
-        self.optimizer.param_groups.clear()
-        self.optimizer.state.clear()
-
-
-def _old_values(sample: Sample) -> Float32Array:
-    assert sample.old_values is not None, "predict() comes before train()"
-    return sample.old_values
-
-
-def _returns(sample: Sample) -> Float32Array:
-    assert sample.returns is not None
-    return sample.returns
