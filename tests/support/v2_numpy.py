@@ -60,27 +60,32 @@ def append(
 
 
 @Launch
-def search(pool, links, table, rows, contexts, offers, batch_rows, stride, num_pages, tile):
+def search(
+    pool, links, table, corpus, rows, contexts, offers, batch_rows, stride, num_pages, num_corpus,
+    tile,
+):  # fmt: skip
     offers[:] = 0
+    width = (num_pages + num_corpus) * reference.OFFERED
     for b, row in enumerate(batch_rows):
         slot = rows[row, 0]
         if slot >= 0:
-            scores = reference.best_positions(pool, links, table[slot, :num_pages], contexts[b])
-            at = b * num_pages * reference.OFFERED
-            offers[at : at + len(scores)] = scores
+            listed = table[slot, :num_pages]
+            scores = reference.best_positions(pool, links, listed, contexts[b], corpus[:num_corpus])
+            offers[b * width : b * width + len(scores)] = scores
 
 
 @Launch
 def vote(
-    pool, links, table, rows, offers, drafts, confidences, batch_rows, last, chances, stride,
-    num_pages, length,
+    pool, links, table, corpus, rows, offers, drafts, confidences, batch_rows, last, chances,
+    stride, num_pages, num_corpus, length,
 ):  # fmt: skip
+    width = (num_pages + num_corpus) * reference.OFFERED
     for b, row in enumerate(batch_rows):
         slot, response = rows[row, :2]
         drafts[b], confidences[b] = last[row], 0
         if slot >= 0:
-            width = num_pages * reference.OFFERED
             scores = offers[b * width : (b + 1) * width]
+            listed = np.concatenate((table[slot, :num_pages], corpus[:num_corpus]))
             drafts[b], confidences[b] = reference.vote(
-                pool, links, table[slot], scores[scores > 0], response, length, last[row], chances
+                pool, links, listed, scores[scores > 0], response, length, last[row], chances
             )

@@ -16,7 +16,7 @@ import torch
 from nemo_specrl.engine.drafters.v2 import kernels
 from nemo_specrl.engine.drafters.v2.reference import DEPTH, OFFERED, PAGE
 
-__all__ = ["LINKS", "PROMPTS", "ROW", "STOPS", "DeviceArrays"]
+__all__ = ["CORPUS", "LINKS", "PROMPTS", "ROW", "STOPS", "DeviceArrays"]
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +24,8 @@ PAGES_OF_PROMPT = 1024
 """Pages of a prompt at most: 262,144 tokens. A row that searches them reads a mebibyte."""
 PROMPTS = 4096
 """Prompts at most."""
+CORPUS = 256
+"""Pages of the corpus: 65,536 tokens, a quarter of a mebibyte, which all rows search."""
 LINKS, ROW = 3, 14
 """Columns of ``links`` and of a row's state: slot of its prompt (-1: none), number of its response,
 where that begins, how many of its tokens are in the pages, how many it may have, ``STOPS`` tokens
@@ -47,9 +49,10 @@ class DeviceArrays:
         pool: tokens of pages, int32 ``[pages, PAGE]``.
         links: see ``reference``, int32 ``[pages, 3]``.
         table: pages of prompts, int32 ``[slots, pages of a prompt]``.
+        corpus: pages of the corpus, int32 ``[CORPUS]``.
         rows: state of rows, int32 ``[max_rows, 6]``.
         row_pages: pages of the rows' responses, int32 ``[max_rows, pages_of_row]``.
-        state: these four, in one; ``*_at`` is where each begins.
+        state: these five, in one; ``*_at`` is where each begins.
         drafts: int64 ``[max_rows, length]``, in the order of the batch.
         confidences: float32, likewise; the chance of each token if those before it are accepted.
         launches: of kernels, since the start.
@@ -85,6 +88,7 @@ class DeviceArrays:
                 min(PROMPTS, pages) * self._listed_at_most(pages),
                 self.max_rows * ROW,
                 self.max_rows * self.pages_of_row,
+                CORPUS,
             ]
             try:
                 self.pool = torch.empty(pages, PAGE, dtype=torch.int32, device=self.device)
@@ -95,14 +99,14 @@ class DeviceArrays:
                     raise
                 max_bytes //= 2
                 logger.warning("not enough memory for drafts: trying %d bytes", max_bytes)
-        # Where in the state links, lists, rows, and the pages of rows begin.
-        self.links_at, self.table_at, self.rows_at, self.row_pages_at = (
+        # Where in the state links, lists, rows, the pages of rows and the corpus begin.
+        self.links_at, self.table_at, self.rows_at, self.row_pages_at, self.corpus_at = (
             int(end) - size for end, size in zip(np.cumsum(sizes), sizes, strict=True)
         )
         views = torch.split(self.state, sizes)
         self.links, self.rows = views[0].view(-1, LINKS), views[2].view(-1, ROW)
         self.table = views[1].view(-1, max(1, self._listed_at_most(pages)))
-        self.row_pages = views[3].view(self.max_rows, -1)
+        self.row_pages, self.corpus = views[3].view(self.max_rows, -1), views[4]
         self.rows[:, COUNTERS:] = 0
 
     def _listed_at_most(self, pages: int) -> int:
@@ -111,6 +115,7 @@ class DeviceArrays:
     def _pages_within(self, max_bytes: int) -> int:
         """Pages for which there is memory beside the arrays of rows and lists."""
         of_rows = 4 * self.max_rows * (ROW + self.pages_of_row + DEPTH + 3 * self.length)
+        of_rows += 4 * CORPUS
         of_page = 4 * (PAGE + LINKS)
         most = max(0, max_bytes - of_rows) // of_page
         least, most = 0, int(most)
@@ -165,6 +170,7 @@ class DeviceArrays:
         num_sampled: torch.Tensor,
         num_rejected: torch.Tensor,
         last_sampled: torch.Tensor,
+        corpus: int = 0,
         searching: bool = True,
     ) -> torch.Tensor:
         """Append what a step has yielded, and draft for each of its rows.
@@ -177,26 +183,29 @@ class DeviceArrays:
             num_sampled: by row of the batch, tokens that the step yielded, int32 ``[n]``.
             num_rejected: likewise, draft tokens that it rejected.
             last_sampled: of rows, int64 ``[rows]``; fills drafts.
+            corpus: pages that the corpus has.
             searching: some of the rows have a prompt.
 
         Returns:
             int64 ``[n, length]``, in the order of the batch.
         """
         n = len(batch_rows)
-        offers = torch.empty(n * pages * OFFERED, dtype=torch.int32, device=self.device)
+        listed = pages + corpus
+        offers = torch.empty(n * listed * OFFERED, dtype=torch.int32, device=self.device)
         if searching:
             kernels.append[(n,)](
                 self.pool, self.rows, self.row_pages, self._contexts, batch_rows, all_tokens,
                 total_lengths, num_sampled, num_rejected, all_tokens.stride(0), self.pages_of_row,
             )  # fmt: skip
-            kernels.search[(n, -(-pages // self.tile))](
-                self.pool, self.links, self.table, self.rows, self._contexts, offers, batch_rows,
-                self.table.stride(0), pages, self.tile,
+            kernels.search[(n, -(-listed // self.tile))](
+                self.pool, self.links, self.table, self.corpus, self.rows, self._contexts, offers,
+                batch_rows, self.table.stride(0), pages, corpus, self.tile,
             )  # fmt: skip
             self.launches += 2
         kernels.vote[(n,)](
-            self.pool, self.links, self.table, self.rows, offers, self.drafts, self.confidences,
-            batch_rows, last_sampled, self._chances, self.table.stride(0), pages, self.length,
+            self.pool, self.links, self.table, self.corpus, self.rows, offers, self.drafts,
+            self.confidences, batch_rows, last_sampled, self._chances, self.table.stride(0), pages,
+            corpus, self.length,
         )  # fmt: skip
         self.launches += 1
         return self.drafts[:n]

@@ -31,7 +31,8 @@ _OTHER = {
 }  # fmt: skip
 """Arrays that are not int32."""
 _NUMBERS = {
-    "num_pages", "num_values", "token_stride", "pages_of_row", "table_stride", "length",
+    "num_pages", "num_values", "num_corpus", "token_stride", "pages_of_row", "table_stride",
+    "length",
 }  # fmt: skip
 
 

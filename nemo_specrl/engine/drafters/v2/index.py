@@ -9,6 +9,10 @@ Memory is bounded. Prompts without rows make room first, those unused for longes
 Where that does not suffice, responses are left out and counted, and their rows draft less or
 nothing.
 
+The pages of the responses that ended last, to whatever prompt, are the corpus, which rows draft
+from where their own prompt has nothing. It lists pages that their prompts hold, so that it takes no
+further memory, and it forgets those that make room.
+
 Whatever happens here follows from the steps that vLLM schedules, in their order, so that every rank
 of an engine has the same pages in the same order and makes the same drafts.
 """
@@ -24,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nemo_specrl.engine.drafters.v2.arrays import LINKS, ROW, STOPS, DeviceArrays
+from nemo_specrl.engine.drafters.v2.arrays import CORPUS, LINKS, ROW, STOPS, DeviceArrays
 from nemo_specrl.engine.drafters.v2.reference import EMPTY, PAGE, START
 
 __all__ = ["DeviceIndex"]
@@ -110,6 +114,8 @@ class DeviceIndex(DeviceArrays):
         self._pages_of = np.full(max_rows, _NO_MORE)  # of rows
         self._starts = np.zeros(max_rows, np.int64)
         self._responses = 0
+        self._shared = 0  # pages that have come into the corpus
+        self._places: dict[int, int] = {}  # pages of the corpus: where they are in it
         self._contents: dict[int, npt.NDArray[np.int32]] = {}  # to be written with the next step
         self._values: dict[int, int] = {}
 
@@ -178,6 +184,8 @@ class DeviceIndex(DeviceArrays):
         closed.prompt.rows -= 1
         known = closed.prompt.responses.setdefault(closed.identity, [])
         known += closed.positions
+        for position in closed.positions:
+            self._share(closed.prompt.listed[position])
         self._pages_of[row] = _NO_MORE
         self._values[self.rows_at + row * ROW] = -1
 
@@ -263,12 +271,24 @@ class DeviceIndex(DeviceArrays):
         for position in prompt.responses.pop(identity, ()):
             self._remove_page(prompt, position)
 
+    def _share(self, page: int) -> None:
+        """Take a page into the corpus, in the place of the one that is there for longest."""
+        place = self._shared % CORPUS
+        for other in [other for other, at in self._places.items() if at == place]:
+            del self._places[other]
+        self._shared += 1
+        self._places[page] = place
+        self._values[self.corpus_at + place] = page
+
     def _remove_page(self, prompt: _Prompt, position: int) -> None:
         page, prompt.listed[position] = prompt.listed[position], -1
         if page >= 0:
             self._values[self.table_at + prompt.slot * self.table.shape[1] + position] = -1
             self._contents.pop(page, None)
             self._free.append(page)
+            place = self._places.pop(page, None)
+            if place is not None:
+                self._values[self.corpus_at + place] = -1
 
     def _add_page(
         self, prompt: _Prompt, positions: list[int], number: int, cells: npt.NDArray[np.int32]
@@ -341,4 +361,5 @@ class DeviceIndex(DeviceArrays):
         of_batch = [row for row in map(self._rows.get, batch_rows_host.tolist()) if row is not None]
         pages = max([1, *(len(row.prompt.listed) for row in of_batch)])
         arrays = (all_tokens, total_lengths, num_sampled, num_rejected, last_sampled)
-        return self.launch(batch_rows, pages, *arrays, searching=bool(of_batch))
+        corpus = min(self._shared, CORPUS)
+        return self.launch(batch_rows, pages, *arrays, corpus, searching=bool(of_batch))

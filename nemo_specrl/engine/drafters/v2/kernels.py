@@ -22,6 +22,8 @@ VOTERS = tl.constexpr(reference.VOTERS)
 OWN_WEIGHT = tl.constexpr(reference.OWN_WEIGHT)
 POSITION_BITS = tl.constexpr(reference.POSITION_BITS)
 POSITION_MASK = tl.constexpr((1 << reference.POSITION_BITS) - 1)
+MATCH_MASK, OWN_BIT = tl.constexpr(reference.MATCH_MASK), tl.constexpr(reference.OWN_BIT)
+OWN = tl.constexpr(1 << reference.OWN_BIT)
 START, EMPTY = tl.constexpr(reference.START), tl.constexpr(reference.EMPTY)
 NOTHING = tl.constexpr(reference.NOTHING)
 NO_TOKEN = tl.constexpr(-4)  # equal to nothing that a context may have
@@ -38,7 +40,7 @@ APPENDED = tl.constexpr(32)  # tokens that append writes at once
 CONTEXT = tl.constexpr(32)  # DEPTH, rounded up to a power of two
 COMPARED = tl.constexpr(8)  # tokens that search compares before it looks whether any is left
 CHUNK = tl.constexpr(256)  # scores that vote looks at together
-CHANGING = ("num_pages", "num_values")
+CHANGING = ("num_pages", "num_values", "num_corpus")
 """Arguments that change from step to step: nothing is compiled anew for some of their values."""
 
 
@@ -114,20 +116,23 @@ def append(
 
 @triton.jit(do_not_specialize=CHANGING)
 def search(
-    pool, links, table, rows, contexts, offers, batch_rows, table_stride, num_pages,
-    TILE: tl.constexpr,
+    pool, links, table, corpus, rows, contexts, offers, batch_rows, table_stride, num_pages,
+    num_corpus, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Find the best positions of each page of a row's prompt.
+    """Find the best positions of each page of a row's prompt, and of the corpus.
 
-    Grid: rows of the batch, and ``num_pages`` (of the longest list) / ``TILE``, rounded up.
-    ``TILE`` pages are searched at once; the result does not depend on it.
+    Grid: rows of the batch, and ``num_pages`` (of the longest list) + ``num_corpus``, by ``TILE``
+    and rounded up. ``TILE`` pages are searched at once; the result does not depend on it.
     """
     batch_row = tl.program_id(0)
     row = tl.load(batch_rows + batch_row).to(tl.int64)
     slot = tl.load(rows + row * ROW + ROW_SLOT)
     if slot >= 0:
         i = (tl.program_id(1) * TILE + tl.arange(0, TILE))[:, None]
-        page = tl.load(table + slot.to(tl.int64) * table_stride + i, mask=i < num_pages, other=-1)
+        own = i < num_pages
+        page = tl.load(table + slot.to(tl.int64) * table_stride + i, mask=own, other=-1)
+        shared = (i >= num_pages) & (i < num_pages + num_corpus)
+        page = tl.where(own, page, tl.load(corpus + i - num_pages, mask=shared, other=-1))
         there = page >= 0
         before = tl.load(links + page * LINKS, mask=there, other=-1)
         behind = tl.load(links + page * LINKS + BEHIND, mask=there, other=-1)
@@ -154,11 +159,13 @@ def search(
         known = (match > 0) & ((behind >= 0) | (offset < PAGE - 1))
         follower = tl.load(pool + place, mask=known, other=EMPTY)
         scores = (match << POSITION_BITS) | (i * PAGE + offset)
-        scores = tl.where((match > 0) & (follower >= 0), scores, 0)
-        offered = offers + (batch_row.to(tl.int64) * num_pages + i) * OFFERED
+        scores = tl.where(own & (match >= 2), scores | OWN, scores)
+        scores = tl.where((match > tl.where(own, 0, 1)) & (follower >= 0), scores, 0)
+        listed = num_pages + num_corpus
+        offered = offers + (batch_row.to(tl.int64) * listed + i) * OFFERED
         for m in range(OFFERED):
             best = tl.max(scores, axis=1)[:, None]
-            tl.store(offered + m, best, mask=i < num_pages)
+            tl.store(offered + m, best, mask=i < listed)
             scores = tl.where(scores == best, 0, scores)
 
 
@@ -196,8 +203,8 @@ def cell_of(most, total, match, votes):
 
 @triton.jit(do_not_specialize=CHANGING)
 def vote(
-    pool, links, table, rows, offers, drafts, confidences, batch_rows, last_sampled, chances,
-    table_stride, num_pages, length,
+    pool, links, table, corpus, rows, offers, drafts, confidences, batch_rows, last_sampled,
+    chances, table_stride, num_pages, num_corpus, length,
 ):  # fmt: skip
     """Draft ``length`` tokens for each row. Grid: one for each row of the batch."""
     batch_row = tl.program_id(0)
@@ -205,13 +212,19 @@ def vote(
     slot = tl.load(rows + row * ROW + ROW_SLOT)
     response = tl.load(rows + row * ROW + ROW_RESPONSE)
     fill = tl.load(last_sampled + row)
-    count = tl.where(slot >= 0, num_pages * OFFERED, 0)
-    score = best_scores(offers + batch_row.to(tl.int64) * num_pages * OFFERED, count)
-    match = score >> POSITION_BITS
+    offered = (num_pages + num_corpus) * OFFERED
+    count = tl.where(slot >= 0, offered, 0)
+    score = best_scores(offers + batch_row.to(tl.int64) * offered, count)
+    match = (score >> POSITION_BITS) & MATCH_MASK
+    own = score >> OWN_BIT
     voting = (match >= 2) | ((match == 1) & (tl.max(match, axis=0) < 2))
+    voting = voting & (own == tl.max(own, axis=0))
     place = score & POSITION_MASK
     listed = table + tl.maximum(slot, 0).to(tl.int64) * table_stride
-    page = tl.load(listed + place // PAGE, mask=voting, other=-1)
+    i = place // PAGE
+    page = tl.load(listed + i, mask=voting & (i < num_pages), other=-1)
+    shared = tl.load(corpus + i - num_pages, mask=voting & (i >= num_pages), other=-1)
+    page = tl.where(i < num_pages, page, shared)
     offset = place % PAGE
     owner = tl.load(links + page * LINKS + RESPONSE, mask=voting, other=-1)
     weight = match * match * match * tl.where(owner == response, OWN_WEIGHT, 1)

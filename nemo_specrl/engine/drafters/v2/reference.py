@@ -16,6 +16,9 @@ the place in the list: the newer the better. Each page offers its best ``OFFERED
 the best ``VOTERS`` of all pages vote. A match of a single token counts only where there is no
 longer one.
 
+Where no position of the prompt has a match of two tokens, those of the corpus vote: the pages of
+the responses to any prompt that ended last. The corpus stands behind the prompt's list.
+
 **Vote.** A position votes for the token behind it with a weight of the match to the third power,
 times ``OWN_WEIGHT`` where it lies in the row's own response. The token with the most weight is
 drafted, among equal ones that of the best position. Those that were for it vote on the next token,
@@ -64,8 +67,11 @@ OWN_WEIGHT = 16
 """Weight of a position in the row's own response."""
 POSITION_BITS = 24
 """Of a score; the match is above them."""
+MATCH_MASK, OWN_BIT = 63, 30
+"""Of the match; and set in the scores of the prompt's own positions with two tokens or more."""
 START, EMPTY, NOTHING = -2, -1, -3
 """Before the first token of a response; not written; before the start, in a row's context."""
+NO_PAGES: Int32 = np.zeros(0, np.int32)
 BEFORE, BEHIND, RESPONSE = 0, 1, 2
 """Columns of ``links``."""
 SHARES = (300, 500, 700, 850, 950, 995)
@@ -100,7 +106,9 @@ def context_of(response: list[int], depth: int = DEPTH) -> Int32:
     return np.array(cells + [NOTHING] * (depth - len(cells)), np.int32)
 
 
-def best_positions(pool: Int32, links: Int32, listed: Int32, context: Int32) -> Int32:
+def best_positions(
+    pool: Int32, links: Int32, listed: Int32, context: Int32, corpus: Int32 = NO_PAGES
+) -> Int32:
     """Scores of the positions that vote for a row, the best first; as many as there are.
 
     Args:
@@ -108,10 +116,11 @@ def best_positions(pool: Int32, links: Int32, listed: Int32, context: Int32) -> 
         links: ``[pages, 3]``.
         listed: pages of the row's prompt, ``[listed]``.
         context: of the row, the newest token first, ``[depth]``.
+        corpus: pages of the corpus, ``[pages]``.
     """
     size = pool.shape[1]
     found = []
-    for i, page in enumerate(listed):
+    for i, page in enumerate(np.concatenate((listed, corpus))):
         if page < 0:
             continue
         before, behind, _ = links[page]
@@ -127,11 +136,17 @@ def best_positions(pool: Int32, links: Int32, listed: Int32, context: Int32) -> 
         follower = np.append(pool[page, 1:], pool[behind, 0] if behind >= 0 else EMPTY)
         places = i * size + np.arange(size)
         scores = np.where(follower >= 0, match << POSITION_BITS | places, 0)
-        scores[match == 0] = 0
+        if i < len(listed):
+            scores[match == 0] = 0
+            scores[(match >= 2) & (scores > 0)] |= 1 << OWN_BIT
+        else:
+            scores[match < 2] = 0
         found.append(np.sort(scores)[::-1][:OFFERED])
     scores = np.sort(np.concatenate([*found, np.zeros(0, np.int64)]))[::-1][:VOTERS]
     scores = scores[scores > 0]
-    if len(scores) and scores[0] >> POSITION_BITS >= 2:
+    if len(scores) and scores[0] >> OWN_BIT:
+        scores = scores[scores >> OWN_BIT > 0]
+    elif len(scores) and scores[0] >> POSITION_BITS >= 2:
         scores = scores[scores >> POSITION_BITS >= 2]
     return scores.astype(np.int32)
 
@@ -151,7 +166,7 @@ def vote(
     Args:
         pool: tokens of all pages, ``[pages, page]``.
         links: ``[pages, 3]``.
-        listed: pages of the row's prompt, ``[listed]``.
+        listed: pages of the row's prompt, and behind them those of the corpus, ``[listed]``.
         scores: of the positions, the best first.
         response: number of the row's own response, -1: it has none here.
         length: tokens to draft.
@@ -163,7 +178,7 @@ def vote(
     """
     size = pool.shape[1]
     tokens, confidences = np.full(length, fill, np.int64), np.zeros(length, np.float32)
-    match, places = scores >> POSITION_BITS, scores & (1 << POSITION_BITS) - 1
+    match, places = scores >> POSITION_BITS & MATCH_MASK, scores & (1 << POSITION_BITS) - 1
     page, offset = listed[places // size], places % size
     weight = match**3 * np.where(links[page, RESPONSE] == response, OWN_WEIGHT, 1)
     for k in range(length):
@@ -198,7 +213,9 @@ def draft(
     length: int,
     fill: int,
     chances: npt.NDArray[np.float32],
+    corpus: Int32 = NO_PAGES,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """A row's draft: :func:`best_positions`, which then :func:`vote`."""
-    scores = best_positions(pool, links, listed, context)
-    return vote(pool, links, listed, scores, response, length, fill, chances)
+    scores = best_positions(pool, links, listed, context, corpus)
+    everything = np.concatenate((listed, corpus))
+    return vote(pool, links, everything, scores, response, length, fill, chances)

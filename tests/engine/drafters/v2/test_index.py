@@ -45,14 +45,17 @@ def test_siblings_draft_for_each_other(make_rows):
     assert rows.step({2: [5]}).tolist() == [[5, 5, 5]]
 
 
-def test_response_stays_with_its_prompt(make_rows):
+def test_response_drafts_when_its_row_has_ended(make_rows):
+    """For its prompt, and by the corpus for others that have nothing themselves."""
     rows = make_rows(length=2)
     rows.open(0)
     rows.step({0: [5, 6, 7]})
     rows.index.close_row(0)
     rows.open(0, b"b")
     rows.open(1)
-    assert rows.step({1: [5], 0: [5]}).tolist() == [[6, 7], [5, 5]]
+    assert rows.step({1: [5], 0: [5]}).tolist() == [[6, 7], [6, 7]]
+    rows.open(0, b"c", [(0, [5, 8, 8])])
+    assert rows.step({0: [5]}).tolist() == [[8, 8]]
 
 
 def test_history_is_written_once(make_rows):

@@ -22,6 +22,9 @@ def test_same_as_reference(vocabulary, length):
         return tokens[: rng.integers(300, 600)].tolist()
 
     rows = Rows(vocabulary=vocabulary, length=length)
+    rows.open(3, b"c")  # the corpus
+    rows.step({3: variant()[:300]})
+    rows.index.close_row(3)
     yields = [variant() for _ in range(3)]
     for row in range(3):
         rows.open(row, b"ab"[row % 2 :][:1], [(i, variant()) for i in range(2)])
@@ -40,11 +43,24 @@ def test_same_as_reference(vocabulary, length):
             assert held[: len(response) + 1].tolist() == [reference.START, *response]
             tokens, confidences = reference.draft(
                 pool, links, listed, reference.context_of(response), of_row.number, length,
-                response[-1], CHANCES,
+                response[-1], CHANCES, rows.index.corpus.numpy()[:2],
             )  # fmt: skip
             assert drafts[b].tolist() == tokens.tolist(), (step, row)
             assert (rows.index.confidences[b].numpy() == confidences).all()
             assert (confidences > 0).any()
+
+
+def test_the_corpus_drafts_where_the_prompt_is_silent():
+    from tests.support.v2_drafting import Rows
+
+    rows = Rows(length=3, rows=2)
+    rows.open(0, b"other")
+    rows.step({0: [1, 2, 3, 4, 5, 6]})
+    rows.index.close_row(0)
+    rows.open(1, b"own", [(0, [9, 3, 7, 7, 7])])
+    assert rows.step({1: [2, 3]})[0].tolist() == [4, 5, 6]  # not 7: that is a match of one token
+    rows.open(1, b"own", [(1, [2, 3, 8, 8, 8])])
+    assert rows.step({1: [2, 3]})[0].tolist() == [8, 8, 8]
 
 
 def test_launches():
