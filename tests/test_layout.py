@@ -23,8 +23,6 @@ STILL_LONG = {
     "nemo_specrl/cache/cluster/shard.py",
     "nemo_specrl/cache/codec.py",
     "nemo_specrl/cache/codec.py: _columns",
-    "nemo_specrl/cache/storage/lmdb_check.py",
-    "nemo_specrl/cache/store.py",
     "nemo_specrl/cli/cache.py: import_",
     "nemo_specrl/monitoring/comparison_plot.py",
     "nemo_specrl/monitoring/comparison_plot.py: _headline",

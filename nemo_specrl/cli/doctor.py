@@ -73,7 +73,7 @@ def diagnose() -> list[Finding]:
     return [
         _python(),
         _base_packages(),
-        _lmdb(),
+        _sqlite(),
         _compiled_part(),
         _vllm(torch_build),
         *_drafting(on_cpu),
@@ -133,13 +133,15 @@ def _base_packages() -> Finding:
     return Finding("base packages", "ok", ", ".join(f"{n} {v}" for n, v in versions.items()))
 
 
-def _lmdb() -> Finding:
-    version = _version("lmdb")
-    if version is None:
+def _sqlite() -> Finding:
+    try:
+        import sqlite3
+    except ImportError as error:
         return Finding(
-            "lmdb", "missing", "not installed; the rollout cache is kept in it", "pip install lmdb"
-        )
-    return Finding("lmdb", "ok", version)
+            "sqlite3", "missing", f"{error}; the rollout cache is kept in it",
+            "use a Python that was built with SQLite",
+        )  # fmt: skip
+    return Finding("sqlite3", "ok", sqlite3.sqlite_version)
 
 
 def _compiled_part() -> Finding:
