@@ -177,7 +177,9 @@ def test_a_record_of_the_store(tmp_path, attacks):
             ("rollouts", "record", {}),
             ("rollouts", "prompt", {}),
             ("meta", "value", {}),
+            ("rollouts", "sample_index", {}),
             ("prompts", "key", {1: [rollout(1)]}),
+            ("prompts", "last_use", {1: [rollout(1)]}),
         ):
             shutil.copytree(tmp_path / "a", tmp_path / "copy")
             with changing(tmp_path / "copy") as database:

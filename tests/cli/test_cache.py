@@ -57,6 +57,12 @@ def test_inspect_counts_what_is_there(tmp_path, cache):
         assert part in shown, (part, shown)
 
 
+def test_a_path_may_be_relative_and_have_any_characters(tmp_path, cache, monkeypatch):
+    made(tmp_path / "a ?b#%20", prompts=3)
+    monkeypatch.chdir(tmp_path)
+    assert "6, 3 LENGTH, 3 STOP" in cache("inspect", "a ?b#%20")
+
+
 def test_inspect_reads_snapshots_of_both_kinds_and_checkpoints(tmp_path, cache):
     path = made(tmp_path / "store", groups_per_prompt=2)
     with RolloutStore(path, max_bytes=8 * MIB, tokenizer_id="tok") as store:

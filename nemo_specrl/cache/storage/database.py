@@ -17,6 +17,7 @@ __all__ = [
 ]
 
 LARGEST_BLOB = 2**29
+"""Bytes that a row may have; what claims to have more is damaged."""
 BUSY_SECONDS = 1.0
 _OF_THE_SYSTEM = frozenset(
     {
@@ -49,7 +50,7 @@ def connect(file: Path, options: str) -> sqlite3.Connection:
         options: of SQLite's URI for it.
     """
     database = sqlite3.connect(
-        f"{file.as_uri()}?{options}",
+        f"{file.absolute().as_uri()}?{options}",
         timeout=BUSY_SECONDS,
         uri=True,
         isolation_level=None,

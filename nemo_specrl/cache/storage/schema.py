@@ -71,6 +71,7 @@ _TABLES = frozenset({b"meta", b"prompts", b"rollouts"})
 _DESCRIBED = sorted(repr((text.split()[2].encode(), text.encode())) for text in SCHEMA)
 _DB_KEY = struct.Struct(f">{KEY_BYTES}sHQ")
 _STATE = struct.Struct(">QQQQQ")
+_END_OF_TIME = 2**62  # of the clock, which has to fit into an integer of SQLite
 _SAMPLE_END = KEY_BYTES + 2
 
 
@@ -152,12 +153,19 @@ def identity_and_state(database: sqlite3.Connection) -> tuple[dict[str, Any], tu
     Of another format than this release's, the state is empty.
 
     Raises:
-        sqlite3.DatabaseError: a checksum does not match.
+        sqlite3.DatabaseError: a checksum does not match, or what it covers is of another kind.
     """
-    identity: dict[str, Any] = json.loads(_unsealed(database, "identity"))
-    if identity["format"] != FORMAT:
-        return identity, ()
-    return identity, _STATE.unpack(_unsealed(database, "state"))
+    sealed = _unsealed(database, "identity")
+    try:
+        described: dict[str, Any] = json.loads(sealed)
+        if described["format"] != FORMAT:
+            return described, ()
+        state = _STATE.unpack(_unsealed(database, "state"))
+        if described["tokenizer"] is None or max(state) >= _END_OF_TIME:
+            raise ValueError
+    except (ValueError, KeyError, TypeError, struct.error):
+        raise sqlite3.DatabaseError("its identity or state is none") from None
+    return described, state
 
 
 def _unsealed(database: sqlite3.Connection, name: str) -> bytes:

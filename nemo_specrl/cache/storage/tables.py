@@ -124,6 +124,8 @@ class Tables:
         self._check_identity(identity, tokenizer_id)
         self.clock, self.count, self.prompts, self.lookups, self.hits = state
         self.evicted = 0
+        if self._journal.exists() and self._journal.stat().st_size > self._journal_limit:
+            os.truncate(self._journal, 0)  # of a larger cap, and of no transaction that is open
         self.page_size = number(self._database, "page_size")
         pages = (max_bytes - 2 * self._journal_limit) // self.page_size
         self.oversized = number(self._database, "page_count") > pages
@@ -132,7 +134,7 @@ class Tables:
         """Bytes of records that are written at once; as much is kept free."""
         self.budget = pages * self.page_size - self.batch_bytes - _MARGIN * self.page_size
         """Bytes in use up to which nothing is evicted."""
-        self.record_limit = min(LARGEST_BLOB, (pages - 2 * _MARGIN) * self.page_size)
+        self.record_limit = min(LARGEST_BLOB - _KIB, (pages - 2 * _MARGIN) * self.page_size)
         """Bytes that a record may take: it and the tables' own pages fit into the file."""
 
     def _create(self, tokenizer_id: str) -> None:
@@ -247,7 +249,8 @@ class Tables:
                 self.count -= gone.rowcount
                 self._bound_journal()
             # What has just been written stays; where it alone takes more, it goes when it must.
-            self._evict(self.budget, before=min((touched[key] for key in records), default=None))
+            if records:
+                self._evict(self.budget, before=min(touched[key] for key in records))
 
     def _limit(self) -> int:
         return (self._pages - _MARGIN) * self.page_size
@@ -316,6 +319,8 @@ class Tables:
                     raise sqlite3.DatabaseError("records without a prompt take all the room")
                 return
             last_use, key = oldest
+            if not isinstance(last_use, int):
+                raise sqlite3.DatabaseError("a use of a prompt has no time")
             if before is not None and last_use >= before:
                 return
             self._delete_prompt(key)
@@ -354,7 +359,8 @@ class Tables:
         self._database.execute("BEGIN IMMEDIATE")
 
     def _write_state(self) -> None:
-        state = packed_state(self.clock, self.count, self.prompts, self.lookups, self.hits)
+        counts = max(0, self.count), max(0, self.prompts)  # where rows are damaged
+        state = packed_state(self.clock, *counts, self.lookups, self.hits)
         self._database.execute("UPDATE meta SET value = ? WHERE name = 'state'", (state,))
 
     def copy(self, target: Path) -> None:
