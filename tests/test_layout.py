@@ -23,8 +23,6 @@ STILL_LONG = {
     "nemo_specrl/cache/cluster/shard.py",
     "nemo_specrl/cache/codec.py",
     "nemo_specrl/cache/codec.py: _columns",
-    "nemo_specrl/cache/storage/lmdb_check.py",
-    "nemo_specrl/cache/store.py",
     "nemo_specrl/nemo_rl/context.py: _refuse",
 }
 """What is longer; nothing is added here."""

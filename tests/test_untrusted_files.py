@@ -36,7 +36,7 @@ from nemo_specrl.trainer.policy.torch.model import load_model
 from nemo_specrl.trainer.recipe import load_recipe
 from nemo_specrl.trainer.replay_journal import JournaledStore
 from tests.support.rollouts import rollout
-from tests.support.stores import contents, open_store
+from tests.support.stores import changing, contents, open_store
 from tests.trainer.policy.test_torch import recipe_of, samples
 
 
@@ -170,24 +170,24 @@ def test_the_files_of_the_cache_and_of_a_run(make, tmp_path, attacks):
 
 
 def test_a_record_of_the_store(tmp_path, attacks):
-    import lmdb
-
     with open_store(tmp_path / "a") as store:
         store.put([rollout(1)])
-    with lmdb.open(str(tmp_path / "a"), max_dbs=16, map_size=2**24, lock=False) as database:
-        with database.begin() as reading:
-            names = [name for name, _ in reading.cursor()]
-        for attack in attacks:
-            with database.begin(write=True) as writing:
-                for name in names:
-                    table = database.open_db(name, writing, create=False)
-                    for key, _ in list(writing.cursor(table)):
-                        writing.put(key, attack, db=table)
+    for attack in attacks:
+        for table, column, left in (
+            ("rollouts", "record", {}),
+            ("rollouts", "prompt", {}),
+            ("meta", "value", {}),
+            ("rollouts", "sample_index", {}),
+            ("prompts", "key", {1: [rollout(1)]}),
+            ("prompts", "last_use", {1: [rollout(1)]}),
+        ):
             shutil.copytree(tmp_path / "a", tmp_path / "copy")
+            with changing(tmp_path / "copy") as database:
+                database.execute(f"UPDATE {table} SET {column} = ?", (attack,))
             with contextlib.suppress(CacheError), open_store(tmp_path / "copy") as store:
-                assert contents(store, [1]) == {}
-            for left in tmp_path.glob("copy*"):
-                shutil.rmtree(left)
+                assert contents(store, [1]) == left
+            for folder in tmp_path.glob("copy*"):
+                shutil.rmtree(folder)
 
 
 def test_a_checkpoint_of_the_trainer(random_model, tmp_path, attacks):

@@ -3,7 +3,7 @@
     .venv/bin/python -m benchmarks.cache.cache --dir /raid/somewhere --out results/cache.json
 
 MB are 10^6 bytes of encoded records: what is counted is what a store keeps of a rollout, without
-LMDB's pages around it. Each figure is the median of several runs; the seconds of the processor
+SQLite's pages around it. Each figure is the median of several runs; the seconds of the processor
 that they took stand beside it, since on a machine with other work they are what can be compared.
 """
 
@@ -104,24 +104,15 @@ def raw_disk(folder: Path, mb: float) -> None:
     (folder / "raw.tmp").replace(folder / "raw")
 
 
-def resident_beside_map(path: Path) -> int:
-    """Bytes of this process that are resident and not pages of the store's file."""
-    total = mapped = 0
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if "-" in line.split(" ", 1)[0] and ":" not in line.split(" ", 1)[0]:
-            inside = line.endswith(str(path / DATA_FILE))
-        elif line.startswith("Rss:"):
-            kib = int(line.split()[1])
-            total += kib
-            mapped += kib * inside
-    return (total - mapped) * 1024
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def shard_memory(path: Path, prompts: int, tokens: int) -> dict[str, float]:
     """Memory of a process that only serves one store, MB; call it in a process of its own."""
     with RolloutStore(path, max_bytes=2**40, tokenizer_id="benchmark") as store:
-        begun = resident_beside_map(path)
+        begun = resident()
         keys = [prompt_key([prompt]) for prompt in range(prompts)]
         for i in range(0, len(keys), 64):
             store.get(keys[i : i + 64])
@@ -131,8 +122,8 @@ def shard_memory(path: Path, prompts: int, tokens: int) -> dict[str, float]:
         store.sync()
         return {
             "at_start_mb": begun / MB,
-            "after_mb": resident_beside_map(path) / MB,
-            "peak_with_map_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MB,
+            "after_mb": resident() / MB,
+            "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MB,
         }
 
 
@@ -384,7 +375,7 @@ def report(result: dict[str, Any]) -> str:
         f"{1e3 * waited['median_wait_s']:.1f} ms in the median and "
         f"{1e3 * waited['longest_wait_s']:.1f} ms at worst",
         "",
-        f"memory of a shard beside its mapped pages: {memory['at_start_mb']:.0f} MB at start, "
+        f"memory of a shard: {memory['at_start_mb']:.0f} MB at start, "
         f"{memory['after_mb']:.0f} MB after reading and writing all",
     ]
     if opened := result.get("opening"):

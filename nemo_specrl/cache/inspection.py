@@ -1,25 +1,24 @@
 """Read-only access to rollouts on disk: stores, snapshots of both kinds, exports.
 
-Nothing is repaired, moved aside or counted as used here; stores do that when they are opened.
+Nothing is repaired, moved aside or counted as used here; stores do that when they are opened. Only
+a transaction in whose middle a process has died is rolled back, without which SQLite reads nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
+import sqlite3
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import lmdb
-
 from nemo_specrl.cache.codec import decode
 from nemo_specrl.cache.export import EXPORTS, read_export
 from nemo_specrl.cache.partitions import partition_of
 from nemo_specrl.cache.snapshot import MANIFEST, read_manifest, read_partition
-from nemo_specrl.cache.storage.lmdb_check import PageFile
 from nemo_specrl.cache.storage.lock import holder
+from nemo_specrl.cache.storage.recovery import roll_back
 from nemo_specrl.cache.storage.schema import DATA_FILE, FORMAT, reading_file
 from nemo_specrl.cache.storage.system_errors import as_cache_errors
 from nemo_specrl.cache.store import SNAPSHOT_FILE
@@ -75,17 +74,12 @@ def open_source(path: Path, *, check: bool = False) -> Iterator[Source]:
         path = path / CACHE_FOLDER
     with as_cache_errors("read", path):
         if (path / DATA_FILE).is_file():
-            with _at_rest(path):
-                if check:
-                    with PageFile(path / DATA_FILE) as pages:
-                        if pages.known:
-                            pages.check("rollouts", seconds=math.inf)
-                with _tables(path / DATA_FILE, "store") as source:
-                    yield source
+            with _at_rest(path), _tables(path / DATA_FILE, "store", check) as source:
+                yield source
         elif (path / SNAPSHOT_FILE).is_file():
             if check:
                 check_copy(path / SNAPSHOT_FILE)
-            with _tables(path / SNAPSHOT_FILE, "snapshot of a store") as source:
+            with _tables(path / SNAPSHOT_FILE, "snapshot of a store", False) as source:
                 yield source
         elif (path / MANIFEST).is_file():
             yield _partitions(path)
@@ -108,7 +102,6 @@ def _at_rest(folder: Path) -> Iterator[None]:
         StoreInUse: a process has it open, or has changed it meanwhile; what was read is void.
     """
     data = folder / DATA_FILE
-    before = data.stat()
     held, pid = holder(folder)
     if held:
         raise StoreInUse(
@@ -116,10 +109,12 @@ def _at_rest(folder: Path) -> Iterator[None]:
             "checkpoint's rollout_cache, or wait until it ends",
             pid=pid,
         )
-    error: CacheError | lmdb.Error | None = None
+    roll_back(folder)
+    before = data.stat()
+    error: CacheError | sqlite3.Error | None = None
     try:
         yield
-    except (CacheError, lmdb.Error) as caught:
+    except (CacheError, sqlite3.Error) as caught:
         error = caught
     after = data.stat() if data.exists() else None
     if after is None or (before.st_ino, before.st_mtime_ns) != (after.st_ino, after.st_mtime_ns):
@@ -133,8 +128,8 @@ def _at_rest(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _tables(file: Path, kind: str) -> Iterator[Source]:
-    with reading_file(file) as contents:
+def _tables(file: Path, kind: str, check: bool) -> Iterator[Source]:
+    with reading_file(file, check=check) as contents:
         if contents.format != FORMAT:
             raise ForeignStore(
                 f"{file} has format {contents.format}, this release reads {FORMAT}; use the "
@@ -148,7 +143,7 @@ def _tables(file: Path, kind: str) -> Iterator[Source]:
                         yield decode(name, record)
                     except CacheError as error:
                         yield error
-            except lmdb.Error as error:
+            except sqlite3.Error as error:
                 yield StoreUnavailable(f"{file}: {error}")
 
         yield Source(

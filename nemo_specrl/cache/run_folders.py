@@ -21,7 +21,7 @@ from nemo_specrl.cache.inspection import open_source
 from nemo_specrl.cache.metrics import MEMORY, file_system
 from nemo_specrl.cache.storage.lock import LOCK_FILE, FolderLock
 from nemo_specrl.cache.storage.recovery import TEMPORARY_FILE
-from nemo_specrl.cache.storage.schema import DATA_FILE
+from nemo_specrl.cache.storage.schema import DATA_FILE, JOURNAL_FILE, LMDB_FILE
 from nemo_specrl.cache.storage.system_errors import as_cache_errors
 from nemo_specrl.errors import CacheError
 from nemo_specrl.files import replacing
@@ -94,13 +94,16 @@ def begin_empty(folder: Path, tokenizer_id: str, *, warm: bool) -> list[str]:
     lock = FolderLock(folder)
     try:
         with as_cache_errors("empty the rollout store", folder):
-            for file in folder.glob("*.mdb*"):
+            for file in (folder / name for name in (LMDB_FILE, DATA_FILE, TEMPORARY_FILE)):
+                if not file.is_file():
+                    continue
                 size = file.stat().st_size
                 file.unlink()
                 lines.append(
                     f"removed {file}, {size / _GIB:.2f} GiB of an earlier run's rollouts: this run "
                     "starts from the beginning and not from a checkpoint"
                 )
+            (folder / JOURNAL_FILE).unlink(missing_ok=True)
         if warm:
             lines += _copy_warm_start(folder, tokenizer_id)
         lock.clean = True
@@ -112,6 +115,8 @@ def begin_empty(folder: Path, tokenizer_id: str, *, warm: bool) -> list[str]:
 def _copy_warm_start(folder: Path, tokenizer_id: str) -> list[str]:
     source = folder.parent / WARM_START
     if not (source / DATA_FILE).is_file():
+        if (source / LMDB_FILE).is_file():
+            return [f"{source} is of an older release, in LMDB: the run begins without it"]
         return []
     try:
         with open_source(source) as found:
@@ -158,8 +163,8 @@ def remove_unused(folder: Path) -> list[str]:
 
 
 def _last_used(folder: Path) -> float:
-    files = [folder / name for name in (LOCK_FILE, DATA_FILE) if (folder / name).is_file()]
-    return max((file.stat().st_mtime for file in files), default=float("inf"))
+    files = [folder / name for name in (LOCK_FILE, DATA_FILE, LMDB_FILE)]
+    return max((f.stat().st_mtime for f in files if f.is_file()), default=float("inf"))
 
 
 def _remove(folder: Path) -> bool:

@@ -1,6 +1,6 @@
 """One node's rollout store: a disk cache under a hard size cap, longest-unused prompts out first.
 
-How rollouts lie in LMDB is in ``storage``, how one becomes bytes in ``codec``.
+How rollouts lie in SQLite is in ``storage``, how one becomes bytes in ``codec``.
 """
 
 from __future__ import annotations
@@ -9,20 +9,26 @@ import contextlib
 import itertools
 import logging
 import os
+import sqlite3
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import lmdb
-
 from nemo_specrl.cache.codec import encode_all
 from nemo_specrl.cache.metrics import MEMORY, StoreStats, disk_used_fraction, file_system
 from nemo_specrl.cache.record_reader import Decoder
-from nemo_specrl.cache.storage.lmdb_tables import Reader, Tables
+from nemo_specrl.cache.storage.database import is_damage
 from nemo_specrl.cache.storage.lock import FolderLock
-from nemo_specrl.cache.storage.recovery import check_file, check_pages, move_aside, open_tables
-from nemo_specrl.cache.storage.schema import DAMAGE, DATA_FILE, db_key, newest_keys
+from nemo_specrl.cache.storage.recovery import (
+    check_after_crash,
+    move_aside,
+    move_lmdb_aside,
+    open_tables,
+    remove_files,
+)
+from nemo_specrl.cache.storage.schema import db_key, newest_keys
 from nemo_specrl.cache.storage.system_errors import as_cache_errors
+from nemo_specrl.cache.storage.tables import Tables
 from nemo_specrl.cache.storage.write_buffer import WriteBuffer
 from nemo_specrl.cache.store_snapshot import restore_copy, write_copy
 from nemo_specrl.errors import CacheError, ConfigError, InvalidRollout, StoreUnavailable
@@ -87,18 +93,21 @@ class RolloutStore:
         self._pid = os.getpid()
         self._timer: threading.Timer | None = None
         self._flush_failed = False
-        self._failed = False  # LMDB gives up for good where it cannot write a page of its own
-        self._checked = False  # the pages, since a write has failed
+        self._failed = False  # the disk: the file is opened anew before it is used again
         self._lookups = self._hits = self._dropped_records = 0
         self._decoder = Decoder(self._path, groups_per_prompt)
         self._lock = FolderLock(self._path)
-        self._buffer = WriteBuffer(groups_per_prompt)
+        self._buffer = WriteBuffer()
         try:
             with as_cache_errors("open the rollout store", self._path):
+                move_lmdb_aside(self._path)
                 try:
-                    check_pages(self._path, self._lock)
+                    if not self._lock.clean:
+                        check_after_crash(self._path)
                     self._tables = self._open_tables()
-                except DAMAGE as error:
+                except sqlite3.Error as error:
+                    if not is_damage(error):
+                        raise
                     move_aside(self._path, error)
                     self._tables = self._open_tables()
         except BaseException:
@@ -148,8 +157,10 @@ class RolloutStore:
             if len(key) != KEY_BYTES:
                 raise InvalidRollout(f"key must be {KEY_BYTES} bytes, got {key!r}")
         with self._guard("read"):
-            with self._tables.reading() as reader:
-                found = self._decoder.decoded(self._records(reader, key) for key in wanted)
+            found = self._decoder.decoded(
+                (key, self._tables.records(key) | self._buffer.records.get(key, {}))
+                for key in wanted
+            )
             for key in found:
                 self._buffer.touched[key] = self._tables.tick()
             self._lookups += len(wanted)
@@ -174,11 +185,9 @@ class RolloutStore:
         with self._guard("write to"):
             self._flush()
         while True:
-            with self._guard("read"), self._tables.reading() as reader:
-                keys = reader.keys(start, stop, SCANNED_AT_ONCE)
-                found = self._decoder.decoded(
-                    self._records(reader, key, buffered=False) for key in keys
-                )
+            with self._guard("read"):
+                keys = self._tables.keys(start, stop, SCANNED_AT_ONCE)
+                found = self._decoder.decoded((key, self._tables.records(key)) for key in keys)
             for key in keys:
                 yield from found.get(key, ())
             if not keys:
@@ -205,7 +214,7 @@ class RolloutStore:
         target = Path(os.path.realpath(folder)) / SNAPSHOT_FILE
         with self._guard(f"write the snapshot {target} of"):
             self._flush()
-            write_copy(self._tables.env, target)
+            write_copy(self._tables, target)
 
     @classmethod
     def restore(cls, snapshot_folder: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
@@ -214,6 +223,7 @@ class RolloutStore:
         Crash-safe: until the new store is complete and on disk, the old one stays.
 
         Raises:
+            ForeignStore: it is of a release that kept the store in LMDB.
             StoreUnavailable: there is no snapshot, it is damaged, or ``path`` cannot be written or
                 is in use.
         """
@@ -239,18 +249,15 @@ class RolloutStore:
             StoreUnavailable: reading failed.
         """
         with self._guard("read"):
-            with self._tables.reading() as reader:
-                prompts, rollouts, used = reader.prompts(), self._tables.count, reader.used()
-                for key, records in self._buffer.records.items():
-                    on_disk = set(reader.records(key))
-                    prompts += not on_disk
-                    rollouts += len(newest_keys(on_disk | set(records), self._groups)) - len(
-                        on_disk
-                    )
+            prompts, rollouts = self._tables.prompts, self._tables.count
+            for key, records in self._buffer.records.items():
+                on_disk = self._tables.names(key)
+                prompts += not on_disk
+                rollouts += len(newest_keys(on_disk | set(records), self._groups)) - len(on_disk)
             return StoreStats(
                 prompts=prompts,
                 rollouts=rollouts,
-                bytes_used=used,
+                bytes_used=self._tables.used(),
                 max_bytes=self._max_bytes,
                 lookups=self._lookups,
                 hits=self._hits,
@@ -278,7 +285,7 @@ class RolloutStore:
                 self._closed = True
                 if self._timer is not None:
                     self._timer.cancel()
-                self._tables.env.close()
+                self._tables.close()
                 self._lock.release()
 
     def __len__(self) -> int:
@@ -306,53 +313,38 @@ class RolloutStore:
                     self._reopen()
                 try:
                     yield
-                except lmdb.Error as error:
-                    damage = self._damage(error)
-                    if damage is None:
-                        self._failed = self._tables.failed()
+                except sqlite3.Error as error:
+                    if not is_damage(error):
+                        self._failed = True
                         raise
-                    self._restart(damage)
+                    self._restart(error)
                     raise StoreUnavailable(
-                        f"the rollout store {self._path} was damaged ({damage}); it goes on empty"
+                        f"the rollout store {self._path} was damaged ({error}); it goes on empty"
                     ) from error
-
-    def _damage(self, error: lmdb.Error) -> lmdb.Error | None:
-        """The damage of which an error speaks, or that has caused it; None if the disk failed.
-
-        LMDB takes a page whose flags are damaged for a value of many pages, fails to write that,
-        and says that input or output failed. So the pages are checked where a write has failed,
-        once until another one succeeds.
-        """
-        if isinstance(error, DAMAGE):
-            return error
-        if not self._checked:
-            self._checked = True
-            try:
-                check_file(self._path)
-            except lmdb.Error as damage:
-                return damage
-            except OSError:
-                pass  # the disk does not read either
-        return None
 
     def _open_tables(self) -> Tables:
         return open_tables(self._path, self._max_bytes, self._tokenizer_id, self._lock)
 
     def _reopen(self) -> None:
-        """Open the tables anew, after LMDB has given up on them; what is buffered stays so."""
+        """Open the file anew, after the disk has failed; what is buffered stays so."""
         old = self._tables
-        old.env.close()
-        self._tables = self._open_tables()
+        old.close()
+        try:
+            self._tables = self._open_tables()
+        except sqlite3.Error as error:
+            if not is_damage(error):
+                raise
+            self._restart(error)
         self._carry_over(old)
         self._failed = False
 
-    def _restart(self, damage: Exception | None = None) -> Tables:
+    def _restart(self, damage: Exception | None = None) -> None:
         """Go on with empty tables; the old ones are moved aside, or deleted if not damaged."""
         old = self._tables
-        old.env.close()
+        old.close()
         try:
             if damage is None:
-                (self._path / DATA_FILE).unlink()
+                remove_files(self._path)
             else:
                 move_aside(self._path, damage)
             self._tables = self._open_tables()
@@ -361,26 +353,18 @@ class RolloutStore:
             self._closed = True
             self._lock.release()
             raise
-        return self._tables
 
     def _carry_over(self, old: Tables) -> None:
         for name in ("clock", "evicted", "lookups", "hits"):
             setattr(self._tables, name, getattr(old, name))
 
-    def _records(
-        self, reader: Reader, key: bytes, *, buffered: bool = True
-    ) -> tuple[bytes, dict[bytes, bytes]]:
-        """Return a prompt and its records by db key."""
-        records = reader.records(key)
-        return key, (records | self._buffer.records.get(key, {}) if buffered else records)
-
     def _add(self, key: bytes, clock: int, name: bytes, record: bytes) -> None:
         """Put a record into the buffer, which is committed when it is full, or has waited."""
-        footprint, pages = size = self._tables.size_of(record)
-        if footprint > self._tables.record_limit:
+        size = self._tables.size_of(record)
+        if size > self._tables.record_limit:
             self._dropped_records += 1
             return
-        if self._buffer.records and self._buffer.pages + pages > self._tables.batch_pages:
+        if self._buffer.records and self._buffer.bytes + size > self._tables.batch_bytes:
             self._flush()
         self._buffer.add(key, clock, name, record, size)
         if self._timer is None:
@@ -409,6 +393,4 @@ class RolloutStore:
                 self._flush_later()
 
     def _flush(self) -> None:
-        corrupt = self._decoder.corrupt
-        self._dropped_records += self._buffer.commit(self._tables, corrupt, self._restart)
-        self._checked = False
+        self._buffer.commit(self._tables, self._decoder.corrupt, self._groups)

@@ -77,7 +77,7 @@ def diagnose() -> list[Finding]:
     return [
         _python(),
         _base_packages(),
-        _lmdb(),
+        _sqlite(),
         _compiled_part(),
         _vllm(torch_build),
         *_drafting(on_cpu),
@@ -137,13 +137,15 @@ def _base_packages() -> Finding:
     return Finding("base packages", "ok", ", ".join(f"{n} {v}" for n, v in versions.items()))
 
 
-def _lmdb() -> Finding:
-    version = _version("lmdb")
-    if version is None:
+def _sqlite() -> Finding:
+    try:
+        import sqlite3
+    except ImportError as error:
         return Finding(
-            "lmdb", "missing", "not installed; the rollout cache is kept in it", "pip install lmdb"
-        )
-    return Finding("lmdb", "ok", version)
+            "sqlite3", "missing", f"{error}; the rollout cache is kept in it",
+            "use a Python that was built with SQLite",
+        )  # fmt: skip
+    return Finding("sqlite3", "ok", sqlite3.sqlite_version)
 
 
 def _compiled_part() -> Finding:
@@ -203,11 +205,8 @@ def _drafting(on_cpu: bool) -> Iterator[Finding]:
     if chosen in _METHODS:
         yield Finding(name, "ok", f"tree.method auto: {_METHODS[chosen]}")
         return
-    yield Finding(
-        name, "warning", f"refused with tree.method auto: {chosen}",
-        "preset: faithful verifies on any model runner; or name tree.method: proposer (from vLLM "
-        "0.25.1 on) or rounds",
-    )  # fmt: skip
+    advice = "preset: faithful verifies on any model runner; or name tree.method: rounds"
+    yield Finding(name, "warning", f"refused with tree.method auto: {chosen}", advice)
 
 
 def _torch(build: str, gpus: list[str]) -> Finding:

@@ -17,9 +17,6 @@ from nemo_specrl.nemo_rl.install import install
 
 __all__ = ["launch"]
 
-COMPILED = ("lmdb",)
-"""Packages that the plug-in needs in a worker and that NeMo-RL's environments lack. They have
-xxhash, by way of datasets."""
 OWN = ("torch", "vllm", "ray")
 """Packages that a worker must import from its own environment."""
 
@@ -57,20 +54,17 @@ def plugin_folder() -> Path | None:
         (NEMO_RL_PY_EXECUTABLES_SYSTEM=1).
 
     Raises:
-        ConfigError: the folder has packages that would shadow the workers' own, or lacks the
-            plug-in's compiled dependencies.
+        ConfigError: the folder has packages that would shadow the workers' own.
     """
     if os.environ.get("NEMO_RL_PY_EXECUTABLES_SYSTEM") == "1":
         return None
     folder = Path(nemo_specrl.__file__).resolve().parents[1]
     shadowing = [name for name in OWN if (folder / name).is_dir()]
-    missing = [name for name in COMPILED if not (folder / name).is_dir()]
-    if shadowing or missing:
-        why = f"{shadowing[0]} lies beside it" if shadowing else f"{missing[0]} is not beside it"
+    if shadowing:
         raise ConfigError(
             f"nemo_specrl in {folder}: workers have a Python of their own and cannot use this copy "
-            f"({why}); build a wheel ('pip wheel --no-deps .' in a checkout of nemo_specrl), "
-            f"install it by 'pip install --no-deps --target DIR nemo_specrl-*.whl "
-            f"{' '.join(COMPILED)}' and put DIR first on PYTHONPATH"
+            f"({shadowing[0]} lies beside it); build a wheel ('pip wheel --no-deps .' in a "
+            "checkout of nemo_specrl), install it by 'pip install --no-deps --target DIR "
+            "nemo_specrl-*.whl' and put DIR first on PYTHONPATH"
         )
     return folder

@@ -50,7 +50,11 @@ def write_on_a_disk_that_fails(path):
             acknowledged.append(i)
         except StoreUnavailable as error:
             failed[i] = str(error)
-        found = store.get([prompt_key([p]) for p in range(10)])
+        try:
+            found = store.get([prompt_key([p]) for p in range(10)])
+        except StoreUnavailable as error:  # a commit broke off, and cannot be undone yet
+            failed[i] = str(error)
+            continue
         right = {prompt_key([p]): [rollout(p, v, n=LENGTHS[v % 3])] for p, v in there.items()}
         if found != right:
             wrong.append(i)
@@ -91,29 +95,17 @@ print(*logged, sep="\\n")
 """
 
 
-@pytest.fixture(scope="module")
-def strace():
-    """The command that makes a process's system calls fail, as a failing disk does."""
-    command = ["strace", "-f", "-qq", "-o", "/dev/null"]
-    try:
-        run = [*command, "-e", "inject=write:error=EIO:when=9999", "true"]
-        subprocess.run(run, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"failing system calls are made with strace, which cannot be used: {error}")
-    return command
-
-
 @pytest.mark.parametrize(
     ("calls", "error", "when"),
     [
-        ("fdatasync", "EIO", "8+"),  # from the 8th on, for good
-        ("fdatasync", "EIO", "8..12"),
-        ("pwrite64", "EIO", "30+"),
-        ("pwrite64", "EIO", "30..33"),  # LMDB's own page among them: it gives up, and is reopened
-        ("pwrite64", "EIO", "100..300"),
-        ("pwrite64", "EROFS", "100..300"),
-        ("pwrite64,writev,pwritev", "ENOSPC", "60+"),
-        ("writev,pwritev", "EIO", "4..6"),
+        ("fdatasync", "EIO", "40+"),  # from the 40th on, for good; a commit takes four
+        ("fdatasync", "EIO", "40..52"),
+        ("pwrite64", "EIO", "300+"),
+        ("pwrite64", "EIO", "300..303"),
+        ("pwrite64", "EIO", "300..320"),
+        ("pwrite64", "EROFS", "300..320"),
+        ("pwrite64", "ENOSPC", "300+"),
+        ("pwrite64", "ENOSPC", "300..320"),
     ],
 )
 def test_a_disk_whose_calls_fail(tmp_path, strace, calls, error, when):
@@ -123,8 +115,8 @@ def test_a_disk_whose_calls_fail(tmp_path, strace, calls, error, when):
         acknowledged, failed, wrong, closed = json.loads(process.stdout.read())
     assert wrong == []
     assert acknowledged and failed, "nothing failed, or all did"
-    lines = {"EIO": "Input/output error", "EROFS": "Read-only file", "ENOSPC": "No space left"}
-    assert all(str(path) in line and lines[error] in line for line in failed.values())
+    why = "No space left" if error == "ENOSPC" else "Input/output error"
+    assert all(str(path) in line and why in line for line in failed.values()), failed
     for_good = when.endswith("+")
     assert closed is not for_good
     if not for_good:
@@ -146,7 +138,7 @@ def test_a_background_flush_is_tried_until_the_disk_takes_it(tmp_path):
         logged = process.stdout.read().splitlines()
     assert process.returncode == 0
     assert len(logged) == 1, "of the failures in a row one is logged"
-    assert_one_line(logged[0], path, "File too large", "tried again until it works")
+    assert_one_line(logged[0], path, "Input/output error", "tried again until it works")
     with open_store(path) as store:
         assert contents(store, [1]) == {1: [rollout(1, 7)]}
 
@@ -157,14 +149,14 @@ def test_a_file_cut_off_anywhere_serves_nothing_wrong(tmp_path, caplog):
     put = {p: [rollout(p, n=500)] for p in range(50)}
     with open_store(path) as store:
         store.put(group[0] for group in put.values())
-    data = (path / "data.mdb").read_bytes()
+    data = (path / "rollouts.sqlite").read_bytes()
     rng = random.Random(5)
     pages = [4096 * rng.randrange(1, len(data) // 4096) + rng.choice([-1, 0, 1]) for _ in range(30)]
     offsets = [*pages, *(rng.randrange(1, len(data)) for _ in range(CUTS - len(pages)))]
     for i, offset in enumerate(offsets):
         cut = tmp_path / f"cut-{i}"
         shutil.copytree(path, cut)
-        (cut / "data.mdb").write_bytes(data[:offset])
+        (cut / "rollouts.sqlite").write_bytes(data[:offset])
         caplog.clear()
         with caplog.at_level(logging.WARNING), open_store(cut) as store:
             found = contents(store, range(50))

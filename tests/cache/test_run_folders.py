@@ -45,7 +45,7 @@ def test_a_run_that_begins_begins_empty_and_says_what_it_removed(tmp_path, caplo
     assert caplog.messages == []
     prepare(folder, "tok", MIB, fresh=True)
     [line] = caplog.messages
-    assert f"removed {folder / 'data.mdb'}" in line and "starts from the beginning" in line
+    assert f"removed {folder / 'rollouts.sqlite'}" in line and "starts from the beginning" in line
     with open_store(folder, tokenizer_id="another", max_bytes=MIB) as store:
         assert contents(store, [1]) == {}
 
@@ -53,7 +53,7 @@ def test_a_run_that_begins_begins_empty_and_says_what_it_removed(tmp_path, caplo
 def test_a_warm_start_is_copied_and_is_there_for_the_next_run(tmp_path):
     with open_store(tmp_path / WARM_START) as store:
         store.put([rollout(p) for p in range(5)])
-    before = (tmp_path / WARM_START / "data.mdb").read_bytes()
+    before = (tmp_path / WARM_START / "rollouts.sqlite").read_bytes()
     for name in ("one", "two"):
         folder = run_folder(tmp_path, tmp_path / name)
         [line] = begin_empty(folder, "tok", warm=True)
@@ -61,7 +61,7 @@ def test_a_warm_start_is_copied_and_is_there_for_the_next_run(tmp_path):
         with open_store(folder) as store:
             assert contents(store, range(6)) == {p: [rollout(p)] for p in range(5)}
             store.put([rollout(0, version=3)])
-    assert (tmp_path / WARM_START / "data.mdb").read_bytes() == before
+    assert (tmp_path / WARM_START / "rollouts.sqlite").read_bytes() == before
     with open_store(run_folder(tmp_path, tmp_path / "one"), max_bytes=MIB) as store:
         assert len(contents(store, range(6))) == 5  # a lower cap
 
@@ -74,7 +74,7 @@ def test_a_warm_start_that_cannot_be_used_is_left_out_and_named(tmp_path):
         assert f"is open in process {os.getpid()}" in line and "begins without it" in line
     [line] = begin_empty(folder, "llama", warm=True)
     assert "is of tokenizer 'tok', not of 'llama': the run begins without it" in line
-    data = tmp_path / WARM_START / "data.mdb"
+    data = tmp_path / WARM_START / "rollouts.sqlite"
     data.write_bytes(b"\xa5" * 50_000)
     [line] = begin_empty(folder, "tok", warm=True)
     assert str(data.parent) in line and "begins without it" in line
@@ -95,15 +95,15 @@ def test_what_nobody_has_used_for_long_is_removed_and_nothing_else(tmp_path):
     gone = made("a" * 16, old), made("b" * 16 + "-1", old, "another")
     damaged = tmp_path / ("a" * 16 + ".damaged-1")
     damaged.mkdir()
-    (damaged / "data.mdb").write_bytes(b"")
-    os.utime(damaged / "data.mdb", (old, old))
+    (damaged / "rollouts.sqlite").write_bytes(b"")
+    os.utime(damaged / "rollouts.sqlite", (old, old))
     recent, used = made("c" * 16, time.time()), made("d" * 16, old)
     others = made(WARM_START, old), made("results", old)
     (tmp_path / ("e" * 16)).mkdir()  # with no store in it
     (tmp_path / ("f" * 16)).symlink_to(others[1])
     with open_store(used):
         os.utime(used / "lock", (old, old))
-        os.utime(used / "data.mdb", (old, old))
+        os.utime(used / "rollouts.sqlite", (old, old))
         lines = remove_unused(own)
     assert lines == [
         f"removed {folder}: no run has used it for {UNUSED_DAYS} days"

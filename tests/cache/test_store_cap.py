@@ -134,6 +134,28 @@ def test_a_group_larger_than_the_cap_keeps_its_last_rollouts(tmp_path):
         assert bytes_on_disk(tmp_path / "a") <= MIB
 
 
+def test_what_is_read_evicts_nothing(tmp_path):
+    with open_store(tmp_path / "a", MIB) as store:
+        store.put([rollout(1, n=130_000)])  # which leaves less room than a store keeps otherwise
+        store.sync()
+        for _ in range(3):
+            assert contents(store, [1]) == {1: [rollout(1, n=130_000)]}
+            store.sync()
+        assert store.stats().evicted_prompts == 0
+
+
+def test_the_journal_of_a_larger_cap_is_cut_off(tmp_path):
+    path = tmp_path / "a"
+    with open_store(path, 256 * MIB) as store:
+        store.put(rollout(p) for p in range(2000))
+        store.sync()
+        store.put(rollout(p, 1) for p in range(2000))
+    assert (path / "rollouts.sqlite-journal").stat().st_size > MIB // 8
+    with open_store(path, 2 * MIB):
+        assert bytes_on_disk(path) <= 2 * MIB
+    assert (path / "rollouts.sqlite-journal").stat().st_size <= MIB // 8
+
+
 def test_a_lower_cap_holds_from_the_next_opening(tmp_path):
     path = tmp_path / "a"
     with open_store(path, 8 * MIB) as store:

@@ -1,32 +1,21 @@
 """A rollout store whose records, or whole file, are damaged."""
 
+import contextlib
 import logging
-import os
 import random
-import struct
-import subprocess
 
-import lmdb
 import pytest
 
-from nemo_specrl.cache import RolloutStore
+from nemo_specrl.cache.storage.tables import PAGE_CACHE_KIB
 from nemo_specrl.errors import CacheError
 from nemo_specrl.rollout import prompt_key
 from tests.support.rollouts import rollout
 from tests.support.stores import (
-    MIB,
+    changing,
     contents,
     damaged_folders,
     open_store,
-    run_python,
-    snapshot_of,
 )
-
-
-def raw(path):
-    """The store's file as LMDB sees it, and its table of rollouts."""
-    env = lmdb.open(str(path), map_size=16 * MIB, max_dbs=3, lock=False)
-    return env, env.open_db(b"rollouts")
 
 
 def test_a_corrupt_record_is_skipped_counted_logged_once_and_deleted(tmp_path, caplog):
@@ -34,13 +23,12 @@ def test_a_corrupt_record_is_skipped_counted_logged_once_and_deleted(tmp_path, c
     with open_store(path) as store:
         store.put(rollout(1, sample_index=sample_index) for sample_index in range(3))
         store.put([rollout(2)])
-    env, table = raw(path)
-    with env, env.begin(write=True) as txn:
-        for prompt, sample_index in ((1, b"\0\1"), (2, b"\0\0")):
-            with txn.cursor(table) as cursor:
-                cursor.set_range(prompt_key([prompt]) + sample_index)
-                name, value = cursor.item()
-            txn.put(name, value[:9] + bytes([value[9] ^ 1]) + value[10:], db=table)
+    with changing(path) as database:
+        for place in ((prompt_key([1]), 1), (prompt_key([2]), 0)):
+            at = " FROM rollouts WHERE prompt = ? AND sample_index = ?"
+            ((value,),) = database.execute(f"SELECT record{at}", place)
+            value = value[:9] + bytes([value[9] ^ 1]) + value[10:]
+            database.execute(f"UPDATE rollouts SET record = ?{at[14:]}", (value, *place))
     with caplog.at_level(logging.WARNING), open_store(path) as store:
         for _ in range(2):
             assert contents(store, [1, 2]) == {
@@ -64,12 +52,9 @@ def test_the_older_rollout_serves_where_the_newest_is_corrupt(tmp_path):
     path = tmp_path / "a"
     with open_store(path, groups_per_prompt=2) as store:
         store.put([rollout(1, 0), rollout(1, 1)])
-    env, table = raw(path)
-    with env, env.begin(write=True) as txn:
-        with txn.cursor(table) as cursor:
-            cursor.set_range(prompt_key([1]) + b"\0")
-            name = cursor.key()
-        txn.put(name, b"", db=table)
+    with changing(path) as database:
+        newest = "SELECT max(clock) FROM rollouts"
+        database.execute(f"UPDATE rollouts SET record = x'' WHERE clock = ({newest})")
     with open_store(path) as store:
         assert contents(store, [1]) == {1: [rollout(1, 0)]}
         store.sync()
@@ -104,8 +89,8 @@ def test_a_damaged_file_is_moved_aside_and_the_store_is_cold(tmp_path, caplog, d
     path = tmp_path / "a"
     with open_store(path) as store:
         store.put(rollout(p, n=500) for p in range(50))
-    data = damage((path / "data.mdb").read_bytes())
-    (path / "data.mdb").write_bytes(data)
+    data = damage((path / "rollouts.sqlite").read_bytes())
+    (path / "rollouts.sqlite").write_bytes(data)
     (tmp_path / "a.damaged-1").mkdir()
     with caplog.at_level(logging.WARNING), open_store(path) as store:
         assert contents(store, range(50)) == {}
@@ -113,7 +98,7 @@ def test_a_damaged_file_is_moved_aside_and_the_store_is_cold(tmp_path, caplog, d
         store.put([rollout(1)])
     assert [r.levelname for r in caplog.records] == ["WARNING"]
     assert str(tmp_path / "a.damaged-2") in caplog.text
-    assert (tmp_path / "a.damaged-2" / "data.mdb").read_bytes() == data
+    assert (tmp_path / "a.damaged-2" / "rollouts.sqlite").read_bytes() == data
     with open_store(path) as store:
         assert contents(store, range(50)) == {1: [rollout(1)]}
 
@@ -121,7 +106,7 @@ def test_a_damaged_file_is_moved_aside_and_the_store_is_cold(tmp_path, caplog, d
 def test_an_empty_file_is_a_new_store(tmp_path):
     path = tmp_path / "a"
     path.mkdir()
-    (path / "data.mdb").touch()
+    (path / "rollouts.sqlite").touch()
     with open_store(path) as store:
         store.put([rollout(1)])
     assert not damaged_folders(path)
@@ -129,18 +114,19 @@ def test_an_empty_file_is_a_new_store(tmp_path):
 
 def test_damage_found_later_raises_once_and_the_store_goes_on_cold(tmp_path, caplog):
     path = tmp_path / "a"
-    with open_store(path) as store:
-        store.put(rollout(p, n=2000) for p in range(50))
+    with open_store(path) as store:  # of more than the pages that SQLite keeps in memory
+        store.put(rollout(p, n=2000) for p in range(1000))
         store.sync()
-        # Page headers say what a page is; LMDB notices when it comes upon one that is not.
-        data = bytearray((path / "data.mdb").read_bytes())
+        # Page headers say what a page is; SQLite notices when it comes upon one that is not.
+        data = bytearray((path / "rollouts.sqlite").read_bytes())
+        assert len(data) > 1.2 * 1024 * PAGE_CACHE_KIB
         for start in range(8192, len(data), 4096):
             data[start : start + 16] = b"\xa5" * 16
-        with open(path / "data.mdb", "r+b") as file:
+        with open(path / "rollouts.sqlite", "r+b") as file:
             file.write(data)
         with pytest.raises(CacheError, match="damaged"):
-            contents(store, range(50))
-        assert contents(store, range(50)) == {}
+            contents(store, range(1000))
+        assert contents(store, range(1000)) == {}
         store.put([rollout(1)])
         store.sync()
         assert contents(store, range(50)) == {1: [rollout(1)]}
@@ -149,32 +135,39 @@ def test_damage_found_later_raises_once_and_the_store_goes_on_cold(tmp_path, cap
         assert contents(store, [1]) == {1: [rollout(1)]}
 
 
-def test_damage_that_kills_a_process_kills_the_next_one_no_more(tmp_path):
-    if struct.calcsize("P") != 8 or os.sysconf("SC_PAGE_SIZE") != 4096:
-        pytest.skip(
-            "the page to be damaged is looked for as 64-bit LMDB with 4 KiB pages writes it"
-        )
+@pytest.mark.parametrize("died", [False, True])
+def test_the_pages_are_checked_after_a_crash(tmp_path, died):
+    """What is damaged lies where nothing is looked up; after a crash it is found all the same."""
     path = tmp_path / "a"
-    RolloutStore.restore(
-        snapshot_of(tmp_path, [rollout(p, n=2000) for p in range(200)]), path
-    )  # which has no stale pages
-    data = bytearray((path / "data.mdb").read_bytes())
-    keys = sorted(prompt_key([p]) for p in range(200))
-    leaf = next(
-        page
-        for page in range(2, len(data) // 4096)
-        if data[page * 4096 + 10] == 2 and data.find(keys[100], page * 4096, page * 4096 + 4096) > 0
-    )
-    data[leaf * 4096 : leaf * 4096 + 4096] = bytes(4096)
-    (path / "data.mdb").write_bytes(data)
-    reader = "import sys, lmdb; e = lmdb.open(sys.argv[1], max_dbs=3, lock=False)\n" + (
-        "with e.begin(e.open_db(b'rollouts')) as t: list(t.cursor())"
-    )
-    with run_python(reader, path, stderr=subprocess.DEVNULL) as process:
-        if process.wait() >= 0:
-            pytest.skip("this LMDB reads on where a page is blank")
-    (path / "lock").write_text("1\n")  # as a process leaves it that died
     with open_store(path) as store:
-        assert contents(store, range(200)) == {}
-        store.put([rollout(1)])
-    assert len(damaged_folders(path)) == 1
+        store.put(rollout(p, n=2000) for p in range(200))
+    data = bytearray((path / "rollouts.sqlite").read_bytes())
+    begun = data.index(rollout(150, n=2000).tokens.astype("<u2").tobytes()[1000:1100])
+    following = (begun // 4096 + 1) * 4096  # a page of the same record
+    data[following : following + 4] = bytes(4)  # where it goes on
+    (path / "rollouts.sqlite").write_bytes(data)
+    (path / "lock").write_text("1\n" if died else "")  # as a process leaves it
+    with open_store(path) as store:
+        assert len(contents(store, range(3))) == (0 if died else 3)
+        store.put([rollout(1, 1)])
+    assert len(damaged_folders(path)) == died
+
+
+@pytest.mark.parametrize("column", ["prompt", "sample_index", "clock"])
+def test_a_row_under_another_key_is_never_served(tmp_path, column):
+    path = tmp_path / "a"
+    with open_store(path) as store:
+        store.put(rollout(p, sample_index=p) for p in range(20))
+    new = {"sample_index": "19 - sample_index", "clock": "clock + 1000"}.get(column)
+    with changing(path) as database:
+        if column == "prompt":
+            new = "(SELECT key FROM prompts WHERE key <> prompt ORDER BY key LIMIT 1)"
+        database.execute(f"UPDATE rollouts SET {column} = {new}")
+    with open_store(path) as store:
+        for _ in range(2):
+            with contextlib.suppress(CacheError):
+                assert contents(store, range(20)) == {}
+        with contextlib.suppress(CacheError):
+            store.put([rollout(1)])
+            store.sync()
+        assert contents(store, range(20)) == {1: [rollout(1)]}

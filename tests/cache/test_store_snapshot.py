@@ -8,6 +8,7 @@ import pytest
 from nemo_specrl.cache import RolloutStore
 from nemo_specrl.cache.export import read_export, reset_provenance, write_export
 from nemo_specrl.cache.snapshot import read_partition, write_partition
+from nemo_specrl.errors import ForeignStore
 from nemo_specrl.errors import StoreUnavailable as Unavailable
 from tests.support.rollouts import rollout
 from tests.support.stores import (
@@ -69,21 +70,25 @@ def test_restoring_replaces_what_is_there_and_ignores_leftovers(tmp_path):
     snapshot = snapshot_of(tmp_path, [rollout(1)])
     with open_store(tmp_path / "b") as store:
         store.put([rollout(2)])
-    (tmp_path / "b" / "data.mdb.tmp").write_bytes(b"of a restore that died" * 100_000)
+    (tmp_path / "b" / "rollouts.sqlite.tmp").write_bytes(b"of a restore that died" * 100_000)
     with open_store(tmp_path / "b") as store:  # it died before the rename: the old store stands
         assert contents(store, [1, 2]) == {2: [rollout(2)]}
-    assert not (tmp_path / "b" / "data.mdb.tmp").exists()
-    (tmp_path / "b" / "data.mdb.tmp").write_bytes(b"of a restore that died" * 100_000)
+    assert not (tmp_path / "b" / "rollouts.sqlite.tmp").exists()
+    (tmp_path / "b" / "rollouts.sqlite.tmp").write_bytes(b"of a restore that died" * 100_000)
     RolloutStore.restore(snapshot, tmp_path / "b")
     with open_store(tmp_path / "b") as store:
         assert contents(store, [1, 2]) == {1: [rollout(1)]}
-    assert sorted(os.listdir(tmp_path / "b")) == ["data.mdb", "lock"]
+    assert sorted(os.listdir(tmp_path / "b")) == [
+        "lock",
+        "rollouts.sqlite",
+        "rollouts.sqlite-journal",
+    ]
 
 
 def test_restoring_over_a_damaged_store_heals_it(tmp_path):
     snapshot = snapshot_of(tmp_path, [rollout(1)])
     (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "data.mdb").write_bytes(b"\xa5" * 50_000)
+    (tmp_path / "b" / "rollouts.sqlite").write_bytes(b"\xa5" * 50_000)
     RolloutStore.restore(snapshot, tmp_path / "b")
     with open_store(tmp_path / "b") as store:
         assert contents(store, [1]) == {1: [rollout(1)]}
@@ -115,6 +120,9 @@ def test_a_missing_or_damaged_snapshot_is_refused_and_the_store_stays(tmp_path):
         file.write_bytes(data)
         with pytest.raises(Unavailable, match="is damaged"):
             RolloutStore.restore(snapshot, tmp_path / "b")
+    file.write_bytes(whole[:-16] + b"SPECSNP1" + whole[-8:])
+    with pytest.raises(ForeignStore, match="of an older release, which kept rollouts in LMDB"):
+        RolloutStore.restore(snapshot, tmp_path / "b")
     with open_store(tmp_path / "b") as store:
         assert contents(store, range(20)) == {2: [rollout(2)]}
     file.write_bytes(whole)

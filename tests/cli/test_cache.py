@@ -45,9 +45,9 @@ def contents(folder, prompts, tokenizer="tok"):
 
 def test_inspect_counts_what_is_there(tmp_path, cache):
     path = made(tmp_path / "store")
-    before = (path / "data.mdb").read_bytes()
+    before = (path / "rollouts.sqlite").read_bytes()
     shown = cache("inspect", path, "--partitions", 4)
-    assert (path / "data.mdb").read_bytes() == before
+    assert (path / "rollouts.sqlite").read_bytes() == before
     for part in (
         *("store", "tok", "4, 4 of them with rollouts"),
         *("30 │", "60, 30 LENGTH, 30 STOP", "750, 12.5 a rollout, at most 20"),
@@ -55,6 +55,12 @@ def test_inspect_counts_what_is_there(tmp_path, cache):
         *("6 to 6", "0.0 versions a rollout, 3.0 a token", "75.0% of 40 prompts"),
     ):
         assert part in shown, (part, shown)
+
+
+def test_a_path_may_be_relative_and_have_any_characters(tmp_path, cache, monkeypatch):
+    made(tmp_path / "a ?b#%20", prompts=3)
+    monkeypatch.chdir(tmp_path)
+    assert "6, 3 LENGTH, 3 STOP" in cache("inspect", "a ?b#%20")
 
 
 def test_inspect_reads_snapshots_of_both_kinds_and_checkpoints(tmp_path, cache):
@@ -85,15 +91,15 @@ def test_verify_names_what_is_damaged(tmp_path, cache):
     path = made(tmp_path / "store")
     assert "60 rollouts are sound, 0 damaged" in cache("verify", path)
     tokens = [rollout(p, 6).tokens.astype("<u2").tobytes() for p in (3, 8)]
-    flipped(path / "data.mdb", *tokens)
+    flipped(path / "rollouts.sqlite", *tokens)
     shown = cache("verify", path, code=1)
     assert "58 rollouts are sound, 2 damaged" in shown
     for prompt in (3, 8):
         assert f"damaged: record {prompt_key([prompt]).hex()}" in shown
     assert "damaged │ 2; nemo-specrl cache verify names them" in cache("inspect", path)
-    (path / "data.mdb").write_bytes((path / "data.mdb").read_bytes()[:-4096])
-    assert "cut off at" in cache("verify", path, code=1)
-    (path / "data.mdb").write_bytes(b"\xa5" * 50_000)
+    (path / "rollouts.sqlite").write_bytes((path / "rollouts.sqlite").read_bytes()[:-4096])
+    assert "damaged: cannot read" in cache("verify", path, code=1)
+    (path / "rollouts.sqlite").write_bytes(b"\xa5" * 50_000)
     shown = cache("verify", path, code=1)
     assert re.search(r"damaged: cannot read .*store", shown) and "0 rollouts are sound" in shown
 
@@ -151,10 +157,13 @@ def test_bad_input_is_one_line_and_code_2(tmp_path, cache):
     cache("export", store, tmp_path / "export")
     os.mkdir(tmp_path / "strange")
     save_file({"a": np.zeros(2)}, tmp_path / "strange" / "rollouts-00000.safetensors")
-    before = (foreign / "data.mdb").read_bytes()
+    before = (foreign / "rollouts.sqlite").read_bytes()
     for arguments, part in (
         (("inspect", tmp_path / "nowhere"), "no such folder"),
-        (("inspect", tmp_path / "empty"), "neither a rollout store (data.mdb), nor a snapshot"),
+        (
+            ("inspect", tmp_path / "empty"),
+            "neither a rollout store (rollouts.sqlite), nor a snapshot",
+        ),
         (("verify", tmp_path / "empty"), "neither a rollout store"),
         (("export", store, tmp_path / "export"), "has an export; name another folder"),
         (("export", tmp_path / "empty", tmp_path / "x"), "neither a rollout store"),
@@ -166,7 +175,7 @@ def test_bad_input_is_one_line_and_code_2(tmp_path, cache):
     ):
         shown = cache(*arguments, code=2)
         assert shown.startswith("nemo-specrl: ") and part in shown, shown
-    assert (foreign / "data.mdb").read_bytes() == before
+    assert (foreign / "rollouts.sqlite").read_bytes() == before
     with RolloutStore(store, max_bytes=8 * MIB, tokenizer_id="tok"):
         for command in (("inspect", store), ("verify", store), ("export", store, tmp_path / "z")):
             assert f"is open in process {os.getpid()}" in cache(*command, code=2)
@@ -189,15 +198,12 @@ def test_a_run_may_open_a_store_that_is_being_looked_at(tmp_path):
         assert sum(not isinstance(r, CacheError) for r in source.rollouts) == 60
 
 
-def test_damage_that_would_end_a_process_is_one_line(tmp_path, cache):
-    """The size of a value in every leaf page: LMDB would read far outside the file."""
+def test_a_store_whose_pages_are_damaged_is_one_line(tmp_path, cache):
     path = made(tmp_path / "store")
-    data = bytearray((path / "data.mdb").read_bytes())
-    for page in range(2 * 4096, len(data), 4096):
-        if data[page + 10] == 2:
-            node = page + int.from_bytes(data[page + 16 : page + 18], "little")
-            data[node + 3] ^= 0x40
-    (path / "data.mdb").write_bytes(data)
+    data = bytearray((path / "rollouts.sqlite").read_bytes())
+    for page in range(4096, len(data), 4096):
+        data[page + 3] ^= 0x40  # the number of its cells
+    (path / "rollouts.sqlite").write_bytes(data)
     for command in (("inspect", path), ("export", path, tmp_path / "out")):
         assert "cannot read" in cache(*command, code=2)
     assert "damaged: cannot read" in cache("verify", path, code=1)

@@ -22,7 +22,7 @@ from tests.conftest import REPOSITORY
 # What a light install holds: the base packages, and what they need themselves.
 LIGHT = (
     "numpy", "pydantic", "pydantic_core", "annotated_types", "typing_extensions",
-    "typing_inspection", "xxhash", "rich", "pygments", "markdown_it", "mdurl", "typer", "lmdb",
+    "typing_inspection", "xxhash", "rich", "pygments", "markdown_it", "mdurl", "typer",
 )  # fmt: skip
 DISTRIBUTIONS = {"pygments": "Pygments", "markdown_it": "markdown-it-py"}
 
@@ -96,7 +96,7 @@ def test_light_install_is_fine_and_nothing_heavy_is_imported(tmp_path):
     found = result["findings"]
     assert result["code"] == 0
     assert result["heavy"] == []
-    for name in ("Python", "base packages", "lmdb"):
+    for name in ("Python", "base packages", "sqlite3"):
         assert found[name].status == "ok"
     optional = ("vLLM", "torch", "transformers", "ray", "megatron-core", "nvidia-resiliency-ext",
                 "matplotlib", "tensorboard", "NeMo-RL")  # fmt: skip
@@ -112,13 +112,22 @@ def test_light_install_is_fine_and_nothing_heavy_is_imported(tmp_path):
 
 @pytest.mark.parametrize(
     ("package", "name"),
-    [("lmdb", "lmdb"), ("numpy", "base packages"), ("pydantic", "base packages")],
+    [("numpy", "base packages"), ("pydantic", "base packages")],
 )
 def test_missing_base_package_is_an_error(tmp_path, package, name):
     result = diagnose_in(light_install(tmp_path / "site", without=(package,)), tmp_path)
     assert result["code"] == 1
     assert result["findings"][name].status == "missing"
     assert f"Needed, and missing: {name}." in result["printed"]
+
+
+def test_a_python_without_sqlite_is_an_error(tmp_path):
+    site = light_install(tmp_path / "site")
+    (site / "sqlite3.py").write_text("raise ImportError('no _sqlite3')")
+    result = diagnose_in(site, tmp_path)
+    assert result["code"] == 1
+    assert result["findings"]["sqlite3"].status == "missing"
+    assert "built with SQLite" in result["findings"]["sqlite3"].advice
 
 
 def test_a_compiled_part_that_is_missing_or_of_another_machine(tmp_path):

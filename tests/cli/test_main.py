@@ -9,7 +9,7 @@ from nemo_specrl import __version__
 from tests.conftest import REPOSITORY
 
 DEMO = "examples/configs/grpo_sort_cpu.yaml"
-SLOW = ("numpy", "omegaconf", "lmdb", "matplotlib", "torch", "vllm", "ray")
+SLOW = ("numpy", "omegaconf", "sqlite3", "matplotlib", "torch", "vllm", "ray")
 
 
 def python(code):

@@ -99,7 +99,7 @@ def test_a_damaged_record_is_decoded_plainly_and_counted(speculative, tmp_path):
     tokens = [*encode("12+34=46;#46"), EOS]
     with RolloutStore(tmp_path / "store", **options) as store:
         store.put([draft(tokens), draft([*encode("99"), EOS], sample_index=1)])
-    path = tmp_path / "store" / "data.mdb"
+    path = tmp_path / "store" / "rollouts.sqlite"
     data = bytearray(path.read_bytes())
     place = data.index(np.asarray(tokens, dtype="<u2").tobytes())
     data[place] ^= 1

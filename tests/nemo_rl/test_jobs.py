@@ -205,7 +205,7 @@ def test_killed_and_resumed_it_drafts_at_once(folder):
     killed.wait_for_kill()
     assert [p.name for p in sorted(out.glob("checkpoints/step_*"))] == ["step_2"]
     # The node's disk is lost, too: what is left is the checkpoint.
-    for path in (folder / "stores").glob("*/*.mdb"):
+    for path in (folder / "stores").glob("*/rollouts.sqlite*"):
         path.unlink()
     resumed = Job(out, steps=6, spec_rl=FAITHFUL, **{"logger.log_dir": logs[1]}).wait()
     steps = resumed.train()
@@ -224,7 +224,7 @@ def test_a_damaged_cache_costs_the_resumed_run_its_drafts_and_no_more(folder):
     Job(out, steps=2, spec_rl=FAITHFUL).wait()
     manifest = out / "checkpoints" / "step_2" / "rollout_cache" / "manifest.json"
     manifest.write_text(manifest.read_text()[:50])
-    for path in (folder / "stores").glob("*/*.mdb"):
+    for path in (folder / "stores").glob("*/rollouts.sqlite*"):
         path.unlink()
     resumed = Job(out, steps=4, spec_rl=FAITHFUL).wait()
     assert "manifest.json: damaged" in resumed.log.read_text()

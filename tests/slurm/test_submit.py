@@ -82,7 +82,6 @@ def make_checkout(folder):
     (folder / "examples" / "configs").mkdir(parents=True)
     (folder / "examples" / "run_grpo.py").touch()
     (folder / RECIPE).touch()
-    (folder / ".python-version").write_text("3.13.14\n")
     (folder / "ray.sub").write_text(RAY_SUB)
     return folder
 
@@ -92,11 +91,9 @@ def saved():
     return SCRIPT.read_text().split("SAVED='")[1].split("'")[0]
 
 
-def make_plugin(folder, python="313"):
+def make_plugin(folder):
     """Make those files of ``pip install --no-deps --target`` that the script looks for."""
-    for name in ("nemo_specrl", "lmdb"):
-        (folder / name).mkdir(parents=True)
-        (folder / name / f"c.cpython-{python}-x86_64-linux-gnu.so").touch()
+    (folder / "nemo_specrl").mkdir(parents=True)
     (folder / "nemo_specrl" / "__init__.py").touch()
     (folder / "nemo_specrl" / "__main__.py").write_text(PLUGIN.replace("SAVED", saved()))
     (folder / "nemo_specrl" / "speculation").mkdir()
@@ -190,7 +187,6 @@ BAD = [
     ([RECIPE], {"SPECRL_CACHE_DIR": "/raid/a=b"}, "SPECRL_CACHE_DIR=/raid/a=b: must be an abs"),
     ([RECIPE], {"SPECRL_FOLDER": "{place}/checkout"}, "no nemo_specrl in it"),
     ([RECIPE], {"SPECRL_FOLDER": "{place}/full"}, "torch lies in it and would replace"),
-    ([RECIPE], {"SPECRL_FOLDER": "{place}/old"}, "lmdb is for another Python than the checkout's"),
     ([RECIPE], {"SPECRL_FOLDER": "{place}/no-c"}, "its nemo_specrl was built without the compiled"),
     ([RECIPE], {"BASE_LOG_DIR": "/logs"}, "BASE_LOG_DIR=/logs: the container does not see it; add"),
     ([RECIPE], {"HF_HOME": "models"}, "HF_HOME=models: must be the absolute path of a folder"),
@@ -208,7 +204,6 @@ BAD = [
 
 @pytest.mark.parametrize(("arguments", "changes", "line"), BAD, ids=[line for *_, line in BAD])
 def test_bad_input_is_one_line(place, arguments, changes, line):
-    make_plugin(place / "old", python="311")
     (make_plugin(place / "full") / "torch").mkdir()
     (make_plugin(place / "no-c") / "nemo_specrl" / "speculation" / "_suffix.abi3.so").unlink()
     (place / "elsewhere.yaml").touch()

@@ -1,12 +1,15 @@
 """The stores that tests open, their contents, and processes of their own that use them."""
 
+import contextlib
 import os
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
 
 import nemo_specrl
 from nemo_specrl.cache import RolloutStore
+from nemo_specrl.cache.storage.schema import DATA_FILE
 from nemo_specrl.rollout import prompt_key
 
 MIB = 2**20
@@ -32,6 +35,13 @@ def contents(store, prompts):
 
 def bytes_on_disk(folder):
     return sum(file.stat().st_size for file in Path(folder).rglob("*"))
+
+
+@contextlib.contextmanager
+def changing(folder):
+    """The database of a store that is not open, to be changed."""
+    with contextlib.closing(sqlite3.connect(folder / DATA_FILE, isolation_level=None)) as database:
+        yield database
 
 
 def damaged_folders(path):

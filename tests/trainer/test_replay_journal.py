@@ -154,7 +154,7 @@ def test_where_the_cap_made_it_forget_it_hands_out_nothing_of_this_process(tmp_p
 def test_a_damaged_journal_is_moved_aside_and_the_run_resumes_without_it(tmp_path, caplog):
     with opened(tmp_path) as store:
         store.put(step(1))
-    for file in (tmp_path / "journal").glob("*/data.mdb"):
+    for file in (tmp_path / "journal").glob("*/rollouts.sqlite"):
         data = bytearray(file.read_bytes())
         for page in range(0, len(data), 4096):
             data[page + 12] ^= 1

@@ -1,4 +1,4 @@
-"""The lock of a store's folder, which also tells how its last holder ended."""
+"""The lock of a store's folder, which also tells whether its last holder died with it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import os
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 import xxhash
@@ -18,17 +17,11 @@ import xxhash
 from nemo_specrl.cache.storage.system_errors import as_cache_errors
 from nemo_specrl.errors import StoreInUse, StoreUnavailable
 from nemo_specrl.files import FILE_MODE, FOLDER_MODE
-from nemo_specrl.rollout import KEY_BYTES
 
 __all__ = ["LOCK_FILE", "FolderLock", "holder"]
 
 LOCK_FILE = "lock"
-# The file: the holder's pid; the prompt it reads or writes, and whether it is doing so; the same
-# of the holder before it, if that one died there and this one has not committed anything yet.
 _PID_BYTES = 32
-_PLACE_BYTES = KEY_BYTES + 1
-_BUSY_AT = _PID_BYTES + KEY_BYTES
-_BEFORE_AT = _PID_BYTES + _PLACE_BYTES
 _TRIES, _TRY_AGAIN_SECONDS = 5, 0.02  # ``holder`` has the lock for an instant
 _NO_FLOCK = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
 """What file systems without locks answer, such as Lustre mounted without ``-o flock``."""
@@ -40,15 +33,10 @@ _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 class FolderLock:
     """A folder that this process holds until ``release``; made if it is not there.
 
-    The file ``lock`` in it names the holder, and the prompt whose pages the holder is reading or
-    writing. After a crash they tell the next holder where to look for damage.
+    The file ``lock`` in it names the holder.
 
     Attributes:
         clean: whether the last holder released the folder instead of dying with it.
-        last_mark: the prompt that the last holder was at when it died; empty: not known.
-        died_busy: whether it died while it was reading or writing pages.
-        repeated_crash: whether two holders in a row died like that at the same prompt, the second
-            one before it had committed anything.
 
     Raises:
         StoreInUse: another process, or this one, holds the folder.
@@ -62,7 +50,6 @@ class FolderLock:
                     f"cannot open the rollout store {folder}: it is a file; name a folder"
                 )
             folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
-            # Not opened for appending: a mark has its place.
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
             descriptor = os.open(folder / LOCK_FILE, flags, FILE_MODE)
             self._file = open(descriptor, "r+b", buffering=0)  # noqa: SIM115
@@ -90,43 +77,15 @@ class FolderLock:
                     "close it there, or name another folder",
                     pid=pid,
                 ) from None
-        before = os.pread(self._file.fileno(), _BEFORE_AT + _PLACE_BYTES, 0)
-        place = before[_PID_BYTES:_BEFORE_AT]
-        self.clean = not before
-        self.last_mark = place[:KEY_BYTES].rstrip(b"\0") and place[:KEY_BYTES]
-        self.died_busy = place[KEY_BYTES:] == b"\1"
-        self.repeated_crash = self.died_busy and place == before[_BEFORE_AT:]
+        self.clean = not os.pread(self._file.fileno(), 1, 0)
         self._file.truncate(0)
-        line = f"{os.getpid()}\n".encode().ljust(_BEFORE_AT, b"\0")
-        self._suspicious = self.died_busy
-        os.pwrite(self._file.fileno(), line + (place if self.died_busy else b""), 0)
+        os.pwrite(self._file.fileno(), f"{os.getpid()}\n".encode(), 0)
         os.fsync(self._file.fileno())
 
-    def record_access(self, key: bytes) -> None:
-        """Note which prompt's pages are looked at, for the next holder should this one die of it.
-
-        The note outlives the process, not the machine: a damaged page kills processes.
-        """
-        self._write(key.ljust(KEY_BYTES, b"\0"), _PID_BYTES)
-
-    @contextlib.contextmanager
-    def accessing(self) -> Iterator[None]:
-        """Note, while the block runs, that pages are being read or written."""
-        self._write(b"\1", _BUSY_AT)
-        try:
-            yield
-        finally:
-            self._write(b"\0", _BUSY_AT)
-
-    def committed(self) -> None:
-        """Note that something was written, so that what the holder before died of is over."""
-        if self._suspicious:
-            self._suspicious = False
-            self._write(bytes(_PLACE_BYTES), _BEFORE_AT)
-
-    def _write(self, data: bytes, at: int) -> None:
-        with contextlib.suppress(OSError):
-            os.pwrite(self._file.fileno(), data, at)
+    @property
+    def has_locks(self) -> bool:
+        """Whether the folder's file system has locks."""
+        return self._stand_in is None
 
     def release(self) -> None:
         """Let go of the folder; a second call does nothing."""

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import mmap
 import os
+import sqlite3
+import threading
 from pathlib import Path
 
-import lmdb
-
-from nemo_specrl.cache.storage.lmdb_check import PageFile
-from nemo_specrl.cache.storage.lmdb_tables import Tables
+from nemo_specrl.cache.storage.database import check_structure, connect, number
 from nemo_specrl.cache.storage.lock import FolderLock
-from nemo_specrl.cache.storage.schema import DATA_FILE, TABLES, is_of_store
+from nemo_specrl.cache.storage.schema import DATA_FILE, JOURNAL_FILE, LMDB_FILE
+from nemo_specrl.cache.storage.tables import Tables, page_size_under
 from nemo_specrl.errors import StoreUnavailable
 from nemo_specrl.files import FOLDER_MODE, replacing, sync_folder
 
-__all__ = ["TEMPORARY_FILE", "check_file", "check_pages", "move_aside", "open_tables"]
+__all__ = [
+    "TEMPORARY_FILE",
+    "check_after_crash",
+    "move_aside",
+    "move_lmdb_aside",
+    "open_tables",
+    "remove_files",
+    "roll_back",
+]
 
 TEMPORARY_FILE = DATA_FILE + ".tmp"
-CHECK_SECONDS = 0.3
-CHECK_SECONDS_AFTER_CRASH = 3.0  # when a process has died while it read or wrote pages
+CHECK_SECONDS = 0.5
 _MIB = 2**20
+_JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")
 
 _log = logging.getLogger(__name__)
 
@@ -30,97 +38,128 @@ def open_tables(folder: Path, max_bytes: int, tokenizer_id: str, lock: FolderLoc
     """Open the tables in a locked folder, under a cap that holds for all files in it together.
 
     Raises:
-        ForeignStore, StoreUnavailable, lmdb.Error: see ``Tables``; or other files leave no room.
+        ForeignStore, StoreUnavailable, sqlite3.Error: see ``Tables``; or other files leave no room.
     """
-    data, temporary = folder / DATA_FILE, folder / TEMPORARY_FILE
-    temporary.unlink(missing_ok=True)
-    others = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file() and f != data)
-    map_size = (max_bytes - others) // mmap.PAGESIZE * mmap.PAGESIZE
-    if map_size < _MIB // 2:
+    (folder / TEMPORARY_FILE).unlink(missing_ok=True)
+    own = {folder / DATA_FILE, folder / JOURNAL_FILE}
+    others = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file() and f not in own)
+    room = max_bytes - others
+    if room < _MIB // 2:
         raise StoreUnavailable(
             f"other files in {folder} take {others} of max_bytes = {max_bytes}; "
             "name a folder of its own for the rollout store"
         )
-    tables = Tables(folder, map_size, tokenizer_id, lock)
-    if not tables.oversized:
-        return tables
-    # The cap is lower than it was. LMDB files do not shrink, so a smaller one takes its place.
-    try:
-        tables.env.set_mapsize(tables.env.info()["map_size"] + 64 * _MIB)
-        tables.evict_down_to(tables.budget)
-        with replacing(data, temporary) as file:
-            tables.env.copyfd(file.fileno(), compact=True)
-    finally:
-        tables.env.close()
-    smaller = Tables(folder, map_size, tokenizer_id, lock)
-    smaller.evicted = tables.evicted
-    return smaller
+    tables = Tables(folder, room, tokenizer_id, locks=lock.has_locks)
+    for share in (1.0, 0.75, 0.5, 0.25):
+        if not tables.oversized:
+            break
+        # The cap is lower than it was. The file does not shrink, so a smaller one takes its place.
+        try:
+            tables.evict_down_to(int(share * tables.budget))
+            with replacing(folder / DATA_FILE, folder / TEMPORARY_FILE):
+                tables.copy_compact(folder / TEMPORARY_FILE, page_size_under(room))
+        finally:
+            tables.close()
+        evicted = tables.evicted
+        tables = Tables(folder, room, tokenizer_id, locks=lock.has_locks)
+        tables.evicted = evicted
+    return tables
 
 
-def check_pages(folder: Path, lock: FolderLock) -> None:
-    """Check the pages of a store before LMDB believes them, for a fraction of a second.
+def check_after_crash(folder: Path) -> None:
+    """Check the pages of a store whose last process died, for a fraction of a second.
 
-    LMDB ends the process on some damaged pages. What there is no time for is checked when it is
-    read, by the checksums of records, or becomes the mark of a process that dies of it: the next
-    one begins at that prompt, and takes longer.
-
-    Args:
-        folder: of the tables.
-        lock: of the folder.
-
-    Raises:
-        StoreUnavailable: it is an LMDB file of something else.
-        lmdb.CorruptedError: a page is damaged, or two processes in a row have died of it.
-    """
-    if lock.repeated_crash and (folder / DATA_FILE).exists():
-        raise lmdb.CorruptedError("two processes that used it ended at the same prompt")
-    check_file(
-        folder, lock.last_mark, CHECK_SECONDS_AFTER_CRASH if lock.died_busy else CHECK_SECONDS
-    )
-
-
-def check_file(folder: Path, mark: bytes = b"", seconds: float = CHECK_SECONDS) -> None:
-    """Check the pages of a store, as :func:`check_pages` does, whoever used it before.
+    What there is no time for is checked when it is read.
 
     Args:
-        folder: of the tables. No other process writes to them.
-        mark: the prompt that is checked first.
-        seconds: time for it.
+        folder: of the store, which is locked.
 
     Raises:
-        StoreUnavailable, lmdb.CorruptedError: see :func:`check_pages`.
+        sqlite3.Error: a page is damaged; or the system has failed.
     """
-    data = folder / DATA_FILE
-    if not data.exists():
+    file = folder / DATA_FILE
+    if not file.exists():
         return
-    with PageFile(data) as pages:
-        if pages.known:
-            found = set(pages.tables())
-            if found and not is_of_store(pages, found):
-                raise StoreUnavailable(
-                    f"{data} is an LMDB file but no rollout store; name another folder"
-                )
-            if found and found != TABLES:
-                raise lmdb.CorruptedError(f"its tables are {sorted(found)}")
-            pages.check("rollouts", mark, seconds=seconds)
+    with contextlib.closing(connect(file, "mode=rw&nolock=1")) as database:
+        timer = threading.Timer(CHECK_SECONDS, database.interrupt)
+        timer.start()
+        try:
+            check_structure(database)
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_INTERRUPT:
+                raise
+        finally:
+            timer.cancel()
+            timer.join()
+
+
+def roll_back(folder: Path) -> None:
+    """Undo what the last process had not committed when it died, as the next one does.
+
+    Raises:
+        StoreInUse: a process has the store open.
+        sqlite3.Error: it is damaged, or the system has failed.
+    """
+    try:
+        with open(folder / JOURNAL_FILE, "rb") as journal:
+            if journal.read(len(_JOURNAL_MAGIC)) != _JOURNAL_MAGIC:
+                return
+    except FileNotFoundError:
+        return
+    lock = FolderLock(folder)
+    try:
+        with contextlib.closing(connect(folder / DATA_FILE, "mode=rw&nolock=1")) as database:
+            number(database, "schema_version")
+    finally:
+        lock.release()
+
+
+def remove_files(folder: Path) -> None:
+    """Delete a store's files. The journal goes last: without its database it means nothing."""
+    for name in (DATA_FILE, JOURNAL_FILE):
+        (folder / name).unlink(missing_ok=True)
 
 
 def move_aside(folder: Path, why: Exception) -> None:
-    """Move a damaged file to ``<folder>.damaged-<n>``, and say so in the log.
+    """Move damaged files to ``<folder>.damaged-<n>``, and say so in the log.
 
     Raises:
-        OSError: it can be neither moved nor deleted.
+        OSError: they can be neither moved nor deleted.
     """
-    n = 1
-    while (target := folder.with_name(f"{folder.name}.damaged-{n}")).exists():
-        n += 1
-    data = folder / DATA_FILE
     try:
-        target.mkdir(mode=FOLDER_MODE)
-        os.replace(data, target / DATA_FILE)
+        target = _new_folder(folder)
+        for name in (DATA_FILE, JOURNAL_FILE):
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(folder / name, target / name)
         sync_folder(target)
         fate = f"moved to {target}"
     except OSError:  # such as a folder that is a mount point of its own
-        data.unlink(missing_ok=True)
+        remove_files(folder)
         fate = "deleted"
     _log.warning("rollout store %s is damaged (%s): %s; going on empty", folder, why, fate)
+
+
+def move_lmdb_aside(folder: Path) -> None:
+    """Move what a release before format 4 has left, if it is there, and say so in the log.
+
+    Raises:
+        OSError: it cannot be moved.
+    """
+    file = folder / LMDB_FILE
+    if file.is_file():
+        target = _new_folder(folder)
+        os.replace(file, target / LMDB_FILE)
+        sync_folder(target)
+        _log.warning(
+            "rollout store %s: %s is of an older release, which kept rollouts in LMDB: moved to "
+            "%s, which can be deleted; starting cold",
+            folder, LMDB_FILE, target,
+        )  # fmt: skip
+
+
+def _new_folder(folder: Path) -> Path:
+    n = 1
+    while (target := folder.with_name(f"{folder.name}.damaged-{n}")).exists():
+        n += 1
+    target.mkdir(mode=FOLDER_MODE)
+    return target

@@ -1,87 +1,113 @@
-"""The layout of a store's tables: their names, keys and values, and how a file of them is read.
+"""The layout of a store's database: its tables, and the names and values in them.
 
-Integers are big-endian, so that they sort::
+::
 
     meta       identity -> JSON {format, tokenizer}, xxh3-64 of it
-               state -> u64 clock, u64 rollouts, u64 prompts ever asked for, u64 of them found,
-                        xxh3-64 of it
-    rollouts   prompt key -> u64 last use, u32 rollouts
-               db key, u32 piece -> a piece of the record of that db key
-    uses       u64 clock -> prompt key, longest unused first
+               state -> u64 clock, u64 rollouts, u64 prompts, u64 prompts ever asked for, u64 of
+                        them found, xxh3-64 of it
+    prompts    prompt key -> last use
+    rollouts   clock of the put -> prompt key, sample index, record
 
-A db key is a prompt key, u16 sample index and the complement of the u64 clock, so that records
-sort by sample index and newest first. A record is cut into pieces of one page each: whatever page
-is free will do, and the file cannot fragment. The clock ticks at every put and at every use of a
-prompt.
+The clock ticks at every put and at every use of a prompt. A record is checked under its db key: a
+prompt key, u16 sample index and the complement of the u64 clock, big-endian, so that db keys sort
+by sample index and newest first.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
+import sqlite3
 import struct
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import lmdb
 import xxhash
 
-from nemo_specrl.cache.storage.lmdb_check import PageFile
-from nemo_specrl.errors import StoreUnavailable
+from nemo_specrl.cache.storage.database import (
+    check_size,
+    check_structure,
+    connect,
+    number,
+    row,
+)
+from nemo_specrl.errors import ForeignStore, StoreUnavailable
 from nemo_specrl.rollout import KEY_BYTES
 
 __all__ = [
-    "AFTER_PROMPT",
-    "CLOCK",
-    "DAMAGE",
     "DATA_FILE",
     "FORMAT",
-    "HEAD",
-    "PIECE",
-    "TABLES",
+    "JOURNAL_FILE",
+    "LMDB_FILE",
+    "SCHEMA",
+    "clock_of",
     "db_key",
-    "is_of_store",
+    "has_tables",
+    "identity_and_state",
+    "named",
     "newest_keys",
+    "other_format",
     "packed_identity",
     "packed_state",
     "reading_file",
-    "unpacked_identity",
-    "unpacked_state",
 ]
 
-FORMAT = 3
-DATA_FILE = "data.mdb"
-TABLES = frozenset({b"meta", b"rollouts", b"uses"})
-DAMAGE = (
-    lmdb.CorruptedError,
-    lmdb.PageNotFoundError,
-    lmdb.InvalidError,
-    lmdb.BadTxnError,
-    lmdb.CursorFullError,
-    lmdb.PageFullError,
-    lmdb.BadValsizeError,
-    lmdb.BadDbiError,
-    lmdb.IncompatibleError,
-    lmdb.InvalidParameterError,
-    lmdb.KeyExistsError,
-    lmdb.MapResizedError,
-    lmdb.NotFoundError,
-    lmdb.TxnFullError,
+FORMAT = 4
+DATA_FILE = "rollouts.sqlite"
+JOURNAL_FILE = f"{DATA_FILE}-journal"
+LMDB_FILE = "data.mdb"
+"""In which releases up to format 3 kept the store."""
+SCHEMA = (
+    "CREATE TABLE meta (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID",
+    "CREATE TABLE prompts (key BLOB PRIMARY KEY, last_use INTEGER NOT NULL) WITHOUT ROWID",
+    "CREATE INDEX prompts_by_use ON prompts (last_use)",
+    "CREATE TABLE rollouts (clock INTEGER PRIMARY KEY, prompt BLOB NOT NULL, "
+    "sample_index INTEGER NOT NULL, record BLOB NOT NULL)",
+    "CREATE INDEX rollouts_by_prompt ON rollouts (prompt, sample_index)",
 )
-"""Errors that LMDB raises where a file is damaged. None of them comes of a failing disk."""
-
+_TABLES = frozenset({b"meta", b"prompts", b"rollouts"})
+_DESCRIBED = sorted(repr((text.split()[2].encode(), text.encode())) for text in SCHEMA)
 _DB_KEY = struct.Struct(f">{KEY_BYTES}sHQ")
-PIECE = struct.Struct(">I")
-CLOCK = struct.Struct(">Q")
-HEAD = struct.Struct(">QI")
-_STATE = struct.Struct(">QQQQ")
+_STATE = struct.Struct(">QQQQQ")
+_END_OF_TIME = 2**62  # of the clock, which has to fit into an integer of SQLite
 _SAMPLE_END = KEY_BYTES + 2
 
-AFTER_PROMPT = b"\xff" * (_DB_KEY.size - KEY_BYTES + PIECE.size + 1)
-"""Sorts, behind a prompt's key, after everything that belongs to the prompt."""
+
+def has_tables(database: sqlite3.Connection, file: Path) -> bool:
+    """Whether a database has the tables of a store; False if it has none at all.
+
+    One with other ones, or with triggers and views, which could do anything, is not used.
+
+    Raises:
+        StoreUnavailable: it has tables of something else.
+        ForeignStore: it has those of a newer release.
+        sqlite3.DatabaseError: the description of its tables is damaged.
+    """
+    found = database.execute("SELECT name, sql FROM sqlite_master WHERE sql NOT NULL").fetchall()
+    if not found:
+        if file.stat().st_size:
+            raise sqlite3.DatabaseError("its tables are not there")
+        return False
+    if sorted(map(repr, found)) == _DESCRIBED:
+        return True
+    names = {name for name, _ in found}
+    if len(_TABLES & names) < 2:
+        raise StoreUnavailable(f"{file} is a SQLite file but no rollout store; name another folder")
+    if (made := number(database, "user_version")) > FORMAT:
+        raise other_format(file.parent, made)
+    raise sqlite3.DatabaseError("its tables are not those of a store")
+
+
+def other_format(folder: Path, made: int) -> ForeignStore:
+    """Return the error for a store of another release's format."""
+    newer = made > FORMAT
+    return ForeignStore(
+        f"the rollout store {folder} was written by {'a newer' if newer else 'an older'} "
+        f"release (format {made}, this one reads {FORMAT}); "
+        f"{'upgrade nemo_specrl, ' if newer else ''}name another folder, or delete that one"
+    )
 
 
 def db_key(key: bytes, sample_index: int, clock: int) -> bytes:
@@ -89,14 +115,24 @@ def db_key(key: bytes, sample_index: int, clock: int) -> bytes:
     return _DB_KEY.pack(key, sample_index, 2**64 - 1 - clock)
 
 
-def unpacked_identity(value: bytes) -> dict[str, Any]:
-    """Return format and tokenizer.
+def clock_of(name: bytes) -> int:
+    """Return the clock in a db key."""
+    clock: int = _DB_KEY.unpack(name)[2]
+    return 2**64 - 1 - clock
+
+
+def named(rows: Iterable[tuple[Any, Any, Any, Any]]) -> Iterator[tuple[bytes, bytes]]:
+    """Turn rows of key, sample index, clock and record into db keys and records.
 
     Raises:
-        lmdb.CorruptedError: the checksum does not match.
+        sqlite3.DatabaseError: the values in a row are of other types.
     """
-    identity: dict[str, Any] = json.loads(_unsealed("identity", value))
-    return identity
+    for key, sample_index, clock, record in rows:
+        try:
+            name = db_key(key, sample_index, clock)
+        except (struct.error, TypeError):
+            raise sqlite3.DatabaseError("a rollout's key is none") from None
+        yield name, record if isinstance(record, bytes) else b""  # whose checksum is wrong
 
 
 def packed_identity(tokenizer_id: str) -> bytes:
@@ -105,31 +141,44 @@ def packed_identity(tokenizer_id: str) -> bytes:
     return packed + xxhash.xxh3_64_digest(packed)
 
 
-def unpacked_state(value: bytes) -> tuple[int, ...]:
-    """Return clock, rollouts, look-ups and hits.
-
-    Raises:
-        lmdb.CorruptedError: the checksum does not match.
-    """
-    return _STATE.unpack(_unsealed("state", value))
-
-
 def packed_state(*numbers: int) -> bytes:
-    """Encode clock, rollouts, look-ups and hits."""
+    """Encode clock, rollouts, prompts, look-ups and hits."""
     packed = _STATE.pack(*numbers)
     return packed + xxhash.xxh3_64_digest(packed)
 
 
-def _unsealed(what: str, value: bytes) -> bytes:
-    content, checksum = value[:-8], value[-8:]
-    if xxhash.xxh3_64_digest(content) != checksum:
-        raise lmdb.CorruptedError(f"no {what}")
-    return content
+def identity_and_state(database: sqlite3.Connection) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """Return format and tokenizer, and what :func:`packed_state` has packed.
+
+    Of another format than this release's, the state is empty.
+
+    Raises:
+        sqlite3.DatabaseError: a checksum does not match, or what it covers is of another kind.
+    """
+    sealed = _unsealed(database, "identity")
+    try:
+        described: dict[str, Any] = json.loads(sealed)
+        if described["format"] != FORMAT:
+            return described, ()
+        state = _STATE.unpack(_unsealed(database, "state"))
+        if described["tokenizer"] is None or max(state) >= _END_OF_TIME:
+            raise ValueError
+    except (ValueError, KeyError, TypeError, struct.error):
+        raise sqlite3.DatabaseError("its identity or state is none") from None
+    return described, state
+
+
+def _unsealed(database: sqlite3.Connection, name: str) -> bytes:
+    (value,) = row(database, "SELECT value FROM meta WHERE name = ?", name)
+    value = value if isinstance(value, bytes) else b""
+    if xxhash.xxh3_64_digest(value[:-8]) != value[-8:]:
+        raise sqlite3.DatabaseError(f"no {name}")
+    return value[:-8]
 
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of a file of tables that is read without being changed.
+    """The contents of a database that is read without being changed.
 
     Args:
         format: of the tables; records can be read where it is this release's.
@@ -146,48 +195,31 @@ class Contents:
     records: Iterator[tuple[bytes, bytes]]
 
 
-def is_of_store(pages: PageFile, tables: Collection[bytes]) -> bool:
-    """Whether a file with these tables is a store's, perhaps a damaged one.
-
-    One of the names may be what is damaged, or the page that leads to them.
-    """
-    return len(TABLES.intersection(tables)) >= 2 or pages.had_tables(TABLES)
-
-
 @contextlib.contextmanager
-def reading_file(file: Path) -> Iterator[Contents]:
-    """Read the tables in a file: a store's, or a copy.
+def reading_file(file: Path, *, check: bool = False) -> Iterator[Contents]:
+    """Read a database: a store's, or a copy.
 
-    LMDB has no part in it, so that a damaged file raises an error instead of ending the process,
-    and so does one to which a process writes meanwhile.
+    Args:
+        file: of the database, which no process writes to.
+        check: check all of its pages first.
 
     Raises:
-        lmdb.CorruptedError: it is damaged, or no file of LMDB.
+        sqlite3.Error: it is damaged, or was left in the middle of a transaction.
         StoreUnavailable: it is no rollout store.
     """
-    with PageFile(file) as pages:
-        if not pages.known:
-            raise StoreUnavailable(
-                f"{file} is empty, or of another LMDB or another kind of machine than this one"
-            )
-        tables = pages.tables()
-        if not is_of_store(pages, tables):
-            raise StoreUnavailable(f"{file} is an LMDB file but no rollout store")
-        if tables.keys() != TABLES:
-            raise lmdb.CorruptedError(f"its tables are {sorted(tables)}")
-        meta = dict(pages.items(tables[b"meta"]))
-        identity = unpacked_identity(meta.get(b"identity", b""))
-        lookups = hits = 0
-        if identity["format"] == FORMAT:
-            lookups, hits = unpacked_state(meta.get(b"state", b""))[2:]
-        records = _joined(pages.items(tables[b"rollouts"]))
-        yield Contents(identity["format"], identity["tokenizer"], lookups, hits, records)
-
-
-def _joined(pieces: Iterator[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, bytes]]:
-    records = (piece for piece in pieces if len(piece[0]) > KEY_BYTES)
-    for name, some in itertools.groupby(records, lambda piece: piece[0][: -PIECE.size]):
-        yield name, b"".join(value for _, value in some)
+    with contextlib.closing(connect(file, "mode=ro&nolock=1")) as database:
+        check_size(database, file)
+        if not has_tables(database, file):
+            raise StoreUnavailable(f"{file} is empty")
+        if check:
+            check_structure(database, indices=True)
+        identity, state = identity_and_state(database)
+        lookups, hits = state[3:] if state else (0, 0)
+        rows = database.execute(
+            "SELECT prompt, sample_index, clock, record FROM rollouts "
+            "ORDER BY prompt, sample_index, clock DESC"
+        )
+        yield Contents(identity["format"], identity["tokenizer"], lookups, hits, named(rows))
 
 
 def newest_keys(db_keys: Collection[bytes], groups: int) -> list[bytes]:

@@ -173,7 +173,7 @@ def test_a_store_that_is_emptied_says_so_and_may_begin_with_a_warm_start(shards,
         store.put([rollout(2, 0), rollout(3, 0)])
     later = shards(life=2)  # a node that joins while the run goes on
     [line] = later.describe(PARTITIONS).remarks
-    assert line.startswith(f"removed {tmp_path / 'a' / 'data.mdb'}, 0.0")
+    assert line.startswith(f"removed {tmp_path / 'a' / 'rollouts.sqlite'}, 0.0")
     assert f"rollout cache: {line}" in caplog.messages
     assert [versions(later, p) for p in (1, 2, 3)] == [[], [], []]
     later.close()

@@ -2,12 +2,13 @@
 
 import contextlib
 import json
+import logging
 import os
 import pickle
+import sqlite3
 import subprocess
 from pathlib import Path
 
-import lmdb
 import pytest
 import xxhash
 
@@ -21,7 +22,9 @@ from tests.support.rollouts import rollout
 from tests.support.stores import (
     MIB,
     assert_one_line,
+    changing,
     contents,
+    damaged_folders,
     open_store,
     run_python,
     snapshot_of,
@@ -40,27 +43,93 @@ def test_another_tokenizer_is_refused_and_nothing_is_lost(tmp_path):
         assert contents(store, [1]) == {1: [rollout(1)]}
 
 
-@pytest.mark.parametrize(("made", "whose"), [(2, "an older"), (4, "a newer")])
+@pytest.mark.parametrize(("made", "whose"), [(3, "an older"), (5, "a newer")])
 def test_the_format_of_another_release_is_refused(tmp_path, made, whose):
     path = tmp_path / "a"
     open_store(path).close()
     identity = json.dumps({"format": made, "anything": "else"}).encode()
-    with lmdb.open(str(path), max_dbs=3, lock=False) as env:
-        meta = env.open_db(b"meta")
-        with env.begin(write=True) as txn:
-            txn.put(b"identity", identity + xxhash.xxh3_64_digest(identity), db=meta)
+    value = identity + xxhash.xxh3_64_digest(identity)
+    with changing(path) as database:
+        database.execute("UPDATE meta SET value = ? WHERE name = 'identity'", (value,))
     with pytest.raises(ForeignStore, match=rf"{whose} release \(format {made}"):
         open_store(path)
 
 
-def test_an_lmdb_file_of_something_else_is_refused_and_left_alone(tmp_path):
+def test_a_newer_release_may_have_other_tables(tmp_path):
     path = tmp_path / "a"
-    with lmdb.open(str(path), lock=False) as env, env.begin(write=True) as txn:
-        txn.put(b"meta", b"of somebody else")
-    before = (path / "data.mdb").read_bytes()
+    open_store(path).close()
+    with changing(path) as database:
+        database.execute("ALTER TABLE rollouts ADD COLUMN more")
+        database.execute("PRAGMA user_version = 5")
+    with pytest.raises(ForeignStore, match=r"a newer release \(format 5"):
+        open_store(path)
+    assert not damaged_folders(path)
+
+
+def test_a_store_of_an_older_release_is_moved_aside_and_named(tmp_path, caplog):
+    """Up to format 3 the store was a file of LMDB."""
+    path = tmp_path / "a"
+    path.mkdir()
+    (path / "data.mdb").write_bytes(b"rollouts in LMDB" * 1000)
+    with caplog.at_level(logging.WARNING), open_store(path) as store:
+        assert len(store) == 0
+        store.put([rollout(1)])
+    (line,) = [record.getMessage() for record in caplog.records]
+    for part in (str(path), "data.mdb is of an older release", str(tmp_path / "a.damaged-1")):
+        assert part in line
+    assert sorted(os.listdir(path)) == ["lock", "rollouts.sqlite", "rollouts.sqlite-journal"]
+    assert (tmp_path / "a.damaged-1" / "data.mdb").read_bytes() == b"rollouts in LMDB" * 1000
+    with open_store(path) as store:
+        assert contents(store, [1]) == {1: [rollout(1)]}
+
+
+def test_a_database_of_something_else_is_refused_and_left_alone(tmp_path):
+    path = tmp_path / "a"
+    path.mkdir()
+    with changing(path) as database:
+        database.execute("CREATE TABLE meta (of_somebody, other)")
+    before = (path / "rollouts.sqlite").read_bytes()
     with pytest.raises(Unavailable, match="no rollout store"):
         open_store(path)
-    assert (path / "data.mdb").read_bytes() == before
+    assert (path / "rollouts.sqlite").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "CREATE TRIGGER t AFTER UPDATE ON meta BEGIN DELETE FROM rollouts; END",
+        "CREATE VIEW v AS SELECT 1",
+        "DROP INDEX rollouts_by_prompt",
+    ],
+)
+def test_a_database_that_would_do_something_else_is_not_used(tmp_path, statement):
+    path = tmp_path / "a"
+    with open_store(path) as store:
+        store.put([rollout(1)])
+    with changing(path) as database:
+        database.execute(statement)
+    with open_store(path) as store:
+        assert contents(store, [1]) == {}
+    assert len(damaged_folders(path)) == 1
+
+
+def test_another_program_can_look_at_a_store_and_not_at_one_in_use(tmp_path):
+    path = tmp_path / "a"
+    with open_store(path) as store:
+        store.put(rollout(p) for p in range(5))
+        store.sync()
+        with (
+            pytest.raises(sqlite3.OperationalError, match="locked"),
+            contextlib.closing(sqlite3.connect(path / "rollouts.sqlite", timeout=0)) as database,
+        ):
+            database.execute("SELECT count(*) FROM rollouts")
+    with contextlib.closing(sqlite3.connect(path / "rollouts.sqlite")) as database:
+        with pytest.raises(StoreInUse, match="open in another program"), database:
+            database.execute("BEGIN IMMEDIATE")
+            open_store(path)
+        assert database.execute(
+            "SELECT count(*), sum(length(record)) > 0 FROM rollouts"
+        ).fetchone() == (5, 1)
 
 
 def test_a_store_is_open_once_in_a_process(tmp_path):
@@ -199,7 +268,7 @@ def test_what_holds_rollouts_is_for_its_owner_alone(tmp_path):
         file = write_partition(tmp_path / "parts", 0, [rollout(1)])
         write_manifest(tmp_path / "parts", Manifest("tok", 1, 1, (file,)))
         write_export(tmp_path / "export", [rollout(1)], "tok")
-        (tmp_path / "store" / "data.mdb").write_bytes(b"damaged" * 1000)
+        (tmp_path / "store" / "rollouts.sqlite").write_bytes(b"damaged" * 1000)
         open_store(tmp_path / "store").close()
     finally:
         os.umask(before)
