@@ -176,7 +176,7 @@ def test_other_engines_of_which_drafts_cannot_be_verified_are_refused_by_name(
 
 @needs_drafters
 def test_an_engine_with_a_drafter_takes_no_rounds(drafting_llm, monkeypatch):
-    line = "speculative_config: an engine has one drafter. This one has the tree proposer"
+    line = "speculative_config: an engine has one drafter. This one has that of tree.method = pro"
     with pytest.raises(ConfigError, match=line):
         SpeculativeLLM(drafting_llm, DictCache(), ROUNDS)
     config = drafting_llm.llm_engine.vllm_config
@@ -192,7 +192,7 @@ def test_rounds_beside_a_drafter_of_vllms_are_refused_by_name(llm):
     """What the class itself refuses, from limits as an engine with n-grams has them."""
     limits = EngineLimits.of(llm)
     object.__setattr__(limits, "steps_of_several_tokens", True)
-    with pytest.raises(ConfigError, match="This one has a drafter of vLLM's own"):
+    with pytest.raises(ConfigError, match="This one has one of vLLM's own"):
         check_engine(limits, ROUNDS)
     check_engine(limits, SpecRLConfig(enabled=True, preset="faithful"))
 

@@ -24,6 +24,7 @@ POSITION_BITS = tl.constexpr(reference.POSITION_BITS)
 POSITION_MASK = tl.constexpr((1 << reference.POSITION_BITS) - 1)
 MATCH_MASK, OWN_BIT = tl.constexpr(reference.MATCH_MASK), tl.constexpr(reference.OWN_BIT)
 OWN = tl.constexpr(1 << reference.OWN_BIT)
+CORPUS_LEAST = tl.constexpr(reference.CORPUS_LEAST)
 START, EMPTY = tl.constexpr(reference.START), tl.constexpr(reference.EMPTY)
 NOTHING = tl.constexpr(reference.NOTHING)
 NO_TOKEN = tl.constexpr(-4)  # equal to nothing that a context may have
@@ -160,7 +161,7 @@ def search(
         follower = tl.load(pool + place, mask=known, other=EMPTY)
         scores = (match << POSITION_BITS) | (i * PAGE + offset)
         scores = tl.where(own & (match >= 2), scores | OWN, scores)
-        scores = tl.where((match > tl.where(own, 0, 1)) & (follower >= 0), scores, 0)
+        scores = tl.where((match >= tl.where(own, 1, CORPUS_LEAST)) & (follower >= 0), scores, 0)
         listed = num_pages + num_corpus
         offered = offers + (batch_row.to(tl.int64) * listed + i) * OFFERED
         for m in range(OFFERED):

@@ -71,6 +71,8 @@ MATCH_MASK, OWN_BIT = 63, 30
 """Of the match; and set in the scores of the prompt's own positions with two tokens or more."""
 START, EMPTY, NOTHING = -2, -1, -3
 """Before the first token of a response; not written; before the start, in a row's context."""
+CORPUS_LEAST = 3
+"""Tokens that a position of the corpus has to have in common with a row."""
 NO_PAGES: Int32 = np.zeros(0, np.int32)
 BEFORE, BEHIND, RESPONSE = 0, 1, 2
 """Columns of ``links``."""
@@ -140,7 +142,7 @@ def best_positions(
             scores[match == 0] = 0
             scores[(match >= 2) & (scores > 0)] |= 1 << OWN_BIT
         else:
-            scores[match < 2] = 0
+            scores[match < CORPUS_LEAST] = 0
         found.append(np.sort(scores)[::-1][:OFFERED])
     scores = np.sort(np.concatenate([*found, np.zeros(0, np.int64)]))[::-1][:VOTERS]
     scores = scores[scores > 0]
