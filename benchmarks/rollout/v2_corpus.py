@@ -11,7 +11,6 @@ epochs. Needs no Triton: importing the kernels is avoided.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import types
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.shared.records import merged
 from nemo_specrl.engine.vllm.environment import local_cpu_environment
 from nemo_specrl.trainer.tasks import problems
 
@@ -115,8 +115,8 @@ def main() -> None:
                     )
                     cells = " | ".join(f"{value:.2f}" for value in found)
                     print(f"| {task}, {p:.3f} | {history} | {corpus} | {cells} |", flush=True)
-            if args.json:
-                args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if args.json:
+        merged(args.json, rows, ("task", "mean_p", "history", "corpus"))
 
 
 if __name__ == "__main__":
