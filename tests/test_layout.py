@@ -21,9 +21,6 @@ STILL_LONG = {
     "nemo_specrl/cache/cluster/cluster_cache.py: start_shards",
     "nemo_specrl/cache/cluster/coordinator.py",
     "nemo_specrl/cache/cluster/shard.py",
-    "nemo_specrl/cache/codec.py",
-    "nemo_specrl/cache/codec.py: _columns",
-    "nemo_specrl/nemo_rl/context.py: _refuse",
 }
 """What is longer; nothing is added here."""
 

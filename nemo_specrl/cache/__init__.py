@@ -12,6 +12,7 @@ Modules, each of which imports only from those below it::
     record_reader            choice and decoding of the records that a store serves
     storage/                 tables on disk: schema, transactions, checks, recovery, lock
     codec                    rollouts as bytes and back
+    record_columns           the columns of many records at a time
     metrics                  what a store counts
     partitions               equal ranges of keys: the unit of snapshots and replication
     recency                  which of two rollouts is newer, and merging two stores' rollouts

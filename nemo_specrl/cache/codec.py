@@ -32,6 +32,19 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from nemo_specrl.cache.record_columns import (
+    EXACT,
+    FRESH,
+    HEADER,
+    NOT_RAW,
+    OWN_BIRTH_LOGPROBS,
+    RECORD_VERSION,
+    STEP,
+    TOKENS_24,
+    TOKENS_32,
+    BytesLike,
+    encode_columns,
+)
 from nemo_specrl.errors import CorruptRecord, InvalidRollout
 from nemo_specrl.rollout import KEY_BYTES, Finish, Rollout
 
@@ -45,17 +58,6 @@ __all__ = [
     "encode_for_transfer",
 ]
 
-RECORD_VERSION = 4
-STEP = 2.0**-10
-"""Nats."""
-TOKENS_24 = 1
-TOKENS_32 = 2
-OWN_BIRTH_LOGPROBS = 4
-EXACT = 8
-FRESH = 16
-NOT_RAW = 32
-
-_HEADER = struct.Struct("<BBBHIQQQII")
 _INCARNATION = struct.Struct("<Q")
 _INCARNATION_AT = struct.calcsize("<BBBHIQQ")  # its offset in the header
 _CHECKSUM = struct.Struct("<Q")
@@ -63,7 +65,6 @@ _KNOWN_FLAGS = TOKENS_24 | TOKENS_32 | OWN_BIRTH_LOGPROBS | EXACT | FRESH | NOT_
 _FINISHES = {int(finish): finish for finish in Finish}
 
 Array = npt.NDArray[Any]
-BytesLike = bytes | memoryview
 T = TypeVar("T")
 
 
@@ -87,7 +88,9 @@ def encode_all(
         (rollout.body,) if isinstance(rollout, EncodedRollout) and rollout.exact == exact else None
         for rollout in rollouts
     ]
-    new = iter(_columns([r for r, parts in zip(rollouts, known, strict=True) if not parts], exact))
+    new = iter(
+        encode_columns([r for r, parts in zip(rollouts, known, strict=True) if not parts], exact)
+    )
     records = []
     for rollout, name, there in zip(rollouts, db_keys, known, strict=True):
         if name[:KEY_BYTES] != rollout.key:
@@ -98,117 +101,6 @@ def encode_all(
             hasher.update(part)
         records.append(b"".join((*parts, _CHECKSUM.pack(hasher.intdigest()))))
     return records
-
-
-def _columns(rollouts: Sequence[Rollout], exact: bool) -> list[tuple[BytesLike, ...]]:
-    """Encode rollouts, each as the parts of its record without the checksum."""
-    if not rollouts:
-        return []
-    lengths = np.array([len(rollout.tokens) for rollout in rollouts])
-    ends = np.cumsum(lengths)
-    starts, filled = ends - lengths, lengths > 0
-    # As uint32, a negative token (arrays can change after they were checked) is wide and comes
-    # back as it was, to be refused then, instead of wrapping around to a valid one.
-    tokens = np.concatenate([rollout.tokens for rollout in rollouts]).astype("<i4", copy=False)
-    tops = np.zeros(len(rollouts), np.uint32)
-    if filled.any():
-        tops[filled] = np.maximum.reduceat(tokens.view("<u4"), starts[filled])
-    low = _bytes(tokens.astype("<u2"))
-    high = tokens.view("<u4") >> 16 if int(tops.max()) > 0xFFFF else np.empty(0, np.uint32)
-    high_1 = _bytes(high.astype("u1"))
-    high_2 = _bytes(high.astype("<u2")) if int(tops.max()) > 0xFFFFFF else b""
-    width = 4 if exact else 2
-    column = _floats if exact else _steps
-    last = column([rollout.logprobs for rollout in rollouts])
-    birth = column([rollout.birth_logprobs for rollout in rollouts])
-    run_lengths, run_versions, first_run = _runs(rollouts, starts[filled], int(ends[-1]), ends)
-    records: list[tuple[BytesLike, ...]] = []
-    for i, (rollout, a, b, top) in enumerate(
-        zip(rollouts, starts.tolist(), ends.tolist(), tops.tolist(), strict=True)
-    ):
-        flags = (EXACT if exact else 0) | (FRESH if rollout.fresh else 0)
-        flags |= 0 if rollout.raw else NOT_RAW
-        wide: BytesLike = b""
-        if top > 0xFFFFFF:
-            flags |= TOKENS_32
-            wide = high_2[2 * a : 2 * b]
-        elif top > 0xFFFF:
-            flags |= TOKENS_24
-            wide = high_1[a:b]
-        own: BytesLike = b""
-        if rollout.birth_logprobs is not rollout.logprobs:
-            own = birth[width * a : width * b]
-            if own == last[width * a : width * b]:
-                own = b""
-            else:
-                flags |= OWN_BIRTH_LOGPROBS
-        c, d = first_run[i], first_run[i + 1]
-        if d == c + 1 and int(rollout.birth_versions[0]) == rollout.policy_version:
-            c = d  # all were born now
-        header = _HEADER.pack(
-            RECORD_VERSION,
-            rollout.finish,
-            flags,
-            rollout.sample_index,
-            rollout.occurrence,
-            rollout.policy_version,
-            rollout.fingerprint,
-            rollout.incarnation,
-            b - a,
-            d - c,
-        )
-        records.append(
-            (
-                header,
-                low[2 * a : 2 * b],
-                wide,
-                last[width * a : width * b],
-                own,
-                run_lengths[4 * c : 4 * d],
-                run_versions[8 * c : 8 * d],
-            )
-        )
-    return records
-
-
-def _bytes(array: Array) -> memoryview:
-    return array.view(np.uint8).data
-
-
-def _floats(columns: list[npt.NDArray[np.float32]]) -> memoryview:
-    return _bytes(np.concatenate(columns).astype("<f4", copy=False))
-
-
-def _steps(columns: list[npt.NDArray[np.float32]]) -> memoryview:
-    """Encode log-probs as whole numbers of ``STEP``."""
-    values = np.concatenate(columns)
-    np.clip(values, np.float32(-0xFFFF * STEP), np.float32(0), out=values)
-    np.multiply(values, np.float32(-1 / STEP), out=values)
-    np.rint(values, out=values)
-    return _bytes(values.astype("<u2"))
-
-
-def _runs(
-    rollouts: Sequence[Rollout], starts: Array, total: int, ends: Array
-) -> tuple[memoryview, memoryview, list[int]]:
-    """Return lengths and values of the runs of equal birth versions, and each rollout's first run.
-
-    Args:
-        rollouts: with ``total`` tokens together.
-        starts: where those begin that have tokens.
-        total: of their lengths.
-        ends: where all of them end.
-    """
-    versions = np.concatenate([rollout.birth_versions for rollout in rollouts])
-    begins = np.empty(total, np.bool_)
-    np.not_equal(versions[1:], versions[:-1], out=begins[1:])
-    begins[starts] = True
-    positions = np.flatnonzero(begins)
-    lengths = np.empty(len(positions), "<u4")
-    np.subtract(positions[1:], positions[:-1], out=lengths[:-1], casting="unsafe")
-    lengths[-1:] = total - positions[-1:]
-    first = [0, *np.searchsorted(positions, ends).tolist()]
-    return _bytes(lengths), _bytes(versions[positions].astype("<u8")), first
 
 
 class Header(NamedTuple):
@@ -253,10 +145,10 @@ class EncodedRollout(Rollout):
     def tokens(self) -> npt.NDArray[np.int32]:
         """Token ids, int32 ``[n]``."""
         flags, n = self._flags, self._length
-        low = np.frombuffer(self._record, "<u2", n, _HEADER.size)
+        low = np.frombuffer(self._record, "<u2", n, HEADER.size)
         if flags & (TOKENS_24 | TOKENS_32):
             high = np.frombuffer(
-                self._record, "u1" if flags & TOKENS_24 else "<u2", n, _HEADER.size + 2 * n
+                self._record, "u1" if flags & TOKENS_24 else "<u2", n, HEADER.size + 2 * n
             )
             tokens = high.astype(np.int32)
             np.left_shift(tokens, 16, out=tokens)
@@ -303,7 +195,7 @@ class EncodedRollout(Rollout):
         """Decode log-probs: the last ones (0) or those at birth (1)."""
         flags, n = self._flags, self._length
         width = 4 if flags & EXACT else 2
-        at = _HEADER.size + n * (_token_bytes(flags) + column * width)
+        at = HEADER.size + n * (_token_bytes(flags) + column * width)
         if flags & EXACT:
             return _fixed(np.frombuffer(self._record, "<f4", n, at).astype(np.float32))
         nats = np.frombuffer(self._record, "<u2", n, at).astype(np.float32)
@@ -323,7 +215,7 @@ def _token_bytes(flags: int) -> int:
 def _encoded(key: bytes, record: bytes, header: Header | None = None) -> EncodedRollout:
     """Make the rollout of a record that has been checked."""
     if header is None:
-        header = Header._make(_HEADER.unpack_from(record)[1:])
+        header = Header._make(HEADER.unpack_from(record)[1:])
     rollout: EncodedRollout = object.__new__(EncodedRollout)
     rollout.__dict__.update(
         key=key,
@@ -383,14 +275,14 @@ def decode(db_key: bytes, record: bytes) -> EncodedRollout:
             f"this release reads version {RECORD_VERSION}"
         )
     size = len(record) - _CHECKSUM.size
-    if size < _HEADER.size:
+    if size < HEADER.size:
         raise CorruptRecord(f"record {db_key.hex()}: cut off after {len(record)} bytes")
     hasher = xxhash.xxh3_64(db_key)
     hasher.update(memoryview(record)[:size])  # without a copy
     if _CHECKSUM.unpack_from(record, size)[0] != hasher.intdigest():
         raise CorruptRecord(f"record {db_key.hex()}: checksum does not match")
-    header = Header._make(_HEADER.unpack_from(record)[1:])
-    problem = _problem(header, size - _HEADER.size) or _contradiction(record, header)
+    header = Header._make(HEADER.unpack_from(record)[1:])
+    problem = _problem(header, size - HEADER.size) or _contradiction(record, header)
     if problem:
         raise CorruptRecord(f"record {db_key.hex()}: {problem}")
     return _encoded(db_key[:KEY_BYTES], record, header)

@@ -13,7 +13,7 @@ from nemo_specrl.rollout import Rollout
 
 __all__ = ["Decoder"]
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class Decoder:
@@ -55,7 +55,7 @@ class Decoder:
                 except CorruptRecord as error:
                     damaged.add(name)
                     if not self.damaged:
-                        _log.warning("rollout store %s: %s; such are skipped", self._path, error)
+                        logger.warning("rollout store %s: %s; such are skipped", self._path, error)
                     self.damaged += 1
             if not damaged:
                 return rollouts

@@ -42,7 +42,7 @@ UNUSED_DAYS = 30
 _RUN = re.compile(r"[0-9a-f]{16}(-\d+)?(\.damaged-\d+)?")
 _GIB = 2**30
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def run_folder(cache_dir: Path, checkpoint_dir: Path) -> Path:
@@ -72,7 +72,7 @@ def prepare(folder: Path, tokenizer_id: str, max_bytes: int, *, fresh: bool) -> 
     if fresh:
         lines += begin_empty(folder, tokenizer_id, warm=True)
     for line in lines + remarks(folder, max_bytes):
-        _log.warning("rollout cache: %s", line)
+        logger.warning("rollout cache: %s", line)
 
 
 def begin_empty(folder: Path, tokenizer_id: str, *, warm: bool) -> list[str]:

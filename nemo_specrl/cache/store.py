@@ -42,7 +42,7 @@ SNAPSHOT_FILE = "rollouts.snapshot"
 ENCODED_AT_ONCE = 64  # rollouts: more leave the processor's caches, fewer wait for numpy's calls
 SCANNED_AT_ONCE = 64  # prompts; other callers wait while they are read, some milliseconds
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class RolloutStore:
@@ -319,7 +319,7 @@ class RolloutStore:
                         raise
                     self._restart(error)
                     raise StoreUnavailable(
-                        f"the rollout store {self._path} was damaged ({error}); it goes on empty"
+                        f"the rollout store {self._path} was damaged ({error}); it starts empty"
                     ) from error
 
     def _open_tables(self) -> Tables:
@@ -387,7 +387,7 @@ class RolloutStore:
             if self._closed:
                 return
             if not self._flush_failed:
-                _log.warning("%s; tried again until it works", error)
+                logger.warning("%s; tried again until it works", error)
             self._flush_failed = True
             if self._buffer.records and threading.main_thread().is_alive():
                 self._flush_later()

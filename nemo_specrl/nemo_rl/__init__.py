@@ -15,5 +15,6 @@ Modules, each of which imports only from those below it::
     save_deadline                the job's time limit, where NeMo-RL asks whether to save and end
     rollout_metadata             what is known of each rollout, from engines to driver
     context                      the plug-in's view of a run: recipe, folders, last checkpoint
+    recipe_checks                recipes that it cannot run, refused in one line
     compat                       names of NeMo-RL that are relied on, and a check of them
 """

@@ -30,13 +30,13 @@ from nemo_specrl.errors import CacheError, ConfigError, EngineError
 from nemo_specrl.monitoring import names as metric
 from nemo_specrl.nemo_rl import compat
 from nemo_specrl.nemo_rl.context import (
-    BLOCK,
     PROMPT_KEYS,
     SAMPLE_INDICES,
     RunContext,
     current_run,
 )
 from nemo_specrl.nemo_rl.metrics import counts, times
+from nemo_specrl.nemo_rl.recipe_checks import BLOCK
 from nemo_specrl.nemo_rl.rollout_metadata import RolloutMetadata, SequenceKey
 from nemo_specrl.rollout import prompt_key
 from nemo_specrl.speculation.draft_selection import (

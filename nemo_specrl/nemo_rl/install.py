@@ -16,10 +16,11 @@ from nemo_specrl.config import CACHE_FOLDER
 from nemo_specrl.errors import ConfigError, IncompatibleVersion
 from nemo_specrl.monitoring import heartbeat
 from nemo_specrl.nemo_rl import compat, job_state
-from nemo_specrl.nemo_rl.context import BLOCK, RunContext, get_option, setting_up
+from nemo_specrl.nemo_rl.context import RunContext, setting_up
 from nemo_specrl.nemo_rl.drift_monitor import StepMonitor
 from nemo_specrl.nemo_rl.hooks import Hooks
 from nemo_specrl.nemo_rl.metrics_log import StepLog, metrics_file
+from nemo_specrl.nemo_rl.recipe_checks import BLOCK, get_option
 from nemo_specrl.nemo_rl.rollout_metadata import MetadataTable
 from nemo_specrl.nemo_rl.save_deadline import bounded, check_time_left
 

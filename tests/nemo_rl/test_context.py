@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from nemo_specrl.engine.vllm.environment import has_custom_proposers
+from nemo_specrl.engine.drafters import method
+from nemo_specrl.engine.vllm.environment import has_custom_proposers, has_v2_speculators
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.monitoring.metrics_file import read_metrics
 from nemo_specrl.nemo_rl.context import RunContext, current_run, setting_up
@@ -271,6 +272,17 @@ def test_a_disabled_drafter_is_no_drafter(tmp_path):
     drafter = {"method": "mtp", "num_speculative_tokens": 0}
     disabled = recipe(tmp_path, vllm_kwargs__speculative_config=drafter, spec_rl__preset="lossless")
     assert RunContext.of(disabled, "grpo") is not None
+
+
+@pytest.mark.skipif(not has_v2_speculators(), reason="this vLLM takes no speculator")
+def test_the_v2_drafter_takes_no_pipeline_stages(tmp_path, monkeypatch):
+    """Before the workers start, which would find out minutes later."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    monkeypatch.setattr(method, "_v2_problem", lambda: None)  # Triton may be missing here
+    v2 = {"spec_rl__tree": {"method": "v2"}}
+    assert RunContext.of(recipe(tmp_path, **v2), "grpo") is not None
+    with pytest.raises(ConfigError, match=r"pipeline_parallel_size = 2: .*tree.method = v2 does"):
+        RunContext.of(recipe(tmp_path, **v2, vllm_cfg__pipeline_parallel_size=2), "grpo")
 
 
 def test_a_run_is_current_while_it_is_set_up(tmp_path):

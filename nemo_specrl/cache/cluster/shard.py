@@ -55,7 +55,7 @@ class ShardInfo(NamedTuple):
 
     Args:
         name: the same for as long as its folder is there.
-        store_id: a new one each time that the store is opened, or goes on empty.
+        store_id: a new one each time that the store is opened, or starts empty.
         holds: partitions of which there is something in the store.
         incarnation: the largest one that anything in the store was put with.
         remarks: lines for the user on how the store began and where it lies.
@@ -204,7 +204,7 @@ class Shard:
             keys = [key for key in keys if self.name in newer.routing.read(key)]
         try:
             return self.store.get(keys), newer
-        except StoreUnavailable:  # it may go on empty, and then has to be filled again
+        except StoreUnavailable:  # it may start empty, and then has to be filled again
             self._store_id = uuid.uuid4().hex
             raise
 

@@ -26,7 +26,7 @@ _TRIES, _TRY_AGAIN_SECONDS = 5, 0.02  # ``holder`` has the lock for an instant
 _NO_FLOCK = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
 """What file systems without locks answer, such as Lustre mounted without ``-o flock``."""
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 
@@ -161,7 +161,7 @@ def _locked(descriptor: int, folder: Path, how: int) -> int | None:
     except BaseException:
         os.close(stand_in)
         raise
-    _log.warning(
+    logger.warning(
         "the file system of %s has no locks (flock: %s): %s keeps the processes of this machine "
         "apart; let no other machine use the folder, or name one on a local disk",
         folder, why, file,

@@ -31,7 +31,7 @@ CHECK_SECONDS = 0.5
 _MIB = 2**20
 _JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def open_tables(folder: Path, max_bytes: int, tokenizer_id: str, lock: FolderLock) -> Tables:
@@ -136,7 +136,7 @@ def move_aside(folder: Path, why: Exception) -> None:
     except OSError:  # such as a folder that is a mount point of its own
         remove_files(folder)
         fate = "deleted"
-    _log.warning("rollout store %s is damaged (%s): %s; going on empty", folder, why, fate)
+    logger.warning("rollout store %s is damaged (%s): %s; going on empty", folder, why, fate)
 
 
 def move_lmdb_aside(folder: Path) -> None:
@@ -150,7 +150,7 @@ def move_lmdb_aside(folder: Path) -> None:
         target = _new_folder(folder)
         os.replace(file, target / LMDB_FILE)
         sync_folder(target)
-        _log.warning(
+        logger.warning(
             "rollout store %s: %s is of an older release, which kept rollouts in LMDB: moved to "
             "%s, which can be deleted; starting cold",
             folder, LMDB_FILE, target,

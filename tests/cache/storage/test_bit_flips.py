@@ -94,7 +94,7 @@ def live(folder, kind, life, flip=None):
                 i += 1
             except CacheError as error:
                 failed += 1
-                if failed > 1:  # it goes on empty after the first
+                if failed > 1:  # it starts empty after the first
                     print(error, file=sys.stderr)
                     return 3
         if not contents(store, [2]):
@@ -204,7 +204,7 @@ def test_an_index_that_does_not_fit_its_table_does_not_keep_an_eviction_going(tm
         values = (*sql, sql[0].split()[4], index)
         database.execute(f"UPDATE sqlite_master SET {back} WHERE name = 'gone'", values)
     store = open_store(folder, 4 * MIB)
-    with pytest.raises(StoreUnavailable, match="goes on empty"):
+    with pytest.raises(StoreUnavailable, match="starts empty"):
         store.put(expected(prompt, 0) for prompt in range(3000))
         store.sync()
     store.put([expected(1, 99)])

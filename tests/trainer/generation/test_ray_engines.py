@@ -133,7 +133,9 @@ def test_a_refit_that_breaks_off_leaves_no_engine_with_half_a_model(engines, pol
     assert engines.policy_version < 9
     with pytest.raises(RefitError, match=r"its weights are incomplete; build a new engine"):
         engines.rollouts(PROMPTS)
-    with pytest.raises(EngineError, match=r"^engine 0 has ended: by a shutdown, or as another "):
+    with pytest.raises(
+        EngineError, match=r"^engine 0 has ended: by a shutdown, or because another "
+    ):
         engines.rollouts(PROMPTS)
     engines.shutdown()
     assert not ray.is_initialized()  # it was the engines' own

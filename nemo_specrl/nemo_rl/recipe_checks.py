@@ -1,0 +1,246 @@
+"""Recipes of NeMo-RL that the plug-in cannot run: each gets one line that says what to set."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from nemo_specrl.config import SpecRLConfig
+from nemo_specrl.engine.drafters.method import drafting_method
+from nemo_specrl.errors import ConfigError
+
+__all__ = ["BLOCK", "check_recipe", "get_option"]
+
+BLOCK = "policy.generation.spec_rl"
+SPARSE_REFITS = ("vllm_s3_sparse", "vllm_zmq_sparse")
+"""Refits that reach an engine through a server in a thread of the worker, and none of its methods
+(NeMo-RL's models/generation/vllm/vllm_sparse_refit.py)."""
+
+
+def check_recipe(master_config: Any, spec_rl: SpecRLConfig, algorithm: str) -> None:
+    """Refuse what the plug-in cannot do, before anything is started.
+
+    Args:
+        master_config: NeMo-RL's MasterConfig.
+        spec_rl: its ``spec_rl:`` block.
+        algorithm: ``grpo`` or ``ppo``, the name of the algorithm's block.
+
+    Raises:
+        ConfigError: naming the key, its value and what to set.
+        IncompatibleVersion: the drafter that the block names does not run here.
+    """
+    generation = master_config.policy["generation"]
+    off = f"or {BLOCK}.enabled=false"
+    refused = itertools.chain(
+        _refused_sampling(generation, spec_rl),
+        _refused_engines(generation, off),
+        _refused_features(master_config, spec_rl, off),
+        _refused_options(master_config, spec_rl, algorithm),
+        _refused_refits(master_config, algorithm, off),
+    )
+    for wrong, line in refused:
+        if wrong:
+            raise ConfigError(line)
+    if spec_rl.tree.enabled:  # its index is native code, which may be missing here, as in workers
+        importlib.import_module("nemo_specrl.speculation.suffix_tree")
+    # What the workers would refuse minutes later.
+    method = drafting_method(spec_rl)
+    stages = (generation.get("vllm_cfg") or {}).get("pipeline_parallel_size") or 1
+    if method == "v2" and stages > 1:
+        raise ConfigError(
+            f"policy.generation.vllm_cfg.pipeline_parallel_size = {stages}: {BLOCK}.tree.method = "
+            "v2 does not work with pipeline stages; set it to 1, or preset: faithful without trees"
+        )
+
+
+def _refused_features(
+    master_config: Any, spec_rl: SpecRLConfig, off: str
+) -> list[tuple[bool, str]]:
+    """Features of NeMo-RL that do not go together with drafts."""
+    generation = master_config.policy["generation"]
+    generation = master_config.policy["generation"]
+    vllm_cfg, vllm_kwargs = generation.get("vllm_cfg") or {}, generation.get("vllm_kwargs") or {}
+    drafter = vllm_kwargs.get("speculative_config") or {}
+    return [
+        (
+            generation["backend"] != "vllm",
+            f"policy.generation.backend = {generation['backend']!r}: must be vllm, {off}",
+        ),
+        (
+            spec_rl.run_ahead.enabled,
+            f"{BLOCK}.run_ahead.enabled = True: NeMo-RL asks for one batch at a time and does not "
+            "say which prompts come next; set it to false",
+        ),
+        (
+            generation.get("quant_cfg") is not None,
+            f"policy.generation.quant_cfg: its workers cannot reuse rollouts; leave it out, {off}",
+        ),
+        (
+            _enabled(master_config, "on_policy_distillation"),
+            "on_policy_distillation.enabled = true: has not been tried with reused or drafted "
+            f"rollouts; set false, {off}",
+        ),
+        (
+            bool(vllm_cfg.get("expose_http_server")),
+            "policy.generation.vllm_cfg.expose_http_server = true: requests of NeMo-Gym do not pass"
+            f" through the plug-in; set false, {off}",
+        ),
+        (
+            # NeMo-RL's setup turns the one into the other, after this.
+            bool(vllm_kwargs.get("enable_return_routed_experts"))
+            or bool(get_option(master_config.policy.get("router_replay"), "enabled", False)),
+            "policy.router_replay.enabled = true: the routes of a reused prefix are not recorded; "
+            f"switch router replay (enable_return_routed_experts) off, {off}",
+        ),
+        (
+            spec_rl.tree.enabled and bool(drafter) and drafter.get("num_speculative_tokens") != 0,
+            "policy.generation.vllm_kwargs.speculative_config: an engine has one drafter, and "
+            f"{BLOCK}.tree.enabled = true asks for another; leave it out, or take preset: faithful "
+            "without trees",
+        ),
+    ]
+
+
+def _refused_options(
+    master_config: Any, spec_rl: SpecRLConfig, algorithm: str
+) -> list[tuple[bool, str]]:
+    """Keys of the ``spec_rl:`` block that are missing, or do not go together with others."""
+    threshold = get_option(getattr(master_config, algorithm), "seq_logprob_error_threshold", None)
+    masked = f"{algorithm}.seq_logprob_error_threshold takes them for errors and masks such rows"
+    return [
+        (
+            spec_rl.cache.dir is None,
+            f"{BLOCK}.cache.dir: must name a folder on each node's own disk, such as /raid/specrl",
+        ),
+        (
+            threshold is not None and spec_rl.reported_logprobs == "behaviour",
+            f"{BLOCK}.reported_logprobs = 'behaviour': reused rows report other log-probs than the "
+            f"policy's, {masked}; set it to null, or reported_logprobs to policy",
+        ),
+        (
+            spec_rl.clip_anchor == "birth"
+            and bool(get_option(master_config.loss_fn, "force_on_policy_ratio", False)),
+            f"{BLOCK}.clip_anchor = 'birth': with loss_fn.force_on_policy_ratio there is no ratio "
+            "to anchor; set that to false, or the anchor to current",
+        ),
+        (
+            spec_rl.clip_anchor == "birth" and _enabled(master_config, "data_plane"),
+            f"{BLOCK}.clip_anchor = 'birth': does not reach the data plane yet; set "
+            "data_plane.enabled=false, or the anchor to current",
+        ),
+    ]
+
+
+def _refused_sampling(generation: Any, spec_rl: SpecRLConfig) -> list[tuple[bool, str]]:
+    """Kinds of sampling and numbers that drafts cannot be verified under.
+
+    A proposer's drafts are verified against the distribution that is sampled from, whatever its
+    temperature and top-p; those of prefix reuse and of rounds by prompt log-probs.
+    """
+    reuse = spec_rl.effective_fresh_fraction < 1
+    by_proposer = spec_rl.tree.enabled and spec_rl.tree.method != "rounds"
+    by_prompt = reuse or not by_proposer
+    judge = "prefix reuse" if reuse else "tree.method: rounds"
+    why = f"{judge} verifies drafts by prompt log-probs, which are those of raw sampling"
+    off = f"or {BLOCK}.enabled=false"
+    way = f"or {BLOCK}.preset: lossless without rounds, {off}"
+    vllm_cfg = generation.get("vllm_cfg") or {}
+    precision, kv = str(vllm_cfg.get("precision")), str(vllm_cfg.get("kv_cache_dtype"))
+    noise = "its noise in the log-probs by which drafts are verified has not been measured"
+    return [
+        (
+            by_prompt and generation["temperature"] != 1,
+            f"policy.generation.temperature = {generation['temperature']}: {why}; set 1.0, {way}",
+        ),
+        (
+            by_prompt and generation["top_p"] != 1,
+            f"policy.generation.top_p = {generation['top_p']}: {why}; set 1.0, {way}",
+        ),
+        (
+            generation["top_k"] not in (None, -1, 0),
+            f"policy.generation.top_k = {generation['top_k']}: {why}; set null, {way}"
+            if by_prompt
+            else f"policy.generation.top_k = {generation['top_k']}: vLLM fails with it in steps "
+            f"that have no draft (seen on a CPU); set null, {off}",
+        ),
+        (
+            bool(generation.get("bad_words")),
+            f"policy.generation.bad_words: not tried with drafts; leave them out, {off}",
+        ),
+        (
+            by_prompt and precision.startswith("fp8"),
+            f"policy.generation.vllm_cfg.precision = {precision}: {noise}; set bfloat16, {way}",
+        ),
+        (
+            by_prompt and kv.startswith("fp8"),
+            f"policy.generation.vllm_cfg.kv_cache_dtype = {kv}: {noise}; set auto, {way}",
+        ),
+    ]
+
+
+def _refused_engines(generation: Any, off: str) -> list[tuple[bool, str]]:
+    """What makes of the engines something else than one engine of ours for each worker."""
+    vllm_cfg, vllm_kwargs = generation.get("vllm_cfg") or {}, generation.get("vllm_kwargs") or {}
+    experts = vllm_cfg.get("expert_parallel_size") or 1
+    tensor = vllm_cfg.get("tensor_parallel_size") or 1
+    engines = vllm_kwargs.get("data_parallel_size") or 1
+    together = "the engines of such a group step together, and those of the plug-in do not"
+    own = generation.get("worker_extension_cls_fqn")
+    return [
+        (
+            experts > tensor,
+            f"policy.generation.vllm_cfg.expert_parallel_size = {experts}: more than "
+            f"tensor_parallel_size = {tensor} makes vLLM's data-parallel groups, and {together}; "
+            f"set at most {tensor}, {off}",
+        ),
+        (
+            engines > 1,
+            f"policy.generation.vllm_kwargs.data_parallel_size = {engines}: {together}; leave it "
+            f"out, {off}",
+        ),
+        (
+            own is not None,
+            f"policy.generation.worker_extension_cls_fqn = {own}: it would take the place of the "
+            f"worker that drafts; leave it out, {off}",
+        ),
+    ]
+
+
+def _enabled(master_config: Any, block: str) -> bool:
+    """Whether an optional block of the recipe is there and switched on."""
+    return bool(get_option(getattr(master_config, block, None), "enabled", False))
+
+
+def _refused_refits(master_config: Any, algorithm: str, off: str) -> Iterator[tuple[bool, str]]:
+    """Refits after which the policy version or the KV blocks would be those of the old weights."""
+    generation = master_config.policy["generation"]
+    name = f"{algorithm}.async_{algorithm}"
+    asynchronous = get_option(getattr(master_config, algorithm), f"async_{algorithm}", None)
+    yield (
+        bool(get_option(asynchronous, "enabled", False))
+        and bool(get_option(asynchronous, "in_flight_weight_updates", False)),
+        f"{name}.in_flight_weight_updates = true: a row that is running at a refit would be made "
+        f"by two policies, on KV blocks of the old one; set it to false, {off}",
+    )
+    transport = generation.get("refit_transport")
+    yield (
+        transport in SPARSE_REFITS,
+        f"policy.generation.refit_transport = {transport!r}: its refits pass by the plug-in, which "
+        f"would not know of new weights; set null, nccl_reshard or nixl, {off}",
+    )
+    yield (
+        bool((generation.get("vllm_kwargs") or {}).get("kv_transfer_config")),
+        "policy.generation.vllm_kwargs.kv_transfer_config: what a KV connector keeps of the old "
+        f"weights would be read after a refit; leave it out, {off}",
+    )
+
+
+def get_option(block: Any, name: str, default: Any) -> Any:
+    """Read a key of a block, which is a dict in some versions of NeMo-RL and a model in others."""
+    if block is None:
+        return default
+    if isinstance(block, Mapping):
+        return block.get(name, default)
+    return getattr(block, name, default)
