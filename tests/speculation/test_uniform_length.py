@@ -55,6 +55,12 @@ def test_tensor_parallel_ranks_share_the_work():
     assert sixteen.kv_bytes == COSTS.kv_bytes / 8  # each rank has one head of keys and values
 
 
+def test_a_configuration_of_unknown_names_is_no_error():
+    unknown = SimpleNamespace(num_key_value_heads=[8, 8, 4], intermediate_size=None)
+    costs = costs_of(unknown, GPUS["H100"], ranks=1, weight_bytes=2, kv_bytes=2)
+    assert 5e9 < costs.weight_bytes < 40e9 and 0 < costs.kv_bytes < 1e6
+
+
 def test_expected_tokens():
     assert expected_tokens([0.5, 0.5]).tolist() == [1, 1.5, 1.75]
 

@@ -22,7 +22,7 @@ def step_costs(vllm_config: Any) -> StepCosts:
 
     Sizes come from the names that configurations of Hugging Face share. Where a model has others
     (latent attention, layers of several kinds), this is an estimate, which errs in the size of
-    attention; weights and operations decide.
+    attention; weights and operations decide. A size that has no known name is that of an 8B model.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     ranks = max(1, int(parallel.tensor_parallel_size))
@@ -44,14 +44,15 @@ def costs_of(config: Any, gpu: Gpu, ranks: int, weight_bytes: int, kv_bytes: int
         weight_bytes: of a weight.
         kv_bytes: of an entry of the KV cache.
     """
-    hidden, layers = int(config.hidden_size), int(config.num_hidden_layers)
-    heads = int(config.num_attention_heads)
-    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    head = int(getattr(config, "head_dim", None) or hidden // heads)
-    vocabulary = int(config.vocab_size)
-    experts = int(_first(config, "num_experts", "num_local_experts", "n_routed_experts"))
-    chosen = int(_first(config, "num_experts_per_tok")) if experts else 0
-    inner = int(config.intermediate_size)
+    hidden = _first(config, "hidden_size", "n_embd", "d_model") or 4096
+    layers = _first(config, "num_hidden_layers", "n_layer", "n_layers") or 32
+    heads = _first(config, "num_attention_heads", "n_head", "n_heads") or max(1, hidden // 128)
+    kv_heads = _first(config, "num_key_value_heads") or heads
+    head = _first(config, "head_dim") or hidden // heads
+    vocabulary = _first(config, "vocab_size") or 2**17
+    experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts")
+    chosen = _first(config, "num_experts_per_tok") if experts else 0
+    inner = _first(config, "intermediate_size", "ffn_hidden_size", "n_inner") or 4 * hidden
     attention = hidden * head * (2 * heads + 2 * kv_heads)
     expert = 3 * hidden * int(_first(config, "moe_intermediate_size") or inner)
     dense = layers * (attention + (0 if experts else 3 * hidden * inner)) + hidden * vocabulary
@@ -67,5 +68,6 @@ def costs_of(config: Any, gpu: Gpu, ranks: int, weight_bytes: int, kv_bytes: int
 
 
 def _first(config: Any, *names: str) -> int:
-    """The first of these sizes that a configuration has; 0: none."""
-    return next((int(v) for name in names if (v := getattr(config, name, None))), 0)
+    """The first of these sizes that a configuration has as a whole number; 0: none."""
+    sizes = (getattr(config, name, None) for name in names)
+    return next((size for size in sizes if isinstance(size, int) and size > 0), 0)
