@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -224,6 +224,7 @@ class Rollout:
         """Return the first ``length`` tokens as a rollout, PARTIAL if any were cut off."""
         if length >= len(self):
             return self
-        return replace(
-            self, finish=Finish.PARTIAL, **{name: getattr(self, name)[:length] for name in _ARRAYS}
-        )
+        cut = {name: getattr(self, name)[:length] for name in _ARRAYS}
+        scalars = {name: getattr(self, name) for name in _SCALARS}
+        # Not dataclasses.replace, which would make another rollout of a subclass.
+        return Rollout(**{**scalars, **cut, "finish": Finish.PARTIAL})

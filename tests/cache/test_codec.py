@@ -123,6 +123,16 @@ def test_many_at_once_are_what_each_is_by_itself(originals):
     assert records == [encode(r, name) for r, name in zip(originals, names, strict=True)]
 
 
+def test_a_prefix_of_what_was_decoded_is_one_of_the_rollout():
+    """It is what a draft is cut to, and has to have a length, be sent and be stored."""
+    original = sized(5, version=3, fresh=True)
+    decoded = decode(DB_KEY, encode(original, DB_KEY))
+    cut = decoded.prefix(2)
+    assert len(cut) == 2 and cut == original.prefix(2)
+    assert pickle.loads(pickle.dumps(cut)) == cut
+    assert decode(DB_KEY, encode(cut, DB_KEY)) == cut
+
+
 @given(st.lists(rollouts(), max_size=6), st.booleans())
 @settings(derandomize=True, max_examples=100, deadline=None)
 def test_what_was_decoded_is_encoded_and_sent_as_it_was(originals, exact):
