@@ -11,7 +11,6 @@ import importlib
 import logging
 import os
 from importlib import metadata
-from importlib.util import find_spec
 from typing import Any
 
 from nemo_specrl.config import SpecRLConfig
@@ -20,6 +19,7 @@ from nemo_specrl.engine.vllm.compat import EXTRA_ARG, check_version, in_this_pro
 from nemo_specrl.engine.vllm.environment import (
     Method,
     auto_method,
+    engines_run_here,
     has_custom_proposers,
     has_v2_speculators,
     on_cpu,
@@ -79,8 +79,8 @@ def _possible() -> str:
 
 
 def _v2_problem() -> str | None:
-    """Why the speculator cannot be put into this vLLM; None: it can, or there is none here."""
-    if find_spec("vllm") is None:  # the driver of NeMo-RL: its workers will see
+    """Why the speculator cannot be put into this vLLM; None: it can, or no engine runs here."""
+    if not engines_run_here():
         return None
     try:
         install()

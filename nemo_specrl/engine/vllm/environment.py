@@ -14,6 +14,7 @@ __all__ = [
     "Method",
     "auto_method",
     "cpu_thread_binding",
+    "engines_run_here",
     "has_custom_proposers",
     "has_v2_speculators",
     "local_cpu_environment",
@@ -81,6 +82,18 @@ def on_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
+
+
+def engines_run_here() -> bool:
+    """Whether this process can have an engine: vLLM is installed and has found a device.
+
+    NeMo-RL's driver may have neither; what its workers can do, they find out.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        return False
+    from vllm.platforms import current_platform
+
+    return not current_platform.is_unspecified()
 
 
 def has_custom_proposers() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from nemo_specrl.engine.vllm import v2_patches
-from nemo_specrl.engine.vllm.environment import would_run_v2
+from nemo_specrl.engine.vllm.environment import engines_run_here, would_run_v2
 from nemo_specrl.engine.vllm.patches import (
     batch_cpu_prompt_logprobs,
     fix_cpu_rejection_sampler,
@@ -32,7 +32,7 @@ def vllm_plugin() -> None:
     from vllm.platforms import current_platform
 
     cpu = current_platform.is_cpu()
-    if would_run_v2(cpu=cpu):
+    if engines_run_here() and would_run_v2(cpu=cpu):
         try:
             v2_patches.install()
         except IncompatibleVersion as error:

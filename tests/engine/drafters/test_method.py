@@ -107,6 +107,17 @@ def test_a_v2_runner_that_is_not_known_decodes_plainly(machine, caplog):
     assert "add_requests has a source" in refusal(IncompatibleVersion, config("v2"))
 
 
+def test_without_a_device_the_workers_decide(monkeypatch):
+    """As in NeMo-RL's driver on a node without GPUs: nothing of vLLM's runner is imported there."""
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    monkeypatch.setattr(method_module, "on_cpu", lambda: False)
+    monkeypatch.setattr(environment, "has_v2_speculators", lambda: True)
+    monkeypatch.setattr(method_module, "has_v2_speculators", lambda: True)
+    monkeypatch.setattr(method_module, "engines_run_here", lambda: False)
+    monkeypatch.setattr(method_module, "install", lambda: pytest.fail("imported"))
+    assert drafting_method(config()) == drafting_method(config("v2")) == "v2"
+
+
 def test_options_of_the_speculator(machine):
     machine(cpu=False)
     options = engine_options(config())
