@@ -40,7 +40,9 @@ class Roots:
             key: of the prompt; None: the request brought none.
         """
         data = np.asarray(tokens, np.int32).tobytes()
-        for length in sorted(self._lengths):
+        # Most prompts are roots themselves, and there may be roots of hundreds of lengths.
+        lengths = [len(data)] if data in self._keys else sorted(self._lengths)
+        for length in lengths:
             found = self._keys.get(data[:length]) if length <= len(data) else None
             if found is not None:
                 self._keys.move_to_end(data[:length])
