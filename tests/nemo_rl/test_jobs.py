@@ -314,7 +314,7 @@ def test_what_cannot_be_is_refused_before_anything_is_started(folder):
         **{"policy.generation.temperature": 0.7},
     )
     assert job.exit_code() != 0
-    assert "policy.generation.temperature = 0.7: drafts are verified by" in job.log.read_text()
+    assert "policy.generation.temperature = 0.7: prefix reuse verifies" in job.log.read_text()
     assert not job.metrics("train")
 
 

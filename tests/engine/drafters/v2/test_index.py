@@ -53,7 +53,7 @@ def test_response_drafts_when_its_row_has_ended(make_rows):
     rows.index.close_row(0)
     rows.open(0, b"b")
     rows.open(1)
-    assert rows.step({1: [5], 0: [5]}).tolist() == [[6, 7], [6, 7]]
+    assert rows.step({1: [5], 0: [5, 6]}).tolist() == [[6, 7], [7, 6]]
     rows.open(0, b"c", [(0, [5, 8, 8])])
     assert rows.step({0: [5]}).tolist() == [[8, 8]]
 

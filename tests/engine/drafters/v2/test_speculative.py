@@ -6,9 +6,7 @@ Drafts are made by the numpy reference, as in ``test_engine``.
 import pytest
 
 from nemo_specrl import SpecRLConfig
-from nemo_specrl.engine.drafters.v2.roots import Roots
-from nemo_specrl.trainer.tasks import problems
-from tests.conftest import REPOSITORY, DictCache
+from tests.conftest import DictCache
 from tests.support.engines import PROMPT, VOCABULARY
 
 LENGTHS = [0, 2, 3, 4]
@@ -42,11 +40,6 @@ def make_llm(folder, **options):
 @pytest.fixture(scope="module", params=["sync", "async"])
 def llm(request, random_model):
     return make_llm(random_model, max_model_len=96, async_scheduling=request.param == "async")
-
-
-@pytest.fixture(scope="module")
-def llm_of_sums():
-    return make_llm(REPOSITORY / "examples/models/qwen3-arith-small", max_model_len=256)
 
 
 def scheduler_of(llm):
@@ -113,48 +106,6 @@ def test_prefix_reuse_beside_drafts(llm, speculator):
     assert warm.accepted_tokens > 0.9 * warm.response_tokens
     assert warm.decoded_tokens == sum(map(len, responses)) - warm.accepted_tokens
     assert warm.tree_tokens == warm.decoded_tokens
-
-
-def test_later_turns_draft_across_rollouts(llm_of_sums, by_reference, monkeypatch):
-    """A second turn's prompt holds the first response, and yet it drafts from earlier rollouts.
-
-    Without roots it drafts from responses to its very prompt alone, as with the V1 proposer.
-    """
-    with_roots = second_turns(llm_of_sums)
-    monkeypatch.setattr(Roots, "key_of", lambda self, tokens, key: key)
-    without = second_turns(llm_of_sums)
-    assert with_roots > 1.5 * without
-
-
-def second_turns(llm):
-    """Tokens a step of second turns in a second epoch, which go on where the first turns stopped.
-
-    At this temperature no two first turns are alike, so that no two second prompts are.
-    """
-    from vllm import SamplingParams
-
-    from nemo_specrl import SpeculativeLLM
-
-    made = SpeculativeLLM(llm, DictCache(), config())
-    speculator_of(llm).index.forget()
-    options = {"temperature": 1.2, "logprobs": 0, "ignore_eos": True}
-    (problem,) = problems("arithmetic", 1, 3)
-    steps = tokens = 0
-    for epoch in range(3):
-        if epoch:
-            made.policy_version += 1
-        prompts = [{"prompt_token_ids": problem.prompt} for _ in range(4)]
-        params = [SamplingParams(max_tokens=32, seed=4 * epoch + i, **options) for i in range(4)]
-        first = made.generate(prompts, params, use_tqdm=False)
-        prompts = [
-            {"prompt_token_ids": [*problem.prompt, *output.outputs[0].token_ids]}
-            for output in first
-        ]
-        made.generate(prompts, params, use_tqdm=False)
-        if epoch:
-            tokens += made.metrics.tree_tokens
-            steps += made.metrics.tree_steps
-    return tokens / steps
 
 
 def test_lengths_by_rows(llm, speculator):
