@@ -33,7 +33,6 @@ SHARED = {
     "num_key_value_heads": 8,
     "head_dim": 128,
     "vocab_size": 151_936,
-    "hidden_act": "silu",
 }
 MODELS = {
     "Qwen3-8B, one H100": (

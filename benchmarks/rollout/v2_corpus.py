@@ -53,7 +53,7 @@ def responses(task: str, temperature: float, prompts: int, epochs: int) -> tuple
 
 def replay(made: Any, *, history: bool, corpus: bool) -> list[float]:
     """Tokens a step, by epoch."""
-    from tests.support.v2_drafting import Rows, accepted
+    from tests.support.v2_drafting import Rows, steps_of
 
     rows = Rows(rows=PROMPTS_AT_ONCE * GROUP, longest=200, length=K, max_bytes=64 << 20)
     if not corpus:
@@ -67,16 +67,7 @@ def replay(made: Any, *, history: bool, corpus: bool) -> list[float]:
                 prompt = first + row // GROUP
                 key = b"%d" % prompt if history else b"%d/%d" % (epoch, prompt)
                 rows.open(row, key, identity=epoch << 16 | row % GROUP)
-            done, drafts = [0] * len(lot), [[] for _ in lot]
-            while running := [r for r, whole in enumerate(lot) if done[r] < len(whole)]:
-                new = {}
-                for r in running:
-                    left = lot[r][done[r] :]
-                    new[r] = left[: accepted(drafts[r], left) + 1]
-                    done[r] += len(new[r])
-                steps += len(new)
-                for r, draft in zip(new, rows.step(new).tolist(), strict=True):
-                    drafts[r] = draft
+            steps += steps_of(rows, lot)
             tokens += sum(map(len, lot))
             for row in range(len(lot)):
                 rows.index.close_row(row)

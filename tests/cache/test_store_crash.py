@@ -33,12 +33,15 @@ from tests.support.stores import (
 CRASHES = int(os.environ.get("NEMO_SPECRL_CRASHES", "20"))
 
 
-def write_until_killed(path, start):
-    """Puts and syncs; says on standard output, after each sync, up to which number it did."""
-    store = RolloutStore(path, max_bytes=2**24, tokenizer_id="tok")
+def write_until_killed(path, start, max_bytes, prompts, every):
+    """Puts, look-ups after every so many, and syncs.
+
+    Says on standard output, after each sync, up to which number it put.
+    """
+    store = RolloutStore(path, max_bytes=max_bytes, tokenizer_id="tok")
     for i in itertools.count(start):
-        store.put([rollout(i % 50, version=i, n=[5, 300, 4000][i % 3])])
-        if i % 5 == 0:
+        store.put([rollout(i % prompts, version=i, n=[5, 300, 4000][i % 3])])
+        if i % every == 0:
             store.get([prompt_key([i % 7])])
         if i % 3 == 0:
             store.sync()
@@ -47,8 +50,11 @@ def write_until_killed(path, start):
 
 WRITER = f"""{PREAMBLE}
 {inspect.getsource(write_until_killed)}
-write_until_killed(sys.argv[1], int(sys.argv[2]))
+write_until_killed(sys.argv[1], *map(int, sys.argv[2:]))
 """
+ROOMY = (2**24, 50, 5)
+CRAMPED = (2**20, 300, 1)
+"""Cap, prompts, and puts for each look-up: nothing is evicted, and most commits evict something."""
 
 
 @pytest.mark.timeout(15 * CRASHES)
@@ -61,7 +67,7 @@ def test_what_was_acknowledged_survives_sigkill(tmp_path):
     acknowledged = {}  # prompt -> version
     start = 0
     for _ in range(CRASHES):
-        with run_python(WRITER, path, start, stdout=subprocess.PIPE) as process:
+        with run_python(WRITER, path, start, *ROOMY, stdout=subprocess.PIPE) as process:
             for _ in range(rng.randrange(1, 80)):
                 line = process.stdout.readline()
             for _ in range(rng.randrange(40_000)):  # so that it may be anywhere between two syncs
@@ -83,23 +89,6 @@ def test_what_was_acknowledged_survives_sigkill(tmp_path):
     assert not damaged_folders(path)
 
 
-def evict_until_killed(path, start):
-    """Puts under a cap of a few dozen rollouts; says after each sync what was put, and found."""
-    store = RolloutStore(path, max_bytes=2**20, tokenizer_id="tok")
-    for i in itertools.count(start):
-        store.put([rollout(i % 300, version=i, n=[5, 300, 4000][i % 3])])
-        store.get([prompt_key([i % 7])])
-        if i % 3 == 0:
-            store.sync()
-            print(i, flush=True)
-
-
-EVICTER = f"""{PREAMBLE}
-{inspect.getsource(evict_until_killed)}
-evict_until_killed(sys.argv[1], int(sys.argv[2]))
-"""
-
-
 @pytest.mark.timeout(30 * CRASHES)
 @pytest.mark.parametrize("call", ["pwrite64", "fdatasync"])
 def test_a_process_killed_at_any_call_of_a_commit_leaves_a_sound_store(tmp_path, strace, call):
@@ -110,7 +99,7 @@ def test_a_process_killed_at_any_call_of_a_commit_leaves_a_sound_store(tmp_path,
         when = rng.randrange(*((150, 2500) if call == "pwrite64" else (15, 400)))
         inject = ["-e", f"trace={call}", "-e", f"inject={call}:signal=KILL:when={when}"]
         with run_python(
-            EVICTER, path, start, stdout=subprocess.PIPE, before=[*strace, *inject]
+            WRITER, path, start, *CRAMPED, stdout=subprocess.PIPE, before=[*strace, *inject]
         ) as process:
             synced = process.stdout.read().split()
         last = int(synced[-1]) if synced else last

@@ -59,6 +59,11 @@ def steps_with_index(responses, history, length, vocabulary):
     rows = Rows(rows=len(responses), longest=longest, vocabulary=vocabulary, length=length)
     for row in range(len(responses)):
         rows.open(row, history=list(enumerate(history)) if row == 0 else ())
+    return steps_of(rows, responses)
+
+
+def steps_of(rows, responses):
+    """Steps in which the rows of an index, opened in this order, yield these responses."""
     done, steps = [0] * len(responses), 0
     drafts = [[] for _ in responses]
     while running := [r for r, tokens in enumerate(responses) if done[r] < len(tokens)]:

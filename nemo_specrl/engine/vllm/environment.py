@@ -77,11 +77,8 @@ def cpu_thread_binding(threads: int = 1) -> str:
 
 def on_cpu() -> bool:
     """Whether the vLLM of this process runs on a CPU; False where there is none."""
-    if importlib.util.find_spec("vllm") is None:
-        return False
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cpu())
+    platform = _platform()
+    return platform is not None and bool(platform.is_cpu())
 
 
 def engines_run_here() -> bool:
@@ -89,11 +86,17 @@ def engines_run_here() -> bool:
 
     NeMo-RL's driver may have neither; what its workers can do, they find out.
     """
+    platform = _platform()
+    return platform is not None and not platform.is_unspecified()
+
+
+def _platform() -> Any | None:
+    """The device as vLLM sees it; None: there is no vLLM."""
     if importlib.util.find_spec("vllm") is None:
-        return False
+        return None
     from vllm.platforms import current_platform
 
-    return not current_platform.is_unspecified()
+    return current_platform
 
 
 def has_custom_proposers() -> bool:
