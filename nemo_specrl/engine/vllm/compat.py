@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 EXTRA_ARG = "spec_rl"
 """This package's key in ``SamplingParams.extra_args`` and in vLLM's ``additional_config``."""
+FORGET_SECONDS = 10.0
+"""Longest time that workers are asked to forget a broken step for."""
 OLDEST = (0, 20)
 VERSIONS_RUN = ("0.20.0", "0.25.1", "0.32.0")
 """Versions on which the engine's tests and a training have passed (docs/reference/versions.md)."""
@@ -194,16 +196,16 @@ def unknown_requests(engine: Any, request_ids: Iterable[str]) -> list[str]:
 
 @contextlib.contextmanager
 def interrupts_deferred(engine: Any) -> Iterator[None]:
-    """Have Ctrl-C wait for the end of a step of an engine in this process.
+    """Have Ctrl-C wait for the end of a step of an engine whose core is in this process.
 
     A step that is broken off anywhere can leave its scheduler and its model runner with different
-    requests. A second Ctrl-C does not wait. Nothing is changed outside of the main thread, and
+    requests, also where the model runner is in a process of its own (vLLM 0.20 on CPUs). A second Ctrl-C does not wait. Nothing is changed outside of the main thread, and
     where SIGINT has another handler than Python's own.
     """
     own = threading.current_thread() is threading.main_thread() and (
         signal.getsignal(signal.SIGINT) is signal.default_int_handler
     )
-    if not (own and in_this_process(engine)):
+    if not (own and _core_here(engine)):
         yield
         return
     came: list[int] = []
@@ -223,15 +225,19 @@ def interrupts_deferred(engine: Any) -> Iterator[None]:
 
 
 def forget_broken_step(engine: Any) -> None:
-    """Have an engine in this process forget a step that an exception has broken off.
+    """Have an engine whose core is in this process forget a step that an exception has broken off.
 
     The V1 model runner keeps what the first half of a step has computed for the second one
     (``execute_model_state`` in v1/worker/gpu_model_runner.py), and where that never came it would
     refuse every further step.
     """
-    if not in_this_process(engine):
-        return
-    runner = engine.model_executor.driver_worker.worker.model_runner
+    if _core_here(engine):
+        engine.collective_rpc(_forget_broken_step, timeout=FORGET_SECONDS)
+
+
+def _forget_broken_step(worker: Any) -> None:
+    """In the process of a worker."""
+    runner = worker.model_runner
     if getattr(runner, "execute_model_state", None) is not None:
         runner.execute_model_state = None
 
@@ -263,5 +269,10 @@ def in_this_process(engine: Any) -> bool:
     """Whether an ``LLMEngine`` or ``AsyncLLM`` has its core and its worker in this process."""
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-    # LLMEngine sets it only where its core is in this process (v1/engine/llm_engine.py).
-    return isinstance(getattr(engine, "model_executor", None), UniProcExecutor)
+    return _core_here(engine) and isinstance(engine.model_executor, UniProcExecutor)
+
+
+def _core_here(engine: Any) -> bool:
+    """Whether an engine has its core, with the scheduler, in this process."""
+    # LLMEngine sets it only there (v1/engine/llm_engine.py).
+    return getattr(engine, "model_executor", None) is not None
