@@ -199,8 +199,9 @@ def interrupts_deferred(engine: Any) -> Iterator[None]:
     """Have Ctrl-C wait for the end of a step of an engine whose core is in this process.
 
     A step that is broken off anywhere can leave its scheduler and its model runner with different
-    requests, also where the model runner is in a process of its own (vLLM 0.20 on CPUs). A second Ctrl-C does not wait. Nothing is changed outside of the main thread, and
-    where SIGINT has another handler than Python's own.
+    requests, also where the model runner is in a process of its own (vLLM 0.20 on CPUs). A second
+    Ctrl-C does not wait. Nothing is changed outside of the main thread, and where SIGINT has
+    another handler than Python's own.
     """
     own = threading.current_thread() is threading.main_thread() and (
         signal.getsignal(signal.SIGINT) is signal.default_int_handler
