@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.shared.records import merged
 from nemo_specrl.engine.vllm.environment import local_cpu_environment
-from nemo_specrl.trainer.tasks import problems
+from nemo_specrl.trainer.data.toy_tasks import problems
 
 MODELS = {"sorting": "qwen3-sort", "arithmetic": "qwen3-arith-small"}
 K = 5

@@ -116,7 +116,7 @@ class Comparison:
         group: int,
         sequences: int,
     ) -> None:
-        from nemo_specrl.trainer.tasks import problems
+        from nemo_specrl.trainer.data.toy_tasks import problems
 
         common = (
             "grpo.num_prompts_per_step=1",  # nothing is trained
