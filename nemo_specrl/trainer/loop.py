@@ -26,7 +26,7 @@ from nemo_specrl.monitoring.metrics_file import MetricsLog
 from nemo_specrl.speculation.drift import DriftMonitor
 from nemo_specrl.trainer import checkpoint
 from nemo_specrl.trainer.batch import Batch, Group, set_gae_advantages
-from nemo_specrl.trainer.data.dataset import open_dataset
+from nemo_specrl.trainer.data.dataset import Dataset, open_dataset
 from nemo_specrl.trainer.divergence import check_finite
 from nemo_specrl.trainer.evaluation import evaluate
 from nemo_specrl.trainer.generation import InProcessEngine, build_generation
@@ -47,6 +47,7 @@ class Trainer:
 
     Args:
         recipe: the whole recipe.
+        data: its problems, where they have been opened already.
 
     Attributes:
         progress: how far the run has come.
@@ -56,12 +57,13 @@ class Trainer:
         CheckpointError: the checkpoint is damaged or of another recipe.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, data: Dataset | None = None) -> None:
         self.recipe = recipe
         self.stop = False
         self._built = False
         self.folder = recipe.checkpointing.checkpoint_dir
-        self.data = open_dataset(recipe.data, recipe.policy, recipe.algorithm.max_val_samples)
+        heldout = recipe.algorithm.max_val_samples
+        self.data = data or open_dataset(recipe.data, recipe.policy, heldout)
         if recipe.data.prompts is None:
             self.recipe = recipe = recipe.with_prompts(len(self.data.training))
         self.progress = checkpoint.Progress(recipe=checkpoint.resume_identity(recipe))

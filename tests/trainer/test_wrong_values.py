@@ -48,6 +48,11 @@ PATHS = (
 )
 MAY_BE = {
     "data.seed": ("-2",),
+    "data.input_key": ("much", "5", ".inf"),
+    "data.output_key": ("much", "5", ".inf"),
+    "data.dataset_kwargs": ("{max_num_seqs: 0}",),
+    # No toy task reads it.
+    "policy.tokenizer.chat_template": ("much", "''", "5", ".inf"),
     "policy.model_name": ("/dev/null/x",),
     "policy.generation.spec_rl.tree.max_bytes": ("1.5",),
 }
@@ -106,10 +111,10 @@ def draws():
 def refusal(monkeypatch, capsys, tmp_path):
     """Run ``train`` up to where engines would start; the line in which it refuses."""
 
-    def accepted():
+    def accepted(*_):
         raise AssertionError("was accepted")
 
-    monkeypatch.setattr("nemo_specrl.engine.vllm.environment.local_cpu_environment", accepted)
+    monkeypatch.setattr("nemo_specrl.cli.main._set_up", accepted)
     monkeypatch.chdir(REPOSITORY)
     folders = [
         f"{key}={tmp_path / 'run'}" for key in ("checkpointing.checkpoint_dir", "logger.log_dir")

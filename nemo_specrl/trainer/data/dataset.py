@@ -19,7 +19,7 @@ from nemo_specrl.trainer.data.toy_tasks import HELDOUT_SEED, heldout_problems, p
 from nemo_specrl.trainer.data_config import TOY_TASKS, DataConfig
 from nemo_specrl.trainer.policy_config import PolicyConfig
 
-__all__ = ["Problem", "open_dataset"]
+__all__ = ["Dataset", "Problem", "open_dataset"]
 
 GIVE_UP = 1000
 """Rows in a row of a generated data set that cannot be used, after which it is refused."""

@@ -30,7 +30,7 @@ from nemo_specrl.engine.weight_fingerprint import FingerprintedWeights
 from nemo_specrl.errors import ConfigError, SpecRLError
 from nemo_specrl.rollout import prompt_key
 from nemo_specrl.speculation.acceptance import derived_seed
-from nemo_specrl.trainer.policy_config import eos_token_ids, tokenizer_file
+from nemo_specrl.trainer.policy_config import eos_token_ids, model_folder, tokenizer_file
 from nemo_specrl.trainer.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def build_engine(recipe: Recipe) -> LLM:
         options = {"logprobs_mode": "processed_logprobs", **options}
     try:
         return LLM(
-            model=recipe.policy.model_name,
+            model=str(model_folder(recipe.policy.model_name)),
             dtype=vllm_cfg.precision,
             max_model_len=vllm_cfg.max_model_len,
             gpu_memory_utilization=vllm_cfg.gpu_memory_utilization,
