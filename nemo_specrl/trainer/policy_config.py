@@ -185,9 +185,9 @@ class LoraConfig(Block):
     """The ``lora_cfg:`` block: trains low-rank adapters (peft) instead of the weights."""
 
     enabled: bool = False
-    target_modules: list[str] = Field(default_factory=list)
+    target_modules: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """Names of modules with an adapter, with ``match_all_linear: false``."""
-    exclude_modules: list[str] = Field(default_factory=list)
+    exclude_modules: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     match_all_linear: bool = True
     """Adapters for all linear layers but the output layer."""
     dim: int = Field(default=8, ge=1, le=65536)

@@ -23,7 +23,11 @@ from nemo_specrl.trainer.recipe import Recipe, load_recipe
 from nemo_specrl.trainer.start_checks import check_start
 from tests.conftest import REPOSITORY
 
-RECIPES = sorted((REPOSITORY / "examples" / "configs").glob("*_cpu.yaml"))
+RECIPES = [
+    path
+    for path in sorted((REPOSITORY / "examples" / "configs").glob("*_cpu.yaml"))
+    if "smollm2" not in path.stem  # whose model has to be made first
+]
 DEMO = REPOSITORY / "examples" / "configs" / "grpo_sort_cpu.yaml"
 SPEC = "policy.generation.spec_rl."
 
@@ -90,6 +94,8 @@ def wrong_values():
     """All wrong values, by key."""
     found = {}
     for key, field in leaves(Recipe):
+        if key.startswith("data.validation."):
+            continue  # of a block that is refused whole where its data_path is missing
         of, may_be_null = kind(field.annotation)
         path = of not in WRONG or key == "policy.model_name"
         values = [*(PATHS if path else WRONG[of]), *([] if may_be_null else ["null"])]
