@@ -63,6 +63,8 @@ TASKS = {
         model="results/models/smollm2-gsm",  # `make language-model` makes it
     ),
 }
+TOY_TASKS = [task for task in TASKS if task != WORD_PROBLEMS]
+"""Tasks whose models are small enough for tables of many points."""
 
 
 def recipe_of(task: str, folder: Path, overrides: tuple[str, ...] = ()) -> Recipe:

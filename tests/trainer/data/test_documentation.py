@@ -20,10 +20,9 @@ def test_the_files_of_the_page_train(tmp_path):
     recipe = blocks["yaml"]
     assert "Qwen/Qwen3-0.6B" in recipe
     model = text_model(tmp_path / "model", "qwen3")
-    recipe = recipe.replace("Qwen/Qwen3-0.6B", str(model)).replace("1024", "128")
-    (tmp_path / "my_recipe.yaml").write_text(
-        recipe.replace("max_new_tokens: 256", "max_new_tokens: 8")
-    )
+    for theirs, small in (("Qwen/Qwen3-0.6B", str(model)), ("1024", "128"), ("256", "8")):
+        recipe = recipe.replace(theirs, small)
+    (tmp_path / "my_recipe.yaml").write_text(recipe)
     (tmp_path / "problems.jsonl").write_text(blocks["json"])
     (tmp_path / "my_rewards.py").write_text(blocks["python"])
     done = subprocess.run(
