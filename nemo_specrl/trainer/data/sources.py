@@ -15,6 +15,10 @@ from nemo_specrl.trainer.data_config import REASONING_GYM
 
 __all__ = ["Row", "file_rows", "gym_dataset", "gym_rows"]
 
+LOT, SEEDS_APART = 1000, 1_000_003
+"""Problems of reasoning-gym that are drawn by one seed, and how far the seeds of lots are apart.
+
+Some of its data sets draw something for each of their problems when they are made."""
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -177,8 +181,10 @@ def gym_rows(name: str, kwargs: Mapping[str, Any], seed: int) -> Iterator[Row]:
     Raises:
         ConfigError: see :func:`gym_dataset`.
     """
-    dataset = gym_dataset(name, kwargs, seed, 2**30)
-    for index in itertools.count():
-        entry = dataset[index]
-        where = f"{name.removeprefix(REASONING_GYM)} {index} of seed {seed}"
-        yield Row(where, [{"role": "user", "content": str(entry["question"])}], entry)
+    for lot in itertools.count():
+        lot_seed = seed + lot * SEEDS_APART
+        dataset = gym_dataset(name, kwargs, lot_seed, LOT)
+        for index in range(LOT):
+            entry = dataset[index]
+            where = f"{name.removeprefix(REASONING_GYM)} {index} of seed {lot_seed}"
+            yield Row(where, [{"role": "user", "content": str(entry["question"])}], entry)
