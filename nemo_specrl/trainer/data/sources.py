@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,7 +160,9 @@ def gym_dataset(name: str, kwargs: Mapping[str, Any], seed: int, size: int) -> A
         ConfigError: it is not installed, has no such data set, or refuses a parameter.
     """
     try:
-        import reasoning_gym
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # of a package that it imports
+            import reasoning_gym
     except ImportError as error:
         raise ConfigError(
             f"data.dataset_name = {name!r}: reasoning-gym cannot be imported ({last_line(error)}); "

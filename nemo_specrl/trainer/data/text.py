@@ -89,13 +89,13 @@ class Text:
 
 
 def read_text_file(key: str, path: Path | str) -> str:
-    """The text of a file that a recipe names.
+    """The text of a file that a recipe names, without white space around it.
 
     Raises:
         ConfigError: it cannot be read, or is no UTF-8.
     """
     try:
-        return Path(path).read_text(encoding="utf-8-sig")
+        return Path(path).read_text(encoding="utf-8-sig").strip()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
         raise ConfigError(

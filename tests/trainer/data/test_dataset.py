@@ -38,7 +38,7 @@ def text_of(dataset, index=0):
 
 
 def test_a_line_of_a_file_is_a_prompt_by_the_chat_template(model, tmp_path):
-    (tmp_path / "system.txt").write_text("Be brief.")
+    (tmp_path / "system.txt").write_text("\ufeffBe brief.\n")
     (tmp_path / "prompt.txt").write_text("Solve: {} {now}")
     data = lines(tmp_path / "a.jsonl", {"question": "1+1?", "answer": 2})
     dataset = opened(
