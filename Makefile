@@ -1,11 +1,12 @@
 # make demo   set up, then GRPO on one CPU machine, with and without speculation, side by side
+# make demo-language   the same on word problems with SmolLM2-135M, in less than 45 minutes
 # make test   set up, then the whole test suite
 # make test-vllm VERSION=0.25.1   the engine's tests and a short training on another vLLM
 # make test-v2   set up, then the tests of drafting in vLLM's V2 model runner, by Triton's interpreter
 # make test-nemo NEMO_RL_HOME=DIR   the tests that run a checkout of NeMo-RL, on the vLLM it pins
 # make lint   set up, then style, types, layers, shell scripts and Dockerfiles
 # make audit  set up, then known vulnerabilities of the locked packages, where the index tells them
-.PHONY: help setup demo test test-vllm test-v2 test-nemo lint audit clean
+.PHONY: help setup demo language-model demo-language test test-vllm test-v2 test-nemo lint audit clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -15,6 +16,12 @@ setup:
 
 demo: setup
 	.venv/bin/nemo-specrl compare examples/configs/grpo_sort_cpu.yaml --out results/demo
+
+language-model: setup
+	.venv/bin/python scripts/smollm2.py results/models/smollm2-gsm --adapter examples/models/smollm2-gsm-lora
+
+demo-language: language-model
+	.venv/bin/nemo-specrl compare examples/configs/grpo_gsm_smollm2_cpu.yaml --out results/demo-language
 
 test: setup
 	.venv/bin/python -m pytest -n 2 --dist loadfile

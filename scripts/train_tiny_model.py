@@ -9,9 +9,9 @@
 order, so that a model comes to be unsure of its next step though not of its answer
 (benchmarks/shared/recording.py).
 
-Supervised training on worked problems (nemo_specrl/trainer/tasks.py) in which a share of the steps
-is wrong, so that the model ends at 35 to 50 % accuracy when it samples at temperature 1 and
-reinforcement learning has something to gain. Seeded; 10 to 20 minutes on two cores.
+Supervised training on worked problems (nemo_specrl/trainer/data/toy_tasks.py) in which a share of
+the steps is wrong, so that the model ends at 35 to 50 % accuracy when it samples at temperature 1
+and reinforcement learning has something to gain. Seeded; 10 to 20 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from nemo_specrl.trainer.tasks import (
+from nemo_specrl.trainer.data.toy_tasks import (
     BOS,
     EOS,
     PAD,
     TASKS,
     VOCABULARY,
-    Problem,
     Sorting,
+    ToyProblem,
     encode,
     solution,
 )
@@ -106,7 +106,7 @@ def batch_loss(model: Qwen3ForCausalLM, rows: list[tuple[list[int], list[int]]])
     )
 
 
-def reordered(problem: Problem, rng: random.Random) -> Problem:
+def reordered(problem: ToyProblem, rng: random.Random) -> ToyProblem:
     """The same letters in random order: its solution is one of the problem's many right ones."""
     assert isinstance(problem, Sorting)
     return Sorting("".join(rng.sample(problem.letters, len(problem.letters))))

@@ -22,7 +22,7 @@ from benchmarks.shared.engines import Steps, Turns, by_processor_time
 from benchmarks.shared.records import Chart, outputs, present, read, save
 from nemo_specrl import RolloutStore, SpecRLConfig, SpeculativeLLM
 from nemo_specrl.engine.vllm.environment import local_cpu_environment
-from nemo_specrl.trainer.tasks import EOS, problems
+from nemo_specrl.trainer.data.toy_tasks import EOS, problems
 
 GROUP = 8
 

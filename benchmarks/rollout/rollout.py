@@ -36,7 +36,7 @@ from benchmarks.shared.arms import (
     in_own_process,
     recorded,
 )
-from benchmarks.shared.recording import TASKS
+from benchmarks.shared.recording import TASKS, TOY_TASKS
 from benchmarks.shared.records import merged, present, read
 
 MEASURED = ("task", "sequences", "group", "seed", "of_groups")
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TOY_TASKS)
     parser.add_argument(
         "--arms", nargs="+", choices=ARMS, default=list(ARMS), help="beside plain, always measured"
     )

@@ -28,7 +28,7 @@ from benchmarks.shared.records import Chart, outputs, present, read, rounded, sa
 from nemo_specrl import RolloutStore, SpecRLConfig, SpeculativeLLM
 from nemo_specrl.engine.drafters.method import engine_options
 from nemo_specrl.engine.vllm.environment import local_cpu_environment
-from nemo_specrl.trainer.tasks import EOS, problems
+from nemo_specrl.trainer.data.toy_tasks import EOS, problems
 
 PROMPTS, GROUP = 16, 8
 

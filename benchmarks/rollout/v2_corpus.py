@@ -1,11 +1,14 @@
-r"""What the V2 drafter's corpus of other prompts brings: tokens a step, with and without history.
+r"""What the V2 drafter drafts from: siblings, earlier epochs, other prompts; tokens a step of each.
 
     .venv/bin/python -m benchmarks.rollout.v2_corpus --json benchmarks/results/v2_corpus.json
+    .venv/bin/python -m benchmarks.rollout.v2_corpus --json benchmarks/results/v2_language.json \\
+        --tasks word-problems --temperatures 0.4 0.6 0.8 1.0 1.2 --lengths 3 5 11
 
-Plain decoding of a shipped model's own task makes responses, the same weights in every epoch. They
-are replayed in batches through the drafter's index on the host, by the numpy reference, and steps
-are counted. Without history, prompts are new ones in every epoch, as where days lie between two
-epochs. Needs no Triton: importing the kernels is avoided.
+Plain decoding of a model's own task makes responses, the same weights in every epoch. They are
+replayed in batches through the drafter's index on the host, by the numpy reference, and steps are
+counted. In the first epoch without the corpus, only a prompt's own siblings draft. Without history,
+prompts are new ones in every epoch, as where days lie between two epochs. Needs no Triton:
+importing the kernels is avoided.
 """
 
 from __future__ import annotations
@@ -18,51 +21,81 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.shared.recording import WORD_PROBLEMS
 from benchmarks.shared.records import merged
 from nemo_specrl.engine.vllm.environment import local_cpu_environment
-from nemo_specrl.trainer.tasks import problems
+from nemo_specrl.trainer.data.dataset import open_dataset
+from nemo_specrl.trainer.recipe import Recipe, load_recipe
 
-MODELS = {"sorting": "qwen3-sort", "arithmetic": "qwen3-arith-small"}
-K = 5
+RECIPES = {
+    "sorting": ("grpo_sort_cpu", ()),
+    "arithmetic": ("dapo_arith_cpu", ("policy.model_name=examples/models/qwen3-arith-small",)),
+    WORD_PROBLEMS: ("grpo_gsm_smollm2_cpu", ()),
+}
+"""Recipe and overrides of each task."""
 GROUP = 4
-PROMPTS_AT_ONCE = 4
 
 
-def responses(task: str, temperature: float, prompts: int, epochs: int) -> tuple[Any, float]:
-    """Responses by epoch, prompt and row, and the mean probability of their tokens."""
+def task_recipe(task: str, prompts: int) -> Recipe:
+    """The recipe of a task with so many prompts."""
+    name, overrides = RECIPES[task]
+    options = [f"data.num_prompts={prompts}", "grpo.num_prompts_per_step=1", *overrides]
+    options += ["grpo.num_generations_per_prompt=1", "policy.train_global_batch_size=1"]
+    return load_recipe(Path(f"examples/configs/{name}.yaml"), options)
+
+
+def responses(
+    task: str, temperatures: list[float], prompts: int, epochs: int
+) -> list[tuple[Any, float]]:
+    """For each temperature: responses by epoch, prompt and row, and their tokens' mean probability.
+
+    Probabilities are those with which the tokens were drawn.
+    """
     from vllm import LLM, SamplingParams
 
+    from nemo_specrl.trainer.policy_config import eos_token_ids
+
+    recipe = task_recipe(task, prompts)
+    policy, generation = recipe.policy, recipe.policy.generation
+    problems = open_dataset(recipe.data, policy, 0).training
     llm = LLM(
-        f"examples/models/{MODELS[task]}", enforce_eager=True, max_model_len=256, seed=0,
-        skip_tokenizer_init=True, block_size=32, dtype="float32",
+        policy.model_name, enforce_eager=True, max_model_len=generation.vllm_cfg.max_model_len,
+        seed=0, skip_tokenizer_init=True, block_size=32, dtype=generation.vllm_cfg.precision,
+        logprobs_mode="processed_logprobs",
     )  # fmt: skip
-    params = SamplingParams(
-        n=GROUP, temperature=temperature, max_tokens=180, logprobs=0, stop_token_ids=[2],
-        detokenize=False,
-    )  # fmt: skip
-    asked = [{"prompt_token_ids": p.prompt} for p in problems(task, prompts, 11)]
-    made, p = [], []
-    for _ in range(epochs):
-        outputs = llm.generate(asked, params, use_tqdm=False)
-        made.append([[list(c.token_ids) for c in output.outputs] for output in outputs])
-        for completion in (c for output in outputs for c in output.outputs):
-            pairs = zip(completion.logprobs, completion.token_ids, strict=True)
-            p += [float(np.exp(entry[token].logprob)) for entry, token in pairs]
-    return made, float(np.mean(p))
+    found = []
+    for temperature in temperatures:
+        params = SamplingParams(
+            n=GROUP, temperature=temperature, max_tokens=generation.max_new_tokens, logprobs=0,
+            stop_token_ids=eos_token_ids(policy.model_name), detokenize=False,
+        )  # fmt: skip
+        asked = [{"prompt_token_ids": p.prompt} for p in problems]
+        made, p = [], []
+        for _ in range(epochs):
+            outputs = llm.generate(asked, params, use_tqdm=False)
+            made.append([[list(c.token_ids) for c in output.outputs] for output in outputs])
+            for completion in (c for output in outputs for c in output.outputs):
+                pairs = zip(completion.logprobs, completion.token_ids, strict=True)
+                p += [float(np.exp(entry[token].logprob)) for entry, token in pairs]
+        found.append((made, float(np.mean(p))))
+    return found
 
 
-def replay(made: Any, *, history: bool, corpus: bool) -> list[float]:
-    """Tokens a step, by epoch."""
+def replay(
+    made: Any, *, history: bool, corpus: bool, length: int, prompts_at_once: int
+) -> list[float]:
+    """Tokens a step, by epoch, with at most ``length`` drafted tokens a row and step."""
     from tests.support.v2_drafting import Rows, steps_of
 
-    rows = Rows(rows=PROMPTS_AT_ONCE * GROUP, longest=200, length=K, max_bytes=64 << 20)
+    longest = max(len(r) for prompts in made for group in prompts for r in group) + 32
+    rows = Rows(rows=prompts_at_once * GROUP, longest=longest, length=length, max_bytes=64 << 20)
     if not corpus:
         rows.index._share = lambda page: None
     found = []
     for epoch, prompts in enumerate(made):
         steps = tokens = 0
-        for first in range(0, len(prompts), PROMPTS_AT_ONCE):
-            lot = [r for group in prompts[first : first + PROMPTS_AT_ONCE] for r in group]
+        for first in range(0, len(prompts), prompts_at_once):
+            lot = [r for group in prompts[first : first + prompts_at_once] for r in group]
             for row in range(len(lot)):
                 prompt = first + row // GROUP
                 key = b"%d" % prompt if history else b"%d/%d" % (epoch, prompt)
@@ -86,28 +119,40 @@ def without_triton() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tasks", nargs="+", choices=RECIPES, default=["sorting", "arithmetic"])
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[1.0, 1.5])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[5], help="drafted tokens")
     parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--prompts-at-once", type=int, default=4)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     local_cpu_environment()
     without_triton()
     rows = []
-    for task in MODELS:
-        for temperature in (1.0, 1.5):
-            made, p = responses(task, temperature, args.prompts, args.epochs)
-            for history in (True, False):
-                for corpus in (False, True):
-                    found = replay(made, history=history, corpus=corpus)
-                    rows.append(
-                        {"task": task, "mean_p": p, "history": history, "corpus": corpus}
-                        | {"tokens_per_step": found}
-                    )
-                    cells = " | ".join(f"{value:.2f}" for value in found)
-                    print(f"| {task}, {p:.3f} | {history} | {corpus} | {cells} |", flush=True)
+    for task in args.tasks:
+        measured = responses(task, args.temperatures, args.prompts, args.epochs)
+        for temperature, (made, p) in zip(args.temperatures, measured, strict=True):
+            for length in args.lengths:
+                place = {"length": length, "prompts_at_once": args.prompts_at_once}
+                for history in (True, False):
+                    for corpus in (False, True):
+                        found = replay(made, history=history, corpus=corpus, **place)
+                        rows.append(
+                            {"task": task, "temperature": temperature, "mean_p": p, **place}
+                            | {"history": history, "corpus": corpus, "tokens_per_step": found}
+                        )
+                        cells = " | ".join(f"{value:.2f}" for value in found)
+                        print(
+                            f"| {task}, {p:.3f} | {length} | {history} | {corpus} | {cells} |",
+                            flush=True,
+                        )
     if args.json:
-        merged(args.json, rows, ("task", "mean_p", "history", "corpus"))
+        keys = ("task", "temperature", "length", "prompts_at_once", "history", "corpus")
+        merged(args.json, rows, keys)
 
 
 if __name__ == "__main__":

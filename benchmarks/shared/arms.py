@@ -116,7 +116,7 @@ class Comparison:
         group: int,
         sequences: int,
     ) -> None:
-        from nemo_specrl.trainer.tasks import problems
+        from nemo_specrl.trainer.data.dataset import open_dataset
 
         common = (
             "grpo.num_prompts_per_step=1",  # nothing is trained
@@ -143,8 +143,8 @@ class Comparison:
                     raise
                 self.left_out[name] = " ".join(str(error).split())
                 print(f"{name}: left out: {self.left_out[name]}", flush=True)
-        data = recipe_of(task, recording).data
-        self.problems = problems(data.dataset_name, data.num_prompts, data.seed)
+        recipe = recipe_of(task, recording)
+        self.problems = open_dataset(recipe.data, recipe.policy, 0).training
 
     def __enter__(self) -> Comparison:
         return self

@@ -340,7 +340,7 @@ class Arm:
                     tokens,
                     logprobs,
                     # A response of these tasks ends with this token, or at its budget.
-                    Finish.STOP if tokens[-1:] == [self.generation.eos] else Finish.LENGTH,
+                    Finish.STOP if tokens and tokens[-1] in self.generation.eos else Finish.LENGTH,
                     speculative.policy_version,
                     fingerprint=speculative.fingerprint,
                 )
@@ -364,7 +364,6 @@ class Arm:
         slowest one, counts are sums.
         """
         from nemo_specrl.engine.load_balance import balanced_order
-        from nemo_specrl.trainer.tasks import reward
 
         self.generation.refit(new_weights, epoch)
         self.counter.clear()
@@ -399,7 +398,7 @@ class Arm:
         if self.store is not None:
             self.store.forget()  # the journal, as at a checkpoint
         rows = [
-            [(reward(problem, g.tokens), g.policy_logprobs.mean(), len(g.tokens)) for g in group]
+            [(problem.reward(g.tokens), g.policy_logprobs.mean(), len(g.tokens)) for g in group]
             for problem, group in zip(chosen, groups, strict=True)
         ]
         values = np.array(rows, dtype=float)  # [prompts, group, quantities]

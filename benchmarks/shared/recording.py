@@ -33,14 +33,17 @@ class Task:
         title: name in tables.
         config: the recipe.
         warm_up: options of scripts/train_tiny_model.py for the initial model, without the number of
-            steps; empty: the recipe's own model.
+            steps; empty: ``model``.
+        model: folder of the initial model.
     """
 
     title: str
     config: str
     warm_up: tuple[str, ...] = ()
+    model: str = "examples/models/qwen3-sort"
 
 
+WORD_PROBLEMS = "word-problems"
 SORTING = "examples/configs/grpo_sort_cpu.yaml"
 TASKS = {
     "sorting": Task("sorting: one right wording", SORTING),
@@ -54,7 +57,14 @@ TASKS = {
             *("--error-rate", "0.03"),
         ),
     ),
+    WORD_PROBLEMS: Task(
+        "word problems: real language",
+        "examples/configs/grpo_gsm_smollm2_cpu.yaml",
+        model="results/models/smollm2-gsm",  # `make language-model` makes it
+    ),
 }
+TOY_TASKS = [task for task in TASKS if task != WORD_PROBLEMS]
+"""Tasks whose models are small enough for tables of many points."""
 
 
 def recipe_of(task: str, folder: Path, overrides: tuple[str, ...] = ()) -> Recipe:
@@ -64,7 +74,7 @@ def recipe_of(task: str, folder: Path, overrides: tuple[str, ...] = ()) -> Recip
     return load_recipe(
         REPOSITORY / it.config,
         [
-            f"policy.model_name={REPOSITORY / 'examples/models/qwen3-sort'}",
+            f"policy.model_name={REPOSITORY / it.model}",
             *model,
             f"checkpointing.checkpoint_dir={folder / 'run'}",
             f"logger.log_dir={folder / 'run'}",
@@ -153,8 +163,8 @@ def _train(task: str, folder: Path, epochs: int, overrides: tuple[str, ...]) -> 
 
     def save(epoch: int) -> None:
         tensors = {
-            name: tensor.detach().float().contiguous().clone()
-            for name, tensor in trainer.policy.stream_weights()
+            name: tensor.detach().contiguous().clone()
+            for name, tensor in trainer.policy.stream_weights(recipe.dtype)
         }
         save_file(tensors, folder / f"epoch_{epoch}.safetensors")
 

@@ -34,7 +34,7 @@ from benchmarks.shared.arms import (
     recorded,
     repeated_until,
 )
-from benchmarks.shared.recording import TASKS, recipe_of
+from benchmarks.shared.recording import TOY_TASKS, recipe_of
 from benchmarks.shared.records import Chart, present, read, save
 from nemo_specrl.config import PRESETS
 from nemo_specrl.rollout import prompt_key
@@ -176,7 +176,7 @@ def _samples(row: dict[str, Any]) -> list[RecordedSample]:
 @functools.cache
 def draft_tokens() -> int:
     """Tokens of a draft, at most: the recipe of both tasks says."""
-    [longest] = {recipe_of(task, Path()).spec_rl.tree.max_draft_tokens for task in TASKS}
+    [longest] = {recipe_of(task, Path()).spec_rl.tree.max_draft_tokens for task in TOY_TASKS}
     return longest
 
 

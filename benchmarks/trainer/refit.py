@@ -33,11 +33,11 @@ local_cpu_environment()
 
 import numpy as np  # noqa: E402
 
+from nemo_specrl.trainer.data.toy_tasks import problems  # noqa: E402
 from nemo_specrl.trainer.generation.in_process import InProcessEngine  # noqa: E402
 from nemo_specrl.trainer.generation.ray_engines import RayEngines  # noqa: E402
 from nemo_specrl.trainer.policy import Sample, build_policy  # noqa: E402
 from nemo_specrl.trainer.recipe import Recipe, load_recipe  # noqa: E402
-from nemo_specrl.trainer.tasks import problems  # noqa: E402
 
 RECIPE = Path("examples/configs/grpo_sort_megatron_cpu.yaml")
 MB = 1e6

@@ -31,6 +31,7 @@ from nemo_specrl.monitoring import heartbeat
 from nemo_specrl.monitoring import names as metric
 
 if TYPE_CHECKING:
+    from nemo_specrl.trainer.data.dataset import Dataset
     from nemo_specrl.trainer.loop import Trainer
     from nemo_specrl.trainer.recipe import Recipe
 
@@ -84,6 +85,10 @@ def main() -> None:
             _fail(error, 2)
         except SpecRLError as error:
             _fail(error, 1)
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:  # which is of an argument, whatever looks for it
+                raise
+            _fail(error, 2)
     except SystemExit as end:
         if end.code in (2, 130):  # bad input, a full disk, an interrupt: a restart cannot fix them
             heartbeat.no_restart(f"exit code {end.code}")
@@ -121,15 +126,17 @@ def train(config: RecipeArgument, overrides: OverridesArgument = None) -> None:
     if config.is_file():
         _say(f"train: loading {config}, torch and vLLM; the first step takes a minute or more")
     from nemo_specrl.engine.vllm.environment import local_cpu_environment
+    from nemo_specrl.trainer.policy_config import model_folder
     from nemo_specrl.trainer.recipe import load_recipe
     from nemo_specrl.trainer.start_checks import check_start
 
     recipe = load_recipe(config, overrides or ())
-    check_start(recipe)
+    model_folder(recipe.policy.model_name)  # while the hub may still be asked
     local_cpu_environment()
     _quiet_libraries()
+    data = check_start(recipe)
     heartbeat.connect(recipe.run_dir)
-    trainer = _set_up(recipe)
+    trainer = _set_up(recipe, data)
     if not trainer.done:
         with _disk_in_one_line():
             _train_with_progress(trainer, recipe)
@@ -152,11 +159,11 @@ def _quiet_libraries() -> None:
 
 
 @heartbeat.section("setup")
-def _set_up(recipe: Recipe) -> Trainer:
+def _set_up(recipe: Recipe, data: Dataset) -> Trainer:
     """Import the training loop, find the last checkpoint, and load what the run needs."""
     from nemo_specrl.trainer.loop import Trainer
 
-    trainer = Trainer(recipe)
+    trainer = Trainer(recipe, data)
     _stop_on_signals(trainer)
     begun = trainer.progress.step
     if trainer.done:

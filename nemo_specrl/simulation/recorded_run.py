@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from nemo_specrl.config import validated
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.monitoring import names as metric
 from nemo_specrl.monitoring.metrics_file import METRICS, left_out, read_lines, read_metrics
@@ -196,7 +197,9 @@ def _read_embedded(folder: Path) -> RecordedRun:
     """The rollouts of the newest checkpoint's cache, by the policy version that made them."""
     from nemo_specrl.cache.inspection import open_source
     from nemo_specrl.trainer import checkpoint
-    from nemo_specrl.trainer.tasks import problems
+    from nemo_specrl.trainer.data.dataset import open_dataset
+    from nemo_specrl.trainer.data_config import DataConfig
+    from nemo_specrl.trainer.policy_config import PolicyConfig
 
     found = checkpoint.latest(folder)
     if found is None:
@@ -211,10 +214,11 @@ def _read_embedded(folder: Path) -> RecordedRun:
         raise ConfigError(
             f"{folder}: a plain run keeps no rollouts; give one with spec_rl.enabled=true"
         )
-    data = recipe["data"]
     lengths = {
         prompt_key(problem.prompt): len(problem.prompt)
-        for problem in problems(data["dataset_name"], data["num_prompts"], data["seed"])
+        for problem in open_dataset(
+            validated(DataConfig, recipe["data"]), validated(PolicyConfig, recipe["policy"]), 0
+        ).training
     }
     by_step: dict[int, list[RecordedSample]] = defaultdict(list)
     with open_source(path) as source:

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from nemo_specrl.monitoring import names as metric
+from nemo_specrl.trainer.data.dataset import Problem
 from nemo_specrl.trainer.generation.engine import Response
 from nemo_specrl.trainer.losses import gae, group_advantages
 from nemo_specrl.trainer.policy.base import Sample
 from nemo_specrl.trainer.recipe import AdvEstimatorConfig, Recipe
-from nemo_specrl.trainer.tasks import Problem
 
 __all__ = ["Batch", "Group", "set_gae_advantages"]
 
@@ -75,6 +75,7 @@ class Batch:
             metric.DISTINCT_IN_GROUP: float(
                 np.mean([len({tuple(r.tokens) for r in group.generated}) for group in self.groups])
             ),
+            metric.TRUNCATED_FRACTION: float(np.mean([row.truncated for row in rows])),
             metric.RESPONSE_LENGTH: float(np.mean([len(row.tokens) for row in rows])),
         }
 
@@ -120,6 +121,9 @@ class Batch:
                     importance = np.exp(generated.policy_logprobs - generated.reported_logprobs)
                     if loss.truncated_importance_sampling_ratio is not None:
                         np.minimum(importance, loss.truncated_importance_sampling_ratio, importance)
+                trained = None
+                if algorithm.overlong_filtering and generated.truncated:
+                    trained = np.zeros(length, dtype=np.float32)
                 samples.append(
                     Sample(
                         prompt=group.problem.prompt,
@@ -127,6 +131,7 @@ class Batch:
                         advantages=np.full(length, advantage, dtype=np.float32),
                         anchor=anchor,
                         importance=importance,
+                        trained=trained,
                     )
                 )
         return samples

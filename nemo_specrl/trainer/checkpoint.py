@@ -246,6 +246,8 @@ def resume_identity(recipe: Recipe) -> dict[str, Any]:
     for name in [n for n in block if n.startswith(("val_", "max_"))]:
         del block[name]
     del values["policy"]["generation"]["spec_rl"]["cache"]["dir"]
+    del values["data"]["validation"]
+    values["data"]["num_prompts"] = recipe.data.prompts  # a release may change the default
     return values
 
 

@@ -9,10 +9,10 @@ import numpy as np
 
 from nemo_specrl.monitoring import heartbeat
 from nemo_specrl.monitoring import names as metric
+from nemo_specrl.trainer.data.dataset import Problem
 from nemo_specrl.trainer.generation import InProcessEngine
 from nemo_specrl.trainer.policy import Policy, Sample
 from nemo_specrl.trainer.recipe import Recipe
-from nemo_specrl.trainer.tasks import Problem, reward
 
 if TYPE_CHECKING:
     from nemo_specrl.trainer.generation.ray_engines import RayEngines
@@ -45,7 +45,7 @@ def evaluate(
     ]
     tokens = sum(len(r.tokens) for _, r in pairs)
     metrics = {
-        metric.HELDOUT_ACCURACY: float(np.mean([reward(p, r.tokens) for p, r in pairs])),
+        metric.HELDOUT_ACCURACY: float(np.mean([p.reward(r.tokens) for p, r in pairs])),
         metric.HELDOUT_LENGTH: tokens / len(pairs),
         metric.HELDOUT_ENTROPY: -float(sum(r.policy_logprobs.sum() for _, r in pairs)) / tokens,
         metric.HELDOUT_TOKENS: tokens,

@@ -26,12 +26,12 @@ from nemo_specrl.monitoring.metrics_file import MetricsLog
 from nemo_specrl.speculation.drift import DriftMonitor
 from nemo_specrl.trainer import checkpoint
 from nemo_specrl.trainer.batch import Batch, Group, set_gae_advantages
+from nemo_specrl.trainer.data.dataset import Dataset, open_dataset
 from nemo_specrl.trainer.divergence import check_finite
 from nemo_specrl.trainer.evaluation import evaluate
 from nemo_specrl.trainer.generation import InProcessEngine, build_generation
 from nemo_specrl.trainer.policy import Sample, build_policy, build_value_model
 from nemo_specrl.trainer.recipe import Recipe
-from nemo_specrl.trainer.tasks import heldout_problems, problems, reward
 
 if TYPE_CHECKING:
     from nemo_specrl.trainer.generation.ray_engines import RayEngines
@@ -47,6 +47,7 @@ class Trainer:
 
     Args:
         recipe: the whole recipe.
+        data: its problems, where they have been opened already.
 
     Attributes:
         progress: how far the run has come.
@@ -56,15 +57,15 @@ class Trainer:
         CheckpointError: the checkpoint is damaged or of another recipe.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, data: Dataset | None = None) -> None:
         self.recipe = recipe
         self.stop = False
         self._built = False
         self.folder = recipe.checkpointing.checkpoint_dir
-        data = recipe.data
-        self.problems = problems(data.dataset_name, data.num_prompts, data.seed)
         heldout = recipe.algorithm.max_val_samples
-        self.heldout = heldout_problems(self.problems, data.dataset_name, heldout)
+        self.data = data or open_dataset(recipe.data, recipe.policy, heldout)
+        if recipe.data.prompts is None:
+            self.recipe = recipe = recipe.with_prompts(len(self.data.training))
         self.progress = checkpoint.Progress(recipe=checkpoint.resume_identity(recipe))
         self._resumed_from: Path | None = None
         keep = recipe.checkpointing.keep_top_k
@@ -185,7 +186,9 @@ class Trainer:
                 self.log.close()
 
     def _evaluate(self) -> dict[str, float]:
-        return evaluate(self.recipe, self.heldout, self.generation, self.policy)
+        if not self.data.heldout:
+            return {}
+        return evaluate(self.recipe, self.data.heldout, self.generation, self.policy)
 
     # --- one step -----------------------------------------------------------------------------
 
@@ -220,6 +223,7 @@ class Trainer:
             metric.POLICY_VERSION: self.progress.step - 1,
             metric.PROMPTS: batch.drawn,
             **batch.metrics(),
+            metric.REWARD_FAILURES: self.data.take_reward_failures(),
             metric.ROLLOUT_S: rollout_times.rollout_s,
             metric.VERIFY_S: rollout_times.engine.verify_s,
             metric.TRAIN_S: ended - training,
@@ -254,13 +258,13 @@ class Trainer:
         for attempt in range(attempts):
             indices = self._indices(self.progress.position)
             self.progress.position += 1
-            chosen = [self.problems[i] for i in indices]
+            chosen = [self.data.training[i] for i in indices]
             generated = self.generation.rollouts(
                 [p.prompt for p in chosen], attempt, self._upcoming()
             )
             batch.drawn += indices
             for problem, group in zip(chosen, generated, strict=True):
-                rewards = np.array([reward(problem, g.tokens) for g in group])
+                rewards = np.array([problem.reward(g.tokens) for g in group])
                 useful = not algorithm.use_dynamic_sampling or np.ptp(rewards) > 0
                 (kept if useful else idle).append(Group(problem, group, rewards))
             if len(kept) >= wanted or self.done:
@@ -278,17 +282,17 @@ class Trainer:
         last = self.progress.step + 1 >= algorithm.max_num_steps
         if self._drawn_all or (last and not algorithm.use_dynamic_sampling):
             return []
-        return [self.problems[i].prompt for i in self._indices(self.progress.position)]
+        return [self.data.training[i].prompt for i in self._indices(self.progress.position)]
 
     def _indices(self, position: int) -> list[int]:
         """Indices of a batch's prompts. Their order depends only on seed and epoch."""
         per_step = self.recipe.algorithm.num_prompts_per_step
         per_epoch = self.recipe.steps_per_epoch
         epoch, index = divmod(position, per_epoch)
-        order = np.arange(len(self.problems))
+        order = np.arange(len(self.data.training))
         if self.recipe.data.shuffle:
             philox = np.random.Philox(key=[self.recipe.algorithm.seed, epoch])
-            order = np.random.Generator(philox).permutation(len(self.problems))
+            order = np.random.Generator(philox).permutation(len(self.data.training))
         return [int(i) for i in order[index * per_step : (index + 1) * per_step]]
 
     @heartbeat.section("training")

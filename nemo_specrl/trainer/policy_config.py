@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from nemo_specrl.config import MAX_COUNT, Block, Count, SpecRLConfig, WrongKey, parse_path
-from nemo_specrl.errors import ConfigError
+from nemo_specrl.errors import ConfigError, last_line
 from nemo_specrl.trainer.vllm_kwargs import check_vllm_kwargs
 
 __all__ = [
     "MAX_PER_NODE",
     "ColocatedConfig",
+    "LoraConfig",
     "Nodes",
     "OptimizerConfig",
     "PolicyConfig",
     "ValueConfig",
+    "eos_token_ids",
     "model_folder",
     "read_model_config",
     "tokenizer_file",
@@ -119,23 +124,33 @@ class GenerationConfig(Block):
         check_vllm_kwargs(self.vllm_kwargs)
         return self
 
+    @property
+    def training_temperature(self) -> float:
+        """Temperature of the log-probs that are trained on: that of sampling; of greedy rows 1.
+
+        As in NeMo-RL. What top-p and top-k cut off is not left out of them.
+        """
+        return self.temperature or 1.0
+
     @model_validator(mode="after")
     def _verifiable(self) -> GenerationConfig:
-        # With any preset, since the policies' log-probs are those of raw sampling as well. What an
-        # engine can verify in a single request is decided in engine/sampling_rules.py.
+        # What an engine can verify in a single request is decided in engine/sampling_rules.py.
         if self.spec_rl.enabled:
-            for name, value, raw in (
-                ("temperature", self.temperature, (1.0,)),
-                ("top_p", self.top_p, (1.0,)),
-                ("top_k", self.top_k, (None, 0, -1)),
+            # Trees draft for what is sampled from, whatever shapes it, but top-k (sampling_rules).
+            by_trees = self.spec_rl.effective_fresh_fraction >= 1
+            for name, value, raw, trees in (
+                ("temperature", self.temperature, (1.0,), by_trees and self.temperature > 0),
+                ("top_p", self.top_p, (1.0,), by_trees),
+                ("top_k", self.top_k, (None, 0, -1), False),
             ):
-                if value not in raw:
+                if value not in raw and not trees:
                     right = "null" if raw[0] is None else raw[0]
+                    lossless = "" if by_trees or name == "top_k" else ", preset: lossless"
                     raise WrongKey(
                         name,
                         value,
                         "drafts are verified by prompt log-probs, which are those of raw sampling; "
-                        f"set {name}: {right}, or spec_rl.enabled: false",
+                        f"set {name}: {right}{lossless}, or spec_rl.enabled: false",
                     )
             drafter = self.vllm_kwargs.get("speculative_config")
             if drafter and self.spec_rl.tree.enabled:
@@ -159,18 +174,96 @@ class MegatronConfig(Block):
     pipeline_model_parallel_size: Nodes = 1
 
 
+class TokenizerConfig(Block):
+    """The ``tokenizer:`` block."""
+
+    chat_template: str | None = "default"
+    """``default`` for the model's own, a file with another one, or null: prompts as they are."""
+
+
+class LoraConfig(Block):
+    """The ``lora_cfg:`` block: trains low-rank adapters (peft) instead of the weights."""
+
+    enabled: bool = False
+    target_modules: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    """Names of modules with an adapter, with ``match_all_linear: false``."""
+    exclude_modules: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    match_all_linear: bool = True
+    """Adapters for all linear layers but the output layer."""
+    dim: int = Field(default=8, ge=1, le=65536)
+    """Rank."""
+    alpha: int = Field(default=32, ge=1, le=65536)
+    """The adapters' product is scaled by ``alpha / dim``."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+
+    @model_validator(mode="after")
+    def _targets(self) -> LoraConfig:
+        if self.enabled and self.match_all_linear == bool(self.target_modules):
+            raise WrongKey(
+                "target_modules",
+                self.target_modules,
+                "must name modules with match_all_linear: false, and be empty without it",
+            )
+        return self
+
+
+class DTensorConfig(Block):
+    """The ``dtensor_cfg:`` block: the torch backend, which is one process here."""
+
+    activation_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them."""
+    lora_cfg: LoraConfig = LoraConfig()
+
+
+class DynamicBatchingConfig(Block):
+    """The ``dynamic_batching:`` block: micro-batches by tokens."""
+
+    enabled: bool = False
+    train_mb_tokens: Count = 2048
+    """Tokens of a micro-batch, padding included; a longer sample is one of its own."""
+
+
 class PolicyConfig(Block):
     """The ``policy:`` block."""
 
     model_name: Annotated[str, BeforeValidator(lambda value: str(parse_path(value)))]
-    """Folder of a model and its tokenizer in Hugging Face format."""
+    """Folder of a model and its tokenizer in Hugging Face format, or its name on the hub."""
     train_global_batch_size: Count = 128
     """Rollouts in an optimizer step."""
     train_micro_batch_size: Count = 8
+    precision: Literal["bfloat16", "float32"] = "float32"
+    """Data type of the torch backend's arithmetic. Weights and optimizer state are float32."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     optimizer: OptimizerConfig = OptimizerConfig()
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
+    dtensor_cfg: DTensorConfig = DTensorConfig()
     megatron_cfg: MegatronConfig = MegatronConfig()
     generation: GenerationConfig = GenerationConfig()
+
+    @property
+    def micro_batch_tokens(self) -> int | None:
+        """Most tokens of a micro-batch; None where only its samples are bounded."""
+        return self.dynamic_batching.train_mb_tokens if self.dynamic_batching.enabled else None
+
+    @model_validator(mode="after")
+    def _of_the_backend(self) -> PolicyConfig:
+        if self.megatron_cfg.enabled:
+            for key, value, plain in (
+                ("precision", self.precision, "float32"),
+                ("dynamic_batching.enabled", self.dynamic_batching.enabled, False),
+                ("dtensor_cfg.lora_cfg.enabled", self.dtensor_cfg.lora_cfg.enabled, False),
+                (
+                    "dtensor_cfg.activation_checkpointing",
+                    self.dtensor_cfg.activation_checkpointing,
+                    False,
+                ),
+            ):
+                if value != plain:
+                    raise WrongKey(
+                        key, value, f"is of the torch backend; with a Megatron policy, {plain}"
+                    )
+        return self
 
 
 class ValueConfig(Block):
@@ -180,19 +273,38 @@ class ValueConfig(Block):
     value_clip: float = Field(default=0.2, gt=0)
 
 
+@functools.cache
 def model_folder(model_name: str) -> Path:
-    """The folder of a model in Hugging Face format.
+    """The folder of a model in Hugging Face format; a model of the hub is downloaded first.
 
     Raises:
-        ConfigError: there is no such folder, or it has no config.json.
+        ConfigError: there is no such folder, it has no config.json, or the hub cannot be reached.
     """
     folder = Path(model_name)
+    if not folder.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", model_name):
+        folder = _downloaded(model_name)
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"policy.model_name = {model_name!r}: must be a folder with a config.json and weights "
-            "in Hugging Face format"
+            "in Hugging Face format, or a model's name on the hub"
         )
     return folder
+
+
+def _downloaded(name: str) -> Path:
+    """A model of the hub in the cache of huggingface_hub."""
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+    with contextlib.suppress(Exception):  # of many kinds: it is not in the cache, or not whole
+        return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:  # of the hub, of HTTP and of the network, without a common base
+        raise ConfigError(
+            f"policy.model_name = {name!r}: is no folder here, and cannot be fetched from the hub "
+            f"({last_line(error)[:200]}); give a folder, or HF_HOME with the model in its cache"
+        ) from None
 
 
 def read_model_config(model_name: str) -> dict[str, Any]:
@@ -209,6 +321,29 @@ def read_model_config(model_name: str) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(f"policy.model_name = {model_name!r}: config.json holds no object")
     return config
+
+
+def eos_token_ids(model_name: str) -> list[int]:
+    """The end-of-sequence tokens of a model: those of config.json, then of generation_config.json.
+
+    Raises:
+        ConfigError: neither has one.
+    """
+    configs = [read_model_config(model_name)]
+    with contextlib.suppress(OSError, ValueError):
+        file = model_folder(model_name) / "generation_config.json"
+        configs.append(json.loads(file.read_bytes()))
+    found: dict[int, None] = {}
+    for config in configs:
+        value = config.get("eos_token_id") if isinstance(config, dict) else None
+        for token in value if isinstance(value, list) else [value]:
+            if isinstance(token, int):
+                found.setdefault(token)
+    if not found:
+        raise ConfigError(
+            f"policy.model_name = {model_name!r}: its config.json has no eos_token_id"
+        )
+    return list(found)
 
 
 def tokenizer_file(model_name: str) -> Path:

@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 
 from nemo_specrl.config import MAX_COUNT, Block, Count, SpecRLConfig, UserPath, WrongKey, validated
 from nemo_specrl.errors import ConfigError
+from nemo_specrl.trainer.data_config import DataConfig, Prompts
 from nemo_specrl.trainer.policy_config import MAX_PER_NODE, Nodes, PolicyConfig, ValueConfig
 
 if TYPE_CHECKING:
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["AdvEstimatorConfig", "LossConfig", "Recipe", "load_recipe"]
 
-Prompts = Annotated[int, Field(ge=1, le=1_000_000)]
-"""A number of problems of a task, which are held in memory."""
 Group = Annotated[int, Field(ge=1, le=65536)]
 """A number of rollouts of a prompt: the cache has 16 bits for the sample index."""
 
@@ -49,6 +48,8 @@ class Algorithm(Block):
     use_dynamic_sampling: bool = False
     """DAPO: groups whose rewards are all equal are replaced by groups of further prompts."""
     dynamic_sampling_max_gen_batches: Count = 10
+    overlong_filtering: bool = False
+    """Leave responses that were cut at the longest length out of the loss."""
     ppo_epochs: Count = 1
     """Passes over a step's rollouts."""
     adv_estimator: AdvEstimatorConfig = AdvEstimatorConfig()
@@ -77,16 +78,6 @@ class LossConfig(Block):
     reference_policy_kl_penalty: float = Field(default=0.0, ge=0)
     use_importance_sampling_correction: bool = False
     truncated_importance_sampling_ratio: float | None = Field(default=2.0, gt=0)
-
-
-class DataConfig(Block):
-    """The ``data:`` block."""
-
-    dataset_name: Literal["arithmetic", "sorting"] = "arithmetic"
-    num_prompts: Prompts = 48
-    """Training prompts; an epoch is one pass over them."""
-    seed: int = Field(default=1, ge=-MAX_COUNT, le=MAX_COUNT)
-    shuffle: bool = True
 
 
 class CheckpointingConfig(Block):
@@ -141,11 +132,11 @@ class Recipe(Block):
             name = self.grpo.adv_estimator.name
             raise WrongKey("grpo.adv_estimator.name", name, "must be grpo; gae belongs under ppo:")
         algorithm, block = self.algorithm, "grpo" if self.grpo else "ppo"
-        if algorithm.num_prompts_per_step > self.data.num_prompts:
+        if (prompts := self.data.prompts) is not None and algorithm.num_prompts_per_step > prompts:
             raise WrongKey(
                 f"{block}.num_prompts_per_step",
                 algorithm.num_prompts_per_step,
-                f"must not exceed data.num_prompts = {self.data.num_prompts}",
+                f"must not exceed data.num_prompts = {prompts}",
             )
         rows = algorithm.num_prompts_per_step * algorithm.num_generations_per_prompt
         if rows % self.policy.train_global_batch_size:
@@ -218,8 +209,21 @@ class Recipe(Block):
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps in a pass over the data. Prompts beyond the last whole step are skipped."""
-        return self.data.num_prompts // self.algorithm.num_prompts_per_step
+        """Steps in a pass over the data. Prompts beyond the last whole step are skipped.
+
+        Of a file whose rows have not been counted (:meth:`with_prompts`), 0.
+        """
+        return (self.data.prompts or 0) // self.algorithm.num_prompts_per_step
+
+    def with_prompts(self, count: int) -> Recipe:
+        """This recipe with the number of training prompts that a file has.
+
+        Raises:
+            ConfigError: they are fewer than a step takes.
+        """
+        values = self.model_dump()
+        values["data"]["num_prompts"] = count
+        return validated(Recipe, values)
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:

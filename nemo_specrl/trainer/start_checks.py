@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from nemo_specrl.errors import ConfigError
+from nemo_specrl.trainer.data.dataset import Dataset, open_dataset
 from nemo_specrl.trainer.policy_config import read_model_config, tokenizer_file
 from nemo_specrl.trainer.recipe import Recipe
-from nemo_specrl.trainer.tasks import heldout_problems, problems
 
 __all__ = ["check_start"]
 
 
-def check_start(recipe: Recipe) -> None:
+def check_start(recipe: Recipe) -> Dataset:
     """Refuse a recipe that cannot work on this machine.
 
+    Returns:
+        its problems, which have been read or generated to be checked.
+
     Raises:
-        ConfigError: a folder cannot be written to, or the model does not fit the context length,
-            the prompts or the stop tokens.
+        ConfigError: a folder cannot be written to, or the model does not fit the context length
+            or the stop tokens, or the problems are not as they must be.
     """
     _check_model(recipe)
     folders = {"logger.log_dir": recipe.logger.log_dir}
@@ -38,6 +40,7 @@ def check_start(recipe: Recipe) -> None:
         folders[key] = textfile.parent
     for key, folder in folders.items():
         _check_folder(key, folder)
+    return open_dataset(recipe.data, recipe.policy, recipe.algorithm.max_val_samples)
 
 
 def _check_folder(key: str, folder: Path) -> None:
@@ -65,9 +68,6 @@ def _check_model(recipe: Recipe) -> None:
     most = config.get("max_position_embeddings")
     if isinstance(most, int) and length > most and not config.get("rope_scaling"):
         raise ConfigError(f"{key} = {length}: must be at most the model's {most} positions")
-    longest = max(len(problem.prompt) for problem in _all_problems(recipe))
-    if longest >= length:
-        raise ConfigError(f"{key} = {length}: must exceed the longest prompt's {longest} tokens")
     vocabulary = config.get("vocab_size")
     for token in generation.stop_token_ids or ():
         if isinstance(vocabulary, int) and token >= vocabulary:
@@ -75,10 +75,3 @@ def _check_model(recipe: Recipe) -> None:
                 f"policy.generation.stop_token_ids = {generation.stop_token_ids}: {token} is no "
                 f"token of the model's {vocabulary}"
             )
-
-
-def _all_problems(recipe: Recipe) -> list[Any]:
-    data = recipe.data
-    training = problems(data.dataset_name, data.num_prompts, data.seed)
-    count = recipe.algorithm.max_val_samples
-    return [*training, *heldout_problems(training, data.dataset_name, count)]

@@ -10,7 +10,7 @@ from nemo_specrl import Finish, SpecRLConfig
 from nemo_specrl.engine.async_engine import AsyncSpeculativeLLM
 from nemo_specrl.engine.outputs import rollout_info
 from nemo_specrl.errors import ConfigError
-from nemo_specrl.trainer.tasks import encode
+from nemo_specrl.trainer.data.toy_tasks import encode
 from tests.engine.test_async_engine import ClaimingCache
 from tests.engine.test_async_engine import async_llm as async_llm  # a fixture
 from tests.engine.test_rows import BAD, cured, is_bad, poisoned, values

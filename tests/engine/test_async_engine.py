@@ -11,7 +11,7 @@ from nemo_specrl.cache.cluster.sample_index_leases import SampleIndexLeases
 from nemo_specrl.engine.async_engine import AsyncSpeculativeLLM
 from nemo_specrl.engine.outputs import rollout_info
 from nemo_specrl.errors import ConfigError, UnsupportedSampling
-from nemo_specrl.trainer.tasks import encode
+from nemo_specrl.trainer.data.toy_tasks import encode
 from tests.conftest import DictCache
 from tests.support.engines import NEVER, PROMPT, STRICT, draft, sampling
 

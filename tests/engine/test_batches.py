@@ -6,7 +6,7 @@ import pytest
 from nemo_specrl import Finish
 from nemo_specrl.engine.outputs import rollout_info
 from nemo_specrl.errors import ConfigError
-from nemo_specrl.trainer.tasks import EOS, encode
+from nemo_specrl.trainer.data.toy_tasks import EOS, encode
 from tests.conftest import DictCache
 from tests.support.engines import draft, generate, only, sampling
 

@@ -5,7 +5,7 @@ import pytest
 
 from nemo_specrl import Finish, RolloutStore
 from nemo_specrl.engine.outputs import rollout_info
-from nemo_specrl.trainer.tasks import EOS, encode
+from nemo_specrl.trainer.data.toy_tasks import EOS, encode
 from tests.conftest import DictCache
 from tests.support.engines import NEVER, PROMPT, STRICT, SURE, draft, generate, only, sampling
 

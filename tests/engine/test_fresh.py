@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nemo_specrl.engine.outputs import rollout_info
-from nemo_specrl.trainer.tasks import EOS, encode
+from nemo_specrl.trainer.data.toy_tasks import EOS, encode
 from tests.conftest import DictCache
 from tests.support.engines import NEVER, STRICT, SURE, draft, generate, only, sampling
 

@@ -10,7 +10,7 @@ import pytest
 from nemo_specrl import Finish, SpeculativeLLM, prompt_key
 from nemo_specrl.engine.vllm.compat import in_this_process
 from nemo_specrl.engine.vllm.refit import refit
-from nemo_specrl.trainer.tasks import encode
+from nemo_specrl.trainer.data.toy_tasks import encode
 from tests.conftest import DictCache, weights_of
 from tests.engine.test_failures import interrupt_after
 from tests.engine.test_rows import BAD, PROMPTS, ROUNDS

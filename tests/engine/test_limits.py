@@ -5,7 +5,7 @@ import pytest
 from nemo_specrl import Finish
 from nemo_specrl.engine.outputs import rollout_info
 from nemo_specrl.engine.vllm.prompt_logprob_memory import prompt_logprob_bytes
-from nemo_specrl.trainer.tasks import encode
+from nemo_specrl.trainer.data.toy_tasks import encode
 from tests.conftest import DictCache
 from tests.support.engines import PROMPT, draft, generate, only, sampling
 

@@ -7,7 +7,7 @@ import pytest
 from nemo_specrl import Finish, SpecRLConfig, SpeculativeLLM, prompt_key
 from nemo_specrl.engine.outputs import rollout_info
 from nemo_specrl.engine.vllm.compat import logprobs_slice
-from nemo_specrl.trainer.tasks import encode
+from nemo_specrl.trainer.data.toy_tasks import encode
 from tests.conftest import DictCache
 from tests.support.engines import (
     LOSSLESS,

@@ -6,7 +6,7 @@ import pytest
 from nemo_specrl import Finish, Rollout, SpecRLConfig, prompt_key
 from nemo_specrl.engine.outputs import rollout_info
 from nemo_specrl.speculation.draft_selection import RUN_AHEAD_INDEX
-from nemo_specrl.trainer.tasks import encode
+from nemo_specrl.trainer.data.toy_tasks import encode
 from tests.conftest import DictCache
 from tests.engine.test_failures import interrupt_after
 from tests.support.engines import LOSSLESS, PROMPT, SURE

@@ -11,7 +11,7 @@ from nemo_specrl.simulation.simulated_engine import (
     run,
 )
 from nemo_specrl.speculation.suffix_tree import DraftTrees
-from nemo_specrl.trainer.tasks import encode
+from nemo_specrl.trainer.data.toy_tasks import encode
 from tests.conftest import DictCache
 from tests.support.engines import LOSSLESS, PROMPT
 from tests.support.lossless import KEY, made_with, params, rollouts, sample

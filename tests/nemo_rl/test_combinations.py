@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_specrl.trainer.tasks import EOS, encode
+from nemo_specrl.trainer.data.toy_tasks import EOS, encode
 from tests.support.nemo_rl.jobs import (
     ACCEPTED,
     BATCH,

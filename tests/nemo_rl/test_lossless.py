@@ -10,7 +10,7 @@ from importlib import metadata
 
 import pytest
 
-from nemo_specrl.trainer.tasks import EOS, problems, reward
+from nemo_specrl.trainer.data.toy_tasks import EOS, problems
 from tests.conftest import REPOSITORY
 from tests.support.nemo_rl.jobs import ASYNCHRONOUS, HOME, PROMPTS, STEPS_PER_EPOCH, Job, marks
 
@@ -82,7 +82,7 @@ def test_in_asynchronous_grpo_trees_draft_too(tmp_path):
         ((prompt,), (output,)) = call["prompts"], call["outputs"]
         response = output[len(prompt) :]
         assert output[: len(prompt)] == prompt and EOS not in response[:-1]
-        earned.append(reward(made[tuple(prompt)], response))
+        earned.append(made[tuple(prompt)].reward(response))
     # The model earns 0.4; of 40 responses, all or none are right once in 1e9 runs.
     assert len(earned) >= 40 and 0 < sum(earned) < len(earned)
     assert any(record["reward"] > 0 for record in steps)

@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 from vllm.utils import cpu_triton_utils
 
 from nemo_specrl import Finish, Rollout, SpecRLConfig, prompt_key
-from nemo_specrl.trainer.tasks import encode
+from nemo_specrl.trainer.data.toy_tasks import encode
 
 VOCABULARY = 32  # of the random model
 PROMPT = [1, *encode("12+34=?")]

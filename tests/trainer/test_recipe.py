@@ -50,10 +50,9 @@ def test_overrides_are_yaml_values():
             r"spec_rl\.lenience = -1: must be greater than 0",
         ),
         (
-            "policy.generation.temperature=0.7",
-            r"^policy\.generation\.temperature = 0\.7: .* set temperature: 1\.0, or",
+            "policy.generation.temperature=0",
+            r"^policy\.generation\.temperature = 0\.0: .* set temperature: 1\.0, or",
         ),
-        ("policy.generation.top_p=0.9", r"generation\.top_p = 0\.9: .* set top_p: 1\.0"),
         ("policy.generation.top_k=5", r"generation\.top_k = 5: .* set top_k: null"),
         (
             "policy.generation.vllm_kwargs.speculative_config={method: ngram}",
@@ -214,6 +213,17 @@ def test_a_drafter_of_vllms_own_may_stand_beside_reuse():
     assert reuse.policy.generation.vllm_kwargs["speculative_config"] == {"method": "ngram"}
     assert not reuse.spec_rl.tree.enabled
     assert load_recipe(DEMO, [drafter, "policy.generation.spec_rl.enabled=false"])
+
+
+@pytest.mark.parametrize("option", ["temperature=0.7", "top_p=0.9"])
+def test_other_sampling_goes_with_trees_alone(option):
+    """What trees draft is judged by what is sampled from; a prefix, by the raw distribution."""
+    load_recipe(DEMO, [f"policy.generation.{option}"])
+    name, value = option.split("=")
+    with pytest.raises(ConfigError, match=rf"{name} = {value}: .* preset: lossless, or spec_rl"):
+        load_recipe(
+            DEMO, [f"policy.generation.{option}", "policy.generation.spec_rl.preset=faithful"]
+        )
 
 
 def test_temperature_may_be_any_with_speculation_off():

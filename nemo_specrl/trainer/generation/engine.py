@@ -30,7 +30,7 @@ from nemo_specrl.engine.weight_fingerprint import FingerprintedWeights
 from nemo_specrl.errors import ConfigError, SpecRLError
 from nemo_specrl.rollout import prompt_key
 from nemo_specrl.speculation.acceptance import derived_seed
-from nemo_specrl.trainer.policy_config import tokenizer_file
+from nemo_specrl.trainer.policy_config import eos_token_ids, model_folder, tokenizer_file
 from nemo_specrl.trainer.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -88,9 +88,11 @@ def build_engine(recipe: Recipe) -> LLM:
             f"max_num_seqs * max_model_len = {whole} on a CPU, or left out"
         )
     options = engine_options(recipe.spec_rl)
+    if generation.training_temperature != 1:
+        options = {"logprobs_mode": "processed_logprobs", **options}
     try:
         return LLM(
-            model=recipe.policy.model_name,
+            model=str(model_folder(recipe.policy.model_name)),
             dtype=vllm_cfg.precision,
             max_model_len=vllm_cfg.max_model_len,
             gpu_memory_utilization=vllm_cfg.gpu_memory_utilization,
@@ -130,6 +132,7 @@ class Response:
         birth_logprobs: log-probs under the policy that sampled each token, float32 ``[n]``, nats.
         reused: whether an earlier policy sampled the token (``Rollout.reused``), bool ``[n]``.
         fresh: whether the response was decoded without a draft.
+        truncated: whether it ended at the longest length.
     """
 
     tokens: list[int]
@@ -138,6 +141,7 @@ class Response:
     birth_logprobs: npt.NDArray[np.float32]
     reused: npt.NDArray[np.bool_]
     fresh: bool
+    truncated: bool
 
 
 @dataclass
@@ -167,6 +171,7 @@ class Engine:
 
     Attributes:
         times: times of the rollouts since the last :meth:`take_times`.
+        eos: the model's end-of-sequence tokens.
         heldout_s: duration of the last plain decoding of held-out prompts, seconds.
 
     Raises:
@@ -179,6 +184,7 @@ class Engine:
         self.speculative = SpeculativeLLM(
             self.llm, cache, recipe.spec_rl, seed=recipe.algorithm.seed
         )
+        self.eos = eos_token_ids(recipe.policy.model_name)
         self.times = RolloutTimes()
         self.heldout_s = 0.0
         self._warm_up()
@@ -264,7 +270,7 @@ class Engine:
             temperature=generation.temperature,
             top_p=generation.top_p,
             top_k=generation.top_k or 0,
-            stop_token_ids=generation.stop_token_ids or [self.eos],
+            stop_token_ids=generation.stop_token_ids or self.eos,
             stop=generation.stop_strings,
             include_stop_str_in_output=True,
             logprobs=0,
@@ -273,22 +279,14 @@ class Engine:
             seed=seed,
         )
 
-    @property
-    def eos(self) -> int:
-        """The model's end-of-sequence token."""
-        eos = self.llm.llm_engine.vllm_config.model_config.hf_config.eos_token_id
-        if eos is None or eos == []:
-            name = self.recipe.policy.model_name
-            raise ConfigError(f"policy.model_name = {name!r}: its config.json has no eos_token_id")
-        return int(eos[0] if isinstance(eos, list) else eos)
-
     def _generated(self, completion: Any) -> Response:
         reported = np.asarray(completion.logprobs.logprobs, dtype=np.float32)
         tokens = list(completion.token_ids)
+        truncated = completion.finish_reason == "length"
         reuse = rollout_info(completion)
         if reuse is None:
             none = np.zeros(len(tokens), dtype=bool)
-            return Response(tokens, reported, reported, reported, none, True)
+            return Response(tokens, reported, reported, reported, none, True, truncated)
         return Response(
             tokens,
             reuse.policy_logprobs,
@@ -296,6 +294,7 @@ class Engine:
             reuse.birth_logprobs,
             reuse.rollout.reused,
             reuse.fresh,
+            truncated,
         )
 
     def _count(self, elapsed: float, generated: list[Response]) -> None:
@@ -318,5 +317,5 @@ class Engine:
             SamplingParams(max_tokens=2, logprobs=0, detokenize=False, seed=0),
             SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False),
         ):
-            self.llm.generate({"prompt_token_ids": [self.eos] * 8}, params, use_tqdm=False)
+            self.llm.generate({"prompt_token_ids": self.eos[:1] * 8}, params, use_tqdm=False)
         reset_prefix_cache(self.llm)

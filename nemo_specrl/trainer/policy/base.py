@@ -56,6 +56,8 @@ class Sample:
         anchor: log-probs in the denominator of the clipped ratio, float32 ``[n]``, nats; NaN for
             those of the policy before the step's first update.
         importance: importance weights, float32 ``[n]``, or None for 1 throughout.
+        trained: 1 for each token that is trained on and 0 for the others, float32 ``[n]``, or None
+            for all.
         old_values: value before each token, float32 ``[n]``; set by :meth:`.ValueModel.predict`.
         returns: target of the value model, float32 ``[n]``; set with PPO's advantages.
     """
@@ -65,8 +67,16 @@ class Sample:
     advantages: Float32Array
     anchor: Float32Array
     importance: Float32Array | None = None
+    trained: Float32Array | None = None
     old_values: Float32Array = field(default_factory=lambda: np.zeros(0, np.float32))
     returns: Float32Array = field(default_factory=lambda: np.zeros(0, np.float32))
+
+    @property
+    def mask(self) -> Float32Array:
+        """``trained``, float32 ``[n]``, where it is None as well."""
+        if self.trained is None:
+            return np.ones(len(self.response), dtype=np.float32)
+        return self.trained
 
     @classmethod
     def to_score(cls, prompt: list[int], response: list[int]) -> Sample:

@@ -81,11 +81,13 @@ class SteppingPolicy:
 
     def _step(self, samples: list[Sample]) -> dict[str, float]:
         weights = token_weights(
-            [len(s.response) for s in samples], token_level=self.loss.token_level_loss
+            [int(s.mask.sum()) for s in samples], token_level=self.loss.token_level_loss
         )
         # A response without an advantage has no gradient, and only counts in the means.
         penalty = self.loss.reference_policy_kl_penalty > 0
-        live = [i for i, s in enumerate(samples) if penalty or np.any(s.advantages)]
+        live = [
+            i for i, s in enumerate(samples) if np.any(s.mask) and (penalty or np.any(s.advantages))
+        ]
         metrics = self.optimizer_step([samples[i] for i in live], [weights[i] for i in live])
         self.updates += 1
         return metrics

@@ -11,7 +11,7 @@ from vllm.logprobs import FlatLogprobs
 from nemo_specrl.engine.vllm import compat, environment
 from nemo_specrl.engine.vllm.detokenizer import Detokenizer
 from nemo_specrl.errors import IncompatibleVersion
-from nemo_specrl.trainer.tasks import encode
+from nemo_specrl.trainer.data.toy_tasks import encode
 from tests.support.engines import PROMPT
 
 

@@ -8,7 +8,7 @@ from vllm import SamplingParams
 from nemo_specrl.engine.vllm.compat import in_this_process
 from nemo_specrl.engine.vllm.refit import refit
 from nemo_specrl.errors import ConfigError, PolicyError, RefitError
-from nemo_specrl.trainer.tasks import encode
+from nemo_specrl.trainer.data.toy_tasks import encode
 from tests.conftest import make_engine, weights_of
 
 TOKENS = [1, *encode("12+34=46;#46")]

@@ -67,7 +67,7 @@ from omegaconf import OmegaConf  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
 
 from nemo_specrl.nemo_rl.recipe_checks import get_option  # noqa: E402
-from nemo_specrl.trainer.tasks import EOS, encode, problems, reward  # noqa: E402
+from nemo_specrl.trainer.data.toy_tasks import EOS, encode, problems  # noqa: E402
 from tests.support.nemo_rl import counting  # noqa: E402
 from tests.support.nemo_rl.cpu import CpuGeneration  # noqa: E402
 from tests.support.nemo_rl.models import SmallPolicy, SmallValue, small_plane_policy  # noqa: E402
@@ -134,7 +134,7 @@ class Sums(EnvironmentInterface):
     def step(self, logs: Any, metadata: Any) -> EnvironmentReturn:
         n = len(logs)
         earned = [
-            reward(meta["problem"], [*encode(log[-1]["content"].replace(" ", "")), EOS])
+            meta["problem"].reward([*encode(log[-1]["content"].replace(" ", "")), EOS])
             for log, meta in zip(logs, metadata, strict=True)
         ]
         return EnvironmentReturn(

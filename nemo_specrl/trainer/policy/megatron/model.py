@@ -215,7 +215,9 @@ def causal_mask(length: int) -> torch.Tensor:
     return torch.ones(1, 1, length, length, dtype=torch.bool).triu_(1)
 
 
-def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, model: Architecture) -> torch.Tensor:
+def token_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, model: Architecture, temperature: float = 1.0
+) -> torch.Tensor:
     """Log-prob of each token after the first.
 
     The softmax runs over the shards of all tensor-parallel ranks; no rank gathers the logits.
@@ -224,6 +226,7 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, model: Architectu
         logits: this rank's part, float32 ``[b, t + 1, padded vocabulary / tp]``.
         tokens: token ids, int64 ``[b, t + 1]``.
         model: the architecture.
+        temperature: divides the logits.
 
     Returns:
         float32 ``[b, t]``, nats, the same on all tensor-parallel ranks.
@@ -232,7 +235,8 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, model: Architectu
     start = parallel_state.get_tensor_model_parallel_rank() * width
     padding = torch.arange(start, start + width, device=logits.device) >= model.vocabulary
     # This copies the logits in any case, which Megatron's function would overwrite.
-    real = logits[:, :-1].float().masked_fill(padding, float("-inf")).contiguous()
+    scaled = logits[:, :-1].float() / temperature
+    real = scaled.masked_fill(padding, float("-inf")).contiguous()
     targets = tokens[:, 1:].contiguous()
     loss: torch.Tensor = tensor_parallel.vocab_parallel_cross_entropy(real, targets)
     return -loss

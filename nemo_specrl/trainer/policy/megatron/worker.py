@@ -207,7 +207,8 @@ class MegatronRank:
 
     def _token_logprobs(self, batch: MicroBatch, logits: torch.Tensor) -> torch.Tensor:
         tokens = batch.tokens.to(self.device)
-        return self.megatron.token_logprobs(logits, tokens, self.architecture)
+        temperature = self.config.generation.training_temperature
+        return self.megatron.token_logprobs(logits, tokens, self.architecture, temperature)
 
     def _run(
         self,

@@ -6,12 +6,13 @@ same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from nemo_specrl.errors import ConfigError
@@ -22,7 +23,7 @@ from nemo_specrl.trainer.policy.base import Float32Array, Sample
 from nemo_specrl.trainer.policy_config import OptimizerConfig, model_folder
 from nemo_specrl.trainer.recipe import LossConfig
 
-__all__ = ["MicroBatch", "TorchModel", "build_optimizer", "load_model", "ones"]
+__all__ = ["MicroBatch", "TorchModel", "arithmetic", "build_optimizer", "check_names", "load_model"]
 
 
 def load_model(model_name: str) -> torch.nn.Module:
@@ -48,11 +49,37 @@ def load_model(model_name: str) -> torch.nn.Module:
     return model.train()
 
 
+def check_names(model_name: str, model: torch.nn.Module) -> None:
+    """Refuse a model whose parameters have other names in its files, by which engines load them.
+
+    Such are mixtures of experts, whose experts transformers puts into one parameter.
+
+    Raises:
+        ConfigError: names one of them.
+    """
+    files = sorted(model_folder(model_name).glob("*.safetensors"))
+    names: set[str] = set()
+    for path in files:
+        with safe_open(path, "pt") as file:
+            names |= set(file.keys())
+    missing = [name for name, _ in model.named_parameters() if name not in names]
+    if files and missing:
+        raise ConfigError(
+            f"policy.model_name = {model_name!r}: its files do not have {missing[0]!r}, which is "
+            "trained, by that name, so that no engine could be given it; such models need NeMo-RL"
+        )
+
+
+def arithmetic(precision: torch.dtype) -> torch.autocast:
+    """A context in which matrix products are computed in ``precision``."""
+    return torch.autocast("cpu", dtype=precision, enabled=precision != torch.float32)
+
+
 def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """The optimizer that a recipe's ``optimizer:`` block describes."""
     kwargs = config.kwargs
     return torch.optim.AdamW(
-        model.parameters(),
+        [p for p in model.parameters() if p.requires_grad],
         lr=kwargs.lr,
         betas=kwargs.betas,
         eps=kwargs.eps,
@@ -72,6 +99,10 @@ class TorchModel:
         self.model = model
         self.optimizer = build_optimizer(model, optimizer)
 
+    def trained_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """The parameters that are trained, with their names: all, or those of adapters."""
+        return ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
+
     def not_finite(self) -> str | None:
         """Name of a parameter that is not finite; None where all are."""
         return first_not_finite(self.model.named_parameters())
@@ -84,9 +115,9 @@ class TorchModel:
         """Do nothing: the next backward pass allocates the gradients."""
 
     def save(self, folder: Path) -> None:
-        """Write weights and optimizer state into ``folder``, which is created if missing."""
+        """Write what is trained and optimizer state into ``folder``, created if missing."""
         folder.mkdir(parents=True, exist_ok=True)
-        state = {name: p.detach().contiguous() for name, p in self.model.named_parameters()}
+        state = {name: p.detach().contiguous() for name, p in self.trained_parameters()}
         save_file(state, folder / "weights.safetensors")
         torch.save(self.optimizer.state_dict(), folder / "optimizer.pt")
 
@@ -94,7 +125,7 @@ class TorchModel:
         """Restore what :meth:`save` wrote."""
         state = load_file(folder / "weights.safetensors")
         with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
+            for name, parameter in self.trained_parameters():
                 parameter.copy_(state[name])
         self.optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True))
 
@@ -103,11 +134,6 @@ class TorchModel:
         self.model = torch.nn.Module()
         self.optimizer.param_groups.clear()
         self.optimizer.state.clear()
-
-
-def ones(sample: Sample) -> Float32Array:
-    """1 for each response token, float32 ``[n]``."""
-    return np.ones(len(sample.response), dtype=np.float32)
 
 
 @dataclass(eq=False)
@@ -125,16 +151,30 @@ class MicroBatch:
     tokens: torch.Tensor
 
     @classmethod
-    def split(cls, samples: Sequence[Sample], size: int) -> list[MicroBatch]:
-        """Split samples into micro-batches of at most ``size``, sorted by length to save padding.
+    def split(
+        cls, samples: Sequence[Sample], size: int, most_tokens: int | None = None
+    ) -> list[MicroBatch]:
+        """Split samples into micro-batches, sorted by length to save padding.
 
         :meth:`gather` returns values in the order of a micro-batch's samples, not of the input.
+
+        Args:
+            samples: the samples.
+            size: most samples of a micro-batch; without meaning where ``most_tokens`` is given.
+            most_tokens: most tokens of a micro-batch, padding included. A sample that is longer
+                has a micro-batch of its own.
         """
         ordered = sorted(samples, key=lambda s: len(s.prompt) + len(s.response))
+        pieces: list[list[Sample]] = []
+        for sample in ordered:
+            width = len(sample.prompt) + len(sample.response)
+            room = size if most_tokens is None else most_tokens // width
+            if not pieces or len(pieces[-1]) >= room:
+                pieces.append([])
+            pieces[-1].append(sample)
         batches = []
-        for i in range(0, len(ordered), size):
-            piece = ordered[i : i + size]
-            width = max(len(s.prompt) + len(s.response) for s in piece)
+        for piece in pieces:
+            width = len(piece[-1].prompt) + len(piece[-1].response)
             tokens = torch.zeros(len(piece), width, dtype=torch.long)
             for row, sample in zip(tokens, piece, strict=True):
                 row[: len(sample.prompt) + len(sample.response)] = torch.tensor(
@@ -161,12 +201,25 @@ class MicroBatch:
             rows.append(row[start : start + len(sample.response)].copy())
         return rows
 
-    def logprobs(self, model: torch.nn.Module) -> torch.Tensor:
+    def logprobs(
+        self,
+        model: torch.nn.Module,
+        precision: torch.dtype = torch.float32,
+        temperature: float = 1.0,
+    ) -> torch.Tensor:
         """Log-prob of each token, float32 ``[b, t]``, nats.
 
         Padding is on the right, which causal attention does not see, so no mask is needed.
+
+        Args:
+            model: a causal language model.
+            precision: data type of its matrix products.
+            temperature: divides the logits.
         """
-        logits = model(input_ids=self.tokens).logits[:, :-1].float()
+        with arithmetic(precision):
+            logits = model(input_ids=self.tokens).logits[:, :-1].float()
+        if temperature != 1:
+            logits = logits / temperature
         chosen: torch.Tensor = logits.gather(-1, self.tokens[:, 1:, None])[..., 0]
         return chosen - torch.logsumexp(logits, -1)
 
@@ -194,13 +247,13 @@ class MicroBatch:
         importance = None
         if config.use_importance_sampling_correction:
             importance = self.scatter(
-                lambda s: ones(s) if s.importance is None else s.importance
+                lambda s: s.mask if s.importance is None else s.importance
             ).to(device)
         loss, logged = policy_loss(
             logprobs,
             anchor,
             self.scatter(lambda s: s.advantages).to(device),
-            self.scatter(lambda s: ones(s) * np.float32(weights[id(s)])).to(device),
+            self.scatter(lambda s: s.mask * np.float32(weights[id(s)])).to(device),
             config,
             importance=importance,
             reference=reference,

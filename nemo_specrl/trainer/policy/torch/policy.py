@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from nemo_specrl.monitoring import names as metric
 from nemo_specrl.trainer.policy.base import Float32Array, Sample
 from nemo_specrl.trainer.policy.steps import SteppingPolicy
-from nemo_specrl.trainer.policy.torch.model import MicroBatch, TorchModel, load_model
+from nemo_specrl.trainer.policy.torch.lora import add_adapters, merged_weights
+from nemo_specrl.trainer.policy.torch.model import (
+    MicroBatch,
+    TorchModel,
+    check_names,
+    load_model,
+)
 from nemo_specrl.trainer.policy_config import PolicyConfig
 from nemo_specrl.trainer.recipe import LossConfig
 
@@ -31,7 +38,14 @@ class TorchPolicy(SteppingPolicy, TorchModel):
 
     def __init__(self, config: PolicyConfig, loss: LossConfig, seed: int) -> None:
         SteppingPolicy.__init__(self, config, loss, seed)
-        TorchModel.__init__(self, load_model(config.model_name), config.optimizer)
+        model: Any = load_model(config.model_name)
+        check_names(config.model_name, model)
+        if config.dtensor_cfg.activation_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if config.dtensor_cfg.lora_cfg.enabled:
+            model = add_adapters(model, config.dtensor_cfg.lora_cfg)
+        TorchModel.__init__(self, model, config.optimizer)
+        self.precision: torch.dtype = getattr(torch, config.precision)
         self.reference: torch.nn.Module | None = None
         if loss.reference_policy_kl_penalty > 0:
             self.reference = load_model(config.model_name).requires_grad_(False)
@@ -48,11 +62,19 @@ class TorchPolicy(SteppingPolicy, TorchModel):
         """
         return self._logprobs(self.reference or load_model(self.config.model_name), samples)
 
+    def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
+        config = self.config
+        return MicroBatch.split(samples, config.train_micro_batch_size, config.micro_batch_tokens)
+
+    def _batch_logprobs(self, model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
+        temperature = self.config.generation.training_temperature
+        return batch.logprobs(model, self.precision, temperature)
+
     @torch.no_grad()
     def _logprobs(self, model: torch.nn.Module, samples: Sequence[Sample]) -> list[Float32Array]:
         found: dict[int, Float32Array] = {}
-        for batch in MicroBatch.split(samples, self.config.train_micro_batch_size):
-            values = batch.gather(batch.logprobs(model))
+        for batch in self._micro_batches(samples):
+            values = batch.gather(self._batch_logprobs(model, batch))
             found |= {id(s): v for s, v in zip(batch.samples, values, strict=True)}
         return [found[id(sample)] for sample in samples]
 
@@ -61,19 +83,20 @@ class TorchPolicy(SteppingPolicy, TorchModel):
         weight = {id(s): w for s, w in zip(samples, weights, strict=True)}
         sums: dict[str, float] = {metric.LOSS: 0.0, metric.CLIP_FRACTION: 0.0, metric.RATIO: 0.0}
         self.optimizer.zero_grad(set_to_none=True)
-        for batch in MicroBatch.split(samples, self.config.train_micro_batch_size):
+        for batch in self._micro_batches(samples):
             reference = None
             if self.reference is not None:
                 with torch.no_grad():
-                    reference = batch.logprobs(self.reference)
-            loss, logged = batch.loss(batch.logprobs(self.model), weight, self.loss, reference)
+                    reference = self._batch_logprobs(self.reference, batch)
+            logprobs = self._batch_logprobs(self.model, batch)
+            loss, logged = batch.loss(logprobs, weight, self.loss, reference)
             torch.autograd.backward(loss)
             for name, value in logged.items():
                 sums[name] = sums.get(name, 0.0) + value
         sums[metric.GRAD_NORM] = 0.0
         if samples:
             norm = torch.nn.utils.clip_grad_norm_(
-                self.model.parameters(), self.config.max_grad_norm
+                [p for _, p in self.trained_parameters()], self.config.max_grad_norm
             )
             sums[metric.GRAD_NORM] = norm.item()
             self.optimizer.step()
@@ -83,8 +106,12 @@ class TorchPolicy(SteppingPolicy, TorchModel):
         self, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights, copied if they are cast; see :meth:`Policy.stream_weights`."""
-        for name, parameter in self.model.named_parameters():
-            yield name, parameter.detach().to(dtype or parameter.dtype)
+        if self.config.dtensor_cfg.lora_cfg.enabled:
+            weights = merged_weights(self.model)
+        else:
+            weights = ((name, p.detach()) for name, p in self.model.named_parameters())
+        for name, weight in weights:
+            yield name, weight.to(dtype or weight.dtype)
 
     def save(self, folder: Path) -> None:
         """Write weights, optimizer state and the count of updates; see :meth:`Policy.save`."""

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from nemo_specrl.trainer.tasks import (
+from nemo_specrl.trainer.data.toy_tasks import (
     EOS,
     TASKS,
     VOCABULARY,
@@ -13,7 +13,6 @@ from nemo_specrl.trainer.tasks import (
     decode,
     encode,
     problems,
-    reward,
     solution,
 )
 
@@ -31,9 +30,9 @@ def test_worked_solutions_are_rewarded_and_slips_are_not(task):
     rng = random.Random(0)
     slipped = 0
     for problem in problems(task, 200, 1):
-        assert reward(problem, [*encode(solution(problem)), EOS]) == 1.0
+        assert problem.reward([*encode(solution(problem)), EOS]) == 1.0
         wrong = solution(problem, rng, error_rate=1.0)
-        earned = reward(problem, [*encode(wrong), EOS])
+        earned = problem.reward([*encode(wrong), EOS])
         assert earned == float(wrong.rpartition("#")[2] == problem.answer)
         slipped += earned == 0.0
         assert max(problem.prompt) < len(VOCABULARY)
@@ -62,11 +61,11 @@ def test_a_sum_and_a_sorting():
     ],
 )
 def test_only_an_ended_response_with_the_answer_behind_the_last_mark_is_right(text, ended, earned):
-    assert reward(Sum((23, 45, -17)), encode(text) + [EOS] * ended) == earned
+    assert Sum((23, 45, -17)).reward(encode(text) + [EOS] * ended) == earned
 
 
 def test_characters_and_tokens():
     assert decode([1, *encode("a+1"), EOS, 99]) == "a+1"
     with pytest.raises(KeyError):
         encode("z")
-    assert reward(Sum((23, 45, -17)), []) == 0.0
+    assert Sum((23, 45, -17)).reward([]) == 0.0

@@ -1,4 +1,4 @@
-"""The tasks of the embedded trainer: sums of many terms, and letters to be put in order.
+"""The toy tasks of the embedded trainer: sums of many terms, and letters to be put in order.
 
 Responses work the problem out step by step and give the answer after ``#``, one token a character:
 
@@ -21,17 +21,17 @@ from functools import cache
 __all__ = [
     "BOS",
     "EOS",
+    "HELDOUT_SEED",
     "PAD",
     "TASKS",
     "VOCABULARY",
-    "Problem",
     "Sorting",
     "Sum",
+    "ToyProblem",
     "decode",
     "encode",
     "heldout_problems",
     "problems",
-    "reward",
     "solution",
 ]
 
@@ -47,7 +47,7 @@ MAX_TOTAL = 999
 MIN_LETTERS, MAX_LETTERS = 8, 12
 
 
-class Problem(ABC):
+class ToyProblem(ABC):
     """A problem of a task. Hashable; two problems are equal if their questions are."""
 
     @property
@@ -69,9 +69,16 @@ class Problem(ABC):
         """Token ids of the question, beginning-of-sequence first."""
         return [BOS, *encode(self.question)]
 
+    def reward(self, tokens: list[int]) -> float:
+        """1.0 if the response ended with end-of-sequence and its answer is right, else 0.0."""
+        if not tokens or tokens[-1] != EOS:
+            return 0.0
+        _, mark, answer = decode(tokens).rpartition("#")
+        return float(mark == "#" and answer == self.answer)
+
 
 @dataclass(frozen=True)
-class Sum(Problem):
+class Sum(ToyProblem):
     """A sum of signed terms."""
 
     terms: tuple[int, ...]
@@ -114,7 +121,7 @@ class Sum(Problem):
 
 
 @dataclass(frozen=True)
-class Sorting(Problem):
+class Sorting(ToyProblem):
     """Letters to be put in alphabetical order."""
 
     letters: str
@@ -126,7 +133,7 @@ class Sorting(Problem):
 
     @property
     def question(self) -> str:
-        """See :class:`Problem`."""
+        """See :class:`ToyProblem`."""
         return f"{self.letters}=?"
 
     @property
@@ -166,23 +173,23 @@ def decode(tokens: list[int]) -> str:
 
 
 @cache
-def problems(task: str, count: int, seed: int) -> tuple[Problem, ...]:
+def problems(task: str, count: int, seed: int) -> tuple[ToyProblem, ...]:
     """Draw ``count`` distinct problems of a task; the same seed gives the same problems."""
     rng = random.Random(seed)
-    found: dict[Problem, None] = {}
+    found: dict[ToyProblem, None] = {}
     while len(found) < count:
         found.setdefault(TASKS[task].sample(rng))
     return tuple(found)
 
 
-def heldout_problems(training: tuple[Problem, ...], task: str, count: int) -> list[Problem]:
+def heldout_problems(training: tuple[ToyProblem, ...], task: str, count: int) -> list[ToyProblem]:
     """Problems that are not in the training set; the same for every run of a recipe."""
     seen = set(training)
     candidates = problems(task, count + len(seen), HELDOUT_SEED)
     return [problem for problem in candidates if problem not in seen][:count]
 
 
-def solution(problem: Problem, rng: random.Random | None = None, error_rate: float = 0.0) -> str:
+def solution(problem: ToyProblem, rng: random.Random | None = None, error_rate: float = 0.0) -> str:
     """A worked solution in which each step is wrong with probability ``error_rate``.
 
     Later steps build on a wrong one, as they would after a model's own mistake. The shipped models
@@ -190,11 +197,3 @@ def solution(problem: Problem, rng: random.Random | None = None, error_rate: flo
     """
     *steps, answer = problem.steps(rng or random.Random(0), error_rate)
     return "".join(f"{step};" for step in steps) + f"#{answer}"
-
-
-def reward(problem: Problem, tokens: list[int]) -> float:
-    """1.0 if the response ended with end-of-sequence and its answer is right, else 0.0."""
-    if not tokens or tokens[-1] != EOS:
-        return 0.0
-    _, mark, answer = decode(tokens).rpartition("#")
-    return float(mark == "#" and answer == problem.answer)

@@ -1,0 +1,103 @@
+"""Prompts as tokens and responses as text, by a model's own tokenizer and chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_specrl.errors import ConfigError
+from nemo_specrl.trainer.policy_config import PolicyConfig, model_folder, tokenizer_file
+
+__all__ = ["Message", "Text", "read_text_file"]
+
+Message = dict[str, str]
+"""A message of a conversation: its ``role`` and its ``content``."""
+
+
+class Text:
+    """The tokenizer of a policy's model.
+
+    Args:
+        policy: the ``policy:`` block.
+        system_prompt: content of the system message; None for the chat template's own, if it has
+            one.
+        template: the user's message, in which ``{}`` stands for the problem; None for the problem.
+
+    Raises:
+        ConfigError: the model has no tokenizer, or no chat template.
+    """
+
+    def __init__(
+        self, policy: PolicyConfig, *, system_prompt: str | None, template: str | None
+    ) -> None:
+        from transformers import AutoTokenizer
+
+        tokenizer_file(policy.model_name)
+        name = policy.model_name
+        try:
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(
+                model_folder(name), trust_remote_code=False
+            )
+        except Exception as error:  # transformers raises many kinds without a common base
+            first_line = (str(error) or type(error).__name__).splitlines()[0]
+            raise ConfigError(
+                f"policy.model_name = {name!r}: its tokenizer cannot be loaded: {first_line}"
+            ) from None
+        chosen = policy.tokenizer.chat_template
+        self._chat = chosen is not None
+        if chosen not in (None, "default"):
+            self.tokenizer.chat_template = read_text_file("policy.tokenizer.chat_template", chosen)
+        elif self._chat and not self.tokenizer.chat_template:
+            raise ConfigError(
+                f"policy.model_name = {name!r}: its tokenizer has no chat template; set "
+                "policy.tokenizer.chat_template to a file with one, or to null for prompts as "
+                "they are"
+            )
+        self._system, self._template = system_prompt, template
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation, up to where the model's next message begins.
+
+        Args:
+            messages: the conversation. The template goes around its last message, and the system
+                prompt before a conversation that has none.
+
+        Raises:
+            ConfigError: the chat template refuses the conversation.
+        """
+        *before, last = messages
+        if self._template is not None:
+            last = {**last, "content": self._template.replace("{}", last["content"])}
+        if self._system is not None and messages[0]["role"] != "system":
+            before = [{"role": "system", "content": self._system}, *before]
+        if not self._chat:
+            text = "".join(message["content"] for message in (*before, last))
+            return list(self.tokenizer(text)["input_ids"])
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [*before, last], tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # whatever the template raises
+            raise ConfigError(f"the chat template refuses it: {error}") from None
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def response(self, tokens: Sequence[int]) -> str:
+        """Text of a response without its special tokens."""
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+
+def read_text_file(key: str, path: Path | str) -> str:
+    """The text of a file that a recipe names, without white space around it.
+
+    Raises:
+        ConfigError: it cannot be read, or is no UTF-8.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8-sig").strip()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
+        raise ConfigError(
+            f"{key} = {str(path)!r}: cannot be read ({reason}); give a text file"
+        ) from None
