@@ -50,6 +50,10 @@ _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
 
+_MAX_PATH = 4000
+"""Bytes of a path, below the 4,096 of Linux: files in such a folder have longer ones."""
+
+
 def _parse_bytes(value: Any) -> Any:
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
@@ -63,8 +67,9 @@ def parse_path(value: Any) -> Path:
     """A path that a user has written, with ``~`` and ``~user`` as their home folders.
 
     Raises:
-        ValueError: it is none: not text, empty, ``None`` or ``null`` as text, or in the home of a
-            user who does not exist. Taken as they are, these would be folders of the working one.
+        ValueError: it is none: not text, empty, ``None`` or ``null`` as text, in the home of a user
+            who does not exist, or longer than Linux takes. Taken as they are, these would be folders
+            of the working one, or errors of whatever looks for them first.
     """
     text = str(value) if isinstance(value, (str, Path)) else ""
     if text.strip().lower() in ("", "none", "null"):
@@ -74,7 +79,10 @@ def parse_path(value: Any) -> Path:
         raise ValueError(f"there is no home folder for {text.partition('/')[0]}")
     if not expanded.isprintable():
         raise ValueError("must be a path of printable characters")
-    return Path(expanded)
+    path = Path(expanded)
+    if len(os.fsencode(expanded)) > _MAX_PATH or any(len(os.fsencode(n)) > 255 for n in path.parts):
+        raise ValueError("must be a path of names of at most 255 bytes, and of 4,000 in all")
+    return path
 
 
 ByteSize = Annotated[int, Field(ge=2**20, le=2**46), BeforeValidator(_parse_bytes)]

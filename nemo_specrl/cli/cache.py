@@ -116,6 +116,7 @@ def export(
     from nemo_specrl.cache.inspection import open_source
 
     _needs_safetensors()
+    out = _folder(out)
     with open_source(path) as source:
         sound = _Sound(source.rollouts)
         count = write_export(out, iter(sound), source.tokenizer_id)
@@ -171,6 +172,7 @@ def import_(
     from nemo_specrl.cache.run_folders import WARM_START
 
     _needs_safetensors()
+    cache_dir = _folder(cache_dir)
     path = cache_dir / WARM_START
     cap = _bytes(max_bytes)
     if source_path.exists() and path.exists() and source_path.samefile(path):
@@ -230,6 +232,16 @@ def _add(store: RolloutStore, rollouts: Iterable[Rollout], *, newest_last: bool)
         taken += len(new)
         left_out += len(group) - len(new)
     return taken, left_out
+
+
+def _folder(path: Path) -> Path:
+    """A folder that is to be made, as a recipe would read it."""
+    from nemo_specrl.config import parse_path
+
+    try:
+        return parse_path(path)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def _bytes(text: str) -> int:

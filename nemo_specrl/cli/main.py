@@ -84,6 +84,10 @@ def main() -> None:
             _fail(error, 2)
         except SpecRLError as error:
             _fail(error, 1)
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:  # which is of an argument, whatever looks for it
+                raise
+            _fail(error, 2)
     except SystemExit as end:
         if end.code in (2, 130):  # bad input, a full disk, an interrupt: a restart cannot fix them
             heartbeat.no_restart(f"exit code {end.code}")

@@ -61,6 +61,7 @@ assert "vllm" not in sys.modules
     assert done.returncode == 0, done.stderr
 
 
+LONG = "x" * 300
 BAD = [
     (["report", "{empty}"], "no metrics.jsonl here; give the folder of a run"),
     (["report", "{file}"], "no metrics.jsonl here; give the folder of a run"),
@@ -75,6 +76,13 @@ BAD = [
     (["train", "{empty}"], "empty"),
     (["compare", "{file}"], "must"),
     (["run", "{empty}"], "no such file; give a script of NeMo-RL"),
+    (["cache", "import", "{empty}", "None"], "None: must be a path"),
+    (["cache", "export", "{empty}", "~nobody-has-this-name/x"], "no home folder for ~nobody"),
+    (["train", LONG], "File name too long"),
+    (["report", LONG], "File name too long"),
+    (["simulate", LONG], "File name too long"),
+    (["run", LONG], "File name too long"),
+    (["cache", "verify", LONG], "File name too long"),
 ]
 
 
