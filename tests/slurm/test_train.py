@@ -396,6 +396,7 @@ def test_shows_what_would_run():
 
 
 IMAGE = {"SPECRL_CONTAINER": "registry#image"}
+TASK = {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_JOB_ID": "7"}
 BAD = [
     ([], {}, "no recipe given; usage:"),
     (["none.yaml"], {}, "none.yaml: no such recipe in"),
@@ -425,12 +426,19 @@ BAD = [
         "/usr/bin/env: the container does not see this recipe",
     ),
     ([RECIPE], {"SPECRL_MAX_STALLED": "-1"}, "SPECRL_MAX_STALLED=-1: must be a whole number"),
+    ([RECIPE], {"SPECRL_MAX_RESTARTS": "9" * 30}, "must be a whole number, of nine digits at most"),
+    ([RECIPE], {"SPECRL_RUN_DIR": "~/run"}, "SPECRL_RUN_DIR=~/run: must be the path of a folder"),
+    ([RECIPE], {"SPECRL_RUN_DIR": "None"}, "SPECRL_RUN_DIR=None: must be the path of a folder"),
+    ([RECIPE], {"RAY_TMPDIR": "~/ray"}, "RAY_TMPDIR=~/ray: must be an absolute path"),
+    ([RECIPE], TASK | {"SPECRL_SWEEP": "{sweep}"}, "logger.log_dir=/x: set SPECRL_RUN_DIR instead"),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "settings", "line"), BAD, ids=[line for *_, line in BAD])
-def test_bad_input_is_one_line(arguments, settings, line):
-    done = check(*arguments, **settings)
+def test_bad_input_is_one_line(tmp_path, arguments, settings, line):
+    sweep = tmp_path / "sweep"
+    sweep.write_text("grpo.seed=1\ngrpo.seed=2 ++logger.log_dir='/x'\n")
+    done = check(*arguments, **{k: v.format(sweep=sweep) for k, v in settings.items()})
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
     assert line in done.stderr
