@@ -68,8 +68,8 @@ def parse_path(value: Any) -> Path:
 
     Raises:
         ValueError: it is none: not text, empty, ``None`` or ``null`` as text, in the home of a user
-            who does not exist, or longer than Linux takes. Taken as they are, these would be folders
-            of the working one, or errors of whatever looks for them first.
+            who does not exist, or longer than Linux takes. Taken as they are, these would be
+            folders of the working one, or errors of whatever looks for them first.
     """
     text = str(value) if isinstance(value, (str, Path)) else ""
     if text.strip().lower() in ("", "none", "null"):

@@ -488,7 +488,7 @@ def test_a_job_that_is_preempted_starts_again(cluster):
 
 
 def test_ways_to_submit_it(cluster):
-    """A script of one's own, a shell of salloc's, and its text alone; it finds what lies beside it."""
+    """A script of one's own, a shell of salloc's, its text alone: it finds what lies beside it."""
     checkout = make_checkout(cluster.folder / "ways")
     (checkout / "supervise.sh").write_text("echo sourced >&2\n")  # another's
     own = checkout / "own.sh"
