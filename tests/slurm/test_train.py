@@ -332,6 +332,32 @@ def test_ways_to_submit_it_and_names_of_folders(cluster):
         assert not list((cluster.folder / name / "local" / cache.name).glob("*"))
 
 
+def test_the_address_of_a_head_whose_name_says_nothing(cluster):
+    """Neither Slurm nor its name has one that is not the node's own: that of its interfaces, or a
+    line."""
+    programs = cluster.folder / "programs"
+    programs.mkdir()
+    texts = {
+        "scontrol": f'[[ "$1 $2" != "show node" ]] && exec {shutil.which("scontrol")} "$@"; exit 1',
+        "getent": "echo 127.0.1.1 STREAM; exit 2",
+        "hostname": "echo 127.0.1.1 169.254.3.4 fe80::1 $ADDRESS",
+    }
+    for name, text in texts.items():
+        (programs / name).write_text(f"#!/bin/bash\n{text}\n")
+        (programs / name).chmod(0o755)
+    path = f"{programs}:{os.environ['PATH']}"
+    found = Job(cluster, "found", PATH=path, ADDRESS=f"{SUBNET}.99")
+    none = Job(cluster, "none", PATH=path, ADDRESS="")
+    assert (found.end(), none.end()) == (0, 2), found.output.read_text()
+    head = (found.run / f"slurm-{found.id}" / "0" / "ray-head.log").read_text()
+    assert f"--node-ip-address={SUBNET}.99 " in head
+    assert re.fullmatch(
+        r"n\d has no IPv4 address that other nodes could reach, neither in Slurm's NodeAddr nor by "
+        "its name nor by hostname -I",
+        none.said[-1],
+    )
+
+
 def test_the_time_limit_while_the_training_is_not_up_yet(cluster):
     job = Job(cluster, "late", "test.late=1")
     job.until(lambda: started_on(job))
