@@ -180,6 +180,8 @@ BAD = [
     (["{place}/elsewhere.yaml"], {}, "elsewhere.yaml: the container does not see this recipe"),
     ([RECIPE, "--steps"], {}, "--steps: not an override"),
     ([RECIPE, "++policy.generation.spec_rl.cache.dir=/x"], {}, "set SPECRL_CACHE_DIR instead"),
+    ([RECIPE, "policy.generation.spec_rl.cache={{dir:/y}}"], {}, "{{dir:/y}}: set SPECRL_CACHE_"),
+    ([RECIPE, "+policy.generation.spec_rl={{cache:{{dir: /z}}}}"], {}, "/z}}}}: set SPECRL_CACHE"),
     ([RECIPE], {"CONTAINER": None}, "CONTAINER: not set"),
     ([RECIPE], {"CONTAINER": "/images/none.sqsh"}, "CONTAINER=/images/none.sqsh: no such file"),
     ([RECIPE], {"SPECRL_CACHE_DIR": None}, "SPECRL_CACHE_DIR: not set"),
