@@ -46,11 +46,26 @@ bad() {
     wrong=1
 }
 
-# Name those of the variables $@ that are set, and not to a whole number.
+# Name those of the variables $@ that are set, and not to a whole number. With more digits, bash would
+# reckon with another number.
 whole_numbers() {
     local name
     for name in "$@"; do
-        [[ ${!name:-0} =~ ^(0|[1-9][0-9]*)$ ]] || bad "$name=${!name}: must be a whole number"
+        [[ ${!name:-0} =~ ^(0|[1-9][0-9]{0,8})$ ]] ||
+            bad "$name=${!name}: must be a whole number, of nine digits at most"
+    done
+}
+
+# Name those of the variables $@ that are set, and not to the path of a folder. A ~ that the shell has
+# not replaced, None and null are names of folders to other programs.
+folders() {
+    local name value
+    for name in "$@"; do
+        value=${!name:-}
+        [[ -n $value ]] || continue
+        if [[ $value == '~'* || ${value,,} == none || ${value,,} == null || $value == *[[:cntrl:]]* ]]; then
+            bad "$name=$value: must be the path of a folder; without one, leave it out"
+        fi
     done
 }
 

@@ -173,7 +173,8 @@ class BaseSpeculativeLLM:
             request.set_history(occurrence, lengths.get(request.row.key))
             if draft is None or not (draft.raw and request.raw):
                 continue
-            if self._lossless and not (draft.fresh and self._of_these_weights(draft)):
+            own = draft.fresh and self._of_these_weights(draft)
+            if (self._lossless and not own) or self._limits.adapters_on_cpu:
                 continue  # the prompt's tree drafts it
             if not request.set_draft(draft, self._limits):
                 self.metrics.refused_drafts += 1

@@ -38,6 +38,10 @@ class EngineLimits:
     """The drafter of this package that the engine was built with (``drafters.method``)."""
     steps_of_several_tokens: bool
     """The engine has a drafter, this package's or one of vLLM's."""
+    adapters_on_cpu: bool
+    """The engine takes LoRA adapters, and runs on a CPU: there vLLM fails where a step computes the
+    log-probs of a prompt beside another row: it has an adapter for each row, and not for each
+    position (lora/punica_wrapper/punica_cpu.py, ``add_lora_logits``; seen in 0.32.0)."""
     alterations: tuple[str, ...]
     """What makes the engine sample from another distribution than the policy's, in words."""
 
@@ -60,6 +64,8 @@ class EngineLimits:
             max_logprobs=config.model_config.max_logprobs,
             drafter=_drafter(config),
             steps_of_several_tokens=config.speculative_config is not None,
+            adapters_on_cpu=config.lora_config is not None
+            and config.device_config.device_type == "cpu",
             alterations=alterations(config),
         )
 

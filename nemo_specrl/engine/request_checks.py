@@ -37,6 +37,12 @@ def check_engine(limits: EngineLimits, config: SpecRLConfig) -> None:
     if limits.alterations:
         raise ConfigError(f"{limits.alterations[0]}, {OFF}")
     rounds = config.tree.enabled and config.tree.method == "rounds"
+    if limits.adapters_on_cpu and (rounds or config.effective_fresh_fraction < 1):
+        raise ConfigError(
+            "enable_lora = True: on a CPU vLLM fails where it computes log-probs of prompts, by "
+            "which prefix reuse and rounds verify, beside other rows; merge the adapter into the "
+            f"weights, or take preset: lossless without rounds, {OFF}"
+        )
     if rounds and limits.steps_of_several_tokens:
         other = f"that of tree.method = {limits.drafter}" if limits.drafter else "one of vLLM's own"
         raise ConfigError(

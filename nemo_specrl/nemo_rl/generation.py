@@ -176,7 +176,9 @@ class SpecVllmGeneration(VllmGeneration):
             timed["spec_rl_heldout_decoding"] = self._heldout_s
             counted[metric.ENGINE_HELDOUT_TOKENS] = float(self._heldout_tokens)
         self._start_counting()
-        self._note_version(self.policy_version)
+        versions = self._ask_for("spec_rl_policy_version")
+        if versions:  # else all engines are late, and the step goes on
+            self._note_version(int(versions[0]))
         with contextlib.suppress(CacheError):  # what is not known is not logged
             health = self.cache.health()
             counted[metric.CACHE_NODES] = float(health.nodes)

@@ -60,7 +60,6 @@ def _refused_features(
 ) -> list[tuple[bool, str]]:
     """Features of NeMo-RL that do not go together with drafts."""
     generation = master_config.policy["generation"]
-    generation = master_config.policy["generation"]
     vllm_cfg, vllm_kwargs = generation.get("vllm_cfg") or {}, generation.get("vllm_kwargs") or {}
     drafter = vllm_kwargs.get("speculative_config") or {}
     return [

@@ -30,7 +30,7 @@ def seconds_left() -> float | None:
     value = os.environ.get(MUST_SAVE_AT)
     if not value:
         return None
-    if not value.isdecimal():
+    if not value.isdecimal() or len(value) > 12:
         raise ConfigError(
             f"{MUST_SAVE_AT} = {value!r}: must be a moment in whole seconds since 1970, as "
             "`date +%s` prints it"

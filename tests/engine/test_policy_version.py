@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from vllm import SamplingParams
 
-from nemo_specrl import RolloutStore, SpecRLConfig, SpeculativeLLM
+from nemo_specrl import RolloutStore, SpeculativeLLM
 from nemo_specrl.engine.drafters.method import engine_options
 from nemo_specrl.engine.policy_version import EngineWeights, refuse_kv_connector
 from nemo_specrl.engine.vllm.refit import refit
@@ -138,9 +138,23 @@ def write_adapter(folder, seed):
 
 @pytest.fixture(scope="session")
 def lora_engine(random_model):
-    return make_engine(random_model, enable_lora=True, max_lora_rank=8, max_loras=2, max_num_seqs=8)
+    options = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2, "max_num_seqs": 8}
+    return make_engine(random_model, **options, **engine_options(LOSSLESS))
 
 
+def scored(llm, tokens, adapter):
+    """Log-probs of a response to PROMPT under an adapter, by one prefill."""
+    (plain,) = llm.generate(
+        {"prompt_token_ids": [*PROMPT, *tokens]},
+        SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False),
+        lora_request=adapter,
+        use_tqdm=False,
+    )
+    positions = plain.prompt_logprobs[len(PROMPT) :]
+    return np.array([p[t].logprob for t, p in zip(tokens, positions, strict=True)])
+
+
+@needs_drafters
 def test_one_adapter_for_each_version(lora_engine, tmp_path):
     """Two adapters of a real engine, whose log-probs differ."""
     from vllm.lora.request import LoRARequest
@@ -148,13 +162,12 @@ def test_one_adapter_for_each_version(lora_engine, tmp_path):
     first, second = (
         LoRARequest(name, i, write_adapter(tmp_path / name, i)) for i, name in ((1, "a"), (2, "b"))
     )
-    config = SpecRLConfig(enabled=True, preset="faithful", fresh_fraction=0.0)
-    made = SpeculativeLLM(lora_engine, DictCache(), config)
-    outputs = generate(made, rows=2, lora_request=[first, first])
-    (plain,) = lora_engine.generate(
-        {"prompt_token_ids": PROMPT}, sampling(), lora_request=first, use_tqdm=False
-    )
-    assert outputs[0].outputs[0].token_ids == plain.outputs[0].token_ids
+    made = SpeculativeLLM(lora_engine, DictCache(), LOSSLESS)
+    params = [sampling(seed=i, ignore_eos=True) for i in range(2)]
+    outputs = generate(made, rows=2, params=params, lora_request=[first, first])
+    for output in outputs:
+        expected = scored(lora_engine, output.outputs[0].token_ids, first)
+        assert np.abs(reported(output) - expected).max() < 2e-3
 
     for other in (second, None):
         with pytest.raises(ConfigError, match=r"version 0 has generated with 'a' .*; raise"):
@@ -167,20 +180,37 @@ def test_one_adapter_for_each_version(lora_engine, tmp_path):
     only(generate(made, params=SamplingParams(temperature=0.0, max_tokens=4), lora_request=second))
 
     made.policy_version = 1
-    changed = generate(made, rows=2, lora_request=second)
-    (plain,) = lora_engine.generate(
-        {"prompt_token_ids": [*PROMPT, *changed[0].outputs[0].token_ids]},
-        SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False),
-        lora_request=second,
-        use_tqdm=False,
-    )
-    expected = [
-        position[token].logprob
-        for token, position in zip(
-            changed[0].outputs[0].token_ids, plain.prompt_logprobs[len(PROMPT) :], strict=True
-        )
-    ]
-    assert np.abs(reported(changed[0]) - expected).max() < 2e-3
+    for output in generate(made, rows=2, params=params, lora_request=second):
+        tokens = output.outputs[0].token_ids
+        expected = scored(lora_engine, tokens, second)
+        assert np.abs(expected - scored(lora_engine, tokens, first)).max() > 0.05
+        assert np.abs(reported(output) - expected).max() < 2e-3
+    assert made.metrics.tree_drafted_tokens > 0
+
+
+@needs_drafters
+def test_what_an_interrupt_has_left_is_not_verified_where_that_would_fail(lora_engine):
+    """Prefills of several rows with log-probs; vLLM's CPU build fails in them with adapters."""
+    made = SpeculativeLLM(lora_engine, DictCache(), LOSSLESS)
+    made.fingerprint = 7
+    step, steps = lora_engine.llm_engine.step, iter(range(100))
+
+    def interrupted():
+        if next(steps) == 5:
+            raise KeyboardInterrupt
+        return step()
+
+    params = [sampling(seed=i, ignore_eos=True) for i in range(3)]
+    lora_engine.llm_engine.step = interrupted
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            generate(made, rows=3, params=params)
+    finally:
+        del lora_engine.llm_engine.step
+    assert len(made.cache.all()) == 3
+    outputs = generate(made, rows=3, params=params)
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [24] * 3
+    assert made.metrics.drafts == made.metrics.cache_errors == 0
 
 
 def test_an_adapter_that_is_loaded_again_needs_a_new_version():

@@ -174,6 +174,14 @@ def test_other_engines_of_which_drafts_cannot_be_verified_are_refused_by_name(
     assert refusal(llm, monkeypatch, ROUNDS, changed(llm, block, **values)).startswith(line)
 
 
+def test_adapters_on_a_cpu_are_refused_where_prompts_verify(llm, monkeypatch):
+    """With `lossless` by a drafter nothing does: test_policy_version.py."""
+    adapters = changed(llm, None, lora_config=object())
+    for config in (ROUNDS, SpecRLConfig(enabled=True, preset="faithful")):
+        line = refusal(llm, monkeypatch, config, adapters)
+        assert line.startswith("enable_lora = True: on a CPU vLLM fails") and "lossless" in line
+
+
 @needs_drafters
 def test_an_engine_with_a_drafter_takes_no_rounds(drafting_llm, monkeypatch):
     line = "speculative_config: an engine has one drafter. This one has that of tree.method = pro"

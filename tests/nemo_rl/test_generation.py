@@ -6,6 +6,7 @@ They need a checkout of NeMo-RL in NEMO_RL_HOME: `make test-nemo`.
 import os
 import stat
 import tempfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -83,3 +84,39 @@ def test_the_worker_has_the_environment_of_the_stock_one(cluster, monkeypatch):
     assert find() == str(stock) and stock.read_text() == "made\n"
     assert [folder.name for folder in cluster.iterdir()] == [compat.STOCK_WORKER]
     assert compat._python_of(compat.STOCK_WORKER, "/usr/bin/python3") == "/usr/bin/python3"
+
+
+class Silent:
+    """An engine's worker that answers no question."""
+
+    def spec_rl_take_metrics(self):
+        time.sleep(3600)
+
+    spec_rl_policy_version = spec_rl_take_metrics
+
+
+def test_a_step_goes_on_without_engines_that_do_not_answer(cluster, monkeypatch, caplog):
+    """In the hook of the trainer's logger, whose errors would end the run."""
+    import ray
+
+    from nemo_specrl.errors import StoreUnavailable
+    from nemo_specrl.nemo_rl import generation as module
+
+    def unknown():
+        raise StoreUnavailable("the coordinator does not answer")
+
+    monkeypatch.setattr(module, "ANSWER_SECONDS", 1.0)
+    worker = ray.remote(Silent).options(num_cpus=0).remote()
+    generation = object.__new__(module.SpecVllmGeneration)
+    generation.cache = SimpleNamespace(take_failures=lambda: 3, health=unknown, stats=dict)
+    generation.cfg = {"vllm_cfg": {"async_engine": False}}
+    generation._start_counting()
+    generation.worker_group = SimpleNamespace(
+        run_all_workers_single_data=lambda method, **_: [getattr(worker, method).remote()]
+    )
+    try:
+        counted, _ = generation.take_metrics()
+    finally:
+        del generation.worker_group  # which a shutdown would look for
+    assert counted["spec_rl/cache_errors"] == 3
+    assert caplog.text.count("the step goes on without") == 2

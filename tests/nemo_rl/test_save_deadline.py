@@ -66,7 +66,7 @@ def test_after_a_setup_that_took_all_the_time_the_first_step_is_saved(monkeypatc
     assert made.check_save()
 
 
-@pytest.mark.parametrize("value", ["soon", "1.5e9", "-5", "00:03:45:00"])
+@pytest.mark.parametrize("value", ["soon", "1.5e9", "-5", "00:03:45:00", "9" * 400])
 def test_a_deadline_that_is_no_moment_is_refused(monkeypatch, value):
     monkeypatch.setenv(MUST_SAVE_AT, value)
     with pytest.raises(ConfigError, match=r"SPECRL_MUST_SAVE_AT = .*: must be a moment in whole"):

@@ -180,6 +180,8 @@ BAD = [
     (["{place}/elsewhere.yaml"], {}, "elsewhere.yaml: the container does not see this recipe"),
     ([RECIPE, "--steps"], {}, "--steps: not an override"),
     ([RECIPE, "++policy.generation.spec_rl.cache.dir=/x"], {}, "set SPECRL_CACHE_DIR instead"),
+    ([RECIPE, "policy.generation.spec_rl.cache={{dir:/y}}"], {}, "{{dir:/y}}: set SPECRL_CACHE_"),
+    ([RECIPE, "+policy.generation.spec_rl={{cache:{{dir: /z}}}}"], {}, "/z}}}}: set SPECRL_CACHE"),
     ([RECIPE], {"CONTAINER": None}, "CONTAINER: not set"),
     ([RECIPE], {"CONTAINER": "/images/none.sqsh"}, "CONTAINER=/images/none.sqsh: no such file"),
     ([RECIPE], {"SPECRL_CACHE_DIR": None}, "SPECRL_CACHE_DIR: not set"),
@@ -198,6 +200,8 @@ BAD = [
     ([RECIPE], {"SPECRL_SAVE_SECONDS": "5m"}, "SPECRL_SAVE_SECONDS=5m: must be a whole number"),
     ([RECIPE], {"SPECRL_MAX_RESTARTS": "1.5"}, "SPECRL_MAX_RESTARTS=1.5: must be a whole number"),
     ([RECIPE], {"SPECRL_MAX_STALLED": "08"}, "SPECRL_MAX_STALLED=08: must be a whole number"),
+    ([RECIPE], {"SPECRL_CHECKPOINTS": "~/run"}, "SPECRL_CHECKPOINTS=~/run: must be an absolute"),
+    ([RECIPE], {"SPECRL_HANG_SECONDS": "9" * 30}, "must be a whole number, of nine digits at most"),
     ([RECIPE], {"COMMAND": "python train.py"}, "COMMAND is set"),
 ]
 
@@ -465,6 +469,61 @@ def test_a_training_that_ends_for_want_of_time_is_started_again(cluster):
     save_at = re.compile(r"\+\+checkpointing.checkpoint_must_save_by=01:0(0:59|1:00):\d\d")
     for arguments in (first, second):
         assert any(save_at.fullmatch(argument) for argument in arguments), arguments
+
+
+def test_a_job_that_is_preempted_starts_again(cluster):
+    """Slurm sends SIGTERM to the training, and would cancel the job when the grace time is over."""
+    logs = cluster.folder / "preempted"
+    logs.mkdir()
+    options = ("--nodes=1", "--nodelist=n1", "--partition=low")
+    settings = {"mounts": f"{logs}:{logs}", "BASE_LOG_DIR": str(logs), "options": options}
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(Job, cluster, RECIPE, "sleeps=1", **settings)
+        wait_for(lambda: any(log.read_text() for log in logs.glob("*-logs/ray-driver.log")))
+        urgent = ("sbatch", "--nodelist=n1", "--exclusive", "--output=/dev/null", "--wrap=true")
+        cluster.run(*urgent, cwd=cluster.folder)
+        job = waiting.result()
+    assert job.code == 0, job.output
+    (line,) = job.lines
+    assert re.search(r"the training ended with exit code \d+; starting again \(restart 1 of", line)
+    assert len(list(logs.glob("*-logs"))) == 2
+
+
+def test_ways_to_submit_it(cluster):
+    """A script of one's own, a shell of salloc's, its text alone: it finds what lies beside it."""
+    checkout = make_checkout(cluster.folder / "ways")
+    (checkout / "supervise.sh").write_text("echo sourced >&2\n")  # another's
+    own = checkout / "own.sh"
+    own.write_text('#!/bin/bash\nbash "$SCRIPT" "$RECIPE"\n')
+
+    def submit(name, command, **more):
+        output = cluster.folder / f"{name}.out"
+        given = {
+            **settings(cluster.folder),
+            "SPECRL_CACHE_DIR": str(cluster.local / "specrl"),
+            **{"SCRIPT": str(SCRIPT), "RECIPE": RECIPE, "OUT": str(output)},
+            **more,
+        }
+        done = cluster.run("bash", "-c", command, cwd=checkout, env=given)
+        return done.returncode, output.read_text()
+
+    by_stdin = 'sbatch --wait --output="$OUT" <"$SCRIPT"'
+    by_name = {"SPECRL_RECIPE": RECIPE}
+    with ThreadPoolExecutor(4) as pool:
+        lost = pool.submit(submit, "lost", by_stdin, **by_name)
+        found = [
+            pool.submit(submit, "told", by_stdin, SPECRL_HOME=str(REPOSITORY), **by_name),
+            pool.submit(submit, "own", f'sbatch --wait --output="$OUT" {own}'),
+            pool.submit(submit, "shell", 'salloc bash "$SCRIPT" "$RECIPE" >"$OUT" 2>&1'),
+        ]
+        code, lost = lost.result()
+        found = [way.result() for way in found]
+    assert code == 2 and lost.count("\n") == 1  # and nothing was sourced
+    assert lost.startswith(f"nemo_rl.sub: no supervise.sh of nemo_specrl in {cluster.folder}/n")
+    assert lost.endswith(f"{checkout}; set SPECRL_HOME to a checkout of nemo_specrl\n")
+    assert [code for code, _ in found] == [0, 0, 0], found
+    calls = [json.loads(log.read_text()) for log in checkout.glob("*-logs/ray-driver.log")]
+    assert [call["arguments"][3] for call in calls] == [RECIPE] * 3
 
 
 def test_a_node_that_dies_gives_the_job_back_to_slurm(three_nodes):

