@@ -14,7 +14,7 @@ from nemo_specrl.engine.caches import Journal
 from nemo_specrl.engine.drafters.histories import PendingHistories
 from nemo_specrl.engine.drafters.method import check_cpu_drafter, method_in
 from nemo_specrl.engine.drafters.prompt_logprob_drafter import PromptLogprobDrafter
-from nemo_specrl.engine.interrupts import keep_decoded, partial_rollout
+from nemo_specrl.engine.interrupts import interrupted_rollouts
 from nemo_specrl.engine.limits import EngineLimits
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.outputs import build_completion, build_rollout, defective_completion
@@ -173,6 +173,8 @@ class BaseSpeculativeLLM:
             request.set_history(occurrence, lengths.get(request.row.key))
             if draft is None or not (draft.raw and request.raw):
                 continue
+            if request.turns is not None:  # its environment must see each turn end
+                continue
             own = draft.fresh and self._of_these_weights(draft)
             if (self._lossless and not own) or self._limits.adapters_on_cpu:
                 continue  # the prompt's tree drafts it
@@ -226,7 +228,7 @@ class BaseSpeculativeLLM:
                     self._histories.append(rollout)
                 continue
             self.metrics.replayed_rows += 1
-            self.metrics.decoded_tokens += len(rollout) - request.accepted
+            self.metrics.decoded_tokens += request.made_tokens - request.accepted
             if request.draft is not None:
                 self._count_draft(request)
             replayed.append((request, replayed_output(request, end), end))
@@ -326,7 +328,8 @@ class BaseSpeculativeLLM:
 
         A row whose data cannot be right goes back as the engine gave it, and is cached nowhere.
         """
-        self.metrics.response_tokens += len(request.tokens)
+        request.join_turns()
+        self.metrics.response_tokens += request.made_tokens
         assert end.finish is not None
         rollout = request.replayed
         if rollout is None and not request.response.defect:
@@ -360,20 +363,13 @@ class BaseSpeculativeLLM:
         Args:
             inflight: requests by the id that the engine knows them by.
         """
-        engine = getattr(self.llm, "llm_engine", self.llm)
-        partial = []
-        for request_id, request in inflight.items():
-            try:
-                if not keep_decoded(engine, request_id, request, self._limits.vocabulary):
-                    continue
-                rollout = partial_rollout(request, self.policy_version, self.fingerprint)
-                if rollout is None:
-                    self._count_defect(request)
-                else:
-                    partial.append(rollout)
-            except Exception as error:  # the engine has perhaps failed; the caller sees why
-                logger.debug("nothing is kept of request %s: %r", request_id, error)
-        return partial
+        return interrupted_rollouts(
+            getattr(self.llm, "llm_engine", self.llm),
+            inflight,
+            self._limits.vocabulary,
+            (self.policy_version, self.fingerprint),
+            self._count_defect,
+        )
 
     def _store(self, rollouts: list[Rollout]) -> None:
         """Put rollouts into the cache; a failure is counted."""

@@ -14,7 +14,8 @@ from nemo_specrl.engine.limits import EngineLimits
 from nemo_specrl.engine.request_checks import check_params
 from nemo_specrl.engine.requests import RolloutRequest, build_requests
 from nemo_specrl.engine.run_ahead import RunAhead
-from nemo_specrl.errors import UnsupportedSampling
+from nemo_specrl.engine.turns import Environment, Turns
+from nemo_specrl.errors import ConfigError, UnsupportedSampling
 from nemo_specrl.rollout import Rollout
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ def checked_requests(
     ],
     *,
     trees_alone: bool,
+    environment: Environment | None = None,
 ) -> list[RolloutRequest]:
     """The requests of a call, all of them checked before the first one begins.
 
@@ -112,12 +114,18 @@ def checked_requests(
         limits: of its engine.
         asked: prompts, sampling parameters, sample indices and prompt keys, as the caller of
             ``generate`` gave them.
+        environment: makes each row a conversation; None: each is a single response.
         trees_alone: see :func:`~nemo_specrl.engine.sampling_rules.check_verifiable`.
 
     Raises:
         UnsupportedSampling: drafts cannot be verified under these parameters.
-        ConfigError: a prompt or parameters cannot be.
+        ConfigError: a prompt or parameters cannot be, or conversations cannot be drafted for.
     """
+    if environment is not None and not trees_alone:
+        raise ConfigError(
+            "environment: only vLLM's rejection sampler verifies drafts of conversations; set "
+            "preset: lossless, with tree.method: proposer or v2, or spec_rl.enabled: false"
+        )
     prompts, sampling_params, sample_indices, prompt_keys = asked
     default = sampling_params is None
     params = llm.get_default_sampling_params() if sampling_params is None else sampling_params
@@ -132,6 +140,9 @@ def checked_requests(
             "the engine's default sampling parameters (the model's generation_config.json, or "
             f"override_generation_config): {error}"
         ) from None
+    if environment is not None:
+        for request in requests:
+            request.turns = Turns(environment, request.rules)
     first_rows = [request for request in requests if not request.index_in_prompt]
     check_params(llm.llm_engine, ((r.rules.prompt, r.user_params) for r in first_rows))
     return requests

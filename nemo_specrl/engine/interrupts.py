@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from nemo_specrl.engine.outputs import build_rollout
@@ -10,7 +12,40 @@ from nemo_specrl.engine.response import extend_logprobs
 from nemo_specrl.engine.vllm.compat import logprobs_slice, tokens_so_far
 from nemo_specrl.rollout import Finish, Rollout
 
-__all__ = ["keep_decoded", "partial_rollout"]
+__all__ = ["interrupted_rollouts"]
+
+logger = logging.getLogger(__name__)
+
+
+def interrupted_rollouts(
+    engine: Any,
+    inflight: Mapping[str, RolloutRequest],
+    vocabulary: int,
+    weights: tuple[int, int],
+    count_defect: Callable[[RolloutRequest], None],
+) -> list[Rollout]:
+    """The rollouts, marked partial, of rows that an interrupt found in the engine.
+
+    Args:
+        engine: an ``LLMEngine`` or ``AsyncLLM``.
+        inflight: requests by the id that it knows them by.
+        vocabulary: tokens that the model knows.
+        weights: policy version and fingerprint.
+        count_defect: called with each request whose data cannot be right.
+    """
+    partial = []
+    for request_id, request in inflight.items():
+        try:
+            if not keep_decoded(engine, request_id, request, vocabulary):
+                continue
+            rollout = partial_rollout(request, *weights)
+            if rollout is None:
+                count_defect(request)
+            else:
+                partial.append(rollout)
+        except Exception as error:  # the engine has perhaps failed; the caller sees why
+            logger.debug("nothing is kept of request %s: %r", request_id, error)
+    return partial
 
 
 def keep_decoded(engine: Any, request_id: str, request: RolloutRequest, vocabulary: int) -> bool:
@@ -28,8 +63,8 @@ def keep_decoded(engine: Any, request_id: str, request: RolloutRequest, vocabula
     Raises:
         KeyError: the engine does not know the request.
     """
-    if request.verification.running or not request.cacheable:
-        return False
+    if request.verification.running or not request.cacheable or request.turns is not None:
+        return False  # of a conversation, nothing can be continued
     tokens, logprobs = request.tokens, request.logprobs
     if request.rounds is None:  # else its outputs have come token by token
         decoded, more = tokens_so_far(engine, request_id)

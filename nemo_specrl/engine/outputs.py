@@ -31,6 +31,7 @@ __all__ = [
     "build_completion",
     "build_rollout",
     "defective_completion",
+    "made_tokens",
     "request_outputs",
     "rollout_info",
     "text_of",
@@ -84,6 +85,15 @@ def rollout_info(completion: Any) -> RolloutInfo | None:
     return getattr(completion, "spec_rl", None)
 
 
+def made_tokens(completion: Any) -> npt.NDArray[np.bool_] | None:
+    """Which tokens of a conversation the policy has made, bool ``[n]``; None: not a conversation.
+
+    The others are its environment's; their log-probs are 0.
+    """
+    made: npt.NDArray[np.bool_] | None = getattr(completion, "made", None)
+    return made
+
+
 def with_values(logprobs: FlatLogprobs, values: Float32Array) -> FlatLogprobs:
     """Log-probs with other values for the tokens; other candidates of a position keep their own.
 
@@ -118,7 +128,7 @@ def build_completion(
     draft, accepted = request.draft, request.accepted
     completion = output.outputs[0]
     tokenizer = request.rules.tokenizer  # NeMo-RL's engines have none
-    unnamed = request.rounds is not None or request.accepted > 0 or rollout is request.replayed
+    unnamed = of_several_requests(request) or request.accepted > 0 or rollout is request.replayed
     if unnamed and request.engine_params.detokenize and tokenizer is not None:
         name_tokens(request.logprobs, tokenizer)
     if joined_from_pieces(request):
@@ -147,11 +157,15 @@ def build_completion(
     return completion
 
 
+def of_several_requests(request: RolloutRequest) -> bool:
+    """Whether the engine decoded a response in several requests: in rounds, or in turns."""
+    return request.rounds is not None or request.turns is not None
+
+
 def joined_from_pieces(request: RolloutRequest) -> bool:
     """Whether the engine has not given a response in one piece."""
-    return not (
-        request.draft is None and request.rounds is None and request.response.detokenizer is None
-    )
+    whole = request.draft is None and request.response.detokenizer is None
+    return of_several_requests(request) or not whole
 
 
 def defective_completion(
@@ -289,6 +303,9 @@ def text_of(request: RolloutRequest, end: ResponseEnd) -> str:
     """The text of a response that the engine did not decode in one piece, as vLLM reports it."""
     if request.rules.tokenizer is None or not request.engine_params.detokenize:
         return ""
+    if request.turns is not None:
+        skip = request.engine_params.skip_special_tokens
+        return str(request.rules.tokenizer.decode(request.tokens, skip_special_tokens=skip))
     if request.response.detokenizer is not None:
         return request.response.detokenizer.text
     detokenizer = request.rules.detokenizer()
@@ -309,6 +326,8 @@ def request_outputs(
     outputs: list[RequestOutput] = []
     for i, request in enumerate(requests):
         carrier, completion = ended[i]
+        if request.turns is not None:
+            completion.made = request.turns.made(len(request.tokens))
         if request.index_in_prompt:
             outputs[-1].outputs.append(completion)
             continue

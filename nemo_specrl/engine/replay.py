@@ -13,12 +13,14 @@ import numpy as np
 from nemo_specrl.engine.caches import Journal
 from nemo_specrl.engine.outputs import text_of, unfinished_output
 from nemo_specrl.engine.requests import RolloutRequest
-from nemo_specrl.engine.response import defect_of
+from nemo_specrl.engine.response import defect_of, flat_logprobs
 from nemo_specrl.engine.sampling_rules import ResponseEnd
+from nemo_specrl.engine.vllm.compat import logprobs_slice
 from nemo_specrl.rollout import Rollout
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
+    from vllm.logprobs import FlatLogprobs
 
 __all__ = ["replayed_output", "restore_request", "take_from_journal"]
 
@@ -62,19 +64,12 @@ def restore_request(
         How it ended; None where the rollout belongs to other parameters, another draft or another
         model, and the request is as it was.
     """
-    from vllm.logprobs import FlatLogprobs
-
     n, tokens = len(rollout), rollout.tokens.tolist()
-    logprobs = FlatLogprobs(
-        start_indices=list(range(n)),
-        end_indices=list(range(1, n + 1)),
-        token_ids=list(tokens),
-        logprobs=rollout.logprobs.tolist(),
-        ranks=[None] * n,
-        decoded_tokens=[None] * n,
-    )
+    logprobs = flat_logprobs(tokens, rollout.logprobs.tolist())
     if defect_of(tokens, logprobs, vocabulary):
         return None
+    if request.turns is not None:
+        return _restore_turns(request, rollout, logprobs)
     end = request.rules.end_of(rollout.tokens)
     if (end.length, end.finish) != (n, rollout.finish):
         return None
@@ -89,6 +84,36 @@ def restore_request(
             return None
     request.restore(rollout, accepted, logprobs)
     return end
+
+
+def _restore_turns(
+    request: RolloutRequest, rollout: Rollout, logprobs: FlatLogprobs
+) -> ResponseEnd | None:
+    """Restore a conversation by having its environment answer it turn by turn, as it did before."""
+    assert request.turns is not None
+    params, n, known = request.engine_params, len(rollout), 0
+    whole: ResponseEnd | None = None
+    while whole is None:
+        end = request.rules.end_of(rollout.tokens[known:])
+        if end.finish is None:
+            break
+        stop = known + end.length
+        turn = rollout.tokens[known:stop].tolist()
+        request.response.replace(turn, logprobs_slice(logprobs, known, stop))
+        whole, known = request.end_turn(end), stop
+        if whole is None:
+            said = request.turns.said.tokens
+            known = len(said)
+            if said != rollout.tokens[:known].tolist():
+                break
+    request.join_turns()
+    request.engine_params = params
+    if whole is None or (known, whole.finish) != (n, rollout.finish):
+        request.turns.forget()
+        request.response.replace([], None)
+        return None
+    request.restore(rollout, 0, logprobs)
+    return whole
 
 
 def replayed_output(request: RolloutRequest, end: ResponseEnd) -> RequestOutput:

@@ -6,7 +6,7 @@ Whatever is not gets one line, before the first step of the engine, that says wh
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from nemo_specrl.engine.limits import EngineLimits
 
-__all__ = ["check_engine", "check_params", "checked_tokens"]
+__all__ = ["as_list", "check_engine", "check_params", "rendered_prompt"]
 
 OFF = "or set spec_rl.enabled: false"
 
@@ -121,3 +121,36 @@ def checked_tokens(tokens: Any, limits: EngineLimits, where: str) -> list[int]:
         )
     listed: list[int] = ids.tolist()
     return listed
+
+
+def as_list(prompts: Any) -> Any:
+    """A single prompt as a list of one."""
+    if isinstance(prompts, (str, dict)):
+        return [prompts]
+    if not isinstance(prompts, Sequence):  # an array, or an iterator
+        try:
+            prompts = list(prompts)
+        except TypeError:
+            raise ConfigError(
+                f"prompts: must be prompts as vllm.LLM.generate takes them, got "
+                f"{type(prompts).__name__}"
+            ) from None
+    single = len(prompts) > 0 and isinstance(prompts[0], (int, float, np.number))
+    return [prompts] if single else prompts
+
+
+def rendered_prompt(prompt: Any, limits: EngineLimits, where: str) -> tuple[str | None, list[int]]:
+    """The text, where there is one, and the token ids of a prompt."""
+    text = None
+    if isinstance(prompt, dict):
+        if prompt.get("multi_modal_data"):
+            raise ConfigError(
+                f"{where}: multi-modal prompts cannot be drafted; set spec_rl.enabled: false"
+            )
+        text = prompt.get("prompt")
+        prompt = prompt.get("prompt_token_ids", text)
+    if isinstance(prompt, str):
+        if limits.tokenizer is None:
+            raise ConfigError(f"{where}: text prompts need an engine without skip_tokenizer_init")
+        return prompt, checked_tokens(list(limits.tokenizer.encode(prompt)), limits, where)
+    return text, checked_tokens(prompt, limits, where)

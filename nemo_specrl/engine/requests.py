@@ -11,10 +11,8 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from nemo_specrl.engine.limits import EngineLimits
-from nemo_specrl.engine.request_checks import checked_tokens
+from nemo_specrl.engine.request_checks import as_list, rendered_prompt
 from nemo_specrl.engine.response import Response
 from nemo_specrl.engine.sampling_rules import (
     ResponseEnd,
@@ -25,6 +23,7 @@ from nemo_specrl.engine.sampling_rules import (
 )
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.rollout import MAX_SAMPLE_INDEX, Rollout, prompt_key
+from nemo_specrl.speculation.acceptance import derived_seed
 from nemo_specrl.speculation.draft_selection import Row, assign_sample_indices
 
 if TYPE_CHECKING:
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from vllm.logprobs import FlatLogprobs
 
     from nemo_specrl.engine.round_state import RowInRounds
+    from nemo_specrl.engine.turns import Turns
 
 __all__ = ["RolloutRequest", "build_requests"]
 
@@ -106,6 +106,8 @@ class RolloutRequest:
         response: what has come of the response so far.
         replayed: the rollout of the journal that it was completed from.
         rounds: state of verification in rounds, for a row that is decoded so.
+        turns: state of the conversation, for a row that is one. ``rules`` and ``response`` are
+            those of its present turn, until :meth:`join_turns`.
     """
 
     index: int
@@ -120,6 +122,7 @@ class RolloutRequest:
     response: Response = dataclasses.field(default_factory=Response)
     replayed: Rollout | None = None
     rounds: RowInRounds | None = None
+    turns: Turns | None = None
 
     @property
     def draft(self) -> Rollout | None:
@@ -165,8 +168,39 @@ class RolloutRequest:
 
     @property
     def prompt_tokens(self) -> list[int]:
-        """Token ids of the prompt."""
-        return self.rules.prompt
+        """Token ids of the prompt; of a conversation, its root."""
+        return self.rules.prompt if self.turns is None else self.turns.root.prompt
+
+    @property
+    def made_tokens(self) -> int:
+        """Number of the response's tokens that the policy has made, not an environment."""
+        return len(self.tokens) - (0 if self.turns is None else self.turns.observed_tokens)
+
+    def end_turn(self, end: ResponseEnd) -> ResponseEnd | None:
+        """Take note that what the engine decodes has ended.
+
+        Args:
+            end: how it ended.
+
+        Returns:
+            How the response ended with it; None where a conversation goes on with another turn.
+        """
+        if self.turns is None:
+            return end
+        whole = self.turns.follow(self.response, end)
+        if whole is None:
+            self.rules, self.response = self.turns.rules, Response()
+            if (seed := self.engine_params.seed) is not None:
+                self.engine_params = copy.copy(self.engine_params)
+                self.engine_params.seed = derived_seed(
+                    "turn", seed, self.turns.ended, self.row.key, self.row.sample_index
+                )
+        return whole
+
+    def join_turns(self) -> None:
+        """Make a conversation's response all that was said behind its root."""
+        if self.turns is not None:
+            self.rules, self.response = self.turns.root, self.turns.join(self.response)
 
     def assign_sample_index(self, sample_index: int) -> None:
         """Set the sample index that a cache has reserved for the row."""
@@ -233,7 +267,7 @@ def build_requests(
     sample_indices: Sequence[int] | None,
     prompt_keys: Sequence[bytes] | None = None,
     *,
-    trees_alone: bool = False,
+    trees_alone: bool | None = False,
 ) -> list[RolloutRequest]:
     """Make a request for each of the ``n`` rollouts of each prompt, in order.
 
@@ -244,7 +278,7 @@ def build_requests(
         sample_indices: first sample index of each prompt. None: the k-th rollout of a prompt has
             sample index k.
         prompt_keys: key of each prompt (:func:`nemo_specrl.prompt_key`); None: computed here.
-        trees_alone: see :func:`~nemo_specrl.engine.sampling_rules.check_verifiable`.
+        trees_alone: as ``check_verifiable`` takes it; None: nothing is verified.
 
     Raises:
         UnsupportedSampling: drafts cannot be verified under these parameters.
@@ -252,7 +286,7 @@ def build_requests(
             occurs twice or is none, or a prompt is not of text, empty, too long, or of tokens that
             the model does not know.
     """
-    prompts = _as_list(prompts)
+    prompts = as_list(prompts)
     if not isinstance(sampling_params, Sequence):
         sampling_params = [sampling_params] * len(prompts)
     for name, values in (
@@ -263,7 +297,7 @@ def build_requests(
         if values is not None and len(values) != len(prompts):
             raise ConfigError(f"{name}: {len(values)} of them for {len(prompts)} prompts")
     _check_params(sampling_params, trees_alone=trees_alone)
-    rendered = [_tokens(prompt, limits, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
+    rendered = [rendered_prompt(p, limits, f"prompts[{i}]") for i, p in enumerate(prompts)]
     if prompt_keys is None:
         prompt_keys = [prompt_key(tokens) for _, tokens in rendered]
     rows = _rows(prompt_keys, [p.n for p in sampling_params], sample_indices)
@@ -288,7 +322,7 @@ def build_requests(
     return requests
 
 
-def _check_params(sampling_params: Sequence[SamplingParams], *, trees_alone: bool) -> None:
+def _check_params(sampling_params: Sequence[SamplingParams], *, trees_alone: bool | None) -> None:
     """Raise for parameters that are not vLLM's, or under which drafts cannot be verified."""
     from vllm.sampling_params import SamplingParams
 
@@ -297,7 +331,7 @@ def _check_params(sampling_params: Sequence[SamplingParams], *, trees_alone: boo
             raise ConfigError(
                 f"sampling_params[{i}]: must be vllm.SamplingParams, got {type(params).__name__}"
             )
-        if not is_greedy(params):
+        if trees_alone is not None and not is_greedy(params):
             check_verifiable(params, trees_alone=trees_alone)
 
 
@@ -335,36 +369,3 @@ def _rows(
     if len(set(rows)) != len(rows):
         raise ConfigError("sample_indices: two rollouts of one prompt have the same sample index")
     return rows
-
-
-def _as_list(prompts: Any) -> Any:
-    """A single prompt as a list of one."""
-    if isinstance(prompts, (str, dict)):
-        return [prompts]
-    if not isinstance(prompts, Sequence):  # an array, or an iterator
-        try:
-            prompts = list(prompts)
-        except TypeError:
-            raise ConfigError(
-                f"prompts: must be prompts as vllm.LLM.generate takes them, got "
-                f"{type(prompts).__name__}"
-            ) from None
-    single = len(prompts) > 0 and isinstance(prompts[0], (int, float, np.number))
-    return [prompts] if single else prompts
-
-
-def _tokens(prompt: Any, limits: EngineLimits, where: str) -> tuple[str | None, list[int]]:
-    """The text, where there is one, and the token ids of a prompt."""
-    text = None
-    if isinstance(prompt, dict):
-        if prompt.get("multi_modal_data"):
-            raise ConfigError(
-                f"{where}: multi-modal prompts cannot be drafted; set spec_rl.enabled: false"
-            )
-        text = prompt.get("prompt")
-        prompt = prompt.get("prompt_token_ids", text)
-    if isinstance(prompt, str):
-        if limits.tokenizer is None:
-            raise ConfigError(f"{where}: text prompts need an engine without skip_tokenizer_init")
-        return prompt, checked_tokens(list(limits.tokenizer.encode(prompt)), limits, where)
-    return text, checked_tokens(prompt, limits, where)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm import RequestOutput
     from vllm.logprobs import FlatLogprobs
 
-__all__ = ["Response", "defect_of", "extend_logprobs", "given_up"]
+__all__ = ["Response", "defect_of", "extend_logprobs", "flat_logprobs", "given_up"]
 
 ROUNDING = 1e-3
 """How far above 0 a log-prob may be, nats."""
@@ -161,6 +161,26 @@ def given_up(output: RequestOutput, length: int) -> ResponseEnd | None:
     if not output.finished or reason in (None, "stop", "length"):
         return None
     return ResponseEnd.unfinished(length, str(reason))
+
+
+def flat_logprobs(tokens: Sequence[int], values: Sequence[float]) -> FlatLogprobs:
+    """Log-probs of tokens that no output of the engine has brought, one position per token.
+
+    Args:
+        tokens: token ids.
+        values: their log-probs, nats.
+    """
+    from vllm.logprobs import FlatLogprobs
+
+    n = len(tokens)
+    return FlatLogprobs(
+        start_indices=list(range(n)),
+        end_indices=list(range(1, n + 1)),
+        token_ids=list(tokens),
+        logprobs=list(values),
+        ranks=[None] * n,
+        decoded_tokens=[None] * n,
+    )
 
 
 def extend_logprobs(logprobs: FlatLogprobs, more: FlatLogprobs) -> None:

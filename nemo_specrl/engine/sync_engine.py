@@ -21,6 +21,7 @@ from nemo_specrl.engine.base import BaseSpeculativeLLM
 from nemo_specrl.engine.call import Call, checked_requests, logged, progress_bar
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.outputs import request_outputs, unfinished_output
+from nemo_specrl.engine.plain_turns import generate_plainly
 from nemo_specrl.engine.policy_version import one_adapter, reset_prefix_cache
 from nemo_specrl.engine.prefix.verification import verification_params
 from nemo_specrl.engine.requests import RolloutRequest
@@ -28,6 +29,7 @@ from nemo_specrl.engine.response import given_up
 from nemo_specrl.engine.run_ahead import RunAhead, run_ahead_requests
 from nemo_specrl.engine.sampling_rules import ResponseEnd
 from nemo_specrl.engine.scheduling import in_order, share_verifications, verified_share
+from nemo_specrl.engine.turns import Environment
 from nemo_specrl.engine.vllm.compat import forget_broken_step, interrupts_deferred, unknown_requests
 
 if TYPE_CHECKING:
@@ -84,6 +86,7 @@ class SpeculativeLLM(BaseSpeculativeLLM):
         sample_indices: Sequence[int] | None = None,
         prompt_keys: Sequence[bytes] | None = None,
         upcoming: Sequence[Any] = (),
+        environment: Environment | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: Any = None,
     ) -> list[RequestOutput]:
@@ -99,6 +102,7 @@ class SpeculativeLLM(BaseSpeculativeLLM):
             prompt_keys: key of each prompt, where the caller has computed them already.
             upcoming: prompts of the calls that come next, the nearest first, for which the engine
                 decodes where it would be idle (with ``run_ahead.enabled``; else not looked at).
+            environment: makes each row a conversation (``turns``), of which its prompt is the root.
             use_tqdm: whether to show a progress bar, or a function that makes one.
             lora_request: as in vLLM; one for all prompts of a policy version.
 
@@ -112,17 +116,13 @@ class SpeculativeLLM(BaseSpeculativeLLM):
                 for. No row has begun then.
         """
         if not self.config.enabled:
-            plain: list[RequestOutput] = self.llm.generate(
-                prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request
-            )
-            return plain
+            options = {"use_tqdm": use_tqdm, "lora_request": lora_request}
+            return generate_plainly(self.llm, prompts, sampling_params, environment, **options)
         self.metrics = EngineMetrics()
         started = time.perf_counter()
+        asked = prompts, sampling_params, sample_indices, prompt_keys
         requests = checked_requests(
-            self.llm,
-            self._limits,
-            (prompts, sampling_params, sample_indices, prompt_keys),
-            trees_alone=self._trees_alone,
+            self.llm, self._limits, asked, trees_alone=self._trees_alone, environment=environment
         )
         prompt_count = sum(request.index_in_prompt == 0 for request in requests)
         lora_request = one_adapter(lora_request, prompt_count)
@@ -288,7 +288,7 @@ class SpeculativeLLM(BaseSpeculativeLLM):
                 if not output.finished:
                     self.llm.llm_engine.abort_request([output.request_id])
                 del call.inflight[output.request_id]
-                yield request, output, end
+                yield request, output, end and request.end_turn(end)
             elif output.finished:
                 del call.inflight[output.request_id]
                 verified.append((request, output))

@@ -286,7 +286,7 @@ def test_the_memory_of_trees_keeps_its_bound_inside_the_engine(llm, proposer):
 
 def test_a_history_is_sent_once_for_each_policy_version():
     def request(sample_index):
-        return SimpleNamespace(row=Row(KEY, sample_index), rules=SimpleNamespace(prompt=PROMPT))
+        return SimpleNamespace(row=Row(KEY, sample_index), prompt_tokens=PROMPT)
 
     def history(version, sample_index):
         histories.add(cached, version)

@@ -63,7 +63,7 @@ class PendingHistories:
                 key,
                 response_id(request.row.sample_index, policy_version),
                 self.take(key),
-                len(request.rules.prompt),
+                len(request.prompt_tokens),
             ],
         }
         return params
