@@ -83,6 +83,14 @@ def random_model(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="session")
+def calculating_model(tmp_path_factory):
+    """A tiny model that calls the calculator twice and then answers."""
+    from tests.support.trainer.tool_models import tool_model
+
+    return tool_model(tmp_path_factory.mktemp("calculating-model"))
+
+
 def make_engine(model, **arguments):
     """A real vLLM engine that can be refitted.
 

@@ -76,7 +76,7 @@ class Batch:
                 np.mean([len({tuple(r.tokens) for r in group.generated}) for group in self.groups])
             ),
             metric.TRUNCATED_FRACTION: float(np.mean([row.truncated for row in rows])),
-            metric.RESPONSE_LENGTH: float(np.mean([len(row.tokens) for row in rows])),
+            metric.RESPONSE_LENGTH: float(np.mean([row.length for row in rows])),
         }
 
     def rows_to_compare(
@@ -89,8 +89,10 @@ class Batch:
             np.array([row.fresh for row in rows]),
             {
                 "reward": self.rewards.ravel(),
-                "length": np.array([len(row.tokens) for row in rows], dtype=np.float64),
-                "logprob": np.array([row.policy_logprobs.mean() for row in rows], dtype=np.float64),
+                "length": np.array([row.length for row in rows], dtype=np.float64),
+                "logprob": np.array(
+                    [row.policy_logprobs[row.made].mean() for row in rows], dtype=np.float64
+                ),
             },
             np.array(
                 [
@@ -121,14 +123,14 @@ class Batch:
                     importance = np.exp(generated.policy_logprobs - generated.reported_logprobs)
                     if loss.truncated_importance_sampling_ratio is not None:
                         np.minimum(importance, loss.truncated_importance_sampling_ratio, importance)
-                trained = None
+                trained = None if generated.made.all() else generated.made.astype(np.float32)
                 if algorithm.overlong_filtering and generated.truncated:
                     trained = np.zeros(length, dtype=np.float32)
                 samples.append(
                     Sample(
                         prompt=group.problem.prompt,
                         response=generated.tokens,
-                        advantages=np.full(length, advantage, dtype=np.float32),
+                        advantages=np.where(generated.made, advantage, 0).astype(np.float32),
                         anchor=anchor,
                         importance=importance,
                         trained=trained,
@@ -138,22 +140,33 @@ class Batch:
 
 
 def set_gae_advantages(
-    samples: Sequence[Sample], rewards: FloatArray, config: AdvEstimatorConfig
+    samples: Sequence[Sample],
+    rewards: FloatArray,
+    config: AdvEstimatorConfig,
+    made: Sequence[npt.NDArray[np.bool_]],
 ) -> None:
     """Set the returns and advantages of PPO's samples from the value model's predictions.
+
+    What an environment has said is no action: the estimates go from the policy's last token before
+    it to the first one behind it, and both are 0 in between.
 
     Args:
         samples: samples with ``old_values``.
         rewards: reward of each sample, float64 ``[samples]``.
         config: the ``adv_estimator:`` block.
+        made: which tokens of each response the policy has made, bool ``[n]``.
     """
-    for sample, reward in zip(samples, rewards, strict=True):
-        sample.advantages = gae(
-            float(reward), sample.old_values, gamma=config.gae_gamma, lam=config.gae_lambda
-        )
-        sample.returns = sample.advantages + sample.old_values
+    for sample, reward, own in zip(samples, rewards, made, strict=True):
+        values = sample.old_values[own]
+        estimates = gae(float(reward), values, gamma=config.gae_gamma, lam=config.gae_lambda)
+        sample.advantages = np.zeros(len(own), dtype=np.float32)
+        sample.returns = np.zeros(len(own), dtype=np.float32)
+        sample.advantages[own] = estimates
+        sample.returns[own] = estimates + values
     if config.normalize_advantages:
-        everything = np.concatenate([s.advantages for s in samples])
+        everything = np.concatenate(
+            [s.advantages[own] for s, own in zip(samples, made, strict=True)]
+        )
         mean, std = everything.mean(), everything.std() + 1e-6
-        for sample in samples:
-            sample.advantages = (sample.advantages - mean) / std
+        for sample, own in zip(samples, made, strict=True):
+            sample.advantages[own] = (sample.advantages[own] - mean) / std

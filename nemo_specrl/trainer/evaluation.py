@@ -43,7 +43,7 @@ def evaluate(
         for problem, group in zip(problems, groups, strict=True)
         for response in group
     ]
-    tokens = sum(len(r.tokens) for _, r in pairs)
+    tokens = sum(r.length for _, r in pairs)
     metrics = {
         metric.HELDOUT_ACCURACY: float(np.mean([p.reward(r.tokens) for p, r in pairs])),
         metric.HELDOUT_LENGTH: tokens / len(pairs),
@@ -57,5 +57,6 @@ def evaluate(
         now = np.concatenate(policy.logprobs(samples))
         start = np.concatenate(policy.reference_logprobs(samples))
         policy.offload()
-        metrics[metric.HELDOUT_KL_TO_START] = float((now - start).mean())
+        made = np.concatenate([r.made for _, r in pairs])
+        metrics[metric.HELDOUT_KL_TO_START] = float((now - start)[made].mean())
     return metrics

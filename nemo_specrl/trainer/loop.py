@@ -203,7 +203,9 @@ class Trainer:
         self._reload()
         if self.value is not None:
             self.value.predict(samples)
-            set_gae_advantages(samples, batch.rewards.ravel(), self.recipe.algorithm.adv_estimator)
+            estimator = self.recipe.algorithm.adv_estimator
+            own = [row.made for row in batch.rows]
+            set_gae_advantages(samples, batch.rewards.ravel(), estimator, own)
         threads = torch.get_num_threads()
         torch.set_num_threads(TRAINING_THREADS)
         metrics = self._train(samples)

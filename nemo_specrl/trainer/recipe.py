@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from nemo_specrl.config import MAX_COUNT, Block, Count, SpecRLConfig, UserPath, WrongKey, validated
 from nemo_specrl.errors import ConfigError
-from nemo_specrl.trainer.data_config import DataConfig, Prompts
+from nemo_specrl.trainer.data_config import TOY_TASKS, DataConfig, Prompts
 from nemo_specrl.trainer.policy_config import MAX_PER_NODE, Nodes, PolicyConfig, ValueConfig
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ class Algorithm(Block):
     dynamic_sampling_max_gen_batches: Count = 10
     overlong_filtering: bool = False
     """Leave responses that were cut at the longest length out of the loss."""
+    max_rollout_turns: Count = 1
+    """The most turns of the model in a rollout; more than 1 needs ``env.tools``."""
     ppo_epochs: Count = 1
     """Passes over a step's rollouts."""
     adv_estimator: AdvEstimatorConfig = AdvEstimatorConfig()
@@ -109,6 +111,12 @@ class ClusterConfig(Block):
     num_nodes: Nodes = 1
 
 
+class EnvConfig(Block):
+    """The ``env:`` block: what answers the model's turns."""
+
+    tools: list[Literal["calculator"]] = Field(default_factory=list)
+
+
 class Recipe(Block):
     """A whole recipe."""
 
@@ -118,6 +126,7 @@ class Recipe(Block):
     policy: PolicyConfig
     value: ValueConfig = ValueConfig()
     data: DataConfig = DataConfig()
+    env: EnvConfig = EnvConfig()
     checkpointing: CheckpointingConfig = CheckpointingConfig()
     logger: LoggerConfig = LoggerConfig()
     cluster: ClusterConfig = ClusterConfig()
@@ -157,6 +166,27 @@ class Recipe(Block):
                     f"times num_nodes = {cluster.num_nodes} must be a multiple of the {replica} "
                     "ranks of tensor_model_parallel_size * pipeline_model_parallel_size",
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _conversations(self) -> Recipe:
+        turns, tools = self.algorithm.max_rollout_turns, self.env.tools
+        key = f"{'grpo' if self.grpo else 'ppo'}.max_rollout_turns"
+        if turns > 1 and not tools:
+            raise WrongKey(key, turns, "must be 1 without a tool to answer; set env.tools")
+        if tools and turns == 1:
+            raise WrongKey("env.tools", tools, f"answer turns but the last; set {key} above 1")
+        if tools and self.data.dataset_name in TOY_TASKS:
+            raise WrongKey("env.tools", tools, f"need text, which {self.data.dataset_name} is not")
+        tree, lossless = self.spec_rl.tree, self.spec_rl.effective_fresh_fraction >= 1
+        by_vllm = lossless and tree.enabled and tree.method != "rounds"
+        if turns > 1 and self.spec_rl.enabled and not by_vllm:
+            raise WrongKey(
+                key,
+                turns,
+                "no prefix of a conversation can be reused, nor is one drafted in rounds; set "
+                "spec_rl.preset: lossless with tree.method: auto, or max_rollout_turns: 1",
+            )
         return self
 
     @property

@@ -72,6 +72,15 @@ def test_overrides_are_yaml_values():
             "grpo.adv_estimator.name=gae",
             r"^grpo\.adv_estimator\.name = 'gae': .* gae belongs under ppo:",
         ),
+        (
+            "grpo.max_rollout_turns=3",
+            r"^grpo\.max_rollout_turns = 3: must be 1 without a tool .* set env\.tools",
+        ),
+        (
+            "env.tools=[calculator]",
+            r"^env\.tools = \['calculator'\]: answer turns .* set grpo\.max_rollout_turns above 1",
+        ),
+        ("env.tools=[browser]", r"'browser': must be 'calculator'"),
         ("grpo.seed", r"'grpo\.seed': overrides have the form key=value"),
         ("=3", r"overrides have the form key=value"),
         ("grpo.seed=[1", r"'grpo\.seed=\[1'"),
@@ -265,3 +274,19 @@ def test_recipes_have_no_key_twice():
     Strict.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
     for path in RECIPES:
         yaml.load(path.read_text(), Strict)
+
+
+LOSSLESS = "policy.generation.spec_rl.preset=lossless"
+TURNS = ("grpo.max_rollout_turns=3", "env.tools=[calculator]")
+
+
+def test_conversations_are_of_text_and_drafted_losslessly():
+    """No part of the demo's recipe but its data stands in their way."""
+    text = (*TURNS, "data.dataset_name=reasoning_gym:basic_arithmetic")
+    assert load_recipe(DEMO, [*text, LOSSLESS]).algorithm.max_rollout_turns == 3
+    load_recipe(DEMO, [*text, "policy.generation.spec_rl.enabled=false"])
+    with pytest.raises(ConfigError, match=r"^env\.tools = .*: need text, which sorting is not"):
+        load_recipe(DEMO, [*TURNS, LOSSLESS])
+    for other in ("preset=faithful", "preset=fast", "tree.method=rounds", "tree.enabled=false"):
+        with pytest.raises(ConfigError, match=r"^grpo\.max_rollout_turns = 3: .*preset: lossless"):
+            load_recipe(DEMO, [*text, LOSSLESS, f"policy.generation.spec_rl.{other}"])

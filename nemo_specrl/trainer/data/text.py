@@ -82,6 +82,46 @@ class Text:
             raise ConfigError(f"the chat template refuses it: {error}") from None
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
+    def observation(self, content: str, last: int) -> list[int]:
+        """Token ids of a tool's answer, from the end of the model's turn to its next one's begin.
+
+        With a chat template they are a message of the role ``tool``, or of the user where the
+        template shows no tool's. Without one they are the answer as it is.
+
+        Args:
+            content: the answer.
+            last: the turn's last token. Where the template ends a turn by this very token, it is
+                not said twice.
+
+        Raises:
+            ConfigError: the chat template shows neither role.
+        """
+        if not self._chat:
+            return list(self.tokenizer(content, add_special_tokens=False)["input_ids"])
+        for role in ("tool", "user"):
+            text = self._behind_a_turn(role, content)
+            if text is not None:
+                tokens = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+                return tokens[1:] if tokens[:1] == [last] else tokens
+        raise ConfigError("the chat template shows no message behind one of the assistant")
+
+    def _behind_a_turn(self, role: str, content: str) -> str | None:
+        """What the chat template writes behind a turn of the model; None: not the content."""
+        turn = "\u2042"  # stands for the turn; some templates change or leave out what is in it
+        messages = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": turn},
+            {"role": role, "content": content},
+        ]
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        except Exception:  # whatever the template raises for a role that it does not know
+            return None
+        _, found, behind = text.rpartition(turn)
+        return behind if found and content in behind else None
+
     def response(self, tokens: Sequence[int]) -> str:
         """Text of a response without its special tokens."""
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)

@@ -22,7 +22,8 @@ from nemo_specrl.config import CACHE_FOLDER, first_problem
 from nemo_specrl.engine.caches import RolloutCache
 from nemo_specrl.engine.drafters.method import engine_options
 from nemo_specrl.engine.metrics import EngineMetrics
-from nemo_specrl.engine.outputs import rollout_info
+from nemo_specrl.engine.outputs import made_tokens, rollout_info
+from nemo_specrl.engine.plain_turns import generate_plainly
 from nemo_specrl.engine.policy_version import reset_prefix_cache
 from nemo_specrl.engine.sync_engine import SpeculativeLLM
 from nemo_specrl.engine.vllm.refit import refit
@@ -30,6 +31,7 @@ from nemo_specrl.engine.weight_fingerprint import FingerprintedWeights
 from nemo_specrl.errors import ConfigError, SpecRLError
 from nemo_specrl.rollout import prompt_key
 from nemo_specrl.speculation.acceptance import derived_seed
+from nemo_specrl.trainer.data.tools import open_environment
 from nemo_specrl.trainer.policy_config import eos_token_ids, model_folder, tokenizer_file
 from nemo_specrl.trainer.recipe import Recipe
 
@@ -98,7 +100,7 @@ def build_engine(recipe: Recipe) -> LLM:
             gpu_memory_utilization=vllm_cfg.gpu_memory_utilization,
             enforce_eager=vllm_cfg.enforce_eager,
             seed=recipe.algorithm.seed,
-            skip_tokenizer_init=not generation.stop_strings,
+            skip_tokenizer_init=not (generation.stop_strings or recipe.env.tools),
             enable_prefix_caching=True,
             disable_log_stats=True,
             worker_extension_cls="nemo_specrl.engine.vllm.refit.RefitExtension",
@@ -133,6 +135,8 @@ class Response:
         reused: whether an earlier policy sampled the token (``Rollout.reused``), bool ``[n]``.
         fresh: whether the response was decoded without a draft.
         truncated: whether it ended at the longest length.
+        made: which tokens the policy has made, bool ``[n]``. The others are the environment's; the
+            log-probs of these are 0.
     """
 
     tokens: list[int]
@@ -142,6 +146,12 @@ class Response:
     reused: npt.NDArray[np.bool_]
     fresh: bool
     truncated: bool
+    made: npt.NDArray[np.bool_]
+
+    @property
+    def length(self) -> int:
+        """Number of tokens that the policy has made."""
+        return int(self.made.sum())
 
 
 @dataclass
@@ -172,6 +182,7 @@ class Engine:
     Attributes:
         times: times of the rollouts since the last :meth:`take_times`.
         eos: the model's end-of-sequence tokens.
+        environment: answers the turns of a rollout; None where it has one turn.
         heldout_s: duration of the last plain decoding of held-out prompts, seconds.
 
     Raises:
@@ -185,6 +196,7 @@ class Engine:
             self.llm, cache, recipe.spec_rl, seed=recipe.algorithm.seed
         )
         self.eos = eos_token_ids(recipe.policy.model_name)
+        self.environment = open_environment(recipe)
         self.times = RolloutTimes()
         self.heldout_s = 0.0
         self._warm_up()
@@ -222,7 +234,11 @@ class Engine:
         rows, params = self._rows(prompts, group, f"rollout {attempt}", seed)
         started = time.perf_counter()
         outputs = self.speculative.generate(
-            rows, params, upcoming=[{"prompt_token_ids": p} for p in upcoming or ()], use_tqdm=False
+            rows,
+            params,
+            upcoming=[{"prompt_token_ids": p} for p in upcoming or ()],
+            environment=self.environment,
+            use_tqdm=False,
         )
         if self.cache is not None:
             self.cache.sync()
@@ -235,7 +251,7 @@ class Engine:
         """Decode responses for an evaluation, without the cache."""
         rows, params = self._rows(prompts, samples, "heldout", self.recipe.algorithm.seed)
         started = time.perf_counter()
-        outputs = self.llm.generate(rows, params, use_tqdm=False)
+        outputs = generate_plainly(self.llm, rows, params, self.environment)
         self.heldout_s = time.perf_counter() - started
         generated = [self._generated(output.outputs[0]) for output in outputs]
         return [generated[i : i + samples] for i in range(0, len(generated), samples)]
@@ -265,17 +281,20 @@ class Engine:
         from vllm import SamplingParams
 
         generation = self.recipe.policy.generation
+        stop = list(generation.stop_strings or ())
+        if self.environment is not None:
+            stop += self.environment.stop_strings
         return SamplingParams(
             max_tokens=generation.max_new_tokens,
             temperature=generation.temperature,
             top_p=generation.top_p,
             top_k=generation.top_k or 0,
             stop_token_ids=generation.stop_token_ids or self.eos,
-            stop=generation.stop_strings,
+            stop=stop or None,
             include_stop_str_in_output=True,
             logprobs=0,
             flat_logprobs=True,
-            detokenize=bool(generation.stop_strings),
+            detokenize=bool(stop),
             seed=seed,
         )
 
@@ -283,10 +302,13 @@ class Engine:
         reported = np.asarray(completion.logprobs.logprobs, dtype=np.float32)
         tokens = list(completion.token_ids)
         truncated = completion.finish_reason == "length"
+        made = made_tokens(completion)
+        if made is None:
+            made = np.ones(len(tokens), dtype=bool)
         reuse = rollout_info(completion)
         if reuse is None:
             none = np.zeros(len(tokens), dtype=bool)
-            return Response(tokens, reported, reported, reported, none, True, truncated)
+            return Response(tokens, reported, reported, reported, none, True, truncated, made)
         return Response(
             tokens,
             reuse.policy_logprobs,
@@ -295,11 +317,12 @@ class Engine:
             reuse.rollout.reused,
             reuse.fresh,
             truncated,
+            made,
         )
 
     def _count(self, elapsed: float, generated: list[Response]) -> None:
         times = self.times
-        tokens = sum(len(g.tokens) for g in generated)
+        tokens = sum(g.length for g in generated)
         times.rollout_s += elapsed
         times.response_tokens += tokens
         if not self.recipe.spec_rl.enabled:

@@ -98,6 +98,31 @@ def test_training_raises_what_has_an_advantage(random_model):
 
 
 @pytest.mark.parametrize("kind", ["policy", "value"])
+def test_a_tools_tokens_have_no_gradient(random_model, kind):
+    """Whatever advantage, return or old log-prob they have, the same weights come out."""
+    trained = []
+    for silly in (0.0, 50.0):
+        recipe = recipe_of(random_model, "ppo", reference_policy_kl_penalty=0.1)
+        model = build_policy(recipe) if kind == "policy" else build_value_model(recipe)
+        batch = samples(4)
+        for sample in batch:
+            n = len(sample.response)
+            sample.trained = (np.arange(n) % 3 != 1).astype(np.float32)
+            out = sample.trained == 0
+            sample.old_values = np.zeros(n, np.float32)
+            sample.returns = np.ones(n, np.float32)
+            for values in (sample.advantages, sample.anchor, sample.old_values, sample.returns):
+                values[out] = -silly
+        metrics = model.train(batch, **({"epochs": 1} if kind == "policy" else {}))
+        weights = {name: p.detach().clone() for name, p in model.model.named_parameters()}
+        trained.append((weights, metrics))
+    (first, metrics), (second, others) = trained
+    assert same(first, second) and metrics == others
+    start = build_policy(recipe) if kind == "policy" else build_value_model(recipe)
+    assert not same(first, dict(start.model.named_parameters()))
+
+
+@pytest.mark.parametrize("kind", ["policy", "value"])
 def test_a_saved_model_goes_on_exactly(random_model, tmp_path, kind):
     def build():
         if kind == "policy":
