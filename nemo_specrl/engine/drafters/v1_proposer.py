@@ -9,6 +9,8 @@ The request itself brings what drafting needs, in ``SamplingParams.extra_args`` 
 that nothing has to be sent to workers beside it: the prompt's key, an identity of the response,
 earlier responses as pairs of identity and int32 tokens, and the length of the prompt, behind which
 the request's prompt may hold a beginning of the response. Rows without it are not drafted for.
+Those whose prompt begins with a known one, as later turns of a conversation do, draft from the tree
+of that prompt (``roots``).
 
 vLLM takes the drafts of one worker, the first one of the last pipeline stage (``output_rank``), and
 sends them to all with the next step. The proposers of the others do nothing.
@@ -22,6 +24,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+from nemo_specrl.engine.drafters.roots import Roots
 from nemo_specrl.engine.metrics import DraftCounts
 from nemo_specrl.engine.vllm.compat import EXTRA_ARG, drafts_count_here, stop_tokens
 from nemo_specrl.engine.vllm.patches import bind_proposer, fix_cpu_rejection_sampler
@@ -41,6 +44,8 @@ __all__ = ["TreeProposer"]
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_BYTES = 4 * 2**30
+ROOTS = 4096
+"""Prompts whose later turns draft from their trees; those that were used last."""
 PADDED_LOGIT_BYTES = 8
 """Of rows x (longest draft + 1) beside them, where ``bound_sampler_memory`` was not possible."""
 
@@ -90,12 +95,14 @@ class TreeProposer:
         longest: tokens that the draft of a row may have.
         max_drafted: tokens that the drafts of a step may have together.
         counts: since they were last taken.
+        roots: prompts whose later turns draft from their trees.
     """
 
     def __init__(self, vllm_config: Any) -> None:
         options = (vllm_config.additional_config or {}).get(EXTRA_ARG) or {}
         self.counting, on_several = drafts_count_here(vllm_config)
         self.trees = DraftTrees(int(options.get("max_bytes", DEFAULT_MAX_BYTES)))
+        self.roots = Roots(ROOTS)
         self._max_step_tokens = int(vllm_config.scheduler_config.max_num_batched_tokens)
         self.longest = int(vllm_config.speculative_config.num_speculative_tokens)
         self.max_drafted = self._draft_limit(vllm_config)
@@ -262,12 +269,18 @@ class TreeProposer:
         args = ((params.extra_args if params is not None else None) or {}).get(EXTRA_ARG)
         if args is None:
             return None
-        key, identity, history, prompt_length = args
+        key, identity, history, start = args
+        run_ahead = identity & MAX_SAMPLE_INDEX == RUN_AHEAD_INDEX
+        root, start = self.roots.find(request.prompt_token_ids[:start], key)
+        assert root is not None
+        if root != key:  # a later turn, whose identities are those of its own prompt
+            turn = int.from_bytes(key, "little") << 64
+            identity, history = turn | identity, [(turn | i, tokens) for i, tokens in history]
         most = len(request.prompt_token_ids) + (params.max_tokens or self._max_model_len)
         return _Row(
-            self.trees.open(key, identity, history),
-            prompt_length,
-            min(most, self._max_model_len) - prompt_length,
+            self.trees.open(root, identity, history),
+            start,
+            min(most, self._max_model_len) - start,
             stop_tokens(params),
-            identity & MAX_SAMPLE_INDEX == RUN_AHEAD_INDEX,
+            run_ahead,
         )

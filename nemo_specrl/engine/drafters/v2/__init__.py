@@ -6,7 +6,6 @@ host. Every row drafts the same number of tokens. Modules, each of which imports
 below it::
 
     speculator    the class that vLLM's V2 runner asks for drafts
-    roots         prompts whose later turns share their index
     index         which responses are on the device, within a bound of memory
     arrays        the arrays on the device, and the launches that work on them
     kernels       the Triton kernels: append, search and vote

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
+from nemo_specrl.engine.drafters.roots import Roots
 from nemo_specrl.engine.drafters.v2.arrays import PROMPTS
 from nemo_specrl.engine.drafters.v2.index import DeviceIndex
-from nemo_specrl.engine.drafters.v2.roots import Roots
 from nemo_specrl.engine.metrics import DraftCounts
 from nemo_specrl.engine.vllm.compat import EXTRA_ARG, drafts_count_here, stop_tokens
 from nemo_specrl.rollout import MAX_SAMPLE_INDEX

@@ -46,7 +46,7 @@ def llm(request, random_model):
 
 @pytest.fixture
 def speculator(llm, by_reference):
-    from nemo_specrl.engine.drafters.v2.roots import Roots
+    from nemo_specrl.engine.drafters.roots import Roots
     from nemo_specrl.engine.vllm.v2_patches import speculator_of
 
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner

@@ -1,8 +1,6 @@
 """Which index a request drafts from, by the tokens of its prompt."""
 
-from nemo_specrl.engine.drafters.v2.roots import Roots
-
-NEEDS_NO_TRITON = True
+from nemo_specrl.engine.drafters.roots import Roots
 
 
 def test_later_turns_have_the_key_of_their_root():
@@ -13,6 +11,9 @@ def test_later_turns_have_the_key_of_their_root():
     assert roots.key_of([1, 2, 4], b"b") == b"b"
     assert roots.key_of([1, 2], None) is None
     assert len(roots) == 2
+    assert roots.find([1, 2, 3, 9], b"of this turn") == (b"a", 3)
+    assert roots.find([1, 2, 4], b"b") == (b"b", 3)
+    assert roots.find([5], b"c") == (b"c", 1) and roots.find([6, 6], None) == (None, 2)
 
 
 def test_prompts_that_share_a_beginning_are_roots_of_their_own():

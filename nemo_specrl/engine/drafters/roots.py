@@ -13,6 +13,8 @@ import numpy as np
 
 __all__ = ["Roots"]
 
+TOKEN_BYTES = 4
+
 
 class Roots:
     """The roots that were used last, and the keys of their prompts.
@@ -39,6 +41,18 @@ class Roots:
             tokens: of the prompt.
             key: of the prompt; None: the request brought none.
         """
+        return self.find(tokens, key)[0]
+
+    def find(self, tokens: Sequence[int], key: bytes | None) -> tuple[bytes | None, int]:
+        """The key that a request drafts under (:meth:`key_of`), and where its root ends.
+
+        Args:
+            tokens: of the prompt.
+            key: of the prompt; None: the request brought none.
+
+        Returns:
+            The key, and the length of the root in tokens; that of the prompt where it has none.
+        """
         data = np.asarray(tokens, np.int32).tobytes()
         # Most prompts are roots themselves, and there may be roots of hundreds of lengths.
         lengths = [len(data)] if data in self._keys else sorted(self._lengths)
@@ -46,13 +60,13 @@ class Roots:
             found = self._keys.get(data[:length]) if length <= len(data) else None
             if found is not None:
                 self._keys.move_to_end(data[:length])
-                return found
+                return found, length // TOKEN_BYTES
         if key is not None:
             self._keys[data] = key
             self._lengths[len(data)] = self._lengths.get(len(data), 0) + 1
             if len(self._keys) > self._most:
                 self._forget_oldest()
-        return key
+        return key, len(tokens)
 
     def _forget_oldest(self) -> None:
         oldest, _ = self._keys.popitem(last=False)
