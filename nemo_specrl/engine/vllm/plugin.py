@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from nemo_specrl.engine.vllm import v2_patches
-from nemo_specrl.engine.vllm.environment import engines_run_here, would_run_v2
+from nemo_specrl.engine.vllm.environment import Engines, would_run_v2
 from nemo_specrl.engine.vllm.patches import (
     batch_cpu_prompt_logprobs,
     fix_cpu_rejection_sampler,
@@ -29,15 +29,13 @@ def vllm_plugin() -> None:
     that is said in one warning: without the first patch samples would be wrong, so that
     ``check_cpu_drafter`` refuses such a vLLM.
     """
-    from vllm.platforms import current_platform
-
-    cpu = current_platform.is_cpu()
-    if engines_run_here() and would_run_v2(cpu=cpu):
+    engines = Engines.here()
+    if engines.in_this_process and would_run_v2(engines):
         try:
             v2_patches.install()
         except IncompatibleVersion as error:
             logger.debug("drafting in the V2 model runner is not possible: %s", error)
-    if not cpu:
+    if not engines.cpu:
         return
     failures = []
     for patch in (fix_cpu_rejection_sampler, pad_cpu_linear_layers, batch_cpu_prompt_logprobs):

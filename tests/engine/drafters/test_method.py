@@ -3,16 +3,22 @@
 No GPU is needed: what vLLM says of its platform is replaced where a test says so, and nothing else.
 """
 
+import ast
+import inspect
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import vllm
 from vllm.platforms import current_platform
 
 from nemo_specrl import SpecRLConfig, SpeculativeLLM
 from nemo_specrl.engine.drafters import method as method_module
 from nemo_specrl.engine.drafters.method import drafting_method, engine_options
 from nemo_specrl.engine.vllm import environment
+from nemo_specrl.engine.vllm.environment import Engines, why_v1
 from nemo_specrl.engine.vllm.prompt_logprob_memory import (
     check_prompt_logprob_memory,
     prompt_logprob_bytes,
@@ -41,11 +47,10 @@ def machine(monkeypatch):
     """Pretend that vLLM runs on a GPU, and that it takes proposers and speculators or not."""
 
     def pretend(cpu, proposers=True, speculators=True, v2=None, problem=None):
-        monkeypatch.setattr(method_module, "on_cpu", lambda: cpu)
-        for module in (method_module, environment):
-            monkeypatch.setattr(module, "has_custom_proposers", lambda: proposers)
-            monkeypatch.setattr(module, "has_v2_speculators", lambda: speculators)
-        monkeypatch.setattr(method_module, "_v2_problem", lambda: problem)
+        monkeypatch.setattr(environment, "on_cpu", lambda: cpu)
+        monkeypatch.setattr(environment, "has_custom_proposers", lambda: proposers)
+        monkeypatch.setattr(environment, "has_v2_speculators", lambda: speculators)
+        monkeypatch.setattr(method_module, "_v2_problem", lambda engines: problem)
         if v2 is None:
             monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
         else:
@@ -110,12 +115,79 @@ def test_a_v2_runner_that_is_not_known_decodes_plainly(machine, caplog):
 def test_without_a_device_the_workers_decide(monkeypatch):
     """As in NeMo-RL's driver on a node without GPUs: nothing of vLLM's runner is imported there."""
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-    monkeypatch.setattr(method_module, "on_cpu", lambda: False)
+    monkeypatch.setattr(environment, "on_cpu", lambda: False)
     monkeypatch.setattr(environment, "has_v2_speculators", lambda: True)
-    monkeypatch.setattr(method_module, "has_v2_speculators", lambda: True)
-    monkeypatch.setattr(method_module, "engines_run_here", lambda: False)
+    monkeypatch.setattr(environment, "engines_run_here", lambda: False)
     monkeypatch.setattr(method_module, "install", lambda: pytest.fail("imported"))
     assert drafting_method(config()) == drafting_method(config("v2")) == "v2"
+
+
+def test_what_other_machines_have_is_told_by_their_version(monkeypatch):
+    monkeypatch.setattr(method_module, "install", lambda: pytest.fail("imported"))
+    asked = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    for version in ("0.25.1", "0.32.0", None):
+        assert drafting_method(config(), Engines.elsewhere(version, {})) == "v2"
+    with pytest.raises(ConfigError, match=r"auto: vLLM 0\.20\.0 takes no drafter of ours"):
+        drafting_method(config(), Engines.elsewhere("0.20.0", {}))
+    with pytest.raises(ConfigError, match="auto: VLLM_USE_V2_MODEL_RUNNER forbids"):
+        drafting_method(config(), Engines.elsewhere("0.25.1", asked))
+    assert drafting_method(config("rounds"), Engines.elsewhere("0.20.0", {})) == "rounds"
+
+
+MIXTURE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128}
+HYBRID = {"architectures": ["NemotronHForCausalLM"]}
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (MIXTURE, "runs mixtures of experts (Qwen3MoeForCausalLM) in its V1"),
+        ({"architectures": ["A"], "text_config": {"n_routed_experts": 8}}, "mixtures of experts"),
+        (HYBRID, "runs models with other layers than attention (NemotronHForCausalLM) in its V1"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, None),
+        ({"architectures": ["Gemma4ForConditionalGeneration"], "num_experts": None}, None),
+        ({"architectures": ["DeepseekV2ForCausalLM"], "n_routed_experts": 64}, None),
+        ({}, None),
+    ],
+)
+def test_vllm_does_not_run_every_model_in_v2(model, why):
+    reason = why_v1(Engines.elsewhere("0.25.1", {}), model)
+    assert reason is None if why is None else why in reason
+    assert why_v1(Engines.elsewhere("0.25.1", {"VLLM_USE_V2_MODEL_RUNNER": "1"}), model) is None
+    assert why_v1(Engines.elsewhere("0.32.0", {}), model) is None
+    assert why_v1(Engines.elsewhere(None, {}), model) is None
+
+
+def test_the_models_of_v1_are_those_that_vllm_says():
+    """By the sources of 0.25.1; later ones run all in V2, and 0.20 none."""
+    config_source = Path(vllm.__file__).with_name("config") / "vllm.py"
+    if "_is_default_v2_model_runner_model" not in config_source.read_text():
+        pytest.skip("this vLLM does not choose the model runner by the model")
+    from vllm.config.vllm import DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES
+    from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
+
+    assert DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES == environment.V2_MIXTURES
+    names = inspect.getsource(ModelArchConfigConvertorBase.get_num_experts)
+    assert all(f'"{key}"' in names for key in environment.EXPERTS)
+    assert names.count('",  #') == len(environment.EXPERTS)
+    models = Path(vllm.__file__).parent / "model_executor" / "models"
+    bases = {
+        node.name: [ast.unparse(base) for base in node.bases]
+        for file in models.glob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ClassDef)
+    }
+
+    def hybrid(name):
+        return "IsHybrid" in bases.get(name, ()) or any(map(hybrid, bases.get(name, ())))
+
+    registry = (models / "registry.py").read_text()
+    entries = re.findall(
+        r'"(\w+For(?:CausalLM|ConditionalGeneration))":\s*\(\s*"\w+",\s*"(\w+)"', registry
+    )
+    assert len(entries) > 100
+    said = {name for name, _ in entries if name.startswith(environment.HYBRIDS)}
+    assert said == {name for name, implementation in entries if hybrid(implementation)}
 
 
 def test_options_of_the_speculator(machine):
