@@ -9,11 +9,17 @@ Known to work: v0.7.0, and main up to August 2026 (commit 7ea279ab).
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
-from collections.abc import Iterator
+import importlib.util
+import os
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from nemo_specrl.engine.vllm.environment import Engines, v2_wanted
 from nemo_specrl.errors import ConfigError, IncompatibleVersion
 
 __all__ = [
@@ -23,8 +29,12 @@ __all__ = [
     "KNOWN",
     "STOCK_ASYNC_WORKER",
     "STOCK_WORKER",
+    "WITHOUT_REUSE",
     "check",
+    "engines_of",
     "lookup",
+    "model_of",
+    "pinned_vllm",
     "substituted_workers",
 ]
 
@@ -33,6 +43,12 @@ GENERATION = "nemo_rl.models.generation.vllm.vllm_generation"
 ENVIRONMENTS = "nemo_rl.distributed.ray_actor_environment_registry"
 VENVS = "nemo_rl.utils.venvs"
 ALGORITHMS = ("grpo", "ppo")
+WITHOUT_REUSE = (
+    ("nemo_rl.algorithms.distillation", "setup"),
+    ("nemo_rl.evals.eval", "setup"),
+    ("nemo_rl.algorithms.single_controller_utils.setup", "setup_single_controller"),
+)
+"""What begins a run that makes rollouts without the plug-in. v0.7.0 has no single controller."""
 STOCK_WORKER = "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker"
 STOCK_ASYNC_WORKER = "nemo_rl.models.generation.vllm.vllm_worker_async.VllmAsyncGenerationWorker"
 CHECKPOINT_ENGINE_UPDATE = "update_weights_from_checkpoint_engine"
@@ -86,6 +102,45 @@ def lookup(module: str, name: str) -> Any:
             f"this NeMo-RL has no {module}.{name} ({error}); this release of nemo_specrl works "
             f"with {KNOWN}"
         ) from None
+
+
+def pinned_vllm(home: Path) -> str | None:
+    """The version of vLLM that a checkout of NeMo-RL has its workers use; None: not known."""
+    try:
+        found = re.search(r"\bvllm==([0-9.]*[0-9])", (home / "pyproject.toml").read_text())
+    except OSError:
+        return None
+    return found[1] if found else None
+
+
+def engines_of(generation: Any) -> Engines:
+    """What is known of a recipe's engines before the workers start.
+
+    The driver's environment usually has no vLLM. The workers' are made for the version that the
+    checkout pins, and get the variables of ``vllm_cfg.env_vars`` (vllm_generation.py).
+    """
+    own = (generation.get("vllm_cfg") or {}).get("env_vars") or {}
+    environment = {**os.environ, **{str(name): str(value) for name, value in own.items()}}
+    if importlib.util.find_spec("vllm") is not None:
+        return dataclasses.replace(Engines.here(), v2_wanted=v2_wanted(environment))
+    nemo_rl = importlib.util.find_spec("nemo_rl")
+    folders = (nemo_rl and nemo_rl.submodule_search_locations) or ()
+    versions = (pinned_vllm(Path(folder).parent) for folder in folders)
+    return Engines.elsewhere(next(versions, None), environment)
+
+
+def model_of(name: str) -> Mapping[str, Any]:
+    """A model's configuration, as in its config.json; empty where it cannot be read.
+
+    The workers read it, too (vllm_worker.py, ``AutoConfig``). What is not known here is theirs to
+    refuse. No code of the model is run.
+    """
+    try:
+        from transformers import PretrainedConfig
+
+        return dict(PretrainedConfig.get_config_dict(name)[0])
+    except Exception:  # of transformers, of the hub, or of the network
+        return {}
 
 
 @contextmanager

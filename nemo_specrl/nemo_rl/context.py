@@ -70,12 +70,13 @@ class RunContext:
         return self.spec_rl.monitor.enabled or self.spec_rl.clip_anchor == "birth"
 
     @classmethod
-    def of(cls, master_config: Any, algorithm: str) -> RunContext | None:
+    def of(cls, master_config: Any, algorithm: str, **known: Any) -> RunContext | None:
         """Read the run from a recipe; None where ``spec_rl`` is absent or not enabled.
 
         Args:
             master_config: NeMo-RL's MasterConfig.
             algorithm: ``grpo`` or ``ppo``, the name of the algorithm's block.
+            known: what the recipe does not say (``recipe_checks.check_recipe``).
 
         Raises:
             ConfigError: the recipe asks for something that the plug-in cannot do.
@@ -89,7 +90,7 @@ class RunContext:
             return None
         own = getattr(master_config, algorithm)
         checkpointing = master_config.checkpointing
-        check_recipe(master_config, spec_rl, algorithm)
+        check_recipe(master_config, spec_rl, algorithm, **known)
         folder = Path(checkpointing["checkpoint_dir"]).absolute()
         return cls(
             spec_rl=spec_rl,

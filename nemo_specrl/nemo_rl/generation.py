@@ -26,7 +26,7 @@ from nemo_specrl.cache.cluster.run_cache import open_run_cache
 from nemo_specrl.cache.metrics import store_metrics
 from nemo_specrl.engine.load_balance import balanced_order, row_costs
 from nemo_specrl.engine.metrics import EngineMetrics
-from nemo_specrl.errors import CacheError, ConfigError, EngineError
+from nemo_specrl.errors import CacheError, EngineError
 from nemo_specrl.monitoring import names as metric
 from nemo_specrl.nemo_rl import compat
 from nemo_specrl.nemo_rl.context import (
@@ -36,7 +36,7 @@ from nemo_specrl.nemo_rl.context import (
     current_run,
 )
 from nemo_specrl.nemo_rl.metrics import counts, times
-from nemo_specrl.nemo_rl.recipe_checks import BLOCK
+from nemo_specrl.nemo_rl.recipe_checks import check_elsewhere
 from nemo_specrl.nemo_rl.rollout_metadata import RolloutMetadata, SequenceKey
 from nemo_specrl.rollout import prompt_key
 from nemo_specrl.speculation.draft_selection import (
@@ -82,11 +82,7 @@ class SpecVllmGeneration(VllmGeneration):
     def __init__(self, cluster: Any, config: Any, **kwargs: Any) -> None:
         run = current_run()
         if run is None:
-            if (config.get("spec_rl") or {}).get("enabled"):
-                raise ConfigError(
-                    f"{BLOCK}.enabled = true: rollouts are reused in NeMo-RL's GRPO and PPO, not "
-                    "in its single controller, distillation or evaluation; set false"
-                )
+            check_elsewhere(config)
             super().__init__(cluster, config, **kwargs)
             return
         self._run = run

@@ -13,14 +13,14 @@ from collections.abc import Callable
 from typing import Any
 
 from nemo_specrl.config import CACHE_FOLDER
-from nemo_specrl.errors import ConfigError, IncompatibleVersion
+from nemo_specrl.errors import IncompatibleVersion
 from nemo_specrl.monitoring import heartbeat
 from nemo_specrl.nemo_rl import compat, job_state
 from nemo_specrl.nemo_rl.context import RunContext, setting_up
 from nemo_specrl.nemo_rl.drift_monitor import StepMonitor
 from nemo_specrl.nemo_rl.hooks import Hooks
 from nemo_specrl.nemo_rl.metrics_log import StepLog, metrics_file
-from nemo_specrl.nemo_rl.recipe_checks import BLOCK, get_option
+from nemo_specrl.nemo_rl.recipe_checks import check_elsewhere, get_option
 from nemo_specrl.nemo_rl.rollout_metadata import MetadataTable
 from nemo_specrl.nemo_rl.save_deadline import bounded, check_time_left
 
@@ -52,6 +52,12 @@ def install() -> None:
     # Validation of the data plane's trainer runs in an actor, and the trainer imports this lazily.
     validate = compat.lookup("nemo_rl.algorithms.grpo_sync", "validate_sync")
     rebind("validate_sync", validate, _wrapped_validate(validate, everywhere=True))
+    for module, name in compat.WITHOUT_REUSE:
+        try:
+            setup = compat.lookup(module, name)
+        except IncompatibleVersion:  # nor can a script import it
+            continue
+        rebind(name, setup, _refusing_setup(setup))
     nemo_rl._nemo_specrl = True
 
 
@@ -67,12 +73,8 @@ def _wrapped_setup(original: Callable[..., Any], algorithm: str) -> Callable[...
 
     @functools.wraps(original)
     def setup(master_config: Any, *args: Any, **kwargs: Any) -> Any:
-        run = RunContext.of(master_config, algorithm)
-        if run is not None and kwargs.get("processor") is not None:
-            raise ConfigError(
-                f"{BLOCK}.enabled = true: only text can be drafted, and this recipe has a processor"
-                " of images; set false"
-            )
+        images = kwargs.get("processor") is not None
+        run = RunContext.of(master_config, algorithm, images=images)
         if run is not None:
             # Before the engines start, which may hang. The hooks send heartbeats.
             heartbeat.connect()
@@ -82,6 +84,18 @@ def _wrapped_setup(original: Callable[..., Any], algorithm: str) -> Callable[...
         if run is not None:
             _add_hooks(run, parts, master_config, algorithm)
         return parts
+
+    return setup
+
+
+def _refusing_setup(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``setup`` of what makes rollouts without the plug-in, which must not be asked for it."""
+
+    @functools.wraps(original)
+    def setup(master_config: Any, *args: Any, **kwargs: Any) -> Any:
+        policy = getattr(master_config, "policy", None)
+        check_elsewhere(master_config.generation if policy is None else policy.get("generation"))
+        return original(master_config, *args, **kwargs)
 
     return setup
 

@@ -8,10 +8,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nemo_specrl.config import SpecRLConfig
-from nemo_specrl.engine.drafters.method import drafting_method
+from nemo_specrl.engine.drafters.method import drafting_method, is_vllm_plugin
+from nemo_specrl.engine.vllm.environment import Engines, why_v1
 from nemo_specrl.errors import ConfigError
+from nemo_specrl.nemo_rl import compat
 
-__all__ = ["BLOCK", "check_recipe", "get_option"]
+__all__ = ["BLOCK", "check_elsewhere", "check_recipe", "get_option"]
 
 BLOCK = "policy.generation.spec_rl"
 SPARSE_REFITS = ("vllm_s3_sparse", "vllm_zmq_sparse")
@@ -19,13 +21,24 @@ SPARSE_REFITS = ("vllm_s3_sparse", "vllm_zmq_sparse")
 (NeMo-RL's models/generation/vllm/vllm_sparse_refit.py)."""
 
 
-def check_recipe(master_config: Any, spec_rl: SpecRLConfig, algorithm: str) -> None:
+def check_recipe(
+    master_config: Any,
+    spec_rl: SpecRLConfig,
+    algorithm: str,
+    *,
+    images: bool = False,
+    engines: Engines | None = None,
+    model: Mapping[str, Any] | None = None,
+) -> None:
     """Refuse what the plug-in cannot do, before anything is started.
 
     Args:
         master_config: NeMo-RL's MasterConfig.
         spec_rl: its ``spec_rl:`` block.
         algorithm: ``grpo`` or ``ppo``, the name of the algorithm's block.
+        images: the script has given ``setup`` a processor of images, sounds or videos.
+        engines: what is known of the recipe's engines; None: what can be seen from here.
+        model: configuration of its model; None: as its name says.
 
     Raises:
         ConfigError: naming the key, its value and what to set.
@@ -43,15 +56,62 @@ def check_recipe(master_config: Any, spec_rl: SpecRLConfig, algorithm: str) -> N
     for wrong, line in refused:
         if wrong:
             raise ConfigError(line)
+    if images:
+        raise ConfigError(
+            f"{BLOCK}.enabled = true: only text can be drafted, and this recipe has a processor of "
+            "images; set false"
+        )
     if spec_rl.tree.enabled:  # its index is native code, which may be missing here, as in workers
         importlib.import_module("nemo_specrl.speculation.suffix_tree")
-    # What the workers would refuse minutes later.
-    method = drafting_method(spec_rl)
+        _check_drafter(master_config, spec_rl, engines or compat.engines_of(generation), model)
+
+
+def check_elsewhere(generation: Any) -> None:
+    """Refuse the ``spec_rl:`` block in a run that makes rollouts without the plug-in.
+
+    Args:
+        generation: the recipe's block of that name, for whatever backend; may be None.
+
+    Raises:
+        ConfigError: the block is enabled.
+    """
+    if get_option((generation or {}).get("spec_rl"), "enabled", False):
+        raise ConfigError(
+            f"{BLOCK}.enabled = true: rollouts are reused in NeMo-RL's GRPO and PPO, not in its "
+            "single controller, distillation or evaluation; set false"
+        )
+
+
+def _check_drafter(
+    master_config: Any, spec_rl: SpecRLConfig, engines: Engines, model: Mapping[str, Any] | None
+) -> None:
+    """Refuse what the workers would refuse minutes later, for trees."""
+    method = drafting_method(spec_rl, engines)
+    if method != "v2":
+        return
+    generation = master_config.policy["generation"]
     stages = (generation.get("vllm_cfg") or {}).get("pipeline_parallel_size") or 1
-    if method == "v2" and stages > 1:
+    if stages > 1:
         raise ConfigError(
             f"policy.generation.vllm_cfg.pipeline_parallel_size = {stages}: {BLOCK}.tree.method = "
             "v2 does not work with pipeline stages; set it to 1, or preset: faithful without trees"
+        )
+    if model is None:
+        asked = engines.v2_wanted is not None
+        model = {} if asked else compat.model_of(str(master_config.policy["model_name"]))
+    why = why_v1(engines, model)
+    if why is not None:
+        raise ConfigError(
+            f"{BLOCK}.tree.method = {spec_rl.tree.method}: {why}, and on GPUs drafts need V2; set "
+            "preset: faithful, or policy.generation.vllm_cfg.env_vars.VLLM_USE_V2_MODEL_RUNNER to "
+            "'1' to try V2 all the same"
+        )
+    if not is_vllm_plugin():
+        raise ConfigError(
+            f"{BLOCK}.tree.method = {spec_rl.tree.method}: vLLM's processes would not load "
+            "nemo_specrl, since pip has not installed it or VLLM_PLUGINS leaves it out; install it "
+            "by 'pip install --no-deps --target DIR', with DIR on PYTHONPATH, or set preset: "
+            "faithful"
         )
 
 
@@ -85,6 +145,12 @@ def _refused_features(
             bool(vllm_cfg.get("expose_http_server")),
             "policy.generation.vllm_cfg.expose_http_server = true: requests of NeMo-Gym do not pass"
             f" through the plug-in; set false, {off}",
+        ),
+        (
+            # NeMo-Gym's script switches the server on, after the recipe has been read.
+            bool(get_option(getattr(master_config, "env", None), "should_use_nemo_gym", False)),
+            "env.should_use_nemo_gym = true: requests of NeMo-Gym do not pass through the plug-in; "
+            f"set false, {off}",
         ),
         (
             # NeMo-RL's setup turns the one into the other, after this.

@@ -14,11 +14,17 @@ import numpy as np
 import pytest
 
 from nemo_specrl.engine.drafters import method
-from nemo_specrl.engine.vllm.environment import has_custom_proposers, has_v2_speculators
+from nemo_specrl.engine.vllm.environment import (
+    Engines,
+    has_custom_proposers,
+    has_v2_speculators,
+)
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.monitoring.metrics_file import read_metrics
+from nemo_specrl.nemo_rl import compat
 from nemo_specrl.nemo_rl.context import RunContext, current_run, setting_up
 from nemo_specrl.nemo_rl.metrics_log import metrics_file
+from nemo_specrl.nemo_rl.recipe_checks import check_elsewhere
 from nemo_specrl.nemo_rl.rollout_metadata import response_spans
 from tests.conftest import REPOSITORY
 
@@ -31,6 +37,7 @@ GENERATION = {
     "vllm_kwargs": {},
     "spec_rl": {"enabled": True, "cache": {"dir": "/raid/specrl"}, "tree": {"method": "rounds"}},
 }
+CACHE = {"cache": {"dir": "/raid/specrl"}}
 REUSE = {"spec_rl__preset": "faithful"}
 ROUNDS = {"spec_rl__tree": {"method": "rounds"}}
 PROPOSER = {"spec_rl__tree": {"method": "proposer"}}
@@ -259,7 +266,8 @@ def test_an_engine_has_one_drafter(tmp_path, drafter):
     own = {"vllm_kwargs__speculative_config": drafter}
     for spec_rl in ({"spec_rl__preset": "faithful"}, {"spec_rl__preset": "fast"}):
         assert RunContext.of(recipe(tmp_path, **own, **spec_rl), "grpo") is not None
-    for spec_rl in ({}, {"spec_rl__preset": "fast", "spec_rl__tree": {"enabled": True}}):
+    tree = {"enabled": True, "method": "rounds"}  # which every vLLM takes
+    for spec_rl in ({}, {"spec_rl__preset": "fast", "spec_rl__tree": tree}):
         assert RunContext.of(recipe(tmp_path, **spec_rl), "grpo") is not None
         with pytest.raises(ConfigError) as raised:
             RunContext.of(recipe(tmp_path, **own, **spec_rl), "grpo")
@@ -278,11 +286,75 @@ def test_a_disabled_drafter_is_no_drafter(tmp_path):
 def test_the_v2_drafter_takes_no_pipeline_stages(tmp_path, monkeypatch):
     """Before the workers start, which would find out minutes later."""
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    monkeypatch.setattr(method, "_v2_problem", lambda: None)  # Triton may be missing here
+    monkeypatch.setattr(method, "_v2_problem", lambda engines: None)  # Triton may be missing here
     v2 = {"spec_rl__tree": {"method": "v2"}}
     assert RunContext.of(recipe(tmp_path, **v2), "grpo") is not None
     with pytest.raises(ConfigError, match=r"pipeline_parallel_size = 2: .*tree.method = v2 does"):
         RunContext.of(recipe(tmp_path, **v2, vllm_cfg__pipeline_parallel_size=2), "grpo")
+
+
+AUTO = {"spec_rl__tree": {}}
+GPUS = Engines.elsewhere("0.25.1", {})
+DENSE = {"architectures": ["Qwen3ForCausalLM"]}
+MIXTURE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128}
+
+
+def test_what_workers_on_gpus_will_do_is_known_to_a_driver_without_any(tmp_path, monkeypatch):
+    lossless = recipe(tmp_path, **AUTO)
+    assert RunContext.of(lossless, "grpo", engines=GPUS, model=DENSE) is not None
+    with pytest.raises(ConfigError, match=r"auto: vLLM 0\.20\.0 takes no drafter of ours"):
+        RunContext.of(lossless, "grpo", engines=Engines.elsewhere("0.20.0", {}), model=DENSE)
+    with pytest.raises(ConfigError, match=r"auto: vLLM 0\.25\.1 runs mixtures of experts"):
+        RunContext.of(lossless, "grpo", engines=GPUS, model=MIXTURE)
+    asked = Engines.elsewhere("0.25.1", {"VLLM_USE_V2_MODEL_RUNNER": "1"})
+    assert RunContext.of(lossless, "grpo", engines=asked, model=MIXTURE) is not None
+    faithful = recipe(tmp_path, spec_rl={"enabled": True, "preset": "faithful"} | CACHE)
+    assert RunContext.of(faithful, "grpo", engines=GPUS, model=MIXTURE) is not None
+    monkeypatch.setenv("VLLM_PLUGINS", "another")
+    with pytest.raises(ConfigError, match="vLLM's processes would not load nemo_specrl"):
+        RunContext.of(lossless, "grpo", engines=GPUS, model=DENSE)
+    assert RunContext.of(faithful, "grpo", engines=GPUS, model=DENSE) is not None
+
+
+def test_without_a_vllm_the_checkout_says_which_one_workers_have(tmp_path, monkeypatch):
+    package = tmp_path / "nemo_rl"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    found = {"nemo_rl": importlib.util.spec_from_file_location("nemo_rl", package / "__init__.py")}
+    found["nemo_rl"].submodule_search_locations = [str(package)]
+    monkeypatch.setattr(compat.importlib.util, "find_spec", lambda name: found.get(name))
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    assert compat.engines_of({}) == Engines.elsewhere(None, {})
+    (tmp_path / "pyproject.toml").write_text("vllm = [\"vllm==0.25.1 ; sys_platform == 'x'\"]")
+    assert compat.engines_of({}) == GPUS
+    variables = {"vllm_cfg": {"env_vars": {"VLLM_USE_V2_MODEL_RUNNER": 1}}}
+    assert compat.engines_of(variables).v2_wanted is True
+
+
+def test_a_model_is_looked_up_by_its_name(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MIXTURE))
+    assert compat.model_of(str(tmp_path))["num_experts"] == 128
+    assert compat.model_of(str(tmp_path / "none")) == {}
+
+
+def test_only_text_is_drafted(tmp_path):
+    with pytest.raises(ConfigError, match="only text can be drafted"):
+        RunContext.of(recipe(tmp_path), "grpo", images=True)
+
+
+def test_nemo_gym_is_refused_before_its_script_switches_the_server_on(tmp_path):
+    gym = recipe(tmp_path)
+    gym.env = {"should_use_nemo_gym": True}
+    with pytest.raises(ConfigError, match=r"env.should_use_nemo_gym = true: .* set false, or"):
+        RunContext.of(gym, "grpo")
+
+
+@pytest.mark.parametrize("backend", ["vllm", "megatron", "sglang"])
+def test_where_nothing_is_drafted_the_block_is_refused_for_every_backend(backend):
+    for off in (None, {}, {"backend": backend}, {"spec_rl": {"enabled": False}}):
+        check_elsewhere(off)
+    with pytest.raises(ConfigError, match="not in its single controller, distillation or"):
+        check_elsewhere({"backend": backend, "spec_rl": {"enabled": True}})
 
 
 def test_a_run_is_current_while_it_is_set_up(tmp_path):

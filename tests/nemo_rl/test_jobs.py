@@ -344,6 +344,23 @@ def test_the_launcher_runs_a_script_with_the_plugin_in_place(tmp_path):
     assert "SpecVllmGeneration SpecVllmGeneration ['--config', 'x', 'a=b']" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("module", "recipe"),
+    [("algorithms.distillation", "policy={'generation': own}"), ("evals.eval", "generation=own")],
+)
+def test_runs_without_reuse_are_refused_before_anything_is_built(tmp_path, module, recipe):
+    """For every backend: the constructor of another one would not know of the block."""
+    done = launched(
+        tmp_path,
+        "from types import SimpleNamespace\n"
+        f"from nemo_rl.{module} import setup\n"
+        "own = {'backend': 'megatron', 'spec_rl': {'enabled': True}}\n"
+        f"setup(SimpleNamespace({recipe}), tokenizer=None)\n",
+    )
+    assert done.returncode != 0
+    assert "not in its single controller, distillation or evaluation" in done.stderr
+
+
 @pytest.mark.parametrize("module", ["distillation", "single_controller_utils.setup"])
 def test_where_there_is_no_reuse_yet_it_is_refused(tmp_path, module):
     if module != "distillation":
