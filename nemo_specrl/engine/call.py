@@ -115,7 +115,7 @@ def checked_requests(
         asked: prompts, sampling parameters, sample indices and prompt keys, as the caller of
             ``generate`` gave them.
         environment: makes each row a conversation; None: each is a single response.
-        trees_alone: see :func:`~nemo_specrl.engine.sampling_rules.check_verifiable`.
+        trees_alone: see :func:`~nemo_specrl.engine.requests.build_requests`.
 
     Raises:
         UnsupportedSampling: drafts cannot be verified under these parameters.

@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from nemo_specrl.engine.limits import EngineLimits
 from nemo_specrl.engine.request_checks import as_list, rendered_prompt
@@ -278,7 +278,8 @@ def build_requests(
         sample_indices: first sample index of each prompt. None: the k-th rollout of a prompt has
             sample index k.
         prompt_keys: key of each prompt (:func:`nemo_specrl.prompt_key`); None: computed here.
-        trees_alone: as ``check_verifiable`` takes it; None: nothing is verified.
+        trees_alone: nothing is verified but drafts of trees, by vLLM's own rejection sampler; None:
+            nothing at all.
 
     Raises:
         UnsupportedSampling: drafts cannot be verified under these parameters.
@@ -296,7 +297,8 @@ def build_requests(
     ):
         if values is not None and len(values) != len(prompts):
             raise ConfigError(f"{name}: {len(values)} of them for {len(prompts)} prompts")
-    _check_params(sampling_params, trees_alone=trees_alone)
+    trees = limits.drafter if trees_alone else None
+    _check_params(sampling_params, trees=trees, verified=trees_alone is not None)
     rendered = [rendered_prompt(p, limits, f"prompts[{i}]") for i, p in enumerate(prompts)]
     if prompt_keys is None:
         prompt_keys = [prompt_key(tokens) for _, tokens in rendered]
@@ -322,7 +324,12 @@ def build_requests(
     return requests
 
 
-def _check_params(sampling_params: Sequence[SamplingParams], *, trees_alone: bool | None) -> None:
+def _check_params(
+    sampling_params: Sequence[SamplingParams],
+    *,
+    trees: Literal["v2", "proposer"] | None,
+    verified: bool,
+) -> None:
     """Raise for parameters that are not vLLM's, or under which drafts cannot be verified."""
     from vllm.sampling_params import SamplingParams
 
@@ -331,8 +338,8 @@ def _check_params(sampling_params: Sequence[SamplingParams], *, trees_alone: boo
             raise ConfigError(
                 f"sampling_params[{i}]: must be vllm.SamplingParams, got {type(params).__name__}"
             )
-        if trees_alone is not None and not is_greedy(params):
-            check_verifiable(params, trees_alone=trees_alone)
+        if verified and not is_greedy(params):
+            check_verifiable(params, trees=trees)
 
 
 def _engine_params(params: SamplingParams, index_in_prompt: int) -> SamplingParams:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -43,9 +43,14 @@ _RAW: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("watermarking", (None, False)),
 )
 # What vLLM's rejection sampler applies to the distribution that it verifies drafts of a tree by
-# (v1/sample/rejection_sampler.py, apply_sampling_constraints). Not top_k: with it alone, an engine
-# on a CPU fails in a step that has no draft (v1/sample/ops/topk_topp_sampler.py, apply_top_k_only).
-_BY_TREES = frozenset({"temperature", "top_p"})
+# (v1/sample/rejection_sampler.py, apply_sampling_constraints; V2's, v1/worker/gpu/spec_decode/
+# rejection_sampler.py, takes what the sampler itself applies). Not top_k in V1: with it alone, an
+# engine on a CPU fails in a step that has no draft (v1/sample/ops/topk_topp_sampler.py,
+# apply_top_k_only).
+_BY_TREES = {
+    "proposer": frozenset({"temperature", "top_p"}),
+    "v2": frozenset({"temperature", "top_p", "top_k"}),
+}
 # Log-probs of other tokens than the likeliest: a position's first entry need not be its own token.
 _UNREADABLE = ("logprob_token_ids", "prompt_logprob_token_ids")
 
@@ -60,28 +65,31 @@ def is_raw(params: SamplingParams) -> bool:
     return all(getattr(params, name, raw[0]) in raw for name, raw in _RAW)
 
 
-def check_verifiable(params: SamplingParams, *, trees_alone: bool = False) -> None:
+def check_verifiable(
+    params: SamplingParams, *, trees: Literal["v2", "proposer"] | None = None
+) -> None:
     """Raise for sampling parameters under which a draft cannot be verified.
 
     Args:
         params: of a request.
-        trees_alone: nothing is verified but drafts of trees, by vLLM's own rejection sampler.
+        trees: where nothing is verified but drafts of trees, by vLLM's own rejection sampler: how
+            they reach the engine.
 
     Raises:
         UnsupportedSampling: naming the parameter, its value and what to set.
     """
     for name, raw in _RAW:
         value = getattr(params, name, raw[0])
-        if value in raw or (trees_alone and name in _BY_TREES):
+        if value in raw or (trees and name in _BY_TREES[trees]):
             continue
-        if trees_alone:
+        if trees:
             raise UnsupportedSampling(
                 f"{name} = {value!r}: has not been shown to hold for drafts of trees, as "
                 f"temperature and top_p have; set {name}: {raw[0]}, or "
                 "spec_rl.enabled: false"
             )
         lossless = ""
-        if name in _BY_TREES:
+        if name in _BY_TREES["proposer"]:
             lossless = ", or preset: lossless with an engine that has the tree proposer"
         raise UnsupportedSampling(
             f"{name} = {value!r}: drafts are verified by prompt log-probs, which are those of "

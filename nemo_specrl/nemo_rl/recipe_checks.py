@@ -16,6 +16,7 @@ from nemo_specrl.nemo_rl import compat
 __all__ = ["BLOCK", "check_elsewhere", "check_recipe", "get_option"]
 
 BLOCK = "policy.generation.spec_rl"
+RAW_TOP_K = (None, -1, 0)
 SPARSE_REFITS = ("vllm_s3_sparse", "vllm_zmq_sparse")
 """Refits that reach an engine through a server in a thread of the worker, and none of its methods
 (NeMo-RL's models/generation/vllm/vllm_sparse_refit.py)."""
@@ -87,9 +88,15 @@ def _check_drafter(
 ) -> None:
     """Refuse what the workers would refuse minutes later, for trees."""
     method = drafting_method(spec_rl, engines)
+    generation = master_config.policy["generation"]
+    if method == "proposer" and generation["top_k"] not in RAW_TOP_K:
+        raise ConfigError(
+            f"policy.generation.top_k = {generation['top_k']}: with {BLOCK}.tree.method = proposer "
+            "vLLM fails in steps that have no draft (seen on a CPU); set null, or "
+            f"{BLOCK}.enabled=false"
+        )
     if method != "v2":
         return
-    generation = master_config.policy["generation"]
     stages = (generation.get("vllm_cfg") or {}).get("pipeline_parallel_size") or 1
     if stages > 1:
         raise ConfigError(
@@ -224,11 +231,8 @@ def _refused_sampling(generation: Any, spec_rl: SpecRLConfig) -> list[tuple[bool
             f"policy.generation.top_p = {generation['top_p']}: {why}; set 1.0, {way}",
         ),
         (
-            generation["top_k"] not in (None, -1, 0),
-            f"policy.generation.top_k = {generation['top_k']}: {why}; set null, {way}"
-            if by_prompt
-            else f"policy.generation.top_k = {generation['top_k']}: vLLM fails with it in steps "
-            f"that have no draft (seen on a CPU); set null, {off}",
+            by_prompt and generation["top_k"] not in RAW_TOP_K,
+            f"policy.generation.top_k = {generation['top_k']}: {why}; set null, {way}",
         ),
         (
             bool(generation.get("bad_words")),

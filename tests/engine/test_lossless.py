@@ -16,6 +16,7 @@ from vllm.v1.sample import rejection_sampler
 from nemo_specrl import Finish, Rollout, SpecRLConfig
 from nemo_specrl.engine.drafters.histories import PendingHistories
 from nemo_specrl.engine.outputs import rollout_info
+from nemo_specrl.engine.sampling_rules import check_verifiable
 from nemo_specrl.engine.vllm import patches
 from nemo_specrl.engine.vllm.compat import EXTRA_ARG
 from nemo_specrl.engine.vllm.refit import refit
@@ -143,6 +144,15 @@ def test_rollouts_of_other_sampling_are_drafts_for_trees_alone(llm, proposer):
     made.fingerprint = 5
     outputs, _ = sample(made, 4, 20, temperature=0.7)
     assert made.metrics.drafts == 0 and all(rollout_info(o.outputs[0]).fresh for o in outputs)
+
+
+def test_top_k_is_verified_in_v2_alone():
+    """By the V2 runner, whose own tests sample so (drafters/v2/test_engine.py)."""
+    likeliest = params(5, temperature=0.8, top_k=5)
+    check_verifiable(likeliest, trees="v2")
+    for trees in ("proposer", None):
+        with pytest.raises(UnsupportedSampling, match="top_k = 5|temperature = 0.8"):
+            check_verifiable(likeliest, trees=trees)
 
 
 def test_other_sampling_is_refused_by_name_where_more_than_trees_verifies(llm, proposer):

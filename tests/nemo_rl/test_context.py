@@ -40,6 +40,7 @@ GENERATION = {
 CACHE = {"cache": {"dir": "/raid/specrl"}}
 REUSE = {"spec_rl__preset": "faithful"}
 ROUNDS = {"spec_rl__tree": {"method": "rounds"}}
+AUTO = {"spec_rl__tree": {}}
 PROPOSER = {"spec_rl__tree": {"method": "proposer"}}
 
 
@@ -142,7 +143,6 @@ def test_a_log_that_cannot_be_written_or_read_is_a_warning(tmp_path, caplog, dam
         ),
         (REUSE | {"top_p": 0.95}, "policy.generation.top_p = 0.95", "set 1.0"),
         (REUSE | {"top_k": 50}, "policy.generation.top_k = 50: prefix reuse", "set null"),
-        (PROPOSER | {"top_k": 50}, "policy.generation.top_k = 50: vLLM fails", "set null"),
         (REUSE | {"vllm_cfg__precision": "fp8"}, "vllm_cfg.precision = fp8", "set bfloat16"),
         (REUSE | {"vllm_cfg__kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype = fp8_e4m3", "set auto"),
         (
@@ -185,6 +185,14 @@ def test_what_cannot_be_is_refused_in_one_line(tmp_path, changes, named, way_out
 def test_a_proposer_drafts_under_any_sampling(tmp_path, changes):
     """Its drafts are judged by what is sampled from; only prefix reuse and rounds need it raw."""
     assert RunContext.of(recipe(tmp_path, **PROPOSER, **changes), "grpo") is not None
+
+
+def test_top_k_is_for_v2_alone(tmp_path):
+    likeliest = {"temperature": 0.8, "top_p": 0.9, "top_k": 50}
+    known = {"engines": Engines.elsewhere("0.25.1", {}), "model": {}}
+    assert RunContext.of(recipe(tmp_path, **AUTO, **likeliest), "grpo", **known) is not None
+    with pytest.raises(ConfigError, match=r"top_k = 50: with .*proposer vLLM fails .* set null"):
+        RunContext.of(recipe(tmp_path, **PROPOSER, top_k=50), "grpo", **known)
 
 
 def test_on_policy_distillation_is_refused(tmp_path):
@@ -293,7 +301,6 @@ def test_the_v2_drafter_takes_no_pipeline_stages(tmp_path, monkeypatch):
         RunContext.of(recipe(tmp_path, **v2, vllm_cfg__pipeline_parallel_size=2), "grpo")
 
 
-AUTO = {"spec_rl__tree": {}}
 GPUS = Engines.elsewhere("0.25.1", {})
 DENSE = {"architectures": ["Qwen3ForCausalLM"]}
 MIXTURE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128}

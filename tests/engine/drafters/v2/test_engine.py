@@ -100,6 +100,10 @@ def likeliest(folder, sign):
     return responses
 
 
+SHAPES = {"tempered": {"temperature": 0.7}, "of the likeliest": {"temperature": 0.8, "top_k": 6}}
+"""Sampling that is not raw, for drafts that are good."""
+
+
 @pytest.mark.parametrize(
     ("llm", "drafts"),
     [
@@ -109,17 +113,23 @@ def likeliest(folder, sign):
         ("sync", "siblings"),
         ("async", "good"),
         ("async", "tempered"),
+        ("sync", "of the likeliest"),
+        ("async", "of the likeliest"),
     ],
     indirect=["llm"],
 )
-def test_exact(llm, speculator, random_model, drafts):
+def test_exact(llm, speculator, random_model, drafts, monkeypatch):
     """Each token has the distribution that is sampled from, given those before it.
 
     The probability of all tokens more likely than the sampled one, and a random part of its own,
     is uniform where it has, and independent from token to token. The bound is 1e-3 for each of
-    six tests: a correct sampler fails one of them for 0.6 % of all seeds, and these are fixed.
+    eight tests: a correct sampler fails one of them for 0.8 % of all seeds, and these are fixed.
     """
-    history, options = [], {"temperature": 0.7} if drafts == "tempered" else {}
+    from vllm.v1.sample.ops import topk_topp_sampler as filters
+
+    # The interpreter cannot run this kernel. On GPUs vLLM takes the other for less than 8 rows.
+    monkeypatch.setattr(filters, "apply_top_k_top_p_triton", filters.apply_top_k_top_p_pytorch)
+    history, options = [], SHAPES.get(drafts, {})
     if drafts == "foreign":
         history = np.random.default_rng(0).integers(0, VOCABULARY, (16, 8)).tolist()
     elif drafts != "siblings":
@@ -128,10 +138,12 @@ def test_exact(llm, speculator, random_model, drafts):
     samples = np.array([output.token_ids for output in outputs])
     assert samples.shape == (ROWS, TOKENS)
     steps, tokens, *_ = speculator.index.take_totals()
-    if drafts in ("good", "tempered"):
+    if drafts == "good" or options:
         assert tokens / steps > 1.15  # parts of drafts are accepted
     raw = probabilities(random_model, samples.tolist())
     p = raw ** (1 / options.get("temperature", 1.0))
+    least = np.sort(p, -1)[..., -options.get("top_k", VOCABULARY), None]
+    p = np.where(p < least, 0, p)
     p /= p.sum(-1, keepdims=True)
     own = np.take_along_axis(p, samples[:, :, None], -1)
     before = np.where(p > own, p, 0).sum(-1)
