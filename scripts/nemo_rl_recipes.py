@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import re
 import runpy
 import sys
@@ -107,9 +108,11 @@ class NemoRl:
         self.version = f"{version} ({commit[:7]})"
         self._config = importlib.import_module("nemo_rl.utils.config")
         self._config.register_omegaconf_resolvers()
-        # Variables of a user's environment are paths, which no check reads.
+        # A user's variables are paths, which no check reads: those that are not set may be any.
         OmegaConf.register_new_resolver(
-            "oc.env", lambda name, default=None: default or f"/{name}", replace=True
+            "oc.env",
+            lambda name, default=None: os.environ.get(name, default or f"/{name}"),
+            replace=True,
         )
 
     def recipes(self) -> Iterator[Recipe]:

@@ -151,7 +151,7 @@ def test_top_k_is_verified_in_v2_alone():
     likeliest = params(5, temperature=0.8, top_k=5)
     check_verifiable(likeliest, trees="v2")
     for trees in ("proposer", None):
-        with pytest.raises(UnsupportedSampling, match="top_k = 5|temperature = 0.8"):
+        with pytest.raises(UnsupportedSampling, match=r"top_k = 5|temperature = 0\.8"):
             check_verifiable(likeliest, trees=trees)
 
 
