@@ -32,7 +32,7 @@ FIRST_SEED = 10_000_019
 BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
 MOST_TARGET_TOKENS = 224  # so that the model learns to end within 256
 ROWS_PER_MICRO_BATCH = 4  # rows of like length together: little padding
-WARMUP_STEPS = 5
+WARMUP_STEPS = 10
 
 Row = tuple[list[int], list[int]]
 """Token ids of a prompt and of its target."""
@@ -118,10 +118,10 @@ def main() -> None:
     )
     parser.add_argument("model", type=Path, help="folder that scripts/smollm2.py made")
     parser.add_argument("out", type=Path, help="folder for the adapter")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--rows", type=int, default=16, help="problems in a step, each taken once")
+    parser.add_argument("--steps", type=int, default=192)
+    parser.add_argument("--rows", type=int, default=8, help="problems in a step, each taken once")
     parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--learning-rate", type=float, default=1e-3, help="at its peak")
+    parser.add_argument("--learning-rate", type=float, default=4e-3, help="at its peak")
     parser.add_argument("--save-every", type=int, default=0, help="steps; 0: at the end alone")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
