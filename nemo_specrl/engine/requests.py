@@ -290,11 +290,8 @@ def build_requests(
     prompts = as_list(prompts)
     if not isinstance(sampling_params, Sequence):
         sampling_params = [sampling_params] * len(prompts)
-    for name, values in (
-        ("sampling_params", sampling_params),
-        ("sample_indices", sample_indices),
-        ("prompt_keys", prompt_keys),
-    ):
+    given = {"sampling_params": sampling_params, "sample_indices": sample_indices}
+    for name, values in {**given, "prompt_keys": prompt_keys}.items():
         if values is not None and len(values) != len(prompts):
             raise ConfigError(f"{name}: {len(values)} of them for {len(prompts)} prompts")
     trees = limits.drafter if trees_alone else None
