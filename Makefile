@@ -4,10 +4,11 @@
 # make test-vllm VERSION=0.25.1   the engine's tests and a short training on another vLLM
 # make test-v2   set up, then the tests of drafting in vLLM's V2 model runner, by Triton's interpreter
 # make test-nemo NEMO_RL_HOME=DIR   the tests that run a checkout of NeMo-RL, on the vLLM it pins
+# make test-language   PPO, DAPO and a Megatron policy on the model of `make demo-language`, a step each
 # make nemo-table NEMO_RL_HOME=DIR   write a checkout's part of docs/reference/nemo_rl_recipes.md anew
 # make lint   set up, then style, types, layers, shell scripts and Dockerfiles
 # make audit  set up, then known vulnerabilities of the locked packages, where the index tells them
-.PHONY: help setup demo language-model demo-language test test-vllm test-v2 test-nemo nemo-table lint audit clean
+.PHONY: help setup demo language-model demo-language test-language test test-vllm test-v2 test-nemo nemo-table lint audit clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -26,6 +27,9 @@ demo-language: language-model
 
 test: setup
 	.venv/bin/python -m pytest -n 2 --dist loadfile
+
+test-language: language-model
+	SPECRL_LANGUAGE_MODEL=$(CURDIR)/results/models/smollm2-gsm .venv/bin/python -m pytest tests/trainer/test_language.py
 
 test-vllm:
 	scripts/test_vllm.sh $(VERSION)
