@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.shared.recording import WORD_PROBLEMS
-from benchmarks.shared.records import merged
+from benchmarks.shared.records import merged, read
 from nemo_specrl.engine.vllm.environment import local_cpu_environment
 from nemo_specrl.trainer.data.dataset import open_dataset
 from nemo_specrl.trainer.recipe import Recipe, load_recipe
@@ -30,7 +30,14 @@ from nemo_specrl.trainer.recipe import Recipe, load_recipe
 RECIPES = {
     "sorting": ("grpo_sort_cpu", ()),
     "arithmetic": ("dapo_arith_cpu", ("policy.model_name=examples/models/qwen3-arith-small",)),
-    WORD_PROBLEMS: ("grpo_gsm_smollm2_cpu", ()),
+    # All templates of word problems, not those alone on which its recipe trains.
+    WORD_PROBLEMS: (
+        "grpo_gsm_smollm2_cpu",
+        (
+            *("data.dataset_name=reasoning_gym:gsm_symbolic", "data.data_path=null"),
+            *("data.split_validation_size=0", "data.env_name=null"),
+        ),
+    ),
 }
 """Recipe and overrides of each task."""
 GROUP = 4
@@ -118,6 +125,35 @@ def without_triton() -> None:
     arrays.kernels = v2_numpy  # type: ignore[attr-defined]
 
 
+def chart(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw tokens a step over the mean probability of a token, with history and corpus."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    chosen = [row for row in rows if row["history"] and row["corpus"]]
+    lengths = sorted({row["length"] for row in chosen})
+    for length, style in zip(lengths, ("-", "--", ":"), strict=False):
+        line = sorted((r for r in chosen if r["length"] == length), key=lambda r: r["mean_p"])
+        for epoch, name in ((0, "first epoch"), (1, "second"), (2, "third")):
+            axes.plot(
+                [row["mean_p"] for row in line],
+                [row["tokens_per_step"][epoch] for row in line],
+                style,
+                color=f"C{epoch}",
+                marker="o",
+                label=f"{name}, at most {length} drafted",
+            )
+    axes.set_xlabel("mean probability of a sampled token")
+    axes.set_ylabel("tokens of a row per engine step")
+    axes.set_ylim(bottom=1)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=100)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -129,7 +165,11 @@ def main() -> None:
     parser.add_argument("--prompts-at-once", type=int, default=4)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path, help="draw the rows of --json instead of measuring")
     args = parser.parse_args()
+    if args.plot:
+        chart(read(args.json)["rows"], args.plot)
+        return
     local_cpu_environment()
     without_triton()
     rows = []
