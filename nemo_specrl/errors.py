@@ -38,6 +38,7 @@ __all__ = [
     "StoreInUse",
     "StoreUnavailable",
     "UnsupportedSampling",
+    "first_line",
     "in_one_line",
     "last_line",
 ]
@@ -122,6 +123,11 @@ def last_line(error: BaseException) -> str:
         return "a pickle in it is damaged, or holds more than data"
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1].strip()
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type; transformers explains behind that line."""
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def in_one_line(error: BaseException) -> str:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from nemo_specrl.cache import RolloutStore
     from nemo_specrl.rollout import Rollout
 
-__all__ = ["app"]
+__all__ = ["app", "folder_argument"]
 
 app = typer.Typer(
     help="Look into, check and move a rollout cache.", no_args_is_help=True, add_completion=False
@@ -116,7 +116,7 @@ def export(
     from nemo_specrl.cache.inspection import open_source
 
     _needs_safetensors()
-    out = _folder(out)
+    out = folder_argument(out)
     with open_source(path) as source:
         sound = _Sound(source.rollouts)
         count = write_export(out, iter(sound), source.tokenizer_id)
@@ -172,7 +172,7 @@ def import_(
     from nemo_specrl.cache.run_folders import WARM_START
 
     _needs_safetensors()
-    cache_dir = _folder(cache_dir)
+    cache_dir = folder_argument(cache_dir)
     path = cache_dir / WARM_START
     cap = _bytes(max_bytes)
     if source_path.exists() and path.exists() and source_path.samefile(path):
@@ -234,14 +234,22 @@ def _add(store: RolloutStore, rollouts: Iterable[Rollout], *, newest_last: bool)
     return taken, left_out
 
 
-def _folder(path: Path) -> Path:
-    """A folder that is to be made, as a recipe would read it."""
+def folder_argument(path: Path, option: str = "") -> Path:
+    """A folder that is to be made, as a recipe would read it.
+
+    Args:
+        path: as it was given.
+        option: the option that has it, for the message; empty: an argument without a name.
+
+    Raises:
+        ConfigError: it is none.
+    """
     from nemo_specrl.config import parse_path
 
     try:
         return parse_path(path)
     except ValueError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(f"{option} {path}: {error}".lstrip()) from None
 
 
 def _bytes(text: str) -> int:

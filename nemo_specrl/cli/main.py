@@ -26,6 +26,7 @@ from rich.table import Table
 
 from nemo_specrl import __version__
 from nemo_specrl.cli.cache import app as cache_app
+from nemo_specrl.cli.cache import folder_argument
 from nemo_specrl.errors import CacheError, CheckpointError, ConfigError, Diverged, SpecRLError
 from nemo_specrl.monitoring import heartbeat
 from nemo_specrl.monitoring import names as metric
@@ -126,6 +127,7 @@ def train(config: RecipeArgument, overrides: OverridesArgument = None) -> None:
     if config.is_file():
         _say(f"train: loading {config}, torch and vLLM; the first step takes a minute or more")
     from nemo_specrl.engine.vllm.environment import local_cpu_environment
+    from nemo_specrl.trainer.data.dataset import open_dataset
     from nemo_specrl.trainer.policy_config import model_folder
     from nemo_specrl.trainer.recipe import load_recipe
     from nemo_specrl.trainer.start_checks import check_start
@@ -134,7 +136,8 @@ def train(config: RecipeArgument, overrides: OverridesArgument = None) -> None:
     model_folder(recipe.policy.model_name)  # while the hub may still be asked
     local_cpu_environment()
     _quiet_libraries()
-    data = check_start(recipe)
+    check_start(recipe)
+    data = open_dataset(recipe.data, recipe.policy, recipe.algorithm.max_val_samples)
     heartbeat.connect(recipe.run_dir)
     trainer = _set_up(recipe, data)
     if not trainer.done:
@@ -234,16 +237,12 @@ def compare(
     """
     if config.is_file():
         _say(f"compare: {config}, first plain, then speculative, each in a process of its own")
-    from nemo_specrl.config import parse_path
     from nemo_specrl.monitoring.comparison import comparison
     from nemo_specrl.monitoring.report import print_comparison, write_comparison
     from nemo_specrl.trainer.recipe import load_recipe
     from nemo_specrl.trainer.start_checks import check_start
 
-    try:
-        out = parse_path(out)
-    except ValueError as error:
-        raise ConfigError(f"--out {out}: {error}") from None
+    out = folder_argument(out, "--out")
     sides = {}
     for side, enabled in {"plain": "false", "speculative": "true"}.items():
         sides[side] = [

@@ -10,22 +10,18 @@ import tempfile
 from pathlib import Path
 
 from nemo_specrl.errors import ConfigError
-from nemo_specrl.trainer.data.dataset import Dataset, open_dataset
 from nemo_specrl.trainer.policy_config import read_model_config, tokenizer_file
 from nemo_specrl.trainer.recipe import Recipe
 
 __all__ = ["check_start"]
 
 
-def check_start(recipe: Recipe) -> Dataset:
-    """Refuse a recipe that cannot work on this machine.
-
-    Returns:
-        its problems, which have been read or generated to be checked.
+def check_start(recipe: Recipe) -> None:
+    """Refuse a recipe that cannot work on this machine, but for what is wrong with its problems.
 
     Raises:
         ConfigError: a folder cannot be written to, or the model does not fit the context length
-            or the stop tokens, or the problems are not as they must be.
+            or the stop tokens.
     """
     _check_model(recipe)
     folders = {"logger.log_dir": recipe.logger.log_dir}
@@ -40,7 +36,6 @@ def check_start(recipe: Recipe) -> Dataset:
         folders[key] = textfile.parent
     for key, folder in folders.items():
         _check_folder(key, folder)
-    return open_dataset(recipe.data, recipe.policy, recipe.algorithm.max_val_samples)
 
 
 def _check_folder(key: str, folder: Path) -> None:

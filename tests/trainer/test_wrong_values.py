@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from nemo_specrl.cli.main import main
 from nemo_specrl.config import MAX_COUNT
 from nemo_specrl.errors import ConfigError
+from nemo_specrl.trainer.data.dataset import open_dataset
 from nemo_specrl.trainer.generation.engine import build_engine
 from nemo_specrl.trainer.recipe import Recipe, load_recipe
 from nemo_specrl.trainer.start_checks import check_start
@@ -203,7 +204,9 @@ def test_home_folders_are_those_of_users(monkeypatch, tmp_path):
 def test_what_is_right_is_accepted(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     for recipe in RECIPES:
-        check_start(load_recipe(recipe))
+        right = load_recipe(recipe)
+        check_start(right)
+        assert open_dataset(right.data, right.policy, right.algorithm.max_val_samples).training
     off = ("checkpointing.enabled=false", "checkpointing.checkpoint_dir=/proc/x")
     recipe = load_recipe(DEMO, [*off, "logger.log_dir=here"])
     check_start(recipe)  # of a folder that is not used

@@ -247,9 +247,8 @@ def why_v1(engines: Engines, model: Mapping[str, Any]) -> str | None:
     text = whole.get("text_config") or whole
     names = [str(name) for name in model.get("architectures") or ()]
     runs = f"vLLM {engines.version} runs %s in its V1 model runner"
-    attention_alone = set(model.get("layer_types") or ()) == {
-        "attention"
-    }  # as in granite-4.0-micro
+    layers = set(model.get("layer_types") or ())
+    attention_alone = layers == {"attention"}  # as in granite-4.0-micro
     if any(name.startswith(HYBRIDS) for name in names) and not attention_alone:
         return runs % f"models with other layers than attention ({', '.join(names)})"
     if any(text.get(key) for key in EXPERTS) and not V2_MIXTURES.intersection(names):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_specrl.errors import ConfigError
+from nemo_specrl.errors import ConfigError, first_line
 from nemo_specrl.trainer.policy_config import PolicyConfig, model_folder, tokenizer_file
 
 __all__ = ["Message", "Text", "read_text_file"]
@@ -40,9 +40,8 @@ class Text:
                 model_folder(name), trust_remote_code=False
             )
         except Exception as error:  # transformers raises many kinds without a common base
-            first_line = (str(error) or type(error).__name__).splitlines()[0]
             raise ConfigError(
-                f"policy.model_name = {name!r}: its tokenizer cannot be loaded: {first_line}"
+                f"policy.model_name = {name!r}: its tokenizer cannot be loaded: {first_line(error)}"
             ) from None
         chosen = policy.tokenizer.chat_template
         self._chat = chosen is not None

@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from nemo_specrl.errors import ConfigError
+from nemo_specrl.errors import ConfigError, first_line
 from nemo_specrl.monitoring import names as metric
 from nemo_specrl.trainer.divergence import first_not_finite
 from nemo_specrl.trainer.losses import policy_loss
@@ -42,9 +42,8 @@ def load_model(model_name: str) -> torch.nn.Module:
             trust_remote_code=False,  # None would ask on the terminal whether to run its code
         )
     except Exception as error:  # transformers raises many kinds without a common base
-        first_line = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(
-            f"policy.model_name = {model_name!r}: transformers cannot load it: {first_line}"
+            f"policy.model_name = {model_name!r}: transformers cannot load it: {first_line(error)}"
         ) from None
     return model.train()
 
