@@ -225,8 +225,14 @@ class SpecVllmGeneration(VllmGeneration):
         return int(self._tell_workers("spec_rl_policy_version")[0])
 
     def shutdown(self) -> bool:
-        """Shut the workers down, and close the cache."""
-        if not hasattr(self, "worker_group"):  # the constructor has failed, and __del__ calls this
+        """Shut the workers down, and close the cache.
+
+        ``__del__`` of NeMo-RL's class calls this too: after a constructor that failed, and at the
+        end of the process, when Ray has ended already. A question to a worker would then start Ray
+        anew, or wait without end for a cluster that is gone (``ray/_private/auto_init_hook.py``).
+        """
+        if not hasattr(self, "worker_group") or not ray.is_initialized():
+            _generations.discard(self)
             return True
         if self in _generations:  # a copy leaves the cache open
             _generations.discard(self)

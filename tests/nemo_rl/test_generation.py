@@ -120,3 +120,20 @@ def test_a_step_goes_on_without_engines_that_do_not_answer(cluster, monkeypatch,
         del generation.worker_group  # which a shutdown would look for
     assert counted["spec_rl/cache_errors"] == 3
     assert caplog.text.count("the step goes on without") == 2
+
+
+def test_a_shutdown_after_ray_has_ended_asks_nobody(nemo, monkeypatch):  # noqa: F811
+    """As ``__del__`` at the end of a process; Ray would wait for the cluster that was there."""
+    import ray
+
+    from nemo_specrl.nemo_rl.generation import SpecVllmGeneration
+
+    assert not ray.is_initialized()
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # where nobody answers
+    generation = object.__new__(SpecVllmGeneration)
+    generation.cache = None
+    worker = ray.remote(Silent)
+    generation.worker_group = SimpleNamespace(shutdown=lambda **_: worker.remote())
+    assert generation.shutdown()
+    del generation
+    assert not ray.is_initialized()
