@@ -36,14 +36,19 @@ esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 if [[ $kind == default ]]; then
-    lock=requirements/cpu.lock venv=.venv size="1 GB to download, 2.5 GB on disk"
+    lock=requirements/cpu.lock venv=.venv
 else
     lock=requirements/$kind-$version.lock venv=.venv-$kind-$version
-    size="3 GB to download, 5.5 GB on disk"
     if [[ ! -f $lock ]]; then
         known=$(printf '%s\n' requirements/"$kind"-*.lock | sed "s/.*$kind-//; s/\.lock$//" | paste -sd' ')
         die "no lock for vLLM '$version'; there are: $known (requirements/lock makes them)"
     fi
+fi
+# A lock with another torch than the default one has its CUDA build and the libraries that it needs.
+if [[ $(grep '^torch==' "$lock") == $(grep '^torch==' requirements/cpu.lock) ]]; then
+    cpu_torch=yes size="1 GB to download, 2.5 GB on disk"
+else
+    cpu_torch=no size="3 GB to download, 5.5 GB on disk"
 fi
 # NeMo-RL rewrites files of vLLM on disk, which must not be those of uv's cache.
 [[ $kind != nemo ]] || export UV_LINK_MODE=copy
@@ -92,7 +97,7 @@ failed() { die "could not install $1: $(grep -i error "$log" | tail -n 1) (all o
 # uv reads no settings of pip; where that is what it takes, pip does the same, slower.
 install_rest() {
     local rest=$venv/rest.txt
-    if [[ $kind == default ]]; then grep -v '^torch==' "$lock" >"$rest"; else cp "$lock" "$rest"; fi
+    if [[ $cpu_torch == yes ]]; then grep -v '^torch==' "$lock" >"$rest"; else cp "$lock" "$rest"; fi
     pip "$(pinned uv)" && uv --no-deps -r "$rest" && return
     say "uv could not install, trying pip (takes minutes)"
     pip --no-deps -r "$rest"
@@ -115,7 +120,7 @@ install_stack() {
     say "installing $(grep -c == "$lock") packages into $venv with $python: $size"
     rm -rf "$venv/.stack" "$venv/.project" "$venv"   # the stamps first, in case this is interrupted
     "$python" -m venv "$venv" || die "$python -m venv failed"
-    if [[ $kind != default ]]; then # the lock has torch's CUDA build and the libraries it needs
+    if [[ $cpu_torch == no ]]; then
         install_rest || failed "the lock"
         return
     fi

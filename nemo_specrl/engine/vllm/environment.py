@@ -34,7 +34,7 @@ Method = Literal["v2", "proposer", "rounds"]
 
 FIRST_WITH_DRAFTERS = (0, 25, 1)
 """The oldest vLLM that was found to take proposers and speculators of ours; 0.20 takes neither."""
-FIRST_WITH_V2_FOR_ALL = (0, 32)
+FIRST_WITH_V2_FOR_ALL = (0, 29)
 """The oldest vLLM that was found to run every model in its V2 model runner."""
 V2_MIXTURES = frozenset({"DeepseekV2ForCausalLM", "Qwen2MoeForCausalLM", "GraniteMoeForCausalLM"})
 """Mixtures of experts that vLLM ran in V2 before (config/vllm.py,

@@ -43,7 +43,11 @@ logger = logging.getLogger(__name__)
 TOKENS_EXACT, TOKENS_MULTIPLE = 32, 16
 """Up to so many tokens linear layers on a CPU run as they are, more in such multiples."""
 
-PROMPT_LOGPROBS_SOURCES = {"a7451a6d24ea1922": "0.25.1", "c6f2327c5bbb4c51": "0.32.0"}
+PROMPT_LOGPROBS_SOURCES = {
+    "a7451a6d24ea1922": "0.25.1",
+    "e7319dd58637b211": "0.26.0",
+    "c6f2327c5bbb4c51": "0.29.0, 0.32.0",
+}
 """XXH3 of the source of ``GPUModelRunner._get_prompt_logprobs_dict``, and a version that has it."""
 PROMPT_TOKENS_AT_ONCE = 1024
 """So many tokens of prompts have their log-probs computed at once; the V2 model runner's number."""

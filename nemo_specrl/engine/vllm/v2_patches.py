@@ -36,23 +36,29 @@ SPECULATOR = "nemo_specrl.engine.drafters.v2.speculator.HistorySpeculator"
 SOURCES: dict[str, dict[str, str]] = {
     "init_speculator": {
         "f4cfdd06537c0f84": "0.25.1, 0.26.0",
+        "1f9a18dc380bf36e": "0.29.0",
         "b5854375c89a8dd1": "0.32.0",
         "6ef897bd22492f9a": "0.33.0",
     },
-    "add_requests": {"37ced69082168d1a": "0.25.1, 0.26.0", "5c0348221ed2e87f": "0.32.0, 0.33.0"},
+    "add_requests": {
+        "37ced69082168d1a": "0.25.1, 0.26.0",
+        "f13266b750450235": "0.29.0",
+        "5c0348221ed2e87f": "0.32.0, 0.33.0",
+    },
     "_remove_request": {
         "a87e6efafc82f59b": "0.25.1, 0.26.0",
-        "86f1b21e7787064e": "0.32.0, 0.33.0",
+        "86f1b21e7787064e": "0.29.0 to 0.33.0",
     },
     "_get_v2_model_runner_unsupported_features": {
         "4110550e86c8419c": "0.25.1",
         "876da7a1cb687720": "0.26.0",
+        "7c4a49959dacb9e0": "0.29.0",
         "bcd9027fd2112355": "0.32.0",
         "a52cc7637f6d4a44": "0.33.0",
     },
     "make_spec_decoding_stats": {"15061fa40c8de7a3": "0.25.1 to 0.33.0"},
     "update_draft_token_ids": {
-        "54b0036e1d3b57d4": "0.25.1, 0.26.0",
+        "54b0036e1d3b57d4": "0.25.1 to 0.29.0",
         "b4d5a8c59df7b8a9": "0.32.0, 0.33.0",
     },
 }
@@ -246,7 +252,7 @@ def _check_runner(vllm_config: Any) -> None:
     if not vllm_config.use_v2_model_runner:
         raise IncompatibleVersion(
             f"{name}: vLLM would not run this model in its V2 model runner, for the reason that it "
-            "has logged (before 0.32: mixtures of experts); set VLLM_USE_V2_MODEL_RUNNER=1 to have "
+            "has logged (before 0.29: mixtures of experts); set VLLM_USE_V2_MODEL_RUNNER=1 to have "
             "V2 all the same, or preset: faithful, or tree.method: proposer for the V1 runner"
         )
     stages = int(vllm_config.parallel_config.pipeline_parallel_size)

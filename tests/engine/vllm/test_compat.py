@@ -47,7 +47,8 @@ def test_other_versions_get_one_warning(version, caplog, value):
     assert compat.check_version() == compat.check_version() == value
     [record] = caplog.records
     assert record.getMessage() == (
-        f"nemo_specrl has not been run on vLLM {value}, only on 0.20.0, 0.25.1, 0.32.0"
+        f"nemo_specrl has not been run on vLLM {value}, only on 0.20.0, 0.25.1, 0.26.0, "
+        "0.29.0, 0.32.0"
     )
 
 
