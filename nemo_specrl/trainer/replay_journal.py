@@ -3,14 +3,22 @@
 After a crash the store is restored from the checkpoint; the journal is not. When the lost steps are
 repeated under the same weights, their rollouts are taken from the journal instead of being decoded
 again. The caller identifies weights by their fingerprint.
+
+A step may be lost several times, by one process after the other, and each may have decoded it in
+another way (how long lossless drafts are depends on measured times). So the journal notes which
+process made a rollout, and at which draw of its prompt in the step, in the field ``incarnation``
+of its records, which the store of a single engine does not use.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import os
 import shutil
-from collections import Counter, deque
+import time
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -22,6 +30,7 @@ from nemo_specrl.rollout import Finish, Rollout
 __all__ = ["JournaledStore"]
 
 _ALL = 2**16  # groups of a prompt, which may come up often between two checkpoints
+_DRAWS = 2**20  # of a prompt in a step, at most; a record's incarnation: process * _DRAWS + draw
 
 
 class JournaledStore:
@@ -71,9 +80,9 @@ class JournaledStore:
         except BaseException:
             self.close()
             raise
-        # By key, sample index and policy version.
-        self._asked: Counter[tuple[bytes, int, int]] = Counter()
-        self._put: Counter[tuple[bytes, int, int]] = Counter()
+        self._process = time.time_ns() // 10**6
+        # How often a row has been asked for, by key, sample index and policy version.
+        self._draws: Counter[tuple[bytes, int, int]] = Counter()
 
     def get(self, keys: Iterable[bytes]) -> dict[bytes, list[Rollout]]:
         """Look up rollouts in the store alone, as :meth:`RolloutStore.get` does."""
@@ -83,21 +92,24 @@ class JournaledStore:
         """Put rollouts into the store and the journal, as :meth:`RolloutStore.put` does."""
         rollouts = list(rollouts)
         self._store.put(rollouts)
-        for rollout in rollouts:
-            self._put[rollout.key, rollout.sample_index, rollout.policy_version] += 1
-        self._journal[-1].put(rollouts)
+        places = [(r.key, r.sample_index, r.policy_version) for r in rollouts]
+        made = [self._process * _DRAWS + self._draws[place] for place in places]
+        self._journal[-1].put(map(_with_incarnation, rollouts, made))
 
     def take(
         self, rows: Sequence[tuple[bytes, int]], policy_version: int, fingerprint: int
     ) -> list[Rollout | None]:
         """Return the rollouts that a process that died had made for the same step.
 
-        Rollouts of the same weights are returned for the whole batch or not at all, because
-        decoding fewer rows at a time changes roundings, and so would not repeat the lost step.
-        They are put into the store as well. If the weights are others, because an earlier step
-        could not be repeated exactly, only some of the rows may have a rollout.
+        Rollouts of the same weights are returned for the whole batch or not at all, and all from
+        one process: decoding fewer rows at a time changes roundings, and the rows that several
+        processes had finished when each of them died are the short ones. The latest process counts
+        that had them all, since it may have logged the step. They are put into the store as well.
 
-        A row that is asked for a second time in a step gets the rollout of its second occurrence.
+        If the weights are others, because an earlier step could not be repeated exactly, only some
+        of the rows may have a rollout, each the latest one.
+
+        A row that is asked for a second time in a step gets the rollout of its second draw.
 
         Args:
             rows: key and sample index of each row.
@@ -107,31 +119,35 @@ class JournaledStore:
         Returns:
             a rollout for each row, or None. Its fingerprint may be that of other weights.
         """
-        keys = dict.fromkeys(key for key, _ in rows)
-        found: dict[bytes, list[Rollout]] = {}
-        for part in reversed(self._journal):  # newest first, as each store returns them
-            for key, rollouts in part.get(keys).items():
-                found.setdefault(key, []).extend(rollouts)
-        taken: list[Rollout | None] = []
-        for key, sample_index in rows:
-            place = key, sample_index, policy_version
-            earlier = [
-                rollout
-                for rollout in reversed(found.get(key, ()))  # now the oldest first
-                if (rollout.sample_index, rollout.policy_version) == (sample_index, policy_version)
-            ]
-            # Leave out what this process has put itself. If the cap has evicted some of it, all
-            # earlier rollouts of the prompt are gone as well, since a prompt is evicted as a whole.
-            earlier = earlier[: max(0, len(earlier) - self._put[place])]
-            whole = [rollout for rollout in earlier if rollout.finish is not Finish.PARTIAL]
-            index = self._asked[place]
-            taken.append(whole[index] if index < len(whole) else None)
-            self._asked[place] += 1
-        same = [r for r in taken if r is not None and r.fingerprint == fingerprint]
-        if same and len(same) < len(rows):
+        made = self._made(rows, policy_version)
+        processes = sorted({process for found in made for process in found}, reverse=True)
+        for process in processes:
+            taken = [found.get(process) for found in made]
+            same = [r for r in taken if r is not None and r.fingerprint == fingerprint]
+            if len(same) == len(rows):
+                self._store.put(same)
+                return list(same)
+        if any(r.fingerprint == fingerprint for found in made for r in found.values()):
             return [None] * len(rows)
-        self._store.put(same)
-        return taken
+        return [found[max(found)] if found else None for found in made]
+
+    def _made(
+        self, rows: Sequence[tuple[bytes, int]], policy_version: int
+    ) -> list[dict[int, Rollout]]:
+        """What earlier processes made for the next draw of each row, by process."""
+        places = [(key, sample_index, policy_version) for key, sample_index in rows]
+        self._draws.update(places)
+        recorded: dict[tuple[bytes, int, int], dict[int, Rollout]] = defaultdict(dict)
+        keys = dict.fromkeys(key for key, _ in rows)
+        groups = [group for part in self._journal for group in part.get(keys).values()]
+        for rollout in itertools.chain.from_iterable(groups):
+            if rollout.policy_version != policy_version or rollout.finish is Finish.PARTIAL:
+                continue
+            process, draw = divmod(rollout.incarnation, _DRAWS)
+            if process != self._process:
+                place = rollout.key, rollout.sample_index, draw
+                recorded[place][process] = _with_incarnation(rollout, 0)
+        return [recorded.get((*place[:2], self._draws[place]), {}) for place in places]
 
     def snapshot(self, folder: str | os.PathLike[str]) -> None:
         """Write a snapshot of the store alone, as :meth:`RolloutStore.snapshot` does.
@@ -141,8 +157,7 @@ class JournaledStore:
         """
         self._store.snapshot(folder)
         self._journal.rotate()
-        self._asked.clear()
-        self._put.clear()
+        self._draws.clear()
 
     def forget(self) -> None:
         """Remove what the journal had at the last snapshot.
@@ -166,6 +181,12 @@ class JournaledStore:
         with contextlib.ExitStack() as stack:
             for store in (self._store, *self._journal):
                 stack.callback(store.close)
+
+
+def _with_incarnation(rollout: Rollout, incarnation: int) -> Rollout:
+    # Not dataclasses.replace, which would make another rollout of a store's own class.
+    values = {field.name: getattr(rollout, field.name) for field in dataclasses.fields(Rollout)}
+    return Rollout(**values | {"incarnation": incarnation})
 
 
 def _open_journal(folder: Path, max_bytes: int, identity: str) -> RolloutStore:

@@ -36,11 +36,18 @@ def step(version, **options):
     return [exact(key, sample_index, version, **options) for key, sample_index in ROWS]
 
 
+def decode(store, rollouts):
+    """As an engine does, which asks for what there is, finds nothing, and decodes."""
+    (version,) = {rollout.policy_version for rollout in rollouts}
+    assert store.take(ROWS, version, WEIGHTS) == [None] * 6
+    store.put(rollouts)
+
+
 def test_what_was_made_is_taken_by_its_step_once_and_goes_into_the_store(tmp_path):
     made = {version: step(version) for version in (3, 4)}
     with opened(tmp_path) as store:
         for rollouts in made.values():
-            store.put(rollouts)
+            decode(store, rollouts)
         assert store.take(ROWS, 4, WEIGHTS) == [None] * 6  # it was made by this very process
         store.snapshot(tmp_path / "snapshot")
     RolloutStore.restore(tmp_path / "snapshot", tmp_path / "store")
@@ -57,7 +64,8 @@ def test_what_was_made_is_taken_by_its_step_once_and_goes_into_the_store(tmp_pat
 def test_rows_that_come_twice_in_a_step_take_what_each_occurrence_made(tmp_path):
     first, second = step(1), step(1, salt=1)
     with opened(tmp_path) as store:
-        store.put([*first, rollout(*ROWS[0], 1, salt=2, finish=Finish.PARTIAL), *second])
+        decode(store, [*first, exact(*ROWS[0], 1, salt=2, finish=Finish.PARTIAL)])
+        decode(store, second)
     with opened(tmp_path) as store:
         assert store.take(ROWS, 1, WEIGHTS) == first
         assert store.take(ROWS, 1, WEIGHTS) == second
@@ -69,18 +77,65 @@ def test_rows_that_come_twice_in_a_step_take_what_each_occurrence_made(tmp_path)
 
 def test_half_a_batch_of_the_same_weights_is_not_taken(tmp_path):
     with opened(tmp_path) as store:
-        store.put(step(1)[:4])
+        decode(store, step(1)[:4])
     with opened(tmp_path) as store:
-        assert store.take(ROWS, 1, WEIGHTS) == [None] * 6
-        assert store.get(KEYS[2:]) == {}
-        store.put(step(1))
+        decode(store, step(1))
+        assert len(store.get(KEYS)) == 3
     with opened(tmp_path) as store:  # the second time it was whole
         assert store.take(ROWS, 1, WEIGHTS) == step(1)
 
 
+def test_a_step_that_was_lost_twice_comes_from_the_process_that_had_all_of_it(tmp_path):
+    """The first died in mid-step, the second later on, with what it had decoded in the log."""
+    with opened(tmp_path) as store:
+        decode(store, step(1)[:4])
+    with opened(tmp_path) as store:
+        decode(store, step(1, salt=1))
+    for _ in range(2):
+        with opened(tmp_path) as store:
+            assert store.take(ROWS, 1, WEIGHTS) == step(1, salt=1)
+            newest = [r.tokens.tolist() for group in store.get(KEYS).values() for r in group]
+            assert newest == [r.tokens.tolist() for r in step(1, salt=1)]
+
+
+def test_what_several_processes_had_of_a_step_is_not_put_together(tmp_path):
+    """Each has what it finished first, which is short; together they had all rows."""
+    for salt, part in enumerate((slice(0, 4), slice(2, 6))):
+        with opened(tmp_path) as store:
+            decode(store, step(1, salt=salt)[part])
+    with opened(tmp_path) as store:
+        assert store.take(ROWS, 1, WEIGHTS) == [None] * 6
+        assert store.get(KEYS) == {}
+
+
+def test_a_second_draw_that_was_lost_twice_is_the_second_one(tmp_path):
+    """A prompt is drawn twice in a step. The first process dies in its second draw."""
+    with opened(tmp_path) as store:
+        for salt, part in ((0, slice(6)), (1, slice(4))):
+            decode(store, step(1, salt=salt)[part])
+    with opened(tmp_path) as store:
+        assert store.take(ROWS, 1, WEIGHTS) == step(1)
+        decode(store, step(1, salt=2))
+        decode(store, step(1, salt=3))
+    with opened(tmp_path) as store:
+        for salt in (0, 2, 3):
+            assert store.take(ROWS, 1, WEIGHTS) == step(1, salt=salt)
+        assert store.take(ROWS, 1, WEIGHTS) == [None] * 6
+
+
+def test_of_what_other_weights_made_the_latest_is_offered(tmp_path):
+    for salt, part in enumerate((slice(0, 4), slice(2, 4))):
+        with opened(tmp_path) as store:
+            store.take(ROWS, 1, WEIGHTS + salt)  # drafts, the second time
+            store.put(step(1, salt=salt, fingerprint=WEIGHTS + salt)[part])
+    with opened(tmp_path) as store:
+        first, second = (step(1, salt=s, fingerprint=WEIGHTS + s) for s in (0, 1))
+        assert store.take(ROWS, 1, WEIGHTS + 2) == [*first[:2], *second[2:4], None, None]
+
+
 def test_what_other_weights_made_is_offered_but_not_stored(tmp_path):
     with opened(tmp_path) as store:
-        store.put(step(1)[:4])
+        decode(store, step(1)[:4])
         store.snapshot(tmp_path / "snapshot")
     with opened(tmp_path) as store:
         store._store.clear()
@@ -90,10 +145,10 @@ def test_what_other_weights_made_is_offered_but_not_stored(tmp_path):
 
 def test_a_checkpoint_makes_it_forget_and_another_run_has_its_own(tmp_path):
     with opened(tmp_path) as store:
-        store.put(step(1))
+        decode(store, step(1))
         store.snapshot(tmp_path / "snapshot")
         store.forget()
-        store.put(step(2))
+        decode(store, step(2))
     with opened(tmp_path) as store:
         assert store.take(ROWS, 1, WEIGHTS) == [None] * 6
         assert store.take(ROWS, 2, WEIGHTS) == step(2)
@@ -107,17 +162,17 @@ def test_a_checkpoint_makes_it_forget_and_another_run_has_its_own(tmp_path):
 def test_what_a_step_makes_while_a_checkpoint_is_written_stays(tmp_path):
     first, second = step(2), step(2, salt=1)
     with opened(tmp_path) as store:
-        store.put(step(1))
+        decode(store, step(1))
         store.snapshot(tmp_path / "snapshot")
-        store.put(first)
+        decode(store, first)
     with opened(tmp_path) as store:  # the process died before the checkpoint was complete
         assert store.take(ROWS, 1, WEIGHTS) == step(1)
         assert store.take(ROWS, 2, WEIGHTS) == first
         store.put(second)
         assert store.take(ROWS, 2, WEIGHTS) == [None] * 6
-        store.put(step(3))
+        decode(store, step(3))
         store.snapshot(tmp_path / "snapshot")
-        store.put(step(4))
+        decode(store, step(4))
         store.forget()
     with opened(tmp_path) as store:
         assert store.take(ROWS, 1, WEIGHTS) == [None] * 6
@@ -141,7 +196,7 @@ def test_both_together_stay_under_the_cap(tmp_path):
 
 def test_where_the_cap_made_it_forget_it_hands_out_nothing_of_this_process(tmp_path):
     with opened(tmp_path, max_bytes=4 * 2**20) as store:
-        store.put(step(1))
+        decode(store, step(1))
         for prompt in range(100, 400):  # the journal has 1 MiB: the first ones are evicted
             store.put([rollout(prompt, 1, n=3000)])
         assert store._journal[-1].get(KEYS) == {}
@@ -153,7 +208,7 @@ def test_where_the_cap_made_it_forget_it_hands_out_nothing_of_this_process(tmp_p
 
 def test_a_damaged_journal_is_moved_aside_and_the_run_resumes_without_it(tmp_path, caplog):
     with opened(tmp_path) as store:
-        store.put(step(1))
+        decode(store, step(1))
     for file in (tmp_path / "journal").glob("*/rollouts.sqlite"):
         data = bytearray(file.read_bytes())
         for page in range(0, len(data), 4096):
