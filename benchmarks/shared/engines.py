@@ -21,7 +21,7 @@ from benchmarks.shared.recording import recipe_of
 from nemo_specrl.cache import store
 from nemo_specrl.engine import sync_engine
 from nemo_specrl.engine.sync_engine import STORE_SECONDS
-from nemo_specrl.engine.vllm.patches import fix_cpu_rejection_sampler
+from nemo_specrl.engine.vllm.cpu_sampler import fix_cpu_rejection_sampler
 from nemo_specrl.rollout import Finish, Rollout, prompt_key
 
 K = TypeVar("K", bound=Hashable)

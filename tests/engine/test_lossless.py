@@ -9,15 +9,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from vllm import SamplingParams
-from vllm.v1.sample import rejection_sampler
 
 from nemo_specrl import Finish, Rollout, SpecRLConfig
 from nemo_specrl.engine.drafters.histories import PendingHistories
 from nemo_specrl.engine.outputs import rollout_info
 from nemo_specrl.engine.sampling_rules import check_verifiable
-from nemo_specrl.engine.vllm import patches
 from nemo_specrl.engine.vllm.compat import EXTRA_ARG
 from nemo_specrl.engine.vllm.refit import refit
 from nemo_specrl.errors import UnsupportedSampling
@@ -31,7 +28,6 @@ from tests.support.engines import (
     VOCABULARY,
     chi_squared,
     distribution,
-    needs_cpu_build,
 )
 from tests.support.lossless import (
     DRAFTS_OF,
@@ -334,16 +330,3 @@ def test_a_cache_that_fails_costs_no_rollout(llm, proposer):
     _, tokens = sample(made, 8, 4)
     assert [len(t) for t in tokens] == [4] * 8
     assert made.metrics.cache_errors == 1
-
-
-@needs_cpu_build
-def test_vllm_still_needs_its_rejection_sampler_fixed_on_a_cpu(llm):
-    """When this fails, vLLM has fixed it, and ``fix_cpu_rejection_sampler`` can go."""
-    values = torch.tensor([1.0, 0.5, 2.0])
-    cumulative = torch.tensor([2, 5, 6], dtype=torch.int32)
-    expected = [1.0, 1.0, 0.5, 0.5, 0.5, 2.0]
-    assert patches.expanded_to_tokens.replaced(values, cumulative, 6).tolist() != expected
-    assert rejection_sampler.expand_batch_to_tokens is patches.expanded_to_tokens
-    assert patches.expanded_to_tokens(values, cumulative, 6).tolist() == expected
-    replaced = patches.expanded_to_tokens(torch.tensor([0, 3]), torch.tensor([1, 3]), 3, 0, 1)
-    assert replaced.tolist() == [1, 3, 3]

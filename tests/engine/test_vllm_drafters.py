@@ -16,7 +16,7 @@ from vllm.v1.sample import rejection_sampler
 
 from nemo_specrl import Finish, Rollout, SpecRLConfig, SpeculativeLLM, prompt_key
 from nemo_specrl.engine.outputs import rollout_info
-from nemo_specrl.engine.vllm import patches
+from nemo_specrl.engine.vllm import cpu_sampler
 from nemo_specrl.engine.vllm.refit import refit
 from tests.conftest import DictCache, make_engine, weights_of
 from tests.engine.test_failures import interrupt_after
@@ -320,9 +320,9 @@ def test_a_refit_leaves_the_draft_models_weights(draft_model_engine, random_mode
 
 
 def test_the_rejection_sampler_of_this_process_is_fixed(ngram_engine):
-    original = getattr(patches.expanded_to_tokens, "replaced", None)
+    original = getattr(cpu_sampler.expanded_to_tokens, "replaced", None)
     assert original is not None or rejection_sampler.expand_batch_to_tokens is not None
     if original is not None:
         rejection_sampler.expand_batch_to_tokens = original
     made_with(ngram_engine)
-    assert rejection_sampler.expand_batch_to_tokens is patches.expanded_to_tokens
+    assert rejection_sampler.expand_batch_to_tokens is cpu_sampler.expanded_to_tokens

@@ -84,7 +84,7 @@ def replaced_in(worker):
 
 def test_the_other_process_fixes_its_rejection_sampler(async_llm, loop):
     (where,) = loop.run_until_complete(async_llm.collective_rpc(replaced_in))
-    assert where == "nemo_specrl.engine.vllm.patches"
+    assert where == "nemo_specrl.engine.vllm.cpu_sampler"
 
 
 @pytest.mark.parametrize("allowed", ["another_plugin", ""])

@@ -16,8 +16,8 @@ from typing import Any
 from nemo_specrl.config import SpecRLConfig
 from nemo_specrl.engine.limits import TREE_PROPOSER, EngineLimits
 from nemo_specrl.engine.vllm.compat import EXTRA_ARG, in_this_process
+from nemo_specrl.engine.vllm.cpu_sampler import fix_cpu_rejection_sampler
 from nemo_specrl.engine.vllm.environment import Engines, Method, auto_method, would_run_v2
-from nemo_specrl.engine.vllm.patches import fix_cpu_rejection_sampler
 from nemo_specrl.engine.vllm.plugin import vllm_plugin
 from nemo_specrl.engine.vllm.v2_patches import install, speculator_options
 from nemo_specrl.errors import ConfigError, IncompatibleVersion

@@ -27,7 +27,8 @@ from typing import Any
 from nemo_specrl.engine.drafters.roots import Roots
 from nemo_specrl.engine.metrics import DraftCounts
 from nemo_specrl.engine.vllm.compat import EXTRA_ARG, drafts_count_here, stop_tokens
-from nemo_specrl.engine.vllm.patches import bind_proposer, fix_cpu_rejection_sampler
+from nemo_specrl.engine.vllm.cpu_sampler import fix_cpu_rejection_sampler
+from nemo_specrl.engine.vllm.patches import bind_proposer
 from nemo_specrl.engine.vllm.sampler_memory import (
     DRAFT_LOGIT_BYTES,
     SAMPLER_BYTES,

@@ -1,13 +1,13 @@
 """What is replaced in vLLM while it runs, and why. vLLM's files stay as they are.
 
 Each patch states its reason and the versions that need it, and raises IncompatibleVersion where
-what it replaces has changed. Drafting needs two of them: custom proposers have to know their
-requests (``bind_proposer``), and samples on a CPU are wrong without ``fix_cpu_rejection_sampler``;
-on GPUs it may run out of memory without that of ``sampler_memory``. The others make engines on a
-CPU faster, or verification anywhere (``extend_prompt_logprobs``), and change nothing that a request
-gets. ``plugin`` applies those of a CPU in each of vLLM's processes; the engine layer applies the
-others where they are needed. What differs between versions is in ``compat``, and what drafting in
-the V2 model runner replaces in ``v2_patches``.
+what it replaces has changed. Drafting needs one of them: custom proposers have to know their
+requests (``bind_proposer``). Samplers on a CPU are mended by ``cpu_sampler``, and on GPUs drafting
+may run out of memory without ``sampler_memory``. The others make engines on a CPU faster, or
+verification anywhere (``extend_prompt_logprobs``), and change nothing that a request gets.
+``plugin`` applies those of a CPU in each of vLLM's processes; the engine layer applies the others
+where they are needed. What differs between versions is in ``compat``, and what drafting in the V2
+model runner replaces in ``v2_patches``.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ __all__ = [
     "batch_cpu_prompt_logprobs",
     "bind_proposer",
     "check_source",
-    "expanded_to_tokens",
     "extend_prompt_logprobs",
-    "fix_cpu_rejection_sampler",
     "pad_cpu_linear_layers",
     "to_be_replaced",
 ]
@@ -93,56 +91,6 @@ def bind_proposer(proposer: type[Any]) -> None:
     _input_fits_in_drafter.of_nemo_specrl = True  # type: ignore[attr-defined]
     GPUModelRunner.propose_draft_token_ids = propose_draft_token_ids
     GPUModelRunner._input_fits_in_drafter = _input_fits_in_drafter
-
-
-def fix_cpu_rejection_sampler() -> None:
-    """On a CPU, make sampled speculative decoding divide logits by the temperature it was given.
-
-    ``expand_batch_to_tokens`` of vLLM's CPU builds writes temperatures (and top-k, top-p) into a
-    copy that is thrown away and returns memory that was never written, so that accepted tokens
-    come from another distribution (utils/cpu_triton_utils.py, ``_expand_kernel_impl``; 0.20 to
-    0.33). Neither greedy decoding nor GPUs are affected. Raises IncompatibleVersion where this
-    vLLM's rejection sampler has no such function.
-    """
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return
-    from vllm.v1.sample import rejection_sampler
-
-    original = getattr(rejection_sampler, "expand_batch_to_tokens", None)
-    if original is None:
-        raise IncompatibleVersion(
-            "this vLLM's rejection sampler has no expand_batch_to_tokens; sampled speculative "
-            "decoding on a CPU has not been checked with it"
-        )
-    if original is not expanded_to_tokens:
-        rejection_sampler.expand_batch_to_tokens = expanded_to_tokens
-        expanded_to_tokens.replaced = original  # type: ignore[attr-defined]
-
-
-def expanded_to_tokens(
-    values: torch.Tensor,
-    cumulative: torch.Tensor,
-    num_tokens: int,
-    replace_from: int = 0,
-    replace_to: int = 0,
-) -> torch.Tensor:
-    """Repeat each row's value for each of its tokens: what ``expand_batch_to_tokens`` documents.
-
-    Args:
-        values: by row, ``[rows]``.
-        cumulative: tokens of a row and those before it, int ``[rows]``.
-        num_tokens: of all rows.
-        replace_from: a value to replace.
-        replace_to: by this one.
-    """
-    import torch
-
-    counts = torch.diff(cumulative, prepend=cumulative.new_zeros(1)).long()
-    if replace_from != replace_to:
-        values = torch.where(values == replace_from, replace_to, values).to(values.dtype)
-    return values.repeat_interleave(counts, output_size=num_tokens)
 
 
 def pad_cpu_linear_layers() -> None:

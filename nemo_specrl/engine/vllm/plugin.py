@@ -5,12 +5,9 @@ from __future__ import annotations
 import logging
 
 from nemo_specrl.engine.vllm import v2_patches
+from nemo_specrl.engine.vllm.cpu_sampler import fix_cpu_rejection_sampler, keep_cpu_seeds
 from nemo_specrl.engine.vllm.environment import Engines, would_run_v2
-from nemo_specrl.engine.vllm.patches import (
-    batch_cpu_prompt_logprobs,
-    fix_cpu_rejection_sampler,
-    pad_cpu_linear_layers,
-)
+from nemo_specrl.engine.vllm.patches import batch_cpu_prompt_logprobs, pad_cpu_linear_layers
 from nemo_specrl.errors import IncompatibleVersion
 
 __all__ = ["vllm_plugin"]
@@ -25,8 +22,8 @@ def vllm_plugin() -> None:
     were not built for it stay as they are. An engine that asks for it where that is not possible
     has been refused by ``engine_options``, in the process that built it.
 
-    On a CPU, the rejection sampler is fixed and engines are made faster. What is not possible of
-    that is said in one warning: without the first patch samples would be wrong, so that
+    On a CPU, the rejection sampler is fixed, seeds hold, and engines are made faster. What is not
+    possible of that is said in one warning: without the first patch samples would be wrong, so that
     ``check_cpu_drafter`` refuses such a vLLM.
     """
     engines = Engines.here()
@@ -38,7 +35,13 @@ def vllm_plugin() -> None:
     if not engines.cpu:
         return
     failures = []
-    for patch in (fix_cpu_rejection_sampler, pad_cpu_linear_layers, batch_cpu_prompt_logprobs):
+    of_a_cpu = (
+        fix_cpu_rejection_sampler,
+        keep_cpu_seeds,
+        pad_cpu_linear_layers,
+        batch_cpu_prompt_logprobs,
+    )
+    for patch in of_a_cpu:
         try:
             patch()
         except IncompatibleVersion as error:
