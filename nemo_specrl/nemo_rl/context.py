@@ -7,6 +7,7 @@ What the plug-in cannot do is refused before anything is started (``recipe_check
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ SAMPLE_INDICES = "spec_rl_sample_indices"
 rows are decoded plainly."""
 PROMPT_KEYS = "spec_rl_prompt_keys"
 """Column of a batch for generation: the key of each row's prompt, a list of bytes."""
+
+logger = logging.getLogger(__name__)
 
 _current: RunContext | None = None
 
@@ -73,6 +76,8 @@ class RunContext:
     def of(cls, master_config: Any, algorithm: str, **known: Any) -> RunContext | None:
         """Read the run from a recipe; None where ``spec_rl`` is absent or not enabled.
 
+        Variables that the engines need are added to the recipe's ``vllm_cfg.env_vars``, and logged.
+
         Args:
             master_config: NeMo-RL's MasterConfig.
             algorithm: ``grpo`` or ``ppo``, the name of the algorithm's block.
@@ -90,7 +95,7 @@ class RunContext:
             return None
         own = getattr(master_config, algorithm)
         checkpointing = master_config.checkpointing
-        check_recipe(master_config, spec_rl, algorithm, **known)
+        _set_variables(generation, check_recipe(master_config, spec_rl, algorithm, **known))
         folder = Path(checkpointing["checkpoint_dir"]).absolute()
         return cls(
             spec_rl=spec_rl,
@@ -125,6 +130,18 @@ def engine_arguments(arguments: dict[str, Any], block: Any) -> dict[str, Any]:
     if options:
         options["additional_config"] |= arguments.get("additional_config") or {}
     return {**arguments, **options}
+
+
+def _set_variables(generation: Any, variables: Mapping[str, str]) -> None:
+    """Have the engines' processes get these variables, and say so."""
+    for name, value in variables.items():
+        vllm_cfg = generation["vllm_cfg"]
+        vllm_cfg["env_vars"] = {**(vllm_cfg.get("env_vars") or {}), name: value}
+        logger.warning(
+            "policy.generation.vllm_cfg.env_vars.%s is set to '%s': drafts (%s.tree) need vLLM's "
+            "V2 model runner, which this version takes for a mixture of experts only where asked to",
+            *(name, value, BLOCK),
+        )
 
 
 def current_run() -> RunContext | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from nemo_specrl.config import SpecRLConfig
 from nemo_specrl.engine.drafters.method import drafting_method, is_vllm_plugin
-from nemo_specrl.engine.vllm.environment import Engines, why_v1
+from nemo_specrl.engine.vllm.environment import V2_USE, Engines, asks_for_v2, why_not_v2
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.nemo_rl import compat
 
@@ -30,7 +30,7 @@ def check_recipe(
     images: bool = False,
     engines: Engines | None = None,
     model: Mapping[str, Any] | None = None,
-) -> None:
+) -> dict[str, str]:
     """Refuse what the plug-in cannot do, before anything is started.
 
     Args:
@@ -40,6 +40,9 @@ def check_recipe(
         images: the script has given ``setup`` a processor of images, sounds or videos.
         engines: what is known of the recipe's engines; None: what can be seen from here.
         model: configuration of its model; None: as its name says.
+
+    Returns:
+        Variables that the engines' processes need beside those of the recipe.
 
     Raises:
         ConfigError: naming the key, its value and what to set.
@@ -64,7 +67,9 @@ def check_recipe(
         )
     if spec_rl.tree.enabled:  # its index is native code, which may be missing here, as in workers
         importlib.import_module("nemo_specrl.speculation.suffix_tree")
-        _check_drafter(master_config, spec_rl, engines or compat.engines_of(generation), model)
+        engines = engines or compat.engines_of(generation)
+        return _check_drafter(master_config, spec_rl, engines, model)
+    return {}
 
 
 def check_elsewhere(generation: Any) -> None:
@@ -85,8 +90,8 @@ def check_elsewhere(generation: Any) -> None:
 
 def _check_drafter(
     master_config: Any, spec_rl: SpecRLConfig, engines: Engines, model: Mapping[str, Any] | None
-) -> None:
-    """Refuse what the workers would refuse minutes later, for trees."""
+) -> dict[str, str]:
+    """Refuse what the workers would refuse minutes later, for trees; the variables they need."""
     method = drafting_method(spec_rl, engines)
     generation = master_config.policy["generation"]
     if method == "proposer" and generation["top_k"] not in RAW_TOP_K:
@@ -96,7 +101,7 @@ def _check_drafter(
             f"{BLOCK}.enabled=false"
         )
     if method != "v2":
-        return
+        return {}
     stages = (generation.get("vllm_cfg") or {}).get("pipeline_parallel_size") or 1
     if stages > 1:
         raise ConfigError(
@@ -104,14 +109,12 @@ def _check_drafter(
             "v2 does not work with pipeline stages; set it to 1, or preset: faithful without trees"
         )
     if model is None:
-        asked = engines.v2_wanted is not None
-        model = {} if asked else compat.model_of(str(master_config.policy["model_name"]))
-    why = why_v1(engines, model)
+        model = compat.model_of(str(master_config.policy["model_name"]))
+    why = why_not_v2(engines, model)
     if why is not None:
         raise ConfigError(
-            f"{BLOCK}.tree.method = {spec_rl.tree.method}: {why}, and on GPUs drafts need V2; set "
-            "preset: faithful, or policy.generation.vllm_cfg.env_vars.VLLM_USE_V2_MODEL_RUNNER to "
-            "'1' to try V2 all the same"
+            f"{BLOCK}.tree.method = {spec_rl.tree.method}: {why} (0.32 does), and on GPUs drafts "
+            "need its V2 model runner; set preset: faithful"
         )
     if not is_vllm_plugin():
         raise ConfigError(
@@ -120,6 +123,7 @@ def _check_drafter(
             "by 'pip install --no-deps --target DIR', with DIR on PYTHONPATH, or set preset: "
             "faithful"
         )
+    return {V2_USE: "1"} if asks_for_v2(engines, model) else {}
 
 
 def _refused_features(

@@ -54,7 +54,11 @@ def recipe(tmp_path, **changes):
             target = target.setdefault(part, {})
         target[name] = value
     return SimpleNamespace(
-        policy={"generation": generation, "tokenizer": {"name": "Qwen/Qwen3-8B"}},
+        policy={
+            "model_name": str(tmp_path / "model"),
+            "generation": generation,
+            "tokenizer": {"name": "Qwen/Qwen3-8B"},
+        },
         grpo=SimpleNamespace(seed=42),
         ppo={"seed": 43},
         logger={"log_dir": str(tmp_path / "logs")},
@@ -304,6 +308,7 @@ def test_the_v2_drafter_takes_no_pipeline_stages(tmp_path, monkeypatch):
 GPUS = Engines.elsewhere("0.25.1", {})
 DENSE = {"architectures": ["Qwen3ForCausalLM"]}
 MIXTURE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128}
+HYBRID = {"architectures": ["NemotronHForCausalLM"]}
 
 
 def test_what_workers_on_gpus_will_do_is_known_to_a_driver_without_any(tmp_path, monkeypatch):
@@ -311,16 +316,32 @@ def test_what_workers_on_gpus_will_do_is_known_to_a_driver_without_any(tmp_path,
     assert RunContext.of(lossless, "grpo", engines=GPUS, model=DENSE) is not None
     with pytest.raises(ConfigError, match=r"auto: vLLM 0\.20\.0 takes no drafter of ours"):
         RunContext.of(lossless, "grpo", engines=Engines.elsewhere("0.20.0", {}), model=DENSE)
-    with pytest.raises(ConfigError, match=r"auto: vLLM 0\.25\.1 runs mixtures of experts"):
-        RunContext.of(lossless, "grpo", engines=GPUS, model=MIXTURE)
-    asked = Engines.elsewhere("0.25.1", {"VLLM_USE_V2_MODEL_RUNNER": "1"})
-    assert RunContext.of(lossless, "grpo", engines=asked, model=MIXTURE) is not None
+    for environ in ({}, {"VLLM_USE_V2_MODEL_RUNNER": "1"}):
+        with pytest.raises(ConfigError, match=r"auto: vLLM 0\.25\.1 does not bring back all state"):
+            asked = Engines.elsewhere("0.25.1", environ)
+            RunContext.of(lossless, "grpo", engines=asked, model=HYBRID)
     faithful = recipe(tmp_path, spec_rl={"enabled": True, "preset": "faithful"} | CACHE)
-    assert RunContext.of(faithful, "grpo", engines=GPUS, model=MIXTURE) is not None
+    assert RunContext.of(faithful, "grpo", engines=GPUS, model=HYBRID) is not None
     monkeypatch.setenv("VLLM_PLUGINS", "another")
     with pytest.raises(ConfigError, match="vLLM's processes would not load nemo_specrl"):
         RunContext.of(lossless, "grpo", engines=GPUS, model=DENSE)
     assert RunContext.of(faithful, "grpo", engines=GPUS, model=DENSE) is not None
+
+
+def test_mixtures_of_experts_get_the_v2_runner_and_a_line_says_so(tmp_path, caplog):
+    lossless = recipe(tmp_path, **AUTO, vllm_cfg__env_vars={"OTHER": "2"})
+    vllm_cfg = lossless.policy["generation"]["vllm_cfg"]
+    RunContext.of(lossless, "grpo", engines=GPUS, model=DENSE)
+    assert vllm_cfg["env_vars"] == {"OTHER": "2"} and not caplog.records
+    RunContext.of(lossless, "grpo", engines=GPUS, model=MIXTURE)
+    assert vllm_cfg["env_vars"] == {"OTHER": "2", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+    assert "env_vars.VLLM_USE_V2_MODEL_RUNNER is set to '1': drafts" in caplog.text
+    for other in (
+        recipe(tmp_path, **AUTO, spec_rl__enabled=False),
+        recipe(tmp_path, spec_rl={"enabled": True, "preset": "faithful"} | CACHE),
+    ):
+        RunContext.of(other, "grpo", engines=GPUS, model=MIXTURE)
+        assert "env_vars" not in other.policy["generation"]["vllm_cfg"]
 
 
 def test_without_a_vllm_the_checkout_says_which_one_workers_have(tmp_path, monkeypatch):

@@ -15,8 +15,10 @@ from nemo_specrl.engine.vllm.compat import version_numbers
 from nemo_specrl.errors import ConfigError
 
 __all__ = [
+    "V2_USE",
     "Engines",
     "Method",
+    "asks_for_v2",
     "auto_method",
     "cpu_thread_binding",
     "has_custom_proposers",
@@ -25,7 +27,7 @@ __all__ = [
     "on_cpu",
     "runs_v2",
     "v2_wanted",
-    "why_v1",
+    "why_not_v2",
     "would_run_v2",
 ]
 
@@ -35,7 +37,11 @@ Method = Literal["v2", "proposer", "rounds"]
 FIRST_WITH_DRAFTERS = (0, 25, 1)
 """The oldest vLLM that was found to take proposers and speculators of ours; 0.20 takes neither."""
 FIRST_WITH_V2_FOR_ALL = (0, 29)
-"""The oldest vLLM that was found to run every model in its V2 model runner."""
+"""The oldest vLLM that was found to run every model in its V2 model runner. Before, it took V2 up
+for one kind of model after the other: mixtures of experts last of those that have attention alone,
+for no reason but that they had not been through its tests (vllm-project/vllm#41286, #53183)."""
+V2_USE = "VLLM_USE_V2_MODEL_RUNNER"
+"""The variable by which vLLM is asked for its V2 model runner, or forbidden it."""
 V2_MIXTURES = frozenset({"DeepseekV2ForCausalLM", "Qwen2MoeForCausalLM", "GraniteMoeForCausalLM"})
 """Mixtures of experts that vLLM ran in V2 before (config/vllm.py,
 ``DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES``)."""
@@ -47,7 +53,13 @@ HYBRIDS = (
     *("Lfm2", "MiniCPMV4_6", "NemotronH", "OlmoHybrid", "Plamo2", "Qwen3Next", "Qwen3_5", "Zamba2"),
 )
 """How the names of architectures begin that have other layers than attention, in vLLM 0.25.1
-(``IsHybrid``); it runs them in V1."""
+(``IsHybrid``); it runs them in V1.
+
+Asked for V2 it would run them there, but not bring all of their state back behind refused drafts.
+The accepted tokens' state lies in a slot for each of them, and 0.25.1 reads the right slot only for
+layers of Mamba-2, and for gated delta nets only in steps in which a row has drafts: a step without
+any goes on from the first slot (v1/attention/backends/gdn_attn.py, ``build``). 0.32 has changed
+that there and in v1/worker/gpu/model_states/mamba_hybrid.py."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,7 +230,7 @@ def runs_v2(vllm_config: Any) -> bool:
 
 def v2_wanted(environment: Mapping[str, str] = os.environ) -> bool | None:
     """What VLLM_USE_V2_MODEL_RUNNER says, as vLLM reads it; None: nothing, so that vLLM chooses."""
-    value = environment.get("VLLM_USE_V2_MODEL_RUNNER", "").strip().lower()
+    value = environment.get(V2_USE, "").strip().lower()
     if not value:
         return None
     return value in ("1", "true") or (value.isdecimal() and int(value) > 0)
@@ -233,27 +245,49 @@ def would_run_v2(engines: Engines) -> bool:
     return engines.v2_speculators and (not engines.cpu if wanted is None else wanted)
 
 
-def why_v1(engines: Engines, model: Mapping[str, Any]) -> str | None:
-    """Why vLLM would run a model in its V1 model runner; None: it would not.
+def why_not_v2(engines: Engines, model: Mapping[str, Any]) -> str | None:
+    """Why drafts would not be exact for a model in vLLM's V2 model runner; None: they would be.
 
     Args:
         engines: that would run V2 for other models.
         model: the model's configuration, as in its config.json.
     """
-    numbers = version_numbers(engines.version) if engines.version else None
-    if engines.v2_wanted or numbers is None or numbers >= FIRST_WITH_V2_FOR_ALL:
+    if not _before_v2_for_all(engines):
         return None
+    names = _architectures(model)
+    attention_alone = set(model.get("layer_types") or ()) == {"attention"}  # granite-4.0-micro
+    if attention_alone or not any(name.startswith(HYBRIDS) for name in names):
+        return None
+    return (
+        f"vLLM {engines.version} does not bring back all state of other layers than attention "
+        f"({', '.join(names)}) behind refused drafts"
+    )
+
+
+def asks_for_v2(engines: Engines, model: Mapping[str, Any]) -> bool:
+    """Whether vLLM would run a model in V1, but does in V2, and exactly, where it is asked to.
+
+    These are mixtures of experts (``FIRST_WITH_V2_FOR_ALL``).
+
+    Args:
+        engines: that would run V2 for other models.
+        model: the model's configuration, as in its config.json.
+    """
+    if engines.v2_wanted is not None or not _before_v2_for_all(engines):
+        return False
     whole = model.get("thinker_config") or model  # of Qwen's Omni models
     text = whole.get("text_config") or whole
-    names = [str(name) for name in model.get("architectures") or ()]
-    runs = f"vLLM {engines.version} runs %s in its V1 model runner"
-    layers = set(model.get("layer_types") or ())
-    attention_alone = layers == {"attention"}  # as in granite-4.0-micro
-    if any(name.startswith(HYBRIDS) for name in names) and not attention_alone:
-        return runs % f"models with other layers than attention ({', '.join(names)})"
-    if any(text.get(key) for key in EXPERTS) and not V2_MIXTURES.intersection(names):
-        return runs % f"mixtures of experts ({', '.join(names)})"
-    return None
+    experts = any(text.get(key) for key in EXPERTS)
+    return experts and not V2_MIXTURES.intersection(_architectures(model))
+
+
+def _before_v2_for_all(engines: Engines) -> bool:
+    numbers = version_numbers(engines.version) if engines.version else None
+    return numbers is not None and numbers < FIRST_WITH_V2_FOR_ALL
+
+
+def _architectures(model: Mapping[str, Any]) -> list[str]:
+    return [str(name) for name in model.get("architectures") or ()]
 
 
 def auto_method(engines: Engines) -> Method | str:

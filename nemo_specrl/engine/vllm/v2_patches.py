@@ -21,6 +21,7 @@ import itertools
 from typing import Any
 
 from nemo_specrl.engine.vllm.compat import EXTRA_ARG
+from nemo_specrl.engine.vllm.environment import Engines, why_not_v2
 from nemo_specrl.engine.vllm.model_costs import step_costs
 from nemo_specrl.engine.vllm.patches import check_source, to_be_replaced
 from nemo_specrl.engine.vllm.sampler_memory import DRAFT_LOGIT_BYTES, SAMPLER_BYTES
@@ -255,6 +256,10 @@ def _check_runner(vllm_config: Any) -> None:
             "has logged (before 0.29: mixtures of experts); set VLLM_USE_V2_MODEL_RUNNER=1 to have "
             "V2 all the same, or preset: faithful, or tree.method: proposer for the V1 runner"
         )
+    model = vllm_config.model_config
+    why = why_not_v2(Engines.installed(cpu=False), {"architectures": model.architectures})
+    if why is not None and model.is_hybrid:
+        raise IncompatibleVersion(f"{name}: {why} (0.32 does); set preset: faithful")
     stages = int(vllm_config.parallel_config.pipeline_parallel_size)
     if stages > 1:
         raise IncompatibleVersion(

@@ -18,7 +18,7 @@ from nemo_specrl import SpecRLConfig, SpeculativeLLM
 from nemo_specrl.engine.drafters import method as method_module
 from nemo_specrl.engine.drafters.method import drafting_method, engine_options
 from nemo_specrl.engine.vllm import environment
-from nemo_specrl.engine.vllm.environment import Engines, why_v1
+from nemo_specrl.engine.vllm.environment import Engines, asks_for_v2, why_not_v2
 from nemo_specrl.engine.vllm.prompt_logprob_memory import (
     check_prompt_logprob_memory,
     prompt_logprob_bytes,
@@ -138,24 +138,42 @@ MIXTURE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128}
 HYBRID = {"architectures": ["NemotronHForCausalLM"]}
 
 
+DEFAULT, ASKED = Engines.elsewhere("0.25.1", {}), {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+
+
 @pytest.mark.parametrize(
-    ("model", "why"),
+    ("model", "mixture"),
     [
-        (MIXTURE, "runs mixtures of experts (Qwen3MoeForCausalLM) in its V1"),
-        ({"architectures": ["A"], "text_config": {"n_routed_experts": 8}}, "mixtures of experts"),
-        (HYBRID, "runs models with other layers than attention (NemotronHForCausalLM) in its V1"),
-        ({"architectures": ["Qwen3ForCausalLM"]}, None),
-        ({"architectures": ["Gemma4ForConditionalGeneration"], "num_experts": None}, None),
-        ({"architectures": ["DeepseekV2ForCausalLM"], "n_routed_experts": 64}, None),
-        ({}, None),
+        (MIXTURE, True),
+        ({"architectures": ["A"], "text_config": {"n_routed_experts": 8}}, True),
+        ({"architectures": ["A"], "thinker_config": {"text_config": {"num_experts": 8}}}, True),
+        ({"architectures": ["Qwen3ForCausalLM"]}, False),
+        ({"architectures": ["Gemma4ForConditionalGeneration"], "num_experts": None}, False),
+        ({"architectures": ["DeepseekV2ForCausalLM"], "n_routed_experts": 64}, False),
+        ({}, False),
     ],
 )
-def test_vllm_does_not_run_every_model_in_v2(model, why):
-    reason = why_v1(Engines.elsewhere("0.25.1", {}), model)
-    assert reason is None if why is None else why in reason
-    assert why_v1(Engines.elsewhere("0.25.1", {"VLLM_USE_V2_MODEL_RUNNER": "1"}), model) is None
-    assert why_v1(Engines.elsewhere("0.32.0", {}), model) is None
-    assert why_v1(Engines.elsewhere(None, {}), model) is None
+def test_for_mixtures_of_experts_vllm_has_to_be_asked_for_v2(model, mixture):
+    assert asks_for_v2(DEFAULT, model) is mixture
+    assert why_not_v2(DEFAULT, model) is None
+    for others in ("0.32.0", None):
+        assert not asks_for_v2(Engines.elsewhere(others, {}), model)
+    assert not asks_for_v2(Engines.elsewhere("0.25.1", ASKED), model)
+
+
+def test_state_that_is_not_brought_back_forbids_v2():
+    """Also where V2 is asked for, and where the model has experts besides."""
+    for model in (HYBRID, HYBRID | {"n_routed_experts": 128}):
+        for environ in ({}, ASKED):
+            why = why_not_v2(Engines.elsewhere("0.25.1", environ), model)
+            assert why == (
+                "vLLM 0.25.1 does not bring back all state of other layers than attention "
+                "(NemotronHForCausalLM) behind refused drafts"
+            )
+        assert why_not_v2(Engines.elsewhere("0.32.0", {}), model) is None
+        assert why_not_v2(Engines.elsewhere(None, {}), model) is None
+    attention = {"architectures": ["GraniteMoeHybridForCausalLM"], "layer_types": ["attention"]}
+    assert why_not_v2(DEFAULT, attention) is None
 
 
 def test_the_models_of_v1_are_those_that_vllm_says():
