@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from nemo_specrl.config import SpecRLConfig
     from nemo_specrl.engine.async_engine import AsyncSpeculativeLLM
     from nemo_specrl.engine.drafters.method import engine_options
+    from nemo_specrl.engine.drafters.sent_histories import send_histories
     from nemo_specrl.engine.sync_engine import SpeculativeLLM
     from nemo_specrl.rollout import Finish, Rollout, prompt_key
     from nemo_specrl.speculation.acceptance import accepted_length
@@ -33,6 +34,7 @@ __all__ = [
     "engine_options",
     "errors",
     "prompt_key",
+    "send_histories",
 ]
 
 _MODULES = {
@@ -45,6 +47,7 @@ _MODULES = {
     "accepted_length": "speculation.acceptance",
     "engine_options": "engine.drafters.method",
     "prompt_key": "rollout",
+    "send_histories": "engine.drafters.sent_histories",
 }
 
 

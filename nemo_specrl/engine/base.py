@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_specrl.config import SpecRLConfig
 from nemo_specrl.engine.caches import Journal
 from nemo_specrl.engine.drafters.histories import PendingHistories
-from nemo_specrl.engine.drafters.method import check_cpu_drafter, method_in
+from nemo_specrl.engine.drafters.method import check_other_processes, method_in
 from nemo_specrl.engine.drafters.prompt_logprob_drafter import PromptLogprobDrafter
 from nemo_specrl.engine.interrupts import interrupted_rollouts
 from nemo_specrl.engine.limits import EngineLimits
@@ -100,8 +100,7 @@ class BaseSpeculativeLLM:
         method = method_in(self.config, self._limits)
         check_prompt_logprob_memory(self.llm)
         self._noise = PrefillNoise(self._limits.dtype_bytes, self._limits.max_model_len)
-        if self._limits.drafter is None:
-            check_cpu_drafter(engine)
+        check_other_processes(engine, self._limits.drafter)
         try:
             extend_prompt_logprobs()
         except IncompatibleVersion as error:  # it costs speed alone

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.nemo_rl.jobs import STEPS_PER_EPOCH, Job, marks
+from tests.support.nemo_rl.jobs import ASYNCHRONOUS, STEPS_PER_EPOCH, Job, marks
 
 _TRITON = importlib.util.find_spec("triton")
 pytestmark = [
@@ -19,16 +19,17 @@ pytestmark = [
     pytest.mark.timeout(1800),
 ]
 LOSSLESS = {"enabled": "true", "preset": "lossless", "tree": "{max_draft_tokens:5}"}
+FIXED = {**LOSSLESS, "tree": "{max_draft_tokens:5,adaptive:false}"}
 
 
-def v2_job(out, steps):
+def v2_job(out, steps, spec_rl=LOSSLESS, **overrides):
     environment = {
         "NEMO_SPECRL_TEST_V2": "1",
         "VLLM_USE_V2_MODEL_RUNNER": "1",
         "TRITON_INTERPRET": "1",
         "PYTHONPATH": str(Path(_TRITON.origin).parents[1]),
     }
-    return Job(out, steps=steps, spec_rl=LOSSLESS, environment=environment)
+    return Job(out, steps=steps, spec_rl=spec_rl, environment=environment, **overrides)
 
 
 def test_drafts_refits_validation_and_a_resumed_checkpoint(tmp_path):
@@ -49,3 +50,18 @@ def test_drafts_refits_validation_and_a_resumed_checkpoint(tmp_path):
     resumed = v2_job(tmp_path / "job", steps=6).wait().train()
     assert sorted(resumed) == [1, 2, 3, 4, 5, 6]
     assert resumed[5]["spec_rl/tree_tokens_per_step"] > 1.5
+
+
+def test_in_asynchronous_grpo(tmp_path):
+    """Engines lie in other processes, refits come between rows, and histories go with requests."""
+    job = v2_job(tmp_path / "async", 4, FIXED, **ASYNCHRONOUS).wait()
+    steps = [record for _, record in sorted(job.train().items())]
+    assert len(steps) == 4
+    for record in steps:
+        assert record["spec_rl/cache_errors"] == record["spec_rl/refused_drafts"] == 0
+        assert record["spec_rl/draft_coverage"] == 0
+        assert record["gen_kl_error"] < 0.1  # a step may have rows of the weights before
+    # The collector runs ahead: a step may find that all its rows were rolled out already.
+    drafted = [record for record in steps if "spec_rl/tree_tokens_per_step" in record]
+    assert all(record["spec_rl/tree_drafted_tokens"] > 0 for record in drafted)
+    assert max(record["spec_rl/tree_tokens_per_step"] for record in drafted) > 1.5

@@ -10,6 +10,7 @@ import importlib.util
 import os
 import sys
 import types
+from pathlib import Path
 
 READY = importlib.util.find_spec("triton") is not None and "vllm" not in sys.modules
 
@@ -23,6 +24,12 @@ if READY:
         VLLM_CPU_KVCACHE_SPACE="1",
         OMP_NUM_THREADS="1",
     )
+    # Of processes that engines spawn; see v2_spawned.
+    os.environ["NEMO_SPECRL_TEST_V2"] = "1"
+    _paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if not any((Path(path) / "sitecustomize.py").is_file() for path in _paths if path):
+        _paths[:0] = [str(Path(__file__).parent / "v2_path"), str(Path(__file__).parents[2])]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _paths))
     _version = metadata.version
 
     def version(name):

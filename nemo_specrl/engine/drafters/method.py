@@ -23,7 +23,7 @@ from nemo_specrl.engine.vllm.v2_patches import install, speculator_options
 from nemo_specrl.errors import ConfigError, IncompatibleVersion
 
 __all__ = [
-    "check_cpu_drafter",
+    "check_other_processes",
     "drafting_method",
     "engine_options",
     "is_vllm_plugin",
@@ -176,7 +176,29 @@ def engine_options(config: SpecRLConfig) -> dict[str, Any]:
     }
 
 
-def check_cpu_drafter(engine: Any) -> None:
+def check_other_processes(engine: Any, drafter: str | None) -> None:
+    """Make sure that all processes of an engine have what its drafter needs of this package.
+
+    Args:
+        engine: an ``LLMEngine`` or ``AsyncLLM``.
+        drafter: of this package, that the engine was built with; None: another one, or none.
+
+    Raises:
+        ConfigError: the engine has other processes, and this package is no plug-in of theirs, so
+            that vLLM drafts n-grams in the place of history.
+        IncompatibleVersion: this vLLM's rejection sampler for CPUs is not known.
+    """
+    if drafter is None:
+        _check_cpu_drafter(engine)
+    elif drafter == "v2" and not (is_vllm_plugin() or in_this_process(engine)):
+        raise ConfigError(
+            "spec_rl.tree.method = v2: in the engine's other processes vLLM drafts from history "
+            "where this package is a plug-in of vLLM, which it is only where it was installed by "
+            "pip and VLLM_PLUGINS does not leave it out; install it, or set preset: faithful"
+        )
+
+
+def _check_cpu_drafter(engine: Any) -> None:
     """Make sure that an engine with a drafter of vLLM's samples from the policy on a CPU, too.
 
     In this process the rejection sampler is fixed here. Other processes of the engine fix theirs

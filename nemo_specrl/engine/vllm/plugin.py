@@ -24,7 +24,7 @@ def vllm_plugin() -> None:
 
     On a CPU, the rejection sampler is fixed, seeds hold, and engines are made faster. What is not
     possible of that is said in one warning: without the first patch samples would be wrong, so that
-    ``check_cpu_drafter`` refuses such a vLLM.
+    ``check_other_processes`` refuses such a vLLM.
     """
     engines = Engines.here()
     if engines.in_this_process and would_run_v2(engines):

@@ -11,6 +11,8 @@ in ``SOURCES``; with others, :func:`install` raises IncompatibleVersion, which n
   that would not run V2: vLLM would draft n-grams in their V1 runner instead.
 - ``Scheduler`` chooses the length of drafts by the rows of a step (``uniform_length``). It is told
   of accepted drafts in ``make_spec_decoding_stats``, and takes the new table with the next step.
+- Workers get one method more, ``ADD_HISTORIES``, for ``collective_rpc`` to name: vLLM sends
+  functions to other processes only with VLLM_ALLOW_INSECURE_SERIALIZATION.
 """
 
 from __future__ import annotations
@@ -25,14 +27,16 @@ from nemo_specrl.engine.vllm.environment import Engines, why_not_v2
 from nemo_specrl.engine.vllm.model_costs import step_costs
 from nemo_specrl.engine.vllm.patches import check_source, to_be_replaced
 from nemo_specrl.engine.vllm.sampler_memory import DRAFT_LOGIT_BYTES, SAMPLER_BYTES
-from nemo_specrl.errors import IncompatibleVersion
+from nemo_specrl.errors import ConfigError, IncompatibleVersion
 from nemo_specrl.speculation.uniform_length import LENGTHS, UniformLengths
 
-__all__ = ["drafts_from_history", "install", "speculator_of", "speculator_options"]
+__all__ = ["ADD_HISTORIES", "drafts_from_history", "install", "speculator_of", "speculator_options"]
 
 DRAFTER = "v2"
 SPECULATOR = "nemo_specrl.engine.drafters.v2.speculator.HistorySpeculator"
 """A class above this module, which therefore names it, as engines do with V1's proposer."""
+ADD_HISTORIES = "spec_rl_add_histories"
+"""Method that :func:`install` gives vLLM's workers: it takes histories sent ahead of requests."""
 
 SOURCES: dict[str, dict[str, str]] = {
     "init_speculator": {
@@ -119,6 +123,7 @@ def install() -> None:
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.worker.gpu import model_runner
         from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+        from vllm.v1.worker.worker_base import WorkerBase
     except ImportError as error:
         raise IncompatibleVersion(f"this vLLM has no V2 model runner ({error})") from None
     wrappers = (
@@ -139,6 +144,7 @@ def install() -> None:
     for original in originals:
         if original is not None and original.__name__ in SOURCES:
             check_source(original, SOURCES[original.__name__])
+    setattr(WorkerBase, ADD_HISTORIES, _add_histories)
     Scheduler.spec_rl_lengths = None  # of schedulers whose engines do not draft from history
     for (owner, name, wrap), original in zip(wrappers, originals, strict=True):
         if original is not None:
@@ -178,6 +184,18 @@ def _remove_request(original: Any) -> Any:
         return bool(original(self, req_id))
 
     return _remove_request
+
+
+def _add_histories(worker: Any, histories: Any) -> dict[str, int]:
+    """Hand histories to the speculator of a worker (``sent_histories.send_histories``)."""
+    speculator = speculator_of(worker.model_runner)
+    if speculator is None:
+        raise ConfigError(
+            "histories: this engine does not draft from history in vLLM's V2 model runner; build "
+            "it with nemo_specrl.engine_options"
+        )
+    held: dict[str, int] = speculator.add_histories(histories)
+    return held
 
 
 def _unsupported_features(original: Any) -> Any:

@@ -45,7 +45,7 @@ class IndexCounts:
     """What did not fit, since the start.
 
     Args:
-        prompts: rows without drafts, since there was no place for their prompt.
+        prompts: rows, and histories sent ahead, whose prompt had no place.
         responses: earlier responses that were left out for want of memory.
         rows: rows whose own tokens were not indexed to their end.
         refused: earlier responses with tokens outside of the vocabulary.
@@ -175,6 +175,18 @@ class DeviceIndex(DeviceArrays):
         ends = (sorted(stops) + [-1] * STOPS)[:STOPS]
         self._set_row(row, prompt.slot, opened.number, start, 0, most, *ends, int(counted))
         self._starts[row], self._pages_of[row] = start, 0
+
+    def add_history(self, key: bytes, history: Sequence[tuple[int, bytes]]) -> int | None:
+        """Write earlier responses to a prompt that has no row yet; see :meth:`open_row`.
+
+        Returns:
+            Responses that the prompt has now; None: there was no place for it.
+        """
+        prompt = self._opened(key, history)
+        if prompt is None:
+            self.counts.prompts += 1
+            return None
+        return len(prompt.responses)
 
     def close_row(self, row: int) -> None:
         """Let go of a row; its response stays with the prompt."""

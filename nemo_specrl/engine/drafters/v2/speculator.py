@@ -8,8 +8,9 @@ A request brings what drafting needs in ``SamplingParams.extra_args``, as for th
 prompt's key, an identity of the response, earlier responses as pairs of identity and int32 tokens,
 and the length of the prompt, behind which the request's prompt may hold a beginning of the
 response. A request that brings nothing drafts where its prompt begins with one that is known, as
-later turns of a conversation do (``roots``). Others get drafts that are not worth anything, which
-costs them no correctness.
+later turns of a conversation do (``roots``), or with one whose responses were sent ahead
+(``sent_histories``). Others get drafts that are not worth anything, which costs them no
+correctness.
 
 ``propose`` reads no value from the device.
 """
@@ -24,11 +25,12 @@ import torch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from nemo_specrl.engine.drafters.roots import Roots
+from nemo_specrl.engine.drafters.sent_histories import received
 from nemo_specrl.engine.drafters.v2.arrays import PROMPTS
 from nemo_specrl.engine.drafters.v2.index import DeviceIndex
 from nemo_specrl.engine.metrics import DraftCounts
 from nemo_specrl.engine.vllm.compat import EXTRA_ARG, drafts_count_here, stop_tokens
-from nemo_specrl.rollout import MAX_SAMPLE_INDEX
+from nemo_specrl.rollout import MAX_SAMPLE_INDEX, prompt_key
 from nemo_specrl.speculation.draft_selection import RUN_AHEAD_INDEX
 from nemo_specrl.speculation.suffix_tree import CHANCES
 
@@ -120,6 +122,28 @@ class HistorySpeculator(BaseSpeculator):  # type: ignore[misc]
                 counted=args is None or args[1] & MAX_SAMPLE_INDEX != RUN_AHEAD_INDEX,
             )
         self._seconds += time.perf_counter() - started
+
+    def add_histories(self, histories: Any) -> dict[str, int]:
+        """Have prompts draft from earlier responses before any request of theirs has come.
+
+        All ranks of an engine get the same histories, between the same two steps.
+
+        Args:
+            histories: pairs of a prompt and the responses to it, oldest first (``sent_histories``).
+
+        Returns:
+            How many of the ``prompts`` have a place, and how many ``responses`` these have.
+
+        Raises:
+            ConfigError: histories are not such pairs. Nothing was taken up.
+        """
+        prompts = {}
+        for tokens, history in received(histories, self.index.vocabulary):
+            key = self.roots.key_of(tokens.tolist(), prompt_key(tokens))
+            assert key is not None
+            prompts[key] = self.index.add_history(key, history)
+        placed = [responses for responses in prompts.values() if responses is not None]
+        return {"prompts": len(placed), "responses": sum(placed)}
 
     def remove_request(self, row: int) -> None:
         """Let go of a request that has ended or was preempted."""

@@ -1,13 +1,11 @@
 """What is on the device, within which bound, and that no step waits for it."""
 
-import contextlib
-
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_specrl.engine.drafters.v2.reference import EMPTY, START
+from tests.support.v2_reads import Launches, nothing_read
 
 LONG = list(range(39)) * 20
 
@@ -145,52 +143,13 @@ def test_two_ranks_draft_the_same(make_rows):
     assert ranks[0].index.counts == ranks[1].index.counts
 
 
-class NothingRead(TorchDispatchMode):
-    """Fails where the value of a tensor on the device is read on the host."""
-
-    READS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique")
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.overloadpacket.__name__
-        assert name not in self.READS, name
-        if name in ("_to_copy", "copy_"):
-            raise AssertionError(f"{name}: a copy that waits")
-        return function(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def nothing_read(monkeypatch):
-    """No operation of torch and no method of tensors reads a value."""
-
-    def forbidden(*args, **kwargs):
-        raise AssertionError("a value is read on the host")
-
-    with monkeypatch.context() as patched:
-        for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__index__"):
-            patched.setattr(torch.Tensor, name, forbidden)
-        with NothingRead():
-            yield
-
-
 def test_nothing_is_read_on_the_host(make_rows, monkeypatch):
-    """``draft`` with rows that begin, grow into new pages and end. Launches are let through."""
+    """``draft`` with rows that begin, and grow into new pages; ``test_engine`` has all of it."""
     from nemo_specrl.engine.drafters.v2 import arrays
 
     rows = make_rows(rows=3, length=2)
-    launched = []
-
-    class Recorded:
-        def __init__(self, name):
-            self.name = name
-
-        def __getitem__(self, grid):
-            return lambda *args: launched.append(self.name)
-
-    class Kernels:
-        SCATTERED = arrays.kernels.SCATTERED
-        update, append, search, vote = map(Recorded, ("update", "append", "search", "vote"))
-
-    monkeypatch.setattr(arrays, "kernels", Kernels)
+    kernels = Launches(arrays.kernels)
+    monkeypatch.setattr(arrays, "kernels", kernels)
     rows.open(0, history=[(0, LONG[:500])])
     rows.open(1)
     for lengths in ([5, 6], [300, 7], [301, 8]):
@@ -200,7 +159,8 @@ def test_nothing_is_read_on_the_host(make_rows, monkeypatch):
         )  # fmt: skip
         with nothing_read(monkeypatch):
             rows.index.draft(*step)
-    assert launched == [*("update", "append", "search", "vote") * 2, "append", "search", "vote"]
+    four = ("update", "append", "search", "vote")
+    assert kernels.launched == [*four * 2, "append", "search", "vote"]
     with pytest.raises(AssertionError), nothing_read(monkeypatch):
         rows.totals.sum().item()
 
