@@ -107,7 +107,8 @@ class Rollout:
         logprobs: *last* log-prob of each token, float32 ``[n]``, nats: under the policy that
             verified or sampled it last.
         finish: how the response ended.
-        policy_version: version of that policy.
+        policy_version: version of that policy. Where the weights changed while the response was
+            decoded, that of its last token.
         birth_logprobs: log-prob of each token under the policy that sampled it, float32 ``[n]``,
             nats. None: sampled now, equal to ``logprobs``.
         birth_versions: version of the policy that sampled each token, int64 ``[n]``. None: sampled

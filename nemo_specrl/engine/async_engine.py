@@ -1,7 +1,7 @@
 """AsyncSpeculativeLLM: ``AsyncLLM.generate`` with the last rollout of a prompt as a draft.
 
-Rows come one by one and each is a coroutine, while vLLM's own loop drives the engine. A row is made
-by one set of weights: a policy version that begins while a row is in progress is refused.
+Rows come one by one and each is a coroutine, while vLLM's own loop drives the engine. The weights
+may change while rows are in progress (``refit``): each token knows which ones have made it.
 """
 
 from __future__ import annotations
@@ -9,19 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Iterable,
-)
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nemo_specrl.config import SpecRLConfig
-from nemo_specrl.engine.async_rows import AsyncRow
+from nemo_specrl.engine.async_rows import AsyncRow, AsyncRows
 from nemo_specrl.engine.base import BaseSpeculativeLLM
 from nemo_specrl.engine.caches import ClaimingCache
+from nemo_specrl.engine.in_flight import WeightUpdates, salted
 from nemo_specrl.engine.outputs import request_outputs, unfinished_output
 from nemo_specrl.engine.policy_version import RUNNING, one_adapter
 from nemo_specrl.engine.prefix.verification import verification_params
@@ -36,8 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncSpeculativeLLM"]
 
-RETRY_SECONDS = 0.002
-"""How soon a row is aborted again that has not ended."""
+T = TypeVar("T")
 
 
 class AsyncSpeculativeLLM(BaseSpeculativeLLM):
@@ -51,8 +45,7 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
         policy_version: of the weights that the engine has now.
 
     Attributes:
-        policy_version: version of the weights in the engine, which :meth:`set_policy_version`
-            changes.
+        policy_version: version of the weights in the engine, which :meth:`refit` changes.
         fingerprint: of these weights; 0: not known.
         fresh_fraction: share of rows that are decoded without a draft, from the configuration
             until the caller changes it.
@@ -82,9 +75,8 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
                 "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION = 1: the requests of a row have one id, and "
                 "outputs of one would be taken for those of another; unset it"
             )
-        self._rows: set[AsyncRow] = set()
-        self._admitting = asyncio.Event()  # cleared while a pause waits for the rows before it
-        self._admitting.set()
+        self._rows = AsyncRows(llm)
+        self._updates = WeightUpdates(llm, self._rows)
         self._decoding: asyncio.Semaphore | None = None
         if self._prompt_logprob_drafter is not None:
             # No more rows than the engine runs at once: between two requests, a row must not wait
@@ -99,8 +91,45 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
             "the constructor"
         )
 
+    async def refit(
+        self,
+        update: Callable[[], Awaitable[T]],
+        version: int,
+        *,
+        fingerprint: int = 0,
+        recompute_kv: bool = True,
+    ) -> T:
+        """Change the weights of the engine, whose rows go on with the new ones.
+
+        A draft that is being verified meanwhile is verified anew.
+
+        Args:
+            update: changes the weights.
+            version: of the new weights.
+            fingerprint: of the new weights; 0: not known.
+            recompute_kv: have the KV blocks of rows in progress computed anew, by a prefill of
+                each. Otherwise they go on with those of the old weights, which no other row reads.
+
+        Returns:
+            What ``update`` has returned. The version begins even where it raises.
+
+        Raises:
+            ConfigError: rows are in progress, and are verified in rounds (``tree.method``), or
+                this vLLM (0.20) cannot have their KV blocks computed anew. Nothing has changed.
+        """
+        async with self._updates.paused(recompute_kv) as running:
+            if self._prompt_logprob_drafter is not None:
+                self.check_idle()
+            try:
+                return await update()
+            finally:
+                await self.llm.reset_prefix_cache(reset_running_requests=recompute_kv)
+                self._weights.begin(version, fingerprint)
+                for row, made in running.items():
+                    row.change_weights(made, version)
+
     async def set_policy_version(self, version: int, fingerprint: int = 0) -> None:
-        """Begin a policy version, after every refit and at no other time.
+        """Begin a policy version after a refit that was made without :meth:`refit`.
 
         The engine's prefix cache is reset, which has KV blocks of the old weights.
 
@@ -120,14 +149,8 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
         self._weights.begin(version, fingerprint)
 
     def check_idle(self) -> None:
-        """Check that the weights may change now. One that runs might end before the reset.
-
-        Raises:
-            ConfigError: a row is in progress, or another request is running.
-        """
-        # Rows that a pause holds back have not begun.
-        begun = any(row.admitted for row in self._rows)
-        if begun or has_unfinished_requests(self.llm):
+        """Raise ConfigError while a row is in progress, or another request is running."""
+        if self._rows.begun or has_unfinished_requests(self.llm):
             raise ConfigError(f"new weights after policy version {self.policy_version}: {RUNNING}")
 
     async def generate(
@@ -163,19 +186,25 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
         )
         if request.draftable:
             self._weights.check(one_adapter(kwargs.get("lora_request"), 1))
-        row = AsyncRow(request_id)
-        self._rows.add(row)
-        try:
+        with self._rows.row(request_id, request) as row:
             drafted = await self._run(row, request, kwargs)
-        finally:
-            self._rows.discard(row)
-            row.ended.set()
         if drafted is not None:
             yield drafted
             return
         # No draft, and no sample index to cache the result under.
-        async for output in self.llm.generate(prompt, sampling_params, request_id, **kwargs):
+        async for output in self.generate_plain(prompt, sampling_params, request_id, **kwargs):
             yield output
+
+    async def generate_plain(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
+    ) -> AsyncIterator[RequestOutput]:
+        """Generate beside the cache, as ``AsyncLLM.generate`` does, where weights may change.
+
+        The request waits while the weights change, and reads no KV blocks of other ones.
+        """
+        with self._rows.row(request_id, None) as row:
+            async for output in self._stream(row, prompt, sampling_params, kwargs):
+                yield output
 
     async def _run(
         self, row: AsyncRow, request: RolloutRequest, kwargs: Any
@@ -190,8 +219,7 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
         Returns:
             The row's output; None where it can have no sample index, and nothing was done.
         """
-        await row.wait_for(self._admitting.wait())
-        row.admitted = True
+        await self._rows.admit(row)
         # 1. Look up: a sample index and a draft from the cache.
         started = time.perf_counter()
         claimed = await self._claim(request) if request.draftable else None
@@ -235,58 +263,23 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
         return output, end
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
-        """Abort rows, as ``AsyncLLM.abort`` does, wherever they are.
+        """Abort rows, as ``AsyncLLM.abort`` does, also those that the engine does not know now.
 
-        A row may be between two requests, when the engine does not know it. It comes back with
-        ``finish_reason`` "abort" and what it has.
+        They come back with ``finish_reason`` "abort" and what they have.
         """
         names = {request_id} if isinstance(request_id, str) else set(request_id)
         await self.llm.abort(list(names), internal)
-        await self._abort([row for row in self._rows if row.request_id in names])
-
-    async def _abort(self, rows: list[AsyncRow]) -> None:
-        for row in rows:
-            row.abort()
-        while rows := [row for row in rows if not row.ended.is_set()]:
-            # Again where a request was on its way to the engine: it did not know it yet.
-            await self.llm.abort([row.request_id for row in rows if row.in_engine])
-            await asyncio.sleep(RETRY_SECONDS)
+        await self._rows.abort(names)
 
     async def pause_generation(self, **kwargs: Any) -> None:
-        """Pause the engine, as ``AsyncLLM.pause_generation`` does.
-
-        With ``mode="abort"`` no row is left between two requests, where it would wait for the
-        engine to be resumed, and with ``mode="wait"`` the rows that have begun are completed first:
-        a verified prefix is not continued by other weights.
-
-        Args:
-            kwargs: as vLLM has them.
-        """
+        """Pause the engine, as ``AsyncLLM.pause_generation`` does (``AsyncRows.pausing``)."""
         mode = "wait" if kwargs.get("wait_for_inflight_requests") else kwargs.get("mode", "abort")
-        await self._pausing(mode, self.llm.pause_generation, kwargs)
+        await self._rows.pausing(mode, self.llm.pause_generation, kwargs)
 
     async def sleep(self, level: int = 1, **kwargs: Any) -> None:
         """Put the engine to sleep, as ``AsyncLLM.sleep`` does, with rows as in a pause."""
         mode = kwargs.get("mode", "abort")
-        await self._pausing(mode, self.llm.sleep, {"level": level, **kwargs})
-
-    async def _pausing(self, mode: str, pause: Callable[..., Awaitable[Any]], kwargs: Any) -> None:
-        rows = [row for row in self._rows if row.admitted]
-        if mode == "wait":
-            self._admitting.clear()
-            try:
-                await asyncio.gather(*(row.ended.wait() for row in rows))
-                await pause(**kwargs)
-            finally:
-                self._admitting.set()
-            return
-        if mode == "abort":
-            rows = list(self._rows)
-            for row in rows:
-                row.abort()
-        await pause(**kwargs)
-        if mode == "abort":
-            await self._abort(rows)
+        await self._rows.pausing(mode, self.llm.sleep, {"level": level, **kwargs})
 
     async def count_tree_drafts(self) -> None:
         """Add to the metrics what the tree proposer did since the last call.
@@ -338,11 +331,16 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
         assert request.draft is not None
         request.verification.start()
         prompt = {"prompt_token_ids": request.rules.prompt + request.draft.tokens.tolist()}
-        outputs = [o async for o in self._stream(row, prompt, verification_params(request), kwargs)]
+        params = verification_params(request)
+        outputs, anew = [], True
+        while anew:  # where the log-probs are of several weights
+            outputs = [o async for o in self._stream(row, prompt, params, kwargs)]
+            anew = row.spans_refit and not row.aborted
         if not outputs:  # aborted before it began
             self._refuse_draft(request)
             return None, None
-        [(_, output, end)] = self._judge([(request, outputs[-1])])
+        version = request.versions.at_end(0, self.policy_version)
+        [(_, output, end)] = self._judge([(request, outputs[-1])], version)
         return output, end
 
     async def _measure_noise(self, row: AsyncRow, request: RolloutRequest, kwargs: Any) -> None:
@@ -351,7 +349,7 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
         started = time.perf_counter()
         prompt = {"prompt_token_ids": request.rules.prompt + request.tokens}
         outputs = [o async for o in self._stream(row, prompt, verification_params(request), kwargs)]
-        if outputs:
+        if outputs and request.versions.single:
             self._noise.add_prefill(request, outputs[-1], self.metrics)
         self.metrics.verify_s += time.perf_counter() - started
 
@@ -388,12 +386,15 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
         self, row: AsyncRow, prompt: Any, params: SamplingParams, kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of a request of a row, which has the row's own id."""
-        row.in_engine = True
+        await self._updates.wait()
+        row.enter(self.policy_version)
+        prompt = salted(prompt, self.policy_version)
         try:
             async with contextlib.aclosing(
                 self.llm.generate(prompt, params, row.request_id, **kwargs)
             ) as stream:
                 async for output in stream:
+                    row.answered = True
                     yield output
         finally:
             row.in_engine = False

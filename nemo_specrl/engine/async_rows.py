@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["AsyncRow"]
+if TYPE_CHECKING:
+    from nemo_specrl.engine.requests import RolloutRequest
+
+__all__ = ["AsyncRow", "AsyncRows"]
+
+RETRY_SECONDS = 0.002
+"""How soon a row is aborted again that has not ended."""
 
 
 class AsyncRow:
@@ -14,18 +21,46 @@ class AsyncRow:
 
     Attributes:
         request_id: the caller's.
+        request: what the row becomes; None for a row beside the cache.
         admitted: it may have requests in the engine.
         in_engine: it has one now, or on the way.
+        answered: this one has brought an output.
+        start: number of tokens of the response before this one.
+        spans_refit: the weights have changed since this one began.
         aborted: it shall end as soon as it can.
         waiting: what it waits for outside of the engine.
         ended: set at its end.
     """
 
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
+    def __init__(self, request_id: str, request: RolloutRequest | None = None) -> None:
+        self.request_id, self.request = request_id, request
         self.admitted = self.in_engine = self.aborted = False
+        self.answered = self.spans_refit = False
+        self.start = 0
         self.waiting: asyncio.Future[Any] | None = None
         self.ended = asyncio.Event()
+
+    def enter(self, policy_version: int) -> None:
+        """Note that the row's next request goes to the engine.
+
+        Args:
+            policy_version: of the weights that the engine has now.
+        """
+        self.in_engine, self.answered, self.spans_refit = True, False, False
+        if self.request is not None:
+            self.start = len(self.request.tokens)
+            self.request.versions.begin(self.start, policy_version)
+
+    def change_weights(self, made: int, policy_version: int) -> None:
+        """Note that the weights have changed while the row's request is in the engine.
+
+        Args:
+            made: tokens that the old weights have made for this request.
+            policy_version: of the new ones.
+        """
+        self.spans_refit = True
+        if self.request is not None:
+            self.request.versions.begin(self.start + made, policy_version)
 
     def abort(self) -> None:
         """Have it end as soon as it can."""
@@ -54,3 +89,90 @@ class AsyncRow:
             raise
         finally:
             self.waiting = None
+
+
+class AsyncRows:
+    """All rows of an engine that have not ended.
+
+    Args:
+        llm: the ``AsyncLLM``.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self._rows: set[AsyncRow] = set()
+        self._admitting = asyncio.Event()  # cleared while a pause waits for the rows before it
+        self._admitting.set()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[AsyncRow]:
+        return iter(list(self._rows))
+
+    @contextlib.contextmanager
+    def row(self, request_id: str, request: RolloutRequest | None) -> Iterator[AsyncRow]:
+        """A row, until the end of the context."""
+        row = AsyncRow(request_id, request)
+        self._rows.add(row)
+        try:
+            yield row
+        finally:
+            self._rows.discard(row)
+            row.ended.set()
+
+    async def admit(self, row: AsyncRow) -> None:
+        """Wait until the row may begin, or is aborted."""
+        await row.wait_for(self._admitting.wait())
+        row.admitted = True
+
+    @property
+    def begun(self) -> bool:
+        """Whether one is in progress. Rows that a pause holds back have not begun."""
+        return any(row.admitted for row in self._rows)
+
+    async def abort(self, request_ids: Iterable[str]) -> None:
+        """Abort the rows of these ids, wherever they are, and wait for their end."""
+        names = set(request_ids)
+        await self._abort([row for row in self._drafted() if row.request_id in names])
+
+    async def pausing(self, mode: str, pause: Callable[..., Awaitable[Any]], kwargs: Any) -> None:
+        """Pause the engine.
+
+        With mode ``abort`` no row is left between two requests, where it would wait for the engine
+        to be resumed, and with mode ``wait`` the rows that have begun are completed first: a
+        verified prefix is not continued by other weights.
+
+        Args:
+            mode: vLLM's.
+            pause: vLLM's method.
+            kwargs: its arguments.
+        """
+        rows = [row for row in self._drafted() if row.admitted]
+        if mode == "wait":
+            self._admitting.clear()
+            try:
+                await asyncio.gather(*(row.ended.wait() for row in rows))
+                await pause(**kwargs)
+            finally:
+                self._admitting.set()
+            return
+        if mode == "abort":
+            rows = self._drafted()
+            for row in rows:
+                row.abort()
+        await pause(**kwargs)
+        if mode == "abort":
+            await self._abort(rows)
+
+    def _drafted(self) -> list[AsyncRow]:
+        """Those that are more than one request of vLLM's, which aborts the others itself."""
+        return [row for row in self._rows if row.request is not None]
+
+    async def _abort(self, rows: list[AsyncRow]) -> None:
+        for row in rows:
+            row.abort()
+        while rows := [row for row in rows if not row.ended.is_set()]:
+            # Again where a request was on its way to the engine: it did not know it yet.
+            await self._llm.abort([row.request_id for row in rows if row.in_engine])
+            await asyncio.sleep(RETRY_SECONDS)

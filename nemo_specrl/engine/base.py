@@ -259,12 +259,16 @@ class BaseSpeculativeLLM:
         return whole
 
     def _judge(
-        self, verified: list[tuple[RolloutRequest, RequestOutput]]
+        self, verified: list[tuple[RolloutRequest, RequestOutput]], version: int
     ) -> list[tuple[RolloutRequest, RequestOutput, ResponseEnd | None]]:
         """Judge verified drafts.
 
         A draft is refused where the engine's output does not show its log-probs: the row is
         decoded from the start, as a fresh one. A row whose verification was aborted ends.
+
+        Args:
+            verified: requests with the outputs of their verifications.
+            version: policy version of the weights that verified.
 
         Returns:
             Each request with its output and its end, or None where decoding has to go on.
@@ -280,7 +284,7 @@ class BaseSpeculativeLLM:
                 draft = request.draft
                 if draft is not None and draft.fresh and self._of_these_weights(draft):
                     self._noise.add(sampled_values(logprobs), draft.logprobs, self.metrics)
-        judge(readable, self.config, seed=self.draw_seed, policy_version=self.policy_version)
+        judge(readable, self.config, seed=self.draw_seed, policy_version=version)
         verdicts: list[tuple[RolloutRequest, RequestOutput, ResponseEnd | None]] = []
         for request, output in verified:
             if request.draft is None:

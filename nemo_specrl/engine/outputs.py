@@ -237,8 +237,10 @@ def build_rollout(
     Args:
         request: its tokens are the response so far.
         finish: how the response ended, or PARTIAL.
-        policy_version: of the weights that judged and decoded.
-        fingerprint: of those weights; 0: not known.
+        policy_version: of the weights that judged and decoded. Where the weights have changed in
+            the meantime, ``request.versions`` knows which tokens are whose.
+        fingerprint: of the weights of this version; 0: not known. A rollout of several versions
+            has none.
 
     Returns:
         None where the parts of the response contradict each other, which becomes its defect.
@@ -262,7 +264,10 @@ def _rollout(
     fingerprint: int,
 ) -> Rollout:
     births = logprobs
-    versions = np.full(len(logprobs), policy_version, dtype=np.int64)
+    versions = request.versions.of(len(logprobs), policy_version)
+    made_at = request.versions.at_end(len(logprobs), policy_version)
+    if made_at != policy_version or (versions != policy_version).any():
+        policy_version, fingerprint = made_at, 0
     draft, accepted = request.draft, request.accepted
     if draft is not None:
         births = logprobs.copy()

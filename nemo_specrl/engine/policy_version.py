@@ -4,7 +4,9 @@ vLLM's prefix cache knows KV blocks by their tokens alone, so that new weights w
 ones have prefilled. A new policy version therefore begins with an empty prefix cache, or not at
 all: the blocks are dropped where the version is set, and a reset that vLLM refuses is an error.
 This holds for requests that do not pass through this package, too, such as those of a validation,
-which a salt (``cache_salt``) of this package's own requests would not reach.
+which a salt (``cache_salt``) of this package's own requests would not reach. Where rows keep their
+old KV blocks on purpose, at a refit in flight of an asynchronous engine (``in_flight``), there is
+nothing but the salt.
 """
 
 from __future__ import annotations
@@ -12,11 +14,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from nemo_specrl.errors import ConfigError
 
 __all__ = [
     "RUNNING",
     "EngineWeights",
+    "TokenVersions",
     "note_refit",
     "one_adapter",
     "refuse_kv_connector",
@@ -124,6 +130,49 @@ class EngineWeights:
                 "changes or is loaded again"
             )
         self._adapter = identity
+
+
+class TokenVersions:
+    """Which weights have made which tokens of a response.
+
+    Only an asynchronous engine notes it; elsewhere a response is made by the engine's present ones.
+    """
+
+    def __init__(self) -> None:
+        self._runs: list[tuple[int, int]] = []
+
+    def begin(self, start: int, policy_version: int) -> None:
+        """Note that tokens from position ``start`` on are made by other weights."""
+        while self._runs and self._runs[-1][0] >= start:
+            self._runs.pop()
+        self._runs.append((start, policy_version))
+
+    @property
+    def single(self) -> bool:
+        """Whether all that was noted is of one policy version."""
+        return len({version for _, version in self._runs}) <= 1
+
+    def of(self, tokens: int, policy_version: int) -> npt.NDArray[np.int64]:
+        """The policy version of each token, int64 ``[tokens]``.
+
+        Args:
+            tokens: number of tokens of the response.
+            policy_version: of all of them where nothing was noted.
+        """
+        versions = np.full(tokens, policy_version, dtype=np.int64)
+        for start, version in self._runs:
+            versions[start:] = version
+        return versions
+
+    def at_end(self, tokens: int, policy_version: int) -> int:
+        """The policy version of the last one of so many tokens, or of the request that made none.
+
+        Args:
+            tokens: number of tokens of the response.
+            policy_version: where nothing was noted.
+        """
+        versions = self.of(max(tokens, 1), policy_version)
+        return int(versions[-1])
 
 
 def one_adapter(lora_request: Any, prompts: int) -> Any:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from nemo_specrl.engine.limits import EngineLimits
+from nemo_specrl.engine.policy_version import TokenVersions
 from nemo_specrl.engine.request_checks import as_list, rendered_prompt
 from nemo_specrl.engine.response import Response
 from nemo_specrl.engine.sampling_rules import (
@@ -104,6 +105,7 @@ class RolloutRequest:
         history: what the cache knows of the row.
         verification: its draft.
         response: what has come of the response so far.
+        versions: which weights have verified and decoded it.
         replayed: the rollout of the journal that it was completed from.
         rounds: state of verification in rounds, for a row that is decoded so.
         turns: state of the conversation, for a row that is one. ``rules`` and ``response`` are
@@ -120,6 +122,7 @@ class RolloutRequest:
     history: RowHistory = RowHistory()
     verification: DraftVerification = dataclasses.field(default_factory=DraftVerification)
     response: Response = dataclasses.field(default_factory=Response)
+    versions: TokenVersions = dataclasses.field(default_factory=TokenVersions)
     replayed: Rollout | None = None
     rounds: RowInRounds | None = None
     turns: Turns | None = None

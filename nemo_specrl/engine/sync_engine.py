@@ -297,7 +297,7 @@ class SpeculativeLLM(BaseSpeculativeLLM):
                     verified += [(duplicate, copy.copy(output)) for duplicate in duplicates]
                 else:  # it was aborted, which was not about them
                     self._decode_duplicates(call, request)
-        yield from self._judge(verified)
+        yield from self._judge(verified, self.policy_version)
 
     def _decode_duplicates(self, call: Call, request: RolloutRequest) -> None:
         """Have rows that waited for a verification which was aborted decoded without a draft."""

@@ -14,7 +14,11 @@ from vllm import SamplingParams
 
 from nemo_specrl import RolloutStore, SpeculativeLLM
 from nemo_specrl.engine.drafters.method import engine_options
-from nemo_specrl.engine.policy_version import EngineWeights, refuse_kv_connector
+from nemo_specrl.engine.policy_version import (
+    EngineWeights,
+    TokenVersions,
+    refuse_kv_connector,
+)
 from nemo_specrl.engine.vllm.refit import refit
 from nemo_specrl.errors import ConfigError
 from tests.conftest import DictCache, make_engine, weights_of
@@ -223,3 +227,17 @@ def test_an_adapter_that_is_loaded_again_needs_a_new_version():
         weights.check(adapter)
     weights.begin(1)
     weights.check(adapter)
+
+
+def test_a_response_knows_the_versions_of_its_tokens():
+    versions = TokenVersions()
+    assert versions.of(3, 7).tolist() == [7, 7, 7] and versions.at_end(0, 7) == 7
+    versions.begin(0, 1)  # a verification
+    assert versions.at_end(0, 7) == 1 and versions.single
+    versions.begin(2, 1)  # its continuation, which the weights change under, twice at one token
+    versions.begin(4, 2)
+    versions.begin(4, 3)
+    assert versions.of(6, 7).tolist() == [1, 1, 1, 1, 3, 3] and not versions.single
+    assert versions.at_end(4, 7) == 1 and versions.at_end(5, 7) == 3
+    versions.begin(3, 4)  # a stop string has cut off what was made behind it
+    assert versions.of(4, 7).tolist() == [1, 1, 1, 4]

@@ -8,8 +8,10 @@ The rest of the engine layer uses vLLM's public interface alone.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
+import inspect
 import logging
 import re
 import signal
@@ -36,10 +38,13 @@ __all__ = [
     "has_unfinished_requests",
     "in_this_process",
     "interrupts_deferred",
+    "keeps_tokens_at_reset",
     "logprobs_slice",
+    "made_so_far",
     "new_logprobs",
     "no_logprobs",
     "stop_tokens",
+    "take_in_outputs",
     "tokenizer_of",
     "tokens_so_far",
     "unknown_requests",
@@ -52,6 +57,8 @@ EXTRA_ARG = "spec_rl"
 """This package's key in ``SamplingParams.extra_args`` and in vLLM's ``additional_config``."""
 FORGET_SECONDS = 10.0
 """Longest time that workers are asked to forget a broken step for."""
+TAKE_IN_SECONDS = 0.001
+"""How often it is asked whether outputs have been taken in."""
 OLDEST = (0, 20)
 VERSIONS_RUN = ("0.20.0", "0.25.1", "0.26.0", "0.29.0", "0.32.0")
 """Versions on which the engine's tests and a training have passed (docs/reference/versions.md)."""
@@ -161,12 +168,54 @@ def tokens_so_far(engine: Any, request_id: str) -> tuple[list[int], FlatLogprobs
     Raises:
         KeyError: the engine knows no such request.
     """
-    processor = engine.output_processor
-    internal = getattr(processor, "external_req_ids", {}).get(request_id) or [request_id]
-    state = processor.request_states[internal[0]]
+    state = _request_state(engine, request_id)
+    if state is None:
+        raise KeyError(request_id)
     tokens, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
     n = min(len(tokens), len(logprobs))  # an interrupt may come between the two
     return list(tokens[:n]), logprobs_slice(logprobs, 0, n)
+
+
+def made_so_far(engine: Any, request_id: str) -> int | None:
+    """How many tokens an engine has decoded of a request; None: it does not know it, or no more."""
+    state = _request_state(engine, request_id)
+    return None if state is None else int(state.detokenizer.num_output_tokens())
+
+
+def _request_state(engine: Any, request_id: str) -> Any:
+    """What an engine's output processor has of a request that has not ended, or None."""
+    processor = engine.output_processor
+    internal = getattr(processor, "external_req_ids", {}).get(request_id) or [request_id]
+    return processor.request_states.get(internal[0])
+
+
+async def take_in_outputs(engine: Any) -> None:
+    """Wait until an ``AsyncLLM`` has taken in all that its paused core has sent.
+
+    One task takes the outputs from a queue and works them off one after the other
+    (v1/engine/async_llm.py, ``output_handler``): when it takes an empty one, it has done with all
+    that came before. ``pause_generation`` itself hopes for the best after 20 ms.
+    """
+    from vllm.v1.engine import EngineCoreOutputs
+
+    handler, queue = engine.output_handler, engine.engine_core.outputs_queue
+    if handler is None:  # it has never had a request
+        return
+    queue.put_nowait(EngineCoreOutputs())
+    while not (queue.empty() or handler.done()):
+        await asyncio.sleep(TAKE_IN_SECONDS)
+
+
+def keeps_tokens_at_reset(engine: Any) -> bool:
+    """Whether requests keep their tokens where KV blocks are reset while they run.
+
+    With asynchronous scheduling, vLLM 0.20 discards the next token of each as one that was on its
+    way, also where none was (``discard_latest_async_tokens`` in v1/core/sched/scheduler.py).
+    """
+    from vllm.v1.request import Request
+
+    discards = "discard_latest_async_tokens" in inspect.getsource(Request.__init__)
+    return not (discards and engine.vllm_config.scheduler_config.async_scheduling)
 
 
 def stop_tokens(params: SamplingParams) -> frozenset[int]:
