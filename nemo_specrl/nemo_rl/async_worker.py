@@ -6,6 +6,7 @@ whether a row is drafted is decided for each call.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterator, Callable
 from contextvars import ContextVar
 from typing import Any
@@ -89,16 +90,18 @@ class SpecVllmAsyncGenerationWorkerImpl(DraftingWorker, VllmAsyncGenerationWorke
     async def _refit(self, update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Update the weights and begin a policy version.
 
-        Raises:
-            ConfigError: rows are running, whose KV blocks are those of the old weights.
+        Rows that are running go on (``async_grpo.in_flight_weight_updates``). NeMo-RL's own
+        ``recompute_kv_cache_after_weight_updates`` has no effect on them: its
+        ``reset_prefix_cache`` does nothing while requests run. Here it has.
         """
         speculative = self._speculative
         if speculative is None:
             return await update(*args, **kwargs)
-        speculative.check_idle()
-        result = await update(*args, **kwargs)
-        await speculative.set_policy_version(speculative.policy_version + 1)
-        return result
+        return await speculative.refit(
+            functools.partial(update, *args, **kwargs),
+            speculative.policy_version + 1,
+            recompute_kv=self._recompute_kv,
+        )
 
 
 class _DraftingEngine:
@@ -110,8 +113,7 @@ class _DraftingEngine:
     def generate(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         if _drafting.get():
             return self._drafted(*args, **kwargs)
-        plain: AsyncIterator[Any] = self._speculative.llm.generate(*args, **kwargs)
-        return plain
+        return self._speculative.generate_plain(*args, **kwargs)
 
     async def abort(self, *args: Any, **kwargs: Any) -> None:
         await self._speculative.abort(*args, **kwargs)

@@ -51,6 +51,7 @@ class RunContext:
         log_folder: NeMo-RL's ``logger.log_dir``.
         checkpoint: folder of the checkpoint from which the run resumes, or None.
         tokenizer_id: the tokenizer's identity in the cache.
+        recompute_kv: rows that are running at a refit have their KV blocks computed anew.
     """
 
     spec_rl: SpecRLConfig
@@ -60,6 +61,7 @@ class RunContext:
     log_folder: Path
     checkpoint: Path | None
     tokenizer_id: str
+    recompute_kv: bool = False
 
     @property
     def store_folder(self) -> Path:
@@ -107,6 +109,13 @@ class RunContext:
             if checkpointing["enabled"]
             else None,
             tokenizer_id=str(master_config.policy["tokenizer"]["name"]),
+            recompute_kv=bool(
+                get_option(
+                    get_option(own, f"async_{algorithm}", None),
+                    "recompute_kv_cache_after_weight_updates",
+                    False,
+                )
+            ),
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from nemo_specrl.config import SpecRLConfig
 from nemo_specrl.engine.drafters.method import drafting_method, is_vllm_plugin
+from nemo_specrl.engine.vllm.compat import version_numbers
 from nemo_specrl.engine.vllm.environment import V2_USE, Engines, asks_for_v2, why_not_v2
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.nemo_rl import compat
@@ -16,6 +17,7 @@ from nemo_specrl.nemo_rl import compat
 __all__ = ["BLOCK", "check_elsewhere", "check_recipe", "get_option"]
 
 BLOCK = "policy.generation.spec_rl"
+OLDEST_IN_FLIGHT = (0, 25)
 RAW_TOP_K = (None, -1, 0)
 SPARSE_REFITS = ("vllm_s3_sparse", "vllm_zmq_sparse")
 """Refits that reach an engine through a server in a thread of the worker, and none of its methods
@@ -55,7 +57,8 @@ def check_recipe(
         _refused_engines(generation, off),
         _refused_features(master_config, spec_rl, off),
         _refused_options(master_config, spec_rl, algorithm),
-        _refused_refits(master_config, algorithm, off),
+        _refused_in_flight(master_config, spec_rl, algorithm, engines),
+        _refused_refits(generation, off),
     )
     for wrong, line in refused:
         if wrong:
@@ -286,17 +289,32 @@ def _enabled(master_config: Any, block: str) -> bool:
     return bool(get_option(getattr(master_config, block, None), "enabled", False))
 
 
-def _refused_refits(master_config: Any, algorithm: str, off: str) -> Iterator[tuple[bool, str]]:
-    """Refits after which the policy version or the KV blocks would be those of the old weights."""
-    generation = master_config.policy["generation"]
-    name = f"{algorithm}.async_{algorithm}"
+def _refused_in_flight(
+    master_config: Any, spec_rl: SpecRLConfig, algorithm: str, engines: Engines | None
+) -> Iterator[tuple[bool, str]]:
+    """Refits while rows are running, where these could not go on."""
     asynchronous = get_option(getattr(master_config, algorithm), f"async_{algorithm}", None)
+    wanted = ("enabled", "in_flight_weight_updates")
+    if not all(get_option(asynchronous, name, False) for name in wanted):
+        return
+    name = f"{algorithm}.async_{algorithm}.in_flight_weight_updates = true"
+    off = f"set it to false, or {BLOCK}.enabled=false"
     yield (
-        bool(get_option(asynchronous, "enabled", False))
-        and bool(get_option(asynchronous, "in_flight_weight_updates", False)),
-        f"{name}.in_flight_weight_updates = true: a row that is running at a refit would be made "
-        f"by two policies, on KV blocks of the old one; set it to false, {off}",
+        spec_rl.tree.enabled and spec_rl.tree.method == "rounds",
+        f"{name}: with {BLOCK}.tree.method = rounds a draft would be judged by log-probs of two "
+        f"policies; {off}",
     )
+    known = engines or compat.engines_of(master_config.policy["generation"])
+    numbers = version_numbers(known.version) if known.version else None
+    yield (
+        numbers is not None and numbers < OLDEST_IN_FLIGHT,
+        f"{name}: has not been run on vLLM {known.version}, which may lose a token of each row "
+        f"that is running at a refit; {off}",
+    )
+
+
+def _refused_refits(generation: Any, off: str) -> Iterator[tuple[bool, str]]:
+    """Refits after which the policy version or the KV blocks would be those of the old weights."""
     transport = generation.get("refit_transport")
     yield (
         transport in SPARSE_REFITS,

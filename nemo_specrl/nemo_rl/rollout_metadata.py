@@ -45,7 +45,7 @@ class RolloutMetadata:
         sample_index: of the rollout in its group.
         fresh: whether the rollout was decoded without a draft (:attr:`Rollout.fresh`).
         staleness: sum over its reused tokens of log p_birth - log p_now, nats; None where no token
-            was reused.
+            was reused, as in a fresh rollout, which may have tokens of several versions, too.
         reused: positions of the reused tokens in the response, int32 ``[r]``; None where the run
             does not need them.
         births: birth log-probs of those tokens, float32 ``[r]``, nats; None with ``reused``.
@@ -73,7 +73,7 @@ class RolloutMetadata:
             rollout.key,
             rollout.sample_index,
             rollout.fresh,
-            lost if len(positions) else None,
+            lost if len(positions) and not rollout.fresh else None,
             positions if births else None,
             born if births else None,
         )

@@ -26,6 +26,7 @@ class DraftingWorker:
     """A SpeculativeLLM or an AsyncSpeculativeLLM; None until a cache is attached."""
     _metadata: MetadataLog | None = None
     _paused = False
+    _recompute_kv = False
 
     def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
         """Create the engine, with what lossless drafting needs, if anything."""
@@ -41,6 +42,7 @@ class DraftingWorker:
             self.llm, cache, run.spec_rl, seed=run.seed, policy_version=policy_version
         )
         self._cache = cache
+        self._recompute_kv = run.recompute_kv
         if run.needs_records:
             self._metadata = MetadataLog(births=run.spec_rl.clip_anchor == "birth")
         return str(ray.get_runtime_context().get_node_id())

@@ -214,21 +214,29 @@ def test_refits_that_are_counted_are_not_refused(tmp_path, transport):
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
-def test_weights_are_not_updated_in_flight(tmp_path, algorithm):
+def test_weights_are_updated_in_flight_but_not_in_rounds_nor_on_old_vllm(tmp_path, algorithm):
     """In v0.7.0's form of a recipe, and in main's; without the trainer the key says nothing."""
     name = f"async_{algorithm}"
-    asked = recipe(tmp_path)
+    new, old = (Engines.elsewhere(version, {}) for version in ("0.25.1", "0.20.0"))
+    rounds, reuse = recipe(tmp_path), recipe(tmp_path, **REUSE)
     for own in (lambda block: {"seed": 1, name: block}, lambda b: SimpleNamespace(**{name: b})):
         for enabled, in_flight in ((True, False), (False, True)):
             block = {"enabled": enabled, "in_flight_weight_updates": in_flight}
+            for asked in (rounds, reuse):
+                setattr(asked, algorithm, own(block))
+                assert RunContext.of(asked, algorithm, engines=old) is not None
+        block = {"enabled": True, "in_flight_weight_updates": True}
+        for asked, engines, why in ((rounds, new, "log-probs of two"), (reuse, old, "vLLM 0.20.0")):
             setattr(asked, algorithm, own(block))
-            assert RunContext.of(asked, algorithm) is not None
-        setattr(asked, algorithm, own({"enabled": True, "in_flight_weight_updates": True}))
-        with pytest.raises(ConfigError) as raised:
-            RunContext.of(asked, algorithm)
-        line = str(raised.value)
-        assert f"{algorithm}.{name}.in_flight_weight_updates = true" in line
-        assert "set it to false" in line and "\n" not in line
+            with pytest.raises(ConfigError) as raised:
+                RunContext.of(asked, algorithm, engines=engines)
+            line = str(raised.value)
+            assert f"{algorithm}.{name}.in_flight_weight_updates = true" in line and why in line
+            assert "set it to false" in line and "\n" not in line
+        for recompute in (False, True):
+            block["recompute_kv_cache_after_weight_updates"] = recompute
+            run = RunContext.of(reuse, algorithm, engines=new)
+            assert run.recompute_kv is recompute
 
 
 def test_an_anchor_that_nothing_starts_from_is_refused(tmp_path):

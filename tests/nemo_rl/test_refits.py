@@ -15,10 +15,12 @@ from vllm import SamplingParams
 
 from nemo_specrl import SpecRLConfig, SpeculativeLLM
 from nemo_specrl.engine.async_engine import AsyncSpeculativeLLM
+from nemo_specrl.engine.outputs import rollout_info
+from nemo_specrl.engine.vllm.compat import made_so_far
 from nemo_specrl.engine.vllm.refit import RefitExtension
-from nemo_specrl.errors import ConfigError
 from nemo_specrl.nemo_rl.compat import CHECKPOINT_ENGINE_UPDATE
 from tests.conftest import DictCache, make_engine
+from tests.engine.test_async_engine import ClaimingCache
 from tests.support.nemo_rl.jobs import HOME, SITE
 
 ENGINE = {
@@ -90,7 +92,7 @@ def test_a_synchronous_worker_counts_them_and_drops_the_old_blocks(workers, rand
     assert output.num_cached_tokens == 0
 
 
-def test_an_asynchronous_worker_counts_them_and_refuses_them_while_rows_run(workers, random_model):
+def test_an_asynchronous_worker_counts_them_and_its_rows_go_on(workers, random_model):
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -98,7 +100,7 @@ def test_an_asynchronous_worker_counts_them_and_refuses_them_while_rows_run(work
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(random_model), **ENGINE))
         worker = object.__new__(workers[1])
         worker.llm = llm
-        worker._speculative = AsyncSpeculativeLLM(llm, DictCache(), CONFIG)
+        speculative = worker._speculative = AsyncSpeculativeLLM(llm, ClaimingCache(), CONFIG)
 
         async def version_after(method):
             await worker.checkpoint_engine_rpc_async(checkpoint_method=method)
@@ -106,13 +108,13 @@ def test_an_asynchronous_worker_counts_them_and_refuses_them_while_rows_run(work
 
         assert await version_after("prepare_checkpoint_engine") == 0
         assert await version_after(CHECKPOINT_ENGINE_UPDATE) == 1
-        endless = SamplingParams(max_tokens=90, ignore_eos=True, detokenize=False)
-        async for _ in (running := llm.generate(PROMPT, endless, "running")):
-            with pytest.raises(ConfigError, match="requests are still running"):
-                await version_after(CHECKPOINT_ENGINE_UPDATE)
-            break
-        await running.aclose()
-        assert worker.spec_rl_policy_version() == 1
+        params = SamplingParams(max_tokens=90, ignore_eos=True, detokenize=False)
+        row = asyncio.ensure_future(anext(speculative.generate(PROMPT, params, "running")))
+        while not made_so_far(llm, "running"):
+            await asyncio.sleep(0.001)
+        assert await version_after(CHECKPOINT_ENGINE_UPDATE) == 2
+        (completion,) = (await row).outputs
+        assert set(rollout_info(completion).birth_versions) == {1, 2}
         llm.shutdown()
 
     asyncio.run(refits())
