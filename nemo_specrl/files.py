@@ -1,4 +1,4 @@
-"""The file system: atomic replacement, digests, private files, step folders."""
+"""The file system: atomic replacement, private files, step folders."""
 
 from __future__ import annotations
 
@@ -12,13 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-import xxhash
-
-__all__ = ["FILE_MODE", "FOLDER_MODE", "digest", "replacing", "step_folders", "sync", "sync_folder"]
+__all__ = ["FILE_MODE", "FOLDER_MODE", "replacing", "step_folders", "sync", "sync_folder"]
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
 """Modes of files and folders that hold prompts or rollouts: only their owner may read them."""
-_BLOCK = 2**20
 _NO_SYNC_OF_FOLDERS = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EIO}
 """Errors of file systems that flush files but not folders, such as some network and FUSE ones."""
 
@@ -98,19 +95,6 @@ def sync(path: Path) -> None:
             )  # fmt: skip
     finally:
         os.close(descriptor)
-
-
-def digest(file: BinaryIO, size: int, copy_to: BinaryIO | None = None) -> bytes:
-    """The xxh3-64 of the first ``size`` bytes of a file; copies them to ``copy_to`` if given."""
-    file.seek(0)
-    hasher = xxhash.xxh3_64()
-    buffer = memoryview(bytearray(min(_BLOCK, size)))  # reused: allocating costs more than a read
-    while size > 0 and (count := file.readinto(buffer[:size])):  # type: ignore[attr-defined]
-        size -= count
-        hasher.update(buffer[:count])
-        if copy_to is not None:
-            copy_to.write(buffer[:count])
-    return hasher.digest()
 
 
 def step_folders(folder: Path) -> list[Path]:

@@ -191,7 +191,7 @@ def one_run(
     timings.measure("get, warm", mb, lambda: store.get(keys))
     timings.measure("get and use all arrays", mb, lambda: arrays(store.get(keys)))
     timings.measure("snapshot", 0.0, lambda: store.snapshot(folder / "snapshot"))
-    taken = (folder / "snapshot" / "rollouts.snapshot").stat().st_size / MB
+    taken = (folder / "snapshot" / DATA_FILE).stat().st_size / MB
     timings.mb["snapshot"] = taken
     timings.measure("raw disk, as the snapshot", taken, lambda: raw_disk(folder, taken))
     return mb

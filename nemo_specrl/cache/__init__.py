@@ -7,8 +7,7 @@ Modules, each of which imports only from those below it::
     inspection               read-only access to stores, snapshots and exports
     export                   rollouts as safetensors files, for other programs
     store                    one node's store under a hard size cap
-    store_snapshot           a snapshot of a whole store
-    snapshot                 the cache in a checkpoint: one file for each partition
+    snapshot                 a cluster's cache in a checkpoint: one file for each partition
     record_reader            choice and decoding of the records that a store serves
     storage/                 tables on disk: schema, transactions, checks, recovery, lock
     codec                    rollouts as bytes and back

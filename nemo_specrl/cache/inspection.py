@@ -1,4 +1,4 @@
-"""Read-only access to rollouts on disk: stores, snapshots of both kinds, exports.
+"""Read-only access to rollouts on disk: stores, snapshots and exports.
 
 Nothing is repaired, moved aside or counted as used here; stores do that when they are opened. Only
 a transaction in whose middle a process has died is rolled back, without which SQLite reads nothing.
@@ -21,8 +21,6 @@ from nemo_specrl.cache.storage.lock import holder
 from nemo_specrl.cache.storage.recovery import roll_back
 from nemo_specrl.cache.storage.schema import DATA_FILE, FORMAT, reading_file
 from nemo_specrl.cache.storage.system_errors import as_cache_errors
-from nemo_specrl.cache.store import SNAPSHOT_FILE
-from nemo_specrl.cache.store_snapshot import check_copy
 from nemo_specrl.config import CACHE_FOLDER
 from nemo_specrl.errors import CacheError, ConfigError, ForeignStore, StoreInUse, StoreUnavailable
 from nemo_specrl.rollout import Finish, Rollout
@@ -35,7 +33,7 @@ class Source:
     """Rollouts on disk, open to be read once.
 
     Args:
-        kind: ``store``, ``snapshot of a store``, ``snapshot by partition`` or ``export``.
+        kind: ``store``, ``snapshot by partition`` or ``export``.
         tokenizer_id: of the tokens.
         bytes: of the files.
         rollouts: each one, newest first within a sample index, or the error in its place.
@@ -61,7 +59,7 @@ def open_source(path: Path, *, check: bool = False) -> Iterator[Source]:
 
     Args:
         path: a folder.
-        check: check a snapshot's own checksum, or all pages of a store, first.
+        check: check all pages of a store first.
 
     Raises:
         ConfigError: there is nothing of the kind.
@@ -74,12 +72,7 @@ def open_source(path: Path, *, check: bool = False) -> Iterator[Source]:
         path = path / CACHE_FOLDER
     with as_cache_errors("read", path):
         if (path / DATA_FILE).is_file():
-            with _at_rest(path), _tables(path / DATA_FILE, "store", check) as source:
-                yield source
-        elif (path / SNAPSHOT_FILE).is_file():
-            if check:
-                check_copy(path / SNAPSHOT_FILE)
-            with _tables(path / SNAPSHOT_FILE, "snapshot of a store", False) as source:
+            with _at_rest(path), _tables(path / DATA_FILE, check) as source:
                 yield source
         elif (path / MANIFEST).is_file():
             yield _partitions(path)
@@ -89,8 +82,8 @@ def open_source(path: Path, *, check: bool = False) -> Iterator[Source]:
             yield Source("export", tokenizer_id, size, rollouts)
         else:
             raise ConfigError(
-                f"{path}: neither a rollout store ({DATA_FILE}), nor a snapshot ({SNAPSHOT_FILE} "
-                f"or {MANIFEST}), nor an export ({EXPORTS})"
+                f"{path}: neither a rollout store ({DATA_FILE}), nor a snapshot by partition "
+                f"({MANIFEST}), nor an export ({EXPORTS})"
             )
 
 
@@ -128,7 +121,7 @@ def _at_rest(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _tables(file: Path, kind: str, check: bool) -> Iterator[Source]:
+def _tables(file: Path, check: bool) -> Iterator[Source]:
     with reading_file(file, check=check) as contents:
         if contents.format != FORMAT:
             raise ForeignStore(
@@ -147,7 +140,7 @@ def _tables(file: Path, kind: str, check: bool) -> Iterator[Source]:
                 yield StoreUnavailable(f"{file}: {error}")
 
         yield Source(
-            kind,
+            "store",
             contents.tokenizer_id,
             file.stat().st_size,
             rollouts(),

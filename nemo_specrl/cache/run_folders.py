@@ -1,4 +1,4 @@
-"""The folder of a run's store: how it begins, what it may begin with, and what others left beside.
+"""The folder of a run's store: where it is, how it is filled at the start, and when it is removed.
 
 Under ``spec_rl.cache.dir`` each run has a folder of its own, so that no run drafts from another's
 rollouts by accident: their policy versions are counts of another run. What a run is meant to begin
@@ -20,11 +20,10 @@ from pathlib import Path
 from nemo_specrl.cache.inspection import open_source
 from nemo_specrl.cache.metrics import MEMORY, file_system
 from nemo_specrl.cache.storage.lock import LOCK_FILE, FolderLock
-from nemo_specrl.cache.storage.recovery import TEMPORARY_FILE
-from nemo_specrl.cache.storage.schema import DATA_FILE, JOURNAL_FILE, LMDB_FILE
+from nemo_specrl.cache.storage.recovery import TEMPORARY_FILE, copy_database
+from nemo_specrl.cache.storage.schema import DATA_FILE, JOURNAL_FILE
 from nemo_specrl.cache.storage.system_errors import as_cache_errors
 from nemo_specrl.errors import CacheError
-from nemo_specrl.files import replacing
 
 __all__ = [
     "UNUSED_DAYS",
@@ -94,7 +93,7 @@ def begin_empty(folder: Path, tokenizer_id: str, *, warm: bool) -> list[str]:
     lock = FolderLock(folder)
     try:
         with as_cache_errors("empty the rollout store", folder):
-            for file in (folder / name for name in (LMDB_FILE, DATA_FILE, TEMPORARY_FILE)):
+            for file in (folder / name for name in (DATA_FILE, TEMPORARY_FILE)):
                 if not file.is_file():
                     continue
                 size = file.stat().st_size
@@ -115,8 +114,6 @@ def begin_empty(folder: Path, tokenizer_id: str, *, warm: bool) -> list[str]:
 def _copy_warm_start(folder: Path, tokenizer_id: str) -> list[str]:
     source = folder.parent / WARM_START
     if not (source / DATA_FILE).is_file():
-        if (source / LMDB_FILE).is_file():
-            return [f"{source} is of an older release, in LMDB: the run begins without it"]
         return []
     try:
         with open_source(source) as found:
@@ -125,11 +122,7 @@ def _copy_warm_start(folder: Path, tokenizer_id: str) -> list[str]:
                     f"{source} is of tokenizer {found.tokenizer_id!r}, not of {tokenizer_id!r}: "
                     "the run begins without it"
                 ]
-            with (
-                open(source / DATA_FILE, "rb") as old,
-                replacing(folder / DATA_FILE, folder / TEMPORARY_FILE) as new,
-            ):
-                shutil.copyfileobj(old, new, 2**24)
+            copy_database(source / DATA_FILE, folder)
     except CacheError as error:
         (folder / DATA_FILE).unlink(missing_ok=True)
         return [f"{error}: the run begins without it"]
@@ -163,7 +156,7 @@ def remove_unused(folder: Path) -> list[str]:
 
 
 def _last_used(folder: Path) -> float:
-    files = [folder / name for name in (LOCK_FILE, DATA_FILE, LMDB_FILE)]
+    files = [folder / name for name in (LOCK_FILE, DATA_FILE)]
     return max((f.stat().st_mtime for f in files if f.is_file()), default=float("inf"))
 
 

@@ -1,4 +1,4 @@
-"""One node's rollout store: a disk cache under a hard size cap, longest-unused prompts out first.
+"""One node's rollout store: a disk cache with a hard size cap and eviction by use.
 
 How rollouts lie in SQLite is in ``storage``, how one becomes bytes in ``codec``.
 """
@@ -20,25 +20,25 @@ from nemo_specrl.cache.record_reader import Decoder
 from nemo_specrl.cache.storage.database import is_damage
 from nemo_specrl.cache.storage.lock import FolderLock
 from nemo_specrl.cache.storage.recovery import (
+    TEMPORARY_FILE,
     check_after_crash,
     move_aside,
-    move_lmdb_aside,
     open_tables,
     remove_files,
+    restore,
 )
-from nemo_specrl.cache.storage.schema import db_key, newest_keys
+from nemo_specrl.cache.storage.schema import DATA_FILE, db_key, newest_keys
 from nemo_specrl.cache.storage.system_errors import as_cache_errors
 from nemo_specrl.cache.storage.tables import Tables
 from nemo_specrl.cache.storage.write_buffer import WriteBuffer
-from nemo_specrl.cache.store_snapshot import restore_copy, write_copy
 from nemo_specrl.errors import CacheError, ConfigError, InvalidRollout, StoreUnavailable
+from nemo_specrl.files import replacing
 from nemo_specrl.rollout import KEY_BYTES, Rollout
 
-__all__ = ["FLUSH_SECONDS", "MIN_BYTES", "SNAPSHOT_FILE", "RolloutStore"]
+__all__ = ["FLUSH_SECONDS", "MIN_BYTES", "RolloutStore"]
 
 MIN_BYTES = 2**20
 FLUSH_SECONDS = 0.5  # so that a commit has as long again, within the second that is promised
-SNAPSHOT_FILE = "rollouts.snapshot"
 ENCODED_AT_ONCE = 64  # rollouts: more leave the processor's caches, fewer wait for numpy's calls
 SCANNED_AT_ONCE = 64  # prompts; other callers wait while they are read, some milliseconds
 
@@ -100,7 +100,6 @@ class RolloutStore:
         self._buffer = WriteBuffer()
         try:
             with as_cache_errors("open the rollout store", self._path):
-                move_lmdb_aside(self._path)
                 try:
                     if not self._lock.clean:
                         check_after_crash(self._path)
@@ -204,17 +203,21 @@ class RolloutStore:
             self._flush()
 
     def snapshot(self, folder: str | os.PathLike[str]) -> None:
-        """Write a compact, checksummed copy of the store, as it is now, into a folder.
+        """Make a folder a store that is a copy of this one, as it is now. Other calls wait.
 
-        A snapshot that is already there is replaced by an atomic rename. Other calls wait.
+        A snapshot that is already there is replaced by an atomic rename.
 
         Raises:
+            ConfigError: it is the folder of this store.
             StoreUnavailable: the store cannot be read or the folder cannot be written.
         """
-        target = Path(os.path.realpath(folder)) / SNAPSHOT_FILE
+        target = Path(os.path.realpath(folder))
+        if target == self._path:
+            raise ConfigError(f"{target}: cannot be a snapshot of itself; name another folder")
         with self._guard(f"write the snapshot {target} of"):
             self._flush()
-            write_copy(self._tables, target)
+            with replacing(target / DATA_FILE, target / TEMPORARY_FILE):
+                self._tables.copy(target / TEMPORARY_FILE)
 
     @classmethod
     def restore(cls, snapshot_folder: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
@@ -223,13 +226,10 @@ class RolloutStore:
         Crash-safe: until the new store is complete and on disk, the old one stays.
 
         Raises:
-            ForeignStore: it is of a release that kept the store in LMDB.
             StoreUnavailable: there is no snapshot, it is damaged, or ``path`` cannot be written or
                 is in use.
         """
-        restore_copy(
-            Path(os.path.realpath(snapshot_folder)) / SNAPSHOT_FILE, Path(os.path.realpath(path))
-        )
+        restore(Path(os.path.realpath(snapshot_folder)) / DATA_FILE, Path(os.path.realpath(path)))
 
     def clear(self) -> None:
         """Delete every rollout; the counts go on.

@@ -8,7 +8,7 @@ import pytest
 from nemo_specrl.cache import RolloutStore
 from nemo_specrl.cache.export import read_export, reset_provenance, write_export
 from nemo_specrl.cache.snapshot import read_partition, write_partition
-from nemo_specrl.errors import ForeignStore
+from nemo_specrl.errors import ConfigError
 from nemo_specrl.errors import StoreUnavailable as Unavailable
 from tests.support.rollouts import rollout
 from tests.support.stores import (
@@ -112,23 +112,53 @@ def test_a_missing_or_damaged_snapshot_is_refused_and_the_store_stays(tmp_path):
         RolloutStore.restore(tmp_path / "nowhere", tmp_path / "b")
     assert_one_line(caught.value, tmp_path / "nowhere", "No such file")
     (file,) = snapshot.iterdir()
-    whole, rng = file.read_bytes(), random.Random(0)
-    flips = [0, len(whole) - 1, len(whole) - 10, *rng.sample(range(len(whole)), 20)]
-    damaged = [whole[:i] + bytes([whole[i] ^ 1]) + whole[i + 1 :] for i in flips]
-    damaged += [whole[:n] for n in (0, 1, 15, 16, 17, 4096, len(whole) - 1)] + [whole + b"\0"]
-    for data in damaged:
+    whole = file.read_bytes()
+    for data in (b"", *(whole[:n] for n in (1, 100, 4096, len(whole) - 1)), b"\xa5" * len(whole)):
         file.write_bytes(data)
-        with pytest.raises(Unavailable, match="is damaged"):
+        with pytest.raises(Unavailable, match=r"is damaged|is empty"):
             RolloutStore.restore(snapshot, tmp_path / "b")
-    file.write_bytes(whole[:-16] + b"SPECSNP1" + whole[-8:])
-    with pytest.raises(ForeignStore, match="of an older release, which kept rollouts in LMDB"):
-        RolloutStore.restore(snapshot, tmp_path / "b")
     with open_store(tmp_path / "b") as store:
         assert contents(store, range(20)) == {2: [rollout(2)]}
     file.write_bytes(whole)
     RolloutStore.restore(snapshot, tmp_path / "b")
     with open_store(tmp_path / "b") as store:
         assert len(contents(store, range(20))) == 20
+
+
+def test_a_flipped_bit_in_a_snapshot_is_refused_or_costs_rollouts_alone(tmp_path):
+    """Pages are checked before, records when they are read: nothing wrong is ever served."""
+    put = {p: [rollout(p, n=300)] for p in range(20)}
+    snapshot = snapshot_of(tmp_path, [r for group in put.values() for r in group])
+    (file,) = snapshot.iterdir()
+    whole, rng = file.read_bytes(), random.Random(0)
+    refused = lost = 0
+    for i in [0, 20, *rng.sample(range(len(whole)), 60)]:
+        file.write_bytes(whole[:i] + bytes([whole[i] ^ 1 << rng.randrange(8)]) + whole[i + 1 :])
+        with open_store(tmp_path / "b") as store:
+            store.clear()
+            store.put([rollout(2)])
+        try:
+            RolloutStore.restore(snapshot, tmp_path / "b")
+        except Unavailable as error:
+            assert_one_line(error, file, "restore another")
+            refused += 1
+            with open_store(tmp_path / "b") as store:
+                assert contents(store, range(20)) == {2: [rollout(2)]}
+            continue
+        with open_store(tmp_path / "b") as store:
+            found = contents(store, range(20))
+            assert all(group == put[p] for p, group in found.items())
+            assert len(found) >= 19
+            lost += 20 - len(found)
+    assert refused and lost
+
+
+def test_a_store_is_no_snapshot_of_itself(tmp_path):
+    with open_store(tmp_path / "a") as store:
+        store.put([rollout(1)])
+        with pytest.raises(ConfigError, match="name another folder"):
+            store.snapshot(tmp_path / "a")
+        assert contents(store, [1]) == {1: [rollout(1)]}
 
 
 def test_both_kinds_of_snapshot_keep_freshness_incarnation_and_rawness(tmp_path):

@@ -63,7 +63,7 @@ def test_a_path_may_be_relative_and_have_any_characters(tmp_path, cache, monkeyp
     assert "6, 3 LENGTH, 3 STOP" in cache("inspect", "a ?b#%20")
 
 
-def test_inspect_reads_snapshots_of_both_kinds_and_checkpoints(tmp_path, cache):
+def test_inspect_reads_snapshots_and_checkpoints(tmp_path, cache):
     path = made(tmp_path / "store", groups_per_prompt=2)
     with RolloutStore(path, max_bytes=8 * MIB, tokenizer_id="tok") as store:
         store.snapshot(tmp_path / "step_3" / "rollout_cache")
@@ -71,7 +71,7 @@ def test_inspect_reads_snapshots_of_both_kinds_and_checkpoints(tmp_path, cache):
         file = write_partition(tmp_path / "parts", 0, store.scan(b""))
     write_manifest(tmp_path / "parts", Manifest("tok", 11, 1, (file,)))
     shown = cache("inspect", tmp_path / "step_3")
-    assert "snapshot of a store" in shown and "90, 30 LENGTH, 60 STOP" in shown
+    assert "store" in shown and "90, 30 LENGTH, 60 STOP" in shown
     assert "4 to 6" in shown and "0.7 versions a rollout" in shown
     shown = cache("inspect", tmp_path / "parts")
     assert "snapshot by partition" in shown and "60, 30 LENGTH, 30 STOP" in shown
@@ -118,7 +118,7 @@ def test_verify_checks_snapshots_and_exports(tmp_path, cache):
         (damaged,) = (f for f in (tmp_path / name).iterdir() if f.suffix != ".json")
         flipped(damaged, needle.astype(width).tobytes())
         shown = cache("verify", tmp_path / name, code=1)
-        assert f"damaged: {'the snapshot ' if name == 'copy' else ''}{damaged}" in shown
+        assert f"damaged: {'record' if name == 'copy' else damaged}" in shown
 
 
 def test_what_is_exported_warms_another_run(tmp_path, cache):

@@ -1,4 +1,4 @@
-"""A SQLite database of which nothing is believed: how it is opened, and how it is checked."""
+"""Opens and checks a SQLite database that may be damaged or untrusted."""
 
 from __future__ import annotations
 

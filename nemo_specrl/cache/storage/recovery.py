@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import sqlite3
 import threading
 from pathlib import Path
 
-from nemo_specrl.cache.storage.database import check_structure, connect, number
+from nemo_specrl.cache.storage.database import check_structure, connect, is_damage, number
 from nemo_specrl.cache.storage.lock import FolderLock
-from nemo_specrl.cache.storage.schema import DATA_FILE, JOURNAL_FILE, LMDB_FILE
+from nemo_specrl.cache.storage.schema import DATA_FILE, JOURNAL_FILE, reading_file
+from nemo_specrl.cache.storage.system_errors import as_cache_errors
 from nemo_specrl.cache.storage.tables import Tables, page_size_under
 from nemo_specrl.errors import StoreUnavailable
 from nemo_specrl.files import FOLDER_MODE, replacing, sync_folder
@@ -19,10 +21,11 @@ from nemo_specrl.files import FOLDER_MODE, replacing, sync_folder
 __all__ = [
     "TEMPORARY_FILE",
     "check_after_crash",
+    "copy_database",
     "move_aside",
-    "move_lmdb_aside",
     "open_tables",
     "remove_files",
+    "restore",
     "roll_back",
 ]
 
@@ -136,25 +139,53 @@ def move_aside(folder: Path, why: Exception) -> None:
     except OSError:  # such as a folder that is a mount point of its own
         remove_files(folder)
         fate = "deleted"
-    logger.warning("rollout store %s is damaged (%s): %s; going on empty", folder, why, fate)
+    logger.warning(
+        "rollout store %s is damaged (%s): %s; continuing with an empty store", folder, why, fate
+    )
 
 
-def move_lmdb_aside(folder: Path) -> None:
-    """Move what a release before format 4 has left, if it is there, and say so in the log.
+def copy_database(source: Path, folder: Path) -> None:
+    """Make the database of a locked folder a copy of one that no process writes to.
+
+    Until the copy is complete and on disk, the database that is there stays.
 
     Raises:
-        OSError: it cannot be moved.
+        OSError: the source cannot be read, or the folder cannot be written.
     """
-    file = folder / LMDB_FILE
-    if file.is_file():
-        target = _new_folder(folder)
-        os.replace(file, target / LMDB_FILE)
-        sync_folder(target)
-        logger.warning(
-            "rollout store %s: %s is of an older release, which kept rollouts in LMDB: moved to "
-            "%s, which can be deleted; starting cold",
-            folder, LMDB_FILE, target,
-        )  # fmt: skip
+    with open(source, "rb") as old, replacing(folder / DATA_FILE, folder / TEMPORARY_FILE) as new:
+        shutil.copyfileobj(old, new, 2**24)
+        # A journal that a crash has left belongs to the database that is replaced. If this process
+        # dies before it is, the old database may be damaged, and the next start is cold.
+        (folder / JOURNAL_FILE).unlink(missing_ok=True)
+
+
+def restore(source: Path, folder: Path) -> None:
+    """Make a folder a store with a copy of the database ``source``, after checking its pages.
+
+    Records have checksums of their own, which are checked when they are read.
+
+    Raises:
+        StoreUnavailable: the source is missing or damaged, or the folder cannot be written or is
+            in use.
+    """
+    with as_cache_errors("read the snapshot", source):
+        source.stat()  # SQLite's error for a missing file does not say that it is missing
+        try:
+            with reading_file(source, check=True):
+                pass
+        except sqlite3.Error as error:
+            if not is_damage(error):
+                raise
+            raise StoreUnavailable(
+                f"the snapshot {source} is damaged ({error}); restore another"
+            ) from error
+    with as_cache_errors(f"restore {source} to", folder):
+        lock = FolderLock(folder)
+        try:
+            copy_database(source, folder)
+            lock.clean = True
+        finally:
+            lock.release()
 
 
 def _new_folder(folder: Path) -> Path:

@@ -40,7 +40,6 @@ __all__ = [
     "DATA_FILE",
     "FORMAT",
     "JOURNAL_FILE",
-    "LMDB_FILE",
     "SCHEMA",
     "clock_of",
     "db_key",
@@ -57,8 +56,6 @@ __all__ = [
 FORMAT = 4
 DATA_FILE = "rollouts.sqlite"
 JOURNAL_FILE = f"{DATA_FILE}-journal"
-LMDB_FILE = "data.mdb"
-"""In which releases up to format 3 kept the store."""
 SCHEMA = (
     "CREATE TABLE meta (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID",
     "CREATE TABLE prompts (key BLOB PRIMARY KEY, last_use INTEGER NOT NULL) WITHOUT ROWID",
@@ -131,7 +128,7 @@ def named(rows: Iterable[tuple[Any, Any, Any, Any]]) -> Iterator[tuple[bytes, by
         try:
             name = db_key(key, sample_index, clock)
         except (struct.error, TypeError):
-            raise sqlite3.DatabaseError("a rollout's key is none") from None
+            raise sqlite3.DatabaseError("a rollout's key is invalid") from None
         yield name, record if isinstance(record, bytes) else b""  # whose checksum is wrong
 
 
@@ -164,7 +161,7 @@ def identity_and_state(database: sqlite3.Connection) -> tuple[dict[str, Any], tu
         if described["tokenizer"] is None or max(state) >= _END_OF_TIME:
             raise ValueError
     except (ValueError, KeyError, TypeError, struct.error):
-        raise sqlite3.DatabaseError("its identity or state is none") from None
+        raise sqlite3.DatabaseError("its identity or state is invalid") from None
     return described, state
 
 

@@ -44,7 +44,7 @@ __all__ = ["PAGE_CACHE_KIB", "Tables", "page_size_under"]
 PAGE_CACHE_KIB = 8192
 _KIB, _MIB = 2**10, 2**20
 _AT_ONCE = 16  # rows: what they dirty fits into the journal of the smallest store
-_MARGIN = 8  # pages: what one prompt's records may take of the trees above them, generously
+_MARGIN = 8  # pages: more than a prompt's records can need in the trees above them
 
 
 def page_size_under(max_bytes: int) -> int:

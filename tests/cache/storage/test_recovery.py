@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import logging
 import os
 import pickle
 import sqlite3
@@ -64,23 +63,6 @@ def test_a_newer_release_may_have_other_tables(tmp_path):
     with pytest.raises(ForeignStore, match=r"a newer release \(format 5"):
         open_store(path)
     assert not damaged_folders(path)
-
-
-def test_a_store_of_an_older_release_is_moved_aside_and_named(tmp_path, caplog):
-    """Up to format 3 the store was a file of LMDB."""
-    path = tmp_path / "a"
-    path.mkdir()
-    (path / "data.mdb").write_bytes(b"rollouts in LMDB" * 1000)
-    with caplog.at_level(logging.WARNING), open_store(path) as store:
-        assert len(store) == 0
-        store.put([rollout(1)])
-    (line,) = [record.getMessage() for record in caplog.records]
-    for part in (str(path), "data.mdb is of an older release", str(tmp_path / "a.damaged-1")):
-        assert part in line
-    assert sorted(os.listdir(path)) == ["lock", "rollouts.sqlite", "rollouts.sqlite-journal"]
-    assert (tmp_path / "a.damaged-1" / "data.mdb").read_bytes() == b"rollouts in LMDB" * 1000
-    with open_store(path) as store:
-        assert contents(store, [1]) == {1: [rollout(1)]}
 
 
 def test_a_database_of_something_else_is_refused_and_left_alone(tmp_path):
