@@ -1,4 +1,4 @@
-"""The cache in a checkpoint: one file for each partition, and a manifest that makes them whole.
+"""A cluster's cache in a checkpoint: a file for each partition, and a manifest that lists them.
 
 ::
 
@@ -6,9 +6,9 @@
                                   each file its bytes, rollouts and xxh3-64
     partition-00017.rollouts      records, one behind the other: u32 size, db key, record
 
-Partitions know nothing of nodes, so that a snapshot restores onto any number of them. Nothing but
-plain files that are written once: a shared file system will do. The manifest is written last, and
-whoever reads the folder believes nothing that it does not name.
+Partitions are independent of nodes, so that a snapshot can be restored on any number of them. All
+files are plain and written once, so that any shared file system will do. The manifest is written
+last, and files that it does not list are ignored.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ class Manifest:
     files: tuple[PartitionFile, ...]
 
 
-def write_partition(folder: Path, partition: int, rollouts: Iterable[Rollout]) -> PartitionFile:
+def write_partition(
+    folder: Path, partition: int, rollouts: Iterable[Rollout]
+) -> PartitionFile | None:
     """Write the file of a partition; complete or not there at all.
 
     Args:
@@ -83,19 +85,25 @@ def write_partition(folder: Path, partition: int, rollouts: Iterable[Rollout]) -
         partition: its index.
         rollouts: newest first within a sample index, as stores give them.
 
+    Returns:
+        The file; None: there are no rollouts, and no file is written.
+
     Raises:
         StoreUnavailable: the folder cannot be written.
     """
     path = _file(folder, partition)
     count, size, hasher = 0, 0, xxhash.xxh3_64()
+    iterator = iter(rollouts)
+    some = list(itertools.islice(iterator, WRITTEN_AT_ONCE))
+    if not some:
+        return None
     with (
         as_cache_errors("write the snapshot", path),
-        # The manifest is what makes names durable that matter. A name of its own until then: a
-        # shard that was given up while it wrote must not write into what another one has made.
+        # Writing the manifest flushes the folder. Temporary names are unique, because a shard that
+        # was given up while it wrote must not write into the file of the shard that replaced it.
         replacing(path, path.with_suffix(f".{uuid.uuid4().hex[:8]}.tmp"), sync_name=False) as file,
     ):
-        iterator = iter(rollouts)
-        while some := list(itertools.islice(iterator, WRITTEN_AT_ONCE)):
+        while some:
             names = [db_key(rollout.key, rollout.sample_index, 0) for rollout in some]
             parts: list[bytes] = []
             for name, record in zip(names, encode_all(some, names), strict=True):
@@ -104,6 +112,7 @@ def write_partition(folder: Path, partition: int, rollouts: Iterable[Rollout]) -
             file.write(piece)
             hasher.update(piece)
             count, size = count + len(some), size + len(piece)
+            some = list(itertools.islice(iterator, WRITTEN_AT_ONCE))
     return PartitionFile(partition, size, count, hasher.hexdigest())
 
 

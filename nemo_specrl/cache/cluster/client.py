@@ -1,4 +1,4 @@
-"""A client of a cluster's cache: looks rollouts up and stores them, and never holds a rollout up.
+"""A client of a cluster's cache, which looks rollouts up and stores them within deadlines.
 
 Each partition lies on several shards. A client writes to all of them and reads from the nearest one
 that answers, within its deadline; a shard that keeps failing is left alone for a while. Clients
@@ -89,7 +89,7 @@ class CacheClient:
         """Leave out what has been sent: it stays with the client that sent it."""
         of_connection = ("deadline_s", "tokenizer_id", "incarnation", "resumed")
         names = (*of_connection, "_view", "_coordinator", "_logged")
-        return {name: getattr(self, name) for name in names}
+        return {name: self.__dict__[name] for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -101,12 +101,9 @@ class CacheClient:
         return len(self._view.routing.readers)
 
     def get(self, keys: Iterable[bytes]) -> dict[bytes, list[Rollout]]:
-        """Look prompts up.
+        """Look prompts up by their keys.
 
         What this client has put is found, because a shard handles the calls of one client in order.
-
-        Args:
-            keys: of prompts.
 
         Returns:
             The rollouts of each prompt, newest first within a sample index. Prompts without any,
@@ -115,13 +112,12 @@ class CacheClient:
         return self._look_up(keys, "get")
 
     def outlines(self, keys: Iterable[bytes]) -> dict[bytes, list[RolloutSummary]]:
-        """Look prompts up like :meth:`get`, without tokens and log-probs."""
+        """Look prompts up like :meth:`get`, without their arrays."""
         return self._look_up(keys, "outlines")
 
     def _look_up(self, keys: Iterable[bytes], method: str) -> dict[bytes, Any]:
         """Collect what shards answer within the deadline; where one fails, ask another copy."""
-        self._send()
-        self._report_missed()
+        self.flush()
         until = time.monotonic() + self.deadline_s
         found: dict[bytes, Any] = {}
         failed: set[str] = set()
@@ -210,10 +206,7 @@ class CacheClient:
             getattr(self._view.shards[node], method).remote(some)
 
     def put(self, rollouts: Iterable[Rollout]) -> None:
-        """Store rollouts.
-
-        They are sent in batches, the last one with :meth:`flush`, :meth:`deliver` or :meth:`sync`.
-        """
+        """Store rollouts, in batches; ``flush``, ``deliver`` and ``sync`` send the rest."""
         for rollout in rollouts:
             self._buffer.append(rollout)
             self._claimed.pop((rollout.key, rollout.sample_index), None)
@@ -380,11 +373,11 @@ class CacheClient:
         """Return a shard's answer, or ``FAILED``."""
         try:
             result = ray.get(call)
+            self._succeeded(node)
+            return result
         except Exception as error:  # the cache can only cost speed
             self._failed(node, error)
             return FAILED
-        self._succeeded(node)
-        return result
 
     def _succeeded(self, node: str) -> None:
         if node in self._breakers:  # by a newer view it may be gone

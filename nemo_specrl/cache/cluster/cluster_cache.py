@@ -53,6 +53,7 @@ from nemo_specrl.cache.cluster.membership import Health
 from nemo_specrl.cache.cluster.shard_calls import FAILED, ready, within
 from nemo_specrl.cache.metrics import StoreStats
 from nemo_specrl.cache.snapshot import Manifest, PartitionFile, read_manifest, write_manifest
+from nemo_specrl.config import CacheConfig
 from nemo_specrl.errors import CacheError, ForeignStore, StoreUnavailable, in_one_line
 
 __all__ = ["ClusterCache", "start_shards"]
@@ -198,7 +199,7 @@ class ClusterCache(CacheClient):
                 if call in done:
                     try:
                         files += ray.get(call)
-                    except Exception as error:
+                    except Exception as error:  # of the actor, its store or the file system
                         failed[node] = in_one_line(error)
                         left += part.partitions
                 elif now > until or now - part.since > WRITE_SECONDS:
@@ -287,7 +288,7 @@ class ClusterCache(CacheClient):
                 continue
             try:
                 damaged, incarnation = ray.get(call)
-            except Exception as error:
+            except Exception as error:  # of the actor, its store or the file system
                 lines.add(f"shard {node} has not read its part of {folder}: {in_one_line(error)}")
                 continue
             lines.update(damaged)
@@ -317,15 +318,7 @@ class ClusterCache(CacheClient):
 
 
 def start_shards(
-    folder: Path,
-    *,
-    keep: bool,
-    partitions: int,
-    replicas: int,
-    deadline_s: float,
-    tokenizer_id: str,
-    max_bytes: int,
-    groups_per_prompt: int,
+    folder: Path, config: CacheConfig, *, keep: bool, tokenizer_id: str
 ) -> ClusterCache:
     """Start a shard on each node of the Ray cluster that this process is part of.
 
@@ -335,25 +328,18 @@ def start_shards(
 
     Args:
         folder: on each node's own disk.
+        config: the ``spec_rl.cache:`` block.
         keep: keep what is there, as a resumed run does; otherwise start empty, or with the warm
             start beside the folder (:mod:`nemo_specrl.cache.run_folders`).
-        partitions: number of partitions that the keys fall into.
-        replicas: copies of each partition, on distinct nodes; fewer where there are fewer nodes.
-        deadline_s: of look-ups, seconds.
         tokenizer_id: identity of the tokenizer.
-        max_bytes: hard cap on each node, bytes.
-        groups_per_prompt: rollouts kept for each sample index.
-
-    Returns:
-        A client of the shards.
 
     Raises:
         StoreUnavailable: no node has a folder that can be used.
     """
     options = {
-        "max_bytes": max_bytes,
+        "max_bytes": config.max_bytes_per_node,
         "tokenizer_id": tokenizer_id,
-        "groups_per_prompt": groups_per_prompt,
+        "groups_per_prompt": config.groups_per_prompt,
     }
     here = ray.get_runtime_context().get_node_id()
     actor: Any = ray.remote(Coordinator).options(
@@ -364,7 +350,7 @@ def start_shards(
         scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
     )
     coordinator = actor.remote(
-        str(folder), secrets.randbits(63), keep, partitions, replicas, options
+        str(folder), secrets.randbits(63), keep, config.partitions, config.replicas, options
     )
     try:
         started: Started = ray.get(
@@ -381,7 +367,7 @@ def start_shards(
     return ClusterCache(
         started.view,
         coordinator,
-        deadline_s=deadline_s,
+        deadline_s=config.deadline_ms / 1000,
         tokenizer_id=tokenizer_id,
         incarnation=max(time.time_ns(), started.incarnation + 1),
         resumed=keep,

@@ -3,7 +3,7 @@
 Several times a second it checks which nodes Ray has, starts a shard on each new node and on each
 whose shard has died, and sends every shard a heartbeat. What it finds goes into a
 :class:`Membership`. The views that follow from it go out with the heartbeats, and shards copy
-partitions from one another (:mod:`.transfers`). Look-ups go on meanwhile.
+partitions from one another (:mod:`.copy_tasks`). Look-ups go on meanwhile.
 
 A shard that does not answer for ``SILENCE_TIMEOUT`` is left out until it does; by then it refuses
 look-ups by itself (:data:`.shard.LEASE_SECONDS`). The coordinator runs on the node of the process
@@ -49,39 +49,34 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _ShardHandle:
-    """A shard that the coordinator has started.
+    """A shard that the coordinator has started."""
 
-    Args:
-        node: Ray's id of its node.
-        actor: the shard.
-        machine: address of the node; nodes of one machine share its disk.
-        index: among the shards of the machine.
-        call: a call that has no answer yet, if any.
-        called_at: when that was made, or the last one before it.
-        heard_at: when an answer last came.
-        info: None until the shard has described itself.
-        answers: number of its last answer to a heartbeat.
-        epoch: of the last routing that it confirmed.
-        sent_epoch: of the last routing that was sent to it.
-        member: whether the membership counts it.
-    """
-
-    node: str
+    node: str  # Ray's id of its node
     actor: Any
-    machine: str
-    index: int
-    call: Any
-    called_at: float = 0.0
-    heard_at: float = 0.0
-    info: ShardInfo | None = None
-    answers: int = 0
-    epoch: int = -1
-    sent_epoch: int = -1
-    member: bool = False
+    machine: str  # address of the node; nodes of one machine share its disk
+    index: int  # among the shards of the machine
+    call: Any  # that has no answer yet; None: there is none
+    called_at: float = 0.0  # when that was made, or the last one before it
+    heard_at: float = 0.0  # when an answer last came
+    info: ShardInfo | None = None  # once the shard has described itself
+    answers: int = 0  # number of its last answer to a heartbeat
+    epoch: int = -1  # of the last routing that it confirmed
+    sent_epoch: int = -1  # of the last routing that was sent to it
+    member: bool = False  # whether the membership counts it
+
+    @property
+    def name(self) -> str:
+        """The shard's own name; empty until it has described itself."""
+        return self.info.name if self.info else ""
+
+    @property
+    def place(self) -> str:
+        """The node as messages name it."""
+        return f"node {self.machine} ({self.node})"
 
 
 class Started(NamedTuple):
-    """What the start of a cache has come to.
+    """The result of starting a cache.
 
     Args:
         view: of the shards that are there.
@@ -119,8 +114,7 @@ class Coordinator:
     ) -> None:
         self._folder = Path(folder)
         self._life = life
-        self._keep = keep
-        self._warm = not keep
+        self._keep, self._warm = keep, not keep
         self._partitions = partitions
         self._options = dict(options)
         # The clock makes epochs grow when a coordinator is restarted, too, and clients say so if it
@@ -157,24 +151,17 @@ class Coordinator:
             self._wait_for_shards()
             shards = list(self._shards.values())
             late = [shard for shard in shards if shard.info is None]
-            self._failed |= {
-                _name(shard): f"{self._folder} has not opened in {START_SECONDS:.0f} s"
-                for shard in late
-            }
+            why = f"{self._folder} has not opened in {START_SECONDS:.0f} s"
+            self._failed |= {shard.place: why for shard in late}
             if len(late) == len(shards):
                 more = f" (and {len(self._failed) - 1} more nodes)" if len(self._failed) > 1 else ""
                 why = next(iter(self._failed.values()), f"{self._folder}: there are no nodes")
                 raise StoreUnavailable(why + more)
             remarks += [
-                f"{node} has no part in the cache, as long as this lasts: {why}"
+                f"{node} is left out of the cache until this is resolved: {why}"
                 for node, why in self._failed.items()
             ]
-            remarks += [
-                f"{_name(shard)}: {line}"
-                for shard in shards
-                if shard.info is not None
-                for line in shard.info.remarks
-            ]
+            remarks += [f"{s.place}: {line}" for s in shards if s.info for line in s.info.remarks]
             until = time.monotonic() + START_SECONDS
             while not self.started():
                 if time.monotonic() > until:
@@ -182,8 +169,7 @@ class Coordinator:
                 self.step()
                 time.sleep(0.01)
             self._run_in_background()
-        infos = [shard.info for shard in self._shards.values() if shard.info is not None]
-        newest = max((info.incarnation for info in infos), default=0)
+        newest = max((s.info.incarnation for s in self._shards.values() if s.info), default=0)
         return Started(self._view, newest, remarks)
 
     def _wait_for_shards(self) -> None:
@@ -200,22 +186,15 @@ class Coordinator:
 
     def started(self) -> bool:
         """Whether all shards that are there know the current view, and answer look-ups by it."""
+        epoch = self._view.routing.epoch
         members = [shard for shard in self._shards.values() if shard.member]
-        return (
-            bool(members)
-            and not self._membership.changed
-            and all(
-                shard.answers > 1 and shard.epoch == self._view.routing.epoch for shard in members
-            )
-        )
+        known = all(shard.answers > 1 and shard.epoch == epoch for shard in members)
+        return bool(members) and known and not self._membership.changed
 
     def view(self, known: int = 0) -> ClusterView:
-        """Return the current view.
+        """Return the current view, with an epoch of at least ``known``, that of the caller's.
 
-        Args:
-            known: epoch of the caller's. It is larger than this coordinator's own where the
-                coordinator was restarted and the clock has been set back; the caller then gets a
-                later one.
+        The caller's is newer where this coordinator was restarted and the clock has been set back.
         """
         with self._lock:
             self._membership.outrun(known)
@@ -228,10 +207,9 @@ class Coordinator:
             return self._membership.health
 
     def report_missed(self, names: Collection[str]) -> ClusterView:
-        """Note that shards did not receive what was written to others of their partitions.
+        """Note that shards missed a write to one of their partitions.
 
-        Returns:
-            A view in which these shards are no readers, where there are others.
+        By the view that is returned they are no readers, where there are others.
         """
         with self._lock:
             for name in names:
@@ -240,10 +218,7 @@ class Coordinator:
             return self._view
 
     def set_preferred_nodes(self, layout: Collection[str]) -> None:
-        """Place the partitions on these nodes, and on others only where these are too few.
-
-        Args:
-            layout: Ray's ids of nodes.
+        """Place the partitions on these nodes of Ray, and on others only where these are too few.
 
         Raises:
             ConfigError: one of them is not there.
@@ -266,14 +241,12 @@ class Coordinator:
             ray.kill(shard.actor)
 
     def step(self) -> None:
-        """Take note of what has happened, and make the calls that follow from it. Never waits."""
+        """Check nodes and shards, update the routing and send heartbeats. Never waits."""
         self._update_nodes()
         self._poll_shards()
         with self._lock:
             preferred = [self._shards[node] for node in self._layout if node in self._shards]
-            self._membership.set_preferred_nodes(
-                [shard.info.name for shard in preferred if shard.info]
-            )
+            self._membership.set_preferred_nodes([s.name for s in preferred if s.name])
             self._advance_membership()
         self._send_heartbeats()
 
@@ -302,7 +275,7 @@ class Coordinator:
         self._nodes_checked_at = now
         nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in _nodes()}
         for gone in self._shards.keys() - nodes.keys():
-            self._failed.pop(_name(self._shards[gone]), None)
+            self._failed.pop(self._shards[gone].place, None)
             logger.warning("rollout cache: node %s is gone", gone)
             self._drop(self._shards[gone])
         for node, machine in nodes.items():
@@ -336,7 +309,7 @@ class Coordinator:
             try:
                 answer = ray.get(call)
             except Exception as error:  # of the actor, its store or its node
-                why, name = in_one_line(error), _name(shard)
+                why, name = in_one_line(error), shard.place
                 if self._failed.get(name) != why:  # it is tried again and again
                     logger.warning("rollout cache: shard of %s: %s", name, why)
                 self._failed[name] = why
@@ -345,13 +318,11 @@ class Coordinator:
                 continue
             shard.heard_at = now
             if isinstance(answer, ShardInfo):
-                shard.info = answer
-                self._join(shard)
+                self._join(shard, answer)
                 continue
             store_id, shard.answers = answer
             shard.epoch = shard.sent_epoch
-            assert shard.info is not None
-            if shard.info.store_id != store_id or not shard.member:
+            if not (shard.member and shard.info and shard.info.store_id == store_id):
                 self._leave(shard)
                 describe = shard.actor.describe.options(concurrency_group=BACKGROUND)
                 shard.call, shard.called_at = describe.remote(self._partitions), now
@@ -365,18 +336,17 @@ class Coordinator:
                 )  # fmt: skip
                 self._leave(shard)
 
-    def _join(self, shard: _ShardHandle) -> None:
-        assert shard.info is not None
-        self._failed.pop(_name(shard), None)
-        shard.member = True
+    def _join(self, shard: _ShardHandle, info: ShardInfo) -> None:
+        self._failed.pop(shard.place, None)
+        shard.info, shard.member = info, True
         with self._lock:
-            self._membership.join(shard.info.name, shard.info.holds)
+            self._membership.join(info.name, info.holds)
 
     def _leave(self, shard: _ShardHandle) -> None:
-        if shard.member and shard.info is not None:
+        if shard.member:
             shard.member = False
             with self._lock:
-                self._membership.leave(shard.info.name)
+                self._membership.leave(shard.name)
 
     def _drop(self, shard: _ShardHandle) -> None:
         self._leave(shard)
@@ -408,11 +378,11 @@ class Coordinator:
         return True
 
     def _update_view(self) -> None:
-        members = [s for s in list(self._shards.values()) if s.member and s.info is not None]
+        members = [shard for shard in list(self._shards.values()) if shard.member]
         self._view = ClusterView(
             self._membership.routing,
-            {shard.info.name: shard.actor for shard in members if shard.info},
-            {shard.info.name: shard.node for shard in members if shard.info},
+            {shard.name: shard.actor for shard in members},
+            {shard.name: shard.node for shard in members},
         )
 
     def _send_heartbeats(self) -> None:
@@ -424,10 +394,6 @@ class Coordinator:
                 heartbeat = shard.actor.heartbeat.options(concurrency_group=BACKGROUND)
                 shard.call = heartbeat.remote(view, shard.answers)
                 shard.called_at, shard.sent_epoch = now, view.routing.epoch
-
-
-def _name(shard: _ShardHandle) -> str:
-    return f"node {shard.machine} ({shard.node})"
 
 
 def _nodes() -> list[dict[str, Any]]:

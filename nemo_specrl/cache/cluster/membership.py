@@ -27,7 +27,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from nemo_specrl.cache.cluster.placement import Table, moves, place
+from nemo_specrl.cache.cluster.placement import Table, place
 from nemo_specrl.cache.partitions import partition_of
 from nemo_specrl.rollout import Rollout
 
@@ -224,11 +224,11 @@ class Membership:
                 now = here or tuple(n for n in goal if n in holders) or tuple(holders) or goal
             readers.append(now)
             self._copies.update(
-                CopyTask(partition, node, holder) for node in goal for holder in holders
+                CopyTask(partition, node, source)
+                for node in goal
+                for source in (*holders, *([] if node in now else now[:1]))
+                if source != node
             )
-        for move in moves(tuple(readers), self._goal, self.members):
-            self._copies.add(CopyTask(move.partition, move.target, move.sources[0]))
-        self._copies = {copy for copy in self._copies if copy.source != copy.target}
         self._changed = False
         return self._next(tuple(readers))
 

@@ -1,6 +1,6 @@
-"""Placement of partitions on nodes, and the copies that a change of nodes requires.
+"""Placement of partitions on nodes.
 
-Pure functions: the same members, partitions and replicas give the same table in every process, so
+A pure function: the same members, partitions and replicas give the same table in every process, so
 no process has to ask another. Partitions are placed by rendezvous hashing (Thaler and Ravishankar,
 doi:10.1109/90.663936): each node has a score for each partition, and the nodes with the highest
 scores hold it. When a node leaves, only its own partitions move; when one joins, only those on
@@ -12,30 +12,15 @@ This module deals in names and numbers only. It does not know nodes, stores or a
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import NamedTuple
 
 import xxhash
 
 from nemo_specrl.errors import ConfigError
 
-__all__ = ["Move", "Table", "moves", "place"]
+__all__ = ["Table", "place"]
 
 Table = tuple[tuple[str, ...], ...]
 """For each partition, the nodes that hold it; the first of them assigns its sample indices."""
-
-
-class Move(NamedTuple):
-    """A partition that a node has to receive.
-
-    Args:
-        partition: its index.
-        target: the node that is to hold it.
-        sources: members that held it before, the best first; none if the last copy is lost.
-    """
-
-    partition: int
-    target: str
-    sources: tuple[str, ...]
 
 
 def place(
@@ -68,30 +53,6 @@ def place(
         )
         for partition in range(partitions)
     )
-
-
-def moves(before: Table, after: Table, members: Collection[str]) -> list[Move]:
-    """List the copies that lead from one table to another, and no more than these.
-
-    Args:
-        before: the current table.
-        after: the table to be reached.
-        members: nodes that are present; copies on others are lost.
-
-    Raises:
-        ConfigError: the tables have different numbers of partitions.
-    """
-    if len(before) != len(after):
-        raise ConfigError(
-            f"partitions: {len(before)} before and {len(after)} after; their number cannot change"
-        )
-    here = set(members)
-    return [
-        Move(partition, target, tuple(node for node in old if node in here))
-        for partition, (old, new) in enumerate(zip(before, after, strict=True))
-        for target in new
-        if target not in old
-    ]
 
 
 def _score(node: str, partition: int) -> int:

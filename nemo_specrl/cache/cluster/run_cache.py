@@ -33,16 +33,7 @@ def open_run_cache(
     Raises:
         CacheError: no node can open its part.
     """
-    cache = start_shards(
-        folder,
-        keep=checkpoint is not None,
-        partitions=config.partitions,
-        replicas=config.replicas,
-        deadline_s=config.deadline_ms / 1000,
-        tokenizer_id=tokenizer_id,
-        max_bytes=config.max_bytes_per_node,
-        groups_per_prompt=config.groups_per_prompt,
-    )
+    cache = start_shards(folder, config, keep=checkpoint is not None, tokenizer_id=tokenizer_id)
     if checkpoint is None:
         return cache, 0
     try:

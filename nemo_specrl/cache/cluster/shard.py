@@ -27,11 +27,7 @@ from nemo_specrl.cache.metrics import StoreStats
 from nemo_specrl.cache.partitions import key_range, partition_of
 from nemo_specrl.cache.recency import merge_newest, recency
 from nemo_specrl.cache.run_folders import begin_empty, remarks, remove_unused
-from nemo_specrl.cache.snapshot import (
-    PartitionFile,
-    read_partition,
-    write_partition,
-)
+from nemo_specrl.cache.snapshot import PartitionFile, read_partition, write_partition
 from nemo_specrl.cache.storage.system_errors import as_cache_errors
 from nemo_specrl.cache.store import RolloutStore
 from nemo_specrl.errors import CacheError, StoreInUse, StoreUnavailable
@@ -87,6 +83,9 @@ class Chunk(NamedTuple):
 class Shard:
     """The store of a node. Methods may be called from several threads.
 
+    Clients call with the ``epoch`` of the routing by which they chose this shard. They get the
+    current view back where it is newer.
+
     Args:
         folder: on the node's own disk.
         life: of the run: a number that each start and each resumption of it draws anew.
@@ -134,20 +133,18 @@ class Shard:
         self._answered_at = self._confirmed_at = -math.inf
 
     def describe(self, partitions: int) -> ShardInfo:
-        """Return the shard's name and what it holds.
-
-        Args:
-            partitions: number of partitions.
+        """Return the shard's name and which of so many partitions it has something of.
 
         Raises:
             StoreUnavailable: reading failed.
         """
-        holds = []
-        for partition in range(partitions):
-            if next(self.store.scan(*key_range(partition, partitions)), None) is not None:
-                holds.append(partition)
+        holds = tuple(
+            partition
+            for partition in range(partitions)
+            if next(self.store.scan(*key_range(partition, partitions)), None) is not None
+        )
         return ShardInfo(
-            self.name, self._store_id, tuple(holds), self._identity.incarnation, self._remarks
+            self.name, self._store_id, holds, self._identity.incarnation, self._remarks
         )
 
     def heartbeat(self, view: ClusterView, last_answer: int) -> tuple[str, int]:
@@ -184,15 +181,11 @@ class Shard:
     def get(
         self, keys: list[bytes], epoch: int
     ) -> tuple[dict[bytes, list[Rollout]], ClusterView | None]:
-        """Look prompts up.
-
-        Args:
-            keys: of prompts.
-            epoch: of the caller's routing.
+        """Look prompts up by their keys.
 
         Returns:
-            The rollouts of each prompt, and the current view where it is newer than the caller's.
-            Prompts for which this shard is no reader by that view are left out.
+            The rollouts of each prompt, and a newer view. Prompts for which this shard is no reader
+            by that view are left out.
 
         Raises:
             StoreUnavailable: reading failed, or the coordinator has not been heard from for too
@@ -214,13 +207,8 @@ class Shard:
         Rollouts that were sent by an old routing may arrive after newer ones of the same sample
         indices; the newer ones are then kept.
 
-        Args:
-            rollouts: of any prompts.
-            epoch: of the caller's routing.
-
         Returns:
-            The current view where it is newer than the caller's, who then sends the rollouts to the
-            nodes that it adds.
+            A newer view; the caller then sends the rollouts to the nodes that it adds.
 
         Raises:
             StoreUnavailable: writing failed.
@@ -238,18 +226,11 @@ class Shard:
     def claim(
         self, key: bytes, policy_version: int, epoch: int, incarnation: int
     ) -> tuple[tuple[int, list[Rollout]] | None, ClusterView | None]:
-        """Assign a sample index to a row that comes alone (:class:`SampleIndexLeases`).
-
-        Args:
-            key: of the row's prompt.
-            policy_version: of the weights that will serve the row.
-            epoch: of the caller's routing.
-            incarnation: of the run.
+        """Assign a sample index to a row that comes alone (:meth:`SampleIndexLeases.claim`).
 
         Returns:
-            The sample index and the prompt's rollouts, and the current view where it is newer than
-            the caller's. None in place of the former where, by that view, another shard assigns the
-            prompt's sample indices.
+            The sample index and the prompt's rollouts, and a newer view. None in place of the
+            former where, by that view, another shard assigns the prompt's sample indices.
 
         Raises:
             StoreUnavailable: reading failed, or the coordinator has not been heard from for too
@@ -277,11 +258,7 @@ class Shard:
                 self.claims.release(key, sample_index)
 
     def sync(self) -> None:
-        """Return when everything put so far is on disk.
-
-        Raises:
-            StoreUnavailable: writing failed.
-        """
+        """Return when everything put so far is on disk (:meth:`RolloutStore.sync`)."""
         self.store.sync()
 
     def stats(self) -> StoreStats:
@@ -289,11 +266,7 @@ class Shard:
         return self.store.stats()
 
     def read_range(self, start: bytes, stop: bytes | None) -> Chunk:
-        """Read the first chunk of a range of keys; all of its prompts are complete.
-
-        Args:
-            start: first key.
-            stop: first key behind the range. None: the range has no end.
+        """Read the first chunk of the keys from ``start`` to below ``stop``, with whole prompts.
 
         Raises:
             StoreUnavailable: reading failed.
@@ -310,11 +283,7 @@ class Shard:
         return Chunk(rollouts, claims, start, None)
 
     def merge_range(self, chunk: Chunk, stop: bytes | None) -> bytes | None:
-        """Merge a chunk of another shard; what is newer here stays.
-
-        Args:
-            chunk: of a range of keys.
-            stop: first key behind that range.
+        """Merge a chunk of another shard, of a range up to ``stop``; what is newer here stays.
 
         Returns:
             Where the next chunk starts. None: this was the last one, and all of it is on disk.
@@ -331,23 +300,16 @@ class Shard:
         return chunk.stop
 
     def write_snapshot(self, folder: str, partitions: list[int], of: int) -> list[PartitionFile]:
-        """Write some partitions of a snapshot; those without rollouts get no file.
-
-        Args:
-            folder: of the snapshot.
-            partitions: to be written.
-            of: number of partitions.
+        """Write some of the ``of`` partitions of a snapshot; empty ones get no file.
 
         Raises:
             StoreUnavailable: reading the store or writing the folder failed.
         """
-        files = []
-        for partition in partitions:
-            rollouts = self.store.scan(*key_range(partition, of))
-            first = next(rollouts, None)
-            if first is not None:
-                files.append(write_partition(Path(folder), partition, _chain(first, rollouts)))
-        return files
+        files = (
+            write_partition(Path(folder), partition, self.store.scan(*key_range(partition, of)))
+            for partition in partitions
+        )
+        return [file for file in files if file is not None]
 
     def read_snapshot(
         self, folder: str, files: list[PartitionFile], mine: set[int], of: int
@@ -435,8 +397,3 @@ def _patiently(call: Callable[[], _Result]) -> _Result:
             if time.monotonic() > until:
                 raise
             time.sleep(0.5)
-
-
-def _chain(first: Rollout, rest: Iterable[Rollout]) -> Iterable[Rollout]:
-    yield first
-    yield from rest

@@ -75,9 +75,8 @@ def _parse(line: bytes) -> Identity | None:
     text, _, checksum = line.removesuffix(b"\n").rpartition(b" ")
     if not text or checksum != _checksum(text):
         return None
-    name, life, *newest = text.decode().split(" ")
-    # Earlier releases had one number for both, the incarnation of the run that used it last.
-    return Identity(name, int(life), int(newest[0] if newest else life))
+    name, life, incarnation = text.decode().split(" ")
+    return Identity(name, int(life), int(incarnation))
 
 
 def _checksum(text: bytes) -> bytes:

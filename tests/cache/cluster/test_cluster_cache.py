@@ -16,19 +16,17 @@ import ray
 from nemo_specrl.cache.cluster import client as client_module
 from nemo_specrl.cache.cluster import cluster_cache as driver_module
 from nemo_specrl.cache.cluster.client import CacheClient
-from nemo_specrl.cache.cluster.cluster_cache import start_shards
 from nemo_specrl.cache.cluster.membership import ClusterView, Routing
 from nemo_specrl.cache.cluster.shard_calls import FAILURES_TO_OPEN
 from nemo_specrl.cache.partitions import partition_of
 from nemo_specrl.cache.snapshot import read_manifest
 from nemo_specrl.errors import ForeignStore, StoreUnavailable
 from nemo_specrl.rollout import Rollout, prompt_key
-from tests.support.cluster.nodes import OPTIONS as SHARED_OPTIONS
-from tests.support.cluster.nodes import add_node, ray_head, rollout, wait_until
+from tests.support.cluster.nodes import add_node, ray_head, rollout, start_cache, wait_until
 
 NODES = 3
 # Two cores share three nodes: nothing here tests how fast they are.
-OPTIONS = SHARED_OPTIONS | {"partitions": 16, "deadline_s": 60.0}
+CHANGES = {"partitions": 16, "deadline_ms": 60_000}
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +47,7 @@ def start(nodes, tmp_path):
     started = []
 
     def start(name="stores", **options):
-        cache = start_shards(tmp_path / name, **OPTIONS | options)
+        cache = start_cache(tmp_path / name, **CHANGES | options)
         started.append(cache)
         return cache
 
@@ -291,7 +289,7 @@ def test_a_node_whose_folder_cannot_be_used_is_left_out_until_it_can(start, tmp_
         file.unlink()
     with caplog.at_level(logging.WARNING):
         cache = start()
-    [line] = [line for line in caplog.messages if "has no part in the cache" in line]
+    [line] = [line for line in caplog.messages if "is left out of the cache" in line]
     assert line.startswith("rollout cache: node ") and f"{refuses[2]}: it is a file;" in line
     assert cache.health() == (NODES - 1, 0, 0)
     cache.put([rollout(p) for p in range(40)])

@@ -16,19 +16,19 @@ import pytest
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from nemo_specrl.cache.cluster.cluster_cache import start_shards
 from nemo_specrl.cache.cluster.shard import LEASE_SECONDS
 from nemo_specrl.cache.cluster.shard_identity import Identity, write_identity
 from tests.support.cluster.network import Network, address, alive, why_not
 from tests.support.cluster.nodes import (
+    DEADLINE_S,
     KEYS,
-    OPTIONS,
     PROMPTS,
     SAMPLE_INDICES,
     all_at,
     copies,
     put_all,
     ray_head,
+    start_cache,
     versions_of,
     wait_until,
 )
@@ -64,7 +64,7 @@ def network():
 @pytest.fixture
 def cache(network):
     """With version 1 of all prompts, and look-ups that are soon over."""
-    cache = start_shards(network.disk(0) / "stores", **OPTIONS | {"deadline_s": 1.0})
+    cache = start_cache(network.disk(0) / "stores", deadline_ms=1000)
     put_all(cache, 1)
     yield cache
     cache.close()
@@ -148,7 +148,7 @@ def test_a_node_is_cut_off_and_comes_back(network, cache, caplog):
             assert either(found.values(), 1)
             put_all(cache, 2)  # ends when the node has been left out
             assert cache.failures > 0
-            cache.deadline_s = OPTIONS["deadline_s"]
+            cache.deadline_s = DEADLINE_S
             assert versions_of(cache) == all_at(2)
             wait_until(lambda: watch.since(cut + LEASE_SECONDS))
         finally:
@@ -176,7 +176,7 @@ def test_two_nodes_are_cut_from_one_another(network, cache):
         stepped = time.monotonic()
         wait_until(lambda: any(either(found, 2) for found in watch.since(stepped)))
         told = time.monotonic()
-        cache.deadline_s = OPTIONS["deadline_s"]
+        cache.deadline_s = DEADLINE_S
         assert versions_of(cache) == all_at(2)
         put_all(cache, 3)
         assert versions_of(cache) == all_at(3)
@@ -194,7 +194,7 @@ def test_a_node_is_cut_off_until_ray_gives_it_up(network, cache):
     network.cut(1)
     cut = time.monotonic()
     put_all(cache, 2)
-    cache.deadline_s = OPTIONS["deadline_s"]
+    cache.deadline_s = DEADLINE_S
     assert versions_of(cache) == all_at(2)
     wait_until(lambda: network.nodes[1] not in alive().values())
     wait_until(lambda: cache.health() == (2, 0, 0))

@@ -15,11 +15,10 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nemo_specrl.cache.cluster import cluster_cache as driver_module
-from nemo_specrl.cache.cluster.cluster_cache import start_shards
 from nemo_specrl.errors import ConfigError
 from tests.support.cluster.nodes import (
+    DEADLINE_S,
     KEYS,
-    OPTIONS,
     PROMPTS,
     SAMPLE_INDICES,
     add_node,
@@ -28,6 +27,7 @@ from tests.support.cluster.nodes import (
     group,
     put_all,
     ray_head,
+    start_cache,
     versions_of,
     wait_until,
 )
@@ -54,7 +54,7 @@ def cluster(ray_cluster):
 
 @pytest.fixture
 def cache(cluster, tmp_path):
-    cache = start_shards(tmp_path / "stores", **OPTIONS)
+    cache = start_cache(tmp_path / "stores")
     yield cache
     cache.close()
 
@@ -199,7 +199,7 @@ def test_a_shard_that_is_stopped_costs_a_deadline_and_catches_up(
             put_all(cache, 2)  # ends when the shard has been left out
             assert cache.failures > 0
             assert name not in cache._view.shards
-            cache.deadline_s = OPTIONS["deadline_s"]
+            cache.deadline_s = DEADLINE_S
             assert versions_of(cache) == all_at(2)
         finally:
             os.kill(pid, signal.SIGCONT)

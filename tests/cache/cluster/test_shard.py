@@ -3,7 +3,6 @@
 import logging
 
 import pytest
-import xxhash
 
 from nemo_specrl.cache import RolloutStore
 from nemo_specrl.cache.cluster import shard as shard_module
@@ -158,11 +157,6 @@ def test_the_folder_remembers_the_largest_incarnation_that_was_put(shards, tmp_p
     new = shards(life=2)
     assert new.describe(PARTITIONS).incarnation == 15 and versions(new, 1) == []
     new.close()
-    text = b"shard-0123456789ab 44"  # as earlier releases wrote it
-    (tmp_path / "a" / IDENTITY_FILE).write_bytes(
-        text + b" " + xxhash.xxh3_64_hexdigest(text).encode() + b"\n"
-    )
-    assert read_identity(tmp_path / "a") == ("shard-0123456789ab", 44, 44)
 
 
 def test_a_store_that_is_emptied_says_so_and_may_begin_with_a_warm_start(shards, tmp_path, caplog):

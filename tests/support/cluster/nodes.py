@@ -12,20 +12,19 @@ import ray
 import ray.cloudpickle
 from ray.cluster_utils import Cluster
 
+from nemo_specrl.cache.cluster.cluster_cache import start_shards
+from nemo_specrl.config import CacheConfig
 from nemo_specrl.rollout import Finish, Rollout, prompt_key
 
 PROMPTS = 60
 SAMPLE_INDICES = 2
 NODE = {"num_cpus": 1, "object_store_memory": 2**27}
-OPTIONS = {
-    "keep": False,
-    "partitions": 32,  # where two nodes of three have none of them, once in 4e5 runs, a test fails
-    "replicas": 2,
-    "deadline_s": 30.0,  # two cores share the nodes
-    "tokenizer_id": "tok",
-    "max_bytes": 2**24,
-    "groups_per_prompt": 1,
-}
+CONFIG = CacheConfig(
+    partitions=32,  # where two nodes of three have none of them, once in 4e5 runs, a test fails
+    deadline_ms=30_000,  # two cores share the nodes
+    max_bytes_per_node=2**24,
+)
+DEADLINE_S = CONFIG.deadline_ms / 1000
 KEYS = [prompt_key([p]) for p in range(PROMPTS)]
 STARTS = 3  # on a busy machine a raylet may die while it starts
 
@@ -60,6 +59,12 @@ def ray_head(module, folder, failures, **arguments):
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+def start_cache(folder, *, keep=False, tokenizer_id="tok", **changes):
+    """Start shards with ``CONFIG``, some of whose keys are changed."""
+    config = CONFIG.model_copy(update=changes)
+    return start_shards(folder, config, keep=keep, tokenizer_id=tokenizer_id)
 
 
 def add_node(cluster):
