@@ -143,11 +143,7 @@ def drafting(
         yield len(draft), accepted + 1
 
 
-def run(
-    engine: SimulatedEngine,
-    requests: Iterable[SimulatedRequest],
-    ahead: Iterable[SimulatedRequest] = (),
-) -> Float64Array:
+def run(engine: SimulatedEngine, requests: Iterable[SimulatedRequest]) -> Float64Array:
     """Run requests to their ends and count the steps of the engine.
 
     Args:
@@ -155,8 +151,6 @@ def run(
         requests: requests in the order in which they are sent. Twice ``max_num_seqs`` are in the
             engine at a time, as in :class:`~nemo_specrl.SpeculativeLLM`; those in ``then`` are sent
             at once.
-        ahead: run-ahead requests, which use slots that no other request needs, and are cut off
-            when the last other request has ended.
 
     Returns:
         float64 ``[len(FEATURES)]``.
@@ -164,48 +158,37 @@ def run(
     Raises:
         ConfigError: a request alone needs more KV cache than there is.
     """
-    running = _Running(engine, ahead)
+    running = _Running(engine)
     backlog = deque(requests)
     while True:
-        while backlog and running.primary < 2 * engine.max_num_seqs:
+        while backlog and running.requests < 2 * engine.max_num_seqs:
             running.send(backlog.popleft())
-        if not running.primary:
+        if not running.requests:
             return np.array(running.counts)
-        running.fill()
         running.step()
 
 
 class _Running:
     """An engine with its requests, and the counts of the steps so far."""
 
-    def __init__(self, engine: SimulatedEngine, ahead: Iterable[SimulatedRequest]) -> None:
+    def __init__(self, engine: SimulatedEngine) -> None:
         self.engine = engine
         self.counts = [0.0] * len(FEATURES)
-        self.primary = 0  # requests in the engine, those of run-ahead left out
         self._waiting: deque[SimulatedRequest] = deque()
         self._running: list[SimulatedRequest] = []
-        self._later = deque(ahead)
-        self._ahead: list[SimulatedRequest] = []
         limit = engine.kv_tokens
         self._free = math.inf if limit is None else limit // engine.block_size
 
+    @property
+    def requests(self) -> int:
+        """Number of requests in the engine."""
+        return len(self._waiting) + len(self._running)
+
     def send(self, request: SimulatedRequest) -> None:
         """Put a request into the waiting queue."""
-        self.primary += 1
-        self._begin(request)
+        request.advance()
+        request.context, request.pending = request.cached, request.prompt - request.cached
         self._waiting.append(request)
-
-    def fill(self) -> None:
-        """Begin run-ahead requests in free slots; end the newest ones where slots are needed."""
-        places = max(0, self.engine.max_num_seqs - self.primary)
-        for request in self._ahead[places:]:
-            self._running.remove(request)
-            self._end(request)
-        while self._later and len(self._ahead) < places:
-            request = self._later.popleft()
-            self._begin(request)
-            self._ahead.append(request)
-            self._running.append(request)
 
     def step(self) -> None:
         """One step of the engine: running requests first, then waiting ones, as vLLM schedules."""
@@ -237,10 +220,6 @@ class _Running:
             if not request.pending:
                 self._sample(request)
 
-    def _begin(self, request: SimulatedRequest) -> None:
-        request.advance()
-        request.context, request.pending = request.cached, request.prompt - request.cached
-
     def _place(self, request: SimulatedRequest, tokens: int, *, evict: bool) -> bool:
         """Allocate blocks for more tokens of a request; returns whether it has them.
 
@@ -262,10 +241,7 @@ class _Running:
             self._free += victim.blocks
             victim.pending += victim.context
             victim.context = victim.blocks = 0
-            if victim in self._ahead:
-                self._ahead.remove(victim)
-            else:
-                self._waiting.appendleft(victim)
+            self._waiting.appendleft(victim)
             if victim is request:
                 return False
         if wanted > 0:
@@ -292,16 +268,9 @@ class _Running:
             request.pending = 1 + request.drafted
             return
         self._running.remove(request)
-        self._end(request)
+        self._free += request.blocks
         for following in request.then:
             self.send(following)
-
-    def _end(self, request: SimulatedRequest) -> None:
-        self._free += request.blocks
-        if request in self._ahead:
-            self._ahead.remove(request)
-        else:
-            self.primary -= 1
 
 
 def fit_costs(counts: Float64Array, seconds: Float64Array) -> Float64Array:

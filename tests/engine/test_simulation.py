@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from nemo_specrl.config import RunAheadConfig
 from nemo_specrl.simulation.simulated_engine import (
     FEATURES,
     SimulatedEngine,
@@ -11,7 +10,6 @@ from nemo_specrl.simulation.simulated_engine import (
     run,
 )
 from nemo_specrl.speculation.suffix_tree import DraftTrees
-from nemo_specrl.trainer.data.toy_tasks import encode
 from tests.conftest import DictCache
 from tests.support.engines import LOSSLESS, PROMPT
 from tests.support.lossless import KEY, made_with, params, rollouts, sample
@@ -77,24 +75,3 @@ def test_a_replay_of_trees_takes_as_many_steps(drafting_llm, proposer, monkeypat
     assert rows < 0.95 * 100 * 40  # drafts were accepted
     assert abs(got["rows"] - rows) <= 0.01 * rows
     assert abs(got["drafting_steps"] - len(steps.all)) <= 2
-
-
-def test_run_ahead_takes_the_places_that_the_engine_leaves(drafting_llm, proposer, monkeypatch):
-    steps = Steps(drafting_llm, monkeypatch)
-    config = LOSSLESS.model_copy(update={"run_ahead": RunAheadConfig(enabled=True)})
-    made = made_with(drafting_llm, DictCache(), config)
-    lengths = [40 - 5 * i % 37 for i in range(80)]  # the first is that of run-ahead rows, too
-    wanted = [params(n, seed=i) for i, n in enumerate(lengths)]
-    prompts = [[1, *encode(f"{i}-9=?")] for i in range(10, 100)]
-    upcoming = [[1, *encode(f"{i}+8=?")] for i in range(10, 60)]
-    outputs = made.generate(prompts[:80], wanted, upcoming=upcoming, use_tqdm=False)
-    requests = [
-        SimulatedRequest(len(prompt), _replay(DraftTrees(2**20), i, output.outputs[0].token_ids))
-        for i, (prompt, output) in enumerate(zip(prompts[:80], outputs, strict=True))
-    ]
-    ahead = [SimulatedRequest(len(prompt), iter([(0, 1)] * lengths[0])) for prompt in upcoming]
-    counts = run(SimulatedEngine(PLACES, BUDGET, drafts=True), requests, ahead)
-    assert made.metrics.run_ahead_rows > 10
-    assert counts[1] == len(steps.all)
-    rows = sum(rows for rows, _ in steps.all)
-    assert abs(counts[2] - rows) <= 0.03 * rows  # drafts of run-ahead rows are not simulated here

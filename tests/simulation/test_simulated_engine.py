@@ -24,8 +24,8 @@ def decode(prompt, tokens, **options):
     return SimulatedRequest(prompt, iter([(0, 1)] * tokens), **options)
 
 
-def counted(engine, requests, ahead=()):
-    return dict(zip(FEATURES, run(engine, requests, ahead).tolist(), strict=True))
+def counted(engine, requests):
+    return dict(zip(FEATURES, run(engine, requests).tolist(), strict=True))
 
 
 def test_two_rows_at_once():
@@ -94,16 +94,6 @@ def test_what_follows_a_verification_is_sent_when_it_has_ended():
     assert counts["steps"] == 1 + 3
     assert counts["tokens"] == 20 + (1 + 2) + 1 + 1 + 1
     assert counts["verified_tokens"] == 20
-
-
-def test_run_ahead_takes_free_places_alone_and_ends_with_the_batch():
-    batch = [6, 2, 3, 3]
-    engine = SimulatedEngine(2)
-    without = counted(engine, [decode(1, n) for n in batch])
-    counts = counted(engine, [decode(1, n) for n in batch], [decode(1, 50), decode(1, 50)])
-    assert counts["steps"] == without["steps"] == 8
-    # Places of the batch: 2, 2, 2, 2, 2, 2, 1, 1. Both run-ahead rows want the one that is left.
-    assert without["rows"] == sum(batch) and counts["rows"] == sum(batch) + 2
 
 
 def test_a_tree_drafts_what_the_prompts_earlier_response_said():
