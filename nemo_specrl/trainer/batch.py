@@ -16,7 +16,7 @@ from nemo_specrl.trainer.losses import gae, group_advantages
 from nemo_specrl.trainer.policy.base import Sample
 from nemo_specrl.trainer.recipe import AdvEstimatorConfig, Recipe
 
-__all__ = ["Batch", "Group", "set_gae_advantages"]
+__all__ = ["Batch", "Group"]
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -138,35 +138,26 @@ class Batch:
                 )
         return samples
 
+    def set_gae_advantages(self, samples: Sequence[Sample], config: AdvEstimatorConfig) -> None:
+        """Set the returns and advantages of PPO's samples from the value model's predictions.
 
-def set_gae_advantages(
-    samples: Sequence[Sample],
-    rewards: FloatArray,
-    config: AdvEstimatorConfig,
-    made: Sequence[npt.NDArray[np.bool_]],
-) -> None:
-    """Set the returns and advantages of PPO's samples from the value model's predictions.
+        Tokens of an environment are not actions: the estimates step over them, from the policy's
+        last token before to its first one after them, and both are 0 in between.
 
-    What an environment has said is no action: the estimates go from the policy's last token before
-    it to the first one behind it, and both are 0 in between.
-
-    Args:
-        samples: samples with ``old_values``.
-        rewards: reward of each sample, float64 ``[samples]``.
-        config: the ``adv_estimator:`` block.
-        made: which tokens of each response the policy has made, bool ``[n]``.
-    """
-    for sample, reward, own in zip(samples, rewards, made, strict=True):
-        values = sample.old_values[own]
-        estimates = gae(float(reward), values, gamma=config.gae_gamma, lam=config.gae_lambda)
-        sample.advantages = np.zeros(len(own), dtype=np.float32)
-        sample.returns = np.zeros(len(own), dtype=np.float32)
-        sample.advantages[own] = estimates
-        sample.returns[own] = estimates + values
-    if config.normalize_advantages:
-        everything = np.concatenate(
-            [s.advantages[own] for s, own in zip(samples, made, strict=True)]
-        )
-        mean, std = everything.mean(), everything.std() + 1e-6
-        for sample, own in zip(samples, made, strict=True):
-            sample.advantages[own] = (sample.advantages[own] - mean) / std
+        Args:
+            samples: those of :meth:`samples`, with ``old_values``.
+            config: the ``adv_estimator:`` block.
+        """
+        made = [row.made for row in self.rows]
+        for sample, reward, own in zip(samples, self.rewards.ravel(), made, strict=True):
+            values = sample.old_values[own]
+            estimates = gae(float(reward), values, gamma=config.gae_gamma, lam=config.gae_lambda)
+            sample.advantages, sample.returns = np.zeros((2, len(own)), dtype=np.float32)
+            sample.advantages[own] = estimates
+            sample.returns[own] = estimates + values
+        if config.normalize_advantages:
+            pairs = list(zip(samples, made, strict=True))
+            everything = np.concatenate([sample.advantages[own] for sample, own in pairs])
+            mean, std = everything.mean(), everything.std() + 1e-6
+            for sample, own in pairs:
+                sample.advantages[own] = (sample.advantages[own] - mean) / std

@@ -11,6 +11,7 @@ from nemo_specrl.config import MAX_COUNT, Block, Count, UserPath, WrongKey
 __all__ = [
     "REASONING_GYM",
     "TOY_TASKS",
+    "Columns",
     "DataConfig",
     "Prompts",
 ]
@@ -28,16 +29,23 @@ TEXT_REWARDS = ("exact", "numeric", "math", "reasoning_gym")
 """Names that ``env_name`` may have beside ``module:function``."""
 
 
-class FileConfig(Block):
-    """A file of prompts and answers. The keys are those of NeMo-RL's ``ResponseDataset``."""
+class Columns(Block):
+    """The columns of a file's rows. The keys are those of NeMo-RL's ``ResponseDataset``."""
+
+    input_key: str = Field(default="prompt", min_length=1)
+    """Column with the user's message; without it, ``messages`` has a whole conversation."""
+    output_key: str = Field(default="answer", min_length=1)
+    """Column with the right answer."""
+
+
+class FileConfig(Columns):
+    """A file of prompts and answers."""
 
     data_path: UserPath
     """JSON Lines (``.jsonl``), or Parquet (``.parquet``)."""
-    input_key: str = Field(default="prompt", min_length=1)
-    output_key: str = Field(default="answer", min_length=1)
 
 
-class DataConfig(Block):
+class DataConfig(Columns):
     """The ``data:`` block."""
 
     dataset_name: str = "arithmetic"
@@ -46,10 +54,6 @@ class DataConfig(Block):
     """Further parameters of a data set of reasoning-gym."""
     data_path: UserPath | None = None
     """File of a ``ResponseDataset``: JSON Lines or Parquet."""
-    input_key: str = Field(default="prompt", min_length=1)
-    """Column with the user's message; without it, ``messages`` has a whole conversation."""
-    output_key: str = Field(default="answer", min_length=1)
-    """Column with the right answer."""
     validation: FileConfig | None = None
     """Held-out prompts from another file."""
     split_validation_size: float = Field(default=0.0, ge=0, lt=1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from nemo_specrl.errors import Diverged
 
@@ -17,14 +17,6 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["check_finite", "first_not_finite"]
-
-
-class Model(Protocol):
-    """A policy or a value model."""
-
-    def not_finite(self) -> str | None:
-        """Name of a parameter that is not finite; see :func:`first_not_finite`."""
-        ...
 
 
 def first_not_finite(weights: Iterable[tuple[str, torch.Tensor]]) -> str | None:
@@ -41,23 +33,24 @@ def first_not_finite(weights: Iterable[tuple[str, torch.Tensor]]) -> str | None:
 
 
 def check_finite(
-    step: int, metrics: Mapping[str, float], models: Mapping[str, Model | None], last: Path | None
+    step: int, metrics: Mapping[str, float], weights: Mapping[str, str | None], last: Path | None
 ) -> None:
     """End a training that has diverged.
 
     Args:
         step: number of the training step that was just made.
         metrics: metrics of its update, by name.
-        models: the models that were trained, by what they are called in messages.
+        weights: of each model that was trained, by what it is called in messages, the name of a
+            parameter that is not finite (:func:`first_not_finite`).
         last: the newest checkpoint, for the message; None if there is none.
 
     Raises:
         Diverged: a metric or a weight is not finite.
     """
     causes = [f"{name} = {value}" for name, value in metrics.items() if not math.isfinite(value)]
-    for kind, model in models.items():
-        if model is not None and (weight := model.not_finite()) is not None:
-            causes.append(f"the {kind}'s weights are not finite, such as {weight}")
+    for kind, name in weights.items():
+        if name is not None:
+            causes.append(f"the {kind}'s weights are not finite, such as {name}")
     if not causes:
         return
     kept = "there is no checkpoint" if last is None else f"the last checkpoint is {last}"

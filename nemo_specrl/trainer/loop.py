@@ -25,7 +25,7 @@ from nemo_specrl.monitoring import names as metric
 from nemo_specrl.monitoring.metrics_file import MetricsLog
 from nemo_specrl.speculation.drift import DriftMonitor
 from nemo_specrl.trainer import checkpoint
-from nemo_specrl.trainer.batch import Batch, Group, set_gae_advantages
+from nemo_specrl.trainer.batch import Batch, Group
 from nemo_specrl.trainer.data.dataset import Dataset, open_dataset
 from nemo_specrl.trainer.divergence import check_finite
 from nemo_specrl.trainer.evaluation import evaluate
@@ -203,16 +203,16 @@ class Trainer:
         self._reload()
         if self.value is not None:
             self.value.predict(samples)
-            estimator = self.recipe.algorithm.adv_estimator
-            own = [row.made for row in batch.rows]
-            set_gae_advantages(samples, batch.rewards.ravel(), estimator, own)
+            batch.set_gae_advantages(samples, self.recipe.algorithm.adv_estimator)
         threads = torch.get_num_threads()
         torch.set_num_threads(TRAINING_THREADS)
         metrics = self._train(samples)
         torch.set_num_threads(threads)
-        models = {"policy": self.policy, "value model": self.value}
+        weights = {"policy": self.policy.not_finite()}
+        if self.value is not None:
+            weights["value model"] = self.value.not_finite()
         made = step_folders(self.folder) if self.recipe.checkpointing.enabled else []
-        check_finite(self.progress.step + 1, metrics, models, made[-1] if made else None)
+        check_finite(self.progress.step + 1, metrics, weights, made[-1] if made else None)
         self.progress.step += 1
         self._refit()
         self._offload()

@@ -35,16 +35,18 @@ GOOD = Weights(1.0, -2.0)
     ],
 )
 def test_the_cause_and_the_last_checkpoint_are_in_one_line(tmp_path, metrics, policy, value, cause):
+    weights = {"policy": policy.not_finite(), "value model": value and value.not_finite()}
     for last, kept in ((None, "there is no checkpoint"), (tmp_path, str(tmp_path))):
         with pytest.raises(Diverged) as ended:
-            check_finite(7, metrics, {"policy": policy, "value model": value}, last)
+            check_finite(7, metrics, weights, last)
         line = str(ended.value)
         assert line.startswith("step 7: ") and cause in line and kept in line
         assert "\n" not in line
 
 
 def test_what_is_finite_passes():
-    check_finite(1, {"loss": -1e30, "grad_norm": 0.0}, {"policy": GOOD, "value model": None}, None)
+    weights = {"policy": GOOD.not_finite(), "value model": None}
+    check_finite(1, {"loss": -1e30, "grad_norm": 0.0}, weights, None)
     assert first_not_finite([("half", torch.full((9,), 6e4, dtype=torch.float16))]) is None
 
 

@@ -22,7 +22,7 @@ from nemo_specrl.trainer.policy_config import PolicyConfig
 __all__ = ["Dataset", "Problem", "open_dataset"]
 
 GIVE_UP = 1000
-"""Rows in a row of a generated data set that cannot be used, after which it is refused."""
+"""A generated data set is refused after this many unusable rows in succession."""
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ class _TextDataset:
             training = self._generated(data.seed, data.prompts or 0)
             rest = self._generated(HELDOUT_SEED, heldout)
         else:
-            rows = list(file_rows(path, data.input_key, data.output_key))
+            rows = list(file_rows(path, data))
             held = round(len(rows) * data.split_validation_size)
             if held:
                 order = np.random.default_rng(abs(data.seed)).permutation(len(rows))
@@ -148,7 +148,7 @@ class _TextDataset:
             training = list(itertools.islice(self._usable(rows[:first]), data.num_prompts))
             later: Iterable[Row] = rows[first:]
             if (other := data.validation) is not None:
-                later = file_rows(other.data_path, other.input_key, other.output_key)
+                later = file_rows(other.data_path, other)
             rest = list(itertools.islice(self._usable(later), heldout))
         self._report()
         if len(training) < (data.num_prompts or 1):

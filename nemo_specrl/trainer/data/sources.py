@@ -12,14 +12,13 @@ from typing import Any
 
 from nemo_specrl.errors import ConfigError, last_line
 from nemo_specrl.trainer.data.text import Message
-from nemo_specrl.trainer.data_config import REASONING_GYM
+from nemo_specrl.trainer.data_config import REASONING_GYM, Columns
 
 __all__ = ["Row", "file_rows", "gym_dataset", "gym_rows"]
 
 LOT, SEEDS_APART = 1000, 1_000_003
-"""Problems of reasoning-gym that are drawn by one seed, and how far the seeds of lots are apart.
-
-Some of its data sets draw something for each of their problems when they are made."""
+"""``LOT`` problems of reasoning-gym are drawn with one seed, and the next lot with a seed that is
+``SEEDS_APART`` larger: some data sets draw all their problems when they are created."""
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -38,7 +37,7 @@ class Row:
     values: Mapping[str, Any]
 
 
-def file_rows(path: Path, input_key: str, output_key: str) -> Iterator[Row]:
+def file_rows(path: Path, columns: Columns) -> Iterator[Row]:
     """The rows of a file of JSON Lines or Parquet, in order.
 
     A row has the user's message under ``input_key``, or a conversation under ``messages``, whose
@@ -53,7 +52,7 @@ def file_rows(path: Path, input_key: str, output_key: str) -> Iterator[Row]:
         where = f"{path}:{number}"
         if not isinstance(values, dict):
             raise ConfigError(f"{where}: holds no JSON object; each line must be one")
-        yield _row(where, values, input_key, output_key)
+        yield _row(where, values, columns.input_key, columns.output_key)
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:

@@ -89,8 +89,8 @@ class Text:
 
         Args:
             content: the answer.
-            last: the turn's last token. Where the template ends a turn by this very token, it is
-                not said twice.
+            last: the turn's last token. If the template ends a turn with this token, it is not
+                repeated.
 
         Raises:
             ConfigError: the chat template shows neither role.
@@ -105,7 +105,7 @@ class Text:
         raise ConfigError("the chat template shows no message behind one of the assistant")
 
     def _behind_a_turn(self, role: str, content: str) -> str | None:
-        """What the chat template writes behind a turn of the model; None: not the content."""
+        """What the chat template writes after the model's turn; None: the content is missing."""
         turn = "\u2042"  # stands for the turn; some templates change or leave out what is in it
         messages = [
             {"role": "user", "content": "?"},

@@ -20,7 +20,7 @@ from nemo_specrl.monitoring import names as metric
 from nemo_specrl.trainer.divergence import first_not_finite
 from nemo_specrl.trainer.losses import policy_loss
 from nemo_specrl.trainer.policy.base import Float32Array, Sample
-from nemo_specrl.trainer.policy_config import OptimizerConfig, model_folder
+from nemo_specrl.trainer.policy_config import OptimizerConfig, PolicyConfig, model_folder
 from nemo_specrl.trainer.recipe import LossConfig
 
 __all__ = ["MicroBatch", "TorchModel", "arithmetic", "build_optimizer", "check_names", "load_model"]
@@ -92,11 +92,20 @@ class TorchModel:
     Args:
         model: the module.
         optimizer: the ``optimizer:`` block.
+        policy: the ``policy:`` block, for precision and micro-batches.
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer: OptimizerConfig) -> None:
-        self.model = model
+    def __init__(
+        self, model: torch.nn.Module, optimizer: OptimizerConfig, policy: PolicyConfig
+    ) -> None:
+        self.model, self._policy = model, policy
         self.optimizer = build_optimizer(model, optimizer)
+        self.precision: torch.dtype = getattr(torch, policy.precision)
+
+    def micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
+        """The samples in micro-batches, as the recipe bounds these."""
+        policy = self._policy
+        return MicroBatch.split(samples, policy.train_micro_batch_size, policy.micro_batch_tokens)
 
     def trained_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """The parameters that are trained, with their names: all, or those of adapters."""

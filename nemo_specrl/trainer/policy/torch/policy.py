@@ -44,8 +44,7 @@ class TorchPolicy(SteppingPolicy, TorchModel):
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if config.dtensor_cfg.lora_cfg.enabled:
             model = add_adapters(model, config.dtensor_cfg.lora_cfg)
-        TorchModel.__init__(self, model, config.optimizer)
-        self.precision: torch.dtype = getattr(torch, config.precision)
+        TorchModel.__init__(self, model, config.optimizer, config)
         self.reference: torch.nn.Module | None = None
         if loss.reference_policy_kl_penalty > 0:
             self.reference = load_model(config.model_name).requires_grad_(False)
@@ -62,10 +61,6 @@ class TorchPolicy(SteppingPolicy, TorchModel):
         """
         return self._logprobs(self.reference or load_model(self.config.model_name), samples)
 
-    def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
-        config = self.config
-        return MicroBatch.split(samples, config.train_micro_batch_size, config.micro_batch_tokens)
-
     def _batch_logprobs(self, model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
         temperature = self.config.generation.training_temperature
         return batch.logprobs(model, self.precision, temperature)
@@ -73,7 +68,7 @@ class TorchPolicy(SteppingPolicy, TorchModel):
     @torch.no_grad()
     def _logprobs(self, model: torch.nn.Module, samples: Sequence[Sample]) -> list[Float32Array]:
         found: dict[int, Float32Array] = {}
-        for batch in self._micro_batches(samples):
+        for batch in self.micro_batches(samples):
             values = batch.gather(self._batch_logprobs(model, batch))
             found |= {id(s): v for s, v in zip(batch.samples, values, strict=True)}
         return [found[id(sample)] for sample in samples]
@@ -83,7 +78,7 @@ class TorchPolicy(SteppingPolicy, TorchModel):
         weight = {id(s): w for s, w in zip(samples, weights, strict=True)}
         sums: dict[str, float] = {metric.LOSS: 0.0, metric.CLIP_FRACTION: 0.0, metric.RATIO: 0.0}
         self.optimizer.zero_grad(set_to_none=True)
-        for batch in self._micro_batches(samples):
+        for batch in self.micro_batches(samples):
             reference = None
             if self.reference is not None:
                 with torch.no_grad():

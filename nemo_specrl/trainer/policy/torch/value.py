@@ -26,18 +26,13 @@ class TorchValueModel(TorchModel):
     """
 
     def __init__(self, policy: PolicyConfig, config: ValueConfig) -> None:
-        self.config, self.policy = config, policy
-        self.precision: torch.dtype = getattr(torch, policy.precision)
+        self.config = config
         backbone: Any = load_model(policy.model_name)
         head = torch.nn.Linear(backbone.config.hidden_size, 1)
         torch.nn.init.zeros_(head.weight)
         torch.nn.init.zeros_(head.bias)
         model = torch.nn.ModuleDict({"backbone": backbone.base_model, "head": head})
-        super().__init__(model, config.optimizer)
-
-    def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
-        policy = self.policy
-        return MicroBatch.split(samples, policy.train_micro_batch_size, policy.micro_batch_tokens)
+        super().__init__(model, config.optimizer, policy)
 
     def _values(self, batch: MicroBatch) -> torch.Tensor:
         parts: Any = self.model
@@ -49,7 +44,7 @@ class TorchValueModel(TorchModel):
     @torch.no_grad()
     def predict(self, samples: Sequence[Sample]) -> None:
         """Set ``old_values`` of each sample, the value before each response token."""
-        for batch in self._micro_batches(samples):
+        for batch in self.micro_batches(samples):
             values = batch.gather(self._values(batch))
             for sample, row in zip(batch.samples, values, strict=True):
                 sample.old_values = row
@@ -59,7 +54,7 @@ class TorchValueModel(TorchModel):
         total = max(1, int(sum(s.mask.sum() for s in samples)))
         loss_sum = 0.0
         self.optimizer.zero_grad(set_to_none=True)
-        for batch in self._micro_batches(samples):
+        for batch in self.micro_batches(samples):
             loss = clipped_value_loss(
                 self._values(batch),
                 batch.scatter(lambda s: s.old_values),
