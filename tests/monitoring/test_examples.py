@@ -128,7 +128,6 @@ def test_panels_have_their_own_place():
 
 def test_the_dashboard_has_nothing_that_grafanas_schema_does_not_know():
     """A field that the schema lacks is dropped on the way through Grafana's own classes."""
-    pytest.importorskip("grafana_foundation_sdk", reason="grafana-foundation-sdk is not installed")
     from grafana_foundation_sdk.cog.encoder import JSONEncoder
     from grafana_foundation_sdk.cog.plugins import register_default_plugins
     from grafana_foundation_sdk.models.dashboard import Dashboard

@@ -16,9 +16,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.conftest import REPOSITORY
 
-pytest.importorskip("ray", reason="Ray is not installed")
-pytest.importorskip("opencensus", reason="Ray exports no metrics: ray[default] is not installed")
-
 STARTS = 3
 """How often Ray is started at most: it gives a node 30 s, too few on a busy machine."""
 JOB = """

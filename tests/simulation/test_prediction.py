@@ -197,7 +197,6 @@ def test_a_log_folder_of_nemo_rl(nemo_rl, simulate):
     ],
 )
 def test_seconds_and_preset_of_a_run_of_nemo_rl_are_in_tensorboards_files(nemo_rl, tag, preset):
-    pytest.importorskip("tensorboard")
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.event_file_writer import EventFileWriter

@@ -6,7 +6,6 @@ these tests are skipped.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import subprocess
@@ -45,8 +44,6 @@ pytestmark = pytest.mark.skipif(not MODEL, reason="SPECRL_LANGUAGE_MODEL names n
     ids=["dapo", "ppo", "megatron"],
 )
 def test_a_step_on_word_problems(tmp_path, block, options):
-    if options is MEGATRON and importlib.util.find_spec("megatron") is None:
-        pytest.skip("megatron-core is not installed here")
     overrides = [
         *(f"{block}.{option}" for option in SMALL),
         *("policy.train_global_batch_size=8", "data.num_prompts=4"),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from nemo_specrl.config import validated
 from nemo_specrl.errors import ConfigError
@@ -67,9 +69,6 @@ def test_a_conversation_may_end_with_the_answer(model, tmp_path):
 
 
 def test_parquet_has_what_json_lines_have(model, tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
     rows = [{"prompt": f"p{i}", "answer": str(i), "level": i} for i in range(5)]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=2)
     data = {"dataset_name": "ResponseDataset", "data_path": str(tmp_path / "a.parquet")}
@@ -200,7 +199,6 @@ def test_held_out_rows_are_of_another_file_or_a_share_and_none_is_trained_on(mod
 
 
 def test_reasoning_gym_gives_problems_and_scores_them(model):
-    pytest.importorskip("reasoning_gym")
     data = {"dataset_name": "reasoning_gym:chain_sum", "dataset_kwargs": {"max_terms": 3}}
     dataset = opened(model, heldout=4, **data, num_prompts=6)
     again = opened(model, heldout=4, **data, num_prompts=6)
@@ -222,7 +220,6 @@ def test_reasoning_gym_gives_problems_and_scores_them(model):
 
 
 def test_a_data_set_that_is_used_up_or_too_long_is_refused(model):
-    pytest.importorskip("reasoning_gym")
     data = {"dataset_name": "reasoning_gym:chain_sum", "max_input_seq_length": 5}
     with pytest.raises(ConfigError, match="1000 problems in succession cannot be used"):
         opened(model, **data)

@@ -9,9 +9,6 @@ import shutil
 
 import pytest
 import torch
-
-pytest.importorskip("megatron.core", reason="megatron-core is not installed here")
-
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from nemo_specrl.errors import CheckpointError
