@@ -31,7 +31,6 @@ __all__ = [
     "CacheConfig",
     "Count",
     "MonitorConfig",
-    "RunAheadConfig",
     "SpecRLConfig",
     "TreeConfig",
     "UserPath",
@@ -67,9 +66,9 @@ def parse_path(value: Any) -> Path:
     """A path that a user has written, with ``~`` and ``~user`` as their home folders.
 
     Raises:
-        ValueError: it is none: not text, empty, ``None`` or ``null`` as text, in the home of a user
-            who does not exist, or longer than Linux takes. Taken as they are, these would be
-            folders of the working one, or errors of whatever looks for them first.
+        ValueError: it cannot be a path: it is not text, is empty, is ``None`` or ``null`` as text,
+            is in the home of a user who does not exist, or is longer than Linux allows. Left alone,
+            it would become a folder in the working directory, or fail where it is first used.
     """
     text = str(value) if isinstance(value, (str, Path)) else ""
     if text.strip().lower() in ("", "none", "null"):
@@ -325,10 +324,10 @@ def first_problem(error: ValidationError) -> str:
     return f"{key} = {clipped(first['input'])}: {reason}" if key else reason
 
 
-def clipped(value: Any, limit: int = 100) -> str:
-    """The ``repr`` of a value for a message, cut to ``limit`` characters."""
+def clipped(value: Any) -> str:
+    """The ``repr`` of a value for a message, cut to 100 characters."""
     text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    return text if len(text) <= 100 else text[:97] + "..."
 
 
 def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> str:

@@ -126,7 +126,7 @@ def last_line(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type; transformers explains behind that line."""
+    """The first line of an error's message, or its type; transformers explains after that line."""
     return (str(error) or type(error).__name__).splitlines()[0]
 
 

@@ -16,9 +16,9 @@ Everything is exact but the log-probs, which come back as the nearest multiple o
 the same everywhere: a token's chance of another verdict is at most ``STEP / 2``.
 
 The prompt's key is not in the record: it is the beginning of the key in the database. Many rollouts
-are encoded at once: numpy's time for a call is that of some hundred tokens. A record is checked
-from end to end when it is decoded, and its columns become arrays when they are first asked for:
-whoever looks up, copies or sends rollouts need not hold three times their size.
+are encoded at once, since a call of numpy costs as much as encoding a few hundred tokens. A record
+is checked from end to end when it is decoded, but its columns become arrays only when they are
+first used: looking up, copying and sending rollouts would otherwise take four times the memory.
 """
 
 from __future__ import annotations

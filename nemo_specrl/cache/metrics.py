@@ -35,7 +35,7 @@ class StoreStats:
     """Rollouts that no eviction could make room for."""
     evicted_prompts: int
     disk_used_fraction: float
-    """Of the disk that the store is on, by whomever it is used; as ``df`` says it."""
+    """Used share of the store's disk, by all its users, as ``df`` reports it."""
     in_memory: bool = False
     """Whether it is on no disk but on a tmpfs or ramfs, and its bytes are the node's memory."""
 

@@ -115,7 +115,6 @@ def export(
     from nemo_specrl.cache.export import write_export
     from nemo_specrl.cache.inspection import open_source
 
-    _needs_safetensors()
     out = folder_argument(out)
     with open_source(path) as source:
         sound = _Sound(source.rollouts)
@@ -171,7 +170,6 @@ def import_(
     from nemo_specrl.cache.inspection import open_source
     from nemo_specrl.cache.run_folders import WARM_START
 
-    _needs_safetensors()
     cache_dir = folder_argument(cache_dir)
     path = cache_dir / WARM_START
     cap = _bytes(max_bytes)
@@ -259,10 +257,3 @@ def _bytes(text: str) -> int:
         max_bytes: ByteSize
 
     return validated(Cap, {"max_bytes": text}).max_bytes
-
-
-def _needs_safetensors() -> None:
-    try:
-        import safetensors  # noqa: F401
-    except ImportError:
-        raise ConfigError("exports need the package safetensors: pip install safetensors") from None

@@ -110,8 +110,8 @@ def print_findings(findings: Sequence[Finding], console: Console) -> int:
     console.print(table)
     missing = [finding.name for finding in findings if finding.status == "missing"]
     warnings = sum(finding.status == "warning" for finding in findings)
-    verdict = f"Needed, and missing: {', '.join(missing)}." if missing else "All needed is there."
-    console.print(Text(f"{verdict} Warnings: {warnings}."))
+    verdict = f"Missing: {', '.join(missing)}" if missing else "All required packages are installed"
+    console.print(Text(f"{verdict}. Warnings: {warnings}."))
     return 1 if missing else 0
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from nemo_specrl.config import SpecRLConfig
-from nemo_specrl.engine.caches import Journal
+from nemo_specrl.engine.caches import Journal, ResumedCache
 from nemo_specrl.engine.drafters.histories import PendingHistories
 from nemo_specrl.engine.drafters.method import check_other_processes, method_in
 from nemo_specrl.engine.drafters.prompt_logprob_drafter import PromptLogprobDrafter
@@ -35,7 +35,7 @@ from nemo_specrl.engine.request_checks import check_engine
 from nemo_specrl.engine.requests import RolloutRequest
 from nemo_specrl.engine.response import given_up
 from nemo_specrl.engine.sampling_rules import ResponseEnd
-from nemo_specrl.engine.vllm.compat import check_version
+from nemo_specrl.engine.vllm.compat import check_version, engine_of
 from nemo_specrl.engine.vllm.patches import extend_prompt_logprobs
 from nemo_specrl.engine.vllm.prompt_logprob_memory import check_prompt_logprob_memory
 from nemo_specrl.errors import IncompatibleVersion
@@ -76,11 +76,13 @@ class BaseSpeculativeLLM:
         self.config = config
         self.seed = seed
         self.draw_seed = seed
-        # Only a cluster's cache knows how often its run was resumed.
-        self._incarnation: int = getattr(cache, "incarnation", 0)
-        if getattr(cache, "resumed", False):
-            self.draw_seed = derived_seed("draws", seed, 0, self._incarnation.to_bytes(8), 0)
-        self._weights = EngineWeights(getattr(llm, "llm_engine", llm), policy_version)
+        self._incarnation = 0
+        if isinstance(cache, ResumedCache):
+            self._incarnation = cache.incarnation
+            if cache.resumed:
+                self.draw_seed = derived_seed("draws", seed, 0, self._incarnation.to_bytes(8), 0)
+        self._engine = engine_of(llm)
+        self._weights = EngineWeights(self._engine, policy_version)
         self.fresh_fraction = config.fresh_fraction
         self.metrics = EngineMetrics()
         self._warned: set[str] = set()  # texts of warnings that are given once
@@ -93,14 +95,13 @@ class BaseSpeculativeLLM:
     def _set_up(self) -> None:
         """Check the engine, and choose how drafts reach it."""
         check_version()
-        engine = getattr(self.llm, "llm_engine", self.llm)
-        refuse_kv_connector(engine.vllm_config)
+        refuse_kv_connector(self._engine.vllm_config)
         self._limits = EngineLimits.of(self.llm)
         check_engine(self._limits, self.config)
         method = method_in(self.config, self._limits)
         check_prompt_logprob_memory(self.llm)
         self._noise = PrefillNoise(self._limits.dtype_bytes, self._limits.max_model_len)
-        check_other_processes(engine, self._limits.drafter)
+        check_other_processes(self._engine, self._limits.drafter)
         try:
             extend_prompt_logprobs()
         except IncompatibleVersion as error:  # it costs speed alone
@@ -301,7 +302,7 @@ class BaseSpeculativeLLM:
         return not self._lossless and self._noise.can_measure(request)
 
     def _refuse_draft(self, request: RolloutRequest) -> None:
-        """Drop a draft on which no verdict is possible; the row is decoded without one."""
+        """Drop a draft that could not be verified; the row is decoded without one."""
         request.verification.drop()
         self.metrics.refused_drafts += 1
 
@@ -329,7 +330,7 @@ class BaseSpeculativeLLM:
     ) -> tuple[CompletionOutput, list[Rollout]]:
         """The completion of a request that has ended, and the rollouts to be cached (0 or 1).
 
-        A row whose data cannot be right goes back as the engine gave it, and is cached nowhere.
+        A row whose data is invalid goes back as the engine gave it, and is cached nowhere.
         """
         request.join_turns()
         self.metrics.response_tokens += request.made_tokens
@@ -352,7 +353,7 @@ class BaseSpeculativeLLM:
         return completion, [rollout] if request.cacheable and decoded else []
 
     def _count_defect(self, request: RolloutRequest) -> None:
-        """Count a row whose data cannot be right, and log the first one."""
+        """Count a row whose data is invalid, and log the first one."""
         self.metrics.uncached_rows += 1
         self._warn_once(
             "the engine gave a row with %s; such rows are returned as they are, not cached, "
@@ -367,7 +368,7 @@ class BaseSpeculativeLLM:
             inflight: requests by the id that the engine knows them by.
         """
         return interrupted_rollouts(
-            getattr(self.llm, "llm_engine", self.llm),
+            self._engine,
             inflight,
             self._limits.vocabulary,
             (self.policy_version, self.fingerprint),

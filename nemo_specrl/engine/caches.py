@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from nemo_specrl.rollout import Rollout
 
-__all__ = ["ClaimingCache", "Journal", "RolloutCache"]
+__all__ = ["ClaimingCache", "Journal", "ResumedCache", "RolloutCache"]
 
 
 class RolloutCache(Protocol):
@@ -47,6 +47,14 @@ class ClaimingCache(Protocol):
     def flush(self) -> None:
         """Send what was put, without waiting for it to arrive."""
         ...
+
+
+@runtime_checkable
+class ResumedCache(Protocol):
+    """A cache that knows how often its run was resumed, such as a cluster's."""
+
+    incarnation: int
+    resumed: bool
 
 
 @runtime_checkable

@@ -31,7 +31,7 @@ def interrupted_rollouts(
         inflight: requests by the id that it knows them by.
         vocabulary: tokens that the model knows.
         weights: policy version and fingerprint.
-        count_defect: called with each request whose data cannot be right.
+        count_defect: called with each request whose data is invalid.
     """
     partial = []
     for request_id, request in inflight.items():

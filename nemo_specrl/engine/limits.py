@@ -6,7 +6,7 @@ import dataclasses
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
 
-from nemo_specrl.engine.vllm.compat import eos_token_ids, tokenizer_of
+from nemo_specrl.engine.vllm.compat import engine_of, eos_token_ids, tokenizer_of
 from nemo_specrl.engine.vllm.v2_patches import drafts_from_history
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class EngineLimits:
     @classmethod
     def of(cls, llm: LLM | AsyncLLM) -> EngineLimits:
         """Read the limits of a running engine."""
-        engine = getattr(llm, "llm_engine", llm)
+        engine = engine_of(llm)
         config = engine.vllm_config
         eos, extra_eos = eos_token_ids(engine)
         return cls(

@@ -52,9 +52,9 @@ class EngineMetrics:
         response_tokens: tokens of all responses.
         recomputed_tokens: tokens of prompts and accepted prefixes that continuations had to
             prefill again because the prefix cache did not have them.
-        refused_drafts: drafts on which no verdict was possible; their rows were decoded plainly.
+        refused_drafts: drafts that could not be verified; their rows were decoded plainly.
         uncached_rows: rows that were returned as the engine gave them and kept out of the cache,
-            since the engine's tokens or log-probs cannot be right (NaN, for example).
+            since the engine's tokens or log-probs are invalid (NaN, for example).
         replayed_rows: rows taken from the journal of a process that died.
         cache_errors: failed calls of the cache.
         noise_tokens: tokens of which the same weights computed log-probs twice, in decoding and in

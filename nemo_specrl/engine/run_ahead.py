@@ -1,4 +1,4 @@
-"""Run-ahead: rollouts of upcoming prompts, in the places that the tail of a batch leaves empty.
+"""Run-ahead: rollouts of upcoming prompts, in slots that are idle at the end of a batch.
 
 Their tokens go into the trees of their prompts, inside the engine, and draft for the rows of these
 prompts when their batch comes (BubbleSpec, arXiv 2605.08862). They are returned to no caller and

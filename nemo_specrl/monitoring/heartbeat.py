@@ -180,7 +180,7 @@ def no_restart(reason: str) -> None:
     """Ask the launcher not to start this process again when it ends."""
     if "FT_LAUNCHER_IPC_SOCKET" not in os.environ:
         return
-    with contextlib.suppress(Exception):  # any failure only means another start, in vain
+    with contextlib.suppress(Exception):  # a failure only means one more, useless restart
         from nvidia_resiliency_ext.fault_tolerance import ipc_connector
         from nvidia_resiliency_ext.fault_tolerance.data import (
             WorkloadAction,
@@ -200,7 +200,7 @@ def _without_monitor_on_error() -> Iterator[None]:
         yield
     except Exception as error:  # of any kind: the package's, of the socket, of pickle
         if _monitor is not None:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # the first error is the one to be logged
                 _monitor.close()
         _monitor = None
         logger.warning("ft_launcher's monitor cannot be used: the run is not watched (%s)", error)

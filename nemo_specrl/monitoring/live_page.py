@@ -64,8 +64,7 @@ def warnings_of(rows: Sequence[Row]) -> list[tuple[int, str]]:
             ),
             (
                 _value(row, metric.UNCACHED_ROWS),
-                f"{_value(row, metric.UNCACHED_ROWS):.0f} rows of the engine cannot be right "
-                "(NaN, ...)",
+                f"{_value(row, metric.UNCACHED_ROWS):.0f} rows of the engine were invalid (NaN...)",
             ),
             (metric.LOSS in row and row[metric.LOSS] is None, "the loss is no finite number"),
         ):

@@ -17,7 +17,7 @@ __all__ = ["check_start"]
 
 
 def check_start(recipe: Recipe) -> None:
-    """Refuse a recipe that cannot work on this machine, but for what is wrong with its problems.
+    """Refuse a recipe that cannot run on this machine; its prompts are checked when they are read.
 
     Raises:
         ConfigError: a folder cannot be written to, or the model does not fit the context length

@@ -118,7 +118,7 @@ def test_missing_base_package_is_an_error(tmp_path, package, name):
     result = diagnose_in(light_install(tmp_path / "site", without=(package,)), tmp_path)
     assert result["code"] == 1
     assert result["findings"][name].status == "missing"
-    assert f"Needed, and missing: {name}." in result["printed"]
+    assert f"Missing: {name}." in result["printed"]
 
 
 def test_a_python_without_sqlite_is_an_error(tmp_path):

@@ -117,7 +117,7 @@ def test_an_image(images, tree, name, request):
     # Without root, and with the doctor as its check.
     assert images.run(name, "id", "-u").strip() == "10001"
     assert config["config"]["Healthcheck"]["Test"] == ["CMD", "nemo-specrl", "doctor"]
-    assert "All needed is there." in images.run(name, "nemo-specrl", "doctor")
+    assert "All required packages are installed." in images.run(name, "nemo-specrl", "doctor")
     home = images.run(name, "sh", "-c", "cd && touch results && pwd").strip()
     assert home == "/home/specrl"
     assert "Permission denied" in images.run(

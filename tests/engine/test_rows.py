@@ -1,4 +1,4 @@
-"""A row never takes others with it: data of the engine that cannot be right, on real engines."""
+"""A row never takes others with it: invalid data of the engine, on real engines."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Verification rounds: drafts from trees for engines in which no proposer of ours can run.
+"""Verification rounds: drafts from trees for engines that cannot load our proposer.
 
 A round is one request. Its prompt is the row's prompt, its tokens so far and a draft behind them,
 and the log-probs of that prompt (``prompt_logprobs``) verify the draft in one prefill. Draft token

@@ -80,7 +80,7 @@ def _prefill_params(prompt_logprobs: int | None) -> SamplingParams:
 def continuation_params(
     request: RolloutRequest, policy_version: int, *, watch_stops: bool
 ) -> SamplingParams:
-    """Sampling parameters of the request that decodes what its draft did not bring.
+    """Sampling parameters of the request that decodes the rest after the accepted prefix.
 
     The request's response watches for stop strings instead of vLLM where they may begin in the
     accepted prefix, or where vLLM would keep tokens behind them.

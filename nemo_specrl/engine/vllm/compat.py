@@ -33,6 +33,7 @@ __all__ = [
     "assigns_own_ids",
     "check_version",
     "drafts_count_here",
+    "engine_of",
     "eos_token_ids",
     "forget_broken_step",
     "has_unfinished_requests",
@@ -99,6 +100,11 @@ def check_version() -> str:
     if numbers is None or ".".join(map(str, numbers)) not in VERSIONS_RUN:
         logger.warning("nemo_specrl has not been run on vLLM %s, only on %s", version, tested)
     return version
+
+
+def engine_of(llm: Any) -> Any:
+    """The engine in a ``vllm.LLM``; an ``LLMEngine`` or an ``AsyncLLM`` is one itself."""
+    return getattr(llm, "llm_engine", llm)
 
 
 def eos_token_ids(engine: Any) -> tuple[int | None, frozenset[int]]:

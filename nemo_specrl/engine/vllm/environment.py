@@ -109,7 +109,7 @@ class Engines:
         return cls(version, False, drafts, drafts, v2_wanted(environment), False)
 
 
-def local_cpu_environment(threads: int = 1) -> None:
+def local_cpu_environment() -> None:
     """Set the environment of a small in-process CPU engine. Call it before importing vLLM.
 
     One thread is fastest for small models, where two spend more time waiting for each other than
@@ -117,12 +117,9 @@ def local_cpu_environment(threads: int = 1) -> None:
     (v1/sample/ops). Values that the user has set stay, but for a binding that the installed vLLM
     cannot start with.
 
-    Args:
-        threads: OpenMP threads of the engine.
-
     Raises:
-        ConfigError: a number in the environment is none: vLLM would not say of which variable, and
-            OpenMP would take all cores instead.
+        ConfigError: a variable that must be a number is not one. vLLM would not say which variable,
+            and OpenMP would take all cores instead.
     """
     for name, value in {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -130,7 +127,7 @@ def local_cpu_environment(threads: int = 1) -> None:
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "TORCHDYNAMO_DISABLE": "1",
-        "OMP_NUM_THREADS": str(threads),
+        "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }.items():
@@ -142,7 +139,7 @@ def local_cpu_environment(threads: int = 1) -> None:
         if not re.fullmatch(form, os.environ[name].strip(), re.ASCII):
             raise ConfigError(f"{name} = {os.environ[name][:100]!r}: must be {right}; or unset it")
     if os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind") == "nobind":
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cpu_thread_binding(threads)
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cpu_thread_binding()
 
 
 def cpu_thread_binding(threads: int = 1) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from nemo_specrl.engine.vllm.compat import engine_of
 from nemo_specrl.engine.vllm.environment import runs_v2
 from nemo_specrl.errors import ConfigError
 
@@ -25,7 +26,7 @@ def prompt_logprob_bytes(llm: Any) -> int:
     Args:
         llm: a ``vllm.LLM``, an ``LLMEngine`` or an ``AsyncLLM``.
     """
-    config = getattr(llm, "llm_engine", llm).vllm_config
+    config = engine_of(llm).vllm_config
     tokens, of_token = _prompt_logprob_tokens(config)
     return tokens * of_token
 
@@ -48,7 +49,7 @@ def check_prompt_logprob_memory(llm: Any) -> None:
     Raises:
         ConfigError: it does not; says what would.
     """
-    config = getattr(llm, "llm_engine", llm).vllm_config
+    config = engine_of(llm).vllm_config
     free, source = _memory_left(config)
     tokens, of_token = _prompt_logprob_tokens(config)
     if free is None or tokens * of_token <= free:
