@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nemo_specrl.engine.requests import RolloutRequest
 
-__all__ = ["AsyncRow", "AsyncRows"]
+__all__ = ["RETRY_SECONDS", "AsyncRow", "AsyncRows"]
 
 RETRY_SECONDS = 0.002
 """How soon a row is aborted again that has not ended."""

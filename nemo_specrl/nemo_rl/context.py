@@ -148,7 +148,7 @@ def _set_variables(generation: Any, variables: Mapping[str, str]) -> None:
         vllm_cfg["env_vars"] = {**(vllm_cfg.get("env_vars") or {}), name: value}
         logger.warning(
             "policy.generation.vllm_cfg.env_vars.%s is set to '%s': drafts (%s.tree) need vLLM's "
-            "V2 model runner, which this version takes for a mixture of experts only where asked to",
+            "V2 model runner, which this version takes for a mixture of experts where asked to",
             *(name, value, BLOCK),
         )
 

@@ -40,6 +40,9 @@ FIRST_WITH_V2_FOR_ALL = (0, 29)
 """The oldest vLLM that was found to run every model in its V2 model runner. Before, it took V2 up
 for one kind of model after the other: mixtures of experts last of those that have attention alone,
 for no reason but that they had not been through its tests (vllm-project/vllm#41286, #53183)."""
+FIRST_WITH_STATE_OF_DRAFTS = (0, 32)
+"""The oldest vLLM whose V2 model runner brings the state of all kinds of layers back behind refused
+drafts, by its source. 0.29, which runs such models in V2, was not read for it (``HYBRIDS``)."""
 V2_USE = "VLLM_USE_V2_MODEL_RUNNER"
 """The variable by which vLLM is asked for its V2 model runner, or forbidden it."""
 V2_MIXTURES = frozenset({"DeepseekV2ForCausalLM", "Qwen2MoeForCausalLM", "GraniteMoeForCausalLM"})
@@ -249,7 +252,7 @@ def why_not_v2(engines: Engines, model: Mapping[str, Any]) -> str | None:
         engines: that would run V2 for other models.
         model: the model's configuration, as in its config.json.
     """
-    if not _before_v2_for_all(engines):
+    if not _before(FIRST_WITH_STATE_OF_DRAFTS, engines):
         return None
     names = _architectures(model)
     attention_alone = set(model.get("layer_types") or ()) == {"attention"}  # granite-4.0-micro
@@ -270,7 +273,7 @@ def asks_for_v2(engines: Engines, model: Mapping[str, Any]) -> bool:
         engines: that would run V2 for other models.
         model: the model's configuration, as in its config.json.
     """
-    if engines.v2_wanted is not None or not _before_v2_for_all(engines):
+    if engines.v2_wanted is not None or not _before(FIRST_WITH_V2_FOR_ALL, engines):
         return False
     whole = model.get("thinker_config") or model  # of Qwen's Omni models
     text = whole.get("text_config") or whole
@@ -278,9 +281,9 @@ def asks_for_v2(engines: Engines, model: Mapping[str, Any]) -> bool:
     return experts and not V2_MIXTURES.intersection(_architectures(model))
 
 
-def _before_v2_for_all(engines: Engines) -> bool:
+def _before(version: tuple[int, ...], engines: Engines) -> bool:
     numbers = version_numbers(engines.version) if engines.version else None
-    return numbers is not None and numbers < FIRST_WITH_V2_FOR_ALL
+    return numbers is not None and numbers < version
 
 
 def _architectures(model: Mapping[str, Any]) -> list[str]:

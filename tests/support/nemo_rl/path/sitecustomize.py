@@ -2,8 +2,8 @@
 
 NeMo-RL needs Python 3.13 and transformers below 5.12. ``nemo_rl.models.policy`` asserts the latter,
 so transformers reports 5.11 while that module is imported. Before Python 3.12, pydantic accepts
-only the TypedDict of typing_extensions. This folder is on the PYTHONPATH of the jobs. Processes that
-their asynchronous engines spawn are set up as in ``tests.support.v2_spawned``.
+only the TypedDict of typing_extensions. This folder is on the PYTHONPATH of the jobs. Processes
+that their asynchronous engines spawn are set up as in ``tests.support.v2_spawned``.
 """
 
 import importlib.abc
