@@ -64,6 +64,24 @@ def test_history_is_written_once(make_rows):
     assert sorted(held(rows)) == [[1], [1], [1, 2, 3], [1, 2, 4]]
 
 
+def test_histories_sent_ahead(make_rows):
+    """They are there before any row is, once, and make room like others that have none."""
+    from tests.support.v2_drafting import as_bytes
+
+    rows = make_rows(length=2, max_bytes=60_000)
+    sent = [(1, as_bytes([5, 6, 7])), (2, as_bytes([5, 6, 8]))]
+    assert rows.index.add_history(b"a", sent) == rows.index.add_history(b"a", sent[:1]) == 2
+    assert rows.index.add_history(b"a", [(3, as_bytes([1, 99]))]) == 2
+    assert rows.index.counts.refused == 1
+    rows.open(0, history=[(1, [5, 6, 7])])
+    assert rows.step({0: [5]}).tolist() == [[6, 8]]
+    for number in range(200):  # more than there is room for
+        rows.index.add_history(b"%d" % number, sent)
+    assert rows.index.counts.evicted > 0
+    assert rows.step({0: [6]})[0, 0] == 8  # that of the row has stayed
+    assert make_rows(max_bytes=0).index.add_history(b"a", sent) is None
+
+
 def test_long_responses_cross_pages(make_rows):
     rows = make_rows(length=4, longest=900)
     rows.open(0, history=[(0, LONG)])
