@@ -105,7 +105,6 @@ def test_what_several_processes_had_of_a_step_is_not_put_together(tmp_path):
             decode(store, step(1, salt=salt)[part])
     with opened(tmp_path) as store:
         assert store.take(ROWS, 1, WEIGHTS) == [None] * 6
-        assert store.get(KEYS) == {}
 
 
 def test_a_second_draw_that_was_lost_twice_is_the_second_one(tmp_path):
