@@ -5,10 +5,11 @@ from vllm import SamplingParams
 from vllm.v1.sample import rejection_sampler
 
 from nemo_specrl.engine.vllm import cpu_sampler
-from tests.support.engines import PROMPT, needs_cpu_build, sampling
+from tests.support.engines import PROMPT, needs_cpu_build, needs_drafters, sampling
 
 
 @needs_cpu_build
+@needs_drafters
 def test_vllm_still_needs_its_rejection_sampler_fixed_on_a_cpu(llm):
     """When this fails, vLLM has fixed it, and ``fix_cpu_rejection_sampler`` can go."""
     values = torch.tensor([1.0, 0.5, 2.0])
