@@ -12,8 +12,6 @@ import errno
 import logging
 import os
 import signal
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +25,7 @@ from rich.table import Table
 from nemo_specrl import __version__
 from nemo_specrl.cli.cache import app as cache_app
 from nemo_specrl.cli.cache import folder_argument
+from nemo_specrl.cli.child import run_child
 from nemo_specrl.errors import CacheError, CheckpointError, ConfigError, Diverged, SpecRLError
 from nemo_specrl.monitoring import heartbeat
 from nemo_specrl.monitoring import names as metric
@@ -252,23 +251,13 @@ def compare(
             f"logger.log_dir={out / side}",
         ]
         check_start(load_recipe(config, sides[side]))  # before either is trained
-    for arguments in sides.values():
-        _run_side(["train", str(config), *arguments])
+    for arguments in sides.values():  # so that no side sees the other's warm state
+        if code := run_child(["train", str(config), *arguments]):
+            raise SystemExit(code)
     result = comparison(out / "plain", out / "speculative")
     write_comparison(out, result)
     print_comparison(result, console)
     _say(f"written: {out / 'compare.json'}, {out / 'compare.png'}, {out / 'compare.html'}")
-
-
-def _run_side(arguments: list[str]) -> None:
-    """Train one side in a process of its own, so that it does not see the other's warm state."""
-    process = subprocess.Popen([sys.executable, "-m", "nemo_specrl", *arguments])
-    try:
-        code = process.wait()
-    except KeyboardInterrupt:  # the terminal sends it to the child too, which saves and exits
-        code = process.wait()
-    if code:
-        raise SystemExit(code)
 
 
 @app.command(
