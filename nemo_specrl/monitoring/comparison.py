@@ -20,7 +20,16 @@ from nemo_specrl.monitoring.drawing import applies
 from nemo_specrl.monitoring.metrics_file import METRICS
 from nemo_specrl.monitoring.run_steps import column, logged_steps, number
 
-__all__ = ["OPTIONAL", "REQUIRED", "comparison", "heldout", "read_comparison", "summary", "verdict"]
+__all__ = [
+    "OPTIONAL",
+    "REQUIRED",
+    "comparison",
+    "heldout",
+    "read_comparison",
+    "summary",
+    "timed",
+    "verdict",
+]
 
 WARM_EPOCH = 2  # counted from 0; from this epoch on, drafts contain reused tokens themselves
 REQUIRED = (
@@ -28,6 +37,7 @@ REQUIRED = (
     *(metric.DECODED_TOKENS, metric.REWARD),
 )
 """Metrics that every step of both runs must have."""
+_TIMES = REQUIRED[:-1]
 OPTIONAL = (metric.FRESH_REWARD, metric.HELDOUT_ACCURACY, metric.TREE_TOKENS_PER_STEP)
 
 
@@ -37,8 +47,9 @@ def comparison(plain_dir: Path, speculative_dir: Path) -> dict[str, Any]:
     Returns:
         the content of ``compare.json``. ``plain`` and ``speculative``: lists with one entry for
         each step, None where there is no value (and ``heldout_accuracy_at_start``, a number, where
-        the runs have it). ``ratio``: plain divided by speculative, of sums over the steps; above 1,
-        speculation needs less.
+        the runs have it). ``replayed_steps``: the steps, from 1, whose rollouts a run that went on
+        after a crash read back from its journal instead of decoding them. ``ratio``: plain divided
+        by speculative, of sums over the other steps; above 1, speculation needs less.
 
     Raises:
         ConfigError: a run cannot be read, or the runs differ in their steps or prompts.
@@ -61,14 +72,36 @@ def comparison(plain_dir: Path, speculative_dir: Path) -> dict[str, Any]:
         side: _side(rows, folder)
         for side, rows, folder in zip(SIDES, runs, (plain_dir, speculative_dir), strict=True)
     }
+    compare["replayed_steps"] = [
+        i for i, rows in enumerate(zip(*runs, strict=True), start=1)
+        if any(row.get(metric.REPLAYED_ROWS) for row in rows)
+    ]  # fmt: skip
     warm = [i for i, row in enumerate(runs[0]) if row[metric.EPOCH] >= WARM_EPOCH]
+    measured = timed(compare)
     compare["ratio"] = {
-        "rollout": _ratio(compare, metric.ROLLOUT_S),
-        "rollout_warm": _ratio(compare, metric.ROLLOUT_S, warm),
-        "step": _ratio(compare, metric.STEP_S),
-        "decoded_tokens": _ratio(compare, metric.DECODED_TOKENS),
+        "rollout": _ratio(measured, metric.ROLLOUT_S),
+        "rollout_warm": _ratio(measured, metric.ROLLOUT_S, warm),
+        "step": _ratio(measured, metric.STEP_S),
+        "decoded_tokens": _ratio(measured, metric.DECODED_TOKENS),
     }
     return compare
+
+
+def timed(compare: dict[str, Any]) -> dict[str, Any]:
+    """The same with 0 seconds and decoded tokens, on both sides, in ``replayed_steps``.
+
+    Their rollouts took no time on the side that went on after a crash, whatever its method.
+    """
+    replayed = set(compare.get("replayed_steps") or ())
+
+    def without(side: dict[str, Any]) -> dict[str, Any]:
+        zeroed = {
+            name: [0 if i in replayed else value for i, value in enumerate(side[name], start=1)]
+            for name in _TIMES
+        }
+        return {**side, **zeroed}
+
+    return {**compare, **{side: without(compare[side]) for side in SIDES}}
 
 
 def read_comparison(folder: Path) -> dict[str, Any]:
@@ -90,6 +123,7 @@ def read_comparison(folder: Path) -> dict[str, Any]:
         for name in ("rollout", "rollout_warm", "step", "decoded_tokens"):
             number(compare["ratio"][name], f"ratio: {name}")
         list(compare.get("heldout_table") or ())
+        set(compare.get("replayed_steps") or ())
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except KeyError as error:
@@ -100,7 +134,17 @@ def read_comparison(folder: Path) -> dict[str, Any]:
 
 
 def verdict(compare: dict[str, Any]) -> str:
-    """Describe in a few sentences where speculation is lower in held-out accuracy."""
+    """Say where speculation is lower in held-out accuracy, and what was not timed."""
+    if replayed := compare.get("replayed_steps"):
+        steps = f"step{'s' * (len(replayed) > 1)} {', '.join(map(str, replayed))}"
+        return (
+            f"{_of_heldout(compare)} Seconds and decoded tokens are without {steps}, which a "
+            "restart read back from the journal."
+        )
+    return _of_heldout(compare)
+
+
+def _of_heldout(compare: dict[str, Any]) -> str:
     plain, speculative = ({p.step: p for p in heldout(compare)[side]} for side in SIDES)
     common = sorted(plain.keys() & speculative.keys())
     if not common:
@@ -128,7 +172,7 @@ def verdict(compare: dict[str, Any]) -> str:
 
 def summary(compare: dict[str, Any]) -> list[list[str]]:
     """Rows of the summary: a quantity, its values on both sides, and their ratio or difference."""
-    lines = []
+    lines, measured = [], timed(compare)
     for name, label in (
         (metric.ROLLOUT_S, "rollout, s"),
         (metric.VERIFY_S, "  of it verification, s"),
@@ -138,9 +182,9 @@ def summary(compare: dict[str, Any]) -> list[list[str]]:
     ):
         if name == metric.VERIFY_S and not any(applies(compare[side], name) for side in SIDES):
             continue
-        sums = [_total(compare[side][name]) for side in SIDES]
+        sums = [_total(measured[side][name]) for side in SIDES]
         pattern = ",.0f" if name == metric.DECODED_TOKENS else ",.1f"
-        change = "" if name == metric.VERIFY_S else _times_less(_ratio(compare, name))
+        change = "" if name == metric.VERIFY_S else _times_less(_ratio(measured, name))
         lines.append([label, *(format(s, pattern) for s in sums), change])
     warm = _times_less(compare["ratio"]["rollout_warm"])
     lines.insert(1, ["  rollout from the third epoch on", "", "", warm])

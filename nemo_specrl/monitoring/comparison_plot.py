@@ -213,11 +213,14 @@ def _draw_decoded_tokens(ax: Axes, compare: dict[str, Any]) -> None:
 
 
 def _draw_tokens_per_step(ax: Axes, compare: dict[str, Any]) -> None:
-    column = gains(compare)
+    column = compare["speculative"][metric.TREE_TOKENS_PER_STEP]
     steps = range(1, len(column) + 1)
+    known = [(step, gain) for step, gain in zip(steps, column, strict=True) if gain is not None]
     ax.plot(steps, [1.0] * len(column), color=_COLOUR["plain"], linewidth=2, label="plain")
-    ax.plot(steps, column, color=_COLOUR["speculative"], linewidth=2, label="speculative")
-    ax.set_ylim(0, 1.25 * max(column))
+    ax.plot(
+        *zip(*known, strict=True), color=_COLOUR["speculative"], linewidth=2, label="speculative"
+    )
+    ax.set_ylim(0, 1.25 * max(gains(compare)))
     panel_title(ax, "Tokens of a row per engine step", "higher is better; plain decodes one")
 
 

@@ -21,7 +21,14 @@ from rich.table import Table
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.files import replacing
 from nemo_specrl.monitoring import names as metric
-from nemo_specrl.monitoring.comparison import OPTIONAL, REQUIRED, heldout, summary, verdict
+from nemo_specrl.monitoring.comparison import (
+    OPTIONAL,
+    REQUIRED,
+    heldout,
+    summary,
+    timed,
+    verdict,
+)
 from nemo_specrl.monitoring.comparison_plot import SIDES, comparison_picture
 from nemo_specrl.monitoring.drawing import applies
 from nemo_specrl.monitoring.run_plot import run_picture
@@ -97,7 +104,7 @@ def write_comparison(
     out_dir = Path(out_dir)
     # Write the numbers first, so that they are kept if the picture cannot be drawn.
     _write(out_dir / "compare.json", json.dumps(compare, indent=1).encode())
-    picture = comparison_picture(compare, points, words)
+    picture = comparison_picture(timed(compare), points, words)
     sums = _html_table(("", "plain", "speculative", "with speculation"), summary(compare))
     tables = f"<p>{html.escape(words)}</p>{sums}"
     if compare.get("heldout_table"):

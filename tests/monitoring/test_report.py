@@ -241,6 +241,28 @@ def test_comparison_sums_and_ratios(runs):
     )
 
 
+def test_steps_that_a_restart_read_back_are_not_timed(tmp_path):
+    """On either side; else the side that was killed would seem faster."""
+    plain, spec = make_run(tmp_path / "plain"), make_run(tmp_path / "spec")
+    whole = comparison(plain, spec)
+    assert whole["replayed_steps"] == [] and "journal" not in verdict(whole)
+    rows = [metrics_row(step) for step in range(1, 7)]
+    for row in rows[2:4]:
+        row |= {"rollout_s": 0.01, "step_s": 5.01, "spec_rl/replayed_rows": 4}
+    (spec / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    compare = comparison(plain, spec)
+    assert compare["replayed_steps"] == [3, 4]
+    assert compare["ratio"] == {
+        name: pytest.approx(1) for name in ("rollout", "rollout_warm", "step", "decoded_tokens")
+    }
+    assert compare["speculative"]["rollout_s"][2] == 0.01  # as it was logged
+    assert "without steps 3, 4, which a restart read back from the journal" in verdict(compare)
+    text = printed(compare)
+    assert "40.0" in text and "60.0" in text and "20.02" not in text
+    write_comparison(tmp_path / "out", compare)
+    assert "read back from the journal" in (tmp_path / "out/compare.html").read_text()
+
+
 def test_no_third_epoch_no_warm_ratio(tmp_path):
     compare = comparison(
         make_run(tmp_path / "p", steps=4), make_run(tmp_path / "s", steps=4, speculative=True)
