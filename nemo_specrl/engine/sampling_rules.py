@@ -51,6 +51,9 @@ _BY_TREES = {
     "proposer": frozenset({"temperature", "top_p"}),
     "v2": frozenset({"temperature", "top_p", "top_k"}),
 }
+# What no engine with a drafter takes: vLLM refuses the request (sampling_params.py,
+# _validate_spec_decode), with V2 too, whose sampler would apply min_p before rejection sampling.
+_NOT_WITH_DRAFTERS = frozenset({"min_p", "logit_bias"})
 # Log-probs of other tokens than the likeliest: a position's first entry need not be its own token.
 _UNREADABLE = ("logprob_token_ids", "prompt_logprob_token_ids")
 
@@ -82,6 +85,11 @@ def check_verifiable(
         value = getattr(params, name, raw[0])
         if value in raw or (trees and name in _BY_TREES[trees]):
             continue
+        if trees and name in _NOT_WITH_DRAFTERS:
+            raise UnsupportedSampling(
+                f"{name} = {value!r}: vLLM refuses it in every engine with a drafter; set {name}: "
+                f"{raw[0]}, or spec_rl.enabled: false"
+            )
         if trees:
             raise UnsupportedSampling(
                 f"{name} = {value!r}: has not been shown to hold for drafts of trees, as "

@@ -151,6 +151,20 @@ def test_top_k_is_verified_in_v2_alone():
             check_verifiable(likeliest, trees=trees)
 
 
+@pytest.mark.parametrize("option", [{"min_p": 0.1}, {"logit_bias": {3: 1.0}}])
+def test_what_vllm_takes_with_no_drafter_is_refused_with_that_reason(llm, proposer, option):
+    """A vLLM that takes it has to be looked at again."""
+    (name,) = option
+    refused = "not yet supported with speculative decoding"
+    with pytest.raises(Exception, match=f"{name}.* {refused}"):  # of another class in each version
+        llm.generate({"prompt_token_ids": PROMPT}, params(3, **option), use_tqdm=False)
+    for trees in ("proposer", "v2"):
+        with pytest.raises(UnsupportedSampling, match=f"{name} = .* every engine with a drafter"):
+            check_verifiable(params(3, **option), trees=trees)
+    with pytest.raises(UnsupportedSampling, match=f"{name} = .* every engine with a drafter"):
+        sample(made_with(llm, DictCache(), CONFIG), 2, 3, **option)
+
+
 def test_other_sampling_is_refused_by_name_where_more_than_trees_verifies(llm, proposer):
     made = made_with(llm, DictCache(), CONFIG)
     for option in ({"top_k": 5}, {"repetition_penalty": 1.1}, {"bad_words": ["1"]}):
