@@ -259,9 +259,8 @@ def main() -> None:
     torch.manual_seed(1)  # the order of the prompts
     start_ray()
     # The asynchronous trainer makes one pass over its data, whatever max_num_epochs says.
-    asynchronous = ALGORITHM == "grpo" and bool(
-        get_option(get_option(config.grpo, "async_grpo", None), "enabled", False)
-    )
+    async_grpo = get_option(config.grpo, "async_grpo", None) if ALGORITHM == "grpo" else None
+    asynchronous = bool(get_option(async_grpo, "enabled", False))
     data = (
         Problems(config.env.get("prompts", 4), 5, tokenizer, times=9 if asynchronous else 1),
         Problems(2, 6, tokenizer),
@@ -286,7 +285,11 @@ def main() -> None:
         policy, generation, _, _, loader, val_loader, loss, logger, checkpointer, *rest = parts
         state, config = rest[:2]
         models = (policy, generation, loader, val_loader, tokenizer, loss)
-        train(*models, *environments, logger, checkpointer, state, config)
+        options = {}
+        if asynchronous:  # as run_grpo.py does
+            age = get_option(async_grpo, "max_trajectory_age_steps", 1)
+            options["max_trajectory_age_steps"] = age
+        train(*models, *environments, logger, checkpointer, state, config, **options)
     getattr(checkpointer, "shutdown", lambda: None)()
     generation.shutdown()
     policy.shutdown()  # while Ray is there: the data plane's client asks it
