@@ -12,21 +12,21 @@ import contextlib
 import copy
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nemo_specrl.engine.limits import EngineLimits
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.requests import RolloutRequest, build_requests
-from nemo_specrl.engine.vllm.compat import tokens_so_far, unknown_requests
+from nemo_specrl.engine.vllm.compat import interrupts_deferred, tokens_so_far, unknown_requests
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.speculation.acceptance import derived_seed
 from nemo_specrl.speculation.draft_selection import RUN_AHEAD_INDEX
 
 if TYPE_CHECKING:
-    from vllm import RequestOutput
+    from vllm import LLM, RequestOutput, SamplingParams
 
-__all__ = ["RunAhead", "run_ahead_requests"]
+__all__ = ["RunAhead", "decode_ahead", "run_ahead_requests"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,7 @@ def run_ahead_requests(
     limits: EngineLimits,
     prompts: Sequence[Any],
     requests: Iterable[RolloutRequest],
+    params: SamplingParams | None = None,
     *,
     seed: int,
     policy_version: int,
@@ -48,15 +49,18 @@ def run_ahead_requests(
         limits: of the engine.
         prompts: as ``vllm.LLM.generate`` takes them, those that come up first at the beginning.
         requests: of the batch. The first that may be drafted for lends its parameters.
+        params: to be taken instead, where there is no batch.
         seed: of the run.
         policy_version: of the weights that decode.
     """
     requests = list(requests)
     present = {request.row.key for request in requests}
     lender = next((request for request in requests if request.draftable), None)
-    if lender is None or not prompts:
+    if lender is not None:
+        params = lender.user_params
+    if params is None or not prompts:
         return []
-    params = copy.copy(lender.user_params)
+    params = copy.copy(params)
     params.n = 1
     made: dict[bytes, RolloutRequest] = {}
     for prompt in prompts:
@@ -142,3 +146,42 @@ class RunAhead:
                 self._engine.abort_request(names)
         for name in names:
             del self.rows[name]
+
+
+def decode_ahead(
+    llm: LLM,
+    places: int,
+    requests: Iterable[RolloutRequest],
+    next_request: Callable[[RolloutRequest], tuple[dict[str, Any], SamplingParams]],
+    until: Callable[[], bool],
+) -> EngineMetrics:
+    """Decode rows of upcoming prompts while the engine has nothing else to do.
+
+    Args:
+        llm: whose engine it is.
+        places: rows that it decodes at once.
+        requests: of the upcoming prompts, in the order in which they begin.
+        next_request: prompt and sampling parameters of a request, as the engine takes them.
+        until: whether to stop; asked before each step of the engine.
+
+    Returns:
+        The rows and tokens that were run ahead. The time was nobody's.
+    """
+    metrics, engine = EngineMetrics(), llm.llm_engine
+    ahead = RunAhead(engine, places, requests, metrics)
+    try:
+        while not until():
+            for request in ahead.fill(0):
+                name = str(next(llm.request_counter))
+                ahead.rows[name] = request
+                engine.add_request(name, *next_request(request))
+            if not ahead.rows:
+                break
+            with interrupts_deferred(engine):
+                outputs = engine.step()
+            for output in outputs:
+                ahead.read_output(output)
+            ahead.forget_aborted()
+    finally:
+        ahead.end()
+    return metrics

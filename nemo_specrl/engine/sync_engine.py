@@ -26,7 +26,7 @@ from nemo_specrl.engine.policy_version import one_adapter, reset_prefix_cache
 from nemo_specrl.engine.prefix.verification import verification_params
 from nemo_specrl.engine.requests import RolloutRequest
 from nemo_specrl.engine.response import given_up
-from nemo_specrl.engine.run_ahead import RunAhead, run_ahead_requests
+from nemo_specrl.engine.run_ahead import RunAhead, decode_ahead, run_ahead_requests
 from nemo_specrl.engine.sampling_rules import ResponseEnd
 from nemo_specrl.engine.scheduling import in_order, share_verifications, verified_share
 from nemo_specrl.engine.turns import Environment
@@ -352,19 +352,22 @@ class SpeculativeLLM(BaseSpeculativeLLM):
             if call.progress is not None:
                 call.progress.close()
 
+    def run_ahead(
+        self, upcoming: Sequence[Any], params: SamplingParams, until: Callable[[], bool]
+    ) -> EngineMetrics:
+        """Decode for upcoming prompts between two calls (``run_ahead.decode_ahead``)."""
+        requests = self._run_ahead_requests(upcoming, [], params)
+        places = self._limits.max_num_seqs
+        return decode_ahead(self.llm, places, requests, self._next_request, until)
+
     def _run_ahead_requests(
-        self, upcoming: Sequence[Any], requests: list[RolloutRequest]
+        self, upcoming: Sequence[Any], requests: list[RolloutRequest], params: Any = None
     ) -> list[RolloutRequest]:
         """Requests for upcoming prompts, where the configuration has them run ahead."""
         if not self.config.run_ahead.enabled:
             return []
-        return run_ahead_requests(
-            self._limits,
-            upcoming,
-            requests,
-            seed=self.draw_seed,
-            policy_version=self.policy_version,
-        )
+        at = {"seed": self.draw_seed, "policy_version": self.policy_version}
+        return run_ahead_requests(self._limits, upcoming, requests, params, **at)
 
     def _measure_noise(self, requests: list[RolloutRequest], lora_request: Any) -> None:
         """Prefill a few responses that have just been decoded, once in the life of the engine."""

@@ -155,3 +155,22 @@ def test_an_interrupt_keeps_the_callers_rows_alone(llm, proposer, monkeypatch):
     assert {r.key for r in made.cache.all()} == {prompt_key(PROMPT)}
     assert RUN_AHEAD_INDEX not in {r.sample_index for r in made.cache.all()}
     assert sample(made, 3, 4)[1]
+
+
+def test_between_two_calls_an_idle_engine_decodes_until_it_is_told(llm, proposer, monkeypatch):
+    made = made_with(llm, DictCache(), config=AHEAD)
+    call(made, [PROMPT], [])
+    before, cached = made.metrics, made.cache.all()
+    watch = Watch(llm, monkeypatch)
+    asked = iter([False] * 5 + [True])
+    done = made.run_ahead(NEXT[:8], params(40, seed=0), lambda: next(asked))
+    assert watch.steps == [(0, 8)] * 5 and done.run_ahead_rows == 8
+    assert 8 <= done.run_ahead_tokens and made.metrics is before and made.cache.all() == cached
+    assert not llm.llm_engine.has_unfinished_requests()
+    rest = made.run_ahead(NEXT[8:10], params(2, seed=0), lambda: False)  # they end by themselves
+    assert (rest.run_ahead_rows, rest.run_ahead_tokens) == (2, 4)
+    off = made_with(llm, DictCache(), LOSSLESS)
+    assert off.run_ahead(NEXT, params(9, seed=0), lambda: False).run_ahead_rows == 0
+    made.policy_version += 1
+    call(made, NEXT[:8], [])
+    assert made.metrics.tree_drafted_tokens > 0
