@@ -1,4 +1,4 @@
-"""The engines of ``gpu_rollout.py``, with weights that are given to them, and how sides are timed.
+"""The engines of ``gpu_rollout.py``, what they are asked for, and how sides are timed.
 
 A comparison has sides, which are timed in turn, several times over, each time in another order.
 Figures are ratios of two sides of one repetition, so that a busy or a warm machine favours none.
@@ -19,14 +19,9 @@ from benchmarks.gpu.model import (
     Size,
     empty_prefix_cache,
     give_weights,
-    logprobs_of,
     lossless,
     make_engine,
-    mean_p,
-    prefill,
-    prompt_of,
     runner_name,
-    sampling,
     write_config,
 )
 from nemo_specrl import Finish, Rollout, SpecRLConfig, SpeculativeLLM, prompt_key
@@ -244,3 +239,29 @@ def rollouts_of(prompts: Any, outputs: list[Any]) -> list[Rollout]:
         rollout_of(row, i % GROUP, output.outputs[0].token_ids, logprobs_of(output))
         for i, (row, output) in enumerate(zip(prompts, outputs, strict=True))
     ]
+
+
+def prompt_of(tokens: Any) -> dict[str, Any]:
+    return {"prompt_token_ids": [int(token) for token in tokens]}
+
+
+def sampling(max_tokens: int, **more: Any) -> Any:
+    """Sampling parameters of a rollout, with the log-probs of its tokens."""
+    from vllm import SamplingParams
+
+    usual = {"temperature": 1.0, "logprobs": 0, "flat_logprobs": True, "detokenize": False}
+    return SamplingParams(max_tokens=int(max_tokens), **usual | more)
+
+
+def prefill(**more: Any) -> Any:
+    """Sampling parameters of a request that only prefills its prompt."""
+    return sampling(1, temperature=0.0, logprobs=None, **more)
+
+
+def logprobs_of(output: Any) -> Any:
+    return sampled_values(output.outputs[0].logprobs)
+
+
+def mean_p(outputs: list[Any]) -> float:
+    """Probability that a sampled token had, on average."""
+    return float(np.exp(np.concatenate([logprobs_of(output) for output in outputs])).mean())

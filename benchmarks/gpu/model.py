@@ -1,4 +1,4 @@
-"""Sizes, engines and requests of ``gpu_rollout.py``, and its model: a Qwen3 of random weights.
+"""Sizes of ``gpu_rollout.py``, and its model: a Qwen3 of random weights.
 
 Nothing is downloaded or read from disk: vLLM makes the model from its configuration
 (``load_format: dummy``), and its workers draw the weights. All layers compute as those of a trained
@@ -19,11 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from nemo_specrl.config import SpecRLConfig
 from nemo_specrl.engine.drafters.method import engine_options
-from nemo_specrl.engine.prefix.verification import sampled_values
 from nemo_specrl.engine.vllm.v2_patches import speculator_of
 from nemo_specrl.rollout import Rollout
 
@@ -267,32 +264,6 @@ def empty_prefix_cache(llm: Any) -> None:
     """
     if not llm.reset_prefix_cache():
         raise RuntimeError("the prefix cache cannot be emptied: blocks of it are in use")
-
-
-def prompt_of(tokens: Any) -> dict[str, Any]:
-    return {"prompt_token_ids": [int(token) for token in tokens]}
-
-
-def sampling(max_tokens: int, **more: Any) -> Any:
-    """Sampling parameters of a rollout, with the log-probs of its tokens."""
-    from vllm import SamplingParams
-
-    usual = {"temperature": 1.0, "logprobs": 0, "flat_logprobs": True, "detokenize": False}
-    return SamplingParams(max_tokens=int(max_tokens), **usual | more)
-
-
-def prefill(**more: Any) -> Any:
-    """Sampling parameters of a request that only prefills its prompt."""
-    return sampling(1, temperature=0.0, logprobs=None, **more)
-
-
-def logprobs_of(output: Any) -> Any:
-    return sampled_values(output.outputs[0].logprobs)
-
-
-def mean_p(outputs: list[Any]) -> float:
-    """Probability that a sampled token had, on average."""
-    return float(np.exp(np.concatenate([logprobs_of(output) for output in outputs])).mean())
 
 
 # The functions below run in vLLM's worker.

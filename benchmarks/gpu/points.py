@@ -8,7 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.engines import GROUP, Engines, rollout_of, rollouts_of, timed
+from benchmarks.gpu.engines import (
+    GROUP,
+    Engines,
+    mean_p,
+    prefill,
+    prompt_of,
+    rollout_of,
+    rollouts_of,
+    sampling,
+    timed,
+)
 from benchmarks.gpu.model import (
     Fixed,
     Method,
@@ -16,11 +26,7 @@ from benchmarks.gpu.model import (
     empty_prefix_cache,
     forget_drafts,
     lossless,
-    mean_p,
     peak_bytes,
-    prefill,
-    prompt_of,
-    sampling,
     start_peak,
 )
 from nemo_specrl import Rollout, SpecRLConfig, prompt_key

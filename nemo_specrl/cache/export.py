@@ -3,9 +3,9 @@
 An export is a folder of ``rollouts-00000.safetensors``, ...: flat columns, one entry a rollout
 (``keys`` uint8 ``[r, 16]``, ``sample_indices``, ``occurrences``, ``finishes``, ``fresh``,
 ``incarnations``, ``policy_versions``, ``lengths``) or one a token (``tokens``, ``logprobs``,
-``birth_logprobs``, ``birth_versions``), the rollouts of a sample index oldest first. A finish with
-128 added to it is that of a rollout that was not drawn from the raw distribution. The metadata has
-the tokenizer's identity and a checksum.
+``birth_logprobs``, ``birth_versions``), the rollouts of a sample index oldest first. 128 is
+added to the finish of a rollout that was not drawn from the raw distribution. The metadata has the
+tokenizer's identity and a checksum.
 """
 
 from __future__ import annotations

@@ -55,7 +55,9 @@ class Decoder:
                 except CorruptRecord as error:
                     damaged.add(name)
                     if not self.damaged:
-                        logger.warning("rollout store %s: %s; such are skipped", self._path, error)
+                        logger.warning(
+                            "rollout store %s: %s; damaged records are skipped", self._path, error
+                        )
                     self.damaged += 1
             if not damaged:
                 return rollouts

@@ -371,8 +371,8 @@ class RolloutStore:
             self._flush_later()
 
     def _flush_later(self) -> None:
-        # It keeps a store alive that was dropped without a close, until its puts are committed. No
-        # daemon, so that a process that ends in peace waits for it, and loses nothing either.
+        # The timer keeps a store that was dropped without close() alive until its puts are
+        # committed. It is no daemon, so that a process that exits normally waits for it.
         self._timer = threading.Timer(FLUSH_SECONDS, self._flush_now)
         self._timer.start()
 

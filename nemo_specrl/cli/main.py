@@ -54,7 +54,7 @@ OverridesArgument = Annotated[
 ]
 LIVE_PORT = 8377
 _MAY_PASS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.EAGAIN, errno.ENOMEM}
-"""Errors of the operating system that a restart may get past, so that the exit code is 1."""
+"""Errors of the operating system that may be gone after a restart: the exit code is 1."""
 OutOption = Annotated[Path, typer.Option("--out", help="Folder for all output.")]
 
 
@@ -86,7 +86,7 @@ def main() -> None:
         except SpecRLError as error:
             _fail(error, 1)
         except OSError as error:
-            if error.errno != errno.ENAMETOOLONG:  # which is of an argument, whatever looks for it
+            if error.errno != errno.ENAMETOOLONG:  # of an argument that is no possible path
                 raise
             _fail(error, 2)
     except SystemExit as end:

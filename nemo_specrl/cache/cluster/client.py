@@ -168,7 +168,7 @@ class CacheClient:
             call = shard.claim.remote(key, policy_version, epoch, self.incarnation)
             try:
                 claimed, newer = await asyncio.wait_for(call, self.deadline_s)
-            except Exception as error:  # the cache can only cost speed
+            except Exception as error:  # a failure of the cache may only cost speed
                 self._failed(node, error)
                 return None
             self._succeeded(node)
@@ -375,7 +375,7 @@ class CacheClient:
             result = ray.get(call)
             self._succeeded(node)
             return result
-        except Exception as error:  # the cache can only cost speed
+        except Exception as error:  # a failure of the cache may only cost speed
             self._failed(node, error)
             return FAILED
 

@@ -259,7 +259,7 @@ class Coordinator:
             try:
                 self.step()
             except Exception:  # whatever it is: without a coordinator the cache goes cold
-                logger.exception("rollout cache: the coordinator goes on after")
+                logger.exception("rollout cache: the coordinator continues after an error")
             with self._lock:
                 copying = self._transfers.calls
             if copying:  # chunks follow one another without a pause

@@ -76,7 +76,7 @@ def ready(calls: Collection[Any], timeout: float, *, first: bool = False) -> set
 
 
 def within(seconds: float, doing: str, call: Callable[[], _Result]) -> _Result:
-    """Do something on a file system that may hang, and leave it behind if it does.
+    """Call a function that uses a file system which may hang, and give up waiting if it does.
 
     Args:
         seconds: how long to wait for it.

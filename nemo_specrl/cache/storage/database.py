@@ -17,7 +17,7 @@ __all__ = [
 ]
 
 LARGEST_BLOB = 2**29
-"""Bytes that a row may have; what claims to have more is damaged."""
+"""Bytes that a row may have; a row that claims to have more is damaged."""
 BUSY_SECONDS = 1.0
 _OF_THE_SYSTEM = frozenset(
     {
@@ -27,13 +27,13 @@ _OF_THE_SYSTEM = frozenset(
         *(sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_INTERRUPT, sqlite3.SQLITE_NOLFS),
     }
 )
-"""Primary result codes that come of a disk or a process; every other one is of a damaged file."""
+"""Primary result codes that a disk or another process causes; all others mean a damaged file."""
 
 
 def is_damage(error: sqlite3.Error) -> bool:
-    """Whether SQLite, or this package in its name, says that the file is damaged.
+    """Whether an error means that the file is damaged.
 
-    What this package raises has no result code.
+    Errors that this package raises in SQLite's name have no result code, and mean that it is.
     """
     code = getattr(error, "sqlite_errorcode", None)
     if code is None:
@@ -81,7 +81,7 @@ def number(database: sqlite3.Connection, setting: str) -> int:
 
 
 def check_size(database: sqlite3.Connection, file: Path) -> None:
-    """Check that a file is as long as its pages; SQLite takes what is missing of one for zeros.
+    """Check that a file has all its pages; SQLite would read missing bytes as zeros.
 
     Raises:
         sqlite3.DatabaseError: it is cut off.

@@ -1,4 +1,4 @@
-"""The lock of a store's folder, which also tells whether its last holder died with it."""
+"""The lock of a store's folder, which also tells whether its last holder died while holding it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class FolderLock:
     The file ``lock`` in it names the holder.
 
     Attributes:
-        clean: whether the last holder released the folder instead of dying with it.
+        clean: whether the last holder released the folder, and did not die while holding it.
 
     Raises:
         StoreInUse: another process, or this one, holds the folder.

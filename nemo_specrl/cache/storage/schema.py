@@ -75,7 +75,7 @@ _SAMPLE_END = KEY_BYTES + 2
 def has_tables(database: sqlite3.Connection, file: Path) -> bool:
     """Whether a database has the tables of a store; False if it has none at all.
 
-    One with other ones, or with triggers and views, which could do anything, is not used.
+    A database with other tables, or with triggers or views, which could do anything, is refused.
 
     Raises:
         StoreUnavailable: it has tables of something else.
@@ -85,7 +85,7 @@ def has_tables(database: sqlite3.Connection, file: Path) -> bool:
     found = database.execute("SELECT name, sql FROM sqlite_master WHERE sql NOT NULL").fetchall()
     if not found:
         if file.stat().st_size:
-            raise sqlite3.DatabaseError("its tables are not there")
+            raise sqlite3.DatabaseError("its tables are missing")
         return False
     if sorted(map(repr, found)) == _DESCRIBED:
         return True

@@ -379,5 +379,5 @@ class Tables:
 def _let_go(database: sqlite3.Connection, pid: int) -> None:
     if os.getpid() == pid:
         database.close()
-    else:  # In a forked child: to close it there would end the journal of the parent's transaction.
+    else:  # In a forked child, closing it would delete the journal of the parent's transaction.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(database))
