@@ -18,8 +18,9 @@ import tempfile
 import time
 from typing import Any
 
-from benchmarks.shared.engines import Steps, Turns, by_processor_time
+from benchmarks.shared.engines import Steps
 from benchmarks.shared.records import Chart, outputs, present, read, save
+from benchmarks.shared.turns import Turns, by_processor_time
 from nemo_specrl import RolloutStore, SpecRLConfig, SpeculativeLLM
 from nemo_specrl.engine.vllm.environment import local_cpu_environment
 from nemo_specrl.trainer.data.toy_tasks import EOS, problems

@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.shared.arms import in_own_process
-from benchmarks.shared.engines import Steps, Turns, by_processor_time, of_steps
+from benchmarks.shared.engines import Steps, of_steps
 from benchmarks.shared.records import Chart, outputs, present, read, rounded, save
+from benchmarks.shared.turns import Turns, by_processor_time
 from nemo_specrl import RolloutStore, SpecRLConfig, SpeculativeLLM
 from nemo_specrl.engine.drafters.method import engine_options
 from nemo_specrl.engine.vllm.environment import local_cpu_environment

@@ -25,8 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.shared.engines import Arm, Turns, by_processor_time, of_steps
+from benchmarks.shared.engines import Arm, of_steps
 from benchmarks.shared.recording import recipe_of, record, weights
+from benchmarks.shared.turns import Turns, by_processor_time
 from nemo_specrl.engine.vllm.environment import local_cpu_environment
 from nemo_specrl.errors import SpecRLError
 from nemo_specrl.rollout import Rollout
@@ -255,7 +256,7 @@ class Comparison:
         proposed: dict[tuple[str, int], list[list[list[int]]]],
         expected: Mapping[tuple[str, int], float],
     ) -> Iterator[dict[str, Any]]:
-        """Measure epochs of all arms, which take turns within an epoch (``engines.Turns``).
+        """Measure epochs of all arms, which take turns within an epoch (``turns.Turns``).
 
         Args:
             point: what to measure.

@@ -11,7 +11,8 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from benchmarks.shared.engines import SLICE, Turns, of_steps
+from benchmarks.shared.engines import of_steps
+from benchmarks.shared.turns import SLICE, Turns
 from tests.conftest import REPOSITORY
 from tests.support.benchmarks import SMALL_RECORDING, SMALL_TRAINING, run
 
