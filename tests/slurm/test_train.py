@@ -5,7 +5,6 @@ What the script decides by itself (limits, bad input) is tested with a stand-in 
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shutil
@@ -32,10 +31,6 @@ RUN = (
     "grpo.max_num_epochs=5",
 )
 STEPS = 10
-
-needs_megatron = pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed here"
-)
 
 pytestmark = pytest.mark.usefixtures("own_ray")
 
@@ -171,7 +166,6 @@ def differences(steps, others):
     ]
 
 
-@needs_megatron
 @pytest.mark.timeout(900)
 def test_a_job_goes_on_after_it_has_lost_a_node_its_batch_node_and_its_time(cluster, undisturbed):
     """It ends as a run that nothing happened to, step for step."""
@@ -220,7 +214,6 @@ def test_a_training_that_hangs_is_killed_and_goes_on(cluster, tmp_path):
     assert records(job.run) == records(alone)
 
 
-@needs_megatron
 @pytest.mark.timeout(600)
 def test_two_jobs_share_their_nodes(cluster, undisturbed):
     steps = (*RUN, "grpo.max_num_steps=2")
