@@ -271,3 +271,10 @@ def test_propose_reads_nothing_on_the_host(llm, speculator, monkeypatch):
         with pytest.raises(AssertionError), nothing_read(monkeypatch):
             read(*calls[-1])
             pytest.fail(f"{name} was not seen")
+
+
+@pytest.mark.parametrize("llm", ["sync"], indirect=True)
+def test_min_p_is_refused_by_vllm(llm):
+    """By the check of requests, although the V2 runner's sampler would apply it to drafts."""
+    with pytest.raises(Exception, match=r"min_p.* not yet supported with speculative decoding"):
+        generate(llm, 1, extra=False, max_tokens=3, min_p=0.1)
