@@ -80,7 +80,8 @@ def train(args: argparse.Namespace, seed: int, side: str, cores: Cores) -> str |
 
 def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
     """Sums over the steps of a run, and its held-out accuracy by step."""
-    points = {"0": records[0][metric.HELDOUT_ACCURACY + metric.AT_START]}
+    at_start = metric.HELDOUT_ACCURACY + metric.AT_START
+    points = {"0": records[0][at_start]} if at_start in records[0] else {}
     points |= {
         str(r["step"]): r[metric.HELDOUT_ACCURACY] for r in records if metric.HELDOUT_ACCURACY in r
     }

@@ -127,9 +127,10 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16, help="of an epoch")
     parser.add_argument("--group", type=int, default=8, help="rollouts of a prompt")
     parser.add_argument("--groups", type=int, nargs="*", default=[], help="such as 4 16 64 256")
+    parser.add_argument("--by-epoch", action="store_true", help="columns for each epoch")
     args = parser.parse_args()
     data = ordered(read(args.report)) if args.report else run(args)
-    present(report(data), chart(data), args.plot)
+    present(report(data, args.by_epoch), chart(data), args.plot)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ r"""What a method of speculation gains, and on what that depends: one thing is v
     .venv/bin/python -m benchmarks.rollout.sweep --out results/sweep
     .venv/bin/python -m benchmarks.rollout.sweep --out results/sweep --axes drift --all \
         --seeds 1 2 3
+    .venv/bin/python -m benchmarks.rollout.sweep --out results/sweep_language --task word-problems
     .venv/bin/python -m benchmarks.rollout.sweep --report benchmarks/results/sweep.json \
         --plot sweep.png
 
@@ -12,12 +13,13 @@ caches have; this time is under those it had some epochs later. A recorded train
 and arms take turns, as in ``rollout.py``, since the machine may have other work. Points are
 repeated until every arm has taken two seconds in all, in the same steps of the engine, and the
 quickest reading of each step counts: with as many as these, two runs then differ less than by
-medians. Rows go to DIR/sweep.json, where those of other points stay.
+medians. Rows go to DIR/sweep.json, where those of other points of the task stay.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,39 +38,24 @@ from benchmarks.shared.arms import (
     repeated_until,
     scatter,
 )
+from benchmarks.shared.recording import WORD_PROBLEMS
 from benchmarks.shared.records import merged, read, show
 
-ROWS = 64
-"""Rollouts of an epoch, at every point."""
 METHODS = (TREE, "faithful", "faithful, tree", "fast")
 PLACE = ("axis", "value", "seed")
 """What tells points apart; rows of a point are of one measurement."""
-TASK = "sorting"
-
-
-@dataclass(frozen=True)
-class Axis:
-    """What is varied.
-
-    Args:
-        title: for tables and plots.
-        values: of the points that are measured by default.
-        more: of those that ``--all`` adds.
-    """
-
-    title: str
-    values: tuple[float, ...]
-    more: tuple[float, ...] = ()
 
 
 AXES = {
-    "drift": Axis("epochs of training since the draft", (0, 1, 4), (2, 8)),
-    "temperature": Axis("temperature of the policy's logits", (0.5, 1, 1.5), (1.25,)),
-    "length": Axis("most tokens of a response", (40, 160), (20, 80)),
-    "group": Axis("rollouts of a prompt, of 64 in all", (2, 8, 32)),
-    "sequences": Axis("rows that the engine runs at once", (4, 8, 64), (16,)),
-    "engines": Axis("engines that share the rows", (1, 2, 4)),
+    "drift": "epochs of training since the draft",
+    "temperature": "temperature of the policy's logits",
+    "length": "most tokens of a response",
+    "group": "rollouts of a prompt",
+    "sequences": "rows that the engine runs at once",
+    "engines": "engines that share the rows",
 }
+"""What is varied, with its title in tables and plots."""
+Values = dict[str, tuple[float, ...]]
 
 
 @dataclass(frozen=True)
@@ -83,17 +70,63 @@ class Point:
     engines: int = 1
 
 
-def point_of(axis: str, value: float) -> Point:
-    return Point(**{axis: value if axis == "temperature" else int(value)})
+@dataclass(frozen=True)
+class Setting:
+    """What is measured on a task.
+
+    Args:
+        rows: rollouts of an epoch, at every point.
+        point: see ``Point``.
+        values: of each axis the values of the points that are measured by default.
+        more: of those that ``--all`` adds.
+    """
+
+    rows: int
+    point: Point
+    values: Values
+    more: Values
 
 
-def fits(axis: str, value: float) -> bool:
+SETTINGS = {
+    "sorting": Setting(
+        64,
+        Point(),
+        {
+            "drift": (0, 1, 4),
+            "temperature": (0.5, 1, 1.5),
+            "length": (40, 160),
+            "group": (2, 8, 32),
+            "sequences": (4, 8, 64),
+            "engines": (1, 2, 4),
+        },
+        {"drift": (2, 8), "temperature": (1.25,), "length": (20, 80), "sequences": (16,)},
+    ),
+    WORD_PROBLEMS: Setting(
+        32,
+        Point(length=256, group=4, sequences=4),
+        {
+            "drift": (0, 1, 2),
+            "temperature": (0.6, 0.8, 1, 1.2),
+            "group": (2, 4, 8),
+            "sequences": (4, 8),
+        },
+        {"length": (64, 256), "engines": (1, 2, 4)},
+    ),
+}
+
+
+def point_of(setting: Setting, axis: str, value: float) -> Point:
+    of_axis: dict[str, Any] = {axis: value if axis == "temperature" else int(value)}
+    return dataclasses.replace(setting.point, **of_axis)
+
+
+def fits(setting: Setting, axis: str, value: float) -> bool:
     """Whether an axis has a point at a value."""
     if axis == "temperature":
         return value > 0
     if value != int(value) or value < (axis != "drift"):
         return False
-    shared = {"group": ROWS, "engines": ROWS // Point.group}
+    shared = {"group": setting.rows, "engines": setting.rows // setting.point.group}
     return axis not in shared or shared[axis] % int(value) == 0
 
 
@@ -123,7 +156,7 @@ def table(rows: list[dict[str, Any]], axis: str) -> str:
     arms = [arm for arm in ARMS if arm != PLAIN and any(row["arm"] == arm for row in rows)]
     names = [f"{arm}: steps | processor s" for arm in arms]
     lines = [
-        f"| {AXES[axis].title} | mean p of a token | tokens of a response | {' | '.join(names)} |",
+        f"| {AXES[axis]} | mean p of a token | tokens of a response | {' | '.join(names)} |",
         "|---" * (3 + 2 * len(arms)) + "|",
     ]
     for value in values_of(rows, axis):
@@ -171,7 +204,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             panel.fill_between(range(len(values)), lowest, highest, color=colour, alpha=0.15, lw=0)
         panel.axhline(1, color="#888888", lw=1)
         panel.set_xticks(range(len(values)), [f"{value:g}" for value in values])
-        panel.set_xlabel(AXES[axis].title)
+        panel.set_xlabel(AXES[axis])
         panel.set_ylim(bottom=0)
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(axis="y", color="#E6E6E6")
@@ -184,6 +217,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def measure(
+    task: str,
     points: dict[Point, dict[str, Any]],
     seeds: list[int],
     seconds: float,
@@ -193,6 +227,7 @@ def measure(
     """Measure points in a process of its own: engines serve them all.
 
     Args:
+        task: a task of ``SETTINGS``.
         points: the label of each.
         seeds: of sampling.
         seconds: a point is repeated until every arm has taken so long in all.
@@ -204,13 +239,14 @@ def measure(
     """
     arms = {arm: ARMS[arm] for arm in (PLAIN, *methods)}
     most = max(point.sequences for point in points)
-    with Comparison(TASK, recording, arms, Point.group, most) as comparison:
+    setting = SETTINGS[task]
+    with Comparison(task, recording, arms, setting.point.group, most) as comparison:
         if comparison.left_out:
             raise SystemExit("; ".join(": ".join(arm) for arm in comparison.left_out.items()))
         of_points = [
             Epochs(
                 label,
-                ROWS // point.group,
+                setting.rows // point.group,
                 (point.drift,),
                 earlier=0,
                 temperature=point.temperature,
@@ -230,22 +266,35 @@ def measure(
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure the points of the axes that were asked for, each once, and label them with these."""
     environment()
+    result, setting = args.out / "sweep.json", SETTINGS[args.task]
+    if result.exists() and (had := read(result)["task"]) != args.task:
+        raise SystemExit(f"{result} has points of {had}; give another folder")
     labels: dict[Point, list[dict[str, Any]]] = {}
-    more = {axis: AXES[axis].values + (AXES[axis].more if args.all else ()) for axis in args.axes}
-    for axis, values in (dict(args.points) if args.points else more).items():
+    for axis, values in asked_for(args, setting).items():
         for value in values:
-            labels.setdefault(point_of(axis, value), []).append({"axis": axis, "value": value})
-    recording = recorded(args, TASK, 1 + max(point.drift for point in labels))
+            point = point_of(setting, axis, value)
+            labels.setdefault(point, []).append({"axis": axis, "value": value})
+    recording = recorded(args, args.task, 1 + max(point.drift for point in labels))
     points = {point: first for point, (first, *_) in labels.items()}
-    measured = in_own_process(measure, points, args.seeds, args.seconds, recording, args.arms)
+    amount = (args.seeds, args.seconds, recording, args.arms)
+    measured = in_own_process(measure, args.task, points, *amount)
     new = [
         {**row, **label}
         for point, of_point in zip(points, measured, strict=True)
         for label in labels[point]
         for row in of_point
     ]
-    rows: list[dict[str, Any]] = merged(args.out / "sweep.json", new, PLACE)["rows"]
+    rows: list[dict[str, Any]] = merged(result, new, PLACE, task=args.task)["rows"]
     return rows
+
+
+def asked_for(args: argparse.Namespace, setting: Setting) -> Values:
+    """Axes and their values."""
+    if args.points:
+        return dict(args.points)
+    more = setting.more if args.all else {}
+    both = {axis: setting.values.get(axis, ()) + more.get(axis, ()) for axis in args.axes}
+    return {axis: values for axis, values in both.items() if values}
 
 
 def points_of(text: str) -> tuple[str, tuple[float, ...]]:
@@ -257,16 +306,12 @@ def points_of(text: str) -> tuple[str, tuple[float, ...]]:
         values = tuple(float(value) for value in listed.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}: give AXIS=VALUE,VALUE,...") from None
-    if not all(fits(axis, value) for value in values):
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: whole numbers, but for temperature; groups divide {ROWS} rows, and engines "
-            f"{ROWS // Point.group} prompts"
-        )
     return axis, values
 
 
 def main() -> None:
     parser = arguments(__doc__)
+    parser.add_argument("--task", choices=SETTINGS, default="sorting")
     parser.add_argument("--axes", nargs="+", choices=AXES, default=list(AXES))
     points = parser.add_mutually_exclusive_group()
     points.add_argument("--all", action="store_true", help="points of the documentation's tables")
@@ -277,6 +322,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="of sampling")
     repeated_until(parser)
     args = parser.parse_args()
+    setting = SETTINGS[args.task]
+    for axis, values in args.points or ():
+        if not all(fits(setting, axis, value) for value in values):
+            parser.error(
+                f"--points {axis}: whole numbers, but for temperature; groups divide "
+                f"{setting.rows} rows, and engines {setting.rows // setting.point.group} prompts"
+            )
     rows = read(args.report)["rows"] if args.report else run(args)
     show(report(rows))
     if args.plot:

@@ -46,20 +46,22 @@ def ratios(mine: list[dict[str, Any]], base: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: each arm in its first epoch and in those behind it, beside plain."""
-    epochs = 1 + max(row["epoch"] for row in rows)
+def table(rows: list[dict[str, Any]], by_epoch: bool) -> str:
+    """Markdown: each arm in its first epoch and in those behind it, or in each, beside plain."""
+    epochs = range(1 + max(row["epoch"] for row in rows))
+    lots = {"cold": epochs[:1], "warm": epochs[1:]}
+    if by_epoch:
+        lots = {f"epoch {1 + epoch}": epochs[epoch : epoch + 1] for epoch in epochs}
     base = [row for row in rows if row["arm"] == PLAIN]
-    head = ["tokens a step", "steps", "processor s"]
+    heads = [f"{name}: tokens a step | steps | processor s" for name in lots]
     lines = [
-        "| arm | cold: " + " | ".join(head) + " | warm: " + " | ".join(head)
-        + " | accepted of drafted | proposer | reward | log-prob |",
-        "|---" * 11 + "|",
-    ]  # fmt: skip
+        f"| arm | {' | '.join(heads)} | accepted of drafted | proposer | reward | log-prob |",
+        "|---" * (5 + 3 * len(lots)) + "|",
+    ]
     for name in dict.fromkeys(row["arm"] for row in rows):
         mine = [row for row in rows if row["arm"] == name]
         cells = []
-        for lot in (range(1), range(1, epochs)):
+        for lot in lots.values():
             here = [row for row in mine if row["epoch"] in lot]
             cells += ratios(here, same_places(base, here)) if here else [""] * 3
         drafted = total(mine, "drafted_tokens")
@@ -116,8 +118,8 @@ def chart(data: dict[str, Any]) -> Chart:
     return Chart(title, "times faster than plain decoding", groups)
 
 
-def report(data: dict[str, Any]) -> str:
-    """All tables of a result, as Markdown."""
+def report(data: dict[str, Any], by_epoch: bool) -> str:
+    """All tables of a result, as Markdown; see ``table``."""
     parts = []
     places = {(r["task"], r["sequences"]) for r in data["rows"] if not r["of_groups"]}
     for task, sequences in sorted(places):
@@ -127,7 +129,7 @@ def report(data: dict[str, Any]) -> str:
         ]  # fmt: skip
         p = mean([r for r in rows if r["arm"] == PLAIN] or rows, "mean_p")
         title = f"{TASKS[task].title}; {sequences} sequences at once; mean p of a token {p:.3f}"
-        parts += [title, table(rows)]
+        parts += [title, table(rows, by_epoch)]
     for task in sorted({r["task"] for r in data["rows"] if r["of_groups"]}):
         rows = [r for r in data["rows"] if r["of_groups"] and r["task"] == task]
         prompts, sequences = rows[0]["prompts"], rows[0]["sequences"]

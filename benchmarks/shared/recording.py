@@ -1,8 +1,9 @@
 """The weights of a plain GRPO training, epoch by epoch, for ``arms.py`` to measure on.
 
 A recording is a folder: ``epoch_K.safetensors`` has the weights at the beginning of epoch K, and
-``recording.json`` describes the training. It is made once, and used again if it is there. Nothing
-is measured here.
+``recording.json`` describes the training. Where adapters alone are trained, the folder ``epoch_K``
+has those of every epoch but the first, as peft writes them. A recording is made once, and used
+again if it is there. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     import torch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+ADAPTER_PREFIX = "base_model.model."
+"""What peft puts before the names of the model's parameters."""
 
 
 @dataclass(frozen=True)
@@ -129,10 +132,26 @@ def weights(
     """
     from safetensors.torch import load_file
 
-    loaded = load_file(folder / f"epoch_{epoch}.safetensors")
+    adapter = folder / f"epoch_{epoch}"
+    loaded = load_file(folder / f"epoch_{0 if adapter.is_dir() else epoch}.safetensors")
+    if adapter.is_dir():
+        _add_adapter(loaded, adapter)
     loaded.pop("lm_head.weight", None)  # tied to the embedding
     loaded["model.norm.weight"] /= temperature  # the output layer has no bias
     yield from loaded.items()
+
+
+def _add_adapter(loaded: dict[str, torch.Tensor], folder: Path) -> None:
+    """Add a LoRA adapter to the weights, in float32 as for an engine of the training."""
+    from safetensors.torch import load_file
+
+    config = json.loads((folder / "adapter_config.json").read_text())
+    adapter = load_file(folder / "adapter_model.safetensors")
+    for name, down in adapter.items():
+        if ".lora_A." in name:
+            up = adapter[name.replace(".lora_A.", ".lora_B.")]
+            to = name.removeprefix(ADAPTER_PREFIX).replace(".lora_A.", ".")
+            loaded[to] = loaded[to] + up @ down * (config["lora_alpha"] / config["r"])
 
 
 def _prepare(task: str, folder: Path, steps: int) -> None:
@@ -162,6 +181,9 @@ def _train(task: str, folder: Path, epochs: int, overrides: tuple[str, ...]) -> 
     shutil.copyfile(first, folder / "epoch_0.safetensors")
 
     def save(epoch: int) -> None:
+        if recipe.policy.dtensor_cfg.lora_cfg.enabled:
+            trainer.policy.model.save_pretrained(folder / f"epoch_{epoch}")  # type: ignore[attr-defined]
+            return
         tensors = {
             name: tensor.detach().contiguous().clone()
             for name, tensor in trainer.policy.stream_weights(recipe.dtype)

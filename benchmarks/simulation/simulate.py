@@ -1,22 +1,25 @@
 r"""Compare what the simulator predicts with what the real engine does.
 
     .venv/bin/python -m benchmarks.simulation.simulate --out results/simulate
+    .venv/bin/python -m benchmarks.simulation.simulate --out results/simulate_language \
+        --parts word-problems-4 word-problems-8 --prompts 8
     .venv/bin/python -m benchmarks.simulation.simulate --report benchmarks/results/simulator.json
 
 The policies are those of ``recording.py``. Each method rolls out the same prompts under the same
 weights, first a cold epoch, then a warm one. The simulator is given what plain decoding recorded
-(tokens and log-probs) and what a step of the engine costs, which is fitted to the points of
-``FITTED`` alone. Those of the other task are predicted: another policy, which is less sure of its
-tokens, and another number of rows at once. The machine may have other work: so methods take turns,
-points are repeated, one after the other, until every method has taken two seconds in all at each of
-them, and since a repetition takes the very same steps of the engine, the quickest reading of each
-step counts.
+(tokens and log-probs) and what a step of the engine costs, which is fitted to some parts alone. The
+others are predicted: of the toy tasks another policy, which is less sure of its tokens, and another
+number of rows at once; of word problems another number of rows. The machine may have other work: so
+methods take turns, points are repeated, one after the other, until every method has taken two
+seconds in all at each of them, and since a repetition takes the very same steps of the engine, the
+quickest reading of each step counts.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +37,7 @@ from benchmarks.shared.arms import (
     recorded,
     repeated_until,
 )
-from benchmarks.shared.recording import TOY_TASKS, recipe_of
+from benchmarks.shared.recording import TOY_TASKS, WORD_PROBLEMS, recipe_of
 from benchmarks.shared.records import Chart, present, read, save
 from nemo_specrl.config import PRESETS
 from nemo_specrl.rollout import prompt_key
@@ -54,21 +57,45 @@ METHODS = {PLAIN: "plain", TREE: "lossless", "faithful": "faithful", "fast": "fa
 """Arms of ``rollout.py`` by the preset that they are."""
 REUSE = ("faithful", "fast")
 """Presets whose acceptance is estimated."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is measured with the same policies.
+
+    Args:
+        task: a task of ``recording.TASKS``.
+        sequences: rows that the engine runs at once.
+        fitted: whether costs are fitted to its points, instead of predicting them.
+        group: rollouts of a prompt.
+    """
+
+    task: str
+    sequences: int
+    fitted: bool = False
+    group: int = 8
+
+
 PARTS = {
-    f"{task}-{sequences}": {"task": task, "sequences": sequences}
-    for task, sequences in (("sorting", 16), ("sorting", 64), ("any-order", 32), ("any-order", 64))
+    f"{part.task}-{part.sequences}": part
+    for part in (
+        Part("sorting", 16, fitted=True),
+        Part("sorting", 64, fitted=True),
+        Part("any-order", 32),
+        Part("any-order", 64),
+        Part(WORD_PROBLEMS, 4, fitted=True, group=4),
+        Part(WORD_PROBLEMS, 8, group=4),
+    )
 }
-"""Task, and rows that the engine runs at once."""
-GROUP, EPOCHS, SEED = 8, 2, 100
-BLOCK_SIZE, MAX_MODEL_LEN = 32, 256
+TOY_PARTS = [name for name, part in PARTS.items() if part.task in TOY_TASKS]
+EPOCHS, SEED = 2, 100
+BLOCK_SIZE = 32
 ROWS = FEATURES.index("rows")
-FITTED = "sorting"
-"""The task to whose points the costs are fitted; those of the other task are predicted."""
 POINT = ("task", "sequences", "arm", "epoch")
 
 
 def measure(
-    parts: list[dict[str, Any]],
+    parts: list[Part],
     recordings: dict[str, Path],
     prompts: int,
     seeds: int,
@@ -77,7 +104,7 @@ def measure(
     """Measure all methods side by side, in a process of its own.
 
     Args:
-        parts: task and sequences of each.
+        parts: parts whose models have the same shape, and whose tasks have the same problems.
         recordings: folder of each task's recording.
         prompts: of an epoch.
         seeds: of sampling.
@@ -87,9 +114,9 @@ def measure(
         A row for each part, method, epoch and seed.
     """
     arms = {name: ARMS[name] for name in METHODS}
-    most = max(part["sequences"] for part in parts)
-    # Both tasks have the same problems, and models of the same shape.
-    with Comparison(FITTED, recordings[FITTED], arms, GROUP, most) as comparison:
+    most = max(part.sequences for part in parts)
+    first = parts[0]
+    with Comparison(first.task, recordings[first.task], arms, first.group, most) as comparison:
         chosen = comparison.problems[:prompts]
 
         def record_plain(row: dict[str, Any], arm: Any) -> None:
@@ -100,11 +127,11 @@ def measure(
 
         of_parts = [
             Epochs(
-                part,
+                {"task": part.task, "sequences": part.sequences},
                 prompts,
                 range(EPOCHS),
-                recording=recordings[part["task"]],
-                sequences=part["sequences"],
+                recording=recordings[part.task],
+                sequences=part.sequences,
             )
             for part in parts
         ]
@@ -121,16 +148,20 @@ def points(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     order = list(METHODS)
     places = {key[:-1] for key in measured}
-    for place in sorted(places, key=lambda p: (p[0] != FITTED, p[1], p[3], order.index(p[2]))):
+    is_fitted = {(part.task, part.sequences): part.fitted for part in PARTS.values()}
+    for place in sorted(
+        places, key=lambda p: (not is_fitted[p[:2]], p[1], p[3], order.index(p[2]))
+    ):
         task, sequences, method, epoch = place
+        engine = engine_of(task, sequences)
         counts, drafted, decoded, ends = [], [], [], []
         for seed in seeds:
             steps = [_samples(recorded[task, sequences, seed, e]) for e in range(epoch + 1)]
-            simulated = _simulated(METHODS[method], steps, sequences, seed)
+            simulated = _simulated(METHODS[method], steps, engine, seed)
             counts.append(simulated[0])
             if epoch and METHODS[method] in REUSE:
                 of_ends = [
-                    _simulated(METHODS[method], steps, sequences, seed, times)[0][ROWS]
+                    _simulated(METHODS[method], steps, engine, seed, times)[0][ROWS]
                     for times in (min(REJECTIONS), max(REJECTIONS))
                 ]
                 ends.append(of_ends)
@@ -146,7 +177,7 @@ def points(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         found.append(
             {
                 **dict(zip(POINT, place, strict=True)),
-                "fitted": task == FITTED,
+                "fitted": is_fitted[task, sequences],
                 "counts": dict(zip(FEATURES, mean_counts.tolist(), strict=True)),
                 "simulated": dict(zip(real, map(float, made), strict=True)),
                 **({"row_steps_range": np.mean(ends, axis=0).tolist()} if ends else {}),
@@ -174,16 +205,21 @@ def _samples(row: dict[str, Any]) -> list[RecordedSample]:
 
 
 @functools.cache
-def draft_tokens() -> int:
-    """Tokens of a draft, at most: the recipe of both tasks says."""
-    [longest] = {recipe_of(task, Path()).spec_rl.tree.max_draft_tokens for task in TOY_TASKS}
-    return longest
+def engine_of(task: str, sequences: int) -> SimulatedEngine:
+    """The engine of a task's recipe, with so many rows at once."""
+    recipe = recipe_of(task, Path())
+    return SimulatedEngine(
+        sequences,
+        sequences * recipe.policy.generation.vllm_cfg.max_model_len,
+        block_size=BLOCK_SIZE,
+        max_draft_tokens=recipe.spec_rl.tree.max_draft_tokens,
+    )
 
 
 def _simulated(
     preset: str,
     steps: list[list[RecordedSample]],
-    sequences: int,
+    engine: SimulatedEngine,
     seed: int,
     rejections: float = 1.0,
 ) -> Any:
@@ -198,12 +234,6 @@ def _simulated(
         rates = acceptance_rates(pairs, PRESETS[preset]["lenience"])
         rates = None if rates is None else rejecting(rates, rejections)
     rows = rows_of(preset, steps[-1], history, rates, seed)
-    engine = SimulatedEngine(
-        sequences,
-        sequences * MAX_MODEL_LEN,
-        block_size=BLOCK_SIZE,
-        max_draft_tokens=draft_tokens(),
-    )
     return phase(preset, rows, engine, 1, history if preset == "lossless" else None)[0], rows
 
 
@@ -272,13 +302,16 @@ def chart(result: dict[str, Any]) -> Chart:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--prompts", type=int, default=16, help="of an epoch, groups of 8")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=TOY_PARTS)
+    parser.add_argument("--prompts", type=int, default=16, help="of an epoch")
     parser.add_argument("--seeds", type=int, default=1, help="of sampling")
     repeated_until(parser)
     args = parser.parse_args()
-    if not any(PARTS[name]["task"] == FITTED for name in args.parts):
-        parser.error(f"--parts: costs are fitted to {FITTED}, of which there is none")
+    if not any(PARTS[name].fitted for name in args.parts):
+        fitted = ", ".join(name for name, part in PARTS.items() if part.fitted)
+        parser.error(f"--parts: costs are fitted to {fitted}, of which there is none")
+    if len({name in TOY_PARTS for name in args.parts}) > 1:
+        parser.error("--parts: word problems have another model; measure them by themselves")
     result = read(args.report) if args.report else run(args)
     present(report(result), chart(result), args.plot)
 
@@ -287,7 +320,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measure the parts, and predict all points."""
     environment()
     parts = [PARTS[name] for name in args.parts]
-    recordings = {part["task"]: recorded(args, part["task"], EPOCHS) for part in parts}
+    recordings = {part.task: recorded(args, part.task, EPOCHS) for part in parts}
     amount = (args.prompts, args.seeds, args.seconds)
     rows = in_own_process(measure, parts, recordings, *amount)
     return save(args.out / "simulator.json", predict(points(rows)))

@@ -9,9 +9,14 @@ import time
 import numpy as np
 import psutil
 import pytest
+import torch
+from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+from benchmarks.shared.arms import in_own_process
 from benchmarks.shared.engines import of_steps
+from benchmarks.shared.recording import TASKS, record, weights
 from benchmarks.shared.turns import SLICE, Turns
 from tests.conftest import REPOSITORY
 from tests.support.benchmarks import SMALL_RECORDING, SMALL_TRAINING, run
@@ -126,6 +131,23 @@ def test_weights_move_between_the_epochs_and_arms_share_them(result):
             assert 0.9 < row["mean_p"] <= 1
             assert abs(row["logprob"] - plain["logprob"]) < 0.1
             assert 0 <= row["reward"] <= 1 and row["processor_s"] > 0
+
+
+def test_a_training_of_adapters_is_recorded_as_adapters(tmp_path):
+    """And the weights that engines get are those with the adapter merged, by peft."""
+    recipe = ("policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dim=4")
+    amount = (tmp_path, 2, 0, (*recipe, *SMALL_RECORDING[1:]))
+    in_own_process(record, "sorting", *amount)
+    files = {path.name for path in tmp_path.iterdir()}
+    assert files == {"epoch_0.safetensors", "epoch_1", "recording.json"}
+    base = AutoModelForCausalLM.from_pretrained(REPOSITORY / TASKS["sorting"].model)
+    first, second = dict(weights(tmp_path, 0)), dict(weights(tmp_path, 1))
+    merged = PeftModel.from_pretrained(base.float(), tmp_path / "epoch_1").merge_and_unload()
+    wanted = {name: p.detach() for name, p in merged.named_parameters()}
+    assert second.keys() == wanted.keys()
+    for name, weight in second.items():
+        torch.testing.assert_close(weight.float(), wanted[name], rtol=0, atol=1e-6)
+    assert any(not torch.equal(first[name], second[name]) for name in second)
 
 
 def test_groups_are_measured_and_the_trees_of_a_bound_are_an_arm(result):
