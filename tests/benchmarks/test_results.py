@@ -11,13 +11,17 @@ from tests.support.benchmarks import run
 RESULTS = REPOSITORY / "benchmarks/results"
 TABLES = [
     ("rollout.rollout", "rollout.json", "rollouts.md"),
+    ("rollout.rollout --by-epoch", "rollout_language.json", "language.md"),
     ("rollout.sweep", "sweep.json", "rollouts.md"),
+    ("rollout.sweep", "sweep_language.json", "language.md"),
     ("rollout.regimes", "regimes.json", "lossless.md"),
     ("rollout.run_ahead", "run_ahead.json", "lossless.md"),
     ("simulation.simulate", "simulator.json", "simulation.md"),
+    ("simulation.simulate", "simulator_language.json", "language.md"),
+    ("fidelity.demo_seeds", "language_seeds.json", "language.md"),
     ("simulation.simulate_8b", "simulator_8b.json", "simulation.md"),
 ]
-"""Script, its data, and the page that has its tables."""
+"""Script with options, its data, and the page that has its tables."""
 REPORTED = [
     "cache.cache",
     "fidelity.demo_seeds",
@@ -31,7 +35,8 @@ MEASURED = sorted(p for p in RESULTS.glob("*.json") if not p.name.endswith("_com
 
 
 def report(script, data, picture):
-    printed = run("--report", RESULTS / data, "--plot", picture, script=script)
+    script, *options = script.split()
+    printed = run("--report", RESULTS / data, "--plot", picture, *options, script=script)
     assert picture.read_bytes().startswith(b"\x89PNG")
     return [line for line in printed.splitlines() if line.startswith("| ")]
 
