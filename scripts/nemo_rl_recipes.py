@@ -40,7 +40,7 @@ KINDS = {
 NeMo-RL's scripts say so by their names alone.
 """
 PLAIN = ("off-policy distillation", "SFT", "DPO", "reward model")
-ELSEWHERE = ("evaluation", "distillation", "single controller")
+ELSEWHERE = ("evaluation", "single controller")
 MODELS: dict[str, dict[str, Any]] = {
     "deepseek.md": {"architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 256},
     "DeepSeek-R1-Distill-Qwen": {"architectures": ["Qwen2ForCausalLM"]},

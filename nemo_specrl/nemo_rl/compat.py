@@ -42,9 +42,8 @@ KNOWN = "v0.7.0, and main up to August 2026"
 GENERATION = "nemo_rl.models.generation.vllm.vllm_generation"
 ENVIRONMENTS = "nemo_rl.distributed.ray_actor_environment_registry"
 VENVS = "nemo_rl.utils.venvs"
-ALGORITHMS = ("grpo", "ppo")
+ALGORITHMS = ("grpo", "ppo", "distillation")
 WITHOUT_REUSE = (
-    ("nemo_rl.algorithms.distillation", "setup"),
     ("nemo_rl.evals.eval", "setup"),
     ("nemo_rl.algorithms.single_controller_utils.setup", "setup_single_controller"),
 )

@@ -17,7 +17,7 @@ from typing import Any
 from nemo_specrl.config import SpecRLConfig, validated
 from nemo_specrl.engine.drafters.method import engine_options
 from nemo_specrl.files import step_folders
-from nemo_specrl.nemo_rl.recipe_checks import BLOCK, check_recipe, get_option
+from nemo_specrl.nemo_rl.recipe_checks import BLOCK, DISTILLATION, check_recipe, get_option
 
 __all__ = [
     "PROMPT_KEYS",
@@ -33,7 +33,6 @@ SAMPLE_INDICES = "spec_rl_sample_indices"
 rows are decoded plainly."""
 PROMPT_KEYS = "spec_rl_prompt_keys"
 """Column of a batch for generation: the key of each row's prompt, a list of bytes."""
-
 logger = logging.getLogger(__name__)
 
 _current: RunContext | None = None
@@ -82,7 +81,7 @@ class RunContext:
 
         Args:
             master_config: NeMo-RL's MasterConfig.
-            algorithm: ``grpo`` or ``ppo``, the name of the algorithm's block.
+            algorithm: ``grpo``, ``ppo`` or ``distillation``, the name of the algorithm's block.
             known: what the recipe does not say (``recipe_checks.check_recipe``).
 
         Raises:
@@ -98,6 +97,10 @@ class RunContext:
         own = getattr(master_config, algorithm)
         checkpointing = master_config.checkpointing
         _set_variables(generation, check_recipe(master_config, spec_rl, algorithm, **known))
+        if algorithm == DISTILLATION:
+            # There are neither rewards nor the policy's log-probs to compare.
+            monitor = spec_rl.monitor.model_copy(update={"enabled": False})
+            spec_rl = spec_rl.model_copy(update={"monitor": monitor})
         folder = Path(checkpointing["checkpoint_dir"]).absolute()
         return cls(
             spec_rl=spec_rl,
@@ -148,7 +151,7 @@ def _set_variables(generation: Any, variables: Mapping[str, str]) -> None:
         vllm_cfg["env_vars"] = {**(vllm_cfg.get("env_vars") or {}), name: value}
         logger.warning(
             "policy.generation.vllm_cfg.env_vars.%s is set to '%s': drafts (%s.tree) need vLLM's "
-            "V2 model runner, which this version takes for a mixture of experts where asked to",
+            "V2 model runner, which this version takes for a mixture of experts only if asked to",
             *(name, value, BLOCK),
         )
 

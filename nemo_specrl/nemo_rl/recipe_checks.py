@@ -14,9 +14,11 @@ from nemo_specrl.engine.vllm.environment import V2_USE, Engines, asks_for_v2, wh
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.nemo_rl import compat
 
-__all__ = ["BLOCK", "check_elsewhere", "check_recipe", "get_option"]
+__all__ = ["BLOCK", "DISTILLATION", "check_elsewhere", "check_recipe", "get_option"]
 
 BLOCK = "policy.generation.spec_rl"
+DISTILLATION = "distillation"
+"""The name of the block of the algorithm that learns from a teacher's log-probs, not rewards."""
 OLDEST_IN_FLIGHT = (0, 25)
 RAW_TOP_K = (None, -1, 0)
 SPARSE_REFITS = ("vllm_s3_sparse", "vllm_zmq_sparse")
@@ -38,7 +40,7 @@ def check_recipe(
     Args:
         master_config: NeMo-RL's MasterConfig.
         spec_rl: its ``spec_rl:`` block.
-        algorithm: ``grpo`` or ``ppo``, the name of the algorithm's block.
+        algorithm: ``grpo``, ``ppo`` or ``distillation``, the name of the algorithm's block.
         images: the script has given ``setup`` a processor of images, sounds or videos.
         engines: what is known of the recipe's engines; None: what can be seen from here.
         model: configuration of its model; None: as its name says.
@@ -86,8 +88,8 @@ def check_elsewhere(generation: Any) -> None:
     """
     if get_option((generation or {}).get("spec_rl"), "enabled", False):
         raise ConfigError(
-            f"{BLOCK}.enabled = true: rollouts are reused in NeMo-RL's GRPO and PPO, not in its "
-            "single controller, distillation or evaluation; set false"
+            f"{BLOCK}.enabled = true: rollouts are reused in NeMo-RL's GRPO, PPO and distillation, "
+            "not in its single controller or evaluation; set false"
         )
 
 
@@ -203,6 +205,16 @@ def _refused_options(
             and bool(get_option(master_config.loss_fn, "force_on_policy_ratio", False)),
             f"{BLOCK}.clip_anchor = 'birth': with loss_fn.force_on_policy_ratio there is no ratio "
             "to anchor; set that to false, or the anchor to current",
+        ),
+        (
+            spec_rl.clip_anchor == "birth" and algorithm == DISTILLATION,
+            f"{BLOCK}.clip_anchor = 'birth': the loss of distillation has no ratio to anchor; set "
+            "current",
+        ),
+        (
+            spec_rl.monitor.auto and algorithm == DISTILLATION,
+            f"{BLOCK}.monitor.auto = True: in distillation there are no rewards to compare; set "
+            "false",
         ),
         (
             spec_rl.clip_anchor == "birth" and _enabled(master_config, "data_plane"),

@@ -61,6 +61,7 @@ def recipe(tmp_path, **changes):
         },
         grpo=SimpleNamespace(seed=42),
         ppo={"seed": 43},
+        distillation=SimpleNamespace(seed=44),
         logger={"log_dir": str(tmp_path / "logs")},
         checkpointing={"enabled": True, "checkpoint_dir": str(tmp_path / "checkpoints")},
         loss_fn={"force_on_policy_ratio": False},
@@ -206,6 +207,22 @@ def test_on_policy_distillation_is_refused(tmp_path):
     distilled.on_policy_distillation.enabled = True
     with pytest.raises(ConfigError, match=r"on_policy_distillation.enabled = true: .* set false"):
         RunContext.of(distilled, "grpo")
+
+
+def test_distillation_has_neither_rewards_nor_a_ratio(tmp_path):
+    run = RunContext.of(recipe(tmp_path, **REUSE), "distillation")
+    assert run.seed == 44
+    assert not run.spec_rl.monitor.enabled and not run.needs_records
+    assert RunContext.of(recipe(tmp_path, **REUSE), "grpo").needs_records
+    for changes, line in (
+        ({"spec_rl__clip_anchor": "birth"}, r"clip_anchor = 'birth': the loss of distillation has"),
+        (
+            {"spec_rl__monitor": {"auto": True}},
+            r"monitor.auto = True: in distillation there are no",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=line):
+            RunContext.of(recipe(tmp_path, **REUSE, **changes), "distillation")
 
 
 @pytest.mark.parametrize("transport", [None, "nccl_reshard", "nixl", "my_module:Engine"])
@@ -389,7 +406,7 @@ def test_nemo_gym_is_refused_before_its_script_switches_the_server_on(tmp_path):
 def test_where_nothing_is_drafted_the_block_is_refused_for_every_backend(backend):
     for off in (None, {}, {"backend": backend}, {"spec_rl": {"enabled": False}}):
         check_elsewhere(off)
-    with pytest.raises(ConfigError, match="not in its single controller, distillation or"):
+    with pytest.raises(ConfigError, match="not in its single controller or"):
         check_elsewhere({"backend": backend, "spec_rl": {"enabled": True}})
 
 

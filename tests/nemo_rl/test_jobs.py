@@ -344,37 +344,33 @@ def test_the_launcher_runs_a_script_with_the_plugin_in_place(tmp_path):
     assert "SpecVllmGeneration SpecVllmGeneration ['--config', 'x', 'a=b']" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("module", "recipe"),
-    [("algorithms.distillation", "policy={'generation': own}"), ("evals.eval", "generation=own")],
-)
-def test_runs_without_reuse_are_refused_before_anything_is_built(tmp_path, module, recipe):
+def test_runs_without_reuse_are_refused_before_anything_is_built(tmp_path):
     """For every backend: the constructor of another one would not know of the block."""
     done = launched(
         tmp_path,
         "from types import SimpleNamespace\n"
-        f"from nemo_rl.{module} import setup\n"
+        "from nemo_rl.evals.eval import setup\n"
         "own = {'backend': 'megatron', 'spec_rl': {'enabled': True}}\n"
-        f"setup(SimpleNamespace({recipe}), tokenizer=None)\n",
+        "setup(SimpleNamespace(generation=own), tokenizer=None)\n",
     )
     assert done.returncode != 0
-    assert "not in its single controller, distillation or evaluation" in done.stderr
+    assert "not in its single controller or evaluation" in done.stderr
 
 
-@pytest.mark.parametrize("module", ["distillation", "single_controller_utils.setup"])
+@pytest.mark.parametrize("module", ["evals.eval", "algorithms.single_controller_utils.setup"])
 def test_where_there_is_no_reuse_yet_it_is_refused(tmp_path, module):
-    if module != "distillation":
+    if module != "evals.eval":
         pytest.importorskip("transfer_queue", reason="NeMo-RL's data plane is not installed")
         if not (Path(HOME) / "nemo_rl" / "algorithms" / "single_controller_utils").is_dir():
             pytest.skip("this NeMo-RL has no single controller")
     done = launched(
         tmp_path,
-        f"from nemo_rl.algorithms.{module} import VllmGeneration\n"
+        f"from nemo_rl.{module} import VllmGeneration\n"
         "VllmGeneration(cluster=None, config={'spec_rl': {'enabled': True}})\n",
     )
     assert done.returncode != 0
     [line] = [line for line in done.stderr.splitlines() if "spec_rl.enabled = true" in line]
-    assert "not in its single controller, distillation or evaluation; set false" in line
+    assert "not in its single controller or evaluation; set false" in line
     assert "shutdown" not in done.stdout  # there is nothing yet to shut down
 
 

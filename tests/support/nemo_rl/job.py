@@ -1,11 +1,12 @@
 """A NeMo-RL job on a CPU: the real ``setup`` and trainer, two vLLM engines, a small policy.
 
-    python -m tests.support.nemo_rl.job OUT grpo|ppo [KEY=VALUE ...]
+    python -m tests.support.nemo_rl.job OUT grpo|ppo|distillation [KEY=VALUE ...]
 
 Parts that need a GPU are replaced: the workers of policy and value model (``models.py``), the
 transport of weights (through a file) and details of the vLLM workers (``cpu.py``). The job writes
 OUT/metrics.jsonl, one line for each call of NeMo-RL's logger; OUT/rows.jsonl, one for each
-``generate`` call; and OUT/counts.jsonl (``counting.py``).
+``generate`` call; and OUT/counts.jsonl (``counting.py``). The teacher of distillation is the larger
+model of the same task.
 
 Ray's files are in the folder that NEMO_SPECRL_TEST_RAY names. Where Ray does not start, the job
 exits with os.EX_TEMPFAIL, before it has written anything.
@@ -32,6 +33,7 @@ os.environ.update(
     NEMO_RL_PY_EXECUTABLES_SYSTEM="1",
     NRL_DISABLE_NUMA_BINDING="1",
     NRL_LOG_LEVEL="WARNING",
+    NRL_SKIP_DISTILLATION_TOKENIZER_CHECK="true",  # the job's tokenizer is not a folder's
     VLLM_CPU_KVCACHE_SPACE="1",
     VLLM_CPU_OMP_THREADS_BIND="nobind",
     VLLM_LOGGING_LEVEL="WARNING",
@@ -51,7 +53,7 @@ from nemo_specrl.nemo_rl.install import install, rebind  # noqa: E402
 
 install()
 
-from nemo_rl.algorithms import grpo, grpo_sync, ppo  # noqa: E402
+from nemo_rl.algorithms import distillation, grpo, grpo_sync, ppo  # noqa: E402
 from nemo_rl.distributed.ray_actor_environment_registry import (  # noqa: E402
     ACTOR_ENVIRONMENT_REGISTRY,
 )
@@ -73,6 +75,8 @@ from tests.support.nemo_rl.cpu import CpuGeneration  # noqa: E402
 from tests.support.nemo_rl.models import SmallPolicy, SmallValue, small_plane_policy  # noqa: E402
 
 MODEL = Path("examples/models/qwen3-arith-small").absolute()
+TEACHER = MODEL.with_name("qwen3-arith")
+RECIPE = f"{ALGORITHM}_math" + ("" if ALGORITHM == "distillation" else "_1B")
 ENGINES = 2
 OVERRIDES = [
     f"{ALGORITHM}.num_prompts_per_step=2",
@@ -94,8 +98,6 @@ OVERRIDES = [
     "policy.generation.vllm_cfg.precision=float32",
     "++policy.generation.vllm_cfg.enable_prefix_caching=true",
     "++policy.generation.vllm_cfg.use_tqdm=false",
-    "loss_fn.reference_policy_kl_penalty=0.0",
-    f"++{ALGORITHM}.skip_reference_policy_logprobs_calculation=true",
     f"cluster.gpus_per_node={ENGINES}",
     f"checkpointing.checkpoint_dir={OUT}/checkpoints",
     "checkpointing.save_period=2",
@@ -105,6 +107,13 @@ OVERRIDES = [
     "logger.tensorboard_enabled=false",
     "logger.monitor_gpus=false",
 ]
+if ALGORITHM == "distillation":
+    OVERRIDES += [f"teacher.model_name={TEACHER}", "distillation.topk_logits_k=8"]
+else:
+    OVERRIDES += [
+        "loss_fn.reference_policy_kl_penalty=0.0",
+        f"++{ALGORITHM}.skip_reference_policy_logprobs_calculation=true",
+    ]
 
 
 class Problems(torch.utils.data.Dataset):
@@ -236,9 +245,9 @@ def main() -> None:
     OUT.mkdir(parents=True, exist_ok=True)
     home = Path(os.environ["NEMO_RL_HOME"])
     register_omegaconf_resolvers()
-    config = load_config(str(home / f"examples/configs/{ALGORITHM}_math_1B.yaml"))
+    config = load_config(str(home / f"examples/configs/{RECIPE}.yaml"))
     config = parse_hydra_overrides(config, [*OVERRIDES, *sys.argv[3:]])
-    algorithm = {"grpo": grpo, "ppo": ppo}[ALGORITHM]
+    algorithm = {"grpo": grpo, "ppo": ppo, "distillation": distillation}[ALGORITHM]
     config = algorithm.MasterConfig(**OmegaConf.to_container(config, resolve=True))
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(MODEL / "tokenizer.json"), pad_token_id=0, eos_token_id=2
@@ -275,6 +284,13 @@ def main() -> None:
         logger, checkpointer, state, config = rest
         models = (policy, generation, value, loader, val_loader, tokenizer, loss, value_loss)
         ppo.ppo_train(*models, *environments, logger, checkpointer, state, config)
+    elif ALGORITHM == "distillation":
+        distillation.Policy = SmallPolicy
+        parts = distillation.setup(config, tokenizer, *data)
+        policy, teacher, generation, _, loader, val_loader, loss, *rest = parts
+        logger, checkpointer, state, config = rest
+        models = (policy, teacher, generation, loader, val_loader, tokenizer, loss)
+        distillation.distillation_train(*models, *environments, logger, checkpointer, state, config)
     else:
         train = grpo.async_grpo_train if asynchronous else grpo.grpo_train
         factory: Any = SmallPolicy

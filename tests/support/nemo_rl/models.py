@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import ray
 import torch
+from nemo_rl.algorithms.loss.interfaces import LossInputType
+from nemo_rl.algorithms.loss.utils import prepare_loss_input
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.models.policy.interfaces import ColocatablePolicyInterface
@@ -33,11 +35,15 @@ class SmallPolicy(ColocatablePolicyInterface):
         self.sharding_annotations = NamedSharding(np.zeros((1, 1, 1, 1), dtype=int), axes)
         self.packing = config["sequence_packing"]
 
-    def _logprobs(self, data: Any) -> torch.Tensor:
+    def _logits(self, data: Any) -> torch.Tensor:
         ids = data["input_ids"]
         mask = torch.arange(ids.shape[1])[None] < data["input_lengths"][:, None]
-        logits = self.model(input_ids=ids, attention_mask=mask.long()).logits.float()[:, :-1]
-        return torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None])[..., 0]
+        logits: torch.Tensor = self.model(input_ids=ids, attention_mask=mask.long()).logits.float()
+        return logits
+
+    def _logprobs(self, data: Any) -> torch.Tensor:
+        logprobs = torch.log_softmax(self._logits(data)[:, :-1], -1)
+        return logprobs.gather(-1, data["input_ids"][:, 1:, None])[..., 0]
 
     @torch.no_grad()
     def get_logprobs(self, data: Any, timer: Any = None) -> Any:
@@ -63,11 +69,12 @@ class SmallPolicy(ColocatablePolicyInterface):
     def train(self, data: Any, loss_fn: Any, eval_mode: bool = False, **_: Any) -> dict[str, Any]:
         sequences = data["sample_mask"].sum()
         tokens = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum()
+        if loss_fn.input_type == LossInputType.DISTILLATION:
+            inputs, data = prepare_loss_input(self._logits(data), data, loss_fn)
+        else:
+            inputs = {"next_token_logprobs": self._logprobs(data)}
         loss, metrics = loss_fn(
-            next_token_logprobs=self._logprobs(data),
-            data=data,
-            global_valid_seqs=sequences,
-            global_valid_toks=tokens,
+            **inputs, data=data, global_valid_seqs=sequences, global_valid_toks=tokens
         )
         self.optimizer.zero_grad()
         loss.backward()
@@ -112,7 +119,11 @@ class SmallPolicy(ColocatablePolicyInterface):
     def get_reference_policy_logprobs(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
-    get_topk_logits = get_reference_policy_logprobs
+    @torch.no_grad()
+    def get_topk_logits(self, data: Any, k: int, **_: Any) -> Any:
+        """The k largest logits of each token's distribution, as a teacher in distillation."""
+        logits, indices = self._logits(data).topk(k)
+        return BatchedDataDict(topk_logits=logits, topk_indices=indices)
 
     def init_collective(self, *args: Any, **kwargs: Any) -> list[Any]:
         return []
