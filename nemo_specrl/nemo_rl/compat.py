@@ -14,7 +14,7 @@ import importlib
 import importlib.util
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ __all__ = [
     "lookup",
     "model_of",
     "pinned_vllm",
+    "queued_behind",
     "substituted_workers",
 ]
 
@@ -175,6 +176,32 @@ def substituted_workers(names: dict[str, str]) -> Iterator[None]:
         yield
     finally:
         module.resolve_generation_worker_cls = original
+
+
+@contextmanager
+def queued_behind(worker_group: Any, queue: Callable[[list[Any]], None]) -> Iterator[None]:
+    """Have workers called once more behind each sharded call that is made inside this context.
+
+    ``VllmGeneration.generate`` makes that call and waits for its results, in one method. A worker
+    does what it is asked for in turn, so that the second call begins when its part of the first is
+    done.
+
+    Args:
+        worker_group: NeMo-RL's ``RayWorkerGroup``.
+        queue: makes the second call, given what Ray will have of the first from each worker.
+    """
+    original = worker_group.run_all_workers_sharded_data
+
+    def run_all_workers_sharded_data(*args: Any, **kwargs: Any) -> Any:
+        bundle = original(*args, **kwargs)
+        queue(list(bundle.futures))
+        return bundle
+
+    worker_group.run_all_workers_sharded_data = run_all_workers_sharded_data
+    try:
+        yield
+    finally:
+        del worker_group.run_all_workers_sharded_data
 
 
 def _python_of(worker: str, executable: str) -> str:

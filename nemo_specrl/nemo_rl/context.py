@@ -22,6 +22,7 @@ from nemo_specrl.nemo_rl.recipe_checks import BLOCK, DISTILLATION, check_recipe,
 __all__ = [
     "PROMPT_KEYS",
     "SAMPLE_INDICES",
+    "UPCOMING",
     "RunContext",
     "current_run",
     "engine_arguments",
@@ -33,6 +34,10 @@ SAMPLE_INDICES = "spec_rl_sample_indices"
 rows are decoded plainly."""
 PROMPT_KEYS = "spec_rl_prompt_keys"
 """Column of a batch for generation: the key of each row's prompt, a list of bytes."""
+UPCOMING = "spec_rl_upcoming"
+"""Column of a batch for generation: upcoming prompts for which the row's engine may decode where it
+would be idle, a list of token ids each."""
+
 logger = logging.getLogger(__name__)
 
 _current: RunContext | None = None
@@ -45,6 +50,7 @@ class RunContext:
     Args:
         spec_rl: the ``spec_rl:`` block.
         seed: of the algorithm.
+        group: rows that a batch has of each of its prompts.
         name: of the run's folder on each node, different for each checkpoint folder.
         label: of the run in Prometheus, the name of its checkpoint folder.
         log_folder: NeMo-RL's ``logger.log_dir``.
@@ -55,6 +61,7 @@ class RunContext:
 
     spec_rl: SpecRLConfig
     seed: int
+    group: int
     name: str
     label: str
     log_folder: Path
@@ -105,6 +112,7 @@ class RunContext:
         return cls(
             spec_rl=spec_rl,
             seed=int(get_option(own, "seed", 0) or 0),
+            group=int(get_option(own, "num_generations_per_prompt", 1)),
             name=hashlib.sha256(str(folder).encode()).hexdigest()[:16],
             label=folder.name,
             log_folder=Path(master_config.logger["log_dir"]),

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,6 +32,7 @@ from nemo_specrl.nemo_rl import compat
 from nemo_specrl.nemo_rl.context import (
     PROMPT_KEYS,
     SAMPLE_INDICES,
+    UPCOMING,
     RunContext,
     current_run,
 )
@@ -77,6 +78,7 @@ class SpecVllmGeneration(VllmGeneration):
     cache: ClusterCache | None = None
     _lacks_cache = False  # although the recipe asks for one
     _validating = False
+    _upcoming: Sequence[list[int]] = ()
     _last_version, _standing = -1, 0
 
     def __init__(self, cluster: Any, config: Any, **kwargs: Any) -> None:
@@ -139,7 +141,10 @@ class SpecVllmGeneration(VllmGeneration):
         data = data.select_indices(order)
         data[SAMPLE_INDICES] = torch.tensor(sample_indices)[order]
         data[PROMPT_KEYS] = [keys[i] for i in order]
-        output = super().generate(data, greedy=greedy)
+        if self._upcoming:
+            data[UPCOMING] = self._deal_out_upcoming(len(keys))
+        with self._idle_engines_running_ahead():
+            output = super().generate(data, greedy=greedy)
         output = output.select_indices(np.argsort(order).tolist())
         self._rollout_s += time.perf_counter() - started
         return output
@@ -151,6 +156,14 @@ class SpecVllmGeneration(VllmGeneration):
             data[SAMPLE_INDICES] = torch.full((data.size,), -1)
         async for result in super().generate_async(data, greedy=greedy):
             yield result
+
+    def set_upcoming(self, prompts: list[list[int]]) -> None:
+        """Say for which prompts engines may decode where they would be idle, from now on.
+
+        Args:
+            prompts: of the next batch, token ids.
+        """
+        self._upcoming = prompts
 
     def take_metrics(self) -> tuple[dict[str, float], dict[str, float]] | None:
         """Return the engines' counts and seconds since the last call; None after a shutdown.
@@ -276,6 +289,42 @@ class SpecVllmGeneration(VllmGeneration):
         costs = row_costs(keys, cached, drafts, left)
         self._lookup_s += time.perf_counter() - started
         return costs
+
+    @contextmanager
+    def _idle_engines_running_ahead(self) -> Iterator[None]:
+        """Have engines that have done their rows decode for upcoming prompts until all have."""
+        if not self._upcoming or self.dp_size < 2:
+            yield
+            return
+
+        def queue(batch: list[Any]) -> None:
+            self._call_workers("spec_rl_run_ahead", batch=batch)
+
+        with compat.queued_behind(self.worker_group, queue):
+            yield
+
+    def _deal_out_upcoming(self, rows: int) -> list[list[list[int]]]:
+        """Upcoming prompts for each engine: those of whose rows it will get some.
+
+        Drafts are in the engine that has made them. The rows of the next batch are dealt out here
+        as they will be then, by what is known now.
+
+        Args:
+            rows: of the present batch.
+
+        Returns:
+            For each of these rows a list of prompts, which is empty but for the first row of an
+            engine's share.
+        """
+        group = self._run.group
+        keys = [key for prompt in self._upcoming for key in [prompt_key(prompt)] * group]
+        order = balanced_order(self._costs(keys, assign_sample_indices(keys)), self.dp_size)
+        share, then = -(-rows // self.dp_size), -(-len(keys) // self.dp_size)
+        dealt: list[list[list[int]]] = [[] for _ in range(rows)]
+        for engine, first in enumerate(range(0, rows, share)):
+            mine = dict.fromkeys(row // group for row in order[engine * then : (engine + 1) * then])
+            dealt[first] = [self._upcoming[prompt] for prompt in mine]
+        return dealt
 
     def _ask_for(self, method: str, **kwargs: Any) -> list[Any]:
         """Call a method of every worker that owns an engine, and return what is there in time.

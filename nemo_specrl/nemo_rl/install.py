@@ -19,6 +19,7 @@ from nemo_specrl.nemo_rl import compat, job_state
 from nemo_specrl.nemo_rl.context import RunContext, setting_up
 from nemo_specrl.nemo_rl.drift_monitor import StepMonitor
 from nemo_specrl.nemo_rl.hooks import Hooks
+from nemo_specrl.nemo_rl.look_ahead import LookAhead
 from nemo_specrl.nemo_rl.metrics_log import StepLog, metrics_file
 from nemo_specrl.nemo_rl.recipe_checks import check_elsewhere, get_option
 from nemo_specrl.nemo_rl.rollout_metadata import MetadataTable
@@ -83,6 +84,8 @@ def _wrapped_setup(original: Callable[..., Any], algorithm: str) -> Callable[...
             parts = original(master_config, *args, **kwargs)
         if run is not None:
             _add_hooks(run, parts, master_config, algorithm)
+            if run.spec_rl.run_ahead.enabled:
+                parts = _looking_ahead(parts)
         return parts
 
     return setup
@@ -132,20 +135,34 @@ def _add_hooks(run: RunContext, parts: tuple[Any, ...], master_config: Any, algo
     )
 
 
+def _looking_ahead(parts: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What ``setup`` has returned, with a training loader that tells of its next batch."""
+    from nemo_specrl.nemo_rl.generation import SpecVllmGeneration
+
+    loader = _loader(parts)
+    wrapped = LookAhead(loader, _part(parts, SpecVllmGeneration).set_upcoming)
+    return tuple(wrapped if part is loader else part for part in parts)
+
+
 def _part(parts: tuple[Any, ...], kind: type) -> Any:
     """The object of a class among those that ``setup`` returns; their order differs by version."""
     return next(part for part in parts if isinstance(part, kind))
 
 
 def _steps_per_epoch(parts: tuple[Any, ...]) -> int:
-    """Batches in a pass over the training data, whose loader comes before that of validation."""
+    """Batches in a pass over the training data."""
+    loader = _loader(parts)
+    several = getattr(loader, "dataloaders", None)  # main's MultipleDataloaderWrapper
+    return max(1, len(loader) if several is None else sum(map(len, several.values())))
+
+
+def _loader(parts: tuple[Any, ...]) -> Any:
+    """The loader of the training data, which comes before that of validation."""
     from torch.utils.data import DataLoader
 
     for part in parts:
-        if isinstance(part, DataLoader):
-            return max(1, len(part))
-        if hasattr(part, "dataloaders"):  # main's MultipleDataloaderWrapper
-            return max(1, sum(len(loader) for loader in part.dataloaders.values()))
+        if isinstance(part, DataLoader) or hasattr(part, "dataloaders"):
+            return part
     raise IncompatibleVersion(
         f"setup of this NeMo-RL returns no data loader; this release of nemo_specrl works with "
         f"{compat.KNOWN}"

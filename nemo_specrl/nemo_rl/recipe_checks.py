@@ -61,6 +61,7 @@ def check_recipe(
         _refused_options(master_config, spec_rl, algorithm),
         _refused_in_flight(master_config, spec_rl, algorithm, engines),
         _refused_refits(generation, off),
+        _refused_run_ahead(master_config, spec_rl),
     )
     for wrong, line in refused:
         if wrong:
@@ -144,11 +145,6 @@ def _refused_features(
             f"policy.generation.backend = {generation['backend']!r}: must be vllm, {off}",
         ),
         (
-            spec_rl.run_ahead.enabled,
-            f"{BLOCK}.run_ahead.enabled = True: NeMo-RL asks for one batch at a time and does not "
-            "say which prompts come next; set it to false",
-        ),
-        (
             generation.get("quant_cfg") is not None,
             f"policy.generation.quant_cfg: its workers cannot reuse rollouts; leave it out, {off}",
         ),
@@ -220,6 +216,36 @@ def _refused_options(
             spec_rl.clip_anchor == "birth" and _enabled(master_config, "data_plane"),
             f"{BLOCK}.clip_anchor = 'birth': does not reach the data plane yet; set "
             "data_plane.enabled=false, or the anchor to current",
+        ),
+    ]
+
+
+def _refused_run_ahead(master_config: Any, spec_rl: SpecRLConfig) -> list[tuple[bool, str]]:
+    """Where the prompts that come next are not known, or idle engines cannot be seen."""
+    if not spec_rl.run_ahead.enabled:
+        return []
+    name = f"{BLOCK}.run_ahead.enabled = True"
+    vllm_cfg = master_config.policy["generation"].get("vllm_cfg") or {}
+    return [
+        (
+            bool(vllm_cfg.get("async_engine")),
+            f"{name}: an asynchronous engine is asked for one row at a time; set it to false, or "
+            "policy.generation.vllm_cfg.async_engine=false",
+        ),
+        (
+            _enabled(master_config, "data_plane"),
+            f"{name}: the data plane's rollouts are asked for in another process than the data "
+            "loader's; set it to false, or data_plane.enabled=false",
+        ),
+        (
+            bool(get_option(master_config.data, "use_multiple_dataloader", False)),
+            f"{name}: of several data loaders it is not known which comes next; set it to false, "
+            "or data.use_multiple_dataloader=false",
+        ),
+        (
+            spec_rl.tree.method == "rounds",
+            f"{name}: needs a drafter inside the engine, and {BLOCK}.tree.method = rounds has "
+            "none; set it to false, or tree.method to auto",
         ),
     ]
 

@@ -16,7 +16,7 @@ from nemo_specrl.cache.cluster.cluster_cache import ClusterCache
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.sync_engine import SpeculativeLLM
 from nemo_specrl.nemo_rl.compat import CHECKPOINT_ENGINE_UPDATE
-from nemo_specrl.nemo_rl.context import PROMPT_KEYS, SAMPLE_INDICES, RunContext
+from nemo_specrl.nemo_rl.context import PROMPT_KEYS, SAMPLE_INDICES, UPCOMING, RunContext
 from nemo_specrl.nemo_rl.rollout_metadata import MetadataLog
 from nemo_specrl.nemo_rl.worker_base import DraftingWorker
 
@@ -27,6 +27,8 @@ class SpecVllmGenerationWorkerImpl(DraftingWorker, VllmGenerationWorkerImpl):
     """The worker's methods, without Ray's decorator."""
 
     _speculative: SpeculativeLLM | None = None
+    _ahead: tuple[list[dict[str, Any]], Any] = ([], None)
+    """Prompts that come next, and the sampling parameters of their rows."""
 
     def spec_rl_attach(self, cache: ClusterCache, run: RunContext, policy_version: int) -> str:
         """Start drafting from ``cache``; called once, after the engine has started.
@@ -55,9 +57,16 @@ class SpecVllmGenerationWorkerImpl(DraftingWorker, VllmGenerationWorkerImpl):
         if SAMPLE_INDICES not in data or speculative is None or self._paused or greedy:
             return super().generate(data, greedy=greedy)
         llm = self.llm
+        upcoming = [
+            {"prompt_token_ids": prompt} for prompts in data.get(UPCOMING, ()) for prompt in prompts
+        ]
         # The base class calls self.llm.generate(prompts, sampling_params, use_tqdm=...).
-        self.llm = _DraftingEngine(
-            speculative, data[SAMPLE_INDICES].tolist(), data[PROMPT_KEYS], self._metadata
+        self.llm = engine = _DraftingEngine(
+            speculative,
+            data[SAMPLE_INDICES].tolist(),
+            data[PROMPT_KEYS],
+            upcoming,
+            self._metadata,
         )
         try:
             output = super().generate(data, greedy=greedy)
@@ -65,7 +74,27 @@ class SpecVllmGenerationWorkerImpl(DraftingWorker, VllmGenerationWorkerImpl):
             self.llm = llm
         self._cache.deliver()  # the next step's look-ups may come from any node
         self._metrics = self._metrics + speculative.metrics
+        self._ahead = upcoming, engine.sampling_params
         return output
+
+    def spec_rl_run_ahead(self, batch: list[Any]) -> None:
+        """Decode for the prompts that come next until all engines have done their rows.
+
+        Called behind ``generate``, so that it begins when this engine has done its own.
+
+        Args:
+            batch: what Ray will have of ``generate`` from each engine.
+        """
+        (upcoming, sampling_params), self._ahead = self._ahead, ([], None)
+        if self._speculative is None or not upcoming or sampling_params is None:
+            return
+
+        def until() -> bool:
+            done, _ = ray.wait(batch, num_returns=len(batch), timeout=0, fetch_local=False)
+            return len(done) == len(batch)
+
+        done = self._speculative.run_ahead(upcoming, sampling_params, until)
+        self._metrics = self._metrics + done
 
     # These four methods change the engine's weights; sparse refits, which do it by others, are
     # refused (context.py).
@@ -104,17 +133,23 @@ class _DraftingEngine:
         speculative: SpeculativeLLM,
         sample_indices: list[int],
         prompt_keys: list[bytes],
+        upcoming: list[dict[str, Any]],
         metadata: MetadataLog | None,
     ) -> None:
         self._speculative, self._metadata = speculative, metadata
         self._sample_indices, self._prompt_keys = sample_indices, prompt_keys
+        self._upcoming = upcoming
+        self.sampling_params: Any = None  # of the first row
 
     def generate(self, prompts: Any, sampling_params: Any, use_tqdm: Any = True) -> Any:
+        several = isinstance(sampling_params, (list, tuple))
+        self.sampling_params = sampling_params[0] if several else sampling_params
         outputs = self._speculative.generate(
             prompts,
             sampling_params,
             sample_indices=self._sample_indices,
             prompt_keys=self._prompt_keys,
+            upcoming=self._upcoming,
             use_tqdm=use_tqdm,
         )
         if self._metadata is not None:

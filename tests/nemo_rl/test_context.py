@@ -40,6 +40,7 @@ GENERATION = {
 CACHE = {"cache": {"dir": "/raid/specrl"}}
 REUSE = {"spec_rl__preset": "faithful"}
 ROUNDS = {"spec_rl__tree": {"method": "rounds"}}
+AHEAD = {"spec_rl__run_ahead": {"enabled": True}}
 AUTO = {"spec_rl__tree": {}}
 PROPOSER = {"spec_rl__tree": {"method": "proposer"}}
 
@@ -61,10 +62,11 @@ def recipe(tmp_path, **changes):
         },
         grpo=SimpleNamespace(seed=42),
         ppo={"seed": 43},
-        distillation=SimpleNamespace(seed=44),
+        distillation=SimpleNamespace(seed=44, num_generations_per_prompt=2),
         logger={"log_dir": str(tmp_path / "logs")},
         checkpointing={"enabled": True, "checkpoint_dir": str(tmp_path / "checkpoints")},
         loss_fn={"force_on_policy_ratio": False},
+        data={},
         data_plane=None,
     )
 
@@ -141,11 +143,8 @@ def test_a_log_that_cannot_be_written_or_read_is_a_warning(tmp_path, caplog, dam
     [
         (REUSE | {"temperature": 0.6}, "policy.generation.temperature = 0.6", "preset: lossless"),
         (ROUNDS | {"temperature": 0.6}, "tree.method: rounds verifies", "set 1.0"),
-        (
-            {"spec_rl__preset": "lossless", "spec_rl__run_ahead": {"enabled": True}},
-            "spec_rl.run_ahead.enabled = True",
-            "set it to false",
-        ),
+        (AHEAD | {"vllm_cfg__async_engine": True}, "run_ahead.enabled = True: an async", "false"),
+        (AHEAD, "run_ahead.enabled = True: needs a drafter inside", "tree.method to auto"),
         (REUSE | {"top_p": 0.95}, "policy.generation.top_p = 0.95", "set 1.0"),
         (REUSE | {"top_k": 50}, "policy.generation.top_k = 50: prefix reuse", "set null"),
         (REUSE | {"vllm_cfg__precision": "fp8"}, "vllm_cfg.precision = fp8", "set bfloat16"),
@@ -211,7 +210,7 @@ def test_on_policy_distillation_is_refused(tmp_path):
 
 def test_distillation_has_neither_rewards_nor_a_ratio(tmp_path):
     run = RunContext.of(recipe(tmp_path, **REUSE), "distillation")
-    assert run.seed == 44
+    assert (run.seed, run.group) == (44, 2)
     assert not run.spec_rl.monitor.enabled and not run.needs_records
     assert RunContext.of(recipe(tmp_path, **REUSE), "grpo").needs_records
     for changes, line in (
@@ -223,6 +222,18 @@ def test_distillation_has_neither_rewards_nor_a_ratio(tmp_path):
     ):
         with pytest.raises(ConfigError, match=line):
             RunContext.of(recipe(tmp_path, **REUSE, **changes), "distillation")
+
+
+@pytest.mark.skipif(not has_custom_proposers(), reason="this vLLM (0.20) takes no proposer")
+def test_run_ahead_needs_one_loader_in_the_process_of_the_generation(tmp_path):
+    ahead = recipe(tmp_path, **PROPOSER, **AHEAD)
+    assert RunContext.of(ahead, "grpo").spec_rl.run_ahead.enabled
+    ahead.data["use_multiple_dataloader"] = True
+    with pytest.raises(ConfigError, match=r"run_ahead.enabled = True: of several data loaders"):
+        RunContext.of(ahead, "grpo")
+    ahead.data, ahead.data_plane = {}, {"enabled": True}
+    with pytest.raises(ConfigError, match=r"run_ahead.enabled = True: the data plane's rollouts"):
+        RunContext.of(ahead, "grpo")
 
 
 @pytest.mark.parametrize("transport", [None, "nccl_reshard", "nixl", "my_module:Engine"])
