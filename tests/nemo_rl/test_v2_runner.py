@@ -60,7 +60,6 @@ def test_in_asynchronous_grpo(tmp_path):
     for record in steps:
         assert record["spec_rl/cache_errors"] == record["spec_rl/refused_drafts"] == 0
         assert record["spec_rl/draft_coverage"] == 0
-        assert record["gen_kl_error"] < 0.1  # a step may have rows of the weights before
     # The collector runs ahead: a step may find that all its rows were rolled out already.
     drafted = [record for record in steps if "spec_rl/tree_tokens_per_step" in record]
     assert all(record["spec_rl/tree_drafted_tokens"] > 0 for record in drafted)
