@@ -35,6 +35,7 @@ from tests.support.lossless import (
     ERROR_RATE,
     KEY,
     ROWS,
+    bent,
     check_distribution,
     good_drafts,
     made_with,
@@ -59,6 +60,18 @@ def test_the_distribution_is_the_policys_whatever_is_drafted(llm, proposer, rand
     assert made.metrics.tree_drafted_tokens > ROWS / 4
     check_distribution(llm, np.array(tokens))
     assert all(rollout_info(o.outputs[0]).fresh for o in outputs)
+
+
+@pytest.mark.parametrize("drafts", ["unlikely", "siblings alone"])
+def test_a_sampler_that_is_bent_is_seen(llm, proposer, monkeypatch, drafts):
+    """The control: drafts make a difference that the test of the distribution tells."""
+    monkeypatch.setattr(
+        rejection_sampler, "rejection_sample", bent(rejection_sampler.rejection_sample)
+    )
+    made = made_with(llm, DictCache(rollouts(DRAFTS_OF[drafts](llm))), CONFIG)
+    _, tokens = sample(made, ROWS, 3)
+    with pytest.raises(AssertionError):
+        check_distribution(llm, np.array(tokens))
 
 
 def test_the_distribution_is_the_policys_after_epochs_of_its_own_rollouts(

@@ -64,6 +64,25 @@ def check_distribution(llm, tokens):
     assert min(tests) > ERROR_RATE / len(tests)
 
 
+def bent(rejection_sample):
+    """A rejection sampler of vLLM's V1 runner that accepts the first draft token it should reject.
+
+    The control of tests of distributions: one that could not tell would pass with it, too.
+    """
+
+    def bent_sample(draft_token_ids, num_draft_tokens, *args, **kwargs):
+        tokens = rejection_sample(draft_token_ids, num_draft_tokens, *args, **kwargs)
+        begin = 0
+        for row, drafted in zip(tokens, num_draft_tokens, strict=True):
+            last = int((row >= 0).sum()) - 1
+            if last < drafted:
+                row[last] = draft_token_ids[begin + last]
+            begin += drafted
+        return tokens
+
+    return bent_sample
+
+
 def good_drafts(llm):
     """Responses of these very weights, plainly sampled."""
     outputs = llm.generate(
