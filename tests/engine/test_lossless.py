@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from vllm import SamplingParams
+from vllm.v1.sample import rejection_sampler
 
 from nemo_specrl import Finish, Rollout, SpecRLConfig
 from nemo_specrl.engine.drafters.histories import PendingHistories

@@ -19,30 +19,40 @@ ROWS, TOKENS = 24, 5
 KEY = b"prompt"
 
 
-@pytest.fixture(scope="module", params=["sync", "async"])
-def llm(request, random_model):
+@pytest.fixture(scope="module")
+def engines():
+    """Those that were made, by scheduling. Their memory is given back at the end."""
+    made = {}
+    yield made
+    for engine in made.values():
+        engine.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture(params=["sync", "async"])
+def llm(request, engines, random_model):
     from vllm import LLM
 
     from nemo_specrl.engine.vllm import v2_patches
 
-    v2_patches.install()
-    made = LLM(
-        str(random_model),
-        enforce_eager=True,
-        max_model_len=96,
-        max_num_seqs=64,
-        dtype="float32",
-        skip_tokenizer_init=True,
-        block_size=32,
-        seed=0,
-        max_logprobs=VOCABULARY,
-        async_scheduling=request.param == "async",
-        **v2_patches.speculator_options(K, 8 << 20, adaptive=False),
-    )
-    config = made.llm_engine.vllm_config
-    assert config.use_v2_model_runner
-    assert config.scheduler_config.async_scheduling == (request.param == "async")
-    return made
+    if request.param not in engines:
+        v2_patches.install()
+        made = engines[request.param] = LLM(
+            str(random_model),
+            enforce_eager=True,
+            max_model_len=96,
+            max_num_seqs=64,
+            dtype="float32",
+            skip_tokenizer_init=True,
+            block_size=32,
+            seed=0,
+            max_logprobs=VOCABULARY,
+            async_scheduling=request.param == "async",
+            **v2_patches.speculator_options(K, 8 << 20, adaptive=False),
+        )
+        config = made.llm_engine.vllm_config
+        assert config.use_v2_model_runner
+        assert config.scheduler_config.async_scheduling == (request.param == "async")
+    return engines[request.param]
 
 
 @pytest.fixture
