@@ -62,12 +62,17 @@ def speculator(llm, by_reference):
 
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     made = speculator_of(runner)
-    for row in range(64):
-        made.index.close_row(row)  # vLLM would with the next step
-    made.index.forget()
+    forget(made)
     made.roots = Roots(8)
     made.index.take_totals()
     return made
+
+
+def forget(speculator):
+    """Let go of all responses, those of rows that have just ended among them."""
+    for row in range(64):
+        speculator.index.close_row(row)  # vLLM would with the next step
+    speculator.index.forget()
 
 
 def generate(llm, rows, *, history=(), prompt=PROMPT, identity=0, extra=True, **options):
@@ -104,6 +109,7 @@ SHAPES = {"tempered": {"temperature": 0.7}, "of the likeliest": {"temperature": 
         ("sync", "foreign"),
         ("sync", "siblings"),
         ("async", "good"),
+        ("async", "unlikely"),
         ("async", "tempered"),
         ("sync", "of the likeliest"),
         ("async", "of the likeliest"),
@@ -113,8 +119,9 @@ SHAPES = {"tempered": {"temperature": 0.7}, "of the likeliest": {"temperature": 
 def test_exact(llm, speculator, random_model, drafts, monkeypatch):
     """Each token has the distribution that is sampled from, given those before it.
 
-    The bound is 1e-3 for each of eight tests: a correct sampler fails one of them for 0.8 % of all
-    seeds, and these are fixed. The control: each of them sees a sampler that is bent.
+    The bound is 1e-3 for each of nine tests: a correct sampler fails one of them for 0.9 % of all
+    seeds, and these are fixed. The control: a sampler that is bent is seen where its tokens are not
+    those that the policy is likely to sample, too.
     """
     from vllm.v1.sample.ops import topk_topp_sampler as filters
 
@@ -144,9 +151,10 @@ def test_exact(llm, speculator, random_model, drafts, monkeypatch):
         return p_value(samples, p / p.sum(-1, keepdims=True))
 
     assert tested() > 1e-3
-    speculator.index.forget()
-    with bent_sampler(llm.collective_rpc):
-        assert tested() < BENT_SEEN
+    if drafts in ("unlikely", "foreign", "siblings"):
+        forget(speculator)
+        with bent_sampler(llm.collective_rpc):
+            assert tested() < BENT_SEEN
 
 
 BENT = {
