@@ -24,8 +24,11 @@ class NothingRead(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__
         assert name.rstrip("2_") not in self.READS and name not in self.READS, name
-        if name in ("_to_copy", "copy_"):
+        if name in ("_to_copy", "copy_", "to"):  # "to" as such in inference mode
             raise AssertionError(f"{name}: a copy that waits")
+        if name in ("index", "index_put", "index_put_"):
+            chosen = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
+            assert not chosen, f"{name}: how many are chosen is read"
         return function(*args, **(kwargs or {}))
 
 

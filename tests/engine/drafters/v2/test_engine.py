@@ -201,7 +201,7 @@ def test_bent_drafts(llm, speculator, monkeypatch):
         )
         assert got == pytest.approx(wanted, abs=1e-4), name
         assert steps <= STEPS.get(name, 24) + 1, name  # one more where steps are asynchronous
-        if name != "right":  # the control
+        if name not in ("right", "short"):  # the control; of these nothing may be rejected
             with bent_sampler(llm.collective_rpc):
                 (output,) = generate(llm, 1, temperature=0, max_tokens=24, identity=60)
             assert list(output.token_ids) != truth, name
