@@ -72,7 +72,8 @@ class Job:
             block = ",".join([*(f"{k}:{v}" for k, v in spec_rl.items()), cache])
             arguments.append(f"++policy.generation.spec_rl={{{block}}}")
         environment = dict(environment)
-        paths = [HOME, str(REPOSITORY), str(SITE), environment.pop("PYTHONPATH", "")]
+        # NeMo-RL has a package "tests", too.
+        paths = [str(REPOSITORY), HOME, str(SITE), environment.pop("PYTHONPATH", "")]
         self.log, self._launched = out / "log.txt", bool(launcher)
         module = ["-m", "tests.support.nemo_rl.job"]
         self._env = os.environ | environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}

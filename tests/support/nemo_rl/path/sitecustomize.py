@@ -8,9 +8,11 @@ that their asynchronous engines spawn are set up as in ``tests.support.v2_spawne
 
 import importlib.abc
 import importlib.machinery
+import os
 import sys
 
-from tests.support import v2_spawned  # noqa: F401
+if os.environ.get("NEMO_SPECRL_TEST_V2"):
+    from tests.support import v2_spawned  # noqa: F401
 
 if sys.version_info < (3, 12):
     import typing
