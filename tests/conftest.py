@@ -57,12 +57,24 @@ class DictCache:
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory):
     """A folder with a tokenizer and a Qwen3 of random weights: no token has zero probability."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config
 
-    folder = tmp_path_factory.mktemp("random-model")
+    return save_random_model(tmp_path_factory.mktemp("random-model"), Qwen3Config)
+
+
+def save_random_model(folder, configuration, **sizes):
+    """Write a tiny model of random weights into a folder, with a tokenizer.
+
+    Args:
+        folder: that is there.
+        configuration: class of its configuration in transformers.
+        sizes: that other architectures do not have.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
     torch.manual_seed(0)
-    config = Qwen3Config(
+    config = configuration(
         vocab_size=32,
         hidden_size=64,
         intermediate_size=128,
@@ -76,8 +88,9 @@ def random_model(tmp_path_factory):
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
+        **sizes,
     )
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(SHIPPED_MODEL / name, folder)
     return folder
@@ -109,6 +122,25 @@ def make_engine(model, **arguments):
         "worker_extension_cls": "nemo_specrl.engine.vllm.refit.RefitExtension",
     }
     return LLM(str(model), **usual | arguments)
+
+
+def make_async_engine(model, loop, **arguments):
+    """A real ``AsyncLLM``, which its caller shuts down."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    usual = {
+        "dtype": "float32",
+        "max_model_len": 192,
+        "block_size": 32,
+        "enforce_eager": True,
+        "disable_log_stats": True,
+    }
+
+    async def start():
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model), **usual | arguments))
+
+    return loop.run_until_complete(start())
 
 
 @pytest.fixture(scope="session")

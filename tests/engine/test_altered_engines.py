@@ -13,7 +13,7 @@ from nemo_specrl.engine.async_engine import AsyncSpeculativeLLM
 from nemo_specrl.engine.drafters.method import engine_options
 from nemo_specrl.engine.outputs import rollout_info
 from nemo_specrl.errors import ConfigError
-from tests.conftest import DictCache, make_engine
+from tests.conftest import DictCache, make_async_engine, make_engine
 from tests.engine.test_async_engine import ClaimingCache
 from tests.engine.test_policy_version import write_adapter
 from tests.support.engines import LOSSLESS, PROMPT, needs_drafters, sampling
@@ -47,32 +47,17 @@ def forbidding_engine(random_model):
     return make_engine(random_model, logits_processors=[Forbidding], max_num_seqs=16)
 
 
-def asynchronous(model, loop, **options):
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    arguments = AsyncEngineArgs(
-        model=str(model), dtype="float32", max_model_len=192, max_num_seqs=16, block_size=32,
-        enforce_eager=True, disable_log_stats=True, **options,
-    )  # fmt: skip
-
-    async def start():
-        return AsyncLLM.from_engine_args(arguments)
-
-    return loop.run_until_complete(start())
-
-
 @pytest.fixture(scope="module")
 def forbidding_async(random_model, loop):
-    llm = asynchronous(random_model, loop, logits_processors=[Forbidding])
+    llm = make_async_engine(random_model, loop, max_num_seqs=16, logits_processors=[Forbidding])
     yield llm
     llm.shutdown()
 
 
 @pytest.fixture(scope="module")
 def lora_async(random_model, loop):
-    options = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
-    llm = asynchronous(random_model, loop, **options, **engine_options(LOSSLESS))
+    options = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2, "max_num_seqs": 16}
+    llm = make_async_engine(random_model, loop, **options, **engine_options(LOSSLESS))
     yield llm
     llm.shutdown()
 

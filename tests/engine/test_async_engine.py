@@ -12,7 +12,7 @@ from nemo_specrl.engine.async_engine import AsyncSpeculativeLLM
 from nemo_specrl.engine.outputs import rollout_info
 from nemo_specrl.errors import ConfigError, UnsupportedSampling
 from nemo_specrl.trainer.data.toy_tasks import encode
-from tests.conftest import DictCache
+from tests.conftest import DictCache, make_async_engine
 from tests.support.engines import NEVER, PROMPT, STRICT, draft, sampling
 
 OTHER = [1, *encode("45-21=?")]
@@ -43,24 +43,7 @@ class ClaimingCache(DictCache):
 
 @pytest.fixture(scope="module")
 def async_llm(random_model, loop):
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    arguments = AsyncEngineArgs(
-        model=str(random_model),
-        dtype="float32",
-        max_model_len=192,
-        max_num_seqs=16,
-        block_size=32,
-        enforce_eager=True,
-        enable_prefix_caching=True,
-        disable_log_stats=True,
-    )
-
-    async def start():
-        return AsyncLLM.from_engine_args(arguments)
-
-    llm = loop.run_until_complete(start())
+    llm = make_async_engine(random_model, loop, max_num_seqs=16, enable_prefix_caching=True)
     yield llm
     llm.shutdown()
 

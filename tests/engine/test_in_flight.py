@@ -22,7 +22,7 @@ from nemo_specrl.engine.outputs import rollout_info
 from nemo_specrl.engine.vllm.compat import made_so_far
 from nemo_specrl.engine.vllm.refit import RefitExtension
 from nemo_specrl.errors import ConfigError
-from tests.conftest import weights_of
+from tests.conftest import make_async_engine, weights_of
 from tests.engine.test_async_engine import ClaimingCache
 from tests.support.engines import DRAFTS, LOSSLESS, VOCABULARY, chi_squared, draft, sampling
 
@@ -59,27 +59,15 @@ def policies(random_model, tmp_path_factory):
 
 
 def start_engine(model, loop, **options):
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    arguments = AsyncEngineArgs(
-        model=str(model),
-        dtype="float32",
-        max_model_len=192,
+    return make_async_engine(
+        model,
+        loop,
         max_num_seqs=32,
         max_num_batched_tokens=128,
         long_prefill_token_threshold=32,  # a prompt takes several steps
-        block_size=32,
-        enforce_eager=True,
         enable_prefix_caching=True,
-        disable_log_stats=True,
         **options,
     )
-
-    async def start():
-        return AsyncLLM.from_engine_args(arguments)
-
-    return loop.run_until_complete(start())
 
 
 @pytest.fixture(scope="module")

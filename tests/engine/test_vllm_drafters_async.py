@@ -12,7 +12,7 @@ from nemo_specrl import Finish, Rollout, SpecRLConfig, prompt_key
 from nemo_specrl.engine.async_engine import AsyncSpeculativeLLM
 from nemo_specrl.engine.outputs import rollout_info
 from nemo_specrl.errors import ConfigError
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, make_async_engine
 from tests.engine.test_async_engine import ClaimingCache
 from tests.support.engines import PROMPT, VOCABULARY, chi_squared, needs_drafters, sampling
 
@@ -45,19 +45,12 @@ def installed(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def async_llm(random_model, installed, loop):
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    arguments = AsyncEngineArgs(
-        model=str(random_model),
-        dtype="float32",
-        max_model_len=192,
+    llm = make_async_engine(
+        random_model,
+        loop,
         max_num_seqs=64,
         max_num_batched_tokens=64 * 192,
-        block_size=32,
-        enforce_eager=True,
         max_logprobs=VOCABULARY,
-        disable_log_stats=True,
         speculative_config={
             "method": "ngram",
             "prompt_lookup_min": 1,
@@ -65,11 +58,6 @@ def async_llm(random_model, installed, loop):
             "num_speculative_tokens": 3,
         },
     )
-
-    async def start():
-        return AsyncLLM.from_engine_args(arguments)
-
-    llm = loop.run_until_complete(start())
     sys.modules.pop("llvmlite.binding.ffi", None)  # as in test_drafters
     yield llm
     llm.shutdown()

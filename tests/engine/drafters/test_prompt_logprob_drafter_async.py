@@ -8,6 +8,7 @@ import pytest
 from nemo_specrl import Finish, SpecRLConfig
 from nemo_specrl.engine.async_engine import AsyncSpeculativeLLM
 from nemo_specrl.engine.outputs import rollout_info
+from tests.conftest import make_async_engine
 from tests.engine.test_async_engine import ClaimingCache
 from tests.support.engines import PROMPT, VOCABULARY, chi_squared, sampling
 
@@ -20,26 +21,14 @@ ERROR_RATE = 1e-4
 
 @pytest.fixture(scope="module")
 def async_llm(random_model, loop):
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    arguments = AsyncEngineArgs(
-        model=str(random_model),
-        dtype="float32",
-        max_model_len=192,
+    llm = make_async_engine(
+        random_model,
+        loop,
         max_num_seqs=64,
         max_num_batched_tokens=64 * 192,
-        block_size=32,
-        enforce_eager=True,
         max_logprobs=VOCABULARY,
         logprobs_mode="processed_logprobs",
-        disable_log_stats=True,
     )
-
-    async def start():
-        return AsyncLLM.from_engine_args(arguments)
-
-    llm = loop.run_until_complete(start())
     yield llm
     llm.shutdown()
 

@@ -196,3 +196,17 @@ def assert_drafts_follow_the_history(job, calls):
     for drafted, (_, record) in zip(rows.values(), sorted(steps.items()), strict=True):
         assert record["spec_rl/cache_errors"] == record["spec_rl/refused_drafts"] == 0
         assert record["spec_rl/draft_coverage"] == pytest.approx(sum(drafted) / len(drafted))
+
+
+def check_drafted(steps):
+    """Trees drafted in asynchronous GRPO, in later epochs most; the steps in which rows were made.
+
+    The collector runs ahead: a step may find that all its rows were rolled out already.
+    """
+    for record in steps:
+        assert record["spec_rl/cache_errors"] == record["spec_rl/refused_drafts"] == 0
+        assert record["spec_rl/draft_coverage"] == 0
+    drafted = [record for record in steps if "spec_rl/tree_tokens_per_step" in record]
+    assert all(record["spec_rl/tree_drafted_tokens"] > 0 for record in drafted)
+    assert max(record["spec_rl/tree_tokens_per_step"] for record in drafted) > 1.5
+    return drafted

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.conftest import make_engine
 from tests.support.engines import PROMPT, VOCABULARY
 from tests.support.v2_exactness import BENT_SEEN, bent_sampler, likeliest, p_value, probabilities
 from tests.support.v2_reads import Launches, nothing_read
+from tests.support.v2_workers import forget
 
 K = 3
 ROWS, TOKENS = 24, 5
@@ -30,21 +32,15 @@ def engines():
 
 @pytest.fixture(params=["sync", "async"])
 def llm(request, engines, random_model):
-    from vllm import LLM
-
     from nemo_specrl.engine.vllm import v2_patches
 
     if request.param not in engines:
         v2_patches.install()
-        made = engines[request.param] = LLM(
-            str(random_model),
-            enforce_eager=True,
+        made = engines[request.param] = make_engine(
+            random_model,
             max_model_len=96,
             max_num_seqs=64,
-            dtype="float32",
             skip_tokenizer_init=True,
-            block_size=32,
-            seed=0,
             max_logprobs=VOCABULARY,
             async_scheduling=request.param == "async",
             **v2_patches.speculator_options(K, 8 << 20, adaptive=False),
@@ -57,22 +53,10 @@ def llm(request, engines, random_model):
 
 @pytest.fixture
 def speculator(llm, by_reference):
-    from nemo_specrl.engine.drafters.roots import Roots
     from nemo_specrl.engine.vllm.v2_patches import speculator_of
 
-    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    made = speculator_of(runner)
-    forget(made)
-    made.roots = Roots(8)
-    made.index.take_totals()
-    return made
-
-
-def forget(speculator):
-    """Let go of all responses, those of rows that have just ended among them."""
-    for row in range(64):
-        speculator.index.close_row(row)  # vLLM would with the next step
-    speculator.index.forget()
+    llm.collective_rpc(forget)
+    return speculator_of(llm.llm_engine.model_executor.driver_worker.worker.model_runner)
 
 
 def generate(llm, rows, *, history=(), prompt=PROMPT, identity=0, extra=True, **options):
@@ -152,7 +136,7 @@ def test_exact(llm, speculator, random_model, drafts, monkeypatch):
 
     assert tested() > 1e-3
     if drafts in ("unlikely", "foreign", "siblings"):
-        forget(speculator)
+        llm.collective_rpc(forget)
         with bent_sampler(llm.collective_rpc):
             assert tested() < BENT_SEEN
 
