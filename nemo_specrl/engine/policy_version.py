@@ -171,8 +171,8 @@ class TokenVersions:
             tokens: number of tokens of the response.
             policy_version: where nothing was noted.
         """
-        versions = self.of(max(tokens, 1), policy_version)
-        return int(versions[-1])
+        made = [version for start, version in self._runs if start < max(tokens, 1)]
+        return made[-1] if made else policy_version
 
 
 def one_adapter(lora_request: Any, prompts: int) -> Any:

@@ -73,9 +73,10 @@ def comparison(plain_dir: Path, speculative_dir: Path) -> dict[str, Any]:
         for side, rows, folder in zip(SIDES, runs, (plain_dir, speculative_dir), strict=True)
     }
     compare["replayed_steps"] = [
-        i for i, rows in enumerate(zip(*runs, strict=True), start=1)
+        step
+        for step, rows in enumerate(zip(*runs, strict=True), start=1)
         if any(row.get(metric.REPLAYED_ROWS) for row in rows)
-    ]  # fmt: skip
+    ]
     warm = [i for i, row in enumerate(runs[0]) if row[metric.EPOCH] >= WARM_EPOCH]
     measured = timed(compare)
     compare["ratio"] = {

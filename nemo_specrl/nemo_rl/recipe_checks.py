@@ -9,7 +9,6 @@ from typing import Any
 
 from nemo_specrl.config import SpecRLConfig
 from nemo_specrl.engine.drafters.method import drafting_method, is_vllm_plugin
-from nemo_specrl.engine.vllm.compat import version_numbers
 from nemo_specrl.engine.vllm.environment import V2_USE, Engines, asks_for_v2, why_not_v2
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.nemo_rl import compat
@@ -20,6 +19,7 @@ BLOCK = "policy.generation.spec_rl"
 DISTILLATION = "distillation"
 """The name of the block of the algorithm that learns from a teacher's log-probs, not rewards."""
 OLDEST_IN_FLIGHT = (0, 25)
+"""The oldest vLLM in which rows keep all their tokens at a refit in flight."""
 RAW_TOP_K = (None, -1, 0)
 SPARSE_REFITS = ("vllm_s3_sparse", "vllm_zmq_sparse")
 """Refits that reach an engine through a server in a thread of the worker, and none of its methods
@@ -343,9 +343,8 @@ def _refused_in_flight(
         f"policies; {off}",
     )
     known = engines or compat.engines_of(master_config.policy["generation"])
-    numbers = version_numbers(known.version) if known.version else None
     yield (
-        numbers is not None and numbers < OLDEST_IN_FLIGHT,
+        known.before(OLDEST_IN_FLIGHT),
         f"{name}: has not been run on vLLM {known.version}, which may lose a token of each row "
         f"that is running at a refit; {off}",
     )

@@ -111,6 +111,11 @@ class Engines:
         drafts = numbers is None or numbers >= FIRST_WITH_DRAFTERS
         return cls(version, False, drafts, drafts, v2_wanted(environment), False)
 
+    def before(self, version: tuple[int, ...]) -> bool:
+        """Whether their vLLM is older than a version; False where it is not known."""
+        numbers = version_numbers(self.version) if self.version else None
+        return numbers is not None and numbers < version
+
 
 def local_cpu_environment() -> None:
     """Set the environment of a small in-process CPU engine. Call it before importing vLLM.
@@ -252,7 +257,7 @@ def why_not_v2(engines: Engines, model: Mapping[str, Any]) -> str | None:
         engines: that would run V2 for other models.
         model: the model's configuration, as in its config.json.
     """
-    if not _before(FIRST_WITH_STATE_OF_DRAFTS, engines):
+    if not engines.before(FIRST_WITH_STATE_OF_DRAFTS):
         return None
     names = _architectures(model)
     attention_alone = set(model.get("layer_types") or ()) == {"attention"}  # granite-4.0-micro
@@ -273,17 +278,12 @@ def asks_for_v2(engines: Engines, model: Mapping[str, Any]) -> bool:
         engines: that would run V2 for other models.
         model: the model's configuration, as in its config.json.
     """
-    if engines.v2_wanted is not None or not _before(FIRST_WITH_V2_FOR_ALL, engines):
+    if engines.v2_wanted is not None or not engines.before(FIRST_WITH_V2_FOR_ALL):
         return False
     whole = model.get("thinker_config") or model  # of Qwen's Omni models
     text = whole.get("text_config") or whole
     experts = any(text.get(key) for key in EXPERTS)
     return experts and not V2_MIXTURES.intersection(_architectures(model))
-
-
-def _before(version: tuple[int, ...], engines: Engines) -> bool:
-    numbers = version_numbers(engines.version) if engines.version else None
-    return numbers is not None and numbers < version
 
 
 def _architectures(model: Mapping[str, Any]) -> list[str]:
