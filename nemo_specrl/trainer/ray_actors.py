@@ -87,9 +87,11 @@ def _answers(address: str) -> bool:
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if not (host and port.isdecimal()):
         return True
+    if int(port) >= 2**16:  # the C library's look-up of a name would cut it to 16 bits
+        return False
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
-    except (OSError, OverflowError):  # OverflowError: the port number is too large
+    except OSError:
         return False
     return True
 

@@ -62,7 +62,7 @@ def test_a_prompt_that_is_read_outlives_those_that_are_not(tmp_path):
 @pytest.mark.parametrize(
     ("cap", "lengths", "written"),
     [
-        (MIB, [0, 10, 30], MIB // 3),
+        (MIB, [0, 10, 30], MIB // 2),
         (MIB, [10, 700, 5000], 5 * MIB),
         (2 * MIB, [60_000, 100_000], 10 * MIB),
         (2 * MIB, [680], 10 * MIB),
