@@ -20,6 +20,10 @@ from nemo_specrl.engine.vllm.environment import local_cpu_environment
 REPOSITORY = Path(__file__).parent.parent
 SHIPPED_MODEL = REPOSITORY / "examples" / "models" / "qwen3-arith"
 
+# Of 32 tokens each, at most some MB for these models. vLLM's CPU engines would take a GiB each, and
+# engines of the session are given back at its end alone.
+KV_BLOCKS = {"block_size": 32, "num_gpu_blocks_override": 1024}
+
 local_cpu_environment()
 # Engines in other processes are sent functions, as by NeMo-RL's workers, which set this too. The
 # first engine of a process makes vLLM keep its environment's values, so no later place will do.
@@ -115,7 +119,7 @@ def make_engine(model, **arguments):
         "dtype": "float32",
         "max_model_len": 192,
         "max_num_batched_tokens": 2048,
-        "block_size": 32,
+        **KV_BLOCKS,
         "enforce_eager": True,
         "seed": 0,
         "disable_log_stats": True,
@@ -132,7 +136,7 @@ def make_async_engine(model, loop, **arguments):
     usual = {
         "dtype": "float32",
         "max_model_len": 192,
-        "block_size": 32,
+        **KV_BLOCKS,
         "enforce_eager": True,
         "disable_log_stats": True,
     }

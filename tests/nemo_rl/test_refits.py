@@ -27,7 +27,6 @@ ENGINE = {
     "dtype": "float32",
     "max_model_len": 192,
     "max_num_seqs": 8,
-    "block_size": 32,
     "enforce_eager": True,
     "disable_log_stats": True,
     "worker_extension_cls": f"{__name__}.FileEngine",

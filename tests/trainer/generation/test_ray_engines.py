@@ -13,6 +13,7 @@ from nemo_specrl.trainer.generation.ray_engines import RayEngines
 from nemo_specrl.trainer.policy import Sample
 from nemo_specrl.trainer.policy.torch.policy import TorchPolicy
 from nemo_specrl.trainer.policy_config import ColocatedConfig
+from tests.conftest import KV_BLOCKS
 from tests.support.trainer.ranks import samples, wait_until_gone
 from tests.trainer.policy.test_torch import recipe_of
 from tests.trainer.test_training import start, train, wait_for_steps
@@ -29,7 +30,7 @@ def engines_of(model, folder, **spec_rl):
         "max_new_tokens": 24,
         "stop_token_ids": [2],
         "vllm_cfg": {"max_model_len": 64},
-        "vllm_kwargs": {"max_num_seqs": 8, "block_size": 32},
+        "vllm_kwargs": {"max_num_seqs": 8, **KV_BLOCKS},
         "spec_rl": {
             "enabled": True,
             "cache": {"max_bytes_per_node": 2**22, "deadline_ms": 60_000},

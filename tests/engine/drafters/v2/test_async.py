@@ -18,7 +18,7 @@ from nemo_specrl import (
 )
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.errors import ConfigError
-from tests.conftest import DictCache
+from tests.conftest import KV_BLOCKS, DictCache
 from tests.engine.test_async_engine import ClaimingCache
 from tests.support.engines import PROMPT, VOCABULARY
 from tests.support.v2_exactness import BENT_SEEN, bent_sampler, likeliest, p_value, probabilities
@@ -42,7 +42,7 @@ def arguments(folder, scheduling):
         "max_model_len": 96,
         "max_num_seqs": 16,
         "dtype": "float32",
-        "block_size": 32,
+        **KV_BLOCKS,
         "seed": 0,
         "max_logprobs": VOCABULARY,
         "disable_log_stats": True,

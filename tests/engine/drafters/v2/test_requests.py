@@ -5,7 +5,7 @@ import json
 import pytest
 
 from nemo_specrl import SpecRLConfig, engine_options, send_histories
-from tests.conftest import SHIPPED_MODEL
+from tests.conftest import KV_BLOCKS, SHIPPED_MODEL
 from tests.support.engines import PROMPT, VOCABULARY
 from tests.support.v2_workers import forget, seen
 
@@ -62,7 +62,7 @@ def both(folder, **options):
         "max_model_len": 96,
         "max_num_seqs": 8,
         "dtype": "float32",
-        "block_size": 32,
+        **KV_BLOCKS,
         "seed": 0,
         "max_logprobs": VOCABULARY,
         **options,

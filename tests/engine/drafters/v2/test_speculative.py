@@ -6,7 +6,7 @@ Drafts are made by the numpy reference, as in ``test_engine``.
 import pytest
 
 from nemo_specrl import SpecRLConfig
-from tests.conftest import DictCache
+from tests.conftest import KV_BLOCKS, DictCache
 from tests.support.engines import PROMPT, VOCABULARY
 
 LENGTHS = [0, 2, 3, 4]
@@ -29,7 +29,7 @@ def make_llm(folder, **options):
         max_num_seqs=MAX_ROWS,
         dtype="float32",
         skip_tokenizer_init=True,
-        block_size=32,
+        **KV_BLOCKS,
         seed=0,
         max_logprobs=VOCABULARY,
         **options,
