@@ -3,12 +3,15 @@ r"""What the V2 drafter drafts from: siblings, earlier epochs, other prompts; to
     .venv/bin/python -m benchmarks.rollout.v2_corpus --json benchmarks/results/v2_corpus.json
     .venv/bin/python -m benchmarks.rollout.v2_corpus --json benchmarks/results/v2_language.json \\
         --tasks word-problems --temperatures 0.4 0.6 0.8 1.0 1.2 --lengths 3 5 11
+    .venv/bin/python -m benchmarks.rollout.v2_corpus --trees --temperatures 0.6 1.0 1.5 1.7 \\
+        --lengths 3 8 24 --prompts 8 --json benchmarks/results/v2_trees.json
 
 Plain decoding of a model's own task makes responses, the same weights in every epoch. They are
 replayed in batches through the drafter's index on the host, by the numpy reference, and steps are
 counted. In the first epoch without the corpus, only a prompt's own siblings draft. Without history,
-prompts are new ones in every epoch, as where days lie between two epochs. Needs no Triton:
-importing the kernels is avoided.
+prompts are new ones in every epoch, as where days lie between two epochs. With ``--trees``, each
+prompt's index stands beside the C tree of the V1 proposer instead, on the same responses. Needs no
+Triton: importing the kernels is avoided.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import argparse
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +119,24 @@ def replay(
     return found
 
 
+def beside_trees(made: Any, length: int) -> dict[str, list[float]]:
+    """Tokens a step, by epoch, of each prompt's index, and of its tree with as long drafts."""
+    from tests.support.v2_drafting import steps_with_index, steps_with_trees
+
+    vocabulary = 1 + max(t for prompts in made for group in prompts for r in group for t in r)
+    found: dict[str, list[float]] = {"index": [], "trees": []}
+    for epoch, prompts in enumerate(made):
+        steps = {name: 0 for name in found}
+        for prompt, group in enumerate(prompts):
+            history = [r for earlier in made[:epoch] for r in earlier[prompt]]
+            steps["index"] += steps_with_index(group, history, length, vocabulary)
+            steps["trees"] += steps_with_trees(group, history, length)
+        tokens = sum(len(r) for group in prompts for r in group)
+        for name in found:
+            found[name].append(tokens / steps[name])
+    return found
+
+
 def without_triton() -> None:
     """Have the numpy reference stand where the index launches kernels."""
     name = "nemo_specrl.engine.drafters.v2.kernels"
@@ -164,6 +186,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--prompts-at-once", type=int, default=4)
     parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--trees", action="store_true", help="beside the trees of the V1 proposer")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="draw the rows of --json instead of measuring")
     args = parser.parse_args()
@@ -177,22 +200,28 @@ def main() -> None:
         measured = responses(task, args.temperatures, args.prompts, args.epochs)
         for temperature, (made, p) in zip(args.temperatures, measured, strict=True):
             for length in args.lengths:
-                place = {"length": length, "prompts_at_once": args.prompts_at_once}
-                for history in (True, False):
-                    for corpus in (False, True):
-                        found = replay(made, history=history, corpus=corpus, **place)
-                        rows.append(
-                            {"task": task, "temperature": temperature, "mean_p": p, **place}
-                            | {"history": history, "corpus": corpus, "tokens_per_step": found}
-                        )
-                        cells = " | ".join(f"{value:.2f}" for value in found)
-                        print(
-                            f"| {task}, {p:.3f} | {length} | {history} | {corpus} | {cells} |",
-                            flush=True,
-                        )
+                of = {"task": task, "temperature": temperature, "mean_p": p, "length": length}
+                ways = (
+                    [beside_trees(made, length)]
+                    if args.trees
+                    else with_and_without(made, length, args)
+                )
+                for found in ways:
+                    rows.append(of | found)
+                    print(rows[-1], flush=True)
     if args.json:
-        keys = ("task", "temperature", "length", "prompts_at_once", "history", "corpus")
-        merged(args.json, rows, keys)
+        keys = ("task", "temperature", "length")
+        others = () if args.trees else ("prompts_at_once", "history", "corpus")
+        merged(args.json, rows, keys + others)
+
+
+def with_and_without(made: Any, length: int, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """What ``replay`` finds, with and without history and corpus."""
+    for history in (True, False):
+        for corpus in (False, True):
+            place = {"prompts_at_once": args.prompts_at_once, "history": history, "corpus": corpus}
+            found = replay(made, length=length, **place)
+            yield place | {"tokens_per_step": found}
 
 
 if __name__ == "__main__":
