@@ -124,6 +124,8 @@ class Comparison:
             f"grpo.num_generations_per_prompt={group}",
             f"policy.train_global_batch_size={group}",
             f"policy.generation.vllm_kwargs.max_num_seqs={sequences}",
+            # Of 32 tokens each: 512 a row. Engines of all arms share the machine's memory.
+            f"policy.generation.vllm_kwargs.num_gpu_blocks_override={max(1024, 16 * sequences)}",
         )
         self._recording, self._sequences = recording, sequences
         self.arms: dict[str, Arm] = {}
