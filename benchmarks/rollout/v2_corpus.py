@@ -5,13 +5,16 @@ r"""What the V2 drafter drafts from: siblings, earlier epochs, other prompts; to
         --tasks word-problems --temperatures 0.4 0.6 0.8 1.0 1.2 --lengths 3 5 11
     .venv/bin/python -m benchmarks.rollout.v2_corpus --trees --temperatures 0.6 1.0 1.5 1.7 \\
         --lengths 3 8 24 --prompts 8 --json benchmarks/results/v2_trees.json
+    .venv/bin/python -m benchmarks.rollout.v2_corpus --newest 4 16 64 128 --epochs 33 \\
+        --lengths 5 11 --prompts 8 --json benchmarks/results/v2_history.json
 
 Plain decoding of a model's own task makes responses, the same weights in every epoch. They are
 replayed in batches through the drafter's index on the host, by the numpy reference, and steps are
 counted. In the first epoch without the corpus, only a prompt's own siblings draft. Without history,
 prompts are new ones in every epoch, as where days lie between two epochs. With ``--trees``, each
-prompt's index stands beside the C tree of the V1 proposer instead, on the same responses. Needs no
-Triton: importing the kernels is avoided.
+prompt's index stands beside the C tree of the V1 proposer instead, on the same responses. With
+``--newest``, the last epoch drafts from so many of a prompt's newest responses, by these trees.
+Needs no Triton: importing the kernels is avoided.
 """
 
 from __future__ import annotations
@@ -137,6 +140,19 @@ def beside_trees(made: Any, length: int) -> dict[str, list[float]]:
     return found
 
 
+def by_history(made: Any, length: int, newest: list[int]) -> dict[str, list[float]]:
+    """Tokens a step of the last epoch, with so many earlier responses in a prompt's tree."""
+    from tests.support.v2_drafting import steps_with_trees
+
+    steps = [0] * len(newest)
+    for prompt, group in enumerate(made[-1]):
+        history = [r for earlier in made[:-1] for r in earlier[prompt]]
+        for i, count in enumerate(newest):
+            steps[i] += steps_with_trees(group, history[-count:], length)
+    tokens = sum(len(r) for group in made[-1] for r in group)
+    return {"newest": newest, "tokens_per_step": [tokens / n for n in steps]}
+
+
 def without_triton() -> None:
     """Have the numpy reference stand where the index launches kernels."""
     name = "nemo_specrl.engine.drafters.v2.kernels"
@@ -187,6 +203,7 @@ def main() -> None:
     parser.add_argument("--prompts-at-once", type=int, default=4)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--trees", action="store_true", help="beside the trees of the V1 proposer")
+    parser.add_argument("--newest", nargs="+", type=int, help="earlier responses to draft from")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="draw the rows of --json instead of measuring")
     args = parser.parse_args()
@@ -201,22 +218,23 @@ def main() -> None:
         for temperature, (made, p) in zip(args.temperatures, measured, strict=True):
             for length in args.lengths:
                 of = {"task": task, "temperature": temperature, "mean_p": p, "length": length}
-                ways = (
-                    [beside_trees(made, length)]
-                    if args.trees
-                    else with_and_without(made, length, args)
-                )
-                for found in ways:
+                for found in measured_ways(made, length, args):
                     rows.append(of | found)
                     print(rows[-1], flush=True)
     if args.json:
         keys = ("task", "temperature", "length")
-        others = () if args.trees else ("prompts_at_once", "history", "corpus")
-        merged(args.json, rows, keys + others)
+        others = ("prompts_at_once", "history", "corpus")
+        merged(args.json, rows, keys if args.trees or args.newest else keys + others)
 
 
-def with_and_without(made: Any, length: int, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """What ``replay`` finds, with and without history and corpus."""
+def measured_ways(made: Any, length: int, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """What is asked for of one task, temperature and length."""
+    if args.trees:
+        yield beside_trees(made, length)
+        return
+    if args.newest:
+        yield by_history(made, length, args.newest)
+        return
     for history in (True, False):
         for corpus in (False, True):
             place = {"prompts_at_once": args.prompts_at_once, "history": history, "corpus": corpus}

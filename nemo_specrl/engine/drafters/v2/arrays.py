@@ -20,8 +20,10 @@ __all__ = ["CORPUS", "LINKS", "PROMPTS", "ROW", "STOPS", "DeviceArrays"]
 
 logger = logging.getLogger(__name__)
 
-PAGES_OF_PROMPT = 1024
-"""Pages of a prompt at most: 262,144 tokens. A row that searches them reads a mebibyte."""
+PAGES_OF_PROMPT = 8192
+"""Pages of a prompt at most: 2,097,152 tokens, of which a row that searches them reads 8 MiB."""
+PAGES_SEARCHED = 2**19
+"""Pages that up to 256 rows search in a step at most: 512 MiB, which an H100 reads in 160 us."""
 PROMPTS = 4096
 """Prompts at most."""
 CORPUS = 256
@@ -46,6 +48,7 @@ class DeviceArrays:
         chances: table of chances (:data:`~nemo_specrl.speculation.suffix_tree.CHANCES`).
 
     Attributes:
+        pages_of_prompt: pages of a prompt at most; the more, the fewer rows there are at once.
         pool: tokens of pages, int32 ``[pages, PAGE]``.
         links: see ``reference``, int32 ``[pages, 3]``.
         table: pages of prompts, int32 ``[slots, pages of a prompt]``.
@@ -70,6 +73,7 @@ class DeviceArrays:
         self.device, self.max_rows = torch.device(device), max_rows
         self.length, self.max_model_len = length, max_model_len
         self.pages_of_row = -(-(max_model_len + 1) // PAGE)
+        self.pages_of_prompt = min(PAGES_OF_PROMPT, PAGES_SEARCHED // min(max_rows, 256))
         self.launches = 0
         # The interpreter, on a CPU, takes a time for each operation, of whatever size.
         self.tile = 4 if self.device.type != "cpu" else 32
@@ -85,7 +89,7 @@ class DeviceArrays:
             pages = self._pages_within(max_bytes)
             sizes = [
                 pages * LINKS,
-                min(PROMPTS, pages) * self._listed_at_most(pages),
+                self._slots(pages) * self._listed_at_most(pages),
                 self.max_rows * ROW,
                 self.max_rows * self.pages_of_row,
                 CORPUS,
@@ -110,7 +114,11 @@ class DeviceArrays:
         self.rows[:, COUNTERS:] = 0
 
     def _listed_at_most(self, pages: int) -> int:
-        return min(PAGES_OF_PROMPT, 2 * pages)
+        return min(self.pages_of_prompt, 2 * pages)
+
+    def _slots(self, pages: int) -> int:
+        """Prompts at most: 64, or as many as have lists of a sixteenth of the memory of pages."""
+        return min(PROMPTS, pages, max(64, 16 * pages // max(1, self._listed_at_most(pages))))
 
     def _pages_within(self, max_bytes: int) -> int:
         """Pages for which there is memory beside the arrays of rows and lists."""
@@ -121,7 +129,7 @@ class DeviceArrays:
         least, most = 0, int(most)
         while least < most:  # the lists grow with the pages
             pages = (least + most + 1) // 2
-            lists = 4 * min(PROMPTS, pages) * self._listed_at_most(pages)
+            lists = 4 * self._slots(pages) * self._listed_at_most(pages)
             if of_rows + pages * of_page + lists <= max_bytes:
                 least = pages
             else:

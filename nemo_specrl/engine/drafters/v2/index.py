@@ -33,8 +33,6 @@ from nemo_specrl.engine.drafters.v2.reference import EMPTY, PAGE, START
 
 __all__ = ["DeviceIndex"]
 
-PAGES_OF_HISTORY = 768
-"""Pages of a prompt at most for earlier responses; the newest are taken."""
 BEHIND = 1
 _NO_MORE = 2**40
 """In place of a number of pages: the row gets no further ones."""
@@ -113,6 +111,8 @@ class DeviceIndex(DeviceArrays):
         self._rows: dict[int, _Row] = {}
         self._pages_of = np.full(max_rows, _NO_MORE)  # of rows
         self._starts = np.zeros(max_rows, np.int64)
+        # Pages of a prompt at most for earlier responses, of which the newest are taken.
+        self._history = min(self.pages_of_prompt * 3 // 4, self.table.shape[1])
         self._responses = 0
         self._shared = 0  # pages that have come into the corpus
         self._places: dict[int, int] = {}  # pages of the corpus: where they are in it
@@ -212,7 +212,7 @@ class DeviceIndex(DeviceArrays):
         if prompt is not None and not prompt.rows and history:
             # Its pages are used up by rows that ended: begin anew from what the cache has.
             more = sum(-(-(len(tokens) // 4 + 1) // PAGE) for _, tokens in history)
-            if len(prompt.listed) + more > PAGES_OF_HISTORY:
+            if len(prompt.listed) + more > self._history:
                 self._evict(key)
                 prompt = None
         if prompt is None:
@@ -229,7 +229,7 @@ class DeviceIndex(DeviceArrays):
 
     def _write_history(self, prompt: _Prompt, history: Sequence[tuple[int, bytes]]) -> None:
         """Write the newest responses that fit, and keep their order."""
-        room = min(PAGES_OF_HISTORY, self.table.shape[1]) - len(prompt.listed)
+        room = self._history - len(prompt.listed)
         taken: list[tuple[int, npt.NDArray[np.int32]]] = []
         for identity, data in reversed(history):
             tokens = np.frombuffer(data, np.int32)

@@ -112,6 +112,19 @@ def test_preempted_row_begins_anew(make_rows):
     assert held(rows) == [[1, 2, 3, 4]]
 
 
+@pytest.mark.parametrize(("rows", "left_out"), [(64, 0), (256, 2), (1024, 2)])
+def test_a_prompt_may_have_more_the_fewer_rows_there_are(make_rows, rows, left_out):
+    """130 earlier responses of 3,070 tokens; 256 rows may search 384 Ki tokens of them each."""
+    from tests.support.v2_drafting import as_bytes
+
+    sent = [(i, as_bytes([i % 40] * 3070)) for i in range(130)]
+    index = make_rows(rows=rows, longest=3071, max_bytes=128 << 20).index
+    assert index.add_history(b"a", sent) == 130 - left_out
+    assert index.counts.responses == left_out
+    (prompt,) = index._prompts.values()
+    assert sorted(prompt.responses) == list(range(left_out, 130))  # the newest
+
+
 @pytest.mark.parametrize("max_bytes", [0, 1000, 30_000, 60_000, 200_000])
 def test_memory_bound(make_rows, max_bytes):
     """Prompts without rows make room, then rows do without; nothing is an error."""
