@@ -4,7 +4,8 @@
 
 Prints the tables of docs/reference/v2_drafting.md: steps of Qwen3-8B on one H100 and of Qwen3-32B
 on four, by rows and tokens drafted by each, and the best number of tokens at several chances that a
-drafted token is accepted if those before it are. The costs are those by which engines choose
+drafted token is accepted if those before it are; and a batch from its first step to its last row,
+whose lengths have a heavy tail. The costs are those by which engines choose
 (``nemo_specrl.speculation.uniform_length``); what ranks send each other is not in them.
 """
 
@@ -27,6 +28,11 @@ CONTEXT = 3000
 """Tokens of prompt and response of a row."""
 ROWS = (1, 8, 16, 32, 64, 128, 256)
 CHANCES = (0.5, 0.7, 0.85, 0.95)
+MEAN_LENGTH, LONGEST, SPREAD = 4000, 16_384, 0.64
+"""Tokens of the responses of a batch: log-normal, with this standard deviation of the logarithm, as
+in ``simulate_8b.py`` those between prompts and within groups together."""
+TAIL = 0.1
+"""Of a batch's rows, the last ones."""
 MAX_DRAFTED = 883
 """Draft tokens of a step for whose logits there is memory, with 151,936 tokens (``v2_patches``)."""
 SHARED = {
@@ -73,6 +79,42 @@ def gain(costs: StepCosts, rows: int, chance: float) -> str:
     return f"{length}: {tokens * plain / drafted:.2f}"
 
 
+def batch(costs: StepCosts, chance: float, by_rows: list[int]) -> tuple[float, float]:
+    """Seconds of a batch of the most rows, and those in which only its last rows are left.
+
+    Args:
+        costs: of steps.
+        chance: that a drafted token is accepted if those before it are.
+        by_rows: tokens that each row drafts, by the rows of a step.
+    """
+    drawn = np.random.default_rng(8).lognormal(0, SPREAD, max(ROWS))
+    left = np.minimum(MEAN_LENGTH * drawn / drawn.mean(), LONGEST)
+    gains = expected_tokens(np.full(LENGTHS[-1], chance))
+    total = tail = 0.0
+    while rows := int((left > 0).sum()):
+        seconds = float(costs.seconds(rows, by_rows[rows], CONTEXT))
+        total += seconds
+        tail += seconds * (rows <= TAIL * max(ROWS))
+        left -= gains[by_rows[rows]]
+    return total, tail
+
+
+def print_batches() -> None:
+    """Batches without drafts, with the length of the first step throughout, and by rows."""
+    head = ["", "chance", "no drafts, s", "one length, s", "by rows, s"]
+    head += ["of it the tail: no drafts, s", "one length, s", "by rows, s"]
+    print("| " + " | ".join(head) + " |")
+    print("|---" * len(head) + "|")
+    for title, (config, ranks) in MODELS.items():
+        costs = costs_of(config, GPUS["H100"], ranks, weight_bytes=2, kv_bytes=2)
+        for chance in CHANCES:
+            table = Known(costs, chance).table(CONTEXT)
+            choices = ([length] * len(table) for length in (0, table[-1]))
+            found = [batch(costs, chance, by_rows) for by_rows in (*choices, table)]
+            cells = [f"{total:.0f}" for total, _ in found] + [f"{tail:.0f}" for _, tail in found]
+            print("| " + " | ".join([title, str(chance), *cells]) + " |")
+
+
 def print_table(title: str, costs: StepCosts) -> None:
     print(
         f"{title}: {costs.weight_bytes / 1e9:.1f} GB of weights and {costs.token_flops / 1e9:.1f}"
@@ -93,6 +135,7 @@ def print_table(title: str, costs: StepCosts) -> None:
 def main() -> None:
     for title, (config, ranks) in MODELS.items():
         print_table(title, costs_of(config, GPUS["H100"], ranks, weight_bytes=2, kv_bytes=2))
+    print_batches()
 
 
 if __name__ == "__main__":
