@@ -7,6 +7,7 @@ Modules, each of which imports only from those below it::
     hooks                        wraps the methods of policy, logger and checkpoint manager
     generation                   the driver's side: identities of rows, balance (a VllmGeneration)
     sync_worker, async_worker    the engine's side: SpeculativeLLM in place of vllm.LLM
+    engine_calls                 calls of all engines' workers, and how long a step waits for them
     look_ahead                   the prompts of the next batch, for run-ahead
     metrics_log                  the steps of a run in the plug-in's own log
     drift_monitor                feeds the drift monitor with the rows of each step

@@ -36,6 +36,7 @@ from nemo_specrl.nemo_rl.context import (
     RunContext,
     current_run,
 )
+from nemo_specrl.nemo_rl.engine_calls import EngineCalls, seconds_left, step_end
 from nemo_specrl.nemo_rl.metrics import counts, times
 from nemo_specrl.nemo_rl.recipe_checks import check_elsewhere
 from nemo_specrl.nemo_rl.rollout_metadata import RolloutMetadata, SequenceKey
@@ -49,8 +50,6 @@ from nemo_specrl.speculation.draft_selection import (
 __all__ = ["SpecVllmGeneration", "validating"]
 
 PACKAGE = "nemo_specrl.nemo_rl"
-ANSWER_SECONDS = 60.0
-"""For an engine's worker to answer between two steps, when it has nothing else to do."""
 ATTACH_SECONDS = 600.0
 """For a worker whose engine has just started to open its part of the cache."""
 STANDING_STEPS = 3
@@ -96,6 +95,7 @@ class SpecVllmGeneration(VllmGeneration):
         try:
             with compat.substituted_workers(self.worker_classes):
                 super().__init__(cluster, config, **kwargs)
+            self._engines = EngineCalls(self.worker_group)
             if self.cache is not None:
                 self._attach(self.cache, policy_version)
         except BaseException:
@@ -105,7 +105,7 @@ class SpecVllmGeneration(VllmGeneration):
 
     def _attach(self, cache: ClusterCache, policy_version: int) -> None:
         """Have all engines draft from the cache."""
-        nodes = self._tell_workers(
+        nodes = self._engines.tell(
             "spec_rl_attach",
             within_s=ATTACH_SECONDS,
             cache=cache,
@@ -168,11 +168,12 @@ class SpecVllmGeneration(VllmGeneration):
     def take_metrics(self) -> tuple[dict[str, float], dict[str, float]] | None:
         """Return the engines' counts and seconds since the last call; None after a shutdown.
 
-        What is not known in time is not returned.
+        What engines answer too late comes with a later step, and of the cache the last known state.
         """
         if self.cache is None:
             return ({metric.CACHE_NODES: 0.0}, {}) if self._lacks_cache else None
-        taken = [m for m in self._ask_for("spec_rl_take_metrics") if m is not None]
+        until = step_end()
+        taken = [m for m in self._engines.ask("spec_rl_take_metrics", until) if m is not None]
         total = sum(taken, EngineMetrics())
         total.cache_errors += self.cache.take_failures()
         # Engines run concurrently; so do the rows of asynchronous ones.
@@ -185,14 +186,15 @@ class SpecVllmGeneration(VllmGeneration):
             timed["spec_rl_heldout_decoding"] = self._heldout_s
             counted[metric.ENGINE_HELDOUT_TOKENS] = float(self._heldout_tokens)
         self._start_counting()
-        versions = self._ask_for("spec_rl_policy_version")
+        versions = self._engines.ask("spec_rl_policy_version", until)
         if versions:  # else all engines are late, and the step goes on
-            self._note_version(int(versions[0]))
+            self._note_version(min(versions))
         with contextlib.suppress(CacheError):  # what is not known is not logged
-            health = self.cache.health()
+            health = self.cache.health(seconds_left(until))
             counted[metric.CACHE_NODES] = float(health.nodes)
             counted[metric.CACHE_MISSING_COPIES] = float(health.missing)
-        return counted | store_metrics(self.cache.stats().values()), timed
+        stores = self.cache.stats(seconds_left(until)).values()
+        return counted | store_metrics(stores), timed
 
     def _start_counting(self) -> None:
         """Begin the driver's own counts, in seconds, anew. Copies in other actors keep theirs."""
@@ -215,7 +217,7 @@ class SpecVllmGeneration(VllmGeneration):
 
     def take_records(self) -> list[tuple[SequenceKey, RolloutMetadata]]:
         """Collect from the workers the records of the rollouts made since the last call."""
-        taken = self._ask_for("spec_rl_take_records")
+        taken = self._engines.ask("spec_rl_take_records")
         return [record for records in taken for record in records]
 
     def save_cache(self, folder: Path) -> None:
@@ -230,12 +232,15 @@ class SpecVllmGeneration(VllmGeneration):
     def set_fresh_fraction(self, fresh_fraction: float) -> None:
         """Have another share of the rows decoded without a draft, from the next batch on."""
         self.fresh_fraction = max(fresh_fraction, self._run.spec_rl.effective_fresh_fraction)
-        self._ask_for("spec_rl_set_fresh_fraction", fresh_fraction=fresh_fraction)
+        self._engines.ask("spec_rl_set_fresh_fraction", fresh_fraction=fresh_fraction)
 
     @property
     def policy_version(self) -> int:
         """Policy version of the engines' weights: refits since the run first started."""
-        return int(self._tell_workers("spec_rl_policy_version")[0])
+        versions = self._engines.ask("spec_rl_policy_version")
+        if not versions:
+            raise EngineError("the policy version is not known: no engine answers")
+        return int(max(versions))
 
     def shutdown(self) -> bool:
         """Shut the workers down, and close the cache.
@@ -283,7 +288,7 @@ class SpecVllmGeneration(VllmGeneration):
                 fresh_fraction=self.fresh_fraction,
             )
             # The engines are asked, since another copy may have generated the batch before.
-            last = sum(self._ask_for("spec_rl_last_metrics"), EngineMetrics())
+            last = sum(self._engines.ask("spec_rl_last_metrics"), EngineMetrics())
             left = 1 - last.accepted_tokens / max(1, last.draft_tokens)
             drafts = [choice.draft for choice in choices]
         costs = row_costs(keys, cached, drafts, left)
@@ -298,7 +303,7 @@ class SpecVllmGeneration(VllmGeneration):
             return
 
         def queue(batch: list[Any]) -> None:
-            self._call_workers("spec_rl_run_ahead", batch=batch)
+            self._engines.call("spec_rl_run_ahead", batch=batch)
 
         with compat.queued_behind(self.worker_group, queue):
             yield
@@ -326,40 +331,6 @@ class SpecVllmGeneration(VllmGeneration):
             dealt[first] = [self._upcoming[prompt] for prompt in mine]
         return dealt
 
-    def _ask_for(self, method: str, **kwargs: Any) -> list[Any]:
-        """Call a method of every worker that owns an engine, and return what is there in time.
-
-        For what a step can go on without. A worker that is late still does what it was called for.
-        """
-        calls = self._call_workers(method, **kwargs)
-        done, late = ray.wait(calls, num_returns=len(calls), timeout=ANSWER_SECONDS)
-        if late:
-            logger.warning(
-                "%s: no answer from %d of %d engines in %g s; the step goes on without",
-                *(method, len(late), len(calls), ANSWER_SECONDS),
-            )
-        return list(ray.get(done))
-
-    def _tell_workers(
-        self, method: str, *, within_s: float = ANSWER_SECONDS, **kwargs: Any
-    ) -> list[Any]:
-        """Call a method of every worker that owns an engine, and return the results.
-
-        Raises:
-            EngineError: a worker has not answered in time.
-        """
-        try:
-            return list(ray.get(self._call_workers(method, **kwargs), timeout=within_s))
-        except ray.exceptions.GetTimeoutError:
-            raise EngineError(f"{method}: an engine has not answered in {within_s:g} s") from None
-
-    def _call_workers(self, method: str, **kwargs: Any) -> list[Any]:
-        return list(
-            self.worker_group.run_all_workers_single_data(
-                method, run_rank_0_only_axes=["tensor_parallel", "pipeline_parallel"], **kwargs
-            )
-        )
-
 
 @contextmanager
 def validating(everywhere: bool) -> Iterator[None]:
@@ -372,14 +343,14 @@ def validating(everywhere: bool) -> Iterator[None]:
     for generation in generations:
         generation._validating = True
         if everywhere:
-            generation._tell_workers("spec_rl_pause", paused=True)
+            generation._engines.tell("spec_rl_pause", paused=True)
     try:
         yield
     finally:
         for generation in generations:
             generation._validating = False
             if everywhere:
-                generation._tell_workers("spec_rl_pause", paused=False)
+                generation._engines.tell("spec_rl_pause", paused=False)
 
 
 def _open_cache(run: RunContext) -> tuple[ClusterCache | None, int]:

@@ -13,9 +13,13 @@ from types import SimpleNamespace
 import pytest
 
 from nemo_specrl import RolloutStore, prompt_key
+from nemo_specrl.cache.cluster.membership import Health
 from nemo_specrl.engine.load_balance import balanced_order
+from nemo_specrl.engine.metrics import EngineMetrics
+from nemo_specrl.errors import EngineError
 from nemo_specrl.speculation.draft_selection import assign_sample_indices
 from tests.nemo_rl.test_recipes import nemo  # noqa: F401
+from tests.support.cluster.nodes import wait_until
 from tests.support.rollouts import rollout
 
 LENGTHS = {0: 400, 1: 40, 2: 40, 3: 40}
@@ -86,40 +90,105 @@ def test_the_worker_has_the_environment_of_the_stock_one(cluster, monkeypatch):
     assert compat._python_of(compat.STOCK_WORKER, "/usr/bin/python3") == "/usr/bin/python3"
 
 
-class Silent:
-    """An engine's worker that answers no question."""
+class Worker:
+    """An engine's worker that does not answer while a file is there."""
+
+    def __init__(self, silent):
+        self.silent = silent
+
+    def wait(self):
+        while self.silent.exists():
+            time.sleep(0.01)
 
     def spec_rl_take_metrics(self):
-        time.sleep(3600)
+        self.wait()
+        return EngineMetrics(decoded_tokens=1)
 
-    spec_rl_policy_version = spec_rl_take_metrics
+    def spec_rl_policy_version(self):
+        self.wait()
+        return 7
 
 
-def test_a_step_goes_on_without_engines_that_do_not_answer(cluster, monkeypatch, caplog):
-    """In the hook of the trainer's logger, whose errors would end the run."""
-    import ray
+def stand_in(workers, cache):
+    """A generation with workers that are actors, and no NeMo-RL about them."""
+    from nemo_specrl.nemo_rl.engine_calls import EngineCalls
+    from nemo_specrl.nemo_rl.generation import SpecVllmGeneration
 
-    from nemo_specrl.errors import StoreUnavailable
-    from nemo_specrl.nemo_rl import generation as module
-
-    def unknown():
-        raise StoreUnavailable("the coordinator does not answer")
-
-    monkeypatch.setattr(module, "ANSWER_SECONDS", 1.0)
-    worker = ray.remote(Silent).options(num_cpus=0).remote()
-    generation = object.__new__(module.SpecVllmGeneration)
-    generation.cache = SimpleNamespace(take_failures=lambda: 3, health=unknown, stats=dict)
+    generation = object.__new__(SpecVllmGeneration)
+    generation.cache = cache
     generation.cfg = {"vllm_cfg": {"async_engine": False}}
     generation._start_counting()
     generation.worker_group = SimpleNamespace(
-        run_all_workers_single_data=lambda method, **_: [getattr(worker, method).remote()]
+        run_all_workers_single_data=lambda method, **_: [
+            getattr(worker, method).remote() for worker in workers
+        ],
+        shutdown=lambda **_: True,
     )
-    try:
+    generation._engines = EngineCalls(generation.worker_group)
+    return generation
+
+
+@pytest.fixture
+def workers(cluster, tmp_path):
+    """Two actors, and the file of each while which is there it does not answer."""
+    import ray
+
+    files = [tmp_path / "first", tmp_path / "second"]
+    actor = ray.remote(Worker).options(num_cpus=0)
+    actors = [actor.remote(file) for file in files]
+    ray.get([one.spec_rl_policy_version.remote() for one in actors])  # they have started
+    return actors, files
+
+
+def test_an_engine_that_does_not_answer_holds_up_one_step_and_is_counted_later(
+    workers, monkeypatch, caplog
+):
+    """In the hook of the trainer's logger, whose errors would end the run."""
+    from nemo_specrl.errors import StoreUnavailable
+    from nemo_specrl.nemo_rl import engine_calls
+
+    def unknown(within_s):
+        raise StoreUnavailable("the coordinator does not answer")
+
+    monkeypatch.setattr(engine_calls, "STEP_SECONDS", 1.0)
+    cache = SimpleNamespace(take_failures=lambda: 3, health=unknown, stats=lambda within_s: {})
+    generation = stand_in(workers[0], cache)
+
+    def tokens():
         counted, _ = generation.take_metrics()
-    finally:
-        del generation.worker_group  # which a shutdown would look for
-    assert counted["spec_rl/cache_errors"] == 3
-    assert caplog.text.count("the step goes on without") == 2
+        assert counted["spec_rl/cache_errors"] == 3
+        return counted["spec_rl/decoded_tokens"]
+
+    assert tokens() == 2 and not caplog.messages
+    silent = workers[1][0]  # that of the first one, which nothing must depend on
+    silent.touch()
+    assert [tokens() for _ in range(3)] == [1, 1, 1]
+    assert generation.policy_version == 7
+    assert caplog.text.count("the step goes on without") == 1  # it is waited for once
+    silent.unlink()
+    later = []
+    wait_until(lambda: later.append(tokens()) or sum(later) == 2 * len(later) + 3)
+    assert tokens() == 2  # and nothing is counted twice
+
+
+def test_a_step_goes_on_without_an_engine_that_has_died(workers, caplog):
+    import ray
+
+    actors, _ = workers
+    cache = SimpleNamespace(
+        take_failures=lambda: 0, health=lambda within_s: Health(1, 0, 0), stats=lambda within_s: {}
+    )
+    generation = stand_in(actors, cache)
+    assert generation.take_metrics()[0]["spec_rl/decoded_tokens"] == 2
+    ray.kill(actors[0])
+    for _ in range(2):
+        counted, _ = generation.take_metrics()
+        assert counted["spec_rl/decoded_tokens"] == counted["spec_rl/cache_nodes"] == 1
+    assert generation.policy_version == 7  # which a checkpoint has
+    assert caplog.text.count("engine 0 does not answer") == 1
+    ray.kill(actors[1])
+    with pytest.raises(EngineError, match="no engine answers"):
+        generation.policy_version  # noqa: B018
 
 
 def test_a_shutdown_after_ray_has_ended_asks_nobody(nemo, monkeypatch):  # noqa: F811
@@ -132,8 +201,8 @@ def test_a_shutdown_after_ray_has_ended_asks_nobody(nemo, monkeypatch):  # noqa:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # where nobody answers
     generation = object.__new__(SpecVllmGeneration)
     generation.cache = None
-    worker = ray.remote(Silent)
-    generation.worker_group = SimpleNamespace(shutdown=lambda **_: worker.remote())
+    worker = ray.remote(Worker)
+    generation.worker_group = SimpleNamespace(shutdown=lambda **_: worker.remote(None))
     assert generation.shutdown()
     del generation
     assert not ray.is_initialized()

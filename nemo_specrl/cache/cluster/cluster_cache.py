@@ -60,7 +60,7 @@ __all__ = ["ClusterCache", "start_shards"]
 
 CALL_SECONDS = 60.0
 STATS_SECONDS = 10.0
-"""How long a step's metrics wait for a shard or the coordinator, which then counts as failed."""
+"""How long a step's metrics wait for shards, and for the coordinator."""
 SNAPSHOT_SECONDS = 300.0
 """How long a checkpoint is held up by the cache, at most."""
 WRITE_SECONDS = 120.0
@@ -84,31 +84,51 @@ class _Part(NamedTuple):
 class ClusterCache(CacheClient):
     """The cache of a cluster: a client, and the operations that concern all shards."""
 
-    def stats(self) -> dict[str, StoreStats]:
-        """Return the statistics of the shards that answer, by the name of the shard.
+    _health: Health | None = None  # the last known
+    _health_call: Any = None  # that has no answer yet
 
-        A store may still have prompts of partitions that have moved to other shards.
+    def stats(self, within_s: float = STATS_SECONDS) -> dict[str, StoreStats]:
+        """Return the statistics of the shards, by the name of the shard.
+
+        One that has not answered within ``within_s`` seconds counts as failed. Until it has, it is
+        not waited for again, and its last answer stands. A store may still have prompts of
+        partitions that have moved to other shards.
         """
-        shards = self._view.shards.items()
-        refs = {shard.stats.remote(): node for node, shard in shards if self._usable(node)}
-        done = ready(refs, STATS_SECONDS)
-        stats = {}
-        for ref, node in refs.items():
-            if ref not in done:
-                ref.future()  # takes the answer, which Ray would log if it is an error
+        asked = {
+            node: shard.stats.remote()
+            for node, shard in self._view.shards.items()
+            if self._usable(node) and node not in self._stats_calls
+        }
+        ready(list(asked.values()), within_s)
+        self._stats_calls |= asked
+        done = ready(list(self._stats_calls.values()), 0)
+        for node, call in list(self._stats_calls.items()):
+            if call in done:
+                del self._stats_calls[node]
+                if (value := self._result(node, call)) is not FAILED:
+                    self._stats[node] = value
+            elif node in asked:
                 self._failed(node, TimeoutError("no statistics in time"))
-            elif (value := self._result(node, ref)) is not FAILED:
-                stats[node] = value
-        return stats
+        return {node: self._stats[node] for node in self._view.shards if node in self._stats}
 
-    def health(self) -> Health:
+    def health(self, within_s: float = STATS_SECONDS) -> Health:
         """Return how many nodes there are, and how many copies are missing or being made.
 
+        A coordinator that has not answered within ``within_s`` seconds is not waited for again
+        until it has, and its last answer stands.
+
         Raises:
-            StoreUnavailable: the coordinator does not answer.
+            StoreUnavailable: the coordinator has never answered, or there is none any more.
         """
-        health: Health = self._call_coordinator("health", seconds=STATS_SECONDS)
-        return health
+        if self._health_call is None:
+            self._health_call = self._coordinator.health.remote()
+            ready([self._health_call], within_s)
+        if ready([self._health_call], 0):
+            call, self._health_call = self._health_call, None
+            self._health = self._answer(call, within_s)
+        if self._health is None:
+            raise StoreUnavailable("the cache's coordinator does not answer")
+        return self._health
 
     def set_preferred_nodes(self, layout: Collection[str]) -> None:
         """Place the partitions on these nodes; they move in the background, and serve meanwhile.
@@ -307,10 +327,16 @@ class ClusterCache(CacheClient):
     def _reset(self) -> None:
         super()._reset()
         self._hanging: dict[str, Any] = {}  # calls of shards that do not come back from a disk
+        self._stats: dict[str, StoreStats] = {}  # the last known of each shard
+        self._stats_calls: dict[str, Any] = {}  # that have no answer yet
 
-    def _call_coordinator(self, method: str, *args: Any, seconds: float = CALL_SECONDS) -> Any:
+    def _call_coordinator(self, method: str, *args: Any) -> Any:
+        return self._answer(getattr(self._coordinator, method).remote(*args), CALL_SECONDS)
+
+    def _answer(self, call: Any, within_s: float) -> Any:
+        """What the coordinator answers, or the error of the cache's that it has met with."""
         try:
-            return ray.get(getattr(self._coordinator, method).remote(*args), timeout=seconds)
+            return ray.get(call, timeout=within_s)
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
         except ray.exceptions.RayError as error:

@@ -210,6 +210,33 @@ def test_a_shard_that_is_stopped_costs_a_deadline_and_catches_up(
     assert has and all(versions == [2] * SAMPLE_INDICES for versions in has)
 
 
+def test_who_does_not_answer_is_waited_for_once_and_the_last_known_state_stands(cluster, cache):
+    forever = 3600.0  # longer than the test may take
+    put_all(cache, 1)
+    health, stats = cache.health(), cache.stats()
+    assert health == (3, 0, 0) and len(stats) == 3
+    name, shard = next(iter(cache._view.shards.items()))
+    pids = [
+        coordinator_pid(cache),
+        ray.get(shard.__ray_call__.remote(lambda self: os.getpid())),
+    ]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        assert cache.health(0.5) == health
+        assert cache.stats(0.5)[name] == stats[name]
+        assert cache.failures == 1  # the shard's; the breaker is closed yet
+        assert cache.health(forever) == health
+        assert cache.stats(forever)[name] == stats[name]
+        assert cache.failures == 1
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+    put_all(cache, 2)  # of all shards, as before
+    wait_until(lambda: cache.health(forever) == health and cache._health_call is None)
+    assert cache.stats(forever).keys() == stats.keys() and versions_of(cache) == all_at(2)
+
+
 def test_a_coordinator_that_dies_begins_again_on_the_same_disks(cluster, cache):
     put_all(cache, 1)
     names = set(cache._view.shards)
