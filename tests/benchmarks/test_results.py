@@ -16,6 +16,7 @@ TABLES = [
     ("rollout.sweep", "sweep_language.json", "language.md"),
     ("rollout.regimes", "regimes.json", "lossless.md"),
     ("rollout.run_ahead", "run_ahead.json", "lossless.md"),
+    ("rollout.balance", "balance.json", "lossless.md"),
     ("simulation.simulate", "simulator.json", "simulation.md"),
     ("simulation.simulate", "simulator_language.json", "language.md"),
     ("fidelity.demo_seeds", "language_seeds.json", "language.md"),

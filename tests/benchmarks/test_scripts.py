@@ -217,6 +217,24 @@ def test_run_ahead_is_compared_with_and_without(tmp_path):
     assert on["engine_steps"] > 0 and on["tree_accepted_tokens"] > 0
 
 
+def test_engines_that_share_a_batch_are_compared_by_how_it_is_dealt_out(tmp_path):
+    out = tmp_path / "balance.json"
+    small = ("--places", 4, "--drafts", 3, "--seeds", 0, "--prompts", 4)
+    printed = run("--out", out, *small, script="rollout.balance")
+    rows = json.loads(out.read_text())["rows"]
+    places = [(row["epoch"], row["mode"]) for row in rows]
+    assert places == [(0, "split"), (0, "in turn")] + [
+        (1, mode) for mode in ("split", "in turn", "prompts", "rows")
+    ]
+    assert printed.count("\n| 4 | 3 |") == len(rows)
+    for row in rows:
+        assert len(row["ends"]) == len(row["ends_s"]) == 4  # one for each engine
+        assert 0 < row["row_steps"] <= row["tokens"] and min(row["ends"]) > 0
+    # Of drafts from the first epoch, each row gets some in the second one.
+    first, second = (next(row for row in rows if row["epoch"] == epoch) for epoch in (0, 1))
+    assert second["tokens"] / second["row_steps"] > first["tokens"] / first["row_steps"]
+
+
 def test_a_cold_cache_is_measured_in_pairs(tmp_path):
     out = tmp_path / "cold.json"
     run("--out", out, "--pairs", 2, "--prompts", 1, script="rollout.cold_overhead")

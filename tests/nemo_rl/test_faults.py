@@ -1,6 +1,6 @@
-"""A job of NeMo-RL under a real ``ft_launcher`` of nvidia-resiliency-ext, whose driver hangs.
+"""Jobs of NeMo-RL whose driver hangs, under a real ``ft_launcher``, and one whose engine dies.
 
-It needs an unmodified checkout of NeMo-RL in NEMO_RL_HOME and its environment: `make test-nemo`.
+They need an unmodified checkout of NeMo-RL in NEMO_RL_HOME and its environment: `make test-nemo`.
 """
 
 import importlib.util
@@ -14,14 +14,7 @@ import pytest
 from nemo_specrl.monitoring.metrics_file import METRICS, read_metrics
 from tests.support.nemo_rl.jobs import ACCEPTED, FAITHFUL, Job, marks
 
-pytestmark = [
-    pytest.mark.timeout(1800),  # of the two, the first counts
-    *marks,
-    pytest.mark.skipif(
-        importlib.util.find_spec("nvidia_resiliency_ext") is None,
-        reason="nvidia-resiliency-ext is not installed here",
-    ),
-]
+pytestmark = [pytest.mark.timeout(1800), *marks]  # of the two time-outs, the first counts
 
 LIMIT = 60
 """Seconds between two heartbeats; a step takes a few."""
@@ -43,6 +36,10 @@ def driver_in_step(job, step):
     raise AssertionError(job.log.read_text()[-6000:])
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("nvidia_resiliency_ext") is None,
+    reason="nvidia-resiliency-ext is not installed here",
+)
 def test_a_driver_that_hangs_is_killed_and_goes_on_from_its_checkpoint_with_its_cache(tmp_path):
     job = Job(tmp_path / "job", steps=6, spec_rl=FAITHFUL, launcher=LAUNCHER)
     try:
@@ -66,3 +63,27 @@ def test_a_driver_that_hangs_is_killed_and_goes_on_from_its_checkpoint_with_its_
         assert row["spec_rl/accepted_fraction"] > ACCEPTED
     manifest = job.out / "checkpoints" / "step_6" / "rollout_cache" / "manifest.json"
     assert json.loads(manifest.read_text())["policy_version"] > 6  # it goes on counting
+
+
+def test_an_engine_that_dies_ends_the_run_and_those_of_the_next_one_draft_at_once(tmp_path):
+    out = tmp_path / "job"
+    job = Job(out, steps=6, spec_rl=FAITHFUL)
+    try:
+        driver = driver_in_step(job, 3)
+        engines = {line["pid"] for line in job._lines("counts.jsonl") if line["kind"] == "get"}
+        os.kill(max(engines - {driver}), signal.SIGKILL)
+        assert job.exit_code() == 1  # at once, and by itself
+    finally:
+        job.kill()
+    assert "ActorDiedError" in job.log.read_text()
+    resumed = Job(out, steps=6, spec_rl=FAITHFUL).wait()
+    assert "starts cold" not in resumed.log.read_text()
+    steps = resumed.train()
+    assert sorted(steps) == [1, 2, 3, 4, 5, 6]
+    for step in range(3, 7):  # with two new engines; each has its share of the rows
+        assert steps[step]["spec_rl/cache_errors"] == steps[step]["spec_rl/refused_drafts"] == 0
+        assert steps[step]["spec_rl/draft_coverage"] > 0.5
+        assert steps[step]["spec_rl/accepted_fraction"] > ACCEPTED
+    lines = resumed._lines("counts.jsonl")
+    asked = {line["pid"] for line in lines if line["kind"] == "get"}
+    assert len(asked - engines) == len(engines) == 2
