@@ -3,6 +3,7 @@
 Knows neither NeMo-RL nor the embedded trainer. Modules, each of which imports only from those
 below it::
 
+    served_requests              requests of others, as those of vLLM's HTTP server
     sync_engine, async_engine    SpeculativeLLM and AsyncSpeculativeLLM: loops around an engine
     base                         what both share: look up, judge, finish, store
     call, async_rows             the state of a call of ``generate``; rows that are coroutines

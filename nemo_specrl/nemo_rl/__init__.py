@@ -8,9 +8,11 @@ Modules, each of which imports only from those below it::
     generation                   the driver's side: identities of rows, balance (a VllmGeneration)
     sync_worker, async_worker    the engine's side: SpeculativeLLM in place of vllm.LLM
     engine_calls                 calls of all engines' workers, and how long a step waits for them
+    served_engine                the engine as a worker's HTTP server sees it
     look_ahead                   the prompts of the next batch, for run-ahead
     metrics_log                  the steps of a run in the plug-in's own log
     drift_monitor                feeds the drift monitor with the rows of each step
+    conversations                those that were led by HTTP, on their way into the cache
     birth_anchor                 starts the clipped ratio from birth log-probs
     metrics                      the engines' metrics under NeMo-RL's names
     job_state                    tells a batch script of checkpoints, and that steps end

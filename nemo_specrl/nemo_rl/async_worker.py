@@ -1,13 +1,14 @@
 """The asynchronous worker (``vllm_cfg.async_engine: true``), which uses AsyncSpeculativeLLM.
 
 Rows come one by one, and rows of training and of validation may be in the engine together, so
-whether a row is drafted is decided for each call.
+whether a row is drafted is decided for each call. Requests of the worker's HTTP server, by which
+NeMo-Gym leads conversations, draft by their tokens.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -16,11 +17,13 @@ from nemo_rl.distributed.worker_group_utils import get_nsight_config_if_pattern_
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 
 from nemo_specrl.cache.cluster.cluster_cache import ClusterCache
-from nemo_specrl.engine.async_engine import AsyncSpeculativeLLM
 from nemo_specrl.engine.metrics import EngineMetrics
-from nemo_specrl.nemo_rl.compat import CHECKPOINT_ENGINE_UPDATE
+from nemo_specrl.engine.served_requests import ServingSpeculativeLLM
+from nemo_specrl.errors import IncompatibleVersion
+from nemo_specrl.nemo_rl.compat import CHECKPOINT_ENGINE_UPDATE, KNOWN
 from nemo_specrl.nemo_rl.context import SAMPLE_INDICES, RunContext
 from nemo_specrl.nemo_rl.rollout_metadata import MetadataLog
+from nemo_specrl.nemo_rl.served_engine import ServedEngine
 from nemo_specrl.nemo_rl.worker_base import DraftingWorker
 
 __all__ = ["SpecVllmAsyncGenerationWorker", "SpecVllmAsyncGenerationWorkerImpl"]
@@ -32,7 +35,8 @@ _drafting: ContextVar[bool] = ContextVar("drafting", default=False)
 class SpecVllmAsyncGenerationWorkerImpl(DraftingWorker, VllmAsyncGenerationWorkerImpl):
     """The worker's methods, without Ray's decorator."""
 
-    _speculative: AsyncSpeculativeLLM | None = None
+    _speculative: ServingSpeculativeLLM | None = None
+    _server: ServedEngine | None = None
 
     async def spec_rl_attach(
         self, cache: ClusterCache, run: RunContext, policy_version: int
@@ -42,10 +46,32 @@ class SpecVllmAsyncGenerationWorkerImpl(DraftingWorker, VllmAsyncGenerationWorke
         Returns:
             The id of this worker's node in Ray.
         """
-        node = self._attach(AsyncSpeculativeLLM, cache, run, policy_version)
+        node = self._attach(ServingSpeculativeLLM, cache, run, policy_version)
         assert self._speculative is not None
         self.llm = _DraftingEngine(self._speculative, self._metadata)
+        if run.served:
+            if self._server is None:
+                raise IncompatibleVersion(
+                    "this NeMo-RL does not set its HTTP server up where it is expected; this "
+                    f"release of nemo_specrl works with {KNOWN}"
+                )
+            self._server.attach(self._serve)
         return node
+
+    def _setup_vllm_openai_api_server(self, app: Any) -> Any:
+        """Set the HTTP server up as the base class does, for an engine that drafts."""
+        engine = self.llm
+        self.llm = self._server = ServedEngine(engine)
+        try:
+            return super()._setup_vllm_openai_api_server(app)
+        finally:
+            self.llm = engine
+
+    def _serve(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        """Generate for a request of the HTTP server."""
+        assert self._speculative is not None and self._metadata is not None
+        drafting, note = not self._paused, self._metadata.note_turn
+        return self._speculative.serve(*args, drafting=drafting, note=note, **kwargs)
 
     async def spec_rl_take_metrics(self) -> EngineMetrics | None:
         """Return the metrics of the rows since they were last taken."""
@@ -107,7 +133,7 @@ class SpecVllmAsyncGenerationWorkerImpl(DraftingWorker, VllmAsyncGenerationWorke
 class _DraftingEngine:
     """Stands in for ``self.llm``: drafts rows of training, and passes on everything else."""
 
-    def __init__(self, speculative: AsyncSpeculativeLLM, metadata: MetadataLog | None) -> None:
+    def __init__(self, speculative: ServingSpeculativeLLM, metadata: MetadataLog | None) -> None:
         self._speculative, self._metadata = speculative, metadata
 
     def generate(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:

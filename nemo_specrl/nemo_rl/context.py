@@ -14,10 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_specrl.cache.cluster.cluster_cache import ClusterCache
+from nemo_specrl.cache.cluster.run_cache import open_run_cache
 from nemo_specrl.config import SpecRLConfig, validated
 from nemo_specrl.engine.drafters.method import engine_options
+from nemo_specrl.errors import CacheError
 from nemo_specrl.files import step_folders
-from nemo_specrl.nemo_rl.recipe_checks import BLOCK, DISTILLATION, check_recipe, get_option
+from nemo_specrl.nemo_rl.recipe_checks import (
+    BLOCK,
+    DISTILLATION,
+    check_recipe,
+    get_option,
+    serves_requests,
+)
 
 __all__ = [
     "PROMPT_KEYS",
@@ -57,6 +66,7 @@ class RunContext:
         checkpoint: folder of the checkpoint from which the run resumes, or None.
         tokenizer_id: the tokenizer's identity in the cache.
         recompute_kv: rows that are running at a refit have their KV blocks computed anew.
+        served: rollouts are made by requests to the engines' HTTP servers, as NeMo-Gym makes them.
     """
 
     spec_rl: SpecRLConfig
@@ -68,6 +78,7 @@ class RunContext:
     checkpoint: Path | None
     tokenizer_id: str
     recompute_kv: bool = False
+    served: bool = False
 
     @property
     def store_folder(self) -> Path:
@@ -78,7 +89,24 @@ class RunContext:
     @property
     def needs_records(self) -> bool:
         """Whether the driver needs a record of each rollout from the workers."""
-        return self.spec_rl.monitor.enabled or self.spec_rl.clip_anchor == "birth"
+        births = self.spec_rl.clip_anchor == "birth"
+        return self.spec_rl.monitor.enabled or births or self.served
+
+    def open_cache(self) -> tuple[ClusterCache | None, int]:
+        """Open the cache as the run's checkpoint has it; that, and the policy version.
+
+        A cache costs speed alone: where no node can open its part, the run continues without one.
+        """
+        try:
+            return open_run_cache(
+                self.store_folder,
+                self.spec_rl.cache,
+                tokenizer_id=self.tokenizer_id,
+                checkpoint=self.checkpoint,
+            )
+        except CacheError as error:
+            logger.warning("rollout cache: %s; no rollouts are kept, and all rows are plain", error)
+            return None, 0
 
     @classmethod
     def of(cls, master_config: Any, algorithm: str, **known: Any) -> RunContext | None:
@@ -127,6 +155,7 @@ class RunContext:
                     False,
                 )
             ),
+            served=serves_requests(master_config) is not None,
         )
 
 

@@ -22,7 +22,6 @@ import torch
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 
 from nemo_specrl.cache.cluster.cluster_cache import ClusterCache
-from nemo_specrl.cache.cluster.run_cache import open_run_cache
 from nemo_specrl.cache.metrics import store_metrics
 from nemo_specrl.engine.load_balance import balanced_order, row_costs
 from nemo_specrl.engine.metrics import EngineMetrics
@@ -33,14 +32,13 @@ from nemo_specrl.nemo_rl.context import (
     PROMPT_KEYS,
     SAMPLE_INDICES,
     UPCOMING,
-    RunContext,
     current_run,
 )
 from nemo_specrl.nemo_rl.engine_calls import EngineCalls, seconds_left, step_end
 from nemo_specrl.nemo_rl.metrics import counts, times
 from nemo_specrl.nemo_rl.recipe_checks import check_elsewhere
 from nemo_specrl.nemo_rl.rollout_metadata import RolloutMetadata, SequenceKey
-from nemo_specrl.rollout import prompt_key
+from nemo_specrl.rollout import Rollout, prompt_key
 from nemo_specrl.speculation.draft_selection import (
     Row,
     assign_sample_indices,
@@ -90,27 +88,35 @@ class SpecVllmGeneration(VllmGeneration):
         self._start_counting()
         self.fresh_fraction = run.spec_rl.effective_fresh_fraction
         # Before the engines, which take minutes to start.
-        self.cache, policy_version = _open_cache(run)
+        self.cache, self._first_version = run.open_cache()
         self._lacks_cache = self.cache is None
         try:
             with compat.substituted_workers(self.worker_classes):
                 super().__init__(cluster, config, **kwargs)
             self._engines = EngineCalls(self.worker_group)
-            if self.cache is not None:
-                self._attach(self.cache, policy_version)
+            if not kwargs.get("defer_model_load"):
+                self._attach()
         except BaseException:
             self._close_cache()
             raise
         _generations.add(self)
 
-    def _attach(self, cache: ClusterCache, policy_version: int) -> None:
-        """Have all engines draft from the cache."""
+    def load_and_start(self) -> None:
+        """Start the engines of a generation that was made without, as it is beside NeMo-Gym."""
+        super().load_and_start()
+        self._attach()
+
+    def _attach(self) -> None:
+        """Have all engines draft from the cache, if there is one."""
+        cache = self.cache
+        if cache is None:
+            return
         nodes = self._engines.tell(
             "spec_rl_attach",
             within_s=ATTACH_SECONDS,
             cache=cache,
             run=self._run,
-            policy_version=policy_version,
+            policy_version=self._first_version,
         )
         # Where engines have nodes of their own, drafts are kept there and not beside the trainer.
         try:
@@ -219,6 +225,12 @@ class SpecVllmGeneration(VllmGeneration):
         """Collect from the workers the records of the rollouts made since the last call."""
         taken = self._engines.ask("spec_rl_take_records")
         return [record for records in taken for record in records]
+
+    def store(self, rollouts: list[Rollout]) -> None:
+        """Put rollouts into the cache that no engine has put there; nothing after a shutdown."""
+        if self.cache is not None:
+            self.cache.put(rollouts)
+            self.cache.deliver()
 
     def save_cache(self, folder: Path) -> None:
         """Write the cache beside a checkpoint's weights; nothing after a shutdown.
@@ -342,29 +354,12 @@ def validating(everywhere: bool) -> Iterator[None]:
     generations = [g for g in _generations if g.cache is not None]
     for generation in generations:
         generation._validating = True
-        if everywhere:
+        if everywhere or generation._run.served:
             generation._engines.tell("spec_rl_pause", paused=True)
     try:
         yield
     finally:
         for generation in generations:
             generation._validating = False
-            if everywhere:
+            if everywhere or generation._run.served:
                 generation._engines.tell("spec_rl_pause", paused=False)
-
-
-def _open_cache(run: RunContext) -> tuple[ClusterCache | None, int]:
-    """Open a run's cache as its checkpoint has it, and return it and the policy version.
-
-    A cache costs speed alone: where no node can open its part, the run continues without one.
-    """
-    try:
-        return open_run_cache(
-            run.store_folder,
-            run.spec_rl.cache,
-            tokenizer_id=run.tokenizer_id,
-            checkpoint=run.checkpoint,
-        )
-    except CacheError as error:
-        logger.warning("rollout cache: %s; no rollouts are kept, and all rows are plain", error)
-        return None, 0

@@ -4,9 +4,11 @@
 Each of their methods below is wrapped once, and does these things in this order:
 
 ``policy.train(batch)``
-    1. PPO: the drift monitor compares the batch's rows, once however often the batch is trained on
-    2. ``clip_anchor: birth``: the log-probs from which reused tokens start are replaced, in a copy
-    3. NeMo-RL's method
+    1. NeMo-Gym: the batch's conversations are put into the cache, once however often the batch is
+       trained on
+    2. PPO: the drift monitor compares the batch's rows, once likewise
+    3. ``clip_anchor: birth``: the log-probs from which reused tokens start are replaced, in a copy
+    4. NeMo-RL's method
 
 ``checkpointer.begin_finalization``, ``finalize_checkpoint``
     1. the cache, and then the monitor's state, are written into the step's temporary folder
@@ -40,9 +42,11 @@ from nemo_specrl.config import CACHE_FOLDER
 from nemo_specrl.monitoring import heartbeat
 from nemo_specrl.nemo_rl import job_state
 from nemo_specrl.nemo_rl.birth_anchor import anchored_logprobs
+from nemo_specrl.nemo_rl.conversations import conversations
 from nemo_specrl.nemo_rl.drift_monitor import StepMonitor
 from nemo_specrl.nemo_rl.metrics_log import StepLog
 from nemo_specrl.nemo_rl.rollout_metadata import MetadataTable
+from nemo_specrl.rollout import Rollout
 
 __all__ = ["Hooks"]
 
@@ -62,6 +66,10 @@ class Generation(Protocol):
         """Write the cache into a checkpoint."""
         ...
 
+    def store(self, rollouts: list[Rollout]) -> None:
+        """Put rollouts into the cache that no engine has put there."""
+        ...
+
 
 class Hooks:
     """The plug-in's part in the trainer's calls of policy, logger and checkpoint manager.
@@ -74,6 +82,7 @@ class Hooks:
         rewards_in_batch: the batches that the policy is trained on have rewards, as PPO's do, and
             the monitor compares these instead of the rows that are logged.
         log: of the run's steps.
+        served: conversations are led by HTTP, and come back in the batches.
     """
 
     def __init__(
@@ -85,6 +94,7 @@ class Hooks:
         anchor_at_birth: bool,
         rewards_in_batch: bool,
         log: StepLog,
+        served: bool = False,
     ) -> None:
         self._generation = generation
         self._records = records
@@ -95,10 +105,13 @@ class Hooks:
         self._anchored: torch.Tensor | None = None
         self._compared: dict[str, float] = {}
         self._log = log
+        self._served = served
+        self._keeps_records = monitor is not None or anchor_at_birth or served
 
     def install(self, policy: Any, logger: Any, checkpointer: Any) -> None:
         """Wrap the methods of the three objects."""
-        if self._anchor_at_birth or (self._monitor is not None and self._rewards_in_batch):
+        compares = self._monitor is not None and self._rewards_in_batch
+        if self._anchor_at_birth or compares or self._served:
             self._train = policy.train
             policy.train = self.train
         self._log_metrics = logger.log_metrics
@@ -114,6 +127,8 @@ class Hooks:
         """Stand in for ``policy.train``."""
         if self._batch is None or self._batch() is not batch:  # else PPO's next pass over it
             self._batch = weakref.ref(batch)
+            if self._served:
+                self._store_conversations(batch)
             if self._monitor is not None and self._rewards_in_batch:
                 self._compared = self._monitor.compare_batch(batch)
             if self._anchor_at_birth:
@@ -145,7 +160,7 @@ class Hooks:
         elif prefix == END_OF_STEP:
             heartbeat.heartbeat()
             job_state.heartbeat()
-            if self._monitor is not None or self._anchor_at_birth:
+            if self._keeps_records:
                 self._records.end_step()
             taken = self._generation.take_metrics()
             if taken is not None:
@@ -154,6 +169,12 @@ class Hooks:
                 metrics = {**metrics, **seconds}
             self._log.end_step(step, metrics)
         self._log_metrics(metrics, step, prefix, **kwargs)
+
+    def _store_conversations(self, batch: Any) -> None:
+        try:
+            self._generation.store(conversations(batch, self._records))
+        except Exception as error:  # the cache can only cost speed, never a step
+            logger.warning("the step's conversations are not in the rollout cache: %s", error)
 
     def _log_own(self, metrics: dict[str, float], step: int) -> None:
         self._log_metrics(metrics, step, prefix=TRAIN)

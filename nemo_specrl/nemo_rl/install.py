@@ -127,6 +127,7 @@ def _add_hooks(run: RunContext, parts: tuple[Any, ...], master_config: Any, algo
         # the rewards. The batch that GRPO trains on has none, and its trainers all write them.
         rewards_in_batch=algorithm == "ppo",
         log=StepLog(run.label, metrics_file(run), _total_steps(parts, master_config, algorithm)),
+        served=run.served,
     )
     hooks.install(
         policy=parts[0],

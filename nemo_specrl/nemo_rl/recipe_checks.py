@@ -13,7 +13,14 @@ from nemo_specrl.engine.vllm.environment import V2_USE, Engines, asks_for_v2, wh
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.nemo_rl import compat
 
-__all__ = ["BLOCK", "DISTILLATION", "check_elsewhere", "check_recipe", "get_option"]
+__all__ = [
+    "BLOCK",
+    "DISTILLATION",
+    "check_elsewhere",
+    "check_recipe",
+    "get_option",
+    "serves_requests",
+]
 
 BLOCK = "policy.generation.spec_rl"
 DISTILLATION = "distillation"
@@ -58,6 +65,7 @@ def check_recipe(
         _refused_sampling(generation, spec_rl),
         _refused_engines(generation, off),
         _refused_features(master_config, spec_rl, off),
+        _refused_served(master_config, spec_rl, off),
         _refused_options(master_config, spec_rl, algorithm),
         _refused_in_flight(master_config, spec_rl, algorithm, engines),
         _refused_refits(generation, off),
@@ -137,7 +145,7 @@ def _refused_features(
 ) -> list[tuple[bool, str]]:
     """Features of NeMo-RL that do not go together with drafts."""
     generation = master_config.policy["generation"]
-    vllm_cfg, vllm_kwargs = generation.get("vllm_cfg") or {}, generation.get("vllm_kwargs") or {}
+    vllm_kwargs = generation.get("vllm_kwargs") or {}
     drafter = vllm_kwargs.get("speculative_config") or {}
     return [
         (
@@ -154,17 +162,6 @@ def _refused_features(
             f"rollouts; set false, {off}",
         ),
         (
-            bool(vllm_cfg.get("expose_http_server")),
-            "policy.generation.vllm_cfg.expose_http_server = true: requests of NeMo-Gym do not pass"
-            f" through the plug-in; set false, {off}",
-        ),
-        (
-            # NeMo-Gym's script switches the server on, after the recipe has been read.
-            bool(get_option(getattr(master_config, "env", None), "should_use_nemo_gym", False)),
-            "env.should_use_nemo_gym = true: requests of NeMo-Gym do not pass through the plug-in; "
-            f"set false, {off}",
-        ),
-        (
             # NeMo-RL's setup turns the one into the other, after this.
             bool(vllm_kwargs.get("enable_return_routed_experts"))
             or bool(get_option(master_config.policy.get("router_replay"), "enabled", False)),
@@ -178,6 +175,35 @@ def _refused_features(
             "without trees",
         ),
     ]
+
+
+def serves_requests(master_config: Any) -> str | None:
+    """The key that has rollouts made by requests to the engines' HTTP servers, or None."""
+    # NeMo-Gym's script switches the server on, after the recipe has been read.
+    if get_option(getattr(master_config, "env", None), "should_use_nemo_gym", False):
+        return "env.should_use_nemo_gym = true"
+    exposed = (master_config.policy["generation"].get("vllm_cfg") or {}).get("expose_http_server")
+    return "policy.generation.vllm_cfg.expose_http_server = true" if exposed else None
+
+
+def _refused_served(
+    master_config: Any, spec_rl: SpecRLConfig, off: str
+) -> Iterator[tuple[bool, str]]:
+    """Where requests that come by HTTP would not draft, or rollouts not return to the cache."""
+    name = serves_requests(master_config)
+    if name is None:
+        return
+    inside = spec_rl.tree.enabled and spec_rl.tree.method != "rounds"
+    yield (
+        spec_rl.effective_fresh_fraction < 1 or not inside,
+        f"{name}: a request of NeMo-Gym is one request to the engine, so that no prefix can be "
+        f"verified before it; set preset: lossless without rounds, {off}",
+    )
+    yield (
+        _enabled(master_config, "data_plane"),
+        f"{name}: conversations return to the cache by policy.train, which the data plane does not "
+        f"call; set data_plane.enabled=false, {off}",
+    )
 
 
 def _refused_options(

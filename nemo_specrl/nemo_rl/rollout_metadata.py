@@ -12,18 +12,23 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from nemo_specrl.rollout import Rollout
+from nemo_specrl.engine.policy_version import TokenVersions
+from nemo_specrl.rollout import Rollout, prompt_key
+
+if TYPE_CHECKING:  # the driver has no vLLM
+    from nemo_specrl.engine.served_requests import ServedTurn
 
 __all__ = [
     "MAX_RECORDS",
     "MetadataLog",
     "MetadataTable",
+    "ResponseSpan",
     "RolloutMetadata",
     "SequenceKey",
     "response_spans",
@@ -49,6 +54,8 @@ class RolloutMetadata:
         reused: positions of the reused tokens in the response, int32 ``[r]``; None where the run
             does not need them.
         births: birth log-probs of those tokens, float32 ``[r]``, nats; None with ``reused``.
+        versions: which weights have made a turn that was asked for by HTTP, and that is not in the
+            cache; None: it was not.
     """
 
     key: bytes
@@ -57,6 +64,7 @@ class RolloutMetadata:
     staleness: float | None
     reused: npt.NDArray[np.int32] | None = None
     births: npt.NDArray[np.float32] | None = None
+    versions: TokenVersions | None = None
 
     @classmethod
     def of(cls, rollout: Rollout, *, births: bool) -> RolloutMetadata:
@@ -97,12 +105,19 @@ class MetadataLog:
                 reuse = getattr(completion, "spec_rl", None)
                 if reuse is None:  # decoded beside the cache: nobody knows its sample index
                     continue
-                hasher = xxhash.xxh3_128(_bytes(output.prompt_token_ids))
-                hasher.update(_bytes(completion.token_ids))
-                sequence = hasher.digest(), len(completion.token_ids)
-                self._noted.append(
-                    (sequence, RolloutMetadata.of(reuse.rollout, births=self.births))
-                )
+                record = RolloutMetadata.of(reuse.rollout, births=self.births)
+                self._note(output.prompt_token_ids, completion.token_ids, record)
+
+    def note_turn(self, turn: ServedTurn) -> None:
+        """Note a turn of a conversation that is led by HTTP."""
+        key = prompt_key(turn.prompt)
+        record = RolloutMetadata(key, 0, fresh=True, staleness=None, versions=turn.versions)
+        self._note(turn.prompt, turn.tokens, record)
+
+    def _note(self, prompt: Any, tokens: Any, record: RolloutMetadata) -> None:
+        hasher = xxhash.xxh3_128(_bytes(prompt))
+        hasher.update(_bytes(tokens))
+        self._noted.append(((hasher.digest(), len(tokens)), record))
 
     def take(self) -> list[tuple[SequenceKey, RolloutMetadata]]:
         """Return the records and forget them."""

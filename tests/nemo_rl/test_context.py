@@ -159,7 +159,7 @@ def test_a_log_that_cannot_be_written_or_read_is_a_warning(tmp_path, caplog, dam
         ({"bad_words": ["x"]}, "policy.generation.bad_words", "leave them out"),
         ({"backend": "megatron"}, "policy.generation.backend = 'megatron'", "must be vllm"),
         ({"quant_cfg": {}}, "policy.generation.quant_cfg", "leave it out"),
-        ({"vllm_cfg__expose_http_server": True}, "vllm_cfg.expose_http_server", "set false"),
+        ({"vllm_cfg__expose_http_server": True}, "vllm_cfg.expose_http_server", "without rounds"),
         ({"vllm_kwargs__enable_return_routed_experts": True}, "routed_experts", "router replay"),
         ({"refit_transport": "vllm_zmq_sparse"}, "refit_transport = 'vllm_zmq_sparse'", "nixl, or"),
         ({"refit_transport": "vllm_s3_sparse"}, "refit_transport = 'vllm_s3_sparse'", "set null"),
@@ -406,11 +406,23 @@ def test_only_text_is_drafted(tmp_path):
         RunContext.of(recipe(tmp_path), "grpo", images=True)
 
 
-def test_nemo_gym_is_refused_before_its_script_switches_the_server_on(tmp_path):
-    gym = recipe(tmp_path)
-    gym.env = {"should_use_nemo_gym": True}
-    with pytest.raises(ConfigError, match=r"env.should_use_nemo_gym = true: .* set false, or"):
+@pytest.mark.parametrize("changes", [REUSE, REUSE | AUTO, ROUNDS])
+def test_nemo_gym_is_refused_where_its_requests_would_not_draft(tmp_path, changes):
+    gym = recipe(tmp_path, **changes)
+    gym.env = {"should_use_nemo_gym": True}  # before its script switches the server on
+    with pytest.raises(ConfigError, match=r"env.should_use_nemo_gym = true: .* set preset: lossl"):
         RunContext.of(gym, "grpo")
+
+
+@pytest.mark.skipif(not has_custom_proposers(), reason="this vLLM (0.20) takes no proposer")
+def test_with_a_drafter_in_the_engine_conversations_come_by_http(tmp_path):
+    served = recipe(tmp_path, **PROPOSER, vllm_cfg__expose_http_server=True)
+    run = RunContext.of(served, "grpo")
+    assert run.served and run.needs_records
+    assert not RunContext.of(recipe(tmp_path, **PROPOSER), "grpo").served
+    served.data_plane = SimpleNamespace(enabled=True)
+    with pytest.raises(ConfigError, match=r"http_server = true: .* set data_plane.enabled=false"):
+        RunContext.of(served, "grpo")
 
 
 @pytest.mark.parametrize("backend", ["vllm", "megatron", "sglang"])

@@ -55,13 +55,20 @@ class PendingHistories:
         self, request: RolloutRequest, params: SamplingParams, policy_version: int
     ) -> SamplingParams:
         """Sampling parameters with what the proposer needs to draft for a request."""
+        identity = response_id(request.row.sample_index, policy_version)
+        return self.with_identity(request, params, identity)
+
+    def with_identity(
+        self, request: RolloutRequest, params: SamplingParams, identity: int
+    ) -> SamplingParams:
+        """Do the same for a response of any identity, ``0 .. 2**64 - 1``."""
         key = request.row.key
         params = copy.copy(params)
         params.extra_args = {
             **(params.extra_args or {}),
             EXTRA_ARG: [
                 key,
-                response_id(request.row.sample_index, policy_version),
+                identity,
                 self.take(key),
                 len(request.prompt_tokens),
             ],

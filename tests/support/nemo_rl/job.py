@@ -12,9 +12,10 @@ Ray's files are in the folder that NEMO_SPECRL_TEST_RAY names. Where Ray does no
 exits with os.EX_TEMPFAIL, before it has written anything.
 
 Keys in addition to NeMo-RL's: ``++env.prompts``, the number of prompts; ``++env.turns``, the number
-of turns in a conversation that does a sum step by step; ``++env.recorded=false``, which leaves out
-OUT/rows.jsonl, because it takes time; ``++env.killed_in_step``, the step after whose rollouts the
-job and all that it has started are killed.
+of turns in a conversation that does a sum step by step; ``++env.questions``, the number of
+questions that an agent asks over HTTP, one after the other; ``++env.recorded=false``, which leaves
+out OUT/rows.jsonl, because it takes time; ``++env.killed_in_step``, the step after whose rollouts
+the job and all that it has started are killed.
 """
 
 from __future__ import annotations
@@ -119,8 +120,11 @@ else:
 class Problems(torch.utils.data.Dataset):
     """Prompts of the arithmetic task in NeMo-RL's form."""
 
-    def __init__(self, count: int, seed: int, tokenizer: Any, times: int = 1) -> None:
+    def __init__(
+        self, count: int, seed: int, tokenizer: Any, times: int = 1, questions: int = 0
+    ) -> None:
         self.items, self.tokenizer = problems("arithmetic", count, seed) * times, tokenizer
+        self.questions = questions
 
     def __len__(self) -> int:
         return len(self.items)
@@ -128,10 +132,17 @@ class Problems(torch.utils.data.Dataset):
     def __getitem__(self, i: int) -> dict[str, Any]:
         ids = torch.tensor(self.items[i].prompt)
         message = {"role": "user", "content": self.tokenizer.decode(ids), "token_ids": ids}
+        row: dict[str, Any] = {"problem": self.items[i], "turn": 1}
+        if self.questions:
+            from tests.support.nemo_rl.agent import row_of
+
+            row = row_of([self.items[(i + n) % len(self)] for n in range(self.questions)])
+            # As NeMo-RL's nemo_gym_data_processor has it: the server alone knows the prompt.
+            ids, message = [], {"role": "user", "content": "", "token_ids": torch.tensor([])}
         return {
             "message_log": [message],
             "length": len(ids),
-            "extra_env_info": {"problem": self.items[i], "turn": 1},
+            "extra_env_info": row,
             "loss_multiplier": 1.0,
             "idx": i,
             "task_name": "sums",
@@ -270,9 +281,13 @@ def main() -> None:
     # The asynchronous trainer makes one pass over its data, whatever max_num_epochs says.
     async_grpo = get_option(config.grpo, "async_grpo", None) if ALGORITHM == "grpo" else None
     asynchronous = bool(get_option(async_grpo, "enabled", False))
+    questions = config.env.get("questions", 0)
+    if questions:
+        talk_by_http(config)
+    prompts, times = config.env.get("prompts", 4), 9 if asynchronous else 1
     data = (
-        Problems(config.env.get("prompts", 4), 5, tokenizer, times=9 if asynchronous else 1),
-        Problems(2, 6, tokenizer),
+        Problems(prompts, 5, tokenizer, times, questions),
+        Problems(2, 6, tokenizer, questions=questions),
     )
     turns = config.env.get("turns", 1)
     environment = {"sums": Sums.remote() if turns == 1 else Steps.remote(turns)}
@@ -298,8 +313,10 @@ def main() -> None:
             factory = functools.partial(small_plane_policy, data_plane=config.data_plane)
             train = grpo_sync.grpo_train_sync
         parts = grpo.setup(config, tokenizer, *data, policy_factory=factory)
-        policy, generation, _, _, loader, val_loader, loss, logger, checkpointer, *rest = parts
+        policy, generation, gym, _, loader, val_loader, loss, logger, checkpointer, *rest = parts
         state, config = rest[:2]
+        if questions:
+            environments = ({"nemo_gym": gym},) * 2
         models = (policy, generation, loader, val_loader, tokenizer, loss)
         options = {}
         if asynchronous:  # as run_grpo.py does
@@ -310,6 +327,20 @@ def main() -> None:
     generation.shutdown()
     policy.shutdown()  # while Ray is there: the data plane's client asks it
     ray.shutdown()
+
+
+def talk_by_http(config: Any) -> None:
+    """Have an agent lead conversations in the place of NeMo-Gym's, as its script sets it up."""
+    from nemo_rl.environments.nemo_gym import setup_nemo_gym_config
+
+    from tests.support.nemo_rl.agent import CHAT_TEMPLATE, spin_up
+
+    config.env |= {"should_use_nemo_gym": True, "nemo_gym": {}}
+    setup_nemo_gym_config(config, None)
+    vllm_cfg = config.policy["generation"]["vllm_cfg"]
+    vllm_cfg["http_server_serving_chat_kwargs"] = {"chat_template": CHAT_TEMPLATE}
+    vllm_cfg["skip_tokenizer_init"] = False
+    grpo.spinup_nemo_gym_actor = spin_up
 
 
 def start_ray() -> None:

@@ -1,0 +1,144 @@
+"""Requests that others make of an engine, such as those of vLLM's HTTP server.
+
+They come without a row: nobody says which prompt of a batch they belong to, or that they are a turn
+of a conversation. So the history is found by the request's own tokens. A prompt that begins with
+one that has been here is a later turn and drafts from what the engine has of that one, its root
+(``drafters.roots``). Any other prompt may be a root: the cache is asked for it, once for each
+policy version, and its first request brings the history to the engine.
+
+What such a request yields is not cached: a conversation is known as a whole to those who led it,
+and they put it into the cache. They are told which weights made each turn.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import AsyncGenerator, Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nemo_specrl.engine.async_engine import AsyncSpeculativeLLM
+from nemo_specrl.engine.async_rows import AsyncRow
+from nemo_specrl.engine.drafters.roots import Roots
+from nemo_specrl.engine.policy_version import TokenVersions
+from nemo_specrl.engine.requests import RolloutRequest, build_requests
+from nemo_specrl.errors import ConfigError, UnsupportedSampling
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
+
+__all__ = ["ServedTurn", "ServingSpeculativeLLM"]
+
+ROOTS = 4096
+"""Prompts that are known as roots, those that were used last; as many as the drafters know."""
+SERVED = 1 << 63
+"""Bit of the identity of a response that has no sample index; those that have one lie below it."""
+
+
+class ServedTurn(NamedTuple):
+    """What a request has yielded: its prompt, the response, and which weights made its tokens."""
+
+    prompt: list[int]
+    tokens: list[int]
+    versions: TokenVersions
+
+
+class ServingSpeculativeLLM(AsyncSpeculativeLLM):
+    """An :class:`AsyncSpeculativeLLM` whose engine also serves requests that come without a row."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._roots = Roots(ROOTS)
+        self._served = itertools.count()
+        self._asked: set[bytes] = set()  # roots that the cache was asked for
+        self._asked_at = -1  # the policy version
+
+    async def serve(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        drafting: bool = True,
+        note: Callable[[ServedTurn], None] | None = None,
+        **kwargs: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """``AsyncLLM.generate``, with drafts from the history of what the prompt begins with.
+
+        A request that cannot be drafted for is decoded plainly: under parameters that drafts are
+        not verified under, greedily, with ``n`` above 1, or with images.
+
+        Args:
+            prompt: as ``AsyncLLM.generate`` takes it.
+            sampling_params: likewise.
+            request_id: unique.
+            drafting: ask the cache, and draft.
+            note: called with what a request has yielded that ran to its end.
+            kwargs: passed to ``AsyncLLM.generate``.
+
+        Yields:
+            The outputs of ``AsyncLLM.generate``.
+        """
+        request = self._request(prompt, sampling_params)
+        if request is None:
+            async for output in self.generate_plain(prompt, sampling_params, request_id, **kwargs):
+                yield output
+            return
+        tokens: list[int] = []
+        with self._rows.row(request_id, request) as row:
+            await self._rows.admit(row)
+            if drafting:
+                sampling_params = await self._with_history(row, request, sampling_params)
+            started = time.perf_counter()
+            async for output in self._stream(row, prompt, sampling_params, kwargs):
+                tokens = _appended(tokens, output, sampling_params)
+                yield output
+        self.metrics.rows += 1
+        self.metrics.decode_s += time.perf_counter() - started
+        self.metrics.decoded_tokens += len(tokens)
+        self.metrics.response_tokens += len(tokens)
+        if note is not None and not row.aborted:
+            note(ServedTurn(request.prompt_tokens, tokens, request.versions))
+
+    def _request(self, prompt: Any, params: SamplingParams) -> RolloutRequest | None:
+        """The request, if it can be drafted for."""
+        if not self._proposes or params.n != 1:
+            return None
+        try:
+            [request] = build_requests(self._limits, prompt, params, None, trees_alone=True)
+        except (ConfigError, UnsupportedSampling):
+            return None  # the engine says what is wrong, if anything is
+        return request if request.draftable else None
+
+    async def _with_history(
+        self, row: AsyncRow, request: RolloutRequest, params: SamplingParams
+    ) -> SamplingParams:
+        """The parameters of a request with what the drafter needs, of a root its history, too."""
+        key, version = request.row.key, self.policy_version
+        if self._asked_at != version:
+            self._asked, self._asked_at = set(), version
+        if self._roots.key_of(request.prompt_tokens, key) == key and key not in self._asked:
+            self._asked.add(key)  # other requests of this prompt do not wait for the answer
+            started = time.perf_counter()
+            await row.wait_for(self._look_up(key, version))
+            self.metrics.lookup_s += time.perf_counter() - started
+        return self._histories.with_identity(request, params, SERVED | next(self._served) << 16)
+
+    async def _look_up(self, key: bytes, version: int) -> None:
+        """Have the cached responses to a prompt sent with its next request."""
+        try:
+            claimed = await self.cache.claim(key, version)
+            if claimed is not None:
+                sample_index, rollouts = claimed
+                self.cache.release(key, sample_index)  # who led the conversation gives it one
+                self._histories.add({key: rollouts}, version)
+        except Exception as error:  # whatever fails in a cache, rows are decoded without it
+            self._count_cache_error(error)
+
+
+def _appended(tokens: list[int], output: RequestOutput, params: SamplingParams) -> list[int]:
+    """The response so far, with an output that has all of it, or what is new."""
+    from vllm.sampling_params import RequestOutputKind
+
+    made = list(output.outputs[0].token_ids)
+    return tokens + made if params.output_kind is RequestOutputKind.DELTA else made

@@ -1,0 +1,73 @@
+"""Conversations that were led by HTTP, on their way back into the cache.
+
+NeMo-Gym asks engines for turns, and NeMo-RL puts the conversations together from its answers. The
+plug-in sees them when a batch is given to ``policy.train``: a row is a conversation's root, and
+all that was said behind it, with a mask of what the policy has written. The workers' records say
+which weights have made each turn, and that it was a turn at all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nemo_specrl.nemo_rl.rollout_metadata import MetadataTable, ResponseSpan
+from nemo_specrl.rollout import Finish, Rollout, prompt_key
+from nemo_specrl.speculation.draft_selection import assign_sample_indices
+
+__all__ = ["conversations"]
+
+
+def conversations(batch: Any, records: MetadataTable) -> list[Rollout]:
+    """The rollouts of a batch's conversations: each a response to its first prompt.
+
+    A row is left out if some of its turns are not known, as those that other engines have made.
+
+    Args:
+        batch: the columns ``input_ids`` and ``token_mask``, ``[rows, length]``, and
+            ``input_lengths``, ``[rows]``.
+        records: of the step.
+
+    Returns:
+        With the sample indices of a group for each root. What an environment has said is of the
+        weights that were asked next. A log-prob is that of ``generation_logprobs`` where the batch
+        has this column, else 0. Not raw: prefix reuse must not draft from a conversation.
+    """
+    token_ids, masks = batch["input_ids"].numpy(), batch["token_mask"].numpy()
+    logprobs = batch["generation_logprobs"].numpy() if "generation_logprobs" in batch else None
+    known = [
+        (row, turns[0].start, turns[-1].end, versions)
+        for row, turns in enumerate(records.find(token_ids, masks, batch["input_lengths"].tolist()))
+        if (versions := _versions(turns)) is not None
+    ]
+    keys = [prompt_key(token_ids[row][:start]) for row, start, _, _ in known]
+    return [
+        Rollout(
+            key,
+            sample_index,
+            token_ids[row][start:end],
+            np.zeros(end - start, np.float32) if logprobs is None else logprobs[row][start:end],
+            Finish.STOP,
+            int(versions[-1]),
+            birth_versions=versions,
+            raw=False,
+        )
+        for key, sample_index, (row, start, end, versions) in zip(
+            keys, assign_sample_indices(keys), known, strict=True
+        )
+    ]
+
+
+def _versions(turns: list[ResponseSpan]) -> npt.NDArray[np.int64] | None:
+    """Policy versions of all that was said in a conversation; None: not all of it is known."""
+    parts: list[Any] = []
+    end = turns[0].start if turns else 0
+    for turn in turns:
+        if turn.record is None or turn.record.versions is None:
+            return None
+        made = turn.record.versions.of(turn.end - turn.start, 0)
+        parts += [np.full(turn.start - end, made[0]), made]
+        end = turn.end
+    return np.concatenate(parts) if parts else None

