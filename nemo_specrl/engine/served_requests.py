@@ -72,7 +72,7 @@ class ServingSpeculativeLLM(AsyncSpeculativeLLM):
             prompt: as ``AsyncLLM.generate`` takes it.
             sampling_params: likewise.
             request_id: unique.
-            drafting: ask the cache, and draft.
+            drafting: ask the cache, draft, and count the request; not so in validation.
             note: called with what a request has yielded that ran to its end.
             kwargs: passed to ``AsyncLLM.generate``.
 
@@ -93,10 +93,11 @@ class ServingSpeculativeLLM(AsyncSpeculativeLLM):
             async for output in self._stream(row, prompt, sampling_params, kwargs):
                 tokens = _appended(tokens, output, sampling_params)
                 yield output
-        self.metrics.rows += 1
-        self.metrics.decode_s += time.perf_counter() - started
-        self.metrics.decoded_tokens += len(tokens)
-        self.metrics.response_tokens += len(tokens)
+        if drafting:
+            self.metrics.rows += 1
+            self.metrics.decode_s += time.perf_counter() - started
+            self.metrics.decoded_tokens += len(tokens)
+            self.metrics.response_tokens += len(tokens)
         if note is not None and not row.aborted:
             note(ServedTurn(request.prompt_tokens, tokens, request.versions))
 

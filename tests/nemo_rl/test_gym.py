@@ -34,14 +34,16 @@ STEPS = 2 * STEPS_PER_EPOCH
 
 
 def rows_of(job, step):
-    """Root, and all that was said behind it, of each row that the job was trained on in a step."""
+    """Root, all that was said behind it, and how many tokens of that are the policy's, by row of a
+    step that the job was trained on."""
     text = (job.out / "logs" / f"train_data_step{step}.jsonl").read_text()
     rows = []
     for row in map(json.loads, text.splitlines()):
         [ids], [mask] = row["token_ids"], row["token_loss_mask"]
-        turns = response_spans([bool(token) for token in mask])
+        turns = response_spans(np.array(mask) > 0)
         assert len(turns) == 2  # with the second question between them
-        rows.append((tuple(ids[: turns[0][0]]), tuple(ids[turns[0][0] : turns[-1][1]])))
+        root, said = ids[: turns[0][0]], ids[turns[0][0] : turns[-1][1]]
+        rows.append((tuple(root), tuple(said), sum(map(bool, mask))))
     return rows
 
 
@@ -49,9 +51,10 @@ def test_the_second_epoch_drafts_from_the_first(tmp_path):
     job = Job(tmp_path / "job", steps=STEPS, spec_rl=LOSSLESS, **TALKING).wait()
     steps = job.train()
     assert sorted(steps) == list(range(1, STEPS + 1))
-    for record in steps.values():
+    for step, record in steps.items():
         assert record["spec_rl/cache_errors"] == record["spec_rl/draft_coverage"] == 0
-        assert record["spec_rl/decoded_tokens"] == record["spec_rl/response_tokens"] > 0
+        made = sum(tokens for *_, tokens in rows_of(job, step))  # and nothing of validation's
+        assert record["spec_rl/decoded_tokens"] == record["spec_rl/response_tokens"] == made
     first, second = (
         [steps[step]["spec_rl/tree_tokens_per_step"] for step in epoch]
         for epoch in (range(1, STEPS_PER_EPOCH + 1), range(STEPS_PER_EPOCH + 1, STEPS + 1))
@@ -65,11 +68,11 @@ def test_the_second_epoch_drafts_from_the_first(tmp_path):
     with open_source(folder) as source:
         kept = list(source.rollouts)
     assert Counter((r.key, tuple(r.tokens.tolist())) for r in kept) == Counter(
-        (prompt_key(root), said) for rows in made.values() for root, said in rows
+        (prompt_key(root), said) for rows in made.values() for root, said, _ in rows
     )
     assert len(kept) == PROMPTS * GROUP and not any(r.raw for r in kept)
     versions = {
-        step: {r.policy_version for r in kept if r.key in {prompt_key(root) for root, _ in rows}}
+        step: {r.policy_version for r in kept if r.key in {prompt_key(root) for root, *_ in rows}}
         for step, rows in made.items()
     }
     assert versions == {step: {step} for step in made}  # each step begins with a refit
@@ -104,7 +107,7 @@ def test_in_flight_each_turn_knows_its_weights(tmp_path):
         kept = list(source.rollouts)
     trained = {row for step in range(1, STEPS + 1) for row in rows_of(job, step)}
     assert kept and {(r.key, tuple(r.tokens.tolist())) for r in kept} <= {
-        (prompt_key(root), said) for root, said in trained
+        (prompt_key(root), said) for root, said, _ in trained
     }
     assert all((np.diff(r.birth_versions) >= 0).all() for r in kept)
     assert all(0 <= r.birth_versions[0] <= r.policy_version <= STEPS for r in kept)

@@ -11,12 +11,16 @@ import pytest
 
 from nemo_specrl import (
     AsyncSpeculativeLLM,
+    Finish,
+    Rollout,
     SpecRLConfig,
     SpeculativeLLM,
     engine_options,
+    prompt_key,
     send_histories,
 )
 from nemo_specrl.engine.metrics import EngineMetrics
+from nemo_specrl.engine.served_requests import ServingSpeculativeLLM
 from nemo_specrl.errors import ConfigError
 from tests.conftest import KV_BLOCKS, DictCache
 from tests.engine.test_async_engine import ClaimingCache
@@ -221,6 +225,29 @@ def test_as_many_tokens_a_step_as_synchronous_engines(
             assert metrics.tree_steps == steps
         else:  # the corpus depends on which rows end first
             assert abs(metrics.tree_steps - steps) <= 0.1 * steps
+
+
+def test_turns_that_come_without_a_row(llm, rows, loop):
+    """As by HTTP: both turns draft from the conversation that the cache has of their root."""
+    greedy = [sampling(24, temperature=0)]
+    (first,) = rows(greedy)
+    later = [*PROMPT, *first.token_ids, 3, 4, 5]
+    (second,) = rows(greedy, [later])
+    said = [*first.token_ids, 3, 4, 5, *second.token_ids]
+    known = Rollout(prompt_key(PROMPT), 0, said, [-0.1] * len(said), Finish.STOP, 0, raw=False)
+    made = ServingSpeculativeLLM(llm, ClaimingCache([known]), CONFIG, policy_version=1)
+    for prompt, plain in ((PROMPT, first), (later, second)):
+
+        async def turn(prompt=prompt):
+            stream = made.serve({"prompt_token_ids": prompt}, sampling(24, top_p=1e-6), str(prompt))
+            [output] = [output async for output in stream if output.finished]
+            await made.count_tree_drafts()
+            return output.outputs[0]
+
+        made.metrics = EngineMetrics()
+        assert list(loop.run_until_complete(turn()).token_ids) == list(plain.token_ids)
+        assert made.metrics.tree_tokens / made.metrics.tree_steps > 2.5
+        assert made.metrics.cache_errors == 0
 
 
 async def epoch(made, prompts, *, apart=False, params, during=None):
