@@ -129,10 +129,12 @@ class ServingSpeculativeLLM(AsyncSpeculativeLLM):
         """Have the cached responses to a prompt sent with its next request."""
         try:
             claimed = await self.cache.claim(key, version)
-            if claimed is not None:
-                sample_index, rollouts = claimed
-                self.cache.release(key, sample_index)  # who led the conversation gives it one
-                self._histories.add({key: rollouts}, version)
+            if claimed is None:  # it was late: the prompt's next request asks again
+                self._asked.discard(key)
+                return
+            sample_index, rollouts = claimed
+            self.cache.release(key, sample_index)  # who led the conversation gives it one
+            self._histories.add({key: rollouts}, version)
         except Exception as error:  # whatever fails in a cache, rows are decoded without it
             self._count_cache_error(error)
 

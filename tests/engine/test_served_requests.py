@@ -31,14 +31,16 @@ def async_llm(random_model, loop):
 class Counting(ClaimingCache):
     """A cache that writes down for which prompts it was asked."""
 
-    def __init__(self, rollouts=(), broken=False):
+    def __init__(self, rollouts=(), broken=False, late=0):
         super().__init__(rollouts)
-        self.asked, self.broken = [], broken
+        self.asked, self.broken, self.late = [], broken, late
 
     async def claim(self, key, policy_version):
         self.asked.append(key)
         if self.broken:
             raise OSError("no shard")
+        if len(self.asked) <= self.late:
+            return None
         return await super().claim(key, policy_version)
 
 
@@ -125,6 +127,15 @@ def test_what_nobody_knows_drafts_from_its_own_group(async_llm, served, loop):
         assert ask(root) == [expected]
         assert accepted() > LENGTH / 2
         assert made.metrics.cache_errors == cache.broken
+
+
+def test_an_answer_that_was_late_is_asked_for_again(served):
+    root = next(prompts)
+    cache = Counting(late=1)
+    made, _, ask, _ = served(cache)
+    for _ in range(3):
+        ask(root)
+    assert cache.asked == [prompt_key(root)] * 2 and made.metrics.cache_errors == 0
 
 
 def test_streams_are_noted_whole(served):

@@ -53,6 +53,7 @@ def test_the_second_epoch_drafts_from_the_first(tmp_path):
     assert sorted(steps) == list(range(1, STEPS + 1))
     for step, record in steps.items():
         assert record["spec_rl/cache_errors"] == record["spec_rl/draft_coverage"] == 0
+        assert record["gen_kl_error"] < 1e-4  # what the server reports is the policy's own
         made = sum(tokens for *_, tokens in rows_of(job, step))  # and nothing of validation's
         assert record["spec_rl/decoded_tokens"] == record["spec_rl/response_tokens"] == made
     first, second = (
