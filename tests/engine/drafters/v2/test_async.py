@@ -236,10 +236,11 @@ def test_turns_that_come_without_a_row(llm, rows, loop):
     said = [*first.token_ids, 3, 4, 5, *second.token_ids]
     known = Rollout(prompt_key(PROMPT), 0, said, [-0.1] * len(said), Finish.STOP, 0, raw=False)
     made = ServingSpeculativeLLM(llm, ClaimingCache([known]), CONFIG, policy_version=1)
+    params = sampling(24, temperature=0.01, seed=6)
     for prompt, plain in ((PROMPT, first), (later, second)):
 
         async def turn(prompt=prompt):
-            stream = made.serve({"prompt_token_ids": prompt}, sampling(24, top_p=1e-6), str(prompt))
+            stream = made.serve({"prompt_token_ids": prompt}, params, str(prompt))
             [output] = [output async for output in stream if output.finished]
             await made.count_tree_drafts()
             return output.outputs[0]
