@@ -14,6 +14,7 @@ from nemo_specrl.engine.caches import Journal, ResumedCache
 from nemo_specrl.engine.drafters.histories import PendingHistories
 from nemo_specrl.engine.drafters.method import check_other_processes, method_in
 from nemo_specrl.engine.drafters.prompt_logprob_drafter import PromptLogprobDrafter
+from nemo_specrl.engine.early_end import EarlyEnd
 from nemo_specrl.engine.interrupts import interrupted_rollouts
 from nemo_specrl.engine.limits import EngineLimits
 from nemo_specrl.engine.metrics import EngineMetrics
@@ -26,11 +27,7 @@ from nemo_specrl.engine.prefix.verification import (
     readable_logprobs,
     sampled_values,
 )
-from nemo_specrl.engine.replay import (
-    replayed_output,
-    restore_request,
-    take_from_journal,
-)
+from nemo_specrl.engine.replay import replayed_output, restore_request, take_from_journal
 from nemo_specrl.engine.request_checks import check_engine
 from nemo_specrl.engine.requests import RolloutRequest
 from nemo_specrl.engine.response import given_up
@@ -201,7 +198,7 @@ class BaseSpeculativeLLM:
         return rollout.fingerprint == self.fingerprint != 0
 
     def _replay(
-        self, requests: list[RolloutRequest]
+        self, requests: list[RolloutRequest], early_end: EarlyEnd | None = None
     ) -> list[tuple[RolloutRequest, RequestOutput, ResponseEnd]]:
         """Complete requests from the journal of a process that died in this very step.
 
@@ -212,7 +209,8 @@ class BaseSpeculativeLLM:
         if not (self.fingerprint and isinstance(self.cache, Journal)):
             return []
         try:
-            found = take_from_journal(self.cache, requests, self.policy_version, self.fingerprint)
+            weights = self.policy_version, self.fingerprint
+            found = take_from_journal(self.cache, requests, *weights, early_end)
         except Exception as error:  # whatever fails in a cache, rows are decoded without it
             self._count_cache_error(error)
             return []

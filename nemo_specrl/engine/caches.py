@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
 from nemo_specrl.rollout import Rollout
@@ -62,7 +62,11 @@ class Journal(Protocol):
     """A cache with a journal: :class:`~nemo_specrl.trainer.replay_journal.JournaledStore`."""
 
     def take(
-        self, rows: Sequence[tuple[bytes, int]], policy_version: int, fingerprint: int
+        self,
+        rows: Sequence[tuple[bytes, int]],
+        policy_version: int,
+        fingerprint: int,
+        enough: Callable[[Sequence[bool]], bool] = all,
     ) -> list[Rollout | None]:
         """Remove and return the journal's rollout of each row, or None.
 
@@ -70,5 +74,6 @@ class Journal(Protocol):
             rows: prompt key and sample index of each.
             policy_version: of the step.
             fingerprint: of its weights.
+            enough: whether these rows, True for each that ended, are a whole step.
         """
         ...

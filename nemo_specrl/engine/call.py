@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from nemo_specrl.engine.early_end import EarlyEnd
 from nemo_specrl.engine.limits import EngineLimits
 from nemo_specrl.engine.request_checks import check_params
 from nemo_specrl.engine.requests import RolloutRequest, build_requests
@@ -34,6 +35,7 @@ class Call:
         ahead: rows of upcoming prompts.
         lora_request: as in vLLM.
         progress: a progress bar, or None.
+        early_end: when it ends before all of its rows have; None: never.
         waiting: requests that the engine has not had yet.
         inflight: requests by the id that the engine knows them by.
         results: the engine's last output and the completion of each row that has ended, by the
@@ -45,7 +47,8 @@ class Call:
     ahead: RunAhead
     lora_request: Any
     progress: Any
-    waiting: deque[RolloutRequest]
+    early_end: EarlyEnd | None = None
+    waiting: deque[RolloutRequest] = dataclasses.field(default_factory=deque)
     inflight: dict[str, RolloutRequest] = dataclasses.field(default_factory=dict)
     results: dict[int, tuple[RequestOutput, CompletionOutput]] = dataclasses.field(
         default_factory=dict

@@ -12,7 +12,7 @@ from nemo_specrl.engine.response import extend_logprobs
 from nemo_specrl.engine.vllm.compat import logprobs_slice, tokens_so_far
 from nemo_specrl.rollout import Finish, Rollout
 
-__all__ = ["interrupted_rollouts"]
+__all__ = ["interrupted_rollouts", "keep_decoded"]
 
 logger = logging.getLogger(__name__)
 

@@ -6,11 +6,13 @@ of the journal becomes the result of a request.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nemo_specrl.engine.caches import Journal
+from nemo_specrl.engine.early_end import EarlyEnd
 from nemo_specrl.engine.outputs import text_of, unfinished_output
 from nemo_specrl.engine.requests import RolloutRequest
 from nemo_specrl.engine.response import defect_of, flat_logprobs
@@ -26,7 +28,11 @@ __all__ = ["replayed_output", "restore_request", "take_from_journal"]
 
 
 def take_from_journal(
-    journal: Journal, requests: list[RolloutRequest], policy_version: int, fingerprint: int
+    journal: Journal,
+    requests: list[RolloutRequest],
+    policy_version: int,
+    fingerprint: int,
+    early_end: EarlyEnd | None = None,
 ) -> list[tuple[RolloutRequest, Rollout]]:
     """Take what a journal has for the requests of a step.
 
@@ -35,6 +41,7 @@ def take_from_journal(
         requests: of the step's call.
         policy_version: of the step.
         fingerprint: of its weights.
+        early_end: when the step's call ended before all of its rows had; None: it did not.
 
     Returns:
         Requests with the rollouts that were recorded for them under the same kind of sampling.
@@ -42,7 +49,14 @@ def take_from_journal(
     # The journal has no log-probs of candidates other than the sampled token.
     candidates = [r for r in requests if r.draftable and not r.user_params.logprobs]
     rows = [(r.row.key, r.row.sample_index) for r in candidates]
-    rollouts = journal.take(rows, policy_version, fingerprint)
+
+    def enough(ended: Sequence[bool]) -> bool:
+        if early_end is None:
+            return all(ended)
+        indices = [r.index for r, done in zip(candidates, ended, strict=True) if done]
+        return early_end.reached(indices)
+
+    rollouts = journal.take(rows, policy_version, fingerprint, enough)
     return [
         (request, rollout)
         for request, rollout in zip(candidates, rollouts, strict=True)

@@ -29,7 +29,9 @@ def share_verifications(requests: list[RolloutRequest]) -> None:
                 leader.verification.duplicates.append(request)
 
 
-def in_order(requests: list[RolloutRequest], *, siblings_draft: bool) -> list[RolloutRequest]:
+def in_order(
+    requests: list[RolloutRequest], *, siblings_draft: bool, first: int = 0
+) -> list[RolloutRequest]:
     """Order by expected decoding, so that few rows are left when the batch nears its end.
 
     Rows without a draft come first, those of prompts with long earlier responses before the others;
@@ -42,6 +44,7 @@ def in_order(requests: list[RolloutRequest], *, siblings_draft: bool) -> list[Ro
         siblings_draft: rows draft from what the others of their prompt have decoded. Those of a
             prompt without a history have nothing else, and side by side they are at the same
             token: the first row of each such prompt comes before the second of any.
+        first: number of the call's first rows that come before all others.
     """
     left_out = {other.index for r in requests for other in r.verification.duplicates}
     known = [r.history.mean_length for r in requests if r.history.mean_length is not None]
@@ -59,7 +62,7 @@ def in_order(requests: list[RolloutRequest], *, siblings_draft: bool) -> list[Ro
             rank[request.row.key] += siblings_draft
         places[request.index] = place
     rows = [request for request in requests if request.index not in left_out]
-    return sorted(rows, key=lambda request: places[request.index])
+    return sorted(rows, key=lambda request: (request.index >= first, places[request.index]))
 
 
 def verified_share(requests: Iterable[RolloutRequest], limits: EngineLimits) -> float:

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import copy
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nemo_specrl.engine.base import BaseSpeculativeLLM
 from nemo_specrl.engine.call import Call, checked_requests, logged, progress_bar
+from nemo_specrl.engine.early_end import EarlyEnd, check_early_end, give_up
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.outputs import request_outputs, unfinished_output
 from nemo_specrl.engine.plain_turns import generate_plainly
@@ -87,6 +87,7 @@ class SpeculativeLLM(BaseSpeculativeLLM):
         prompt_keys: Sequence[bytes] | None = None,
         upcoming: Sequence[Any] = (),
         environment: Environment | None = None,
+        early_end: EarlyEnd | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: Any = None,
     ) -> list[RequestOutput]:
@@ -103,6 +104,7 @@ class SpeculativeLLM(BaseSpeculativeLLM):
             upcoming: prompts of the calls that come next, the nearest first, for which the engine
                 decodes where it would be idle (with ``run_ahead.enabled``; else not looked at).
             environment: makes each row a conversation (``turns``), of which its prompt is the root.
+            early_end: when to give up the rows that are left (``early_end``); None: never.
             use_tqdm: whether to show a progress bar, or a function that makes one.
             lora_request: as in vLLM; one for all prompts of a policy version.
 
@@ -115,6 +117,7 @@ class SpeculativeLLM(BaseSpeculativeLLM):
                 other, or the weights or the adapter are not those that ``policy_version`` stands
                 for. No row has begun then.
         """
+        check_early_end(early_end, self.config.enabled, environment)
         if not self.config.enabled:
             options = {"use_tqdm": use_tqdm, "lora_request": lora_request}
             return generate_plainly(self.llm, prompts, sampling_params, environment, **options)
@@ -124,49 +127,42 @@ class SpeculativeLLM(BaseSpeculativeLLM):
         requests = checked_requests(
             self.llm, self._limits, asked, trees_alone=self._trees_alone, environment=environment
         )
-        prompt_count = sum(request.index_in_prompt == 0 for request in requests)
-        lora_request = one_adapter(lora_request, prompt_count)
+        lora_request = one_adapter(lora_request, sum(not r.index_in_prompt for r in requests))
         if any(request.cacheable for request in requests):
             self._weights.check(lora_request)
-        results = self._run(requests, upcoming, lora_request, use_tqdm, started)
+        call = self._call(requests, upcoming, lora_request, use_tqdm, early_end)
+        results = self._run(call, requests, started)
         self._measure_noise(requests, lora_request)
         assembling = time.perf_counter()
         outputs = request_outputs(requests, results)
         self.metrics.assembly_s += time.perf_counter() - assembling
-        if self._proposes:
-            self._count_tree_drafts()
+        self._count_tree_drafts()
         return outputs
 
     def _run(
-        self,
-        requests: list[RolloutRequest],
-        upcoming: Sequence[Any],
-        lora_request: Any,
-        use_tqdm: bool | Callable[..., Any],
-        started: float,
+        self, call: Call, requests: list[RolloutRequest], started: float
     ) -> dict[int, tuple[RequestOutput, CompletionOutput]]:
         """Take all requests of a call through the engine, each at its own pace.
 
         Args:
+            call: its state.
             requests: of the call.
-            upcoming: prompts of the calls that come next.
-            lora_request: as in vLLM.
-            use_tqdm: whether to show a progress bar, or a function that makes one.
             started: when the call began, by ``time.perf_counter``.
 
         Returns:
             The engine's last output and the completion, by index in ``requests``.
         """
-        # 1. Look up: drafts from the cache, and rows that a journal has from start to end.
-        self._find_drafts(requests)
-        replayed = self._replay(requests)
-        self.metrics.rows = len(requests)
-        self.metrics.lookup_s = time.perf_counter() - started
-        call = self._call(requests, upcoming, lora_request, use_tqdm)
         try:
-            for request, output, replayed_end in replayed:
+            # 1. Look up: drafts from the cache, and rows that a journal has from start to end.
+            self._find_drafts(requests)
+            for request, output, replayed_end in self._replay(requests, call.early_end):
                 self._finish_row(call, request, output, replayed_end)
+            self.metrics.rows = len(requests)
+            self.metrics.lookup_s = time.perf_counter() - started
+            self._put_in_order(call, requests)
             while True:
+                if call.early_end is not None and call.early_end.reached(call.results):
+                    self._end_early(call, requests)
                 # 2. Submit: drafts to be verified, and rows without a draft to be decoded.
                 self._finish_aborted(call)
                 self._submit_waiting(call)
@@ -199,23 +195,24 @@ class SpeculativeLLM(BaseSpeculativeLLM):
         upcoming: Sequence[Any],
         lora_request: Any,
         use_tqdm: bool | Callable[..., Any],
+        early_end: EarlyEnd | None,
     ) -> Call:
-        """The state of a call whose drafts are known, with its rows in the order of submission."""
-        to_run = [request for request in requests if request.replayed is None]
-        share_verifications(to_run)
-        siblings_draft = self._proposes or self._prompt_logprob_drafter is not None
+        """The state of a call whose rows have not begun."""
         ahead = RunAhead(
             self.llm.llm_engine,
             self._limits.max_num_seqs,
             self._run_ahead_requests(upcoming, requests),
             self.metrics,
         )
-        return Call(
-            ahead=ahead,
-            lora_request=lora_request,
-            progress=progress_bar(use_tqdm, len(requests)),
-            waiting=deque(in_order(to_run, siblings_draft=siblings_draft)),
-        )
+        return Call(ahead, lora_request, progress_bar(use_tqdm, len(requests)), early_end)
+
+    def _put_in_order(self, call: Call, requests: list[RolloutRequest]) -> None:
+        """Have the rows of a call wait in the order of submission; their drafts are known."""
+        to_run = [request for request in requests if request.replayed is None]
+        share_verifications(to_run)
+        siblings_draft = self._proposes or self._prompt_logprob_drafter is not None
+        first = 0 if call.early_end is None else call.early_end.put_off * call.early_end.group_size
+        call.waiting.extend(in_order(to_run, siblings_draft=siblings_draft, first=first))
 
     def _submit_waiting(self, call: Call) -> None:
         """Fill the engine up with rows that wait, then with rows of upcoming prompts."""
@@ -324,6 +321,16 @@ class SpeculativeLLM(BaseSpeculativeLLM):
                 self._refuse_draft(request)
             self._finish_row(call, request, output, ResponseEnd.unfinished(len(request.tokens)))
 
+    def _end_early(self, call: Call, requests: list[RolloutRequest]) -> None:
+        """Give up the rows that are left; what they have becomes partial rollouts."""
+        call.waiting.clear()
+        vocabulary = self._limits.vocabulary
+        self.metrics.decoded_tokens += give_up(self.llm.llm_engine, call.inflight, vocabulary)
+        call.inflight.clear()
+        for request in (r for r in requests if r.index not in call.results):
+            output, length = unfinished_output(request, "put off"), len(request.tokens)
+            self._finish_row(call, request, output, ResponseEnd.unfinished(length))
+
     def _store_finished(self, call: Call) -> None:
         """Put finished rollouts into the cache, unless others were put just before."""
         if time.perf_counter() - call.stored_at > STORE_SECONDS:
@@ -371,23 +378,14 @@ class SpeculativeLLM(BaseSpeculativeLLM):
 
     def _measure_noise(self, requests: list[RolloutRequest], lora_request: Any) -> None:
         """Prefill a few responses that have just been decoded, once in the life of the engine."""
-        chosen = [r for r in requests if self._measures_noise(r)][: self._noise.rows_left]
-        if not chosen:
-            return
-        started = time.perf_counter()
-        self._noise.rows_left -= len(chosen)
-        outputs = self.llm.generate(
-            [{"prompt_token_ids": r.rules.prompt + r.tokens} for r in chosen],
-            [verification_params(r) for r in chosen],
-            use_tqdm=False,
-            lora_request=lora_request,
-        )
-        for request, output in zip(chosen, outputs, strict=True):
-            self._noise.add_prefill(request, output, self.metrics)
-        self.metrics.verify_s += time.perf_counter() - started
+        chosen = [r for r in requests if self._measures_noise(r)]
+        if chosen:
+            self._noise.prefill(self.llm, chosen, self.metrics, lora_request)
 
     def _count_tree_drafts(self) -> None:
-        """Add what the proposer did, where its process can be asked."""
+        """Add what the proposer did, if there is one and its process can be asked."""
+        if not self._proposes:
+            return
         from nemo_specrl.engine.drafters.counts import take_counts
 
         try:

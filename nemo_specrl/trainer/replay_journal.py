@@ -19,7 +19,7 @@ import os
 import shutil
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from nemo_specrl.cache.metrics import StoreStats
@@ -97,7 +97,11 @@ class JournaledStore:
         self._journal[-1].put(map(_with_incarnation, rollouts, made))
 
     def take(
-        self, rows: Sequence[tuple[bytes, int]], policy_version: int, fingerprint: int
+        self,
+        rows: Sequence[tuple[bytes, int]],
+        policy_version: int,
+        fingerprint: int,
+        enough: Callable[[Sequence[bool]], bool] = all,
     ) -> list[Rollout | None]:
         """Return the rollouts that a process that died had made for the same step.
 
@@ -115,6 +119,8 @@ class JournaledStore:
             rows: key and sample index of each row.
             policy_version: version of the weights that generate, which identifies the step.
             fingerprint: fingerprint of these weights.
+            enough: whether these rows, True for each that ended, are a whole batch. A step that
+                ended early has partial rollouts of other rows, which are put into the store.
 
         Returns:
             a rollout for each row, or None. Its fingerprint may be that of other weights.
@@ -123,13 +129,14 @@ class JournaledStore:
         processes = sorted({process for found in made for process in found}, reverse=True)
         for process in processes:
             taken = [found.get(process) for found in made]
-            same = [r for r in taken if r is not None and r.fingerprint == fingerprint]
-            if len(same) == len(rows):
-                self._store.put(same)
-                return list(same)
-        if any(r.fingerprint == fingerprint for found in made for r in found.values()):
+            same = [None if r is None or r.fingerprint != fingerprint else r for r in taken]
+            if enough([_ended(r) for r in same]):
+                self._store.put(r for r in same if r is not None)
+                return [r if _ended(r) else None for r in same]
+        ended = [{p: r for p, r in found.items() if _ended(r)} for found in made]
+        if any(r.fingerprint == fingerprint for found in ended for r in found.values()):
             return [None] * len(rows)
-        return [found[max(found)] if found else None for found in made]
+        return [found[max(found)] if found else None for found in ended]
 
     def _made(
         self, rows: Sequence[tuple[bytes, int]], policy_version: int
@@ -141,12 +148,13 @@ class JournaledStore:
         keys = dict.fromkeys(key for key, _ in rows)
         groups = [group for part in self._journal for group in part.get(keys).values()]
         for rollout in itertools.chain.from_iterable(groups):
-            if rollout.policy_version != policy_version or rollout.finish is Finish.PARTIAL:
+            if rollout.policy_version != policy_version:
                 continue
             process, draw = divmod(rollout.incarnation, _DRAWS)
             if process != self._process:
-                place = rollout.key, rollout.sample_index, draw
-                recorded[place][process] = _with_incarnation(rollout, 0)
+                found = recorded[rollout.key, rollout.sample_index, draw]
+                if _ended(rollout) or process not in found:
+                    found[process] = _with_incarnation(rollout, 0)
         return [recorded.get((*place[:2], self._draws[place]), {}) for place in places]
 
     def snapshot(self, folder: str | os.PathLike[str]) -> None:
@@ -181,6 +189,10 @@ class JournaledStore:
         with contextlib.ExitStack() as stack:
             for store in (self._store, *self._journal):
                 stack.callback(store.close)
+
+
+def _ended(rollout: Rollout | None) -> bool:
+    return rollout is not None and rollout.finish is not Finish.PARTIAL
 
 
 def _with_incarnation(rollout: Rollout, incarnation: int) -> Rollout:

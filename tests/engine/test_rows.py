@@ -217,7 +217,7 @@ def test_whatever_else_is_wrong_with_a_row_is_its_own(
 
 def test_what_a_journal_has_of_another_model_is_decoded_anew(llm, speculative):
     class Journal(DictCache):
-        def take(self, rows, policy_version, fingerprint):
+        def take(self, rows, policy_version, fingerprint, enough=all):
             wrong = draft([5, VOCABULARY, 6, 7], -1.0, finish=Finish.LENGTH)
             object.__setattr__(wrong, "fingerprint", fingerprint)
             return [wrong for _ in rows]
@@ -229,7 +229,7 @@ def test_what_a_journal_has_of_another_model_is_decoded_anew(llm, speculative):
     assert made.metrics.replayed_rows == 0
 
     class Short(Journal):
-        def take(self, rows, policy_version, fingerprint):
+        def take(self, rows, policy_version, fingerprint, enough=all):
             return []
 
     made = speculative(Short())

@@ -98,6 +98,28 @@ def test_a_step_that_was_lost_twice_comes_from_the_process_that_had_all_of_it(tm
             assert newest == [r.tokens.tolist() for r in step(1, salt=1)]
 
 
+def test_a_step_that_ended_early_is_taken_with_its_partial_rollouts(tmp_path):
+    """Two of three prompts are enough; of the third one row had ended, and one was cut off."""
+
+    def enough(ended):
+        return sum(map(all, zip(ended[::2], ended[1::2], strict=True))) >= 2
+
+    rollouts = [*step(1)[:5], exact(*ROWS[5], 1, finish=Finish.PARTIAL)]
+    for ended, whole in ((3, False), (5, True)):  # the first process died before it was enough
+        with opened(tmp_path) as store:
+            assert store.take(ROWS, 1, WEIGHTS, enough) == [None] * 6
+            store.put([*rollouts[:ended], *(rollouts[5:] if whole else [])])
+    RolloutStore(tmp_path / "store", max_bytes=2**20, tokenizer_id="tok").clear()
+    with opened(tmp_path) as store:
+        assert store.take(ROWS, 1, WEIGHTS, enough) == [*rollouts[:5], None]
+        restored = [r for group in store.get(KEYS).values() for r in group]
+        for found, made in zip(restored, rollouts, strict=True):
+            assert (found.key, found.sample_index) == (made.key, made.sample_index)
+            assert found.finish is made.finish and (found.tokens == made.tokens).all()
+    with opened(tmp_path) as store:
+        assert store.take(ROWS, 1, WEIGHTS) == [None] * 6  # a step of all rows is not there
+
+
 def test_what_several_processes_had_of_a_step_is_not_put_together(tmp_path):
     """Each has what it finished first, which is short; together they had all rows."""
     for salt, part in enumerate((slice(0, 4), slice(2, 6))):

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from nemo_specrl.engine.prefix.verification import matching_logprobs, sampled_values
+from nemo_specrl.engine.prefix.verification import (
+    matching_logprobs,
+    sampled_values,
+    verification_params,
+)
 from nemo_specrl.engine.requests import RolloutRequest
 
 if TYPE_CHECKING:
-    from vllm import RequestOutput
+    from vllm import LLM, RequestOutput
 
     from nemo_specrl.engine.metrics import EngineMetrics
 
@@ -54,8 +59,33 @@ class PrefillNoise:
             and request.draft is None
             and request.rounds is None
             and request.replayed is None
+            and len(request.tokens) > 0
             and whole < self._max_model_len
         )
+
+    def prefill(
+        self, llm: LLM, requests: list[RolloutRequest], metrics: EngineMetrics, lora_request: Any
+    ) -> None:
+        """Prefill responses that have just been decoded, as many as are still to be measured.
+
+        Args:
+            llm: the engine that has decoded them.
+            requests: of the responses.
+            metrics: of their call.
+            lora_request: as in vLLM.
+        """
+        chosen = requests[: self.rows_left]
+        started = time.perf_counter()
+        self.rows_left -= len(chosen)
+        outputs = llm.generate(
+            [{"prompt_token_ids": r.rules.prompt + r.tokens} for r in chosen],
+            [verification_params(r) for r in chosen],
+            use_tqdm=False,
+            lora_request=lora_request,
+        )
+        for request, output in zip(chosen, outputs, strict=True):
+            self.add_prefill(request, output, metrics)
+        metrics.verify_s += time.perf_counter() - started
 
     def add_prefill(
         self, request: RolloutRequest, output: RequestOutput, metrics: EngineMetrics
