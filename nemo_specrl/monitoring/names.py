@@ -64,6 +64,10 @@ DISTINCT_IN_GROUP = "distinct_in_group"
 """Mean over groups of the number of different responses."""
 RESPONSE_LENGTH = "response_length"
 """Mean length of the responses, tokens."""
+PUT_OFF_PROMPTS = "put_off_prompts"
+"""Prompts that the step has put off (partial rollouts)."""
+PUT_OFF_TOKENS = "put_off_tokens"
+"""Tokens of their rows so far."""
 LOSS = "loss"
 """The policy's loss."""
 VALUE_LOSS = "value_loss"
@@ -215,6 +219,8 @@ COUNTS = frozenset(
         REFUSED_DRAFTS,
         UNCACHED_ROWS,
         REPLAYED_ROWS,
+        PUT_OFF_PROMPTS,
+        PUT_OFF_TOKENS,
         CACHE_ERRORS,
         TREE_DRAFTED_TOKENS,
         RUN_AHEAD_ROWS,

@@ -42,13 +42,17 @@ class Batch:
 
     Args:
         epoch: epoch of the step's first prompts, counted from 0.
-        drawn: indices of all prompts that were rolled out, in order.
+        drawn: indices of all prompts that were rolled out, in order; with partial rollouts, of
+            those that are trained on.
         groups: the groups to train on; with dynamic sampling, fewer than were rolled out.
+        put_off: what there is of the groups that the step has put off; None without partial
+            rollouts.
     """
 
     epoch: int
     drawn: list[int] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
+    put_off: list[list[Response]] | None = None
 
     @property
     def rewards(self) -> FloatArray:
@@ -65,7 +69,7 @@ class Batch:
         rewards, rows = self.rewards, self.rows
         fresh = np.array([row.fresh for row in rows])
         flat = rewards.ravel()
-        return {
+        metrics = {
             metric.REWARD: float(flat.mean()),
             metric.FRESH_REWARD: float(flat[fresh].mean()) if fresh.any() else None,
             metric.REUSED_REWARD: float(flat[~fresh].mean()) if not fresh.all() else None,
@@ -78,6 +82,10 @@ class Batch:
             metric.TRUNCATED_FRACTION: float(np.mean([row.truncated for row in rows])),
             metric.RESPONSE_LENGTH: float(np.mean([row.length for row in rows])),
         }
+        if self.put_off is not None:
+            metrics[metric.PUT_OFF_PROMPTS] = len(self.put_off)
+            metrics[metric.PUT_OFF_TOKENS] = sum(r.length for group in self.put_off for r in group)
+        return metrics
 
     def rows_to_compare(
         self,

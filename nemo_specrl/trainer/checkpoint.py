@@ -40,7 +40,7 @@ __all__ = [
     "write_error",
 ]
 
-FORMAT = 1
+FORMAT = 2
 
 logger = logging.getLogger(__name__)
 
@@ -55,15 +55,23 @@ class Progress:
             draw several).
         recipe: the keys that a resumed run must not change, with their values.
         monitor: state of the drift monitor, None before the first step.
+        put_off: prompts that partial rollouts have put off (``partial_rollouts.PutOff``).
     """
 
     step: int = 0
     position: int = 0
     recipe: dict[str, Any] = field(default_factory=dict)
     monitor: dict[str, Any] | None = None
+    put_off: list[list[int]] = field(default_factory=list)
 
 
-_PROGRESS = {"step": (int,), "position": (int,), "recipe": (dict,), "monitor": (dict, type(None))}
+_PROGRESS = {
+    "step": (int,),
+    "position": (int,),
+    "recipe": (dict,),
+    "monitor": (dict, type(None)),
+    "put_off": (list,),
+}
 """Types of the values of a progress.json."""
 
 
@@ -87,6 +95,9 @@ def latest(folder: Path) -> tuple[Path, Progress] | None:
     for name, kinds in _PROGRESS.items():
         if type(getattr(progress, name)) not in kinds:
             raise damaged(found[-1], f"progress.json: {name} = {getattr(progress, name)!r}"[:200])
+    for pair in progress.put_off:
+        if type(pair) is not list or len(pair) != 2 or not all(type(n) is int for n in pair):
+            raise damaged(found[-1], f"progress.json: put_off = {progress.put_off!r}"[:200])
     if f"step_{progress.step}" != found[-1].name or progress.position < 0:
         place = f"step {progress.step} and position {progress.position}"
         raise damaged(found[-1], f"progress.json: is of {place}")

@@ -24,7 +24,7 @@ from nemo_specrl.monitoring import heartbeat
 from nemo_specrl.monitoring import names as metric
 from nemo_specrl.monitoring.metrics_file import MetricsLog
 from nemo_specrl.speculation.drift import DriftMonitor
-from nemo_specrl.trainer import checkpoint
+from nemo_specrl.trainer import checkpoint, partial_rollouts
 from nemo_specrl.trainer.batch import Batch, Group
 from nemo_specrl.trainer.data.dataset import Dataset, open_dataset
 from nemo_specrl.trainer.divergence import check_finite
@@ -250,6 +250,8 @@ class Trainer:
     def _collect(self) -> Batch:
         """Roll out the next prompts; with dynamic sampling, until enough groups have a gradient."""
         algorithm = self.recipe.algorithm
+        if algorithm.partial_rollouts.enabled:
+            return self._collect_enough()
         wanted = algorithm.num_prompts_per_step
         batch = Batch(epoch=self.progress.position // self.recipe.steps_per_epoch)
         kept: list[Group] = []
@@ -275,6 +277,18 @@ class Trainer:
         batch.groups = (kept + idle)[:wanted]
         return batch
 
+    def _collect_enough(self) -> Batch:
+        """Roll out more prompts than the step needs, until enough groups are complete."""
+        progress = self.progress
+        epoch, step = divmod(progress.position, self.recipe.steps_per_epoch)
+        place = epoch, step, self._order(epoch)
+        assert isinstance(self.generation, InProcessEngine)
+        batch, progress.put_off = partial_rollouts.collect(
+            self.recipe.algorithm, self.data.training, place, progress.put_off, self.generation
+        )
+        progress.position += 1
+        return batch
+
     def _upcoming(self) -> list[list[int]]:
         """Prompts of the batch that is drawn next; none after the last one.
 
@@ -287,15 +301,19 @@ class Trainer:
         return [self.data.training[i].prompt for i in self._indices(self.progress.position)]
 
     def _indices(self, position: int) -> list[int]:
-        """Indices of a batch's prompts. Their order depends only on seed and epoch."""
+        """Indices of a batch's prompts."""
         per_step = self.recipe.algorithm.num_prompts_per_step
-        per_epoch = self.recipe.steps_per_epoch
-        epoch, index = divmod(position, per_epoch)
+        epoch, index = divmod(position, self.recipe.steps_per_epoch)
+        return self._order(epoch)[index * per_step : (index + 1) * per_step]
+
+    def _order(self, epoch: int) -> list[int]:
+        """Indices of an epoch's prompts. Their order depends only on seed and epoch."""
         order = np.arange(len(self.data.training))
         if self.recipe.data.shuffle:
             philox = np.random.Philox(key=[self.recipe.algorithm.seed, epoch])
             order = np.random.Generator(philox).permutation(len(self.data.training))
-        return [int(i) for i in order[index * per_step : (index + 1) * per_step]]
+        whole_steps = self.recipe.steps_per_epoch * self.recipe.algorithm.num_prompts_per_step
+        return [int(i) for i in order[:whole_steps]]
 
     @heartbeat.section("training")
     def _train(self, samples: list[Sample]) -> dict[str, float]:

@@ -21,7 +21,14 @@ from nemo_specrl.trainer.policy_config import MAX_PER_NODE, Nodes, PolicyConfig,
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AdvEstimatorConfig", "LossConfig", "Recipe", "load_recipe"]
+__all__ = [
+    "AdvEstimatorConfig",
+    "Algorithm",
+    "LossConfig",
+    "PartialRolloutsConfig",
+    "Recipe",
+    "load_recipe",
+]
 
 Group = Annotated[int, Field(ge=1, le=65536)]
 """A number of rollouts of a prompt: the cache has 16 bits for the sample index."""
@@ -36,6 +43,16 @@ class AdvEstimatorConfig(Block):
     normalize_advantages: bool = True
 
 
+class PartialRolloutsConfig(Block):
+    """Active partial rollouts: steps that end with enough complete groups, and put off the rest."""
+
+    enabled: bool = False
+    over_provision: float = Field(default=1.25, gt=1, le=2)
+    """Groups that a step asks for, for each that it trains on."""
+    max_put_off: Count = 1
+    """How often a prompt may be put off; then its step waits for it."""
+
+
 class Algorithm(Block):
     """The ``grpo:`` block, or ``ppo:``, which has the same keys."""
 
@@ -48,6 +65,7 @@ class Algorithm(Block):
     use_dynamic_sampling: bool = False
     """DAPO: groups whose rewards are all equal are replaced by groups of further prompts."""
     dynamic_sampling_max_gen_batches: Count = 10
+    partial_rollouts: PartialRolloutsConfig = PartialRolloutsConfig()
     overlong_filtering: bool = False
     """Leave responses that were cut at the longest length out of the loss."""
     max_rollout_turns: Count = 1
@@ -187,6 +205,38 @@ class Recipe(Block):
                 "no prefix of a conversation can be reused, nor is one drafted in rounds; set "
                 "spec_rl.preset: lossless with tree.method: auto, or max_rollout_turns: 1",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _partial_rollouts(self) -> Recipe:
+        algorithm, key = (
+            self.algorithm,
+            f"{'grpo' if self.grpo else 'ppo'}.partial_rollouts.enabled",
+        )
+        if not algorithm.partial_rollouts.enabled:
+            return self
+        for clashes, problem in (
+            (
+                not self.spec_rl.enabled,
+                "they are kept in the rollout cache; set policy.generation.spec_rl.enabled: true",
+            ),
+            (
+                algorithm.use_dynamic_sampling,
+                "dynamic sampling does not say how many groups it needs; set "
+                "use_dynamic_sampling: false",
+            ),
+            (
+                algorithm.max_rollout_turns > 1,
+                "a conversation that is cut off cannot be continued; set max_rollout_turns: 1",
+            ),
+            (
+                self.engines is not None,
+                "one of several engines does not know how many groups the others have; set "
+                "policy.generation.colocated.enabled: true",
+            ),
+        ):
+            if clashes:
+                raise WrongKey(key, True, problem)
         return self
 
     @property

@@ -174,6 +174,7 @@ def test_what_makes_another_run_is_refused(made_with, now, message):
         *('{"format": 1, "step": "3"}', '{"format": 1, "step": 2}', '{"format": 1, "step": true}'),
         *('{"format": 1, "step": 3, "recipe": null}', '{"format": 1, "step": 3, "monitor": 5}'),
         '{"format": 1, "step": 3, "position": -1}',
+        *('{"format": 2, "step": 3, "put_off": 1}', '{"format": 2, "step": 3, "put_off": [[1]]}'),
     ],
     ids=lambda text: text[:40],
 )

@@ -21,6 +21,7 @@ from nemo_specrl.cache.run_folders import run_folder
 from nemo_specrl.config import CACHE_FOLDER, first_problem
 from nemo_specrl.engine.caches import RolloutCache
 from nemo_specrl.engine.drafters.method import engine_options
+from nemo_specrl.engine.early_end import EarlyEnd
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.outputs import made_tokens, rollout_info
 from nemo_specrl.engine.plain_turns import generate_plainly
@@ -137,6 +138,7 @@ class Response:
         truncated: whether it ended at the longest length.
         made: which tokens the policy has made, bool ``[n]``. The others are the environment's; the
             log-probs of these are 0.
+        ended: False where it was given up before its end.
     """
 
     tokens: list[int]
@@ -147,6 +149,7 @@ class Response:
     fresh: bool
     truncated: bool
     made: npt.NDArray[np.bool_]
+    ended: bool = True
 
     @property
     def length(self) -> int:
@@ -219,7 +222,11 @@ class Engine:
         self.speculative.fingerprint = stream.fingerprint
 
     def rollouts(
-        self, prompts: list[list[int]], attempt: int = 0, upcoming: list[list[int]] | None = None
+        self,
+        prompts: list[list[int]],
+        attempt: int = 0,
+        upcoming: list[list[int]] | None = None,
+        early_end: EarlyEnd | None = None,
     ) -> list[list[Response]]:
         """Roll out a group of responses for each prompt and add the time to ``times``.
 
@@ -228,6 +235,7 @@ class Engine:
             attempt: index of this batch in its step. It goes into the seeds, so that a prompt that
                 comes twice in a step gets different responses.
             upcoming: prompts of the next batch, for ``run_ahead``.
+            early_end: when rows that have not ended are given up; None: never.
         """
         group = self.recipe.algorithm.num_generations_per_prompt
         seed = self.speculative.draw_seed
@@ -238,6 +246,7 @@ class Engine:
             params,
             upcoming=[{"prompt_token_ids": p} for p in upcoming or ()],
             environment=self.environment,
+            early_end=early_end,
             use_tqdm=False,
         )
         if self.cache is not None:
@@ -301,14 +310,15 @@ class Engine:
     def _generated(self, completion: Any) -> Response:
         reported = np.asarray(completion.logprobs.logprobs, dtype=np.float32)
         tokens = list(completion.token_ids)
-        truncated = completion.finish_reason == "length"
+        truncated, given_up = (completion.finish_reason == r for r in ("length", "abort"))
         made = made_tokens(completion)
         if made is None:
             made = np.ones(len(tokens), dtype=bool)
         reuse = rollout_info(completion)
         if reuse is None:
             none = np.zeros(len(tokens), dtype=bool)
-            return Response(tokens, reported, reported, reported, none, True, truncated, made)
+            logprobs = reported, reported, reported
+            return Response(tokens, *logprobs, none, True, truncated, made, not given_up)
         return Response(
             tokens,
             reuse.policy_logprobs,
@@ -318,6 +328,7 @@ class Engine:
             reuse.fresh,
             truncated,
             made,
+            not given_up,
         )
 
     def _count(self, elapsed: float, generated: list[Response]) -> None:

@@ -1,0 +1,129 @@
+"""Active partial rollouts: which prompts a step asks for, and which of them it trains on.
+
+A step asks for more groups than it needs, and its rollouts end when enough are complete. The other
+prompts are put off: their partial rollouts stay in the cache, the next step asks for them first,
+and what it trains on is made or verified by the weights that it has then. An epoch begins after the
+last prompt of the one before, so that each prompt of an epoch is trained on exactly once.
+
+Source: APRIL, arXiv 2509.18521, which continues partial rollouts without verifying them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from nemo_specrl.engine.early_end import EarlyEnd
+from nemo_specrl.trainer.batch import Batch, Group
+from nemo_specrl.trainer.data.dataset import Problem
+from nemo_specrl.trainer.generation import InProcessEngine
+from nemo_specrl.trainer.recipe import Algorithm
+
+__all__ = ["PutOff", "asked_for", "chosen_of", "collect", "end_of_phase", "put_off_after"]
+
+PutOff = list[list[int]]
+"""Index of a prompt, and how often it was put off; the most often put off first. For JSON."""
+
+
+def collect(
+    algorithm: Algorithm,
+    training: Sequence[Problem],
+    place: tuple[int, int, Sequence[int]],
+    put_off: PutOff,
+    generation: InProcessEngine,
+) -> tuple[Batch, PutOff]:
+    """Roll out more prompts than a step needs, until enough groups are complete.
+
+    Args:
+        algorithm: the ``grpo:`` or ``ppo:`` block.
+        training: all problems.
+        place: epoch; step in it; indices of its prompts, in order.
+        put_off: prompts that earlier steps have put off.
+        generation: the engine.
+
+    Returns:
+        The batch, and the prompts that are put off now.
+    """
+    epoch, step, order = place
+    needed = algorithm.num_prompts_per_step
+    asked = asked_for(order, step * needed, put_off, algorithm)
+    following = order[step * needed + len(asked) :][:needed]
+    groups = generation.rollouts(
+        [training[i].prompt for i in asked],
+        upcoming=[training[i].prompt for i in following],
+        early_end=end_of_phase(put_off, algorithm),
+    )
+    chosen = chosen_of([all(row.ended for row in group) for group in groups], needed)
+    batch = Batch(epoch, drawn=[asked[k] for k in chosen])
+    for k, index in zip(chosen, batch.drawn, strict=True):
+        rewards = np.array([training[index].reward(row.tokens) for row in groups[k]])
+        batch.groups.append(Group(training[index], groups[k], rewards))
+    batch.put_off = [group for k, group in enumerate(groups) if k not in chosen]
+    return batch, put_off_after(put_off, asked, chosen)
+
+
+def asked_for(
+    order: Sequence[int], trained: int, put_off: PutOff, algorithm: Algorithm
+) -> list[int]:
+    """Indices of the prompts that a step asks for: those put off, then new ones.
+
+    Args:
+        order: indices of the epoch's prompts, in the order in which they come up.
+        trained: how many of them have been trained on.
+        put_off: those that have come up and have not been trained on.
+        algorithm: the ``grpo:`` or ``ppo:`` block.
+    """
+    factor, needed = algorithm.partial_rollouts.over_provision, algorithm.num_prompts_per_step
+    asked = math.ceil(round(factor * needed, 6))
+    waiting = [index for index, _ in put_off]
+    begun = trained + len(waiting)
+    return waiting + list(order[begun : trained + asked])
+
+
+def end_of_phase(put_off: PutOff, algorithm: Algorithm) -> EarlyEnd:
+    """When the rollouts of a step end.
+
+    At most twice as many groups are asked for as are needed, so that the prompts that must not be
+    put off once more are never more than the step trains on.
+
+    Args:
+        put_off: the first prompts that the step asks for.
+        algorithm: the ``grpo:`` or ``ppo:`` block.
+    """
+    most = algorithm.partial_rollouts.max_put_off
+    return EarlyEnd(
+        group_size=algorithm.num_generations_per_prompt,
+        groups=algorithm.num_prompts_per_step,
+        put_off=len(put_off),
+        awaited=sum(times >= most for _, times in put_off),
+    )
+
+
+def chosen_of(complete: Sequence[bool], needed: int) -> list[int]:
+    """Positions, among the groups that a step has asked for, of those that it trains on.
+
+    They are the first complete ones, not those that were complete first, which are shorter.
+
+    Args:
+        complete: whether each group is complete. Where too few are, because an engine has given up
+            rows of its own accord, others are taken as they are, as without partial rollouts.
+        needed: groups of a step.
+    """
+    first = sorted(range(len(complete)), key=lambda group: not complete[group])
+    return sorted(first[:needed])
+
+
+def put_off_after(put_off: PutOff, asked: Sequence[int], chosen: Sequence[int]) -> PutOff:
+    """The prompts that a step puts off, the most often put off first.
+
+    Args:
+        put_off: those that were put off before the step.
+        asked: indices of the prompts that it has asked for.
+        chosen: positions among them of those that it trains on.
+    """
+    times = {index: count for index, count in put_off}
+    left = [index for group, index in enumerate(asked) if group not in chosen]
+    again = [[index, times.get(index, 0) + 1] for index in left]
+    return sorted(again, key=lambda pair: -pair[1])
