@@ -9,7 +9,8 @@ How many draft tokens are accepted is replayed, not modelled. At temperature 1 a
 with the probability that the policy gives it. A response that the policy sampled therefore decides
 what would have been accepted of any draft: the tokens up to the first one that differs.
 
-This module knows neither engines nor caches; the trees are those that real engines draft from.
+This module knows neither engines nor caches; the trees are those that real engines draft from, and
+calls end early when those of real engines do.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nemo_specrl.config import TreeConfig
+from nemo_specrl.engine.early_end import EarlyEnd
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.speculation.suffix_tree import DraftTrees
 
@@ -81,12 +83,18 @@ class SimulatedRequest:
         steps: what its steps draft and yield, beginning with the one that ends the prefill.
         cached: number of the prompt's tokens that the prefix cache has.
         then: requests that are sent when this one has ended.
+
+    Attributes:
+        made: number of tokens that it has yielded.
+        ended: whether it has run to its end.
     """
 
     prompt: int
     steps: Steps
     cached: int = 0
     then: Sequence[SimulatedRequest] = ()
+    made: int = field(init=False, default=0)
+    ended: bool = field(init=False, default=False)
     drafted: int = field(init=False, default=0)
     yielded: int = field(init=False, default=0)
     pending: int = field(init=False, default=0)  # tokens to be computed until its step ends
@@ -143,7 +151,11 @@ def drafting(
         yield len(draft), accepted + 1
 
 
-def run(engine: SimulatedEngine, requests: Iterable[SimulatedRequest]) -> Float64Array:
+def run(
+    engine: SimulatedEngine,
+    requests: Iterable[SimulatedRequest],
+    early_end: EarlyEnd | None = None,
+) -> Float64Array:
     """Run requests to their ends and count the steps of the engine.
 
     Args:
@@ -151,6 +163,8 @@ def run(engine: SimulatedEngine, requests: Iterable[SimulatedRequest]) -> Float6
         requests: requests in the order in which they are sent. Twice ``max_num_seqs`` are in the
             engine at a time, as in :class:`~nemo_specrl.SpeculativeLLM`; those in ``then`` are sent
             at once.
+        early_end: when requests that have not ended are given up; None: never. None of them has
+            requests in ``then``.
 
     Returns:
         float64 ``[len(FEATURES)]``.
@@ -159,6 +173,7 @@ def run(engine: SimulatedEngine, requests: Iterable[SimulatedRequest]) -> Float6
         ConfigError: a request alone needs more KV cache than there is.
     """
     running = _Running(engine)
+    requests = list(requests)
     backlog = deque(requests)
     while True:
         while backlog and running.requests < 2 * engine.max_num_seqs:
@@ -166,6 +181,10 @@ def run(engine: SimulatedEngine, requests: Iterable[SimulatedRequest]) -> Float6
         if not running.requests:
             return np.array(running.counts)
         running.step()
+        if early_end is not None:
+            ended = [i for i, request in enumerate(requests) if request.ended]
+            if early_end.reached(ended):
+                return np.array(running.counts)
 
 
 class _Running:
@@ -262,11 +281,13 @@ class _Running:
     def _sample(self, request: SimulatedRequest) -> None:
         """End a request's step: drop rejected tokens from the cache, and begin the next step."""
         request.context -= request.drafted - max(0, request.yielded - 1)
+        request.made += request.yielded
         if not request.yielded:
             self.counts[5] += request.prompt
         if request.advance():
             request.pending = 1 + request.drafted
             return
+        request.ended = True
         self._running.remove(request)
         self._free += request.blocks
         for following in request.then:

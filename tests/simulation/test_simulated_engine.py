@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_specrl.engine.early_end import EarlyEnd
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.simulation.simulated_engine import (
     FEATURES,
@@ -44,6 +45,18 @@ def test_two_rows_at_once():
 def test_a_row_waits_for_a_place_and_has_it_in_the_step_after_the_other_ended():
     assert counted(SimulatedEngine(1), [decode(4, 3), decode(4, 5)])["steps"] == 8
     assert counted(SimulatedEngine(2), [decode(4, 3), decode(4, 5), decode(4, 4)])["steps"] == 3 + 4
+
+
+def test_a_call_ends_with_enough_whole_groups_and_says_how_far_the_others_are():
+    """Groups of two rows; the second group ends first, in the step in which the third is at 5."""
+    rows = [decode(4, n) for n in (3, 9, 2, 5, 6, 7)]
+    assert run(SimulatedEngine(6), rows, EarlyEnd(2, groups=1))[0] == 5
+    assert [row.ended for row in rows] == [True, False, True, True, False, False]
+    assert [row.made for row in rows] == [3, 5, 2, 5, 5, 5]
+    rows = [decode(4, n) for n in (3, 9, 2, 5, 6, 7)]
+    awaited = EarlyEnd(2, groups=1, put_off=1, awaited=1)
+    assert run(SimulatedEngine(6), rows, awaited)[0] == 9
+    assert all(row.ended for row in rows)
 
 
 def test_a_prompt_beyond_the_budget_is_prefilled_in_chunks():
