@@ -28,11 +28,13 @@ from nemo_specrl.monitoring.metrics_file import read_metrics
 from nemo_specrl.monitoring.report import write_comparison
 
 SPEC = "policy.generation.spec_rl"
+PARTIAL = "partial"
 SIDES = {
     "plain": f"{SPEC}.enabled=false",
     "lossless": f"{SPEC}.preset=lossless",
     "faithful": f"{SPEC}.preset=faithful",
     "fast": f"{SPEC}.preset=fast",
+    PARTIAL: f"{SPEC}.preset=lossless",
 }
 SUMS = (
     *(metric.ROLLOUT_S, metric.VERIFY_S, metric.TRAIN_S, metric.STEP_S),
@@ -70,6 +72,7 @@ def train(args: argparse.Namespace, seed: int, side: str, cores: Cores) -> str |
         f"{algorithm}.val_period={args.val_period}",
         f"{algorithm}.max_val_samples=256",
         SIDES[side],
+        *([f"{algorithm}.partial_rollouts.enabled=true"] if side == PARTIAL else ()),
         f"checkpointing.checkpoint_dir={folder}",
         f"logger.log_dir={folder}",
         "logger.tensorboard_enabled=false",

@@ -21,6 +21,7 @@ TABLES = [
     ("simulation.simulate", "simulator_language.json", "language.md"),
     ("fidelity.demo_seeds", "language_seeds.json", "language.md"),
     ("simulation.simulate_8b", "simulator_8b.json", "simulation.md"),
+    ("simulation.partial_rollouts", "partial_rollouts.json", "simulation.md"),
 ]
 """Script with options, its data, and the page that has its tables."""
 REPORTED = [
