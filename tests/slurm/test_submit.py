@@ -463,7 +463,7 @@ def test_a_training_that_ends_for_want_of_time_is_started_again(cluster):
         "the time limit; starting again (restart 1 of at most 50), from checkpoint none"
     )
     first, second = (
-        json.loads((logs / "ray-driver.log").read_text().splitlines()[0])["arguments"]
+        json.loads(re.findall(r"^{.*", (logs / "ray-driver.log").read_text(), re.M)[0])["arguments"]
         for logs in sorted(job.checkout.glob("*-logs"), key=lambda logs: logs.name.count("-"))
     )
     save_at = re.compile(r"\+\+checkpointing.checkpoint_must_save_by=01:0(0:59|1:00):\d\d")
