@@ -19,7 +19,7 @@ from nemo_specrl.engine.outputs import rollout_info
 from nemo_specrl.engine.vllm.compat import made_so_far
 from nemo_specrl.engine.vllm.refit import RefitExtension
 from nemo_specrl.nemo_rl.compat import CHECKPOINT_ENGINE_UPDATE
-from tests.conftest import DictCache, make_engine
+from tests.conftest import REPOSITORY, DictCache, make_engine
 from tests.engine.test_async_engine import ClaimingCache
 from tests.support.nemo_rl.jobs import HOME, SITE
 
@@ -60,7 +60,8 @@ def workers():
         pytest.skip("set NEMO_RL_HOME to a checkout of NVIDIA-NeMo/RL and run `make test-nemo`")
     runpy.run_path(str(SITE / "sitecustomize.py"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "path", [*sys.path, HOME])  # which has a `tests`, too
+        # HOME has a `tests`, too; engine cores, which are spawned, have to find this one.
+        patch.setattr(sys, "path", [str(REPOSITORY), *sys.path, HOME])
         package = "nemo_specrl.nemo_rl"
         sync = importlib.import_module(f"{package}.sync_worker").SpecVllmGenerationWorkerImpl
         if not hasattr(super(sync, sync), "checkpoint_engine_rpc"):
