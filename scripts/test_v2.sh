@@ -5,17 +5,21 @@
 #   scripts/test_v2.sh                  # on the default vLLM
 #   scripts/test_v2.sh vllm 0.25.1      # on another one, in its own environment
 #   scripts/test_v2.sh nemo DIR         # a job of the checkout of NeMo-RL in DIR, on the vLLM it pins
+#   scripts/test_v2.sh default -k WHICH # what comes behind goes to pytest
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 kind=${1:-default} venv=.venv tests=(-p tests.support.v2_cpu tests/engine/drafters/v2)
+shift || true
 if [[ $kind == default ]]; then
     scripts/setup.sh >&2
 else
-    venv=$(scripts/setup.sh "$kind" "${2:?give what setup.sh takes behind $kind}")
+    of=${1:?give what setup.sh takes behind $kind}
+    venv=$(scripts/setup.sh "$kind" "$of")
+    shift
 fi
 if [[ $kind == nemo ]]; then
-    NEMO_RL_HOME=$(realpath "$2")
+    NEMO_RL_HOME=$(realpath "$of")
     export NEMO_RL_HOME
     tests=(tests/nemo_rl/test_v2_runner.py)
 fi
@@ -30,4 +34,4 @@ if [[ ! -d $folder/triton-$triton.dist-info ]]; then
     "$venv/bin/python" -m uv pip install --quiet --no-deps --target "$folder" "triton==$triton" ||
         "$venv/bin/python" -m pip install --quiet --no-deps --target "$folder" "triton==$triton"
 fi
-PYTHONPATH=$PWD:$folder exec "$venv/bin/python" -m pytest "${tests[@]}"
+PYTHONPATH=$PWD:$folder exec "$venv/bin/python" -m pytest "${tests[@]}" "$@"
