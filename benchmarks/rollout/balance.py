@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.shared.arms import in_own_process
-from benchmarks.shared.engines import Steps
+from benchmarks.shared.engines import Steps, sorting_engine
 from benchmarks.shared.records import Chart, outputs, present, read, rounded, save
 from benchmarks.shared.turns import Turns
 from nemo_specrl import RolloutStore, SpecRLConfig, SpeculativeLLM
@@ -188,25 +188,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 def of_kind(places: int, drafts: int, prompts: int, seeds: Sequence[int]) -> list[dict[str, Any]]:
     """The rows of all seeds, on the same engines."""
     local_cpu_environment()
-    from vllm import LLM
-
     config = configured(drafts)
-    llms = [
-        LLM(
-            model="examples/models/qwen3-sort",
-            dtype="float32",
-            max_model_len=256,
-            max_num_seqs=places,
-            max_num_batched_tokens=places * 256,
-            block_size=32,
-            kv_cache_memory_bytes=2**26,
-            enforce_eager=True,
-            skip_tokenizer_init=True,
-            disable_log_stats=True,
-            **engine_options(config),
-        )
-        for _ in range(ENGINES)
-    ]
+    llms = [sorting_engine(places, engine_options(config)) for _ in range(ENGINES)]
     steps = [Steps(llm.llm_engine, Turns()) for llm in llms]
     return [
         {"places": places, "drafts": drafts, **row}

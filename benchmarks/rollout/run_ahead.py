@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.shared.arms import in_own_process
-from benchmarks.shared.engines import Steps, of_steps
+from benchmarks.shared.engines import Steps, of_steps, sorting_engine
 from benchmarks.shared.records import Chart, outputs, present, read, rounded, save
 from benchmarks.shared.turns import Turns, by_processor_time
 from nemo_specrl import RolloutStore, SpecRLConfig, SpeculativeLLM
@@ -135,23 +135,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 def both(places: int, epochs: int, batches: int, seed: int, repeats: int) -> list[dict[str, Any]]:
     """Figures by epoch without and with run-ahead; ``repetitions_s`` has those of each."""
     local_cpu_environment()
-    from vllm import LLM
-
-    llms = {
-        ahead: LLM(
-            model="examples/models/qwen3-sort",
-            dtype="float32",
-            max_model_len=256,
-            max_num_seqs=places,
-            max_num_batched_tokens=places * 256,
-            block_size=32,
-            enforce_eager=True,
-            skip_tokenizer_init=True,
-            disable_log_stats=True,
-            **engine_options(config(True)),
-        )
-        for ahead in (False, True)
-    }
+    llms = {ahead: sorting_engine(places, engine_options(config(True))) for ahead in (False, True)}
     by_processor_time(engines=2)
     turns, amount = Turns(), (epochs, batches, seed)
     works = {

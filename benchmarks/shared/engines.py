@@ -23,6 +23,30 @@ from nemo_specrl.rollout import Finish, Rollout, prompt_key
 QUANTITIES = ("reward", "logprob", "length")
 
 
+def sorting_engine(places: int, options: dict[str, Any]) -> Any:
+    """A ``vllm.LLM`` of the demo's model.
+
+    Args:
+        places: rows at once.
+        options: of the method of speculation (``nemo_specrl.engine_options``).
+    """
+    from vllm import LLM
+
+    return LLM(
+        model="examples/models/qwen3-sort",
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=places,
+        max_num_batched_tokens=places * 256,
+        block_size=32,
+        num_gpu_blocks_override=max(1024, 16 * places),  # all rows, twice; not a GiB each
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        disable_log_stats=True,
+        **options,
+    )
+
+
 class Counter:
     """Counts of an engine in this process, the same for every method of drafting.
 

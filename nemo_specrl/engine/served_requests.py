@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nemo_specrl.engine.async_engine import AsyncSpeculativeLLM
 from nemo_specrl.engine.async_rows import AsyncRow
-from nemo_specrl.engine.drafters.roots import Roots
+from nemo_specrl.engine.drafters.roots import ROOTS, Roots
 from nemo_specrl.engine.policy_version import TokenVersions
 from nemo_specrl.engine.requests import RolloutRequest, build_requests
 from nemo_specrl.errors import ConfigError, UnsupportedSampling
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ServedTurn", "ServingSpeculativeLLM"]
 
-ROOTS = 4096
-"""Prompts that are known as roots, those that were used last; as many as the drafters know."""
 SERVED = 1 << 63
 """Bit of the identity of a response that has no sample index; those that have one lie below it."""
 

@@ -83,3 +83,17 @@ def proposer(drafting_llm):
     worker = drafting_llm.llm_engine.model_executor.driver_worker.worker
     worker.model_runner.drafter.__init__(drafting_llm.llm_engine.vllm_config)
     return worker.model_runner.drafter
+
+
+@pytest.fixture
+def begun(llm, monkeypatch):
+    """Prompts in the order in which they enter the engine."""
+    begun = []
+    add = llm.llm_engine.add_request
+
+    def note(request_id, prompt, params, **options):
+        begun.append(prompt["prompt_token_ids"])
+        return add(request_id, prompt, params, **options)
+
+    monkeypatch.setattr(llm.llm_engine, "add_request", note)
+    return begun

@@ -110,20 +110,6 @@ def test_sample_indices_may_come_in_several_calls(speculative):
         generate(made, rows=2, sample_indices=[1])
 
 
-@pytest.fixture
-def begun(llm, monkeypatch):
-    """Prompts in the order in which they enter the engine."""
-    begun = []
-    add = llm.llm_engine.add_request
-
-    def note(request_id, prompt, params, **options):
-        begun.append(prompt["prompt_token_ids"])
-        return add(request_id, prompt, params, **options)
-
-    monkeypatch.setattr(llm.llm_engine, "add_request", note)
-    return begun
-
-
 def test_rows_begin_longest_expected_first_and_come_back_in_order(speculative, begun):
     """Earlier responses say which prompt's are long; one without any stands in the middle."""
     prompts = [[1, *encode(f"{i}+{i}=?")] for i in range(10, 15)]

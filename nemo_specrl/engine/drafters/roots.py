@@ -11,7 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["Roots"]
+__all__ = ["ROOTS", "Roots"]
+
+ROOTS = 4096
+"""Prompts whose later turns draft from the history of their root; those that were used last."""
 
 TOKEN_BYTES = 4
 

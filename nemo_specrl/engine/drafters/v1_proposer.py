@@ -24,7 +24,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from nemo_specrl.engine.drafters.roots import Roots
+from nemo_specrl.engine.drafters.roots import ROOTS, Roots
 from nemo_specrl.engine.metrics import DraftCounts
 from nemo_specrl.engine.vllm.compat import EXTRA_ARG, drafts_count_here, stop_tokens
 from nemo_specrl.engine.vllm.cpu_sampler import fix_cpu_rejection_sampler
@@ -45,8 +45,6 @@ __all__ = ["TreeProposer"]
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_BYTES = 4 * 2**30
-ROOTS = 4096
-"""Prompts whose later turns draft from their trees; those that were used last."""
 PADDED_LOGIT_BYTES = 8
 """Of rows x (longest draft + 1) beside them, where ``bound_sampler_memory`` was not possible."""
 

