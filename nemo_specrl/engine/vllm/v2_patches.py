@@ -7,8 +7,10 @@ in ``SOURCES``; with others, :func:`install` raises IncompatibleVersion, which n
 - ``init_speculator`` makes the speculator, which before 0.32
   ``_get_v2_model_runner_unsupported_features`` has to permit.
 - ``add_requests`` and ``_remove_request`` tell it of requests.
-- ``VllmConfig.__post_init__`` has graphs captured for each length of drafts, and refuses engines
-  that would not run V2: vLLM would draft n-grams in their V1 runner instead.
+- ``VllmConfig.__post_init__`` has graphs captured for each length of drafts and for steps that are
+  as large as drafts make them, and refuses engines that would not run V2: vLLM would draft n-grams
+  in their V1 runner instead.
+- ``CudaGraphManager._init_candidates`` has each step find the graph of its length (``_graphs_of``).
 - ``Scheduler`` chooses the length of drafts by the rows of a step (``uniform_length``). It is told
   of accepted drafts in ``make_spec_decoding_stats``, and takes the new table with the next step.
 - Workers get one method more, ``ADD_HISTORIES``, for ``collective_rpc`` to name: vLLM sends
@@ -17,6 +19,7 @@ in ``SOURCES``; with others, :func:`install` raises IncompatibleVersion, which n
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import itertools
@@ -30,7 +33,14 @@ from nemo_specrl.engine.vllm.sampler_memory import DRAFT_LOGIT_BYTES, SAMPLER_BY
 from nemo_specrl.errors import ConfigError, IncompatibleVersion
 from nemo_specrl.speculation.uniform_length import LENGTHS, UniformLengths
 
-__all__ = ["ADD_HISTORIES", "drafts_from_history", "install", "speculator_of", "speculator_options"]
+__all__ = [
+    "ADD_HISTORIES",
+    "drafts_from_history",
+    "install",
+    "max_drafted",
+    "speculator_of",
+    "speculator_options",
+]
 
 DRAFTER = "v2"
 SPECULATOR = "nemo_specrl.engine.drafters.v2.speculator.HistorySpeculator"
@@ -61,6 +71,12 @@ SOURCES: dict[str, dict[str, str]] = {
         "bcd9027fd2112355": "0.32.0",
         "a52cc7637f6d4a44": "0.33.0",
     },
+    "_init_candidates": {
+        "2e3009d8d6249f99": "0.25.1",
+        "3bfcb749e344aa04": "0.26.0",
+        "6848b02831344044": "0.29.0",
+        "f23597574e533720": "0.32.0, 0.33.0",
+    },
     "make_spec_decoding_stats": {"15061fa40c8de7a3": "0.25.1 to 0.33.0"},
     "update_draft_token_ids": {
         "54b0036e1d3b57d4": "0.25.1 to 0.29.0",
@@ -71,6 +87,10 @@ SOURCES: dict[str, dict[str, str]] = {
 0.33.0 was read and not run."""
 OBSERVED = 512
 """Drafts after which the table of lengths is made anew."""
+CAPTURED, MOST_CAPTURED, CAPTURED_APART = 512, 1536, 32
+"""Tokens up to which vLLM captures graphs where nothing is configured, those up to which drafts
+have it do so, behind which a GPU computes for longer than a host launches, and the distance of the
+sizes between."""
 
 
 def speculator_options(max_draft_tokens: int, max_bytes: int, *, adaptive: bool) -> dict[str, Any]:
@@ -122,6 +142,7 @@ def install() -> None:
         from vllm.config import VllmConfig
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.worker.gpu import model_runner
+        from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
         from vllm.v1.worker.gpu.model_runner import GPUModelRunner
         from vllm.v1.worker.worker_base import WorkerBase
     except ImportError as error:
@@ -132,6 +153,7 @@ def install() -> None:
         (GPUModelRunner, "_remove_request", _remove_request),
         (VllmConfig, "_get_v2_model_runner_unsupported_features", _unsupported_features),
         (VllmConfig, "__post_init__", _post_init),
+        (CudaGraphManager, "_init_candidates", _init_candidates),
         (Scheduler, "__init__", _init_scheduler),
         (Scheduler, "add_request", _add_request),
         (Scheduler, "update_draft_token_ids", _update_draft_token_ids),
@@ -236,11 +258,12 @@ def _set_lengths(vllm_config: Any) -> None:
         # One length for all steps. Of data-parallel ranks all have to draft the same number, which
         # vLLM has no way to agree on.
         longest = lengths[0] if len(lengths) == 1 else min(lengths[-1], LENGTHS[2])
-        drafter.num_speculative_tokens = max(1, min(longest, _max_drafted(vllm_config) // rows))
+        drafter.num_speculative_tokens = max(1, min(longest, max_drafted(vllm_config) // rows))
         return
     if rows < len(lengths):  # a table cannot have them all
         drafter.num_speculative_tokens_per_batch_size = [(1, rows, lengths[-1])]
         return
+    _set_graph_sizes(vllm_config, lengths, rows)
     table = _lengths(vllm_config, lengths, rows).table(_context(vllm_config))
     unused = [length for length in lengths if length not in table[1 : rows + 1 - len(lengths)]]
     table[rows + 1 - len(unused) :] = unused
@@ -251,11 +274,71 @@ def _set_lengths(vllm_config: Any) -> None:
     ]
 
 
+def _set_graph_sizes(vllm_config: Any, lengths: list[int], rows: int) -> None:
+    """Have graphs captured for the largest steps that drafts make, where the user asks for none."""
+    compilation = vllm_config.compilation_config
+    if (compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size) != (
+        None,
+        None,
+    ):
+        return
+    most = max_drafted(vllm_config)
+    tokens = [min(rows, most // length) * (1 + length) for length in lengths if length]
+    batched = int(vllm_config.scheduler_config.max_num_batched_tokens)
+    largest = min(max(tokens), batched, MOST_CAPTURED)
+    if largest > CAPTURED:
+        compilation.cudagraph_capture_sizes = [
+            *(1, 2, 4),
+            *range(8, 256, 8),
+            *range(256, CAPTURED + 1, 16),
+            *range(CAPTURED + CAPTURED_APART, largest, CAPTURED_APART),
+            largest,
+        ]
+
+
+def _init_candidates(original: Any) -> Any:
+    """Give each step the graph of its own length.
+
+    vLLM gives it those of one size, the next that was captured for any length, which is often not
+    its own: 17 rows with drafts of two tokens need 51, for which there are graphs of 57, but the
+    next size is 52, of drafts of three.
+    """
+
+    def _init_candidates(self: Any) -> None:
+        original(self)
+        if drafts_from_history(self.vllm_config):
+            self._candidates = _graphs_of(self._capture_descs)
+
+    return _init_candidates
+
+
+def _graphs_of(captured: dict[Any, list[Any]]) -> dict[tuple[int, int], list[Any]]:
+    """By tokens of a step and its adapters: of each kind, the smallest graph that is large enough.
+
+    Args:
+        captured: by mode, vLLM's ``BatchExecutionDescriptor`` of its graphs. Those of the mode that
+            has the largest value, full graphs, come first.
+    """
+    found: dict[tuple[int, int], list[Any]] = {}
+    for mode in sorted(captured, key=lambda mode: -int(mode.value)):
+        kinds: dict[Any, list[Any]] = {}
+        for graph in sorted(captured[mode], key=lambda graph: graph.num_tokens):
+            kind = dataclasses.replace(graph, num_tokens=0, num_reqs=None)
+            kinds.setdefault(kind, []).append(graph)
+        for graphs in kinds.values():
+            begin = 0
+            for graph in graphs:
+                for tokens in range(begin, graph.num_tokens + 1):
+                    found.setdefault((tokens, graph.num_active_loras), []).append(graph)
+                begin = graph.num_tokens + 1
+    return found
+
+
 def _lengths(vllm_config: Any, lengths: list[int], rows: int) -> UniformLengths:
-    return UniformLengths(step_costs(vllm_config), lengths, rows, _max_drafted(vllm_config))
+    return UniformLengths(step_costs(vllm_config), lengths, rows, max_drafted(vllm_config))
 
 
-def _max_drafted(vllm_config: Any) -> int:
+def max_drafted(vllm_config: Any) -> int:
     """Draft tokens for whose logits there is memory in a step; vLLM's profile has none of them."""
     return SAMPLER_BYTES // (DRAFT_LOGIT_BYTES * int(vllm_config.model_config.get_vocab_size()))
 

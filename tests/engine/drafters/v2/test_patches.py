@@ -54,3 +54,97 @@ def test_installed_once():
     once = GPUModelRunner.add_requests
     v2_patches.install()
     assert GPUModelRunner.add_requests is once
+
+
+def captured_graphs(*, sizes, lengths, rows, drafts=True):
+    """A manager of graphs of vLLM's, which has captured those of these sizes."""
+    from types import SimpleNamespace
+
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+    from nemo_specrl.engine.vllm import v2_patches
+
+    v2_patches.install()
+    longest = max(lengths)
+    ranges = [(i + 1, i + 1, length) for i, length in enumerate(lengths[:-1])]
+    ranges.append((len(lengths), rows, lengths[-1]))
+    options = v2_patches.speculator_options(longest, 1000, adaptive=True)["additional_config"]
+    manager = object.__new__(CudaGraphManager)
+    manager.vllm_config = SimpleNamespace(
+        additional_config=options if drafts else {},
+        num_speculative_tokens=longest,
+        speculative_config=SimpleNamespace(
+            uses_dynamic_speculative_decoding=lambda: True,
+            num_speculative_tokens_per_batch_size=ranges,
+        ),
+        parallel_config=SimpleNamespace(data_parallel_size=1, use_ubatching=False),
+        cache_config=SimpleNamespace(use_kda_recoverssm=False),
+    )
+    manager.compilation_config = SimpleNamespace(
+        cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=max(sizes)
+    )
+    manager.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    manager.max_num_reqs, manager.decode_query_len = rows, longest + 1
+    manager.lora_capture_cases, manager._lora_dispatch_map, manager._max_lora_case = [0], {}, 0
+    manager.varlen_decode = manager.use_breakable_cg = False
+    manager._candidates, manager._capture_descs, manager.ubatch_runner = {}, {}, None
+    manager._init_candidates()
+    manager._graphs_captured = True
+    return manager
+
+
+def test_each_step_finds_the_graph_of_its_length():
+    """Full graphs for all rows of all lengths, and piecewise ones for steps that prefill, too."""
+    from vllm.config.compilation import CUDAGraphMode
+
+    lengths = (0, 2, 3, 5, 11)
+    sizes = [1, 2, 4, *range(8, 513, 8)]
+    manager = captured_graphs(sizes=sizes, lengths=lengths, rows=64)
+    for length in lengths:
+        for rows in range(1, 512 // (1 + length) - 8):
+            if rows > 64:
+                break
+            tokens = rows * (1 + length)
+            graph = manager.dispatch(rows, tokens, 1 + length, 0)
+            assert graph.cg_mode == CUDAGraphMode.FULL, (length, rows)
+            assert graph.uniform_token_count == 1 + length and graph.num_reqs >= rows
+            assert graph.num_tokens < tokens + 8 + 1 + length
+    for tokens in range(1, 513):
+        assert manager.dispatch(1, tokens, None, 0).cg_mode == CUDAGraphMode.PIECEWISE, tokens
+
+
+def test_graphs_of_other_engines_are_vllms():
+    manager = captured_graphs(sizes=[1, 2, 4, 8, 16], lengths=(0, 2), rows=4, drafts=False)
+    ours = captured_graphs(sizes=[1, 2, 4, 8, 16], lengths=(0, 2), rows=4)
+    assert manager._capture_descs == ours._capture_descs
+    assert {key[0] for key in manager._candidates} == set(range(17))
+
+
+@pytest.mark.parametrize(
+    ("rows", "batched", "vocabulary", "largest"),
+    [
+        (256, 4096, 151_936, 1056),  # 176 rows of 1 + 5 tokens
+        (256, 768, 151_936, 768),
+        (512, 8192, 32, 1536),
+        (32, 4096, 151_936, None),  # vLLM's own sizes suffice
+    ],
+)
+def test_graphs_are_captured_for_the_largest_steps_of_drafts(rows, batched, vocabulary, largest):
+    from types import SimpleNamespace
+
+    from nemo_specrl.engine.vllm import v2_patches
+
+    compilation = SimpleNamespace(cudagraph_capture_sizes=None, max_cudagraph_capture_size=None)
+    config = SimpleNamespace(
+        compilation_config=compilation,
+        model_config=SimpleNamespace(get_vocab_size=lambda: vocabulary),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=batched),
+    )
+    v2_patches._set_graph_sizes(config, [0, 2, 3, 5, 11], rows)
+    sizes = compilation.cudagraph_capture_sizes
+    assert (sizes and sizes[-1]) == largest
+    assert sizes is None or sizes == sorted(set(sizes))
+    compilation.max_cudagraph_capture_size, compilation.cudagraph_capture_sizes = 64, None
+    v2_patches._set_graph_sizes(config, [0, 2, 3, 5, 11], rows)
+    assert compilation.cudagraph_capture_sizes is None  # the user's bound stays
