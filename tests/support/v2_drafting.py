@@ -1,10 +1,13 @@
-"""What the tests of V2 drafting share: rows replayed through an index on the host."""
+"""What the tests of V2 drafting share: rows replayed through an index, without an engine."""
 
 import numpy as np
 import torch
 
 from nemo_specrl.engine.drafters.v2.index import DeviceIndex
 from nemo_specrl.speculation.suffix_tree import CHANCES, DraftTrees
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Where the index is; vLLM's arrays are there, too."""
 
 
 def as_bytes(tokens):
@@ -15,10 +18,10 @@ class Rows:
     """Rows that an index drafts for, and vLLM's arrays as the index sees them."""
 
     def __init__(self, *, rows=8, longest=640, vocabulary=40, length=5, max_bytes=4 << 20):
-        self.index = DeviceIndex("cpu", rows, longest, vocabulary, max_bytes, length, CHANCES)
-        self.tokens = torch.zeros(rows, longest, dtype=torch.int32)
-        self.totals = torch.zeros(rows, dtype=torch.int32)
-        self.last = torch.zeros(rows, dtype=torch.int64)
+        self.index = DeviceIndex(DEVICE, rows, longest, vocabulary, max_bytes, length, CHANCES)
+        self.tokens = torch.zeros(rows, longest, dtype=torch.int32, device=DEVICE)
+        self.totals = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
+        self.last = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
         self.responses = {}
         self.start, self.rejected = 3, 0
 
@@ -35,14 +38,16 @@ class Rows:
             self.responses[row] += tokens
             response = self.responses[row]
             self.totals[row] = total = self.start + len(response)
-            self.tokens[row, self.start : total] = torch.tensor(response, dtype=torch.int32)
+            filled = torch.tensor(response, dtype=torch.int32, device=DEVICE)
+            self.tokens[row, self.start : total] = filled
             self.last[row] = response[-1]
         batch = np.array(list(new), np.int32)
         bounds = np.array([self.start + len(self.responses[row]) + 2 for row in new])
-        sampled = torch.tensor([len(tokens) for tokens in new.values()], dtype=torch.int32)
+        yielded = [len(tokens) for tokens in new.values()]
+        sampled = torch.tensor(yielded, dtype=torch.int32, device=DEVICE)
         rejected = torch.full_like(sampled, self.rejected)
         arrays = (self.tokens, self.totals, sampled, rejected, self.last)
-        return self.index.draft(torch.from_numpy(batch), batch, bounds, *arrays)
+        return self.index.draft(torch.from_numpy(batch).to(DEVICE), batch, bounds, *arrays).cpu()
 
 
 def accepted(draft, tokens):

@@ -24,7 +24,8 @@ class NothingRead(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__
         assert name.rstrip("2_") not in self.READS and name not in self.READS, name
-        if name in ("_to_copy", "copy_", "to"):  # "to" as such in inference mode
+        awaited = not (kwargs or {}).get("non_blocking") and not any(a is True for a in args)
+        if name in ("_to_copy", "copy_", "to") and awaited:  # "to" as such in inference mode
             raise AssertionError(f"{name}: a copy that waits")
         if name in ("index", "index_put", "index_put_"):
             chosen = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
@@ -49,10 +50,24 @@ def nothing_read(monkeypatch):
             patched.setattr(torch.Tensor, name, _forbidden(name, getattr(torch.Tensor, name)))
         _watching = True
         try:
-            with NothingRead():
+            with NothingRead(), _nothing_awaited():
                 yield
         finally:
             _watching = False
+
+
+@contextlib.contextmanager
+def _nothing_awaited():
+    """On a GPU, torch itself fails where the host waits for it, launches of kernels included."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 @contextlib.contextmanager

@@ -1,13 +1,16 @@
 """Tests of V2 drafting.
 
-They need Triton with its interpreter, which vLLM has to find when it is imported::
+On a CPU they need Triton with its interpreter, which vLLM has to find when it is imported::
 
     PYTHONPATH=folder/of/triton python -m pytest -p tests.support.v2_cpu tests/engine/drafters/v2
+
+On a GPU the same command runs them with vLLM's own kernels, torch.compile and CUDA graphs.
 """
 
 import sys
 
 import pytest
+import torch
 
 needs_interpreter = pytest.mark.skipif(
     not getattr(sys.modules.get("tests.support.v2_cpu"), "READY", False),
@@ -23,7 +26,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def by_reference(monkeypatch):
-    """Launch the numpy reference in place of the kernels, which it equals."""
+    """Launch the numpy reference in place of the kernels, which it equals. Not on a GPU."""
+    if torch.cuda.is_available():
+        return
     from nemo_specrl.engine.drafters.v2 import arrays
     from tests.support import v2_numpy
 

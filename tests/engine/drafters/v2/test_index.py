@@ -19,7 +19,7 @@ def make_rows(by_reference):
 
 def held(rows):
     """Responses in the pages of all prompts, as their lists have them."""
-    pool, links = rows.index.pool.numpy(), rows.index.links.numpy()
+    pool, links = rows.index.pool.cpu().numpy(), rows.index.links.cpu().numpy()
     found = []
     for prompt in rows.index._prompts.values():
         for page in prompt.listed:
@@ -140,7 +140,7 @@ def test_memory_bound(make_rows, max_bytes):
             rows.step({row: rng.integers(0, 40, 100).tolist() for row in range(4)})
         in_use = [page for p in rows.index._prompts.values() for page in p.listed if page >= 0]
         assert len(set(in_use)) == len(in_use) == len(rows.index.pool) - len(rows.index._free)
-        table = rows.index.table.numpy()
+        table = rows.index.table.cpu().numpy()
         for prompt in rows.index._prompts.values():
             listed = table[prompt.slot]
             assert listed[: len(prompt.listed)].tolist() == prompt.listed
@@ -177,6 +177,7 @@ def test_two_ranks_draft_the_same(make_rows):
 def test_nothing_is_read_on_the_host(make_rows, monkeypatch):
     """``draft`` with rows that begin, and grow into new pages; ``test_engine`` has all of it."""
     from nemo_specrl.engine.drafters.v2 import arrays
+    from tests.support.v2_drafting import DEVICE
 
     rows = make_rows(rows=3, length=2)
     kernels = Launches(arrays.kernels)
@@ -184,10 +185,9 @@ def test_nothing_is_read_on_the_host(make_rows, monkeypatch):
     rows.open(0, history=[(0, LONG[:500])])
     rows.open(1)
     for lengths in ([5, 6], [300, 7], [301, 8]):
-        step = (
-            torch.tensor([0, 1], dtype=torch.int32), np.array([0, 1]), np.array(lengths),
-            rows.tokens, rows.totals, *torch.ones(2, 2, dtype=torch.int32), rows.last,
-        )  # fmt: skip
+        batch, ones = torch.tensor([[0, 1], [1, 1]], dtype=torch.int32, device=DEVICE)
+        arrays_of_rows = (rows.tokens, rows.totals, ones, ones, rows.last)
+        step = batch, np.array([0, 1]), np.array(lengths), *arrays_of_rows
         with nothing_read(monkeypatch):
             rows.index.draft(*step)
     four = ("update", "append", "search", "vote")
@@ -230,7 +230,7 @@ def test_what_lies_behind_the_end_is_neither_counted_nor_drafted_from(make_rows)
     assert rows.index.take_totals() == (4, 7, 4, 4)
     rows.step({0: [4, 5], 1: [5], 2: [7]})  # a step too late, under asynchronous scheduling
     assert rows.index.take_totals() == (0, 0, 0, 0)
-    pool, held = rows.index.pool.numpy(), rows.index._rows
+    pool, held = rows.index.pool.cpu().numpy(), rows.index._rows
     for row, kept in ((0, [1, 2, 7]), (1, [1, 2, 3, 4]), (2, [1, 2, 5, 6, 7])):
         page = held[row].prompt.listed[held[row].positions[0]]
         assert pool[page][: len(kept) + 2].tolist() == [START, *kept, EMPTY]

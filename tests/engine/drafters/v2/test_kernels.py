@@ -34,7 +34,7 @@ def test_same_as_reference(vocabulary, length):
             new[row], yields[row] = yields[row][:255], yields[row][255:]
         new = {row: tokens for row, tokens in new.items() if tokens}
         drafts = rows.step(new)
-        pool, links = rows.index.pool.numpy(), rows.index.links.numpy()
+        pool, links = rows.index.pool.cpu().numpy(), rows.index.links.cpu().numpy()
         for b, row in enumerate(new):
             of_row = rows.index._rows[row]
             listed = np.array(of_row.prompt.listed)
@@ -43,10 +43,10 @@ def test_same_as_reference(vocabulary, length):
             assert held[: len(response) + 1].tolist() == [reference.START, *response]
             tokens, confidences = reference.draft(
                 pool, links, listed, reference.context_of(response), of_row.number, length,
-                response[-1], CHANCES, rows.index.corpus.numpy()[:2],
+                response[-1], CHANCES, rows.index.corpus.cpu().numpy()[:2],
             )  # fmt: skip
             assert drafts[b].tolist() == tokens.tolist(), (step, row)
-            assert (rows.index.confidences[b].numpy() == confidences).all()
+            assert (rows.index.confidences[b].cpu().numpy() == confidences).all()
             assert (confidences > 0).any()
 
 

