@@ -160,7 +160,8 @@ class Engines:
         return prompts, params, Fixed(rollouts_of(tokens, self.generate(name, prompts, params)))
 
     def drift_to(self, name: str, scale: float, wanted: float, drafts: Fixed, rows: Any) -> float:
-        """The drift at which a fraction of the draft tokens is accepted, found by bisection.
+        """The drift at which a fraction of the draft tokens is accepted, found by bisection of its
+        logarithm. With bfloat16, the least drift rounds all weights anew.
 
         Args:
             name: of the engine.
@@ -172,16 +173,16 @@ class Engines:
         if wanted in (0.0, 1.0):
             return 1.0 - wanted
         pairs = [(row, rollout) for row in rows for rollout in drafts.rollouts[prompt_key(row)]]
-        low, high = 0.0, 1.0
-        for _ in range(8):
-            drift = (low + high) / 2
+        low, high = -20.0, 0.0  # logarithm to base 2
+        for _ in range(10):
+            drift = 2 ** ((low + high) / 2)
             self.set_weights(name, scale, drift)
             accepted = 0.0
             for new, (_, rollout) in zip(self.verify(name, pairs), pairs, strict=True):
                 accepted += float(np.exp(np.minimum(0, new - rollout.logprobs).cumsum()).sum())
             seen = accepted / sum(len(rollout) for _, rollout in pairs)
-            low, high = (drift, high) if seen > wanted else (low, drift)
-        return (low + high) / 2
+            low, high = ((low + high) / 2, high) if seen > wanted else (low, (low + high) / 2)
+        return float(2 ** ((low + high) / 2))
 
     def verify(self, name: str, pairs: list[tuple[Any, Rollout]]) -> list[Any]:
         """Log-probs of the tokens of drafts, by prompt and draft, in a prefill of them all."""

@@ -73,6 +73,7 @@ def points(size: Size) -> dict[str, tuple[str, Callable[[Bench], dict[str, Any]]
         for batch in size.drafted:
             for p in size.mean_p:
                 add(f"v2/{p}/{batch}", DRAFTS, "lossless", p, batch, {"v2": "v2"})
+        add("steps", DRAFTS, "steps")
     *short, longest = size.places
     for rows, length in short:
         add(f"verification/{rows}x{length}", "engines", "verification", rows, length)
@@ -163,6 +164,7 @@ def run(path: Path, size_name: str, prefixes: list[str], minutes: float) -> None
     failed_before, data["failed"] = set(data["failed"]), {}  # they are tried again
     save(path, data)
     everything = points(SIZES[size_name])
+    stuck = False  # whether a process has failed before it measured anything
     wanted = [name for name in everything if not prefixes or name.startswith(tuple(prefixes))]
     while until - time.monotonic() > LEAST_SECONDS.get(size_name, 20.0):
         missing = [name for name in wanted if name not in {**data["points"], **data["failed"]}]
@@ -189,6 +191,11 @@ def run(path: Path, size_name: str, prefixes: list[str], minutes: float) -> None
         if process.exitcode == 2:
             sys.exit(2)
         data = load(path)
+        if set(lot) & set(data["failed"]) and not set(lot) & set(data["points"]):
+            if stuck:
+                print("nothing was measured in two processes; the reason is above", file=sys.stderr)
+                break
+            stuck = True
         left = [name for name in lot if name not in {**data["points"], **data["failed"]}]
         if left and len(left) == len(lot) and until > time.monotonic():
             data["failed"][left[0]] = f"its process ended with exit code {process.exitcode}"

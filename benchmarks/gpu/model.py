@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import json
 import math
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -68,6 +70,7 @@ class Size:
         mean_p: of sampled tokens, of the policies that lossless drafting meets.
         searched: rows for which drafts are made, without an engine.
         drafted: rows of lossless drafting in the V2 model runner.
+        stepped: rows of steps that are timed one by one.
         batches: rows of lossless drafting by other methods.
         response: length of the responses there.
         batched: ``max_num_batched_tokens``.
@@ -86,6 +89,7 @@ class Size:
     mean_p: tuple[float, ...]
     searched: tuple[int, ...]
     drafted: tuple[int, ...]
+    stepped: tuple[int, ...]
     batches: tuple[int, ...]
     response: int
     batched: int
@@ -104,6 +108,7 @@ _GPU = Size(
     mean_p=(0.7, 0.85, 0.95),
     searched=(8, 64, 256, 1024),
     drafted=(1, 8, 64, 256),
+    stepped=(1, 8, 32, 64, 128, 256),
     batches=(1, 16, 64, 256),
     response=256,
     batched=4096,
@@ -122,6 +127,7 @@ _TINY = dataclasses.replace(
     mean_p=(0.7, 0.95),
     searched=(1, 2),
     drafted=(1, 4),
+    stepped=(1, 4),
     batches=(1, 16),
     response=32,
     batched=2048,
@@ -355,6 +361,48 @@ def forget_drafts(worker: Any) -> None:
         return
     drafter = worker.model_runner.drafter
     drafter.__init__(worker.model_runner.vllm_config)
+
+
+def pin_length(worker: Any, length: int | None) -> None:
+    """Have all steps draft so many tokens; None: as many as the scheduler chooses.
+
+    With one rank, the scheduler lives in the worker's process. vLLM hides it from the collector.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    gc.unfreeze()
+    for scheduler in gc.get_objects():
+        if not issubclass(type(scheduler), Scheduler) or scheduler.spec_rl_lengths is None:
+            continue
+        lengths = scheduler.spec_rl_lengths
+        lengths.__dict__.pop("table", None)
+        if length is not None:
+            table = [0] + [length] * (len(scheduler.dynamic_sd_lookup) - 1)
+            lengths.table = lambda context, table=table: table
+        scheduler.dynamic_sd_lookup[:] = lengths.table(1024.0)
+    gc.freeze()
+
+
+def start_stamps(worker: Any) -> None:
+    """Note when each step begins, and its rows and tokens."""
+    runner = worker.model_runner
+    runner.stamps, execute_model = [], runner.execute_model
+
+    def stamped(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        rows = len(scheduler_output.num_scheduled_tokens)
+        tokens = scheduler_output.total_num_scheduled_tokens
+        runner.stamps.append((time.perf_counter(), rows, tokens))
+        return execute_model(scheduler_output, *args, **kwargs)
+
+    runner.execute_model = stamped
+
+
+def take_stamps(worker: Any) -> list[tuple[float, int, int]]:
+    """The notes since :func:`start_stamps`, which ends."""
+    runner = worker.model_runner
+    del runner.execute_model
+    stamps: list[tuple[float, int, int]] = runner.__dict__.pop("stamps")
+    return stamps
 
 
 def start_peak(worker: Any) -> None:

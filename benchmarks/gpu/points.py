@@ -27,11 +27,17 @@ from benchmarks.gpu.model import (
     forget_drafts,
     lossless,
     peak_bytes,
+    pin_length,
     start_peak,
+    start_stamps,
+    take_stamps,
 )
 from nemo_specrl import Rollout, SpecRLConfig, prompt_key
+from nemo_specrl.engine.vllm.model_costs import step_costs
 from nemo_specrl.engine.vllm.prompt_logprob_memory import prompt_logprob_bytes
+from nemo_specrl.engine.vllm.v2_patches import max_drafted
 from nemo_specrl.speculation.acceptance import accepted_lengths, offsets_of
+from nemo_specrl.speculation.uniform_length import LENGTHS
 
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 0.95, 1.0)
 """Fractions of draft tokens that are accepted."""
@@ -39,6 +45,8 @@ P_OF_REUSE = 0.85
 REUSE = SpecRLConfig(enabled=True, preset="faithful", fresh_fraction=0)
 CERTAIN = -1000.0
 """A recorded log-prob with which any token is accepted, nats."""
+SETTLED = 4
+"""Steps until they follow each other evenly."""
 
 
 class Bench(Engines):
@@ -176,6 +184,60 @@ class Bench(Engines):
                     **{m: functools.partial(drafted, i, name, m) for m, name in methods.items()},
                 }
             ),
+        }
+
+    def steps(self) -> dict[str, Any]:
+        """Seconds of a step by rows and draft tokens: plain, and of each length, always drafted.
+
+        Beside them ``computed``: what the choice of lengths takes them for.
+        """
+        scale, context = (
+            self.scale_of("plain", P_OF_REUSE),
+            self.size.prompt + self.size.decoded / 2,
+        )
+        config = self.engine("v2").llm_engine.vllm_config
+        costs, most = step_costs(config), max_drafted(config)
+        for name in ("plain", "v2"):
+            self.set_weights(name, scale)
+
+        def stepped(rows: int, length: int | None) -> dict[str, Any]:
+            name = "plain" if length is None else "v2"
+            llm = self.engine(name)
+            empty_prefix_cache(llm)
+            if length is not None:
+                llm.collective_rpc(pin_length, args=(length,))
+            prompts = [prompt_of(row) for row in self.groups(7, rows)]
+            self.generate(name, prompts, prefill())
+            llm.collective_rpc(start_stamps)
+            self.generate(name, prompts, sampling(self.size.decoded))
+            stamps = llm.collective_rpc(take_stamps)[0]
+            if length is not None:
+                llm.collective_rpc(pin_length, args=(None,))
+            whole = [number == rows and tokens == rows * (1 + (length or 0))
+                     for _, number, tokens in stamps]  # fmt: skip
+            times = [
+                stamps[i + 1][0] - stamps[i][0]
+                for i in range(SETTLED, len(stamps) - 1)
+                if whole[i] and whole[i + 1]
+            ]
+            return {"seconds": float(np.median(times)) if times else None, "steps": len(times)}
+
+        sides = {
+            f"{rows}/{'plain' if length is None else length}": functools.partial(
+                stepped, rows, length
+            )
+            for rows in self.size.stepped
+            for length in (None, *LENGTHS)
+            if rows * (length or 0) <= most
+        }
+        computed = {
+            name: float(costs.seconds(int(rows), int(length), context))
+            for name in sides
+            for rows, length in [name.replace("plain", "0").split("/")]
+        }
+        return {
+            "computed": computed,
+            "repetitions": self.compare(lambda i: dict(sides)),
         }
 
     def memory(self, name: str) -> dict[str, Any]:

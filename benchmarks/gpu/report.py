@@ -65,6 +65,8 @@ def tables(data: dict[str, Any]) -> Iterator[Table]:
             table.add_row(rows, f"{tokens:,}", *cells)
     yield table
     yield drafting(data, "v2", ("v2",), "Lossless drafting in the V2 model runner over plain")
+    for _, point in chosen(data, "steps"):
+        yield stepped(point)
 
     # A CPU engine runs in the process that calls it, on a machine that may be busy.
     on_cpu = data.get("machine", {}).get("device", "").startswith("CPU")
@@ -116,6 +118,21 @@ def tables(data: dict[str, Any]) -> Iterator[Table]:
             ),
         )
     yield table
+
+
+def stepped(point: dict[str, Any]) -> Table:
+    """Seconds of a step by rows and draft tokens."""
+    times: dict[str, dict[str, str]] = {}
+    for name, computed in point["computed"].items():
+        rows, length = name.split("/")
+        found = [s for s in of(point, lambda r, name=name: r[name]["seconds"]) if s is not None]
+        measured = f"{1e3 * statistics.median(found):.2f}" if found else "?"
+        times.setdefault(rows, {})[length] = f"{measured} ({1e3 * computed:.2f})"
+    lengths = list(dict.fromkeys(length for cells in times.values() for length in cells))
+    table = Table("rows", *lengths, title="Milliseconds of a step by draft tokens (computed)")
+    for rows, cells in times.items():
+        table.add_row(rows, *(cells.get(length, "") for length in lengths))
+    return table
 
 
 def drafting(data: dict[str, Any], kind: str, sides: tuple[str, ...], title: str) -> Table:
