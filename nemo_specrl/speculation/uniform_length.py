@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["GPUS", "LENGTHS", "Gpu", "StepCosts", "UniformLengths", "expected_tokens"]
+__all__ = ["GPUS", "LEAST_GAIN", "LENGTHS", "Gpu", "StepCosts", "UniformLengths", "expected_tokens"]
 
 Floats = npt.NDArray[np.float64]
 

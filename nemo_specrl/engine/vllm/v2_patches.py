@@ -10,7 +10,7 @@ in ``SOURCES``; with others, :func:`install` raises IncompatibleVersion, which n
 - ``VllmConfig.__post_init__`` has graphs captured for each length of drafts and for steps that are
   as large as drafts make them, and refuses engines that would not run V2: vLLM would draft n-grams
   in their V1 runner instead.
-- ``CudaGraphManager._init_candidates`` has each step find the graph of its length (``_graphs_of``).
+- ``CudaGraphManager._init_candidates`` has each step find the graph of its length (``v2_graphs``).
 - ``Scheduler`` chooses the length of drafts by the rows of a step (``uniform_length``). It is told
   of accepted drafts in ``make_spec_decoding_stats``, and takes the new table with the next step.
 - Workers get one method more, ``ADD_HISTORIES``, for ``collective_rpc`` to name: vLLM sends
@@ -19,7 +19,6 @@ in ``SOURCES``; with others, :func:`install` raises IncompatibleVersion, which n
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import itertools
@@ -30,6 +29,7 @@ from nemo_specrl.engine.vllm.environment import Engines, why_not_v2
 from nemo_specrl.engine.vllm.model_costs import step_costs
 from nemo_specrl.engine.vllm.patches import check_source, to_be_replaced
 from nemo_specrl.engine.vllm.sampler_memory import DRAFT_LOGIT_BYTES, SAMPLER_BYTES
+from nemo_specrl.engine.vllm.v2_graphs import graphs_by_tokens, set_graph_sizes
 from nemo_specrl.errors import ConfigError, IncompatibleVersion
 from nemo_specrl.speculation.uniform_length import LENGTHS, UniformLengths
 
@@ -87,10 +87,6 @@ SOURCES: dict[str, dict[str, str]] = {
 0.33.0 was read and not run."""
 OBSERVED = 512
 """Drafts after which the table of lengths is made anew."""
-CAPTURED, MOST_CAPTURED, CAPTURED_APART = 512, 1536, 32
-"""Tokens up to which vLLM captures graphs where nothing is configured, those up to which drafts
-have it do so, behind which a GPU computes for longer than a host launches, and the distance of the
-sizes between."""
 
 
 def speculator_options(max_draft_tokens: int, max_bytes: int, *, adaptive: bool) -> dict[str, Any]:
@@ -253,17 +249,19 @@ def _set_lengths(vllm_config: Any) -> None:
     drafter = vllm_config.speculative_config
     rows = int(vllm_config.scheduler_config.max_num_seqs)
     lengths = vllm_config.additional_config[EXTRA_ARG]["lengths"]
+    most = max_drafted(vllm_config)
     drafter.num_speculative_tokens_per_batch_size = None
     if len(lengths) == 1 or vllm_config.parallel_config.data_parallel_size > 1:
         # One length for all steps. Of data-parallel ranks all have to draft the same number, which
         # vLLM has no way to agree on.
         longest = lengths[0] if len(lengths) == 1 else min(lengths[-1], LENGTHS[2])
-        drafter.num_speculative_tokens = max(1, min(longest, max_drafted(vllm_config) // rows))
+        drafter.num_speculative_tokens = max(1, min(longest, most // rows))
+        set_graph_sizes(vllm_config, [drafter.num_speculative_tokens], rows, most)
         return
     if rows < len(lengths):  # a table cannot have them all
         drafter.num_speculative_tokens_per_batch_size = [(1, rows, lengths[-1])]
         return
-    _set_graph_sizes(vllm_config, lengths, rows)
+    set_graph_sizes(vllm_config, lengths, rows, most)
     table = _lengths(vllm_config, lengths, rows).table(_context(vllm_config))
     unused = [length for length in lengths if length not in table[1 : rows + 1 - len(lengths)]]
     table[rows + 1 - len(unused) :] = unused
@@ -272,28 +270,6 @@ def _set_lengths(vllm_config: Any) -> None:
     drafter.num_speculative_tokens_per_batch_size = [
         (same[0], same[-1], length) for length, same in by_range
     ]
-
-
-def _set_graph_sizes(vllm_config: Any, lengths: list[int], rows: int) -> None:
-    """Have graphs captured for the largest steps that drafts make, where the user asks for none."""
-    compilation = vllm_config.compilation_config
-    if (compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size) != (
-        None,
-        None,
-    ):
-        return
-    most = max_drafted(vllm_config)
-    tokens = [min(rows, most // length) * (1 + length) for length in lengths if length]
-    batched = int(vllm_config.scheduler_config.max_num_batched_tokens)
-    largest = min(max(tokens), batched, MOST_CAPTURED)
-    if largest > CAPTURED:
-        compilation.cudagraph_capture_sizes = [
-            *(1, 2, 4),
-            *range(8, 256, 8),
-            *range(256, CAPTURED + 1, 16),
-            *range(CAPTURED + CAPTURED_APART, largest, CAPTURED_APART),
-            largest,
-        ]
 
 
 def _init_candidates(original: Any) -> Any:
@@ -307,31 +283,9 @@ def _init_candidates(original: Any) -> Any:
     def _init_candidates(self: Any) -> None:
         original(self)
         if drafts_from_history(self.vllm_config):
-            self._candidates = _graphs_of(self._capture_descs)
+            self._candidates = graphs_by_tokens(self._capture_descs)
 
     return _init_candidates
-
-
-def _graphs_of(captured: dict[Any, list[Any]]) -> dict[tuple[int, int], list[Any]]:
-    """By tokens of a step and its adapters: of each kind, the smallest graph that is large enough.
-
-    Args:
-        captured: by mode, vLLM's ``BatchExecutionDescriptor`` of its graphs. Those of the mode that
-            has the largest value, full graphs, come first.
-    """
-    found: dict[tuple[int, int], list[Any]] = {}
-    for mode in sorted(captured, key=lambda mode: -int(mode.value)):
-        kinds: dict[Any, list[Any]] = {}
-        for graph in sorted(captured[mode], key=lambda graph: graph.num_tokens):
-            kind = dataclasses.replace(graph, num_tokens=0, num_reqs=None)
-            kinds.setdefault(kind, []).append(graph)
-        for graphs in kinds.values():
-            begin = 0
-            for graph in graphs:
-                for tokens in range(begin, graph.num_tokens + 1):
-                    found.setdefault((tokens, graph.num_active_loras), []).append(graph)
-                begin = graph.num_tokens + 1
-    return found
 
 
 def _lengths(vllm_config: Any, lengths: list[int], rows: int) -> UniformLengths:
