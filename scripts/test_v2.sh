@@ -9,7 +9,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-kind=${1:-default} venv=.venv tests=(-p tests.support.v2_cpu tests/engine/drafters/v2)
+kind=${1:-default} venv=.venv tests=(-n 2 --dist loadfile -p tests.support.v2_cpu tests/engine/drafters/v2)
 shift || true
 if [[ $kind == default ]]; then
     scripts/setup.sh >&2
