@@ -11,9 +11,9 @@ version=${1:?give a version of vLLM: 0.25.1}
 shift
 venv=$(scripts/setup.sh vllm "$version")
 if (($#)); then
-    exec "$venv/bin/python" -m pytest "$@"
+    exec "$venv/bin/python" -m pytest -n 2 --dist loadfile "$@"
 fi
-"$venv/bin/python" -m pytest tests/engine tests/speculation
+"$venv/bin/python" -m pytest -n 2 --dist loadfile tests/engine tests/speculation
 
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
