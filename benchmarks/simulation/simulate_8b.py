@@ -43,7 +43,7 @@ REUSE = {"faithful": (0.0, 0.26), "fast": (0.6, 0.3)}
 """Share of drafts accepted to their end, and mean share accepted of the others."""
 COSTS = {"steps": (5.8e-3, 8.2e-3), "tokens": (25e-6, 41e-6), "kv_tokens": (55e-9, 88e-9)}
 """Lowest and highest cost of each feature, seconds."""
-DRAFTING = (1.25, 2.0, 3.5)
+DRAFTING = (1.03, 2.0, 3.5)
 """What a step costs with a drafter, over one without, beside its tokens and KV cache."""
 DRAWS = 200
 SLOWEST = 4
