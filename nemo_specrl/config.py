@@ -152,6 +152,10 @@ class TreeConfig(Block):
     chance of being accepted (v2: ``max_draft_tokens`` in every row). The proposer measures what
     steps take, so that a run repeats to the token only with false; v2 computes it. Rounds have the
     fixed chance in any case."""
+    adaptive_verification: bool = False
+    """v2, from vLLM 0.32 on: every row drafts ``max_draft_tokens`` (11 at most), and vLLM verifies
+    those of all rows that are worth their time, by their chances and by what it has measured steps
+    to take when the engine started."""
     max_bytes: ByteSize = 4 * 2**30
     """Memory of the trees in each engine, bytes; the prompts unused for longest go first. v2 takes
     512 MiB of it on the device at most."""

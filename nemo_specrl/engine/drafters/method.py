@@ -11,13 +11,19 @@ import importlib
 import logging
 import os
 from importlib import metadata
-from typing import Any
+from typing import Any, Literal
 
 from nemo_specrl.config import SpecRLConfig
 from nemo_specrl.engine.limits import TREE_PROPOSER, EngineLimits
 from nemo_specrl.engine.vllm.compat import EXTRA_ARG, in_this_process
 from nemo_specrl.engine.vllm.cpu_sampler import fix_cpu_rejection_sampler
-from nemo_specrl.engine.vllm.environment import Engines, Method, auto_method, would_run_v2
+from nemo_specrl.engine.vllm.environment import (
+    FIRST_WITH_ADAPTIVE_VERIFICATION,
+    Engines,
+    Method,
+    auto_method,
+    would_run_v2,
+)
 from nemo_specrl.engine.vllm.plugin import vllm_plugin
 from nemo_specrl.engine.vllm.v2_patches import install, speculator_options
 from nemo_specrl.errors import ConfigError, IncompatibleVersion
@@ -48,12 +54,19 @@ def drafting_method(config: SpecRLConfig, engines: Engines | None = None) -> Met
     Raises:
         ConfigError: ``tree.method`` is ``auto``, and nothing is faster than plain decoding, or the
             environment forbids what it names.
-        IncompatibleVersion: it names a drafter that this vLLM does not take.
+        IncompatibleVersion: it names a drafter that this vLLM does not take, or
+            ``tree.adaptive_verification`` asks for what it does not have.
     """
     if not (config.enabled and config.tree.enabled):
         return None
-    method = config.tree.method
     engines = engines or Engines.here()
+    method = _method(config.tree.method, engines)
+    if method is not None and config.tree.adaptive_verification:
+        _check_adaptive_verification(config, method, engines)
+    return method
+
+
+def _method(method: Literal["auto"] | Method, engines: Engines) -> Method | None:
     if method == "auto":
         chosen = auto_method(engines)
         if chosen not in ("v2", "proposer"):
@@ -67,6 +80,21 @@ def drafting_method(config: SpecRLConfig, engines: Engines | None = None) -> Met
     elif method == "proposer":
         _check_proposer(engines)
     return method
+
+
+def _check_adaptive_verification(config: SpecRLConfig, method: Method, engines: Engines) -> None:
+    name = "spec_rl.tree.adaptive_verification = true"
+    if not config.tree.adaptive:
+        raise ConfigError(f"{name}: rows of one length are asked for by tree.adaptive = false")
+    if method != "v2":
+        raise ConfigError(
+            f"{name}: drafts come by {method}; it needs tree.method: v2, or set false"
+        )
+    if engines.before(FIRST_WITH_ADAPTIVE_VERIFICATION):
+        raise IncompatibleVersion(
+            f"{name}: vLLM {engines.version} does not have it for drafts without a model (0.32 "
+            "has); set false, and lengths follow the rows of a step"
+        )
 
 
 def _possible(engines: Engines) -> str:
@@ -162,8 +190,12 @@ def engine_options(config: SpecRLConfig) -> dict[str, Any]:
         importlib.import_module("nemo_specrl.speculation.suffix_tree")  # its index is native code
     tree = config.tree
     if method == "v2":
-        max_bytes = min(tree.max_bytes, V2_MAX_BYTES)
-        return speculator_options(tree.max_draft_tokens, max_bytes, adaptive=tree.adaptive)
+        return speculator_options(
+            tree.max_draft_tokens,
+            min(tree.max_bytes, V2_MAX_BYTES),
+            adaptive=tree.adaptive,
+            by_chance=tree.adaptive_verification,
+        )
     if method != "proposer":
         return {}
     return {

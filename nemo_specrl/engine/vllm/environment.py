@@ -40,6 +40,7 @@ FIRST_WITH_V2_FOR_ALL = (0, 29)
 """The oldest vLLM that was found to run every model in its V2 model runner. Before, it took V2 up
 for one kind of model after the other: mixtures of experts last of those that have attention alone,
 for no reason but that they had not been through its tests (vllm-project/vllm#41286, #53183)."""
+FIRST_WITH_ADAPTIVE_VERIFICATION = (0, 32)
 FIRST_WITH_STATE_OF_DRAFTS = (0, 32)
 """The oldest vLLM whose V2 model runner brings the state of all kinds of layers back behind refused
 drafts, by its source. 0.29, which runs such models in V2, was not read for it (``HYBRIDS``)."""

@@ -89,7 +89,9 @@ OBSERVED = 512
 """Drafts after which the table of lengths is made anew."""
 
 
-def speculator_options(max_draft_tokens: int, max_bytes: int, *, adaptive: bool) -> dict[str, Any]:
+def speculator_options(
+    max_draft_tokens: int, max_bytes: int, *, adaptive: bool, by_chance: bool = False
+) -> dict[str, Any]:
     """Arguments of ``vllm.LLM`` for an engine that drafts from history in its V2 runner.
 
     To vLLM the method is ``ngram_gpu``, which asynchronous scheduling and, from 0.32 on, the V2
@@ -100,10 +102,18 @@ def speculator_options(max_draft_tokens: int, max_bytes: int, *, adaptive: bool)
         max_bytes: memory on the device for responses.
         adaptive: rows draft as many as pay, by their number and by what was accepted, of
             ``LENGTHS``; else all draft ``max_draft_tokens``.
+        by_chance: all draft the longest of these, and vLLM's adaptive verification chooses which of
+            their tokens are verified.
     """
     longest = min(max_draft_tokens, LENGTHS[-1]) if adaptive else max_draft_tokens
-    lengths = [n for n in LENGTHS if n < longest] + [longest] if adaptive else [longest]
-    options = {"drafter": DRAFTER, "max_bytes": max_bytes, "lengths": lengths}
+    chosen = adaptive and not by_chance
+    lengths = [n for n in LENGTHS if n < longest] + [longest] if chosen else [longest]
+    options = {
+        "drafter": DRAFTER,
+        "max_bytes": max_bytes,
+        "lengths": lengths,
+        "by_chance": by_chance,
+    }
     return {
         "speculative_config": {
             "method": "ngram_gpu",
@@ -251,6 +261,11 @@ def _set_lengths(vllm_config: Any) -> None:
     lengths = vllm_config.additional_config[EXTRA_ARG]["lengths"]
     most = max_drafted(vllm_config)
     drafter.num_speculative_tokens_per_batch_size = None
+    if vllm_config.additional_config[EXTRA_ARG].get("by_chance"):
+        # vLLM bounds by itself how many tokens are verified in a step.
+        drafter.enable_adaptive_verification = True
+        set_graph_sizes(vllm_config, lengths, rows, rows * lengths[-1])
+        return
     if len(lengths) == 1 or vllm_config.parallel_config.data_parallel_size > 1:
         # One length for all steps. Of data-parallel ranks all have to draft the same number, which
         # vLLM has no way to agree on.

@@ -52,6 +52,7 @@ class HistorySpeculator(BaseSpeculator):  # type: ignore[misc]
         index: the responses.
         roots: prompts whose later turns share their index.
         req_states: vLLM's state of requests, set when the first one is added.
+        enable_adaptive_verification: whether vLLM chooses the tokens that are verified.
         draft_token_confidence_probs: chance of each draft token if those before it are accepted,
             float32 ``[max_num_seqs, K]``, in the order of the last batch.
     """
@@ -78,6 +79,8 @@ class HistorySpeculator(BaseSpeculator):  # type: ignore[misc]
             CHANCES,
         )
         self.draft_token_confidence_probs = self.index.confidences
+        # vLLM's runner asks for it, and verifies the tokens that are worth their time.
+        self.enable_adaptive_verification = bool(options.get("by_chance"))
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """Called by vLLM once it knows its memory; there are no graphs, but kernels to compile."""
