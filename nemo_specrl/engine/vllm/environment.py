@@ -15,6 +15,7 @@ from nemo_specrl.engine.vllm.compat import version_numbers
 from nemo_specrl.errors import ConfigError
 
 __all__ = [
+    "FIRST_WITH_ADAPTIVE_VERIFICATION",
     "V2_USE",
     "Engines",
     "Method",
@@ -41,6 +42,7 @@ FIRST_WITH_V2_FOR_ALL = (0, 29)
 for one kind of model after the other: mixtures of experts last of those that have attention alone,
 for no reason but that they had not been through its tests (vllm-project/vllm#41286, #53183)."""
 FIRST_WITH_ADAPTIVE_VERIFICATION = (0, 32)
+"""The oldest vLLM whose adaptive verification takes drafts that no model made. 0.29 refuses them."""
 FIRST_WITH_STATE_OF_DRAFTS = (0, 32)
 """The oldest vLLM whose V2 model runner brings the state of all kinds of layers back behind refused
 drafts, by its source. 0.29, which runs such models in V2, was not read for it (``HYBRIDS``)."""

@@ -108,12 +108,9 @@ def speculator_options(
     longest = min(max_draft_tokens, LENGTHS[-1]) if adaptive else max_draft_tokens
     chosen = adaptive and not by_chance
     lengths = [n for n in LENGTHS if n < longest] + [longest] if chosen else [longest]
-    options = {
-        "drafter": DRAFTER,
-        "max_bytes": max_bytes,
-        "lengths": lengths,
-        "by_chance": by_chance,
-    }
+    options = {"drafter": DRAFTER, "max_bytes": max_bytes, "lengths": lengths}
+    if by_chance:
+        options["by_chance"] = True
     return {
         "speculative_config": {
             "method": "ngram_gpu",

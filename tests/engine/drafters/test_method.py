@@ -222,6 +222,10 @@ def test_options_of_the_speculator(machine):
     )
     assert fixed["speculative_config"]["num_speculative_tokens"] == 20
     assert fixed["additional_config"]["spec_rl"]["lengths"] == [20]
+    if not environment.Engines.installed(cpu=False).before((0, 32)):
+        by_chance = SpecRLConfig(enabled=True, tree={"adaptive_verification": True})
+        ours = engine_options(by_chance)["additional_config"]["spec_rl"]
+        assert ours["lengths"] == [11] and ours["by_chance"]
 
 
 def test_without_trees_there_is_nothing_to_refuse(machine):
