@@ -42,7 +42,7 @@ FIRST_WITH_V2_FOR_ALL = (0, 29)
 for one kind of model after the other: mixtures of experts last of those that have attention alone,
 for no reason but that they had not been through its tests (vllm-project/vllm#41286, #53183)."""
 FIRST_WITH_ADAPTIVE_VERIFICATION = (0, 32)
-"""The oldest vLLM whose adaptive verification takes drafts that no model made. 0.29 refuses them."""
+"""The oldest vLLM whose adaptive verification takes drafts that no model made; 0.29 refuses."""
 FIRST_WITH_STATE_OF_DRAFTS = (0, 32)
 """The oldest vLLM whose V2 model runner brings the state of all kinds of layers back behind refused
 drafts, by its source. 0.29, which runs such models in V2, was not read for it (``HYBRIDS``)."""
