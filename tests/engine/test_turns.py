@@ -287,9 +287,10 @@ def test_a_conversation_without_room_for_another_turn_is_cut(llm, text, roots):
     made = SpeculativeLLM(llm, cache, CONFIG)
     outputs = rolled_out(made, roots, 1, Talkative(text, TURNS))
     cut = [o.outputs[0] for o in outputs if o.outputs[0].finish_reason == "length"]
-    assert len(cut) > len(roots) / 2
-    for completion in cut:
-        assert made_tokens(completion).all() and completion.text.endswith("</calc>")
+    assert all(made_tokens(completion).all() for completion in cut)
+    # The others, if any, reached their limit while they were speaking.
+    asked = [completion for completion in cut if completion.text.endswith("</calc>")]
+    assert len(asked) > len(roots) / 2
     assert {r.finish for r in cache.all()} >= {Finish.LENGTH}
 
 
