@@ -175,13 +175,14 @@ class Engines:
         pairs = [(row, rollout) for row in rows for rollout in drafts.rollouts[prompt_key(row)]]
         low, high = -20.0, 0.0  # logarithm to base 2
         for _ in range(10):
-            drift = 2 ** ((low + high) / 2)
+            middle = (low + high) / 2
+            drift = 2**middle
             self.set_weights(name, scale, drift)
             accepted = 0.0
             for new, (_, rollout) in zip(self.verify(name, pairs), pairs, strict=True):
                 accepted += float(np.exp(np.minimum(0, new - rollout.logprobs).cumsum()).sum())
             seen = accepted / sum(len(rollout) for _, rollout in pairs)
-            low, high = ((low + high) / 2, high) if seen > wanted else (low, (low + high) / 2)
+            low, high = (middle, high) if seen > wanted else (low, middle)
         return float(2 ** ((low + high) / 2))
 
     def verify(self, name: str, pairs: list[tuple[Any, Rollout]]) -> list[Any]:

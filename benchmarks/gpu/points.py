@@ -191,10 +191,8 @@ class Bench(Engines):
 
         Beside them ``computed``: what the choice of lengths takes them for.
         """
-        scale, context = (
-            self.scale_of("plain", P_OF_REUSE),
-            self.size.prompt + self.size.decoded / 2,
-        )
+        scale = self.scale_of("plain", P_OF_REUSE)
+        context = self.size.prompt + self.size.decoded / 2
         config = self.engine("v2").llm_engine.vllm_config
         costs, most = step_costs(config), max_drafted(config)
         for name in ("plain", "v2"):

@@ -30,7 +30,7 @@ LEAST_GAIN = 1.05
 
 BANDWIDTH_SHARE, COMPUTE_SHARE = 0.75, 0.68
 """Of what a data sheet says, what serving kernels reach: fitted to steps of Qwen3-8B on an H100, of
-which the costs are off by 2 % on average and by 8 % at most (docs/evidence/performance.md)."""
+which the costs are off by 2 % on average and by 9 % at most (docs/evidence/performance.md)."""
 OVERLAP = 3
 """Exponent of the norm by which reading weights and computing add up; the larger, the more of the
 shorter one is hidden behind the longer one. Fitted likewise."""

@@ -24,13 +24,20 @@ class NothingRead(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__
         assert name.rstrip("2_") not in self.READS and name not in self.READS, name
-        awaited = not (kwargs or {}).get("non_blocking") and not any(a is True for a in args)
-        if name in ("_to_copy", "copy_", "to") and awaited:  # "to" as such in inference mode
+        if name in ("_to_copy", "copy_", "to") and not _non_blocking(
+            function, args, kwargs
+        ):  # "to" as such in inference mode
             raise AssertionError(f"{name}: a copy that waits")
         if name in ("index", "index_put", "index_put_"):
             chosen = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
             assert not chosen, f"{name}: how many are chosen is read"
         return function(*args, **(kwargs or {}))
+
+
+def _non_blocking(function, args, kwargs):
+    """Whether an operation copies without waiting, by whichever way it was told so."""
+    names = (argument.name for argument in function._schema.arguments)
+    return bool({**dict(zip(names, args, strict=False)), **(kwargs or {})}.get("non_blocking"))
 
 
 def _forbidden(name, original):

@@ -255,10 +255,11 @@ def _set_lengths(vllm_config: Any) -> None:
     """
     drafter = vllm_config.speculative_config
     rows = int(vllm_config.scheduler_config.max_num_seqs)
-    lengths = vllm_config.additional_config[EXTRA_ARG]["lengths"]
+    options = vllm_config.additional_config[EXTRA_ARG]
+    lengths = options["lengths"]
     most = max_drafted(vllm_config)
     drafter.num_speculative_tokens_per_batch_size = None
-    if vllm_config.additional_config[EXTRA_ARG].get("by_chance"):
+    if options.get("by_chance"):
         # vLLM bounds by itself how many tokens are verified in a step.
         drafter.enable_adaptive_verification = True
         set_graph_sizes(vllm_config, lengths, rows, rows * lengths[-1])

@@ -222,10 +222,29 @@ def test_options_of_the_speculator(machine):
     )
     assert fixed["speculative_config"]["num_speculative_tokens"] == 20
     assert fixed["additional_config"]["spec_rl"]["lengths"] == [20]
-    if not environment.Engines.installed(cpu=False).before((0, 32)):
+    if not environment.Engines.installed(cpu=False).before(
+        environment.FIRST_WITH_ADAPTIVE_VERIFICATION
+    ):
         by_chance = SpecRLConfig(enabled=True, tree={"adaptive_verification": True})
         ours = engine_options(by_chance)["additional_config"]["spec_rl"]
         assert ours["lengths"] == [11] and ours["by_chance"]
+
+
+@pytest.mark.parametrize(
+    ("tree", "error", "match"),
+    [
+        ({"method": "rounds"}, ConfigError, "drafts come by rounds"),
+        ({"method": "v2", "adaptive": False}, ConfigError, r"tree\.adaptive = false"),
+        ({"method": "v2"}, IncompatibleVersion, "0.32 has"),
+    ],
+)
+def test_what_adaptive_verification_needs(tree, error, match, monkeypatch):
+    old = environment.Engines.elsewhere("0.25.1", {})
+    monkeypatch.setattr(environment.Engines, "here", classmethod(lambda cls: old))
+    tree = {"enabled": True, "adaptive_verification": True, **tree}
+    config = SpecRLConfig(enabled=True, preset="lossless", tree=tree)
+    with pytest.raises(error, match=match):
+        engine_options(config)
 
 
 def test_without_trees_there_is_nothing_to_refuse(machine):

@@ -24,6 +24,15 @@ def pytest_collection_modifyitems(items):
             item.add_marker(needs_interpreter)
 
 
+@pytest.fixture(scope="module")
+def engines():
+    """Those that a module has made, by scheduling. Their memory is given back at the end."""
+    made = {}
+    yield made
+    for engine in made.values():
+        engine.llm_engine.engine_core.shutdown()
+
+
 @pytest.fixture
 def by_reference(monkeypatch):
     """Launch the numpy reference in place of the kernels, which it equals. Not on a GPU."""

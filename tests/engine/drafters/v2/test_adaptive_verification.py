@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_specrl import SpecRLConfig, engine_options
 from nemo_specrl.engine.vllm.environment import FIRST_WITH_ADAPTIVE_VERIFICATION, Engines
-from nemo_specrl.errors import ConfigError, IncompatibleVersion
 from tests.conftest import make_engine
 from tests.support.engines import VOCABULARY
 from tests.support.v2_exactness import bent_sampler, likeliest, p_value, probabilities
@@ -23,15 +21,6 @@ ON_GPU = torch.cuda.is_available()
 OLD = Engines.installed(cpu=not ON_GPU).before(FIRST_WITH_ADAPTIVE_VERIFICATION)
 COSTS = [(1, 0.1), (ROWS, 0.1)], [(1, 1.0), (8, 1.05), (16, 1.5), (32, 3.0), (128, 12.0)]
 """Milliseconds of drafting by rows, and of a step by tokens."""
-
-
-@pytest.fixture(scope="module")
-def engines():
-    """Those that were made, by scheduling."""
-    made = {}
-    yield made
-    for engine in made.values():
-        engine.llm_engine.engine_core.shutdown()
 
 
 @pytest.fixture(params=["sync", "async"])
@@ -145,22 +134,3 @@ def test_rows_that_nothing_is_known_for_verify_nothing(llm, budgets):
     """Once vLLM has seen their chances; it takes a row's first draft for certain."""
     generate(llm, ROWS, extra=False, max_tokens=8)
     assert budgets and {budget for _, _, budget in budgets[2:]} == {0}
-
-
-@pytest.mark.parametrize(
-    ("tree", "error", "match"),
-    [
-        ({"method": "rounds"}, ConfigError, "drafts come by rounds"),
-        ({"method": "v2", "adaptive": False}, ConfigError, r"tree\.adaptive = false"),
-        ({"method": "v2"}, IncompatibleVersion, "0.32 has"),
-    ],
-)
-def test_what_it_needs(tree, error, match, monkeypatch):
-    from nemo_specrl.engine.drafters import method
-
-    old = Engines.elsewhere("0.25.1", {})
-    monkeypatch.setattr(method.Engines, "here", classmethod(lambda cls: old))
-    tree = {"enabled": True, "adaptive_verification": True, **tree}
-    config = SpecRLConfig(enabled=True, preset="lossless", tree=tree)
-    with pytest.raises(error, match=match):
-        engine_options(config)

@@ -23,15 +23,6 @@ LOGPROB_NOISE = 0.02 if torch.cuda.is_available() else 2e-4
 """Between the engine's log-probs and those of transformers, nats: GPUs multiply in TF32."""
 
 
-@pytest.fixture(scope="module")
-def engines():
-    """Those that were made, by scheduling. Their memory is given back at the end."""
-    made = {}
-    yield made
-    for engine in made.values():
-        engine.llm_engine.engine_core.shutdown()
-
-
 @pytest.fixture(params=["sync", "async"])
 def llm(request, engines, random_model):
     from nemo_specrl.engine.vllm import v2_patches
