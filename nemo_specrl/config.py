@@ -31,6 +31,7 @@ __all__ = [
     "CacheConfig",
     "Count",
     "MonitorConfig",
+    "PartialRolloutsConfig",
     "SpecRLConfig",
     "TreeConfig",
     "UserPath",
@@ -209,6 +210,19 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """Values that each preset gives to keys that a recipe leaves out (why: docs/guide/presets.md)."""
 _DEFAULT_PRESET: Final = "lossless"
+
+
+class PartialRolloutsConfig(Block):
+    """The ``grpo.partial_rollouts:`` block, beside ``spec_rl:``.
+
+    Active partial rollouts: rollouts that end with enough complete groups and put off the rest.
+    """
+
+    enabled: bool = False
+    over_provision: float = Field(default=1.25, gt=1, le=2)
+    """Groups that are asked for, for each that is completed."""
+    max_put_off: Count = 1
+    """How often a prompt may be put off; then it is waited for."""
 
 
 class SpecRLConfig(Block):

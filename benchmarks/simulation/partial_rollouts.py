@@ -31,6 +31,7 @@ import numpy.typing as npt
 
 from benchmarks.shared.arms import in_own_process
 from benchmarks.shared.records import Chart, merged, outputs, present, read, rounded
+from nemo_specrl.config import PartialRolloutsConfig
 from nemo_specrl.engine.early_end import EarlyEnd
 from nemo_specrl.simulation.simulated_engine import (
     FEATURES,
@@ -47,7 +48,7 @@ from nemo_specrl.trainer.partial_rollouts import (
     end_of_phase,
     put_off_after,
 )
-from nemo_specrl.trainer.recipe import Algorithm, PartialRolloutsConfig
+from nemo_specrl.trainer.recipe import Algorithm
 
 Lengths = npt.NDArray[np.int64]
 Phase = Callable[[list[int], Lengths, EarlyEnd | None], tuple[dict[str, float], list[int]]]

@@ -14,7 +14,7 @@ from nemo_specrl.engine.caches import Journal, ResumedCache
 from nemo_specrl.engine.drafters.histories import PendingHistories
 from nemo_specrl.engine.drafters.method import check_other_processes, method_in
 from nemo_specrl.engine.drafters.prompt_logprob_drafter import PromptLogprobDrafter
-from nemo_specrl.engine.early_end import EarlyEnd
+from nemo_specrl.engine.early_end import EndOfCall
 from nemo_specrl.engine.interrupts import interrupted_rollouts
 from nemo_specrl.engine.limits import EngineLimits
 from nemo_specrl.engine.metrics import EngineMetrics
@@ -198,7 +198,7 @@ class BaseSpeculativeLLM:
         return rollout.fingerprint == self.fingerprint != 0
 
     def _replay(
-        self, requests: list[RolloutRequest], early_end: EarlyEnd | None = None
+        self, requests: list[RolloutRequest], early_end: EndOfCall | None = None
     ) -> list[tuple[RolloutRequest, RequestOutput, ResponseEnd]]:
         """Complete requests from the journal of a process that died in this very step.
 

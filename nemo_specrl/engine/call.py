@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nemo_specrl.engine.early_end import EarlyEnd
+from nemo_specrl.engine.early_end import EndOfCall
 from nemo_specrl.engine.limits import EngineLimits
 from nemo_specrl.engine.request_checks import check_params
 from nemo_specrl.engine.requests import RolloutRequest, build_requests
@@ -47,7 +47,7 @@ class Call:
     ahead: RunAhead
     lora_request: Any
     progress: Any
-    early_end: EarlyEnd | None = None
+    early_end: EndOfCall | None = None
     waiting: deque[RolloutRequest] = dataclasses.field(default_factory=deque)
     inflight: dict[str, RolloutRequest] = dataclasses.field(default_factory=dict)
     results: dict[int, tuple[RequestOutput, CompletionOutput]] = dataclasses.field(

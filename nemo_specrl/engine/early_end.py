@@ -11,23 +11,42 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from nemo_specrl.engine.interrupts import keep_decoded
 from nemo_specrl.engine.requests import RolloutRequest
 from nemo_specrl.errors import ConfigError
 
-__all__ = ["EarlyEnd", "check_early_end", "give_up"]
+__all__ = ["EarlyEnd", "EndOfCall", "check_early_end", "give_up"]
 
 logger = logging.getLogger(__name__)
 
 
+class EndOfCall(Protocol):
+    """Says when a call ends before all of its rows have.
+
+    A row that was given up has ``finish_reason`` "abort", like any request that vLLM aborts.
+    """
+
+    @property
+    def first_rows(self) -> int:
+        """Number of the call's first rows, which go to the engine before all others."""
+        ...
+
+    def reached(self, ended: Collection[int]) -> bool:
+        """Whether the rows that are left are given up now; asked before each step of the engine.
+
+        Args:
+            ended: indices of the rows that have ended.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class EarlyEnd:
-    """When a call ends before all of its rows have.
+    """The end of a call whose rows are all in one engine: enough of its groups are complete.
 
-    The rows of a call are taken for groups of ``group_size``, one after the other. A row that was
-    given up has ``finish_reason`` "abort", like any request that vLLM aborts.
+    The rows of a call are taken for groups of ``group_size``, one after the other.
 
     Args:
         group_size: rows of a group.
@@ -41,6 +60,11 @@ class EarlyEnd:
     groups: int
     put_off: int = 0
     awaited: int = 0
+
+    @property
+    def first_rows(self) -> int:
+        """Rows of the groups that earlier calls have put off."""
+        return self.put_off * self.group_size
 
     def complete(self, ended: Collection[int]) -> list[int]:
         """Indices of the groups whose rows have all ended.
@@ -63,7 +87,7 @@ class EarlyEnd:
         return len(complete) >= self.groups and complete[: self.awaited] == [*range(self.awaited)]
 
 
-def check_early_end(early_end: EarlyEnd | None, enabled: bool, environment: Any) -> None:
+def check_early_end(early_end: EndOfCall | None, enabled: bool, environment: Any) -> None:
     """Raise ConfigError for a call whose partial rollouts nothing could continue.
 
     Args:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nemo_specrl.engine.caches import Journal
-from nemo_specrl.engine.early_end import EarlyEnd
+from nemo_specrl.engine.early_end import EndOfCall
 from nemo_specrl.engine.outputs import text_of, unfinished_output
 from nemo_specrl.engine.requests import RolloutRequest
 from nemo_specrl.engine.response import defect_of, flat_logprobs
@@ -32,7 +32,7 @@ def take_from_journal(
     requests: list[RolloutRequest],
     policy_version: int,
     fingerprint: int,
-    early_end: EarlyEnd | None = None,
+    early_end: EndOfCall | None = None,
 ) -> list[tuple[RolloutRequest, Rollout]]:
     """Take what a journal has for the requests of a step.
 

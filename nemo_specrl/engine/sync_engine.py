@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_specrl.engine.base import BaseSpeculativeLLM
 from nemo_specrl.engine.call import Call, checked_requests, logged, progress_bar
-from nemo_specrl.engine.early_end import EarlyEnd, check_early_end, give_up
+from nemo_specrl.engine.early_end import EndOfCall, check_early_end, give_up
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.outputs import request_outputs, unfinished_output
 from nemo_specrl.engine.plain_turns import generate_plainly
@@ -87,7 +87,7 @@ class SpeculativeLLM(BaseSpeculativeLLM):
         prompt_keys: Sequence[bytes] | None = None,
         upcoming: Sequence[Any] = (),
         environment: Environment | None = None,
-        early_end: EarlyEnd | None = None,
+        early_end: EndOfCall | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: Any = None,
     ) -> list[RequestOutput]:
@@ -195,7 +195,7 @@ class SpeculativeLLM(BaseSpeculativeLLM):
         upcoming: Sequence[Any],
         lora_request: Any,
         use_tqdm: bool | Callable[..., Any],
-        early_end: EarlyEnd | None,
+        early_end: EndOfCall | None,
     ) -> Call:
         """The state of a call whose rows have not begun."""
         ahead = RunAhead(
@@ -211,7 +211,7 @@ class SpeculativeLLM(BaseSpeculativeLLM):
         to_run = [request for request in requests if request.replayed is None]
         share_verifications(to_run)
         siblings_draft = self._proposes or self._prompt_logprob_drafter is not None
-        first = 0 if call.early_end is None else call.early_end.put_off * call.early_end.group_size
+        first = 0 if call.early_end is None else call.early_end.first_rows
         call.waiting.extend(in_order(to_run, siblings_draft=siblings_draft, first=first))
 
     def _submit_waiting(self, call: Call) -> None:

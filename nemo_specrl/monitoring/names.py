@@ -114,6 +114,10 @@ ENGINE_RESPONSE_TOKENS = "spec_rl/response_tokens"
 """``response_tokens`` as the engine counts them."""
 ENGINE_HELDOUT_TOKENS = "spec_rl/heldout_tokens"
 """``heldout_tokens`` in NeMo-RL."""
+ENGINE_PUT_OFF_PROMPTS = "spec_rl/put_off_prompts"
+"""``put_off_prompts`` in NeMo-RL."""
+ENGINE_PUT_OFF_TOKENS = "spec_rl/put_off_tokens"
+"""``put_off_tokens`` in NeMo-RL."""
 RECOMPUTED_TOKENS = "spec_rl/recomputed_tokens"
 """Prefix tokens that a continuation did not find in the prefix cache."""
 REFUSED_DRAFTS = "spec_rl/refused_drafts"
@@ -221,6 +225,8 @@ COUNTS = frozenset(
         REPLAYED_ROWS,
         PUT_OFF_PROMPTS,
         PUT_OFF_TOKENS,
+        ENGINE_PUT_OFF_PROMPTS,
+        ENGINE_PUT_OFF_TOKENS,
         CACHE_ERRORS,
         TREE_DRAFTED_TOKENS,
         RUN_AHEAD_ROWS,

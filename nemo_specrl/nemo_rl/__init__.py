@@ -9,6 +9,8 @@ Modules, each of which imports only from those below it::
     sync_worker, async_worker    the engine's side: SpeculativeLLM in place of vllm.LLM
     engine_calls                 calls of all engines' workers, and how long a step waits for them
     served_engine                the engine as a worker's HTTP server sees it
+    partial_rollouts             batches that end early, and the prompts that they put off
+    phase_end                    when enough groups are complete, over several engines
     look_ahead                   the prompts of the next batch, for run-ahead
     metrics_log                  the steps of a run in the plug-in's own log
     drift_monitor                feeds the drift monitor with the rows of each step
@@ -20,5 +22,6 @@ Modules, each of which imports only from those below it::
     rollout_metadata             what is known of each rollout, from engines to driver
     context                      the plug-in's view of a run: recipe, folders, last checkpoint
     recipe_checks                recipes that it cannot run, refused in one line
+    loader_checks                those whose data loader it cannot wrap
     compat                       names of NeMo-RL that are relied on, and a check of them
 """

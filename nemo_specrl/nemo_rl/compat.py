@@ -30,8 +30,10 @@ __all__ = [
     "STOCK_ASYNC_WORKER",
     "STOCK_WORKER",
     "WITHOUT_REUSE",
+    "block_enabled",
     "check",
     "engines_of",
+    "get_option",
     "lookup",
     "model_of",
     "pinned_vllm",
@@ -141,6 +143,20 @@ def model_of(name: str) -> Mapping[str, Any]:
         return dict(PretrainedConfig.get_config_dict(name)[0])
     except Exception:  # of transformers, of the hub, or of the network
         return {}
+
+
+def get_option(block: Any, name: str, default: Any) -> Any:
+    """Read a key of a block, which is a dict in some versions of NeMo-RL and a model in others."""
+    if block is None:
+        return default
+    if isinstance(block, Mapping):
+        return block.get(name, default)
+    return getattr(block, name, default)
+
+
+def block_enabled(master_config: Any, block: str) -> bool:
+    """Whether an optional block of the recipe is there and switched on."""
+    return bool(get_option(getattr(master_config, block, None), "enabled", False))
 
 
 @contextmanager

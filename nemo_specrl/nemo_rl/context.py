@@ -10,25 +10,29 @@ import hashlib
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nemo_specrl.cache.cluster.cluster_cache import ClusterCache
 from nemo_specrl.cache.cluster.run_cache import open_run_cache
-from nemo_specrl.config import SpecRLConfig, validated
+from nemo_specrl.config import PartialRolloutsConfig, SpecRLConfig, validated
 from nemo_specrl.engine.drafters.method import engine_options
-from nemo_specrl.errors import CacheError
+from nemo_specrl.errors import CacheError, ConfigError
 from nemo_specrl.files import step_folders
+from nemo_specrl.nemo_rl.compat import get_option
+from nemo_specrl.nemo_rl.loader_checks import partial_rollouts_block
 from nemo_specrl.nemo_rl.recipe_checks import (
     BLOCK,
     DISTILLATION,
     check_recipe,
-    get_option,
     serves_requests,
 )
 
 __all__ = [
+    "ENDED",
+    "GROUPS",
+    "PHASE",
     "PROMPT_KEYS",
     "SAMPLE_INDICES",
     "UPCOMING",
@@ -46,6 +50,13 @@ PROMPT_KEYS = "spec_rl_prompt_keys"
 UPCOMING = "spec_rl_upcoming"
 """Column of a batch for generation: upcoming prompts for which the row's engine may decode where it
 would be idle, a list of token ids each."""
+
+GROUPS = "spec_rl_groups"
+"""Column of a batch for generation that ends early: the group of each row, int64 ``[rows]``."""
+PHASE = "spec_rl_phase"
+"""Column of such a batch: the ``phase_end.Phase``, the same for each row."""
+ENDED = "spec_rl_ended"
+"""Column of what such a generation yields: whether the row has ended, bool ``[rows]``."""
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +78,7 @@ class RunContext:
         tokenizer_id: the tokenizer's identity in the cache.
         recompute_kv: rows that are running at a refit have their KV blocks computed anew.
         served: rollouts are made by requests to the engines' HTTP servers, as NeMo-Gym makes them.
+        partial_rollouts: the ``grpo.partial_rollouts:`` block.
     """
 
     spec_rl: SpecRLConfig
@@ -79,6 +91,7 @@ class RunContext:
     tokenizer_id: str
     recompute_kv: bool = False
     served: bool = False
+    partial_rollouts: PartialRolloutsConfig = field(default_factory=PartialRolloutsConfig)
 
     @property
     def store_folder(self) -> Path:
@@ -124,10 +137,16 @@ class RunContext:
         """
         generation = master_config.policy["generation"]
         block = (generation or {}).get("spec_rl")
-        if block is None:
-            return None
-        spec_rl = validated(SpecRLConfig, _plain(block), BLOCK)
-        if not spec_rl.enabled:
+        spec_rl = validated(SpecRLConfig, _plain({} if block is None else block), BLOCK)
+        name = f"{algorithm}.partial_rollouts"
+        partial = partial_rollouts_block(master_config, algorithm)
+        partial = validated(PartialRolloutsConfig, _plain({} if partial is None else partial), name)
+        if block is None or not spec_rl.enabled:
+            if partial.enabled:
+                raise ConfigError(
+                    f"{name}.enabled = true: partial rollouts are kept in the rollout cache; set "
+                    f"{BLOCK}.enabled=true, or false"
+                )
             return None
         own = getattr(master_config, algorithm)
         checkpointing = master_config.checkpointing
@@ -156,6 +175,7 @@ class RunContext:
                 )
             ),
             served=serves_requests(master_config) is not None,
+            partial_rollouts=partial,
         )
 
 

@@ -29,6 +29,9 @@ from nemo_specrl.errors import CacheError, EngineError
 from nemo_specrl.monitoring import names as metric
 from nemo_specrl.nemo_rl import compat
 from nemo_specrl.nemo_rl.context import (
+    ENDED,
+    GROUPS,
+    PHASE,
     PROMPT_KEYS,
     SAMPLE_INDICES,
     UPCOMING,
@@ -36,6 +39,7 @@ from nemo_specrl.nemo_rl.context import (
 )
 from nemo_specrl.nemo_rl.engine_calls import EngineCalls, seconds_left, step_end
 from nemo_specrl.nemo_rl.metrics import counts, times
+from nemo_specrl.nemo_rl.partial_rollouts import PartialRollouts
 from nemo_specrl.nemo_rl.recipe_checks import check_elsewhere
 from nemo_specrl.nemo_rl.rollout_metadata import RolloutMetadata, SequenceKey
 from nemo_specrl.rollout import Rollout, prompt_key
@@ -45,7 +49,7 @@ from nemo_specrl.speculation.draft_selection import (
     select_drafts,
 )
 
-__all__ = ["SpecVllmGeneration", "validating"]
+__all__ = ["SpecVllmGeneration", "completed", "validating"]
 
 PACKAGE = "nemo_specrl.nemo_rl"
 ATTACH_SECONDS = 600.0
@@ -66,6 +70,7 @@ class SpecVllmGeneration(VllmGeneration):
         cache: client of the rollout cache; None where reuse is off, where no node could open its
             part, and after a shutdown.
         fresh_fraction: share of rows decoded without a draft although there is one.
+        partial_rollouts: the loader of a run with partial rollouts, or None.
     """
 
     worker_classes: ClassVar[dict[str, str]] = {
@@ -73,6 +78,7 @@ class SpecVllmGeneration(VllmGeneration):
         compat.STOCK_ASYNC_WORKER: f"{PACKAGE}.async_worker.SpecVllmAsyncGenerationWorker",
     }
     cache: ClusterCache | None = None
+    partial_rollouts: PartialRollouts | None = None
     _lacks_cache = False  # although the recipe asks for one
     _validating = False
     _upcoming: Sequence[list[int]] = ()
@@ -149,9 +155,16 @@ class SpecVllmGeneration(VllmGeneration):
         data[PROMPT_KEYS] = [keys[i] for i in order]
         if self._upcoming:
             data[UPCOMING] = self._deal_out_upcoming(len(keys))
+        partial = self.partial_rollouts
+        phase = None if partial is None else partial.begin(len(keys))
+        if phase is not None:
+            data[GROUPS] = torch.tensor(order) // self._run.group
+            data[PHASE] = [phase] * len(keys)
         with self._idle_engines_running_ahead():
             output = super().generate(data, greedy=greedy)
         output = output.select_indices(np.argsort(order).tolist())
+        if partial is not None and phase is not None:
+            partial.settle(output.pop(ENDED), output["generation_lengths"])
         self._rollout_s += time.perf_counter() - started
         return output
 
@@ -191,6 +204,10 @@ class SpecVllmGeneration(VllmGeneration):
         if self._heldout_s:
             timed["spec_rl_heldout_decoding"] = self._heldout_s
             counted[metric.ENGINE_HELDOUT_TOKENS] = float(self._heldout_tokens)
+        if self.partial_rollouts is not None:
+            prompts, tokens = self.partial_rollouts.take_counts()
+            counted[metric.ENGINE_PUT_OFF_PROMPTS] = float(prompts)
+            counted[metric.ENGINE_PUT_OFF_TOKENS] = float(tokens)
         self._start_counting()
         versions = self._engines.ask("spec_rl_policy_version", until)
         if versions:  # else all engines are late, and the step goes on
@@ -233,13 +250,18 @@ class SpecVllmGeneration(VllmGeneration):
             self.cache.deliver()
 
     def save_cache(self, folder: Path) -> None:
-        """Write the cache beside a checkpoint's weights; nothing after a shutdown.
+        """Write the cache, and which prompts are put off, beside a checkpoint's weights.
+
+        Nothing is written after a shutdown.
 
         Raises:
             StoreUnavailable: it cannot be written.
         """
-        if self.cache is not None:
-            self.cache.snapshot(folder, self.policy_version)
+        if self.cache is None:
+            return
+        if self.partial_rollouts is not None:
+            self.partial_rollouts.save(folder)
+        self.cache.snapshot(folder, self.policy_version)
 
     def set_fresh_fraction(self, fresh_fraction: float) -> None:
         """Have another share of the rows decoded without a draft, from the next batch on."""
@@ -342,6 +364,19 @@ class SpecVllmGeneration(VllmGeneration):
             mine = dict.fromkeys(row // group for row in order[engine * then : (engine + 1) * then])
             dealt[first] = [self._upcoming[prompt] for prompt in mine]
         return dealt
+
+
+def completed(batch: Any, *columns: torch.Tensor) -> tuple[Any, ...]:
+    """The rows of a generation whose groups are complete (``partial_rollouts``).
+
+    Args:
+        batch: the rows of a generation.
+        columns: tensors with an entry for each of them.
+    """
+    for generation in _generations:
+        if generation.partial_rollouts is not None:
+            return generation.partial_rollouts.completed(batch, *columns)
+    return batch, *columns
 
 
 @contextmanager

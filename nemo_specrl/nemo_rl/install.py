@@ -16,12 +16,14 @@ from nemo_specrl.config import CACHE_FOLDER
 from nemo_specrl.errors import IncompatibleVersion
 from nemo_specrl.monitoring import heartbeat
 from nemo_specrl.nemo_rl import compat, job_state
+from nemo_specrl.nemo_rl.compat import get_option
 from nemo_specrl.nemo_rl.context import RunContext, setting_up
 from nemo_specrl.nemo_rl.drift_monitor import StepMonitor
 from nemo_specrl.nemo_rl.hooks import Hooks
 from nemo_specrl.nemo_rl.look_ahead import LookAhead
 from nemo_specrl.nemo_rl.metrics_log import StepLog, metrics_file
-from nemo_specrl.nemo_rl.recipe_checks import check_elsewhere, get_option
+from nemo_specrl.nemo_rl.partial_rollouts import PartialRollouts
+from nemo_specrl.nemo_rl.recipe_checks import check_elsewhere
 from nemo_specrl.nemo_rl.rollout_metadata import MetadataTable
 from nemo_specrl.nemo_rl.save_deadline import bounded, check_time_left
 
@@ -50,6 +52,8 @@ def install() -> None:
         rebind("setup", setup, _wrapped_setup(setup, algorithm))
         validate = compat.lookup(module, "validate")
         rebind("validate", validate, _wrapped_validate(validate, everywhere=False))
+    sampling = compat.lookup("nemo_rl.algorithms.grpo", "dynamic_sampling")
+    rebind("dynamic_sampling", sampling, _wrapped_dynamic_sampling(sampling))
     # Validation of the data plane's trainer runs in an actor, and the trainer imports this lazily.
     validate = compat.lookup("nemo_rl.algorithms.grpo_sync", "validate_sync")
     rebind("validate_sync", validate, _wrapped_validate(validate, everywhere=True))
@@ -84,8 +88,7 @@ def _wrapped_setup(original: Callable[..., Any], algorithm: str) -> Callable[...
             parts = original(master_config, *args, **kwargs)
         if run is not None:
             _add_hooks(run, parts, master_config, algorithm)
-            if run.spec_rl.run_ahead.enabled:
-                parts = _looking_ahead(parts)
+            parts = _with_wrapped_loader(run, parts)
         return parts
 
     return setup
@@ -136,12 +139,21 @@ def _add_hooks(run: RunContext, parts: tuple[Any, ...], master_config: Any, algo
     )
 
 
-def _looking_ahead(parts: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What ``setup`` has returned, with a training loader that tells of its next batch."""
+def _with_wrapped_loader(run: RunContext, parts: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What ``setup`` has returned, with a training loader for run-ahead and partial rollouts."""
     from nemo_specrl.nemo_rl.generation import SpecVllmGeneration
 
-    loader = _loader(parts)
-    wrapped = LookAhead(loader, _part(parts, SpecVllmGeneration).set_upcoming)
+    ahead, partial = run.spec_rl.run_ahead.enabled, run.partial_rollouts
+    if not ahead and not partial.enabled:
+        return parts
+    loader, generation = _loader(parts), _part(parts, SpecVllmGeneration)
+    tell = generation.set_upcoming if ahead else lambda prompts: None
+    wrapped: Any = LookAhead(loader, tell)
+    if partial.enabled:
+        wrapped = PartialRollouts(loader, partial, run.group, tell)
+        if run.checkpoint is not None:
+            wrapped.restore(run.checkpoint / CACHE_FOLDER)
+        generation.partial_rollouts = wrapped
     return tuple(wrapped if part is loader else part for part in parts)
 
 
@@ -192,3 +204,15 @@ def _wrapped_validate(original: Callable[..., Any], everywhere: bool) -> Callabl
             return original(*args, **kwargs)
 
     return validate
+
+
+def _wrapped_dynamic_sampling(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``dynamic_sampling``, which does not see the groups that were put off."""
+
+    @functools.wraps(original)
+    def dynamic_sampling(batch: Any, std: Any, baseline: Any, *args: Any, **kwargs: Any) -> Any:
+        from nemo_specrl.nemo_rl.generation import completed
+
+        return original(*completed(batch, std, baseline), *args, **kwargs)
+
+    return dynamic_sampling

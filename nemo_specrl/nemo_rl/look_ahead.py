@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["LookAhead"]
+__all__ = ["LookAhead", "prompts_of"]
 
 
 class LookAhead:

@@ -18,6 +18,8 @@ PLAIN = {
     metric.ENGINE_DECODED_TOKENS: metric.DECODED_TOKENS,
     metric.ENGINE_RESPONSE_TOKENS: metric.RESPONSE_TOKENS,
     metric.ENGINE_HELDOUT_TOKENS: metric.HELDOUT_TOKENS,
+    metric.ENGINE_PUT_OFF_PROMPTS: metric.PUT_OFF_PROMPTS,
+    metric.ENGINE_PUT_OFF_TOKENS: metric.PUT_OFF_TOKENS,
 }
 """What the embedded trainer has in its records by itself, beside the engine's metrics."""
 

@@ -12,17 +12,17 @@ from nemo_specrl.engine.drafters.method import drafting_method, is_vllm_plugin
 from nemo_specrl.engine.vllm.environment import V2_USE, Engines, asks_for_v2, why_not_v2
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.nemo_rl import compat
+from nemo_specrl.nemo_rl.compat import block_enabled, get_option
+from nemo_specrl.nemo_rl.loader_checks import BLOCK, refused_partial_rollouts, refused_run_ahead
 
 __all__ = [
     "BLOCK",
     "DISTILLATION",
     "check_elsewhere",
     "check_recipe",
-    "get_option",
     "serves_requests",
 ]
 
-BLOCK = "policy.generation.spec_rl"
 DISTILLATION = "distillation"
 """The name of the block of the algorithm that learns from a teacher's log-probs, not rewards."""
 OLDEST_IN_FLIGHT = (0, 25)
@@ -69,7 +69,8 @@ def check_recipe(
         _refused_options(master_config, spec_rl, algorithm),
         _refused_in_flight(master_config, spec_rl, algorithm, engines),
         _refused_refits(generation, off),
-        _refused_run_ahead(master_config, spec_rl),
+        refused_run_ahead(master_config, spec_rl),
+        refused_partial_rollouts(master_config, algorithm),
     )
     for wrong, line in refused:
         if wrong:
@@ -157,7 +158,7 @@ def _refused_features(
             f"policy.generation.quant_cfg: its workers cannot reuse rollouts; leave it out, {off}",
         ),
         (
-            _enabled(master_config, "on_policy_distillation"),
+            block_enabled(master_config, "on_policy_distillation"),
             "on_policy_distillation.enabled = true: has not been tried with reused or drafted "
             f"rollouts; set false, {off}",
         ),
@@ -200,7 +201,7 @@ def _refused_served(
         f"verified before it; set preset: lossless without rounds, {off}",
     )
     yield (
-        _enabled(master_config, "data_plane"),
+        block_enabled(master_config, "data_plane"),
         f"{name}: conversations return to the cache by policy.train, which the data plane does not "
         f"call; set data_plane.enabled=false, {off}",
     )
@@ -239,39 +240,9 @@ def _refused_options(
             "false",
         ),
         (
-            spec_rl.clip_anchor == "birth" and _enabled(master_config, "data_plane"),
+            spec_rl.clip_anchor == "birth" and block_enabled(master_config, "data_plane"),
             f"{BLOCK}.clip_anchor = 'birth': does not reach the data plane yet; set "
             "data_plane.enabled=false, or the anchor to current",
-        ),
-    ]
-
-
-def _refused_run_ahead(master_config: Any, spec_rl: SpecRLConfig) -> list[tuple[bool, str]]:
-    """Where the prompts that come next are not known, or idle engines cannot be seen."""
-    if not spec_rl.run_ahead.enabled:
-        return []
-    name = f"{BLOCK}.run_ahead.enabled = True"
-    vllm_cfg = master_config.policy["generation"].get("vllm_cfg") or {}
-    return [
-        (
-            bool(vllm_cfg.get("async_engine")),
-            f"{name}: an asynchronous engine is asked for one row at a time; set it to false, or "
-            "policy.generation.vllm_cfg.async_engine=false",
-        ),
-        (
-            _enabled(master_config, "data_plane"),
-            f"{name}: the data plane's rollouts are asked for in another process than the data "
-            "loader's; set it to false, or data_plane.enabled=false",
-        ),
-        (
-            bool(get_option(master_config.data, "use_multiple_dataloader", False)),
-            f"{name}: of several data loaders it is not known which comes next; set it to false, "
-            "or data.use_multiple_dataloader=false",
-        ),
-        (
-            spec_rl.tree.method == "rounds",
-            f"{name}: needs a drafter inside the engine, and {BLOCK}.tree.method = rounds has "
-            "none; set it to false, or tree.method to auto",
         ),
     ]
 
@@ -348,11 +319,6 @@ def _refused_engines(generation: Any, off: str) -> list[tuple[bool, str]]:
     ]
 
 
-def _enabled(master_config: Any, block: str) -> bool:
-    """Whether an optional block of the recipe is there and switched on."""
-    return bool(get_option(getattr(master_config, block, None), "enabled", False))
-
-
 def _refused_in_flight(
     master_config: Any, spec_rl: SpecRLConfig, algorithm: str, engines: Engines | None
 ) -> Iterator[tuple[bool, str]]:
@@ -389,12 +355,3 @@ def _refused_refits(generation: Any, off: str) -> Iterator[tuple[bool, str]]:
         "policy.generation.vllm_kwargs.kv_transfer_config: what a KV connector keeps of the old "
         f"weights would be read after a refit; leave it out, {off}",
     )
-
-
-def get_option(block: Any, name: str, default: Any) -> Any:
-    """Read a key of a block, which is a dict in some versions of NeMo-RL and a model in others."""
-    if block is None:
-        return default
-    if isinstance(block, Mapping):
-        return block.get(name, default)
-    return getattr(block, name, default)

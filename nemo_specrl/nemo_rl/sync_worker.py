@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import ray
+import torch
 from nemo_rl.distributed.worker_group_utils import get_nsight_config_if_pattern_matches
 from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 
@@ -16,7 +17,16 @@ from nemo_specrl.cache.cluster.cluster_cache import ClusterCache
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.sync_engine import SpeculativeLLM
 from nemo_specrl.nemo_rl.compat import CHECKPOINT_ENGINE_UPDATE
-from nemo_specrl.nemo_rl.context import PROMPT_KEYS, SAMPLE_INDICES, UPCOMING, RunContext
+from nemo_specrl.nemo_rl.context import (
+    ENDED,
+    GROUPS,
+    PHASE,
+    PROMPT_KEYS,
+    SAMPLE_INDICES,
+    UPCOMING,
+    RunContext,
+)
+from nemo_specrl.nemo_rl.phase_end import PhaseEnd
 from nemo_specrl.nemo_rl.rollout_metadata import MetadataLog
 from nemo_specrl.nemo_rl.worker_base import DraftingWorker
 
@@ -55,7 +65,10 @@ class SpecVllmGenerationWorkerImpl(DraftingWorker, VllmGenerationWorkerImpl):
         """Generate as the base class does, with a draft for each row that has an identity."""
         speculative = self._speculative
         if SAMPLE_INDICES not in data or speculative is None or self._paused or greedy:
-            return super().generate(data, greedy=greedy)
+            output = super().generate(data, greedy=greedy)
+            if PHASE in data:
+                output[ENDED] = torch.ones(len(data[PHASE]), dtype=torch.bool)
+            return output
         llm = self.llm
         upcoming = [
             {"prompt_token_ids": prompt} for prompts in data.get(UPCOMING, ()) for prompt in prompts
@@ -67,6 +80,7 @@ class SpecVllmGenerationWorkerImpl(DraftingWorker, VllmGenerationWorkerImpl):
             data[PROMPT_KEYS],
             upcoming,
             self._metadata,
+            PhaseEnd(data[PHASE][0], data[GROUPS].tolist()) if data.get(PHASE) else None,
         )
         try:
             output = super().generate(data, greedy=greedy)
@@ -74,6 +88,8 @@ class SpecVllmGenerationWorkerImpl(DraftingWorker, VllmGenerationWorkerImpl):
             self.llm = llm
         self._cache.deliver()  # the next step's look-ups may come from any node
         self._metrics = self._metrics + speculative.metrics
+        if PHASE in data:
+            output[ENDED] = torch.tensor(engine.ended, dtype=torch.bool)
         self._ahead = upcoming, engine.sampling_params
         return output
 
@@ -135,11 +151,14 @@ class _DraftingEngine:
         prompt_keys: list[bytes],
         upcoming: list[dict[str, Any]],
         metadata: MetadataLog | None,
+        early_end: PhaseEnd | None,
     ) -> None:
         self._speculative, self._metadata = speculative, metadata
+        self._early_end = early_end
         self._sample_indices, self._prompt_keys = sample_indices, prompt_keys
         self._upcoming = upcoming
         self.sampling_params: Any = None  # of the first row
+        self.ended: list[bool] = []
 
     def generate(self, prompts: Any, sampling_params: Any, use_tqdm: Any = True) -> Any:
         several = isinstance(sampling_params, (list, tuple))
@@ -150,10 +169,12 @@ class _DraftingEngine:
             sample_indices=self._sample_indices,
             prompt_keys=self._prompt_keys,
             upcoming=self._upcoming,
+            early_end=self._early_end,
             use_tqdm=use_tqdm,
         )
         if self._metadata is not None:
             self._metadata.note(outputs)
+        self.ended = [output.outputs[0].finish_reason != "abort" for output in outputs]
         return outputs
 
     def __getattr__(self, name: str) -> Any:

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from omegaconf import OmegaConf
 from pydantic import Field, model_validator
 
-from nemo_specrl.config import MAX_COUNT, Block, Count, SpecRLConfig, UserPath, WrongKey, validated
+from nemo_specrl.config import (
+    MAX_COUNT,
+    Block,
+    Count,
+    PartialRolloutsConfig,
+    SpecRLConfig,
+    UserPath,
+    WrongKey,
+    validated,
+)
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.trainer.data_config import TOY_TASKS, DataConfig, Prompts
 from nemo_specrl.trainer.policy_config import MAX_PER_NODE, Nodes, PolicyConfig, ValueConfig
@@ -25,7 +34,6 @@ __all__ = [
     "AdvEstimatorConfig",
     "Algorithm",
     "LossConfig",
-    "PartialRolloutsConfig",
     "Recipe",
     "load_recipe",
 ]
@@ -41,16 +49,6 @@ class AdvEstimatorConfig(Block):
     gae_gamma: float = Field(default=1.0, gt=0, le=1)
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
     normalize_advantages: bool = True
-
-
-class PartialRolloutsConfig(Block):
-    """Active partial rollouts: steps that end with enough complete groups, and put off the rest."""
-
-    enabled: bool = False
-    over_provision: float = Field(default=1.25, gt=1, le=2)
-    """Groups that a step asks for, for each that it trains on."""
-    max_put_off: Count = 1
-    """How often a prompt may be put off; then its step waits for it."""
 
 
 class Algorithm(Block):

@@ -236,6 +236,61 @@ def test_run_ahead_needs_one_loader_in_the_process_of_the_generation(tmp_path):
         RunContext.of(ahead, "grpo")
 
 
+PARTIAL = {"enabled": True, "over_provision": 1.5}
+
+
+def with_partial_rollouts(tmp_path, block, **changes):
+    asked = recipe(tmp_path, **REUSE, **changes)
+    asked.grpo = SimpleNamespace(
+        seed=42, use_dynamic_sampling=True, max_rollout_turns=1, partial_rollouts=block
+    )
+    return asked
+
+
+def test_partial_rollouts_are_read_from_the_algorithms_block(tmp_path):
+    run = RunContext.of(with_partial_rollouts(tmp_path, PARTIAL), "grpo")
+    assert run.partial_rollouts.over_provision == 1.5 and run.partial_rollouts.max_put_off == 1
+    assert not RunContext.of(recipe(tmp_path, **REUSE), "grpo").partial_rollouts.enabled
+    with pytest.raises(ConfigError, match=r"grpo\.partial_rollouts\.over_provision"):
+        RunContext.of(with_partial_rollouts(tmp_path, PARTIAL | {"over_provision": 3}), "grpo")
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"grpo__use_dynamic_sampling": False}, "set grpo.use_dynamic_sampling=true, or false"),
+        ({"grpo__max_rollout_turns": 2}, "set grpo.max_rollout_turns=1, or false"),
+        ({"data": {"use_multiple_dataloader": True}}, "data.use_multiple_dataloader=false"),
+        ({"data_plane": {"enabled": True}}, "data_plane.enabled=false"),
+    ],
+)
+def test_partial_rollouts_are_refused_where_no_prompt_can_be_put_off(tmp_path, change, line):
+    asked = with_partial_rollouts(tmp_path, PARTIAL)
+    for name, value in change.items():
+        block, _, key = name.rpartition("grpo__")
+        setattr(asked.grpo if "grpo__" in name else asked, key or block, value)
+    with pytest.raises(ConfigError) as raised:
+        RunContext.of(asked, "grpo")
+    assert str(raised.value).startswith("grpo.partial_rollouts.enabled = true: ")
+    assert line in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_partial_rollouts_need_synchronous_engines_grpo_and_a_cache(tmp_path):
+    asked = with_partial_rollouts(tmp_path, PARTIAL, vllm_cfg__async_engine=True)
+    with pytest.raises(ConfigError, match=r"vllm_cfg\.async_engine=false, or false"):
+        RunContext.of(asked, "grpo")
+    asked = recipe(tmp_path, **REUSE)
+    asked.ppo = {"seed": 43, "partial_rollouts": PARTIAL, "use_dynamic_sampling": True}
+    with pytest.raises(ConfigError, match=r"ppo\.partial_rollouts\.enabled = true: .* set false"):
+        RunContext.of(asked, "ppo")
+    for change in ("off", "absent"):
+        asked = with_partial_rollouts(tmp_path, PARTIAL, spec_rl__enabled=False)
+        if change == "absent":
+            del asked.policy["generation"]["spec_rl"]
+        with pytest.raises(ConfigError, match=r"set policy\.generation\.spec_rl\.enabled=true"):
+            RunContext.of(asked, "grpo")
+
+
 @pytest.mark.parametrize("transport", [None, "nccl_reshard", "nixl", "my_module:Engine"])
 def test_refits_that_are_counted_are_not_refused(tmp_path, transport):
     assert RunContext.of(recipe(tmp_path, refit_transport=transport), "grpo") is not None

@@ -69,7 +69,7 @@ from nemo_rl.utils.logger import Logger  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
 
-from nemo_specrl.nemo_rl.recipe_checks import get_option  # noqa: E402
+from nemo_specrl.nemo_rl.compat import get_option  # noqa: E402
 from nemo_specrl.trainer.data.toy_tasks import EOS, encode, problems  # noqa: E402
 from tests.support.nemo_rl import counting  # noqa: E402
 from tests.support.nemo_rl.cpu import CpuGeneration  # noqa: E402

@@ -1,0 +1,91 @@
+"""Recipes in which NeMo-RL's data loader cannot be wrapped for run-ahead or partial rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from nemo_specrl.config import SpecRLConfig
+from nemo_specrl.nemo_rl.compat import block_enabled, get_option
+
+__all__ = ["BLOCK", "partial_rollouts_block", "refused_partial_rollouts", "refused_run_ahead"]
+
+BLOCK = "policy.generation.spec_rl"
+
+
+def refused_run_ahead(master_config: Any, spec_rl: SpecRLConfig) -> list[tuple[bool, str]]:
+    """Where the prompts that come next are not known, or idle engines cannot be seen."""
+    if not spec_rl.run_ahead.enabled:
+        return []
+    name = f"{BLOCK}.run_ahead.enabled = True"
+    vllm_cfg = master_config.policy["generation"].get("vllm_cfg") or {}
+    return [
+        (
+            bool(vllm_cfg.get("async_engine")),
+            f"{name}: an asynchronous engine is asked for one row at a time; set it to false, or "
+            "policy.generation.vllm_cfg.async_engine=false",
+        ),
+        (
+            block_enabled(master_config, "data_plane"),
+            f"{name}: the data plane's rollouts are asked for in another process than the data "
+            "loader's; set it to false, or data_plane.enabled=false",
+        ),
+        (
+            bool(get_option(master_config.data, "use_multiple_dataloader", False)),
+            f"{name}: of several data loaders it is not known which comes next; set it to false, "
+            "or data.use_multiple_dataloader=false",
+        ),
+        (
+            spec_rl.tree.method == "rounds",
+            f"{name}: needs a drafter inside the engine, and {BLOCK}.tree.method = rounds has "
+            "none; set it to false, or tree.method to auto",
+        ),
+    ]
+
+
+def partial_rollouts_block(master_config: Any, algorithm: str) -> Any:
+    """The recipe's block of partial rollouts, which NeMo-RL itself does not read, or None.
+
+    Args:
+        master_config: NeMo-RL's MasterConfig.
+        algorithm: the name of the algorithm's block.
+    """
+    return get_option(getattr(master_config, algorithm), "partial_rollouts", None)
+
+
+def refused_partial_rollouts(master_config: Any, algorithm: str) -> Iterator[tuple[bool, str]]:
+    """Where prompts cannot be put off, or a batch cannot do without them."""
+    if not get_option(partial_rollouts_block(master_config, algorithm), "enabled", False):
+        return
+    name = f"{algorithm}.partial_rollouts.enabled = true"
+    own = getattr(master_config, algorithm)
+    vllm_cfg = master_config.policy["generation"].get("vllm_cfg") or {}
+    yield (
+        algorithm != "grpo",
+        f"{name}: prompts are put off in GRPO with dynamic sampling alone; set false",
+    )
+    yield (
+        not get_option(own, "use_dynamic_sampling", False),
+        f"{name}: a batch without the prompts that are put off has to be filled up; set "
+        "grpo.use_dynamic_sampling=true, or false",
+    )
+    yield (
+        int(get_option(own, "max_rollout_turns", 1)) > 1,
+        f"{name}: a conversation that is cut off cannot be continued; set "
+        "grpo.max_rollout_turns=1, or false",
+    )
+    yield (
+        bool(vllm_cfg.get("async_engine")),
+        f"{name}: an asynchronous engine is asked for one row at a time; set "
+        "policy.generation.vllm_cfg.async_engine=false, or false",
+    )
+    yield (
+        block_enabled(master_config, "data_plane"),
+        f"{name}: the data plane's rollouts are asked for in another process than the data "
+        "loader's; set data_plane.enabled=false, or false",
+    )
+    yield (
+        bool(get_option(master_config.data, "use_multiple_dataloader", False)),
+        f"{name}: prompts of several data loaders would be mixed; set "
+        "data.use_multiple_dataloader=false, or false",
+    )

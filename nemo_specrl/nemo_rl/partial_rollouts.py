@@ -1,0 +1,182 @@
+"""Active partial rollouts under dynamic sampling: which prompts a batch asks for and completes.
+
+A batch is the loader's, behind the prompts that earlier batches have put off. Its generation ends
+when enough groups are complete; the other prompts are put off, and what has been decoded of them
+stays in the cache. Dynamic sampling then sees the complete groups alone, and fills a step up from
+as many batches as it needs, as it does without. The number of prompts that are put off stays the
+same from batch to batch, since each completes as many as the loader gives. The last batch of an
+epoch waits for all of its groups.
+
+Source: APRIL, arXiv 2509.18521, which continues partial rollouts without verifying them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+from nemo_specrl.config import PartialRolloutsConfig
+from nemo_specrl.nemo_rl.look_ahead import LookAhead, prompts_of
+from nemo_specrl.nemo_rl.phase_end import GroupCounter, Phase
+from nemo_specrl.rollout import prompt_key
+
+__all__ = ["PartialRollouts"]
+
+STATE = "put_off.json"
+
+logger = logging.getLogger(__name__)
+
+
+class PartialRollouts:
+    """A data loader whose batches begin with the prompts that were put off. All else is its own.
+
+    Args:
+        loader: a ``StatefulDataLoader``.
+        config: the ``grpo.partial_rollouts:`` block.
+        group_size: rows of a prompt.
+        tell: called before each batch with the prompts of the loader's next one, as
+            :class:`LookAhead` does.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        config: PartialRolloutsConfig,
+        group_size: int,
+        tell: Callable[[list[list[int]]], None],
+    ) -> None:
+        self._loader = LookAhead(loader, self._note_upcoming)
+        self._config, self._group_size, self._tell = config, group_size, tell
+        self._counter: Any = None
+        self._last = False  # the loader's batch is an epoch's last
+        self._put_off: Any = None  # rows of the loader's, as its batches have them
+        self._times: list[int] = []  # how often each of these was put off
+        self._asked: Any = None  # the batch that was given last, ...
+        self._asked_times: list[int] = []
+        self._new = 0  # ... how many of its prompts are the loader's
+        self._complete: torch.Tensor | None = None  # which of its groups are
+        self._counts = [0, 0]
+
+    def _note_upcoming(self, prompts: list[list[int]]) -> None:
+        self._last = not prompts
+        self._tell(prompts)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches of the rest of an epoch."""
+        for batch in self._loader:
+            self._new = batch.size
+            self._asked_times = [*self._times, *[0] * batch.size]
+            if self._put_off is not None:
+                batch = type(batch).from_batches([self._put_off, batch])
+            self._asked, self._put_off, self._times = batch, None, []
+            self._complete = None
+            yield batch
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def begin(self, rows: int) -> Phase | None:
+        """Begin the generation of the batch that was given last.
+
+        Args:
+            rows: of the generation.
+
+        Returns:
+            What the engines are told; None where all of its rows are waited for.
+        """
+        asked = len(self._asked_times)
+        if self._asked is None or rows != asked * self._group_size:
+            return None
+        surplus = round((self._config.over_provision - 1) * self._new)
+        if self._last or not surplus:
+            return None
+        # At most as many are put off as the loader gives, so that those that must not be put off
+        # once more are never more than are completed.
+        awaited = sum(times >= self._config.max_put_off for times in self._asked_times)
+        if self._counter is None:
+            self._counter = ray.remote(GroupCounter).options(num_cpus=0).remote()
+        begin = self._counter.begin.remote(self._group_size, asked - surplus, awaited)
+        try:
+            return Phase(self._counter, ray.get(begin), asked - self._new)
+        except ray.exceptions.RayError as error:
+            logger.warning("the counter of complete groups is gone (%s); no row is put off", error)
+            self._counter = None
+            return None
+
+    def settle(self, ended: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Put off the prompts whose groups are not complete.
+
+        Args:
+            ended: bool ``[rows]``, in the order of the batch.
+            lengths: tokens of each row, int64 ``[rows]``.
+        """
+        most = self._config.max_put_off
+        groups = ended.view(-1, self._group_size).all(dim=1).tolist()
+        # Rows that an engine has given up of its own accord are taken as they are.
+        complete = [done or t >= most for done, t in zip(groups, self._asked_times, strict=True)]
+        again = [group for group, done in enumerate(complete) if not done]
+        again.sort(key=lambda group: -self._asked_times[group])
+        self._complete = torch.tensor(complete).repeat_interleave(self._group_size)
+        self._times = [self._asked_times[group] + 1 for group in again]
+        self._put_off = self._asked.select_indices(again) if again else None
+        self._counts[0] += len(again)
+        self._counts[1] += int(lengths[~self._complete].sum())
+
+    def completed(self, batch: Any, *columns: torch.Tensor) -> tuple[Any, ...]:
+        """Leave out the rows of groups that were put off; once for each generation.
+
+        Args:
+            batch: the rows of the generation.
+            columns: tensors with an entry for each of them.
+        """
+        complete, self._complete = self._complete, None
+        if complete is None or bool(complete.all()) or batch.size != len(complete):
+            return batch, *columns
+        rows = complete.nonzero().flatten()
+        return batch.select_indices(rows.tolist()), *(c[rows.to(c.device)] for c in columns)
+
+    def take_counts(self) -> tuple[int, int]:
+        """Prompts that were put off since the last call, and tokens of their rows so far."""
+        (prompts, tokens), self._counts = self._counts, [0, 0]
+        return prompts, tokens
+
+    def save(self, folder: Path) -> None:
+        """Write which prompts are put off, by their indices in the data set."""
+        rows = [] if self._put_off is None else zip(self._records(), self._times, strict=True)
+        state = [{**record, "put_off": times} for record, times in rows]
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / STATE).write_text(json.dumps(state))
+
+    def restore(self, folder: Path) -> None:
+        """Read which prompts were put off when a checkpoint was written."""
+        if not (folder / STATE).exists():
+            return
+        saved = json.loads((folder / STATE).read_text())
+        rows = [self._loader.dataset[record["index"]] for record in saved]
+        if not rows:
+            return
+        self._put_off = self._loader.collate_fn(rows)
+        self._times = [record["put_off"] for record in saved]
+        if self._records() != [{k: v for k, v in r.items() if k != "put_off"} for r in saved]:
+            logger.warning(
+                "%s: the data set has other prompts than it had when this was written; those that "
+                "were put off come again in the next epoch",
+                folder / STATE,
+            )
+            self._put_off, self._times = None, []
+
+    def _records(self) -> list[Mapping[str, Any]]:
+        """The index in the data set of each prompt that is put off, and its key."""
+        keys = [prompt_key(torch.tensor(ids).numpy()).hex() for ids in prompts_of(self._put_off)]
+        indices = [int(index) for index in self._put_off["idx"]]
+        return [{"index": i, "key": key} for i, key in zip(indices, keys, strict=True)]

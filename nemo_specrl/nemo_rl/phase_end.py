@@ -1,0 +1,132 @@
+"""The end of a generation before all of its rows have ended, over several engines.
+
+A group's rows are with different engines, so that none of these knows which groups are complete. A
+small actor counts for all of them. An engine tells it of rows that have ended and sees from a
+reference of Ray's whether enough groups are complete, and waits for neither. If the actor is gone,
+engines go on until their rows have ended, as they do without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+__all__ = ["GroupCounter", "Phase", "PhaseEnd"]
+
+logger = logging.getLogger(__name__)
+
+
+class GroupCounter:
+    """Counts the complete groups of one generation at a time; runs as a Ray actor."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._group_size = self._groups = self._awaited = 0
+        self._ended: Counter[int] = Counter()
+        self._reached = asyncio.Event()
+
+    async def begin(self, group_size: int, groups: int, awaited: int) -> int:
+        """Begin a generation, and end the last one for all that still ask about it.
+
+        Args:
+            group_size: rows of a group.
+            groups: number of groups that have to be complete.
+            awaited: number of the first groups that have to be among them.
+
+        Returns:
+            The number by which engines name this generation.
+        """
+        self._reached.set()
+        self._number += 1
+        self._group_size, self._groups, self._awaited = group_size, groups, awaited
+        self._ended, self._reached = Counter(), asyncio.Event()
+        return self._number
+
+    async def ended(self, number: int, groups: list[int]) -> None:
+        """Count rows that have ended.
+
+        Args:
+            number: of their generation; rows of an earlier one are not counted.
+            groups: the group of each row.
+        """
+        if number != self._number:
+            return
+        self._ended.update(groups)
+        complete = {g for g, rows in self._ended.items() if rows == self._group_size}
+        if len(complete) >= self._groups and complete.issuperset(range(self._awaited)):
+            self._reached.set()
+
+    async def reached(self, number: int) -> None:
+        """Return once enough groups of a generation are complete, or the next one has begun."""
+        if number == self._number:
+            await self._reached.wait()
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A generation that ends early, as engines are told of it.
+
+    Args:
+        counter: handle of the actor of :class:`GroupCounter`.
+        number: of the generation.
+        put_off: number of its first groups that earlier ones have put off: their rows go to the
+            engines before all others.
+    """
+
+    counter: Any
+    number: int
+    put_off: int
+
+
+class PhaseEnd:
+    """When an engine gives up the rows that are left (``engine.early_end.EndOfCall``).
+
+    Args:
+        phase: the generation.
+        groups: the group of each row of this engine, in order.
+    """
+
+    def __init__(self, phase: Phase, groups: list[int]) -> None:
+        self._phase, self._groups = phase, groups
+        self._told: set[int] = set()
+        self._end: Any = None  # what Ray will have once enough groups are complete
+        self._lost = False
+
+    @property
+    def first_rows(self) -> int:
+        """Rows of groups that were put off, which are the first of this engine's."""
+        return sum(group < self._phase.put_off for group in self._groups)
+
+    def reached(self, ended: Collection[int]) -> bool:
+        """Whether enough groups are complete, over all engines.
+
+        Args:
+            ended: indices of this engine's rows that have ended.
+        """
+        if self._lost:
+            return False
+        counter, number = self._phase.counter, self._phase.number
+        if self._end is None:
+            self._end = counter.reached.remote(number)
+        if len(ended) > len(self._told):
+            new = set(ended) - self._told
+            self._told |= new
+            counter.ended.remote(number, [self._groups[row] for row in sorted(new)])
+        done, _ = ray.wait([self._end], timeout=0)
+        if not done:
+            return False
+        try:
+            ray.get(self._end)
+        except ray.exceptions.RayError as error:
+            self._lost = True
+            logger.warning(
+                "the counter of complete groups is gone (%s); no row is put off now", error
+            )
+            return False
+        return True
