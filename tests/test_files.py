@@ -111,7 +111,7 @@ def test_a_store_without_locks_is_used_by_one_process_of_a_machine(tmp_path, str
         assert f"the file system of {store} has no locks (flock: Function not impl" in lines[0]
         assert "let no other machine use the folder, or name one on a local disk" in lines[0]
         assert "does not flush folders (fsync: Invalid argument)" in lines[1]
-    assert (tmp_path / "store-snapshot" / "rollouts.sqlite").is_file()
+    assert (tmp_path / "store-snapshot" / "manifest.json").is_file()
 
 
 @pytest.mark.parametrize("error", ["22", "5"])

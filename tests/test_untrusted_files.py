@@ -16,16 +16,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nemo_specrl.cache import RolloutStore
 from nemo_specrl.cache.export import read_export, write_export
 from nemo_specrl.cache.inspection import open_source
-from nemo_specrl.cache.snapshot import (
-    Manifest,
-    read_manifest,
-    read_partition,
-    write_manifest,
-    write_partition,
-)
 from nemo_specrl.errors import CacheError, ConfigError
 from nemo_specrl.monitoring.metrics_file import MetricsLog, read_metrics
 from nemo_specrl.trainer import checkpoint
@@ -36,7 +28,7 @@ from nemo_specrl.trainer.policy.torch.model import load_model
 from nemo_specrl.trainer.recipe import load_recipe
 from nemo_specrl.trainer.replay_journal import JournaledStore
 from tests.support.rollouts import rollout
-from tests.support.stores import changing, contents, open_store
+from tests.support.stores import changing, contents, open_store, restore
 from tests.trainer.policy.test_torch import recipe_of, samples
 
 
@@ -117,20 +109,9 @@ def of_a_journal(folder):
 
 def of_a_snapshot(folder):
     with open_store(folder.with_name("source")) as store:
-        store.put([rollout(1)])
+        store.put([rollout(1), rollout(2)])
         store.snapshot(folder)
-    return lambda copy: RolloutStore.restore(copy, copy.with_name(f"{copy.name}-restored"))
-
-
-def of_partitions(folder):
-    file = write_partition(folder, 0, [rollout(1), rollout(2)])
-    write_manifest(folder, Manifest("tok", 1, 1, (file,)))
-
-    def read(copy):
-        for partition in read_manifest(copy).files:
-            list(read_partition(copy, partition))
-
-    return read
+    return lambda copy: restore(copy, copy.with_name(f"{copy.name}-restored"))
 
 
 def of_an_export(folder):
@@ -158,7 +139,7 @@ def of_metrics(folder):
 
 @pytest.mark.parametrize(
     "make",
-    [of_a_store, of_a_journal, of_a_snapshot, of_partitions, of_an_export, by_the_command_line,
+    [of_a_store, of_a_journal, of_a_snapshot, of_an_export, by_the_command_line,
      of_metrics],
     ids=lambda make: make.__name__,
 )  # fmt: skip

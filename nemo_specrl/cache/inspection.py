@@ -33,7 +33,7 @@ class Source:
     """Rollouts on disk, open to be read once.
 
     Args:
-        kind: ``store``, ``snapshot by partition`` or ``export``.
+        kind: ``store``, ``snapshot`` or ``export``.
         tokenizer_id: of the tokens.
         bytes: of the files.
         rollouts: each one, newest first within a sample index, or the error in its place.
@@ -75,14 +75,14 @@ def open_source(path: Path, *, check: bool = False) -> Iterator[Source]:
             with _at_rest(path), _tables(path / DATA_FILE, check) as source:
                 yield source
         elif (path / MANIFEST).is_file():
-            yield _partitions(path)
+            yield _snapshot(path)
         elif next(path.glob(EXPORTS), None) is not None:
             tokenizer_id, rollouts = read_export(path)
             size = sum(file.stat().st_size for file in path.glob(EXPORTS))
             yield Source("export", tokenizer_id, size, rollouts)
         else:
             raise ConfigError(
-                f"{path}: neither a rollout store ({DATA_FILE}), nor a snapshot by partition "
+                f"{path}: neither a rollout store ({DATA_FILE}), nor a snapshot "
                 f"({MANIFEST}), nor an export ({EXPORTS})"
             )
 
@@ -149,7 +149,7 @@ def _tables(file: Path, check: bool) -> Iterator[Source]:
         )
 
 
-def _partitions(folder: Path) -> Source:
+def _snapshot(folder: Path) -> Source:
     manifest = read_manifest(folder)
 
     def rollouts() -> Iterator[Rollout | CacheError]:
@@ -160,7 +160,7 @@ def _partitions(folder: Path) -> Source:
                 yield error
 
     return Source(
-        "snapshot by partition",
+        "snapshot",
         manifest.tokenizer_id,
         sum(file.bytes for file in manifest.files),
         rollouts(),

@@ -6,11 +6,12 @@ of times.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 
 from nemo_specrl.rollout import Finish, Rollout
 
-__all__ = ["merge_newest", "recency"]
+__all__ = ["merge_newest", "oldest_first", "recency"]
 
 Recency = tuple[int, int, int, bool, int]
 
@@ -31,6 +32,14 @@ def recency(rollout: Rollout) -> Recency:
         finished,
         0 if finished else len(rollout),
     )
+
+
+def oldest_first(rollouts: Iterable[Rollout]) -> Iterator[Rollout]:
+    """Turn the rollouts of each prompt around: stores list the newest first, and have to be given
+    the newest last.
+    """
+    for _, group in itertools.groupby(rollouts, lambda rollout: rollout.key):
+        yield from reversed(list(group))
 
 
 def merge_newest(

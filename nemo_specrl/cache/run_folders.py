@@ -15,14 +15,17 @@ import logging
 import re
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from nemo_specrl.cache.inspection import open_source
 from nemo_specrl.cache.metrics import MEMORY, file_system
+from nemo_specrl.cache.snapshot import Manifest
 from nemo_specrl.cache.storage.lock import LOCK_FILE, FolderLock
 from nemo_specrl.cache.storage.recovery import TEMPORARY_FILE, copy_database
 from nemo_specrl.cache.storage.schema import DATA_FILE, JOURNAL_FILE
 from nemo_specrl.cache.storage.system_errors import as_cache_errors
+from nemo_specrl.config import CACHE_FOLDER
 from nemo_specrl.errors import CacheError
 
 __all__ = [
@@ -32,6 +35,7 @@ __all__ = [
     "prepare",
     "remarks",
     "remove_unused",
+    "restore_checkpoint",
     "run_folder",
 ]
 
@@ -61,17 +65,41 @@ def prepare(folder: Path, tokenizer_id: str, max_bytes: int, *, fresh: bool) -> 
         folder: of the store.
         tokenizer_id: of the run.
         max_bytes: cap of the store.
-        fresh: the run begins: it begins empty, or with the warm start beside the folder.
+        fresh: the run begins, with the warm start beside the folder if there is one. Otherwise it
+            resumes: the store begins empty, since its checkpoint has what it had then.
 
     Raises:
         StoreInUse: another process has the store open.
         StoreUnavailable: the folder cannot be used.
     """
-    lines = remove_unused(folder)
+    lines, emptied = remove_unused(folder), begin_empty(folder, tokenizer_id, warm=fresh)
     if fresh:
-        lines += begin_empty(folder, tokenizer_id, warm=True)
+        lines += emptied
     for line in lines + remarks(folder, max_bytes):
         logger.warning("rollout cache: %s", line)
+
+
+def restore_checkpoint(
+    restore: Callable[[Path], tuple[Manifest, list[str]]], checkpoint: Path, otherwise: str
+) -> int:
+    """Restore the cache that a checkpoint has; what cannot be read is logged, and costs speed.
+
+    Args:
+        restore: of the run's cache.
+        checkpoint: from which the run resumes.
+        otherwise: what happens if the checkpoint's cache cannot be read.
+
+    Returns:
+        The policy version of the checkpoint, or 0 if its cache cannot be read.
+    """
+    try:
+        manifest, damaged = restore(checkpoint / CACHE_FOLDER)
+    except CacheError as error:
+        logger.warning("rollout cache: %s; %s", error, otherwise)
+        return 0
+    for line in damaged:
+        logger.warning("rollout cache: %s; this part starts cold", line)
+    return manifest.policy_version
 
 
 def begin_empty(folder: Path, tokenizer_id: str, *, warm: bool) -> list[str]:

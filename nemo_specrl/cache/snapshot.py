@@ -1,4 +1,4 @@
-"""A cluster's cache in a checkpoint: a file for each partition, and a manifest that lists them.
+"""A cache in a checkpoint: a file for each partition, and a manifest that lists them.
 
 ::
 
@@ -6,9 +6,10 @@
                                   each file its bytes, rollouts and xxh3-64
     partition-00017.rollouts      records, one behind the other: u32 size, db key, record
 
-Partitions are independent of nodes, so that a snapshot can be restored on any number of them. All
-files are plain and written once, so that any shared file system will do. The manifest is written
-last, and files that it does not list are ignored.
+A cluster's shards write the partitions among them. A store that one process has for itself is a
+single partition. Partitions are independent of nodes, so that a snapshot can be restored on any
+number of them, and by one process as well. All files are plain and written once, so that any shared
+file system will do. The manifest is written last, and files that it does not list are ignored.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ import json
 import os
 import struct
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import xxhash
 
 from nemo_specrl.cache.codec import decode, encode_all
-from nemo_specrl.cache.storage.schema import db_key
+from nemo_specrl.cache.storage.schema import DATA_FILE, db_key
 from nemo_specrl.cache.storage.system_errors import as_cache_errors
 from nemo_specrl.errors import CacheError, ForeignStore, StoreUnavailable
 from nemo_specrl.files import replacing
@@ -35,6 +37,7 @@ __all__ = [
     "MANIFEST",
     "Manifest",
     "PartitionFile",
+    "read_files",
     "read_manifest",
     "read_partition",
     "write_manifest",
@@ -44,8 +47,8 @@ __all__ = [
 FORMAT = 2
 MANIFEST = "manifest.json"
 WRITTEN_AT_ONCE = 64  # rollouts
-_SIZE = struct.Struct("<I")
-_NAME_BYTES = KEY_BYTES + 10
+CHECKED_AT_ONCE = 2**20  # bytes
+_HEAD = struct.Struct(f"<I{KEY_BYTES + 10}s")
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ def write_partition(
             names = [db_key(rollout.key, rollout.sample_index, 0) for rollout in some]
             parts: list[bytes] = []
             for name, record in zip(names, encode_all(some, names), strict=True):
-                parts += (_SIZE.pack(len(record)), name, record)
+                parts += (_HEAD.pack(len(record), name), record)
             piece = b"".join(parts)
             file.write(piece)
             hasher.update(piece)
@@ -126,18 +129,43 @@ def read_partition(folder: Path, expected: PartitionFile) -> Iterator[Rollout]:
             names.
     """
     path = _file(folder, expected.partition)
-    with as_cache_errors("read the snapshot", path):
-        data = path.read_bytes()
-        if len(data) != expected.bytes or xxhash.xxh3_64_hexdigest(data) != expected.xxh3:
+    with as_cache_errors("read the snapshot", path), open(path, "rb") as file:
+        if _size_and_checksum(file) != (expected.bytes, expected.xxh3):
             raise StoreUnavailable(f"{path}: damaged, its checksum is not that of the manifest")
-        position = 0
-        while position < len(data):
-            (size,) = _SIZE.unpack_from(data, position)
-            position += _SIZE.size
-            name = data[position : position + _NAME_BYTES]
-            position += _NAME_BYTES
-            yield decode(name, data[position : position + size])
-            position += size
+        file.seek(0)
+        while head := file.read(_HEAD.size):
+            size, name = _HEAD.unpack(head)
+            yield decode(name, file.read(size))
+
+
+def _size_and_checksum(file: BinaryIO) -> tuple[int, str]:
+    size, hasher = 0, xxhash.xxh3_64()
+    while piece := file.read(CHECKED_AT_ONCE):
+        hasher.update(piece)
+        size += len(piece)
+    return size, hasher.hexdigest()
+
+
+def read_files(
+    folder: Path, files: Iterable[PartitionFile], take: Callable[[Iterator[Rollout]], None]
+) -> list[str]:
+    """Pass on the rollouts of files of a snapshot, one file after the other.
+
+    Args:
+        folder: of the snapshot.
+        files: to be read.
+        take: called with the rollouts of each.
+
+    Returns:
+        A line for each file that is damaged, or whose rollouts could not be taken.
+    """
+    problems = []
+    for file in files:
+        try:
+            take(read_partition(folder, file))
+        except CacheError as error:
+            problems.append(str(error))
+    return problems
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -154,15 +182,24 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         file.write(json.dumps({"format": FORMAT, **asdict(manifest)}, indent=1).encode())
 
 
-def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
+def read_manifest(folder: str | os.PathLike[str], tokenizer_id: str | None = None) -> Manifest:
     """Read the manifest of a snapshot.
+
+    Args:
+        folder: of the snapshot.
+        tokenizer_id: of which it has to be; None: of any.
 
     Raises:
         StoreUnavailable: there is none, or it is damaged.
-        ForeignStore: it is of another release's format.
+        ForeignStore: it is of another release's format, or of another tokenizer.
     """
     path = Path(folder) / MANIFEST
     with as_cache_errors("read the snapshot", path):
+        if not path.exists() and path.with_name(DATA_FILE).exists():
+            raise ForeignStore(
+                f"{folder} has the cache as an older release wrote it ({DATA_FILE}), this one "
+                f"reads {MANIFEST}"
+            )
         text = path.read_bytes()
     try:
         values = json.loads(text)
@@ -173,11 +210,16 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
                 "with the release that wrote it"
             )
         files = tuple(PartitionFile(**file) for file in values.pop("files"))
-        return Manifest(**values, files=files)
+        manifest = Manifest(**values, files=files)
     except CacheError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreUnavailable(f"{path}: damaged ({type(error).__name__})") from None
+    if tokenizer_id not in (None, manifest.tokenizer_id):
+        raise ForeignStore(
+            f"{folder} is of tokenizer {manifest.tokenizer_id!r}, not of {tokenizer_id!r}"
+        )
+    return manifest
 
 
 def _file(folder: Path, partition: int) -> Path:

@@ -11,28 +11,22 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from nemo_specrl.cache import snapshot as snapshots
 from nemo_specrl.cache.codec import encode_all
 from nemo_specrl.cache.metrics import MEMORY, StoreStats, disk_used_fraction, file_system
+from nemo_specrl.cache.recency import oldest_first
 from nemo_specrl.cache.record_reader import Decoder
 from nemo_specrl.cache.storage.database import is_damage
 from nemo_specrl.cache.storage.lock import FolderLock
-from nemo_specrl.cache.storage.recovery import (
-    TEMPORARY_FILE,
-    check_after_crash,
-    move_aside,
-    open_tables,
-    remove_files,
-    restore,
-)
-from nemo_specrl.cache.storage.schema import DATA_FILE, db_key, newest_keys
+from nemo_specrl.cache.storage.recovery import move_aside, open_tables, remove_files
+from nemo_specrl.cache.storage.schema import db_key, newest_keys
 from nemo_specrl.cache.storage.system_errors import as_cache_errors
 from nemo_specrl.cache.storage.tables import Tables
 from nemo_specrl.cache.storage.write_buffer import WriteBuffer
 from nemo_specrl.errors import CacheError, ConfigError, InvalidRollout, StoreUnavailable
-from nemo_specrl.files import replacing
 from nemo_specrl.rollout import KEY_BYTES, Rollout
 
 __all__ = ["FLUSH_SECONDS", "MIN_BYTES", "RolloutStore"]
@@ -100,15 +94,7 @@ class RolloutStore:
         self._buffer = WriteBuffer()
         try:
             with as_cache_errors("open the rollout store", self._path):
-                try:
-                    if not self._lock.clean:
-                        check_after_crash(self._path)
-                    self._tables = self._open_tables()
-                except sqlite3.Error as error:
-                    if not is_damage(error):
-                        raise
-                    move_aside(self._path, error)
-                    self._tables = self._open_tables()
+                self._tables = self._open_tables()
         except BaseException:
             self._lock.release()
             raise
@@ -181,17 +167,19 @@ class RolloutStore:
         Raises:
             StoreUnavailable: reading failed.
         """
-        with self._guard("write to"):
-            self._flush()
+        self.sync()
         while True:
             with self._guard("read"):
                 keys = self._tables.keys(start, stop, SCANNED_AT_ONCE)
-                found = self._decoder.decoded((key, self._tables.records(key)) for key in keys)
-            for key in keys:
-                yield from found.get(key, ())
             if not keys:
                 return
+            yield from self._read(keys)
             start = keys[-1] + b"\0"
+
+    def _read(self, keys: Sequence[bytes]) -> Iterator[Rollout]:
+        with self._guard("read"):
+            found = self._decoder.decoded((key, self._tables.records(key)) for key in keys)
+        return itertools.chain.from_iterable(found.values())
 
     def sync(self) -> None:
         """Commit everything put so far, so that it survives SIGKILL and a loss of power.
@@ -202,34 +190,49 @@ class RolloutStore:
         with self._guard("write to"):
             self._flush()
 
-    def snapshot(self, folder: str | os.PathLike[str]) -> None:
-        """Make a folder a store that is a copy of this one, as it is now. Other calls wait.
+    def by_use(self, start: bytes = b"", stop: bytes | None = None) -> Iterator[Rollout]:
+        """Iterate like :meth:`scan`, but over the longest-unused prompts first.
 
-        A snapshot that is already there is replaced by an atomic rename.
+        A store into which they are put in this order evicts as this one does.
+        """
+        self.sync()
+        with self._guard("read"):
+            keys = self._tables.keys_by_use(start, stop)
+        for i in range(0, len(keys), SCANNED_AT_ONCE):
+            yield from self._read(keys[i : i + SCANNED_AT_ONCE])
+
+    def snapshot(self, folder: str | os.PathLike[str], policy_version: int = 0) -> None:
+        """Write all rollouts into a folder, as a snapshot of one partition.
+
+        Args:
+            folder: of the snapshot, made if it is not there.
+            policy_version: of the weights beside which it lies.
 
         Raises:
-            ConfigError: it is the folder of this store.
             StoreUnavailable: the store cannot be read or the folder cannot be written.
         """
-        target = Path(os.path.realpath(folder))
-        if target == self._path:
-            raise ConfigError(f"{target}: cannot be a snapshot of itself; name another folder")
-        with self._guard(f"write the snapshot {target} of"):
-            self._flush()
-            with replacing(target / DATA_FILE, target / TEMPORARY_FILE):
-                self._tables.copy(target / TEMPORARY_FILE)
+        file = snapshots.write_partition(Path(folder), 0, self.by_use())
+        files = (file,) if file else ()
+        manifest = snapshots.Manifest(self._tokenizer_id, policy_version, 1, files)
+        snapshots.write_manifest(Path(folder), manifest)
 
-    @classmethod
-    def restore(cls, snapshot_folder: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
-        """Make ``path`` a store that is a copy of a snapshot, in place of what is there.
+    def restore(self, folder: str | os.PathLike[str]) -> tuple[snapshots.Manifest, list[str]]:
+        """Put the rollouts of a snapshot, of one process or of a cluster, in place of all others.
 
-        Crash-safe: until the new store is complete and on disk, the old one stays.
+        Returns:
+            Its manifest, and a line for each damaged file, which is left out.
 
         Raises:
-            StoreUnavailable: there is no snapshot, it is damaged, or ``path`` cannot be written or
-                is in use.
+            StoreUnavailable: there is no snapshot, or its manifest is damaged; or writing failed.
+            ForeignStore: it is of another tokenizer or of another release.
         """
-        restore(Path(os.path.realpath(snapshot_folder)) / DATA_FILE, Path(os.path.realpath(path)))
+        manifest = snapshots.read_manifest(folder, self._tokenizer_id)
+        self.clear()
+        damaged = snapshots.read_files(
+            Path(folder), manifest.files, lambda rollouts: self.put(oldest_first(rollouts))
+        )
+        self.sync()
+        return manifest, damaged
 
     def clear(self) -> None:
         """Delete every rollout; the counts go on.
@@ -329,12 +332,7 @@ class RolloutStore:
         """Open the file anew, after the disk has failed; what is buffered stays so."""
         old = self._tables
         old.close()
-        try:
-            self._tables = self._open_tables()
-        except sqlite3.Error as error:
-            if not is_damage(error):
-                raise
-            self._restart(error)
+        self._tables = self._open_tables()
         self._carry_over(old)
         self._failed = False
 

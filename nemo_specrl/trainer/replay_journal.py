@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from nemo_specrl.cache.metrics import StoreStats
+from nemo_specrl.cache.snapshot import Manifest
 from nemo_specrl.cache.store import MIN_BYTES, RolloutStore
 from nemo_specrl.errors import ForeignStore
 from nemo_specrl.rollout import Finish, Rollout
@@ -157,13 +158,17 @@ class JournaledStore:
                     found[process] = _with_incarnation(rollout, 0)
         return [recorded.get((*place[:2], self._draws[place]), {}) for place in places]
 
-    def snapshot(self, folder: str | os.PathLike[str]) -> None:
+    def restore(self, folder: str | os.PathLike[str]) -> tuple[Manifest, list[str]]:
+        """Restore the store alone, as :meth:`RolloutStore.restore` does."""
+        return self._store.restore(folder)
+
+    def snapshot(self, folder: str | os.PathLike[str], policy_version: int = 0) -> None:
         """Write a snapshot of the store alone, as :meth:`RolloutStore.snapshot` does.
 
         Call it between two steps. Rollouts that are put afterwards belong to later steps, and
         :meth:`forget` leaves them in the journal.
         """
-        self._store.snapshot(folder)
+        self._store.snapshot(folder, policy_version)
         self._journal.rotate()
         self._draws.clear()
 

@@ -36,9 +36,7 @@ def test_a_run_that_begins_begins_empty_and_says_what_it_removed(tmp_path, caplo
     assert caplog.messages == []
     with open_store(folder, max_bytes=MIB) as store:
         store.put([rollout(1)])
-    prepare(folder, "tok", MIB, fresh=False)
     with open_store(folder, max_bytes=MIB) as store:
-        assert contents(store, [1]) == {1: [rollout(1)]}
         with pytest.raises(StoreInUse):
             begin_empty(folder, "tok", warm=True)
         assert contents(store, [1]) == {1: [rollout(1)]}

@@ -11,7 +11,6 @@ from safetensors.numpy import load_file, save_file
 from nemo_specrl import Finish, RolloutStore, prompt_key
 from nemo_specrl.cache.inspection import open_source
 from nemo_specrl.cache.run_folders import WARM_START, begin_empty, run_folder
-from nemo_specrl.cache.snapshot import Manifest, write_manifest, write_partition
 from nemo_specrl.errors import CacheError, StoreInUse
 from tests.support import rollouts as factories
 
@@ -65,16 +64,18 @@ def test_a_path_may_be_relative_and_have_any_characters(tmp_path, cache, monkeyp
 
 def test_inspect_reads_snapshots_and_checkpoints(tmp_path, cache):
     path = made(tmp_path / "store", groups_per_prompt=2)
-    with RolloutStore(path, max_bytes=8 * MIB, tokenizer_id="tok") as store:
-        store.snapshot(tmp_path / "step_3" / "rollout_cache")
-        (tmp_path / "parts").mkdir()
-        file = write_partition(tmp_path / "parts", 0, store.scan(b""))
-    write_manifest(tmp_path / "parts", Manifest("tok", 11, 1, (file,)))
-    shown = cache("inspect", tmp_path / "step_3")
+    options = {"max_bytes": 8 * MIB, "tokenizer_id": "tok"}
+    with RolloutStore(path, groups_per_prompt=2, **options) as store:
+        store.snapshot(tmp_path / "step_11" / "rollout_cache", 11)
+    shown = cache("inspect", path)
     assert "store" in shown and "90, 30 LENGTH, 60 STOP" in shown
     assert "4 to 6" in shown and "0.7 versions a rollout" in shown
-    shown = cache("inspect", tmp_path / "parts")
-    assert "snapshot by partition" in shown and "60, 30 LENGTH, 30 STOP" in shown
+    with RolloutStore(path, **options) as store:
+        store.snapshot(tmp_path / "newest", 11)
+    shown = cache("inspect", tmp_path / "step_11")
+    assert "snapshot" in shown and "90, 30 LENGTH, 60 STOP" in shown
+    shown = cache("inspect", tmp_path / "newest")
+    assert "snapshot" in shown and "60, 30 LENGTH, 30 STOP" in shown
     assert "1, 1 of them with rollouts, 60 to 60 each" in shown
     assert "6 to 6, beside the weights of 11" in shown and "not known" in shown
 
@@ -108,17 +109,14 @@ def test_verify_checks_snapshots_and_exports(tmp_path, cache):
     path = made(tmp_path / "store")
     with RolloutStore(path, max_bytes=8 * MIB, tokenizer_id="tok") as store:
         store.snapshot(tmp_path / "copy")
-        (tmp_path / "parts").mkdir()
-        file = write_partition(tmp_path / "parts", 0, store.scan(b""))
-    write_manifest(tmp_path / "parts", Manifest("tok", 11, 1, (file,)))
     cache("export", path, tmp_path / "export")
     needle = rollout(3, 6).tokens
-    for name, width in (("copy", "<u2"), ("parts", "<u2"), ("export", "<i4")):
+    for name, width in (("copy", "<u2"), ("export", "<i4")):
         assert "60 rollouts are sound, 0 damaged" in cache("verify", tmp_path / name)
         (damaged,) = (f for f in (tmp_path / name).iterdir() if f.suffix != ".json")
         flipped(damaged, needle.astype(width).tobytes())
         shown = cache("verify", tmp_path / name, code=1)
-        assert f"damaged: {'record' if name == 'copy' else damaged}" in shown
+        assert f"damaged: {damaged}" in shown
 
 
 def test_what_is_exported_warms_another_run(tmp_path, cache):

@@ -8,13 +8,14 @@ import contextlib
 
 import pytest
 
-from nemo_specrl import Finish, RolloutStore
+from nemo_specrl import Finish
 from nemo_specrl.engine.outputs import rollout_info
 from nemo_specrl.trainer.replay_journal import JournaledStore
 from tests.conftest import DictCache
 from tests.engine.test_failures import interrupt_after
 from tests.support.engines import LOSSLESS
 from tests.support.lossless import made_with, rollouts, sample
+from tests.support.stores import restore
 
 
 @pytest.fixture
@@ -106,7 +107,7 @@ def test_what_lost_weights_had_made_for_a_step_is_drafted_and_not_taken(llm, pro
         store.snapshot(tmp_path / "snapshot")
         first, _ = step(store, 5, 60)
     for fingerprint, replayed in ((6, 0), (5, 1)):
-        RolloutStore.restore(tmp_path / "snapshot", tmp_path / "store")  # as after a crash
+        restore(tmp_path / "snapshot", tmp_path / "store")  # as after a crash
         proposer.__init__(llm.llm_engine.vllm_config)
         with contextlib.closing(opened()) as store:
             again, metrics = step(store, fingerprint, 60 if replayed else 3)

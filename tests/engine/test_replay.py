@@ -2,10 +2,11 @@
 
 import contextlib
 
-from nemo_specrl import RolloutStore, prompt_key
+from nemo_specrl import prompt_key
 from nemo_specrl.engine.outputs import rollout_info
 from nemo_specrl.trainer.replay_journal import JournaledStore
 from tests.support.engines import PROMPT, generate, sampling
+from tests.support.stores import restore
 
 
 def test_rollouts_of_a_lost_step_are_replayed_unchanged(speculative, tmp_path):
@@ -38,7 +39,7 @@ def test_rollouts_of_a_lost_step_are_replayed_unchanged(speculative, tmp_path):
     kept = store.get([prompt_key(PROMPT)])
     twice = step(first)  # the same rows again under the same weights: other rollouts
     store.close()
-    RolloutStore.restore(tmp_path / "snapshot", tmp_path / "store")  # as after a crash
+    restore(tmp_path / "snapshot", tmp_path / "store")  # as after a crash
     with contextlib.closing(opened("store")) as store:
         again = made_by(store, 1, 2)
         after = step(again)
@@ -60,14 +61,14 @@ def test_rollouts_of_a_lost_step_are_replayed_unchanged(speculative, tmp_path):
                 )
         step(again)
         assert again.metrics.replayed_rows == 0  # each is taken once
-    RolloutStore.restore(tmp_path / "snapshot", tmp_path / "store")
+    restore(tmp_path / "snapshot", tmp_path / "store")
     with contextlib.closing(opened("store")) as store:
         other = made_by(store, 1, 3)  # the step could not be repeated to the bit
         step(other)
         assert other.metrics.replayed_rows == 0
         assert other.metrics.drafts == 8
         assert other.metrics.accepted_tokens == other.metrics.draft_tokens  # p_new = p_old here
-    RolloutStore.restore(tmp_path / "snapshot", tmp_path / "store")
+    restore(tmp_path / "snapshot", tmp_path / "store")
     with contextlib.closing(opened("store")) as store:
         unknown = made_by(store, 1, 0)
         step(unknown)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import nemo_specrl
 from nemo_specrl.cache import RolloutStore
+from nemo_specrl.cache.snapshot import read_manifest
 from nemo_specrl.cache.storage.schema import DATA_FILE
 from nemo_specrl.rollout import prompt_key
 
@@ -68,3 +69,10 @@ def snapshot_of(tmp_path, rollouts, max_bytes=16 * MIB):
         store.put(rollouts)
         store.snapshot(tmp_path / "snapshot")
     return tmp_path / "snapshot"
+
+
+def restore(snapshot, path, max_bytes=16 * MIB):
+    """Make ``path`` a store with the rollouts of a snapshot; returns what is said of damage."""
+    tokenizer_id = read_manifest(snapshot).tokenizer_id
+    with open_store(path, max_bytes, tokenizer_id) as store:
+        return store.restore(snapshot)[1]

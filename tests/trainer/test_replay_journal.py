@@ -8,6 +8,7 @@ from nemo_specrl.cache import RolloutStore
 from nemo_specrl.rollout import Finish, Rollout, prompt_key
 from nemo_specrl.trainer.replay_journal import JournaledStore
 from tests.support.rollouts import rollout
+from tests.support.stores import restore
 
 KEYS = [prompt_key([p]) for p in range(3)]
 ROWS = [(key, sample_index) for key in KEYS for sample_index in range(2)]
@@ -50,7 +51,7 @@ def test_what_was_made_is_taken_by_its_step_once_and_goes_into_the_store(tmp_pat
             decode(store, rollouts)
         assert store.take(ROWS, 4, WEIGHTS) == [None] * 6  # it was made by this very process
         store.snapshot(tmp_path / "snapshot")
-    RolloutStore.restore(tmp_path / "snapshot", tmp_path / "store")
+    restore(tmp_path / "snapshot", tmp_path / "store")
     for _ in range(2):  # what is taken is not gone: the process may die again
         with opened(tmp_path) as store:
             assert store.take(ROWS, 2, WEIGHTS) == [None] * 6

@@ -24,6 +24,7 @@ from nemo_specrl.trainer.loop import Trainer
 from nemo_specrl.trainer.recipe import load_recipe
 from tests.conftest import REPOSITORY
 from tests.support.ports import listening
+from tests.support.stores import restore
 
 DEMO = "examples/configs/grpo_sort_cpu.yaml"
 DAPO = "examples/configs/dapo_arith_cpu.yaml"
@@ -266,7 +267,7 @@ def test_an_interrupt_leaves_a_checkpoint(whole, tmp_path):
 
 
 def test_the_cache_of_a_run_is_in_its_checkpoint(whole, tmp_path):
-    RolloutStore.restore(whole / "step_6" / "rollout_cache", tmp_path / "copy")
+    restore(whole / "step_6" / "rollout_cache", tmp_path / "copy")
     identity = tokenizer_identity(str(REPOSITORY / "examples/models/qwen3-sort"))
     with RolloutStore(tmp_path / "copy", max_bytes=2**22, tokenizer_id=identity) as store:
         assert store.stats().prompts == 8
@@ -379,7 +380,7 @@ def test_run_ahead(whole, tmp_path):
     identity = tokenizer_identity(str(REPOSITORY / "examples/models/qwen3-sort"))
     for folder in (tmp_path / "step_6" / "rollout_cache", tmp_path / "step_4" / "rollout_cache"):
         copy = tmp_path / f"copy-{folder.parent.name}"
-        RolloutStore.restore(folder, copy)
+        restore(folder, copy)
         with RolloutStore(copy, max_bytes=2**22, tokenizer_id=identity) as store:
             assert (store.stats().prompts, store.stats().rollouts) == (8, 32)
 

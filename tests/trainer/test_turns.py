@@ -16,6 +16,7 @@ from nemo_specrl.monitoring.metrics_file import read_metrics
 from nemo_specrl.trainer.data.tools import calculate
 from nemo_specrl.trainer.generation.engine import tokenizer_identity
 from tests.conftest import REPOSITORY
+from tests.support.stores import restore
 from tests.support.trainer.tool_models import LONGEST, PROMPTS
 
 ROWS = 8
@@ -111,7 +112,7 @@ def test_conversations_are_trained_on_and_a_kill_loses_none(calculating_model, t
     # Second epoch: the conversations of the first one draft.
     assert steps[-1]["spec_rl/tree_tokens_per_step"] > 2
     identity = tokenizer_identity(str(calculating_model))
-    RolloutStore.restore(tmp_path / "step_4" / "rollout_cache", tmp_path / "copy")
+    restore(tmp_path / "step_4" / "rollout_cache", tmp_path / "copy")
     with RolloutStore(tmp_path / "copy", max_bytes=2**22, tokenizer_id=identity) as store:
         stats = store.stats()
     assert (stats.prompts, stats.rollouts) == (len(PROMPTS), len(PROMPTS) * ROWS // 2)

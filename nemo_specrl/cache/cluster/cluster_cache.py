@@ -54,7 +54,7 @@ from nemo_specrl.cache.cluster.shard_calls import FAILED, ready, within
 from nemo_specrl.cache.metrics import StoreStats
 from nemo_specrl.cache.snapshot import Manifest, PartitionFile, read_manifest, write_manifest
 from nemo_specrl.config import CacheConfig
-from nemo_specrl.errors import CacheError, ForeignStore, StoreUnavailable, in_one_line
+from nemo_specrl.errors import CacheError, StoreUnavailable, in_one_line
 
 __all__ = ["ClusterCache", "start_shards"]
 
@@ -281,17 +281,14 @@ class ClusterCache(CacheClient):
 
         Raises:
             StoreUnavailable: there is no snapshot, or its manifest is damaged.
-            ForeignStore: it is of another tokenizer or of a newer release.
+            ForeignStore: it is of another tokenizer or of another release.
         """
         until = time.monotonic() + RESTORE_SECONDS
         self.sync()
         manifest = within(
-            until - time.monotonic(), f"read the snapshot {folder}", lambda: read_manifest(folder)
-        )
-        if manifest.tokenizer_id != self.tokenizer_id:
-            raise ForeignStore(
-                f"{folder} is of tokenizer {manifest.tokenizer_id!r}, not of {self.tokenizer_id!r}"
-            )
+            until - time.monotonic(), f"read the snapshot {folder}",
+            lambda: read_manifest(folder, self.tokenizer_id),
+        )  # fmt: skip
         # With another number of partitions, any file may have prompts of any shard.
         same = manifest.partitions == self.partitions
         calls = {}

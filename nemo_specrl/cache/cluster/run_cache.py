@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 from nemo_specrl.cache.cluster.cluster_cache import ClusterCache, start_shards
-from nemo_specrl.config import CACHE_FOLDER, CacheConfig
-from nemo_specrl.errors import CacheError
+from nemo_specrl.cache.run_folders import restore_checkpoint
+from nemo_specrl.config import CacheConfig
 
 __all__ = ["open_run_cache"]
-
-logger = logging.getLogger(__name__)
 
 
 def open_run_cache(
@@ -36,11 +33,5 @@ def open_run_cache(
     cache = start_shards(folder, config, keep=checkpoint is not None, tokenizer_id=tokenizer_id)
     if checkpoint is None:
         return cache, 0
-    try:
-        manifest, damaged = cache.restore(checkpoint / CACHE_FOLDER)
-    except CacheError as error:
-        logger.warning("rollout cache: %s; it starts with what the nodes' disks have", error)
-        return cache, 0
-    for line in damaged:
-        logger.warning("rollout cache: %s; this part starts cold", line)
-    return cache, manifest.policy_version
+    otherwise = "it starts with what the nodes' disks have"
+    return cache, restore_checkpoint(cache.restore, checkpoint, otherwise)

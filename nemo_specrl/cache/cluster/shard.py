@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -27,10 +27,10 @@ from nemo_specrl.cache.metrics import StoreStats
 from nemo_specrl.cache.partitions import key_range, partition_of
 from nemo_specrl.cache.recency import merge_newest, recency
 from nemo_specrl.cache.run_folders import begin_empty, remarks, remove_unused
-from nemo_specrl.cache.snapshot import PartitionFile, read_partition, write_partition
+from nemo_specrl.cache.snapshot import PartitionFile, read_files, write_partition
 from nemo_specrl.cache.storage.system_errors import as_cache_errors
 from nemo_specrl.cache.store import RolloutStore
-from nemo_specrl.errors import CacheError, StoreInUse, StoreUnavailable
+from nemo_specrl.errors import StoreInUse, StoreUnavailable
 from nemo_specrl.rollout import Rollout, RolloutSummary
 
 __all__ = ["LEASE_SECONDS", "Chunk", "Shard", "ShardInfo"]
@@ -306,7 +306,7 @@ class Shard:
             StoreUnavailable: reading the store or writing the folder failed.
         """
         files = (
-            write_partition(Path(folder), partition, self.store.scan(*key_range(partition, of)))
+            write_partition(Path(folder), partition, self.store.by_use(*key_range(partition, of)))
             for partition in partitions
         )
         return [file for file in files if file is not None]
@@ -329,18 +329,13 @@ class Shard:
         Raises:
             StoreUnavailable: writing the store failed.
         """
-        damaged = []
-        for file in files:
-            try:
-                rollouts = [
-                    rollout
-                    for rollout in read_partition(Path(folder), file)
-                    if partition_of(rollout.key, of) in mine
-                ]
-                with self._writing:
-                    self._merge_prompts(rollouts)
-            except CacheError as error:
-                damaged.append(str(error))
+
+        def merge(rollouts: Iterator[Rollout]) -> None:
+            held = [rollout for rollout in rollouts if partition_of(rollout.key, of) in mine]
+            with self._writing:
+                self._merge_prompts(held)
+
+        damaged = read_files(Path(folder), files, merge)
         self.store.sync()
         return damaged, self._identity.incarnation
 

@@ -12,20 +12,17 @@ from pathlib import Path
 
 from nemo_specrl.cache.storage.database import check_structure, connect, is_damage, number
 from nemo_specrl.cache.storage.lock import FolderLock
-from nemo_specrl.cache.storage.schema import DATA_FILE, JOURNAL_FILE, reading_file
-from nemo_specrl.cache.storage.system_errors import as_cache_errors
+from nemo_specrl.cache.storage.schema import DATA_FILE, JOURNAL_FILE
 from nemo_specrl.cache.storage.tables import Tables, page_size_under
 from nemo_specrl.errors import StoreUnavailable
 from nemo_specrl.files import FOLDER_MODE, replacing, sync_folder
 
 __all__ = [
     "TEMPORARY_FILE",
-    "check_after_crash",
     "copy_database",
     "move_aside",
     "open_tables",
     "remove_files",
-    "restore",
     "roll_back",
 ]
 
@@ -40,9 +37,24 @@ logger = logging.getLogger(__name__)
 def open_tables(folder: Path, max_bytes: int, tokenizer_id: str, lock: FolderLock) -> Tables:
     """Open the tables in a locked folder, under a cap that holds for all files in it together.
 
+    Damaged ones are moved aside, with a warning, and empty ones take their place.
+
     Raises:
-        ForeignStore, StoreUnavailable, sqlite3.Error: see ``Tables``; or other files leave no room.
+        ForeignStore, StoreUnavailable: see ``Tables``; or other files leave no room.
+        sqlite3.Error: the system has failed.
     """
+    try:
+        if not lock.clean:
+            _check_after_crash(folder)
+        return _open(folder, max_bytes, tokenizer_id, lock)
+    except sqlite3.Error as error:
+        if not is_damage(error):
+            raise
+        move_aside(folder, error)
+        return _open(folder, max_bytes, tokenizer_id, lock)
+
+
+def _open(folder: Path, max_bytes: int, tokenizer_id: str, lock: FolderLock) -> Tables:
     (folder / TEMPORARY_FILE).unlink(missing_ok=True)
     own = {folder / DATA_FILE, folder / JOURNAL_FILE}
     others = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file() and f not in own)
@@ -69,7 +81,7 @@ def open_tables(folder: Path, max_bytes: int, tokenizer_id: str, lock: FolderLoc
     return tables
 
 
-def check_after_crash(folder: Path) -> None:
+def _check_after_crash(folder: Path) -> None:
     """Check the pages of a store whose last process died, for a fraction of a second.
 
     What there is no time for is checked when it is read.
@@ -157,35 +169,6 @@ def copy_database(source: Path, folder: Path) -> None:
         # A journal that a crash has left belongs to the database that is replaced. If this process
         # dies before it is, the old database may be damaged, and the next start is cold.
         (folder / JOURNAL_FILE).unlink(missing_ok=True)
-
-
-def restore(source: Path, folder: Path) -> None:
-    """Make a folder a store with a copy of the database ``source``, after checking its pages.
-
-    Records have checksums of their own, which are checked when they are read.
-
-    Raises:
-        StoreUnavailable: the source is missing or damaged, or the folder cannot be written or is
-            in use.
-    """
-    with as_cache_errors("read the snapshot", source):
-        source.stat()  # SQLite's error for a missing file does not say that it is missing
-        try:
-            with reading_file(source, check=True):
-                pass
-        except sqlite3.Error as error:
-            if not is_damage(error):
-                raise
-            raise StoreUnavailable(
-                f"the snapshot {source} is damaged ({error}); restore another"
-            ) from error
-    with as_cache_errors(f"restore {source} to", folder):
-        lock = FolderLock(folder)
-        try:
-            copy_database(source, folder)
-            lock.clean = True
-        finally:
-            lock.release()
 
 
 def _new_folder(folder: Path) -> Path:

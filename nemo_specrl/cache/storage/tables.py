@@ -44,6 +44,7 @@ __all__ = ["PAGE_CACHE_KIB", "Tables", "page_size_under"]
 PAGE_CACHE_KIB = 8192
 _KIB, _MIB = 2**10, 2**20
 _AT_ONCE = 16  # rows: what they dirty fits into the journal of the smallest store
+_END = b"\xff" * (KEY_BYTES + 1)  # behind all keys
 _MARGIN = 8  # pages: more than a prompt's records can need in the trees above them
 
 
@@ -193,7 +194,7 @@ class Tables:
             sqlite3.DatabaseError: a page has its keys in another order, so that a search for what
                 comes next would not end.
         """
-        end = b"\xff" * (KEY_BYTES + 1) if stop is None else stop
+        end = _END if stop is None else stop
         found = [
             key
             for (key,) in self._database.execute(
@@ -205,6 +206,14 @@ class Tables:
             if not isinstance(key, bytes) or len(key) != KEY_BYTES or not before <= key < end:
                 raise sqlite3.DatabaseError("keys of prompts are out of order")
         return found
+
+    def keys_by_use(self, start: bytes, stop: bytes | None) -> list[bytes]:
+        """Return keys of prompts as :meth:`keys` does, but all, the longest-unused first."""
+        rows = self._database.execute(
+            "SELECT key FROM prompts WHERE key >= ? AND key < ? ORDER BY last_use",
+            (start, _END if stop is None else stop),
+        )
+        return [key for (key,) in rows]
 
     def write(
         self,
@@ -362,13 +371,6 @@ class Tables:
         counts = max(0, self.count), max(0, self.prompts)  # where rows are damaged
         state = packed_state(self.clock, *counts, self.lookups, self.hits)
         self._database.execute("UPDATE meta SET value = ? WHERE name = 'state'", (state,))
-
-    def copy(self, target: Path) -> None:
-        """Write a copy of what is committed into an empty file."""
-        with contextlib.closing(sqlite3.connect(target, isolation_level=None)) as copy:
-            for setting in ("journal_mode = OFF", "synchronous = OFF"):
-                copy.execute(f"PRAGMA {setting}").fetchall()
-            self._database.backup(copy)
 
     def copy_compact(self, target: Path, page_size: int) -> None:
         """Write a copy without free pages into an empty file."""

@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from nemo_specrl.cache import RolloutStore
 from nemo_specrl.cache.metrics import StoreStats
-from nemo_specrl.cache.run_folders import prepare
-from nemo_specrl.config import CACHE_FOLDER
+from nemo_specrl.cache.run_folders import prepare, restore_checkpoint
 from nemo_specrl.engine.weight_fingerprint import FingerprintedWeights
 from nemo_specrl.trainer.generation.engine import Engine, cache_folder, tokenizer_identity
 from nemo_specrl.trainer.recipe import Recipe
@@ -71,7 +69,7 @@ class InProcessEngine(Engine):
     def save(self, folder: Path) -> None:
         """Write the cache into a checkpoint. Call it between two steps."""
         if self.store is not None:
-            self.store.snapshot(folder)
+            self.store.snapshot(folder, self.policy_version)
 
     def on_checkpoint_complete(self) -> None:
         """Shorten the journal, once a checkpoint with what :meth:`save` wrote is complete."""
@@ -101,9 +99,7 @@ def _open_store(recipe: Recipe, fixed: dict[str, Any], resume_from: Path | None)
     block, folder = recipe.spec_rl.cache, cache_folder(recipe)
     tokenizer_id = tokenizer_identity(recipe.policy.model_name)
     prepare(folder, tokenizer_id, block.max_bytes_per_node, fresh=resume_from is None)
-    if resume_from is not None:
-        RolloutStore.restore(resume_from / CACHE_FOLDER, folder)
-    return JournaledStore(
+    store = JournaledStore(
         folder,
         recipe.run_dir / "rollout_journal",
         run=xxhash.xxh3_64_hexdigest(json.dumps(fixed, sort_keys=True).encode()),
@@ -111,3 +107,6 @@ def _open_store(recipe: Recipe, fixed: dict[str, Any], resume_from: Path | None)
         tokenizer_id=tokenizer_id,
         groups_per_prompt=block.groups_per_prompt,
     )
+    if resume_from is not None:
+        restore_checkpoint(store.restore, resume_from, "it starts cold")
+    return store

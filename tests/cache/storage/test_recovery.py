@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from nemo_specrl.cache import RolloutStore
 from nemo_specrl.cache.export import write_export
-from nemo_specrl.cache.snapshot import Manifest, write_manifest, write_partition
+from nemo_specrl.cache.run_folders import begin_empty
 from nemo_specrl.errors import ForeignStore, StoreInUse
 from nemo_specrl.errors import StoreUnavailable as Unavailable
 from nemo_specrl.trainer.replay_journal import JournaledStore
@@ -25,8 +24,8 @@ from tests.support.stores import (
     contents,
     damaged_folders,
     open_store,
+    restore,
     run_python,
-    snapshot_of,
 )
 
 
@@ -138,7 +137,7 @@ sys.stdin.read()
         with pytest.raises(Unavailable, match=f"in another process, pid {process.pid};"):
             open_store(tmp_path / "a")
         with pytest.raises(Unavailable, match=f"pid {process.pid}"):
-            RolloutStore.restore(snapshot_of(tmp_path, [rollout(1)]), tmp_path / "a")
+            begin_empty(tmp_path / "a", "tok", warm=False)
         process.stdin.close()
     open_store(tmp_path / "a").close()
 
@@ -244,11 +243,9 @@ def test_what_holds_rollouts_is_for_its_owner_alone(tmp_path):
         )
         store.put([rollout(1)])
         store.sync()
-        store.snapshot(tmp_path / "step_1" / "rollout_cache")
+        store.snapshot(tmp_path / "step_1" / "rollout_cache", 1)
         store.close()
-        RolloutStore.restore(tmp_path / "step_1" / "rollout_cache", tmp_path / "restored")
-        file = write_partition(tmp_path / "parts", 0, [rollout(1)])
-        write_manifest(tmp_path / "parts", Manifest("tok", 1, 1, (file,)))
+        restore(tmp_path / "step_1" / "rollout_cache", tmp_path / "restored")
         write_export(tmp_path / "export", [rollout(1)], "tok")
         (tmp_path / "store" / "rollouts.sqlite").write_bytes(b"damaged" * 1000)
         open_store(tmp_path / "store").close()
@@ -260,7 +257,6 @@ def test_what_holds_rollouts_is_for_its_owner_alone(tmp_path):
         "journal/1",
         "step_1/rollout_cache",
         "restored",
-        "parts",
         "export",
     )
     for folder in (*folders, "store.damaged-1"):
