@@ -244,15 +244,12 @@ def resume_identity(recipe: Recipe) -> dict[str, Any]:
     """The keys that a resumed run must not change: all but length, evaluation, folders and layout.
 
     In the Megatron block only ``enabled`` counts: a Megatron checkpoint can be loaded in any
-    layout, but not by the torch policy. Likewise the number of engines may change, but not whether
-    they run in the trainer's process, since their caches have different formats.
+    layout, but not by the torch policy. Engines may change in number, and run in the trainer's
+    process or outside.
     """
     values = recipe.model_dump(mode="json", exclude={"checkpointing", "logger", "cluster"})
     values["policy"]["megatron_cfg"] = {"enabled": recipe.policy.megatron_cfg.enabled}
-    if recipe.engines is None:
-        del values["policy"]["generation"]["colocated"]
-    else:
-        del values["policy"]["generation"]["colocated"]["resources"]
+    del values["policy"]["generation"]["colocated"]
     block = values["grpo"] or values["ppo"]
     for name in [n for n in block if n.startswith(("val_", "max_"))]:
         del block[name]
@@ -286,6 +283,7 @@ def check_same_recipe(folder: Path, before: dict[str, Any], recipe: Recipe) -> N
         CheckpointError: they differ; the message names the first key that does.
     """
     old, new = _flat(before), _flat(resume_identity(recipe))
+    old.pop("policy.generation.colocated.enabled", None)  # as checkpoints had it that are older
     for name in sorted(old.keys() | new.keys()):
         if name in new and name not in old and _is_default(recipe, name):
             continue

@@ -108,7 +108,7 @@ def test_a_resumed_run_may_have_another_layout():
     assert fixed() == fixed(*(f"policy.megatron_cfg.{size}" for size in sizes))
     assert fixed() == fixed("cluster.gpus_per_node=4")
     assert fixed() == fixed("policy.generation.colocated.resources.gpus_per_node=3")
-    assert fixed() != fixed("policy.generation.colocated.enabled=true")
+    assert fixed() == fixed("policy.generation.colocated.enabled=true")
     assert fixed() != fixed("policy.megatron_cfg.enabled=false")
 
 
@@ -153,11 +153,6 @@ def test_a_key_that_a_release_no_longer_has_is_told(caplog):
         ([], ["grpo=null", "ppo.adv_estimator.name=gae"], r"grpo\..* the recipe says None"),
         (["policy.generation.vllm_kwargs.max_num_seqs=9"], [], r"max_num_seqs = 9"),
         (["+policy.generation.vllm_kwargs.seed_of=9"], [], r"vllm_kwargs\.seed_of = 9"),
-        (
-            ["policy.generation.colocated={enabled: false, resources: {gpus_per_node: 1}}"],
-            [],
-            r"colocated\.enabled = False",
-        ),
     ],
 )
 def test_what_makes_another_run_is_refused(made_with, now, message):
