@@ -15,7 +15,6 @@ from pathlib import Path
 
 from nemo_specrl.cache.codec import decode
 from nemo_specrl.cache.export import EXPORTS, read_export
-from nemo_specrl.cache.partitions import partition_of
 from nemo_specrl.cache.snapshot import MANIFEST, read_manifest, read_partition
 from nemo_specrl.cache.storage.lock import holder
 from nemo_specrl.cache.storage.recovery import roll_back
@@ -38,7 +37,7 @@ class Source:
         bytes: of the files.
         rollouts: each one, newest first within a sample index, or the error in its place.
         policy_version: of the weights beside it, where it says so.
-        partitions: into how many it falls, where it says so.
+        partitions: how many a snapshot falls into, and how many of them have rollouts.
         lookups: prompts that a store was ever asked for.
         hits: of them found.
     """
@@ -48,7 +47,7 @@ class Source:
     bytes: int
     rollouts: Iterator[Rollout | CacheError]
     policy_version: int | None = None
-    partitions: int | None = None
+    partitions: str = "-"
     lookups: int = 0
     hits: int = 0
 
@@ -165,7 +164,7 @@ def _snapshot(folder: Path) -> Source:
         sum(file.bytes for file in manifest.files),
         rollouts(),
         policy_version=manifest.policy_version,
-        partitions=manifest.partitions,
+        partitions=f"{manifest.partitions}, {len(manifest.files)} of them with rollouts",
     )
 
 
@@ -181,7 +180,6 @@ class Summary:
     finishes: Counter[str] = field(default_factory=Counter)
     versions: Counter[int] = field(default_factory=Counter)
     token_versions: Counter[int] = field(default_factory=Counter)
-    partitions: Counter[int] = field(default_factory=Counter)
 
     @property
     def mean_age(self) -> float:
@@ -199,13 +197,8 @@ class Summary:
         return sum((newest - v) * n for v, n in versions.items()) / max(1, total)
 
 
-def summary(source: Source, partitions: int) -> Summary:
-    """Read a source to its end, and count what is in it.
-
-    Args:
-        source: just opened.
-        partitions: into how many to count, where it does not say so itself.
-    """
+def summary(source: Source) -> Summary:
+    """Read a source to its end, and count what is in it."""
     import numpy as np
 
     found = Summary()
@@ -226,5 +219,4 @@ def summary(source: Source, partitions: int) -> Summary:
             *np.unique(rollout.birth_versions, return_counts=True), strict=True
         ):
             found.token_versions[int(version)] += int(count)
-        found.partitions[partition_of(key, source.partitions or partitions)] += 1
     return found

@@ -33,25 +33,17 @@ PathArgument = Annotated[
 
 
 @app.command(epilog="Example: nemo-specrl cache inspect results/grpo_sort_cpu/step_20")
-def inspect(
-    path: PathArgument,
-    partitions: Annotated[
-        int, typer.Option(min=1, max=65536, help="Partitions to count, for a store.")
-    ] = 64,
-) -> None:
+def inspect(path: PathArgument) -> None:
     """Count what is in a cache: prompts, rollouts, tokens, bytes, versions, ages."""
     from nemo_specrl.cache.inspection import open_source, summary
 
     with open_source(path) as source:
-        found = summary(source, partitions)
+        found = summary(source)
         table = Table(title=str(path), title_justify="left", show_header=False)
-        counts = sorted(found.partitions.values())
-        parts = source.partitions or partitions
         rows = {
             "kind": source.kind,
             "tokenizer": source.tokenizer_id,
-            "partitions": f"{parts}, {len(counts)} of them with rollouts"
-            + (f", {counts[0]:,} to {counts[-1]:,} each" if counts else ""),
+            "partitions": source.partitions,
             "prompts": f"{found.prompts:,}",
             "rollouts": f"{found.rollouts:,}"
             + "".join(f", {n:,} {name}" for name, n in sorted(found.finishes.items())),
@@ -82,20 +74,18 @@ def verify(path: PathArgument) -> None:
     """Check every checksum of a cache. Exit code 1 if something is damaged, which is named."""
     from nemo_specrl.cache.inspection import open_source
 
-    damaged, sound = [], 0
+    damaged: list[CacheError] = []
+    sound = 0
     try:
         with open_source(path, check=True) as source:
-            for rollout in source.rollouts:
-                if isinstance(rollout, CacheError):
-                    damaged.append(str(rollout))
-                else:
-                    sound += 1
+            for _ in _sound(source.rollouts, damaged):
+                sound += 1
     except (ForeignStore, StoreInUse):
         raise
     except CacheError as error:
-        damaged.append(str(error))
-    for line in damaged[:SHOWN]:
-        _say(f"damaged: {line}")
+        damaged.append(error)
+    for what in damaged[:SHOWN]:
+        _say(f"damaged: {what}")
     if len(damaged) > SHOWN:
         _say(f"... and {len(damaged) - SHOWN:,} more")
     _say(f"{path}: {sound:,} rollouts are sound, {len(damaged):,} damaged")
@@ -117,32 +107,21 @@ def export(
 
     out = folder_argument(out)
     with open_source(path) as source:
-        sound = _Sound(source.rollouts)
-        count = write_export(out, iter(sound), source.tokenizer_id)
-    skipped = f"; {sound.damaged:,} damaged ones were left out" if sound.damaged else ""
+        damaged: list[CacheError] = []
+        count = write_export(out, _sound(source.rollouts, damaged), source.tokenizer_id)
+    skipped = f"; {len(damaged):,} damaged ones were left out" if damaged else ""
     _say(f"written: {out}, {count:,} rollouts{skipped}")
 
 
-class _Sound:
-    """Rollouts without the damaged ones, which are counted on the way.
-
-    Args:
-        rollouts: rollouts of an open cache; an error stands for one that cannot be read.
-
-    Attributes:
-        damaged: rollouts that were left out so far.
-    """
-
-    def __init__(self, rollouts: Iterable[Rollout | CacheError]) -> None:
-        self._rollouts = rollouts
-        self.damaged = 0
-
-    def __iter__(self) -> Iterator[Rollout]:
-        for rollout in self._rollouts:
-            if isinstance(rollout, CacheError):
-                self.damaged += 1
-            else:
-                yield rollout
+def _sound(
+    rollouts: Iterable[Rollout | CacheError], damaged: list[CacheError]
+) -> Iterator[Rollout]:
+    """Yield the rollouts of an open cache; the errors that stand for damaged ones are collected."""
+    for rollout in rollouts:
+        if isinstance(rollout, CacheError):
+            damaged.append(rollout)
+        else:
+            yield rollout
 
 
 @app.command(
@@ -182,13 +161,14 @@ def import_(
         store = stack.enter_context(
             RolloutStore(path, max_bytes=cap, tokenizer_id=source.tokenizer_id)
         )
-        sound = _Sound(source.rollouts)
+        damaged: list[CacheError] = []
+        sound = _sound(source.rollouts, damaged)
         taken, there = _add(store, sound, newest_last=source.kind == "export")
         store.sync()
         stats = store.stats()
     notes = [f"{taken:,} rollouts imported"]
     notes += [f"{there:,} left out for newer ones of their sample indices"] if there else []
-    notes += [f"{sound.damaged:,} damaged ones left out"] if sound.damaged else []
+    notes += [f"{len(damaged):,} damaged ones left out"] if damaged else []
     lost = stats.evicted_prompts
     notes += [f"{lost:,} prompts evicted: max-bytes is too small for all"] if lost else []
     _say(f"{path}: " + ", ".join(notes) + f"; for runs with spec_rl.cache.dir={cache_dir}")

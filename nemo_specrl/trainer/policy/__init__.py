@@ -1,8 +1,8 @@
 """The policy in training: its interface, its backends, and the choice between them.
 
-The training loop uses :class:`Policy` and :class:`ValueModel`. :func:`build_policy` and
-:func:`build_value_model` choose the backend that the recipe asks for; each backend is a package
-that is imported only then. Modules, each of which imports only from those below it::
+The training loop uses :class:`Policy`. :func:`build_policy` chooses the backend that the recipe
+asks for; each backend is a package that is imported only then. PPO's value model is torch's with
+both. Modules, each of which imports only from those below it::
 
     factory      the choice of a backend
     megatron/    Megatron-Core with tensor and pipeline parallelism, its ranks Ray actors
@@ -11,7 +11,7 @@ that is imported only then. Modules, each of which imports only from those below
     base         the interface
 """
 
-from nemo_specrl.trainer.policy.base import Policy, Sample, ValueModel
+from nemo_specrl.trainer.policy.base import Policy, Sample
 from nemo_specrl.trainer.policy.factory import build_policy, build_value_model
 
-__all__ = ["Policy", "Sample", "ValueModel", "build_policy", "build_value_model"]
+__all__ = ["Policy", "Sample", "build_policy", "build_value_model"]

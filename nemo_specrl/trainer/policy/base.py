@@ -18,7 +18,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Float32Array", "Policy", "Sample", "ValueModel", "to_array", "to_tensor"]
+__all__ = ["Float32Array", "Policy", "Sample", "to_array", "to_tensor"]
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -58,7 +58,7 @@ class Sample:
         importance: importance weights, float32 ``[n]``, or None for 1 throughout.
         trained: 1 for each token that is trained on and 0 for the others, float32 ``[n]``, or None
             for all.
-        old_values: value before each token, float32 ``[n]``; set by :meth:`.ValueModel.predict`.
+        old_values: value before each token, float32 ``[n]``; set by the value model.
         returns: target of the value model, float32 ``[n]``; set with PPO's advantages.
     """
 
@@ -85,43 +85,12 @@ class Sample:
         return cls(prompt, response, zeros, zeros)
 
 
-class Model(Protocol):
-    """A policy or a value model in training.
+class Policy(Protocol):
+    """A policy in training.
 
     Between updates it may be *offloaded*, so that the engines can use the device's memory. An
-    offloaded model can be saved, loaded and shut down; everything else needs :meth:`reload` first.
+    offloaded policy can be saved, loaded and shut down; everything else needs :meth:`reload` first.
     """
-
-    def not_finite(self) -> str | None:
-        """Name of a parameter that is not finite; None where all are.
-
-        See :func:`~nemo_specrl.trainer.divergence.first_not_finite`.
-        """
-        ...
-
-    def offload(self) -> None:
-        """Free the device memory that is needed only for training."""
-        ...
-
-    def reload(self) -> None:
-        """Undo :meth:`offload`. Does nothing if the model is not offloaded."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Write weights and optimizer state so that :meth:`load` restores them exactly."""
-        ...
-
-    def load(self, folder: Path) -> None:
-        """Restore what :meth:`save` wrote."""
-        ...
-
-    def shutdown(self) -> None:
-        """Free everything. The model cannot be used afterwards; shutting down twice is fine."""
-        ...
-
-
-class Policy(Model, Protocol):
-    """A policy in training."""
 
     def logprobs(self, samples: Sequence[Sample]) -> list[Float32Array]:
         """Log-probs of each sample's response tokens under the current weights.
@@ -164,14 +133,29 @@ class Policy(Model, Protocol):
         """
         ...
 
+    def not_finite(self) -> str | None:
+        """Name of a parameter that is not finite; None where all are.
 
-class ValueModel(Model, Protocol):
-    """PPO's value model."""
-
-    def predict(self, samples: Sequence[Sample]) -> None:
-        """Set ``old_values`` of each sample."""
+        See :func:`~nemo_specrl.trainer.divergence.first_not_finite`.
+        """
         ...
 
-    def train(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Take one optimizer step towards the samples' ``returns``; returns metrics by name."""
+    def offload(self) -> None:
+        """Free the device memory that is needed only for training."""
+        ...
+
+    def reload(self) -> None:
+        """Undo :meth:`offload`. Does nothing if the policy is not offloaded."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write weights and optimizer state so that :meth:`load` restores them exactly."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Restore what :meth:`save` wrote."""
+        ...
+
+    def shutdown(self) -> None:
+        """Free everything. The policy cannot be used afterwards; shutting down twice is fine."""
         ...

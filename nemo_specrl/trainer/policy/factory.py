@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import TYPE_CHECKING
 
 from nemo_specrl.errors import ConfigError
-from nemo_specrl.trainer.policy.base import Policy, ValueModel
+from nemo_specrl.trainer.policy.base import Policy
 from nemo_specrl.trainer.recipe import Recipe
+
+if TYPE_CHECKING:
+    from nemo_specrl.trainer.policy.torch.value import TorchValueModel
 
 __all__ = ["build_policy", "build_value_model"]
 
@@ -36,7 +40,7 @@ def build_policy(recipe: Recipe) -> Policy:
     return MegatronPolicy(policy, recipe.loss_fn, seed, layout, nodes)
 
 
-def build_value_model(recipe: Recipe) -> ValueModel:
+def build_value_model(recipe: Recipe) -> TorchValueModel:
     """Build PPO's value model. It is a torch model, also with a Megatron policy.
 
     Raises:
