@@ -23,7 +23,7 @@ from nemo_specrl.trainer.policy.base import Float32Array, Sample
 from nemo_specrl.trainer.policy_config import OptimizerConfig, PolicyConfig, model_folder
 from nemo_specrl.trainer.recipe import LossConfig
 
-__all__ = ["MicroBatch", "TorchModel", "arithmetic", "build_optimizer", "check_names", "load_model"]
+__all__ = ["MicroBatch", "TorchModel", "arithmetic", "check_names", "load_model"]
 
 
 def load_model(model_name: str) -> torch.nn.Module:
@@ -74,18 +74,6 @@ def arithmetic(precision: torch.dtype) -> torch.autocast:
     return torch.autocast("cpu", dtype=precision, enabled=precision != torch.float32)
 
 
-def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """The optimizer that a recipe's ``optimizer:`` block describes."""
-    kwargs = config.kwargs
-    return torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad],
-        lr=kwargs.lr,
-        betas=kwargs.betas,
-        eps=kwargs.eps,
-        weight_decay=kwargs.weight_decay,
-    )
-
-
 class TorchModel:
     """A model in float32 in host memory with its optimizer: what policy and value model share.
 
@@ -99,7 +87,8 @@ class TorchModel:
         self, model: torch.nn.Module, optimizer: OptimizerConfig, policy: PolicyConfig
     ) -> None:
         self.model, self._policy = model, policy
-        self.optimizer = build_optimizer(model, optimizer)
+        trained = [p for _, p in self.trained_parameters()]
+        self.optimizer = torch.optim.AdamW(trained, **optimizer.kwargs.model_dump())
         self.precision: torch.dtype = getattr(torch, policy.precision)
 
     def micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
