@@ -115,14 +115,16 @@ def _check_drafter(
             "vLLM fails in steps that have no draft (seen on a CPU); set null, or "
             f"{BLOCK}.enabled=false"
         )
-    if method != "v2":
-        return {}
     stages = (generation.get("vllm_cfg") or {}).get("pipeline_parallel_size") or 1
-    if stages > 1:
+    if stages > 1 and method in ("v2", "proposer"):
+        # In V1 the runners of all stages but the last ask for a drafter that they do not have.
         raise ConfigError(
             f"policy.generation.vllm_cfg.pipeline_parallel_size = {stages}: {BLOCK}.tree.method = "
-            "v2 does not work with pipeline stages; set it to 1, or preset: faithful without trees"
+            f"{method} does not work with pipeline stages; set it to 1, or preset: faithful "
+            "without trees"
         )
+    if method != "v2":
+        return {}
     if model is None:
         model = compat.model_of(str(master_config.policy["model_name"]))
     why = why_not_v2(engines, model)

@@ -396,6 +396,14 @@ def test_the_v2_drafter_takes_no_pipeline_stages(tmp_path, monkeypatch):
         RunContext.of(recipe(tmp_path, **v2, vllm_cfg__pipeline_parallel_size=2), "grpo")
 
 
+@pytest.mark.skipif(not has_custom_proposers(), reason="this vLLM (0.20) takes no proposer")
+def test_nor_does_a_proposer(tmp_path):
+    stages = recipe(tmp_path, **PROPOSER, vllm_cfg__pipeline_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"size = 2: .*method = proposer does not work with pipe"):
+        RunContext.of(stages, "grpo")
+    assert RunContext.of(recipe(tmp_path, **REUSE, vllm_cfg__pipeline_parallel_size=2), "grpo")
+
+
 GPUS = Engines.elsewhere("0.25.1", {})
 DENSE = {"architectures": ["Qwen3ForCausalLM"]}
 MIXTURE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128}
