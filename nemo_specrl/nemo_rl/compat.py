@@ -28,6 +28,8 @@ __all__ = [
     "GENERATION",
     "KNOWN",
     "STOCK_ASYNC_WORKER",
+    "STOCK_QUANT_ASYNC_WORKER",
+    "STOCK_QUANT_WORKER",
     "STOCK_WORKER",
     "WITHOUT_REUSE",
     "block_enabled",
@@ -38,7 +40,9 @@ __all__ = [
     "model_of",
     "pinned_vllm",
     "queued_behind",
+    "returns_routes",
     "substituted_workers",
+    "undecorated",
 ]
 
 KNOWN = "v0.7.0, and main up to August 2026"
@@ -53,6 +57,9 @@ WITHOUT_REUSE = (
 """What begins a run that makes rollouts without the plug-in. v0.7.0 has no single controller."""
 STOCK_WORKER = "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker"
 STOCK_ASYNC_WORKER = "nemo_rl.models.generation.vllm.vllm_worker_async.VllmAsyncGenerationWorker"
+_QUANTIZED = "nemo_rl.modelopt.models.generation.vllm_quant_worker."
+STOCK_QUANT_WORKER = f"{_QUANTIZED}VllmQuantGenerationWorker"
+STOCK_QUANT_ASYNC_WORKER = f"{_QUANTIZED}VllmQuantAsyncGenerationWorker"
 CHECKPOINT_ENGINE_UPDATE = "update_weights_from_checkpoint_engine"
 """What main's ``checkpoint_engine_rpc`` is asked for at a refit by NIXL or by an engine of the
 user's (models/generation/vllm/checkpoint_engine.py)."""
@@ -157,6 +164,31 @@ def get_option(block: Any, name: str, default: Any) -> Any:
 def block_enabled(master_config: Any, block: str) -> bool:
     """Whether an optional block of the recipe is there and switched on."""
     return bool(get_option(getattr(master_config, block, None), "enabled", False))
+
+
+def returns_routes(policy: Any) -> bool:
+    """Whether a recipe's engines return the routed experts of each token, for router replay."""
+    # NeMo-RL's setup turns the one into the other, after the recipe has been read.
+    asked = (policy["generation"].get("vllm_kwargs") or {}).get("enable_return_routed_experts")
+    return bool(asked or (policy.get("router_replay") or {}).get("enabled"))
+
+
+def undecorated(actor: Any) -> Any:
+    """The class behind one that Ray has decorated, to inherit from.
+
+    NeMo-RL keeps such a class apart (``...Impl``) for its usual workers, not for quantized ones.
+    Ray has no public name for it, and inherits from it a class that has all its methods itself.
+
+    Raises:
+        IncompatibleVersion: this version of Ray does not have it either.
+    """
+    try:
+        return actor.__ray_metadata__.modified_class.__ray_actor_class__
+    except AttributeError as error:
+        raise IncompatibleVersion(
+            f"Ray does not tell the class behind {actor} ({error}); leave "
+            "policy.generation.quant_cfg out, or set policy.generation.spec_rl.enabled=false"
+        ) from None
 
 
 @contextmanager

@@ -76,6 +76,10 @@ class SpecVllmGeneration(VllmGeneration):
     worker_classes: ClassVar[dict[str, str]] = {
         compat.STOCK_WORKER: f"{PACKAGE}.sync_worker.SpecVllmGenerationWorker",
         compat.STOCK_ASYNC_WORKER: f"{PACKAGE}.async_worker.SpecVllmAsyncGenerationWorker",
+        compat.STOCK_QUANT_WORKER: f"{PACKAGE}.quantized_workers.SpecVllmQuantGenerationWorker",
+        compat.STOCK_QUANT_ASYNC_WORKER: (
+            f"{PACKAGE}.quantized_workers.SpecVllmQuantAsyncGenerationWorker"
+        ),
     }
     cache: ClusterCache | None = None
     partial_rollouts: PartialRollouts | None = None

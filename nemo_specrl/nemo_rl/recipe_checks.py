@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nemo_specrl.config import SpecRLConfig
-from nemo_specrl.engine.drafters.method import drafting_method, is_vllm_plugin
+from nemo_specrl.engine.drafters.method import drafting_method, is_vllm_plugin, why_no_routes
 from nemo_specrl.engine.vllm.environment import V2_USE, Engines, asks_for_v2, why_not_v2
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.nemo_rl import compat
@@ -28,6 +28,8 @@ DISTILLATION = "distillation"
 OLDEST_IN_FLIGHT = (0, 25)
 """The oldest vLLM in which rows keep all their tokens at a refit in flight."""
 RAW_TOP_K = (None, -1, 0)
+ROUTES = "policy.router_replay.enabled = true"
+NO_ROUTES = "switch router replay (enable_return_routed_experts) off"
 SPARSE_REFITS = ("vllm_s3_sparse", "vllm_zmq_sparse")
 """Refits that reach an engine through a server in a thread of the worker, and none of its methods
 (NeMo-RL's models/generation/vllm/vllm_sparse_refit.py)."""
@@ -115,6 +117,8 @@ def _check_drafter(
             "vLLM fails in steps that have no draft (seen on a CPU); set null, or "
             f"{BLOCK}.enabled=false"
         )
+    if compat.returns_routes(master_config.policy) and (why := why_no_routes(engines, method)):
+        raise ConfigError(f"{ROUTES}: {why}; {NO_ROUTES}, or {BLOCK}.enabled=false")
     stages = (generation.get("vllm_cfg") or {}).get("pipeline_parallel_size") or 1
     if stages > 1 and method in ("v2", "proposer"):
         # In V1 the runners of all stages but the last ask for a drafter that they do not have.
@@ -156,20 +160,8 @@ def _refused_features(
             f"policy.generation.backend = {generation['backend']!r}: must be vllm, {off}",
         ),
         (
-            generation.get("quant_cfg") is not None,
-            f"policy.generation.quant_cfg: its workers cannot reuse rollouts; leave it out, {off}",
-        ),
-        (
-            block_enabled(master_config, "on_policy_distillation"),
-            "on_policy_distillation.enabled = true: has not been tried with reused or drafted "
-            f"rollouts; set false, {off}",
-        ),
-        (
-            # NeMo-RL's setup turns the one into the other, after this.
-            bool(vllm_kwargs.get("enable_return_routed_experts"))
-            or bool(get_option(master_config.policy.get("router_replay"), "enabled", False)),
-            "policy.router_replay.enabled = true: the routes of a reused prefix are not recorded; "
-            f"switch router replay (enable_return_routed_experts) off, {off}",
+            compat.returns_routes(master_config.policy) and _verifies_by_prompt(spec_rl),
+            f"{ROUTES}: the routes of a reused prefix are not recorded; {NO_ROUTES}, {off}",
         ),
         (
             spec_rl.tree.enabled and bool(drafter) and drafter.get("num_speculative_tokens") != 0,
@@ -178,6 +170,12 @@ def _refused_features(
             "without trees",
         ),
     ]
+
+
+def _verifies_by_prompt(spec_rl: SpecRLConfig) -> bool:
+    """Whether drafts are verified by prompt log-probs: those of prefix reuse, and of rounds."""
+    inside = spec_rl.tree.enabled and spec_rl.tree.method != "rounds"
+    return spec_rl.effective_fresh_fraction < 1 or not inside
 
 
 def serves_requests(master_config: Any) -> str | None:
@@ -196,9 +194,8 @@ def _refused_served(
     name = serves_requests(master_config)
     if name is None:
         return
-    inside = spec_rl.tree.enabled and spec_rl.tree.method != "rounds"
     yield (
-        spec_rl.effective_fresh_fraction < 1 or not inside,
+        _verifies_by_prompt(spec_rl),
         f"{name}: a request of NeMo-Gym is one request to the engine, so that no prefix can be "
         f"verified before it; set preset: lossless without rounds, {off}",
     )
@@ -255,10 +252,8 @@ def _refused_sampling(generation: Any, spec_rl: SpecRLConfig) -> list[tuple[bool
     A proposer's drafts are verified against the distribution that is sampled from, whatever its
     temperature and top-p; those of prefix reuse and of rounds by prompt log-probs.
     """
-    reuse = spec_rl.effective_fresh_fraction < 1
-    by_proposer = spec_rl.tree.enabled and spec_rl.tree.method != "rounds"
-    by_prompt = reuse or not by_proposer
-    judge = "prefix reuse" if reuse else "tree.method: rounds"
+    by_prompt = _verifies_by_prompt(spec_rl)
+    judge = "prefix reuse" if spec_rl.effective_fresh_fraction < 1 else "tree.method: rounds"
     why = f"{judge} verifies drafts by prompt log-probs, which are those of raw sampling"
     off = f"or {BLOCK}.enabled=false"
     way = f"or {BLOCK}.preset: lossless without rounds, {off}"
@@ -289,6 +284,10 @@ def _refused_sampling(generation: Any, spec_rl: SpecRLConfig) -> list[tuple[bool
         (
             by_prompt and kv.startswith("fp8"),
             f"policy.generation.vllm_cfg.kv_cache_dtype = {kv}: {noise}; set auto, {way}",
+        ),
+        (
+            by_prompt and generation.get("quant_cfg") is not None,
+            f"policy.generation.quant_cfg: {noise}; leave it out, {way}",
         ),
     ]
 

@@ -158,7 +158,7 @@ def test_a_log_that_cannot_be_written_or_read_is_a_warning(tmp_path, caplog, dam
         ({"worker_extension_cls_fqn": "my.Worker"}, "cls_fqn = my.Worker", "leave it out"),
         ({"bad_words": ["x"]}, "policy.generation.bad_words", "leave them out"),
         ({"backend": "megatron"}, "policy.generation.backend = 'megatron'", "must be vllm"),
-        ({"quant_cfg": {}}, "policy.generation.quant_cfg", "leave it out"),
+        (REUSE | {"quant_cfg": "FP8_DEFAULT_CFG"}, "generation.quant_cfg: its noise", "leave it"),
         ({"vllm_cfg__expose_http_server": True}, "vllm_cfg.expose_http_server", "without rounds"),
         ({"vllm_kwargs__enable_return_routed_experts": True}, "routed_experts", "router replay"),
         ({"refit_transport": "vllm_zmq_sparse"}, "refit_transport = 'vllm_zmq_sparse'", "nixl, or"),
@@ -182,6 +182,7 @@ def test_what_cannot_be_is_refused_in_one_line(tmp_path, changes, named, way_out
     [
         {"temperature": 0.6, "top_p": 0.95},
         {"vllm_cfg__precision": "fp8", "vllm_cfg__kv_cache_dtype": "fp8"},
+        {"quant_cfg": "FP8_DEFAULT_CFG"},
         {"vllm_cfg__expert_parallel_size": 8, "vllm_cfg__tensor_parallel_size": 8},
         {"vllm_kwargs__data_parallel_size": 1, "worker_extension_cls_fqn": None},
     ],
@@ -197,15 +198,6 @@ def test_top_k_is_for_v2_alone(tmp_path):
     assert RunContext.of(recipe(tmp_path, **AUTO, **likeliest), "grpo", **known) is not None
     with pytest.raises(ConfigError, match=r"top_k = 50: with .*proposer vLLM fails .* set null"):
         RunContext.of(recipe(tmp_path, **PROPOSER, top_k=50), "grpo", **known)
-
-
-def test_on_policy_distillation_is_refused(tmp_path):
-    distilled = recipe(tmp_path)
-    distilled.on_policy_distillation = SimpleNamespace(enabled=False)
-    assert RunContext.of(distilled, "grpo") is not None
-    distilled.on_policy_distillation.enabled = True
-    with pytest.raises(ConfigError, match=r"on_policy_distillation.enabled = true: .* set false"):
-        RunContext.of(distilled, "grpo")
 
 
 def test_distillation_has_neither_rewards_nor_a_ratio(tmp_path):
@@ -336,11 +328,24 @@ def test_an_anchor_that_nothing_starts_from_is_refused(tmp_path):
     assert RunContext.of(anchored, "ppo").seed == 43
 
 
-def test_router_replay_is_refused_before_setup_turns_it_into_options_of_the_engine(tmp_path):
-    replayed = recipe(tmp_path)
-    replayed.policy["router_replay"] = {"enabled": True}
-    with pytest.raises(ConfigError, match=r"policy.router_replay.enabled = true: .* off, or"):
-        RunContext.of(replayed, "grpo")
+def test_router_replay_is_known_before_setup_turns_it_into_options_of_the_engine(tmp_path):
+    """Routes of drafted rows come from vLLM's V2 model runner, which returns any since 0.29."""
+    for changes, version, why in (
+        (REUSE, "0.32.0", "routes of a reused prefix"),
+        (ROUNDS, "0.32.0", "routes of a reused prefix"),
+        (PROPOSER, "0.32.0", "drafts by proposer has not been run"),
+        (AUTO, "0.25.1", "vLLM 0.25.1 returns routed experts from its V1 model runner alone"),
+        (AUTO, "0.29.0", None),
+    ):
+        replayed = recipe(tmp_path, **changes)
+        replayed.policy["router_replay"] = {"enabled": True}
+        known = {"engines": Engines.elsewhere(version, {}), "model": {}}
+        if why is None:
+            assert RunContext.of(replayed, "grpo", **known) is not None
+            continue
+        with pytest.raises(ConfigError, match=r"policy.router_replay.enabled = true: ") as raised:
+            RunContext.of(replayed, "grpo", **known)
+        assert why in str(raised.value) and "off, or" in str(raised.value)
 
 
 def test_log_probs_that_nemo_rl_would_take_for_errors_are_refused(tmp_path):

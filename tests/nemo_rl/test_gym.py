@@ -5,7 +5,6 @@ The package nemo_gym is not there: an agent of two questions asks the servers in
 NeMo-RL's own class makes rows of the answers (``tests.support.nemo_rl.agent``).
 """
 
-import json
 import shutil
 from collections import Counter
 
@@ -37,14 +36,13 @@ STEPS = 2 * STEPS_PER_EPOCH
 def rows_of(job, step):
     """Root, all that was said behind it, and how many tokens of that are the policy's, by row of a
     step that the job was trained on."""
-    text = (job.out / "logs" / f"train_data_step{step}.jsonl").read_text()
     rows = []
-    for row in map(json.loads, text.splitlines()):
-        [ids], [mask] = row["token_ids"], row["token_loss_mask"]
-        turns = response_spans(np.array(mask) > 0)
+    for row in job.batch(step):
+        ids, mask = row["token_ids"].tolist(), row["token_loss_mask"] > 0
+        turns = response_spans(mask)
         assert len(turns) == 2  # with the second question between them
         root, said = ids[: turns[0][0]], ids[turns[0][0] : turns[-1][1]]
-        rows.append((tuple(root), tuple(said), sum(map(bool, mask))))
+        rows.append((tuple(root), tuple(said), int(mask.sum())))
     return rows
 
 

@@ -19,6 +19,7 @@ from nemo_specrl.engine.vllm.compat import EXTRA_ARG, in_this_process
 from nemo_specrl.engine.vllm.cpu_sampler import fix_cpu_rejection_sampler
 from nemo_specrl.engine.vllm.environment import (
     FIRST_WITH_ADAPTIVE_VERIFICATION,
+    FIRST_WITH_ROUTES,
     Engines,
     Method,
     auto_method,
@@ -34,6 +35,7 @@ __all__ = [
     "engine_options",
     "is_vllm_plugin",
     "method_in",
+    "why_no_routes",
 ]
 
 logger = logging.getLogger(__name__)
@@ -148,6 +150,25 @@ def _check_proposer(engines: Engines) -> None:
             f"{name}: VLLM_USE_V2_MODEL_RUNNER asks for vLLM's V2 model runner, which takes no "
             f"proposer; unset it, or {_possible(engines)}"
         )
+
+
+def why_no_routes(engines: Engines, method: Method | None) -> str | None:
+    """Why engines do not return the routed experts of drafted rows; None: they do.
+
+    Args:
+        engines: that draft by ``method``.
+        method: None: they do not draft.
+    """
+    if method is None:
+        return None
+    if method != "v2":
+        return f"what vLLM returns behind drafts by {method} has not been run"
+    if engines.before(FIRST_WITH_ROUTES):
+        return (
+            f"vLLM {engines.version} returns routed experts from its V1 model runner alone (0.29 "
+            "from V2), and on GPUs drafts need V2"
+        )
+    return None
 
 
 def method_in(config: SpecRLConfig, limits: EngineLimits) -> Method | None:

@@ -16,6 +16,7 @@ from nemo_specrl.errors import ConfigError
 
 __all__ = [
     "FIRST_WITH_ADAPTIVE_VERIFICATION",
+    "FIRST_WITH_ROUTES",
     "V2_USE",
     "Engines",
     "Method",
@@ -41,6 +42,9 @@ FIRST_WITH_V2_FOR_ALL = (0, 29)
 """The oldest vLLM that was found to run every model in its V2 model runner. Before, it took V2 up
 for one kind of model after the other: mixtures of experts last of those that have attention alone,
 for no reason but that they had not been through its tests (vllm-project/vllm#41286, #53183)."""
+FIRST_WITH_ROUTES = (0, 29)
+"""The oldest vLLM that was found to return routed experts from its V2 model runner. Before, it runs
+V1 where they are asked for, and refuses V2 (``_get_v2_model_runner_unsupported_features``)."""
 FIRST_WITH_ADAPTIVE_VERIFICATION = (0, 32)
 """The oldest vLLM whose adaptive verification takes drafts that no model made; 0.29 refuses."""
 FIRST_WITH_STATE_OF_DRAFTS = (0, 32)

@@ -22,14 +22,19 @@ CHAT_TEMPLATE = (
 """For the toy tasks' tokenizer, whose texts have no other special tokens."""
 
 
-def row_of(problems: list[Any]) -> dict[str, Any]:
-    """A row of NeMo-Gym's data: a conversation in which one question follows the other."""
+def row_of(problems: list[Any], judged: bool = False) -> dict[str, Any]:
+    """A row of NeMo-Gym's data: a conversation in which one question follows the other.
+
+    Where it is judged, the model that has answered gives the reward, as a judge whose
+    ``judge_model_server`` is ``policy_model``: it does the last problem again.
+    """
     [first, *_] = questions = [problem.question for problem in problems]
     return {
         "responses_create_params": {"input": [{"role": "user", "content": first}]},
         "agent_ref": {"name": "sums"},
         "questions": questions,
         "problem": problems[-1],
+        "judged": judged,
     }
 
 
@@ -55,10 +60,17 @@ class Agent(NemoGym.__ray_metadata__.modified_class):  # type: ignore[misc]
             messages.append({"role": "assistant", **said})
             output.append({"type": "message", "role": "assistant", **said})
         tokens = output[-1]["generation_token_ids"]
+        reward = row["problem"].reward(tokens)
+        if row["judged"]:
+            again = await asyncio.to_thread(
+                self._ask, server, messages[-2:-1], row["responses_create_params"]
+            )
+            answers = [said["content"].rpartition("#")[2] for said in (output[-1], again)]
+            reward = float(answers[0] == answers[1])
         result = {
             "response": {"output": output},
             "responses_create_params": row["responses_create_params"],
-            "reward": row["problem"].reward(tokens),
+            "reward": reward,
         }
         return row, result
 

@@ -27,6 +27,8 @@ from nemo_specrl.engine.vllm.environment import local_cpu_environment
 from nemo_specrl.nemo_rl.async_worker import SpecVllmAsyncGenerationWorkerImpl
 from nemo_specrl.nemo_rl.compat import (
     STOCK_ASYNC_WORKER,
+    STOCK_QUANT_ASYNC_WORKER,
+    STOCK_QUANT_WORKER,
     STOCK_WORKER,
     substituted_workers,
 )
@@ -43,6 +45,7 @@ if os.environ.get("NEMO_SPECRL_TEST_V2") and v2_cpu.READY:
 
     arrays.kernels = v2_numpy
 
+_QUANTIZED = "tests.support.nemo_rl.quantized"
 WEIGHTS = "NEMO_SPECRL_TEST_WEIGHTS"
 """File through which the policy's weights reach the engines, instead of CUDA's IPC."""
 
@@ -79,6 +82,8 @@ class OnCpu:
             "enable_sleep_mode": False,
             "worker_extension_cls": f"{__name__}.CpuExtension",
         }
+        if "worker_cls" in llm_kwargs:  # that of fake quantization
+            llm_kwargs["worker_cls"] = f"{_QUANTIZED}.CpuFakeQuantWorker"
         super()._create_engine(llm_kwargs)
 
     def post_init(self) -> None:
@@ -170,6 +175,8 @@ class CpuGeneration(SpecVllmGeneration):
     worker_classes: ClassVar = {
         STOCK_WORKER: f"{__name__}.SpecWorker",
         STOCK_ASYNC_WORKER: f"{__name__}.SpecAsyncWorker",
+        STOCK_QUANT_WORKER: f"{_QUANTIZED}.SpecQuantWorker",
+        STOCK_QUANT_ASYNC_WORKER: f"{_QUANTIZED}.SpecQuantAsyncWorker",
     }
     stock_classes: ClassVar = {
         STOCK_WORKER: f"{__name__}.StockWorker",

@@ -13,9 +13,11 @@ exits with os.EX_TEMPFAIL, before it has written anything.
 
 Keys in addition to NeMo-RL's: ``++env.prompts``, the number of prompts; ``++env.turns``, the number
 of turns in a conversation that does a sum step by step; ``++env.questions``, the number of
-questions that an agent asks over HTTP, one after the other; ``++env.recorded=false``, which leaves
-out OUT/rows.jsonl, because it takes time; ``++env.killed_in_step``, the step after whose rollouts
-the job and all that it has started are killed.
+questions that an agent asks over HTTP, one after the other, and ``++env.judged=true``, with which
+it has the policy itself judge the last answer; ``++env.scored=true``, with which NeMo-RL's reward
+model environment gives the rewards; ``++env.recorded=false``, which leaves out OUT/rows.jsonl,
+because it takes time; ``++env.killed_in_step``, the step after whose rollouts the job and all that
+it has started are killed.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import re
 import signal
 import sys
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 OUT, ALGORITHM = Path(sys.argv[1]).absolute(), sys.argv[2]
@@ -73,11 +76,18 @@ from nemo_specrl.nemo_rl.compat import get_option  # noqa: E402
 from nemo_specrl.trainer.data.toy_tasks import EOS, encode, problems  # noqa: E402
 from tests.support.nemo_rl import counting  # noqa: E402
 from tests.support.nemo_rl.cpu import CpuGeneration  # noqa: E402
-from tests.support.nemo_rl.models import SmallPolicy, SmallValue, small_plane_policy  # noqa: E402
+from tests.support.nemo_rl.models import (  # noqa: E402
+    SmallPolicy,
+    SmallTeacher,
+    SmallValue,
+    small_plane_policy,
+)
 
 MODEL = Path("examples/models/qwen3-arith-small").absolute()
 TEACHER = MODEL.with_name("qwen3-arith")
 RECIPE = f"{ALGORITHM}_math" + ("" if ALGORITHM == "distillation" else "_1B")
+if "++env.scored=true" in sys.argv:
+    RECIPE = "grpo_rm_1B"
 ENGINES = 2
 OVERRIDES = [
     f"{ALGORITHM}.num_prompts_per_step=2",
@@ -121,10 +131,10 @@ class Problems(torch.utils.data.Dataset):
     """Prompts of the arithmetic task in NeMo-RL's form."""
 
     def __init__(
-        self, count: int, seed: int, tokenizer: Any, times: int = 1, questions: int = 0
+        self, count: int, seed: int, tokenizer: Any, times: int = 1, env: Any = MappingProxyType({})
     ) -> None:
         self.items, self.tokenizer = problems("arithmetic", count, seed) * times, tokenizer
-        self.questions = questions
+        self.questions, self.judged = env.get("questions", 0), env.get("judged", False)
 
     def __len__(self) -> int:
         return len(self.items)
@@ -136,7 +146,8 @@ class Problems(torch.utils.data.Dataset):
         if self.questions:
             from tests.support.nemo_rl.agent import row_of
 
-            row = row_of([self.items[(i + n) % len(self)] for n in range(self.questions)])
+            asked = [self.items[(i + n) % len(self)] for n in range(self.questions)]
+            row = row_of(asked, self.judged)
             # As NeMo-RL's nemo_gym_data_processor has it: the server alone knows the prompt.
             ids, message = [], {"role": "user", "content": "", "token_ids": torch.tensor([])}
         return {
@@ -286,11 +297,15 @@ def main() -> None:
         talk_by_http(config)
     prompts, times = config.env.get("prompts", 4), 9 if asynchronous else 1
     data = (
-        Problems(prompts, 5, tokenizer, times, questions),
-        Problems(2, 6, tokenizer, questions=questions),
+        Problems(prompts, 5, tokenizer, times, config.env),
+        Problems(2, 6, tokenizer, env=config.env),
     )
     turns = config.env.get("turns", 1)
     environment = {"sums": Sums.remote() if turns == 1 else Steps.remote(turns)}
+    if config.env.get("scored", False):
+        from tests.support.nemo_rl.scores import Scores
+
+        environment = {"sums": Scores.remote(config.env["reward_model"])}
     environments = (environment, environment)
     if ALGORITHM == "ppo":
         ppo.Policy, ppo.Value = SmallPolicy, SmallValue  # PPO's setup has no factory
@@ -312,9 +327,13 @@ def main() -> None:
         if get_option(config.data_plane, "enabled", False):
             factory = functools.partial(small_plane_policy, data_plane=config.data_plane)
             train = grpo_sync.grpo_train_sync
+        if get_option(getattr(config, "on_policy_distillation", None), "enabled", False):
+            from nemo_rl.models.policy import teacher_worker_group
+
+            teacher_worker_group.TeacherWorkerGroup = SmallTeacher
         parts = grpo.setup(config, tokenizer, *data, policy_factory=factory)
         policy, generation, gym, _, loader, val_loader, loss, logger, checkpointer, *rest = parts
-        state, config = rest[:2]
+        state, config, *teachers = rest
         if questions:
             environments = ({"nemo_gym": gym},) * 2
         models = (policy, generation, loader, val_loader, tokenizer, loss)
@@ -322,6 +341,8 @@ def main() -> None:
         if asynchronous:  # as run_grpo.py does
             age = get_option(async_grpo, "max_trajectory_age_steps", 1)
             options["max_trajectory_age_steps"] = age
+            names = ("teacher_worker_groups", "alias_to_group_alias")
+            options |= zip(names, teachers, strict=True) if teachers else ()
         train(*models, *environments, logger, checkpointer, state, config, **options)
     getattr(checkpointer, "shutdown", lambda: None)()
     generation.shutdown()
@@ -347,7 +368,7 @@ def start_ray() -> None:
     """Start Ray, or exit with the status that says that another attempt may succeed."""
     folder = os.environ["NEMO_SPECRL_TEST_RAY"]
     try:
-        ray.init(num_cpus=8, num_gpus=ENGINES + 1, include_dashboard=False, _temp_dir=folder)
+        ray.init(num_cpus=8, num_gpus=ENGINES + 2, include_dashboard=False, _temp_dir=folder)
     except Exception as error:  # Ray raises bare ones
         print(f"Ray did not start: {error}")
         sys.exit(os.EX_TEMPFAIL)

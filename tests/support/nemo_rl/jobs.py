@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from tests.conftest import REPOSITORY
@@ -37,6 +38,15 @@ about six drafts, each of which counts up to its first refused token. Simulated 
 these jobs before and after an epoch, its mean is 0.91, and 1 step in 10,000 is below 0.41. Where
 the policy moves three times as far (four passes of PPO at the same learning rate), the mean is
 0.59, and 1 step in 36 is below 0.2."""
+
+COLUMNS = (
+    "token_ids",
+    "token_loss_mask",
+    "advantages",
+    "generation_logprobs",
+    "prev_logprobs",
+)
+"""What NeMo-RL logs of each token of the rows that it has trained on."""
 
 STARTS = 3
 """How often a job is started at most: Ray gives a node 30 s, too few on a busy machine."""
@@ -144,6 +154,16 @@ class Job:
         for record in self.metrics("train"):
             steps.setdefault(record["step"], {}).update(record)
         return steps
+
+    def batch(self, step):
+        """The rows that a step was trained on: COLUMNS by token, without padding, and reward."""
+        text = (self.out / "logs" / f"train_data_step{step}.jsonl").read_text()
+        rows = []
+        for row in map(json.loads, text.splitlines()):
+            [length], [reward] = row["input_lengths"], row["rewards"]
+            columns = {name: np.array(row[name][0][:length]) for name in COLUMNS}
+            rows.append({**columns, "reward": reward})
+        return rows
 
     def rollouts(self):
         """All ``generate`` calls of training, whatever their size."""

@@ -6,6 +6,7 @@ They pack and unpack rows as NeMo-RL's own do and use its losses; weights are wr
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,11 @@ from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.models.policy.interfaces import ColocatablePolicyInterface
 from nemo_rl.models.value.interfaces import ValueInterface
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 from tests.support.nemo_rl.cpu import WEIGHTS
 
@@ -34,6 +39,7 @@ class SmallPolicy(ColocatablePolicyInterface):
         axes = ["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"]
         self.sharding_annotations = NamedSharding(np.zeros((1, 1, 1, 1), dtype=int), axes)
         self.packing = config["sequence_packing"]
+        self.global_batch_size = config["train_global_batch_size"]
 
     def _logits(self, data: Any) -> torch.Tensor:
         ids = data["input_ids"]
@@ -67,6 +73,20 @@ class SmallPolicy(ColocatablePolicyInterface):
         return BatchedDataDict(logprobs=torch.cat([zeros, logprobs], 1))
 
     def train(self, data: Any, loss_fn: Any, eval_mode: bool = False, **_: Any) -> dict[str, Any]:
+        """One update for each global batch of ``data``, as NeMo-RL's Policy makes them."""
+        size = min(self.global_batch_size, data.size)
+        starts = range(0, data.size, size)
+        done = [self._update(data.slice(start, start + size), loss_fn) for start in starts]
+        return {
+            "loss": torch.cat([update["loss"] for update in done]),
+            "grad_norm": torch.cat([update["grad_norm"] for update in done]),
+            "all_mb_metrics": {
+                name: [value for update in done for value in update["all_mb_metrics"][name]]
+                for name in done[0]["all_mb_metrics"]
+            },
+        }
+
+    def _update(self, data: Any, loss_fn: Any) -> dict[str, Any]:
         sequences = data["sample_mask"].sum()
         tokens = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum()
         if loss_fn.input_type == LossInputType.DISTILLATION:
@@ -178,6 +198,46 @@ def small_plane_policy(config: Any, data_plane: Any, **kwargs: Any) -> Any:
             return True
 
     return SmallPlanePolicy()
+
+
+class SmallTeacher:
+    """A frozen SmallPolicy, in place of the Megatron workers of a teacher in GRPO.
+
+    The trajectory collector gets a copy of it.
+    """
+
+    use_sequence_packing = False
+    sequence_length_pad_multiple = 1
+    worker_group = SimpleNamespace(workers=())
+
+    def __init__(self, teacher_cfg: Any, policy_config: Any, **_: Any) -> None:
+        self._policy = SmallPolicy(policy_config, weights_path=teacher_cfg.model_name)
+        self.sharding_annotations = self._policy.sharding_annotations
+
+    def get_logprobs(self, data: Any) -> Any:
+        return BatchedDataDict(reference_logprobs=self._policy.get_logprobs(data)["logprobs"])
+
+
+class SmallRewardModel:
+    """A Hugging Face model with one output for a sequence, in place of a reward model's workers.
+
+    That output is of a random layer, the same in all processes.
+    """
+
+    def __init__(self, config: Any, tokenizer: Any, **_: Any) -> None:
+        torch.manual_seed(0)
+        self.model = AutoModelForSequenceClassification.from_pretrained(
+            config["model_name"], num_labels=1, dtype=torch.float32
+        )
+
+    @torch.no_grad()
+    def score(self, data: Any) -> Any:
+        ids = data["input_ids"]
+        mask = torch.arange(ids.shape[1])[None] < data["input_lengths"][:, None]
+        return BatchedDataDict(scores=self.model(ids, attention_mask=mask.long()).logits[:, 0])
+
+    def shutdown(self) -> bool:
+        return True
 
 
 class SmallValue(ValueInterface):

