@@ -20,6 +20,7 @@ from nemo_specrl.trainer.data.toy_tasks import EOS
 from tests.conftest import REPOSITORY
 from tests.nemo_rl.test_gym import LOSSLESS as SERVED
 from tests.nemo_rl.test_gym import TALKING, rows_of
+from tests.nemo_rl.test_jobs import launched
 from tests.nemo_rl.test_lossless import LOSSLESS
 from tests.support.nemo_rl.jobs import (
     ACCEPTED,
@@ -202,3 +203,24 @@ def test_quantized_generation(tmp_path, asynchronous):
     drafted = [record["spec_rl/tree_tokens_per_step"] for record in steps.values()]
     print(f"tokens a step: {drafted}")
     assert max(drafted[STEPS_PER_EPOCH:]) > 1.5
+
+
+def test_workers_of_quantized_generation_are_nemo_rls(tmp_path):
+    """In front of them, and behind the plug-in's own: each adds to the engine's arguments."""
+    done = launched(
+        tmp_path,
+        "from nemo_specrl.nemo_rl import quantized_workers as ours\n"
+        "for name in ('', 'Async'):\n"
+        "    worker = getattr(ours, f'SpecVllmQuant{name}GenerationWorkerImpl')\n"
+        "    makers = [c.__name__ for c in worker.__mro__ if '_create_engine' in vars(c)]\n"
+        "    print('MAKERS', *makers)\n",
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    makers = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("MAKERS")]
+    for made, name in zip(makers, ("", "Async"), strict=True):
+        last = f"Vllm{name}GenerationWorkerImpl"
+        assert made[: made.index(last) + 1] == [
+            "DraftingWorker",
+            f"VllmQuant{name}GenerationWorker",
+            last,
+        ]
