@@ -182,7 +182,7 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
         if sampling_params.n != 1:
             raise ConfigError(f"n = {sampling_params.n}: must be 1; ask once for each response")
         [request] = build_requests(
-            self._limits, prompt, sampling_params, None, trees_alone=self._trees_alone
+            self._limits, prompt, sampling_params, None, None, **self._verified_by
         )
         if request.draftable:
             self._weights.check(one_adapter(kwargs.get("lora_request"), 1))

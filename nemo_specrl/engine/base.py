@@ -43,7 +43,6 @@ from nemo_specrl.speculation.draft_selection import mean_lengths, select_drafts
 if TYPE_CHECKING:
     from vllm import CompletionOutput, RequestOutput, SamplingParams
 
-
 __all__ = ["BaseSpeculativeLLM"]
 
 logger = logging.getLogger(__name__)
@@ -56,6 +55,8 @@ class BaseSpeculativeLLM:
         draw_seed: what uniforms are derived from: the seed of the run; where a cluster's cache says
             that the run was resumed, another one. Rollouts of a lost step draft for those in their
             place, which must not be made with the same randomness.
+        drafts_greedy: greedy rows read and write the cache and are drafted for, too, where nothing
+            is verified but by vLLM's rejection sampler. Else they are decoded beside the cache.
 
     Raises:
         ConfigError: the engine does not fit the configuration
@@ -81,6 +82,7 @@ class BaseSpeculativeLLM:
         self._engine = engine_of(llm)
         self._weights = EngineWeights(self._engine, policy_version)
         self.fresh_fraction = config.fresh_fraction
+        self.drafts_greedy = False
         self.metrics = EngineMetrics()
         self._warned: set[str] = set()  # texts of warnings that are given once
         self._histories = PendingHistories()
@@ -183,9 +185,9 @@ class BaseSpeculativeLLM:
         return max(self.fresh_fraction, self.config.effective_fresh_fraction)
 
     @property
-    def _trees_alone(self) -> bool:
-        """Whether vLLM's own rejection sampler verifies all drafts."""
-        return self._proposes and self._lossless
+    def _verified_by(self) -> dict[str, bool]:
+        """What verifies drafts, for ``build_requests``."""
+        return {"trees_alone": self._proposes and self._lossless, "greedy": self.drafts_greedy}
 
     @property
     def _lossless(self) -> bool:

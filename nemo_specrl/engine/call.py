@@ -108,6 +108,7 @@ def checked_requests(
     ],
     *,
     trees_alone: bool,
+    greedy: bool,
     environment: Environment | None = None,
 ) -> list[RolloutRequest]:
     """The requests of a call, all of them checked before the first one begins.
@@ -119,6 +120,7 @@ def checked_requests(
             ``generate`` gave them.
         environment: makes each row a conversation; None: each is a single response.
         trees_alone: see :func:`~nemo_specrl.engine.requests.build_requests`.
+        greedy: likewise.
 
     Raises:
         UnsupportedSampling: drafts cannot be verified under these parameters.
@@ -134,7 +136,10 @@ def checked_requests(
     params = llm.get_default_sampling_params() if sampling_params is None else sampling_params
     try:
         requests = build_requests(
-            limits, prompts, params, sample_indices, prompt_keys, trees_alone=trees_alone
+            limits,
+            *(prompts, params, sample_indices, prompt_keys),
+            trees_alone=trees_alone,
+            greedy=greedy,
         )
     except UnsupportedSampling as error:
         if not default:

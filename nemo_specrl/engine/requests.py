@@ -102,6 +102,7 @@ class RolloutRequest:
         engine_params: the same for one rollout, with the log-probs that the cache needs.
         rules: what ends its response.
         row: prompt key and sample index.
+        cacheable: it reads and writes the cache.
         history: what the cache knows of the row.
         verification: its draft.
         response: what has come of the response so far.
@@ -119,6 +120,7 @@ class RolloutRequest:
     engine_params: SamplingParams
     rules: StopRules
     row: Row
+    cacheable: bool = True
     history: RowHistory = RowHistory()
     verification: DraftVerification = dataclasses.field(default_factory=DraftVerification)
     response: Response = dataclasses.field(default_factory=Response)
@@ -158,11 +160,6 @@ class RolloutRequest:
         verification knows no other.
         """
         return is_raw(self.user_params)
-
-    @property
-    def cacheable(self) -> bool:
-        """Whether it reads and writes the cache; greedy requests, such as validation's, do not."""
-        return not is_greedy(self.user_params)
 
     @property
     def draftable(self) -> bool:
@@ -271,6 +268,7 @@ def build_requests(
     prompt_keys: Sequence[bytes] | None = None,
     *,
     trees_alone: bool | None = False,
+    greedy: bool = False,
 ) -> list[RolloutRequest]:
     """Make a request for each of the ``n`` rollouts of each prompt, in order.
 
@@ -283,6 +281,7 @@ def build_requests(
         prompt_keys: key of each prompt (:func:`nemo_specrl.prompt_key`); None: computed here.
         trees_alone: nothing is verified but drafts of trees, by vLLM's own rejection sampler; None:
             nothing at all.
+        greedy: greedy requests read and write the cache, too, where ``trees_alone`` is true.
 
     Raises:
         UnsupportedSampling: drafts cannot be verified under these parameters.
@@ -298,13 +297,15 @@ def build_requests(
         if values is not None and len(values) != len(prompts):
             raise ConfigError(f"{name}: {len(values)} of them for {len(prompts)} prompts")
     trees = limits.drafter if trees_alone else None
-    _check_params(sampling_params, trees=trees, verified=trees_alone is not None)
+    greedy = greedy and bool(trees_alone)
+    _check_params(sampling_params, trees=trees, verified=trees_alone is not None, greedy=greedy)
     rendered = [rendered_prompt(p, limits, f"prompts[{i}]") for i, p in enumerate(prompts)]
     if prompt_keys is None:
         prompt_keys = [prompt_key(tokens) for _, tokens in rendered]
     rows = _rows(prompt_keys, [p.n for p in sampling_params], sample_indices)
     requests: list[RolloutRequest] = []
     for (text, tokens), params in zip(rendered, sampling_params, strict=True):
+        cacheable = greedy or not is_greedy(params)
         for index_in_prompt in range(params.n):
             engine_params = _engine_params(params, index_in_prompt)
             rules = StopRules(
@@ -318,7 +319,8 @@ def build_requests(
             index = len(requests)
             requests.append(
                 RolloutRequest(
-                    index, text, index_in_prompt, params, engine_params, rules, rows[index]
+                    *(index, text, index_in_prompt, params, engine_params, rules, rows[index]),
+                    cacheable=cacheable,
                 )
             )
     return requests
@@ -329,6 +331,7 @@ def _check_params(
     *,
     trees: Literal["v2", "proposer"] | None,
     verified: bool,
+    greedy: bool,
 ) -> None:
     """Raise for parameters that are not vLLM's, or under which drafts cannot be verified."""
     from vllm.sampling_params import SamplingParams
@@ -338,7 +341,7 @@ def _check_params(
             raise ConfigError(
                 f"sampling_params[{i}]: must be vllm.SamplingParams, got {type(params).__name__}"
             )
-        if verified and not is_greedy(params):
+        if verified and (greedy or not is_greedy(params)):
             check_verifiable(params, trees=trees)
 
 

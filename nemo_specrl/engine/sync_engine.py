@@ -65,6 +65,7 @@ class SpeculativeLLM(BaseSpeculativeLLM):
             and nothing is replayed from a journal.
         fresh_fraction: share of rows that are decoded without a draft, from the configuration
             until the caller changes it.
+        drafts_greedy: see :class:`BaseSpeculativeLLM`.
         metrics: :class:`EngineMetrics` of the last call.
 
     Raises:
@@ -93,7 +94,8 @@ class SpeculativeLLM(BaseSpeculativeLLM):
     ) -> list[RequestOutput]:
         """Generate responses to ``prompts``; returns what ``vllm.LLM.generate`` returns.
 
-        Greedy requests bypass the cache. With ``enabled: false`` this is ``llm.generate`` itself.
+        Greedy requests bypass the cache unless ``drafts_greedy`` is set. With ``enabled: false``
+        this is ``llm.generate`` itself.
 
         Args:
             prompts: token ids or text, as ``vllm.LLM.generate`` takes them.
@@ -125,7 +127,7 @@ class SpeculativeLLM(BaseSpeculativeLLM):
         started = time.perf_counter()
         asked = prompts, sampling_params, sample_indices, prompt_keys
         requests = checked_requests(
-            self.llm, self._limits, asked, trees_alone=self._trees_alone, environment=environment
+            self.llm, self._limits, asked, environment=environment, **self._verified_by
         )
         lora_request = one_adapter(lora_request, sum(not r.index_in_prompt for r in requests))
         if any(request.cacheable for request in requests):

@@ -84,10 +84,19 @@ class SpecVllmAsyncGenerationWorkerImpl(DraftingWorker, VllmAsyncGenerationWorke
 
     async def generate_async(self, data: Any, greedy: bool = False) -> AsyncIterator[Any]:
         """Generate as the base class does, with a draft for a row of training."""
-        # Set for the task of this call, in which the base class calls self.llm.generate.
-        _drafting.set(SAMPLE_INDICES in data and not self._paused and not greedy)
+        self._choose_drafting(data, greedy)
         async for result in super().generate_async(data, greedy=greedy):
             yield result
+
+    async def generate_text_async(self, data: Any, greedy: bool = False) -> AsyncIterator[Any]:
+        """Do the same for a row of an evaluation, whose prompt is a text."""
+        self._choose_drafting(data, greedy)
+        async for result in super().generate_text_async(data, greedy=greedy):
+            yield result
+
+    def _choose_drafting(self, data: Any, greedy: bool) -> None:
+        """Draft in the task of this call, in which the base class calls self.llm.generate."""
+        _drafting.set(SAMPLE_INDICES in data and not self._paused and not greedy)
 
     # These four methods change the engine's weights; sparse refits, which do it by others, are
     # refused (context.py).
@@ -131,7 +140,7 @@ class SpecVllmAsyncGenerationWorkerImpl(DraftingWorker, VllmAsyncGenerationWorke
 
 
 class _DraftingEngine:
-    """Stands in for ``self.llm``: drafts rows of training, and passes on everything else."""
+    """Stands in for ``self.llm``: drafts rows that ask for it, and passes on everything else."""
 
     def __init__(self, speculative: ServingSpeculativeLLM, metadata: MetadataLog | None) -> None:
         self._speculative, self._metadata = speculative, metadata

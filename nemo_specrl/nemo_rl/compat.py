@@ -25,6 +25,7 @@ from nemo_specrl.errors import ConfigError, IncompatibleVersion
 __all__ = [
     "ALGORITHMS",
     "CHECKPOINT_ENGINE_UPDATE",
+    "EVALUATION",
     "GENERATION",
     "KNOWN",
     "STOCK_ASYNC_WORKER",
@@ -50,10 +51,8 @@ GENERATION = "nemo_rl.models.generation.vllm.vllm_generation"
 ENVIRONMENTS = "nemo_rl.distributed.ray_actor_environment_registry"
 VENVS = "nemo_rl.utils.venvs"
 ALGORITHMS = ("grpo", "ppo", "distillation")
-WITHOUT_REUSE = (
-    ("nemo_rl.evals.eval", "setup"),
-    ("nemo_rl.algorithms.single_controller_utils.setup", "setup_single_controller"),
-)
+EVALUATION = "nemo_rl.evals.eval"
+WITHOUT_REUSE = (("nemo_rl.algorithms.single_controller_utils.setup", "setup_single_controller"),)
 """What begins a run that makes rollouts without the plug-in. v0.7.0 has no single controller."""
 STOCK_WORKER = "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker"
 STOCK_ASYNC_WORKER = "nemo_rl.models.generation.vllm.vllm_worker_async.VllmAsyncGenerationWorker"

@@ -39,6 +39,8 @@ __all__ = [
     "RunContext",
     "current_run",
     "engine_arguments",
+    "read_block",
+    "set_variables",
     "setting_up",
 ]
 
@@ -73,12 +75,14 @@ class RunContext:
         group: rows that a batch has of each of its prompts.
         name: of the run's folder on each node, different for each checkpoint folder.
         label: of the run in Prometheus, the name of its checkpoint folder.
-        log_folder: NeMo-RL's ``logger.log_dir``.
+        log_folder: NeMo-RL's ``logger.log_dir``; None: it has no logger, as in evaluation.
         checkpoint: folder of the checkpoint from which the run resumes, or None.
         tokenizer_id: the tokenizer's identity in the cache.
         recompute_kv: rows that are running at a refit have their KV blocks computed anew.
         served: rollouts are made by requests to the engines' HTTP servers, as NeMo-Gym makes them.
         partial_rollouts: the ``grpo.partial_rollouts:`` block.
+        evaluates: weights are evaluated and not trained: greedy rows are drafted for, too, and the
+            cache begins with what earlier evaluations have left on the nodes' disks.
     """
 
     spec_rl: SpecRLConfig
@@ -86,12 +90,13 @@ class RunContext:
     group: int
     name: str
     label: str
-    log_folder: Path
+    log_folder: Path | None
     checkpoint: Path | None
     tokenizer_id: str
     recompute_kv: bool = False
     served: bool = False
     partial_rollouts: PartialRolloutsConfig = field(default_factory=PartialRolloutsConfig)
+    evaluates: bool = False
 
     @property
     def store_folder(self) -> Path:
@@ -111,15 +116,19 @@ class RunContext:
         A cache costs speed alone: where no node can open its part, the run continues without one.
         """
         try:
-            return open_run_cache(
+            cache, version = open_run_cache(
                 self.store_folder,
                 self.spec_rl.cache,
                 tokenizer_id=self.tokenizer_id,
                 checkpoint=self.checkpoint,
+                keep=self.evaluates,
             )
         except CacheError as error:
             logger.warning("rollout cache: %s; no rollouts are kept, and all rows are plain", error)
             return None, 0
+        # Each evaluation is of another version than all before it: nobody counts them, so their
+        # time does, in seconds since 1970.
+        return cache, cache.incarnation // 10**9 if self.evaluates else version
 
     @classmethod
     def of(cls, master_config: Any, algorithm: str, **known: Any) -> RunContext | None:
@@ -137,7 +146,7 @@ class RunContext:
         """
         generation = master_config.policy["generation"]
         block = (generation or {}).get("spec_rl")
-        spec_rl = validated(SpecRLConfig, _plain({} if block is None else block), BLOCK)
+        spec_rl = read_block({} if block is None else block, BLOCK)
         name = f"{algorithm}.partial_rollouts"
         partial = partial_rollouts_block(master_config, algorithm)
         partial = validated(PartialRolloutsConfig, _plain({} if partial is None else partial), name)
@@ -150,7 +159,7 @@ class RunContext:
             return None
         own = getattr(master_config, algorithm)
         checkpointing = master_config.checkpointing
-        _set_variables(generation, check_recipe(master_config, spec_rl, algorithm, **known))
+        set_variables(generation, check_recipe(master_config, spec_rl, algorithm, **known))
         if algorithm == DISTILLATION:
             # There are neither rewards nor the policy's log-probs to compare.
             monitor = spec_rl.monitor.model_copy(update={"enabled": False})
@@ -195,21 +204,21 @@ def engine_arguments(arguments: dict[str, Any], block: Any) -> dict[str, Any]:
         IncompatibleVersion: ``tree.method: proposer`` on a vLLM that takes none, or the package was
             not compiled.
     """
-    options = engine_options(validated(SpecRLConfig, _plain(block), BLOCK))
+    options = engine_options(read_block(block, BLOCK))
     if options:
         options["additional_config"] |= arguments.get("additional_config") or {}
     return {**arguments, **options}
 
 
-def _set_variables(generation: Any, variables: Mapping[str, str]) -> None:
+def set_variables(generation: Any, variables: Mapping[str, str]) -> None:
     """Have the engines' processes get these variables, and say so."""
     for name, value in variables.items():
         vllm_cfg = generation["vllm_cfg"]
         vllm_cfg["env_vars"] = {**(vllm_cfg.get("env_vars") or {}), name: value}
         logger.warning(
-            "policy.generation.vllm_cfg.env_vars.%s is set to '%s': drafts (%s.tree) need vLLM's "
-            "V2 model runner, which this version takes for a mixture of experts only if asked to",
-            *(name, value, BLOCK),
+            "generation.vllm_cfg.env_vars.%s is set to '%s': drafts (spec_rl.tree) need vLLM's V2 "
+            "model runner, which this version takes for a mixture of experts only if asked to",
+            *(name, value),
         )
 
 
@@ -227,6 +236,19 @@ def setting_up(run: RunContext | None) -> Iterator[None]:
         yield
     finally:
         _current = None
+
+
+def read_block(block: Any, where: str) -> SpecRLConfig:
+    """A recipe's ``spec_rl:`` block.
+
+    Args:
+        block: as the recipe has it.
+        where: its dotted path there.
+
+    Raises:
+        ConfigError: naming the first key that is wrong.
+    """
+    return validated(SpecRLConfig, _plain(block), where)
 
 
 def _plain(block: Any) -> Any:

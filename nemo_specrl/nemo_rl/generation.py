@@ -38,7 +38,7 @@ from nemo_specrl.nemo_rl.context import (
     current_run,
 )
 from nemo_specrl.nemo_rl.engine_calls import EngineCalls, seconds_left, step_end
-from nemo_specrl.nemo_rl.metrics import counts, times
+from nemo_specrl.nemo_rl.metrics import counts, evaluation_summary, times
 from nemo_specrl.nemo_rl.partial_rollouts import PartialRollouts
 from nemo_specrl.nemo_rl.recipe_checks import check_elsewhere
 from nemo_specrl.nemo_rl.rollout_metadata import RolloutMetadata, SequenceKey
@@ -180,6 +180,22 @@ class SpecVllmGeneration(VllmGeneration):
         async for result in super().generate_async(data, greedy=greedy):
             yield result
 
+    def generate_text(self, data: Any, greedy: bool = False) -> Any:
+        """Generate a text for each prompt of an evaluation, with drafts where they are enabled."""
+        if self.cache is not None and self._run.evaluates:
+            data = data.slice(0, data.size)  # the caller's batch stays as it is
+            # The rows of a prompt may go to two engines.
+            data[SAMPLE_INDICES] = torch.tensor(assign_sample_indices(data["prompts"]))
+        return super().generate_text(data, greedy=greedy)
+
+    async def generate_text_async(self, data: Any, greedy: bool = False) -> AsyncIterator[Any]:
+        """Generate a text for one prompt; the worker claims a sample index for it."""
+        if self.cache is not None and self._run.evaluates:
+            data = data.slice(0, data.size)
+            data[SAMPLE_INDICES] = torch.full((data.size,), -1)
+        async for result in super().generate_text_async(data, greedy=greedy):
+            yield result
+
     def set_upcoming(self, prompts: list[list[int]]) -> None:
         """Say for which prompts engines may decode where they would be idle, from now on.
 
@@ -292,6 +308,8 @@ class SpecVllmGeneration(VllmGeneration):
             return True
         if self in _generations:  # a copy leaves the cache open
             _generations.discard(self)
+            if self._run.evaluates and (taken := self.take_metrics()) is not None:
+                print(evaluation_summary(taken[0]), flush=True)  # beside NeMo-RL's own result
             self._close_cache()
         self.cache, self._lacks_cache = None, False
         return bool(super().shutdown())

@@ -19,6 +19,7 @@ from nemo_specrl.nemo_rl import compat, job_state
 from nemo_specrl.nemo_rl.compat import get_option
 from nemo_specrl.nemo_rl.context import RunContext, setting_up
 from nemo_specrl.nemo_rl.drift_monitor import StepMonitor
+from nemo_specrl.nemo_rl.evaluation import evaluation_run
 from nemo_specrl.nemo_rl.hooks import Hooks
 from nemo_specrl.nemo_rl.look_ahead import LookAhead
 from nemo_specrl.nemo_rl.metrics_log import StepLog, metrics_file
@@ -57,6 +58,8 @@ def install() -> None:
     # Validation of the data plane's trainer runs in an actor, and the trainer imports this lazily.
     validate = compat.lookup("nemo_rl.algorithms.grpo_sync", "validate_sync")
     rebind("validate_sync", validate, _wrapped_validate(validate, everywhere=True))
+    setup = compat.lookup(compat.EVALUATION, "setup")
+    rebind("setup", setup, _wrapped_evaluation(setup))
     for module, name in compat.WITHOUT_REUSE:
         try:
             setup = compat.lookup(module, name)
@@ -90,6 +93,17 @@ def _wrapped_setup(original: Callable[..., Any], algorithm: str) -> Callable[...
             _add_hooks(run, parts, master_config, algorithm)
             parts = _with_wrapped_loader(run, parts)
         return parts
+
+    return setup
+
+
+def _wrapped_evaluation(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``setup`` of an evaluation, which reads the ``spec_rl:`` block first."""
+
+    @functools.wraps(original)
+    def setup(master_config: Any, tokenizer: Any, *args: Any, **kwargs: Any) -> Any:
+        with setting_up(evaluation_run(master_config, tokenizer)):
+            return original(master_config, tokenizer, *args, **kwargs)
 
     return setup
 

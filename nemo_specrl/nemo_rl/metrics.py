@@ -11,7 +11,7 @@ from typing import Any
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.monitoring import names as metric
 
-__all__ = ["counts", "step_record", "times"]
+__all__ = ["counts", "evaluation_summary", "step_record", "times"]
 
 PLAIN = {
     metric.ENGINE_VERIFY_S: metric.VERIFY_S,
@@ -54,6 +54,25 @@ def times(metrics: EngineMetrics, concurrent: int) -> dict[str, float]:
     """
     values = metrics.as_dict()
     return {timed: values[name] / max(1, concurrent) for name, timed in TIMES.items()}
+
+
+def evaluation_summary(counted: Mapping[str, float]) -> str:
+    """A line on what an evaluation drafted.
+
+    Args:
+        counted: :func:`counts` of all of its rows, and what is known of the cache.
+    """
+    line = f"spec_rl: {counted.get(metric.ENGINE_RESPONSE_TOKENS, 0):.0f} tokens of responses"
+    if metric.TREE_TOKENS_PER_STEP in counted:
+        line += (
+            f", {counted[metric.TREE_TOKENS_PER_STEP]:.2f} of a row in a step of the engine; "
+            f"{counted[metric.TREE_DRAFTED_TOKENS]:.0f} drafted, "
+            f"{counted[metric.TREE_ACCEPTED_FRACTION]:.0%} of them accepted"
+        )
+    if metric.CACHE_BYTES in counted:
+        line += f"; rollouts of {counted[metric.CACHE_BYTES] / 2**20:.1f} MiB in the cache"
+    errors = counted.get(metric.CACHE_ERRORS, 0)
+    return line + (f"; {errors:.0f} errors of the cache" if errors else "")
 
 
 def step_record(

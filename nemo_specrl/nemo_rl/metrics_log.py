@@ -99,6 +99,7 @@ def metrics_file(run: RunContext) -> MetricsFile | None:
     process that wrote it: a new folder's file begins with the lines of that process.
     """
     before, step = None, 0
+    assert run.log_folder is not None  # a training has one
     try:
         if run.checkpoint is not None:
             step = int(run.checkpoint.name.removeprefix("step_"))

@@ -49,7 +49,7 @@ def check_recipe(
     Args:
         master_config: NeMo-RL's MasterConfig.
         spec_rl: its ``spec_rl:`` block.
-        algorithm: ``grpo``, ``ppo`` or ``distillation``, the name of the algorithm's block.
+        algorithm: ``grpo``, ``ppo``, ``distillation`` or ``eval``, the name of its block.
         images: the script has given ``setup`` a processor of images, sounds or videos.
         engines: what is known of the recipe's engines; None: what can be seen from here.
         model: configuration of its model; None: as its name says.
@@ -100,8 +100,8 @@ def check_elsewhere(generation: Any) -> None:
     """
     if get_option((generation or {}).get("spec_rl"), "enabled", False):
         raise ConfigError(
-            f"{BLOCK}.enabled = true: rollouts are reused in NeMo-RL's GRPO, PPO and distillation, "
-            "not in its single controller or evaluation; set false"
+            f"{BLOCK}.enabled = true: rollouts are reused in NeMo-RL's GRPO, PPO, distillation and "
+            "evaluation, not in its single controller; set false"
         )
 
 

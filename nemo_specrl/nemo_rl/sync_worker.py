@@ -6,6 +6,7 @@ because Ray pickles a decorated class by value, and the classes that it inherits
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -63,9 +64,17 @@ class SpecVllmGenerationWorkerImpl(DraftingWorker, VllmGenerationWorkerImpl):
 
     def generate(self, data: Any, greedy: bool = False) -> Any:
         """Generate as the base class does, with a draft for each row that has an identity."""
+        return self._drafted(super().generate, data, greedy)
+
+    def generate_text(self, data: Any, greedy: bool = False) -> Any:
+        """Do the same for an evaluation, whose prompts are texts."""
+        return self._drafted(super().generate_text, data, greedy)
+
+    def _drafted(self, generate: Callable[..., Any], data: Any, greedy: bool) -> Any:
+        """Call a method of the base class that generates, with a drafting engine in its place."""
         speculative = self._speculative
         if SAMPLE_INDICES not in data or speculative is None or self._paused or greedy:
-            output = super().generate(data, greedy=greedy)
+            output = generate(data, greedy=greedy)
             if PHASE in data:
                 output[ENDED] = torch.ones(len(data[PHASE]), dtype=torch.bool)
             return output
@@ -77,13 +86,13 @@ class SpecVllmGenerationWorkerImpl(DraftingWorker, VllmGenerationWorkerImpl):
         self.llm = engine = _DraftingEngine(
             speculative,
             data[SAMPLE_INDICES].tolist(),
-            data[PROMPT_KEYS],
+            data.get(PROMPT_KEYS),
             upcoming,
             self._metadata,
             PhaseEnd(data[PHASE][0], data[GROUPS].tolist()) if data.get(PHASE) else None,
         )
         try:
-            output = super().generate(data, greedy=greedy)
+            output = generate(data, greedy=greedy)
         finally:
             self.llm = llm
         self._cache.deliver()  # the next step's look-ups may come from any node
@@ -148,7 +157,7 @@ class _DraftingEngine:
         self,
         speculative: SpeculativeLLM,
         sample_indices: list[int],
-        prompt_keys: list[bytes],
+        prompt_keys: list[bytes] | None,
         upcoming: list[dict[str, Any]],
         metadata: MetadataLog | None,
         early_end: PhaseEnd | None,

@@ -41,6 +41,7 @@ class DraftingWorker:
         self._speculative = engine_class(
             self.llm, cache, run.spec_rl, seed=run.seed, policy_version=policy_version
         )
+        self._speculative.drafts_greedy = run.evaluates
         self._cache = cache
         self._recompute_kv = run.recompute_kv
         if run.needs_records:

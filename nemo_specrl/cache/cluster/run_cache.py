@@ -12,7 +12,12 @@ __all__ = ["open_run_cache"]
 
 
 def open_run_cache(
-    folder: Path, config: CacheConfig, *, tokenizer_id: str, checkpoint: Path | None
+    folder: Path,
+    config: CacheConfig,
+    *,
+    tokenizer_id: str,
+    checkpoint: Path | None,
+    keep: bool = False,
 ) -> tuple[ClusterCache, int]:
     """Start a run's shards, and restore what the checkpoint has of the cache.
 
@@ -21,7 +26,8 @@ def open_run_cache(
         config: the ``spec_rl.cache:`` block.
         tokenizer_id: identity of the tokenizer.
         checkpoint: from which the run resumes; None: the cache starts empty, or with the warm
-            start.
+            start, unless ``keep`` says otherwise.
+        keep: it starts with what the nodes' disks have, although there is no checkpoint.
 
     Returns:
         A client of the shards; and the policy version of the checkpoint, 0 where there is none or
@@ -30,7 +36,9 @@ def open_run_cache(
     Raises:
         CacheError: no node can open its part.
     """
-    cache = start_shards(folder, config, keep=checkpoint is not None, tokenizer_id=tokenizer_id)
+    cache = start_shards(
+        folder, config, keep=keep or checkpoint is not None, tokenizer_id=tokenizer_id
+    )
     if checkpoint is None:
         return cache, 0
     otherwise = "it starts with what the nodes' disks have"

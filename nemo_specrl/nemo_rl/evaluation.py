@@ -1,0 +1,109 @@
+"""An evaluation (NeMo-RL's run_eval.py), whose rows draft from each other and from earlier ones.
+
+Drafts are lossless: scores are those of the checkpoint that is evaluated. What an evaluation has
+generated is kept for the next one of the same data set, usually of a later checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from nemo_specrl.config import SpecRLConfig
+from nemo_specrl.errors import ConfigError
+from nemo_specrl.nemo_rl.context import RunContext, read_block, set_variables
+from nemo_specrl.nemo_rl.recipe_checks import check_recipe
+
+__all__ = ["check_evaluation", "evaluation_run"]
+
+BLOCK = "generation.spec_rl"
+
+
+def evaluation_run(master_config: Any, tokenizer: Any) -> RunContext | None:
+    """The plug-in's view of an evaluation; None where ``spec_rl`` is absent or not enabled.
+
+    Evaluations of a data set share a store where their models have the same vocabulary, as the
+    checkpoints of a training do: their folders differ, so names say nothing.
+
+    Args:
+        master_config: MasterConfig of NeMo-RL's evaluation.
+        tokenizer: as the script gives it to ``setup``: that of a multi-modal data set is a
+            processor.
+
+    Raises:
+        ConfigError: the recipe asks for something that the plug-in cannot do.
+    """
+    generation = master_config.generation
+    block = generation.get("spec_rl")
+    if block is None:
+        return None
+    spec_rl = read_block(block, BLOCK)
+    if not spec_rl.enabled:
+        return None
+    images = not hasattr(tokenizer, "get_vocab")
+    set_variables(generation, check_evaluation(master_config, spec_rl, images=images))
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
+    tokenizer_id = "vocabulary " + hashlib.sha256(vocabulary.encode()).hexdigest()[:16]
+    data = str(master_config.data["dataset_name"])
+    # There are no rewards of training that a drift monitor could compare.
+    monitor = spec_rl.monitor.model_copy(update={"enabled": False})
+    return RunContext(
+        spec_rl=spec_rl.model_copy(update={"monitor": monitor}),
+        seed=int(master_config.eval["seed"]),
+        group=int(master_config.eval["num_tests_per_prompt"]),
+        name=hashlib.sha256(f"evaluation {tokenizer_id} {data}".encode()).hexdigest()[:16],
+        label="evaluation",
+        log_folder=None,
+        checkpoint=None,
+        tokenizer_id=tokenizer_id,
+        evaluates=True,
+    )
+
+
+def check_evaluation(master_config: Any, spec_rl: SpecRLConfig, **known: Any) -> dict[str, str]:
+    """Refuse what the plug-in cannot do in an evaluation, before anything is started.
+
+    Args:
+        master_config: MasterConfig of NeMo-RL's evaluation.
+        spec_rl: its ``spec_rl:`` block.
+        known: what the recipe does not say (``recipe_checks.check_recipe``).
+
+    Returns:
+        Variables that the engines' processes need beside those of the recipe.
+
+    Raises:
+        ConfigError: naming the key, its value and what to set.
+        IncompatibleVersion: the drafter that the block names does not run here.
+    """
+    if spec_rl.effective_fresh_fraction < 1:
+        key = "fresh_fraction" if spec_rl.preset == "lossless" else "preset"
+        raise ConfigError(
+            f"{BLOCK}.{key} = {getattr(spec_rl, key)}: a reused prefix is no sample of the "
+            "checkpoint that is evaluated, and would bias its score; set preset: lossless, and "
+            "leave fresh_fraction out"
+        )
+    if not spec_rl.tree.enabled:
+        raise ConfigError(
+            f"{BLOCK}.tree.enabled = false: nothing else drafts in an evaluation; set true, or "
+            f"{BLOCK}.enabled=false"
+        )
+    if spec_rl.run_ahead.enabled:
+        raise ConfigError(
+            f"{BLOCK}.run_ahead.enabled = true: an evaluation says of no prompts that they come "
+            "next; set false"
+        )
+    generation: Mapping[str, Any] = master_config.generation
+    # Its block of generation is a training's, in another place.
+    as_training = SimpleNamespace(
+        policy={"generation": generation, "model_name": generation["model_name"]},
+        eval=master_config.eval,
+        loss_fn=None,
+        data=None,
+    )
+    try:
+        return check_recipe(as_training, spec_rl, "eval", **known)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("policy.generation.", "generation.")) from None
