@@ -19,6 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -40,7 +41,7 @@ KINDS = {
 NeMo-RL's scripts say so by their names alone.
 """
 PLAIN = ("off-policy distillation", "SFT", "DPO", "reward model")
-ELSEWHERE = ("evaluation", "single controller")
+ELSEWHERE = ("single controller",)
 MODELS: dict[str, dict[str, Any]] = {
     "deepseek.md": {"architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 256},
     "DeepSeek-R1-Distill-Qwen": {"architectures": ["Qwen2ForCausalLM"]},
@@ -107,6 +108,9 @@ class NemoRl:
         ).partition("+")
         self.version = f"{version} ({commit[:7]})"
         self._config = importlib.import_module("nemo_rl.utils.config")
+        # What run_eval.py asks.
+        eval_datasets = importlib.import_module("nemo_rl.data.datasets.eval_datasets")
+        self._is_multimodal = eval_datasets._is_multimodal_dataset
         self._config.register_omegaconf_resolvers()
         # A user's variables are paths, which no check reads: those that are not set may be any.
         OmegaConf.register_new_resolver(
@@ -137,16 +141,29 @@ class NemoRl:
         """Why a recipe with the block added is refused when a job starts."""
         from nemo_specrl.engine.vllm.environment import Engines
         from nemo_specrl.errors import SpecRLError
-        from nemo_specrl.nemo_rl.context import RunContext
+        from nemo_specrl.nemo_rl.context import RunContext, read_block
+        from nemo_specrl.nemo_rl.evaluation import BLOCK, check_evaluation
         from nemo_specrl.nemo_rl.recipe_checks import check_elsewhere
 
-        policy = loaded.get("policy", loaded)
+        policy = loaded["generation"] if kind == "evaluation" else loaded["policy"]
         generation = {
-            **policy["generation"],
+            **(policy if kind == "evaluation" else policy["generation"]),
             "spec_rl": {"enabled": True, "preset": preset, "cache": {"dir": "/raid/specrl"}},
         }
         variables = (generation.get("vllm_cfg") or {}).get("env_vars") or {}
+        known = {
+            "engines": Engines.elsewhere(
+                self.vllm, {key: str(value) for key, value in variables.items()}
+            ),
+            "model": facts_of(str(policy["model_name"])),
+        }
         try:
+            if kind == "evaluation":
+                config = SimpleNamespace(**{**loaded, "generation": generation})
+                images = self._is_multimodal(loaded["data"]["dataset_name"])
+                spec_rl = read_block(generation["spec_rl"], BLOCK)
+                check_evaluation(config, spec_rl, images=images, **known)
+                return None
             if kind in ELSEWHERE:
                 check_elsewhere(generation)
                 return None
@@ -157,10 +174,7 @@ class NemoRl:
                 algorithm,
                 # run_vlm_grpo.py starts these, and gives them a processor.
                 images=name.startswith(("vlm_", "audio_", "recipes/vlm/")),
-                engines=Engines.elsewhere(
-                    self.vllm, {key: str(value) for key, value in variables.items()}
-                ),
-                model=facts_of(str(policy["model_name"])),
+                **known,
             )
         except SpecRLError as refusal:
             return str(refusal)
@@ -192,6 +206,9 @@ def section(nemo_rl: NemoRl) -> str:
         run = sum(recipe.reasons[preset] is None for recipe in asked)
         share = round(100 * (len(asked) - run) / len(asked))
         lines.append(f"| `{preset}` | {run} | {len(asked) - run} ({share} %) |")
+    run = sum(None in recipe.reasons.values() for recipe in asked)
+    share = round(100 * (len(asked) - run) / len(asked))
+    lines.append(f"| whichever runs | {run} | {len(asked) - run} ({share} %) |")
     counts = {p: Counter(rule_of(recipe.reasons[p]) for recipe in asked) for p in PRESETS}
     reasons = sorted(
         {reason for counted in counts.values() for reason in counted if reason},

@@ -293,9 +293,7 @@ def build_requests(
     if not isinstance(sampling_params, Sequence):
         sampling_params = [sampling_params] * len(prompts)
     given = {"sampling_params": sampling_params, "sample_indices": sample_indices}
-    for name, values in {**given, "prompt_keys": prompt_keys}.items():
-        if values is not None and len(values) != len(prompts):
-            raise ConfigError(f"{name}: {len(values)} of them for {len(prompts)} prompts")
+    _check_counts(len(prompts), {**given, "prompt_keys": prompt_keys})
     trees = limits.drafter if trees_alone else None
     greedy = greedy and bool(trees_alone)
     _check_params(sampling_params, trees=trees, verified=trees_alone is not None, greedy=greedy)
@@ -316,14 +314,16 @@ def build_requests(
                 extra_eos=limits.extra_eos,
                 tokenizer=limits.tokenizer,
             )
-            index = len(requests)
-            requests.append(
-                RolloutRequest(
-                    *(index, text, index_in_prompt, params, engine_params, rules, rows[index]),
-                    cacheable=cacheable,
-                )
-            )
+            asked = text, index_in_prompt, params, engine_params, rules, rows[len(requests)]
+            requests.append(RolloutRequest(len(requests), *asked, cacheable))
     return requests
+
+
+def _check_counts(prompts: int, given: dict[str, Sequence[Any] | None]) -> None:
+    """Raise for arguments that are not one for each prompt."""
+    for name, values in given.items():
+        if values is not None and len(values) != prompts:
+            raise ConfigError(f"{name}: {len(values)} of them for {prompts} prompts")
 
 
 def _check_params(

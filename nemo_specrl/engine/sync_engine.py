@@ -94,8 +94,7 @@ class SpeculativeLLM(BaseSpeculativeLLM):
     ) -> list[RequestOutput]:
         """Generate responses to ``prompts``; returns what ``vllm.LLM.generate`` returns.
 
-        Greedy requests bypass the cache unless ``drafts_greedy`` is set. With ``enabled: false``
-        this is ``llm.generate`` itself.
+        Greedy requests bypass the cache (``drafts_greedy``), all do with ``enabled: false``.
 
         Args:
             prompts: token ids or text, as ``vllm.LLM.generate`` takes them.

@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 from nemo_specrl.config import SpecRLConfig
+from nemo_specrl.engine.vllm.environment import Engines
 from nemo_specrl.errors import ConfigError
+from nemo_specrl.nemo_rl import compat
 from nemo_specrl.nemo_rl.context import RunContext, read_block, set_variables
 from nemo_specrl.nemo_rl.recipe_checks import check_recipe
 
-__all__ = ["check_evaluation", "evaluation_run"]
+__all__ = ["BLOCK", "check_evaluation", "evaluation_run"]
 
 BLOCK = "generation.spec_rl"
+_PREFIX_REUSE = r"(set |take )?preset: faithful( without trees| \(prefix reuse, not exact\))?"
+"""What some of a training's refusals propose, and an evaluation does not take."""
 
 
 def evaluation_run(master_config: Any, tokenizer: Any) -> RunContext | None:
@@ -63,13 +68,22 @@ def evaluation_run(master_config: Any, tokenizer: Any) -> RunContext | None:
     )
 
 
-def check_evaluation(master_config: Any, spec_rl: SpecRLConfig, **known: Any) -> dict[str, str]:
+def check_evaluation(
+    master_config: Any,
+    spec_rl: SpecRLConfig,
+    *,
+    images: bool = False,
+    engines: Engines | None = None,
+    model: Mapping[str, Any] | None = None,
+) -> dict[str, str]:
     """Refuse what the plug-in cannot do in an evaluation, before anything is started.
 
     Args:
         master_config: MasterConfig of NeMo-RL's evaluation.
         spec_rl: its ``spec_rl:`` block.
-        known: what the recipe does not say (``recipe_checks.check_recipe``).
+        images: the data set has images, sounds or videos.
+        engines: what is known of the recipe's engines; None: what can be seen from here.
+        model: configuration of its model; None: as its name says.
 
     Returns:
         Variables that the engines' processes need beside those of the recipe.
@@ -78,24 +92,11 @@ def check_evaluation(master_config: Any, spec_rl: SpecRLConfig, **known: Any) ->
         ConfigError: naming the key, its value and what to set.
         IncompatibleVersion: the drafter that the block names does not run here.
     """
-    if spec_rl.effective_fresh_fraction < 1:
-        key = "fresh_fraction" if spec_rl.preset == "lossless" else "preset"
-        raise ConfigError(
-            f"{BLOCK}.{key} = {getattr(spec_rl, key)}: a reused prefix is no sample of the "
-            "checkpoint that is evaluated, and would bias its score; set preset: lossless, and "
-            "leave fresh_fraction out"
-        )
-    if not spec_rl.tree.enabled:
-        raise ConfigError(
-            f"{BLOCK}.tree.enabled = false: nothing else drafts in an evaluation; set true, or "
-            f"{BLOCK}.enabled=false"
-        )
-    if spec_rl.run_ahead.enabled:
-        raise ConfigError(
-            f"{BLOCK}.run_ahead.enabled = true: an evaluation says of no prompts that they come "
-            "next; set false"
-        )
     generation: Mapping[str, Any] = master_config.generation
+    engines = engines or compat.engines_of(generation)
+    for wrong, line in _refused(spec_rl, images, engines):
+        if wrong:
+            raise ConfigError(f"{BLOCK}.{line}")
     # Its block of generation is a training's, in another place.
     as_training = SimpleNamespace(
         policy={"generation": generation, "model_name": generation["model_name"]},
@@ -104,6 +105,44 @@ def check_evaluation(master_config: Any, spec_rl: SpecRLConfig, **known: Any) ->
         data=None,
     )
     try:
-        return check_recipe(as_training, spec_rl, "eval", **known)
+        return check_recipe(as_training, spec_rl, "eval", engines=engines, model=model)
     except ConfigError as error:
-        raise ConfigError(str(error).replace("policy.generation.", "generation.")) from None
+        line = str(error).replace("policy.generation.", "generation.")
+        raise ConfigError(re.sub(_PREFIX_REUSE, "set enabled: false", line)) from None
+
+
+def _refused(spec_rl: SpecRLConfig, images: bool, engines: Engines) -> list[tuple[bool, str]]:
+    """What an evaluation's block may not ask for, though a training's may."""
+    key = "fresh_fraction" if spec_rl.preset == "lossless" else "preset"
+    return [
+        (
+            images,
+            "enabled = true: only text can be drafted, and this data set has images, sounds or "
+            "videos; set false",
+        ),
+        (
+            not (engines.v2_speculators or engines.custom_proposers),
+            f"enabled = true: vLLM {engines.version} takes no drafter of ours (0.25.1 and later "
+            "do), and nothing else is faster in an evaluation; set false",
+        ),
+        (
+            spec_rl.effective_fresh_fraction < 1,
+            f"{key} = {getattr(spec_rl, key)}: a reused prefix is no sample of the checkpoint that "
+            "is evaluated, and would bias its score; set preset: lossless, and leave "
+            "fresh_fraction out",
+        ),
+        (
+            not spec_rl.tree.enabled,
+            "tree.enabled = false: nothing else drafts in an evaluation; set true, or enabled: "
+            "false",
+        ),
+        (
+            spec_rl.tree.method == "rounds",
+            "tree.method = rounds: not tried in an evaluation; set auto, or enabled: false",
+        ),
+        (
+            spec_rl.run_ahead.enabled,
+            "run_ahead.enabled = true: an evaluation says of no prompts that they come next; set "
+            "false",
+        ),
+    ]

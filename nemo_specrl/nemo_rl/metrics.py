@@ -65,12 +65,12 @@ def evaluation_summary(counted: Mapping[str, float]) -> str:
     line = f"spec_rl: {counted.get(metric.ENGINE_RESPONSE_TOKENS, 0):.0f} tokens of responses"
     if metric.TREE_TOKENS_PER_STEP in counted:
         line += (
-            f", {counted[metric.TREE_TOKENS_PER_STEP]:.2f} of a row in a step of the engine; "
-            f"{counted[metric.TREE_DRAFTED_TOKENS]:.0f} drafted, "
+            f", {counted[metric.TREE_TOKENS_PER_STEP]:.2f} in a step of the engine for each row (1 "
+            f"without drafts); {counted[metric.TREE_DRAFTED_TOKENS]:.0f} tokens drafted, "
             f"{counted[metric.TREE_ACCEPTED_FRACTION]:.0%} of them accepted"
         )
     if metric.CACHE_BYTES in counted:
-        line += f"; rollouts of {counted[metric.CACHE_BYTES] / 2**20:.1f} MiB in the cache"
+        line += f"; {counted[metric.CACHE_BYTES] / 2**20:.1f} MiB of rollouts in the cache"
     errors = counted.get(metric.CACHE_ERRORS, 0)
     return line + (f"; {errors:.0f} errors of the cache" if errors else "")
 

@@ -340,6 +340,24 @@ def test_greedy_requests_and_those_of_others_are_not_drafted_for(llm, proposer):
     assert proposer.counts.steps == 0
 
 
+def test_greedy_rows_draft_where_they_are_told_to_and_are_those_of_plain_decoding(llm, proposer):
+    """As an evaluation asks for them; the second one drafts from the first, and both from siblings.
+
+    Drafts that are wrong from some token on change nothing.
+    """
+    greedy = params(12, temperature=0.0)
+    [plain] = [o.outputs[0].token_ids for o in llm.generate([PROMPT], greedy, use_tqdm=False)]
+    cache = DictCache(rollouts([[*plain[:7], 3, 3]]))
+    for version in (1, 2):
+        made = made_with(llm, cache, CONFIG, version=version)
+        made.drafts_greedy = True
+        outputs = made.generate([PROMPT] * 2, greedy, use_tqdm=False)
+        assert [o.outputs[0].token_ids for o in outputs] == [plain] * 2
+        assert made.metrics.tree_accepted_tokens > 0
+        assert [list(r.tokens) for r in cache.all()] == [plain] * 2
+    assert made.metrics.tree_tokens >= 2 * made.metrics.tree_steps
+
+
 def test_callers_extra_args_stay(llm, proposer):
     made = made_with(llm, DictCache(), CONFIG)
     mine = params(3, extra_args={"mine": 1})

@@ -344,17 +344,17 @@ def test_the_launcher_runs_a_script_with_the_plugin_in_place(tmp_path):
     assert "SpecVllmGeneration SpecVllmGeneration ['--config', 'x', 'a=b']" in done.stdout
 
 
-def test_runs_without_reuse_are_refused_before_anything_is_built(tmp_path):
+def test_evaluation_is_refused_before_anything_is_built(tmp_path):
     """For every backend: the constructor of another one would not know of the block."""
     done = launched(
         tmp_path,
         "from types import SimpleNamespace\n"
         "from nemo_rl.evals.eval import setup\n"
-        "own = {'backend': 'megatron', 'spec_rl': {'enabled': True}}\n"
-        "setup(SimpleNamespace(generation=own), tokenizer=None)\n",
+        "own = {'backend': 'megatron', 'spec_rl': {'enabled': True, 'preset': 'fast'}}\n"
+        "setup(SimpleNamespace(generation=own), SimpleNamespace(get_vocab=dict))\n",
     )
     assert done.returncode != 0
-    assert "not in its single controller or evaluation" in done.stderr
+    assert "generation.spec_rl.preset = fast: a reused prefix is no sample" in done.stderr
 
 
 @pytest.mark.parametrize("module", ["evals.eval", "algorithms.single_controller_utils.setup"])
@@ -370,7 +370,7 @@ def test_where_there_is_no_reuse_yet_it_is_refused(tmp_path, module):
     )
     assert done.returncode != 0
     [line] = [line for line in done.stderr.splitlines() if "spec_rl.enabled = true" in line]
-    assert "not in its single controller or evaluation; set false" in line
+    assert "not in its single controller; set false" in line
     assert "shutdown" not in done.stdout  # there is nothing yet to shut down
 
 

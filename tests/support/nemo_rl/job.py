@@ -271,21 +271,13 @@ def main() -> None:
     config = parse_hydra_overrides(config, [*OVERRIDES, *sys.argv[3:]])
     algorithm = {"grpo": grpo, "ppo": ppo, "distillation": distillation}[ALGORITHM]
     config = algorithm.MasterConfig(**OmegaConf.to_container(config, resolve=True))
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_file=str(MODEL / "tokenizer.json"), pad_token_id=0, eos_token_id=2
-    )
-    tokenizer.pad_token_id, tokenizer.eos_token_id = 0, 2
+    tokenizer = small_tokenizer()
     config.policy["generation"] = configure_generation_config(
         config.policy["generation"], tokenizer
     )
-    config.policy["generation"]["model_name"] = str(MODEL)
-    config.policy["generation"]["vllm_cfg"]["load_format"] = "auto"
-    for name in ACTOR_ENVIRONMENT_REGISTRY:  # one environment for all actors
-        ACTOR_ENVIRONMENT_REGISTRY[name] = sys.executable
     recorded = config.env.get("recorded", True)
     Recorded.killed_in_step = config.env.get("killed_in_step", -1)
-    rebind("VllmGeneration", grpo.VllmGeneration, Recorded if recorded else CpuGeneration)
-
+    run_on_cpu(config.policy["generation"], Recorded if recorded else CpuGeneration)
     record_metrics()
     torch.manual_seed(1)  # the order of the prompts
     start_ray()
@@ -348,6 +340,29 @@ def main() -> None:
     generation.shutdown()
     policy.shutdown()  # while Ray is there: the data plane's client asks it
     ray.shutdown()
+
+
+def small_tokenizer() -> Any:
+    """The tokenizer of the toy tasks."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(MODEL / "tokenizer.json"), pad_token_id=0, eos_token_id=2
+    )
+    tokenizer.pad_token_id, tokenizer.eos_token_id = 0, 2
+    return tokenizer
+
+
+def run_on_cpu(generation: Any, generation_class: Any) -> None:
+    """Have NeMo-RL generate with the small model on a CPU.
+
+    Args:
+        generation: the recipe's block, which NeMo-RL has configured.
+        generation_class: stands in for ``VllmGeneration``.
+    """
+    generation["model_name"] = str(MODEL)
+    generation["vllm_cfg"]["load_format"] = "auto"
+    for name in ACTOR_ENVIRONMENT_REGISTRY:  # one environment for all actors
+        ACTOR_ENVIRONMENT_REGISTRY[name] = sys.executable
+    rebind("VllmGeneration", grpo.VllmGeneration, generation_class)
 
 
 def talk_by_http(config: Any) -> None:

@@ -70,22 +70,27 @@ class Job:
     ``environment`` has further variables; its PYTHONPATH comes behind the job's own.
     """
 
+    module = "tests.support.nemo_rl.job"
+    block = "policy.generation.spec_rl"
+
     def __init__(
         self, out, steps, spec_rl=None, algorithm="grpo", launcher=(), environment=(), **overrides
     ):
         self.out = out
         out.mkdir(parents=True, exist_ok=True)
-        arguments = [algorithm, f"{algorithm}.max_num_steps={steps}"]
+        arguments = [algorithm]
+        if steps is not None:
+            arguments.append(f"{algorithm}.max_num_steps={steps}")
         arguments += [f"{k}={v}" for k, v in overrides.items()]
         if spec_rl is not None:
             cache = f"cache:{{dir:{out.parent}/stores,deadline_ms:60000}}"
             block = ",".join([*(f"{k}:{v}" for k, v in spec_rl.items()), cache])
-            arguments.append(f"++policy.generation.spec_rl={{{block}}}")
+            arguments.append(f"++{self.block}={{{block}}}")
         environment = dict(environment)
         # NeMo-RL has a package "tests", too.
         paths = [str(REPOSITORY), HOME, str(SITE), environment.pop("PYTHONPATH", "")]
         self.log, self._launched = out / "log.txt", bool(launcher)
-        module = ["-m", "tests.support.nemo_rl.job"]
+        module = ["-m", self.module]
         self._env = os.environ | environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         if launcher:
             script = str(REPOSITORY / "tests" / "nemo_rl" / "job.py")
