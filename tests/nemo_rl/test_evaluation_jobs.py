@@ -48,7 +48,7 @@ def test_a_later_evaluation_drafts_from_earlier_ones_and_answers_as_without_draf
         assert job.responses == plain.responses and job.score == plain.score
     assert "spec_rl" not in plain.log.read_text().partition("SETUP COMPLETE")[2]
     tokens, accepted = second.drafted()
-    assert tokens > 2 * first.drafted()[0] / 1.5 and tokens >= 2 and accepted > 50
+    assert tokens >= 2 > first.drafted()[0] and accepted > 50
 
 
 @pytest.mark.parametrize("asynchronous", ["false", "true"])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.nemo_rl.test_evaluation_jobs import Evaluation
 from tests.support.nemo_rl.jobs import ASYNCHRONOUS, STEPS_PER_EPOCH, Job, check_drafted, marks
 
 _TRITON = importlib.util.find_spec("triton")
@@ -22,14 +23,17 @@ LOSSLESS = {"enabled": "true", "preset": "lossless", "tree": "{max_draft_tokens:
 FIXED = {**LOSSLESS, "tree": "{max_draft_tokens:5,adaptive:false}"}
 
 
-def v2_job(out, steps, spec_rl=LOSSLESS, **overrides):
-    environment = {
+def environment():
+    return {
         "NEMO_SPECRL_TEST_V2": "1",
         "VLLM_USE_V2_MODEL_RUNNER": "1",
         "TRITON_INTERPRET": "1",
         "PYTHONPATH": str(Path(_TRITON.origin).parents[1]),
     }
-    return Job(out, steps=steps, spec_rl=spec_rl, environment=environment, **overrides)
+
+
+def v2_job(out, steps, spec_rl=LOSSLESS, **overrides):
+    return Job(out, steps=steps, spec_rl=spec_rl, environment=environment(), **overrides)
 
 
 def test_drafts_refits_validation_and_a_resumed_checkpoint(tmp_path):
@@ -58,3 +62,13 @@ def test_in_asynchronous_grpo(tmp_path):
     steps = [record for _, record in sorted(job.train().items())]
     assert len(steps) == 4
     check_drafted(steps)
+
+
+def test_a_greedy_evaluation_drafts_from_the_one_before(tmp_path):
+    """And has the answers of V1 without drafts."""
+    plain = Evaluation(tmp_path / "plain", {"enabled": "false"})
+    for name in ("first", "second"):
+        drafted = Evaluation(tmp_path / name, LOSSLESS, environment=environment())
+        assert drafted.responses == plain.responses
+    tokens, accepted = drafted.drafted()
+    assert tokens >= 2 and accepted > 50
