@@ -29,7 +29,6 @@ OVERRIDES = [
     "generation.vllm_cfg.precision=float32",
     "++generation.vllm_cfg.enable_prefix_caching=true",
     "++generation.vllm_cfg.use_tqdm=false",
-    "data.dataset_name=sums",
     f"cluster.gpus_per_node={job.ENGINES}",
     f"eval.save_path={job.OUT}/saved",
 ]
