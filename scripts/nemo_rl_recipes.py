@@ -25,11 +25,12 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[1]
 TABLE = REPOSITORY / "docs" / "reference" / "nemo_rl_recipes.md"
 PRESETS = ("lossless", "faithful")
+CONTROLLER = "single controller"
 KINDS = {
     "eval": "evaluation",
     "teachers": "off-policy distillation",
     "distillation": "distillation",
-    "async_rl": "single controller",
+    "async_rl": CONTROLLER,
     "grpo": "GRPO",
     "ppo": "PPO",
     "sft": "SFT",
@@ -41,7 +42,6 @@ KINDS = {
 NeMo-RL's scripts say so by their names alone.
 """
 PLAIN = ("off-policy distillation", "SFT", "DPO", "reward model")
-ELSEWHERE = ("single controller",)
 MODELS: dict[str, dict[str, Any]] = {
     "deepseek.md": {"architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 256},
     "DeepSeek-R1-Distill-Qwen": {"architectures": ["Qwen2ForCausalLM"]},
@@ -143,7 +143,6 @@ class NemoRl:
         from nemo_specrl.errors import SpecRLError
         from nemo_specrl.nemo_rl.context import RunContext, read_block
         from nemo_specrl.nemo_rl.evaluation import BLOCK, check_evaluation
-        from nemo_specrl.nemo_rl.recipe_checks import check_elsewhere
 
         policy = loaded["generation"] if kind == "evaluation" else loaded["policy"]
         generation = {
@@ -164,16 +163,15 @@ class NemoRl:
                 spec_rl = read_block(generation["spec_rl"], BLOCK)
                 check_evaluation(config, spec_rl, images=images, **known)
                 return None
-            if kind in ELSEWHERE:
-                check_elsewhere(generation)
-                return None
-            algorithm = kind.lower()
-            config = importlib.import_module(f"nemo_rl.algorithms.{algorithm}").MasterConfig
+            algorithm = "grpo" if kind == CONTROLLER else kind.lower()
+            module = "single_controller_utils" if kind == CONTROLLER else algorithm
+            config = importlib.import_module(f"nemo_rl.algorithms.{module}").MasterConfig
             RunContext.of(
                 config(**{**loaded, "policy": {**policy, "generation": generation}}),
                 algorithm,
                 # run_vlm_grpo.py starts these, and gives them a processor.
                 images=name.startswith(("vlm_", "audio_", "recipes/vlm/")),
+                single_controller=kind == CONTROLLER,
                 **known,
             )
         except SpecRLError as refusal:

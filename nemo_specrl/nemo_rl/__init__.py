@@ -4,6 +4,7 @@ Modules, each of which imports only from those below it::
 
     launcher                     installs the plug-in, then runs a stock NeMo-RL script unchanged
     install                      replaces NeMo-RL's classes and functions
+    single_controller            the actor of main's single controller
     hooks                        wraps the methods of policy, logger and checkpoint manager
     evaluation                   the plug-in's view of an evaluation, and what it refuses there
     generation                   the driver's side: identities of rows, balance (a VllmGeneration)

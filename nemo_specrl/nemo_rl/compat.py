@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,8 @@ from nemo_specrl.errors import ConfigError, IncompatibleVersion
 __all__ = [
     "ALGORITHMS",
     "CHECKPOINT_ENGINE_UPDATE",
+    "CONTROLLER",
+    "CONTROLLER_SETUP",
     "EVALUATION",
     "GENERATION",
     "KNOWN",
@@ -32,15 +35,16 @@ __all__ = [
     "STOCK_QUANT_ASYNC_WORKER",
     "STOCK_QUANT_WORKER",
     "STOCK_WORKER",
-    "WITHOUT_REUSE",
     "block_enabled",
     "check",
+    "check_controller",
     "engines_of",
     "get_option",
     "lookup",
     "model_of",
     "pinned_vllm",
     "queued_behind",
+    "rebind",
     "returns_routes",
     "substituted_workers",
     "undecorated",
@@ -52,8 +56,14 @@ ENVIRONMENTS = "nemo_rl.distributed.ray_actor_environment_registry"
 VENVS = "nemo_rl.utils.venvs"
 ALGORITHMS = ("grpo", "ppo", "distillation")
 EVALUATION = "nemo_rl.evals.eval"
-WITHOUT_REUSE = (("nemo_rl.algorithms.single_controller_utils.setup", "setup_single_controller"),)
-"""What begins a run that makes rollouts without the plug-in. v0.7.0 has no single controller."""
+CONTROLLER = ("nemo_rl.algorithms.single_controller", "SingleControllerActor")
+CONTROLLER_SETUP = (
+    "nemo_rl.algorithms.single_controller_utils.setup",
+    "setup_single_controller",
+)
+"""The single controller and its setup, which v0.7.0 does not have."""
+CONTROLLER_METHODS = ("_advantage_stage", "_sync_weights", "ping")
+"""Of its actor: with the batch of a part of a step, at its end, and for whether it has ended."""
 STOCK_WORKER = "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker"
 STOCK_ASYNC_WORKER = "nemo_rl.models.generation.vllm.vllm_worker_async.VllmAsyncGenerationWorker"
 _QUANTIZED = "nemo_rl.modelopt.models.generation.vllm_quant_worker."
@@ -97,6 +107,21 @@ def check() -> Any:
     return nemo_rl
 
 
+def check_controller() -> None:
+    """Check that the single controller's actor has the methods in ``CONTROLLER_METHODS``.
+
+    Raises:
+        IncompatibleVersion: it lacks one of them, so that the plug-in would not be called there.
+    """
+    actor = lookup(*CONTROLLER).__ray_metadata__.modified_class
+    for name in CONTROLLER_METHODS:
+        if not hasattr(actor, name):
+            raise IncompatibleVersion(
+                f"this NeMo-RL has no {'.'.join(CONTROLLER)}.{name}; this release of nemo_specrl "
+                f"works with {KNOWN}"
+            )
+
+
 def lookup(module: str, name: str) -> Any:
     """Import ``module`` and return its attribute ``name``.
 
@@ -110,6 +135,13 @@ def lookup(module: str, name: str) -> Any:
             f"this NeMo-RL has no {module}.{name} ({error}); this release of nemo_specrl works "
             f"with {KNOWN}"
         ) from None
+
+
+def rebind(name: str, old: Any, new: Any) -> None:
+    """Bind ``name`` to ``new`` in every module of NeMo-RL where it is bound to ``old``."""
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith("nemo_rl") and getattr(module, name, None) is old:
+            setattr(module, name, new)
 
 
 def pinned_vllm(home: Path) -> str | None:

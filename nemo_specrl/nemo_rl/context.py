@@ -171,14 +171,16 @@ class RunContext:
             group=int(get_option(own, "num_generations_per_prompt", 1)),
             name=hashlib.sha256(str(folder).encode()).hexdigest()[:16],
             label=folder.name,
-            log_folder=Path(master_config.logger["log_dir"]),
+            log_folder=Path(master_config.logger["log_dir"]).absolute(),
             checkpoint=next(reversed(step_folders(folder)), None)
             if checkpointing["enabled"]
             else None,
             tokenizer_id=str(master_config.policy["tokenizer"]["name"]),
             recompute_kv=bool(
                 get_option(
-                    get_option(own, f"async_{algorithm}", None),
+                    master_config.async_rl
+                    if known.get("single_controller")
+                    else get_option(own, f"async_{algorithm}", None),
                     "recompute_kv_cache_after_weight_updates",
                     False,
                 )

@@ -18,7 +18,7 @@ from nemo_specrl.config import SpecRLConfig
 from nemo_specrl.nemo_rl.rollout_metadata import MetadataTable
 from nemo_specrl.speculation.drift import DriftMonitor
 
-__all__ = ["StepMonitor"]
+__all__ = ["BATCH_COLUMNS", "StepMonitor"]
 
 STATE = "monitor.json"
 """Name of the state's file in a checkpoint's folder of the cache."""
@@ -30,7 +30,7 @@ BATCH_COLUMNS = {
     "prev_logprobs": "prev_logprobs",
     "rewards": "rewards",
 }
-"""The columns of a batch of PPO, by the names under which NeMo-RL logs them."""
+"""The columns of a batch that has rewards, by the names under which NeMo-RL logs them."""
 
 logger = logging.getLogger(__name__)
 

@@ -35,6 +35,7 @@ from nemo_specrl.nemo_rl.context import (
     PROMPT_KEYS,
     SAMPLE_INDICES,
     UPCOMING,
+    RunContext,
     current_run,
 )
 from nemo_specrl.nemo_rl.engine_calls import EngineCalls, seconds_left, step_end
@@ -88,6 +89,8 @@ class SpecVllmGeneration(VllmGeneration):
     _upcoming: Sequence[list[int]] = ()
     _last_version, _standing = -1, 0
 
+    _run: RunContext
+
     def __init__(self, cluster: Any, config: Any, **kwargs: Any) -> None:
         run = current_run()
         if run is None:
@@ -110,6 +113,11 @@ class SpecVllmGeneration(VllmGeneration):
             self._close_cache()
             raise
         _generations.add(self)
+
+    @property
+    def run(self) -> RunContext | None:
+        """The run whose rollouts are reused; None where reuse is off."""
+        return getattr(self, "_run", None)
 
     def load_and_start(self) -> None:
         """Start the engines of a generation that was made without, as it is beside NeMo-Gym."""

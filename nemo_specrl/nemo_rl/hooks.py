@@ -25,6 +25,10 @@ Each of their methods below is wrapped once, and does these things in this order
        step's metrics go to metrics.jsonl and to Ray's endpoint for Prometheus, and under
        ``ft_launcher`` or a batch script its monitor gets a heartbeat
     2. NeMo-RL's method
+
+The single controller trains on a step's batch in parts that are in the data plane. It calls
+:meth:`Hooks.take_part` with each and :meth:`Hooks.end_batch` behind the last, instead of the first
+of the methods above (:mod:`.single_controller`).
 """
 
 from __future__ import annotations
@@ -42,13 +46,14 @@ from nemo_specrl.config import CACHE_FOLDER
 from nemo_specrl.monitoring import heartbeat
 from nemo_specrl.nemo_rl import job_state
 from nemo_specrl.nemo_rl.birth_anchor import anchored_logprobs
+from nemo_specrl.nemo_rl.context import RunContext
 from nemo_specrl.nemo_rl.conversations import conversations
-from nemo_specrl.nemo_rl.drift_monitor import StepMonitor
-from nemo_specrl.nemo_rl.metrics_log import StepLog
+from nemo_specrl.nemo_rl.drift_monitor import BATCH_COLUMNS, StepMonitor
+from nemo_specrl.nemo_rl.metrics_log import StepLog, metrics_file
 from nemo_specrl.nemo_rl.rollout_metadata import MetadataTable
 from nemo_specrl.rollout import Rollout
 
-__all__ = ["Hooks"]
+__all__ = ["Hooks", "make_hooks"]
 
 TRAIN, VALIDATION, END_OF_STEP = "train", "validation", "timing/train"
 
@@ -104,6 +109,7 @@ class Hooks:
         self._batch: weakref.ref[Any] | None = None
         self._anchored: torch.Tensor | None = None
         self._compared: dict[str, float] = {}
+        self._rows: dict[str, list[Any]] = {name: [] for name in BATCH_COLUMNS}
         self._log = log
         self._served = served
         self._keeps_records = monitor is not None or anchor_at_birth or served
@@ -114,14 +120,18 @@ class Hooks:
         if self._anchor_at_birth or compares or self._served:
             self._train = policy.train
             policy.train = self.train
-        self._log_metrics = logger.log_metrics
-        logger.log_metrics = self.log_metrics
+        self.install_logger(logger)
         if self._monitor is not None and not self._rewards_in_batch:
             self._log_rows = logger.log_batched_dict_as_jsonl
             logger.log_batched_dict_as_jsonl = self.log_rows
         for name in ("begin_finalization", "finalize_checkpoint"):  # main has both, v0.7.0 one
             if hasattr(checkpointer, name):
                 setattr(checkpointer, name, self._finalizing(getattr(checkpointer, name)))
+
+    def install_logger(self, logger: Any) -> None:
+        """Wrap the method by which the logger gets metrics."""
+        self._log_metrics = logger.log_metrics
+        logger.log_metrics = self.log_metrics
 
     def train(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Stand in for ``policy.train``."""
@@ -137,6 +147,29 @@ class Hooks:
             batch = copy.copy(batch)  # the trainer goes on using its own columns
             batch["prev_logprobs"] = self._anchored
         return self._train(batch, *args, **kwargs)
+
+    def take_part(self, batch: Any) -> torch.Tensor | None:
+        """Look at a part of a step's batch before the policy is trained on it.
+
+        Args:
+            batch: whole groups, with the columns of :data:`.drift_monitor.BATCH_COLUMNS` and
+                ``generation_logprobs``.
+
+        Returns:
+            What ``prev_logprobs`` have to be; None where they stay as they are.
+        """
+        if self._served:
+            self._store_conversations(batch)
+        if self._monitor is not None:
+            for name, column in BATCH_COLUMNS.items():
+                self._rows[name] += list(batch[column].numpy())
+        return anchored_logprobs(batch, self._records) if self._anchor_at_birth else None
+
+    def end_batch(self) -> None:
+        """Compare the rows of the step's batch, all of which have been taken."""
+        rows, self._rows = self._rows, {name: [] for name in BATCH_COLUMNS}
+        if self._monitor is not None and rows["rewards"]:
+            self._compared = self._monitor.compare(rows)
 
     def log_rows(self, rows: Any, filename: str) -> Any:
         """Stand in for ``logger.log_batched_dict_as_jsonl``."""
@@ -195,3 +228,41 @@ class Hooks:
             return original(checkpoint_path, *args, **kwargs)
 
         return finalize
+
+
+def make_hooks(
+    run: RunContext,
+    generation: Any,
+    *,
+    steps_per_epoch: int,
+    total_steps: int,
+    rewards_in_batch: bool,
+) -> Hooks:
+    """The plug-in's part in a run's steps, not yet installed.
+
+    Args:
+        run: its recipe.
+        generation: with the methods that ``Hooks``, the records and the drift monitor call.
+        steps_per_epoch: batches in a pass over the training data.
+        total_steps: after which the run ends.
+        rewards_in_batch: what is trained on has rewards (``Hooks``).
+    """
+    records = MetadataTable(generation.take_records)
+    monitor = None
+    if run.spec_rl.monitor.enabled:
+        monitor = StepMonitor(
+            records,
+            run.spec_rl,
+            steps_per_epoch=steps_per_epoch,
+            set_fresh_fraction=generation.set_fresh_fraction,
+            state=run.checkpoint and run.checkpoint / CACHE_FOLDER,
+        )
+    return Hooks(
+        generation,
+        records,
+        monitor,
+        anchor_at_birth=run.spec_rl.clip_anchor == "birth",
+        rewards_in_batch=rewards_in_batch,
+        log=StepLog(run.label, metrics_file(run), total_steps),
+        served=run.served,
+    )

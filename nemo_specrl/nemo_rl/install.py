@@ -1,34 +1,30 @@
 """Puts the plug-in's classes and hooks in NeMo-RL's places.
 
-``VllmGeneration`` and ``TimeoutChecker`` are replaced in every module that has imported them,
-``setup`` and ``validate`` of the algorithms are wrapped. Nothing is written to disk, and without
-``spec_rl.enabled`` all of them do what they did before.
+``VllmGeneration``, ``TimeoutChecker`` and the single controller's actor are replaced in every
+module that has imported them, ``setup`` and ``validate`` of the algorithms are wrapped. Nothing is
+written to disk, and without ``spec_rl.enabled`` all of them do what they did before.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from nemo_specrl.config import CACHE_FOLDER
 from nemo_specrl.errors import IncompatibleVersion
 from nemo_specrl.monitoring import heartbeat
 from nemo_specrl.nemo_rl import compat, job_state
-from nemo_specrl.nemo_rl.compat import get_option
+from nemo_specrl.nemo_rl.compat import get_option, rebind
 from nemo_specrl.nemo_rl.context import RunContext, setting_up
-from nemo_specrl.nemo_rl.drift_monitor import StepMonitor
 from nemo_specrl.nemo_rl.evaluation import evaluation_run
-from nemo_specrl.nemo_rl.hooks import Hooks
+from nemo_specrl.nemo_rl.hooks import make_hooks
 from nemo_specrl.nemo_rl.look_ahead import LookAhead
-from nemo_specrl.nemo_rl.metrics_log import StepLog, metrics_file
 from nemo_specrl.nemo_rl.partial_rollouts import PartialRollouts
-from nemo_specrl.nemo_rl.recipe_checks import check_elsewhere
-from nemo_specrl.nemo_rl.rollout_metadata import MetadataTable
-from nemo_specrl.nemo_rl.save_deadline import bounded, check_time_left
+from nemo_specrl.nemo_rl.save_deadline import bind_timeout_checker, check_time_left
 
-__all__ = ["install", "rebind"]
+__all__ = ["install"]
 
 
 def install() -> None:
@@ -45,8 +41,7 @@ def install() -> None:
     from nemo_specrl.nemo_rl.generation import SpecVllmGeneration
 
     rebind("VllmGeneration", compat.lookup(compat.GENERATION, "VllmGeneration"), SpecVllmGeneration)
-    checker = compat.lookup("nemo_rl.utils.timer", "TimeoutChecker")
-    rebind("TimeoutChecker", checker, bounded(checker))
+    bind_timeout_checker()
     for algorithm in compat.ALGORITHMS:
         module = f"nemo_rl.algorithms.{algorithm}"
         setup = compat.lookup(module, "setup")
@@ -60,20 +55,20 @@ def install() -> None:
     rebind("validate_sync", validate, _wrapped_validate(validate, everywhere=True))
     setup = compat.lookup(compat.EVALUATION, "setup")
     rebind("setup", setup, _wrapped_evaluation(setup))
-    for module, name in compat.WITHOUT_REUSE:
-        try:
-            setup = compat.lookup(module, name)
-        except IncompatibleVersion:  # nor can a script import it
-            continue
-        rebind(name, setup, _refusing_setup(setup))
+    _install_single_controller()
     nemo_rl._nemo_specrl = True
 
 
-def rebind(name: str, old: Any, new: Any) -> None:
-    """Bind ``name`` to ``new`` in every module of NeMo-RL where it is bound to ``old``."""
-    for module_name, module in list(sys.modules.items()):
-        if module_name.startswith("nemo_rl") and getattr(module, name, None) is old:
-            setattr(module, name, new)
+def _install_single_controller() -> None:
+    """Wrap the setup of main's single controller, and replace its actor; v0.7.0 has none."""
+    try:
+        setup, actor = (compat.lookup(*n) for n in (compat.CONTROLLER_SETUP, compat.CONTROLLER))
+    except IncompatibleVersion:  # nor can a script import it
+        return
+    from nemo_specrl.nemo_rl.single_controller import ControllerStarter
+
+    rebind("setup_single_controller", setup, _wrapped_controller_setup(setup))
+    rebind("SingleControllerActor", actor, ControllerStarter())
 
 
 def _wrapped_setup(original: Callable[..., Any], algorithm: str) -> Callable[..., Any]:
@@ -81,13 +76,7 @@ def _wrapped_setup(original: Callable[..., Any], algorithm: str) -> Callable[...
 
     @functools.wraps(original)
     def setup(master_config: Any, *args: Any, **kwargs: Any) -> Any:
-        images = kwargs.get("processor") is not None
-        run = RunContext.of(master_config, algorithm, images=images)
-        if run is not None:
-            # Before the engines start, which may hang. The hooks send heartbeats.
-            heartbeat.connect()
-        job_state.started(master_config.checkpointing)
-        with setting_up(run):
+        with _set_up(master_config, algorithm, kwargs) as run:
             parts = original(master_config, *args, **kwargs)
         if run is not None:
             _add_hooks(run, parts, master_config, algorithm)
@@ -108,43 +97,53 @@ def _wrapped_evaluation(original: Callable[..., Any]) -> Callable[..., Any]:
     return setup
 
 
-def _refusing_setup(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``setup`` of what makes rollouts without the plug-in, which must not be asked for it."""
+def _wrapped_controller_setup(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The single controller's setup, which reads the ``spec_rl:`` block first."""
 
     @functools.wraps(original)
     def setup(master_config: Any, *args: Any, **kwargs: Any) -> Any:
-        policy = getattr(master_config, "policy", None)
-        check_elsewhere(master_config.generation if policy is None else policy.get("generation"))
-        return original(master_config, *args, **kwargs)
+        with _set_up(master_config, "grpo", kwargs, single_controller=True) as run:
+            if run is not None:
+                compat.check_controller()
+            return original(master_config, *args, **kwargs)
 
     return setup
+
+
+@contextmanager
+def _set_up(
+    master_config: Any, algorithm: str, options: dict[str, Any], **known: Any
+) -> Iterator[RunContext | None]:
+    """The run that NeMo-RL sets up inside of this context, from its recipe.
+
+    Args:
+        master_config: NeMo-RL's MasterConfig.
+        algorithm: the name of its block.
+        options: by name, what NeMo-RL's ``setup`` has been given.
+        known: what the recipe does not say (``recipe_checks.check_recipe``).
+    """
+    images = options.get("processor") is not None
+    run = RunContext.of(master_config, algorithm, images=images, **known)
+    if run is not None:
+        # Before the engines start, which may hang. The hooks send heartbeats.
+        heartbeat.connect()
+    job_state.started(master_config.checkpointing)
+    with setting_up(run):
+        yield run
 
 
 def _add_hooks(run: RunContext, parts: tuple[Any, ...], master_config: Any, algorithm: str) -> None:
     """Wrap what ``setup`` has returned."""
     from nemo_specrl.nemo_rl.generation import SpecVllmGeneration
 
-    generation = _part(parts, SpecVllmGeneration)
-    records = MetadataTable(generation.take_records)
-    monitor = None
-    if run.spec_rl.monitor.enabled:
-        monitor = StepMonitor(
-            records,
-            run.spec_rl,
-            steps_per_epoch=_steps_per_epoch(parts),
-            set_fresh_fraction=generation.set_fresh_fraction,
-            state=run.checkpoint and run.checkpoint / CACHE_FOLDER,
-        )
-    hooks = Hooks(
-        generation,
-        records,
-        monitor,
-        anchor_at_birth=run.spec_rl.clip_anchor == "birth",
+    hooks = make_hooks(
+        run,
+        _part(parts, SpecVllmGeneration),
+        steps_per_epoch=_steps_per_epoch(parts),
+        total_steps=_total_steps(parts, master_config, algorithm),
         # PPO's trainers do not all write their rows to the logger, but train on a batch that has
         # the rewards. The batch that GRPO trains on has none, and its trainers all write them.
         rewards_in_batch=algorithm == "ppo",
-        log=StepLog(run.label, metrics_file(run), _total_steps(parts, master_config, algorithm)),
-        served=run.served,
     )
     hooks.install(
         policy=parts[0],

@@ -31,8 +31,7 @@ RAW_TOP_K = (None, -1, 0)
 ROUTES = "policy.router_replay.enabled = true"
 NO_ROUTES = "switch router replay (enable_return_routed_experts) off"
 SPARSE_REFITS = ("vllm_s3_sparse", "vllm_zmq_sparse")
-"""Refits that reach an engine through a server in a thread of the worker, and none of its methods
-(NeMo-RL's models/generation/vllm/vllm_sparse_refit.py)."""
+"""Refits through a server in a thread of the worker, by none of its methods."""
 
 
 def check_recipe(
@@ -41,6 +40,7 @@ def check_recipe(
     algorithm: str,
     *,
     images: bool = False,
+    single_controller: bool = False,
     engines: Engines | None = None,
     model: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
@@ -51,6 +51,7 @@ def check_recipe(
         spec_rl: its ``spec_rl:`` block.
         algorithm: ``grpo``, ``ppo``, ``distillation`` or ``eval``, the name of its block.
         images: the script has given ``setup`` a processor of images, sounds or videos.
+        single_controller: the run is one of NeMo-RL's single controller.
         engines: what is known of the recipe's engines; None: what can be seen from here.
         model: configuration of its model; None: as its name says.
 
@@ -63,14 +64,16 @@ def check_recipe(
     """
     generation = master_config.policy["generation"]
     off = f"or {BLOCK}.enabled=false"
+    # The single controller has the plug-in look into the data plane (single_controller.py).
+    unseen = block_enabled(master_config, "data_plane") and not single_controller
+    refitted = None if single_controller else algorithm
     refused = itertools.chain(
         _refused_sampling(generation, spec_rl),
         _refused_engines(generation, off),
         _refused_features(master_config, spec_rl, off),
-        _refused_served(master_config, spec_rl, off),
-        _refused_options(master_config, spec_rl, algorithm),
-        _refused_in_flight(master_config, spec_rl, algorithm, engines),
-        _refused_refits(generation, off),
+        _refused_served(master_config, spec_rl, unseen, off),
+        _refused_options(master_config, spec_rl, algorithm, unseen),
+        _refused_in_flight(master_config, spec_rl, refitted, engines),
         refused_run_ahead(master_config, spec_rl),
         refused_partial_rollouts(master_config, algorithm),
     )
@@ -100,8 +103,8 @@ def check_elsewhere(generation: Any) -> None:
     """
     if get_option((generation or {}).get("spec_rl"), "enabled", False):
         raise ConfigError(
-            f"{BLOCK}.enabled = true: rollouts are reused in NeMo-RL's GRPO, PPO, distillation and "
-            "evaluation, not in its single controller; set false"
+            f"{BLOCK}.enabled = true: rollouts are reused in NeMo-RL's GRPO, PPO, distillation, "
+            "single controller and evaluation, and not here; set false"
         )
 
 
@@ -188,7 +191,7 @@ def serves_requests(master_config: Any) -> str | None:
 
 
 def _refused_served(
-    master_config: Any, spec_rl: SpecRLConfig, off: str
+    master_config: Any, spec_rl: SpecRLConfig, unseen: bool, off: str
 ) -> Iterator[tuple[bool, str]]:
     """Where requests that come by HTTP would not draft, or rollouts not return to the cache."""
     name = serves_requests(master_config)
@@ -200,14 +203,14 @@ def _refused_served(
         f"verified before it; set preset: lossless without rounds, {off}",
     )
     yield (
-        block_enabled(master_config, "data_plane"),
+        unseen,
         f"{name}: conversations return to the cache by policy.train, which the data plane does not "
         f"call; set data_plane.enabled=false, {off}",
     )
 
 
 def _refused_options(
-    master_config: Any, spec_rl: SpecRLConfig, algorithm: str
+    master_config: Any, spec_rl: SpecRLConfig, algorithm: str, unseen: bool
 ) -> list[tuple[bool, str]]:
     """Keys of the ``spec_rl:`` block that are missing, or do not go together with others."""
     threshold = get_option(getattr(master_config, algorithm), "seq_logprob_error_threshold", None)
@@ -239,7 +242,7 @@ def _refused_options(
             "false",
         ),
         (
-            spec_rl.clip_anchor == "birth" and block_enabled(master_config, "data_plane"),
+            spec_rl.clip_anchor == "birth" and unseen,
             f"{BLOCK}.clip_anchor = 'birth': does not reach the data plane yet; set "
             "data_plane.enabled=false, or the anchor to current",
         ),
@@ -293,13 +296,13 @@ def _refused_sampling(generation: Any, spec_rl: SpecRLConfig) -> list[tuple[bool
 
 
 def _refused_engines(generation: Any, off: str) -> list[tuple[bool, str]]:
-    """What makes of the engines something else than one engine of ours for each worker."""
+    """Engines that are not one of ours for each worker, or keep something of old weights."""
     vllm_cfg, vllm_kwargs = generation.get("vllm_cfg") or {}, generation.get("vllm_kwargs") or {}
-    experts = vllm_cfg.get("expert_parallel_size") or 1
-    tensor = vllm_cfg.get("tensor_parallel_size") or 1
+    experts, tensor = (vllm_cfg.get(f"{kind}_parallel_size") or 1 for kind in ("expert", "tensor"))
     engines = vllm_kwargs.get("data_parallel_size") or 1
     together = "the engines of such a group step together, and those of the plug-in do not"
     own = generation.get("worker_extension_cls_fqn")
+    transport = generation.get("refit_transport")
     return [
         (
             experts > tensor,
@@ -317,19 +320,31 @@ def _refused_engines(generation: Any, off: str) -> list[tuple[bool, str]]:
             f"policy.generation.worker_extension_cls_fqn = {own}: it would take the place of the "
             f"worker that drafts; leave it out, {off}",
         ),
+        (
+            transport in SPARSE_REFITS,
+            f"policy.generation.refit_transport = {transport!r}: its refits pass by the plug-in, "
+            f"which would not know of new weights; set null, nccl_reshard or nixl, {off}",
+        ),
+        (
+            bool(vllm_kwargs.get("kv_transfer_config")),
+            "policy.generation.vllm_kwargs.kv_transfer_config: what a KV connector keeps of the "
+            f"old weights would be read after a refit; leave it out, {off}",
+        ),
     ]
 
 
 def _refused_in_flight(
-    master_config: Any, spec_rl: SpecRLConfig, algorithm: str, engines: Engines | None
+    master_config: Any, spec_rl: SpecRLConfig, algorithm: str | None, engines: Engines | None
 ) -> Iterator[tuple[bool, str]]:
-    """Refits while rows are running, where these could not go on."""
-    asynchronous = get_option(getattr(master_config, algorithm), f"async_{algorithm}", None)
-    wanted = ("enabled", "in_flight_weight_updates")
-    if not all(get_option(asynchronous, name, False) for name in wanted):
-        return
-    name = f"{algorithm}.async_{algorithm}.in_flight_weight_updates = true"
-    off = f"set it to false, or {BLOCK}.enabled=false"
+    """Refits while rows are running, where these could not go on; None: the single controller."""
+    name, off = "async_rl, in which rows run on through refits", f"set {BLOCK}.tree.method=auto"
+    if algorithm is not None:
+        asynchronous = get_option(getattr(master_config, algorithm), f"async_{algorithm}", None)
+        wanted = ("enabled", "in_flight_weight_updates")
+        if not all(get_option(asynchronous, name, False) for name in wanted):
+            return
+        name = f"{algorithm}.async_{algorithm}.in_flight_weight_updates = true"
+        off = f"set it to false, or {BLOCK}.enabled=false"
     yield (
         spec_rl.tree.enabled and spec_rl.tree.method == "rounds",
         f"{name}: with {BLOCK}.tree.method = rounds a draft would be judged by log-probs of two "
@@ -340,19 +355,4 @@ def _refused_in_flight(
         known.before(OLDEST_IN_FLIGHT),
         f"{name}: has not been run on vLLM {known.version}, which may lose a token of each row "
         f"that is running at a refit; {off}",
-    )
-
-
-def _refused_refits(generation: Any, off: str) -> Iterator[tuple[bool, str]]:
-    """Refits after which the policy version or the KV blocks would be those of the old weights."""
-    transport = generation.get("refit_transport")
-    yield (
-        transport in SPARSE_REFITS,
-        f"policy.generation.refit_transport = {transport!r}: its refits pass by the plug-in, which "
-        f"would not know of new weights; set null, nccl_reshard or nixl, {off}",
-    )
-    yield (
-        bool((generation.get("vllm_kwargs") or {}).get("kv_transfer_config")),
-        "policy.generation.vllm_kwargs.kv_transfer_config: what a KV connector keeps of the old "
-        f"weights would be read after a refit; leave it out, {off}",
     )

@@ -13,8 +13,9 @@ import time
 from typing import Any
 
 from nemo_specrl.errors import ConfigError
+from nemo_specrl.nemo_rl import compat
 
-__all__ = ["MUST_SAVE_AT", "bounded", "check_time_left", "seconds_left"]
+__all__ = ["MUST_SAVE_AT", "bind_timeout_checker", "bounded", "check_time_left", "seconds_left"]
 
 MUST_SAVE_AT = "SPECRL_MUST_SAVE_AT"
 """Environment variable: when the last checkpoint must be saved, whole seconds since 1970 (UTC)."""
@@ -52,6 +53,12 @@ def check_time_left() -> None:
             "the first step; give the job a longer time limit, or less time for saving "
             "(SPECRL_SAVE_SECONDS)"
         )
+
+
+def bind_timeout_checker() -> None:
+    """Have NeMo-RL's ``TimeoutChecker`` know it, wherever this process makes one."""
+    checker = compat.lookup("nemo_rl.utils.timer", "TimeoutChecker")
+    compat.rebind("TimeoutChecker", checker, bounded(checker))
 
 
 def bounded(checker: Any) -> Any:

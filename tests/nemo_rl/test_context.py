@@ -314,6 +314,18 @@ def test_weights_are_updated_in_flight_but_not_in_rounds_nor_on_old_vllm(tmp_pat
             assert run.recompute_kv is recompute
 
 
+def test_rows_of_the_single_controller_run_on_through_refits_but_not_in_rounds(tmp_path):
+    for recompute in (False, True):
+        reuse = recipe(tmp_path, **REUSE)
+        reuse.async_rl = SimpleNamespace(recompute_kv_cache_after_weight_updates=recompute)
+        run = RunContext.of(reuse, "grpo", single_controller=True)
+        assert run.recompute_kv is recompute
+    rounds = recipe(tmp_path)
+    rounds.async_rl = {}
+    with pytest.raises(ConfigError, match=r"log-probs of two policies; set .*\.tree\.method=auto$"):
+        RunContext.of(rounds, "grpo", single_controller=True)
+
+
 def test_an_anchor_that_nothing_starts_from_is_refused(tmp_path):
     anchored = recipe(tmp_path, spec_rl__clip_anchor="birth")
     assert RunContext.of(anchored, "grpo").spec_rl.clip_anchor == "birth"
@@ -324,6 +336,8 @@ def test_an_anchor_that_nothing_starts_from_is_refused(tmp_path):
     anchored.data_plane = {"enabled": True}
     with pytest.raises(ConfigError, match="does not reach the data plane"):
         RunContext.of(anchored, "grpo")
+    anchored.async_rl = {}
+    assert RunContext.of(anchored, "grpo", single_controller=True).needs_records
     anchored.data_plane = None
     assert RunContext.of(anchored, "ppo").seed == 43
 
@@ -491,13 +505,15 @@ def test_with_a_drafter_in_the_engine_conversations_come_by_http(tmp_path):
     served.data_plane = SimpleNamespace(enabled=True)
     with pytest.raises(ConfigError, match=r"http_server = true: .* set data_plane.enabled=false"):
         RunContext.of(served, "grpo")
+    served.async_rl = {}
+    assert RunContext.of(served, "grpo", single_controller=True).served
 
 
 @pytest.mark.parametrize("backend", ["vllm", "megatron", "sglang"])
 def test_where_nothing_is_drafted_the_block_is_refused_for_every_backend(backend):
     for off in (None, {}, {"backend": backend}, {"spec_rl": {"enabled": False}}):
         check_elsewhere(off)
-    with pytest.raises(ConfigError, match="not in its single controller"):
+    with pytest.raises(ConfigError, match="and not here; set false"):
         check_elsewhere({"backend": backend, "spec_rl": {"enabled": True}})
 
 

@@ -14,7 +14,7 @@ from nemo_specrl.nemo_rl import job_state
 from nemo_specrl.nemo_rl.hooks import Hooks
 from nemo_specrl.nemo_rl.metrics_log import StepLog
 from nemo_specrl.nemo_rl.rollout_metadata import MetadataTable
-from tests.support.nemo_rl.steps import Batch, Workers, monitor_of, step
+from tests.support.nemo_rl.steps import GROUP, Batch, Workers, monitor_of, step
 
 
 class Trainer:
@@ -33,7 +33,7 @@ class Trainer:
             self.monitor.save = lambda folder: self.done.append("save state") or save(folder)
         end_step = self.records.end_step
         self.records.end_step = lambda: self.done.append("end step") or end_step()
-        hooks = Hooks(
+        self.hooks = Hooks(
             self,
             self.records,
             self.monitor,
@@ -41,7 +41,7 @@ class Trainer:
             rewards_in_batch=ppo,
             log=StepLog("run", file, total_steps=9),
         )
-        hooks.install(policy=self, logger=self, checkpointer=self.checkpointer)
+        self.hooks.install(policy=self, logger=self, checkpointer=self.checkpointer)
 
     def train(self, data, loss_fn, timer=None):
         self.done.append("train")
@@ -80,8 +80,8 @@ class Main(V070):
         self.done.append("begin")
 
 
-def rows_of(trainer):
-    rows, rollouts = step([7], np.random.default_rng(0))
+def rows_of(trainer, prompts=(7,)):
+    rows, rollouts = step(prompts, np.random.default_rng(0))
     trainer.workers.make(rows, rollouts)
     return rows, rollouts
 
@@ -153,6 +153,26 @@ def test_a_step_of_ppo_is_compared_and_anchored_once_however_often_it_is_trained
     assert last == {"loss": 2.0}
     one, other = (logprobs for logprobs, _ in trainer.trained)
     assert torch.equal(one, other) and not torch.equal(one, batch["prev_logprobs"])
+
+
+def test_parts_of_a_batch_are_anchored_one_by_one_and_compared_together():
+    whole, streamed = (Trainer(ppo=True, anchor=True) for _ in range(2))
+    rows, _ = rows_of(whole, prompts=(7, 8, 9))
+    rows_of(streamed, prompts=(7, 8, 9))
+    whole.train(Batch(rows), "loss")
+    parts = [{n: v[i : i + GROUP] for n, v in rows.items()} for i in range(0, 3 * GROUP, GROUP)]
+    anchored = [streamed.hooks.take_part(Batch(part)) for part in parts]
+    ((expected, _),) = whole.trained
+    assert torch.equal(torch.cat(anchored), expected)
+    streamed.hooks.end_batch()
+    for trainer in (whole, streamed):
+        trainer.log_metrics({"loss": 1.0}, 4, prefix="train")
+        trainer.log_metrics({}, 4, prefix="timing/train")
+        assert trainer.done.count("compare") == trainer.workers.asked == 1
+    assert whole.logged == streamed.logged
+    assert streamed.logged[0][2]["spec_rl/logprob_gap"] != 0
+    streamed.hooks.end_batch()  # a step that has no rows
+    assert streamed.done.count("compare") == 1
 
 
 def test_steps_are_written_under_the_names_of_the_embedded_trainer(tmp_path):

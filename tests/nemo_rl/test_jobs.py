@@ -370,7 +370,7 @@ def test_where_there_is_no_reuse_yet_it_is_refused(tmp_path, module):
     )
     assert done.returncode != 0
     [line] = [line for line in done.stderr.splitlines() if "spec_rl.enabled = true" in line]
-    assert "not in its single controller; set false" in line
+    assert "and not here; set false" in line
     assert "shutdown" not in done.stdout  # there is nothing yet to shut down
 
 

@@ -1,12 +1,13 @@
 """A NeMo-RL job on a CPU: the real ``setup`` and trainer, two vLLM engines, a small policy.
 
-    python -m tests.support.nemo_rl.job OUT grpo|ppo|distillation [KEY=VALUE ...]
+    python -m tests.support.nemo_rl.job OUT grpo|ppo|distillation|controller [KEY=VALUE ...]
 
 Parts that need a GPU are replaced: the workers of policy and value model (``models.py``), the
 transport of weights (through a file) and details of the vLLM workers (``cpu.py``). The job writes
 OUT/metrics.jsonl, one line for each call of NeMo-RL's logger; OUT/rows.jsonl, one for each
 ``generate`` call; and OUT/counts.jsonl (``counting.py``). The teacher of distillation is the larger
-model of the same task.
+model of the same task. The single controller's GRPO is run by NeMo-RL's own script
+(``controller.py``), without OUT/rows.jsonl.
 
 Ray's files are in the folder that NEMO_SPECRL_TEST_RAY names. Where Ray does not start, the job
 exits with os.EX_TEMPFAIL, before it has written anything.
@@ -48,12 +49,14 @@ os.environ.update(
     RAY_worker_niceness="0",  # Ray's own is 15: on a busy machine its workers would hardly run
     NEMO_SPECRL_TEST_WEIGHTS=str(OUT / "weights.safetensors"),
     NEMO_SPECRL_TEST_COUNTS=str(OUT / "counts.jsonl"),
+    NEMO_SPECRL_TEST_METRICS=str(OUT / "metrics.jsonl"),
 )
 
 import ray  # noqa: E402
 import torch  # noqa: E402
 
-from nemo_specrl.nemo_rl.install import install, rebind  # noqa: E402
+from nemo_specrl.nemo_rl.compat import rebind  # noqa: E402
+from nemo_specrl.nemo_rl.install import install  # noqa: E402
 
 install()
 
@@ -68,7 +71,6 @@ from nemo_rl.utils.config import (  # noqa: E402
     parse_hydra_overrides,
     register_omegaconf_resolvers,
 )
-from nemo_rl.utils.logger import Logger  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
 
@@ -85,19 +87,23 @@ from tests.support.nemo_rl.models import (  # noqa: E402
 
 MODEL = Path("examples/models/qwen3-arith-small").absolute()
 TEACHER = MODEL.with_name("qwen3-arith")
-RECIPE = f"{ALGORITHM}_math" + ("" if ALGORITHM == "distillation" else "_1B")
+BLOCK = "grpo" if ALGORITHM == "controller" else ALGORITHM
+RECIPE = {
+    "controller": "grpo_math_1B_megatron_single_controller",
+    "distillation": "distillation_math",
+}.get(ALGORITHM, f"{ALGORITHM}_math_1B")
 if "++env.scored=true" in sys.argv:
     RECIPE = "grpo_rm_1B"
 ENGINES = 2
 OVERRIDES = [
-    f"{ALGORITHM}.num_prompts_per_step=2",
-    f"{ALGORITHM}.num_generations_per_prompt=4",
-    f"{ALGORITHM}.max_num_epochs=100",
-    f"{ALGORITHM}.val_period=2",
-    f"{ALGORITHM}.val_batch_size=2",
-    f"{ALGORITHM}.max_val_samples=2",
-    f"{ALGORITHM}.val_at_start=true",
-    f"{ALGORITHM}.val_at_end=false",
+    f"{BLOCK}.num_prompts_per_step=2",
+    f"{BLOCK}.num_generations_per_prompt=4",
+    f"{BLOCK}.max_num_epochs=100",
+    f"{BLOCK}.val_period=2",
+    f"{BLOCK}.val_batch_size=2",
+    f"{BLOCK}.max_val_samples=2",
+    f"{BLOCK}.val_at_start=true",
+    f"{BLOCK}.val_at_end=false",
     f"policy.model_name={MODEL}",
     f"policy.tokenizer.name={MODEL}",
     "policy.train_global_batch_size=8",
@@ -123,7 +129,7 @@ if ALGORITHM == "distillation":
 else:
     OVERRIDES += [
         "loss_fn.reference_policy_kl_penalty=0.0",
-        f"++{ALGORITHM}.skip_reference_policy_logprobs_calculation=true",
+        f"++{BLOCK}.skip_reference_policy_logprobs_calculation=true",
     ]
 
 
@@ -266,20 +272,28 @@ class Recorded(CpuGeneration):
 def main() -> None:
     OUT.mkdir(parents=True, exist_ok=True)
     home = Path(os.environ["NEMO_RL_HOME"])
+    recipe = str(home / f"examples/configs/{RECIPE}.yaml")
+    tokenizer = small_tokenizer()
+    torch.manual_seed(1)  # the order of the prompts
+    if ALGORITHM == "controller":
+        from tests.support.nemo_rl.controller import run_script
+
+        for name in ACTOR_ENVIRONMENT_REGISTRY:  # one environment for all actors
+            ACTOR_ENVIRONMENT_REGISTRY[name] = sys.executable
+        arguments = ["--config", recipe, *OVERRIDES, *sys.argv[3:]]
+        run_script(arguments, tokenizer, start_ray, Problems, Sums)
+        return
     register_omegaconf_resolvers()
-    config = load_config(str(home / f"examples/configs/{RECIPE}.yaml"))
+    config = load_config(recipe)
     config = parse_hydra_overrides(config, [*OVERRIDES, *sys.argv[3:]])
     algorithm = {"grpo": grpo, "ppo": ppo, "distillation": distillation}[ALGORITHM]
     config = algorithm.MasterConfig(**OmegaConf.to_container(config, resolve=True))
-    tokenizer = small_tokenizer()
     config.policy["generation"] = configure_generation_config(
         config.policy["generation"], tokenizer
     )
     recorded = config.env.get("recorded", True)
     Recorded.killed_in_step = config.env.get("killed_in_step", -1)
     run_on_cpu(config.policy["generation"], Recorded if recorded else CpuGeneration)
-    record_metrics()
-    torch.manual_seed(1)  # the order of the prompts
     start_ray()
     # The asynchronous trainer makes one pass over its data, whatever max_num_epochs says.
     async_grpo = get_option(config.grpo, "async_grpo", None) if ALGORITHM == "grpo" else None
@@ -389,21 +403,6 @@ def start_ray() -> None:
         sys.exit(os.EX_TEMPFAIL)
     # NeMo-RL's memory tracker asks the only cluster of a machine; there may be several.
     os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
-
-
-def record_metrics() -> None:
-    """Also write what NeMo-RL logs to OUT/metrics.jsonl."""
-    original = Logger.log_metrics
-
-    def log_metrics(
-        self: Any, metrics: Any, step: int, prefix: str | None = "", *args: Any, **kwargs: Any
-    ) -> None:
-        plain = {k: float(v) for k, v in metrics.items() if isinstance(v, (int, float))}
-        with (OUT / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"step": step, "prefix": prefix, **plain}) + "\n")
-        original(self, metrics, step, prefix, *args, **kwargs)
-
-    Logger.log_metrics = log_metrics
 
 
 if __name__ == "__main__":

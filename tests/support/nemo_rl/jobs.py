@@ -80,7 +80,8 @@ class Job:
         out.mkdir(parents=True, exist_ok=True)
         arguments = [algorithm]
         if steps is not None:
-            arguments.append(f"{algorithm}.max_num_steps={steps}")
+            block = "grpo" if algorithm == "controller" else algorithm
+            arguments.append(f"{block}.max_num_steps={steps}")
         arguments += [f"{k}={v}" for k, v in overrides.items()]
         if spec_rl is not None:
             cache = f"cache:{{dir:{out.parent}/stores,deadline_ms:60000}}"

@@ -25,7 +25,10 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
+from tests.support.nemo_rl import recording
 from tests.support.nemo_rl.cpu import WEIGHTS
+
+recording.install()  # also in the actor of the single controller, which gets a copy of the policy
 
 
 class SmallPolicy(ColocatablePolicyInterface):
@@ -160,6 +163,19 @@ class SmallPolicy(ColocatablePolicyInterface):
     print_node_ip_and_gpu_id = nothing
 
 
+class TrainedInParts:
+    """How the single controller trains a policy on the data plane: part by part of a batch."""
+
+    def begin_train_step(self, loss_fn: Any, **_: Any) -> None:
+        self._loss_fn, self._parts = loss_fn, []
+
+    def train_microbatches_from_meta(self, meta: Any, **_: Any) -> None:
+        self._parts.append(self.fetch_training(meta))
+
+    def finish_train_step(self) -> Any:
+        return self.train(BatchedDataDict.from_batches(self._parts), self._loss_fn)
+
+
 def small_plane_policy(config: Any, data_plane: Any, **kwargs: Any) -> Any:
     """A SmallPolicy on NeMo-RL's data plane; the driver fetches and writes for the workers."""
     from nemo_rl.data_plane import build_data_plane_client
@@ -169,7 +185,7 @@ def small_plane_policy(config: Any, data_plane: Any, **kwargs: Any) -> Any:
 
     transfer_queue._patch_tq_actor_runtime_env = lambda: None  # one environment for all actors
 
-    class SmallPlanePolicy(SmallPolicy, TQPolicy):
+    class SmallPlanePolicy(TrainedInParts, SmallPolicy, TQPolicy):
         def __init__(self) -> None:
             super().__init__(config, **kwargs)
             self.cfg, self.dp_cfg, self.tq_partition_id = config, data_plane, "train"
@@ -185,13 +201,16 @@ def small_plane_policy(config: Any, data_plane: Any, **kwargs: Any) -> Any:
             data = self._fetch(meta, ("input_ids", "input_lengths"))
             self.write_to_dataplane(meta, {"prev_logprobs": self.get_logprobs(data)["logprobs"]})
 
-        def train_from_meta(
-            self, meta: Any, loss_fn: Any, train_fields: Any = DP_TRAIN_FIELDS, **_: Any
-        ) -> Any:
+        def fetch_training(self, meta: Any, train_fields: Any = DP_TRAIN_FIELDS) -> Any:
             there = [name for name in train_fields if name != "reference_policy_logprobs"]
             data = self._fetch(meta, there)
             data["reference_policy_logprobs"] = torch.zeros_like(data["prev_logprobs"])
-            return self.train(data, loss_fn)
+            return data
+
+        def train_from_meta(
+            self, meta: Any, loss_fn: Any, train_fields: Any = DP_TRAIN_FIELDS, **_: Any
+        ) -> Any:
+            return self.train(self.fetch_training(meta, train_fields), loss_fn)
 
         def shutdown(self) -> bool:
             self.dp_client.close()
