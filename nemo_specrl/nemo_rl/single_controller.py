@@ -29,7 +29,7 @@ from nemo_specrl.nemo_rl.context import RunContext
 from nemo_specrl.nemo_rl.hooks import Hooks, make_hooks
 from nemo_specrl.nemo_rl.save_deadline import bind_timeout_checker
 
-__all__ = ["ControllerStarter", "SpecSingleController", "SpecSingleControllerImpl"]
+__all__ = ["ControllerStarter"]
 
 COLUMNS = ("input_ids", "input_lengths", "token_mask", "generation_logprobs", "total_reward")
 """What the plug-in reads of the batch in the data plane, beside ``prev_logprobs``."""
