@@ -4,6 +4,9 @@ NeMo-RL chooses its generation backend by the string ``policy.generation.backend
 registry of backends (algorithms/grpo.py, ``setup``) and refuses strings other than "vllm" in many
 places, so the plug-in replaces classes and functions by name; :mod:`.install` does that.
 
+Of what is official, the key ``WORKER_EXTENSION`` is used where it exists; docs/reference/patches.md
+says what else there is, and why the rest is replaced.
+
 Known to work: v0.7.0, and main up to August 2026 (commit 7ea279ab).
 """
 
@@ -69,6 +72,8 @@ STOCK_ASYNC_WORKER = "nemo_rl.models.generation.vllm.vllm_worker_async.VllmAsync
 _QUANTIZED = "nemo_rl.modelopt.models.generation.vllm_quant_worker."
 STOCK_QUANT_WORKER = f"{_QUANTIZED}VllmQuantGenerationWorker"
 STOCK_QUANT_ASYNC_WORKER = f"{_QUANTIZED}VllmQuantAsyncGenerationWorker"
+WORKER_EXTENSION = "worker_extension_cls_fqn"
+"""Key of the generation block by which NeMo-RL after August 2026 takes another worker class."""
 CHECKPOINT_ENGINE_UPDATE = "update_weights_from_checkpoint_engine"
 """What main's ``checkpoint_engine_rpc`` is asked for at a refit by NIXL or by an engine of the
 user's (models/generation/vllm/checkpoint_engine.py)."""
@@ -223,20 +228,31 @@ def undecorated(actor: Any) -> Any:
 
 
 @contextmanager
-def substituted_workers(names: dict[str, str]) -> Iterator[None]:
+def substituted_workers(names: dict[str, str], config: Any) -> Iterator[None]:
     """Have every ``VllmGeneration`` built inside this context use other worker classes.
 
-    ``VllmGeneration.__init__`` has the name of its worker class in its code and passes it to
-    ``resolve_generation_worker_cls``, which is the only place where it can be changed.
+    NeMo-RL after August 2026 takes the class from the recipe's generation block, which has it
+    inside this context (``WORKER_EXTENSION``; NVIDIA-NeMo/RL#3809). Before, it can be changed in
+    ``resolve_generation_worker_cls`` alone, which the constructor gives the stock class's name.
 
     Args:
         names: full name of each stock worker class, and of the class that replaces it.
+        config: the generation block.
 
     Raises:
         ConfigError: from the constructor, for a stock worker class that is not in ``names``.
     """
+    if WORKER_EXTENSION in lookup(GENERATION, "VllmConfig").__annotations__:
+        stock = STOCK_ASYNC_WORKER if config["vllm_cfg"]["async_engine"] else STOCK_WORKER
+        before = {key: value for key, value in config.items() if key == WORKER_EXTENSION}
+        config[WORKER_EXTENSION] = _with_environment(names[stock], stock)
+        try:
+            yield
+        finally:
+            del config[WORKER_EXTENSION]
+            config.update(before)
+        return
     module: Any = importlib.import_module(GENERATION)
-    registry = lookup(ENVIRONMENTS, "ACTOR_ENVIRONMENT_REGISTRY")
     original = module.resolve_generation_worker_cls
 
     def resolve(default: str, config: Any) -> str:
@@ -246,9 +262,7 @@ def substituted_workers(names: dict[str, str]) -> Iterator[None]:
                 f"the generation worker {stock} cannot reuse rollouts; set "
                 "policy.generation.spec_rl.enabled=false"
             )
-        if names[stock] not in registry:
-            registry[names[stock]] = _python_of(stock, registry[stock])
-        return names[stock]
+        return _with_environment(names[stock], stock)
 
     module.resolve_generation_worker_cls = resolve
     try:
@@ -281,6 +295,14 @@ def queued_behind(worker_group: Any, queue: Callable[[list[Any]], None]) -> Iter
         yield
     finally:
         del worker_group.run_all_workers_sharded_data
+
+
+def _with_environment(worker: str, stock: str) -> str:
+    """The name of a worker class, which NeMo-RL then knows the environment of."""
+    registry = lookup(ENVIRONMENTS, "ACTOR_ENVIRONMENT_REGISTRY")
+    if worker not in registry:
+        registry[worker] = _python_of(stock, registry[stock])
+    return worker
 
 
 def _python_of(worker: str, executable: str) -> str:

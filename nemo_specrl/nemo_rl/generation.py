@@ -104,7 +104,7 @@ class SpecVllmGeneration(VllmGeneration):
         self.cache, self._first_version = run.open_cache()
         self._lacks_cache = self.cache is None
         try:
-            with compat.substituted_workers(self.worker_classes):
+            with compat.substituted_workers(self.worker_classes, config):
                 super().__init__(cluster, config, **kwargs)
             self._engines = EngineCalls(self.worker_group)
             if not kwargs.get("defer_model_load"):

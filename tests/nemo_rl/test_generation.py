@@ -90,6 +90,37 @@ def test_the_worker_has_the_environment_of_the_stock_one(cluster, monkeypatch):
     assert compat._python_of(compat.STOCK_WORKER, "/usr/bin/python3") == "/usr/bin/python3"
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("before", [{}, {"worker_extension_cls_fqn": None}])
+def test_the_worker_is_named_by_the_official_key_where_there_is_one(
+    nemo,  # noqa: F811
+    monkeypatch,
+    asynchronous,
+    before,
+):
+    """As NeMo-RL after August 2026 has it; an older one is told that it does, too."""
+    from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
+    from nemo_rl.models.generation.vllm import vllm_generation
+
+    from nemo_specrl.nemo_rl import compat
+
+    annotations = vllm_generation.VllmConfig.__annotations__
+    monkeypatch.setitem(annotations, compat.WORKER_EXTENSION, str | None)
+    stocks = (compat.STOCK_WORKER, compat.STOCK_ASYNC_WORKER)
+    for stock in stocks:
+        monkeypatch.setitem(ACTOR_ENVIRONMENT_REGISTRY, stock, f"/envs/{stock}/bin/python")
+        monkeypatch.setitem(ACTOR_ENVIRONMENT_REGISTRY, f"ours of {stock}", None)
+        del ACTOR_ENVIRONMENT_REGISTRY[f"ours of {stock}"]
+    config = {"vllm_cfg": {"async_engine": asynchronous}, **before}
+    resolve, stock = vllm_generation.resolve_generation_worker_cls, stocks[asynchronous]
+    with compat.substituted_workers({name: f"ours of {name}" for name in stocks}, config):
+        assert config[compat.WORKER_EXTENSION] == f"ours of {stock}"
+        # VllmGeneration asks for the environment before it starts anything.
+        assert ACTOR_ENVIRONMENT_REGISTRY[f"ours of {stock}"] == f"/envs/{stock}/bin/python"
+        assert vllm_generation.resolve_generation_worker_cls is resolve
+    assert config == {"vllm_cfg": {"async_engine": asynchronous}, **before}
+
+
 class Worker:
     """An engine's worker that does not answer while a file is there."""
 

@@ -183,12 +183,12 @@ class CpuGeneration(SpecVllmGeneration):
         STOCK_ASYNC_WORKER: f"{__name__}.StockAsyncWorker",
     }
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, cluster: Any, config: Any, **kwargs: Any) -> None:
         if current_run() is not None:
-            super().__init__(*args, **kwargs)
+            super().__init__(cluster, config, **kwargs)
             return
-        with substituted_workers(self.stock_classes):
-            super().__init__(*args, **kwargs)
+        with substituted_workers(self.stock_classes, config):
+            super().__init__(cluster, config, **kwargs)
 
     def prepare_refit_info(self, state_dict_info: Any) -> None:
         pass
