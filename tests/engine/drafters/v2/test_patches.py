@@ -3,6 +3,7 @@
 import pytest
 
 from nemo_specrl.errors import IncompatibleVersion
+from tests.support.upstream import graph_manager
 
 
 @pytest.mark.parametrize("name", ["add_requests", "_remove_request"])
@@ -58,40 +59,11 @@ def test_installed_once():
 
 def captured_graphs(*, sizes, lengths, rows, drafts=True):
     """A manager of graphs of vLLM's, which has captured those of these sizes."""
-    from types import SimpleNamespace
-
-    from vllm.config.compilation import CUDAGraphMode
-    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
-
     from nemo_specrl.engine.vllm import v2_patches
 
     v2_patches.install()
-    longest = max(lengths)
-    ranges = [(i + 1, i + 1, length) for i, length in enumerate(lengths[:-1])]
-    ranges.append((len(lengths), rows, lengths[-1]))
-    options = v2_patches.speculator_options(longest, 1000, adaptive=True)["additional_config"]
-    manager = object.__new__(CudaGraphManager)
-    manager.vllm_config = SimpleNamespace(
-        additional_config=options if drafts else {},
-        num_speculative_tokens=longest,
-        speculative_config=SimpleNamespace(
-            uses_dynamic_speculative_decoding=lambda: True,
-            num_speculative_tokens_per_batch_size=ranges,
-        ),
-        parallel_config=SimpleNamespace(data_parallel_size=1, use_ubatching=False),
-        cache_config=SimpleNamespace(use_kda_recoverssm=False),
-    )
-    manager.compilation_config = SimpleNamespace(
-        cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=max(sizes)
-    )
-    manager.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
-    manager.max_num_reqs, manager.decode_query_len = rows, longest + 1
-    manager.lora_capture_cases, manager._lora_dispatch_map, manager._max_lora_case = [0], {}, 0
-    manager.varlen_decode = manager.use_breakable_cg = False
-    manager._candidates, manager._capture_descs, manager.ubatch_runner = {}, {}, None
-    manager._init_candidates()
-    manager._graphs_captured = True
-    return manager
+    options = v2_patches.speculator_options(max(lengths), 1000, adaptive=True)
+    return graph_manager(sizes, lengths, rows, options["additional_config"] if drafts else {})
 
 
 def test_each_step_finds_the_graph_of_its_length():
