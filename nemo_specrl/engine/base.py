@@ -172,8 +172,8 @@ class BaseSpeculativeLLM:
             request.set_history(occurrence, lengths.get(request.row.key))
             if draft is None or not (draft.raw and request.raw):
                 continue
-            if request.turns is not None:  # its environment must see each turn end
-                continue
+            if request.turns is not None or request.media is not None:
+                continue  # an environment must see each turn end; images have no tokens here
             own = draft.fresh and self._of_these_weights(draft)
             if (self._lossless and not own) or self._limits.adapters_on_cpu:
                 continue  # the prompt's tree drafts it
@@ -245,6 +245,8 @@ class BaseSpeculativeLLM:
         )
         if self._proposes and request.draftable:
             params = self._histories.with_history(request, params, self.policy_version)
+        if request.media is not None:
+            return request.media, params
         return {"prompt_token_ids": request.rules.prompt + request.tokens}, params
 
     def _count_draft(self, request: RolloutRequest) -> bool:

@@ -149,6 +149,11 @@ def checked_requests(
             f"override_generation_config): {error}"
         ) from None
     if environment is not None:
+        if any(request.media is not None for request in requests):
+            raise ConfigError(
+                "environment: leads conversations by tokens, and a prompt has images, sounds or "
+                "videos; leave one of them out"
+            )
         for request in requests:
             request.turns = Turns(environment, request.rules)
     first_rows = [request for request in requests if not request.index_in_prompt]

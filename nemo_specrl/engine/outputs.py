@@ -337,7 +337,8 @@ def request_outputs(
             outputs[-1].outputs.append(completion)
             continue
         carrier.prompt = request.text
-        carrier.prompt_token_ids = list(request.rules.prompt)
+        if request.media is None:  # else the engine's output alone has its placeholders
+            carrier.prompt_token_ids = list(request.rules.prompt)
         if request.draft is not None or request.rounds is not None:
             carrier.prompt_logprobs = None
         carrier.outputs = [completion]

@@ -140,13 +140,13 @@ def as_list(prompts: Any) -> Any:
 
 
 def rendered_prompt(prompt: Any, limits: EngineLimits, where: str) -> tuple[str | None, list[int]]:
-    """The text, where there is one, and the token ids of a prompt."""
+    """The text, where there is one, and the token ids of a prompt.
+
+    Of a prompt with media these are the tokens that it is given by: vLLM puts placeholders of media
+    in.
+    """
     text = None
     if isinstance(prompt, dict):
-        if prompt.get("multi_modal_data"):
-            raise ConfigError(
-                f"{where}: multi-modal prompts cannot be drafted; set spec_rl.enabled: false"
-            )
         text = prompt.get("prompt")
         prompt = prompt.get("prompt_token_ids", text)
     if isinstance(prompt, str):

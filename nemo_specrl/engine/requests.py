@@ -23,6 +23,7 @@ from nemo_specrl.engine.sampling_rules import (
     is_raw,
 )
 from nemo_specrl.errors import ConfigError
+from nemo_specrl.media import has_media, media_prompt_key
 from nemo_specrl.rollout import MAX_SAMPLE_INDEX, Rollout, prompt_key
 from nemo_specrl.speculation.acceptance import derived_seed
 from nemo_specrl.speculation.draft_selection import Row, assign_sample_indices
@@ -35,6 +36,11 @@ if TYPE_CHECKING:
     from nemo_specrl.engine.turns import Turns
 
 __all__ = ["RolloutRequest", "build_requests"]
+
+NOT_WITH_MEDIA = (
+    "prompts: behind images, sounds and videos, drafts are verified inside vLLM alone; set preset: "
+    "lossless with tree.method: v2 or proposer, or spec_rl.enabled: false"
+)
 
 
 @dataclasses.dataclass(eq=False)
@@ -108,6 +114,8 @@ class RolloutRequest:
         response: what has come of the response so far.
         versions: which weights have verified and decoded it.
         replayed: the rollout of the journal that it was completed from.
+        media: the caller's prompt, if it has images, sounds or videos. It goes to the engine as it
+            is, which alone knows all of its tokens: ``rules`` has those without placeholders.
         rounds: state of verification in rounds, for a row that is decoded so.
         turns: state of the conversation, for a row that is one. ``rules`` and ``response`` are
             those of its present turn, until :meth:`join_turns`.
@@ -126,6 +134,7 @@ class RolloutRequest:
     response: Response = dataclasses.field(default_factory=Response)
     versions: TokenVersions = dataclasses.field(default_factory=TokenVersions)
     replayed: Rollout | None = None
+    media: Any = None
     rounds: RowInRounds | None = None
     turns: Turns | None = None
 
@@ -286,8 +295,8 @@ def build_requests(
     Raises:
         UnsupportedSampling: drafts cannot be verified under these parameters.
         ConfigError: the numbers of prompts, parameters and sample indices differ, a sample index
-            occurs twice or is none, or a prompt is not of text, empty, too long, or of tokens that
-            the model does not know.
+            occurs twice or is none, or a prompt is empty, too long, of tokens that the model does
+            not know, or has images, sounds or videos where more than trees verifies.
     """
     prompts = as_list(prompts)
     if not isinstance(sampling_params, Sequence):
@@ -298,11 +307,15 @@ def build_requests(
     greedy = greedy and bool(trees_alone)
     _check_params(sampling_params, trees=trees, verified=trees_alone is not None, greedy=greedy)
     rendered = [rendered_prompt(p, limits, f"prompts[{i}]") for i, p in enumerate(prompts)]
+    media = [prompt if has_media(prompt) else None for prompt in prompts]
+    if not trees_alone and any(media):
+        raise ConfigError(NOT_WITH_MEDIA)
     if prompt_keys is None:
-        prompt_keys = [prompt_key(tokens) for _, tokens in rendered]
+        keyed = zip(media, rendered, strict=True)
+        prompt_keys = [media_prompt_key(m) if m else prompt_key(ids) for m, (_, ids) in keyed]
     rows = _rows(prompt_keys, [p.n for p in sampling_params], sample_indices)
     requests: list[RolloutRequest] = []
-    for (text, tokens), params in zip(rendered, sampling_params, strict=True):
+    for (text, tokens), whole, params in zip(rendered, media, sampling_params, strict=True):
         cacheable = greedy or not is_greedy(params)
         for index_in_prompt in range(params.n):
             engine_params = _engine_params(params, index_in_prompt)
@@ -314,8 +327,9 @@ def build_requests(
                 extra_eos=limits.extra_eos,
                 tokenizer=limits.tokenizer,
             )
-            asked = text, index_in_prompt, params, engine_params, rules, rows[len(requests)]
-            requests.append(RolloutRequest(len(requests), *asked, cacheable))
+            index = len(requests)
+            made = index, text, index_in_prompt, params, engine_params, rules, rows[index]
+            requests.append(RolloutRequest(*made, cacheable, media=whole))
     return requests
 
 

@@ -48,8 +48,8 @@ _RAW: tuple[tuple[str, tuple[Any, ...]], ...] = (
 # engine on a CPU fails in a step that has no draft (v1/sample/ops/topk_topp_sampler.py,
 # apply_top_k_only).
 _BY_TREES = {
-    "proposer": frozenset({"temperature", "top_p"}),
-    "v2": frozenset({"temperature", "top_p", "top_k"}),
+    "proposer": frozenset({"temperature", "top_p", "bad_words"}),
+    "v2": frozenset({"temperature", "top_p", "top_k", "bad_words"}),
 }
 # What no engine with a drafter takes: vLLM refuses the request (sampling_params.py,
 # _validate_spec_decode), with V2 too, whose sampler would apply min_p before rejection sampling.

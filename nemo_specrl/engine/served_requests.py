@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nemo_specrl.engine.async_engine import AsyncSpeculativeLLM
@@ -23,6 +23,7 @@ from nemo_specrl.engine.drafters.roots import ROOTS, Roots
 from nemo_specrl.engine.policy_version import TokenVersions
 from nemo_specrl.engine.requests import RolloutRequest, build_requests
 from nemo_specrl.errors import ConfigError, UnsupportedSampling
+from nemo_specrl.media import content_tokens, has_media
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -34,11 +35,14 @@ SERVED = 1 << 63
 
 
 class ServedTurn(NamedTuple):
-    """What a request has yielded: its prompt, the response, and which weights made its tokens."""
+    """What a request has yielded: its prompt and the response, which weights made its tokens, and
+    the prompt's key.
+    """
 
     prompt: list[int]
     tokens: list[int]
     versions: TokenVersions
+    key: bytes
 
 
 class ServingSpeculativeLLM(AsyncSpeculativeLLM):
@@ -64,7 +68,8 @@ class ServingSpeculativeLLM(AsyncSpeculativeLLM):
         """``AsyncLLM.generate``, with drafts from the history of what the prompt begins with.
 
         A request that cannot be drafted for is decoded plainly: under parameters that drafts are
-        not verified under, greedily, with ``n`` above 1, or with images.
+        not verified under, greedily, with ``n`` above 1, or with images that vLLM has not rendered
+        yet, as its HTTP server does.
 
         Args:
             prompt: as ``AsyncLLM.generate`` takes it.
@@ -97,12 +102,15 @@ class ServingSpeculativeLLM(AsyncSpeculativeLLM):
             self.metrics.decoded_tokens += len(tokens)
             self.metrics.response_tokens += len(tokens)
         if note is not None and not row.aborted:
-            note(ServedTurn(request.prompt_tokens, tokens, request.versions))
+            turn = ServedTurn(request.prompt_tokens, tokens, request.versions, request.row.key)
+            note(turn)
 
     def _request(self, prompt: Any, params: SamplingParams) -> RolloutRequest | None:
         """The request, if it can be drafted for."""
         if not self._proposes or params.n != 1:
             return None
+        if has_media(prompt) and "mm_placeholders" not in prompt:
+            return None  # where the images are is not known
         try:
             [request] = build_requests(self._limits, prompt, params, None, trees_alone=True)
         except (ConfigError, UnsupportedSampling):
@@ -116,7 +124,8 @@ class ServingSpeculativeLLM(AsyncSpeculativeLLM):
         key, version = request.row.key, self.policy_version
         if self._asked_at != version:
             self._asked, self._asked_at = set(), version
-        if self._roots.key_of(request.prompt_tokens, key) == key and key not in self._asked:
+        root = content_tokens(request.prompt_tokens, _rendered_media(request.media))
+        if self._roots.key_of(root, key) == key and key not in self._asked:
             self._asked.add(key)  # other requests of this prompt do not wait for the answer
             started = time.perf_counter()
             await row.wait_for(self._look_up(key, version))
@@ -135,6 +144,17 @@ class ServingSpeculativeLLM(AsyncSpeculativeLLM):
             self._histories.add({key: rollouts}, version)
         except Exception as error:  # whatever fails in a cache, rows are decoded without it
             self._count_cache_error(error)
+
+
+def _rendered_media(prompt: Any) -> Iterator[tuple[str, int, int]]:
+    """Name of the content, first position and number of placeholders of a rendered prompt's media.
+
+    Args:
+        prompt: None where it has none.
+    """
+    for kind, places in (prompt or {}).get("mm_placeholders", {}).items():
+        for name, place in zip(prompt["mm_hashes"][kind], places, strict=True):
+            yield name, place.offset, place.length
 
 
 def _appended(tokens: list[int], output: RequestOutput, params: SamplingParams) -> list[int]:

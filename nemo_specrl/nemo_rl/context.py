@@ -23,11 +23,11 @@ from nemo_specrl.files import step_folders
 from nemo_specrl.nemo_rl.compat import get_option
 from nemo_specrl.nemo_rl.loader_checks import partial_rollouts_block
 from nemo_specrl.nemo_rl.recipe_checks import (
-    BLOCK,
     DISTILLATION,
     check_recipe,
     serves_requests,
 )
+from nemo_specrl.nemo_rl.row_checks import BLOCK
 
 __all__ = [
     "ENDED",

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nemo_specrl.nemo_rl.rollout_metadata import MetadataTable, ResponseSpan
-from nemo_specrl.rollout import Finish, Rollout, prompt_key
+from nemo_specrl.rollout import Finish, Rollout
 from nemo_specrl.speculation.draft_selection import assign_sample_indices
 
 __all__ = ["conversations"]
@@ -38,11 +38,11 @@ def conversations(batch: Any, records: MetadataTable) -> list[Rollout]:
     token_ids, masks = batch["input_ids"].numpy(), batch["token_mask"].numpy()
     logprobs = batch["generation_logprobs"].numpy() if "generation_logprobs" in batch else None
     known = [
-        (row, turns[0].start, turns[-1].end, versions)
+        (turns[0].record.key, row, turns[0].start, turns[-1].end, versions)
         for row, turns in enumerate(records.find(token_ids, masks, batch["input_lengths"].tolist()))
-        if (versions := _versions(turns)) is not None
+        if (versions := _versions(turns)) is not None and turns[0].record is not None
     ]
-    keys = [prompt_key(token_ids[row][:start]) for row, start, _, _ in known]
+    keys = [key for key, *_ in known]  # the workers': of a root with images no other knows it
     return [
         Rollout(
             key,
@@ -54,8 +54,8 @@ def conversations(batch: Any, records: MetadataTable) -> list[Rollout]:
             birth_versions=versions,
             raw=False,
         )
-        for key, sample_index, (row, start, end, versions) in zip(
-            keys, assign_sample_indices(keys), known, strict=True
+        for sample_index, (key, row, start, end, versions) in zip(
+            assign_sample_indices(keys), known, strict=True
         )
     ]
 

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 import ray
 import torch
+from nemo_rl.models.generation.vllm.utils import format_prompt_for_vllm_generation
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 
 from nemo_specrl.cache.cluster.cluster_cache import ClusterCache
@@ -26,6 +27,7 @@ from nemo_specrl.cache.metrics import store_metrics
 from nemo_specrl.engine.load_balance import balanced_order, row_costs
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.errors import CacheError, EngineError
+from nemo_specrl.media import has_media, media_prompt_key
 from nemo_specrl.monitoring import names as metric
 from nemo_specrl.nemo_rl import compat
 from nemo_specrl.nemo_rl.context import (
@@ -50,7 +52,7 @@ from nemo_specrl.speculation.draft_selection import (
     select_drafts,
 )
 
-__all__ = ["SpecVllmGeneration", "completed", "validating"]
+__all__ = ["SpecVllmGeneration", "completed", "prompt_keys", "validating"]
 
 PACKAGE = "nemo_specrl.nemo_rl"
 ATTACH_SECONDS = 600.0
@@ -156,10 +158,7 @@ class SpecVllmGeneration(VllmGeneration):
                 self._heldout_tokens += int(output["generation_lengths"].sum())
             return output
         started = time.perf_counter()
-        keys = [
-            prompt_key(ids[:length].numpy())
-            for ids, length in zip(data["input_ids"], data["input_lengths"].tolist(), strict=True)
-        ]
+        keys = prompt_keys(data)
         sample_indices = assign_sample_indices(keys)
         order = balanced_order(self._costs(keys, sample_indices), self.dp_size)
         data = data.select_indices(order)
@@ -407,6 +406,23 @@ def completed(batch: Any, *columns: torch.Tensor) -> tuple[Any, ...]:
         if generation.partial_rollouts is not None:
             return generation.partial_rollouts.completed(batch, *columns)
     return batch, *columns
+
+
+def prompt_keys(data: Any) -> list[bytes]:
+    """The key of each row's prompt in a batch for generation.
+
+    Args:
+        data: the columns ``input_ids`` and ``input_lengths``, and those of media where it has some.
+    """
+    if "vllm_content" not in data:
+        return [
+            prompt_key(ids[:length].numpy())
+            for ids, length in zip(data["input_ids"], data["input_lengths"].tolist(), strict=True)
+        ]
+    return [
+        media_prompt_key(prompt) if has_media(prompt) else prompt_key(prompt["prompt_token_ids"])
+        for prompt in format_prompt_for_vllm_generation(data)
+    ]
 
 
 @contextmanager

@@ -7,10 +7,9 @@ from typing import Any
 
 from nemo_specrl.config import SpecRLConfig
 from nemo_specrl.nemo_rl.compat import block_enabled, get_option
+from nemo_specrl.nemo_rl.row_checks import BLOCK
 
-__all__ = ["BLOCK", "partial_rollouts_block", "refused_partial_rollouts", "refused_run_ahead"]
-
-BLOCK = "policy.generation.spec_rl"
+__all__ = ["partial_rollouts_block", "refused_partial_rollouts", "refused_run_ahead"]
 
 
 def refused_run_ahead(master_config: Any, spec_rl: SpecRLConfig) -> list[tuple[bool, str]]:
@@ -53,7 +52,9 @@ def partial_rollouts_block(master_config: Any, algorithm: str) -> Any:
     return get_option(getattr(master_config, algorithm), "partial_rollouts", None)
 
 
-def refused_partial_rollouts(master_config: Any, algorithm: str) -> Iterator[tuple[bool, str]]:
+def refused_partial_rollouts(
+    master_config: Any, algorithm: str, images: bool
+) -> Iterator[tuple[bool, str]]:
     """Where prompts cannot be put off, or a batch cannot do without them."""
     if not get_option(partial_rollouts_block(master_config, algorithm), "enabled", False):
         return
@@ -88,4 +89,9 @@ def refused_partial_rollouts(master_config: Any, algorithm: str) -> Iterator[tup
         bool(get_option(master_config.data, "use_multiple_dataloader", False)),
         f"{name}: prompts of several data loaders would be mixed; set "
         "data.use_multiple_dataloader=false, or false",
+    )
+    yield (
+        images,
+        f"{name}: this recipe has a processor of images, and such prompts have not been put off; "
+        "set false",
     )

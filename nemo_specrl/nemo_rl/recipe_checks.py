@@ -13,10 +13,16 @@ from nemo_specrl.engine.vllm.environment import V2_USE, Engines, asks_for_v2, wh
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.nemo_rl import compat
 from nemo_specrl.nemo_rl.compat import block_enabled, get_option
-from nemo_specrl.nemo_rl.loader_checks import BLOCK, refused_partial_rollouts, refused_run_ahead
+from nemo_specrl.nemo_rl.loader_checks import refused_partial_rollouts, refused_run_ahead
+from nemo_specrl.nemo_rl.row_checks import (
+    BLOCK,
+    RAW_TOP_K,
+    refused_media,
+    refused_sampling,
+    verified_by_prompts,
+)
 
 __all__ = [
-    "BLOCK",
     "DISTILLATION",
     "check_elsewhere",
     "check_recipe",
@@ -27,7 +33,6 @@ DISTILLATION = "distillation"
 """The name of the block of the algorithm that learns from a teacher's log-probs, not rewards."""
 OLDEST_IN_FLIGHT = (0, 25)
 """The oldest vLLM in which rows keep all their tokens at a refit in flight."""
-RAW_TOP_K = (None, -1, 0)
 ROUTES = "policy.router_replay.enabled = true"
 NO_ROUTES = "switch router replay (enable_return_routed_experts) off"
 SPARSE_REFITS = ("vllm_s3_sparse", "vllm_zmq_sparse")
@@ -68,23 +73,19 @@ def check_recipe(
     unseen = block_enabled(master_config, "data_plane") and not single_controller
     refitted = None if single_controller else algorithm
     refused = itertools.chain(
-        _refused_sampling(generation, spec_rl),
+        refused_sampling(generation, spec_rl),
+        refused_media(images, spec_rl),
         _refused_engines(generation, off),
         _refused_features(master_config, spec_rl, off),
         _refused_served(master_config, spec_rl, unseen, off),
         _refused_options(master_config, spec_rl, algorithm, unseen),
         _refused_in_flight(master_config, spec_rl, refitted, engines),
         refused_run_ahead(master_config, spec_rl),
-        refused_partial_rollouts(master_config, algorithm),
+        refused_partial_rollouts(master_config, algorithm, images),
     )
     for wrong, line in refused:
         if wrong:
             raise ConfigError(line)
-    if images:
-        raise ConfigError(
-            f"{BLOCK}.enabled = true: only text can be drafted, and this recipe has a processor of "
-            "images; set false"
-        )
     if spec_rl.tree.enabled:  # its index is native code, which may be missing here, as in workers
         importlib.import_module("nemo_specrl.speculation.suffix_tree")
         engines = engines or compat.engines_of(generation)
@@ -163,7 +164,7 @@ def _refused_features(
             f"policy.generation.backend = {generation['backend']!r}: must be vllm, {off}",
         ),
         (
-            compat.returns_routes(master_config.policy) and _verifies_by_prompt(spec_rl),
+            compat.returns_routes(master_config.policy) and verified_by_prompts(spec_rl),
             f"{ROUTES}: the routes of a reused prefix are not recorded; {NO_ROUTES}, {off}",
         ),
         (
@@ -173,12 +174,6 @@ def _refused_features(
             "without trees",
         ),
     ]
-
-
-def _verifies_by_prompt(spec_rl: SpecRLConfig) -> bool:
-    """Whether drafts are verified by prompt log-probs: those of prefix reuse, and of rounds."""
-    inside = spec_rl.tree.enabled and spec_rl.tree.method != "rounds"
-    return spec_rl.effective_fresh_fraction < 1 or not inside
 
 
 def serves_requests(master_config: Any) -> str | None:
@@ -198,7 +193,7 @@ def _refused_served(
     if name is None:
         return
     yield (
-        _verifies_by_prompt(spec_rl),
+        verified_by_prompts(spec_rl),
         f"{name}: a request of NeMo-Gym is one request to the engine, so that no prefix can be "
         f"verified before it; set preset: lossless without rounds, {off}",
     )
@@ -245,52 +240,6 @@ def _refused_options(
             spec_rl.clip_anchor == "birth" and unseen,
             f"{BLOCK}.clip_anchor = 'birth': does not reach the data plane yet; set "
             "data_plane.enabled=false, or the anchor to current",
-        ),
-    ]
-
-
-def _refused_sampling(generation: Any, spec_rl: SpecRLConfig) -> list[tuple[bool, str]]:
-    """Kinds of sampling and numbers that drafts cannot be verified under.
-
-    A proposer's drafts are verified against the distribution that is sampled from, whatever its
-    temperature and top-p; those of prefix reuse and of rounds by prompt log-probs.
-    """
-    by_prompt = _verifies_by_prompt(spec_rl)
-    judge = "prefix reuse" if spec_rl.effective_fresh_fraction < 1 else "tree.method: rounds"
-    why = f"{judge} verifies drafts by prompt log-probs, which are those of raw sampling"
-    off = f"or {BLOCK}.enabled=false"
-    way = f"or {BLOCK}.preset: lossless without rounds, {off}"
-    vllm_cfg = generation.get("vllm_cfg") or {}
-    precision, kv = str(vllm_cfg.get("precision")), str(vllm_cfg.get("kv_cache_dtype"))
-    noise = "its noise in the log-probs by which drafts are verified has not been measured"
-    return [
-        (
-            by_prompt and generation["temperature"] != 1,
-            f"policy.generation.temperature = {generation['temperature']}: {why}; set 1.0, {way}",
-        ),
-        (
-            by_prompt and generation["top_p"] != 1,
-            f"policy.generation.top_p = {generation['top_p']}: {why}; set 1.0, {way}",
-        ),
-        (
-            by_prompt and generation["top_k"] not in RAW_TOP_K,
-            f"policy.generation.top_k = {generation['top_k']}: {why}; set null, {way}",
-        ),
-        (
-            bool(generation.get("bad_words")),
-            f"policy.generation.bad_words: not tried with drafts; leave them out, {off}",
-        ),
-        (
-            by_prompt and precision.startswith("fp8"),
-            f"policy.generation.vllm_cfg.precision = {precision}: {noise}; set bfloat16, {way}",
-        ),
-        (
-            by_prompt and kv.startswith("fp8"),
-            f"policy.generation.vllm_cfg.kv_cache_dtype = {kv}: {noise}; set auto, {way}",
-        ),
-        (
-            by_prompt and generation.get("quant_cfg") is not None,
-            f"policy.generation.quant_cfg: {noise}; leave it out, {way}",
         ),
     ]
 

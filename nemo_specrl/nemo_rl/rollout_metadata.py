@@ -19,7 +19,7 @@ import numpy.typing as npt
 import xxhash
 
 from nemo_specrl.engine.policy_version import TokenVersions
-from nemo_specrl.rollout import Rollout, prompt_key
+from nemo_specrl.rollout import Rollout
 
 if TYPE_CHECKING:  # the driver has no vLLM
     from nemo_specrl.engine.served_requests import ServedTurn
@@ -110,8 +110,7 @@ class MetadataLog:
 
     def note_turn(self, turn: ServedTurn) -> None:
         """Note a turn of a conversation that is led by HTTP."""
-        key = prompt_key(turn.prompt)
-        record = RolloutMetadata(key, 0, fresh=True, staleness=None, versions=turn.versions)
+        record = RolloutMetadata(turn.key, 0, fresh=True, staleness=None, versions=turn.versions)
         self._note(turn.prompt, turn.tokens, record)
 
     def _note(self, prompt: Any, tokens: Any, record: RolloutMetadata) -> None:

@@ -131,6 +131,44 @@ def test_with_trees_alone_other_sampling_has_its_own_distribution(llm, proposer,
     assert len(made_now) == len(tokens) and not any(r.raw for r in made_now)
 
 
+def test_bad_words_never_come_up_and_all_else_keeps_its_distribution(llm, proposer):
+    """A word of one token and one of two, both of which are drafted."""
+    decode = llm.get_tokenizer().decode
+
+    def likeliest(prefix):
+        found = np.argsort(-distribution(llm, prefix)).tolist()
+        return [token for token in found if len(decode([token]).strip()) == 1]
+
+    first, second = likeliest([])[:2]
+    behind = next(token for token in likeliest([second]) if token != first)
+    words = [decode([first]), decode([second, behind])]
+    drafts = [[first, second, behind], [second, behind, first], *good_drafts(llm)]
+    made = made_with(llm, DictCache(rollouts(drafts)), CONFIG)
+    _, sampled = sample(made, ROWS // 2, 3, bad_words=words)
+    assert made.metrics.tree_drafted_tokens > ROWS / 8
+    tokens = np.array(sampled)
+    assert not (tokens == first).any()
+    pairs = np.concatenate([tokens[:, :2], tokens[:, 1:]])
+    assert not (pairs == [second, behind]).all(axis=1).any()
+
+    def p_value(place, prefix, *forbidden):
+        there = tokens[(tokens[:, : len(prefix)] == prefix).all(axis=1), place]
+        p = distribution(llm, prefix)
+        p[list(forbidden)] = 0
+        counts = np.bincount(there, minlength=VOCABULARY)[p > 0]
+        return chi_squared(counts, len(there) * p[p > 0] / p.sum(), cells=3)
+
+    common = int(np.bincount(tokens[tokens[:, 0] != second, 0]).argmax())
+    tests = [
+        p_value(0, [], first),
+        p_value(1, [second], first, behind),
+        p_value(1, [common], first),
+    ]
+    assert min(tests) > ERROR_RATE / len(tests)
+    # Without the rule they would have come up.
+    assert distribution(llm)[first] > 0.01 and distribution(llm, [second])[behind] > 0.01
+
+
 def test_rollouts_of_other_sampling_are_drafts_for_trees_alone(llm, proposer):
     """After a switch to prefix reuse they are not verified, and after the way back they draft."""
     cache = DictCache()
@@ -181,7 +219,7 @@ def test_what_vllm_takes_with_no_drafter_is_refused_with_that_reason(llm, propos
 
 def test_other_sampling_is_refused_by_name_where_more_than_trees_verifies(llm, proposer):
     made = made_with(llm, DictCache(), CONFIG)
-    for option in ({"top_k": 5}, {"repetition_penalty": 1.1}, {"bad_words": ["1"]}):
+    for option in ({"top_k": 5}, {"repetition_penalty": 1.1}, {"min_tokens": 2}):
         with pytest.raises(UnsupportedSampling, match=f"{next(iter(option))} = .* shown to hold"):
             sample(made, 2, 3, **{"detokenize": True, **option})
     made.fresh_fraction = 0.5  # lossless again only by the configuration's own share

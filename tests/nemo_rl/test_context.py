@@ -483,9 +483,21 @@ def test_a_model_is_looked_up_by_its_name(tmp_path):
     assert compat.model_of(str(tmp_path / "none")) == {}
 
 
-def test_only_text_is_drafted(tmp_path):
-    with pytest.raises(ConfigError, match="only text can be drafted"):
-        RunContext.of(recipe(tmp_path), "grpo", images=True)
+@pytest.mark.parametrize("changes", [REUSE, REUSE | AUTO, ROUNDS])
+def test_images_and_bad_words_are_refused_where_prompts_verify(tmp_path, changes):
+    with pytest.raises(ConfigError, match=r"preset = .* processor of images.* set preset: lossl"):
+        RunContext.of(recipe(tmp_path, **changes), "grpo", images=True)
+    with pytest.raises(ConfigError, match=r"bad_words: .* verifies drafts by prompt log-probs"):
+        RunContext.of(recipe(tmp_path, **changes, bad_words=["<image>"]), "grpo")
+
+
+@pytest.mark.skipif(not has_custom_proposers(), reason="this vLLM (0.20) takes no proposer")
+def test_with_a_drafter_in_the_engine_images_and_bad_words_are_drafted_for(tmp_path):
+    assert RunContext.of(recipe(tmp_path, **PROPOSER, bad_words=["a"]), "grpo", images=True)
+    with pytest.raises(
+        ConfigError, match=r"run_ahead.enabled = True: .* only the tokens are known"
+    ):
+        RunContext.of(recipe(tmp_path, **PROPOSER, **AHEAD), "grpo", images=True)
 
 
 @pytest.mark.parametrize("changes", [REUSE, REUSE | AUTO, ROUNDS])

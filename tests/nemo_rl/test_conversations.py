@@ -26,6 +26,10 @@ def versions_of(*runs):
     return versions
 
 
+def turn(prompt, tokens, versions):
+    return ServedTurn(prompt, tokens, versions, prompt_key(prompt))
+
+
 def batch_of(*rows):
     """A batch of NeMo-RL's: each row is a list of what others have said, and what the policy."""
     ids, masks, lengths = [], [], []
@@ -50,10 +54,10 @@ def test_a_conversation_is_a_response_to_its_root():
     log = MetadataLog(births=False)
     later = [*ROOT, *FIRST, *SAID]
     for _ in range(2):  # rows of a group may be equal
-        log.note_turn(ServedTurn(ROOT, FIRST, versions_of((0, 3), (1, 4))))
-        log.note_turn(ServedTurn(later, SECOND, versions_of((0, 5))))
-    log.note_turn(ServedTurn(OTHER, SECOND, versions_of((0, 4))))
-    log.note_turn(ServedTurn(ROOT, SECOND, versions_of((0, 4))))  # never trained on
+        log.note_turn(turn(ROOT, FIRST, versions_of((0, 3), (1, 4))))
+        log.note_turn(turn(later, SECOND, versions_of((0, 5))))
+    log.note_turn(turn(OTHER, SECOND, versions_of((0, 4))))
+    log.note_turn(turn(ROOT, SECOND, versions_of((0, 4))))  # never trained on
     batch = batch_of([ROOT, FIRST, SAID, SECOND], [OTHER, SECOND], [ROOT, FIRST, SAID, SECOND])
     one, other, same = conversations(batch, MetadataTable(log.take))
     assert one.key == same.key == prompt_key(ROOT) and other.key == prompt_key(OTHER)
@@ -67,8 +71,8 @@ def test_a_conversation_is_a_response_to_its_root():
 
 def test_what_is_not_known_is_left_out():
     log = MetadataLog(births=False)
-    log.note_turn(ServedTurn(ROOT, FIRST, versions_of((0, 3))))
-    log.note_turn(ServedTurn(OTHER, SECOND, versions_of((0, 3))))
+    log.note_turn(turn(ROOT, FIRST, versions_of((0, 3))))
+    log.note_turn(turn(OTHER, SECOND, versions_of((0, 3))))
     rows, rollouts = step([7], np.random.default_rng(0))  # the engine has put these itself
     log.note(outputs_of(rows, rollouts))
     batch = batch_of(
@@ -118,7 +122,7 @@ class Batch(dict):
 def test_a_batch_is_put_into_the_cache_once():
     trainer = Trainer()
     for version in (1, 2):
-        trainer.log.note_turn(ServedTurn(ROOT, FIRST, versions_of((0, version))))
+        trainer.log.note_turn(turn(ROOT, FIRST, versions_of((0, version))))
         batch = Batch(batch_of([ROOT, FIRST]))
         for _ in range(3):  # passes of an optimizer
             trainer.train(batch)

@@ -15,7 +15,7 @@ import yaml
 
 from nemo_specrl.config import SpecRLConfig, validated
 from nemo_specrl.nemo_rl.context import RunContext
-from nemo_specrl.nemo_rl.recipe_checks import BLOCK
+from nemo_specrl.nemo_rl.row_checks import BLOCK
 from tests.support.nemo_rl.jobs import HOME, SITE
 
 FOLDER = Path(__file__).parents[2] / "examples" / "configs" / "nemo_rl"

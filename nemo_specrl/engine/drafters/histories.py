@@ -70,7 +70,7 @@ class PendingHistories:
                 key,
                 identity,
                 self.take(key),
-                len(request.prompt_tokens),
+                None if request.media is not None else len(request.prompt_tokens),
             ],
         }
         return params

@@ -8,9 +8,9 @@ the policy's distribution whatever is proposed (Leviathan et al., arXiv 2211.171
 The request itself brings what drafting needs, in ``SamplingParams.extra_args`` (``histories``), so
 that nothing has to be sent to workers beside it: the prompt's key, an identity of the response,
 earlier responses as pairs of identity and int32 tokens, and the length of the prompt, behind which
-the request's prompt may hold a beginning of the response. Rows without it are not drafted for.
-Those whose prompt begins with a known one, as later turns of a conversation do, draft from the tree
-of that prompt (``roots``).
+the request's prompt may hold a beginning of the response; None where all of it is the prompt. Rows
+without it are not drafted for. Those whose prompt begins with a known one, as later turns of a
+conversation do, draft from the tree of that prompt (``roots``).
 
 vLLM takes the drafts of one worker, the first one of the last pipeline stage (``output_rank``), and
 sends them to all with the next step. The proposers of the others do nothing.
@@ -26,7 +26,7 @@ from typing import Any
 
 from nemo_specrl.engine.drafters.roots import ROOTS, Roots
 from nemo_specrl.engine.metrics import DraftCounts
-from nemo_specrl.engine.vllm.compat import EXTRA_ARG, drafts_count_here, stop_tokens
+from nemo_specrl.engine.vllm.compat import EXTRA_ARG, drafts_count_here, media_of, stop_tokens
 from nemo_specrl.engine.vllm.cpu_sampler import fix_cpu_rejection_sampler
 from nemo_specrl.engine.vllm.patches import bind_proposer
 from nemo_specrl.engine.vllm.sampler_memory import (
@@ -35,6 +35,7 @@ from nemo_specrl.engine.vllm.sampler_memory import (
     bound_sampler_memory,
 )
 from nemo_specrl.errors import IncompatibleVersion
+from nemo_specrl.media import content_tokens
 from nemo_specrl.rollout import MAX_SAMPLE_INDEX
 from nemo_specrl.speculation.adaptive_length import DraftLengths, Step, likeliest
 from nemo_specrl.speculation.draft_selection import RUN_AHEAD_INDEX
@@ -270,7 +271,8 @@ class TreeProposer:
             return None
         key, identity, history, start = args
         run_ahead = identity & MAX_SAMPLE_INDEX == RUN_AHEAD_INDEX
-        root, start = self.roots.find(request.prompt_token_ids[:start], key)
+        tokens = content_tokens(request.prompt_token_ids[:start], media_of(request))
+        root, start = self.roots.find(tokens, key)
         assert root is not None
         if root != key:  # a later turn, whose identities are those of its own prompt
             turn = int.from_bytes(key, "little") << 64

@@ -42,6 +42,7 @@ __all__ = [
     "keeps_tokens_at_reset",
     "logprobs_slice",
     "made_so_far",
+    "media_of",
     "new_logprobs",
     "no_logprobs",
     "stop_tokens",
@@ -230,6 +231,18 @@ def stop_tokens(params: SamplingParams) -> frozenset[int]:
         return frozenset()
     eos = getattr(params, "eos_token_id", None)  # a property since 0.2x; unset if eos is ignored
     return frozenset(params.stop_token_ids or ()) | ({eos} if eos is not None else frozenset())
+
+
+def media_of(request: Any) -> list[tuple[str, int, int]]:
+    """Name of the content, first position and number of placeholders of a request's media.
+
+    Args:
+        request: as a model runner knows it, ``NewRequestData`` or ``CachedRequestState``.
+    """
+    return [
+        (feature.identifier, feature.mm_position.offset, feature.mm_position.length)
+        for feature in request.mm_features
+    ]
 
 
 def assigns_own_ids() -> bool:

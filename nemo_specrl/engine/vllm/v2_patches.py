@@ -29,6 +29,7 @@ from nemo_specrl.engine.vllm.environment import Engines, why_not_v2
 from nemo_specrl.engine.vllm.model_costs import step_costs
 from nemo_specrl.engine.vllm.patches import check_source, to_be_replaced
 from nemo_specrl.engine.vllm.sampler_memory import DRAFT_LOGIT_BYTES, SAMPLER_BYTES
+from nemo_specrl.engine.vllm.v2_bad_words import mend_bad_words
 from nemo_specrl.engine.vllm.v2_graphs import graphs_by_tokens, set_graph_sizes
 from nemo_specrl.errors import ConfigError, IncompatibleVersion
 from nemo_specrl.speculation.uniform_length import LENGTHS, UniformLengths
@@ -170,6 +171,7 @@ def install() -> None:
         if original is not None and original.__name__ in SOURCES:
             check_source(original, SOURCES[original.__name__])
     setattr(WorkerBase, ADD_HISTORIES, _add_histories)
+    mend_bad_words()
     Scheduler.spec_rl_lengths = None  # of schedulers whose engines do not draft from history
     for (owner, name, wrap), original in zip(wrappers, originals, strict=True):
         if original is not None:

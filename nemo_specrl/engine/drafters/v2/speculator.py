@@ -7,10 +7,10 @@ draft has no probabilities (``draft_logits`` None): it is verified as certain.
 A request brings what drafting needs in ``SamplingParams.extra_args``, as for the V1 proposer: the
 prompt's key, an identity of the response, earlier responses as pairs of identity and int32 tokens,
 and the length of the prompt, behind which the request's prompt may hold a beginning of the
-response. A request that brings nothing drafts where its prompt begins with one that is known, as
-later turns of a conversation do (``roots``), or with one whose responses were sent ahead
-(``sent_histories``). Others get drafts that are not worth anything, which costs them no
-correctness.
+response; None where all of it is the prompt. A request that brings nothing drafts where its prompt
+begins with one that is known, as later turns of a conversation do (``roots``), or with one whose
+responses were sent ahead (``sent_histories``). Others get drafts that are not worth anything, which
+costs them no correctness.
 
 ``propose`` reads no value from the device.
 """
@@ -29,7 +29,8 @@ from nemo_specrl.engine.drafters.sent_histories import received
 from nemo_specrl.engine.drafters.v2.arrays import PROMPTS
 from nemo_specrl.engine.drafters.v2.index import DeviceIndex
 from nemo_specrl.engine.metrics import DraftCounts
-from nemo_specrl.engine.vllm.compat import EXTRA_ARG, drafts_count_here, stop_tokens
+from nemo_specrl.engine.vllm.compat import EXTRA_ARG, drafts_count_here, media_of, stop_tokens
+from nemo_specrl.media import content_tokens
 from nemo_specrl.rollout import MAX_SAMPLE_INDEX, prompt_key
 from nemo_specrl.speculation.draft_selection import RUN_AHEAD_INDEX
 from nemo_specrl.speculation.suffix_tree import CHANCES
@@ -106,7 +107,8 @@ class HistorySpeculator(BaseSpeculator):  # type: ignore[misc]
         prompt_length = len(request.prompt_token_ids or tokens)
         args = (params.extra_args or {}).get(EXTRA_ARG)
         own, identity, history, start = args or (None, None, (), prompt_length)
-        key = self.roots.key_of(tokens[:start], own)
+        start = prompt_length if start is None else start
+        key = self.roots.key_of(content_tokens(tokens[:start], media_of(request)), own)
         if key is not None:
             if args is not None and key != args[0]:  # a later turn's identities are its prompt's
                 turn = int.from_bytes(args[0], "little") << 64

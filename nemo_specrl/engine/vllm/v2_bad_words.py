@@ -1,0 +1,42 @@
+"""Bad words of several tokens beside drafts: a defect of vLLM's V2 model runner, mended.
+
+To decide whether a token would complete a bad word, the sampler compares the tokens before it, of
+which the last ones may be drafts. In 0.25.1 and 0.26.0 it reads each of those one place too early:
+the first of the step's input tokens is none of the drafts, but the last token that is known. A bad
+word whose beginning is drafted was then neither seen nor, where others were taken for it, left
+alone. 0.29.0 reads the right ones (v1/worker/gpu/sample/bad_words.py, ``_bad_words_kernel``).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import xxhash
+
+__all__ = ["mend_bad_words"]
+
+DEFECTIVE = {"6b0e8fff8d3853c7": "0.25.1, 0.26.0"}
+"""XXH3 of the source of vLLM's module, and the versions that have it."""
+INPUT_IDS = 8
+"""Position of the step's input tokens among the arguments of ``apply_bad_words``."""
+
+
+def mend_bad_words() -> None:
+    """Have the sampler read drafts where they are. Does nothing with other versions."""
+    from vllm.v1.worker.gpu.sample import bad_words
+
+    original = bad_words.apply_bad_words
+    source = xxhash.xxh3_64_hexdigest(inspect.getsource(bad_words).encode())
+    if source not in DEFECTIVE or hasattr(original, "of_nemo_specrl"):
+        return
+
+    @functools.wraps(original)
+    def apply_bad_words(*args: Any) -> None:
+        # What it reads at one place too early is then the right one. It reads no last one.
+        shifted = args[INPUT_IDS].roll(-1)
+        original(*args[:INPUT_IDS], shifted, *args[INPUT_IDS + 1 :])
+
+    apply_bad_words.of_nemo_specrl = True  # type: ignore[attr-defined]
+    bad_words.apply_bad_words = apply_bad_words
