@@ -37,13 +37,15 @@ _REFITS = "_nemo_specrl_refits"
 
 
 def reset_prefix_cache(llm: Any) -> None:
-    """Drop the KV blocks of a synchronous engine.
+    """Drop the KV blocks of a synchronous engine, and what its encoder has made of images.
 
     Raises:
         ConfigError: requests are running, so that vLLM keeps all blocks.
     """
     if not llm.reset_prefix_cache():
         raise ConfigError(f"the prefix cache was not reset: {RUNNING}")
+    if llm.llm_engine.vllm_config.model_config.is_multimodal_model:
+        llm.llm_engine.reset_encoder_cache()
 
 
 def refuse_kv_connector(vllm_config: Any) -> None:

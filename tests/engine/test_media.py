@@ -3,14 +3,16 @@
 import asyncio
 
 import pytest
+import torch
 from vllm import SamplingParams
 
-from nemo_specrl import SpecRLConfig, SpeculativeLLM, errors, prompt_key
+from nemo_specrl import SpecRLConfig, SpeculativeLLM, errors
 from nemo_specrl.engine.async_engine import AsyncSpeculativeLLM
 from nemo_specrl.engine.drafters.method import engine_options
 from nemo_specrl.engine.served_requests import ServingSpeculativeLLM
+from nemo_specrl.engine.vllm.refit import refit
 from nemo_specrl.media import media_prompt_key
-from tests.conftest import DictCache, make_async_engine, make_engine
+from tests.conftest import DictCache, make_async_engine, make_engine, weights_of
 from tests.engine.test_async_engine import ClaimingCache
 from tests.support.engines import DRAFTS, LOSSLESS
 from tests.support.vision_models import (
@@ -37,20 +39,22 @@ def llm(model):
 
 
 @pytest.fixture(scope="module")
-def plain(model):
-    """What a plain engine gives, which lives on: its end would take the groups of others along."""
+def plain_llm(model):
+    """A plain engine, which lives on: its end would take the groups of others along."""
     engine = make_engine(model, **SIZES)
-    yield sampled(engine, prompts())
+    yield engine
     engine.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture(scope="module")
+def plain(plain_llm):
+    """What it gives."""
+    return sampled(plain_llm, prompts())
 
 
 def test_prompts_of_one_text_have_the_histories_of_their_images(llm, plain):
     made = SpeculativeLLM(llm, DictCache(), LOSSLESS)
     first, second = check_epochs(plain, made, rows=2)
-    assert list(made.cache.rollouts) == [
-        *(media_prompt_key(prompt) for prompt in prompts()[:2]),
-        prompt_key(prompts()[2]["prompt_token_ids"]),
-    ]
     assert first.tree_steps and second.tree_tokens / second.tree_steps > 3
     drafter = llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter
     assert len(drafter.roots) == len(plain)
@@ -72,6 +76,32 @@ def test_budgets_and_stop_strings(llm, plain):
         assert output.outputs[0].text == plain[0].outputs[0].text.split(stop)[0]
         made.policy_version += 1
     assert made.metrics.tree_accepted_tokens > 0
+
+
+def test_a_new_policy_version_sees_images_with_the_new_weights(model, llm, plain_llm, plain):
+    """The engine keeps what its encoder has made of an image, until it is told otherwise."""
+    weights = weights_of(model)
+    noise = torch.Generator().manual_seed(0)
+    seeing = [
+        (name, w + 0.2 * torch.randn(w.shape, generator=noise) if "visual" in name else w)
+        for name, w in weights
+    ]
+    made = SpeculativeLLM(llm, DictCache(), LOSSLESS)
+    sampled(made, prompts())
+    try:
+        refit(plain_llm, seeing)
+        llm.collective_rpc("specrl_refit", args=(seeing,))  # by others, as NeMo-RL does it
+        made.policy_version += 1
+        for ours, theirs, before in zip(
+            sampled(made, prompts()), sampled(plain_llm, prompts()), plain, strict=True
+        ):
+            said = list(theirs.outputs[0].token_ids)
+            assert list(ours.outputs[0].token_ids) == said
+            seen = "<|image_pad|>" in (theirs.prompt or "")
+            assert (said != list(before.outputs[0].token_ids)) is seen
+    finally:
+        for engine in (plain_llm, llm):
+            refit(engine, weights)
 
 
 @pytest.mark.parametrize(

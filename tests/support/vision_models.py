@@ -15,6 +15,9 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
+from nemo_specrl import prompt_key
+from nemo_specrl.media import has_media, media_prompt_key
+
 PAD, BOS, EOS = 0, 1, 2
 START, END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<|user|>", "<|assistant|>", START, END, IMAGE, VIDEO)
@@ -179,10 +182,16 @@ def check_epochs(plain: list[Any], made: Any, *, rows: int) -> list[Any]:
                 assert completion.token_ids == list(theirs.outputs[0].token_ids)
                 assert completion.text == theirs.outputs[0].text
         made.policy_version += 1
-    cached = [
-        [rollout.tokens.tolist() for rollout in group.values()]
-        for group in made.cache.rollouts.values()
-    ]
-    assert cached == [[list(output.outputs[0].token_ids)] * rows for output in plain]
-    assert len({tuple(group[0]) for group in cached}) == len(plain)  # the image says something
+    cached = {
+        key: [rollout.tokens.tolist() for rollout in group.values()]
+        for key, group in made.cache.rollouts.items()
+    }
+    said = [list(output.outputs[0].token_ids) for output in plain]
+    assert cached == {key_of(p): [tokens] * rows for p, tokens in zip(prompts(), said, strict=True)}
+    assert len(set(map(tuple, said))) == len(said)  # the image says something
     return metrics
+
+
+def key_of(prompt: dict[str, Any]) -> bytes:
+    """The key of a prompt with an image or without."""
+    return media_prompt_key(prompt) if has_media(prompt) else prompt_key(prompt["prompt_token_ids"])

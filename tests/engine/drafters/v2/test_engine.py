@@ -149,20 +149,18 @@ def forbidden(samples, words):
     return mask
 
 
-@pytest.mark.parametrize("drafts", ["good", "siblings"])
-def test_bad_words(llm, speculator, random_model, drafts):
-    """They never come up, also where drafts hold them, and all else has its own distribution.
+def test_bad_words(llm, speculator, random_model):
+    """They never come up, although drafts hold them, and all else has its own distribution.
 
-    The bound is 1e-3 for each of four tests: a correct sampler fails one for 0.4 % of all seeds.
+    The bound is 1e-3 for each of two tests: a correct sampler fails one for 0.2 % of all seeds.
     """
-    history = likeliest(random_model, 1) if drafts == "good" else []
     responses = likeliest(random_model, 1)
     words = [[int(responses[0][1])], *(r[:2] for r in responses[::2]), *(r[1:4] for r in responses)]
     words = [list(word) for word in dict.fromkeys(map(tuple, words))]
-    outputs = generate(llm, ROWS, history=history, words=words, max_tokens=8)
+    outputs = generate(llm, ROWS, history=responses, words=words, max_tokens=TOKENS)
     samples = np.array([output.token_ids for output in outputs])
     steps, tokens, *_ = speculator.index.take_totals()
-    assert drafts == "siblings" or tokens / steps > 1.1
+    assert tokens / steps > 1.1  # parts of drafts are accepted
     p = probabilities(random_model, samples.tolist())
     mask = forbidden(samples, words)
     assert not np.take_along_axis(mask, samples[:, :, None], -1).any()

@@ -11,7 +11,7 @@ import torch
 from nemo_specrl import SpecRLConfig, SpeculativeLLM, engine_options
 from nemo_specrl.engine.vllm.environment import Engines
 from tests.conftest import DictCache, make_engine
-from tests.support.v2_workers import forget, seen
+from tests.support.v2_workers import seen
 from tests.support.vision_models import IMAGE, check_epochs, prompts, sampled, vision_model
 
 CONFIG = SpecRLConfig(
@@ -30,10 +30,15 @@ def model(request, tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def unpinned(by_reference, monkeypatch):
-    """Without a GPU, pixels cannot be in pinned memory, as 0.25.1 has them."""
+def on_a_cpu(by_reference, monkeypatch):
+    """The interpreter cannot run the kernel of top-p, and 0.25.1 has pixels in pinned memory.
+
+    On GPUs vLLM takes the other function of top-p for less than 8 rows.
+    """
+    from vllm.v1.sample.ops import topk_topp_sampler as filters
     from vllm.v1.worker.gpu.mm import encoder_runner
 
+    monkeypatch.setattr(filters, "apply_top_k_top_p_triton", filters.apply_top_k_top_p_pytorch)
     if torch.cuda.is_available() or not Engines.installed(cpu=True).before((0, 29)):
         return
     grouped = encoder_runner.group_and_batch_mm_kwargs
@@ -66,17 +71,8 @@ def test_prompts_of_one_text_have_the_histories_of_their_images(engines, model, 
     assert first.tree_steps and second.tree_tokens / second.tree_steps > 2
     (held,) = llm.collective_rpc(seen)
     assert held["prompts"] == len(prompts())
-    # Greedily, and with a token forbidden that would come up.
-    [output, *_] = sampled(plain, prompts(), temperature=0.0)
-    late = output.outputs[0].text[4]
-    for options in ({"temperature": 0.0}, {"bad_words": [late, IMAGE]}):
-        llm.collective_rpc(forget)
-        made = SpeculativeLLM(llm, DictCache(), CONFIG)
-        wanted = sampled(plain, prompts(), **options)
-        for _ in range(2):
-            got = sampled(made, prompts(), **options)
-            made.policy_version += 1
-            for ours, theirs in zip(got, wanted, strict=True):
-                assert list(ours.outputs[0].token_ids) == list(theirs.outputs[0].token_ids)
-        assert late in wanted[0].outputs[0].text or "bad_words" in options
-    assert made.metrics.tree_tokens / made.metrics.tree_steps > 2
+    # With words forbidden, as NeMo-RL's recipes have them, one of which would come up.
+    asked, words = prompts()[:1], [IMAGE, sampled(plain, prompts()[:1])[0].outputs[0].text[4]]
+    [wanted] = sampled(plain, asked, bad_words=words)
+    [got] = sampled(made, asked, bad_words=words)
+    assert got.outputs[0].text == wanted.outputs[0].text and words[1] not in got.outputs[0].text
