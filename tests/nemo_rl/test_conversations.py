@@ -87,6 +87,14 @@ def test_what_is_not_known_is_left_out():
     assert known.key == prompt_key(OTHER)
 
 
+def test_a_root_with_images_has_the_key_that_its_worker_knows():
+    """Its tokens are those of other images, too."""
+    log = MetadataLog(births=False)
+    log.note_turn(ServedTurn(ROOT, FIRST, versions_of((0, 3)), b"k" * 16))
+    [known] = conversations(batch_of([ROOT, FIRST]), MetadataTable(log.take))
+    assert known.key == b"k" * 16
+
+
 class Trainer:
     """NeMo-RL's policy and logger, and the plug-in's generation."""
 
