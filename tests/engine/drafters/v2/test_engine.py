@@ -155,12 +155,12 @@ def test_bad_words(llm, speculator, random_model):
     The bound is 1e-3 for each of two tests: a correct sampler fails one for 0.2 % of all seeds.
     """
     responses = likeliest(random_model, 1)
-    words = [[int(responses[0][1])], *(r[:2] for r in responses[::2]), *(r[1:4] for r in responses)]
+    words = [[responses[0][3]], *(r[:2] for r in responses[::4]), *(r[1:4] for r in responses[::2])]
     words = [list(word) for word in dict.fromkeys(map(tuple, words))]
     outputs = generate(llm, ROWS, history=responses, words=words, max_tokens=TOKENS)
     samples = np.array([output.token_ids for output in outputs])
     steps, tokens, *_ = speculator.index.take_totals()
-    assert tokens / steps > 1.1  # parts of drafts are accepted
+    assert tokens / steps > 1.05  # parts of drafts are accepted
     p = probabilities(random_model, samples.tolist())
     mask = forbidden(samples, words)
     assert not np.take_along_axis(mask, samples[:, :, None], -1).any()
