@@ -55,8 +55,7 @@ class BaseSpeculativeLLM:
         draw_seed: what uniforms are derived from: the seed of the run; where a cluster's cache says
             that the run was resumed, another one. Rollouts of a lost step draft for those in their
             place, which must not be made with the same randomness.
-        drafts_greedy: greedy rows read and write the cache and are drafted for, too, where nothing
-            is verified but by vLLM's rejection sampler. Else they are decoded beside the cache.
+        drafts_greedy: greedy rows use the cache, too, where vLLM alone verifies drafts.
 
     Raises:
         ConfigError: the engine does not fit the configuration
@@ -72,8 +71,7 @@ class BaseSpeculativeLLM:
         self.llm = llm
         self.cache = cache
         self.config = config
-        self.seed = seed
-        self.draw_seed = seed
+        self.seed = self.draw_seed = seed
         self._incarnation = 0
         if isinstance(cache, ResumedCache):
             self._incarnation = cache.incarnation

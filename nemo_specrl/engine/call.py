@@ -149,16 +149,21 @@ def checked_requests(
             f"override_generation_config): {error}"
         ) from None
     if environment is not None:
-        if any(request.media is not None for request in requests):
-            raise ConfigError(
-                "environment: leads conversations by tokens, and a prompt has images, sounds or "
-                "videos; leave one of them out"
-            )
-        for request in requests:
-            request.turns = Turns(environment, request.rules)
+        _lead_conversations(requests, environment)
     first_rows = [request for request in requests if not request.index_in_prompt]
     check_params(llm.llm_engine, ((r.rules.prompt, r.user_params) for r in first_rows))
     return requests
+
+
+def _lead_conversations(requests: list[RolloutRequest], environment: Environment) -> None:
+    """Make each request the first turn of a conversation."""
+    if any(request.media is not None for request in requests):
+        raise ConfigError(
+            "environment: leads conversations by tokens, and a prompt has images, sounds or "
+            "videos; leave one of them out"
+        )
+    for request in requests:
+        request.turns = Turns(environment, request.rules)
 
 
 @contextlib.contextmanager

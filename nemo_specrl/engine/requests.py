@@ -319,18 +319,22 @@ def build_requests(
         cacheable = greedy or not is_greedy(params)
         for index_in_prompt in range(params.n):
             engine_params = _engine_params(params, index_in_prompt)
-            rules = StopRules(
-                params=engine_params,
-                prompt=tokens,
-                max_model_len=limits.max_model_len,
-                eos=limits.eos,
-                extra_eos=limits.extra_eos,
-                tokenizer=limits.tokenizer,
-            )
+            rules = _stop_rules(limits, engine_params, tokens)
             index = len(requests)
             made = index, text, index_in_prompt, params, engine_params, rules, rows[index]
             requests.append(RolloutRequest(*made, cacheable, media=whole))
     return requests
+
+
+def _stop_rules(limits: EngineLimits, params: SamplingParams, prompt: list[int]) -> StopRules:
+    return StopRules(
+        params=params,
+        prompt=prompt,
+        max_model_len=limits.max_model_len,
+        eos=limits.eos,
+        extra_eos=limits.extra_eos,
+        tokenizer=limits.tokenizer,
+    )
 
 
 def _check_counts(prompts: int, given: dict[str, Sequence[Any] | None]) -> None:

@@ -8,6 +8,7 @@ Modules, each of which imports only from those below it::
     hooks                        wraps the methods of policy, logger and checkpoint manager
     evaluation                   the plug-in's view of an evaluation, and what it refuses there
     generation                   the driver's side: identities of rows, balance (a VllmGeneration)
+    prompts                      keys of prompts, and which engines get the upcoming ones
     sync_worker, async_worker    the engine's side: SpeculativeLLM in place of vllm.LLM
     engine_calls                 calls of all engines' workers, and how long a step waits for them
     served_engine                the engine as a worker's HTTP server sees it

@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 import numpy as np
 import ray
 import torch
-from nemo_rl.models.generation.vllm.utils import format_prompt_for_vllm_generation
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 
 from nemo_specrl.cache.cluster.cluster_cache import ClusterCache
@@ -27,7 +26,6 @@ from nemo_specrl.cache.metrics import store_metrics
 from nemo_specrl.engine.load_balance import balanced_order, row_costs
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.errors import CacheError, EngineError
-from nemo_specrl.media import has_media, media_prompt_key
 from nemo_specrl.monitoring import names as metric
 from nemo_specrl.nemo_rl import compat
 from nemo_specrl.nemo_rl.context import (
@@ -43,16 +41,13 @@ from nemo_specrl.nemo_rl.context import (
 from nemo_specrl.nemo_rl.engine_calls import EngineCalls, seconds_left, step_end
 from nemo_specrl.nemo_rl.metrics import counts, evaluation_summary, times
 from nemo_specrl.nemo_rl.partial_rollouts import PartialRollouts
+from nemo_specrl.nemo_rl.prompts import dealt_out, drafts_of, prompt_keys, upcoming_rows
 from nemo_specrl.nemo_rl.recipe_checks import check_elsewhere
 from nemo_specrl.nemo_rl.rollout_metadata import RolloutMetadata, SequenceKey
-from nemo_specrl.rollout import Rollout, prompt_key
-from nemo_specrl.speculation.draft_selection import (
-    Row,
-    assign_sample_indices,
-    select_drafts,
-)
+from nemo_specrl.rollout import Rollout
+from nemo_specrl.speculation.draft_selection import assign_sample_indices
 
-__all__ = ["SpecVllmGeneration", "completed", "prompt_keys", "validating"]
+__all__ = ["SpecVllmGeneration", "completed", "validating"]
 
 PACKAGE = "nemo_specrl.nemo_rl"
 ATTACH_SECONDS = 600.0
@@ -343,17 +338,10 @@ class SpecVllmGeneration(VllmGeneration):
         cached = self.cache.outlines(keys)
         drafts, left = None, 1.0
         if self.fresh_fraction < 1 and cached:
-            choices = select_drafts(
-                [Row(key, index) for key, index in zip(keys, sample_indices, strict=True)],
-                cached,
-                policy_version=-1,
-                seed=self._run.seed,
-                fresh_fraction=self.fresh_fraction,
-            )
+            drafts = drafts_of(keys, sample_indices, cached, self._run.seed, self.fresh_fraction)
             # The engines are asked, since another copy may have generated the batch before.
             last = sum(self._engines.ask("spec_rl_last_metrics"), EngineMetrics())
             left = 1 - last.accepted_tokens / max(1, last.draft_tokens)
-            drafts = [choice.draft for choice in choices]
         costs = row_costs(keys, cached, drafts, left)
         self._lookup_s += time.perf_counter() - started
         return costs
@@ -372,27 +360,10 @@ class SpecVllmGeneration(VllmGeneration):
             yield
 
     def _deal_out_upcoming(self, rows: int) -> list[list[list[int]]]:
-        """Upcoming prompts for each engine: those of whose rows it will get some.
-
-        Drafts are in the engine that has made them. The rows of the next batch are dealt out here
-        as they will be then, by what is known now.
-
-        Args:
-            rows: of the present batch.
-
-        Returns:
-            For each of these rows a list of prompts, which is empty but for the first row of an
-            engine's share.
-        """
-        group = self._run.group
-        keys = [key for prompt in self._upcoming for key in [prompt_key(prompt)] * group]
+        """Upcoming prompts for each of the batch's rows (``dealt_out``)."""
+        keys = upcoming_rows(self._upcoming, self._run.group)
         order = balanced_order(self._costs(keys, assign_sample_indices(keys)), self.dp_size)
-        share, then = -(-rows // self.dp_size), -(-len(keys) // self.dp_size)
-        dealt: list[list[list[int]]] = [[] for _ in range(rows)]
-        for engine, first in enumerate(range(0, rows, share)):
-            mine = dict.fromkeys(row // group for row in order[engine * then : (engine + 1) * then])
-            dealt[first] = [self._upcoming[prompt] for prompt in mine]
-        return dealt
+        return dealt_out(self._upcoming, order, self._run.group, rows, self.dp_size)
 
 
 def completed(batch: Any, *columns: torch.Tensor) -> tuple[Any, ...]:
@@ -406,23 +377,6 @@ def completed(batch: Any, *columns: torch.Tensor) -> tuple[Any, ...]:
         if generation.partial_rollouts is not None:
             return generation.partial_rollouts.completed(batch, *columns)
     return batch, *columns
-
-
-def prompt_keys(data: Any) -> list[bytes]:
-    """The key of each row's prompt in a batch for generation.
-
-    Args:
-        data: the columns ``input_ids`` and ``input_lengths``, and those of media where it has some.
-    """
-    if "vllm_content" not in data:
-        return [
-            prompt_key(ids[:length].numpy())
-            for ids, length in zip(data["input_ids"], data["input_lengths"].tolist(), strict=True)
-        ]
-    return [
-        media_prompt_key(prompt) if has_media(prompt) else prompt_key(prompt["prompt_token_ids"])
-        for prompt in format_prompt_for_vllm_generation(data)
-    ]
 
 
 @contextmanager

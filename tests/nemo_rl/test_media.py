@@ -74,7 +74,7 @@ def test_rows_with_images_draft_from_those_of_their_image(nemo, tmp_path, monkey
     from nemo_rl.models.generation.vllm.utils import format_prompt_for_vllm_generation
     from vllm import SamplingParams
 
-    from nemo_specrl.nemo_rl.generation import prompt_keys
+    from nemo_specrl.nemo_rl.prompts import prompt_keys
     from nemo_specrl.nemo_rl.sync_worker import SpecVllmGenerationWorkerImpl
 
     for name in ("range_push", "range_pop"):  # they raise on CPU builds
