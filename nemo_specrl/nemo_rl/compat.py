@@ -34,6 +34,7 @@ __all__ = [
     "EVALUATION",
     "GENERATION",
     "KNOWN",
+    "QUANTIZED",
     "STOCK_ASYNC_WORKER",
     "STOCK_QUANT_ASYNC_WORKER",
     "STOCK_QUANT_WORKER",
@@ -50,7 +51,6 @@ __all__ = [
     "rebind",
     "returns_routes",
     "substituted_workers",
-    "undecorated",
 ]
 
 KNOWN = "v0.7.0, and main up to August 2026"
@@ -69,9 +69,9 @@ CONTROLLER_METHODS = ("_advantage_stage", "_sync_weights", "ping")
 """Of its actor: with the batch of a part of a step, at its end, and for whether it has ended."""
 STOCK_WORKER = "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker"
 STOCK_ASYNC_WORKER = "nemo_rl.models.generation.vllm.vllm_worker_async.VllmAsyncGenerationWorker"
-_QUANTIZED = "nemo_rl.modelopt.models.generation.vllm_quant_worker."
-STOCK_QUANT_WORKER = f"{_QUANTIZED}VllmQuantGenerationWorker"
-STOCK_QUANT_ASYNC_WORKER = f"{_QUANTIZED}VllmQuantAsyncGenerationWorker"
+QUANTIZED = "nemo_rl.modelopt.models.generation.vllm_quant_worker"
+STOCK_QUANT_WORKER = f"{QUANTIZED}.VllmQuantGenerationWorker"
+STOCK_QUANT_ASYNC_WORKER = f"{QUANTIZED}.VllmQuantAsyncGenerationWorker"
 WORKER_EXTENSION = "worker_extension_cls_fqn"
 """Key of the generation block by which NeMo-RL after August 2026 takes another worker class."""
 CHECKPOINT_ENGINE_UPDATE = "update_weights_from_checkpoint_engine"
@@ -207,24 +207,6 @@ def returns_routes(policy: Any) -> bool:
     # NeMo-RL's setup turns the one into the other, after the recipe has been read.
     asked = (policy["generation"].get("vllm_kwargs") or {}).get("enable_return_routed_experts")
     return bool(asked or (policy.get("router_replay") or {}).get("enabled"))
-
-
-def undecorated(actor: Any) -> Any:
-    """The class behind one that Ray has decorated, to inherit from.
-
-    NeMo-RL keeps such a class apart (``...Impl``) for its usual workers, not for quantized ones.
-    Ray has no public name for it, and inherits from it a class that has all its methods itself.
-
-    Raises:
-        IncompatibleVersion: this version of Ray does not have it either.
-    """
-    try:
-        return actor.__ray_metadata__.modified_class.__ray_actor_class__
-    except AttributeError as error:
-        raise IncompatibleVersion(
-            f"Ray does not tell the class behind {actor} ({error}); leave "
-            "policy.generation.quant_cfg out, or set policy.generation.spec_rl.enabled=false"
-        ) from None
 
 
 @contextmanager

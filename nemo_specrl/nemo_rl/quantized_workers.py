@@ -1,7 +1,9 @@
 """The workers of quantized generation (``policy.generation.quant_cfg``), which draft as others do.
 
 They have an environment of their own, with modelopt, and no other process imports this module.
-NeMo-RL decorates its classes where it defines them: what they were before is Ray's to know.
+NeMo-RL's classes exist only with Ray's decorator, and what Ray makes of a class cannot be inherited
+from reliably. So what these add to NeMo-RL's usual workers is said here again, by the function and
+the names that they have it from.
 """
 
 from __future__ import annotations
@@ -10,13 +12,9 @@ from typing import Any
 
 import ray
 from nemo_rl.distributed.worker_group_utils import get_nsight_config_if_pattern_matches
-from nemo_rl.modelopt.models.generation.vllm_quant_worker import (
-    VllmQuantAsyncGenerationWorker,
-    VllmQuantGenerationWorker,
-)
 
 from nemo_specrl.nemo_rl.async_worker import SpecVllmAsyncGenerationWorkerImpl
-from nemo_specrl.nemo_rl.compat import undecorated
+from nemo_specrl.nemo_rl.compat import QUANTIZED, lookup
 from nemo_specrl.nemo_rl.sync_worker import SpecVllmGenerationWorkerImpl
 
 __all__ = [
@@ -26,15 +24,29 @@ __all__ = [
     "SpecVllmQuantGenerationWorkerImpl",
 ]
 
-_Quantized: Any = undecorated(VllmQuantGenerationWorker)
-_AsyncQuantized: Any = undecorated(VllmQuantAsyncGenerationWorker)
+_configure = lookup(QUANTIZED, "_configure_quant_engine_kwargs")
+_VARIABLES = lookup(QUANTIZED, "_EXTRA_ENV_VARS")
 
 
-class SpecVllmQuantGenerationWorkerImpl(SpecVllmGenerationWorkerImpl, _Quantized):
-    """The plug-in's methods come first, then those of quantization, then NeMo-RL's."""
+class _Quantized:
+    """What NeMo-RL's ``VllmQuantGenerationWorker`` adds; in front of the plug-in's workers."""
+
+    cfg: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs["extra_env_vars"] = _VARIABLES
+        super().__init__(*args, **kwargs)
+
+    def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
+        _configure(self.cfg, llm_kwargs)
+        super()._create_engine(llm_kwargs)  # type: ignore[misc]
 
 
-class SpecVllmQuantAsyncGenerationWorkerImpl(SpecVllmAsyncGenerationWorkerImpl, _AsyncQuantized):
+class SpecVllmQuantGenerationWorkerImpl(_Quantized, SpecVllmGenerationWorkerImpl):
+    """The worker's methods, without Ray's decorator."""
+
+
+class SpecVllmQuantAsyncGenerationWorkerImpl(_Quantized, SpecVllmAsyncGenerationWorkerImpl):
     """The same with an asynchronous engine."""
 
 

@@ -26,7 +26,7 @@ def row_of(problems: list[Any], judged: bool = False) -> dict[str, Any]:
     """A row of NeMo-Gym's data: a conversation in which one question follows the other.
 
     Where it is judged, the model that has answered gives the reward, as a judge whose
-    ``judge_model_server`` is ``policy_model``: it does the last problem again.
+    ``judge_model_server`` is ``policy_model``: it does the first problem again.
     """
     [first, *_] = questions = [problem.question for problem in problems]
     return {
@@ -63,9 +63,9 @@ class Agent(NemoGym.__ray_metadata__.modified_class):  # type: ignore[misc]
         reward = row["problem"].reward(tokens)
         if row["judged"]:
             again = await asyncio.to_thread(
-                self._ask, server, messages[-2:-1], row["responses_create_params"]
+                self._ask, server, messages[:1], row["responses_create_params"]
             )
-            answers = [said["content"].rpartition("#")[2] for said in (output[-1], again)]
+            answers = [said["content"].rpartition("#")[2] for said in (output[0], again)]
             reward = float(answers[0] == answers[1])
         result = {
             "response": {"output": output},

@@ -15,7 +15,7 @@ exits with os.EX_TEMPFAIL, before it has written anything.
 Keys in addition to NeMo-RL's: ``++env.prompts``, the number of prompts; ``++env.turns``, the number
 of turns in a conversation that does a sum step by step; ``++env.questions``, the number of
 questions that an agent asks over HTTP, one after the other, and ``++env.judged=true``, with which
-it has the policy itself judge the last answer; ``++env.scored=true``, with which NeMo-RL's reward
+it has the policy itself judge the first answer; ``++env.scored=true``, with which NeMo-RL's reward
 model environment gives the rewards; ``++env.recorded=false``, which leaves out OUT/rows.jsonl,
 because it takes time; ``++env.killed_in_step``, the step after whose rollouts the job and all that
 it has started are killed.
