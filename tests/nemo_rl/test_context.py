@@ -336,8 +336,9 @@ def test_an_anchor_that_nothing_starts_from_is_refused(tmp_path):
     anchored.data_plane = {"enabled": True}
     with pytest.raises(ConfigError, match="does not reach the data plane"):
         RunContext.of(anchored, "grpo")
-    anchored.async_rl = {}
-    assert RunContext.of(anchored, "grpo", single_controller=True).needs_records
+    reused = recipe(tmp_path, **REUSE, spec_rl__clip_anchor="birth")
+    reused.data_plane, reused.async_rl = {"enabled": True}, {}
+    assert RunContext.of(reused, "grpo", single_controller=True).needs_records
     anchored.data_plane = None
     assert RunContext.of(anchored, "ppo").seed == 43
 
