@@ -358,7 +358,8 @@ def test_the_memory_of_trees_keeps_its_bound_inside_the_engine(llm, proposer):
 
 def test_a_history_is_sent_once_for_each_policy_version():
     def request(sample_index):
-        return SimpleNamespace(row=Row(KEY, sample_index), prompt_tokens=PROMPT)
+        row = Row(KEY, sample_index)
+        return SimpleNamespace(row=row, prompt_tokens=PROMPT, media=None)
 
     def history(version, sample_index):
         histories.add(cached, version)
