@@ -89,3 +89,21 @@ def test_rows_draft_from_the_cache_and_from_each_other(async_llm, loop):
     second = loop.run_until_complete(next_tokens([common]))
     counted = np.bincount(behind, minlength=VOCABULARY).astype(float)
     assert chi_squared(counted, len(behind) * second) > ERROR_RATE / 2
+
+
+def test_greedy_rows_draft_where_they_are_told_to_and_are_those_of_plain_decoding(async_llm, loop):
+    """As an evaluation asks for them, and the next one, which drafts from it."""
+    params = sampling(24, temperature=0.0, ignore_eos=True, detokenize=False)
+
+    async def generated(by, name):
+        outputs = [o async for o in by.generate({"prompt_token_ids": PROMPT}, params, name)]
+        return list(outputs[-1].outputs[0].token_ids)
+
+    plain = loop.run_until_complete(generated(async_llm, "plain"))
+    cache = ClaimingCache()
+    for version in (1, 2):
+        made = AsyncSpeculativeLLM(async_llm, cache, CONFIG, policy_version=version)
+        made.drafts_greedy = True
+        assert loop.run_until_complete(generated(made, f"drafted-{version}")) == plain
+        loop.run_until_complete(made.count_tree_drafts())
+    assert made.metrics.tree_tokens >= 2 * made.metrics.tree_steps
