@@ -4,6 +4,7 @@ import asyncio
 
 import numpy as np
 import pytest
+from vllm import SamplingParams
 
 from nemo_specrl import SpecRLConfig
 from nemo_specrl.engine.async_engine import AsyncSpeculativeLLM
@@ -93,7 +94,7 @@ def test_rows_draft_from_the_cache_and_from_each_other(async_llm, loop):
 
 def test_greedy_rows_draft_where_they_are_told_to_and_are_those_of_plain_decoding(async_llm, loop):
     """As an evaluation asks for them, and the next one, which drafts from it."""
-    params = sampling(24, temperature=0.0, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, detokenize=False)
 
     async def generated(by, name):
         outputs = [o async for o in by.generate({"prompt_token_ids": PROMPT}, params, name)]
