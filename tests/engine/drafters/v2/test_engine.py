@@ -162,7 +162,7 @@ def test_bad_words(llm, speculator, random_model):
     outputs = generate(llm, ROWS, max_tokens=TOKENS, **options)
     samples = np.array([output.token_ids for output in outputs])
     steps, tokens, *_ = speculator.index.take_totals()
-    assert tokens / steps > 1.15  # parts of drafts are accepted
+    assert tokens / steps > 1.08  # parts of drafts are accepted
     p = probabilities(random_model, samples.tolist()) ** (1 / temperature)
     p /= p.sum(-1, keepdims=True)
     mask = forbidden(samples, words)
