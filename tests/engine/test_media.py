@@ -28,22 +28,20 @@ pytestmark = pytest.mark.skipif(not DRAFTS, reason="this vLLM has no custom prop
 SIZES = {"max_num_seqs": 8, "max_model_len": 96, "limit_mm_per_prompt": {"image": 2}}
 
 
-@pytest.fixture(scope="module")
+# Engines of this process are the session's: one that ends takes the process groups of others along.
+@pytest.fixture(scope="session")
 def model(tmp_path_factory):
     return vision_model(tmp_path_factory.mktemp("vision"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def llm(model):
     return make_engine(model, **SIZES, **engine_options(LOSSLESS))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def plain_llm(model):
-    """A plain engine, which lives on: its end would take the groups of others along."""
-    engine = make_engine(model, **SIZES)
-    yield engine
-    engine.llm_engine.engine_core.shutdown()
+    return make_engine(model, **SIZES)
 
 
 @pytest.fixture(scope="module")
