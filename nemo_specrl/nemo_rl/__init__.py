@@ -9,6 +9,7 @@ Modules, each of which imports only from those below it::
     evaluation                   the plug-in's view of an evaluation, and what it refuses there
     generation                   the driver's side: identities of rows, balance (a VllmGeneration)
     prompts                      keys of prompts, and which engines get the upcoming ones
+    quantized_workers            the next two, for quantized generation
     sync_worker, async_worker    the engine's side: SpeculativeLLM in place of vllm.LLM
     engine_calls                 calls of all engines' workers, and how long a step waits for them
     served_engine                the engine as a worker's HTTP server sees it
@@ -26,5 +27,6 @@ Modules, each of which imports only from those below it::
     context                      the plug-in's view of a run: recipe, folders, last checkpoint
     recipe_checks                recipes that it cannot run, refused in one line
     loader_checks                those whose data loader it cannot wrap
+    row_checks                   those whose sampling or prompts it cannot draft for
     compat                       names of NeMo-RL that are relied on, and a check of them
 """

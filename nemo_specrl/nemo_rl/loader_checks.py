@@ -17,22 +17,10 @@ def refused_run_ahead(master_config: Any, spec_rl: SpecRLConfig) -> list[tuple[b
     if not spec_rl.run_ahead.enabled:
         return []
     name = f"{BLOCK}.run_ahead.enabled = True"
-    vllm_cfg = master_config.policy["generation"].get("vllm_cfg") or {}
     return [
-        (
-            bool(vllm_cfg.get("async_engine")),
-            f"{name}: an asynchronous engine is asked for one row at a time; set it to false, or "
-            "policy.generation.vllm_cfg.async_engine=false",
-        ),
-        (
-            block_enabled(master_config, "data_plane"),
-            f"{name}: the data plane's rollouts are asked for in another process than the data "
-            "loader's; set it to false, or data_plane.enabled=false",
-        ),
-        (
-            bool(get_option(master_config.data, "use_multiple_dataloader", False)),
-            f"{name}: of several data loaders it is not known which comes next; set it to false, "
-            "or data.use_multiple_dataloader=false",
+        *(
+            (wrong, f"{name}: {why}; set it to false, or {way}")
+            for wrong, why, way in _unwrappable(master_config)
         ),
         (
             spec_rl.tree.method == "rounds",
@@ -60,7 +48,6 @@ def refused_partial_rollouts(
         return
     name = f"{algorithm}.partial_rollouts.enabled = true"
     own = getattr(master_config, algorithm)
-    vllm_cfg = master_config.policy["generation"].get("vllm_cfg") or {}
     yield (
         algorithm != "grpo",
         f"{name}: prompts are put off in GRPO with dynamic sampling alone; set false",
@@ -75,23 +62,32 @@ def refused_partial_rollouts(
         f"{name}: a conversation that is cut off cannot be continued; set "
         "grpo.max_rollout_turns=1, or false",
     )
-    yield (
-        bool(vllm_cfg.get("async_engine")),
-        f"{name}: an asynchronous engine is asked for one row at a time; set "
-        "policy.generation.vllm_cfg.async_engine=false, or false",
-    )
-    yield (
-        block_enabled(master_config, "data_plane"),
-        f"{name}: the data plane's rollouts are asked for in another process than the data "
-        "loader's; set data_plane.enabled=false, or false",
-    )
-    yield (
-        bool(get_option(master_config.data, "use_multiple_dataloader", False)),
-        f"{name}: prompts of several data loaders would be mixed; set "
-        "data.use_multiple_dataloader=false, or false",
-    )
+    for wrong, why, way in _unwrappable(master_config):
+        yield wrong, f"{name}: {why}; set {way}, or false"
     yield (
         images,
         f"{name}: this recipe has a processor of images, and such prompts have not been put off; "
         "set false",
     )
+
+
+def _unwrappable(master_config: Any) -> list[tuple[bool, str, str]]:
+    """Where batches are not asked for as the driver's loader gives them; what to set instead."""
+    vllm_cfg = master_config.policy["generation"].get("vllm_cfg") or {}
+    return [
+        (
+            bool(vllm_cfg.get("async_engine")),
+            "an asynchronous engine is asked for one row at a time",
+            "policy.generation.vllm_cfg.async_engine=false",
+        ),
+        (
+            block_enabled(master_config, "data_plane"),
+            "the data plane's rollouts are asked for in another process than the data loader's",
+            "data_plane.enabled=false",
+        ),
+        (
+            bool(get_option(master_config.data, "use_multiple_dataloader", False)),
+            "of several data loaders it is not known which comes next",
+            "data.use_multiple_dataloader=false",
+        ),
+    ]

@@ -152,22 +152,20 @@ class PartialRollouts:
 
     def save(self, folder: Path) -> None:
         """Write which prompts are put off, by their indices in the data set."""
-        rows = [] if self._put_off is None else zip(self._records(), self._times, strict=True)
-        state = [{**record, "put_off": times} for record, times in rows]
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / STATE).write_text(json.dumps(state))
+        (folder / STATE).write_text(json.dumps(self._records()))
 
     def restore(self, folder: Path) -> None:
         """Read which prompts were put off when a checkpoint was written."""
         if not (folder / STATE).exists():
             return
         saved = json.loads((folder / STATE).read_text())
-        rows = [self._loader.dataset[record["index"]] for record in saved]
-        if not rows:
-            return
-        self._put_off = self._loader.collate_fn(rows)
-        self._times = [record["put_off"] for record in saved]
-        if self._records() != [{k: v for k, v in r.items() if k != "put_off"} for r in saved]:
+        dataset = self._loader.dataset
+        rows = [dataset[r["index"]] for r in saved if r["index"] < len(dataset)]
+        if rows:
+            self._put_off = self._loader.collate_fn(rows)
+            self._times = [record["put_off"] for record in saved[: len(rows)]]
+        if self._records() != saved:
             logger.warning(
                 "%s: the data set has other prompts than it had when this was written; those that "
                 "were put off come again in the next epoch",
@@ -176,7 +174,10 @@ class PartialRollouts:
             self._put_off, self._times = None, []
 
     def _records(self) -> list[Mapping[str, Any]]:
-        """The index in the data set of each prompt that is put off, and its key."""
+        """Of each prompt that is put off: index in the data set, key, and how often it was."""
+        if self._put_off is None:
+            return []
         keys = [prompt_key(torch.tensor(ids).numpy()).hex() for ids in prompts_of(self._put_off)]
         indices = [int(index) for index in self._put_off["idx"]]
-        return [{"index": i, "key": key} for i, key in zip(indices, keys, strict=True)]
+        rows = zip(indices, keys, self._times, strict=True)
+        return [{"index": i, "key": key, "put_off": times} for i, key, times in rows]

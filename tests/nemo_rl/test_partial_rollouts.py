@@ -122,9 +122,10 @@ class TestLoader:
             assert resumed.asked[0] == run.asked[i + 1]
             assert Counter(completed + resumed.completed) == dict.fromkeys(range(PROMPTS), 1)
 
-    def test_other_data_than_was_saved_is_not_mixed_in(self, tmp_path, caplog):
+    @pytest.mark.parametrize("index", [3, PROMPTS])  # another prompt, and none
+    def test_other_data_than_was_saved_is_not_mixed_in(self, tmp_path, caplog, index):
         (tmp_path / "put_off.json").write_text(
-            json.dumps([{"index": 3, "key": "00" * 16, "put_off": 1}])
+            json.dumps([{"index": index, "key": "00" * 16, "put_off": 1}])
         )
         partial = loader_of()
         partial.restore(tmp_path)

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedToke
 
 from nemo_specrl import prompt_key
 from nemo_specrl.media import has_media, media_prompt_key
+from tests.support.trainer.text_models import SIZES
 
 PAD, BOS, EOS = 0, 1, 2
 START, END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
@@ -28,13 +29,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 PATCH = 14
-TEXT = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
+TEXT = SIZES | {
     "max_position_embeddings": 512,
     "bos_token_id": BOS,
     "eos_token_id": EOS,

@@ -236,3 +236,14 @@ def check_drafted(steps):
     assert all(record["spec_rl/tree_drafted_tokens"] > 0 for record in drafted)
     assert max(record["spec_rl/tree_tokens_per_step"] for record in drafted) > 1.5
     return drafted
+
+
+def check_talks(job, count):
+    """Conversations drafted in a job of asynchronous GRPO; its steps, by number."""
+    steps = job.train()
+    assert sorted(steps) == list(range(1, count + 1))
+    assert sum(record["spec_rl/cache_errors"] for record in steps.values()) == 0
+    drafted = [r.get("spec_rl/tree_tokens_per_step", 1) for r in steps.values()]
+    print(f"tokens a step: {drafted}")
+    assert max(drafted) > 1.5
+    return steps
