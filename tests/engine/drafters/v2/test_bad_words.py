@@ -5,8 +5,6 @@ import itertools
 import pytest
 import torch
 
-from tests.support.v2_drafting import DEVICE
-
 PROMPT, SAID, DRAFT = [1, 2], [5, 6], [7, 8, 9]
 VOCABULARY = 16
 NONE = frozenset()
@@ -28,6 +26,7 @@ def test_drafts_are_read_where_they_are(case):
     from vllm.v1.worker.gpu.sample import bad_words
 
     from nemo_specrl.engine.vllm.v2_bad_words import mend_bad_words
+    from tests.support.v2_drafting import DEVICE
 
     mend_bad_words()
     word, forbidden = CASES[case]
