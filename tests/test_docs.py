@@ -94,7 +94,8 @@ def test_the_layers_are_drawn_as_the_linter_has_them():
 def test_where_to_look_is_where_it_is():
     """Each file of the table has the names beside it."""
     table = re.search(r"^## Where to look$(.*?)^## ", CONTRIBUTING, re.M | re.S)[1]
-    places = re.findall(r"`([\w/]+\.(?:py|sh|sub|sbatch))`: ((?:`[\w ]+`(?:, (?=`[\w ]+`(?!:)))?)+)", table)
+    file, names = r"`([\w/]+\.(?:py|sh|sub|sbatch))`", r"((?:`[\w ]+`(?:, (?=`[\w ]+`(?!:)))?)+)"
+    places = re.findall(f"{file}: {names}", table)
     assert len(places) > 30
     for path, names in places:
         root = REPOSITORY if path.startswith("slurm/") else REPOSITORY / "nemo_specrl"
