@@ -2,7 +2,7 @@
 
     .venv/bin/python -m benchmarks.rollout.balance --out results/balance.json
 
-A batch of sorting problems, 24 prompts with eight rows each, through four engines, each a
+A batch of sorting problems, eight rows of each prompt, through four engines, each a
 ``SpeculativeLLM`` with ``preset: lossless`` and trees of its own, in two epochs with unchanged
 weights. Each row is cut off at a length that is drawn, if it does not end before. Lengths are
 log-normal, with a standard deviation of the logarithm of 1 between prompts, which is a heavy tail,
@@ -15,17 +15,21 @@ latest end minus the earliest one. ``--places`` is ``max_num_seqs``: with 64, al
 run at once. ``--drafts`` is ``tree.max_draft_tokens``. Needs the CPU stack.
 
 - ``split``: each engine gets the next rows, as NeMo-RL's synchronous engines do
-- ``in turn``: rows go one by one to one engine after the other, as to asynchronous ones
+- ``in turn``: rows go one by one to one engine after the other, as NeMo-RL gives them to
+  asynchronous ones
+- ``queue``: what the plug-in does with asynchronous engines, all rows at once
 - ``prompts``: what the embedded trainer does, which keeps the rows of a prompt together
-- ``rows``: what the plug-in does
+- ``rows``: what the plug-in does with synchronous ones
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import itertools
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack
 from operator import itemgetter
 from typing import Any
 
@@ -38,6 +42,7 @@ from benchmarks.shared.turns import Turns
 from nemo_specrl import RolloutStore, SpecRLConfig, SpeculativeLLM
 from nemo_specrl.engine.drafters.method import engine_options
 from nemo_specrl.engine.load_balance import balanced_order, row_costs
+from nemo_specrl.engine.row_queue import RowQueue
 from nemo_specrl.engine.vllm.environment import local_cpu_environment
 from nemo_specrl.rollout import Rollout, prompt_key
 from nemo_specrl.trainer.data.toy_tasks import EOS, problems
@@ -47,7 +52,7 @@ MEDIAN, FEWEST, MOST = 20, 4, 160
 """Tokens at which responses are cut off."""
 BETWEEN, WITHIN = 1.0, 0.3
 """Standard deviations of their logarithm: between prompts, and among the rows of one."""
-MODES = (("split", "in turn"), ("split", "in turn", "prompts", "rows"))
+MODES = (("split", "in turn", "queue"), ("split", "in turn", "queue", "prompts", "rows"))
 """What is measured in the first epoch, in which nothing is known, and in the second one."""
 
 
@@ -93,6 +98,9 @@ def shares_of(mode: str, keys: Sequence[bytes], store: RolloutStore) -> list[lis
     rows = range(len(keys))
     if mode == "in turn":
         return [list(rows[engine::ENGINES]) for engine in range(ENGINES)]
+    if mode == "queue":
+        engines = asyncio.run(engines_of(keys, store))
+        return [[row for row in rows if engines[row] == engine] for engine in range(ENGINES)]
     order = list(rows)
     if mode == "rows":  # as nemo_rl/generation.py does
         order = balanced_order(row_costs(keys, store.get(keys)), ENGINES)
@@ -102,6 +110,19 @@ def shares_of(mode: str, keys: Sequence[bytes], store: RolloutStore) -> list[lis
         order = [GROUP * prompt + k for prompt in of_prompts for k in range(GROUP)]
     size = len(keys) // ENGINES
     return [order[start : start + size] for start in range(0, len(keys), size)]
+
+
+async def engines_of(keys: Sequence[bytes], store: RolloutStore) -> list[int]:
+    """The engine of each row by a queue that has seen the epoch before, if there was one."""
+    queue = RowQueue(ENGINES, together=GROUP)
+    lengths = {key: [len(rollout) for rollout in made] for key, made in store.get(keys).items()}
+    if lengths:
+        async with AsyncExitStack() as places:
+            for key in keys:
+                place = await places.enter_async_context(queue.place(key))
+                places.callback(queue.leave, place, lengths[key].pop())
+    async with AsyncExitStack() as places:
+        return [(await places.enter_async_context(queue.place(key))).engine for key in keys]
 
 
 def measure(
@@ -170,7 +191,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--places", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--drafts", type=int, nargs="+", default=[3, 24])
-    parser.add_argument("--prompts", type=int, default=24, help="a multiple of four")
+    parser.add_argument(
+        "--prompts", type=int, nargs="+", default=[24, 64], help="each a multiple of four"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     outputs(parser)
     args = parser.parse_args()
@@ -180,30 +203,30 @@ def main() -> None:
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure each kind of engine in a process of its own."""
-    kinds = itertools.product(args.places, args.drafts)
-    parts = (in_own_process(of_kind, *kind, args.prompts, args.seeds) for kind in kinds)
+    kinds = itertools.product(args.prompts, args.places, args.drafts)
+    parts = (in_own_process(of_kind, *kind, args.seeds) for kind in kinds)
     return rounded(row for part in parts for row in part)
 
 
-def of_kind(places: int, drafts: int, prompts: int, seeds: Sequence[int]) -> list[dict[str, Any]]:
+def of_kind(prompts: int, places: int, drafts: int, seeds: Sequence[int]) -> list[dict[str, Any]]:
     """The rows of all seeds, on the same engines."""
     local_cpu_environment()
     config = configured(drafts)
     llms = [sorting_engine(places, engine_options(config)) for _ in range(ENGINES)]
     steps = [Steps(llm.llm_engine, Turns()) for llm in llms]
     return [
-        {"places": places, "drafts": drafts, **row}
+        {"prompts": prompts, "places": places, "drafts": drafts, **row}
         for seed in seeds
         for row in measure(llms, steps, config, prompts, seed)
     ]
 
 
-def means(rows: list[dict[str, Any]]) -> Iterator[tuple[tuple[int, int, int], dict[str, Any]]]:
+def means(rows: list[dict[str, Any]]) -> Iterator[tuple[tuple[int, ...], dict[str, Any]]]:
     """For each kind of engine and epoch, means over the seeds by way of dealing out."""
-    place = itemgetter("places", "drafts", "epoch")
+    place = itemgetter("prompts", "places", "drafts", "epoch")
     for here in sorted({place(row) for row in rows}):
         found = {}
-        for mode in MODES[here[2]]:
+        for mode in MODES[here[-1]]:
             some = [row for row in rows if place(row) == here and row["mode"] == mode]
             ends, seconds = (np.array([row[of] for row in some]) for of in ("ends", "ends_s"))
             found[mode] = {
@@ -219,16 +242,17 @@ def means(rows: list[dict[str, Any]]) -> Iterator[tuple[tuple[int, int, int], di
 def report(rows: list[dict[str, Any]]) -> str:
     """Markdown: how far apart engines end and when the last one does, by way of dealing out."""
     lines = [
-        "| `max_num_seqs` | drafts of at most | epoch | dealt out | between the ends: steps "
-        "| over `split` | processor s | last end: steps | over `split` | processor s "
+        "| prompts | `max_num_seqs` | drafts of at most | epoch | dealt out "
+        "| between the ends: steps | over `split` | processor s "
+        "| last end: steps | over `split` | processor s "
         "| tokens of a row's step |",
-        "|---" * 11 + "|",
+        "|---" * 12 + "|",
     ]
-    for (places, drafts, epoch), found in means(rows):
+    for (prompts, places, drafts, epoch), found in means(rows):
         split = found["split"]
         for mode, of in found.items():
             lines.append(
-                f"| {places} | {drafts} | {'later' if epoch else 'first'} | {mode} "
+                f"| {prompts} | {places} | {drafts} | {'later' if epoch else 'first'} | {mode} "
                 f"| {of['spread']:.1f} | {of['spread'] / split['spread']:.2f} "
                 f"| {of['spread_s']:.2f} | {of['end']:.1f} | {of['end'] / split['end']:.2f} "
                 f"| {of['end_s']:.2f} | {of['gain']:.2f} |"
@@ -239,10 +263,10 @@ def report(rows: list[dict[str, Any]]) -> str:
 def chart(rows: list[dict[str, Any]]) -> Chart:
     """Spread of the engines' ends by way of dealing out."""
     groups = {
-        f"{places} at once, {drafts}\n{'later' if epoch else 'first'} epoch": {
+        f"{prompts}, {places}, {drafts}\n{'later' if epoch else 'first'} epoch": {
             mode: [float(of["spread"])] for mode, of in found.items()
         }
-        for (places, drafts, epoch), found in means(rows)
+        for (prompts, places, drafts, epoch), found in means(rows)
     }
     return Chart("Four engines that share a batch", "steps between the ends", groups, None)
 

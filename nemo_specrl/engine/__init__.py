@@ -9,7 +9,8 @@ below it::
     call, async_rows             the state of a call of ``generate``; rows that are coroutines
     run_ahead, replay            rows for upcoming prompts; rows of a step that a crash interrupted
     drafters/                    drafts from a prompt's earlier responses, inside vLLM or in rounds
-    scheduling, load_balance     the order of rows in an engine; their distribution over engines
+    scheduling                   the order of rows in an engine
+    load_balance, row_queue      the engine of each row of a batch, and of rows that come one by one
     interrupts                   what is kept of rows that an interrupt found in the engine
     outputs                      completions and rollouts of rows that have ended
     prefix/                      verification of a draft by the log-probs of a prompt

@@ -8,6 +8,7 @@ Modules, each of which imports only from those below it::
     hooks                        wraps the methods of policy, logger and checkpoint manager
     evaluation                   the plug-in's view of an evaluation, and what it refuses there
     generation                   the driver's side: identities of rows, balance (a VllmGeneration)
+    single_rows                  the same for rows of asynchronous engines, which come one by one
     prompts                      keys of prompts, and which engines get the upcoming ones
     quantized_workers            the next two, for quantized generation
     sync_worker, async_worker    the engine's side: SpeculativeLLM in place of vllm.LLM

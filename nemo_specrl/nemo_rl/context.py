@@ -83,6 +83,7 @@ class RunContext:
         partial_rollouts: the ``grpo.partial_rollouts:`` block.
         evaluates: weights are evaluated and not trained: greedy rows are drafted for, too, and the
             cache begins with what earlier evaluations have left on the nodes' disks.
+        prompts: of a step; None: not known.
     """
 
     spec_rl: SpecRLConfig
@@ -97,6 +98,7 @@ class RunContext:
     served: bool = False
     partial_rollouts: PartialRolloutsConfig = field(default_factory=PartialRolloutsConfig)
     evaluates: bool = False
+    prompts: int | None = None
 
     @property
     def store_folder(self) -> Path:
@@ -187,6 +189,7 @@ class RunContext:
             ),
             served=serves_requests(master_config) is not None,
             partial_rollouts=partial,
+            prompts=get_option(own, "num_prompts_per_step", None),
         )
 
 

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,9 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 import ray
 import torch
-from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 
-from nemo_specrl.cache.cluster.cluster_cache import ClusterCache
 from nemo_specrl.cache.metrics import store_metrics
 from nemo_specrl.engine.load_balance import balanced_order, row_costs
 from nemo_specrl.engine.metrics import EngineMetrics
@@ -44,6 +42,7 @@ from nemo_specrl.nemo_rl.partial_rollouts import PartialRollouts
 from nemo_specrl.nemo_rl.prompts import dealt_out, drafts_of, prompt_keys, upcoming_rows
 from nemo_specrl.nemo_rl.recipe_checks import check_elsewhere
 from nemo_specrl.nemo_rl.rollout_metadata import RolloutMetadata, SequenceKey
+from nemo_specrl.nemo_rl.single_rows import SingleRows
 from nemo_specrl.rollout import Rollout
 from nemo_specrl.speculation.draft_selection import assign_sample_indices
 
@@ -60,7 +59,7 @@ logger = logging.getLogger(__name__)
 _generations: weakref.WeakSet[SpecVllmGeneration] = weakref.WeakSet()
 
 
-class SpecVllmGeneration(VllmGeneration):
+class SpecVllmGeneration(SingleRows):
     """``VllmGeneration`` that reuses rollouts, if the run that is being set up has this enabled.
 
     Attributes:
@@ -79,14 +78,10 @@ class SpecVllmGeneration(VllmGeneration):
             f"{PACKAGE}.quantized_workers.SpecVllmQuantAsyncGenerationWorker"
         ),
     }
-    cache: ClusterCache | None = None
     partial_rollouts: PartialRollouts | None = None
     _lacks_cache = False  # although the recipe asks for one
-    _validating = False
     _upcoming: Sequence[list[int]] = ()
     _last_version, _standing = -1, 0
-
-    _run: RunContext
 
     def __init__(self, cluster: Any, config: Any, **kwargs: Any) -> None:
         run = current_run()
@@ -133,6 +128,7 @@ class SpecVllmGeneration(VllmGeneration):
             run=self._run,
             policy_version=self._first_version,
         )
+        self._choose_engines()
         # Where engines have nodes of their own, drafts are kept there and not beside the trainer.
         try:
             cache.set_preferred_nodes(set(nodes))
@@ -174,14 +170,6 @@ class SpecVllmGeneration(VllmGeneration):
         self._rollout_s += time.perf_counter() - started
         return output
 
-    async def generate_async(self, data: Any, greedy: bool = False) -> AsyncIterator[Any]:
-        """Generate a response to each row as it comes; the worker claims a sample index for it."""
-        if self.cache is not None and not self._validating and not greedy:
-            data = data.slice(0, data.size)  # the caller's batch stays as it is
-            data[SAMPLE_INDICES] = torch.full((data.size,), -1)
-        async for result in super().generate_async(data, greedy=greedy):
-            yield result
-
     def generate_text(self, data: Any, greedy: bool = False) -> Any:
         """Generate a text for each prompt of an evaluation, with drafts where they are enabled."""
         if self.cache is not None and self._run.evaluates:
@@ -189,14 +177,6 @@ class SpecVllmGeneration(VllmGeneration):
             # The rows of a prompt may go to two engines.
             data[SAMPLE_INDICES] = torch.tensor(assign_sample_indices(data["prompts"]))
         return super().generate_text(data, greedy=greedy)
-
-    async def generate_text_async(self, data: Any, greedy: bool = False) -> AsyncIterator[Any]:
-        """Generate a text for one prompt; the worker claims a sample index for it."""
-        if self.cache is not None and self._run.evaluates:
-            data = data.slice(0, data.size)
-            data[SAMPLE_INDICES] = torch.full((data.size,), -1)
-        async for result in super().generate_text_async(data, greedy=greedy):
-            yield result
 
     def set_upcoming(self, prompts: list[list[int]]) -> None:
         """Say for which prompts engines may decode where they would be idle, from now on.

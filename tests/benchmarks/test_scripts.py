@@ -223,10 +223,10 @@ def test_engines_that_share_a_batch_are_compared_by_how_it_is_dealt_out(tmp_path
     printed = run("--out", out, *small, script="rollout.balance")
     rows = json.loads(out.read_text())["rows"]
     places = [(row["epoch"], row["mode"]) for row in rows]
-    assert places == [(0, "split"), (0, "in turn")] + [
-        (1, mode) for mode in ("split", "in turn", "prompts", "rows")
+    assert places == [(0, mode) for mode in ("split", "in turn", "queue")] + [
+        (1, mode) for mode in ("split", "in turn", "queue", "prompts", "rows")
     ]
-    assert printed.count("\n| 4 | 3 |") == len(rows)
+    assert printed.count("\n| 4 | 4 | 3 |") == len(rows)
     for row in rows:
         assert len(row["ends"]) == len(row["ends_s"]) == 4  # one for each engine
         assert 0 < row["row_steps"] <= row["tokens"] and min(row["ends"]) > 0

@@ -262,6 +262,12 @@ def test_with_the_asynchronous_engine_drafts_are_accepted_and_validation_stays_o
     calls = job._lines("rows.jsonl")  # rows come alone
     assert [len(c["prompts"]) for c in calls] == [1] * len(calls)
     assert sum(c["validating"] for c in calls) == 3 * 2
+    for start in range(0, len(job.rollouts()), BATCH):
+        step = job.rollouts()[start : start + BATCH]
+        engines = {tuple(c["prompts"][0]): set() for c in step}
+        for c in step:
+            engines[tuple(c["prompts"][0])].update(c["engines"])
+        assert sorted(map(tuple, engines.values())) == [(0,), (1,)]  # rows of a prompt share one
     manifest = job.out / "checkpoints" / "step_4" / "rollout_cache" / "manifest.json"
     kept = sum(file["rollouts"] for file in json.loads(manifest.read_text())["files"])
     assert kept == PROMPTS * GROUP  # a group keeps to its sample indices, and validation has none

@@ -251,6 +251,7 @@ class Recorded(CpuGeneration):
         record = {
             "validating": self._validating,
             "policy_version": version,
+            "engines": output.get("gen_leader_worker_idx"),
             "prompts": [
                 ids[:n].tolist()
                 for ids, n in zip(data["input_ids"], data["input_lengths"].tolist(), strict=True)
