@@ -23,7 +23,7 @@ import torch
 
 from nemo_specrl.config import PartialRolloutsConfig
 from nemo_specrl.nemo_rl.look_ahead import LookAhead, prompts_of
-from nemo_specrl.nemo_rl.phase_end import GroupCounter, Phase
+from nemo_specrl.nemo_rl.phase_end import Phase, start_counter
 from nemo_specrl.rollout import prompt_key
 
 __all__ = ["PartialRollouts"]
@@ -104,7 +104,7 @@ class PartialRollouts:
         # once more are never more than are completed.
         awaited = sum(times >= self._config.max_put_off for times in self._asked_times)
         if self._counter is None:
-            self._counter = ray.remote(GroupCounter).options(num_cpus=0).remote()
+            self._counter = start_counter()
         begin = self._counter.begin.remote(self._group_size, asked - surplus, awaited)
         try:
             return Phase(self._counter, ray.get(begin), asked - self._new)

@@ -15,7 +15,7 @@ import torch
 
 from nemo_specrl.config import PartialRolloutsConfig
 from nemo_specrl.nemo_rl.partial_rollouts import PartialRollouts
-from nemo_specrl.nemo_rl.phase_end import GroupCounter, Phase, PhaseEnd
+from nemo_specrl.nemo_rl.phase_end import Phase, PhaseEnd, start_counter
 from nemo_specrl.rollout import prompt_key
 from nemo_specrl.trainer.data.toy_tasks import EOS
 from tests.nemo_rl.test_lossless import PROPOSER
@@ -83,7 +83,7 @@ class Run:
 @pytest.fixture(scope="module")
 def counter():
     ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR")
-    yield ray.remote(GroupCounter).options(num_cpus=0).remote()
+    yield start_counter()
     ray.shutdown()
 
 
@@ -168,8 +168,14 @@ class TestPhaseEnd:
         second.reached([0])
         assert self.within_seconds(first, [0])
 
+    def test_more_engines_than_ray_answers_at_once_by_itself(self, counter):
+        number = ray.get(counter.begin.remote(1, 1, 0))
+        ends = [counter.reached.remote(number) for _ in range(1100)]
+        ray.get(counter.ended.remote(number, [0]), timeout=60)
+        ray.get(ends, timeout=60)
+
     def test_without_the_counter_no_row_is_given_up(self, caplog):
-        mortal = ray.remote(GroupCounter).options(num_cpus=0).remote()
+        mortal = start_counter()
         end, _ = self.begin(mortal, groups=2, awaited=0)
         assert not end.reached([0])
         ray.kill(mortal)
