@@ -6,6 +6,7 @@ The loader and the jobs need an unmodified checkout of NeMo-RL in NEMO_RL_HOME a
 
 import json
 import random
+import resource
 import time
 from collections import Counter
 
@@ -131,6 +132,29 @@ class TestLoader:
         partial.restore(tmp_path)
         assert "the data set has other prompts" in caplog.text
         assert [batch.size for batch in partial] == [BATCH] * (PROMPTS // BATCH)
+
+    @pytest.mark.parametrize("text", ["", "[{", '{"index": 3}', '[{"index": 3}]'])
+    def test_a_damaged_file_ends_no_run(self, tmp_path, caplog, text):
+        (tmp_path / "put_off.json").write_text(text)
+        partial = loader_of()
+        partial.restore(tmp_path)
+        assert "put_off.json: damaged" in caplog.text
+        assert [batch.size for batch in partial] == [BATCH] * (PROMPTS // BATCH)
+
+    def test_a_full_disk_leaves_no_part_of_the_file(self, counter, tmp_path):
+        run = Run(loader_of(), counter)
+        for batch in run.partial:
+            run.step(batch)
+            if run.partial._put_off is not None:
+                break
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+        try:
+            with pytest.raises(OSError, match="File too large"):
+                run.partial.save(tmp_path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert list(tmp_path.iterdir()) == []
 
 
 class TestPhaseEnd:
