@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from nemo_specrl.config import SpecRLConfig
+from nemo_specrl.files import replacing
 from nemo_specrl.nemo_rl.rollout_metadata import MetadataTable
 from nemo_specrl.speculation.drift import DriftMonitor
 
@@ -63,13 +64,28 @@ class StepMonitor:
             steps_per_epoch=steps_per_epoch,
         )
         if state is not None and (state / STATE).exists():
-            self.monitor.restore(json.loads((state / STATE).read_text()))
-            self._set_fresh_fraction(self.monitor.fresh_fraction)
+            self._restore(state / STATE)
 
     def save(self, folder: Path) -> None:
         """Write the state from which a resumed run continues."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / STATE).write_text(json.dumps(self.monitor.state()))
+        with replacing(folder / STATE, folder / f"{STATE}.tmp") as file:
+            file.write(json.dumps(self.monitor.state()).encode())
+
+    def _restore(self, file: Path) -> None:
+        """Continue from what :meth:`save` has written; where it is damaged, begin anew."""
+        fresh = self.monitor.state()
+        try:
+            self.monitor.restore(json.loads(file.read_text()))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            self.monitor.restore(fresh)
+            logger.warning(
+                "%s: damaged (%s: %s); the drift monitor begins anew",
+                file,
+                type(error).__name__,
+                error,
+            )
+            return
+        self._set_fresh_fraction(self.monitor.fresh_fraction)
 
     def compare(self, rows: Mapping[str, Sequence[Any]]) -> dict[str, float]:
         """Add the rows of a step to the comparison and return its metrics.

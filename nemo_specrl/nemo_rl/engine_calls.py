@@ -95,7 +95,7 @@ class EngineCalls:
             )
         self._open += [(engine, method, call) for engine, call in enumerate(calls)]
         mine = [one for one in self._open if one[1] == method and one[2] in answered]
-        self._open = [one for one in self._open if one not in mine]
+        self._open = [o for o in self._open if o[1] != method or o[2] not in answered]
         return [answer for engine, _, call in mine for answer in self._answer(engine, call)]
 
     def _answer(self, engine: int, call: Any) -> list[Any]:

@@ -158,6 +158,8 @@ class Hooks:
         Returns:
             What ``prev_logprobs`` have to be; None where they stay as they are.
         """
+        if self._served or self._anchor_at_birth:
+            self._records.collect()  # its rows may have been made since the part before it
         if self._served:
             self._store_conversations(batch)
         if self._monitor is not None:

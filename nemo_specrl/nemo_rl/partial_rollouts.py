@@ -22,8 +22,9 @@ import ray
 import torch
 
 from nemo_specrl.config import PartialRolloutsConfig
+from nemo_specrl.files import replacing
 from nemo_specrl.nemo_rl.look_ahead import LookAhead, prompts_of
-from nemo_specrl.nemo_rl.phase_end import GroupCounter, Phase
+from nemo_specrl.nemo_rl.phase_end import Phase, start_counter
 from nemo_specrl.rollout import prompt_key
 
 __all__ = ["PartialRollouts"]
@@ -104,7 +105,7 @@ class PartialRollouts:
         # once more are never more than are completed.
         awaited = sum(times >= self._config.max_put_off for times in self._asked_times)
         if self._counter is None:
-            self._counter = ray.remote(GroupCounter).options(num_cpus=0).remote()
+            self._counter = start_counter()
         begin = self._counter.begin.remote(self._group_size, asked - surplus, awaited)
         try:
             return Phase(self._counter, ray.get(begin), asked - self._new)
@@ -152,26 +153,33 @@ class PartialRollouts:
 
     def save(self, folder: Path) -> None:
         """Write which prompts are put off, by their indices in the data set."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / STATE).write_text(json.dumps(self._records()))
+        with replacing(folder / STATE, folder / f"{STATE}.tmp") as file:
+            file.write(json.dumps(self._records()).encode())
 
     def restore(self, folder: Path) -> None:
-        """Read which prompts were put off when a checkpoint was written."""
-        if not (folder / STATE).exists():
+        """Read which prompts were put off when a checkpoint was written.
+
+        What cannot be read is logged, and ends no run: these prompts come again in the next epoch.
+        """
+        file = folder / STATE
+        if not file.exists():
             return
-        saved = json.loads((folder / STATE).read_text())
-        dataset = self._loader.dataset
-        rows = [dataset[r["index"]] for r in saved if r["index"] < len(dataset)]
-        if rows:
-            self._put_off = self._loader.collate_fn(rows)
-            self._times = [record["put_off"] for record in saved[: len(rows)]]
-        if self._records() != saved:
-            logger.warning(
-                "%s: the data set has other prompts than it had when this was written; those that "
-                "were put off come again in the next epoch",
-                folder / STATE,
-            )
-            self._put_off, self._times = None, []
+        try:
+            saved = json.loads(file.read_text())
+            dataset = self._loader.dataset
+            rows = [dataset[r["index"]] for r in saved if r["index"] < len(dataset)]
+            if rows:
+                self._put_off = self._loader.collate_fn(rows)
+                self._times = [record["put_off"] for record in saved[: len(rows)]]
+            if self._records() == saved:
+                return
+            problem = "the data set has other prompts than it had when this was written"
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            problem = f"damaged ({type(error).__name__}: {error})"
+        logger.warning(
+            "%s: %s; those that were put off come again in the next epoch", file, problem
+        )
+        self._put_off, self._times = None, []
 
     def _records(self) -> list[Mapping[str, Any]]:
         """Of each prompt that is put off: index in the data set, key, and how often it was."""

@@ -17,7 +17,11 @@ from typing import Any
 
 import ray
 
-__all__ = ["GroupCounter", "Phase", "PhaseEnd"]
+__all__ = ["Phase", "PhaseEnd", "start_counter"]
+
+ENGINES = 2**16
+"""Calls that the counter answers at once: each engine has one waiting for the end of a generation,
+and Ray's own limit of 1000 would leave the others, and all counts, behind those."""
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +70,11 @@ class GroupCounter:
         """Return once enough groups of a generation are complete, or the next one has begun."""
         if number == self._number:
             await self._reached.wait()
+
+
+def start_counter() -> Any:
+    """Start the actor of :class:`GroupCounter`, and return its handle."""
+    return ray.remote(GroupCounter).options(num_cpus=0, max_concurrency=ENGINES).remote()
 
 
 @dataclass(frozen=True)

@@ -146,13 +146,24 @@ class MetadataTable:
         self._records: dict[SequenceKey, deque[RolloutMetadata]] = {}
         self._used: dict[SequenceKey, int] = {}
 
+    def collect(self) -> None:
+        """Collect the workers' records of all rollouts that have been made by now.
+
+        To be called where rows of a step are looked for before the last of them are made.
+        """
+        self._taken = True
+        for sequence, record in self._take():
+            self._records.setdefault(sequence, deque()).append(record)
+        while len(self._records) > MAX_RECORDS:
+            del self._records[next(iter(self._records))]
+
     def find(
         self, token_ids: Sequence[Any], token_mask: Sequence[Any], lengths: Sequence[int]
     ) -> list[list[ResponseSpan]]:
         """The responses in each row of a step, in order; a multi-turn row has several.
 
-        The first call in a step collects the workers' records. Equal rows, of which one may be
-        fresh and another not, get a record each.
+        The first call in a step collects the workers' records (:meth:`collect`). Equal rows, of
+        which one may be fresh and another not, get a record each.
 
         Args:
             token_ids: int ``[rows][length]``.
@@ -160,11 +171,7 @@ class MetadataTable:
             lengths: of the rows without padding.
         """
         if not self._taken:
-            self._taken = True
-            for sequence, record in self._take():
-                self._records.setdefault(sequence, deque()).append(record)
-            while len(self._records) > MAX_RECORDS:
-                del self._records[next(iter(self._records))]
+            self.collect()
         seen: dict[SequenceKey, int] = {}
         rows = []
         for ids, mask, length in zip(token_ids, token_mask, lengths, strict=True):

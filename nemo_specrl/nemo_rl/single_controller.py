@@ -158,6 +158,9 @@ def _send_heartbeats(actor: Any) -> None:
             now = ray.get(actor.ping.remote(), timeout=PING_SECONDS)["train_steps"]
         except ray.exceptions.GetTimeoutError:  # as while it starts
             continue
+        except ray.exceptions.ActorUnavailableError:  # the connection was lost, and will be back
+            time.sleep(PING_SECONDS)
+            continue
         except Exception:  # it has ended, or Ray has
             return
         if now != steps:

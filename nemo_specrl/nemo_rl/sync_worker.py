@@ -96,7 +96,7 @@ class SpecVllmGenerationWorkerImpl(DraftingWorker, VllmGenerationWorkerImpl):
         finally:
             self.llm = llm
         self._cache.deliver()  # the next step's look-ups may come from any node
-        self._metrics = self._metrics + speculative.metrics
+        self._metrics = self._metrics + engine.metrics
         if PHASE in data:
             output[ENDED] = torch.tensor(engine.ended, dtype=torch.bool)
         self._ahead = upcoming, engine.sampling_params
@@ -167,6 +167,7 @@ class _DraftingEngine:
         self._sample_indices, self._prompt_keys = sample_indices, prompt_keys
         self._upcoming = upcoming
         self.sampling_params: Any = None  # of the first row
+        self.metrics = EngineMetrics()  # none where the base class has no rows to generate
         self.ended: list[bool] = []
 
     def generate(self, prompts: Any, sampling_params: Any, use_tqdm: Any = True) -> Any:
@@ -181,6 +182,7 @@ class _DraftingEngine:
             early_end=self._early_end,
             use_tqdm=use_tqdm,
         )
+        self.metrics = self._speculative.metrics
         if self._metadata is not None:
             self._metadata.note(outputs)
         self.ended = [output.outputs[0].finish_reason != "abort" for output in outputs]

@@ -85,6 +85,15 @@ def test_a_run_that_is_resumed_continues_from_what_was_seen(tmp_path):
     assert monitor_of(table_of(rows, rollouts), state=tmp_path / "none").monitor.steps == 0
 
 
+@pytest.mark.parametrize("text", ["", "[]", '{"fresh_fraction": 0.9}'])
+def test_a_state_that_is_damaged_ends_no_run(tmp_path, caplog, text):
+    (tmp_path / "monitor.json").write_text(text)
+    changed = []
+    again = monitor_of(MetadataTable(list), changed, state=tmp_path).monitor
+    assert "monitor.json: damaged" in caplog.text
+    assert (again.steps, again.fresh_fraction, changed) == (0, 0.2, [])
+
+
 def test_rows_that_it_does_not_understand_cost_no_step(caplog):
     rows, rollouts = step([7], np.random.default_rng(0))
     del rows["rewards"]

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from nemo_specrl import RolloutStore, prompt_key
 from nemo_specrl.cache.cluster.membership import Health
@@ -237,3 +238,23 @@ def test_a_shutdown_after_ray_has_ended_asks_nobody(nemo, monkeypatch):  # noqa:
     assert generation.shutdown()
     del generation
     assert not ray.is_initialized()
+
+
+def test_an_engine_that_gets_no_rows_counts_none(nemo, monkeypatch):  # noqa: F811
+    """As in the last turns of conversations, of which fewer are left than there are engines."""
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+    from nemo_specrl.nemo_rl.context import SAMPLE_INDICES
+    from nemo_specrl.nemo_rl.sync_worker import SpecVllmGenerationWorkerImpl
+
+    for name in ("range_push", "range_pop"):  # they raise on CPU builds
+        monkeypatch.setattr(torch.cuda.nvtx, name, lambda *args: 0)
+    worker = object.__new__(SpecVllmGenerationWorkerImpl)
+    worker.llm = None
+    worker._cache = SimpleNamespace(deliver=lambda: None, take_failures=lambda: 0)
+    worker._metrics = EngineMetrics()
+    worker._speculative = SimpleNamespace(metrics=EngineMetrics(rows=8))  # of the turn before
+    none = torch.zeros(0, dtype=torch.int64)
+    data = {"input_ids": none.view(0, 0), "input_lengths": none, SAMPLE_INDICES: none}
+    assert len(worker.generate(BatchedDataDict(data))["output_ids"]) == 0
+    assert worker.spec_rl_take_metrics() == EngineMetrics()

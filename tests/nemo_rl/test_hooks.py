@@ -157,18 +157,20 @@ def test_a_step_of_ppo_is_compared_and_anchored_once_however_often_it_is_trained
 
 def test_parts_of_a_batch_are_anchored_one_by_one_and_compared_together():
     whole, streamed = (Trainer(ppo=True, anchor=True) for _ in range(2))
-    rows, _ = rows_of(whole, prompts=(7, 8, 9))
-    rows_of(streamed, prompts=(7, 8, 9))
+    rows, rollouts = rows_of(whole, prompts=(7, 8, 9))
     whole.train(Batch(rows), "loss")
-    parts = [{n: v[i : i + GROUP] for n, v in rows.items()} for i in range(0, 3 * GROUP, GROUP)]
-    anchored = [streamed.hooks.take_part(Batch(part)) for part in parts]
+    anchored = []
+    for i in range(0, 3 * GROUP, GROUP):  # each part is made while the one before is trained on
+        part = {name: column[i : i + GROUP] for name, column in rows.items()}
+        streamed.workers.make(part, rollouts[i : i + GROUP])
+        anchored.append(streamed.hooks.take_part(Batch(part)))
     ((expected, _),) = whole.trained
     assert torch.equal(torch.cat(anchored), expected)
     streamed.hooks.end_batch()
-    for trainer in (whole, streamed):
+    for trainer, asked in ((whole, 1), (streamed, 3)):
         trainer.log_metrics({"loss": 1.0}, 4, prefix="train")
         trainer.log_metrics({}, 4, prefix="timing/train")
-        assert trainer.done.count("compare") == trainer.workers.asked == 1
+        assert trainer.done.count("compare") == 1 and trainer.workers.asked == asked
     assert whole.logged == streamed.logged
     assert streamed.logged[0][2]["spec_rl/logprob_gap"] != 0
     streamed.hooks.end_batch()  # a step that has no rows

@@ -6,6 +6,7 @@ The loader and the jobs need an unmodified checkout of NeMo-RL in NEMO_RL_HOME a
 
 import json
 import random
+import resource
 import time
 from collections import Counter
 
@@ -15,7 +16,7 @@ import torch
 
 from nemo_specrl.config import PartialRolloutsConfig
 from nemo_specrl.nemo_rl.partial_rollouts import PartialRollouts
-from nemo_specrl.nemo_rl.phase_end import GroupCounter, Phase, PhaseEnd
+from nemo_specrl.nemo_rl.phase_end import Phase, PhaseEnd, start_counter
 from nemo_specrl.rollout import prompt_key
 from nemo_specrl.trainer.data.toy_tasks import EOS
 from tests.nemo_rl.test_lossless import PROPOSER
@@ -83,7 +84,7 @@ class Run:
 @pytest.fixture(scope="module")
 def counter():
     ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR")
-    yield ray.remote(GroupCounter).options(num_cpus=0).remote()
+    yield start_counter()
     ray.shutdown()
 
 
@@ -132,6 +133,29 @@ class TestLoader:
         assert "the data set has other prompts" in caplog.text
         assert [batch.size for batch in partial] == [BATCH] * (PROMPTS // BATCH)
 
+    @pytest.mark.parametrize("text", ["", "[{", '{"index": 3}', '[{"index": 3}]'])
+    def test_a_damaged_file_ends_no_run(self, tmp_path, caplog, text):
+        (tmp_path / "put_off.json").write_text(text)
+        partial = loader_of()
+        partial.restore(tmp_path)
+        assert "put_off.json: damaged" in caplog.text
+        assert [batch.size for batch in partial] == [BATCH] * (PROMPTS // BATCH)
+
+    def test_a_full_disk_leaves_no_part_of_the_file(self, counter, tmp_path):
+        run = Run(loader_of(), counter)
+        for batch in run.partial:
+            run.step(batch)
+            if run.partial._put_off is not None:
+                break
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+        try:
+            with pytest.raises(OSError, match="File too large"):
+                run.partial.save(tmp_path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert list(tmp_path.iterdir()) == []
+
 
 class TestPhaseEnd:
     def begin(self, counter, groups, awaited):
@@ -168,8 +192,14 @@ class TestPhaseEnd:
         second.reached([0])
         assert self.within_seconds(first, [0])
 
+    def test_more_engines_than_ray_answers_at_once_by_itself(self, counter):
+        number = ray.get(counter.begin.remote(1, 1, 0))
+        ends = [counter.reached.remote(number) for _ in range(1100)]
+        ray.get(counter.ended.remote(number, [0]), timeout=60)
+        ray.get(ends, timeout=60)
+
     def test_without_the_counter_no_row_is_given_up(self, caplog):
-        mortal = ray.remote(GroupCounter).options(num_cpus=0).remote()
+        mortal = start_counter()
         end, _ = self.begin(mortal, groups=2, awaited=0)
         assert not end.reached([0])
         ray.kill(mortal)

@@ -172,12 +172,16 @@ def test_what_cannot_be_is_refused_before_anything_is_started(tmp_path, spec_rl,
 class Controller:
     """An actor that ends a step when it is told to."""
 
-    steps = 0
+    steps, lost = 0, False
 
     async def end_step(self):
-        self.steps += 1
+        """End a step, and have the connection be lost once."""
+        self.steps, self.lost = self.steps + 1, True
 
     async def ping(self):
+        if self.lost:
+            self.lost = False
+            raise ray.exceptions.ActorUnavailableError("lost", None)
         return {"train_steps": self.steps}
 
 
@@ -194,10 +198,10 @@ def test_the_driver_tells_of_each_step_that_the_actor_has_ended(nemo, monkeypatc
             thread = threading.Thread(target=single_controller._send_heartbeats, args=(actor,))
             thread.start()
             for step in range(3):
-                while len(beats) <= step:  # the first is for setup
+                while len(beats) <= step and thread.is_alive():  # the first is for setup
                     time.sleep(0.01)
                 ray.get(actor.end_step.remote())
-            while len(beats) < 4:
+            while len(beats) < 4 and thread.is_alive():
                 time.sleep(0.01)
             ray.kill(actor)
             thread.join()

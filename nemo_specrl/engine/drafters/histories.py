@@ -34,6 +34,8 @@ class PendingHistories:
         """Have the rollouts of a look-up sent with the next request of their prompt."""
         if policy_version != self._sent_at:
             self._sent, self._sent_at = set(), policy_version
+            # Of prompts whose rows were given up before they began, and may never come back here.
+            self._waiting.clear()
         for key, rollouts in cached.items():
             if key in self._sent:
                 continue
