@@ -54,7 +54,16 @@ def speculator(llm, by_reference):
 
 
 def generate(
-    llm, rows, *, history=(), prompt=PROMPT, identity=0, extra=True, words=None, **options
+    llm,
+    rows,
+    *,
+    history=(),
+    prompt=PROMPT,
+    identity=0,
+    extra=True,
+    words=None,
+    seeded=False,
+    **options,
 ):
     """Completions of rows of one prompt, which has this history."""
     from vllm import SamplingParams
@@ -67,6 +76,7 @@ def generate(
                 "logprobs": 0,
                 "detokenize": False,
                 "ignore_eos": True,
+                "seed": i if seeded else None,
                 **options,
             },
             extra_args={"spec_rl": [KEY, identity + i, history, len(prompt)]} if extra else None,
@@ -158,7 +168,7 @@ def test_bad_words(llm, speculator, random_model):
     responses, temperature = likeliest(random_model, 1), 0.4
     words = [[responses[0][4]], *(r[2:4] for r in responses), *(r[1:4] for r in responses)]
     words = [list(word) for word in dict.fromkeys(map(tuple, words))]
-    options = {"history": responses, "words": words, "temperature": temperature}
+    options = {"history": responses, "words": words, "temperature": temperature, "seeded": True}
     outputs = generate(llm, ROWS, max_tokens=TOKENS, **options)
     samples = np.array([output.token_ids for output in outputs])
     steps, tokens, *_ = speculator.index.take_totals()
