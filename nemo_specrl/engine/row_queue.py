@@ -1,7 +1,8 @@
 """Which engine each of the rows goes to that come one by one, and when.
 
-Rows of a prompt draft from each other in the engine that they share, so they go to one engine, as
-long as no other has much less to do. An engine gets no more rows than it runs at once: those that
+The first rows of a prompt draft from each other in the engine that they share, so they go to one
+engine, as long as no other has much less to do. Later ones draft from what the cache has, and go
+where there is least to do, by the lengths of the earlier ones. An engine gets no more rows than it runs at once: those that
 are left wait here, and the first engine that has room takes them. Knows no host framework; rows may
 come from several threads, each with an event loop of its own.
 """
@@ -57,7 +58,8 @@ class RowQueue:
 
     Args:
         engines: number of engines.
-        together: rows of a prompt that go to one engine although another one has less to do.
+        together: rows of a prompt, of which none has ended, that go to one engine although another
+            one has less to do.
         places: rows that an engine runs at once; None: as many as it is given.
     """
 
@@ -117,14 +119,14 @@ class RowQueue:
             self._fill(place.engine)
 
     def _chosen(self, prompt: Hashable) -> Place:
-        """The engine for a row: that of the prompt's last row, or the one with the least to do."""
+        """The engine for a row: that of the prompt's first rows, or the one with least to do."""
         known = self._prompts.get(prompt) if prompt is not None else None
         cost = 1.0
-        if known is not None and known.length is not None:
-            cost = known.length / max(1.0, self._mean)
         engine = min(range(len(self._loads)), key=lambda e: (self._loads[e], e))
         if known is not None:
-            if self._loads[known.engine] - self._loads[engine] < cost * self._together:
+            if known.length is not None:
+                cost = known.length / max(1.0, self._mean)
+            elif self._loads[known.engine] - self._loads[engine] < self._together:
                 engine = known.engine
             known.engine = engine
             self._prompts.move_to_end(prompt)

@@ -83,7 +83,7 @@ async def test_with_fewer_prompts_than_engines_no_engine_is_idle():
 
 
 @run
-async def test_later_rows_go_where_the_earlier_ones_were():
+async def test_rows_go_where_the_prompts_first_ones_were():
     queue = RowQueue(4, together=2)
     for _ in range(3):
         assert await given(queue, ["a", "a"]) == [0, 0]
@@ -96,14 +96,18 @@ async def test_later_rows_go_where_the_earlier_ones_were():
 
 @run
 async def test_expected_lengths_are_balanced():
-    """One prompt's rows are seven times as long as the others': they count as much."""
+    """One prompt's rows are seven times as long as the others', and are apart from now on."""
     queue = RowQueue(2, together=2)
     for prompt in range(8):
         async with queue.place(prompt) as place:
             queue.leave(place, 70 if prompt == 0 else 10)
-    engines = await given(queue, [p for p in range(8) for _ in range(2)])
-    assert engines[0] == engines[1]
-    assert Counter(engines)[engines[0]] <= 3
+    prompts = [0, *range(1, 8), 0, *range(1, 8)]
+    engines = await given(queue, prompts)
+    assert engines[:8] == [0] + [1] * 7
+    tokens = Counter()
+    for engine, prompt in zip(engines, prompts, strict=True):
+        tokens[engine] += 70 if prompt == 0 else 10
+    assert tokens == {0: 140, 1: 140}
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -138,14 +142,14 @@ async def test_an_engine_with_room_takes_its_own_rows_first_and_then_the_longest
             await end.wait()
 
     ends = [asyncio.Event() for _ in range(5)]
-    prompts = ["first", "second", "short", "long", "middle"]
+    prompts = ["first", "second", "long", "short", "middle"]
     tasks = [asyncio.ensure_future(row(*both)) for both in zip(prompts, ends, strict=True)]
     await asyncio.sleep(0.01)
     assert began == [("first", 0), ("second", 1)]
     for end in (ends[1], ends[4], ends[3]):  # engine 1 ends them all, engine 0 none
         end.set()
         await asyncio.sleep(0.01)
-    assert [prompt for prompt, _ in began[2:]] == ["middle", "long", "short"]
+    assert [prompt for prompt, _ in began[2:]] == ["middle", "short", "long"]
     assert {engine for _, engine in began[2:]} == {1}
     ends[0].set()
     ends[2].set()
