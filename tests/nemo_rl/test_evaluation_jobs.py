@@ -73,7 +73,7 @@ def test_prompts_with_images_draft_from_earlier_evaluations(tmp_path):
     (tmp_path / "model").mkdir()
     seeing = {
         "environment": {"PYTHONPATH": str(Path(torchvision.origin).parents[1])},
-        "++env.vision": vision_model(tmp_path / "model"),
+        "++env.vision": vision_model(tmp_path / "model", "qwen2_5_vl"),
         "generation.max_new_tokens": "40",
         "++generation.vllm_kwargs.limit_mm_per_prompt": "{image:1,video:0}",
     }
