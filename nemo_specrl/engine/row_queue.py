@@ -2,9 +2,9 @@
 
 The first rows of a prompt draft from each other in the engine that they share, so they go to one
 engine, as long as no other has much less to do. Later ones draft from what the cache has, and go
-where there is least to do, by the lengths of the earlier ones. An engine gets no more rows than it runs at once: those that
-are left wait here, and the first engine that has room takes them. Knows no host framework; rows may
-come from several threads, each with an event loop of its own.
+where there is least to do, by the lengths of the earlier ones. An engine gets no more rows than it
+runs at once: those that are left wait here, and the first engine that has room takes them. Knows no
+host framework; rows may come from several threads, each with an event loop of its own.
 """
 
 from __future__ import annotations

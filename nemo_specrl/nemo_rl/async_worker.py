@@ -7,6 +7,7 @@ NeMo-Gym leads conversations, draft by their tokens.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextvars import ContextVar
@@ -24,6 +25,7 @@ from nemo_specrl.nemo_rl.compat import CHECKPOINT_ENGINE_UPDATE, KNOWN
 from nemo_specrl.nemo_rl.context import SAMPLE_INDICES, RunContext
 from nemo_specrl.nemo_rl.rollout_metadata import MetadataLog
 from nemo_specrl.nemo_rl.served_engine import ServedEngine
+from nemo_specrl.nemo_rl.sparse_refits import held_open
 from nemo_specrl.nemo_rl.worker_base import DraftingWorker
 
 __all__ = ["SpecVllmAsyncGenerationWorker", "SpecVllmAsyncGenerationWorkerImpl"]
@@ -46,7 +48,15 @@ class SpecVllmAsyncGenerationWorkerImpl(DraftingWorker, VllmAsyncGenerationWorke
         Returns:
             The id of this worker's node in Ray.
         """
-        node = self._attach(ServingSpeculativeLLM, cache, run, policy_version)
+        loop = asyncio.get_running_loop()
+        node = self._attach(
+            ServingSpeculativeLLM,
+            cache,
+            run,
+            policy_version,
+            # The receiver's threads have another event loop, or none.
+            lambda: held_open(self._refit, loop),
+        )
         assert self._speculative is not None
         self.llm = _DraftingEngine(self._speculative, self._metadata)
         if run.served:
@@ -98,8 +108,8 @@ class SpecVllmAsyncGenerationWorkerImpl(DraftingWorker, VllmAsyncGenerationWorke
         """Draft in the task of this call, in which the base class calls self.llm.generate."""
         _drafting.set(SAMPLE_INDICES in data and not self._paused and not greedy)
 
-    # These four methods change the engine's weights; sparse refits, which do it by others, are
-    # refused (context.py).
+    # These methods change the engine's weights; sparse refits do it beside them, in the receiver's
+    # threads.
 
     async def update_weights_via_ipc_zmq_async(self, *args: Any, **kwargs: Any) -> Any:
         """Update the weights, and count the policy version up."""

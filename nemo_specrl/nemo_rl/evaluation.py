@@ -50,7 +50,8 @@ def evaluation_run(master_config: Any, tokenizer: Any) -> RunContext | None:
         return None
     images = not hasattr(tokenizer, "get_vocab")
     set_variables(generation, check_evaluation(master_config, spec_rl, images=images))
-    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
+    text = tokenizer.tokenizer if images else tokenizer
+    vocabulary = json.dumps(sorted(text.get_vocab().items()))
     tokenizer_id = "vocabulary " + hashlib.sha256(vocabulary.encode()).hexdigest()[:16]
     data = str(master_config.data["dataset_name"])
     # There are no rewards of training that a drift monitor could compare.
@@ -94,7 +95,7 @@ def check_evaluation(
     """
     generation: Mapping[str, Any] = master_config.generation
     engines = engines or compat.engines_of(generation)
-    for wrong, line in _refused(spec_rl, images, engines):
+    for wrong, line in _refused(spec_rl, engines):
         if wrong:
             raise ConfigError(f"{BLOCK}.{line}")
     # Its block of generation is a training's, in another place.
@@ -105,21 +106,18 @@ def check_evaluation(
         data=None,
     )
     try:
-        return check_recipe(as_training, spec_rl, "eval", engines=engines, model=model)
+        return check_recipe(
+            as_training, spec_rl, "eval", images=images, engines=engines, model=model
+        )
     except ConfigError as error:
         line = str(error).replace("policy.generation.", "generation.")
         raise ConfigError(re.sub(_PREFIX_REUSE, "set enabled: false", line)) from None
 
 
-def _refused(spec_rl: SpecRLConfig, images: bool, engines: Engines) -> list[tuple[bool, str]]:
+def _refused(spec_rl: SpecRLConfig, engines: Engines) -> list[tuple[bool, str]]:
     """What an evaluation's block may not ask for, though a training's may."""
     key = "fresh_fraction" if spec_rl.preset == "lossless" else "preset"
     return [
-        (
-            images,
-            "enabled = true: only text can be drafted, and this data set has images, sounds or "
-            "videos; set false",
-        ),
         (
             not (engines.v2_speculators or engines.custom_proposers),
             f"enabled = true: vLLM {engines.version} takes no drafter of ours (0.25.1 and later "

@@ -25,7 +25,7 @@ from nemo_specrl.engine.load_balance import balanced_order, row_costs
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.errors import CacheError, EngineError
 from nemo_specrl.monitoring import names as metric
-from nemo_specrl.nemo_rl import compat
+from nemo_specrl.nemo_rl import compat, prompts
 from nemo_specrl.nemo_rl.context import (
     ENDED,
     GROUPS,
@@ -39,7 +39,6 @@ from nemo_specrl.nemo_rl.context import (
 from nemo_specrl.nemo_rl.engine_calls import EngineCalls, seconds_left, step_end
 from nemo_specrl.nemo_rl.metrics import counts, evaluation_summary, times
 from nemo_specrl.nemo_rl.partial_rollouts import PartialRollouts
-from nemo_specrl.nemo_rl.prompts import dealt_out, drafts_of, prompt_keys, upcoming_rows
 from nemo_specrl.nemo_rl.recipe_checks import check_elsewhere
 from nemo_specrl.nemo_rl.rollout_metadata import RolloutMetadata, SequenceKey
 from nemo_specrl.nemo_rl.single_rows import SingleRows
@@ -149,7 +148,7 @@ class SpecVllmGeneration(SingleRows):
                 self._heldout_tokens += int(output["generation_lengths"].sum())
             return output
         started = time.perf_counter()
-        keys = prompt_keys(data)
+        keys = prompts.prompt_keys(data)
         sample_indices = assign_sample_indices(keys)
         order = balanced_order(self._costs(keys, sample_indices), self.dp_size)
         data = data.select_indices(order)
@@ -174,17 +173,16 @@ class SpecVllmGeneration(SingleRows):
         """Generate a text for each prompt of an evaluation, with drafts where they are enabled."""
         if self.cache is not None and self._run.evaluates:
             data = data.slice(0, data.size)  # the caller's batch stays as it is
-            # The rows of a prompt may go to two engines.
-            data[SAMPLE_INDICES] = torch.tensor(assign_sample_indices(data["prompts"]))
+            data[SAMPLE_INDICES] = torch.tensor(prompts.text_indices(data["prompts"]))
         return super().generate_text(data, greedy=greedy)
 
-    def set_upcoming(self, prompts: list[list[int]]) -> None:
+    def set_upcoming(self, upcoming: list[list[int]]) -> None:
         """Say for which prompts engines may decode where they would be idle, from now on.
 
         Args:
-            prompts: of the next batch, token ids.
+            upcoming: prompts of the next batch, token ids.
         """
-        self._upcoming = prompts
+        self._upcoming = upcoming
 
     def take_metrics(self) -> tuple[dict[str, float], dict[str, float]] | None:
         """Return the engines' counts and seconds since the last call; None after a shutdown.
@@ -318,7 +316,9 @@ class SpecVllmGeneration(SingleRows):
         cached = self.cache.outlines(keys)
         drafts, left = None, 1.0
         if self.fresh_fraction < 1 and cached:
-            drafts = drafts_of(keys, sample_indices, cached, self._run.seed, self.fresh_fraction)
+            drafts = prompts.drafts_of(
+                keys, sample_indices, cached, self._run.seed, self.fresh_fraction
+            )
             # The engines are asked, since another copy may have generated the batch before.
             last = sum(self._engines.ask("spec_rl_last_metrics"), EngineMetrics())
             left = 1 - last.accepted_tokens / max(1, last.draft_tokens)
@@ -341,9 +341,9 @@ class SpecVllmGeneration(SingleRows):
 
     def _deal_out_upcoming(self, rows: int) -> list[list[list[int]]]:
         """Upcoming prompts for each of the batch's rows (``dealt_out``)."""
-        keys = upcoming_rows(self._upcoming, self._run.group)
+        keys = prompts.upcoming_rows(self._upcoming, self._run.group)
         order = balanced_order(self._costs(keys, assign_sample_indices(keys)), self.dp_size)
-        return dealt_out(self._upcoming, order, self._run.group, rows, self.dp_size)
+        return prompts.dealt_out(self._upcoming, order, self._run.group, rows, self.dp_size)
 
 
 def completed(batch: Any, *columns: torch.Tensor) -> tuple[Any, ...]:

@@ -9,9 +9,9 @@ from nemo_rl.models.generation.vllm.utils import format_prompt_for_vllm_generati
 
 from nemo_specrl.media import has_media, media_prompt_key
 from nemo_specrl.rollout import prompt_key
-from nemo_specrl.speculation.draft_selection import Row, select_drafts
+from nemo_specrl.speculation.draft_selection import Row, assign_sample_indices, select_drafts
 
-__all__ = ["dealt_out", "drafts_of", "prompt_keys", "upcoming_rows"]
+__all__ = ["dealt_out", "drafts_of", "prompt_keys", "text_indices", "upcoming_rows"]
 
 
 def prompt_keys(data: Any) -> list[bytes]:
@@ -29,6 +29,24 @@ def prompt_keys(data: Any) -> list[bytes]:
         media_prompt_key(prompt) if has_media(prompt) else prompt_key(prompt["prompt_token_ids"])
         for prompt in format_prompt_for_vllm_generation(data)
     ]
+
+
+def text_indices(prompts: Sequence[Any]) -> list[int]:
+    """The sample index of each row of an evaluation, whose prompts have no tokens yet.
+
+    The rows of a prompt may go to two engines, so that these could not count them.
+
+    Args:
+        prompts: as vLLM takes them: texts, or mappings of a text and, where the prompt has images,
+            sounds or videos, these.
+    """
+    texts = [prompt if isinstance(prompt, str) else prompt["prompt"] for prompt in prompts]
+    return assign_sample_indices(
+        [
+            media_prompt_key(prompt) if has_media(prompt) else text.encode()
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
+    )
 
 
 def drafts_of(

@@ -35,8 +35,6 @@ OLDEST_IN_FLIGHT = (0, 25)
 """The oldest vLLM in which rows keep all their tokens at a refit in flight."""
 ROUTES = "policy.router_replay.enabled = true"
 NO_ROUTES = "switch router replay (enable_return_routed_experts) off"
-SPARSE_REFITS = ("vllm_s3_sparse", "vllm_zmq_sparse")
-"""Refits through a server in a thread of the worker, by none of its methods."""
 
 
 def check_recipe(
@@ -251,7 +249,6 @@ def _refused_engines(generation: Any, off: str) -> list[tuple[bool, str]]:
     engines = vllm_kwargs.get("data_parallel_size") or 1
     together = "the engines of such a group step together, and those of the plug-in do not"
     own = generation.get("worker_extension_cls_fqn")
-    transport = generation.get("refit_transport")
     return [
         (
             experts > tensor,
@@ -268,11 +265,6 @@ def _refused_engines(generation: Any, off: str) -> list[tuple[bool, str]]:
             own is not None,
             f"policy.generation.worker_extension_cls_fqn = {own}: it would take the place of the "
             f"worker that drafts; leave it out, {off}",
-        ),
-        (
-            transport in SPARSE_REFITS,
-            f"policy.generation.refit_transport = {transport!r}: its refits pass by the plug-in, "
-            f"which would not know of new weights; set null, nccl_reshard or nixl, {off}",
         ),
         (
             bool(vllm_kwargs.get("kv_transfer_config")),

@@ -6,7 +6,8 @@ because Ray pickles a decorated class by value, and the classes that it inherits
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
@@ -48,7 +49,7 @@ class SpecVllmGenerationWorkerImpl(DraftingWorker, VllmGenerationWorkerImpl):
             The id of this worker's node in Ray.
         """
         self._metrics = EngineMetrics()
-        return self._attach(SpeculativeLLM, cache, run, policy_version)
+        return self._attach(SpeculativeLLM, cache, run, policy_version, self._sparsely_refitting)
 
     def spec_rl_take_metrics(self) -> EngineMetrics | None:
         """Return the metrics of the calls since they were last taken."""
@@ -121,8 +122,8 @@ class SpecVllmGenerationWorkerImpl(DraftingWorker, VllmGenerationWorkerImpl):
         done = self._speculative.run_ahead(upcoming, sampling_params, until)
         self._metrics = self._metrics + done
 
-    # These four methods change the engine's weights; sparse refits, which do it by others, are
-    # refused (context.py).
+    # These methods change the engine's weights; sparse refits do it beside them, in the receiver's
+    # threads.
 
     def update_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> Any:
         """Update the weights, and count the policy version up."""
@@ -148,6 +149,14 @@ class SpecVllmGenerationWorkerImpl(DraftingWorker, VllmGenerationWorkerImpl):
         if self._speculative is not None:
             self._speculative.policy_version += 1
         return result
+
+    @contextlib.contextmanager
+    def _sparsely_refitting(self) -> Iterator[None]:
+        """Count the policy version up after a sparse refit, during which nothing is generated."""
+        try:
+            yield
+        finally:
+            self._refitted(None)
 
 
 class _DraftingEngine:

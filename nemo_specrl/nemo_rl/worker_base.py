@@ -13,6 +13,7 @@ import ray
 from nemo_specrl.cache.cluster.cluster_cache import ClusterCache
 from nemo_specrl.nemo_rl.context import RunContext, engine_arguments
 from nemo_specrl.nemo_rl.rollout_metadata import MetadataLog, RolloutMetadata, SequenceKey
+from nemo_specrl.nemo_rl.sparse_refits import SPARSE_TRANSPORTS, Refitting, SparseRefits
 
 __all__ = ["DraftingWorker"]
 
@@ -35,9 +36,23 @@ class DraftingWorker:
         )
 
     def _attach(
-        self, engine_class: Any, cache: ClusterCache, run: RunContext, policy_version: int
+        self,
+        engine_class: Any,
+        cache: ClusterCache,
+        run: RunContext,
+        policy_version: int,
+        sparsely_refitting: Refitting,
     ) -> str:
-        """Wrap the engine in ``engine_class``, and return the id of this worker's node in Ray."""
+        """Wrap the engine in ``engine_class``, and return the id of this worker's node in Ray.
+
+        Args:
+            engine_class: SpeculativeLLM, AsyncSpeculativeLLM or one derived from it.
+            cache: to draft from.
+            run: that the worker is of.
+            policy_version: of the engine's weights.
+            sparsely_refitting: makes a context in which a sparse refit changes the weights, and at
+                whose end a policy version begins. It is used in the threads of the receiver.
+        """
         self._speculative = engine_class(
             self.llm, cache, run.spec_rl, seed=run.seed, policy_version=policy_version
         )
@@ -46,6 +61,8 @@ class DraftingWorker:
         self._recompute_kv = run.recompute_kv
         if run.needs_records:
             self._metadata = MetadataLog(births=run.spec_rl.clip_anchor == "birth")
+        if self.cfg.get("refit_transport") in SPARSE_TRANSPORTS:
+            SparseRefits(getattr(self, "_sparse_refit_receiver", None), sparsely_refitting)
         return str(ray.get_runtime_context().get_node_id())
 
     def spec_rl_pause(self, paused: bool) -> None:

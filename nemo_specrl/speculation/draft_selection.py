@@ -35,13 +35,13 @@ class Row:
     sample_index: int
 
 
-def assign_sample_indices(keys: Sequence[bytes] | Sequence[str]) -> list[int]:
+def assign_sample_indices(keys: Sequence[bytes]) -> list[int]:
     """Give the k-th row of a prompt in a batch sample index k.
 
     Args:
-        keys: of the rows' prompts, or the prompts themselves as texts.
+        keys: of the rows' prompts.
     """
-    seen: dict[bytes | str, int] = defaultdict(int)
+    seen: dict[bytes, int] = defaultdict(int)
     sample_indices = []
     for key in keys:
         sample_indices.append(seen[key])

@@ -161,8 +161,6 @@ def test_a_log_that_cannot_be_written_or_read_is_a_warning(tmp_path, caplog, dam
         (REUSE | {"quant_cfg": "FP8_DEFAULT_CFG"}, "generation.quant_cfg: its noise", "leave it"),
         ({"vllm_cfg__expose_http_server": True}, "vllm_cfg.expose_http_server", "without rounds"),
         ({"vllm_kwargs__enable_return_routed_experts": True}, "routed_experts", "router replay"),
-        ({"refit_transport": "vllm_zmq_sparse"}, "refit_transport = 'vllm_zmq_sparse'", "nixl, or"),
-        ({"refit_transport": "vllm_s3_sparse"}, "refit_transport = 'vllm_s3_sparse'", "set null"),
         ({"vllm_kwargs__kv_transfer_config": {"a": 1}}, "kv_transfer_config", "leave it out"),
         ({"spec_rl__cache": {}}, "spec_rl.cache.dir", "such as /raid/specrl"),
         ({"spec_rl__lenience": 0}, "policy.generation.spec_rl.lenience = 0", "greater than 0"),
@@ -185,6 +183,8 @@ def test_what_cannot_be_is_refused_in_one_line(tmp_path, changes, named, way_out
         {"quant_cfg": "FP8_DEFAULT_CFG"},
         {"vllm_cfg__expert_parallel_size": 8, "vllm_cfg__tensor_parallel_size": 8},
         {"vllm_kwargs__data_parallel_size": 1, "worker_extension_cls_fqn": None},
+        {"refit_transport": "vllm_s3_sparse"},
+        {"refit_transport": "vllm_zmq_sparse", "vllm_cfg__async_engine": True},
     ],
 )
 def test_a_proposer_drafts_under_any_sampling(tmp_path, changes):

@@ -103,11 +103,16 @@ def test_a_vllm_without_drafters_is_refused():
         check_evaluation(recipe(), spec_rl, engines=Engines.elsewhere("0.20.0", {}))
 
 
-def test_images_are_refused():
-    """The tokenizer of a multi-modal data set is a processor."""
+def test_the_tokenizer_of_a_data_set_with_images_is_a_processors():
     processor = SimpleNamespace(tokenizer=tokenizer())
-    with pytest.raises(ConfigError, match=r"^generation\.spec_rl\.enabled = true: only text"):
-        evaluation_run(recipe(), processor)
+    run = evaluation_run(recipe(data="daily-omni"), processor)
+    assert run.evaluates and run.tokenizer_id == evaluation_run(recipe(), tokenizer()).tokenizer_id
+    for changes, line in (
+        ({"preset": "faithful"}, "preset = faithful: a reused prefix"),
+        ({"tree": {"method": "rounds"}}, r"tree\.method = rounds: not tried"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^generation\.spec_rl\.{line}"):
+            evaluation_run(recipe(spec_rl=changes), processor)
 
 
 def test_engines_that_need_a_variable_get_it():

@@ -3,12 +3,15 @@
 They need an unmodified checkout of NeMo-RL in NEMO_RL_HOME and its environment: `make test-nemo`.
 """
 
+import importlib.util
 import json
 import re
+from pathlib import Path
 
 import pytest
 
 from tests.support.nemo_rl.jobs import Job, marks
+from tests.support.vision_models import vision_model
 
 pytestmark = marks
 LOSSLESS = {"enabled": "true", "preset": "lossless"}
@@ -60,3 +63,27 @@ def test_sampled_evaluations_draft(tmp_path, asynchronous):
     assert len(second.responses) == 4 * 4
     assert first.prompts == second.prompts
     assert second.drafted()[0] >= 1.5
+
+
+def test_prompts_with_images_draft_from_earlier_evaluations(tmp_path):
+    """Greedily; what an asynchronous engine has kept is drafted from in a synchronous one."""
+    torchvision = importlib.util.find_spec("torchvision")
+    if torchvision is None:
+        pytest.skip("needs torchvision, by which transformers prepares images for NeMo-RL")
+    (tmp_path / "model").mkdir()
+    seeing = {
+        "environment": {"PYTHONPATH": str(Path(torchvision.origin).parents[1])},
+        "++env.vision": vision_model(tmp_path / "model", "qwen2_5_vl"),
+        "generation.max_new_tokens": "40",
+        "++generation.vllm_kwargs.limit_mm_per_prompt": "{image:1,video:0}",
+    }
+    engine = {"generation.vllm_cfg.async_engine": "true"}
+    plain = Evaluation(tmp_path / "plain", {"enabled": "false"}, **seeing)
+    first = Evaluation(tmp_path / "first", **seeing, **engine)
+    second = Evaluation(tmp_path / "second", **seeing)
+    assert len(set(plain.responses)) == 4 == len(set(plain.prompts)) + 1
+    for job in (first, second):
+        assert job.prompts == plain.prompts
+        assert job.responses == plain.responses and job.score == plain.score
+    tokens, accepted = second.drafted()
+    assert tokens >= 2 > first.drafted()[0] and accepted > 50

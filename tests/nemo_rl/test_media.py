@@ -5,6 +5,7 @@ They need a checkout of NeMo-RL in NEMO_RL_HOME: `make test-nemo`.
 
 import importlib.util
 
+import numpy as np
 import pytest
 import torch
 
@@ -32,6 +33,9 @@ GENERATION = {
     "vllm_cfg": {"async_engine": False, "use_tqdm": False, "max_model_len": 96},
     "_pad_token_id": 0,
 }
+
+
+MOVES = {"video": np.zeros((2, 4, 4, 3), np.uint8)}
 
 
 class Cache(DictCache):
@@ -108,3 +112,13 @@ def test_rows_with_images_draft_from_those_of_their_image(nemo, tmp_path, monkey
     assert metrics.tree_tokens / metrics.tree_steps > 3
     assert set(worker._cache.rollouts) == set(keys)
     assert output["output_ids"][0].tolist() != output["output_ids"][GROUP].tolist()
+
+
+def test_rows_of_an_evaluation_with_other_images_are_of_other_prompts(nemo):  # noqa: F811
+    from nemo_specrl.nemo_rl.prompts import text_indices
+
+    seen = [{"prompt": question(), "multi_modal_data": {"image": image(n)}} for n in (0, 1, 0)]
+    sound = {"audio": (np.arange(8, dtype=np.float32), 16000)}
+    heard = [{"prompt": question(), "multi_modal_data": sound | more} for more in ({}, {}, MOVES)]
+    texts = [question(), {"prompt": question()}, {"prompt": question("who?")}]
+    assert text_indices([*seen, *heard, *texts]) == [0, 0, 1, 0, 1, 0, 0, 1, 0]
