@@ -6,6 +6,7 @@ import dataclasses
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
 
+from nemo_specrl.engine.data_parallel import in_group
 from nemo_specrl.engine.vllm.compat import engine_of, eos_token_ids, tokenizer_of
 from nemo_specrl.engine.vllm.v2_patches import drafts_from_history
 
@@ -42,6 +43,9 @@ class EngineLimits:
     """The engine takes LoRA adapters, and runs on a CPU: there vLLM fails where a step computes the
     log-probs of a prompt beside another row: it has an adapter for each row, and not for each
     position (lora/punica_wrapper/punica_cpu.py, ``add_lora_logits``; seen in 0.32.0)."""
+    in_group: bool
+    """The engine is one of a data-parallel group (``data_parallel``)."""
+    async_scheduling: bool
     alterations: tuple[str, ...]
     """What makes the engine sample from another distribution than the policy's, in words."""
 
@@ -66,6 +70,8 @@ class EngineLimits:
             steps_of_several_tokens=config.speculative_config is not None,
             adapters_on_cpu=config.lora_config is not None
             and config.device_config.device_type == "cpu",
+            in_group=in_group(engine),
+            async_scheduling=bool(config.scheduler_config.async_scheduling),
             alterations=alterations(config),
         )
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from nemo_specrl.engine.data_parallel import has_unfinished_rows
 from nemo_specrl.engine.limits import EngineLimits
 from nemo_specrl.engine.outputs import defective_completion, request_outputs
 from nemo_specrl.engine.prefix.verification import sampled_values
 from nemo_specrl.engine.requests import RolloutRequest, build_requests
 from nemo_specrl.engine.turns import Environment, Turns
-from nemo_specrl.engine.vllm.compat import unknown_requests
 from nemo_specrl.errors import EngineError
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def _converse(
     try:
         for request in requests:
             submit(request)
-        while inflight:
+        while has_unfinished_rows(engine):  # which all engines of a group ask equally often
             for output in engine.step():
                 if output.request_id not in inflight or not output.finished:
                     continue
@@ -95,8 +95,8 @@ def _converse(
                 if completion.logprobs is not None and request.logprobs is not None:
                     completion.cumulative_logprob = float(sampled_values(request.logprobs).sum())
                 results[request.index] = output, completion
-            if lost := unknown_requests(engine, inflight):
-                raise EngineError(f"the engine has aborted {len(lost)} rows of a conversation")
+        if inflight:
+            raise EngineError(f"the engine has aborted {len(inflight)} rows of a conversation")
     finally:
         if inflight:
             engine.abort_request(list(inflight))

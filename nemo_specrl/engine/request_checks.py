@@ -55,6 +55,27 @@ def check_engine(limits: EngineLimits, config: SpecRLConfig) -> None:
             "spec_rl.run_ahead.enabled = true: needs a drafter inside the engine (spec_rl.tree."
             "method = v2 or proposer), which this one does not have; set run_ahead.enabled to false"
         )
+    if limits.in_group:
+        _check_group(limits, config)
+
+
+def _check_group(limits: EngineLimits, config: SpecRLConfig) -> None:
+    """Raise for what an engine of a data-parallel group would do without the others."""
+    if limits.async_scheduling:
+        raise ConfigError(
+            "async_scheduling = True: some steps of the engine are then none of the model, for "
+            "which the other engines of its data-parallel group would wait; set False"
+        )
+    if config.run_ahead.enabled:
+        raise ConfigError(
+            "spec_rl.run_ahead.enabled = true: an engine of a data-parallel group takes no steps "
+            "without the others; set run_ahead.enabled to false"
+        )
+    if limits.drafter == "v2" and config.tree.adaptive_verification:
+        raise ConfigError(
+            "spec_rl.tree.adaptive_verification = true: engines of a data-parallel group have to "
+            "verify the same number of tokens of each row; set false"
+        )
 
 
 def check_params(engine: Any, rows: Iterable[tuple[list[int], SamplingParams]]) -> None:

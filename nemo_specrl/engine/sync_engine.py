@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_specrl.engine.base import BaseSpeculativeLLM
 from nemo_specrl.engine.call import Call, checked_requests, logged, progress_bar
+from nemo_specrl.engine.data_parallel import call_of_all, has_unfinished_rows, step_along
 from nemo_specrl.engine.early_end import EndOfCall, check_early_end, give_up
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.outputs import request_outputs, unfinished_output
@@ -79,6 +80,7 @@ class SpeculativeLLM(BaseSpeculativeLLM):
         reset_prefix_cache(self.llm)
         self._weights.begin(version)
 
+    @call_of_all
     def generate(
         self,
         prompts: Any,
@@ -167,10 +169,9 @@ class SpeculativeLLM(BaseSpeculativeLLM):
                 # 2. Submit: drafts to be verified, and rows without a draft to be decoded.
                 self._finish_aborted(call)
                 self._submit_waiting(call)
-                # The engine itself says whether there is more to do, as in vLLM's own loop: among
-                # data-parallel engines that step together, those that have done their rows run
-                # empty batches until all have (v1/engine/llm_engine.py).
-                if not self.llm.llm_engine.has_unfinished_requests():
+                # The engine itself says whether there is more to do, as in vLLM's own loop: those
+                # of a data-parallel group step until all have done their rows (data_parallel).
+                if not has_unfinished_rows(self.llm.llm_engine):
                     break
                 # 3. Step the engine, which verifies and decodes side by side.
                 outputs = self._step(call)
@@ -382,6 +383,8 @@ class SpeculativeLLM(BaseSpeculativeLLM):
         chosen = [r for r in requests if self._measures_noise(r)]
         if chosen:
             self._noise.prefill(self.llm, chosen, self.metrics, lora_request)
+        else:  # another engine of a data-parallel group may have chosen some
+            step_along(self.llm.llm_engine)
 
     def _count_tree_drafts(self) -> None:
         """Add what the proposer did, if there is one and its process can be asked."""

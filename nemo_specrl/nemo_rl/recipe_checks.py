@@ -74,6 +74,7 @@ def check_recipe(
         refused_sampling(generation, spec_rl),
         refused_media(images, spec_rl),
         _refused_engines(generation, off),
+        _refused_in_groups(generation, spec_rl),
         _refused_features(master_config, spec_rl, off),
         _refused_served(master_config, spec_rl, unseen, off),
         _refused_options(master_config, spec_rl, algorithm, unseen),
@@ -244,22 +245,14 @@ def _refused_options(
 
 def _refused_engines(generation: Any, off: str) -> list[tuple[bool, str]]:
     """Engines that are not one of ours for each worker, or keep something of old weights."""
-    vllm_cfg, vllm_kwargs = generation.get("vllm_cfg") or {}, generation.get("vllm_kwargs") or {}
-    experts, tensor = (vllm_cfg.get(f"{kind}_parallel_size") or 1 for kind in ("expert", "tensor"))
+    vllm_kwargs = generation.get("vllm_kwargs") or {}
     engines = vllm_kwargs.get("data_parallel_size") or 1
-    together = "the engines of such a group step together, and those of the plug-in do not"
     own = generation.get("worker_extension_cls_fqn")
     return [
         (
-            experts > tensor,
-            f"policy.generation.vllm_cfg.expert_parallel_size = {experts}: more than "
-            f"tensor_parallel_size = {tensor} makes vLLM's data-parallel groups, and {together}; "
-            f"set at most {tensor}, {off}",
-        ),
-        (
             engines > 1,
-            f"policy.generation.vllm_kwargs.data_parallel_size = {engines}: {together}; leave it "
-            f"out, {off}",
+            f"policy.generation.vllm_kwargs.data_parallel_size = {engines}: NeMo-RL makes "
+            f"data-parallel groups by vllm_cfg.expert_parallel_size; leave it out, {off}",
         ),
         (
             own is not None,
@@ -272,6 +265,32 @@ def _refused_engines(generation: Any, off: str) -> list[tuple[bool, str]]:
             f"old weights would be read after a refit; leave it out, {off}",
         ),
     ]
+
+
+def _refused_in_groups(generation: Any, spec_rl: SpecRLConfig) -> Iterator[tuple[bool, str]]:
+    """What engines of vLLM's data-parallel groups, which step together, would do alone."""
+    vllm_cfg = generation.get("vllm_cfg") or {}
+    experts, tensor = (vllm_cfg.get(f"{kind}_parallel_size") or 1 for kind in ("expert", "tensor"))
+    if experts <= tensor:
+        return
+    name = "policy.generation.vllm_cfg.expert_parallel_size"
+    group = f"where {name} is above tensor_parallel_size"
+    scheduling = (generation.get("vllm_kwargs") or {}).get("async_scheduling")
+    yield (
+        spec_rl.run_ahead.enabled,
+        f"{BLOCK}.run_ahead.enabled = True: {group}, an engine takes no steps without the others; "
+        "set it to false",
+    )
+    yield (
+        spec_rl.tree.enabled and spec_rl.tree.adaptive_verification,
+        f"{BLOCK}.tree.adaptive_verification = True: {group}, all engines have to verify the same "
+        "number of tokens of each row; set it to false",
+    )
+    yield (
+        bool(scheduling),
+        f"policy.generation.vllm_kwargs.async_scheduling = {scheduling}: {group}, engines that "
+        "step together would wait for each other without end; leave it out",
+    )
 
 
 def _refused_in_flight(

@@ -16,6 +16,7 @@ from nemo_rl.distributed.worker_group_utils import get_nsight_config_if_pattern_
 from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 
 from nemo_specrl.cache.cluster.cluster_cache import ClusterCache
+from nemo_specrl.engine.data_parallel import step_along
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.engine.sync_engine import SpeculativeLLM
 from nemo_specrl.nemo_rl.compat import CHECKPOINT_ENGINE_UPDATE
@@ -76,6 +77,8 @@ class SpecVllmGenerationWorkerImpl(DraftingWorker, VllmGenerationWorkerImpl):
         speculative = self._speculative
         if SAMPLE_INDICES not in data or speculative is None or self._paused or greedy:
             output = generate(data, greedy=greedy)
+            if not data.size:  # the base class has not asked its engine
+                step_along(self.llm.llm_engine)
             if PHASE in data:
                 output[ENDED] = torch.ones(len(data[PHASE]), dtype=torch.bool)
             return output
@@ -94,6 +97,8 @@ class SpecVllmGenerationWorkerImpl(DraftingWorker, VllmGenerationWorkerImpl):
         )
         try:
             output = generate(data, greedy=greedy)
+            if not data.size:  # likewise
+                engine.generate([], None, use_tqdm=False)
         finally:
             self.llm = llm
         self._cache.deliver()  # the next step's look-ups may come from any node

@@ -23,6 +23,8 @@ class DraftingWorker:
 
     cfg: Any
     llm: Any
+    expert_parallel_size: int
+    tensor_parallel_size: int
     _speculative: Any = None
     """A SpeculativeLLM or an AsyncSpeculativeLLM; None until a cache is attached."""
     _metadata: MetadataLog | None = None
@@ -30,7 +32,14 @@ class DraftingWorker:
     _recompute_kv = False
 
     def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
-        """Create the engine, with what lossless drafting needs, if anything."""
+        """Create the engine, with what lossless drafting needs, if anything.
+
+        Engines of data-parallel groups schedule synchronously, so that each of their steps is one
+        of the model. Asynchronous scheduling, which vLLM would choose, has steps that are not, for
+        which the others of the group would wait (``engine.data_parallel``).
+        """
+        if self.expert_parallel_size > self.tensor_parallel_size:
+            llm_kwargs = {"async_scheduling": False, **llm_kwargs}
         super()._create_engine(  # type: ignore[misc]
             engine_arguments(llm_kwargs, self.cfg["spec_rl"])
         )

@@ -1,6 +1,7 @@
 """What is refused by name, before the first step of the engine."""
 
 import copy
+import dataclasses
 
 import numpy as np
 import pytest
@@ -203,6 +204,22 @@ def test_rounds_beside_a_drafter_of_vllms_are_refused_by_name(llm):
     with pytest.raises(ConfigError, match="This one has one of vLLM's own"):
         check_engine(limits, ROUNDS)
     check_engine(limits, SpecRLConfig(enabled=True, preset="faithful"))
+
+
+@pytest.mark.parametrize(
+    ("known", "block", "line"),
+    [
+        ({"async_scheduling": True}, {}, "async_scheduling = True: some steps .*; set False"),
+        ({}, {"run_ahead": {"enabled": True}}, "spec_rl.run_ahead.enabled = true: an engine of a"),
+        ({}, {"tree": {"adaptive_verification": True}}, "tree.adaptive_verification = true: engin"),
+    ],
+)
+def test_what_an_engine_of_a_data_parallel_group_cannot_do(llm, known, block, line):
+    limits = dataclasses.replace(EngineLimits.of(llm), drafter="v2", **known)
+    config = SpecRLConfig(enabled=True, preset="lossless", **block)
+    check_engine(limits, config)
+    with pytest.raises(ConfigError, match=line):
+        check_engine(dataclasses.replace(limits, in_group=True), config)
 
 
 def test_defaults_of_the_engine_that_are_not_raw_are_named_as_such(

@@ -41,6 +41,7 @@ CACHE = {"cache": {"dir": "/raid/specrl"}}
 REUSE = {"spec_rl__preset": "faithful"}
 ROUNDS = {"spec_rl__tree": {"method": "rounds"}}
 AHEAD = {"spec_rl__run_ahead": {"enabled": True}}
+GROUP = {"vllm_cfg__expert_parallel_size": 16, "vllm_cfg__tensor_parallel_size": 8}
 AUTO = {"spec_rl__tree": {}}
 PROPOSER = {"spec_rl__tree": {"method": "proposer"}}
 
@@ -149,10 +150,16 @@ def test_a_log_that_cannot_be_written_or_read_is_a_warning(tmp_path, caplog, dam
         (REUSE | {"top_k": 50}, "policy.generation.top_k = 50: prefix reuse", "set null"),
         (REUSE | {"vllm_cfg__precision": "fp8"}, "vllm_cfg.precision = fp8", "set bfloat16"),
         (REUSE | {"vllm_cfg__kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype = fp8_e4m3", "set auto"),
+        (AHEAD | GROUP, "run_ahead.enabled = True: where policy.generation.vllm_cfg.exp", "false"),
         (
-            {"vllm_cfg__expert_parallel_size": 16, "vllm_cfg__tensor_parallel_size": 8},
-            "vllm_cfg.expert_parallel_size = 16: more than tensor_parallel_size = 8",
-            "set at most 8",
+            {"spec_rl__tree": {"adaptive_verification": True}} | GROUP,
+            "adaptive_verification = True: where policy.generation.vllm_cfg.expert_parallel_size",
+            "set it to false",
+        ),
+        (
+            GROUP | {"vllm_kwargs__async_scheduling": True},
+            "policy.generation.vllm_kwargs.async_scheduling = True: where policy.generation.vllm",
+            "leave it out",
         ),
         ({"vllm_kwargs__data_parallel_size": 2}, "vllm_kwargs.data_parallel_size = 2", "leave it"),
         ({"worker_extension_cls_fqn": "my.Worker"}, "cls_fqn = my.Worker", "leave it out"),
@@ -182,6 +189,7 @@ def test_what_cannot_be_is_refused_in_one_line(tmp_path, changes, named, way_out
         {"vllm_cfg__precision": "fp8", "vllm_cfg__kv_cache_dtype": "fp8"},
         {"quant_cfg": "FP8_DEFAULT_CFG"},
         {"vllm_cfg__expert_parallel_size": 8, "vllm_cfg__tensor_parallel_size": 8},
+        GROUP,
         {"vllm_kwargs__data_parallel_size": 1, "worker_extension_cls_fqn": None},
         {"refit_transport": "vllm_s3_sparse"},
         {"refit_transport": "vllm_zmq_sparse", "vllm_cfg__async_engine": True},
