@@ -1,4 +1,4 @@
-"""The driver's side of generation with NeMo-RL's own classes, without engines.
+"""The driver's side of generation with NeMo-RL's own classes, without engines but for one.
 
 They need a checkout of NeMo-RL in NEMO_RL_HOME: `make test-nemo`.
 """
@@ -13,12 +13,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemo_specrl import RolloutStore, prompt_key
+from nemo_specrl import RolloutStore, SpecRLConfig, SpeculativeLLM, prompt_key
 from nemo_specrl.cache.cluster.membership import Health
 from nemo_specrl.engine.load_balance import balanced_order
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.errors import EngineError
 from nemo_specrl.speculation.draft_selection import assign_sample_indices
+from tests.conftest import DictCache, make_engine
 from tests.nemo_rl.test_recipes import nemo  # noqa: F401
 from tests.support.cluster.nodes import wait_until
 from tests.support.rollouts import rollout
@@ -240,7 +241,7 @@ def test_a_shutdown_after_ray_has_ended_asks_nobody(nemo, monkeypatch):  # noqa:
     assert not ray.is_initialized()
 
 
-def test_an_engine_that_gets_no_rows_counts_none(nemo, monkeypatch):  # noqa: F811
+def test_an_engine_that_gets_no_rows_counts_none(nemo, monkeypatch, random_model):  # noqa: F811
     """As in the last turns of conversations, of which fewer are left than there are engines."""
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
@@ -250,11 +251,16 @@ def test_an_engine_that_gets_no_rows_counts_none(nemo, monkeypatch):  # noqa: F8
     for name in ("range_push", "range_pop"):  # they raise on CPU builds
         monkeypatch.setattr(torch.cuda.nvtx, name, lambda *args: 0)
     worker = object.__new__(SpecVllmGenerationWorkerImpl)
-    worker.llm = None
+    worker.llm = make_engine(random_model, enforce_eager=True)
     worker._cache = SimpleNamespace(deliver=lambda: None, take_failures=lambda: 0)
     worker._metrics = EngineMetrics()
-    worker._speculative = SimpleNamespace(metrics=EngineMetrics(rows=8))  # of the turn before
+    worker._speculative = SpeculativeLLM(
+        worker.llm,
+        DictCache(),
+        SpecRLConfig(enabled=True, preset="faithful", tree={"enabled": False}),
+    )
+    worker._speculative.metrics = EngineMetrics(rows=8)  # of the turn before
     none = torch.zeros(0, dtype=torch.int64)
     data = {"input_ids": none.view(0, 0), "input_lengths": none, SAMPLE_INDICES: none}
     assert len(worker.generate(BatchedDataDict(data))["output_ids"]) == 0
-    assert worker.spec_rl_take_metrics() == EngineMetrics()
+    assert worker.spec_rl_take_metrics().rows == 0
