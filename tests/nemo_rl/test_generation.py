@@ -67,7 +67,7 @@ def cluster(nemo, monkeypatch):  # noqa: F811
         monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
         monkeypatch.setenv("NEMO_RL_VENV_DIR", f"{folder}/venvs")
         monkeypatch.setenv("PYTHONPATH", f"{nemo.home}:{os.environ.get('PYTHONPATH', '')}")
-        ray.init(num_cpus=1, include_dashboard=False, _temp_dir=f"{folder}/r")
+        ray.init("local", num_cpus=1, include_dashboard=False, _temp_dir=f"{folder}/r")
         try:
             yield Path(folder, "venvs")
         finally:

@@ -83,7 +83,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def counter():
-    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR")
+    ray.init("local", num_cpus=2, include_dashboard=False, logging_level="ERROR")
     yield start_counter()
     ray.shutdown()
 

@@ -192,7 +192,9 @@ def test_the_driver_tells_of_each_step_that_the_actor_has_ended(nemo, monkeypatc
     monkeypatch.setattr(single_controller, "PING_SECONDS", 0.05)
     monkeypatch.setattr(job_state, "heartbeat", lambda: beats.append(1))
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="ray") as folder:
-        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
+        ray.init(
+            "local", num_cpus=1, include_dashboard=False, log_to_driver=False, _temp_dir=folder
+        )
         try:
             actor = Controller.remote()
             thread = threading.Thread(target=single_controller._send_heartbeats, args=(actor,))

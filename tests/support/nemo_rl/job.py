@@ -398,7 +398,9 @@ def start_ray() -> None:
     """Start Ray, or exit with the status that says that another attempt may succeed."""
     folder = os.environ["NEMO_SPECRL_TEST_RAY"]
     try:
-        ray.init(num_cpus=8, num_gpus=ENGINES + 2, include_dashboard=False, _temp_dir=folder)
+        ray.init(
+            "local", num_cpus=8, num_gpus=ENGINES + 2, include_dashboard=False, _temp_dir=folder
+        )
     except Exception as error:  # Ray raises bare ones
         print(f"Ray did not start: {error}")
         sys.exit(os.EX_TEMPFAIL)
