@@ -24,8 +24,8 @@ __all__ = ["RowQueue"]
 
 KNOWN_PROMPTS = 2**16
 """Prompts whose engine and mean length are remembered, the latest ones."""
-NEWEST = 0.25
-"""Weight of a row's length in the mean of its prompt's, and of a hundredth of it in that of all."""
+NEWEST_OF_PROMPT, NEWEST_OF_ALL = 0.25, 0.0025
+"""Weights of a row's length in the mean of its prompt's rows, and in that of all."""
 
 
 @dataclass(eq=False)
@@ -122,7 +122,7 @@ class RowQueue:
         """The engine for a row: that of the prompt's first rows, or the one with least to do."""
         known = self._prompts.get(prompt) if prompt is not None else None
         cost = 1.0
-        engine = min(range(len(self._loads)), key=lambda e: (self._loads[e], e))
+        engine = min(range(len(self._loads)), key=self._loads.__getitem__)
         if known is not None:
             if known.length is not None:
                 cost = known.length / max(1.0, self._mean)
@@ -164,6 +164,6 @@ class RowQueue:
         known = self._prompts.get(prompt) if prompt is not None else None
         if known is not None:
             last = tokens if known.length is None else known.length
-            known.length = last + NEWEST * (tokens - last)
+            known.length = last + NEWEST_OF_PROMPT * (tokens - last)
         self._ended += 1
-        self._mean += max(1 / self._ended, NEWEST / 100) * (tokens - self._mean)
+        self._mean += max(1 / self._ended, NEWEST_OF_ALL) * (tokens - self._mean)

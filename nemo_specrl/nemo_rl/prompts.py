@@ -40,13 +40,13 @@ def text_indices(prompts: Sequence[Any]) -> list[int]:
         prompts: as vLLM takes them: texts, or mappings of a text and, where the prompt has images,
             sounds or videos, these.
     """
-    texts = [prompt if isinstance(prompt, str) else prompt["prompt"] for prompt in prompts]
-    return assign_sample_indices(
-        [
-            media_prompt_key(prompt) if has_media(prompt) else text.encode()
-            for prompt, text in zip(prompts, texts, strict=True)
-        ]
-    )
+
+    def key(prompt: Any) -> bytes:
+        if has_media(prompt):
+            return media_prompt_key(prompt)
+        return (prompt if isinstance(prompt, str) else prompt["prompt"]).encode()
+
+    return assign_sample_indices([key(prompt) for prompt in prompts])
 
 
 def drafts_of(

@@ -1,7 +1,7 @@
 """The driver's side of asynchronous engines, to which NeMo-RL gives rows one by one.
 
-NeMo-RL gives them to its engines in turn. Here the rows of a prompt stay together, where they draft
-from each other, unless another engine has much less to do (``nemo_specrl.engine.row_queue``).
+NeMo-RL gives them to its engines in turn. Here the first rows of a prompt stay together, where they
+draft from each other, and later ones are balanced (``nemo_specrl.engine.row_queue``).
 """
 
 from __future__ import annotations
