@@ -256,6 +256,11 @@ class SpecRLConfig(Block):
         """Share of fresh rows that satisfies both ``fresh_fraction`` and ``max_age``."""
         return max(self.fresh_fraction, 0 if self.max_age is None else 1 / (1 + self.max_age))
 
+    @property
+    def monitors_drift(self) -> bool:
+        """Whether the drift monitor runs: it is enabled, and there are reused rows to compare."""
+        return self.monitor.enabled and self.effective_fresh_fraction < 1
+
     @model_validator(mode="after")
     def _consistent(self) -> SpecRLConfig:
         if self.run_ahead.enabled and not self.tree.enabled:

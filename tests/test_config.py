@@ -114,3 +114,11 @@ def test_lossless_is_drafting_from_trees_without_prefix_reuse():
     assert tuned.tree.enabled and tuned.tree.max_draft_tokens == 8
     assert not SpecRLConfig(preset="lossless", tree={"enabled": False}).tree.enabled
     assert not SpecRLConfig(preset="faithful").tree.enabled
+
+
+def test_the_drift_monitor_runs_where_rows_are_reused():
+    off = {"enabled": False}
+    assert not SpecRLConfig(preset="lossless").monitors_drift
+    assert SpecRLConfig(preset="lossless", fresh_fraction=0.5).monitors_drift
+    assert SpecRLConfig(preset="faithful").monitors_drift
+    assert not SpecRLConfig(preset="faithful", monitor=off).monitors_drift

@@ -172,7 +172,7 @@ def _drift(rows: Sequence[Row]) -> str:
             [name, _short(mean), _short(z), '<b class="bad">drifts</b>' if drifts else "no drift"]
         )
     if not lines:
-        return _table("Drift", (), [["the monitor is off", ""]])
+        return _table("Drift", (), [["the monitor is off, or the preset reuses no row", ""]])
     return _table("Drift", ("fresh minus reused", "mean", "standard errors", ""), lines)
 
 

@@ -110,7 +110,7 @@ class RunContext:
     def needs_records(self) -> bool:
         """Whether the driver needs a record of each rollout from the workers."""
         births = self.spec_rl.clip_anchor == "birth"
-        return self.spec_rl.monitor.enabled or births or self.served
+        return self.spec_rl.monitors_drift or births or self.served
 
     def open_cache(self) -> tuple[ClusterCache | None, int]:
         """Open the cache as the run's checkpoint has it; that, and the policy version.

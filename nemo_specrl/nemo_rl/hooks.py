@@ -251,7 +251,7 @@ def make_hooks(
     """
     records = MetadataTable(generation.take_records)
     monitor = None
-    if run.spec_rl.monitor.enabled:
+    if run.spec_rl.monitors_drift:
         monitor = StepMonitor(
             records,
             run.spec_rl,

@@ -345,7 +345,7 @@ class Trainer:
 
     def _open_monitor(self) -> DriftMonitor | None:
         spec_rl = self.recipe.spec_rl
-        if not (spec_rl.enabled and spec_rl.monitor.enabled):
+        if not (spec_rl.enabled and spec_rl.monitors_drift):
             return None
         monitor = DriftMonitor(
             spec_rl.monitor,

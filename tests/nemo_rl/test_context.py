@@ -208,6 +208,15 @@ def test_top_k_is_for_v2_alone(tmp_path):
         RunContext.of(recipe(tmp_path, **PROPOSER, top_k=50), "grpo", **known)
 
 
+def test_records_of_rollouts_are_collected_for_what_reads_them(tmp_path):
+    def needs_records(**changes):
+        return RunContext.of(recipe(tmp_path, **changes), "grpo").needs_records
+
+    assert needs_records(**REUSE)
+    assert not needs_records(**REUSE, spec_rl__monitor={"enabled": False})
+    assert not needs_records(**PROPOSER)  # lossless: no row is reused
+
+
 def test_distillation_has_neither_rewards_nor_a_ratio(tmp_path):
     run = RunContext.of(recipe(tmp_path, **REUSE), "distillation")
     assert (run.seed, run.group) == (44, 2)

@@ -1,4 +1,4 @@
-"""vLLM"s incremental detokenizer for a response that several requests make."""
+"""vLLM's incremental detokenizer for a response that several requests make."""
 
 from __future__ import annotations
 
