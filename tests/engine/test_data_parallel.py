@@ -7,10 +7,10 @@ test's time is up. (With two of the four experts each, vLLM's CPU kernel of expe
 import pytest
 
 from tests.conftest import save_random_model
-from tests.support.engines import needs_drafters
+from tests.support.engines import needs_drafters, needs_free_workers
 from tests.support.group_engine import LONG, SHORT, run_group
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), needs_free_workers]
 
 
 @pytest.fixture(scope="module")

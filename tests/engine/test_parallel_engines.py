@@ -11,7 +11,7 @@ from nemo_specrl.engine.drafters.method import engine_options
 from nemo_specrl.trainer.data.toy_tasks import encode
 from tests.conftest import make_async_engine
 from tests.engine.test_async_engine import ClaimingCache
-from tests.support.engines import needs_drafters, sampling
+from tests.support.engines import needs_drafters, needs_free_workers, sampling
 
 pytestmark = pytest.mark.timeout(600)
 PROMPTS = [[1, *encode(f"{a}+{b}=?")] for a in (12, 34) for b in (5, 67)]
@@ -84,6 +84,7 @@ def check_logprobs(rows, engine):
         assert given == pytest.approx(exact, abs=1e-3)
 
 
+@needs_free_workers
 @pytest.mark.parametrize("shape", SHAPES)
 def test_prefix_reuse(random_model, llm, loop, shape):
     """Unchanged weights accept all of a draft, whatever the engine consists of."""

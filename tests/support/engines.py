@@ -12,6 +12,7 @@ from vllm.platforms import current_platform
 from vllm.utils import cpu_triton_utils
 
 from nemo_specrl import Finish, Rollout, SpecRLConfig, prompt_key
+from nemo_specrl.engine.vllm.environment import cpu_thread_binding
 from nemo_specrl.trainer.data.toy_tasks import encode
 
 VOCABULARY = 32  # of the random model
@@ -28,6 +29,11 @@ needs_drafters = pytest.mark.skipif(
     _KERNEL is None or "SYNTHETIC_MODE" not in inspect.signature(_KERNEL).parameters,
     reason="the CPU build of this vLLM (0.20) calls its rejection sampler with arguments that it "
     "does not take: no drafter runs on it",
+)
+needs_free_workers = pytest.mark.skipif(
+    cpu_thread_binding() != "nobind",
+    reason="the CPU build of this vLLM (0.20) binds each worker to cores, which all engines of a "
+    "process share, and runs it in a process of its own: of two workers one finds none",
 )
 needs_cpu_build = pytest.mark.skipif(
     not current_platform.is_cpu(), reason="this vLLM is not a CPU build, whose defect it is about"
