@@ -200,6 +200,9 @@ class DeviceIndex(DeviceArrays):
             self._share(closed.prompt.listed[position])
         self._pages_of[row] = _NO_MORE
         self._values[self.rows_at + row * ROW] = -1
+        # The next request in this place may get fewer pages, and must not write into these.
+        place = self.row_pages_at + row * self.pages_of_row
+        self._values |= {place + i: -1 for i in range(len(closed.positions))}
 
     def forget(self) -> None:
         """Let go of all prompts that have no rows."""

@@ -149,6 +149,25 @@ def test_memory_bound(make_rows, max_bytes):
     assert counts.prompts + counts.responses + counts.rows + counts.evicted > 0
 
 
+def test_a_row_without_room_leaves_the_responses_of_others_alone(make_rows, monkeypatch):
+    """Its place was that of a row with more pages, which are still those of that row's prompt."""
+    from nemo_specrl.engine.drafters.v2 import arrays
+
+    monkeypatch.setattr(arrays, "PAGES_SEARCHED", 16)  # eight pages of a prompt
+    rows = make_rows(rows=2, longest=3000)
+    rng = np.random.default_rng(0)
+    ended = rng.integers(0, 20, 1800).tolist()
+    rows.open(0, b"ended")
+    for i in range(0, 1800, 200):
+        rows.step({0: ended[i : i + 200]})
+    rows.index.close_row(0)
+    rows.open(0, b"without room", [(1, rng.integers(0, 20, 1500).tolist())])
+    for _ in range(9):
+        rows.step({0: [30] * 200})
+    assert rows.index.counts.rows == 1
+    assert ended in held(rows)
+
+
 def test_two_ranks_draft_the_same(make_rows):
     """Whatever may differ: memory's addresses, the order in which ended rows are taken away."""
     ranks = [make_rows(rows=6, longest=600, max_bytes=150_000) for _ in range(2)]
