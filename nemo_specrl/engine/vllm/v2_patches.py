@@ -6,7 +6,8 @@ in ``SOURCES``; with others, :func:`install` raises IncompatibleVersion, which n
 
 - ``init_speculator`` makes the speculator, which before 0.32
   ``_get_v2_model_runner_unsupported_features`` has to permit.
-- ``add_requests`` and ``_remove_request`` tell it of requests.
+- ``add_requests`` and ``_remove_request`` tell it of requests, and ``finish_requests`` has all
+  ranks remove them in the same order.
 - ``VllmConfig.__post_init__`` has graphs captured for each length of drafts and for steps that are
   as large as drafts make them, and refuses engines that would not run V2: vLLM would draft n-grams
   in their V1 runner instead.
@@ -156,6 +157,7 @@ def install() -> None:
         (model_runner, "init_speculator", _init_speculator),
         (GPUModelRunner, "add_requests", _add_requests),
         (GPUModelRunner, "_remove_request", _remove_request),
+        (GPUModelRunner, "finish_requests", _finish_requests),
         (VllmConfig, "_get_v2_model_runner_unsupported_features", _unsupported_features),
         (VllmConfig, "__post_init__", _post_init),
         (CudaGraphManager, "_init_candidates", _init_candidates),
@@ -210,6 +212,24 @@ def _remove_request(original: Any) -> Any:
         return bool(original(self, req_id))
 
     return _remove_request
+
+
+def _finish_requests(original: Any) -> Any:
+    """Remove requests that end in one step in the same order on every rank.
+
+    Before 0.29 vLLM goes through a set of strings, whose order differs from process to process.
+    The order decides which places later requests get, and how responses stand in the index: ranks
+    would make different drafts, and compute one step with different tokens, without an error.
+    """
+
+    def finish_requests(self: Any, scheduler_output: Any) -> None:
+        if speculator_of(self) is not None:
+            preempted = scheduler_output.preempted_req_ids or set()
+            for req_id in sorted(preempted.union(scheduler_output.finished_req_ids)):
+                self._remove_request(req_id)
+        original(self, scheduler_output)  # passes over those that are gone
+
+    return finish_requests
 
 
 def _add_histories(worker: Any, histories: Any) -> dict[str, int]:
