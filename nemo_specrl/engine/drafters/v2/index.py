@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -88,6 +88,7 @@ class DeviceIndex(DeviceArrays):
         max_bytes: of all arrays together.
         length: tokens of a draft.
         chances: table of chances (:data:`~nemo_specrl.speculation.suffix_tree.CHANCES`).
+        agree: see :class:`DeviceArrays`.
 
     Attributes:
         counts: see :class:`IndexCounts`.
@@ -102,8 +103,9 @@ class DeviceIndex(DeviceArrays):
         max_bytes: int,
         length: int,
         chances: npt.NDArray[np.float32],
+        agree: Callable[[int], int] | None = None,
     ) -> None:
-        super().__init__(device, max_rows, max_model_len, max_bytes, length, chances)
+        super().__init__(device, max_rows, max_model_len, max_bytes, length, chances, agree)
         self.vocabulary, self.counts = vocabulary, IndexCounts()
         slots = self.table.shape[0] if len(self.pool) else 0
         self._free, self._free_slots = list(range(len(self.pool)))[::-1], list(range(slots))[::-1]

@@ -193,6 +193,15 @@ def test_two_ranks_draft_the_same(make_rows):
     assert ranks[0].index.counts == ranks[1].index.counts
 
 
+def test_ranks_take_what_the_one_with_the_least_memory_has(tmp_path):
+    """Two processes, of which one runs out of memory for its pool, and halves it until it fits."""
+    from tests.support.v2_ranks import ALLOWED, MAX_BYTES, sizes_of_ranks
+
+    first, second = sizes_of_ranks(tmp_path)
+    assert first == second
+    assert 0 < first[0] * 256 <= ALLOWED < MAX_BYTES // 4
+
+
 def test_nothing_is_read_on_the_host(make_rows, monkeypatch):
     """``draft`` with rows that begin, and grow into new pages; ``test_engine`` has all of it."""
     from nemo_specrl.engine.drafters.v2 import arrays
