@@ -35,7 +35,7 @@ from benchmarks.gpu.model import (
 from nemo_specrl import Rollout, SpecRLConfig, prompt_key
 from nemo_specrl.engine.vllm.model_costs import step_costs
 from nemo_specrl.engine.vllm.prompt_logprob_memory import prompt_logprob_bytes
-from nemo_specrl.engine.vllm.v2_patches import max_drafted
+from nemo_specrl.engine.vllm.v2_lengths import max_drafted
 from nemo_specrl.speculation.acceptance import accepted_lengths, offsets_of
 from nemo_specrl.speculation.uniform_length import LENGTHS
 

@@ -40,6 +40,7 @@ __all__ = [
     "in_this_process",
     "interrupts_deferred",
     "keeps_tokens_at_reset",
+    "least_of_ranks",
     "logprobs_slice",
     "made_so_far",
     "media_of",
@@ -324,6 +325,19 @@ def drafts_count_here(vllm_config: Any) -> tuple[bool, bool]:
     if parallel.distributed_executor_backend == "external_launcher":
         return True, parallel.world_size > 1
     return get_tensor_model_parallel_rank() == 0, False
+
+
+def least_of_ranks(number: int) -> int:
+    """The least of a number on the tensor-parallel ranks of an engine, each of which has to ask."""
+    import torch
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    if group.world_size == 1:
+        return number
+    least = torch.tensor(number, dtype=torch.int64)
+    torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return int(least)
 
 
 def has_unfinished_requests(engine: Any) -> bool:

@@ -6,12 +6,13 @@ in ``SOURCES``; with others, :func:`install` raises IncompatibleVersion, which n
 
 - ``init_speculator`` makes the speculator, which before 0.32
   ``_get_v2_model_runner_unsupported_features`` has to permit.
-- ``add_requests`` and ``_remove_request`` tell it of requests.
+- ``add_requests`` and ``_remove_request`` tell it of requests, and ``finish_requests`` has all
+  ranks remove them in the same order.
 - ``VllmConfig.__post_init__`` has graphs captured for each length of drafts and for steps that are
   as large as drafts make them, and refuses engines that would not run V2: vLLM would draft n-grams
   in their V1 runner instead.
 - ``CudaGraphManager._init_candidates`` has each step find the graph of its length (``v2_graphs``).
-- ``Scheduler`` chooses the length of drafts by the rows of a step (``uniform_length``). It is told
+- ``Scheduler`` chooses the length of drafts by the rows of a step (``v2_lengths``). It is told
   of accepted drafts in ``make_spec_decoding_stats``, and takes the new table with the next step.
 - Workers get one method more, ``ADD_HISTORIES``, for ``collective_rpc`` to name: vLLM sends
   functions to other processes only with VLLM_ALLOW_INSECURE_SERIALIZATION.
@@ -26,19 +27,22 @@ from typing import Any
 
 from nemo_specrl.engine.vllm.compat import EXTRA_ARG
 from nemo_specrl.engine.vllm.environment import Engines, why_not_v2
-from nemo_specrl.engine.vllm.model_costs import step_costs
 from nemo_specrl.engine.vllm.patches import check_source, to_be_replaced
-from nemo_specrl.engine.vllm.sampler_memory import DRAFT_LOGIT_BYTES, SAMPLER_BYTES
 from nemo_specrl.engine.vllm.v2_bad_words import mend_bad_words
 from nemo_specrl.engine.vllm.v2_graphs import graphs_by_tokens, set_graph_sizes
+from nemo_specrl.engine.vllm.v2_lengths import (
+    WRAPPERS,
+    choose_by_rows,
+    first_table,
+    max_drafted,
+)
 from nemo_specrl.errors import ConfigError, IncompatibleVersion
-from nemo_specrl.speculation.uniform_length import LENGTHS, UniformLengths
+from nemo_specrl.speculation.uniform_length import LENGTHS
 
 __all__ = [
     "ADD_HISTORIES",
     "drafts_from_history",
     "install",
-    "max_drafted",
     "speculator_of",
     "speculator_options",
 ]
@@ -86,8 +90,6 @@ SOURCES: dict[str, dict[str, str]] = {
 }
 """XXH3 of the source of each function that has to be a known one, and the versions that have it.
 0.33.0 was read and not run."""
-OBSERVED = 512
-"""Drafts after which the table of lengths is made anew."""
 
 
 def speculator_options(
@@ -155,13 +157,12 @@ def install() -> None:
         (model_runner, "init_speculator", _init_speculator),
         (GPUModelRunner, "add_requests", _add_requests),
         (GPUModelRunner, "_remove_request", _remove_request),
+        (GPUModelRunner, "finish_requests", _finish_requests),
         (VllmConfig, "_get_v2_model_runner_unsupported_features", _unsupported_features),
         (VllmConfig, "__post_init__", _post_init),
         (CudaGraphManager, "_init_candidates", _init_candidates),
         (Scheduler, "__init__", _init_scheduler),
-        (Scheduler, "add_request", _add_request),
-        (Scheduler, "update_draft_token_ids", _update_draft_token_ids),
-        (Scheduler, "make_spec_decoding_stats", _make_spec_decoding_stats),
+        *((Scheduler, name, wrap) for name, wrap in WRAPPERS),
     )
     originals = [
         to_be_replaced(owner, name, f"this vLLM has no {name} where drafting needs it")
@@ -211,6 +212,24 @@ def _remove_request(original: Any) -> Any:
         return bool(original(self, req_id))
 
     return _remove_request
+
+
+def _finish_requests(original: Any) -> Any:
+    """Remove requests that end in one step in the same order on every rank.
+
+    Before 0.29 vLLM goes through a set of strings, whose order differs from process to process.
+    The order decides which places later requests get, and how responses stand in the index: ranks
+    would make different drafts, and compute one step with different tokens, without an error.
+    """
+
+    def finish_requests(self: Any, scheduler_output: Any) -> None:
+        if speculator_of(self) is not None:
+            preempted = scheduler_output.preempted_req_ids or set()
+            for req_id in sorted(preempted.union(scheduler_output.finished_req_ids)):
+                self._remove_request(req_id)
+        original(self, scheduler_output)  # passes over those that are gone
+
+    return finish_requests
 
 
 def _add_histories(worker: Any, histories: Any) -> dict[str, int]:
@@ -277,7 +296,7 @@ def _set_lengths(vllm_config: Any) -> None:
         drafter.num_speculative_tokens_per_batch_size = [(1, rows, lengths[-1])]
         return
     set_graph_sizes(vllm_config, lengths, rows, most)
-    table = _lengths(vllm_config, lengths, rows).table(_context(vllm_config))
+    table = first_table(vllm_config, rows)
     unused = [length for length in lengths if length not in table[1 : rows + 1 - len(lengths)]]
     table[rows + 1 - len(unused) :] = unused
     ranges = itertools.groupby(range(1, rows + 1), key=lambda n: table[n])
@@ -301,20 +320,6 @@ def _init_candidates(original: Any) -> Any:
             self._candidates = graphs_by_tokens(self._capture_descs)
 
     return _init_candidates
-
-
-def _lengths(vllm_config: Any, lengths: list[int], rows: int) -> UniformLengths:
-    return UniformLengths(step_costs(vllm_config), lengths, rows, max_drafted(vllm_config))
-
-
-def max_drafted(vllm_config: Any) -> int:
-    """Draft tokens for whose logits there is memory in a step; vLLM's profile has none of them."""
-    return SAMPLER_BYTES // (DRAFT_LOGIT_BYTES * int(vllm_config.model_config.get_vocab_size()))
-
-
-def _context(vllm_config: Any) -> float:
-    """Tokens of a row on average, where nothing is known of rows."""
-    return float(vllm_config.model_config.max_model_len) / 2
 
 
 def _check_runner(vllm_config: Any) -> None:
@@ -341,56 +346,7 @@ def _check_runner(vllm_config: Any) -> None:
 def _init_scheduler(original: Any) -> Any:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        config = self.vllm_config
-        if self.dynamic_sd_lookup is not None and drafts_from_history(config):
-            lengths = config.additional_config[EXTRA_ARG]["lengths"]
-            rows = len(self.dynamic_sd_lookup) - 1
-            self.spec_rl_lengths = _lengths(config, lengths, rows)
-            self.spec_rl_observed = 0
-            _choose_lengths(self)
+        if drafts_from_history(self.vllm_config):
+            choose_by_rows(self)
 
     return __init__
-
-
-def _choose_lengths(scheduler: Any) -> None:
-    """Make the table of lengths anew, which the next step is scheduled by."""
-    rows = scheduler.running
-    tokens = sum(row.num_tokens for row in rows) / len(rows) if rows else None
-    context = _context(scheduler.vllm_config) if tokens is None else tokens
-    scheduler.dynamic_sd_lookup[:] = scheduler.spec_rl_lengths.table(context)
-
-
-def _add_request(original: Any) -> Any:
-    def add_request(self: Any, request: Any) -> None:
-        if self.spec_rl_lengths is not None and not self.requests:
-            self.spec_rl_lengths.begin_batch()
-            _choose_lengths(self)
-        original(self, request)
-
-    return add_request
-
-
-def _update_draft_token_ids(original: Any) -> Any:
-    """0.25.1 passes drafts on whole where scheduling is synchronous, whatever the table says."""
-
-    def update_draft_token_ids(self: Any, draft_token_ids: Any) -> None:
-        if self.spec_rl_lengths is not None:
-            length = self.dynamic_sd_lookup[len(draft_token_ids.req_ids)]
-            for tokens in draft_token_ids.draft_token_ids:
-                del tokens[length:]
-        original(self, draft_token_ids)
-
-    return update_draft_token_ids
-
-
-def _make_spec_decoding_stats(original: Any) -> Any:
-    def make_spec_decoding_stats(self: Any, *args: Any, **kwargs: Any) -> Any:
-        lengths = self.spec_rl_lengths
-        if lengths is not None:
-            lengths.observe(kwargs["num_draft_tokens"], kwargs["num_accepted_tokens"])
-            self.spec_rl_observed += 1
-            if self.spec_rl_observed % OBSERVED == 0:
-                _choose_lengths(self)
-        return original(self, *args, **kwargs)
-
-    return make_spec_decoding_stats

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,8 @@ class DeviceArrays:
         max_bytes: of all arrays together.
         length: tokens of a draft.
         chances: table of chances (:data:`~nemo_specrl.speculation.suffix_tree.CHANCES`).
+        agree: given the bytes for which this rank had memory, those for which all ranks had; None:
+            there are no others. Ranks whose pools differ would make different drafts.
 
     Attributes:
         pages_of_prompt: pages of a prompt at most; the more, the fewer rows there are at once.
@@ -69,6 +71,7 @@ class DeviceArrays:
         max_bytes: int,
         length: int,
         chances: npt.NDArray[np.float32],
+        agree: Callable[[int], int] | None = None,
     ) -> None:
         self.device, self.max_rows = torch.device(device), max_rows
         self.length, self.max_model_len = length, max_model_len
@@ -78,13 +81,17 @@ class DeviceArrays:
         # The interpreter, on a CPU, takes a time for each operation, of whatever size.
         self.tile = 4 if self.device.type != "cpu" else 32
         self._chances = torch.from_numpy(np.array(chances)).to(self.device)
-        self._make_arrays(max_bytes)
+        had = self._make_arrays(max_bytes)
+        if agree is not None and (least := agree(had)) < had:
+            logger.warning("another rank has less memory for drafts: taking %d bytes", least)
+            del self.pool  # nearly all of the memory; the rest goes when it is replaced
+            self._make_arrays(least)
         self.drafts = torch.zeros(max_rows, length, dtype=torch.int64, device=self.device)
         self.confidences = torch.zeros(max_rows, length, device=self.device)
         self._contexts = torch.zeros(max_rows, DEPTH, dtype=torch.int32, device=self.device)
 
-    def _make_arrays(self, max_bytes: int) -> None:
-        """Make the pool and the state as large as memory allows."""
+    def _make_arrays(self, max_bytes: int) -> int:
+        """Make the pool and the state as large as memory allows; the bytes that it allowed."""
         while True:
             pages = self._pages_within(max_bytes)
             sizes = [
@@ -112,6 +119,7 @@ class DeviceArrays:
         self.table = views[1].view(-1, max(1, self._listed_at_most(pages)))
         self.row_pages, self.corpus = views[3].view(self.max_rows, -1), views[4]
         self.rows[:, COUNTERS:] = 0
+        return max_bytes
 
     def _listed_at_most(self, pages: int) -> int:
         return min(self.pages_of_prompt, 2 * pages)

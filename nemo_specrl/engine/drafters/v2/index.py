@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -88,6 +88,7 @@ class DeviceIndex(DeviceArrays):
         max_bytes: of all arrays together.
         length: tokens of a draft.
         chances: table of chances (:data:`~nemo_specrl.speculation.suffix_tree.CHANCES`).
+        agree: see :class:`DeviceArrays`.
 
     Attributes:
         counts: see :class:`IndexCounts`.
@@ -102,8 +103,9 @@ class DeviceIndex(DeviceArrays):
         max_bytes: int,
         length: int,
         chances: npt.NDArray[np.float32],
+        agree: Callable[[int], int] | None = None,
     ) -> None:
-        super().__init__(device, max_rows, max_model_len, max_bytes, length, chances)
+        super().__init__(device, max_rows, max_model_len, max_bytes, length, chances, agree)
         self.vocabulary, self.counts = vocabulary, IndexCounts()
         slots = self.table.shape[0] if len(self.pool) else 0
         self._free, self._free_slots = list(range(len(self.pool)))[::-1], list(range(slots))[::-1]
@@ -200,6 +202,9 @@ class DeviceIndex(DeviceArrays):
             self._share(closed.prompt.listed[position])
         self._pages_of[row] = _NO_MORE
         self._values[self.rows_at + row * ROW] = -1
+        # The next request in this place may get fewer pages, and must not write into these.
+        place = self.row_pages_at + row * self.pages_of_row
+        self._values |= {place + i: -1 for i in range(len(closed.positions))}
 
     def forget(self) -> None:
         """Let go of all prompts that have no rows."""

@@ -29,7 +29,13 @@ from nemo_specrl.engine.drafters.sent_histories import received
 from nemo_specrl.engine.drafters.v2.arrays import PROMPTS
 from nemo_specrl.engine.drafters.v2.index import DeviceIndex
 from nemo_specrl.engine.metrics import DraftCounts
-from nemo_specrl.engine.vllm.compat import EXTRA_ARG, drafts_count_here, media_of, stop_tokens
+from nemo_specrl.engine.vllm.compat import (
+    EXTRA_ARG,
+    drafts_count_here,
+    least_of_ranks,
+    media_of,
+    stop_tokens,
+)
 from nemo_specrl.media import content_tokens
 from nemo_specrl.rollout import MAX_SAMPLE_INDEX, prompt_key
 from nemo_specrl.speculation.draft_selection import RUN_AHEAD_INDEX
@@ -78,6 +84,7 @@ class HistorySpeculator(BaseSpeculator):  # type: ignore[misc]
             int(options.get("max_bytes", MAX_BYTES)),
             self.num_speculative_steps,
             CHANCES,
+            least_of_ranks,
         )
         self.draft_token_confidence_probs = self.index.confidences
         # vLLM's runner asks for it, and verifies the tokens that are worth their time.

@@ -149,8 +149,27 @@ def test_memory_bound(make_rows, max_bytes):
     assert counts.prompts + counts.responses + counts.rows + counts.evicted > 0
 
 
+def test_a_row_without_room_leaves_the_responses_of_others_alone(make_rows, monkeypatch):
+    """Its place was that of a row with more pages, which are still those of that row's prompt."""
+    from nemo_specrl.engine.drafters.v2 import arrays
+
+    monkeypatch.setattr(arrays, "PAGES_SEARCHED", 16)  # eight pages of a prompt
+    rows = make_rows(rows=2, longest=3000)
+    rng = np.random.default_rng(0)
+    ended = rng.integers(0, 20, 1800).tolist()
+    rows.open(0, b"ended")
+    for i in range(0, 1800, 200):
+        rows.step({0: ended[i : i + 200]})
+    rows.index.close_row(0)
+    rows.open(0, b"without room", [(1, rng.integers(0, 20, 1500).tolist())])
+    for _ in range(9):
+        rows.step({0: [30] * 200})
+    assert rows.index.counts.rows == 1
+    assert ended in held(rows)
+
+
 def test_two_ranks_draft_the_same(make_rows):
-    """Whatever may differ: memory's addresses, the order in which ended rows are taken away."""
+    """Whichever pages hold what. Rows end in the same order on both (``test_engine``)."""
     ranks = [make_rows(rows=6, longest=600, max_bytes=150_000) for _ in range(2)]
     ranks[1].index.forget()
     junk = ranks[1].index._free
@@ -158,8 +177,8 @@ def test_two_ranks_draft_the_same(make_rows):
     rng = np.random.default_rng(1)
     for _ in range(6):
         ended = rng.permutation(6)[:3].tolist()
-        for rank, order in zip(ranks, (ended, ended[::-1]), strict=True):
-            for row in order:
+        for rank in ranks:
+            for row in ended:
                 rank.index.close_row(row)
         state = rng.bit_generator.state
         drafts = []
@@ -172,6 +191,15 @@ def test_two_ranks_draft_the_same(make_rows):
         assert torch.equal(*drafts)
         assert (ranks[0].index.confidences == ranks[1].index.confidences).all()
     assert ranks[0].index.counts == ranks[1].index.counts
+
+
+def test_ranks_take_what_the_one_with_the_least_memory_has(tmp_path):
+    """Two processes, of which one runs out of memory for its pool, and halves it until it fits."""
+    from tests.support.v2_ranks import ALLOWED, MAX_BYTES, sizes_of_ranks
+
+    first, second = sizes_of_ranks(tmp_path)
+    assert first == second
+    assert 0 < first[0] * 256 <= ALLOWED < MAX_BYTES // 4
 
 
 def test_nothing_is_read_on_the_host(make_rows, monkeypatch):

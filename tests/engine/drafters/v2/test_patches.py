@@ -105,7 +105,7 @@ def test_graphs_of_other_engines_are_vllms():
 def test_graphs_are_captured_for_the_largest_steps_of_drafts(rows, batched, vocabulary, largest):
     from types import SimpleNamespace
 
-    from nemo_specrl.engine.vllm import v2_graphs, v2_patches
+    from nemo_specrl.engine.vllm import v2_graphs, v2_lengths
 
     compilation = SimpleNamespace(cudagraph_capture_sizes=None, max_cudagraph_capture_size=None)
     config = SimpleNamespace(
@@ -113,7 +113,7 @@ def test_graphs_are_captured_for_the_largest_steps_of_drafts(rows, batched, voca
         model_config=SimpleNamespace(get_vocab_size=lambda: vocabulary),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=batched),
     )
-    most = v2_patches.max_drafted(config)
+    most = v2_lengths.max_drafted(config)
     v2_graphs.set_graph_sizes(config, [0, 2, 3, 5, 11], rows, most)
     sizes = compilation.cudagraph_capture_sizes
     assert (sizes and sizes[-1]) == largest

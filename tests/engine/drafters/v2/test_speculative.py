@@ -135,10 +135,10 @@ def test_lengths_by_rows(llm, speculator):
 
 def test_what_is_accepted_changes_the_table(llm, speculator, monkeypatch):
     """Rejected drafts alone: the scheduler stops drafting, and begins again in a later batch."""
-    from nemo_specrl.engine.vllm import v2_patches
+    from nemo_specrl.engine.vllm import v2_lengths
     from nemo_specrl.speculation import uniform_length
 
-    monkeypatch.setattr(v2_patches, "OBSERVED", 16)
+    monkeypatch.setattr(v2_lengths, "OBSERVED", 16)
     monkeypatch.setattr(uniform_length, "PRIOR_WEIGHT", 20.0)
     scheduler = scheduler_of(llm)
     monkeypatch.setattr(scheduler, "spec_rl_lengths", fresh_lengths(scheduler))
@@ -158,7 +158,7 @@ def test_what_is_accepted_changes_the_table(llm, speculator, monkeypatch):
     assert scheduler.dynamic_sd_lookup[MAX_ROWS] == 0
     for _ in range(12):
         scheduler.spec_rl_lengths.begin_batch()
-    v2_patches._choose_lengths(scheduler)
+    v2_lengths.renew_table(scheduler)
     assert scheduler.dynamic_sd_lookup[MAX_ROWS] > 0
 
 

@@ -1,0 +1,100 @@
+"""Draft lengths in vLLM's scheduler: by the rows of a step, and by what has been accepted.
+
+``v2_patches`` wraps functions of the Scheduler by those of ``WRAPPERS``, which leave schedulers
+alone for which :func:`choose_by_rows` was not called.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nemo_specrl.engine.vllm.compat import EXTRA_ARG
+from nemo_specrl.engine.vllm.model_costs import step_costs
+from nemo_specrl.engine.vllm.sampler_memory import DRAFT_LOGIT_BYTES, SAMPLER_BYTES
+from nemo_specrl.speculation.uniform_length import UniformLengths
+
+__all__ = ["WRAPPERS", "choose_by_rows", "first_table", "max_drafted", "renew_table"]
+
+OBSERVED = 512
+"""Drafts after which the table of lengths is made anew."""
+
+
+def max_drafted(vllm_config: Any) -> int:
+    """Draft tokens for whose logits there is memory in a step; vLLM's profile has none of them."""
+    return SAMPLER_BYTES // (DRAFT_LOGIT_BYTES * int(vllm_config.model_config.get_vocab_size()))
+
+
+def first_table(vllm_config: Any, rows: int) -> list[int]:
+    """The length for each number of rows, before anything is known of rows and drafts."""
+    return _lengths(vllm_config, rows).table(_context(vllm_config))
+
+
+def choose_by_rows(scheduler: Any) -> None:
+    """Have a scheduler choose the length of drafts, if it has a table of lengths."""
+    if scheduler.dynamic_sd_lookup is not None:
+        rows = len(scheduler.dynamic_sd_lookup) - 1
+        scheduler.spec_rl_lengths = _lengths(scheduler.vllm_config, rows)
+        scheduler.spec_rl_observed = 0
+        renew_table(scheduler)
+
+
+def renew_table(scheduler: Any) -> None:
+    """Make the table of lengths anew, which the next step is scheduled by."""
+    rows = scheduler.running
+    tokens = sum(row.num_tokens for row in rows) / len(rows) if rows else None
+    context = _context(scheduler.vllm_config) if tokens is None else tokens
+    scheduler.dynamic_sd_lookup[:] = scheduler.spec_rl_lengths.table(context)
+
+
+def _lengths(vllm_config: Any, rows: int) -> UniformLengths:
+    lengths = vllm_config.additional_config[EXTRA_ARG]["lengths"]
+    return UniformLengths(step_costs(vllm_config), lengths, rows, max_drafted(vllm_config))
+
+
+def _context(vllm_config: Any) -> float:
+    """Tokens of a row on average, where nothing is known of rows."""
+    return float(vllm_config.model_config.max_model_len) / 2
+
+
+def _add_request(original: Any) -> Any:
+    def add_request(self: Any, request: Any) -> None:
+        if self.spec_rl_lengths is not None and not self.requests:
+            self.spec_rl_lengths.begin_batch()
+            renew_table(self)
+        original(self, request)
+
+    return add_request
+
+
+def _update_draft_token_ids(original: Any) -> Any:
+    """0.25.1 passes drafts on whole where scheduling is synchronous, whatever the table says."""
+
+    def update_draft_token_ids(self: Any, draft_token_ids: Any) -> None:
+        if self.spec_rl_lengths is not None:
+            length = self.dynamic_sd_lookup[len(draft_token_ids.req_ids)]
+            for tokens in draft_token_ids.draft_token_ids:
+                del tokens[length:]
+        original(self, draft_token_ids)
+
+    return update_draft_token_ids
+
+
+def _make_spec_decoding_stats(original: Any) -> Any:
+    def make_spec_decoding_stats(self: Any, *args: Any, **kwargs: Any) -> Any:
+        lengths = self.spec_rl_lengths
+        if lengths is not None:
+            lengths.observe(kwargs["num_draft_tokens"], kwargs["num_accepted_tokens"])
+            self.spec_rl_observed += 1
+            if self.spec_rl_observed % OBSERVED == 0:
+                renew_table(self)
+        return original(self, *args, **kwargs)
+
+    return make_spec_decoding_stats
+
+
+WRAPPERS = (
+    ("add_request", _add_request),
+    ("update_draft_token_ids", _update_draft_token_ids),
+    ("make_spec_decoding_stats", _make_spec_decoding_stats),
+)
+"""Names of the Scheduler's functions, and what wraps each."""
