@@ -1,7 +1,7 @@
 """Feeds the drift monitor with the rows of each step of a NeMo-RL run.
 
 Which rows were fresh, and how stale their reused tokens are, comes with the rollouts from the
-engines (:mod:`.records`); rewards and the policy's log-probs come from the trainer.
+engines (:mod:`.rollout_metadata`); rewards and the policy's log-probs come from the trainer.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from nemo_specrl.config import SpecRLConfig
+from nemo_specrl.config import QUANTITIES, SpecRLConfig
 from nemo_specrl.files import replacing
 from nemo_specrl.nemo_rl.rollout_metadata import MetadataTable
 from nemo_specrl.speculation.drift import DriftMonitor
 
-__all__ = ["BATCH_COLUMNS", "StepMonitor"]
+__all__ = ["StepMonitor"]
 
 STATE = "monitor.json"
 """Name of the state's file in a checkpoint's folder of the cache."""
@@ -28,10 +28,10 @@ BATCH_COLUMNS = {
     "token_ids": "input_ids",
     "token_loss_mask": "token_mask",
     "input_lengths": "input_lengths",
-    "prev_logprobs": "prev_logprobs",
     "rewards": "rewards",
 }
-"""The columns of a batch that has rewards, by the names under which NeMo-RL logs them."""
+"""The columns of a batch that has rewards, by the names under which NeMo-RL logs them; one with
+log-probs has the same name in both."""
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,8 @@ class StepMonitor:
         records: of the rollouts of each step.
         config: the ``spec_rl:`` block.
         steps_per_epoch: batches in a pass over the prompts.
+        logprobs: name of the column with the log-probs of the policy that is trained; None: there
+            is none, and log-probs are not compared.
         set_fresh_fraction: called with the new ``fresh_fraction`` when ``monitor.auto`` changes it.
         state: folder into which :meth:`save` wrote the state to continue from, or None.
     """
@@ -53,18 +55,27 @@ class StepMonitor:
         config: SpecRLConfig,
         *,
         steps_per_epoch: int,
+        logprobs: str | None,
         set_fresh_fraction: Callable[[float], None],
         state: Path | None = None,
     ) -> None:
         self._records = records
         self._set_fresh_fraction = set_fresh_fraction
+        self._logprobs = logprobs
         self.monitor = DriftMonitor(
             config.monitor,
             fresh_fraction=config.effective_fresh_fraction,
             steps_per_epoch=steps_per_epoch,
+            quantities=[name for name in QUANTITIES if logprobs is not None or name != "logprob"],
         )
         if state is not None and (state / STATE).exists():
             self._restore(state / STATE)
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """The columns of a batch that the monitor reads, by the names of those of logged rows."""
+        own = {} if self._logprobs is None else {self._logprobs: self._logprobs}
+        return BATCH_COLUMNS | own
 
     def save(self, folder: Path) -> None:
         """Write the state from which a resumed run continues."""
@@ -94,14 +105,14 @@ class StepMonitor:
 
         Args:
             rows: columns under the names by which NeMo-RL logs them: ``token_ids``,
-                ``input_lengths``, ``token_loss_mask``, ``prev_logprobs``, and ``rewards``
+                ``input_lengths``, ``token_loss_mask``, the one with the log-probs, and ``rewards``
                 (``filtered_rewards`` under dynamic sampling).
         """
         return self._guarded(lambda: rows)
 
     def compare_batch(self, batch: Any) -> dict[str, float]:
         """Do the same with the batch that PPO trains on, which has the rewards."""
-        return self._guarded(lambda: {n: batch[c].numpy() for n, c in BATCH_COLUMNS.items()})
+        return self._guarded(lambda: {n: batch[c].numpy() for n, c in self.columns.items()})
 
     def _guarded(self, rows: Callable[[], Mapping[str, Sequence[Any]]]) -> dict[str, float]:
         try:
@@ -118,19 +129,20 @@ class StepMonitor:
         rows = self._records.find(columns["token_ids"], masks, columns["input_lengths"])
         groups: list[bytes] = []
         fresh: list[bool] = []
-        values: dict[str, list[float]] = {"reward": [], "length": [], "logprob": []}
+        values: dict[str, list[float]] = {name: [] for name in self.monitor.quantities}
         stale: list[float] = []
         for i, responses in enumerate(rows):
             record = responses[0].record if responses else None
             if record is None:
                 continue
             mask = np.asarray(masks[i]) > 0
-            logprobs = np.asarray(columns["prev_logprobs"][i], dtype=np.float64)
             groups.append(record.key)
             fresh.append(record.fresh)
             values["reward"].append(float(rewards[i]))
             values["length"].append(float(mask.sum()))
-            values["logprob"].append(float(logprobs[mask].mean()))
+            if self._logprobs is not None:
+                logprobs = np.asarray(columns[self._logprobs][i], dtype=np.float64)
+                values["logprob"].append(float(logprobs[mask].mean()))
             if record.staleness is not None:
                 stale.append(record.staleness)
         fraction = self.monitor.fresh_fraction

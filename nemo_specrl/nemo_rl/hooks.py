@@ -48,7 +48,7 @@ from nemo_specrl.nemo_rl import job_state
 from nemo_specrl.nemo_rl.birth_anchor import anchored_logprobs
 from nemo_specrl.nemo_rl.context import RunContext
 from nemo_specrl.nemo_rl.conversations import conversations
-from nemo_specrl.nemo_rl.drift_monitor import BATCH_COLUMNS, StepMonitor
+from nemo_specrl.nemo_rl.drift_monitor import StepMonitor
 from nemo_specrl.nemo_rl.metrics_log import StepLog, metrics_file
 from nemo_specrl.nemo_rl.rollout_metadata import MetadataTable
 from nemo_specrl.rollout import Rollout
@@ -109,7 +109,7 @@ class Hooks:
         self._batch: weakref.ref[Any] | None = None
         self._anchored: torch.Tensor | None = None
         self._compared: dict[str, float] = {}
-        self._rows: dict[str, list[Any]] = {name: [] for name in BATCH_COLUMNS}
+        self._rows: dict[str, list[Any]] = {}
         self._log = log
         self._served = served
         self._keeps_records = monitor is not None or anchor_at_birth or served
@@ -152,8 +152,9 @@ class Hooks:
         """Look at a part of a step's batch before the policy is trained on it.
 
         Args:
-            batch: whole groups, with the columns of :data:`.drift_monitor.BATCH_COLUMNS` and
-                ``generation_logprobs``.
+            batch: whole groups, with the columns that the drift monitor reads
+                (:attr:`.StepMonitor.columns`), ``generation_logprobs``, and for an anchor
+                ``prev_logprobs``.
 
         Returns:
             What ``prev_logprobs`` have to be; None where they stay as they are.
@@ -163,14 +164,14 @@ class Hooks:
         if self._served:
             self._store_conversations(batch)
         if self._monitor is not None:
-            for name, column in BATCH_COLUMNS.items():
-                self._rows[name] += list(batch[column].numpy())
+            for name, column in self._monitor.columns.items():
+                self._rows.setdefault(name, []).extend(batch[column].numpy())
         return anchored_logprobs(batch, self._records) if self._anchor_at_birth else None
 
     def end_batch(self) -> None:
         """Compare the rows of the step's batch, all of which have been taken."""
-        rows, self._rows = self._rows, {name: [] for name in BATCH_COLUMNS}
-        if self._monitor is not None and rows["rewards"]:
+        rows, self._rows = self._rows, {}
+        if self._monitor is not None and rows.get("rewards"):
             self._compared = self._monitor.compare(rows)
 
     def log_rows(self, rows: Any, filename: str) -> Any:
@@ -256,6 +257,7 @@ def make_hooks(
             records,
             run.spec_rl,
             steps_per_epoch=steps_per_epoch,
+            logprobs=run.policy_logprobs,
             set_fresh_fraction=generation.set_fresh_fraction,
             state=run.checkpoint and run.checkpoint / CACHE_FOLDER,
         )

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nemo_specrl.config import MonitorConfig
+from nemo_specrl.config import QUANTITIES, MonitorConfig
 from nemo_specrl.monitoring import names as metric
 
 __all__ = ["DriftMonitor", "Gap"]
@@ -137,6 +137,7 @@ class DriftMonitor:
         config: the ``spec_rl.monitor:`` block.
         fresh_fraction: ``spec_rl.fresh_fraction``.
         steps_per_epoch: number of :meth:`update` calls in an epoch.
+        quantities: in which rows are compared, some of ``config.QUANTITIES``.
 
     Attributes:
         fresh_fraction: for the next step; differs from the configured one only with ``auto``.
@@ -148,9 +149,15 @@ class DriftMonitor:
     """
 
     def __init__(
-        self, config: MonitorConfig, *, fresh_fraction: float, steps_per_epoch: int
+        self,
+        config: MonitorConfig,
+        *,
+        fresh_fraction: float,
+        steps_per_epoch: int,
+        quantities: Sequence[str] = QUANTITIES,
     ) -> None:
         self.config = config
+        self.quantities = tuple(quantities)
         self.steps_per_epoch = steps_per_epoch
         self.window = config.window_epochs * steps_per_epoch
         self.configured = self.fresh_fraction = fresh_fraction
@@ -162,7 +169,7 @@ class DriftMonitor:
     def _restart(self) -> None:
         self.steps = 0
         self.alarmed = False
-        self.gaps = {name: Gap() for name in self.config.tolerance}
+        self.gaps = {name: Gap() for name in self.quantities}
         self.staleness, self._this_epoch = Staleness(), Staleness()
 
     def update(
@@ -177,8 +184,8 @@ class DriftMonitor:
         Args:
             groups: an identifier of each row's group, ``[rows]``.
             fresh: which rows were decoded plainly, bool ``[rows]``.
-            values: float ``[rows]`` each: ``reward``; ``length`` in tokens; ``logprob``, the mean
-                over a row's tokens under the current policy, nats.
+            values: float ``[rows]`` for each of the monitor's quantities: ``reward``; ``length`` in
+                tokens; ``logprob``, the mean over a row's tokens under the current policy, nats.
             stale: for each row that has reused tokens, the sum over these of log p_birth - log
                 p_now, float ``[any]``, nats.
 
@@ -193,9 +200,10 @@ class DriftMonitor:
         members: dict[Any, list[int]] = {}
         for row, group in enumerate(groups):
             members.setdefault(group, []).append(row)
-        unit = {"length": max(1.0, float(np.mean(values["length"])))}
         for name, gap in self.gaps.items():
-            scaled = np.asarray(values[name], dtype=np.float64) / unit.get(name, 1.0)
+            scaled = np.asarray(values[name], dtype=np.float64)
+            if name == "length":
+                scaled = scaled / max(1.0, float(scaled.mean()))
             for rows in members.values():
                 gap.add(scaled[rows], fresh[rows])
         self._this_epoch.add(np.asarray(stale, dtype=np.float64))

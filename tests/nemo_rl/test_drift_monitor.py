@@ -7,9 +7,11 @@ import pytest
 from vllm import SamplingParams
 
 from nemo_specrl import Finish, Rollout, SpecRLConfig, SpeculativeLLM, prompt_key
+from nemo_specrl.nemo_rl.context import RunContext
 from nemo_specrl.nemo_rl.rollout_metadata import MetadataLog, MetadataTable
 from nemo_specrl.speculation.draft_selection import Row, is_fresh
 from tests.conftest import DictCache
+from tests.nemo_rl.test_context import recipe
 from tests.support.nemo_rl.steps import GROUP, Workers, monitor_of, step, table_of
 
 
@@ -45,6 +47,31 @@ def test_under_dynamic_sampling_the_rewards_are_those_of_the_rows_kept():
     expected = monitor_of(table_of(rows, rollouts)).compare(rows)
     filtered = rows | {"filtered_rewards": rows["rewards"], "rewards": [1.0] * 99}
     assert monitor_of(table_of(rows, rollouts)).compare(filtered) == expected
+
+
+@pytest.mark.parametrize(
+    ("reported", "column"), [("policy", "generation_logprobs"), ("behaviour", None)]
+)
+def test_where_the_policys_logprobs_are_not_computed_the_engines_are_compared(
+    tmp_path, reported, column
+):
+    """NeMo-RL logs zeros for them with ``force_on_policy_ratio``."""
+    skipping = recipe(tmp_path, spec_rl__preset="faithful", spec_rl__reported_logprobs=reported)
+    skipping.loss_fn["force_on_policy_ratio"] = True
+    assert RunContext.of(skipping, "ppo").policy_logprobs == "prev_logprobs"  # PPO computes them
+    run = RunContext.of(skipping, "grpo")
+    assert run.policy_logprobs == column
+    rows, rollouts = step([7], np.random.default_rng(0))
+    expected = monitor_of(table_of(rows, rollouts)).compare(rows)
+    assert expected["spec_rl/logprob_gap"] != 0
+    rows["generation_logprobs"] = rows["prev_logprobs"]
+    rows["prev_logprobs"] = np.zeros_like(rows["prev_logprobs"]).tolist()
+    got = monitor_of(table_of(rows, rollouts), logprobs=run.policy_logprobs).compare(rows)
+    without = {name for name in expected if "logprob" in name} if column is None else set()
+    assert got == {name: value for name, value in expected.items() if name not in without}
+    if reported == "policy":
+        skipping.grpo.seq_logprob_error_threshold = 2.0
+        assert RunContext.of(skipping, "grpo").policy_logprobs == "prev_logprobs"
 
 
 def test_remembered_rows_raise_a_warning_and_with_auto_the_fresh_fraction(caplog):
