@@ -237,7 +237,7 @@ def make_hooks(
     run: RunContext,
     generation: Any,
     *,
-    steps_per_epoch: int,
+    loader_length: int,
     total_steps: int,
     rewards_in_batch: bool,
 ) -> Hooks:
@@ -246,7 +246,7 @@ def make_hooks(
     Args:
         run: its recipe.
         generation: with the methods that ``Hooks``, the records and the drift monitor call.
-        steps_per_epoch: batches in a pass over the training data.
+        loader_length: its number of batches in a pass over the training data.
         total_steps: after which the run ends.
         rewards_in_batch: what is trained on has rewards (``Hooks``).
     """
@@ -256,7 +256,7 @@ def make_hooks(
         monitor = StepMonitor(
             records,
             run.spec_rl,
-            steps_per_epoch=steps_per_epoch,
+            loader_length=loader_length,
             logprobs=run.policy_logprobs,
             set_fresh_fraction=generation.set_fresh_fraction,
             state=run.checkpoint and run.checkpoint / CACHE_FOLDER,

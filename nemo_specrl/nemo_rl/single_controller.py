@@ -55,7 +55,7 @@ class SpecSingleControllerImpl(Stock.__ray_metadata__.modified_class):
         self._spec_rl = make_hooks(
             run,
             self._counted,
-            steps_per_epoch=max(1, len(actor_args.dataloader)),
+            loader_length=max(1, len(actor_args.dataloader)),
             total_steps=master_config.grpo.max_num_steps,
             rewards_in_batch=True,
         )

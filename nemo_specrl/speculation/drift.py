@@ -136,7 +136,8 @@ class DriftMonitor:
     Args:
         config: the ``spec_rl.monitor:`` block.
         fresh_fraction: ``spec_rl.fresh_fraction``.
-        steps_per_epoch: number of :meth:`update` calls in an epoch.
+        steps_per_epoch: number of :meth:`update` calls in an epoch. None: not known yet; until
+            :meth:`begin_epochs` says it, staleness is not judged and the window does not end.
         quantities: in which rows are compared, some of ``config.QUANTITIES``.
 
     Attributes:
@@ -153,13 +154,12 @@ class DriftMonitor:
         config: MonitorConfig,
         *,
         fresh_fraction: float,
-        steps_per_epoch: int,
+        steps_per_epoch: int | None,
         quantities: Sequence[str] = QUANTITIES,
     ) -> None:
         self.config = config
         self.quantities = tuple(quantities)
         self.steps_per_epoch = steps_per_epoch
-        self.window = config.window_epochs * steps_per_epoch
         self.configured = self.fresh_fraction = fresh_fraction
         self.drifting: list[str] = []
         self.warning = ""
@@ -171,6 +171,27 @@ class DriftMonitor:
         self.alarmed = False
         self.gaps = {name: Gap() for name in self.quantities}
         self.staleness, self._this_epoch = Staleness(), Staleness()
+
+    @property
+    def window(self) -> float:
+        """Number of :meth:`update` calls in a window, without end while epochs are not known."""
+        if self.steps_per_epoch is None:
+            return math.inf
+        return self.config.window_epochs * self.steps_per_epoch
+
+    def begin_epochs(self, steps_per_epoch: int) -> None:
+        """Say how long an epoch is, once that is known.
+
+        The steps so far belong to the first one, and end it where they are as many. Where they are
+        more, as after a state of a run that took epochs for longer ones, their staleness has
+        counted rows several times, and is forgotten. A window that would be over by now ends with
+        the next step.
+        """
+        self.steps_per_epoch = steps_per_epoch
+        if self.steps == steps_per_epoch:
+            self.staleness, self._this_epoch = self._this_epoch, Staleness()
+        elif self.steps > steps_per_epoch:
+            self.staleness, self._this_epoch = Staleness(), Staleness()
 
     def update(
         self,
@@ -207,7 +228,7 @@ class DriftMonitor:
             for rows in members.values():
                 gap.add(scaled[rows], fresh[rows])
         self._this_epoch.add(np.asarray(stale, dtype=np.float64))
-        if self.steps % self.steps_per_epoch == 0:
+        if self.steps_per_epoch is not None and self.steps % self.steps_per_epoch == 0:
             self.staleness, self._this_epoch = self._this_epoch, Staleness()
         each = self.config.error_rate / (len(self.gaps) + 1)
         self.drifting = [
@@ -215,9 +236,7 @@ class DriftMonitor:
             for name, gap in self.gaps.items()
             if abs(gap.mean) - gap.half_width(each) > self.config.tolerance[name]
         ]
-        beyond = self.staleness.mean - self.config.staleness_tolerance
-        looks = self.config.window_epochs
-        if beyond > NormalDist().inv_cdf(1 - each / looks) * self.staleness.standard_error:
+        if self._stale(each / self.config.window_epochs):
             self.drifting.append("staleness")
         self.warning = self._describe() if self.drifting != self._warned_of else ""
         self._warned_of = self.drifting
@@ -228,16 +247,27 @@ class DriftMonitor:
             self.alarmed = True
         return self.drifting
 
+    def _stale(self, error_rate: float) -> bool:
+        """Whether staleness is beyond its tolerance by more than chance."""
+        if self.steps_per_epoch is None:
+            return False
+        beyond = self.staleness.mean - self.config.staleness_tolerance
+        return beyond > NormalDist().inv_cdf(1 - error_rate) * self.staleness.standard_error
+
     def as_dict(self) -> dict[str, float]:
-        """Return the metrics: each gap, the gap in standard errors, and 1 if it drifts, else 0."""
+        """Return the metrics: each gap, the gap in standard errors, and 1 if it drifts, else 0.
+
+        Those of staleness are there once the length of an epoch is known.
+        """
         out: dict[str, float] = {}
         for name, gap in self.gaps.items():
             out[metric.drift(name)] = gap.mean
             out[metric.drift_z(name)] = gap.z
             out[metric.drifts(name)] = float(name in self.drifting)
-        out[metric.drift(metric.STALENESS)] = self.staleness.mean
-        out[metric.drift_z(metric.STALENESS)] = self.staleness.z
-        out[metric.drifts(metric.STALENESS)] = float("staleness" in self.drifting)
+        if self.steps_per_epoch is not None:
+            out[metric.drift(metric.STALENESS)] = self.staleness.mean
+            out[metric.drift_z(metric.STALENESS)] = self.staleness.z
+            out[metric.drifts(metric.STALENESS)] = float("staleness" in self.drifting)
         return out | {metric.FRESH_FRACTION: self.fresh_fraction}
 
     def _describe(self) -> str:

@@ -134,7 +134,7 @@ def test_the_recipe_says_which_log_probs_are_compared(tmp_path):
     hooks = make_hooks(
         RunContext.of(skipping, "grpo"),
         trainer,
-        steps_per_epoch=1,
+        loader_length=1,
         total_steps=9,
         rewards_in_batch=False,
     )
