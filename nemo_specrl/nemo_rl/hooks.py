@@ -44,6 +44,7 @@ import torch
 
 from nemo_specrl.config import CACHE_FOLDER
 from nemo_specrl.monitoring import heartbeat
+from nemo_specrl.monitoring import names as metric
 from nemo_specrl.nemo_rl import job_state
 from nemo_specrl.nemo_rl.birth_anchor import anchored_logprobs
 from nemo_specrl.nemo_rl.context import RunContext
@@ -112,6 +113,7 @@ class Hooks:
         self._rows: dict[str, list[Any]] = {}
         self._log = log
         self._served = served
+        self._uncached = 0  # conversations of the step that are not in the cache
         self._keeps_records = monitor is not None or anchor_at_birth or served
 
     def install(self, policy: Any, logger: Any, checkpointer: Any) -> None:
@@ -201,6 +203,9 @@ class Hooks:
             taken = self._generation.take_metrics()
             if taken is not None:
                 counts, seconds = taken
+                if self._served:
+                    counts = {**counts, metric.UNCACHED_CONVERSATIONS: float(self._uncached)}
+                    self._uncached = 0
                 self._log_own(counts, step)
                 metrics = {**metrics, **seconds}
             self._log.end_step(step, metrics)
@@ -208,7 +213,9 @@ class Hooks:
 
     def _store_conversations(self, batch: Any) -> None:
         try:
-            self._generation.store(conversations(batch, self._records))
+            known = conversations(batch, self._records)
+            self._uncached += len(batch["input_ids"]) - len(known)
+            self._generation.store(known)
         except Exception as error:  # the cache can only cost speed, never a step
             logger.warning("the step's conversations are not in the rollout cache: %s", error)
 
