@@ -26,6 +26,7 @@ __all__ = [
     "CACHE_FOLDER",
     "MAX_COUNT",
     "PRESETS",
+    "QUANTITIES",
     "Block",
     "ByteSize",
     "CacheConfig",

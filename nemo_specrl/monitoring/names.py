@@ -124,6 +124,8 @@ REFUSED_DRAFTS = "spec_rl/refused_drafts"
 """Drafts that could not be verified; their rows were decoded plainly."""
 UNCACHED_ROWS = "spec_rl/uncached_rows"
 """Rows kept out of the cache because their tokens or log-probs are invalid."""
+UNCACHED_CONVERSATIONS = "spec_rl/uncached_conversations"
+"""Conversations kept out of the cache because no worker knows one of their turns (NeMo-Gym)."""
 REPLAYED_ROWS = "spec_rl/replayed_rows"
 """Rows taken from the journal of a process that died."""
 NOISE_PREFIX_TOKENS = "spec_rl/noise_prefix_tokens"
@@ -222,6 +224,7 @@ COUNTS = frozenset(
         RECOMPUTED_TOKENS,
         REFUSED_DRAFTS,
         UNCACHED_ROWS,
+        UNCACHED_CONVERSATIONS,
         REPLAYED_ROWS,
         PUT_OFF_PROMPTS,
         PUT_OFF_TOKENS,

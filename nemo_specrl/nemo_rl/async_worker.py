@@ -80,6 +80,8 @@ class SpecVllmAsyncGenerationWorkerImpl(DraftingWorker, VllmAsyncGenerationWorke
     def _serve(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         """Generate for a request of the HTTP server."""
         assert self._speculative is not None and self._metadata is not None
+        # Turns are noted during validation, too: asynchronous GRPO begins no conversations then,
+        # but those that it has begun go on.
         drafting, note = not self._paused, self._metadata.note_turn
         return self._speculative.serve(*args, drafting=drafting, note=note, **kwargs)
 

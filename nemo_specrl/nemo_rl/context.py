@@ -84,6 +84,8 @@ class RunContext:
         evaluates: weights are evaluated and not trained: greedy rows are drafted for, too, and the
             cache begins with what earlier evaluations have left on the nodes' disks.
         prompts: of a step; None: not known.
+        skips_policy_logprobs: NeMo-RL does not compute the policy's log-probs of a step's rows, and
+            the column ``prev_logprobs`` is zero, or missing.
     """
 
     spec_rl: SpecRLConfig
@@ -99,6 +101,7 @@ class RunContext:
     partial_rollouts: PartialRolloutsConfig = field(default_factory=PartialRolloutsConfig)
     evaluates: bool = False
     prompts: int | None = None
+    skips_policy_logprobs: bool = False
 
     @property
     def store_folder(self) -> Path:
@@ -111,6 +114,15 @@ class RunContext:
         """Whether the driver needs a record of each rollout from the workers."""
         births = self.spec_rl.clip_anchor == "birth"
         return self.spec_rl.monitors_drift or births or self.served
+
+    @property
+    def policy_logprobs(self) -> str | None:
+        """The column of a step's rows that has the policy's log-probs; None: no column has them."""
+        if not self.skips_policy_logprobs:
+            return "prev_logprobs"
+        # The engines report those of the policy, whose weights they have, unless told otherwise.
+        policy = self.spec_rl.reported_logprobs == "policy"
+        return "generation_logprobs" if policy else None
 
     def open_cache(self) -> tuple[ClusterCache | None, int]:
         """Open the cache as the run's checkpoint has it; that, and the policy version.
@@ -190,6 +202,7 @@ class RunContext:
             served=serves_requests(master_config) is not None,
             partial_rollouts=partial,
             prompts=get_option(own, "num_prompts_per_step", None),
+            skips_policy_logprobs=_skips_policy_logprobs(master_config, algorithm),
         )
 
 
@@ -254,6 +267,18 @@ def read_block(block: Any, where: str) -> SpecRLConfig:
         ConfigError: naming the first key that is wrong.
     """
     return validated(SpecRLConfig, _plain(block), where)
+
+
+def _skips_policy_logprobs(master_config: Any, algorithm: str) -> bool:
+    """Whether a step goes without the policy's log-probs of its rows.
+
+    It does in GRPO where nothing needs them (``_skip_prev_logprobs`` in algorithms/opd.py).
+    """
+    return (
+        algorithm == "grpo"
+        and bool(get_option(master_config.loss_fn, "force_on_policy_ratio", False))
+        and get_option(master_config.grpo, "seq_logprob_error_threshold", None) is None
+    )
 
 
 def _plain(block: Any) -> Any:

@@ -1,25 +1,27 @@
 """Feeds the drift monitor with the rows of each step of a NeMo-RL run.
 
 Which rows were fresh, and how stale their reused tokens are, comes with the rollouts from the
-engines (:mod:`.records`); rewards and the policy's log-probs come from the trainer.
+engines (:mod:`.rollout_metadata`); rewards and the policy's log-probs come from the trainer. How
+long an epoch is shows when prompts come back (:class:`Recurrence`).
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from nemo_specrl.config import SpecRLConfig
+from nemo_specrl.config import QUANTITIES, SpecRLConfig
 from nemo_specrl.files import replacing
 from nemo_specrl.nemo_rl.rollout_metadata import MetadataTable
 from nemo_specrl.speculation.drift import DriftMonitor
 
-__all__ = ["BATCH_COLUMNS", "StepMonitor"]
+__all__ = ["StepMonitor"]
 
 STATE = "monitor.json"
 """Name of the state's file in a checkpoint's folder of the cache."""
@@ -28,12 +30,64 @@ BATCH_COLUMNS = {
     "token_ids": "input_ids",
     "token_loss_mask": "token_mask",
     "input_lengths": "input_lengths",
-    "prev_logprobs": "prev_logprobs",
     "rewards": "rewards",
 }
-"""The columns of a batch that has rewards, by the names under which NeMo-RL logs them."""
+"""The columns of a batch that has rewards, by the names under which NeMo-RL logs them; one with
+log-probs has the same name in both."""
+
+KEY_BYTES = 8
+"""Beginning of a prompt's key by which it is known again, which is enough for any data set."""
 
 logger = logging.getLogger(__name__)
+
+
+class Recurrence:
+    """Learns after how many steps prompts come back.
+
+    The loader's length does not say it: a data set may have a problem a hundred times, and with
+    dynamic sampling a step takes several batches.
+
+    Args:
+        at_most: steps after which all prompts have come, as far as the loader knows.
+    """
+
+    def __init__(self, at_most: int) -> None:
+        self._at_most = at_most
+        self._steps = 0
+        self._seen: set[bytes] = set()
+
+    def step(self, keys: Collection[bytes]) -> int | None:
+        """Take note of a step; the number of steps in an epoch once it is known.
+
+        It is that of the steps before this one, if at least half of this step's prompts were in
+        them, and else it is ``at_most`` if this step is the last of so many.
+
+        Args:
+            keys: of the step's prompts.
+        """
+        prompts = {key[:KEY_BYTES] for key in keys}
+        known = None
+        if 2 * len(prompts & self._seen) >= len(prompts):
+            known = min(self._steps, self._at_most)
+        elif self._steps + 1 >= self._at_most:
+            known = self._at_most
+        self._steps += 1
+        if known is None:
+            self._seen |= prompts
+        else:
+            self._seen = set()
+        return known
+
+    def state(self) -> dict[str, Any]:
+        """Return what :meth:`restore` needs, as JSON values."""
+        seen = base64.b64encode(b"".join(sorted(self._seen))).decode()
+        return {"steps": self._steps, "seen": seen}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from what :meth:`state` has returned."""
+        steps, seen = int(state["steps"]), base64.b64decode(state["seen"])
+        self._seen = {seen[i : i + KEY_BYTES] for i in range(0, len(seen), KEY_BYTES)}
+        self._steps = steps
 
 
 class StepMonitor:
@@ -42,7 +96,9 @@ class StepMonitor:
     Args:
         records: of the rollouts of each step.
         config: the ``spec_rl:`` block.
-        steps_per_epoch: batches in a pass over the prompts.
+        loader_length: number of its batches in a pass over the data set.
+        logprobs: name of the column with the log-probs of the policy that is trained; None: there
+            is none, and log-probs are not compared.
         set_fresh_fraction: called with the new ``fresh_fraction`` when ``monitor.auto`` changes it.
         state: folder into which :meth:`save` wrote the state to continue from, or None.
     """
@@ -52,32 +108,53 @@ class StepMonitor:
         records: MetadataTable,
         config: SpecRLConfig,
         *,
-        steps_per_epoch: int,
+        loader_length: int,
+        logprobs: str | None,
         set_fresh_fraction: Callable[[float], None],
         state: Path | None = None,
     ) -> None:
         self._records = records
         self._set_fresh_fraction = set_fresh_fraction
+        self._logprobs = logprobs
         self.monitor = DriftMonitor(
             config.monitor,
             fresh_fraction=config.effective_fresh_fraction,
-            steps_per_epoch=steps_per_epoch,
+            steps_per_epoch=None,
+            quantities=[name for name in QUANTITIES if logprobs is not None or name != "logprob"],
         )
+        self._recurrence = Recurrence(loader_length)
         if state is not None and (state / STATE).exists():
             self._restore(state / STATE)
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """The columns of a batch that the monitor reads, by the names of those of logged rows."""
+        own = {} if self._logprobs is None else {self._logprobs: self._logprobs}
+        return BATCH_COLUMNS | own
 
     def save(self, folder: Path) -> None:
         """Write the state from which a resumed run continues."""
         with replacing(folder / STATE, folder / f"{STATE}.tmp") as file:
-            file.write(json.dumps(self.monitor.state()).encode())
+            file.write(json.dumps(self._state()).encode())
+
+    def _state(self) -> dict[str, Any]:
+        steps = self.monitor.steps_per_epoch
+        epochs = {"steps_per_epoch": steps, "recurrence": self._recurrence.state()}
+        return self.monitor.state() | epochs
 
     def _restore(self, file: Path) -> None:
         """Continue from what :meth:`save` has written; where it is damaged, begin anew."""
         fresh = self.monitor.state()
         try:
-            self.monitor.restore(json.loads(file.read_text()))
+            state = json.loads(file.read_text())
+            self.monitor.restore(state)
+            steps = state.get("steps_per_epoch")
+            self.monitor.steps_per_epoch = None if steps is None else int(steps)
+            if "recurrence" in state:  # older states have neither
+                self._recurrence.restore(state["recurrence"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             self.monitor.restore(fresh)
+            self.monitor.steps_per_epoch = None
             logger.warning(
                 "%s: damaged (%s: %s); the drift monitor begins anew",
                 file,
@@ -94,14 +171,14 @@ class StepMonitor:
 
         Args:
             rows: columns under the names by which NeMo-RL logs them: ``token_ids``,
-                ``input_lengths``, ``token_loss_mask``, ``prev_logprobs``, and ``rewards``
+                ``input_lengths``, ``token_loss_mask``, the one with the log-probs, and ``rewards``
                 (``filtered_rewards`` under dynamic sampling).
         """
         return self._guarded(lambda: rows)
 
     def compare_batch(self, batch: Any) -> dict[str, float]:
         """Do the same with the batch that PPO trains on, which has the rewards."""
-        return self._guarded(lambda: {n: batch[c].numpy() for n, c in BATCH_COLUMNS.items()})
+        return self._guarded(lambda: {n: batch[c].numpy() for n, c in self.columns.items()})
 
     def _guarded(self, rows: Callable[[], Mapping[str, Sequence[Any]]]) -> dict[str, float]:
         try:
@@ -118,23 +195,25 @@ class StepMonitor:
         rows = self._records.find(columns["token_ids"], masks, columns["input_lengths"])
         groups: list[bytes] = []
         fresh: list[bool] = []
-        values: dict[str, list[float]] = {"reward": [], "length": [], "logprob": []}
+        values: dict[str, list[float]] = {name: [] for name in self.monitor.quantities}
         stale: list[float] = []
         for i, responses in enumerate(rows):
             record = responses[0].record if responses else None
             if record is None:
                 continue
             mask = np.asarray(masks[i]) > 0
-            logprobs = np.asarray(columns["prev_logprobs"][i], dtype=np.float64)
             groups.append(record.key)
             fresh.append(record.fresh)
             values["reward"].append(float(rewards[i]))
             values["length"].append(float(mask.sum()))
-            values["logprob"].append(float(logprobs[mask].mean()))
+            if self._logprobs is not None:
+                logprobs = np.asarray(columns[self._logprobs][i], dtype=np.float64)
+                values["logprob"].append(float(logprobs[mask].mean()))
             if record.staleness is not None:
                 stale.append(record.staleness)
         fraction = self.monitor.fresh_fraction
         if groups:
+            self._learn_epochs(groups)
             self.monitor.update(
                 groups,
                 np.array(fresh),
@@ -148,3 +227,10 @@ class StepMonitor:
         if self.monitor.fresh_fraction != fraction:
             self._set_fresh_fraction(self.monitor.fresh_fraction)
         return self.monitor.as_dict()
+
+    def _learn_epochs(self, keys: Collection[bytes]) -> None:
+        """Have the monitor know how long an epoch is as soon as prompts come back."""
+        if self.monitor.steps_per_epoch is None:
+            steps = self._recurrence.step(keys)
+            if steps is not None:
+                self.monitor.begin_epochs(steps)

@@ -44,11 +44,12 @@ import torch
 
 from nemo_specrl.config import CACHE_FOLDER
 from nemo_specrl.monitoring import heartbeat
+from nemo_specrl.monitoring import names as metric
 from nemo_specrl.nemo_rl import job_state
 from nemo_specrl.nemo_rl.birth_anchor import anchored_logprobs
 from nemo_specrl.nemo_rl.context import RunContext
 from nemo_specrl.nemo_rl.conversations import conversations
-from nemo_specrl.nemo_rl.drift_monitor import BATCH_COLUMNS, StepMonitor
+from nemo_specrl.nemo_rl.drift_monitor import StepMonitor
 from nemo_specrl.nemo_rl.metrics_log import StepLog, metrics_file
 from nemo_specrl.nemo_rl.rollout_metadata import MetadataTable
 from nemo_specrl.rollout import Rollout
@@ -109,9 +110,10 @@ class Hooks:
         self._batch: weakref.ref[Any] | None = None
         self._anchored: torch.Tensor | None = None
         self._compared: dict[str, float] = {}
-        self._rows: dict[str, list[Any]] = {name: [] for name in BATCH_COLUMNS}
+        self._rows: dict[str, list[Any]] = {}
         self._log = log
         self._served = served
+        self._uncached = 0  # conversations of the step that are not in the cache
         self._keeps_records = monitor is not None or anchor_at_birth or served
 
     def install(self, policy: Any, logger: Any, checkpointer: Any) -> None:
@@ -152,8 +154,9 @@ class Hooks:
         """Look at a part of a step's batch before the policy is trained on it.
 
         Args:
-            batch: whole groups, with the columns of :data:`.drift_monitor.BATCH_COLUMNS` and
-                ``generation_logprobs``.
+            batch: whole groups, with the columns that the drift monitor reads
+                (:attr:`.StepMonitor.columns`), ``generation_logprobs``, and for an anchor
+                ``prev_logprobs``.
 
         Returns:
             What ``prev_logprobs`` have to be; None where they stay as they are.
@@ -163,14 +166,14 @@ class Hooks:
         if self._served:
             self._store_conversations(batch)
         if self._monitor is not None:
-            for name, column in BATCH_COLUMNS.items():
-                self._rows[name] += list(batch[column].numpy())
+            for name, column in self._monitor.columns.items():
+                self._rows.setdefault(name, []).extend(batch[column].numpy())
         return anchored_logprobs(batch, self._records) if self._anchor_at_birth else None
 
     def end_batch(self) -> None:
         """Compare the rows of the step's batch, all of which have been taken."""
-        rows, self._rows = self._rows, {name: [] for name in BATCH_COLUMNS}
-        if self._monitor is not None and rows["rewards"]:
+        rows, self._rows = self._rows, {}
+        if self._monitor is not None and rows.get("rewards"):
             self._compared = self._monitor.compare(rows)
 
     def log_rows(self, rows: Any, filename: str) -> Any:
@@ -200,6 +203,9 @@ class Hooks:
             taken = self._generation.take_metrics()
             if taken is not None:
                 counts, seconds = taken
+                if self._served:
+                    counts = {**counts, metric.UNCACHED_CONVERSATIONS: float(self._uncached)}
+                    self._uncached = 0
                 self._log_own(counts, step)
                 metrics = {**metrics, **seconds}
             self._log.end_step(step, metrics)
@@ -207,7 +213,9 @@ class Hooks:
 
     def _store_conversations(self, batch: Any) -> None:
         try:
-            self._generation.store(conversations(batch, self._records))
+            known = conversations(batch, self._records)
+            self._uncached += len(batch["input_ids"]) - len(known)
+            self._generation.store(known)
         except Exception as error:  # the cache can only cost speed, never a step
             logger.warning("the step's conversations are not in the rollout cache: %s", error)
 
@@ -236,7 +244,7 @@ def make_hooks(
     run: RunContext,
     generation: Any,
     *,
-    steps_per_epoch: int,
+    loader_length: int,
     total_steps: int,
     rewards_in_batch: bool,
 ) -> Hooks:
@@ -245,7 +253,7 @@ def make_hooks(
     Args:
         run: its recipe.
         generation: with the methods that ``Hooks``, the records and the drift monitor call.
-        steps_per_epoch: batches in a pass over the training data.
+        loader_length: its number of batches in a pass over the training data.
         total_steps: after which the run ends.
         rewards_in_batch: what is trained on has rewards (``Hooks``).
     """
@@ -255,7 +263,8 @@ def make_hooks(
         monitor = StepMonitor(
             records,
             run.spec_rl,
-            steps_per_epoch=steps_per_epoch,
+            loader_length=loader_length,
+            logprobs=run.policy_logprobs,
             set_fresh_fraction=generation.set_fresh_fraction,
             state=run.checkpoint and run.checkpoint / CACHE_FOLDER,
         )

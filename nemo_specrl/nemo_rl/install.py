@@ -139,7 +139,7 @@ def _add_hooks(run: RunContext, parts: tuple[Any, ...], master_config: Any, algo
     hooks = make_hooks(
         run,
         _part(parts, SpecVllmGeneration),
-        steps_per_epoch=_steps_per_epoch(parts),
+        loader_length=_loader_length(parts),
         total_steps=_total_steps(parts, master_config, algorithm),
         # PPO's trainers do not all write their rows to the logger, but train on a batch that has
         # the rewards. The batch that GRPO trains on has none, and its trainers all write them.
@@ -175,7 +175,7 @@ def _part(parts: tuple[Any, ...], kind: type) -> Any:
     return next(part for part in parts if isinstance(part, kind))
 
 
-def _steps_per_epoch(parts: tuple[Any, ...]) -> int:
+def _loader_length(parts: tuple[Any, ...]) -> int:
     """Batches in a pass over the training data."""
     loader = _loader(parts)
     several = getattr(loader, "dataloaders", None)  # main's MultipleDataloaderWrapper
@@ -203,7 +203,7 @@ def _total_steps(parts: tuple[Any, ...], master_config: Any, algorithm: str) -> 
     # The asynchronous trainer counts no epochs, and several data loaders have no end.
     if asynchronous or get_option(master_config.data, "use_multiple_dataloader", False):
         return steps
-    return min(steps, int(get_option(own, "max_num_epochs", 1)) * _steps_per_epoch(parts))
+    return min(steps, int(get_option(own, "max_num_epochs", 1)) * _loader_length(parts))
 
 
 def _wrapped_validate(original: Callable[..., Any], everywhere: bool) -> Callable[..., Any]:

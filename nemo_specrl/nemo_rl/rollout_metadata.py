@@ -35,7 +35,9 @@ __all__ = [
 ]
 
 MAX_RECORDS = 2**17
-"""Limit for a worker and for the driver; the oldest go first, which no trainer has used."""
+"""Limit for what a worker notes between two collections, and for what the driver keeps from one
+step to the next. The oldest go first: of turns that are in no batch, as those of validation, judges
+and agents' helpers, and of rows that were dropped."""
 
 SequenceKey = tuple[bytes, int]
 """Hash of a prompt with its response, and the length of the response in tokens."""
@@ -154,8 +156,6 @@ class MetadataTable:
         self._taken = True
         for sequence, record in self._take():
             self._records.setdefault(sequence, deque()).append(record)
-        while len(self._records) > MAX_RECORDS:
-            del self._records[next(iter(self._records))]
 
     def find(
         self, token_ids: Sequence[Any], token_mask: Sequence[Any], lengths: Sequence[int]
@@ -193,7 +193,9 @@ class MetadataTable:
     def end_step(self) -> None:
         """Forget the records that :meth:`find` has returned.
 
-        The others may be of rows that are trained on later, as in asynchronous GRPO. In a step
+        The others may be of rows that are trained on later, as in asynchronous GRPO; the newest
+        :data:`MAX_RECORDS` sequences of them are kept. Only here are they limited: in the step
+        itself each of its rows has to be found, however many there are. In a step
         without a call of :meth:`find`, such as PPO's steps that train the value model alone, the
         workers' records are dropped.
         """
@@ -205,6 +207,8 @@ class MetadataTable:
                 records.popleft()
             if not records:
                 self._records.pop(sequence, None)
+        while len(self._records) > MAX_RECORDS:
+            del self._records[next(iter(self._records))]
         self._used.clear()
         self._taken = False
 

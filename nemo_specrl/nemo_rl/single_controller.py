@@ -32,7 +32,8 @@ from nemo_specrl.nemo_rl.save_deadline import bind_timeout_checker
 __all__ = ["ControllerStarter"]
 
 COLUMNS = ("input_ids", "input_lengths", "token_mask", "generation_logprobs", "total_reward")
-"""What the plug-in reads of the batch in the data plane, beside ``prev_logprobs``."""
+"""What the plug-in reads of the batch in the data plane, beside ``prev_logprobs`` where the policy
+has computed them."""
 PING_SECONDS = 10.0
 """How often the driver asks whether a step has ended, for heartbeats."""
 
@@ -54,7 +55,7 @@ class SpecSingleControllerImpl(Stock.__ray_metadata__.modified_class):
         self._spec_rl = make_hooks(
             run,
             self._counted,
-            steps_per_epoch=max(1, len(actor_args.dataloader)),
+            loader_length=max(1, len(actor_args.dataloader)),
             total_steps=master_config.grpo.max_num_steps,
             rewards_in_batch=True,
         )
@@ -86,11 +87,9 @@ class SpecSingleControllerImpl(Stock.__ray_metadata__.modified_class):
         return meta, trainable
 
     def _look_at_rows(self, hooks: Hooks, meta: Any) -> None:
-        # Without log-probs of their own, the policy's are those that the engines have reported.
-        prev = "prev_logprobs" if self._policy_logprobs_required else "generation_logprobs"
-        batch = self._trainer.read_from_dataplane(meta, select_fields=sorted({*COLUMNS, prev}))
+        columns = [*COLUMNS, *(["prev_logprobs"] if self._policy_logprobs_required else [])]
+        batch = self._trainer.read_from_dataplane(meta, select_fields=sorted(columns))
         batch["rewards"] = batch["total_reward"].flatten()
-        batch["prev_logprobs"] = batch[prev]
         anchored = hooks.take_part(batch)
         if anchored is not None:
             self._trainer.write_to_dataplane(meta, {"prev_logprobs": anchored})

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nemo_specrl.config import MonitorConfig
+from nemo_specrl.config import QUANTITIES, MonitorConfig
 from nemo_specrl.monitoring import names as metric
 
 __all__ = ["DriftMonitor", "Gap"]
@@ -136,7 +136,9 @@ class DriftMonitor:
     Args:
         config: the ``spec_rl.monitor:`` block.
         fresh_fraction: ``spec_rl.fresh_fraction``.
-        steps_per_epoch: number of :meth:`update` calls in an epoch.
+        steps_per_epoch: number of :meth:`update` calls in an epoch. None: not known yet; until
+            :meth:`begin_epochs` says it, staleness is not judged and the window does not end.
+        quantities: in which rows are compared, some of ``config.QUANTITIES``.
 
     Attributes:
         fresh_fraction: for the next step; differs from the configured one only with ``auto``.
@@ -148,11 +150,16 @@ class DriftMonitor:
     """
 
     def __init__(
-        self, config: MonitorConfig, *, fresh_fraction: float, steps_per_epoch: int
+        self,
+        config: MonitorConfig,
+        *,
+        fresh_fraction: float,
+        steps_per_epoch: int | None,
+        quantities: Sequence[str] = QUANTITIES,
     ) -> None:
         self.config = config
+        self.quantities = tuple(quantities)
         self.steps_per_epoch = steps_per_epoch
-        self.window = config.window_epochs * steps_per_epoch
         self.configured = self.fresh_fraction = fresh_fraction
         self.drifting: list[str] = []
         self.warning = ""
@@ -162,8 +169,29 @@ class DriftMonitor:
     def _restart(self) -> None:
         self.steps = 0
         self.alarmed = False
-        self.gaps = {name: Gap() for name in self.config.tolerance}
+        self.gaps = {name: Gap() for name in self.quantities}
         self.staleness, self._this_epoch = Staleness(), Staleness()
+
+    @property
+    def window(self) -> float:
+        """Number of :meth:`update` calls in a window, without end while epochs are not known."""
+        if self.steps_per_epoch is None:
+            return math.inf
+        return self.config.window_epochs * self.steps_per_epoch
+
+    def begin_epochs(self, steps_per_epoch: int) -> None:
+        """Say how long an epoch is, once that is known.
+
+        The steps so far belong to the first one, and end it where they are as many. Where they are
+        more, as after a state of a run that took epochs for longer ones, their staleness has
+        counted rows several times, and is forgotten. A window that would be over by now ends with
+        the next step.
+        """
+        self.steps_per_epoch = steps_per_epoch
+        if self.steps == steps_per_epoch:
+            self.staleness, self._this_epoch = self._this_epoch, Staleness()
+        elif self.steps > steps_per_epoch:
+            self.staleness, self._this_epoch = Staleness(), Staleness()
 
     def update(
         self,
@@ -177,8 +205,8 @@ class DriftMonitor:
         Args:
             groups: an identifier of each row's group, ``[rows]``.
             fresh: which rows were decoded plainly, bool ``[rows]``.
-            values: float ``[rows]`` each: ``reward``; ``length`` in tokens; ``logprob``, the mean
-                over a row's tokens under the current policy, nats.
+            values: float ``[rows]`` for each of the monitor's quantities: ``reward``; ``length`` in
+                tokens; ``logprob``, the mean over a row's tokens under the current policy, nats.
             stale: for each row that has reused tokens, the sum over these of log p_birth - log
                 p_now, float ``[any]``, nats.
 
@@ -193,13 +221,14 @@ class DriftMonitor:
         members: dict[Any, list[int]] = {}
         for row, group in enumerate(groups):
             members.setdefault(group, []).append(row)
-        unit = {"length": max(1.0, float(np.mean(values["length"])))}
         for name, gap in self.gaps.items():
-            scaled = np.asarray(values[name], dtype=np.float64) / unit.get(name, 1.0)
+            scaled = np.asarray(values[name], dtype=np.float64)
+            if name == "length":
+                scaled = scaled / max(1.0, float(scaled.mean()))
             for rows in members.values():
                 gap.add(scaled[rows], fresh[rows])
         self._this_epoch.add(np.asarray(stale, dtype=np.float64))
-        if self.steps % self.steps_per_epoch == 0:
+        if self.steps_per_epoch is not None and self.steps % self.steps_per_epoch == 0:
             self.staleness, self._this_epoch = self._this_epoch, Staleness()
         each = self.config.error_rate / (len(self.gaps) + 1)
         self.drifting = [
@@ -207,9 +236,7 @@ class DriftMonitor:
             for name, gap in self.gaps.items()
             if abs(gap.mean) - gap.half_width(each) > self.config.tolerance[name]
         ]
-        beyond = self.staleness.mean - self.config.staleness_tolerance
-        looks = self.config.window_epochs
-        if beyond > NormalDist().inv_cdf(1 - each / looks) * self.staleness.standard_error:
+        if self._stale(each / self.config.window_epochs):
             self.drifting.append("staleness")
         self.warning = self._describe() if self.drifting != self._warned_of else ""
         self._warned_of = self.drifting
@@ -220,16 +247,27 @@ class DriftMonitor:
             self.alarmed = True
         return self.drifting
 
+    def _stale(self, error_rate: float) -> bool:
+        """Whether staleness is beyond its tolerance by more than chance."""
+        if self.steps_per_epoch is None:
+            return False
+        beyond = self.staleness.mean - self.config.staleness_tolerance
+        return beyond > NormalDist().inv_cdf(1 - error_rate) * self.staleness.standard_error
+
     def as_dict(self) -> dict[str, float]:
-        """Return the metrics: each gap, the gap in standard errors, and 1 if it drifts, else 0."""
+        """Return the metrics: each gap, the gap in standard errors, and 1 if it drifts, else 0.
+
+        Those of staleness are there once the length of an epoch is known.
+        """
         out: dict[str, float] = {}
         for name, gap in self.gaps.items():
             out[metric.drift(name)] = gap.mean
             out[metric.drift_z(name)] = gap.z
             out[metric.drifts(name)] = float(name in self.drifting)
-        out[metric.drift(metric.STALENESS)] = self.staleness.mean
-        out[metric.drift_z(metric.STALENESS)] = self.staleness.z
-        out[metric.drifts(metric.STALENESS)] = float("staleness" in self.drifting)
+        if self.steps_per_epoch is not None:
+            out[metric.drift(metric.STALENESS)] = self.staleness.mean
+            out[metric.drift_z(metric.STALENESS)] = self.staleness.z
+            out[metric.drifts(metric.STALENESS)] = float("staleness" in self.drifting)
         return out | {metric.FRESH_FRACTION: self.fresh_fraction}
 
     def _describe(self) -> str:

@@ -100,6 +100,7 @@ class Trainer:
 
     def __init__(self, broken=False):
         self.stored, self.trained, self.broken = [], 0, broken
+        self.logged = []
         self.log = MetadataLog(births=False)
         records = MetadataTable(self.log.take)
         log = StepLog("run", None, total_steps=9)
@@ -111,11 +112,12 @@ class Trainer:
     def train(self, batch):
         self.trained += 1
 
-    def log_metrics(self, *args, **kwargs):
-        pass
+    def log_metrics(self, metrics, step, prefix="", **kwargs):
+        if prefix == "train":
+            self.logged.append((step, metrics))
 
     def take_metrics(self):
-        return None
+        return {"spec_rl/rows": 2.0}, {}
 
     def store(self, rollouts):
         if self.broken:
@@ -137,6 +139,20 @@ def test_a_batch_is_put_into_the_cache_once():
         trainer.log_metrics({}, version, prefix="timing/train")
     assert trainer.trained == 6
     assert [[r.policy_version for r in rollouts] for rollouts in trainer.stored] == [[1], [2]]
+
+
+def test_conversations_that_are_left_out_are_counted():
+    trainer = Trainer()
+    for number, unknown in ((1, 2), (2, 0)):
+        trainer.log.note_turn(turn(ROOT, FIRST, versions_of((0, number))))
+        batch = Batch(batch_of([ROOT, FIRST], *[[OTHER, SECOND]] * unknown))
+        for _ in range(3):
+            trainer.train(batch)
+        trainer.log_metrics({}, number, prefix="timing/train")
+    assert trainer.logged == [
+        (number, {"spec_rl/rows": 2.0, "spec_rl/uncached_conversations": unknown})
+        for number, unknown in ((1, 2), (2, 0))
+    ]
 
 
 def test_a_cache_that_fails_costs_the_step_nothing(caplog):

@@ -1,5 +1,6 @@
 """The drift monitor over the rows of NeMo-RL's trainers; needs no NeMo-RL."""
 
+import json
 import logging
 
 import numpy as np
@@ -7,9 +8,11 @@ import pytest
 from vllm import SamplingParams
 
 from nemo_specrl import Finish, Rollout, SpecRLConfig, SpeculativeLLM, prompt_key
+from nemo_specrl.nemo_rl.context import RunContext
 from nemo_specrl.nemo_rl.rollout_metadata import MetadataLog, MetadataTable
 from nemo_specrl.speculation.draft_selection import Row, is_fresh
 from tests.conftest import DictCache
+from tests.nemo_rl.test_context import recipe
 from tests.support.nemo_rl.steps import GROUP, Workers, monitor_of, step, table_of
 
 
@@ -45,6 +48,31 @@ def test_under_dynamic_sampling_the_rewards_are_those_of_the_rows_kept():
     expected = monitor_of(table_of(rows, rollouts)).compare(rows)
     filtered = rows | {"filtered_rewards": rows["rewards"], "rewards": [1.0] * 99}
     assert monitor_of(table_of(rows, rollouts)).compare(filtered) == expected
+
+
+@pytest.mark.parametrize(
+    ("reported", "column"), [("policy", "generation_logprobs"), ("behaviour", None)]
+)
+def test_where_the_policys_logprobs_are_not_computed_the_engines_are_compared(
+    tmp_path, reported, column
+):
+    """NeMo-RL logs zeros for them with ``force_on_policy_ratio``."""
+    skipping = recipe(tmp_path, spec_rl__preset="faithful", spec_rl__reported_logprobs=reported)
+    skipping.loss_fn["force_on_policy_ratio"] = True
+    assert RunContext.of(skipping, "ppo").policy_logprobs == "prev_logprobs"  # PPO computes them
+    run = RunContext.of(skipping, "grpo")
+    assert run.policy_logprobs == column
+    rows, rollouts = step([7], np.random.default_rng(0))
+    expected = monitor_of(table_of(rows, rollouts)).compare(rows)
+    assert expected["spec_rl/logprob_gap"] != 0
+    rows["generation_logprobs"] = rows["prev_logprobs"]
+    rows["prev_logprobs"] = np.zeros_like(rows["prev_logprobs"]).tolist()
+    got = monitor_of(table_of(rows, rollouts), logprobs=run.policy_logprobs).compare(rows)
+    without = {name for name in expected if "logprob" in name} if column is None else set()
+    assert got == {name: value for name, value in expected.items() if name not in without}
+    if reported == "policy":
+        skipping.grpo.seq_logprob_error_threshold = 2.0
+        assert RunContext.of(skipping, "grpo").policy_logprobs == "prev_logprobs"
 
 
 def test_remembered_rows_raise_a_warning_and_with_auto_the_fresh_fraction(caplog):
@@ -83,6 +111,58 @@ def test_a_run_that_is_resumed_continues_from_what_was_seen(tmp_path):
     assert again.monitor.state() == first.monitor.state()
     assert changed == [0.2]
     assert monitor_of(table_of(rows, rollouts), state=tmp_path / "none").monitor.steps == 0
+
+
+def compared(monitor, workers, prompts, rng):
+    """What a monitor says of a step with these prompts."""
+    rows, rollouts = step(prompts, rng)
+    workers.make(rows, rollouts)
+    got = monitor.compare(rows)
+    monitor._records.end_step()
+    return got
+
+
+@pytest.mark.parametrize("resumed_before", [None, 1, 2])
+def test_an_epoch_is_over_when_half_of_a_steps_prompts_come_back(tmp_path, resumed_before):
+    """The loader is much longer where the data set has each problem many times."""
+    workers, rng = Workers(), np.random.default_rng(4)
+
+    def started(state=None):
+        return monitor_of(MetadataTable(workers.take), loader_length=1000, state=state)
+
+    monitor = started()
+    for number, prompts in enumerate([(10, 11, 12, 13), (14, 15, 16, 10), (11, 17, 18, 15)]):
+        if number == resumed_before:
+            monitor.save(tmp_path)
+            monitor = started(tmp_path)
+        got = compared(monitor, workers, prompts, rng)
+        assert ("spec_rl/staleness" in got) is (number == 2)
+    assert got["spec_rl/staleness"] == pytest.approx(-18)  # of the first two steps' rows
+    assert monitor.monitor.steps_per_epoch == 2 and monitor.monitor.window == 20
+    monitor.save(tmp_path)
+    assert started(tmp_path).monitor.steps_per_epoch == 2
+
+
+def test_an_epoch_is_no_longer_than_the_loader():
+    workers, rng = Workers(), np.random.default_rng(4)
+    monitor = monitor_of(MetadataTable(workers.take), loader_length=3)
+    seen = [compared(monitor, workers, [prompt], rng) for prompt in range(10, 14)]
+    assert ["spec_rl/staleness" in got for got in seen] == [False, False, True, True]
+    assert seen[2]["spec_rl/staleness"] == pytest.approx(-18)
+
+
+def test_a_state_from_before_epochs_were_learned_is_continued(tmp_path):
+    workers, rng = Workers(), np.random.default_rng(4)
+    monitor = monitor_of(MetadataTable(workers.take), loader_length=9)
+    compared(monitor, workers, [10], rng)
+    monitor.save(tmp_path)
+    state = json.loads((tmp_path / "monitor.json").read_text())
+    del state["steps_per_epoch"], state["recurrence"]
+    (tmp_path / "monitor.json").write_text(json.dumps(state))
+    monitor = monitor_of(MetadataTable(workers.take), loader_length=9, state=tmp_path)
+    assert monitor.monitor.steps == 1
+    learned = ["spec_rl/staleness" in compared(monitor, workers, [p], rng) for p in (11, 12, 11)]
+    assert learned == [False, False, True] and monitor.monitor.steps_per_epoch == 2
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"fresh_fraction": 0.9}'])

@@ -11,10 +11,12 @@ import torch
 from nemo_specrl.config import CACHE_FOLDER
 from nemo_specrl.monitoring.metrics_file import MetricsFile, read_metrics
 from nemo_specrl.nemo_rl import job_state
-from nemo_specrl.nemo_rl.hooks import Hooks
+from nemo_specrl.nemo_rl.context import RunContext
+from nemo_specrl.nemo_rl.hooks import Hooks, make_hooks
 from nemo_specrl.nemo_rl.metrics_log import StepLog
 from nemo_specrl.nemo_rl.rollout_metadata import MetadataTable
-from tests.support.nemo_rl.steps import GROUP, Batch, Workers, monitor_of, step
+from tests.nemo_rl.test_context import recipe
+from tests.support.nemo_rl.steps import GROUP, WIDTH, Batch, Workers, monitor_of, step
 
 
 class Trainer:
@@ -57,6 +59,12 @@ class Trainer:
 
     def take_metrics(self):
         return {"spec_rl/rows": 8.0}, {"spec_rl_decoding": 1.0}
+
+    def take_records(self):
+        return self.workers.take()
+
+    def set_fresh_fraction(self, fresh_fraction):
+        self.done.append(f"set {fresh_fraction}")
 
     def save_cache(self, folder):
         self.done.append("save cache")
@@ -116,6 +124,27 @@ def test_a_step_of_grpo():
     ((anchored, _),) = trainer.trained
     assert not torch.equal(anchored, before) and torch.equal(batch["prev_logprobs"], before)
     assert trainer.workers.asked == 1  # for anchor and monitor together
+
+
+def test_the_recipe_says_which_log_probs_are_compared(tmp_path):
+    """With ``force_on_policy_ratio`` NeMo-RL computes none, and logs zeros."""
+    skipping = recipe(tmp_path, spec_rl__preset="faithful")
+    skipping.loss_fn["force_on_policy_ratio"] = True
+    trainer = Trainer(monitor=False)
+    hooks = make_hooks(
+        RunContext.of(skipping, "grpo"),
+        trainer,
+        loader_length=1,
+        total_steps=9,
+        rewards_in_batch=False,
+    )
+    hooks.install(policy=trainer, logger=trainer, checkpointer=trainer.checkpointer)
+    rows, _ = rows_of(trainer)
+    rows["generation_logprobs"] = rows["prev_logprobs"]
+    rows["prev_logprobs"] = torch.zeros(len(rows["rewards"]), WIDTH).tolist()
+    trainer.log_batched_dict_as_jsonl(rows, "train_data_step4.jsonl")
+    [(number, prefix, compared)] = trainer.logged
+    assert (number, prefix) == (4, "train") and compared["spec_rl/logprob_gap"] != 0
 
 
 def test_a_batch_script_learns_where_the_checkpoints_are_and_that_steps_end(tmp_path, monkeypatch):

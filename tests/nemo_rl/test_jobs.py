@@ -132,7 +132,8 @@ def test_from_the_second_epoch_on_drafts_are_accepted(reused):
 
 def test_fresh_rows_are_compared_with_reused_ones(reused):
     cold, *_, last = (record for _, record in sorted(reused.train().items()))
-    assert cold["spec_rl/logprob_gap"] == 0 and cold["spec_rl/staleness"] == 0
+    assert cold["spec_rl/logprob_gap"] == 0
+    assert "spec_rl/staleness" not in cold  # how long an epoch is shows in its last step
     assert last["spec_rl/logprob_gap"] != 0
     assert last["spec_rl/staleness"] != 0  # two epochs with reused rows are over
     assert last["spec_rl/fresh_fraction"] == 0.2

@@ -98,9 +98,26 @@ def test_records_that_nobody_takes_are_limited():
     # The driver has taken those of the rows first, and then so many others that five are left.
     record = taken[0][1]
     others = [((i.to_bytes(16), 1), record) for i in range(MAX_RECORDS - 5)]
-    table = MetadataTable(lambda: taken + others)
+    collections = [taken + others, []]
+    table = MetadataTable(lambda: collections.pop(0))
+    table.collect()
+    table.end_step()
     left = [row[0].record is not None for row in found(table, rows)]
     assert left == [False] * (len(rows["token_ids"]) - 5) + [True] * 5
+
+
+def test_in_a_step_with_more_rows_than_are_kept_each_is_found():
+    """The records are collected engine by engine, and no row is looked for before."""
+    rows, rollouts = step([7, 8, 9], np.random.default_rng(0))
+    log = MetadataLog(births=False)
+    log.note(outputs_of(rows, rollouts))
+    first = log.take()
+    others = [((i.to_bytes(16), 1), first[0][1]) for i in range(MAX_RECORDS)]
+    collections = [first, others]
+    table = MetadataTable(lambda: collections.pop(0))
+    table.collect()
+    table.collect()  # as for the next part of a batch
+    assert all(row[0].record is not None for row in found(table, rows))
 
 
 def test_births_are_carried_only_where_they_are_needed():

@@ -123,6 +123,35 @@ def test_staleness_is_that_of_the_last_whole_epoch():
     assert seen == pytest.approx([0, 2, 2, 0.25, 0.25])
 
 
+def test_epochs_whose_length_is_known_late_are_those_that_were_known_from_the_start():
+    known = DriftMonitor(MonitorConfig(), fresh_fraction=FRESH, steps_per_epoch=3)
+    late = DriftMonitor(MonitorConfig(), fresh_fraction=FRESH, steps_per_epoch=None)
+    rng = np.random.default_rng(7)
+    for step in range(35):  # one window, and the beginning of the next
+        if step == 3:  # prompts come back
+            late.begin_epochs(3)
+        rows = ([0] * 4, rng.random(4) < 0.5, values(*rng.random((3, 4))), rng.normal(size=2))
+        assert known.update(*rows) == late.update(*rows)
+        assert ("spec_rl/staleness" in late.as_dict()) is (step >= 3)
+        if step >= 3:
+            assert late.as_dict() == known.as_dict() and late.state() == known.state()
+    assert late.steps == 5
+
+
+def test_a_window_that_was_taken_for_longer_ends_once_the_epoch_is_known():
+    """As of a state of a run that took the loader's length for an epoch."""
+    config = MonitorConfig(auto=True, window_epochs=5)
+    monitor = DriftMonitor(config, fresh_fraction=0.1, steps_per_epoch=None)
+    monitor.fresh_fraction = 0.4
+    rows = ([0] * 8, np.zeros(8, bool), values(*np.ones((3, 8))), np.ones(80))
+    for _ in range(40):
+        assert monitor.update(*rows) == []  # its rows have counted several times
+    monitor.begin_epochs(3)
+    assert monitor.fresh_fraction == 0.4 and monitor.as_dict()["spec_rl/staleness"] == 0
+    monitor.update(*rows)
+    assert monitor.fresh_fraction == 0.2 and monitor.steps == 1
+
+
 def test_the_warning_names_what_drifts_also_when_the_dial_turns():
     rng = np.random.default_rng(6)
     for auto in (False, True):

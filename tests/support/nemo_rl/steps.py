@@ -88,12 +88,19 @@ def table_of(rows, rollouts, births=False):
     return MetadataTable(workers.take)
 
 
-def monitor_of(records, changed=None, *, state=None, **options):
+def monitor_of(
+    records, changed=None, *, state=None, logprobs="prev_logprobs", loader_length=1, **options
+):
     """A monitor with one step an epoch; ``changed`` gets what it sets ``fresh_fraction`` to."""
     set_fresh_fraction = (changed if changed is not None else []).append
     config = SpecRLConfig(enabled=True, **{"preset": "faithful", **options})
     return StepMonitor(
-        records, config, steps_per_epoch=1, set_fresh_fraction=set_fresh_fraction, state=state
+        records,
+        config,
+        loader_length=loader_length,
+        logprobs=logprobs,
+        set_fresh_fraction=set_fresh_fraction,
+        state=state,
     )
 
 
