@@ -58,6 +58,9 @@ class RolloutStore:
         groups_per_prompt: rollouts kept for each sample index of a prompt, newest first.
         exact_logprobs: keep every bit of them, at twice their size.
 
+    Attributes:
+        restarts: how often it has begun with empty tables since it was made, whatever the reason.
+
     Raises:
         ConfigError: ``max_bytes`` or ``groups_per_prompt`` is too small.
         StoreInUse: a process has the store open.
@@ -88,7 +91,7 @@ class RolloutStore:
         self._timer: threading.Timer | None = None
         self._flush_failed = False
         self._failed = False  # the disk: the file is opened anew before it is used again
-        self._lookups = self._hits = self._dropped_records = 0
+        self._lookups = self._hits = self._dropped_records = self.restarts = 0
         self._decoder = Decoder(self._path, groups_per_prompt)
         self._lock = FolderLock(self._path)
         self._buffer = WriteBuffer()
@@ -333,11 +336,13 @@ class RolloutStore:
         old = self._tables
         old.close()
         self._tables = self._open_tables()
+        self.restarts += self._tables.created
         self._carry_over(old)
         self._failed = False
 
     def _restart(self, damage: Exception | None = None) -> None:
         """Go on with empty tables; the old ones are moved aside, or deleted if not damaged."""
+        self.restarts += 1
         old = self._tables
         old.close()
         try:
@@ -376,19 +381,20 @@ class RolloutStore:
 
     def _flush_now(self) -> None:
         """Commit the buffer, as the timer's thread; what fails stays, to be tried again."""
-        try:
-            with self._guard("write to"):
-                self._timer = None
-                self._flush()
-                self._flush_failed = False
-        except CacheError as error:
-            if self._closed:
-                return
-            if not self._flush_failed:
-                logger.warning("%s; tried again until it works", error)
-            self._flush_failed = True
-            if self._buffer.records and threading.main_thread().is_alive():
-                self._flush_later()
+        with self._mutex:
+            self._timer = None  # whatever fails below, the next put starts another
+            try:
+                with self._guard("write to"):
+                    self._flush()
+                    self._flush_failed = False
+            except CacheError as error:
+                if self._closed:
+                    return
+                if not self._flush_failed:
+                    logger.warning("%s; tried again until it works", error)
+                self._flush_failed = True
+                if self._buffer.records and threading.main_thread().is_alive():
+                    self._flush_later()
 
     def _flush(self) -> None:
         self._buffer.commit(self._tables, self._decoder.corrupt, self._groups)

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import random
+import resource
 
 import pytest
 
@@ -127,12 +128,34 @@ def test_damage_found_later_raises_once_and_the_store_goes_on_cold(tmp_path, cap
         with pytest.raises(CacheError, match="damaged"):
             contents(store, range(1000))
         assert contents(store, range(1000)) == {}
+        assert store.restarts == 1
         store.put([rollout(1)])
         store.sync()
         assert contents(store, range(50)) == {1: [rollout(1)]}
     assert len(damaged_folders(path)) == 1
     with open_store(path) as store:
         assert contents(store, [1]) == {1: [rollout(1)]}
+
+
+def test_damage_found_when_the_file_is_opened_anew_counts_as_a_restart(tmp_path):
+    path = tmp_path / "a"
+    with open_store(path) as store:
+        store.put([rollout(1)])
+        store.sync()
+        contents(store, [1])  # a use, which the next commit is to write
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        try:
+            with pytest.raises(CacheError):
+                store.sync()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert store.restarts == 0
+        (path / "rollouts.sqlite").write_bytes(b"this is no database\n" * 1000)
+        assert contents(store, [1]) == {}
+        assert store.restarts == 1 and len(damaged_folders(path)) == 1
+        store.clear()
+        assert store.restarts == 2
 
 
 @pytest.mark.parametrize("died", [False, True])
