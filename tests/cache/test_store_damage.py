@@ -62,6 +62,28 @@ def test_the_older_rollout_serves_where_the_newest_is_corrupt(tmp_path):
         assert contents(store, [1]) == {1: [rollout(1, 0)]}
 
 
+def test_a_scan_reads_no_further_than_it_is_followed(tmp_path):
+    """What it reads, it finds damaged, and counts."""
+    path = tmp_path / "a"
+    with open_store(path) as store:
+        store.put(rollout(p, sample_index=s) for p in range(20) for s in range(2))
+        keys = list(store.keys(b""))
+        assert keys == sorted(prompt_key([p]) for p in range(20))
+        oldest = [r.key for r in store.by_use()][:2]
+    with changing(path) as database:
+        sound = keys[:2] + oldest
+        marks = ", ".join("?" * len(sound))
+        database.execute(f"UPDATE rollouts SET record = x'' WHERE prompt NOT IN ({marks})", sound)
+    with open_store(path) as store:
+        scan, by_use = store.scan(b""), store.by_use()
+        assert [next(scan).key for _ in range(4)] == [key for key in keys[:2] for _ in range(2)]
+        assert [next(by_use).key for _ in range(2)] == oldest
+        assert list(store.keys(b"")) == keys
+        assert store.stats().corrupt_records == 0
+        list(scan)
+        assert store.stats().corrupt_records >= 32
+
+
 def cut(size):
     return lambda data: data[: int(size * len(data)) if isinstance(size, float) else size]
 

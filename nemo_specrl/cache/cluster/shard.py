@@ -148,7 +148,7 @@ class Shard:
         holds = tuple(
             partition
             for partition in range(partitions)
-            if next(self.store.scan(*key_range(partition, partitions)), None) is not None
+            if next(self.store.keys(*key_range(partition, partitions)), None) is not None
         )
         return ShardInfo(self.name, store_id, holds, self._identity.incarnation, self._remarks)
 

@@ -172,6 +172,17 @@ def test_a_store_that_started_empty_by_itself_is_no_source_before_it_is_describe
     assert shard.get([prompt_key([1])], 2) == ({prompt_key([1]): [rollout(1, 2)]}, None)
 
 
+def test_a_shard_describes_itself_without_reading_a_rollout(shards, tmp_path):
+    shard = shards()
+    shard.put([rollout(p, 1) for p in range(20)], 1)
+    shard.close()
+    with changing(tmp_path / "a") as database:
+        database.execute("UPDATE rollouts SET record = x''")
+    shard = shards()
+    assert shard.describe(PARTITIONS).holds == (0, 1)
+    assert shard.stats().corrupt_records == 0  # what is read is found damaged, and counted
+
+
 def test_only_the_first_reader_assigns_sample_indices(shards):
     shard = shards()
     key = prompt_key([1])
