@@ -11,7 +11,7 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from nemo_specrl.cache import snapshot as snapshots
@@ -34,7 +34,7 @@ __all__ = ["FLUSH_SECONDS", "MIN_BYTES", "RolloutStore"]
 MIN_BYTES = 2**20
 FLUSH_SECONDS = 0.5  # so that a commit has as long again, within the second that is promised
 ENCODED_AT_ONCE = 64  # rollouts: more leave the processor's caches, fewer wait for numpy's calls
-SCANNED_AT_ONCE = 64  # prompts; other callers wait while they are read, some milliseconds
+KEYS_AT_ONCE = 64
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,9 @@ class RolloutStore:
         groups_per_prompt: rollouts kept for each sample index of a prompt, newest first.
         exact_logprobs: keep every bit of them, at twice their size.
 
+    Attributes:
+        restarts: how often it has begun with empty tables since it was made, whatever the reason.
+
     Raises:
         ConfigError: ``max_bytes`` or ``groups_per_prompt`` is too small.
         StoreInUse: a process has the store open.
@@ -79,16 +82,13 @@ class RolloutStore:
         if groups_per_prompt < 1:
             raise ConfigError(f"groups_per_prompt must be at least 1, got {groups_per_prompt}")
         self._path = Path(os.path.realpath(path))
-        self._max_bytes = max_bytes
-        self._tokenizer_id = tokenizer_id
-        self._groups = groups_per_prompt
-        self._exact = exact_logprobs
-        self._mutex = threading.RLock()
-        self._pid = os.getpid()
+        self._max_bytes, self._tokenizer_id = max_bytes, tokenizer_id
+        self._groups, self._exact = groups_per_prompt, exact_logprobs
+        self._mutex, self._pid = threading.RLock(), os.getpid()
         self._timer: threading.Timer | None = None
         self._flush_failed = False
         self._failed = False  # the disk: the file is opened anew before it is used again
-        self._lookups = self._hits = self._dropped_records = 0
+        self._lookups = self._hits = self._dropped_records = self.restarts = 0
         self._decoder = Decoder(self._path, groups_per_prompt)
         self._lock = FolderLock(self._path)
         self._buffer = WriteBuffer()
@@ -146,8 +146,7 @@ class RolloutStore:
                 (key, self._tables.records(key) | self._buffer.records.get(key, {}))
                 for key in wanted
             )
-            for key in found:
-                self._buffer.touched[key] = self._tables.tick()
+            self._buffer.touched |= {key: self._tables.tick() for key in found}
             self._lookups += len(wanted)
             self._hits += len(found)
             self._tables.lookups += len(wanted)
@@ -167,19 +166,25 @@ class RolloutStore:
         Raises:
             StoreUnavailable: reading failed.
         """
+        return self._read(self.keys(start, stop))
+
+    def keys(self, start: bytes, stop: bytes | None = None) -> Iterator[bytes]:
+        """Iterate over the keys of the prompts that :meth:`scan` reads."""
         self.sync()
         while True:
             with self._guard("read"):
-                keys = self._tables.keys(start, stop, SCANNED_AT_ONCE)
-            if not keys:
+                keys = self._tables.keys(start, stop, KEYS_AT_ONCE)
+            yield from keys
+            if len(keys) < KEYS_AT_ONCE:
                 return
-            yield from self._read(keys)
             start = keys[-1] + b"\0"
 
-    def _read(self, keys: Sequence[bytes]) -> Iterator[Rollout]:
-        with self._guard("read"):
-            found = self._decoder.decoded((key, self._tables.records(key)) for key in keys)
-        return itertools.chain.from_iterable(found.values())
+    def _read(self, keys: Iterable[bytes]) -> Iterator[Rollout]:
+        """Read prompts one at a time: others wait meanwhile, and what follows may be unwanted."""
+        for key in keys:
+            with self._guard("read"):
+                found = self._decoder.decoded([(key, self._tables.records(key))])
+            yield from found.get(key, ())
 
     def sync(self) -> None:
         """Commit everything put so far, so that it survives SIGKILL and a loss of power.
@@ -198,8 +203,7 @@ class RolloutStore:
         self.sync()
         with self._guard("read"):
             keys = self._tables.keys_by_use(start, stop)
-        for i in range(0, len(keys), SCANNED_AT_ONCE):
-            yield from self._read(keys[i : i + SCANNED_AT_ONCE])
+        yield from self._read(keys)
 
     def snapshot(self, folder: str | os.PathLike[str], policy_version: int = 0) -> None:
         """Write all rollouts into a folder, as a snapshot of one partition.
@@ -333,11 +337,13 @@ class RolloutStore:
         old = self._tables
         old.close()
         self._tables = self._open_tables()
+        self.restarts += self._tables.created
         self._carry_over(old)
         self._failed = False
 
     def _restart(self, damage: Exception | None = None) -> None:
         """Go on with empty tables; the old ones are moved aside, or deleted if not damaged."""
+        self.restarts += 1
         old = self._tables
         old.close()
         try:
@@ -376,19 +382,19 @@ class RolloutStore:
 
     def _flush_now(self) -> None:
         """Commit the buffer, as the timer's thread; what fails stays, to be tried again."""
-        try:
-            with self._guard("write to"):
-                self._timer = None
-                self._flush()
-                self._flush_failed = False
-        except CacheError as error:
-            if self._closed:
-                return
-            if not self._flush_failed:
-                logger.warning("%s; tried again until it works", error)
-            self._flush_failed = True
-            if self._buffer.records and threading.main_thread().is_alive():
-                self._flush_later()
+        with self._mutex:
+            self._timer = None  # whatever fails below, the next put starts another
+            try:
+                with self._guard("write to"):
+                    self._flush()
+                    self._flush_failed = False
+            except CacheError as error:
+                if not (self._closed or self._flush_failed):
+                    logger.warning("%s; tried again until it works", error)
+                self._flush_failed = True
+                more = self._buffer.records and not self._closed
+                if more and threading.main_thread().is_alive():
+                    self._flush_later()
 
     def _flush(self) -> None:
         self._buffer.commit(self._tables, self._decoder.corrupt, self._groups)

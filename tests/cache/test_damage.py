@@ -94,6 +94,40 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 print(*logged, sep="\\n")
 """
 
+# A write fails, so that the file is to be opened anew, which fails, too, as long as no file can be
+# opened. Then all is well again. The store is not synced after that, nor closed.
+NOT_OPENED_BY_THE_TIMER = f"""{PREAMBLE}
+import resource, signal
+import nemo_specrl.cache.store as store_module
+from nemo_specrl.errors import StoreUnavailable
+
+def fails(call, *limits):
+    before = {{limit: resource.getrlimit(limit) for limit in limits}}
+    for limit, (_, hard) in before.items():
+        resource.setrlimit(limit, (0, hard))
+    try:
+        call()
+    except StoreUnavailable:
+        pass
+    finally:
+        for limit, values in before.items():
+            resource.setrlimit(limit, values)
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+store_module.FLUSH_SECONDS = 3600
+store = RolloutStore(sys.argv[1], max_bytes=2**24, tokenizer_id="tok")
+store.put([rollout(1)])
+store.sync()
+store.get([prompt_key([1])])
+fails(store.sync, resource.RLIMIT_FSIZE)
+assert store._failed and not store._buffer.records
+store._timer.cancel()
+fails(store._timer.function, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)
+assert store._failed
+store_module.FLUSH_SECONDS = {FLUSH_SECONDS}
+store.put([rollout(2)])
+"""
+
 
 @pytest.mark.parametrize(
     ("calls", "error", "when"),
@@ -141,6 +175,15 @@ def test_a_background_flush_is_tried_until_the_disk_takes_it(tmp_path):
     assert_one_line(logged[0], path, "Input/output error", "tried again until it works")
     with open_store(path) as store:
         assert contents(store, [1]) == {1: [rollout(1, 7)]}
+
+
+def test_a_timer_that_could_not_open_the_file_is_followed_by_another(tmp_path):
+    """The disk fails while nothing is buffered; what is put when it works again is committed."""
+    path = tmp_path / "a"
+    with run_python(NOT_OPENED_BY_THE_TIMER, path) as process:
+        assert process.wait() == 0
+    with open_store(path) as store:
+        assert contents(store, [1, 2]) == {1: [rollout(1)], 2: [rollout(2)]}
 
 
 def test_a_file_cut_off_anywhere_serves_nothing_wrong(tmp_path, caplog):

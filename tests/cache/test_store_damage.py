@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import random
+import resource
 
 import pytest
 
@@ -59,6 +60,28 @@ def test_the_older_rollout_serves_where_the_newest_is_corrupt(tmp_path):
         assert contents(store, [1]) == {1: [rollout(1, 0)]}
         store.sync()
         assert contents(store, [1]) == {1: [rollout(1, 0)]}
+
+
+def test_a_scan_reads_no_further_than_it_is_followed(tmp_path):
+    """What it reads, it finds damaged, and counts."""
+    path = tmp_path / "a"
+    with open_store(path) as store:
+        store.put(rollout(p, sample_index=s) for p in range(20) for s in range(2))
+        keys = list(store.keys(b""))
+        assert keys == sorted(prompt_key([p]) for p in range(20))
+        oldest = [r.key for r in store.by_use()][:2]
+    with changing(path) as database:
+        sound = keys[:2] + oldest
+        marks = ", ".join("?" * len(sound))
+        database.execute(f"UPDATE rollouts SET record = x'' WHERE prompt NOT IN ({marks})", sound)
+    with open_store(path) as store:
+        scan, by_use = store.scan(b""), store.by_use()
+        assert [next(scan).key for _ in range(4)] == [key for key in keys[:2] for _ in range(2)]
+        assert [next(by_use).key for _ in range(2)] == oldest
+        assert list(store.keys(b"")) == keys
+        assert store.stats().corrupt_records == 0
+        list(scan)
+        assert store.stats().corrupt_records >= 32
 
 
 def cut(size):
@@ -127,12 +150,34 @@ def test_damage_found_later_raises_once_and_the_store_goes_on_cold(tmp_path, cap
         with pytest.raises(CacheError, match="damaged"):
             contents(store, range(1000))
         assert contents(store, range(1000)) == {}
+        assert store.restarts == 1
         store.put([rollout(1)])
         store.sync()
         assert contents(store, range(50)) == {1: [rollout(1)]}
     assert len(damaged_folders(path)) == 1
     with open_store(path) as store:
         assert contents(store, [1]) == {1: [rollout(1)]}
+
+
+def test_damage_found_when_the_file_is_opened_anew_counts_as_a_restart(tmp_path):
+    path = tmp_path / "a"
+    with open_store(path) as store:
+        store.put([rollout(1)])
+        store.sync()
+        contents(store, [1])  # a use, which the next commit is to write
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        try:
+            with pytest.raises(CacheError):
+                store.sync()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert store.restarts == 0
+        (path / "rollouts.sqlite").write_bytes(b"this is no database\n" * 1000)
+        assert contents(store, [1]) == {}
+        assert store.restarts == 1 and len(damaged_folders(path)) == 1
+        store.clear()
+        assert store.restarts == 2
 
 
 @pytest.mark.parametrize("died", [False, True])

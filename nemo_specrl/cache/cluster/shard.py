@@ -18,7 +18,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from nemo_specrl.cache.cluster.membership import ClusterView
 from nemo_specrl.cache.cluster.sample_index_leases import SampleIndexLeases
@@ -28,9 +28,10 @@ from nemo_specrl.cache.partitions import key_range, partition_of
 from nemo_specrl.cache.recency import merge_newest, recency
 from nemo_specrl.cache.run_folders import begin_empty, remarks, remove_unused
 from nemo_specrl.cache.snapshot import PartitionFile, read_files, write_partition
+from nemo_specrl.cache.storage.lock import patiently
 from nemo_specrl.cache.storage.system_errors import as_cache_errors
 from nemo_specrl.cache.store import RolloutStore
-from nemo_specrl.errors import StoreInUse, StoreUnavailable
+from nemo_specrl.errors import StoreUnavailable
 from nemo_specrl.rollout import Rollout, RolloutSummary
 
 __all__ = ["LEASE_SECONDS", "Chunk", "Shard", "ShardInfo"]
@@ -38,11 +39,9 @@ __all__ = ["LEASE_SECONDS", "Chunk", "Shard", "ShardInfo"]
 LEASE_SECONDS = 10.0
 """How long a shard answers look-ups after its last exchange with the coordinator, which waits
 longer before it gives a shard up."""
-LOCK_SECONDS = 20.0
 CHUNK_TOKENS = 2**19
 """A chunk of a copy ends with the prompt that reaches this many tokens: about 4 MiB."""
 
-_Result = TypeVar("_Result")
 logger = logging.getLogger(__name__)
 
 
@@ -115,8 +114,8 @@ class Shard:
             lines = remove_unused(path)
             known = read_identity(path)
             if not keep and known.life != life:
-                lines += _patiently(lambda: begin_empty(path, tokenizer_id, warm=warm))
-            self.store = _patiently(lambda: RolloutStore(path, **options))
+                lines += patiently(lambda: begin_empty(path, tokenizer_id, warm=warm))
+            self.store = patiently(lambda: RolloutStore(path, **options))
             self._identity = Identity(known.name, life, known.incarnation)
             write_identity(path, self._identity)
         lines += remarks(path, int(options["max_bytes"]))
@@ -128,9 +127,14 @@ class Shard:
         self._clock = clock
         self._writing = threading.Lock()  # so that no copy undoes a put
         self._view_lock = threading.Lock()
-        self._store_id = uuid.uuid4().hex
+        self._opened = uuid.uuid4().hex
+        self._described = self.store.restarts  # those that the coordinator knows of
         self._answers = 0
         self._answered_at = self._confirmed_at = -math.inf
+
+    @property
+    def _store_id(self) -> str:
+        return f"{self._opened}-{self.store.restarts}"
 
     def describe(self, partitions: int) -> ShardInfo:
         """Return the shard's name and which of so many partitions it has something of.
@@ -138,14 +142,15 @@ class Shard:
         Raises:
             StoreUnavailable: reading failed.
         """
+        # Before anything is read: if the store starts empty meanwhile, the next heartbeat says so.
+        store_id, self._described = self._store_id, self.store.restarts
+        self._confirmed_at = -math.inf  # until a view has come in which it may be no reader
         holds = tuple(
             partition
             for partition in range(partitions)
-            if next(self.store.scan(*key_range(partition, partitions)), None) is not None
+            if next(self.store.keys(*key_range(partition, partitions)), None) is not None
         )
-        return ShardInfo(
-            self.name, self._store_id, holds, self._identity.incarnation, self._remarks
-        )
+        return ShardInfo(self.name, store_id, holds, self._identity.incarnation, self._remarks)
 
     def heartbeat(self, view: ClusterView, last_answer: int) -> tuple[str, int]:
         """Learn the current view, and that the coordinator has received an earlier answer.
@@ -189,16 +194,17 @@ class Shard:
 
         Raises:
             StoreUnavailable: reading failed, or the coordinator has not been heard from for too
-                long.
+                long, or does not know yet that the store has started empty.
         """
         self._check_lease()
+        self._check_contents()
         newer = self._newer_view(epoch)
         if newer is not None:  # otherwise the caller knows as much as this shard, or more
             keys = [key for key in keys if self.name in newer.routing.read(key)]
         try:
             return self.store.get(keys), newer
-        except StoreUnavailable:  # it may start empty, and then has to be filled again
-            self._store_id = uuid.uuid4().hex
+        except StoreUnavailable:  # as of a disk that fails: the coordinator asks anew
+            self._opened = uuid.uuid4().hex
             raise
 
     def put(self, rollouts: list[Rollout], epoch: int) -> ClusterView | None:
@@ -269,7 +275,8 @@ class Shard:
         """Read the first chunk of the keys from ``start`` to below ``stop``, with whole prompts.
 
         Raises:
-            StoreUnavailable: reading failed.
+            StoreUnavailable: reading failed, or the store has started empty and the coordinator
+                does not know yet: it would take what is left for all that there was.
         """
         with self._writing:
             claims = self.claims.held(start, stop)
@@ -280,6 +287,7 @@ class Shard:
                 return Chunk(rollouts, claims, start, rollouts[-1].key + b"\0")
             rollouts.append(rollout)
             size += len(rollout) + 64
+        self._check_contents()
         return Chunk(rollouts, claims, start, None)
 
     def merge_range(self, chunk: Chunk, stop: bytes | None) -> bytes | None:
@@ -303,12 +311,14 @@ class Shard:
         """Write some of the ``of`` partitions of a snapshot; empty ones get no file.
 
         Raises:
-            StoreUnavailable: reading the store or writing the folder failed.
+            StoreUnavailable: reading the store or writing the folder failed, or the store has
+                started empty, as for :meth:`read_range`.
         """
-        files = (
+        files = [
             write_partition(Path(folder), partition, self.store.by_use(*key_range(partition, of)))
             for partition in partitions
-        )
+        ]
+        self._check_contents()
         return [file for file in files if file is not None]
 
     def read_snapshot(
@@ -349,6 +359,12 @@ class Shard:
                 f"shard {self.name}: no contact with its coordinator for {LEASE_SECONDS:g} s"
             )
 
+    def _check_contents(self) -> None:
+        if self.store.restarts != self._described:
+            raise StoreUnavailable(
+                f"shard {self.name}: its store was damaged and has started empty"
+            )
+
     def _note_incarnation(self, rollouts: Iterable[Rollout]) -> None:
         """Have the folder remember the largest incarnation, before anything of it is stored."""
         newest = max((rollout.incarnation for rollout in rollouts), default=0)
@@ -380,15 +396,3 @@ class Shard:
             current = list(dict.fromkeys(map(recency, present[row])))
             if list(map(recency, kept)) != current[: self._groups]:
                 self.store.put(reversed(kept))  # to a store, what is put last is the newest
-
-
-def _patiently(call: Callable[[], _Result]) -> _Result:
-    """Call what opens a folder; the actor of a run that was killed may hold it for seconds yet."""
-    until = time.monotonic() + LOCK_SECONDS
-    while True:
-        try:
-            return call()
-        except StoreInUse:
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.5)

@@ -10,7 +10,9 @@ import os
 import tempfile
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import xxhash
 
@@ -18,14 +20,16 @@ from nemo_specrl.cache.storage.system_errors import as_cache_errors
 from nemo_specrl.errors import StoreInUse, StoreUnavailable
 from nemo_specrl.files import FILE_MODE, FOLDER_MODE
 
-__all__ = ["LOCK_FILE", "FolderLock", "holder"]
+__all__ = ["LOCK_FILE", "FolderLock", "holder", "patiently"]
 
 LOCK_FILE = "lock"
+LOCK_SECONDS = 20.0
 _PID_BYTES = 32
 _TRIES, _TRY_AGAIN_SECONDS = 5, 0.02  # ``holder`` has the lock for an instant
 _NO_FLOCK = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
 """What file systems without locks answer, such as Lustre mounted without ``-o flock``."""
 
+_Result = TypeVar("_Result")
 logger = logging.getLogger(__name__)
 _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
@@ -172,3 +176,19 @@ def _locked(descriptor: int, folder: Path, how: int) -> int | None:
 def _pid(line: bytes) -> int | None:
     number = line.strip(b"\0\n")
     return int(number) if number.isdigit() else None
+
+
+def patiently(call: Callable[[], _Result]) -> _Result:
+    """Call what opens a folder; the actor of a run that was killed may hold it for seconds yet.
+
+    Raises:
+        StoreInUse: it is still held after ``LOCK_SECONDS``.
+    """
+    until = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            return call()
+        except StoreInUse:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.5)

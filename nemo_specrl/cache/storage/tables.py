@@ -117,7 +117,9 @@ class Tables:
         if row(self._database, "PRAGMA journal_mode = PERSIST") != (b"persist",):
             raise sqlite3.DatabaseError("its journal is of another kind")
         check_size(self._database, self._file)
-        if not has_tables(self._database, self._file):
+        self.created = not has_tables(self._database, self._file)
+        """Whether there were none, so that these are empty."""
+        if self.created:
             self._create(tokenizer_id)
         self._database.execute("BEGIN EXCLUSIVE")  # a lock that is kept until the file is closed
         self._database.execute("COMMIT")

@@ -101,6 +101,21 @@ def test_a_shard_that_could_not_write_is_no_reader_until_it_has_caught_up(tmp_pa
     machine.teardown()
 
 
+def test_a_store_that_has_started_empty_is_not_read_until_it_is_filled_again(tmp_path, monkeypatch):
+    machine = ClusterMachine(tmp_path, monkeypatch)
+    machine.put(0, 0)
+    machine.finish(0, False)
+    machine.rest()
+    first, second = machine.readers(0)
+    machine.empty(first)
+    assert machine.get(1, 0, first) == (1, 1)  # from the other one
+    machine.rest()
+    assert set(machine.readers(0)) == {first, second}
+    assert machine.get(1, 0, first) == (1, 1)
+    assert machine.version_on(first, 0) == 1
+    machine.teardown()
+
+
 def test_a_coordinator_whose_clock_was_set_back_is_believed(tmp_path, monkeypatch):
     machine = ClusterMachine(tmp_path, monkeypatch)
     machine.put(0, 0)

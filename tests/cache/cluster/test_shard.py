@@ -1,6 +1,7 @@
 """One shard: its name, its lease, what it merges and copies."""
 
 import logging
+import time
 
 import pytest
 
@@ -13,9 +14,11 @@ from nemo_specrl.cache.cluster.shard_identity import IDENTITY_FILE, read_identit
 from nemo_specrl.cache.partitions import key_range
 from nemo_specrl.cache.run_folders import WARM_START
 from nemo_specrl.cache.snapshot import write_partition
+from nemo_specrl.cache.storage.schema import DATA_FILE
 from nemo_specrl.errors import StoreUnavailable
 from nemo_specrl.rollout import Finish, Rollout, prompt_key
 from tests.cache.cluster.conftest import STORE, learn, view_of
+from tests.support.stores import changing
 
 PARTITIONS = 2
 
@@ -127,6 +130,57 @@ def test_chunks_are_bounded_and_leave_nothing_out(shards, monkeypatch):
     assert list(target.store.scan(b"")) == list(source.store.scan(b""))
     [(key, sample_index, seconds)] = target.claims.held(b"", None)
     assert (key, sample_index) == (prompt_key([1]), 7) and 0 < seconds <= CLAIM_SECONDS
+
+
+def test_a_store_that_started_empty_by_itself_is_no_source_before_it_is_described(
+    shards, tmp_path, caplog
+):
+    """What is damaged is an index that only commits use, and the timer commits."""
+    shard = shards()
+    shard.put([rollout(p, 1) for p in range(20)], 1)
+    shard.close()
+    with changing(tmp_path / "a") as database:
+        ((page,),) = database.execute(
+            "SELECT rootpage FROM sqlite_master WHERE name = 'prompts_by_use'"
+        )
+        ((size,),) = database.execute("PRAGMA page_size")
+    with open(tmp_path / "a" / DATA_FILE, "r+b") as file:
+        file.seek((page - 1) * size)
+        file.write(bytes(16))
+    shard = shards()
+    before = shard.describe(PARTITIONS)
+    learn(shard, view_of(1, shard.name))
+    assert len(shard.get([prompt_key([p]) for p in range(20)], 1)[0]) == 20
+    shard.put([rollout(1, 2)], 1)
+    while "is damaged" not in caplog.text or shard.store._buffer.records:
+        time.sleep(0.01)
+    refused = pytest.raises(StoreUnavailable, match="started empty")
+    for _ in range(2):
+        with refused:
+            shard.get([prompt_key([1])], 1)
+        with refused:
+            shard.read_range(b"", None)
+        with refused:
+            shard.write_snapshot(str(tmp_path / "snapshot"), [0, 1], PARTITIONS)
+        store_id, _ = shard.heartbeat(view_of(1, shard.name), 0)
+        assert store_id != before.store_id
+    after = shard.describe(PARTITIONS)
+    assert after.store_id == store_id and len(after.holds) == 1
+    assert len(before.holds) == PARTITIONS
+    assert shard.read_range(b"", None).rollouts == [rollout(1, 2)]
+    learn(shard, view_of(2, shard.name))
+    assert shard.get([prompt_key([1])], 2) == ({prompt_key([1]): [rollout(1, 2)]}, None)
+
+
+def test_a_shard_describes_itself_without_reading_a_rollout(shards, tmp_path):
+    shard = shards()
+    shard.put([rollout(p, 1) for p in range(20)], 1)
+    shard.close()
+    with changing(tmp_path / "a") as database:
+        database.execute("UPDATE rollouts SET record = x''")
+    shard = shards()
+    assert shard.describe(PARTITIONS).holds == (0, 1)
+    assert shard.stats().corrupt_records == 0  # what is read is found damaged, and counted
 
 
 def test_only_the_first_reader_assigns_sample_indices(shards):

@@ -103,6 +103,12 @@ class ClusterMachine(RuleBasedStateMachine):
             if disk not in self.nodes:
                 self.forget_node(disk)
 
+    @rule(disk=disk)
+    def empty(self, disk):
+        """A store begins anew, as one does that is damaged."""
+        if disk in self.actors:
+            self.actors[disk].target.store.clear()
+
     @precondition(lambda self: not self.stopped())
     @rule(disk=disk)
     def stop(self, disk):
@@ -323,6 +329,7 @@ class ClusterMachine(RuleBasedStateMachine):
         return (
             len(self.actors) == len(self.nodes)
             and self.coordinator.started()
+            and all(s.store.restarts == s._described for s in self.shards().values())
             and self.membership.health == Health(len(self.nodes), 0, 0)
             and routing.readers == routing.writers
         )
