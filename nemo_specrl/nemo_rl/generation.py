@@ -211,7 +211,8 @@ class SpecVllmGeneration(SingleRows):
         self._start_counting()
         versions = self._engines.ask("spec_rl_policy_version", until)
         if versions:  # else all engines are late, and the step goes on
-            self._note_version(min(versions))
+            # One that is late, or that NeMo-RL keeps from rows and refits, may have an older one.
+            self._note_version(max(versions))
         with contextlib.suppress(CacheError):  # what is not known is not logged
             health = self.cache.health(seconds_left(until))
             counted[metric.CACHE_NODES] = float(health.nodes)

@@ -127,7 +127,7 @@ class Worker:
     """An engine's worker that does not answer while a file is there."""
 
     def __init__(self, silent):
-        self.silent = silent
+        self.silent, self.version = silent, 7
 
     def wait(self):
         while self.silent.exists():
@@ -139,7 +139,10 @@ class Worker:
 
     def spec_rl_policy_version(self):
         self.wait()
-        return 7
+        return self.version
+
+    def refit(self):
+        self.version += 1
 
 
 def stand_in(workers, cache):
@@ -202,6 +205,24 @@ def test_an_engine_that_does_not_answer_holds_up_one_step_and_is_counted_later(
     later = []
     wait_until(lambda: later.append(tokens()) or sum(later) == 2 * len(later) + 3)
     assert tokens() == 2  # and nothing is counted twice
+
+
+def test_a_version_that_one_engine_alone_keeps_does_not_stand_still(workers, caplog):
+    """As one that NeMo-RL has taken out of its fleet, which gets no refits."""
+    import ray
+
+    actors, _ = workers
+    cache = SimpleNamespace(
+        take_failures=lambda: 0, health=lambda within_s: Health(1, 0, 0), stats=lambda within_s: {}
+    )
+    generation = stand_in(actors, cache)
+    for _ in range(5):
+        ray.get(actors[1].refit.remote())
+        generation.take_metrics()
+    assert not caplog.messages
+    for _ in range(5):
+        generation.take_metrics()
+    assert caplog.text.count("the policy version has been 12 for 3 steps") == 1
 
 
 def test_a_step_goes_on_without_an_engine_that_has_died(workers, caplog):
