@@ -90,12 +90,16 @@ class JournaledStore:
         return self._store.get(keys)
 
     def put(self, rollouts: Iterable[Rollout]) -> None:
-        """Put rollouts into the store and the journal, as :meth:`RolloutStore.put` does."""
+        """Put rollouts into the store and the journal, as :meth:`RolloutStore.put` does.
+
+        Where one of them fails, the other one still gets them.
+        """
         rollouts = list(rollouts)
-        self._store.put(rollouts)
         places = [(r.key, r.sample_index, r.policy_version) for r in rollouts]
         made = [self._process * _DRAWS + self._draws[place] for place in places]
-        self._journal[-1].put(map(_with_incarnation, rollouts, made))
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._journal[-1].put, map(_with_incarnation, rollouts, made))
+            self._store.put(rollouts)
 
     def take(
         self,
@@ -180,10 +184,10 @@ class JournaledStore:
         self._journal[0].clear()
 
     def sync(self) -> None:
-        """Commit all, as :meth:`RolloutStore.sync` does."""
-        for part in self._journal:
-            part.sync()
-        self._store.sync()
+        """Commit all, as :meth:`RolloutStore.sync` does, each even if another one fails."""
+        with contextlib.ExitStack() as stack:
+            for store in (self._store, *self._journal):
+                stack.callback(store.sync)
 
     def stats(self) -> StoreStats:
         """Return the statistics of the store alone."""

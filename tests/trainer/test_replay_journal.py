@@ -3,8 +3,10 @@
 import contextlib
 
 import numpy as np
+import pytest
 
 from nemo_specrl.cache import RolloutStore
+from nemo_specrl.errors import StoreUnavailable
 from nemo_specrl.rollout import Finish, Rollout, prompt_key
 from nemo_specrl.trainer.replay_journal import JournaledStore
 from tests.support.rollouts import rollout
@@ -200,6 +202,24 @@ def test_what_a_step_makes_while_a_checkpoint_is_written_stays(tmp_path):
         assert store.take(ROWS, 1, WEIGHTS) == [None] * 6
         assert store.take(ROWS, 3, WEIGHTS) == [None] * 6
         assert store.take(ROWS, 4, WEIGHTS) == step(4)
+
+
+def test_what_one_part_refuses_the_others_keep(tmp_path):
+    """A disk may be full for one of them; a part that is closed fails in the same way."""
+    with opened(tmp_path) as store:
+        store._store.close()
+        assert store.take(ROWS, 1, WEIGHTS) == [None] * 6
+        with pytest.raises(StoreUnavailable):
+            store.put(step(1))
+        with pytest.raises(StoreUnavailable):
+            store.sync()
+    with opened(tmp_path) as store:
+        assert store.take(ROWS, 1, WEIGHTS) == step(1)
+        decode(store, step(2))
+        store._journal[0].close()
+        with pytest.raises(StoreUnavailable):
+            store.sync()
+        assert not store._store._buffer.records
 
 
 def test_both_together_stay_under_the_cap(tmp_path):

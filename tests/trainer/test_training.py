@@ -253,6 +253,29 @@ def test_a_checkpoint_is_written_beside_the_rollouts_of_the_next_step(whole, tmp
     assert [steps[step]["spec_rl/replayed_rows"] for step in (3, 4, 5, 6)] == [16, 16, 16, 0]
 
 
+@pytest.mark.timeout(600)  # two runs
+def test_a_full_disk_of_the_cache_costs_a_run_speed_alone(tmp_path):
+    """Its checkpoint is without the cache; what resumes from it starts cold and goes on."""
+    more = "checkpointing.save_period=2"
+    job = ("tests.support.trainer.saving_job", "cache")
+    done = train(tmp_path, more, "grpo.max_num_steps=2", program=job)
+    said = " ".join((done.stdout + done.stderr).split())
+    assert said.count("Further failures are counted in spec_rl/cache_errors") == 1
+    assert said.count("the checkpoint is without it") == 1
+    assert said.count("closing the rollout cache: ") == 1
+    assert "Traceback" not in said
+    assert [p.name for p in tmp_path.glob("*step_*")] == ["step_2"]
+    assert not (tmp_path / "step_2" / "rollout_cache" / "manifest.json").exists()
+    steps = read_metrics(tmp_path / "metrics.jsonl")
+    assert [r["spec_rl/cache_errors"] for r in steps] == [1, 1]
+    resumed = train(tmp_path, more, "grpo.max_num_steps=4")
+    assert "resuming from step 2" in resumed.stdout
+    assert "it starts cold" in " ".join(resumed.stderr.split())
+    steps = read_metrics(tmp_path / "metrics.jsonl")
+    assert [r["spec_rl/cache_errors"] for r in steps] == [1, 1, 0, 0]
+    assert (tmp_path / "step_4" / "rollout_cache" / "manifest.json").exists()
+
+
 def test_an_interrupt_leaves_a_checkpoint(whole, tmp_path):
     process = start(tmp_path, "checkpointing.save_period=1000")
     wait_for_steps(process, tmp_path, 2)

@@ -7,6 +7,7 @@ sides of a comparison differ only in speculation.
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from nemo_specrl.engine.policy_version import reset_prefix_cache
 from nemo_specrl.engine.sync_engine import SpeculativeLLM
 from nemo_specrl.engine.vllm.refit import refit
 from nemo_specrl.engine.weight_fingerprint import FingerprintedWeights
-from nemo_specrl.errors import ConfigError, SpecRLError
+from nemo_specrl.errors import CacheError, ConfigError, SpecRLError
 from nemo_specrl.rollout import prompt_key
 from nemo_specrl.speculation.acceptance import derived_seed
 from nemo_specrl.trainer.data.tools import open_environment
@@ -50,6 +51,8 @@ __all__ = [
 ]
 
 DEFAULT_MAX_NUM_SEQS = 64
+
+logger = logging.getLogger(__name__)
 
 
 def tokenizer_identity(model_name: str) -> str:
@@ -202,6 +205,7 @@ class Engine:
         self.environment = open_environment(recipe)
         self.times = RolloutTimes()
         self.heldout_s = 0.0
+        self._sync_failed = False
         self._warm_up()
 
     @property
@@ -250,11 +254,25 @@ class Engine:
             use_tqdm=False,
         )
         if self.cache is not None:
-            self.cache.sync()
+            self._sync(self.cache)
         elapsed = time.perf_counter() - started
         generated = [self._generated(output.outputs[0]) for output in outputs]
         self._count(elapsed, generated)
         return [generated[i : i + group] for i in range(0, len(generated), group)]
+
+    def _sync(self, cache: Cache) -> None:
+        """Have on disk what was put; a failure costs speed alone, is counted, and logged once."""
+        try:
+            cache.sync()
+        except CacheError as error:
+            self.speculative.metrics.cache_errors += 1
+            if not self._sync_failed:
+                logger.warning(
+                    "rollout cache: %s; if the run dies, it decodes again what is not on disk. "
+                    "Further failures are counted in spec_rl/cache_errors",
+                    error,
+                )
+            self._sync_failed = True
 
     def heldout(self, prompts: list[list[int]], samples: int) -> list[list[Response]]:
         """Decode responses for an evaluation, without the cache."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ import xxhash
 from nemo_specrl.cache.metrics import StoreStats
 from nemo_specrl.cache.run_folders import prepare, restore_checkpoint
 from nemo_specrl.engine.weight_fingerprint import FingerprintedWeights
+from nemo_specrl.errors import CacheError
 from nemo_specrl.trainer.generation.engine import Engine, cache_folder, tokenizer_identity
 from nemo_specrl.trainer.recipe import Recipe
 from nemo_specrl.trainer.replay_journal import JournaledStore
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["InProcessEngine"]
+
+logger = logging.getLogger(__name__)
 
 
 class InProcessEngine(Engine):
@@ -37,6 +41,7 @@ class InProcessEngine(Engine):
     def __init__(self, recipe: Recipe, store: JournaledStore | None) -> None:
         super().__init__(recipe, store)
         self.store = store
+        self._saved = False  # whether the last checkpoint that was begun has the cache
 
     @classmethod
     def open(
@@ -67,14 +72,30 @@ class InProcessEngine(Engine):
         self.speculative.fresh_fraction = fresh_fraction
 
     def save(self, folder: Path) -> None:
-        """Write the cache into a checkpoint. Call it between two steps."""
-        if self.store is not None:
+        """Write the cache into a checkpoint. Call it between two steps.
+
+        A run that resumes from a checkpoint without the cache starts cold, which costs speed alone.
+        """
+        self._saved = False
+        if self.store is None:
+            return
+        try:
             self.store.snapshot(folder, self.policy_version)
+            self._saved = True
+        except CacheError as error:
+            logger.warning("rollout cache: %s; the checkpoint is without it", error)
 
     def on_checkpoint_complete(self) -> None:
-        """Shorten the journal, once a checkpoint with what :meth:`save` wrote is complete."""
-        if self.store is not None:
+        """Shorten the journal, once a checkpoint with what :meth:`save` wrote is complete.
+
+        Where it could not write the cache, the journal stays as it is until the next checkpoint.
+        """
+        if self.store is None or not self._saved:
+            return
+        try:
             self.store.forget()
+        except CacheError as error:  # what is left there is of steps that are not repeated
+            logger.warning("rollout journal: %s", error)
 
     def stores(self) -> list[StoreStats]:
         """The statistics of the cache's store; empty if there is no cache.
@@ -85,9 +106,12 @@ class InProcessEngine(Engine):
         return [] if self.store is None else [self.store.stats()]
 
     def shutdown(self) -> None:
-        """Close the cache."""
+        """Close the cache; what cannot be committed any more is logged."""
         if self.store is not None:
-            self.store.close()
+            try:
+                self.store.close()
+            except CacheError as error:  # at worst, drafts are lost
+                logger.warning("closing the rollout cache: %s", error)
 
 
 def _open_store(recipe: Recipe, fixed: dict[str, Any], resume_from: Path | None) -> JournaledStore:

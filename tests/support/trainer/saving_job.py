@@ -1,10 +1,11 @@
 """``nemo-specrl train`` whose checkpoints are disturbed, for ``test_training``.
 
-    python -m tests.support.trainer.saving_job kill|full RECIPE [KEY=VALUE ...]
+    python -m tests.support.trainer.saving_job kill|full|cache RECIPE [KEY=VALUE ...]
 
 ``kill``: the first checkpoint is not written before the rollouts of the next step are there, and
 with the training of that step the process kills itself. ``full``: no file of the first checkpoint
-may become larger than 50 kB.
+may become larger than 50 kB. ``cache``: no file may be written while the cache commits, is copied
+into a checkpoint or is closed.
 """
 
 import os
@@ -13,10 +14,12 @@ import signal
 import sys
 import threading
 
+from nemo_specrl.cache import store as store_module
 from nemo_specrl.cli.main import main
 from nemo_specrl.trainer.generation.in_process import InProcessEngine
 from nemo_specrl.trainer.loop import Trainer
 from nemo_specrl.trainer.policy.torch.policy import TorchPolicy
+from nemo_specrl.trainer.replay_journal import JournaledStore
 
 
 def kill_behind_the_first_checkpoint():
@@ -43,20 +46,34 @@ def kill_behind_the_first_checkpoint():
 
 
 def fill_the_disk():
-    save = TorchPolicy.save
+    TorchPolicy.save = limited(TorchPolicy.save, 50_000)
 
-    def limited(self, folder):
+
+def fill_the_disk_of_the_cache():
+    store_module.FLUSH_SECONDS = 3600  # what the timer commits beside these calls would be there
+    for name in ("sync", "snapshot", "close"):
+        setattr(JournaledStore, name, limited(getattr(JournaledStore, name), 0))
+
+
+def limited(method, size):
+    def call(self, *arguments):
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
         try:
-            save(self, folder)
+            return method(self, *arguments)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
-    TorchPolicy.save = limited
+    return call
 
+
+HOW = {
+    "kill": kill_behind_the_first_checkpoint,
+    "full": fill_the_disk,
+    "cache": fill_the_disk_of_the_cache,
+}
 
 if __name__ == "__main__":
-    {"kill": kill_behind_the_first_checkpoint, "full": fill_the_disk}[sys.argv[1]]()
+    HOW[sys.argv[1]]()
     sys.argv[1:] = ["train", *sys.argv[2:]]
     main()
