@@ -13,8 +13,9 @@ import threading
 import pytest
 import ray
 
-from nemo_specrl.cache.cluster import client as client_module
+from nemo_specrl.cache.cluster import claiming_client as claiming_client_module
 from nemo_specrl.cache.cluster import cluster_cache as driver_module
+from nemo_specrl.cache.cluster.claiming_client import ClaimingClient
 from nemo_specrl.cache.cluster.client import CacheClient
 from nemo_specrl.cache.cluster.membership import ClusterView, Routing
 from nemo_specrl.cache.cluster.shard_calls import FAILURES_TO_OPEN
@@ -401,7 +402,7 @@ def test_a_shard_that_is_gone_by_a_newer_view_may_answer_yet(nodes):
     shard = ray.remote(Assigning).options(num_cpus=0, max_concurrency=2).remote()
     table = (("here",),) * 4
     view = ClusterView(Routing(0, table, table), {"here": shard}, {})
-    client = CacheClient(view, None, deadline_s=60.0, tokenizer_id="tok", incarnation=1)
+    client = ClaimingClient(view, None, deadline_s=60.0, tokenizer_id="tok", incarnation=1)
 
     async def claim():
         claiming = asyncio.create_task(client.claim(prompt_key([1]), 0))
@@ -415,7 +416,7 @@ def test_a_shard_that_is_gone_by_a_newer_view_may_answer_yet(nodes):
 
 
 def test_a_claim_is_renewed_until_its_row_ends_or_fails(start, monkeypatch):
-    monkeypatch.setattr(client_module, "RENEW_SECONDS", 0.05)
+    monkeypatch.setattr(claiming_client_module, "RENEW_SECONDS", 0.05)
     cache = start()
     key = prompt_key([5])
 
