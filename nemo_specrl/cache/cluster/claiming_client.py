@@ -25,6 +25,7 @@ class ClaimingClient(CacheClient):
         super()._reset()
         self._claimed: dict[tuple[bytes, int], float] = {}  # rows under way, and since when
         self._renewing: asyncio.Task[None] | None = None
+        self._claiming = 0  # claims without an answer
 
     async def claim(self, key: bytes, policy_version: int) -> tuple[int, list[Rollout]] | None:
         """Get a sample index for a row that comes alone, and its prompt's rollouts.
@@ -40,6 +41,16 @@ class ClaimingClient(CacheClient):
         Returns:
             The sample index and the rollouts. None: the answer is late, or there is no shard.
         """
+        self._claiming += 1
+        try:
+            return await self._ask(key, policy_version, self.seconds_for(self._claiming))
+        finally:
+            self._claiming -= 1
+
+    async def _ask(
+        self, key: bytes, policy_version: int, seconds: float
+    ) -> tuple[int, list[Rollout]] | None:
+        """Ask for a claim, which is late after so many seconds."""
         self._poll_coordinator()
         for _ in range(2):  # again where the shard says that another one is responsible
             node = next(iter(self._view.routing.read(key)), None)
@@ -49,7 +60,7 @@ class ClaimingClient(CacheClient):
             shard, epoch = self._view.shards[node], self._view.routing.epoch
             call = shard.claim.remote(key, policy_version, epoch, self.incarnation)
             try:
-                claimed, newer = await asyncio.wait_for(call, self.deadline_s)
+                claimed, newer = await asyncio.wait_for(call, seconds)
             except Exception as error:  # a failure of the cache may only cost speed
                 self._failed(node, error)
                 return None

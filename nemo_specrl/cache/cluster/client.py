@@ -27,6 +27,8 @@ from nemo_specrl.rollout import Rollout, RolloutSummary
 
 __all__ = ["POLL_SECONDS", "CacheClient"]
 
+LOOK_UP_SECONDS = 10.0
+"""How long a look-up of many prompts may take, where a single one is not allowed longer."""
 PUT_AT_ONCE = 64
 SYNC_SECONDS = 30.0
 POLL_SECONDS = 1.0
@@ -42,7 +44,8 @@ class CacheClient:
     Args:
         view: where partitions lie, and how to reach the shards.
         coordinator: the actor to ask for a newer view. None: there is none.
-        deadline_s: a look-up that takes longer is answered without what is late, seconds.
+        deadline_s: time that a look-up may take for each of its prompts, seconds
+            (:meth:`seconds_for`). It is answered without what is late.
         tokenizer_id: of the stores.
         incarnation: of the run. Every rollout that is put is stored with it, so that it is newer
             than anything that an earlier run, or an earlier life of this one, has left on disks.
@@ -96,6 +99,14 @@ class CacheClient:
         """Number of partitions that the keys fall into."""
         return len(self._view.routing.readers)
 
+    def seconds_for(self, prompts: int) -> float:
+        """Time after which the answer for so many prompts that are asked for together is late.
+
+        At the beginning of a step all engines ask at the same moment, each for the whole groups of
+        its prompts, and a shard reads and sends them one after the other.
+        """
+        return min(prompts * self.deadline_s, max(self.deadline_s, LOOK_UP_SECONDS))
+
     def get(self, keys: Iterable[bytes]) -> dict[bytes, list[Rollout]]:
         """Look prompts up by their keys.
 
@@ -114,17 +125,19 @@ class CacheClient:
     def _look_up(self, keys: Iterable[bytes], method: str) -> dict[bytes, Any]:
         """Collect what shards answer within the deadline; where one fails, ask another copy."""
         self.flush()
-        until = time.monotonic() + self.deadline_s
+        wanted = dict.fromkeys(keys)
+        seconds = self.seconds_for(len(wanted))
+        until = time.monotonic() + seconds
         found: dict[bytes, Any] = {}
         failed: set[str] = set()
-        calls = self._call_nearest(dict.fromkeys(keys), failed, method)
+        calls = self._call_nearest(wanted, failed, method)
         while calls:
             again: list[bytes] = []
             done = ready(calls, max(0.0, until - time.monotonic()))
             for call, (node, asked) in calls.items():
                 if call not in done:
                     call.future()  # takes the answer, which Ray would log if it is an error
-                    self._failed(node, TimeoutError(f"no answer in {self.deadline_s:g} s"))
+                    self._failed(node, TimeoutError(f"no answer in {seconds:g} s"))
                     continue
                 answer = self._result(node, call)
                 if answer is FAILED:
