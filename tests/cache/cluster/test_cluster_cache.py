@@ -22,7 +22,7 @@ from nemo_specrl.cache.cluster.shard_calls import FAILURES_TO_OPEN
 from nemo_specrl.cache.partitions import partition_of
 from nemo_specrl.cache.snapshot import read_manifest
 from nemo_specrl.errors import ForeignStore, StoreUnavailable
-from nemo_specrl.rollout import Rollout, prompt_key
+from nemo_specrl.rollout import Claim, Rollout, prompt_key
 from tests.support.cluster.nodes import add_node, ray_head, rollout, start_cache, wait_until
 
 NODES = 3
@@ -202,17 +202,19 @@ def test_rows_that_come_alone_get_sample_indices_of_their_own_from_every_client(
     async def claim(clients, version):
         return [await client.claim(key, version) for client in clients]
 
-    sample_indices = asyncio.run(claim((cache, other, other, cache), 0))
-    assert [sample_index for sample_index, _ in sample_indices] == [0, 1, 2, 3]
-    assert all(rollouts == [] for _, rollouts in sample_indices)
+    claimed = asyncio.run(claim((cache, other, other, cache), 0))
+    assert claimed == [Claim(sample_index, [], []) for sample_index in range(4)]
     cache.put([rollout(5, sample_index=s) for s in (2, 0)])
     other.put([rollout(5, sample_index=s) for s in (1, 3)])
     for client in (cache, other):
         client.flush()
         client.sync()
     claimed = asyncio.run(claim((other, cache, cache, other), 1))
-    assert [sample_index for sample_index, _ in claimed] == [0, 1, 2, 3]
-    assert as_put(claimed[0][1]) == [rollout(5, sample_index=s) for s in range(4)]
+    assert [sample_index for sample_index, _, _ in claimed] == [0, 1, 2, 3]
+    whole = [rollout(5, sample_index=s) for s in range(4)]
+    assert [as_put(rollouts) for _, rollouts, _ in claimed] == [whole, whole, whole[2:3], whole[3:]]
+    outlines = [r.outline for r in claimed[0].rollouts]
+    assert [group for *_, group in claimed] == [outlines] * 4
     assert cache.failures == other.failures == 0
 
 
@@ -390,9 +392,9 @@ class Assigning:
     def __init__(self):
         self.told = threading.Event()
 
-    def claim(self, key, policy_version, epoch, incarnation):
+    def claim(self, key, policy_version, epoch, incarnation, whole):
         self.told.wait()
-        return (3, []), None
+        return Claim(3, [], []), None
 
     def tell(self):
         self.told.set()
@@ -411,7 +413,7 @@ def test_a_shard_that_is_gone_by_a_newer_view_may_answer_yet(nodes):
         await shard.tell.remote()
         return await claiming
 
-    assert asyncio.run(claim()) == (3, [])
+    assert asyncio.run(claim()) == Claim(3, [], [])
     ray.kill(shard)
 
 
