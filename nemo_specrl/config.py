@@ -134,7 +134,8 @@ class CacheConfig(Block):
     groups_per_prompt: int = Field(default=1, ge=1, le=64)
     """Rollouts kept for each sample index of a prompt, newest first."""
     deadline_ms: Count = 200
-    """A look-up in a cluster's cache that takes longer yields no draft, milliseconds."""
+    """Time for each prompt that an engine waits for in a cluster's cache, milliseconds. For all of
+    them together it is 10 s at most, or this if it is more. What is late yields no draft."""
 
 
 class TreeConfig(Block):

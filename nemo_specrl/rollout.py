@@ -9,7 +9,7 @@ import enum
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,15 @@ import xxhash
 
 from nemo_specrl.errors import InvalidRollout
 
-__all__ = ["KEY_BYTES", "MAX_SAMPLE_INDEX", "Finish", "Rollout", "RolloutSummary", "prompt_key"]
+__all__ = [
+    "KEY_BYTES",
+    "MAX_SAMPLE_INDEX",
+    "Claim",
+    "Finish",
+    "Rollout",
+    "RolloutSummary",
+    "prompt_key",
+]
 
 KEY_BYTES = 16
 MAX_SAMPLE_INDEX = 2**16 - 1
@@ -229,3 +237,22 @@ class Rollout:
         scalars = {name: getattr(self, name) for name in _SCALARS}
         # Not dataclasses.replace, which would make another rollout of a subclass.
         return Rollout(**{**scalars, **cut, "finish": Finish.PARTIAL})
+
+
+class Claim(NamedTuple):
+    """A sample index that is reserved for a row, and what is cached of the row's prompt.
+
+    Args:
+        sample_index: no other row gets it meanwhile.
+        rollouts: of the whole group, or of this sample index alone, newest first within one.
+        group: the whole group, in outline.
+    """
+
+    sample_index: int
+    rollouts: list[Rollout]
+    group: list[RolloutSummary]
+
+    @property
+    def whole(self) -> bool:
+        """Whether the rollouts are those of the whole group."""
+        return len(self.rollouts) == len(self.group)

@@ -289,26 +289,25 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
         """
         if not self._proposes:
             return
-        from nemo_specrl.engine.drafters.counts import take_counts
+        from nemo_specrl.engine.drafters.counts import NO_COUNTS, take_counts
 
         try:
             self.metrics.add_draft_counts(await self.llm.collective_rpc(take_counts))
         except Exception as error:  # vLLM sends functions to other processes only where it may
-            self._miss_tree_counts(error)
+            self._warn_once(NO_COUNTS, type(error).__name__, error)
 
     async def _claim(self, request: RolloutRequest) -> RolloutRequest | None:
         """Reserve a sample index for a request and offer it its draft; None where none is had."""
         try:
-            claimed = await self.cache.claim(request.row.key, self.policy_version)
-            if claimed is None:
+            claim = await self.cache.claim(request.row.key, self.policy_version)
+            if claim is None:
                 return None
-            sample_index, rollouts = claimed
-            request.assign_sample_index(sample_index)
+            request.assign_sample_index(claim.sample_index)
         except Exception as error:  # whatever fails in a cache, rows are decoded without it
             self._count_cache_error(error)
             return None
         try:
-            self._set_drafts([request], {request.row.key: rollouts})
+            self._set_drafts([request], {request.row.key: claim.rollouts}, claim)
         except Exception as error:  # as above; the sample index stays reserved
             self._count_cache_error(error)
         return request

@@ -36,7 +36,7 @@ from nemo_specrl.engine.vllm.compat import check_version, engine_of
 from nemo_specrl.engine.vllm.patches import extend_prompt_logprobs
 from nemo_specrl.engine.vllm.prompt_logprob_memory import check_prompt_logprob_memory
 from nemo_specrl.errors import IncompatibleVersion
-from nemo_specrl.rollout import Rollout
+from nemo_specrl.rollout import Claim, Rollout
 from nemo_specrl.speculation.acceptance import derived_seed
 from nemo_specrl.speculation.draft_selection import mean_lengths, select_drafts
 
@@ -131,15 +131,6 @@ class BaseSpeculativeLLM:
     def fingerprint(self, fingerprint: int) -> None:
         self._weights.fingerprint = fingerprint
 
-    def _miss_tree_counts(self, error: Exception) -> None:
-        """Say once why nothing is known of what the tree proposer does."""
-        self._warn_once(
-            "spec_rl/tree_ metrics are missing, as the engine's workers cannot be asked (%s: "
-            "%s); VLLM_ALLOW_INSECURE_SERIALIZATION=1 lets vLLM send them the question",
-            type(error).__name__,
-            error,
-        )
-
     def _find_drafts(self, requests: list[RolloutRequest]) -> None:
         """Look up the prompts of a call in the cache and offer each request its draft."""
         candidates = [request for request in requests if request.draftable]
@@ -150,13 +141,20 @@ class BaseSpeculativeLLM:
             self._count_cache_error(error)
 
     def _set_drafts(
-        self, requests: list[RolloutRequest], cached: dict[bytes, list[Rollout]]
+        self,
+        requests: list[RolloutRequest],
+        cached: dict[bytes, list[Rollout]],
+        claim: Claim | None = None,
     ) -> None:
-        """Offer each request the draft that the cached rollouts have for it, if any."""
+        """Offer each request the draft that the cached rollouts have for it, if any.
+
+        What has come with the ``claim`` of a single row may be a part of its prompt's group.
+        """
+        history = cached if claim is None or claim.whole else {}
         if self._proposes:
-            self._histories.add(cached, self.policy_version)
+            self._histories.add(history, self.policy_version)
         if self._prompt_logprob_drafter is not None:
-            self._prompt_logprob_drafter.add(requests, cached, self.policy_version)
+            self._prompt_logprob_drafter.add(requests, cached, history, self.policy_version)
         choices = select_drafts(
             [request.row for request in requests],
             cached,
@@ -166,6 +164,8 @@ class BaseSpeculativeLLM:
             fresh_fraction=self._fresh_share,
         )
         lengths = mean_lengths(cached)
+        if claim is not None:
+            lengths = mean_lengths({requests[0].row.key: claim.group})
         for request, (draft, occurrence) in zip(requests, choices, strict=True):
             request.set_history(occurrence, lengths.get(request.row.key))
             if draft is None or not (draft.raw and request.raw):
@@ -337,8 +337,7 @@ class BaseSpeculativeLLM:
         assert end.finish is not None
         rollout = request.replayed
         if rollout is None and not request.response.defect:
-            weights = self.policy_version, self.fingerprint
-            rollout = build_rollout(request, end.finish, *weights)
+            rollout = build_rollout(request, end.finish, self.policy_version, self.fingerprint)
         if rollout is None:
             self._count_defect(request)
             return defective_completion(request, output, end), []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
-from nemo_specrl.rollout import Rollout
+from nemo_specrl.rollout import Claim, Rollout
 
 __all__ = ["ClaimingCache", "Journal", "ResumedCache", "RolloutCache"]
 
@@ -27,12 +27,13 @@ class ClaimingCache(Protocol):
     :class:`nemo_specrl.cache.cluster.cluster_cache.ClusterCache`.
     """
 
-    async def claim(self, key: bytes, policy_version: int) -> tuple[int, list[Rollout]] | None:
+    async def claim(self, key: bytes, policy_version: int) -> Claim | None:
         """Reserve a sample index for a row of a prompt.
 
         Returns:
-            The sample index and the prompt's rollouts; None when none can be had now, a failure
-            that the cache has counted.
+            The sample index and the prompt's rollouts. Those of the whole group may come once for
+            each policy version, and then those of the sample index alone. None when none can be had
+            now, a failure that the cache has counted.
         """
         ...
 

@@ -135,13 +135,13 @@ class ServingSpeculativeLLM(AsyncSpeculativeLLM):
     async def _look_up(self, key: bytes, version: int) -> None:
         """Have the cached responses to a prompt sent with its next request."""
         try:
-            claimed = await self.cache.claim(key, version)
-            if claimed is None:  # it was late: the prompt's next request asks again
+            claim = await self.cache.claim(key, version)
+            if claim is None:  # it was late: the prompt's next request asks again
                 self._asked.discard(key)
                 return
-            sample_index, rollouts = claimed
-            self.cache.release(key, sample_index)  # who led the conversation gives it one
-            self._histories.add({key: rollouts}, version)
+            self.cache.release(key, claim.sample_index)  # who led the conversation gives it one
+            if claim.whole:  # otherwise a row has brought it
+                self._histories.add({key: claim.rollouts}, version)
         except Exception as error:  # whatever fails in a cache, rows are decoded without it
             self._count_cache_error(error)
 

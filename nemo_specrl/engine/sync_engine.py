@@ -390,9 +390,9 @@ class SpeculativeLLM(BaseSpeculativeLLM):
         """Add what the proposer did, if there is one and its process can be asked."""
         if not self._proposes:
             return
-        from nemo_specrl.engine.drafters.counts import take_counts
+        from nemo_specrl.engine.drafters.counts import NO_COUNTS, take_counts
 
         try:
             self.metrics.add_draft_counts(self.llm.collective_rpc(take_counts))
         except Exception as error:  # vLLM sends functions to other processes only where it may
-            self._miss_tree_counts(error)
+            self._warn_once(NO_COUNTS, type(error).__name__, error)

@@ -11,6 +11,7 @@ from nemo_specrl.cache.cluster.sample_index_leases import SampleIndexLeases
 from nemo_specrl.engine.async_engine import AsyncSpeculativeLLM
 from nemo_specrl.engine.outputs import rollout_info
 from nemo_specrl.errors import ConfigError, UnsupportedSampling
+from nemo_specrl.rollout import Claim
 from nemo_specrl.trainer.data.toy_tasks import encode
 from tests.conftest import DictCache, make_async_engine
 from tests.support.engines import NEVER, PROMPT, STRICT, draft, sampling
@@ -27,7 +28,8 @@ class ClaimingCache(DictCache):
 
     async def claim(self, key, policy_version):
         rollouts = list(self.rollouts.get(key, {}).values())
-        return self.claims.claim(key, rollouts, policy_version), rollouts
+        sample_index = self.claims.claim(key, rollouts, policy_version)
+        return Claim(sample_index, rollouts, [rollout.outline for rollout in rollouts])
 
     def release(self, key, sample_index):
         self.claims.release(key, sample_index)
@@ -39,6 +41,30 @@ class ClaimingCache(DictCache):
 
     def flush(self):
         pass
+
+
+class CacheInParts(ClaimingCache):
+    """A cache that gives the whole group to the first row of a prompt under a policy version.
+
+    The others get the rollouts of their sample index. The first answer comes behind
+    ``before_whole`` others, as a large one may.
+    """
+
+    def __init__(self, rollouts=(), before_whole=0):
+        super().__init__(rollouts)
+        self.brought, self.before_whole = set(), before_whole
+        self.parts = 0
+
+    async def claim(self, key, policy_version):
+        claim = await super().claim(key, policy_version)
+        if (key, policy_version) in self.brought:
+            self.parts += 1
+            own = [r for r in claim.rollouts if r.sample_index == claim.sample_index]
+            return claim._replace(rollouts=own)
+        self.brought.add((key, policy_version))
+        while self.parts < self.before_whole:
+            await asyncio.sleep(0)
+        return claim
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +123,9 @@ def test_cold_it_gives_what_the_engine_gives_and_keeps_it(ask, speculative):
     assert kept == sorted(tuple(c.token_ids) for c in ours)
 
 
-def test_of_the_same_weights_every_draft_stands_once(ask, speculative):
-    cache = ClaimingCache()
+@pytest.mark.parametrize("kind", [ClaimingCache, CacheInParts])
+def test_of_the_same_weights_every_draft_stands_once(ask, speculative, kind):
+    cache = kind()
     first = ask(speculative(cache), ROWS)
     again = speculative(cache, version=1)
     second = ask(again, ROWS)

@@ -10,10 +10,11 @@ from nemo_specrl import SpecRLConfig
 from nemo_specrl.engine.async_engine import AsyncSpeculativeLLM
 from nemo_specrl.engine.drafters.method import engine_options
 from nemo_specrl.engine.outputs import rollout_info
+from nemo_specrl.engine.vllm.compat import EXTRA_ARG
 from nemo_specrl.errors import ConfigError
 from tests.conftest import make_async_engine
-from tests.engine.test_async_engine import ClaimingCache
-from tests.support.engines import DRAFTS, PROMPT, VOCABULARY, chi_squared, sampling
+from tests.engine.test_async_engine import CacheInParts, ClaimingCache
+from tests.support.engines import DRAFTS, PROMPT, VOCABULARY, chi_squared, draft, sampling
 
 pytestmark = pytest.mark.skipif(not DRAFTS, reason="this vLLM has no custom proposers")
 CONFIG = SpecRLConfig(
@@ -90,6 +91,51 @@ def test_rows_draft_from_the_cache_and_from_each_other(async_llm, loop):
     second = loop.run_until_complete(next_tokens([common]))
     counted = np.bincount(behind, minlength=VOCABULARY).astype(float)
     assert chi_squared(counted, len(behind) * second) > ERROR_RATE / 2
+
+
+class Noting:
+    """An engine, and the histories that requests bring it."""
+
+    def __init__(self, llm):
+        self.llm, self.histories = llm, []
+
+    def __getattr__(self, name):
+        return getattr(self.llm, name)
+
+    def generate(self, prompt, params, request_id, **kwargs):
+        _, _, history, _ = params.extra_args[EXTRA_ARG]
+        self.histories.append(history)
+        return self.llm.generate(prompt, params, request_id, **kwargs)
+
+
+@pytest.mark.parametrize("before_whole", [0, 5])
+def test_the_whole_group_reaches_the_engine_once_however_its_parts_come(
+    async_llm, loop, before_whole
+):
+    """Rows of a group that are claimed at once; the answer with all of it may come last."""
+    known = [draft([5 + s] * (s + 1), sample_index=s) for s in range(6)]
+    cache, engine, lengths = CacheInParts(known, before_whole), Noting(async_llm), []
+
+    class Made(AsyncSpeculativeLLM):
+        def _set_drafts(self, requests, *args):
+            super()._set_drafts(requests, *args)
+            lengths.append(requests[0].history.mean_length)
+
+    made = Made(engine, cache, CONFIG, policy_version=1)
+
+    async def row(i):
+        params = sampling(3, seed=i, ignore_eos=True)
+        async for _ in made.generate({"prompt_token_ids": PROMPT}, params, f"part-{i}"):
+            pass
+
+    async def rows():
+        await asyncio.gather(*map(row, range(6)))
+
+    loop.run_until_complete(rows())
+    assert cache.parts == 5 and made.metrics.cache_errors == 0
+    [history] = [history for history in engine.histories if history]
+    assert sorted(len(tokens) // 4 for _, tokens in history) == [1, 2, 3, 4, 5, 6]
+    assert lengths == [3.5] * 6  # of the group, also where a row has a part of it
 
 
 def test_greedy_rows_draft_where_they_are_told_to_and_are_those_of_plain_decoding(async_llm, loop):

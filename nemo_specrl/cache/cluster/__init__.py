@@ -4,6 +4,7 @@ Training drivers use ``cluster_cache``; generation workers get a ``client``. Mod
 imports only from those below it::
 
     cluster_cache           the cache as a training driver uses it
+    claiming_client         a client that claims sample indices for rows that come one by one
     client                  looks rollouts up and stores them, each call with a deadline
     shard_calls             calls to shards: waiting for answers, shards that are left alone
     coordinator             an actor that watches nodes and keeps partitions replicated

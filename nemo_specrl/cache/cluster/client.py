@@ -11,7 +11,6 @@ how copies are made.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections import defaultdict
@@ -21,7 +20,6 @@ from typing import Any
 import ray
 
 from nemo_specrl.cache.cluster.membership import ClusterView, missing_writes
-from nemo_specrl.cache.cluster.sample_index_leases import RENEW_SECONDS, ROW_SECONDS
 from nemo_specrl.cache.cluster.shard_calls import FAILED, Breaker, Lookups, Write, ready
 from nemo_specrl.cache.codec import encode_for_transfer
 from nemo_specrl.errors import in_one_line
@@ -29,6 +27,8 @@ from nemo_specrl.rollout import Rollout, RolloutSummary
 
 __all__ = ["POLL_SECONDS", "CacheClient"]
 
+LOOK_UP_SECONDS = 10.0
+"""How long a look-up of many prompts may take, where a single one is not allowed longer."""
 PUT_AT_ONCE = 64
 SYNC_SECONDS = 30.0
 POLL_SECONDS = 1.0
@@ -44,7 +44,8 @@ class CacheClient:
     Args:
         view: where partitions lie, and how to reach the shards.
         coordinator: the actor to ask for a newer view. None: there is none.
-        deadline_s: a look-up that takes longer is answered without what is late, seconds.
+        deadline_s: time that a look-up may take for each of its prompts, seconds
+            (:meth:`seconds_for`). It is answered without what is late.
         tokenizer_id: of the stores.
         incarnation: of the run. Every rollout that is put is stored with it, so that it is newer
             than anything that an earlier run, or an earlier life of this one, has left on disks.
@@ -82,8 +83,6 @@ class CacheClient:
         self._missed: set[str] = set()  # shards that did not receive what they should have
         self._view_call: Any = None
         self._view_called_at = -POLL_SECONDS
-        self._claimed: dict[tuple[bytes, int], float] = {}  # rows under way, and since when
-        self._renewing: asyncio.Task[None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what has been sent: it stays with the client that sent it."""
@@ -99,6 +98,14 @@ class CacheClient:
     def partitions(self) -> int:
         """Number of partitions that the keys fall into."""
         return len(self._view.routing.readers)
+
+    def seconds_for(self, prompts: int) -> float:
+        """Time after which the answer for so many prompts that are asked for together is late.
+
+        At the beginning of a step all engines ask at the same moment, each for the whole groups of
+        its prompts, and a shard reads and sends them one after the other.
+        """
+        return min(prompts * self.deadline_s, max(self.deadline_s, LOOK_UP_SECONDS))
 
     def get(self, keys: Iterable[bytes]) -> dict[bytes, list[Rollout]]:
         """Look prompts up by their keys.
@@ -118,17 +125,19 @@ class CacheClient:
     def _look_up(self, keys: Iterable[bytes], method: str) -> dict[bytes, Any]:
         """Collect what shards answer within the deadline; where one fails, ask another copy."""
         self.flush()
-        until = time.monotonic() + self.deadline_s
+        wanted = dict.fromkeys(keys)
+        seconds = self.seconds_for(len(wanted))
+        until = time.monotonic() + seconds
         found: dict[bytes, Any] = {}
         failed: set[str] = set()
-        calls = self._call_nearest(dict.fromkeys(keys), failed, method)
+        calls = self._call_nearest(wanted, failed, method)
         while calls:
             again: list[bytes] = []
             done = ready(calls, max(0.0, until - time.monotonic()))
             for call, (node, asked) in calls.items():
                 if call not in done:
                     call.future()  # takes the answer, which Ray would log if it is an error
-                    self._failed(node, TimeoutError(f"no answer in {self.deadline_s:g} s"))
+                    self._failed(node, TimeoutError(f"no answer in {seconds:g} s"))
                     continue
                 answer = self._result(node, call)
                 if answer is FAILED:
@@ -144,72 +153,10 @@ class CacheClient:
             calls = {} if late else self._call_nearest(again, failed, method)
         return found
 
-    async def claim(self, key: bytes, policy_version: int) -> tuple[int, list[Rollout]] | None:
-        """Get a sample index for a row that comes alone, and its prompt's rollouts.
-
-        All clients ask the same shard, so no sample index is given to two rows. The other shards of
-        the partition are told, so that one of them can take over. The claim ends when a rollout of
-        the sample index is put, or with :meth:`release`; until then this client renews it.
-
-        Args:
-            key: of the row's prompt.
-            policy_version: of the weights that will serve the row.
-
-        Returns:
-            The sample index and the rollouts. None: the answer is late, or there is no shard.
-        """
-        self._poll_coordinator()
-        for _ in range(2):  # again where the shard says that another one is responsible
-            node = next(iter(self._view.routing.read(key)), None)
-            if node is None or not self._usable(node):
-                self._request_view()
-                return None
-            shard, epoch = self._view.shards[node], self._view.routing.epoch
-            call = shard.claim.remote(key, policy_version, epoch, self.incarnation)
-            try:
-                claimed, newer = await asyncio.wait_for(call, self.deadline_s)
-            except Exception as error:  # a failure of the cache may only cost speed
-                self._failed(node, error)
-                return None
-            self._succeeded(node)
-            self._adopt(newer)
-            if claimed is not None:
-                sample_index, rollouts = claimed
-                self._claimed[key, sample_index] = time.monotonic()
-                self._tell_writers("hold", [(key, sample_index)])
-                if self._renewing is None or self._renewing.done():
-                    self._renewing = asyncio.get_running_loop().create_task(self._renew())
-                return sample_index, rollouts
-        return None
-
-    def release(self, key: bytes, sample_index: int) -> None:
-        """End the claim of a row of which no rollout will be put: it failed, or was given up."""
-        if self._claimed.pop((key, sample_index), None) is not None:
-            self._tell_writers("release", [(key, sample_index)])
-
-    async def _renew(self) -> None:
-        """Tell shards which rows are under way, as long as there are any."""
-        while self._claimed:
-            await asyncio.sleep(RENEW_SECONDS)
-            since = time.monotonic() - ROW_SECONDS
-            self._claimed = {row: at for row, at in self._claimed.items() if at > since}
-            self._tell_writers("hold", list(self._claimed))
-
-    def _tell_writers(self, method: str, rows: list[tuple[bytes, int]]) -> None:
-        """Call a method of the shards that receive the rollouts of rows, without an answer."""
-        by_node: dict[str, list[tuple[bytes, int]]] = defaultdict(list)
-        for row in rows:
-            for node in self._view.routing.write(row[0]):
-                if self._usable(node):
-                    by_node[node].append(row)
-        for node, some in by_node.items():
-            getattr(self._view.shards[node], method).remote(some)
-
     def put(self, rollouts: Iterable[Rollout]) -> None:
         """Store rollouts, in batches; ``flush``, ``deliver`` and ``sync`` send the rest."""
         for rollout in rollouts:
             self._buffer.append(rollout)
-            self._claimed.pop((rollout.key, rollout.sample_index), None)
         if len(self._buffer) >= PUT_AT_ONCE:
             self.flush()
 

@@ -2,8 +2,8 @@
 
 Each node has a shard (:mod:`.shard`), which owns the store on the node's disk. The partitions of
 the prompts are placed on ``replicas`` shards each (:mod:`.placement`). The :mod:`.coordinator`
-has them copied and moved as nodes come and go. Clients (:mod:`.client`) look rollouts up and store
-them.
+has them copied and moved as nodes come and go. Clients look rollouts up and store them
+(:mod:`.client`), and claim sample indices for rows that come one by one (:mod:`.claiming_client`).
 
 What is guaranteed:
 
@@ -46,7 +46,8 @@ from typing import Any, NamedTuple
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from nemo_specrl.cache.cluster.client import POLL_SECONDS, CacheClient
+from nemo_specrl.cache.cluster.claiming_client import ClaimingClient
+from nemo_specrl.cache.cluster.client import POLL_SECONDS
 from nemo_specrl.cache.cluster.coordinator import START_SECONDS, Coordinator, Started
 from nemo_specrl.cache.cluster.copy_tasks import FILES
 from nemo_specrl.cache.cluster.membership import Health
@@ -81,7 +82,7 @@ class _Part(NamedTuple):
     since: float
 
 
-class ClusterCache(CacheClient):
+class ClusterCache(ClaimingClient):
     """The cache of a cluster: a client, and the operations that concern all shards."""
 
     _health: Health | None = None  # the last known

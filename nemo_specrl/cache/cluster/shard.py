@@ -32,7 +32,7 @@ from nemo_specrl.cache.storage.lock import patiently
 from nemo_specrl.cache.storage.system_errors import as_cache_errors
 from nemo_specrl.cache.store import RolloutStore
 from nemo_specrl.errors import StoreUnavailable
-from nemo_specrl.rollout import Rollout, RolloutSummary
+from nemo_specrl.rollout import Claim, Rollout, RolloutSummary
 
 __all__ = ["LEASE_SECONDS", "Chunk", "Shard", "ShardInfo"]
 
@@ -197,7 +197,6 @@ class Shard:
                 long, or does not know yet that the store has started empty.
         """
         self._check_lease()
-        self._check_contents()
         newer = self._newer_view(epoch)
         if newer is not None:  # otherwise the caller knows as much as this shard, or more
             keys = [key for key in keys if self.name in newer.routing.read(key)]
@@ -230,13 +229,14 @@ class Shard:
             return self._newer_view(epoch)
 
     def claim(
-        self, key: bytes, policy_version: int, epoch: int, incarnation: int
-    ) -> tuple[tuple[int, list[Rollout]] | None, ClusterView | None]:
+        self, key: bytes, policy_version: int, epoch: int, incarnation: int, whole: bool = True
+    ) -> tuple[Claim | None, ClusterView | None]:
         """Assign a sample index to a row that comes alone (:meth:`SampleIndexLeases.claim`).
 
         Returns:
-            The sample index and the prompt's rollouts, and a newer view. None in place of the
-            former where, by that view, another shard assigns the prompt's sample indices.
+            The sample index with its rollouts, or with the ``whole`` group's, and a newer view.
+            None in place of the former where, by that view, another shard assigns the prompt's
+            sample indices.
 
         Raises:
             StoreUnavailable: reading failed, or the coordinator has not been heard from for too
@@ -249,7 +249,10 @@ class Shard:
         rollouts = self.store.get([key]).get(key, [])
         with self._writing:
             index = self.claims.claim(key, rollouts, policy_version, incarnation)
-            return (index, rollouts), self._newer_view(epoch)
+        group = [rollout.outline for rollout in rollouts]
+        if not whole:
+            rollouts = [rollout for rollout in rollouts if rollout.sample_index == index]
+        return Claim(index, rollouts, group), self._newer_view(epoch)
 
     def hold(self, rows: list[tuple[bytes, int]]) -> None:
         """Note that rows are under way whose sample indices this or another shard has assigned."""
@@ -358,12 +361,11 @@ class Shard:
             raise StoreUnavailable(
                 f"shard {self.name}: no contact with its coordinator for {LEASE_SECONDS:g} s"
             )
+        self._check_contents()
 
     def _check_contents(self) -> None:
         if self.store.restarts != self._described:
-            raise StoreUnavailable(
-                f"shard {self.name}: its store was damaged and has started empty"
-            )
+            raise StoreUnavailable(f"shard {self.name}: its damaged store has started empty")
 
     def _note_incarnation(self, rollouts: Iterable[Rollout]) -> None:
         """Have the folder remember the largest incarnation, before anything of it is stored."""

@@ -8,7 +8,13 @@ from nemo_specrl.engine.drafters.v1_proposer import TreeProposer
 from nemo_specrl.engine.metrics import DraftCounts
 from nemo_specrl.engine.vllm.v2_patches import speculator_of
 
-__all__ = ["take_counts"]
+__all__ = ["NO_COUNTS", "take_counts"]
+
+NO_COUNTS = (
+    "spec_rl/tree_ metrics are missing, as the engine's workers cannot be asked (%s: %s); "
+    "VLLM_ALLOW_INSECURE_SERIALIZATION=1 lets vLLM send them the question"
+)
+"""Warning where a worker cannot be asked, with the type of the error and the error."""
 
 
 def take_counts(worker: Any) -> DraftCounts | None:

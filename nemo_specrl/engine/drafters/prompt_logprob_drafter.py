@@ -86,10 +86,18 @@ class PromptLogprobDrafter:
         self,
         requests: Sequence[RolloutRequest],
         cached: Mapping[bytes, Sequence[Rollout]],
+        history: Mapping[bytes, Sequence[Rollout]],
         policy_version: int,
     ) -> None:
-        """Take the rollouts of a look-up, for the requests that it was made for."""
-        self._histories.add(cached, policy_version)
+        """Take the rollouts of a look-up.
+
+        Args:
+            requests: that it was made for.
+            cached: the rollouts of these, at least.
+            history: those of whole groups, from which all rows of their prompts draft.
+            policy_version: of the weights now.
+        """
+        self._histories.add(history, policy_version)
         self._begin_version(policy_version)
         for request in requests:
             made = [

@@ -13,15 +13,16 @@ import threading
 import pytest
 import ray
 
-from nemo_specrl.cache.cluster import client as client_module
+from nemo_specrl.cache.cluster import claiming_client as claiming_client_module
 from nemo_specrl.cache.cluster import cluster_cache as driver_module
+from nemo_specrl.cache.cluster.claiming_client import ClaimingClient
 from nemo_specrl.cache.cluster.client import CacheClient
 from nemo_specrl.cache.cluster.membership import ClusterView, Routing
 from nemo_specrl.cache.cluster.shard_calls import FAILURES_TO_OPEN
 from nemo_specrl.cache.partitions import partition_of
 from nemo_specrl.cache.snapshot import read_manifest
 from nemo_specrl.errors import ForeignStore, StoreUnavailable
-from nemo_specrl.rollout import Rollout, prompt_key
+from nemo_specrl.rollout import Claim, Rollout, prompt_key
 from tests.support.cluster.nodes import add_node, ray_head, rollout, start_cache, wait_until
 
 NODES = 3
@@ -201,17 +202,19 @@ def test_rows_that_come_alone_get_sample_indices_of_their_own_from_every_client(
     async def claim(clients, version):
         return [await client.claim(key, version) for client in clients]
 
-    sample_indices = asyncio.run(claim((cache, other, other, cache), 0))
-    assert [sample_index for sample_index, _ in sample_indices] == [0, 1, 2, 3]
-    assert all(rollouts == [] for _, rollouts in sample_indices)
+    claimed = asyncio.run(claim((cache, other, other, cache), 0))
+    assert claimed == [Claim(sample_index, [], []) for sample_index in range(4)]
     cache.put([rollout(5, sample_index=s) for s in (2, 0)])
     other.put([rollout(5, sample_index=s) for s in (1, 3)])
     for client in (cache, other):
         client.flush()
         client.sync()
     claimed = asyncio.run(claim((other, cache, cache, other), 1))
-    assert [sample_index for sample_index, _ in claimed] == [0, 1, 2, 3]
-    assert as_put(claimed[0][1]) == [rollout(5, sample_index=s) for s in range(4)]
+    assert [sample_index for sample_index, _, _ in claimed] == [0, 1, 2, 3]
+    whole = [rollout(5, sample_index=s) for s in range(4)]
+    assert [as_put(rollouts) for _, rollouts, _ in claimed] == [whole, whole, whole[2:3], whole[3:]]
+    outlines = [r.outline for r in claimed[0].rollouts]
+    assert [group for *_, group in claimed] == [outlines] * 4
     assert cache.failures == other.failures == 0
 
 
@@ -389,9 +392,9 @@ class Assigning:
     def __init__(self):
         self.told = threading.Event()
 
-    def claim(self, key, policy_version, epoch, incarnation):
+    def claim(self, key, policy_version, epoch, incarnation, whole):
         self.told.wait()
-        return (3, []), None
+        return Claim(3, [], []), None
 
     def tell(self):
         self.told.set()
@@ -401,7 +404,7 @@ def test_a_shard_that_is_gone_by_a_newer_view_may_answer_yet(nodes):
     shard = ray.remote(Assigning).options(num_cpus=0, max_concurrency=2).remote()
     table = (("here",),) * 4
     view = ClusterView(Routing(0, table, table), {"here": shard}, {})
-    client = CacheClient(view, None, deadline_s=60.0, tokenizer_id="tok", incarnation=1)
+    client = ClaimingClient(view, None, deadline_s=60.0, tokenizer_id="tok", incarnation=1)
 
     async def claim():
         claiming = asyncio.create_task(client.claim(prompt_key([1]), 0))
@@ -410,12 +413,12 @@ def test_a_shard_that_is_gone_by_a_newer_view_may_answer_yet(nodes):
         await shard.tell.remote()
         return await claiming
 
-    assert asyncio.run(claim()) == (3, [])
+    assert asyncio.run(claim()) == Claim(3, [], [])
     ray.kill(shard)
 
 
 def test_a_claim_is_renewed_until_its_row_ends_or_fails(start, monkeypatch):
-    monkeypatch.setattr(client_module, "RENEW_SECONDS", 0.05)
+    monkeypatch.setattr(claiming_client_module, "RENEW_SECONDS", 0.05)
     cache = start()
     key = prompt_key([5])
 

@@ -188,7 +188,7 @@ def test_a_shard_that_is_stopped_costs_a_deadline_and_catches_up(
     name = next(n for n, node in cache._view.nodes.items() if node == here)
     shard = cache._view.shards[name]
     pid = ray.get(shard.__ray_call__.remote(lambda self: os.getpid()))
-    cache.deadline_s = 1.0
+    cache.deadline_s = 1.0 / PROMPTS  # a second for all of them
     with caplog.at_level(logging.WARNING):
         os.kill(pid, signal.SIGSTOP)
         try:

@@ -16,7 +16,7 @@ from nemo_specrl.cache.run_folders import WARM_START
 from nemo_specrl.cache.snapshot import write_partition
 from nemo_specrl.cache.storage.schema import DATA_FILE
 from nemo_specrl.errors import StoreUnavailable
-from nemo_specrl.rollout import Finish, Rollout, prompt_key
+from nemo_specrl.rollout import Claim, Finish, Rollout, prompt_key
 from tests.cache.cluster.conftest import STORE, learn, view_of
 from tests.support.stores import changing
 
@@ -192,9 +192,20 @@ def test_only_the_first_reader_assigns_sample_indices(shards):
     assert shard.claim(key, 1, 1, 1) == (None, view)
     shard.hold([(key, 0)])
     learn(shard, view_of(3, shard.name))
-    assert shard.claim(key, 1, 3, 1) == ((1, []), None)  # 0 was assigned by the other
+    assert shard.claim(key, 1, 3, 1) == (Claim(1, [], []), None)  # 0 was assigned by the other
     shard.release([(key, 0), (key, 7)])
-    assert shard.claim(key, 1, 3, 1) == ((0, []), None)
+    assert shard.claim(key, 1, 3, 1) == (Claim(0, [], []), None)
+
+
+def test_a_claim_brings_the_group_or_its_own_rollouts_and_the_outline_of_the_group(shards):
+    shard = shards(groups_per_prompt=2)
+    group = [rollout(1, version, index) for index in range(3) for version in (2, 1)]
+    shard.put(group[::-1], 1)
+    outlines = [r.outline for r in group]
+    key = group[0].key
+    assert shard.claim(key, 3, 1, 1) == (Claim(0, group, outlines), None)
+    claim, _ = shard.claim(key, 3, 1, 1, whole=False)
+    assert claim == Claim(1, group[2:4], outlines) and not claim.whole
 
 
 def test_the_folder_remembers_the_largest_incarnation_that_was_put(shards, tmp_path):

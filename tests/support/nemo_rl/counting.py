@@ -16,7 +16,7 @@ from typing import Any
 import xxhash
 
 from nemo_specrl import rollout
-from nemo_specrl.cache.cluster.client import CacheClient
+from nemo_specrl.cache.cluster.claiming_client import ClaimingClient
 
 COUNTS = "NEMO_SPECRL_TEST_COUNTS"
 
@@ -38,7 +38,7 @@ def install() -> None:
 
     rollout.xxhash = SimpleNamespace(xxh3_128_digest=digest)  # which prompt_key alone calls
     for name in ("get", "outlines", "claim"):
-        setattr(CacheClient, name, _counted(name, getattr(CacheClient, name)))
+        setattr(ClaimingClient, name, _counted(name, getattr(ClaimingClient, name)))
 
 
 def _counted(name: str, original: Any) -> Any:
