@@ -35,6 +35,7 @@ def choose_by_rows(scheduler: Any) -> None:
         rows = len(scheduler.dynamic_sd_lookup) - 1
         scheduler.spec_rl_lengths = _lengths(scheduler.vllm_config, rows)
         scheduler.spec_rl_observed = 0
+        scheduler.spec_rl_identified = False
         renew_table(scheduler)
 
 
@@ -58,12 +59,24 @@ def _context(vllm_config: Any) -> float:
 
 def _add_request(original: Any) -> Any:
     def add_request(self: Any, request: Any) -> None:
-        if self.spec_rl_lengths is not None and not self.requests:
-            self.spec_rl_lengths.begin_batch()
+        lengths = self.spec_rl_lengths
+        if lengths is not None and not self.requests:
+            lengths.begin_batch()
+            renew_table(self)
+        if lengths is not None and not self.spec_rl_identified and _identified(request):
+            # What was seen before is of requests that brought nothing.
+            self.spec_rl_identified = True
+            lengths.forget()
             renew_table(self)
         original(self, request)
 
     return add_request
+
+
+def _identified(request: Any) -> bool:
+    """Whether a request brings what it is to be drafted from."""
+    params = request.sampling_params
+    return params is not None and EXTRA_ARG in (params.extra_args or {})
 
 
 def _update_draft_token_ids(original: Any) -> Any:
@@ -80,9 +93,16 @@ def _update_draft_token_ids(original: Any) -> Any:
 
 
 def _make_spec_decoding_stats(original: Any) -> Any:
+    """Requests that bring nothing, such as those of a validation, draft in vain where others bring
+    something. They do not count there, so that the next batch is not drafted for as they are. In an
+    engine to which histories are sent ahead, none brings anything, and all count.
+    """
+
     def make_spec_decoding_stats(self: Any, *args: Any, **kwargs: Any) -> Any:
         lengths = self.spec_rl_lengths
-        if lengths is not None:
+        if lengths is not None and (
+            not self.spec_rl_identified or _identified(self.requests[kwargs["request_id"]])
+        ):
             lengths.observe(kwargs["num_draft_tokens"], kwargs["num_accepted_tokens"])
             self.spec_rl_observed += 1
             if self.spec_rl_observed % OBSERVED == 0:

@@ -162,6 +162,32 @@ def test_what_is_accepted_changes_the_table(llm, speculator, monkeypatch):
     assert scheduler.dynamic_sd_lookup[MAX_ROWS] > 0
 
 
+def test_a_validation_does_not_change_what_is_known_of_drafts(llm, speculator, monkeypatch):
+    """Its requests bring nothing and draft in vain. They count as long as none brings anything."""
+    from vllm import SamplingParams
+
+    scheduler = scheduler_of(llm)
+    lengths = fresh_lengths(scheduler)
+    monkeypatch.setattr(scheduler, "spec_rl_lengths", lengths)
+    monkeypatch.setattr(scheduler, "spec_rl_identified", False)
+    monkeypatch.setattr(lengths, "begin_batch", lambda: None)  # halves what was seen
+    prompts = [{"prompt_token_ids": [7, *PROMPT]} for _ in range(4)]
+    params = SamplingParams(max_tokens=30, ignore_eos=True, detokenize=False)
+
+    def validate():
+        before = lengths._counts.copy()
+        llm.generate(prompts, params, use_tqdm=False)
+        return lengths._counts - before
+
+    foreign = validate()
+    assert foreign.sum() > 4 * 5
+    list(rollouts(llm, config(), 2, temperature=0.05))
+    own = lengths._counts.copy()
+    assert own.sum() > 0
+    assert own[:, 0].sum() < 0.5 * own.sum()  # those of the first validation are forgotten
+    assert not validate().any()
+
+
 def fresh_lengths(scheduler):
     """As the scheduler makes them at its start, for a GPU on which each token costs."""
     from nemo_specrl.engine.vllm.model_costs import costs_of
