@@ -45,6 +45,9 @@ one, since nothing is learned where nothing is drafted: many rows find out withi
 drafts do not pay, but with a low one they would never find out that they do."""
 PRIOR_WEIGHT = 200.0
 """Drafts that it counts for. Of later positions, the chance of the position before counts so."""
+MOST_COUNTED = 20_000
+"""Drafts after which what was seen counts half: more say nothing that fewer would not, and a change
+would be seen the later, the longer a batch goes on."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,15 +154,24 @@ class UniformLengths:
         self._max_rows, self._max_drafted = max_rows, max_drafted
         # Drafts by their length, and by how many of their tokens were accepted.
         self._counts = np.zeros((max(lengths) + 1, max(lengths) + 1))
+        self._counted = 0.0  # their sum
 
     def observe(self, drafted: int, accepted: int) -> None:
         """Note how many tokens of a draft were accepted."""
         if 0 < drafted < len(self._counts):
             self._counts[drafted, min(accepted, drafted)] += 1
+            self._counted += 1
+            if self._counted > MOST_COUNTED:
+                self.begin_batch()
 
     def begin_batch(self) -> None:
-        """Give what was seen less weight: the weights and the prompts may be others now."""
+        """Give what was seen half its weight: the weights and the prompts may be others now."""
         self._counts /= 2
+        self._counted /= 2
+
+    def forget(self) -> None:
+        """Begin with nothing seen."""
+        self._counts[:] = self._counted = 0.0
 
     def chances(self) -> Floats:
         """By position, the chance that a draft token is accepted if those before it are."""

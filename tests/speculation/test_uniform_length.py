@@ -134,6 +134,15 @@ def test_where_nothing_is_accepted_nothing_is_drafted():
     assert lengths.table(3000)[1] > 0  # what was seen long ago does not count
 
 
+def test_a_long_batch_does_not_outweigh_what_comes_behind_it():
+    """100,000 drafts that are accepted, and then 20,000 that are not, without a batch between."""
+    lengths = UniformLengths(COSTS, LENGTHS, 256, max_drafted=883)
+    for drafts, accepted in ((100_000, 5), (20_000, 0)):
+        for _ in range(drafts):
+            lengths.observe(5, accepted)
+    assert lengths.chances()[0] < 0.5
+
+
 def test_positions_that_no_draft_reached_are_as_likely_as_those_before():
     lengths = UniformLengths(COSTS, LENGTHS, 8, max_drafted=883)
     for _ in range(5000):

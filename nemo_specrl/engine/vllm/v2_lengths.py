@@ -13,7 +13,7 @@ from nemo_specrl.engine.vllm.model_costs import step_costs
 from nemo_specrl.engine.vllm.sampler_memory import DRAFT_LOGIT_BYTES, SAMPLER_BYTES
 from nemo_specrl.speculation.uniform_length import UniformLengths
 
-__all__ = ["WRAPPERS", "choose_by_rows", "first_table", "max_drafted", "renew_table"]
+__all__ = ["WRAPPERS", "choose_by_rows", "first_table", "max_drafted"]
 
 OBSERVED = 512
 """Drafts after which the table of lengths is made anew."""
@@ -35,6 +35,7 @@ def choose_by_rows(scheduler: Any) -> None:
         rows = len(scheduler.dynamic_sd_lookup) - 1
         scheduler.spec_rl_lengths = _lengths(scheduler.vllm_config, rows)
         scheduler.spec_rl_observed = 0
+        scheduler.spec_rl_identified = scheduler.spec_rl_begun = False
         renew_table(scheduler)
 
 
@@ -58,12 +59,46 @@ def _context(vllm_config: Any) -> float:
 
 def _add_request(original: Any) -> Any:
     def add_request(self: Any, request: Any) -> None:
-        if self.spec_rl_lengths is not None and not self.requests:
-            self.spec_rl_lengths.begin_batch()
+        lengths = self.spec_rl_lengths
+        if lengths is not None:
+            if not self.requests:
+                _begin_batch(self)
+            self.spec_rl_begun = False
+        if lengths is not None and not self.spec_rl_identified and _identified(request):
+            # What was seen before is of requests that brought nothing.
+            self.spec_rl_identified = True
+            lengths.forget()
             renew_table(self)
         original(self, request)
 
     return add_request
+
+
+def _begin_batch(scheduler: Any) -> None:
+    """Have a batch begin, unless one has begun and has no request yet."""
+    if not scheduler.spec_rl_begun:
+        scheduler.spec_rl_begun = True
+        scheduler.spec_rl_lengths.begin_batch()
+        renew_table(scheduler)
+
+
+def _reset_prefix_cache(original: Any) -> Any:
+    """Every refit resets the prefix cache. A batch begins with it also where the engine is never
+    idle, which would not draft again once drafts have not paid: nothing is seen where none are.
+    """
+
+    def reset_prefix_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.spec_rl_lengths is not None:
+            _begin_batch(self)
+        return original(self, *args, **kwargs)
+
+    return reset_prefix_cache
+
+
+def _identified(request: Any) -> bool:
+    """Whether a request brings what it is to be drafted from."""
+    params = request.sampling_params
+    return params is not None and EXTRA_ARG in (params.extra_args or {})
 
 
 def _update_draft_token_ids(original: Any) -> Any:
@@ -80,9 +115,16 @@ def _update_draft_token_ids(original: Any) -> Any:
 
 
 def _make_spec_decoding_stats(original: Any) -> Any:
+    """Requests that bring nothing, such as those of a validation, draft in vain where others bring
+    something. They do not count there, so that the next batch is not drafted for as they are. In an
+    engine to which histories are sent ahead, none brings anything, and all count.
+    """
+
     def make_spec_decoding_stats(self: Any, *args: Any, **kwargs: Any) -> Any:
         lengths = self.spec_rl_lengths
-        if lengths is not None:
+        if lengths is not None and (
+            not self.spec_rl_identified or _identified(self.requests[kwargs["request_id"]])
+        ):
             lengths.observe(kwargs["num_draft_tokens"], kwargs["num_accepted_tokens"])
             self.spec_rl_observed += 1
             if self.spec_rl_observed % OBSERVED == 0:
@@ -94,6 +136,7 @@ def _make_spec_decoding_stats(original: Any) -> Any:
 
 WRAPPERS = (
     ("add_request", _add_request),
+    ("reset_prefix_cache", _reset_prefix_cache),
     ("update_draft_token_ids", _update_draft_token_ids),
     ("make_spec_decoding_stats", _make_spec_decoding_stats),
 )

@@ -134,7 +134,11 @@ def test_lengths_by_rows(llm, speculator):
 
 
 def test_what_is_accepted_changes_the_table(llm, speculator, monkeypatch):
-    """Rejected drafts alone: the scheduler stops drafting, and begins again in a later batch."""
+    """Rejected drafts alone: the scheduler stops drafting, and begins again after some refits, also
+    of an engine that is never idle.
+    """
+    from vllm import SamplingParams
+
     from nemo_specrl.engine.vllm import v2_lengths
     from nemo_specrl.speculation import uniform_length
 
@@ -156,10 +160,46 @@ def test_what_is_accepted_changes_the_table(llm, speculator, monkeypatch):
     assert metrics.tree_accepted_tokens < 0.1 * metrics.tree_drafted_tokens
     assert scheduler.spec_rl_lengths.chances()[0] < 0.3
     assert scheduler.dynamic_sd_lookup[MAX_ROWS] == 0
-    for _ in range(12):
-        scheduler.spec_rl_lengths.begin_batch()
-    v2_lengths.renew_table(scheduler)
+    for _ in range(2000):  # as in a longer batch
+        scheduler.spec_rl_lengths.observe(4, 0)
+    engine = llm.llm_engine
+    for refits, tokens in enumerate([60, *[1] * 12]):
+        if refits:
+            engine.reset_prefix_cache()
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False)
+        engine.add_request(f"row {refits}", {"prompt_token_ids": list(PROMPT)}, params)
+        engine.step()
+        assert engine.has_unfinished_requests()
+        assert refits or scheduler.dynamic_sd_lookup[MAX_ROWS] == 0
     assert scheduler.dynamic_sd_lookup[MAX_ROWS] > 0
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
+def test_a_validation_does_not_change_what_is_known_of_drafts(llm, speculator, monkeypatch):
+    """Its requests bring nothing and draft in vain. They count as long as none brings anything."""
+    from vllm import SamplingParams
+
+    scheduler = scheduler_of(llm)
+    lengths = fresh_lengths(scheduler)
+    monkeypatch.setattr(scheduler, "spec_rl_lengths", lengths)
+    monkeypatch.setattr(scheduler, "spec_rl_identified", False)
+    monkeypatch.setattr(lengths, "begin_batch", lambda: None)  # halves what was seen
+    prompts = [{"prompt_token_ids": [7, *PROMPT]} for _ in range(4)]
+    params = SamplingParams(max_tokens=30, ignore_eos=True, detokenize=False)
+
+    def validate():
+        before = lengths._counts.copy()
+        llm.generate(prompts, params, use_tqdm=False)
+        return lengths._counts - before
+
+    foreign = validate()
+    assert foreign.sum() > 4 * 5
+    list(rollouts(llm, config(), 2, temperature=0.05))
+    own = lengths._counts.copy()
+    assert own.sum() > 0
+    assert own[:, 0].sum() < 0.5 * own.sum()  # those of the first validation are forgotten
+    assert not validate().any()
 
 
 def fresh_lengths(scheduler):
