@@ -18,7 +18,7 @@ from nemo_specrl.engine.base import BaseSpeculativeLLM
 from nemo_specrl.engine.caches import ClaimingCache
 from nemo_specrl.engine.in_flight import WeightUpdates, salted
 from nemo_specrl.engine.outputs import request_outputs, unfinished_output
-from nemo_specrl.engine.policy_version import RUNNING, one_adapter
+from nemo_specrl.engine.policy_version import RUNNING, one_adapter, reset_caches
 from nemo_specrl.engine.prefix.verification import verification_params
 from nemo_specrl.engine.requests import RolloutRequest, build_requests
 from nemo_specrl.engine.sampling_rules import ResponseEnd
@@ -123,7 +123,7 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
             try:
                 return await update()
             finally:
-                await self.llm.reset_prefix_cache(reset_running_requests=recompute_kv)
+                await reset_caches(self.llm, recompute_kv=recompute_kv)
                 self._weights.begin(version, fingerprint)
                 for row, made in running.items():
                     row.change_weights(made, version)
@@ -142,7 +142,7 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
                 requests are. The policy version is the old one then.
         """
         self.check_idle()
-        reset = await self.llm.reset_prefix_cache()
+        reset = await reset_caches(self.llm)
         self.check_idle()  # a row that has begun meanwhile would be of two versions
         if not reset:
             raise ConfigError(f"the prefix cache was not reset: {RUNNING}")

@@ -26,6 +26,7 @@ __all__ = [
     "note_refit",
     "one_adapter",
     "refuse_kv_connector",
+    "reset_caches",
     "reset_prefix_cache",
 ]
 
@@ -46,6 +47,22 @@ def reset_prefix_cache(llm: Any) -> None:
         raise ConfigError(f"the prefix cache was not reset: {RUNNING}")
     if llm.llm_engine.vllm_config.model_config.is_multimodal_model:
         llm.llm_engine.reset_encoder_cache()
+
+
+async def reset_caches(llm: Any, *, recompute_kv: bool = False) -> bool:
+    """Drop the KV blocks of an asynchronous engine, and what its encoder has made of images.
+
+    Args:
+        llm: an ``AsyncLLM``, which takes no step meanwhile.
+        recompute_kv: drop the KV blocks of running requests, too, and have them computed anew.
+
+    Returns:
+        Whether vLLM has dropped the KV blocks; not so while requests are running, otherwise.
+    """
+    reset = bool(await llm.reset_prefix_cache(reset_running_requests=recompute_kv))
+    if llm.vllm_config.model_config.is_multimodal_model:
+        await llm.reset_encoder_cache()
+    return reset
 
 
 def refuse_kv_connector(vllm_config: Any) -> None:

@@ -102,7 +102,8 @@ class ServingSpeculativeLLM(AsyncSpeculativeLLM):
             self.metrics.decoded_tokens += len(tokens)
             self.metrics.response_tokens += len(tokens)
         if note is not None and not row.aborted:
-            turn = ServedTurn(request.prompt_tokens, tokens, request.versions, request.row.key)
+            made = list(tokens)
+            turn = ServedTurn(request.prompt_tokens, made, request.versions, request.row.key)
             note(turn)
 
     def _request(self, prompt: Any, params: SamplingParams) -> RolloutRequest | None:
@@ -158,8 +159,14 @@ def _rendered_media(prompt: Any) -> Iterator[tuple[str, int, int]]:
 
 
 def _appended(tokens: list[int], output: RequestOutput, params: SamplingParams) -> list[int]:
-    """The response so far, with an output that has all of it, or what is new."""
+    """The response so far, with an output that has all of it, or what is new.
+
+    Nothing that was there is copied: a response has as many outputs as it has tokens.
+    """
     from vllm.sampling_params import RequestOutputKind
 
-    made = list(output.outputs[0].token_ids)
-    return tokens + made if params.output_kind is RequestOutputKind.DELTA else made
+    made: list[int] = output.outputs[0].token_ids  # a list, whatever vLLM's annotation
+    if params.output_kind is not RequestOutputKind.DELTA:
+        return made
+    tokens += made
+    return tokens

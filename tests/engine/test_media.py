@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from vllm import SamplingParams
 
 from nemo_specrl import SpecRLConfig, SpeculativeLLM, errors
@@ -14,6 +15,7 @@ from nemo_specrl.engine.vllm.refit import refit
 from nemo_specrl.media import media_prompt_key
 from tests.conftest import DictCache, make_async_engine, make_engine, weights_of
 from tests.engine.test_async_engine import ClaimingCache
+from tests.engine.test_in_flight import load
 from tests.support.engines import DRAFTS, LOSSLESS
 from tests.support.vision_models import (
     check_epochs,
@@ -76,14 +78,18 @@ def test_budgets_and_stop_strings(llm, plain):
     assert made.metrics.tree_accepted_tokens > 0
 
 
+def seeing_otherwise(model):
+    """Its weights, with noise on those of the part that sees."""
+    noise = torch.Generator().manual_seed(0)
+    return [
+        (name, w + 0.2 * torch.randn(w.shape, generator=noise) if "visual" in name else w)
+        for name, w in weights_of(model)
+    ]
+
+
 def test_a_new_policy_version_sees_images_with_the_new_weights(model, llm, plain_llm, plain):
     """The engine keeps what its encoder has made of an image, until it is told otherwise."""
-    weights = weights_of(model)
-    noise = torch.Generator().manual_seed(0)
-    seeing = [
-        (name, w + 0.2 * torch.randn(w.shape, generator=noise) if "visual" in name else w)
-        for name, w in weights
-    ]
+    weights, seeing = weights_of(model), seeing_otherwise(model)
     made = SpeculativeLLM(llm, DictCache(), LOSSLESS)
     sampled(made, prompts())
     try:
@@ -130,19 +136,21 @@ def async_llm(model, loop):
 PARAMS = {"temperature": 1.0, "top_p": 1e-6, "max_tokens": 24, "ignore_eos": True, "logprobs": 0}
 
 
-def test_asynchronous_rows(async_llm, loop, plain):
-    made = AsyncSpeculativeLLM(async_llm, ClaimingCache(), LOSSLESS)
+async def epoch(made, name):
+    """What each of the prompts gets from an asynchronous engine."""
 
     async def row(prompt, name):
         stream = made.generate(prompt, SamplingParams(**PARAMS), name)
         return [output async for output in stream][-1]
 
-    async def epoch(name):
-        asked = enumerate(prompts())
-        return await asyncio.gather(*(row(prompt, f"{name} {i}") for i, prompt in asked))
+    asked = enumerate(prompts())
+    return await asyncio.gather(*(row(prompt, f"{name} {i}") for i, prompt in asked))
 
+
+def test_asynchronous_rows(async_llm, loop, plain):
+    made = AsyncSpeculativeLLM(async_llm, ClaimingCache(), LOSSLESS)
     for number in (1, 2):
-        outputs = loop.run_until_complete(epoch(number))
+        outputs = loop.run_until_complete(epoch(made, number))
         for ours, theirs in zip(outputs, plain, strict=True):
             assert ours.prompt_token_ids == theirs.prompt_token_ids
             assert list(ours.outputs[0].token_ids) == list(theirs.outputs[0].token_ids)
@@ -151,6 +159,42 @@ def test_asynchronous_rows(async_llm, loop, plain):
         steps, made.metrics = made.metrics, type(made.metrics)()
     assert steps.tree_tokens / steps.tree_steps > 3
     assert len(made.cache.rollouts) == len(plain)
+
+
+@pytest.mark.parametrize("in_flight", [True, False])
+def test_asynchronous_rows_see_images_with_the_new_weights(
+    model, async_llm, loop, plain_llm, plain, tmp_path, in_flight
+):
+    """After ``refit``, and after a refit of another's with ``set_policy_version`` behind it."""
+    policies = []
+    for weights in (weights_of(model), seeing_otherwise(model)):
+        policies.append(tmp_path / f"{len(policies)}.safetensors")
+        save_file({name: tensor.contiguous() for name, tensor in weights}, policies[-1])
+    made = AsyncSpeculativeLLM(async_llm, ClaimingCache(), LOSSLESS)
+
+    async def new_weights(number):
+        def update():
+            return async_llm.collective_rpc(load, args=(str(policies[number % 2]),))
+
+        if in_flight:
+            await made.refit(update, number)
+        else:
+            await update()
+            await made.set_policy_version(number)
+
+    before = loop.run_until_complete(epoch(made, f"{in_flight} before"))
+    try:
+        refit(plain_llm, seeing_otherwise(model))
+        loop.run_until_complete(new_weights(1))
+        outputs = loop.run_until_complete(epoch(made, f"{in_flight} after"))
+        for ours, theirs in zip(outputs, sampled(plain_llm, prompts()), strict=True):
+            assert list(ours.outputs[0].token_ids) == list(theirs.outputs[0].token_ids)
+    finally:
+        loop.run_until_complete(new_weights(2))
+        refit(plain_llm, weights_of(model))
+    assert [list(output.outputs[0].token_ids) for output in before] == [
+        list(output.outputs[0].token_ids) for output in plain
+    ]
 
 
 def test_requests_of_the_http_server(async_llm, loop, plain):

@@ -4,12 +4,12 @@ import asyncio
 import itertools
 
 import pytest
-from vllm import SamplingParams
+from vllm import CompletionOutput, RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from nemo_specrl import Finish, Rollout, prompt_key
 from nemo_specrl.engine.drafters.method import engine_options
-from nemo_specrl.engine.served_requests import ServingSpeculativeLLM
+from nemo_specrl.engine.served_requests import ServingSpeculativeLLM, _appended
 from tests.conftest import make_async_engine
 from tests.engine.test_async_engine import ClaimingCache
 from tests.support.engines import DRAFTS, LOSSLESS
@@ -144,6 +144,18 @@ def test_streams_are_noted_whole(served):
     ask(root, output_kind=RequestOutputKind.DELTA)
     [whole] = ask(root)
     assert [turn.tokens for turn in notes] == [whole, whole]
+
+
+def test_no_output_of_a_stream_copies_the_response():
+    """The list that has it stays the same one: copies would take a time that grows with n²."""
+    params = SamplingParams(output_kind=RequestOutputKind.DELTA)
+    so_far = tokens = []
+    for new in ([5, 6], [], [7]):
+        completion = CompletionOutput(0, "", new, None, None)
+        output = RequestOutput("row", None, [1], None, [completion], False)
+        tokens = _appended(tokens, output, params)
+        assert tokens is so_far
+    assert tokens == [5, 6, 7]
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"n": 2}, {"min_tokens": 3}])
