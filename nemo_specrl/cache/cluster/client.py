@@ -166,6 +166,8 @@ class CacheClient:
         self._report_missed()
         if len(self._writes) > PUT_AT_ONCE:
             self._collect_acks(0)
+            if len(self._writes) > PUT_AT_ONCE:  # a shard is slow, or no longer there
+                self._request_view()
 
     def deliver(self) -> None:
         """Return when every shard that answers has what was put; within a second it is on disk.
@@ -237,7 +239,11 @@ class CacheClient:
         }
 
     def _send(self) -> None:
-        """Send what is buffered to all writers of its partitions."""
+        """Send what is buffered to all writers of its partitions.
+
+        Also to those that were too slow to be asked for rollouts now: a shard that has missed a
+        write lacks something, and has all that it serves copied to it again.
+        """
         self._poll_coordinator()
         buffer, self._buffer = self._buffer, []
         # Encoded here once: a third of the bytes, for each shard that receives them.
@@ -246,7 +252,7 @@ class CacheClient:
         by_node: dict[str, list[Rollout]] = defaultdict(list)
         for rollout in rollouts:
             for node in routing.write(rollout.key):
-                if self._usable(node):
+                if node in shards:
                     by_node[node].append(rollout)
                 else:
                     self._missed.add(node)

@@ -6,6 +6,7 @@ from nemo_specrl.cache.cluster import client as client_module
 from nemo_specrl.cache.cluster import shard_calls
 from nemo_specrl.cache.cluster.client import CacheClient
 from nemo_specrl.cache.cluster.membership import ClusterView, Routing
+from nemo_specrl.cache.cluster.shard_calls import FAILURES_TO_OPEN
 from nemo_specrl.rollout import Finish, Rollout, prompt_key
 from tests.support.cluster.in_process import Actor, InProcessRay
 
@@ -56,3 +57,19 @@ def test_what_comes_within_the_time_of_all_prompts_is_found(world, shards):
     actor.stopped, began = True, world.now
     assert client.get(keys) == {rollout.key: [rollout] for rollout in put}
     assert client.failures == 1
+
+
+def test_a_shard_that_is_left_alone_gets_what_is_put(world, shards):
+    """Otherwise it would have missed a write, and have all that it serves copied to it again."""
+    shard = shards()
+    client, actor = client_of(world, shard, 0.2)
+    rollout = Rollout(prompt_key([1]), 0, [1], [0.0], Finish.STOP, 1)
+    actor.stopped = True
+    for _ in range(FAILURES_TO_OPEN):
+        assert client.get([rollout.key]) == {}
+    actor.stopped = False
+    assert client.get([rollout.key]) == {} and client.failures == FAILURES_TO_OPEN  # not asked
+    client.put([rollout])
+    client.deliver()
+    [kept] = shard.store.get([rollout.key])[rollout.key]
+    assert kept.tokens.tolist() == [1]
