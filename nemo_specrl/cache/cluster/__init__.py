@@ -8,6 +8,7 @@ imports only from those below it::
     client                  looks rollouts up and stores them, each call with a deadline
     shard_calls             calls to shards: waiting for answers, shards that are left alone
     coordinator             an actor that watches nodes and keeps partitions replicated
+    shard_handle            what the coordinator knows of a shard that it has started
     copy_tasks              copies that shards make of one another, a chunk at a time
     shard                   one node's part: its store, and the ranges of it that are copied
     membership, placement   which nodes serve and receive a partition

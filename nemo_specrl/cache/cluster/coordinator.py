@@ -19,7 +19,6 @@ import logging
 import threading
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +34,7 @@ from nemo_specrl.cache.cluster.copy_tasks import (
 )
 from nemo_specrl.cache.cluster.membership import ClusterView, CopyTask, Health, Membership
 from nemo_specrl.cache.cluster.shard import Shard, ShardInfo
+from nemo_specrl.cache.cluster.shard_handle import ShardHandle
 from nemo_specrl.errors import ConfigError, StoreUnavailable, in_one_line
 
 __all__ = ["START_SECONDS", "Coordinator", "Started"]
@@ -45,34 +45,6 @@ START_SECONDS = 180.0
 """How long the start of a run waits for stores to open; what opens later joins later."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class _ShardHandle:
-    """A shard that the coordinator has started."""
-
-    node: str  # Ray's id of its node
-    actor: Any
-    machine: str  # address of the node; nodes of one machine share its disk
-    index: int  # among the shards of the machine
-    call: Any  # that has no answer yet; None: there is none
-    called_at: float = 0.0  # when that was made, or the last one before it
-    heard_at: float = 0.0  # when an answer last came
-    info: ShardInfo | None = None  # once the shard has described itself
-    answers: int = 0  # number of its last answer to a heartbeat
-    epoch: int = -1  # of the last routing that it confirmed
-    sent_epoch: int = -1  # of the last routing that was sent to it
-    member: bool = False  # whether the membership counts it
-
-    @property
-    def name(self) -> str:
-        """The shard's own name; empty until it has described itself."""
-        return self.info.name if self.info else ""
-
-    @property
-    def place(self) -> str:
-        """The node as messages name it."""
-        return f"node {self.machine} ({self.node})"
 
 
 class Started(NamedTuple):
@@ -120,7 +92,7 @@ class Coordinator:
         # The clock makes epochs grow when a coordinator is restarted, too, and clients say so if it
         # has been set back (:meth:`view`).
         self._membership = Membership(partitions, replicas, epoch=time.time_ns() // 10**6)
-        self._shards: dict[str, _ShardHandle] = {}  # by Ray's id of the node
+        self._shards: dict[str, ShardHandle] = {}  # by Ray's id of the node
         self._retry_at: dict[str, float] = {}  # when to try again on a node
         self._at_start: set[str] = set()  # nodes that were there, with or without a shard
         self._failed: dict[str, str] = {}  # why a node has no shard, by the node's address and id
@@ -282,7 +254,7 @@ class Coordinator:
             if node not in self._shards and self._retry_at.get(node, 0.0) <= now:
                 self._shards[node] = self._start_shard(node, machine)
 
-    def _start_shard(self, node: str, machine: str) -> _ShardHandle:
+    def _start_shard(self, node: str, machine: str) -> ShardHandle:
         taken = {shard.index for shard in self._shards.values() if shard.machine == machine}
         # A number that is free belonged to a shard that is gone; the new one finds its disk again.
         index = min(set(range(len(taken) + 1)) - taken)
@@ -296,7 +268,7 @@ class Coordinator:
                     self._options, self._warm and first)
         )  # fmt: skip
         call = actor.describe.options(concurrency_group=BACKGROUND).remote(self._partitions)
-        return _ShardHandle(node, actor, machine, index, call, heard_at=time.monotonic())
+        return ShardHandle(node, actor, machine, index, call, heard_at=time.monotonic())
 
     def _poll_shards(self) -> None:
         """Take the answers that have come, and leave out shards that have been silent for long."""
@@ -336,21 +308,23 @@ class Coordinator:
                 )  # fmt: skip
                 self._leave(shard)
 
-    def _join(self, shard: _ShardHandle, info: ShardInfo) -> None:
+    def _join(self, shard: ShardHandle, info: ShardInfo) -> None:
         self._failed.pop(shard.place, None)
         shard.info, shard.member = info, True
         with self._lock:
             self._membership.join(info.name, info.holds)
 
-    def _leave(self, shard: _ShardHandle) -> None:
+    def _leave(self, shard: ShardHandle) -> None:
         if shard.member:
             shard.member = False
             with self._lock:
                 self._membership.leave(shard.name)
 
-    def _drop(self, shard: _ShardHandle) -> None:
+    def _drop(self, shard: ShardHandle) -> None:
         self._leave(shard)
         self._shards.pop(shard.node, None)
+        # Clients' views hold handles of it, so it would live on, and keep its folder locked.
+        ray.kill(shard.actor)
 
     def _advance_membership(self) -> None:
         """Derive the next routing where that is due, and continue the copies."""

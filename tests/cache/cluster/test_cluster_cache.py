@@ -169,6 +169,33 @@ def test_a_shard_that_dies_is_covered_for_and_comes_back_with_its_disk(start, ca
     assert there == {key for key in map(key_of, range(60)) if name in view.routing.read(key)}
 
 
+def break_disk(shard):
+    """Have the store of a shard fail whatever it is asked."""
+
+    def broken(doing):
+        raise StoreUnavailable(f"cannot {doing} the disk")
+
+    shard.store._guard = broken
+
+
+def test_a_shard_that_is_given_up_ends_and_another_one_opens_its_folder(start):
+    cache = start()
+    cache.put([rollout(p) for p in range(60)])
+    cache.sync()
+    name, shard = next(iter(cache._view.shards.items()))  # the client keeps handles
+    ray.get(shard.__ray_call__.remote(break_disk))
+    with pytest.raises(StoreUnavailable):  # then the coordinator asks it to describe itself
+        ray.get(shard.get.remote([key_of(0)], 0))
+
+    def replaced():
+        shards = ray.get(cache._coordinator.view.remote()).shards
+        return shards.get(name, shard) != shard and cache.health() == (NODES, 0, 0)
+
+    wait_until(replaced)
+    assert is_dead(shard)
+    assert contents(cache, range(60)) == {p: [rollout(p)] for p in range(60)}
+
+
 class Late:
     """A shard that answers once, and then no more."""
 
