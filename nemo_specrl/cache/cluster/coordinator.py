@@ -346,7 +346,7 @@ class Coordinator:
         if not self._membership.changed:
             return False
         self._membership.plan()
-        self._transfers.restart()
+        self._transfers.keep(self._membership.going_on)
         self._to_copy = set()
         self._update_view()
         return True

@@ -63,10 +63,10 @@ class Transfers:
         """Calls that have no answer yet."""
         return [transfer.call for transfer in self._running.values()]
 
-    def restart(self) -> None:
-        """Drop all copies; a chunk that is being merged does no harm."""
-        self._running.clear()
-        self._retry_at.clear()
+    def keep(self, copies: Collection[CopyTask]) -> None:
+        """Drop all other copies; a chunk that is being merged does no harm."""
+        self._running = {copy: self._running[copy] for copy in self._running.keys() & copies}
+        self._retry_at = {copy: self._retry_at[copy] for copy in self._retry_at.keys() & copies}
 
     def advance(self, wanted: Collection[CopyTask], shards: Mapping[str, Any]) -> list[CopyTask]:
         """Start the copies that are wanted, some at a time, and continue those under way.

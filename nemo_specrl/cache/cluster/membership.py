@@ -125,12 +125,16 @@ class Membership:
     Attributes:
         routing: the current one. It names no node before the first :meth:`plan`.
         members: names of the nodes that are present.
+        going_on: copies that the last :meth:`plan` leaves alone, if they are under way: they are
+            still needed, their targets have received all that was written since they began, and
+            neither end has begun anew.
     """
 
     def __init__(self, partitions: int, replicas: int, epoch: int = 0) -> None:
         nobody: Table = ((),) * partitions
         self.routing = Routing(epoch, nobody, nobody)
         self.members: set[str] = set()
+        self.going_on: set[CopyTask] = set()
         self._replicas = replicas
         self._preferred: frozenset[str] = frozenset()
         self._goal: Table = nobody
@@ -139,6 +143,7 @@ class Membership:
         self._unmerged: dict[str, set[int]] = {}  # partitions whose data only this disk may have
         self._behind: dict[str, set[int]] = {}  # partitions of which a node lacks something
         self._missed: set[str] = set()  # nodes behind, which the routing does not reflect yet
+        self._waiting: set[str] = set()  # nodes behind on everything, whose copies have not begun
         self._changed = False
         self._acknowledged = False
         self._copies: set[CopyTask] = set()  # still to be made
@@ -175,6 +180,7 @@ class Membership:
         self.members.add(name)
         self._unmerged[name] = set(holds)
         self._behind[name] = set(range(len(self._goal)))
+        self._waiting.add(name)
         self._changed = True
 
     def leave(self, name: str) -> None:
@@ -183,11 +189,15 @@ class Membership:
         self._unmerged.pop(name, None)
         self._behind.pop(name, None)
         self._missed.discard(name)
+        self._waiting.discard(name)
         self._changed = True
 
     def missed_write(self, name: str) -> None:
-        """Record that a node did not receive something that was written to the others."""
-        if name in self.members:
+        """Record that a node did not receive something that was written to the others.
+
+        Nothing changes where it is taken to lack everything and no copy for it has begun.
+        """
+        if name in self.members and name not in self._waiting:
             self._missed.add(name)
             self._changed = True
 
@@ -206,10 +216,11 @@ class Membership:
     def plan(self) -> Routing:
         """Derive the routing that follows from all that has happened.
 
-        Copies that were not finished are dropped; those still needed start again.
+        Copies that are under way have to begin anew, or to end, unless they are in ``going_on``.
         """
         for name in self._missed:
             self._behind[name] = set(range(len(self._goal)))
+        self._waiting |= self._missed
         self._missed.clear()
         self._goal = place(self.members, len(self._goal), self._replicas, self._preferred)
         self._copies.clear()
@@ -230,6 +241,8 @@ class Membership:
                 if source != node
             )
         self._changed = False
+        begin = self._waiting
+        self.going_on = {c for c in self._copies if c.target not in begin and c.source not in begin}
         return self._next(tuple(readers))
 
     def acknowledged(self) -> list[CopyTask]:
@@ -239,6 +252,7 @@ class Membership:
             The copies that can be made now.
         """
         self._acknowledged = True
+        self._waiting.clear()
         self._may_read = self.routing.readers
         return sorted(self._copies)
 
