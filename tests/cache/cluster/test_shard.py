@@ -143,6 +143,20 @@ def test_only_the_first_reader_assigns_sample_indices(shards):
     assert shard.claim(key, 1, 3, 1) == ((0, []), None)
 
 
+def test_a_snapshot_has_nothing_of_partitions_that_have_moved_away(shards, tmp_path):
+    shard = shards()
+    shard.put([rollout(p, 1) for p in range(40)], 1)
+    files, newer = shard.write_snapshot(str(tmp_path / "first"), [0, 1], PARTITIONS, 1)
+    assert ([file.partition for file in files], newer) == ([0, 1], None)
+    table = ((shard.name,), ("other",))
+    view = ClusterView(Routing(2, table, table), {}, {})
+    learn(shard, view)
+    files, newer = shard.write_snapshot(str(tmp_path / "second"), [0, 1], PARTITIONS, 1)
+    assert ([file.partition for file in files], newer) == ([0], view)
+    files, newer = shard.write_snapshot(str(tmp_path / "third"), [0, 1], PARTITIONS, 2)
+    assert ([file.partition for file in files], newer) == ([0, 1], None)  # the caller knows best
+
+
 def test_the_folder_remembers_the_largest_incarnation_that_was_put(shards, tmp_path):
     shard = shards()
     assert shard.describe(PARTITIONS).incarnation == 0
