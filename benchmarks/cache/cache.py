@@ -237,8 +237,8 @@ def pauses(path: Path, folder: Path, prompts: int, runs: int) -> dict[str, Any]:
     def write() -> float:
         """Write a snapshot; returns its MB/s."""
         started = time.perf_counter()
-        files = shard.write_snapshot(
-            str(folder / "partitions"), list(range(PARTITIONS)), PARTITIONS
+        files, _ = shard.write_snapshot(
+            str(folder / "partitions"), list(range(PARTITIONS)), PARTITIONS, epoch=0
         )
         return sum(file.bytes for file in files) / MB / (time.perf_counter() - started)
 
@@ -307,7 +307,7 @@ def opening(folder: Path, gb: float, runs: int) -> dict[str, float]:
         timings.measure(
             "snapshot by partitions",
             size * 1e3,
-            lambda: shard.write_snapshot(str(folder / "parts"), everything, PARTITIONS),
+            lambda: shard.write_snapshot(str(folder / "parts"), everything, PARTITIONS, epoch=0),
         )
     shard.close()
     return opened | {

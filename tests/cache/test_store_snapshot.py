@@ -193,7 +193,7 @@ def test_what_one_process_writes_a_cluster_reads_and_the_other_way_round(tmp_pat
     assert shard.read_snapshot(str(single), files, set(range(4)), 4) == ([], 7)
     assert contents(shard.store, range(40)) == want
     parts = tmp_path / "partitions"
-    written = shard.write_snapshot(str(parts), list(range(4)), 4)
+    written, _ = shard.write_snapshot(str(parts), list(range(4)), 4, epoch=0)
     shard.close()
     write_manifest(parts, Manifest("tok", 3, 4, tuple(written)))
     assert len(list(parts.glob("*.rollouts"))) == 4

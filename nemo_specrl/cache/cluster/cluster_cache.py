@@ -36,7 +36,6 @@ This module imports Ray. It knows neither engines nor NeMo-RL.
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections import defaultdict
 from collections.abc import Collection
@@ -44,20 +43,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nemo_specrl.cache.cluster.claiming_client import ClaimingClient
 from nemo_specrl.cache.cluster.client import POLL_SECONDS
-from nemo_specrl.cache.cluster.coordinator import START_SECONDS, Coordinator, Started
 from nemo_specrl.cache.cluster.copy_tasks import FILES
 from nemo_specrl.cache.cluster.membership import Health
 from nemo_specrl.cache.cluster.shard_calls import FAILED, ready, within
 from nemo_specrl.cache.metrics import StoreStats
 from nemo_specrl.cache.snapshot import Manifest, PartitionFile, read_manifest, write_manifest
-from nemo_specrl.config import CacheConfig
-from nemo_specrl.errors import CacheError, StoreUnavailable, in_one_line
+from nemo_specrl.errors import StoreUnavailable, in_one_line
 
-__all__ = ["ClusterCache", "start_shards"]
+__all__ = ["CALL_SECONDS", "ClusterCache"]
 
 CALL_SECONDS = 60.0
 STATS_SECONDS = 10.0
@@ -69,6 +65,8 @@ WRITE_SECONDS = 120.0
 MANIFEST_SECONDS = 10.0
 """Time for the manifest where a shard has used up all of the snapshot's."""
 RESTORE_SECONDS = 300.0
+VIEW_SECONDS = 5.0
+"""How long a snapshot or its restoration waits to hear where partitions lie now."""
 PARTITIONS_AT_ONCE = 4
 
 logger = logging.getLogger(__name__)
@@ -166,6 +164,7 @@ class ClusterCache(ClaimingClient):
             until - time.monotonic(), f"write the snapshot {folder}",
             lambda: folder.mkdir(parents=True, exist_ok=True),
         )  # fmt: skip
+        self._learn_view()
         files, lost = self._write_partitions(folder, until)
         why = next(iter(lost.values()), "")
         if lost and not files:
@@ -198,19 +197,15 @@ class ClusterCache(ClaimingClient):
         """
         files: list[PartitionFile] = []
         lost: dict[int, str] = {}
-        failed: dict[str, str] = {}
+        failed = self._still_hanging()
         calls: dict[Any, _Part] = {}
         left = list(range(self.partitions))
-        for node, call in list(self._hanging.items()):
-            if ready([call], 0):
-                del self._hanging[node]
-            else:
-                failed[node] = f"shard {node} still hangs in an earlier checkpoint"
         while left or calls:
             shares, left = self._shares(left, {part.node for part in calls.values()}, failed, lost)
             for node, share in shares.items():
                 write = self._view.shards[node].write_snapshot.options(concurrency_group=FILES)
-                call = write.remote(str(folder), share, self.partitions)
+                epoch = self._view.routing.epoch
+                call = write.remote(str(folder), share, self.partitions, epoch)
                 calls[call] = _Part(node, share, time.monotonic())
             done = ready(calls, POLL_SECONDS, first=True)
             self._request_view()  # which no longer has shards that are gone or stopped
@@ -219,7 +214,12 @@ class ClusterCache(ClaimingClient):
                 node = part.node
                 if call in done:
                     try:
-                        files += ray.get(call)
+                        written, newer = ray.get(call)
+                        files += written
+                        self._adopt(newer)
+                        if newer is not None:  # then the shard has left out what others have
+                            readers = newer.routing.readers
+                            left += [p for p in part.partitions if node not in readers[p]]
                     except Exception as error:  # of the actor, its store or the file system
                         failed[node] = in_one_line(error)
                         left += part.partitions
@@ -238,6 +238,23 @@ class ClusterCache(ClaimingClient):
                 lost |= dict.fromkeys(left, late)
                 left = []
         return files, lost
+
+    def _still_hanging(self) -> dict[str, str]:
+        """Return the shards that hang in an earlier snapshot, each with words that say so."""
+        for node, call in list(self._hanging.items()):
+            if ready([call], 0):
+                del self._hanging[node]
+        return {n: f"shard {n} still hangs in an earlier checkpoint" for n in self._hanging}
+
+    def _learn_view(self) -> None:
+        """Adopt the coordinator's view, if it answers: a client that looks nothing up has old ones.
+
+        By an old view, a snapshot would ask shards from which the partitions have moved away.
+        """
+        if self._coordinator is not None:
+            self._view_call = self._coordinator.view.remote(self._view.routing.epoch)
+            ready([self._view_call], VIEW_SECONDS)
+            self._poll_coordinator()
 
     def _shares(
         self, partitions: list[int], busy: set[str], failed: dict[str, str], lost: dict[int, str]
@@ -290,6 +307,7 @@ class ClusterCache(ClaimingClient):
             until - time.monotonic(), f"read the snapshot {folder}",
             lambda: read_manifest(folder, self.tokenizer_id),
         )  # fmt: skip
+        self._learn_view()
         # With another number of partitions, any file may have prompts of any shard.
         same = manifest.partitions == self.partitions
         calls = {}
@@ -339,60 +357,3 @@ class ClusterCache(ClaimingClient):
             raise error.cause from None
         except ray.exceptions.RayError as error:
             raise StoreUnavailable(f"the cache's coordinator: {in_one_line(error)}") from error
-
-
-def start_shards(
-    folder: Path, config: CacheConfig, *, keep: bool, tokenizer_id: str
-) -> ClusterCache:
-    """Start a shard on each node of the Ray cluster that this process is part of.
-
-    Nodes that join later get a shard within seconds. The shards end with this process's job; their
-    disks keep what they have, and a node that comes back to the run keeps what its disk has. A node
-    whose folder cannot be used is left out with a warning, until it can.
-
-    Args:
-        folder: on each node's own disk.
-        config: the ``spec_rl.cache:`` block.
-        keep: keep what is there, as a resumed run does; otherwise start empty, or with the warm
-            start beside the folder (:mod:`nemo_specrl.cache.run_folders`).
-        tokenizer_id: identity of the tokenizer.
-
-    Raises:
-        StoreUnavailable: no node has a folder that can be used.
-    """
-    options = {
-        "max_bytes": config.max_bytes_per_node,
-        "tokenizer_id": tokenizer_id,
-        "groups_per_prompt": config.groups_per_prompt,
-    }
-    here = ray.get_runtime_context().get_node_id()
-    actor: Any = ray.remote(Coordinator).options(
-        num_cpus=0,
-        max_concurrency=16,
-        max_restarts=-1,
-        # Beside this process: the run, and the use of a coordinator, end with its node.
-        scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
-    )
-    coordinator = actor.remote(
-        str(folder), secrets.randbits(63), keep, config.partitions, config.replicas, options
-    )
-    try:
-        started: Started = ray.get(
-            coordinator.start.remote(), timeout=2 * START_SECONDS + CALL_SECONDS
-        )
-    except ray.exceptions.RayError as error:
-        ray.kill(coordinator)
-        cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else None
-        if isinstance(cause, CacheError):
-            raise cause from None
-        raise StoreUnavailable(f"{folder}: {in_one_line(error)}") from error
-    for line in started.remarks:
-        logger.warning("rollout cache: %s", line)
-    return ClusterCache(
-        started.view,
-        coordinator,
-        deadline_s=config.deadline_ms / 1000,
-        tokenizer_id=tokenizer_id,
-        incarnation=max(time.time_ns(), started.incarnation + 1),
-        resumed=keep,
-    )

@@ -33,8 +33,8 @@ from nemo_specrl.cache.cluster.copy_tasks import (
     Transfers,
 )
 from nemo_specrl.cache.cluster.membership import ClusterView, CopyTask, Health, Membership
-from nemo_specrl.cache.cluster.shard import Shard, ShardInfo
-from nemo_specrl.cache.cluster.shard_handle import ShardHandle
+from nemo_specrl.cache.cluster.shard import Shard
+from nemo_specrl.cache.cluster.shard_handle import ShardHandle, ShardInfo
 from nemo_specrl.errors import ConfigError, StoreUnavailable, in_one_line
 
 __all__ = ["START_SECONDS", "Coordinator", "Started"]

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from nemo_specrl.cache.cluster.membership import ClusterView
 from nemo_specrl.cache.cluster.sample_index_leases import SampleIndexLeases
+from nemo_specrl.cache.cluster.shard_handle import ShardInfo
 from nemo_specrl.cache.cluster.shard_identity import Identity, read_identity, write_identity
 from nemo_specrl.cache.metrics import StoreStats
 from nemo_specrl.cache.partitions import key_range, partition_of
@@ -34,7 +35,7 @@ from nemo_specrl.cache.store import RolloutStore
 from nemo_specrl.errors import StoreUnavailable
 from nemo_specrl.rollout import Claim, Rollout, RolloutSummary
 
-__all__ = ["LEASE_SECONDS", "Chunk", "Shard", "ShardInfo"]
+__all__ = ["LEASE_SECONDS", "Chunk", "Shard"]
 
 LEASE_SECONDS = 10.0
 """How long a shard answers look-ups after its last exchange with the coordinator, which waits
@@ -43,24 +44,6 @@ CHUNK_TOKENS = 2**19
 """A chunk of a copy ends with the prompt that reaches this many tokens: about 4 MiB."""
 
 logger = logging.getLogger(__name__)
-
-
-class ShardInfo(NamedTuple):
-    """A shard's description of itself.
-
-    Args:
-        name: the same for as long as its folder is there.
-        store_id: a new one each time that the store is opened, or starts empty.
-        holds: partitions of which there is something in the store.
-        incarnation: the largest one that anything in the store was put with.
-        remarks: lines for the user on how the store began and where it lies.
-    """
-
-    name: str
-    store_id: str
-    holds: tuple[int, ...]
-    incarnation: int = 0
-    remarks: tuple[str, ...] = ()
 
 
 class Chunk(NamedTuple):
@@ -310,19 +293,28 @@ class Shard:
                 self.store.sync()
         return chunk.stop
 
-    def write_snapshot(self, folder: str, partitions: list[int], of: int) -> list[PartitionFile]:
+    def write_snapshot(
+        self, folder: str, partitions: list[int], of: int, epoch: int
+    ) -> tuple[list[PartitionFile], ClusterView | None]:
         """Write some of the ``of`` partitions of a snapshot; empty ones get no file.
+
+        Returns:
+            The files, and a newer view. Partitions of which this shard is no reader by that view
+            are left out: it may lack what was put since they moved away.
 
         Raises:
             StoreUnavailable: reading the store or writing the folder failed, or the store has
                 started empty, as for :meth:`read_range`.
         """
+        newer = self._newer_view(epoch)
+        if newer is not None:
+            partitions = [p for p in partitions if self.name in newer.routing.readers[p]]
         files = [
             write_partition(Path(folder), partition, self.store.by_use(*key_range(partition, of)))
             for partition in partitions
         ]
         self._check_contents()
-        return [file for file in files if file is not None]
+        return [file for file in files if file is not None], newer
 
     def read_snapshot(
         self, folder: str, files: list[PartitionFile], mine: set[int], of: int

@@ -1,13 +1,29 @@
-"""What a coordinator knows of a shard that it has started."""
+"""What a coordinator knows of a shard: what the shard says of itself, and how it is called."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from nemo_specrl.cache.cluster.shard import ShardInfo
+__all__ = ["ShardHandle", "ShardInfo"]
 
-__all__ = ["ShardHandle"]
+
+class ShardInfo(NamedTuple):
+    """A shard's description of itself.
+
+    Args:
+        name: the same for as long as its folder is there.
+        store_id: a new one each time that the store is opened, or starts empty.
+        holds: partitions of which there is something in the store.
+        incarnation: the largest one that anything in the store was put with.
+        remarks: lines for the user on how the store began and where it lies.
+    """
+
+    name: str
+    store_id: str
+    holds: tuple[int, ...]
+    incarnation: int = 0
+    remarks: tuple[str, ...] = ()
 
 
 @dataclass

@@ -413,6 +413,41 @@ def test_a_file_system_that_hangs_does_not_hold_a_checkpoint_up(start, tmp_path,
     wait_until(written)
 
 
+def learned(shards, epoch):
+    """Whether shards know a routing, or a later one."""
+    calls = [s.__ray_call__.remote(lambda self: self.view.routing.epoch) for s in shards]
+    return all(known >= epoch for known in ray.get(calls))
+
+
+@pytest.mark.parametrize("coordinator", ["answers", "is out of reach"])
+def test_a_driver_that_looks_nothing_up_saves_what_has_moved_meanwhile(
+    start, tmp_path, coordinator
+):
+    driver = start()
+    engine = pickle.loads(pickle.dumps(driver))
+    here = ray.get_runtime_context().get_node_id()
+    layout = {node["NodeID"] for node in ray.nodes()} - {here}
+    driver.set_preferred_nodes(layout)
+
+    def moved():
+        view = ray.get(driver._coordinator.view.remote())
+        places = {view.nodes[n] for nodes in view.routing.writers for n in nodes}
+        return places == layout and learned(view.shards.values(), view.routing.epoch)
+
+    wait_until(moved)
+    for version in (1, 2):  # the first is sent by the old routing as well
+        engine.put([rollout(p, version) for p in range(60)])
+        engine.sync()
+    if coordinator == "is out of reach":
+        driver._coordinator, known = None, driver._coordinator  # the shards say that they are not
+    driver.snapshot(tmp_path / "snapshot", policy_version=2)
+    if coordinator == "is out of reach":
+        driver._coordinator = known
+    other = start("others")
+    assert other.restore(tmp_path / "snapshot")[1] == []
+    assert contents(other, range(60)) == {p: [rollout(p, version=2)] for p in range(60)}
+
+
 class Assigning:
     """A shard that assigns a sample index when it is told to."""
 

@@ -208,6 +208,20 @@ def test_a_claim_brings_the_group_or_its_own_rollouts_and_the_outline_of_the_gro
     assert claim == Claim(1, group[2:4], outlines) and not claim.whole
 
 
+def test_a_snapshot_has_nothing_of_partitions_that_have_moved_away(shards, tmp_path):
+    shard = shards()
+    shard.put([rollout(p, 1) for p in range(40)], 1)
+    files, newer = shard.write_snapshot(str(tmp_path / "first"), [0, 1], PARTITIONS, 1)
+    assert ([file.partition for file in files], newer) == ([0, 1], None)
+    table = ((shard.name,), ("other",))
+    view = ClusterView(Routing(2, table, table), {}, {})
+    learn(shard, view)
+    files, newer = shard.write_snapshot(str(tmp_path / "second"), [0, 1], PARTITIONS, 1)
+    assert ([file.partition for file in files], newer) == ([0], view)
+    files, newer = shard.write_snapshot(str(tmp_path / "third"), [0, 1], PARTITIONS, 2)
+    assert ([file.partition for file in files], newer) == ([0, 1], None)  # the caller knows best
+
+
 def test_the_folder_remembers_the_largest_incarnation_that_was_put(shards, tmp_path):
     shard = shards()
     assert shard.describe(PARTITIONS).incarnation == 0

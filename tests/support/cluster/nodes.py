@@ -12,7 +12,7 @@ import ray
 import ray.cloudpickle
 from ray.cluster_utils import Cluster
 
-from nemo_specrl.cache.cluster.cluster_cache import start_shards
+from nemo_specrl.cache.cluster.run_cache import start_shards
 from nemo_specrl.config import CacheConfig
 from nemo_specrl.rollout import Finish, Rollout, prompt_key
 
