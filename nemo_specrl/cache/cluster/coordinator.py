@@ -184,8 +184,9 @@ class Coordinator:
         By the view that is returned they are no readers, where there are others.
         """
         with self._lock:
-            for name in names:
-                self._membership.missed_write(name)
+            for shard in [s for s in self._shards.values() if s.member and s.name in names]:
+                self._membership.missed_write(shard.name)
+                shard.note_missed_write(time.monotonic())
             self._plan_if_changed()
             return self._view
 
@@ -294,11 +295,20 @@ class Coordinator:
                 continue
             store_id, shard.answers = answer
             shard.epoch = shard.sent_epoch
+            if now < shard.left_out_until:
+                continue
             if not (shard.member and shard.info and shard.info.store_id == store_id):
                 self._leave(shard)
                 describe = shard.actor.describe.options(concurrency_group=BACKGROUND)
                 shard.call, shard.called_at = describe.remote(self._partitions), now
         for shard in self._shards.values():
+            if shard.member and shard.is_to_be_left_out(now):
+                logger.warning(
+                    "rollout cache: the shard of %s does not take what is written, as with a full "
+                    "disk; it is left out for %.0f s",
+                    shard.place, shard.left_out_until - now,
+                )  # fmt: skip
+                self._leave(shard)
             if shard.info is not None and now - shard.called_at > SILENCE_TIMEOUT:
                 shard.call = None  # call again: an answer may have been lost with its connection
             if shard.member and now - shard.heard_at > SILENCE_TIMEOUT:

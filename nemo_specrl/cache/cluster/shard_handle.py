@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 __all__ = ["ShardHandle", "ShardInfo"]
+
+MISSES_TO_LEAVE_OUT = 3
+SAME_SECONDS = 5.0
+LEAVE_OUT_SECONDS, LONGEST_LEFT_OUT = 60.0, 3600.0
+"""How long a shard that keeps missing writes is left out: twice as long each time."""
 
 
 class ShardInfo(NamedTuple):
@@ -42,6 +48,28 @@ class ShardHandle:
     epoch: int = -1  # of the last routing that it confirmed
     sent_epoch: int = -1  # of the last routing that was sent to it
     member: bool = False  # whether the membership counts it
+    misses: int = 0  # writes that it missed shortly after one another
+    missed_at: float = -math.inf  # when the last of them was noted
+    left_out_for: float = LEAVE_OUT_SECONDS  # the next time that it is
+    left_out_until: float = -math.inf
+
+    def note_missed_write(self, now: float) -> None:
+        """Note that clients could not write to the shard. Many of them report the same failure."""
+        if now - self.missed_at >= SAME_SECONDS:
+            together = now - self.missed_at < LEAVE_OUT_SECONDS
+            self.misses, self.missed_at = self.misses + 1 if together else 1, now
+
+    def is_to_be_left_out(self, now: float) -> bool:
+        """Whether it has missed so many writes that it is left out from now on, for a while.
+
+        A shard whose disk is full would otherwise be filled again each time, and everything that
+        is copied would begin anew.
+        """
+        if self.misses < MISSES_TO_LEAVE_OUT:
+            return False
+        self.misses, self.left_out_until = 0, now + self.left_out_for
+        self.left_out_for = min(2 * self.left_out_for, LONGEST_LEFT_OUT)
+        return True
 
     @property
     def name(self) -> str:

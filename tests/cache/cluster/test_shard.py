@@ -161,7 +161,7 @@ def test_a_store_that_started_empty_by_itself_is_no_source_before_it_is_describe
         with refused:
             shard.read_range(b"", None)
         with refused:
-            shard.write_snapshot(str(tmp_path / "snapshot"), [0, 1], PARTITIONS)
+            shard.write_snapshot(str(tmp_path / "snapshot"), [0, 1], PARTITIONS, 1)
         store_id, _ = shard.heartbeat(view_of(1, shard.name), 0)
         assert store_id != before.store_id
     after = shard.describe(PARTITIONS)
