@@ -20,12 +20,12 @@ from typing import Any
 import ray
 
 from nemo_specrl.cache.cluster.membership import ClusterView, missing_writes
-from nemo_specrl.cache.cluster.shard_calls import FAILED, Breaker, Lookups, Write, ready
+from nemo_specrl.cache.cluster.shard_calls import FAILED, Breaker, Lookups, Write, given_up, ready
 from nemo_specrl.cache.codec import encode_for_transfer
 from nemo_specrl.errors import in_one_line
 from nemo_specrl.rollout import Rollout, RolloutSummary
 
-__all__ = ["POLL_SECONDS", "CacheClient"]
+__all__ = ["POLL_SECONDS", "PUT_AT_ONCE", "SYNC_SECONDS", "CacheClient"]
 
 LOOK_UP_SECONDS = 10.0
 """How long a look-up of many prompts may take, where a single one is not allowed longer."""
@@ -81,6 +81,7 @@ class CacheClient:
         self._writes: list[Write] = []
         self._unsynced: set[str] = set()
         self._missed: set[str] = set()  # shards that did not receive what they should have
+        self._silent: dict[str, Any] = {}  # a write that a shard has not answered in time
         self._view_call: Any = None
         self._view_called_at = -POLL_SECONDS
 
@@ -166,6 +167,7 @@ class CacheClient:
         self._report_missed()
         if len(self._writes) > PUT_AT_ONCE:
             self._collect_acks(0)
+            self._give_up(SYNC_SECONDS)
             if len(self._writes) > PUT_AT_ONCE:  # a shard is slow, or no longer there
                 self._request_view()
 
@@ -193,16 +195,20 @@ class CacheClient:
                 self._unsynced.clear()
             left = until - time.monotonic()
             self._collect_acks(max(0.0, min(POLL_SECONDS, left)))
-            late = {node for write in self._writes for node in write.calls.values()}
-            if late and left <= 0:
-                for node in late:
-                    self._failed(node, TimeoutError(f"not written in {SYNC_SECONDS:g} s"))
-                    self._missed.add(node)
-                self._writes = []
+            if self._writes and left <= 0:
+                self._give_up(0.0)
                 self._unsynced.clear()
-            elif late:
+            elif self._writes:
                 self._request_view()
         self._report_missed(wait=True)
+
+    def _give_up(self, seconds: float) -> None:
+        """Count writes that are older as missed by the shards that have not answered them."""
+        self._writes, late = given_up(self._writes, seconds)
+        for node in late:
+            self._failed(node, TimeoutError(f"not written in {SYNC_SECONDS:g} s"))
+        self._missed |= late.keys()
+        self._silent |= late
 
     def take_failures(self) -> int:
         """Return the number of failures since the last call."""
@@ -215,10 +221,8 @@ class CacheClient:
     def _nearest(self, nodes: Iterable[str]) -> str | None:
         """Choose the shard to ask: this node's own if it has a copy, else the first usable one."""
         here = ray.get_runtime_context().get_node_id()
-        for node in sorted(nodes, key=lambda node: self._view.nodes.get(node) != here):
-            if self._usable(node):
-                return node
-        return None
+        nearest = sorted(nodes, key=lambda node: self._view.nodes.get(node) != here)
+        return next(filter(self._usable, nearest), None)
 
     def _call_nearest(self, keys: Iterable[bytes], failed: Collection[str], method: str) -> Lookups:
         """Call a look-up method of the nearest shard of each key that has not failed."""
@@ -249,13 +253,15 @@ class CacheClient:
         # Encoded here once: a third of the bytes, for each shard that receives them.
         rollouts: list[Rollout] = list(encode_for_transfer(buffer, self.incarnation))
         routing, shards = self._view.routing, self._view.shards
+        # What waits for shards that have not answered for long would pile up.
+        self._silent = {node: c for node, c in self._silent.items() if not ready([c], 0)}
         by_node: dict[str, list[Rollout]] = defaultdict(list)
         for rollout in rollouts:
             for node in routing.write(rollout.key):
-                if node in shards:
-                    by_node[node].append(rollout)
-                else:
+                if node in self._silent:
                     self._missed.add(node)
+                elif node in shards:
+                    by_node[node].append(rollout)
         if by_node:
             calls = {shards[n].put.remote(batch, routing.epoch): n for n, batch in by_node.items()}
             self._writes.append(Write(rollouts, routing, calls))
@@ -286,11 +292,8 @@ class CacheClient:
         self._breakers = {node: Breaker() for node in view.shards}  # the coordinator reaches them
         for write in self._writes:
             missing = missing_writes(write.rollouts, write.routing, view.routing)
-            for node, batch in missing.items():
-                if node not in view.shards:
-                    self._missed.add(node)
-                    continue
-                write.calls[view.shards[node].put.remote(batch, ANY_EPOCH)] = node
+            for node in [node for node in missing if node in view.shards]:
+                write.calls[view.shards[node].put.remote(missing[node], ANY_EPOCH)] = node
                 self._unsynced.add(node)
             write.routing = view.routing
 
@@ -346,7 +349,5 @@ class CacheClient:
             logger.warning(
                 "rollout cache, %s on node %s: %s; rows are decoded plainly. Further failures are "
                 "counted in spec_rl/cache_errors",
-                node,
-                self._view.nodes.get(node, "unknown"),
-                in_one_line(error),
-            )
+                node, self._view.nodes.get(node, "unknown"), in_one_line(error),
+            )  # fmt: skip

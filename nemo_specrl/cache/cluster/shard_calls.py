@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import ray
@@ -14,7 +14,16 @@ from nemo_specrl.cache.cluster.membership import Routing
 from nemo_specrl.errors import StoreUnavailable
 from nemo_specrl.rollout import Rollout
 
-__all__ = ["FAILED", "FAILURES_TO_OPEN", "Breaker", "Lookups", "Write", "ready", "within"]
+__all__ = [
+    "FAILED",
+    "FAILURES_TO_OPEN",
+    "Breaker",
+    "Lookups",
+    "Write",
+    "given_up",
+    "ready",
+    "within",
+]
 
 FAILURES_TO_OPEN = 3
 OPEN_SECONDS = 30.0
@@ -54,11 +63,24 @@ class Write:
         rollouts: what was sent.
         routing: that it was sent by.
         calls: each with the name of its shard.
+        since: when it was sent, on the monotonic clock.
     """
 
     rollouts: list[Rollout]
     routing: Routing
     calls: dict[Any, str]
+    since: float = field(default_factory=lambda: time.monotonic())
+
+
+def given_up(writes: Collection[Write], seconds: float) -> tuple[list[Write], dict[str, Any]]:
+    """Give up writes that have been under way for ``seconds``, or longer.
+
+    Returns:
+        The other writes, and by shard a call of those given up that it has not answered.
+    """
+    until = time.monotonic() - seconds
+    late = {node: c for write in writes if write.since <= until for c, node in write.calls.items()}
+    return [write for write in writes if write.since > until], late
 
 
 def ready(calls: Collection[Any], timeout: float, *, first: bool = False) -> set[Any]:

@@ -44,6 +44,7 @@ class Actor:
     def __init__(self, world, target):
         self.world, self.target = world, target
         self.alive, self.stopped = target is not None, False
+        self.hanging = set()  # methods whose calls do not come to an end
 
     def __getattr__(self, name):
         return Method(self, name)
@@ -155,6 +156,7 @@ class InProcessRay:
         for call in self.pending:
             queue = (call.caller, id(call.actor), call.ordered)
             waits = any(isinstance(arg, Call) and not arg.done for arg in call.args)
+            waits = waits or call.method in call.actor.hanging
             if not call.actor.stopped and not waits and not (call.ordered and queue in behind):
                 possible.append(call)
             behind.add(queue)
