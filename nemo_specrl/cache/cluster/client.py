@@ -292,7 +292,8 @@ class CacheClient:
         self._breakers = {node: Breaker() for node in view.shards}  # the coordinator reaches them
         for write in self._writes:
             missing = missing_writes(write.rollouts, write.routing, view.routing)
-            for node in [node for node in missing if node in view.shards]:
+            self._missed |= missing.keys() & self._silent.keys()
+            for node in (missing.keys() & view.shards.keys()) - self._silent.keys():
                 write.calls[view.shards[node].put.remote(missing[node], ANY_EPOCH)] = node
                 self._unsynced.add(node)
             write.routing = view.routing
