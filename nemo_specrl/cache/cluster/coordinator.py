@@ -34,7 +34,7 @@ from nemo_specrl.cache.cluster.copy_tasks import (
 )
 from nemo_specrl.cache.cluster.membership import ClusterView, CopyTask, Health, Membership
 from nemo_specrl.cache.cluster.shard import Shard
-from nemo_specrl.cache.cluster.shard_handle import ShardHandle, ShardInfo
+from nemo_specrl.cache.cluster.shard_handle import LEAVE_OUT_SECONDS, ShardHandle, ShardInfo
 from nemo_specrl.errors import ConfigError, StoreUnavailable, in_one_line
 
 __all__ = ["START_SECONDS", "Coordinator", "Started"]
@@ -302,7 +302,7 @@ class Coordinator:
                 describe = shard.actor.describe.options(concurrency_group=BACKGROUND)
                 shard.call, shard.called_at = describe.remote(self._partitions), now
         for shard in self._shards.values():
-            if shard.member and shard.is_to_be_left_out(now):
+            if shard.member and self._can_do_without(now) and shard.is_to_be_left_out(now):
                 logger.warning(
                     "rollout cache: the shard of %s does not take what is written, as with a full "
                     "disk; it is left out for %.0f s",
@@ -317,6 +317,15 @@ class Coordinator:
                     shard.node, now - shard.heard_at,
                 )  # fmt: skip
                 self._leave(shard)
+
+    def _can_do_without(self, now: float) -> bool:
+        """Whether most shards take what is written, so that one that does not can be left out.
+
+        Where many do not, it is rather a client that cannot reach them.
+        """
+        members = [shard for shard in self._shards.values() if shard.member]
+        sound = sum(now - shard.missed_at > LEAVE_OUT_SECONDS for shard in members)
+        return 2 * sound > len(members)
 
     def _join(self, shard: ShardHandle, info: ShardInfo) -> None:
         self._failed.pop(shard.place, None)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-__all__ = ["ShardHandle", "ShardInfo"]
+__all__ = ["LEAVE_OUT_SECONDS", "ShardHandle", "ShardInfo"]
 
 MISSES_TO_LEAVE_OUT = 3
 SAME_SECONDS = 5.0

@@ -88,3 +88,17 @@ def test_a_shard_whose_disk_is_full_does_not_keep_others_from_being_copied(
     cluster.world.install(monkeypatch, *MODULES)
     cluster.go_on(60)
     assert cluster.coordinator.health() == (NODES - 1, 0, 0)  # and is back when it takes writes
+
+
+def test_a_client_that_reaches_no_shard_does_not_empty_the_cache(cluster):
+    cluster.go_on(10)
+    writer = cluster.client()
+    with cluster.world.acting("client"):
+        writer.put(Rollout(prompt_key([p]), 0, [1], [0.0], Finish.STOP, 1) for p in range(PROMPTS))
+        writer.deliver()
+    names = [shard.name for shard in cluster.shards.values()]
+    cluster.go_on(90, lambda: cluster.coordinator.report_missed(names))
+    assert cluster.coordinator.health().nodes == NODES
+    cluster.go_on(10)
+    with cluster.world.acting("another"):
+        assert len(cluster.client().get([prompt_key([p]) for p in range(PROMPTS)])) == PROMPTS
