@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 __all__ = ["LEAVE_OUT_SECONDS", "ShardHandle", "ShardInfo"]
 
 MISSES_TO_LEAVE_OUT = 3
+"""Missed writes, each within ``LEAVE_OUT_SECONDS`` of the one before, after which it is."""
 SAME_SECONDS = 5.0
+"""Reports that come within so many seconds are of the same miss: many clients see it."""
 LEAVE_OUT_SECONDS, LONGEST_LEFT_OUT = 60.0, 3600.0
 """How long a shard that keeps missing writes is left out: twice as long each time."""
 
