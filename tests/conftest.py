@@ -72,28 +72,28 @@ def save_random_model(folder, configuration, **sizes):
     Args:
         folder: that is there.
         configuration: class of its configuration in transformers.
-        sizes: that other architectures do not have.
+        sizes: besides the usual ones, or in their place.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = configuration(
-        vocab_size=32,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        initializer_range=0.25,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        **sizes,
-    )
+    usual = {
+        "vocab_size": 32,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.25,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    config = configuration(**usual | sizes)
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(SHIPPED_MODEL / name, folder)

@@ -137,8 +137,8 @@ def _check_drafter(
     why = why_not_v2(engines, model)
     if why is not None:
         raise ConfigError(
-            f"{BLOCK}.tree.method = {spec_rl.tree.method}: {why} (0.32 does), and on GPUs drafts "
-            "need its V2 model runner; set preset: faithful"
+            f"{BLOCK}.tree.method = {spec_rl.tree.method}: {why}, and on GPUs drafts need its V2 "
+            "model runner; set preset: faithful"
         )
     if not is_vllm_plugin():
         raise ConfigError(

@@ -17,6 +17,7 @@ from nemo_specrl.errors import ConfigError
 __all__ = [
     "FIRST_WITH_ADAPTIVE_VERIFICATION",
     "FIRST_WITH_ROUTES",
+    "FIRST_WITH_STATE_OF_DRAFTS",
     "V2_USE",
     "Engines",
     "Method",
@@ -48,8 +49,8 @@ V1 where they are asked for, and refuses V2 (``_get_v2_model_runner_unsupported_
 FIRST_WITH_ADAPTIVE_VERIFICATION = (0, 32)
 """The oldest vLLM whose adaptive verification takes drafts that no model made; 0.29 refuses."""
 FIRST_WITH_STATE_OF_DRAFTS = (0, 32)
-"""The oldest vLLM whose V2 model runner brings the state of all kinds of layers back behind refused
-drafts, by its source. 0.29, which runs such models in V2, was not read for it (``HYBRIDS``)."""
+"""The oldest vLLM whose V2 model runner brings the state of most kinds of layers back behind
+refused drafts. Before, ``v2_states`` does so for some of them (``HYBRIDS``)."""
 V2_USE = "VLLM_USE_V2_MODEL_RUNNER"
 """The variable by which vLLM is asked for its V2 model runner, or forbidden it."""
 V2_MIXTURES = frozenset({"DeepseekV2ForCausalLM", "Qwen2MoeForCausalLM", "GraniteMoeForCausalLM"})
@@ -63,13 +64,14 @@ HYBRIDS = (
     *("Lfm2", "MiniCPMV4_6", "NemotronH", "OlmoHybrid", "Plamo2", "Qwen3Next", "Qwen3_5", "Zamba2"),
 )
 """How the names of architectures begin that have other layers than attention, in vLLM 0.25.1
-(``IsHybrid``); it runs them in V1.
-
-Asked for V2 it would run them there, but not bring all of their state back behind refused drafts.
-The accepted tokens' state lies in a slot for each of them, and 0.25.1 reads the right slot only for
-layers of Mamba-2, and for gated delta nets only in steps in which a row has drafts: a step without
-any goes on from the first slot (v1/attention/backends/gdn_attn.py, ``build``). 0.32 has changed
-that there and in v1/worker/gpu/model_states/mamba_hybrid.py."""
+(``IsHybrid``). It runs them in V1, and in V2 where it is asked to. The state of accepted tokens
+lies in a slot for each, and which slot a step begins at is not told to all kinds of layers."""
+MENDED = ("NemotronH", "Qwen3Next", "Qwen3_5")
+"""Those of ``HYBRIDS`` whose state ``v2_states`` brings back before 0.32, as tests show: they have
+layers of Mamba-2, or gated delta nets."""
+NEVER_TOLD = ("BailingMoeV2_5", "Jamba")
+"""Those whose layers, of linear attention and of Mamba-1, 0.32 does not tell either
+(v1/worker/gpu/model_states/mamba_hybrid.py, ``get_extra_attn_kwargs``)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,22 +266,26 @@ def why_not_v2(engines: Engines, model: Mapping[str, Any]) -> str | None:
         engines: that would run V2 for other models.
         model: the model's configuration, as in its config.json.
     """
-    if not engines.before(FIRST_WITH_STATE_OF_DRAFTS):
-        return None
     names = _architectures(model)
     attention_alone = set(model.get("layer_types") or ()) == {"attention"}  # granite-4.0-micro
-    if attention_alone or not any(name.startswith(HYBRIDS) for name in names):
+    later = ""
+    lost: tuple[str, ...] = NEVER_TOLD
+    if engines.before(FIRST_WITH_STATE_OF_DRAFTS):
+        lost = tuple(name for name in HYBRIDS if name not in MENDED)
+        later = "" if any(name.startswith(NEVER_TOLD) for name in names) else " (0.32 does)"
+    if attention_alone or not any(name.startswith(lost) for name in names):
         return None
+    vllm = f"vLLM {engines.version}" if engines.version else "vLLM"
     return (
-        f"vLLM {engines.version} does not bring back all state of other layers than attention "
-        f"({', '.join(names)}) behind refused drafts"
+        f"{vllm} does not bring back all state of other layers than attention "
+        f"({', '.join(names)}) behind refused drafts{later}"
     )
 
 
 def asks_for_v2(engines: Engines, model: Mapping[str, Any]) -> bool:
     """Whether vLLM would run a model in V1, but does in V2, and exactly, where it is asked to.
 
-    These are mixtures of experts (``FIRST_WITH_V2_FOR_ALL``).
+    These are mixtures of experts (``FIRST_WITH_V2_FOR_ALL``), and models whose state is ``MENDED``.
 
     Args:
         engines: that would run V2 for other models.
@@ -289,8 +295,9 @@ def asks_for_v2(engines: Engines, model: Mapping[str, Any]) -> bool:
         return False
     whole = model.get("thinker_config") or model  # of Qwen's Omni models
     text = whole.get("text_config") or whole
-    experts = any(text.get(key) for key in EXPERTS)
-    return experts and not V2_MIXTURES.intersection(_architectures(model))
+    names = _architectures(model)
+    experts = any(text.get(key) for key in EXPERTS) and not V2_MIXTURES.intersection(names)
+    return experts or any(name.startswith(MENDED) for name in names)
 
 
 def _architectures(model: Mapping[str, Any]) -> list[str]:

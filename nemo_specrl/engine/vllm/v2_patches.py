@@ -36,6 +36,7 @@ from nemo_specrl.engine.vllm.v2_lengths import (
     first_table,
     max_drafted,
 )
+from nemo_specrl.engine.vllm.v2_states import mend_states, set_prefix_cache
 from nemo_specrl.errors import ConfigError, IncompatibleVersion
 from nemo_specrl.speculation.uniform_length import LENGTHS
 
@@ -50,6 +51,9 @@ __all__ = [
 DRAFTER = "v2"
 SPECULATOR = "nemo_specrl.engine.drafters.v2.speculator.HistorySpeculator"
 """A class above this module, which therefore names it, as engines do with V1's proposer."""
+MAX_WITH_STATES = 3
+"""Longest drafts where lengths are chosen and layers other than attention keep a state for each
+drafted token of each row: in Nemotron 3 Nano about 48 MB, as 8,000 tokens of its KV cache."""
 ADD_HISTORIES = "spec_rl_add_histories"
 """Method that :func:`install` gives vLLM's workers: it takes histories sent ahead of requests."""
 
@@ -185,6 +189,8 @@ def _init_speculator(original: Any) -> Any:
     def init_speculator(vllm_config: Any, device: Any, *args: Any) -> Any:
         if not drafts_from_history(vllm_config):
             return original(vllm_config, device, *args)
+        if vllm_config.model_config.is_hybrid:
+            mend_states()
         module, name = SPECULATOR.rsplit(".", 1)
         return getattr(importlib.import_module(module), name)(vllm_config, device)
 
@@ -262,6 +268,8 @@ def _post_init(original: Any) -> Any:
             original(self)
             return
         _set_lengths(self)
+        if self.model_config.is_hybrid:
+            set_prefix_cache(self)
         original(self)
         _check_runner(self)
 
@@ -278,6 +286,9 @@ def _set_lengths(vllm_config: Any) -> None:
     rows = int(vllm_config.scheduler_config.max_num_seqs)
     options = vllm_config.additional_config[EXTRA_ARG]
     lengths = options["lengths"]
+    if vllm_config.model_config.is_hybrid and len(lengths) > 1:
+        lengths = options["lengths"] = [n for n in lengths if n <= MAX_WITH_STATES]
+        drafter.num_speculative_tokens = lengths[-1]
     most = max_drafted(vllm_config)
     drafter.num_speculative_tokens_per_batch_size = None
     if options.get("by_chance"):
@@ -328,13 +339,14 @@ def _check_runner(vllm_config: Any) -> None:
     if not vllm_config.use_v2_model_runner:
         raise IncompatibleVersion(
             f"{name}: vLLM would not run this model in its V2 model runner, for the reason that it "
-            "has logged (before 0.29: mixtures of experts); set VLLM_USE_V2_MODEL_RUNNER=1 to have "
-            "V2 all the same, or preset: faithful, or tree.method: proposer for the V1 runner"
+            "has logged (before 0.29: mixtures of experts, layers other than attention); set "
+            "VLLM_USE_V2_MODEL_RUNNER=1 to have V2 all the same, or preset: faithful, or "
+            "tree.method: proposer for the V1 runner"
         )
     model = vllm_config.model_config
     why = why_not_v2(Engines.installed(cpu=False), {"architectures": model.architectures})
     if why is not None and model.is_hybrid:
-        raise IncompatibleVersion(f"{name}: {why} (0.32 does); set preset: faithful")
+        raise IncompatibleVersion(f"{name}: {why}; set preset: faithful")
     stages = int(vllm_config.parallel_config.pipeline_parallel_size)
     if stages > 1:
         raise IncompatibleVersion(

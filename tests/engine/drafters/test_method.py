@@ -135,14 +135,14 @@ def test_what_other_machines_have_is_told_by_their_version(monkeypatch):
 
 
 MIXTURE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128}
-HYBRID = {"architectures": ["NemotronHForCausalLM"]}
+HYBRID = {"architectures": ["Lfm2ForCausalLM"]}
 
 
 DEFAULT, ASKED = Engines.elsewhere("0.25.1", {}), {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 
 
 @pytest.mark.parametrize(
-    ("model", "mixture"),
+    ("model", "asked"),
     [
         (MIXTURE, True),
         ({"architectures": ["A"], "text_config": {"n_routed_experts": 8}}, True),
@@ -150,11 +150,13 @@ DEFAULT, ASKED = Engines.elsewhere("0.25.1", {}), {"VLLM_USE_V2_MODEL_RUNNER": "
         ({"architectures": ["Qwen3ForCausalLM"]}, False),
         ({"architectures": ["Gemma4ForConditionalGeneration"], "num_experts": None}, False),
         ({"architectures": ["DeepseekV2ForCausalLM"], "n_routed_experts": 64}, False),
+        ({"architectures": ["NemotronHForCausalLM"]}, True),
+        ({"architectures": ["Qwen3_5MoeForConditionalGeneration"]}, True),
         ({}, False),
     ],
 )
-def test_for_mixtures_of_experts_vllm_has_to_be_asked_for_v2(model, mixture):
-    assert asks_for_v2(DEFAULT, model) is mixture
+def test_for_some_models_vllm_has_to_be_asked_for_v2(model, asked):
+    assert asks_for_v2(DEFAULT, model) is asked
     assert why_not_v2(DEFAULT, model) is None
     for others in ("0.32.0", None):
         assert not asks_for_v2(Engines.elsewhere(others, {}), model)
@@ -168,10 +170,14 @@ def test_state_that_is_not_brought_back_forbids_v2():
             why = why_not_v2(Engines.elsewhere("0.25.1", environ), model)
             assert why == (
                 "vLLM 0.25.1 does not bring back all state of other layers than attention "
-                "(NemotronHForCausalLM) behind refused drafts"
+                "(Lfm2ForCausalLM) behind refused drafts (0.32 does)"
             )
         assert why_not_v2(Engines.elsewhere("0.32.0", {}), model) is None
         assert why_not_v2(Engines.elsewhere(None, {}), model) is None
+    for name in ("JambaForCausalLM", "BailingMoeV2_5ForCausalLM"):
+        for engines in (DEFAULT, Engines.elsewhere("0.32.0", {}), Engines.elsewhere(None, {})):
+            why = why_not_v2(engines, {"architectures": [name]})
+            assert why is not None and why.endswith(f"({name}) behind refused drafts")
     attention = {"architectures": ["GraniteMoeHybridForCausalLM"], "layer_types": ["attention"]}
     assert why_not_v2(DEFAULT, attention) is None
 
