@@ -40,6 +40,7 @@ pytestmark = pytest.mark.skipif(
     reason="needs a vLLM that returns routes from its V1 model runner (0.25.1, 0.26.0)",
 )
 NONE = (0, 2, CHOSEN)
+STOPS = ["0", "1", "=", ";", "#"]  # none of them in the drafts
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +96,8 @@ def test_after_a_refit_no_route_is_of_the_old_weights(llm, mixture, tmp_path):
 def test_a_row_that_ends_at_a_stop_string_has_its_routes(llm, reference):
     """Which vLLM was not asked to look for, since it may begin in the prefix."""
     made = strict(SpeculativeLLM, llm, DictCache([partly_accepted(LONG[:10], 6)]))
-    row = only(generate(made, params=sampling(60, stop=["7"])))
-    assert row.stop_reason == "7" and row.spec_rl.accepted == 6
+    row = only(generate(made, params=sampling(60, stop=STOPS)))
+    assert row.stop_reason in STOPS and row.spec_rl.accepted == 6
     assert_routes(reference, [*PROMPT, *row.token_ids], row.routed_experts)
 
 
@@ -143,7 +144,7 @@ def test_rows_of_an_asynchronous_engine_have_theirs(mixture, reference, loop):
     llm = make_async_engine(mixture, loop, max_model_len=128, enable_return_routed_experts=True)
     parts = (LONG[:8], 8), (LONG, 35), (LONG[:10], 6)
     kept = [partly_accepted(*part, sample_index=i) for i, part in enumerate(parts)]
-    params = [sampling(60), sampling(60), sampling(60, stop=["7"]), sampling(8)]
+    params = [sampling(60), sampling(60), sampling(60, stop=STOPS), sampling(8)]
 
     async def rows():
         await llm.collective_rpc(tell_choices)
@@ -166,7 +167,7 @@ def test_rows_of_an_asynchronous_engine_have_theirs(mixture, reference, loop):
     finally:
         llm.shutdown()
     assert [row.spec_rl.accepted for row in ended] == [9, 35, 6, 0]
-    assert ended[0].spec_rl.rollout.finish is Finish.STOP and ended[2].stop_reason == "7"
+    assert ended[0].spec_rl.rollout.finish is Finish.STOP and ended[2].stop_reason in STOPS
     for row in ended:
         assert_routes(reference, [*PROMPT, *row.token_ids], row.routed_experts)
     assert aborted.finish_reason == "abort"
