@@ -32,7 +32,7 @@ from nemo_specrl.engine.request_checks import check_engine
 from nemo_specrl.engine.requests import RolloutRequest
 from nemo_specrl.engine.response import given_up
 from nemo_specrl.engine.sampling_rules import ResponseEnd
-from nemo_specrl.engine.vllm.compat import check_version, engine_of
+from nemo_specrl.engine.vllm.compat import check_version, engine_of, routes_so_far
 from nemo_specrl.engine.vllm.patches import extend_prompt_logprobs
 from nemo_specrl.engine.vllm.prompt_logprob_memory import check_prompt_logprob_memory
 from nemo_specrl.errors import IncompatibleVersion
@@ -203,8 +203,8 @@ class BaseSpeculativeLLM:
         """Complete requests from the journal of a process that died in this very step.
 
         A rollout that these weights (by fingerprint) had already made for a request is taken as it
-        was recorded. One that other weights had made for this step becomes the request's draft, or
-        goes to the prompt's tree where nothing is reused.
+        was recorded. One that other weights had made for this step becomes the request's draft, as
+        one does whose routes are asked for, or goes to the tree where nothing is reused.
         """
         if not (self.fingerprint and isinstance(self.cache, Journal)):
             return []
@@ -216,9 +216,8 @@ class BaseSpeculativeLLM:
             return []
         replayed = []
         for request, rollout in found:
-            end = None
-            if self._of_these_weights(rollout):
-                end = restore_request(request, rollout, self._limits.vocabulary)
+            known = self._of_these_weights(rollout) and self._limits.routes is None
+            end = restore_request(request, rollout, self._limits.vocabulary) if known else None
             if end is None:
                 if not self._lossless:
                     request.set_draft(rollout, self._limits)
@@ -323,6 +322,8 @@ class BaseSpeculativeLLM:
         self.metrics.decoded_tokens += new
         if self._proposes and request.draftable:  # the proposer knows nothing of stop strings
             self.metrics.tree_tokens -= len(output.outputs[0].token_ids) - new
+        if end is not None and not output.finished:
+            output.outputs[0].routed_experts = routes_so_far(self._engine, output.request_id)
         return end
 
     def _finish(
@@ -340,8 +341,8 @@ class BaseSpeculativeLLM:
             rollout = build_rollout(request, end.finish, self.policy_version, self.fingerprint)
         if rollout is None:
             self._count_defect(request)
-            return defective_completion(request, output, end), []
-        completion = build_completion(request, output, end, rollout, self.config)
+            return defective_completion(request, output, end, self._limits), []
+        completion = build_completion(request, output, end, rollout, self.config, self._limits)
         if request.replayed is not None:
             return completion, []  # it is in the cache already
         if request.rounds is None and request.draft and request.accepted < len(request.tokens):

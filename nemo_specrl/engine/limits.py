@@ -7,7 +7,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
 
 from nemo_specrl.engine.data_parallel import in_group
-from nemo_specrl.engine.vllm.compat import engine_of, eos_token_ids, tokenizer_of
+from nemo_specrl.engine.vllm.compat import engine_of, eos_token_ids, routes_shape, tokenizer_of
 from nemo_specrl.engine.vllm.v2_patches import drafts_from_history
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ class EngineLimits:
     in_group: bool
     """The engine is one of a data-parallel group (``data_parallel``)."""
     async_scheduling: bool
+    routes: tuple[int, int] | None
+    """Layers, and experts of a token in each, where the engine returns which ones were chosen."""
     alterations: tuple[str, ...]
     """What makes the engine sample from another distribution than the policy's, in words."""
 
@@ -72,6 +74,7 @@ class EngineLimits:
             and config.device_config.device_type == "cpu",
             in_group=in_group(engine),
             async_scheduling=bool(config.scheduler_config.async_scheduling),
+            routes=routes_shape(config),
             alterations=alterations(config),
         )
 

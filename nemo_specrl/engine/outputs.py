@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nemo_specrl.config import SpecRLConfig
+from nemo_specrl.engine.limits import EngineLimits
 from nemo_specrl.engine.prefix.verification import reference_logprobs, sampled_values
 from nemo_specrl.engine.requests import RolloutRequest
 from nemo_specrl.engine.sampling_rules import ResponseEnd
@@ -113,6 +114,7 @@ def build_completion(
     end: ResponseEnd,
     rollout: Rollout,
     config: SpecRLConfig,
+    limits: EngineLimits,
 ) -> CompletionOutput:
     """The completion of a request that has ended, for its caller.
 
@@ -122,6 +124,7 @@ def build_completion(
         end: how the response ended.
         rollout: the response as the cache keeps it.
         config: the ``spec_rl:`` block.
+        limits: of the engine.
     """
     assert request.logprobs is not None
     policy = sampled_values(request.logprobs)
@@ -148,6 +151,7 @@ def build_completion(
         completion,
         index=request.index_in_prompt,
         token_ids=request.tokens,
+        routed_experts=_routes(request, output, limits),
         cumulative_logprob=total,
         logprobs=logprobs,
         finish_reason=end.finish_reason,
@@ -169,7 +173,10 @@ def joined_from_pieces(request: RolloutRequest) -> bool:
 
 
 def defective_completion(
-    request: RolloutRequest, output: RequestOutput, end: ResponseEnd
+    request: RolloutRequest,
+    output: RequestOutput,
+    end: ResponseEnd,
+    limits: EngineLimits | None = None,
 ) -> CompletionOutput:
     """The completion of a request whose data from the engine has a defect: as the engine gave it.
 
@@ -179,6 +186,7 @@ def defective_completion(
         request: its tokens and log-probs are what has come of the response.
         output: the engine's last output for it.
         end: how the response ended.
+        limits: of the engine; None: it ran without speculation.
     """
     completion = output.outputs[0]
     logprobs: SampleLogprobs | None = None
@@ -200,11 +208,35 @@ def defective_completion(
         index=request.index_in_prompt,
         text=text,
         token_ids=request.tokens,
+        routed_experts=_routes(request, output, limits),
         cumulative_logprob=total,
         logprobs=logprobs,
         finish_reason=end.finish_reason,
         stop_reason=end.stop_reason,
     )
+
+
+def _routes(
+    request: RolloutRequest, output: RequestOutput, limits: EngineLimits | None
+) -> npt.NDArray[np.integer[Any]] | None:
+    """The routed experts of a request's prompt and response, for NeMo-RL's router replay.
+
+    They are those of the last request to the engine, whose prompt had all that stood before: the
+    present weights have chosen them for an accepted prefix, too.
+
+    Returns:
+        Integers ``[tokens - 1, layers, experts of a token]``; none for the last token, which no
+        step has read. ``[0, layers, experts of a token]`` where the engine has not returned all of
+        them: which ones are missing cannot be told, and NeMo-RL's trainer chooses these itself.
+    """
+    routes: npt.NDArray[np.integer[Any]] | None = output.outputs[0].routed_experts
+    if limits is None or limits.routes is None:
+        return routes
+    prompt = request.rules.prompt if request.media is None else output.prompt_token_ids or []
+    known = len(prompt) + len(request.tokens) - 1
+    if routes is None or len(routes) < known:
+        return np.zeros((0, *limits.routes), dtype=np.uint8)
+    return routes[:known]
 
 
 def unfinished_output(request: RolloutRequest, request_id: str) -> RequestOutput:

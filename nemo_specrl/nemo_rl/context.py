@@ -235,7 +235,7 @@ def set_variables(generation: Any, variables: Mapping[str, str]) -> None:
         vllm_cfg["env_vars"] = {**(vllm_cfg.get("env_vars") or {}), name: value}
         logger.warning(
             "generation.vllm_cfg.env_vars.%s is set to '%s': drafts (spec_rl.tree) need vLLM's V2 "
-            "model runner, which this version takes for a mixture of experts only if asked to",
+            "model runner, which this version takes for such a model only if asked to",
             *(name, value),
         )
 

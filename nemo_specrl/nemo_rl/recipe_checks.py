@@ -163,10 +163,6 @@ def _refused_features(
             f"policy.generation.backend = {generation['backend']!r}: must be vllm, {off}",
         ),
         (
-            compat.returns_routes(master_config.policy) and verified_by_prompts(spec_rl),
-            f"{ROUTES}: the routes of a reused prefix are not recorded; {NO_ROUTES}, {off}",
-        ),
-        (
             spec_rl.tree.enabled and bool(drafter) and drafter.get("num_speculative_tokens") != 0,
             "policy.generation.vllm_kwargs.speculative_config: an engine has one drafter, and "
             f"{BLOCK}.tree.enabled = true asks for another; leave it out, or take preset: faithful "

