@@ -86,6 +86,8 @@ class StepCosts:
         token_flops: of one token, on one rank.
         kv_bytes: of a token in the KV cache, on one rank.
         vocabulary: entries of the logits.
+        state_bytes: of a row's state in layers other than attention, on one rank. A step reads one,
+            and writes one behind each of its tokens.
     """
 
     gpu: Gpu
@@ -95,6 +97,7 @@ class StepCosts:
     token_flops: float
     kv_bytes: float
     vocabulary: int
+    state_bytes: float = 0.0
 
     def seconds(
         self, rows: npt.ArrayLike, length: npt.ArrayLike, context: float
@@ -113,11 +116,13 @@ class StepCosts:
         reading = (self.weight_bytes + experts) / bandwidth
         computing = self.token_flops * tokens / (COMPUTE_SHARE * self.gpu.flops)
         attention = rows * context * self.kv_bytes / bandwidth
+        states = (rows + tokens) * self.state_bytes / bandwidth
         sampling = tokens * self.vocabulary * 4 * SAMPLER_PASSES / bandwidth
         drafting = np.where(length > 0, DRAFT_SECONDS, 0.0)
         seconds: Floats = (
             (reading**OVERLAP + computing**OVERLAP) ** (1 / OVERLAP)
             + attention
+            + states
             + sampling
             + drafting
             + LAUNCH_SECONDS

@@ -27,6 +27,13 @@ QWEN3_30B_A3B = SimpleNamespace(
     head_dim=128, vocab_size=151_936, intermediate_size=6144, num_experts=128,
     num_experts_per_tok=8, moe_intermediate_size=768,
 )  # fmt: skip
+NEMOTRON_3_NANO = SimpleNamespace(
+    hidden_size=2688, num_attention_heads=32, num_key_value_heads=2, head_dim=128,
+    layers_block_type=["mamba", "moe"] * 23 + ["attention"] * 6, vocab_size=131_072,
+    intermediate_size=1856, n_routed_experts=128, num_experts_per_tok=6,
+    moe_intermediate_size=1856, mlp_hidden_act="relu2", mamba_num_heads=64, mamba_head_dim=64,
+    ssm_state_size=128,
+)  # fmt: skip
 COSTS = costs_of(QWEN3_8B, GPUS["H100"], ranks=1, weight_bytes=2, kv_bytes=2)
 
 
@@ -88,6 +95,25 @@ def test_a_mixture_reads_the_experts_that_its_tokens_choose():
     assert costs.token_flops == pytest.approx(2 * 3.0e9, rel=0.1)
     one, two, many = costs.seconds([1, 2, 256], 0, 0) * 0.75 * 3.35e12
     assert one < 0.2 * many and one < two < 1.9 * one
+
+
+def test_a_state_is_written_for_each_drafted_token():
+    """Nemotron 3 Nano, 31.6B parameters: 23 layers with a state, and 6 with a KV cache."""
+    costs = costs_of(NEMOTRON_3_NANO, GPUS["H100"], ranks=1, weight_bytes=2, kv_bytes=2)
+    assert costs.weight_bytes + costs.expert_bytes == pytest.approx(63.2e9, rel=0.1)
+    assert costs.kv_bytes == 2 * 6 * 2 * 128 * 2
+    assert costs.state_bytes == pytest.approx(48e6, rel=0.01)
+    changed = vars(NEMOTRON_3_NANO) | {"mamba_num_heads": 0}
+    without = costs_of(SimpleNamespace(**changed), GPUS["H100"], 1, 2, 2)
+    written = costs.seconds(64, 3, 2000) - without.seconds(64, 3, 2000)
+    assert written == pytest.approx(64 * (1 + 4) * 48e6 / (0.75 * 3.35e12), rel=0.01)
+
+
+def test_layers_of_one_kind_are_counted_by_their_names_as_without():
+    named = SimpleNamespace(
+        **vars(QWEN3_8B), layer_types=["sliding_attention", "full_attention"] * 18
+    )
+    assert costs_of(named, GPUS["H100"], ranks=1, weight_bytes=2, kv_bytes=2) == COSTS
 
 
 def test_tensor_parallel_ranks_share_the_work():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from nemo_specrl.speculation.uniform_length import GPUS, Gpu, StepCosts
 
 __all__ = ["costs_of", "step_costs"]
+
+STATES = ("mamba", "linear_attention")
+"""Names of layers that keep a state, in configurations of Hugging Face."""
 
 
 def _gpu_at_hand() -> Gpu:
@@ -18,11 +22,11 @@ def _gpu_at_hand() -> Gpu:
 
 
 def step_costs(vllm_config: Any) -> StepCosts:
-    """The costs of a step, of a model whose layers are alike.
+    """The costs of a step.
 
     Sizes come from the names that configurations of Hugging Face share. Where a model has others
-    (latent attention, layers of several kinds), this is an estimate, which errs in the size of
-    attention; weights and operations decide. A size that has no known name is that of an 8B model.
+    (latent attention), this is an estimate, which errs in the size of attention; weights and
+    operations decide. A size that has no known name is that of an 8B model.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     ranks = max(1, int(parallel.tensor_parallel_size))
@@ -53,18 +57,44 @@ def costs_of(config: Any, gpu: Gpu, ranks: int, weight_bytes: int, kv_bytes: int
     experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts")
     chosen = _first(config, "num_experts_per_tok") if experts else 0
     inner = _first(config, "intermediate_size", "ffn_hidden_size", "n_inner") or 4 * hidden
-    attention = hidden * head * (2 * heads + 2 * kv_heads)
-    expert = 3 * hidden * int(_first(config, "moe_intermediate_size") or inner)
-    dense = layers * (attention + (0 if experts else 3 * hidden * inner)) + hidden * vocabulary
+    kinds = _kinds(config, layers, bool(experts))
+    attention = hidden * head * (2 * heads + 2 * kv_heads)  # of other layers about as much
+    matrices = 2 if getattr(config, "mlp_hidden_act", "") == "relu2" else 3  # of an MLP
+    expert = matrices * hidden * int(_first(config, "moe_intermediate_size") or inner)
+    dense = (kinds["attention"] + kinds["state"]) * attention + hidden * vocabulary
+    dense += kinds["mlp"] * matrices * hidden * inner
+    mixtures = kinds["moe"]
     return StepCosts(
         gpu=gpu,
         weight_bytes=dense * weight_bytes / ranks,
-        expert_bytes=layers * experts * expert * weight_bytes / ranks,
+        expert_bytes=mixtures * experts * expert * weight_bytes / ranks,
         expert_share=chosen / experts if experts else 0.0,
-        token_flops=2 * (dense + layers * chosen * expert) / ranks,
-        kv_bytes=2 * layers * max(1, kv_heads / ranks) * head * kv_bytes,
+        token_flops=2 * (dense + mixtures * chosen * expert) / ranks,
+        kv_bytes=2 * kinds["attention"] * max(1, kv_heads / ranks) * head * kv_bytes,
         vocabulary=vocabulary // ranks,
+        state_bytes=kinds["state"] * _state_bytes(config) / ranks,
     )
+
+
+def _kinds(config: Any, layers: int, experts: bool) -> Counter[str]:
+    """How many layers are attention, have a state, are dense or have experts.
+
+    In Nemotron-H each is one of these, in other models the latter stand behind each of the former.
+    """
+    names = getattr(config, "layers_block_type", None) or getattr(config, "layer_types", None)
+    names = [str(name) for name in names or ["attention"] * layers]
+    kinds = Counter("state" if name in STATES else name for name in names)
+    kinds["attention"] = sum(kinds[name] for name in kinds if name.endswith("attention"))
+    if not (kinds["mlp"] or kinds["moe"]):
+        kinds["moe" if experts else "mlp"] = layers
+    return kinds
+
+
+def _state_bytes(config: Any) -> int:
+    """Of the state of one row in one layer of Mamba-2, or gated delta net, in float32."""
+    heads = _first(config, "mamba_num_heads", "linear_num_value_heads")
+    head = _first(config, "mamba_head_dim", "linear_value_head_dim")
+    return 4 * heads * head * _first(config, "ssm_state_size", "linear_key_head_dim")
 
 
 def _first(config: Any, *names: str) -> int:

@@ -286,8 +286,8 @@ def _set_lengths(vllm_config: Any) -> None:
     rows = int(vllm_config.scheduler_config.max_num_seqs)
     options = vllm_config.additional_config[EXTRA_ARG]
     lengths = options["lengths"]
-    if vllm_config.model_config.is_hybrid and len(lengths) > 1:
-        lengths = options["lengths"] = [n for n in lengths if n <= MAX_WITH_STATES]
+    if vllm_config.model_config.is_hybrid and (len(lengths) > 1 or options.get("by_chance")):
+        lengths = options["lengths"] = sorted({min(n, MAX_WITH_STATES) for n in lengths})
         drafter.num_speculative_tokens = lengths[-1]
     most = max_drafted(vllm_config)
     drafter.num_speculative_tokens_per_batch_size = None
