@@ -93,6 +93,16 @@ def test_each_step_finds_the_full_graph_of_its_length(copy_with):
     assert patched["mixed"] == stock["mixed"] == ["PIECEWISE"]
 
 
+def test_hybrid_models_have_graphs_of_each_length_and_prompts_behind_what_decodes(copy_with):
+    copy = copy_with("vllm_hybrid_draft_lengths")
+    stock, patched = found_by("hybrids"), found_by("hybrids", copy=copy)
+    assert stock["captured"] == [3] and patched["captured"] == [0, 1, 2, 3]
+    last = [order[-1] for order in stock["orders"]]
+    assert last == ["decoding", "decoding"]
+    behind = ["decoding", "prompt"]
+    assert patched["orders"] == [behind, ["drafting", *behind]]
+
+
 def test_a_patch_that_does_not_apply_is_told(tmp_path):
     """By git itself: this is what the tests above rely on."""
     patch = UPSTREAM / "vllm_cpu_expand_kernel.patch"

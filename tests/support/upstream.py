@@ -237,6 +237,36 @@ def graph_manager(
     return manager
 
 
+def hybrids() -> dict[str, Any]:
+    """How requests are sorted where a prompt has as many tokens as drafts, and graphs of Mamba-2.
+
+    Returns:
+        ``orders`` without drafts and beside a request that has some, and the lengths of drafts, of
+        up to three, for which ``captured`` metadata of a graph are built.
+    """
+    import torch
+    from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
+    from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids
+
+    tokens = {"prompt": 4, "decoding": 1, "drafting": 3}
+    orders = [
+        sort_batch_req_ids({"prompt": 4, "decoding": 1}, {}, 4),
+        sort_batch_req_ids(tokens, {"drafting": [5, 6]}, 4),
+    ]
+    builder = object.__new__(Mamba2AttentionMetadataBuilder)
+    builder.num_spec_tokens, builder.decode_cudagraph_max_bs, captured = 3, 8, []
+    for length in range(4):
+        starts = torch.arange(3) * (1 + length)
+        graph = SimpleNamespace(max_query_len=1 + length, num_reqs=2, query_start_loc=starts)
+        builder.build = lambda _, graph, num_accepted_tokens: num_accepted_tokens.tolist()
+        try:
+            assert builder.build_for_cudagraph_capture(graph) == [1 + length] * 2
+        except AssertionError:
+            continue
+        captured.append(length)
+    return {"orders": orders, "captured": captured}
+
+
 def graphs() -> dict[str, Any]:
     """The graph that each step gets whose rows all draft the same number of tokens.
 
