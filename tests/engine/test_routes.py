@@ -19,7 +19,7 @@ from nemo_specrl.engine.early_end import EarlyEnd
 from nemo_specrl.engine.vllm.environment import FIRST_WITH_ROUTES, Engines
 from nemo_specrl.engine.vllm.refit import refit
 from nemo_specrl.trainer.replay_journal import JournaledStore
-from tests.conftest import DictCache, make_async_engine, make_engine, weights_of
+from tests.conftest import DictCache, make_async_engine, weights_of
 from tests.engine.test_async_engine import ClaimingCache
 from tests.support.engines import PROMPT, generate, only, sampling
 from tests.support.routes import (
@@ -28,6 +28,7 @@ from tests.support.routes import (
     assert_reused_rows_have_their_routes,
     assert_routes,
     load_reference,
+    make_mixture_engine,
     partly_accepted,
     save_mixture,
     strict,
@@ -55,12 +56,7 @@ def reference(mixture):
 
 @pytest.fixture(scope="module")
 def llm(mixture):
-    made = make_engine(
-        mixture, max_num_seqs=16, max_model_len=128, enable_return_routed_experts=True
-    )
-    made.collective_rpc(tell_choices)
-    yield made
-    made.llm_engine.engine_core.shutdown()
+    return make_mixture_engine(mixture, max_num_seqs=16, max_model_len=128)
 
 
 def test_routes_of_reused_rows_are_those_of_the_weights_that_judged_them(llm, reference):

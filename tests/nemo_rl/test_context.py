@@ -449,7 +449,8 @@ def test_nor_does_a_proposer(tmp_path):
 GPUS = Engines.elsewhere("0.25.1", {})
 DENSE = {"architectures": ["Qwen3ForCausalLM"]}
 MIXTURE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128}
-HYBRID = {"architectures": ["NemotronHForCausalLM"]}
+HYBRID = {"architectures": ["Lfm2ForCausalLM"]}
+NEMOTRON = {"architectures": ["NemotronHForCausalLM"]}
 
 
 def test_what_workers_on_gpus_will_do_is_known_to_a_driver_without_any(tmp_path, monkeypatch):
@@ -469,19 +470,20 @@ def test_what_workers_on_gpus_will_do_is_known_to_a_driver_without_any(tmp_path,
     assert RunContext.of(faithful, "grpo", engines=GPUS, model=DENSE) is not None
 
 
-def test_mixtures_of_experts_get_the_v2_runner_and_a_line_says_so(tmp_path, caplog):
+@pytest.mark.parametrize("model", [MIXTURE, NEMOTRON])
+def test_some_models_get_the_v2_runner_and_a_line_says_so(tmp_path, caplog, model):
     lossless = recipe(tmp_path, **AUTO, vllm_cfg__env_vars={"OTHER": "2"})
     vllm_cfg = lossless.policy["generation"]["vllm_cfg"]
     RunContext.of(lossless, "grpo", engines=GPUS, model=DENSE)
     assert vllm_cfg["env_vars"] == {"OTHER": "2"} and not caplog.records
-    RunContext.of(lossless, "grpo", engines=GPUS, model=MIXTURE)
+    RunContext.of(lossless, "grpo", engines=GPUS, model=model)
     assert vllm_cfg["env_vars"] == {"OTHER": "2", "VLLM_USE_V2_MODEL_RUNNER": "1"}
     assert "env_vars.VLLM_USE_V2_MODEL_RUNNER is set to '1': drafts" in caplog.text
     for other in (
         recipe(tmp_path, **AUTO, spec_rl__enabled=False),
         recipe(tmp_path, spec_rl={"enabled": True, "preset": "faithful"} | CACHE),
     ):
-        RunContext.of(other, "grpo", engines=GPUS, model=MIXTURE)
+        RunContext.of(other, "grpo", engines=GPUS, model=model)
         assert "env_vars" not in other.policy["generation"]["vllm_cfg"]
 
 

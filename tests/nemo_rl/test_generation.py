@@ -235,6 +235,9 @@ def test_a_step_goes_on_without_an_engine_that_has_died(workers, caplog):
     generation = stand_in(actors, cache)
     assert generation.take_metrics()[0]["spec_rl/decoded_tokens"] == 2
     ray.kill(actors[0])
+    with pytest.raises(ray.exceptions.RayActorError):
+        while True:  # it may answer a question or two before it dies
+            ray.get(actors[0].spec_rl_policy_version.remote())
     for _ in range(2):
         counted, _ = generation.take_metrics()
         assert counted["spec_rl/decoded_tokens"] == counted["spec_rl/cache_nodes"] == 1

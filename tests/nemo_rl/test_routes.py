@@ -9,7 +9,6 @@ import torch
 from nemo_specrl import SpeculativeLLM, prompt_key
 from nemo_specrl.engine.metrics import EngineMetrics
 from nemo_specrl.nemo_rl.context import PROMPT_KEYS, SAMPLE_INDICES
-from tests.conftest import make_engine
 from tests.engine.test_routes import pytestmark  # noqa: F401
 from tests.nemo_rl.test_media import GENERATION, Cache
 from tests.nemo_rl.test_recipes import nemo  # noqa: F401
@@ -19,10 +18,10 @@ from tests.support.routes import (
     PARTS,
     assert_routes,
     load_reference,
+    make_mixture_engine,
     partly_accepted,
     save_mixture,
     strict,
-    tell_choices,
 )
 
 ROWS = 1 + len(PARTS)
@@ -44,8 +43,7 @@ def test_the_worker_hands_over_all_routes_of_reused_rows(nemo, tmp_path, monkeyp
     for name in ("range_push", "range_pop"):  # they raise on CPU builds
         monkeypatch.setattr(torch.cuda.nvtx, name, lambda *args: 0)
     model = save_mixture(tmp_path)
-    llm = make_engine(model, max_num_seqs=8, max_model_len=96, enable_return_routed_experts=True)
-    llm.collective_rpc(tell_choices)
+    llm = make_mixture_engine(model, max_num_seqs=8, max_model_len=96)
     worker = object.__new__(SpecVllmGenerationWorkerImpl)
     worker.cfg, worker.llm, worker.SamplingParams = GENERATION | REPLAYED, llm, SamplingParams
     worker.routed_experts_dtype = torch.int8

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from nemo_specrl import SpecRLConfig, SpeculativeLLM
-from tests.conftest import DictCache, save_random_model
+from tests.conftest import DictCache, make_engine, save_random_model
 from tests.support.engines import NEVER, PROMPT, STRICT, SURE, draft, generate, sampling
 
 EXPERTS, CHOSEN = 8, 2
@@ -21,6 +21,21 @@ def save_mixture(folder):
 
     sizes = {"num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "moe_intermediate_size": 64}
     return save_random_model(folder, Qwen3MoeConfig, norm_topk_prob=True, **sizes)
+
+
+def make_mixture_engine(folder, **options):
+    """An engine in this process that returns routes, and stays: see ``make_engine``.
+
+    Engines of dense models that stand beside it have left the process without a group for experts;
+    it is made of the same single rank as the others.
+    """
+    from vllm.distributed import parallel_state
+
+    if parallel_state._TP is not None and parallel_state._EP is None:
+        parallel_state._EP = parallel_state._TP
+    made = make_engine(folder, enable_return_routed_experts=True, **options)
+    made.collective_rpc(tell_choices)
+    return made
 
 
 def load_reference(folder):
