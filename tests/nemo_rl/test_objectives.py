@@ -94,6 +94,10 @@ def test_gspo_with_a_reward_model(tmp_path):
             assert (np.sign(given) == np.sign(above))[np.abs(above) > 1e-3].all()
 
 
+@pytest.mark.skipif(
+    not has_custom_proposers(),
+    reason="vLLM 0.20 takes no drafter, and its log-probs of prompts have some rounds refused",
+)
 def test_asynchronous_cispo(tmp_path):
     """Two updates in a step, so that the second one has ratios to clip."""
     cispo = {
