@@ -17,6 +17,7 @@ import inspect
 import itertools
 import logging
 from collections import defaultdict
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -34,6 +35,7 @@ __all__ = [
     "extend_prompt_logprobs",
     "pad_cpu_linear_layers",
     "to_be_replaced",
+    "wrap_functions",
 ]
 
 logger = logging.getLogger(__name__)
@@ -326,3 +328,30 @@ def check_source(function: Any, known: dict[str, str]) -> None:
             f"this vLLM's {function.__qualname__} has a source ({source}) other than those of "
             f"{', '.join(known.values())}"
         )
+
+
+def wrap_functions(
+    wrappers: Iterable[tuple[Any, str, Callable[[Any], Any]]], sources: dict[str, dict[str, str]]
+) -> None:
+    """Wrap functions of vLLM, all or none. Those that have been wrapped already stay as they are.
+
+    Args:
+        wrappers: owner and name of each function, and what makes the wrapper from the function.
+        sources: by name, the known sources of those that have to be known (``check_source``).
+
+    Raises:
+        IncompatibleVersion: a function is missing, or not one that is known.
+    """
+    wrappers = list(wrappers)
+    originals = [
+        to_be_replaced(owner, name, f"this vLLM has no {name} where drafting needs it")
+        for owner, name, _ in wrappers
+    ]
+    for original in originals:
+        if original is not None and original.__name__ in sources:
+            check_source(original, sources[original.__name__])
+    for (owner, name, wrap), original in zip(wrappers, originals, strict=True):
+        if original is not None:
+            wrapper = functools.wraps(original)(wrap(original))
+            wrapper.of_nemo_specrl = True  # type: ignore[attr-defined]
+            setattr(owner, name, wrapper)

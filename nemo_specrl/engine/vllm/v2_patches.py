@@ -20,14 +20,13 @@ in ``SOURCES``; with others, :func:`install` raises IncompatibleVersion, which n
 
 from __future__ import annotations
 
-import functools
 import importlib
 import itertools
 from typing import Any
 
 from nemo_specrl.engine.vllm.compat import EXTRA_ARG
 from nemo_specrl.engine.vllm.environment import Engines, why_not_v2
-from nemo_specrl.engine.vllm.patches import check_source, to_be_replaced
+from nemo_specrl.engine.vllm.patches import wrap_functions
 from nemo_specrl.engine.vllm.v2_bad_words import mend_bad_words
 from nemo_specrl.engine.vllm.v2_graphs import graphs_by_tokens, set_graph_sizes
 from nemo_specrl.engine.vllm.v2_lengths import (
@@ -168,21 +167,10 @@ def install() -> None:
         (Scheduler, "__init__", _init_scheduler),
         *((Scheduler, name, wrap) for name, wrap in WRAPPERS),
     )
-    originals = [
-        to_be_replaced(owner, name, f"this vLLM has no {name} where drafting needs it")
-        for owner, name, _ in wrappers
-    ]
-    for original in originals:
-        if original is not None and original.__name__ in SOURCES:
-            check_source(original, SOURCES[original.__name__])
+    Scheduler.spec_rl_lengths = None  # of schedulers whose engines do not draft from history
+    wrap_functions(wrappers, SOURCES)
     setattr(WorkerBase, ADD_HISTORIES, _add_histories)
     mend_bad_words()
-    Scheduler.spec_rl_lengths = None  # of schedulers whose engines do not draft from history
-    for (owner, name, wrap), original in zip(wrappers, originals, strict=True):
-        if original is not None:
-            wrapper = functools.wraps(original)(wrap(original))
-            wrapper.of_nemo_specrl = True  # type: ignore[attr-defined]
-            setattr(owner, name, wrapper)
 
 
 def _init_speculator(original: Any) -> Any:

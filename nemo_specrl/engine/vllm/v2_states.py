@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nemo_specrl.engine.vllm.environment import FIRST_WITH_STATE_OF_DRAFTS, Engines
-from nemo_specrl.engine.vllm.patches import check_source, to_be_replaced
+from nemo_specrl.engine.vllm.patches import wrap_functions
 
 __all__ = ["mend_states", "set_prefix_cache"]
 
@@ -99,13 +99,7 @@ def mend_states() -> None:
         wrappers.append((model_runner, SORT, _sort_batch_req_ids))
     if here.before(FIRST_WITH_STATE_OF_DRAFTS):
         wrappers.append((GDNAttentionMetadataBuilder, "build", _build_gated_delta_net))
-    for owner, name, wrap in wrappers:
-        original = to_be_replaced(owner, name, f"this vLLM has no {name}")
-        if original is not None:
-            check_source(original, SOURCES[name])
-            wrapper = functools.wraps(original)(wrap(original))
-            wrapper.of_nemo_specrl = True  # type: ignore[attr-defined]
-            setattr(owner, name, wrapper)
+    wrap_functions(wrappers, SOURCES)
 
 
 def _in_order(

