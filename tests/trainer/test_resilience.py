@@ -89,7 +89,7 @@ def test_an_engine_that_hangs_and_one_that_dies(launch, tmp_path):
     (seconds, limit) = re.search(
         r"Section 'rollout' has been open for ([\d.]+) seconds. Timeout is ([\d.]+)", run.output
     ).groups()
-    assert float(seconds) > float(limit)
+    assert float(seconds) >= float(limit)  # both rounded; the watchdog compares what they were
     assert float(limit) < 300  # learned from the first two steps
     assert run.output.count("(exitcode: -9)") == 2
     assert run.output.count("resuming from step ") == 2
