@@ -2,6 +2,7 @@
 # Ten steps of GRPO with Qwen3-0.6B on Megatron, over one node of 8 GPUs, and a check of the metrics that
 # NeMo-RL logged of them. From the root of a NeMo-RL checkout (v0.7.0 or main), in its container:
 #   $SPECRL/examples/check_megatron_node.sh [KEY=VALUE ...]
+# On v0.7.0, whose vLLM takes no drafter, add policy.generation.spec_rl.tree.method=rounds.
 # The exit code is 0 if the run came to its end and every line of the table at the end has passed.
 set -euo pipefail
 SPECRL=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -228,7 +228,14 @@ class PartialRolloutsConfig(Block):
 
 
 class SpecRLConfig(Block):
-    """The ``spec_rl:`` block: how rollouts are drafted, verified and reported."""
+    """The ``spec_rl:`` block: how rollouts are drafted, verified and reported.
+
+    Immutable. Keys that are left out take the values of ``preset`` (``PRESETS``).
+
+    Raises:
+        pydantic.ValidationError: an unknown key, or a value out of range. :func:`validated` raises
+            a one-line ConfigError instead.
+    """
 
     enabled: bool = False
     preset: Literal["lossless", "faithful", "fast"] = _DEFAULT_PRESET

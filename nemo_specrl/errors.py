@@ -1,4 +1,7 @@
-"""The exceptions of this package. Everything that it raises on purpose is a :class:`SpecRLError`.
+"""The exceptions of this package.
+
+Everything that it raises on purpose is a :class:`SpecRLError`, except that a configuration class
+that is called directly (``SpecRLConfig(...)``) raises ``pydantic.ValidationError``.
 
 SpecRLError
 ├── ConfigError             an invalid recipe, option or argument

@@ -65,8 +65,14 @@ def prompt_key(token_ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> bytes
     It is the xxh3-128 hash of the tokens as little-endian int32, so that two prompts with the
     same text but other tokens are two prompts.
 
+    Prompts with images, audio or video have another key, which also covers their content
+    (``nemo_specrl.media.media_prompt_key``).
+
     Args:
-        token_ids: one-dimensional, each in ``0 .. 2**31 - 1``.
+        token_ids: integers of any dtype, ``[n]``, each in ``0 .. 2**31 - 1``; ``n`` may be 0.
+
+    Returns:
+        16 bytes.
 
     Raises:
         InvalidRollout: not one-dimensional, not integers, or out of range.

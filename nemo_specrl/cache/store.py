@@ -45,7 +45,7 @@ class RolloutStore:
     Puts are buffered for up to 16 MiB or half a second and then committed with fsync, by a timer's
     thread if nobody else does: a crash loses at most the last second. The prompts that have been
     unused for longest make room for new ones, each as a whole. Methods may be called from several
-    threads; one runs at a time.
+    threads; one runs at a time. A context manager, or call ``close`` at the end.
 
     A store that is damaged is moved aside, to ``<path>.damaged-<n>``, with a logged warning, and
     an empty one takes its place; a call that comes upon the damage later than at opening raises
@@ -54,7 +54,7 @@ class RolloutStore:
     Args:
         path: folder of the store, made if it is not there; only one process may have it open.
         max_bytes: hard cap of what is in the folder, bytes, at least 1 MiB.
-        tokenizer_id: identity of the tokenizer that the tokens are of.
+        tokenizer_id: any string that names the tokenizer; a store of another one is refused.
         groups_per_prompt: rollouts kept for each sample index of a prompt, newest first.
         exact_logprobs: keep every bit of them, at twice their size.
 

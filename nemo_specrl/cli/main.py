@@ -1,8 +1,8 @@
 """The command line: ``nemo-specrl train | compare | run | cache | report | simulate | doctor``.
 
-Bad input prints one line and exits with code 2; other expected errors exit with code 1. Modules
-that take long to import are imported by the commands that need them, after these have printed what
-they are about to do.
+What a restart cannot fix (bad input, a package that is missing or does not fit) prints one line
+and exits with code 2; other expected errors exit with code 1. Modules that take long to import are
+imported by the commands that need them, after these have printed what they are about to do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,14 @@ from nemo_specrl import __version__
 from nemo_specrl.cli.cache import app as cache_app
 from nemo_specrl.cli.cache import folder_argument
 from nemo_specrl.cli.child import run_child
-from nemo_specrl.errors import CacheError, CheckpointError, ConfigError, Diverged, SpecRLError
+from nemo_specrl.errors import (
+    CacheError,
+    CheckpointError,
+    ConfigError,
+    Diverged,
+    IncompatibleVersion,
+    SpecRLError,
+)
 from nemo_specrl.monitoring import heartbeat
 from nemo_specrl.monitoring import names as metric
 
@@ -81,7 +88,7 @@ def main() -> None:
     try:
         try:
             app()
-        except (ConfigError, CheckpointError, CacheError, Diverged) as error:
+        except (ConfigError, CheckpointError, CacheError, Diverged, IncompatibleVersion) as error:
             _fail(error, 2)
         except SpecRLError as error:
             _fail(error, 1)

@@ -38,11 +38,11 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
     """A drop-in for ``AsyncLLM.generate`` that reuses earlier rollouts.
 
     Args:
-        llm: a running engine. Its ``logprobs_mode`` must be one of log-probs, not of logits.
-        cache: assigns sample indices and keeps rollouts (``caches.ClaimingCache``).
-        config: the ``spec_rl:`` block of the recipe.
-        seed: seed of the run, from which the uniforms of acceptance are derived.
-        policy_version: of the weights that the engine has now.
+        llm: a running ``AsyncLLM``; it and the others as of ``SpeculativeLLM``.
+        cache: assigns sample indices and stores rollouts (``caches.ClaimingCache``): a
+            ``nemo_specrl.cache.cluster.cluster_cache.ClusterCache``, which needs Ray. A
+            :class:`~nemo_specrl.RolloutStore` does not assign sample indices and cannot be used.
+        config, seed, policy_version: see ``SpeculativeLLM``.
 
     Attributes:
         policy_version: version of the weights in the engine, which :meth:`refit` changes.
@@ -53,8 +53,8 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
             so that its times are sums over rows and may exceed the time that has passed.
 
     Raises:
-        ConfigError: the engine's ``logprobs_mode`` is one of logits, it has a KV connector, or
-            ``run_ahead`` is enabled.
+        ConfigError: the engine does not fit the configuration (as for ``SpeculativeLLM``),
+            ``run_ahead`` is enabled, or VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set.
         IncompatibleVersion: this release does not work with the installed vLLM.
     """
 

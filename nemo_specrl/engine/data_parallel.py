@@ -96,8 +96,8 @@ def call_of_all(
 def _leave(engine: Any, error: BaseException) -> None:
     """Close the connections to the other engines of the group."""
     logger.error(
-        "a call of this engine has failed (%s: %s), and it leaves its data-parallel group: the "
-        "calls of the other engines fail, too; start all of them again",
+        "a call of this engine failed (%s: %s), so it leaves its data-parallel group. Calls of the "
+        "other engines in the group will fail, too; restart all of them",
         type(error).__name__,
         error,
     )

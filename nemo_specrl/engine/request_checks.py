@@ -63,8 +63,8 @@ def _check_group(limits: EngineLimits, config: SpecRLConfig) -> None:
     """Raise for what an engine of a data-parallel group would do without the others."""
     if limits.async_scheduling:
         raise ConfigError(
-            "async_scheduling = True: some steps of the engine are then none of the model, for "
-            "which the other engines of its data-parallel group would wait; set False"
+            "async_scheduling = True: some engine steps would then not run the model, and the "
+            "other engines of the data-parallel group would wait for them forever; set False"
         )
     if config.run_ahead.enabled:
         raise ConfigError(

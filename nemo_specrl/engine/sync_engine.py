@@ -45,15 +45,15 @@ STORE_SECONDS = 0.25
 class SpeculativeLLM(BaseSpeculativeLLM):
     """A drop-in for ``vllm.LLM.generate`` that reuses earlier rollouts.
 
-    Verification needs up to ``prompt_logprob_bytes(llm)`` of memory beside the KV cache
-    (``vllm.prompt_logprob_memory``), a bound that the engine's ``max_num_batched_tokens`` sets.
-
     Args:
-        llm: a running engine. Its ``logprobs_mode`` must be one of log-probs, not of logits.
-        cache: where rollouts are looked up and kept (``caches.RolloutCache``).
-        config: the ``spec_rl:`` block of the recipe.
-        seed: seed of the run, from which the uniforms of acceptance are derived.
-        policy_version: of the weights that the engine has now.
+        llm: a running ``vllm.LLM``, built with ``**engine_options(config)``. Its ``logprobs_mode``
+            must be ``raw_logprobs`` or ``processed_logprobs``.
+        cache: where rollouts are looked up and stored: a :class:`~nemo_specrl.RolloutStore`, or
+            anything with its ``get`` and ``put`` (``caches.RolloutCache``). A call that fails there
+            is counted in ``metrics.cache_errors``, and the row is decoded without a draft.
+        config: the ``spec_rl:`` block. Its ``cache`` and ``monitor`` blocks are not read here.
+        seed: seed of the run, a non-negative int, from which the acceptance uniforms are derived.
+        policy_version: version of the weights that the engine holds now, a non-negative int.
 
     Attributes:
         policy_version: version of the weights in the engine. The caller raises it after every refit
@@ -70,8 +70,10 @@ class SpeculativeLLM(BaseSpeculativeLLM):
         metrics: :class:`EngineMetrics` of the last call.
 
     Raises:
-        ConfigError: the engine's ``logprobs_mode`` is one of logits, or it has a KV connector.
-        IncompatibleVersion: this release does not work with the installed vLLM.
+        ConfigError: the engine does not fit the configuration: ``logprobs_mode`` returns logits;
+            logits processors, a watermark or a KV connector; LoRA on a CPU with prefix reuse; built
+            without ``engine_options(config)``; too little memory for prompt log-probs.
+        IncompatibleVersion: the installed vLLM is not supported, or the extension not compiled.
     """
 
     llm: LLM

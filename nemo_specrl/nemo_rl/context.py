@@ -17,10 +17,10 @@ from typing import Any
 from nemo_specrl.cache.cluster.cluster_cache import ClusterCache
 from nemo_specrl.cache.cluster.run_cache import open_run_cache
 from nemo_specrl.config import PartialRolloutsConfig, SpecRLConfig, validated
-from nemo_specrl.engine.drafters.method import engine_options
+from nemo_specrl.engine.drafters.method import drafting_method, engine_options
 from nemo_specrl.errors import CacheError, ConfigError
 from nemo_specrl.files import step_folders
-from nemo_specrl.nemo_rl.compat import get_option
+from nemo_specrl.nemo_rl.compat import engines_of, get_option
 from nemo_specrl.nemo_rl.loader_checks import partial_rollouts_block
 from nemo_specrl.nemo_rl.recipe_checks import (
     DISTILLATION,
@@ -123,6 +123,23 @@ class RunContext:
         # The engines report those of the policy, whose weights they have, unless told otherwise.
         policy = self.spec_rl.reported_logprobs == "policy"
         return "generation_logprobs" if policy else None
+
+    def summary(self, generation: Any) -> str:
+        """Say in one line what the plug-in does in this run.
+
+        Args:
+            generation: the recipe's block of that name.
+        """
+        ways = []
+        if self.spec_rl.effective_fresh_fraction < 1:
+            ways.append("prefix reuse")
+        if self.spec_rl.tree.enabled:
+            method = drafting_method(self.spec_rl, engines_of(generation))
+            ways.append(f"lossless drafting (tree.method {method or 'none'})")
+        return (
+            f"preset {self.spec_rl.preset}: {' and '.join(ways) or 'plain decoding'}, rollouts in "
+            f"{self.store_folder} on each node"
+        )
 
     def open_cache(self) -> tuple[ClusterCache | None, int]:
         """Open the cache as the run's checkpoint has it; that, and the policy version.

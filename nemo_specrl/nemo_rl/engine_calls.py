@@ -89,8 +89,8 @@ class EngineCalls:
         late = len(awaited) - len(answered.intersection(awaited))
         if late:
             logger.warning(
-                "%s: no answer from %d of %d engines in %.0f s; the step goes on without, and what "
-                "they answer later counts in a later one",
+                "%s: no answer from %d of %d engines within %.0f s; continuing without them. Late "
+                "answers will be counted in a later step",
                 *(method, late, len(calls), within_s),
             )
         self._open += [(engine, method, call) for engine, call in enumerate(calls)]

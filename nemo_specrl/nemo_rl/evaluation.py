@@ -140,7 +140,6 @@ def _refused(spec_rl: SpecRLConfig, engines: Engines) -> list[tuple[bool, str]]:
         ),
         (
             spec_rl.run_ahead.enabled,
-            "run_ahead.enabled = true: an evaluation says of no prompts that they come next; set "
-            "false",
+            "run_ahead.enabled = true: the next prompts are not known in an evaluation; set false",
         ),
     ]

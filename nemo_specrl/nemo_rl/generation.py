@@ -133,6 +133,8 @@ class SpecVllmGeneration(SingleRows):
             cache.set_preferred_nodes(set(nodes))
         except CacheError as error:  # it serves as it is
             logger.warning("rollout cache: %s; its partitions stay where they are", error)
+        # By print as NeMo-RL's own driver does, since its loggers show warnings alone.
+        print(f"nemo_specrl: {self._run.summary(self.cfg)}", flush=True)
 
     def generate(self, data: Any, greedy: bool = False) -> Any:
         """Generate a response to each row, in the order given.
@@ -231,10 +233,10 @@ class SpecVllmGeneration(SingleRows):
         self._last_version = policy_version
         if self._standing == STANDING_STEPS:
             logger.warning(
-                "the policy version has been %d for %d steps, and what these weights have made is "
-                "no draft for them: if the policy is being trained (a critic's warm-up aside), its "
-                "weights reach the engines in a way that the plug-in does not count "
-                "(policy.generation.refit_transport)",
+                "the policy version has stayed at %d for %d steps. Unless training is paused (for "
+                "example during critic warm-up), the engines receive new weights through a refit "
+                "path that the plug-in does not track (policy.generation.refit_transport), and "
+                "rollouts of these steps cannot be used as drafts",
                 policy_version,
                 STANDING_STEPS,
             )

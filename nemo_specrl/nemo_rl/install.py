@@ -31,7 +31,7 @@ def install() -> None:
     """Replace NeMo-RL's classes and functions by the plug-in's; a second call does nothing.
 
     Raises:
-        ConfigError: the job's time is over before it has begun (:mod:`.deadline`).
+        ConfigError: the job's time is over before it has begun (:mod:`.save_deadline`).
         IncompatibleVersion: NeMo-RL cannot be imported, or lacks a name that is needed.
     """
     check_time_left()

@@ -54,7 +54,7 @@ def refused_partial_rollouts(
     )
     yield (
         not get_option(own, "use_dynamic_sampling", False),
-        f"{name}: a batch without the prompts that are put off has to be filled up; set "
+        f"{name}: needs dynamic sampling to refill the batch when prompts are put off; set "
         "grpo.use_dynamic_sampling=true, or false",
     )
     yield (
@@ -66,8 +66,8 @@ def refused_partial_rollouts(
         yield wrong, f"{name}: {why}; set {way}, or false"
     yield (
         images,
-        f"{name}: this recipe has a processor of images, and such prompts have not been put off; "
-        "set false",
+        f"{name}: this recipe uses a multimodal processor, and prompts with media cannot be put "
+        "off; set false",
     )
 
 
@@ -87,7 +87,7 @@ def _unwrappable(master_config: Any) -> list[tuple[bool, str, str]]:
         ),
         (
             bool(get_option(master_config.data, "use_multiple_dataloader", False)),
-            "of several data loaders it is not known which comes next",
+            "with several data loaders, the source of the next batch is not known in advance",
             "data.use_multiple_dataloader=false",
         ),
     ]

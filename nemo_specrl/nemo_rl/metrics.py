@@ -65,8 +65,8 @@ def evaluation_summary(counted: Mapping[str, float]) -> str:
     line = f"spec_rl: {counted.get(metric.ENGINE_RESPONSE_TOKENS, 0):.0f} tokens of responses"
     if metric.TREE_TOKENS_PER_STEP in counted:
         line += (
-            f", {counted[metric.TREE_TOKENS_PER_STEP]:.2f} in a step of the engine for each row (1 "
-            f"without drafts); {counted[metric.TREE_DRAFTED_TOKENS]:.0f} tokens drafted, "
+            f", {counted[metric.TREE_TOKENS_PER_STEP]:.2f} per row and engine step (1 without "
+            f"drafts); {counted[metric.TREE_DRAFTED_TOKENS]:.0f} draft tokens verified, "
             f"{counted[metric.TREE_ACCEPTED_FRACTION]:.0%} of them accepted"
         )
     if metric.CACHE_BYTES in counted:

@@ -135,7 +135,8 @@ class PhaseEnd:
         except ray.exceptions.RayError as error:
             self._lost = True
             logger.warning(
-                "the counter of complete groups is gone (%s); no row is put off now", error
+                "the actor that counts complete groups died (%s); this batch runs to completion",
+                error,
             )
             return False
         return True

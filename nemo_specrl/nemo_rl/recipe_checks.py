@@ -189,8 +189,8 @@ def _refused_served(
         return
     yield (
         verified_by_prompts(spec_rl),
-        f"{name}: a request of NeMo-Gym is one request to the engine, so that no prefix can be "
-        f"verified before it; set preset: lossless without rounds, {off}",
+        f"{name}: NeMo-Gym sends each turn as a single engine request, so a prefix cannot be "
+        f"verified in a request before it; set preset: lossless without rounds, {off}",
     )
     yield (
         unseen,

@@ -28,7 +28,7 @@ def refused_sampling(generation: Any, spec_rl: SpecRLConfig) -> list[tuple[bool,
     way = f"or {BLOCK}.preset: lossless without rounds, {off}"
     vllm_cfg = generation.get("vllm_cfg") or {}
     precision, kv = str(vllm_cfg.get("precision")), str(vllm_cfg.get("kv_cache_dtype"))
-    noise = "its noise in the log-probs by which drafts are verified has not been measured"
+    noise = "its numerical noise in the log-probs that verify drafts has not been measured"
     return [
         (
             by_prompt and generation["temperature"] != 1,
@@ -71,14 +71,14 @@ def refused_media(images: bool, spec_rl: SpecRLConfig) -> list[tuple[bool, str]]
     return [
         (
             images and verified_by_prompts(spec_rl),
-            f"{BLOCK}.preset = {spec_rl.preset}: this recipe has a processor of images, and drafts "
-            "behind images are verified inside vLLM alone; set preset: lossless without rounds, or "
+            f"{BLOCK}.preset = {spec_rl.preset}: this recipe uses a multimodal processor, and only "
+            "vLLM itself can verify drafts after media; set preset: lossless without rounds, or "
             f"{BLOCK}.enabled=false",
         ),
         (
             images and spec_rl.run_ahead.enabled,
-            f"{BLOCK}.run_ahead.enabled = True: this recipe has a processor of images, and of "
-            "upcoming prompts only the tokens are known; set false",
+            f"{BLOCK}.run_ahead.enabled = True: this recipe uses a multimodal processor, and only "
+            "the token ids of upcoming prompts are available; set false",
         ),
     ]
 

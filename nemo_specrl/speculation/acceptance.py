@@ -157,7 +157,23 @@ def accepted_lengths(
 def accepted_length(
     new_logprobs: FloatArray, old_logprobs: FloatArray, uniforms: FloatArray, lenience: float
 ) -> int:
-    """Return the length of the accepted prefix of one draft; see :func:`accepted_lengths`."""
+    """Return the length of the accepted prefix of one draft (SPEC-RL, arXiv 2509.23232).
+
+    Token i is accepted if ``u_i <= min(1, lenience * p_new / p_old)``; the prefix ends before the
+    first token that is not.
+
+    Args:
+        new_logprobs: log-probs of the draft under the current policy, float ``[n]``, nats.
+        old_logprobs: under the reference policy, float ``[n]``, nats.
+        uniforms: float ``[n]`` in (0, 1].
+        lenience: greater than 0; 1 is the strict test.
+
+    Returns:
+        Accepted tokens, 0 to ``n``.
+
+    Raises:
+        ConfigError: ``lenience`` is not a positive finite number, or the lengths differ.
+    """
     offsets = np.array([0, len(new_logprobs)], dtype=np.int64)
     return int(accepted_lengths(new_logprobs, old_logprobs, uniforms, offsets, lenience)[0])
 

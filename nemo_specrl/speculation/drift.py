@@ -277,8 +277,8 @@ class DriftMonitor:
         seen["staleness"] = self.staleness.mean
         what = ", ".join(f"{name} {seen[name]:+.3f}" for name in self.drifting)
         return (
-            f"reuse drifts, reused rows are not what the policy would write ({what}); raise "
-            "spec_rl.fresh_fraction, lower spec_rl.lenience, or see docs/guide/presets.md"
+            f"drift detected: reused rollouts no longer match the current policy ({what}); raise "
+            "spec_rl.fresh_fraction, lower spec_rl.lenience, or switch to preset: lossless"
         )
 
     def state(self) -> dict[str, Any]:

@@ -165,7 +165,11 @@ def test_a_log_that_cannot_be_written_or_read_is_a_warning(tmp_path, caplog, dam
         ({"worker_extension_cls_fqn": "my.Worker"}, "cls_fqn = my.Worker", "leave it out"),
         ({"bad_words": ["x"]}, "policy.generation.bad_words", "leave them out"),
         ({"backend": "megatron"}, "policy.generation.backend = 'megatron'", "must be vllm"),
-        (REUSE | {"quant_cfg": "FP8_DEFAULT_CFG"}, "generation.quant_cfg: its noise", "leave it"),
+        (
+            REUSE | {"quant_cfg": "FP8_DEFAULT_CFG"},
+            "generation.quant_cfg: its numerical noise",
+            "leave it",
+        ),
         ({"vllm_cfg__expose_http_server": True}, "vllm_cfg.expose_http_server", "without rounds"),
         ({"vllm_kwargs__enable_return_routed_experts": True}, "routed_experts", "router replay"),
         ({"vllm_kwargs__kv_transfer_config": {"a": 1}}, "kv_transfer_config", "leave it out"),
@@ -239,7 +243,7 @@ def test_run_ahead_needs_one_loader_in_the_process_of_the_generation(tmp_path):
     ahead = recipe(tmp_path, **PROPOSER, **AHEAD)
     assert RunContext.of(ahead, "grpo").spec_rl.run_ahead.enabled
     ahead.data["use_multiple_dataloader"] = True
-    with pytest.raises(ConfigError, match=r"run_ahead.enabled = True: of several data loaders"):
+    with pytest.raises(ConfigError, match=r"run_ahead.enabled = True: with several data loaders"):
         RunContext.of(ahead, "grpo")
     ahead.data, ahead.data_plane = {}, {"enabled": True}
     with pytest.raises(ConfigError, match=r"run_ahead.enabled = True: the data plane's rollouts"):
@@ -510,7 +514,7 @@ def test_a_model_is_looked_up_by_its_name(tmp_path):
 
 @pytest.mark.parametrize("changes", [REUSE, REUSE | AUTO, ROUNDS])
 def test_images_and_bad_words_are_refused_where_prompts_verify(tmp_path, changes):
-    with pytest.raises(ConfigError, match=r"preset = .* processor of images.* set preset: lossl"):
+    with pytest.raises(ConfigError, match=r"preset = .* multimodal processor.* set preset: lossl"):
         RunContext.of(recipe(tmp_path, **changes), "grpo", images=True)
     with pytest.raises(ConfigError, match=r"bad_words: .* verifies drafts by prompt log-probs"):
         RunContext.of(recipe(tmp_path, **changes, bad_words=["<image>"]), "grpo")
@@ -519,9 +523,7 @@ def test_images_and_bad_words_are_refused_where_prompts_verify(tmp_path, changes
 @pytest.mark.skipif(not has_custom_proposers(), reason="this vLLM (0.20) takes no proposer")
 def test_with_a_drafter_in_the_engine_images_and_bad_words_are_drafted_for(tmp_path):
     assert RunContext.of(recipe(tmp_path, **PROPOSER, bad_words=["a"]), "grpo", images=True)
-    with pytest.raises(
-        ConfigError, match=r"run_ahead.enabled = True: .* only the tokens are known"
-    ):
+    with pytest.raises(ConfigError, match=r"run_ahead.enabled = True: .* only the token ids"):
         RunContext.of(recipe(tmp_path, **PROPOSER, **AHEAD), "grpo", images=True)
 
 

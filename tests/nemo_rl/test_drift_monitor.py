@@ -89,9 +89,7 @@ def test_remembered_rows_raise_a_warning_and_with_auto_the_fresh_fraction(caplog
             if changed:
                 break
     assert changed == [0.4]
-    assert (
-        "reuse drifts, reused rows are not what the policy would write (reward -0." in caplog.text
-    )
+    assert "reused rollouts no longer match the current policy (reward -0." in caplog.text
 
 
 def test_max_age_counts_where_fresh_fraction_does():

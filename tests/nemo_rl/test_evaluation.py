@@ -134,8 +134,8 @@ def test_the_line_at_the_end():
     )  # fmt: skip
     line = evaluation_summary(counts(drafted) | {"spec_rl/cache_bytes": 2.0**21})
     assert line == (
-        "spec_rl: 100 tokens of responses, 2.50 in a step of the engine for each row (1 without "
-        "drafts); 80 tokens drafted, 75% of them accepted; 2.0 MiB of rollouts in the cache"
+        "spec_rl: 100 tokens of responses, 2.50 per row and engine step (1 without drafts); "
+        "80 draft tokens verified, 75% of them accepted; 2.0 MiB of rollouts in the cache"
     )
     nothing = evaluation_summary(counts(EngineMetrics(cache_errors=3)))
     assert nothing == "spec_rl: 0 tokens of responses; 3 errors of the cache"

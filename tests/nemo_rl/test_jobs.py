@@ -74,6 +74,11 @@ def test_while_the_cache_is_cold_everything_is_as_without_it(plain, reused):
         assert ours["outputs"] == theirs["outputs"]
 
 
+def test_the_log_says_what_the_plugin_does(plain, reused):
+    line = "nemo_specrl: preset faithful: prefix reuse, rollouts in "
+    assert reused.output.count(line) == 1 and line not in plain.output
+
+
 def test_pages_are_made_from_what_is_in_its_log_folder(reused):
     """The report, and the live page, which has every tile that the embedded trainer's has."""
     logs = reused.out / "logs"

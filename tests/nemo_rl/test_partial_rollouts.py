@@ -208,7 +208,7 @@ class TestPhaseEnd:
             if end._lost:
                 break
             time.sleep(0.02)
-        assert end._lost and "counter of complete groups is gone" in caplog.text
+        assert end._lost and "actor that counts complete groups died" in caplog.text
         assert not end.reached([0, 1, 2, 3])
 
 

@@ -18,14 +18,14 @@ BENT_SEEN = 1e-6
 """A test with the bent sampler has to have a p-value below it."""
 
 
-def probabilities(folder, sequences):
+def probabilities(folder, sequences, prompt=PROMPT):
     """The model's, of each token behind the prompt, float64 ``[sequences, tokens, vocabulary]``."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.inference_mode():
-        logits = model(torch.tensor([[*PROMPT, *tokens] for tokens in sequences])).logits
-    return torch.softmax(logits[:, len(PROMPT) - 1 : -1].double(), -1).numpy()
+        logits = model(torch.tensor([[*prompt, *tokens] for tokens in sequences])).logits
+    return torch.softmax(logits[:, len(prompt) - 1 : -1].double(), -1).numpy()
 
 
 def likeliest(folder, sign):

@@ -36,3 +36,25 @@ def refitted(worker, folder, noise):
     from tests.conftest import weights_of
 
     worker.specrl_refit(weights_of(Path(folder), noise=noise))
+
+
+def note_drafts(worker):
+    """Keep the rows and drafts of each step from now on; ranks that draft alike keep the same."""
+    from nemo_specrl.engine.vllm.v2_patches import speculator_of
+
+    index = speculator_of(worker.model_runner).index
+    draft, index.noted = index.draft, []
+
+    def noting(batch_rows, batch_rows_host, *args):
+        drafts = draft(batch_rows, batch_rows_host, *args)
+        index.noted.append((batch_rows_host.tolist(), drafts.tolist()))
+        return drafts
+
+    index.draft = noting
+
+
+def noted_drafts(worker):
+    """Of each step since ``note_drafts``, the places of its rows, and their drafts."""
+    from nemo_specrl.engine.vllm.v2_patches import speculator_of
+
+    return speculator_of(worker.model_runner).index.noted

@@ -73,7 +73,7 @@ class Shard:
         life: of the run: a number that each start and each resumption of it draws anew.
         keep: keep what the folder holds even if it is of another life; otherwise it is emptied.
         options: of :class:`RolloutStore`.
-        warm: a store that is emptied begins with the warm start beside it (:mod:`..runs`).
+        warm: a store that is emptied begins with the warm start beside it (:mod:`..run_folders`).
         clock: monotonic seconds.
 
     Raises:

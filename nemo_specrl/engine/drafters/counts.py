@@ -11,8 +11,8 @@ from nemo_specrl.engine.vllm.v2_patches import speculator_of
 __all__ = ["NO_COUNTS", "take_counts"]
 
 NO_COUNTS = (
-    "spec_rl/tree_ metrics are missing, as the engine's workers cannot be asked (%s: %s); "
-    "VLLM_ALLOW_INSECURE_SERIALIZATION=1 lets vLLM send them the question"
+    "spec_rl/tree_* metrics are missing because the engine's workers cannot be queried (%s: %s); "
+    "set VLLM_ALLOW_INSECURE_SERIALIZATION=1 to allow it"
 )
 """Warning where a worker cannot be asked, with the type of the error and the error."""
 

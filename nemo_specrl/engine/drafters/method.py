@@ -198,13 +198,24 @@ def method_in(config: SpecRLConfig, limits: EngineLimits) -> Method | None:
 
 
 def engine_options(config: SpecRLConfig) -> dict[str, Any]:
-    """Arguments of ``vllm.LLM`` that an engine for this configuration needs.
+    """Keyword arguments of ``vllm.LLM`` (or ``AsyncEngineArgs``) that this configuration needs.
 
-    There are none without trees, nor where drafts are verified in rounds (``rounds``).
+    For example ``vllm.LLM(model, **engine_options(config))``. Merge ``additional_config`` with your
+    own, and pass no other ``speculative_config``: an engine has one drafter.
+
+    Args:
+        config: the ``spec_rl:`` block.
+
+    Returns:
+        ``speculative_config`` and ``additional_config``, and what the method needs besides. Empty
+        with ``enabled: false``, without trees, with ``tree.method: rounds``, and, after a warning,
+        where ``auto`` finds a vLLM whose V2 runner it cannot patch.
 
     Raises:
-        ConfigError, IncompatibleVersion: see :func:`drafting_method`, or the package was not
-            compiled.
+        ConfigError: ``tree.method`` is ``auto`` and no method is faster than plain decoding here,
+            or the environment forbids the named one.
+        IncompatibleVersion: this vLLM does not take the named drafter, or the compiled extension
+            of this package is missing.
     """
     method = drafting_method(config)
     if method is not None:

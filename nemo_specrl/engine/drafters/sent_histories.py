@@ -25,25 +25,27 @@ Int32 = npt.NDArray[np.int32]
 
 
 def send_histories(engine: Any, histories: Iterable[tuple[Any, Iterable[Any]]]) -> Any:
-    """Have prompts draft from earlier responses, in whatever way their requests come in.
+    """Send earlier responses to an engine, so that any request for their prompts drafts from them.
 
-    What the engine has already is passed over, so that histories may be sent again. They are kept
-    within the engine's bound of memory: those of prompts that have not run for longest make room.
+    Needed only for requests that do not pass through this package, such as those of vLLM's HTTP
+    server. Responses that the engine already has are skipped, so histories may be sent again, for
+    example after every refit. Memory stays within the engine's bound: the prompts that have been
+    idle longest are evicted first.
 
     Args:
-        engine: a ``vllm.LLM`` or an ``AsyncLLM`` that was built with
-            :func:`~nemo_specrl.engine_options`.
-        histories: pairs of a prompt and the responses to it, oldest first, each a sequence of
-            token ids. Behind a later turn's prompt, which begins with one that is known, they
-            belong to that one.
+        engine: a ``vllm.LLM`` or ``AsyncLLM`` with the V2 drafter (``tree.method: v2``), built with
+            :func:`~nemo_specrl.engine_options`. No other engine has a method for this call.
+        histories: pairs ``(prompt, responses)``; the prompt and each response are one-dimensional
+            sequences of int token ids, responses oldest first. If a prompt starts with one that the
+            engine knows (a later turn), its responses are added to that one.
 
     Returns:
-        What the engine's ``collective_rpc`` does: of an ``LLM`` a list, of an ``AsyncLLM`` an
-        awaitable of one. It has a dictionary from each worker: how many of the ``prompts`` have a
-        place, and how many ``responses`` these prompts have.
+        For an ``LLM`` a list, for an ``AsyncLLM`` an awaitable of one, with a dict per worker:
+        ``prompts``, how many of them were stored, and ``responses``, how many responses they have.
 
     Raises:
-        ConfigError: histories are not such pairs. Nothing was sent.
+        ConfigError: ``histories`` is not of this form (nothing was sent). Token ids outside the
+            vocabulary are refused in the worker, as an error of vLLM's RPC.
     """
     sent = [
         (
