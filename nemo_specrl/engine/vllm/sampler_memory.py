@@ -16,8 +16,9 @@ SAMPLER_BYTES = 2 * 2**30
 """Memory for the logits of a step's draft tokens, which vLLM's memory profile knows nothing of: a
 quarter of what ``gpu_memory_utilization`` 0.9 leaves of 80 GiB."""
 DRAFT_LOGIT_BYTES = 16
-"""Of each draft token and entry of the vocabulary at once: the model's logits (2 or 4 bytes), two
-float32 copies of them and their probabilities (v1/sample/rejection_sampler.py, ``forward``)."""
+"""Of each draft token and entry of the vocabulary at once, in the V1 runner: the model's logits (2
+or 4 bytes), two float32 copies of them and their probabilities (v1/sample/rejection_sampler.py,
+``forward``)."""
 
 SAMPLED_LOGPROBS_SOURCES = {"b6440432a4dbc4b0": "0.25.1 to 0.32.0"}
 """XXH3 of the source of ``RejectionSampler._get_logprobs_tensors``, and versions that have it."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from nemo_specrl.engine.vllm.compat import EXTRA_ARG
 from nemo_specrl.engine.vllm.model_costs import step_costs
-from nemo_specrl.engine.vllm.sampler_memory import DRAFT_LOGIT_BYTES, SAMPLER_BYTES
+from nemo_specrl.engine.vllm.sampler_memory import SAMPLER_BYTES
 from nemo_specrl.speculation.uniform_length import UniformLengths
 
 __all__ = ["WRAPPERS", "choose_by_rows", "first_table", "max_drafted"]
@@ -20,8 +20,16 @@ OBSERVED = 512
 
 
 def max_drafted(vllm_config: Any) -> int:
-    """Draft tokens for whose logits there is memory in a step; vLLM's profile has none of them."""
-    return SAMPLER_BYTES // (DRAFT_LOGIT_BYTES * int(vllm_config.model_config.get_vocab_size()))
+    """Draft tokens for whose logits there is memory in a step; vLLM's profile has none of them.
+
+    Of each draft token and entry of the vocabulary, the V2 runner has at once the model's logits
+    and a float32 copy (v1/worker/gpu/spec_decode/rejection_sampler.py; from 0.29 on, of parts of
+    1 GiB at most), or, while tensor-parallel ranks gather the logits, these up to three times.
+    """
+    model = vllm_config.model_config
+    logit_bytes = int(model.dtype.itemsize)
+    entry_bytes = max(3 * logit_bytes, logit_bytes + 4)
+    return SAMPLER_BYTES // (entry_bytes * int(model.get_vocab_size()))
 
 
 def first_table(vllm_config: Any, rows: int) -> list[int]:

@@ -22,11 +22,13 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import logging
 from typing import Any
 
 from nemo_specrl.engine.vllm.compat import EXTRA_ARG
 from nemo_specrl.engine.vllm.environment import Engines, why_not_v2
 from nemo_specrl.engine.vllm.patches import wrap_functions
+from nemo_specrl.engine.vllm.sampler_memory import SAMPLER_BYTES
 from nemo_specrl.engine.vllm.v2_bad_words import mend_bad_words
 from nemo_specrl.engine.vllm.v2_graphs import graphs_by_tokens, set_graph_sizes
 from nemo_specrl.engine.vllm.v2_lengths import (
@@ -46,6 +48,8 @@ __all__ = [
     "speculator_of",
     "speculator_options",
 ]
+
+logger = logging.getLogger(__name__)
 
 DRAFTER = "v2"
 SPECULATOR = "nemo_specrl.engine.drafters.v2.speculator.HistorySpeculator"
@@ -289,6 +293,15 @@ def _set_lengths(vllm_config: Any) -> None:
         # vLLM has no way to agree on.
         longest = lengths[0] if len(lengths) == 1 else min(lengths[-1], LENGTHS[2])
         drafter.num_speculative_tokens = max(1, min(longest, most // rows))
+        if drafter.num_speculative_tokens < longest:
+            logger.warning(
+                "rows draft %d tokens and not %d: with max_num_seqs = %d, the logits of more would "
+                "not fit into %d GiB; a smaller max_num_seqs allows longer drafts",
+                drafter.num_speculative_tokens,
+                longest,
+                rows,
+                SAMPLER_BYTES >> 30,
+            )
         set_graph_sizes(vllm_config, [drafter.num_speculative_tokens], rows, most)
         return
     if rows < len(lengths):  # a table cannot have them all

@@ -1,5 +1,7 @@
 """What is wrapped in vLLM: only what is known, and only for engines that ask for it."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from nemo_specrl.errors import IncompatibleVersion
@@ -33,8 +35,6 @@ def test_missing_function_is_refused(monkeypatch):
 
 
 def test_engines_without_the_options_are_left_alone():
-    from types import SimpleNamespace
-
     from nemo_specrl.engine.vllm import v2_patches
 
     other = SimpleNamespace(additional_config={}, speculative_config=SimpleNamespace())
@@ -93,26 +93,64 @@ def test_graphs_of_other_engines_are_vllms():
     assert {key[0] for key in manager._candidates} == set(range(17))
 
 
+def configuration(rows, batched, vocabulary, **options):
+    """What lengths and sizes of graphs are chosen by, of a configuration of vLLM's."""
+    import torch
+
+    return SimpleNamespace(
+        compilation_config=SimpleNamespace(
+            cudagraph_capture_sizes=None, max_cudagraph_capture_size=None
+        ),
+        model_config=SimpleNamespace(
+            get_vocab_size=lambda: vocabulary, dtype=torch.bfloat16, is_hybrid=False
+        ),
+        scheduler_config=SimpleNamespace(max_num_seqs=rows, max_num_batched_tokens=batched),
+        parallel_config=SimpleNamespace(data_parallel_size=1),
+        speculative_config=SimpleNamespace(),
+        additional_config={"spec_rl": options},
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "asked", "length"), [(1024, 3, 2), (512, 3, 3), (256, 24, 9), (64, 24, 24)]
+)
+def test_one_length_for_all_steps_is_as_long_as_memory_allows(rows, asked, length, caplog):
+    from nemo_specrl.engine.vllm import v2_patches
+
+    config = configuration(rows, 8192, 151_936, lengths=[asked])
+    v2_patches._set_lengths(config)
+    assert config.speculative_config.num_speculative_tokens == length
+    assert (f"rows draft {length} tokens and not {asked}" in caplog.text) == (length < asked)
+
+
+@pytest.mark.parametrize("rows", [512, 1024])
+def test_many_rows_draft_where_it_pays(rows):
+    from nemo_specrl.engine.vllm import v2_lengths
+    from nemo_specrl.speculation.uniform_length import GPUS, LENGTHS, StepCosts, UniformLengths
+
+    costs = StepCosts(GPUS["H100"], 15e9, 0, 0, 15e9, 147e3, 151_936)
+    most = v2_lengths.max_drafted(configuration(rows, 8192, 151_936))
+    lengths = UniformLengths(costs, LENGTHS, rows, most)
+    for _ in range(2000):
+        lengths.observe(2, 2)
+    assert min(lengths.table(3000)[1:]) > 0
+
+
 @pytest.mark.parametrize(
     ("rows", "batched", "vocabulary", "largest"),
     [
-        (256, 4096, 151_936, 1056),  # 176 rows of 1 + 5 tokens
+        (256, 4096, 151_936, 1536),  # 256 rows of 1 + 5 tokens
+        (176, 4096, 151_936, 1536),  # more rows of 1 + 11 tokens than graphs are captured for
         (256, 768, 151_936, 768),
         (512, 8192, 32, 1536),
         (32, 4096, 151_936, None),  # vLLM's own sizes suffice
     ],
 )
 def test_graphs_are_captured_for_the_largest_steps_of_drafts(rows, batched, vocabulary, largest):
-    from types import SimpleNamespace
-
     from nemo_specrl.engine.vllm import v2_graphs, v2_lengths
 
-    compilation = SimpleNamespace(cudagraph_capture_sizes=None, max_cudagraph_capture_size=None)
-    config = SimpleNamespace(
-        compilation_config=compilation,
-        model_config=SimpleNamespace(get_vocab_size=lambda: vocabulary),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=batched),
-    )
+    config = configuration(rows, batched, vocabulary)
+    compilation = config.compilation_config
     most = v2_lengths.max_drafted(config)
     v2_graphs.set_graph_sizes(config, [0, 2, 3, 5, 11], rows, most)
     sizes = compilation.cudagraph_capture_sizes
