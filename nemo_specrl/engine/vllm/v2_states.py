@@ -8,8 +8,11 @@ that vLLM takes for decoding ones. Mended are, each in the versions that need it
   and sorts rows by their tokens, so that a short part of a prompt comes before longer drafts, or a
   part of a certain length before rows without drafts.
 - Rows without drafts (before 0.32). Gated delta nets do not take them for decoding ones.
-- CUDA graphs (0.25 to 0.32). Layers of Mamba-2 let themselves be captured for the longest drafts
-  alone, so that engines with several lengths would end while they start.
+- Full CUDA graphs of steps with a prompt (before 0.29). vLLM replays one where all rows have the
+  same number of tokens, also if some of these are the last ones of a prompt. The layers then leave
+  the graph's buffers as the step before had them, and all rows begin at slots of that step.
+- Capturing CUDA graphs (0.25 to 0.32). Layers of Mamba-2 let themselves be captured for the longest
+  drafts alone, so that engines with several lengths would end while they start.
 - Prefix caching (before 0.29). When a row passes the end of a block, the kernel that saves its
   state reads a number of accepted tokens that the same kernel writes (``mamba_utils.py``,
   ``run_fused_postprocess_align``), and the other kind, "all", is not told in V2 of the slots of
@@ -33,10 +36,11 @@ __all__ = ["mend_states", "set_prefix_cache"]
 
 logger = logging.getLogger(__name__)
 
-SORT = "sort_batch_req_ids"
-FIRST_WITH_DRAFTS_IN_SORT = FIRST_WITH_CACHED_STATES = (0, 29)
-"""The oldest vLLM that was found to tell ``SORT`` which rows have drafts, and the oldest that was
-found to keep their state right in its prefix cache; 0.26 does neither."""
+SORT, UNIFORM = "sort_batch_req_ids", "get_uniform_token_count"
+FIRST_WITH_DRAFTS_IN_SORT = FIRST_WITH_CACHED_STATES = FIRST_WITH_PROMPTS_APART = (0, 29)
+"""The oldest vLLM that was found to tell ``SORT`` which rows have drafts, the oldest that was found
+to keep their state right in its prefix cache, and the oldest that replays no full graph for a step
+with a prompt; 0.26 does none of it."""
 
 SOURCES: dict[str, dict[str, str]] = {
     "build_for_cudagraph_capture": {
@@ -48,6 +52,10 @@ SOURCES: dict[str, dict[str, str]] = {
         "470558b4fc55cbe7": "0.26.0",
     },
     SORT: {"d030cf9e72ec662e": "0.29.0, 0.32.0"},
+    "update_requests": {
+        "fbc900b82034ebce": "0.25.1",
+        "d0e4e41e2f4c28a6": "0.26.0",
+    },
     "build": {
         "b3595e0ffccd87a4": "0.25.1",
         "24cb8d6f464d11ce": "0.26.0",
@@ -93,6 +101,8 @@ def mend_states() -> None:
     wrappers: list[tuple[Any, str, Any]] = [
         (BaseMambaAttentionMetadataBuilder, "build_for_cudagraph_capture", _build_for_capture)
     ]
+    if here.before(FIRST_WITH_PROMPTS_APART):
+        wrappers.append((model_runner.GPUModelRunner, "update_requests", _update_requests))
     if here.before(FIRST_WITH_DRAFTS_IN_SORT):
         wrappers.append((model_runner.GPUModelRunner, "prepare_inputs", _prepare_inputs))
     else:
@@ -150,6 +160,29 @@ def _prepare_inputs(original: Any) -> Any:
             names[name] = sort
 
     return prepare_inputs
+
+
+def _update_requests(original: Any) -> Any:
+    """Have no full graph replayed for a step with a prompt: its tokens are not uniform.
+
+    The runner updates its requests and then asks, in the same step, whether they are.
+    """
+    from vllm.v1.worker.gpu import model_runner
+
+    names = vars(model_runner)
+    uniform = names[UNIFORM]
+
+    def not_uniform(*args: Any) -> None:
+        names[UNIFORM] = uniform
+
+    def update_requests(self: Any, scheduler_output: Any) -> None:
+        original(self, scheduler_output)
+        states, step = self.req_states, scheduler_output.num_scheduled_tokens
+        rows = [states.req_id_to_index[request] for request in step]
+        prompts = states.num_computed_prefill_tokens[rows] < states.prefill_len.np[rows]
+        names[UNIFORM] = not_uniform if prompts.any() else uniform
+
+    return update_requests
 
 
 def _build_gated_delta_net(original: Any) -> Any:

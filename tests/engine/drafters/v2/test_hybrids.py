@@ -162,6 +162,25 @@ def test_whatever_is_drafted_log_probs_are_those_of_the_tokens(llm, hybrid, vari
         assert (logprobs.max(-1).values - expected).max() < 2 * TOLERANCE[kind]
 
 
+@pytest.mark.skipif(
+    CACHED_STATES, reason="this vLLM itself replays no full graph for a step with a prompt"
+)
+def test_no_full_graph_is_replayed_for_a_step_with_a_prompt(llm, varied, monkeypatch):
+    """Of a prompt as long as a step that verifies, alone; the steps behind it are uniform."""
+    from vllm.v1.worker.gpu import model_runner
+
+    asked, dispatch = [], model_runner.dispatch_cg_and_sync_dp
+
+    def noting(manager, rows, tokens, uniform, *args, **kwargs):
+        asked.append((rows, tokens, uniform))
+        return dispatch(manager, rows, tokens, uniform, *args, **kwargs)
+
+    monkeypatch.setattr(model_runner, "dispatch_cg_and_sync_dp", noting)
+    responses(llm, [[3] * (1 + K)], [[7] * TOKENS], 3000)
+    assert asked[0] == (1, 1 + K, None)
+    assert len(asked) > 1 and all(uniform == tokens for _, tokens, uniform in asked[1:])
+
+
 def test_how_such_engines_are_set_up(llm):
     config = llm.llm_engine.vllm_config
     assert config.use_v2_model_runner and config.model_config.is_hybrid
