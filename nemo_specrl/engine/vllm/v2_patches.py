@@ -37,7 +37,7 @@ from nemo_specrl.engine.vllm.v2_lengths import (
     first_table,
     max_drafted,
 )
-from nemo_specrl.engine.vllm.v2_states import mend_states, set_prefix_cache
+from nemo_specrl.engine.vllm.v2_states import mend_states, set_prefix_cache, warn_of_fewer_rows
 from nemo_specrl.errors import ConfigError, IncompatibleVersion
 from nemo_specrl.speculation.uniform_length import LENGTHS
 
@@ -361,5 +361,6 @@ def _init_scheduler(original: Any) -> Any:
         original(self, *args, **kwargs)
         if drafts_from_history(self.vllm_config):
             choose_by_rows(self)
+            warn_of_fewer_rows(self)
 
     return __init__

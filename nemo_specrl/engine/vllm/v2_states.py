@@ -32,7 +32,7 @@ from typing import Any
 from nemo_specrl.engine.vllm.environment import FIRST_WITH_STATE_OF_DRAFTS, Engines
 from nemo_specrl.engine.vllm.patches import wrap_functions
 
-__all__ = ["mend_states", "set_prefix_cache"]
+__all__ = ["mend_states", "rows_with_room", "set_prefix_cache", "warn_of_fewer_rows"]
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +83,52 @@ def set_prefix_cache(vllm_config: Any) -> None:
         cache.enable_prefix_caching = False
     else:
         cache.mamba_cache_mode = "align"
+
+
+def rows_with_room(kv_cache_config: Any, tokens: int, drafted: int) -> int:
+    """Return how many rows have room in the KV cache at once.
+
+    Args:
+        kv_cache_config: of an engine whose model has other layers than attention.
+        tokens: of each row, prompt included.
+        drafted: draft tokens of a row at most. Each takes a slot for the state behind it, whether
+            a step drafts or not.
+    """
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    blocks = sum(
+        1 + drafted if isinstance(spec, MambaSpec) else -(-tokens // spec.block_size)
+        for spec in specs
+    )
+    return int(kv_cache_config.num_blocks // blocks)
+
+
+def warn_of_fewer_rows(scheduler: Any) -> None:
+    """Log a warning where the states behind drafted tokens leave room for fewer rows.
+
+    Args:
+        scheduler: of vLLM's, of an engine that drafts.
+    """
+    config = scheduler.vllm_config
+    if not config.model_config.is_hybrid:
+        return
+    longest = int(config.speculative_config.num_speculative_tokens)
+    tokens, wanted = config.model_config.max_model_len // 2, config.scheduler_config.max_num_seqs
+    plain, drafting = (
+        min(wanted, rows_with_room(scheduler.kv_cache_config, tokens, drafted))
+        for drafted in (0, longest)
+    )
+    if drafting < plain:
+        logger.warning(
+            "the KV cache has room for %d rows of %d tokens, and for %d without drafts, since each "
+            "row keeps %d states; where that many rows run, this may cost more than drafts gain: "
+            "set a smaller tree.max_draft_tokens, or enabled: false",
+            drafting,
+            tokens,
+            plain,
+            1 + longest,
+        )
 
 
 def mend_states() -> None:

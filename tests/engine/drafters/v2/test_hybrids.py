@@ -190,6 +190,29 @@ def test_how_such_engines_are_set_up(llm):
     assert cache.mamba_cache_mode == ("align" if CACHED_STATES else "none")
 
 
+def test_rows_that_have_room_beside_the_states_of_drafts(llm, caplog):
+    """A warning says so where it is fewer rows than the engine would run."""
+    from nemo_specrl.engine.vllm.v2_states import rows_with_room, warn_of_fewer_rows
+
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    cache = scheduler.kv_cache_config
+    kinds = [group.kv_cache_spec for group in cache.kv_cache_groups]
+    states = sum(hasattr(kind, "num_speculative_blocks") for kind in kinds)
+    attention = [kind for kind in kinds if not hasattr(kind, "num_speculative_blocks")]
+    assert states and attention
+    size = attention[0].block_size
+    for blocks in (1, 5):
+        of_row = states * (1 + K) + len(attention) * blocks
+        assert rows_with_room(cache, blocks * size, K) == cache.num_blocks // of_row
+        assert rows_with_room(cache, blocks * size, 0) > rows_with_room(cache, blocks * size, K)
+    warn_of_fewer_rows(scheduler)
+    assert "has room for" not in caplog.text  # more rows than the engine runs
+    scheduler.vllm_config.scheduler_config.max_num_seqs += cache.num_blocks
+    warn_of_fewer_rows(scheduler)
+    scheduler.vllm_config.scheduler_config.max_num_seqs -= cache.num_blocks
+    assert f"each row keeps {1 + K} states" in caplog.text
+
+
 def test_graphs_are_captured_for_every_length(llm):
     """On a GPU vLLM builds this for each graph while the engine starts."""
     from vllm.v1.attention.backend import CommonAttentionMetadata
