@@ -190,7 +190,8 @@ CACHE_MISSING_COPIES = "spec_rl/cache_missing_copies"
 # --- the drift monitor ----------------------------------------------------------------------------
 
 GAPS = ("reward", "length", "logprob")
-"""Quantities in which fresh and reused rows are compared."""
+"""Quantities in which fresh and reused rows are compared: ``config.QUANTITIES``, not imported from
+there, since the command line would wait for pydantic before its first line."""
 STALENESS = "staleness"
 """Mean loss of log-prob of a row's reused tokens since birth, nats."""
 DRIFT_QUANTITIES = (*GAPS, STALENESS)

@@ -2,6 +2,7 @@
 
 import re
 
+from nemo_specrl.config import QUANTITIES
 from nemo_specrl.monitoring import names
 from tests.conftest import REPOSITORY
 
@@ -23,9 +24,13 @@ def pages():
     return [path.read_text() for path in sorted((REPOSITORY / "docs").rglob("*.md"))]
 
 
+def test_the_drift_monitor_compares_what_has_names():
+    assert names.GAPS == QUANTITIES
+
+
 def test_every_metric_is_in_the_documentation():
     words = set(re.findall(r"`(?:train/)?(?:spec_rl/)?([a-z_]+)`", "\n".join(pages())))
-    z_of_gaps = {f"{quantity}_gap_z" for quantity in names.GAPS}  # "and each with `_z`"
+    z_of_gaps = {f"{quantity}_gap_z" for quantity in QUANTITIES}  # "and each with `_z`"
     assert all_names() - words - z_of_gaps == set()
 
 
