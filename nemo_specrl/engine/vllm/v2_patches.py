@@ -272,14 +272,15 @@ def _set_lengths(vllm_config: Any) -> None:
     """Have vLLM know the lengths of drafts, so that it captures graphs for each of them.
 
     The table that it gets here is never used: the scheduler's is made in ``_init_scheduler``. It
-    has each length; those that the costs do not choose stand at the largest numbers of rows.
+    has each length; those that the costs do not choose stand at the largest numbers of rows. It has
+    one length for each number of rows at most, so that engines of few rows choose among fewer.
     """
     drafter = vllm_config.speculative_config
     rows = int(vllm_config.scheduler_config.max_num_seqs)
     options = vllm_config.additional_config[EXTRA_ARG]
     lengths = options["lengths"]
     if vllm_config.model_config.is_hybrid and (len(lengths) > 1 or options.get("by_chance")):
-        lengths = options["lengths"] = sorted({min(n, MAX_WITH_STATES) for n in lengths})
+        lengths = _keep_lengths(vllm_config, sorted({min(n, MAX_WITH_STATES) for n in lengths}))
         drafter.num_speculative_tokens = lengths[-1]
     most = max_drafted(vllm_config)
     drafter.num_speculative_tokens_per_batch_size = None
@@ -288,7 +289,12 @@ def _set_lengths(vllm_config: Any) -> None:
         drafter.enable_adaptive_verification = True
         set_graph_sizes(vllm_config, lengths, rows, rows * lengths[-1])
         return
-    if len(lengths) == 1 or vllm_config.parallel_config.data_parallel_size > 1:
+    grouped = vllm_config.parallel_config.data_parallel_size > 1
+    if not grouped and rows < len(lengths):  # a table cannot have them all
+        # Of few rows the longest drafts pay most, or none where nothing is accepted.
+        by_worth = sorted(lengths, key=lambda n: (n != lengths[-1], n != 0, -n))
+        lengths = _keep_lengths(vllm_config, sorted(by_worth[:rows]))
+    if len(lengths) == 1 or grouped:
         # One length for all steps. Of data-parallel ranks all have to draft the same number, which
         # vLLM has no way to agree on.
         longest = lengths[0] if len(lengths) == 1 else min(lengths[-1], LENGTHS[2])
@@ -304,9 +310,6 @@ def _set_lengths(vllm_config: Any) -> None:
             )
         set_graph_sizes(vllm_config, [drafter.num_speculative_tokens], rows, most)
         return
-    if rows < len(lengths):  # a table cannot have them all
-        drafter.num_speculative_tokens_per_batch_size = [(1, rows, lengths[-1])]
-        return
     set_graph_sizes(vllm_config, lengths, rows, most)
     table = first_table(vllm_config, rows)
     unused = [length for length in lengths if length not in table[1 : rows + 1 - len(lengths)]]
@@ -316,6 +319,17 @@ def _set_lengths(vllm_config: Any) -> None:
     drafter.num_speculative_tokens_per_batch_size = [
         (same[0], same[-1], length) for length, same in by_range
     ]
+
+
+def _keep_lengths(vllm_config: Any, lengths: list[int]) -> list[int]:
+    """Have an engine choose among these lengths alone.
+
+    The options are replaced and not changed: another engine may be built with the same.
+    """
+    additional = vllm_config.additional_config
+    options = {**additional[EXTRA_ARG], "lengths": lengths}
+    vllm_config.additional_config = {**additional, EXTRA_ARG: options}
+    return lengths
 
 
 def _init_candidates(original: Any) -> Any:

@@ -159,3 +159,68 @@ def test_graphs_are_captured_for_the_largest_steps_of_drafts(rows, batched, voca
     compilation.max_cudagraph_capture_size, compilation.cudagraph_capture_sizes = 64, None
     v2_graphs.set_graph_sizes(config, [0, 2, 3, 5, 11], rows, most)
     assert compilation.cudagraph_capture_sizes is None  # the user's bound stays
+
+
+def drafting_config(rows, *, hybrid=False):
+    """What is read of an engine's configuration where the lengths of drafts are chosen."""
+    from types import SimpleNamespace
+
+    from nemo_specrl.engine.vllm import v2_patches
+    from tests.speculation.test_uniform_length import QWEN3_8B
+
+    options = v2_patches.speculator_options(24, 1 << 29, adaptive=True)
+    return SimpleNamespace(
+        additional_config=options["additional_config"],
+        speculative_config=SimpleNamespace(**options["speculative_config"]),
+        scheduler_config=SimpleNamespace(max_num_seqs=rows, max_num_batched_tokens=8192),
+        model_config=SimpleNamespace(
+            is_hybrid=hybrid, get_vocab_size=lambda: QWEN3_8B.vocab_size, quantization=None,
+            hf_text_config=QWEN3_8B, max_model_len=8192,
+        ),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        parallel_config=SimpleNamespace(data_parallel_size=1, tensor_parallel_size=1),
+        compilation_config=SimpleNamespace(
+            cudagraph_capture_sizes=None, max_cudagraph_capture_size=None
+        ),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize("rows", range(1, 9))
+def test_graphs_are_captured_for_each_length_that_is_chosen(rows, hybrid):
+    """Also where an engine has fewer rows than there are lengths; 0 and the longest come first."""
+    from types import SimpleNamespace
+
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+    from nemo_specrl.engine.vllm import v2_lengths, v2_patches
+
+    v2_patches.install()
+    config = drafting_config(rows, hybrid=hybrid)
+    given = config.additional_config
+    before = repr(given)
+    v2_patches._set_lengths(config)
+    assert repr(given) == before  # another engine may be built with the same options
+    longest = config.speculative_config.num_speculative_tokens
+    assert longest == (3 if hybrid else 11)
+    kept = config.additional_config["spec_rl"]["lengths"]
+    assert len(kept) == min(rows, 3 if hybrid else 5) and kept[-1] == longest
+    ranges = config.speculative_config.num_speculative_tokens_per_batch_size
+    if rows == 1:  # all steps draft as many
+        assert ranges is None and kept == [longest]
+        return
+    lookup = build_dynamic_sd_schedule_lookup(ranges, rows, longest)
+    sizes = [1, 2, 4, *range(8, 129, 8)]
+    manager = graph_manager(sizes, tuple(lookup[1:]), rows, config.additional_config)
+    full = manager._capture_descs[CUDAGraphMode.FULL]
+    assert sorted({graph.uniform_token_count - 1 for graph in full}) == kept
+
+    scheduler = SimpleNamespace(vllm_config=config, dynamic_sd_lookup=lookup, running=[])
+    v2_lengths.choose_by_rows(scheduler)
+    assert scheduler.spec_rl_lengths._lengths == kept
+    assert set(scheduler.dynamic_sd_lookup[1:]) == {longest}
+    for _ in range(3000):  # nothing is accepted
+        scheduler.spec_rl_lengths.observe(longest, 0)
+    v2_lengths.renew_table(scheduler)
+    assert set(scheduler.dynamic_sd_lookup[1:]) == {0}
