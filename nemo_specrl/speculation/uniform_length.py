@@ -85,7 +85,8 @@ class StepCosts:
         expert_share: of the experts, that a token chooses.
         token_flops: of one token, on one rank.
         kv_bytes: of a token in the KV cache, on one rank.
-        vocabulary: entries of the logits.
+        vocabulary: entries of the logits. The output layer is shared among ranks, but vLLM gathers
+            the logits, and each rank samples from all of them.
         state_bytes: of a row's state in layers other than attention, on one rank. A step reads one,
             and writes one behind each of its tokens.
     """

@@ -1,5 +1,6 @@
 """How many tokens all rows of a step draft: the costs of steps, and what is chosen by them."""
 
+import dataclasses
 import itertools
 import json
 import statistics
@@ -121,6 +122,20 @@ def test_tensor_parallel_ranks_share_the_work():
     assert two.weight_bytes == COSTS.weight_bytes / 2
     sixteen = costs_of(QWEN3_8B, GPUS["H100"], ranks=16, weight_bytes=2, kv_bytes=2)
     assert sixteen.kv_bytes == COSTS.kv_bytes / 8  # each rank has one head of keys and values
+
+
+def test_each_tensor_parallel_rank_samples_from_the_whole_vocabulary():
+    """The matrix product of the output layer is shared; the logits are gathered on each rank."""
+    eight = costs_of(QWEN3_8B, GPUS["H100"], ranks=8, weight_bytes=2, kv_bytes=2)
+    changed = SimpleNamespace(**vars(QWEN3_8B) | {"vocab_size": 32})
+    small = costs_of(changed, GPUS["H100"], ranks=8, weight_bytes=2, kv_bytes=2)
+    entries = 151_936 - 32
+    assert eight.weight_bytes - small.weight_bytes == 4096 * entries * 2 / 8
+    assert eight.token_flops - small.token_flops == 4096 * entries * 2 / 8
+    work = {"weight_bytes": 0.0, "token_flops": 0.0}  # without that of the output layer
+    seconds = [dataclasses.replace(c, **work).seconds(256, 3, 3000) for c in (small, eight)]
+    logits = 256 * (1 + 3) * entries * 4  # bytes, read or written six times
+    assert seconds[1] - seconds[0] == pytest.approx(6 * logits / (0.75 * 3.35e12))
 
 
 def test_a_configuration_of_unknown_names_is_no_error():

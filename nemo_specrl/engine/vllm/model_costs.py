@@ -71,7 +71,7 @@ def costs_of(config: Any, gpu: Gpu, ranks: int, weight_bytes: int, kv_bytes: int
         expert_share=chosen / experts if experts else 0.0,
         token_flops=2 * (dense + mixtures * chosen * expert) / ranks,
         kv_bytes=2 * kinds["attention"] * max(1, kv_heads / ranks) * head * kv_bytes,
-        vocabulary=vocabulary // ranks,
+        vocabulary=vocabulary,
         state_bytes=kinds["state"] * _state_bytes(config) / ranks,
     )
 
