@@ -1,5 +1,9 @@
 """Which index a request drafts from, by the tokens of its prompt."""
 
+import numpy as np
+import pytest
+import xxhash
+
 from nemo_specrl.engine.drafters.roots import Roots
 
 
@@ -32,3 +36,70 @@ def test_bound():
     assert roots.key_of([3] * 4 + [1], None) == b"3"
     assert roots.key_of([2] * 3 + [1], None) is None
     assert roots.key_of([0, 5, 5], None) in (b"0", b"x")
+
+
+def found(known, tokens):
+    """The root that is a prompt, or else the shortest one that it begins with, by comparison."""
+    beginnings = [root for root in known if tokens[: len(root)] == root]
+    return tokens if tokens in beginnings else min(beginnings, key=len, default=None)
+
+
+@pytest.mark.parametrize(("seed", "most"), [(0, 4), (1, 16), (2, 1000)])
+def test_same_as_comparing_all_roots(seed, most):
+    """Prompts of two tokens, of which many begin with others; requests with a key and without."""
+    rng = np.random.default_rng(seed)
+    roots, known = Roots(most), {}  # those that were used last come last
+    for i in range(3000):
+        tokens = tuple(rng.integers(0, 2, rng.integers(0, 12)).tolist())
+        if len(tokens) < rng.integers(0, 4):  # or nearly all would begin with these
+            continue
+        key = b"%d" % i if rng.random() < 0.5 else None
+        root = found(known, tokens)
+        expected = (key, len(tokens)) if root is None else (known[root], len(root))
+        if root is not None:
+            known[root] = known.pop(root)
+        elif key is not None:
+            known[tokens] = key
+            if len(known) > most:
+                del known[next(iter(known))]
+        assert roots.find(tokens, key) == expected, tokens
+        assert len(roots) == len(known)
+
+
+def test_no_beginning_is_hashed_more_than_once(monkeypatch):
+    """However many lengths roots have; a prompt as long as another root is also hashed as one."""
+    hashed, made, whole = [], xxhash.xxh3_128, xxhash.xxh3_128_digest
+
+    class Counting:
+        def __init__(self):
+            self.hasher = made()
+            self.digest = self.hasher.digest
+
+        def update(self, data):
+            hashed.append(len(data))
+            self.hasher.update(data)
+
+    def digest(data):
+        hashed.append(len(data))
+        return whole(data)
+
+    monkeypatch.setattr(xxhash, "xxh3_128", Counting)
+    monkeypatch.setattr(xxhash, "xxh3_128_digest", digest)
+    rng = np.random.default_rng(0)
+    roots = Roots(1000)
+    lengths = rng.permutation(np.arange(100, 900))[:400]
+
+    def find(tokens, key, times):
+        hashed.clear()
+        answer = roots.find(tokens, key)
+        assert 0 < sum(hashed) <= times * 4 * len(tokens)
+        return answer
+
+    for length in lengths.tolist():
+        tokens = rng.integers(0, 1000, length).tolist()
+        assert find(tokens, b"a", 1) == (b"a", length)
+        assert find(tokens, b"b", 1) == (b"a", length)
+    other = rng.integers(1000, 2000, 900).tolist()
+    assert find(other, None, 1) == (None, 900)
+    assert find([*tokens, *other], None, 1) == (b"a", len(tokens))
+    assert find(other[: lengths[0]], None, 2) == (None, lengths[0])
