@@ -227,11 +227,20 @@ class DeviceArrays:
         return self.drafts[:n]
 
     def warm_up(self) -> None:
-        """Have all kernels compiled, for which steps would wait. There may be no rows yet."""
-        row, tokens = torch.zeros(2, 1, dtype=torch.int32, device=self.device)
+        """Have all kernels compiled, for which steps would wait. There may be no rows yet.
+
+        Triton compiles a kernel anew for other types, for addresses and numbers that are multiples
+        of 16 or not, and for a number that is 1. So the arguments are here as in steps.
+        """
+        tokens = torch.zeros(1, self.max_model_len, dtype=torch.int32, device=self.device)
+        total, sampled, rejected = (
+            torch.zeros(1, dtype=torch.int32, device=self.device) for _ in range(3)
+        )
         last = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.write({}, {}, anyway=True)
-        self.launch(row, 1, tokens[:, None], tokens, row, row, last)
+        for dtype in (torch.int32, torch.int64):  # of rows, in vLLM before 0.29 and since
+            row = torch.zeros(1, dtype=dtype, device=self.device)
+            self.launch(row, 1, tokens, total, sampled, rejected, last)
 
     def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
         tensor = torch.from_numpy(array)

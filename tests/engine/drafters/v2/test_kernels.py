@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
+import torch
 
 from nemo_specrl.engine.drafters.v2 import reference
 from nemo_specrl.speculation.suffix_tree import CHANCES
+from tests.conftest import make_engine
 
 
 @pytest.mark.parametrize(("vocabulary", "length"), [(3, 7), (8, 1), (40, 4)])
@@ -82,7 +84,53 @@ def test_warm_up_changes_nothing():
     before = rows.index.state.clone()
     rows.index.warm_up()
     assert (rows.index.state == before).all()
-    assert rows.index.launches == 4
+    assert rows.index.launches == 7  # update, and the others for both types of rows
+
+
+@pytest.mark.parametrize("max_model_len", [96, 100])
+def test_steps_find_the_kernels_that_were_warmed_up(monkeypatch, random_model, max_model_len):
+    """By the arguments that vLLM's runner passes. A step that compiles holds up all rows, and ends
+    an engine whose vLLM monitors compilation as an error.
+    """
+    from vllm import SamplingParams
+
+    from nemo_specrl.engine.drafters.v2 import arrays, kernels
+    from nemo_specrl.engine.vllm import v2_patches
+    from tests.support import v2_numpy
+    from tests.support.v2_compiled import Specializations
+
+    gpu = torch.cuda.is_available()
+    watched = Specializations(kernels if gpu else v2_numpy)
+    monkeypatch.setattr(arrays, "kernels", watched)
+    v2_patches.install()
+    llm = make_engine(
+        random_model,
+        max_model_len=max_model_len,
+        max_num_seqs=4,
+        enforce_eager=not gpu,
+        skip_tokenizer_init=True,
+        **v2_patches.speculator_options(3, 1 << 20, adaptive=False),
+    )
+    try:
+        warmed = {name: set(found) for name, found in watched.seen.items()}
+        assert set(warmed) == {"append", "search", "update", "vote"}
+        watched.seen.clear()
+        history = [(0, np.arange(40, dtype=np.int32).tobytes())]
+        params = [
+            SamplingParams(
+                max_tokens=20,
+                ignore_eos=True,
+                detokenize=False,
+                extra_args={"spec_rl": [b"prompt", i, history, 2]},
+            )
+            for i in range(3)
+        ]
+        llm.generate([{"prompt_token_ids": [5, 6]}] * 3, params, use_tqdm=False)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+    assert set(watched.seen) == set(warmed)
+    for name, found in watched.seen.items():
+        assert found and found <= warmed[name], name
 
 
 @pytest.mark.parametrize("capability", [90, 100])
