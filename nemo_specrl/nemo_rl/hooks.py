@@ -37,6 +37,7 @@ import copy
 import logging
 import re
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -121,7 +122,7 @@ class Hooks:
         compares = self._monitor is not None and self._rewards_in_batch
         if self._anchor_at_birth or compares or self._served:
             self._train = policy.train
-            policy.train = self.train
+            policy.train = _WrappedTrain(self.train, policy.train)
         self.install_logger(logger)
         if self._monitor is not None and not self._rewards_in_batch:
             self._log_rows = logger.log_batched_dict_as_jsonl
@@ -238,6 +239,31 @@ class Hooks:
             return original(checkpoint_path, *args, **kwargs)
 
         return finalize
+
+
+class _WrappedTrain:
+    """Stands in for ``policy.train`` in this process; in a copy of the policy it is NeMo-RL's.
+
+    A generation whose weight synchronizer holds the policy is sent to the asynchronous collector,
+    which does not train, and hooks with their open files cannot be sent.
+
+    Args:
+        train: of the hooks.
+        original: the policy's own.
+    """
+
+    def __init__(self, train: Callable[..., Any], original: Callable[..., Any]) -> None:
+        self._train, self._original = train, original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._train(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self._original,)
+
+
+def _itself(train: Callable[..., Any]) -> Callable[..., Any]:
+    return train
 
 
 def make_hooks(

@@ -1,12 +1,15 @@
 """The hooks around NeMo-RL's policy, logger and checkpoint manager, and their order."""
 
 import logging
+import pickle
 import resource
 from pathlib import Path
+from types import MethodType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from ray import cloudpickle
 
 from nemo_specrl.config import CACHE_FOLDER
 from nemo_specrl.monitoring.metrics_file import MetricsFile, read_metrics
@@ -71,6 +74,13 @@ class Trainer:
         folder.mkdir(parents=True)
 
 
+class Policy:
+    """NeMo-RL's, of which only this is wrapped."""
+
+    def train(self, data):
+        return f"trained on {data}"
+
+
 class V070:
     """The checkpoint manager of v0.7.0."""
 
@@ -124,6 +134,29 @@ def test_a_step_of_grpo():
     ((anchored, _),) = trainer.trained
     assert not torch.equal(anchored, before) and torch.equal(batch["prev_logprobs"], before)
     assert trainer.workers.asked == 1  # for anchor and monitor together
+
+
+def test_a_policy_that_a_generation_is_sent_with_trains_as_nemo_rl_does(tmp_path):
+    """As asynchronous GRPO sends it to its collector where ``refit_transport`` is set."""
+    policy = Policy()
+    generation = SimpleNamespace(weight_synchronizer=SimpleNamespace(_policy=policy))
+    log = StepLog("run", MetricsFile(tmp_path, 0), total_steps=9)
+    trainer = Trainer()
+    hooks = Hooks(
+        *(trainer, trainer.records, None),
+        anchor_at_birth=True,
+        rewards_in_batch=False,
+        log=log,
+    )
+    hooks.install(policy=policy, logger=trainer, checkpointer=trainer.checkpointer)
+    synchronizer = pickle.loads(cloudpickle.dumps(generation)).weight_synchronizer
+    copied = synchronizer._policy
+    assert copied.train == MethodType(Policy.train, copied)
+    assert copied.train("batch") == "trained on batch" and not trainer.workers.asked
+    assert pickle.loads(cloudpickle.dumps(policy.train)).__func__ is Policy.train
+    rows, _ = rows_of(trainer)
+    policy.train(Batch(rows))
+    assert trainer.workers.asked == 1  # the driver's own is still wrapped
 
 
 def test_the_recipe_says_which_log_probs_are_compared(tmp_path):
