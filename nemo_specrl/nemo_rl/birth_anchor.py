@@ -34,9 +34,8 @@ def anchored_logprobs(batch: Any, records: MetadataTable) -> torch.Tensor:
     )
     for row, responses in enumerate(rows):
         for start, _, record in responses:
-            if record is None or record.reused is None:
+            if record is None or record.births is None:
                 continue
             births = torch.from_numpy(record.births)
-            positions = torch.from_numpy(record.reused).long()
-            logprobs[row, start + positions] = births.to(logprobs.dtype)
+            logprobs[row, start : start + len(births)] = births.to(logprobs.dtype)
     return logprobs

@@ -52,10 +52,9 @@ class RolloutMetadata:
         sample_index: of the rollout in its group.
         fresh: whether the rollout was decoded without a draft (:attr:`Rollout.fresh`).
         staleness: sum over its reused tokens of log p_birth - log p_now, nats; None where no token
-            was reused, as in a fresh rollout, which may have tokens of several versions, too.
-        reused: positions of the reused tokens in the response, int32 ``[r]``; None where the run
-            does not need them.
-        births: birth log-probs of those tokens, float32 ``[r]``, nats; None with ``reused``.
+            was reused, as in a fresh rollout.
+        births: birth log-probs of the reused tokens, which are the first ``r`` of the response,
+            float32 ``[r]``, nats; None where the run does not need them.
         versions: which weights have made a turn that was asked for by HTTP, and that is not in the
             cache; None: it was not.
     """
@@ -64,27 +63,29 @@ class RolloutMetadata:
     sample_index: int
     fresh: bool
     staleness: float | None
-    reused: npt.NDArray[np.int32] | None = None
     births: npt.NDArray[np.float32] | None = None
     versions: TokenVersions | None = None
 
     @classmethod
-    def of(cls, rollout: Rollout, *, births: bool) -> RolloutMetadata:
+    def of(cls, rollout: Rollout, accepted: int, *, births: bool) -> RolloutMetadata:
         """The record of a rollout.
 
         Args:
             rollout: as the cache keeps it.
-            births: include ``reused`` and ``births``.
+            accepted: number of its tokens that come from a draft. Its versions do not say which
+                these are: a row that runs on through a refit has decoded tokens of several, and
+                after a resume another policy may have had the same number.
+            births: include ``births``.
         """
-        positions = np.flatnonzero(rollout.reused).astype(np.int32)
-        born = rollout.birth_logprobs[positions]
-        lost = float((born - rollout.logprobs[positions]).sum(dtype=np.float64))
+        # What the same weights have begun is not reused: such a rollout is fresh.
+        reused = slice(0 if rollout.fresh else accepted)
+        born = rollout.birth_logprobs[reused].copy()  # a view would keep all of them in memory
+        lost = float((born - rollout.logprobs[reused]).sum(dtype=np.float64))
         return cls(
             rollout.key,
             rollout.sample_index,
             rollout.fresh,
-            lost if len(positions) and not rollout.fresh else None,
-            positions if births else None,
+            lost if len(born) else None,
             born if births else None,
         )
 
@@ -107,7 +108,7 @@ class MetadataLog:
                 reuse = getattr(completion, "spec_rl", None)
                 if reuse is None:  # decoded beside the cache: nobody knows its sample index
                     continue
-                record = RolloutMetadata.of(reuse.rollout, births=self.births)
+                record = RolloutMetadata.of(reuse.rollout, reuse.accepted, births=self.births)
                 self._note(output.prompt_token_ids, completion.token_ids, record)
 
     def note_turn(self, turn: ServedTurn) -> None:

@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from vllm import CompletionOutput, RequestOutput
 
 from nemo_specrl import Finish, Rollout, prompt_key
+from nemo_specrl.engine.outputs import RolloutInfo
 from nemo_specrl.nemo_rl.birth_anchor import anchored_logprobs
 from nemo_specrl.nemo_rl.rollout_metadata import (
     MAX_RECORDS,
@@ -123,9 +125,8 @@ def test_in_a_step_with_more_rows_than_are_kept_each_is_found():
 def test_births_are_carried_only_where_they_are_needed():
     _, rollouts = step([7], np.random.default_rng(0))
     reused = next(rollout for rollout in rollouts if not rollout.fresh)
-    without, with_births = (RolloutMetadata.of(reused, births=births) for births in (False, True))
-    assert without.reused is None and without.births is None
-    assert with_births.reused.tolist() == [0, 1] and with_births.births.tolist() == [-9, -9]
+    without, with_births = (RolloutMetadata.of(reused, 2, births=b) for b in (False, True))
+    assert without.births is None and with_births.births.tolist() == [-9, -9]
 
 
 def test_the_anchor_replaces_reused_tokens_and_nothing_else():
@@ -140,3 +141,40 @@ def test_the_anchor_replaces_reused_tokens_and_nothing_else():
             expected[row, 3:5] = -9.0
     assert torch.equal(anchored_logprobs(batch, table), expected)
     assert torch.equal(batch["prev_logprobs"], before) and not torch.equal(expected, before)
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize(
+    ("versions", "accepted"),
+    [
+        ([7, 7, 7, 7, 8, 8], 0),  # decoded in part before a refit
+        ([5, 5, 7, 7, 8, 8], 2),  # likewise, behind an accepted prefix
+        ([8, 8, 8, 8, 8, 8], 3),  # its draft is of a lost step that had the same number
+    ],
+)
+def test_the_accepted_prefix_alone_is_anchored_whatever_the_versions_are(fresh, versions, accepted):
+    prompt, tokens = [1, 2, 3], [5, 6, 7, 8, 9, 10]
+    now, born = np.full(6, -1.0), np.full(6, -1.0)
+    born[:accepted] = -2.0
+    rollout = Rollout(
+        *(prompt_key(prompt), 0, tokens, now, Finish.STOP, 8, born, versions), fresh=fresh
+    )
+    completion = CompletionOutput(0, "", tokens, None, None)
+    completion.spec_rl = RolloutInfo(rollout, accepted, accepted)
+    log = MetadataLog(births=True)
+    log.note([RequestOutput("", None, prompt, None, [completion], True)])
+    table = MetadataTable(log.take)
+    batch = {
+        "input_ids": torch.tensor([prompt + tokens]),
+        "token_mask": torch.tensor([[0] * 3 + [1] * 6]),
+        "input_lengths": torch.tensor([9]),
+        "prev_logprobs": torch.full((1, 9), -9.0),
+    }
+    replaced = 0 if fresh else accepted  # a fresh row's draft is of the same weights
+    expected = [-9.0] * 3 + [-2.0] * replaced + [-9.0] * (6 - replaced)
+    assert anchored_logprobs(batch, table).tolist() == [expected]
+    ids, mask, lengths = (
+        batch[name].numpy() for name in ("input_ids", "token_mask", "input_lengths")
+    )
+    (((_, _, record),),) = table.find(ids, mask, lengths)
+    assert record.staleness == (-float(replaced) if replaced else None)
