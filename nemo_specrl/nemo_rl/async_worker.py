@@ -26,9 +26,15 @@ from nemo_specrl.nemo_rl.context import SAMPLE_INDICES, RunContext
 from nemo_specrl.nemo_rl.rollout_metadata import MetadataLog
 from nemo_specrl.nemo_rl.served_engine import ServedEngine
 from nemo_specrl.nemo_rl.sparse_refits import held_open
-from nemo_specrl.nemo_rl.worker_base import DraftingWorker
+from nemo_specrl.nemo_rl.worker_base import ASYNC_CALLS, DraftingWorker
 
-__all__ = ["SpecVllmAsyncGenerationWorker", "SpecVllmAsyncGenerationWorkerImpl"]
+__all__ = ["ASYNC_OPTIONS", "SpecVllmAsyncGenerationWorker", "SpecVllmAsyncGenerationWorkerImpl"]
+
+ASYNC_OPTIONS: dict[str, Any] = {
+    "max_concurrency": ASYNC_CALLS,
+    "runtime_env": get_nsight_config_if_pattern_matches("vllm_async_generation_worker"),
+}
+"""Ray's options of asynchronous workers: those of NeMo-RL's own, and more calls at once."""
 
 _drafting: ContextVar[bool] = ContextVar("drafting", default=False)
 """Whether the row of the current task is drafted."""
@@ -181,6 +187,6 @@ class _DraftingEngine:
         return getattr(self._speculative.llm, name)
 
 
-@ray.remote(runtime_env={**get_nsight_config_if_pattern_matches("vllm_async_generation_worker")})
+@ray.remote(**ASYNC_OPTIONS)
 class SpecVllmAsyncGenerationWorker(SpecVllmAsyncGenerationWorkerImpl):
     """The Ray actor."""

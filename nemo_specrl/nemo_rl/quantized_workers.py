@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from nemo_rl.distributed.worker_group_utils import get_nsight_config_if_pattern_matches
 
-from nemo_specrl.nemo_rl.async_worker import SpecVllmAsyncGenerationWorkerImpl
+from nemo_specrl.nemo_rl.async_worker import ASYNC_OPTIONS, SpecVllmAsyncGenerationWorkerImpl
 from nemo_specrl.nemo_rl.compat import QUANTIZED, lookup
 from nemo_specrl.nemo_rl.sync_worker import SpecVllmGenerationWorkerImpl
 
@@ -55,6 +55,6 @@ class SpecVllmQuantGenerationWorker(SpecVllmQuantGenerationWorkerImpl):
     """The Ray actor."""
 
 
-@ray.remote(runtime_env={**get_nsight_config_if_pattern_matches("vllm_async_generation_worker")})
+@ray.remote(**ASYNC_OPTIONS)
 class SpecVllmQuantAsyncGenerationWorker(SpecVllmQuantAsyncGenerationWorkerImpl):
     """The Ray actor."""

@@ -15,7 +15,11 @@ from nemo_specrl.nemo_rl.context import RunContext, engine_arguments
 from nemo_specrl.nemo_rl.rollout_metadata import MetadataLog, RolloutMetadata, SequenceKey
 from nemo_specrl.nemo_rl.sparse_refits import SPARSE_TRANSPORTS, Refitting, SparseRefits
 
-__all__ = ["DraftingWorker"]
+__all__ = ["ASYNC_CALLS", "DraftingWorker"]
+
+ASYNC_CALLS = 2**16
+"""Calls that an asynchronous worker runs at once. Each of its rows is one until it ends, and behind
+Ray's own limit of 1000 of them refits and the driver's questions would wait for rows to end."""
 
 
 class DraftingWorker:

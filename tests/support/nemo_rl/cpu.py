@@ -24,7 +24,7 @@ from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 
 from nemo_specrl.engine.vllm.environment import local_cpu_environment
-from nemo_specrl.nemo_rl.async_worker import SpecVllmAsyncGenerationWorkerImpl
+from nemo_specrl.nemo_rl.async_worker import ASYNC_OPTIONS, SpecVllmAsyncGenerationWorkerImpl
 from nemo_specrl.nemo_rl.compat import (
     STOCK_ASYNC_WORKER,
     STOCK_QUANT_ASYNC_WORKER,
@@ -166,7 +166,7 @@ class StockAsyncWorker(StockAsyncWorkerImpl):
     pass
 
 
-@ray.remote
+@ray.remote(**ASYNC_OPTIONS)
 class SpecAsyncWorker(SpecAsyncWorkerImpl):
     pass
 
