@@ -189,13 +189,12 @@ class RunContext:
                 )
             return None
         own = getattr(master_config, algorithm)
-        checkpointing = master_config.checkpointing
         set_variables(generation, check_recipe(master_config, spec_rl, algorithm, **known))
         if algorithm == DISTILLATION:
             # There are neither rewards nor the policy's log-probs to compare.
             monitor = spec_rl.monitor.model_copy(update={"enabled": False})
             spec_rl = spec_rl.model_copy(update={"monitor": monitor})
-        folder = Path(checkpointing["checkpoint_dir"]).absolute()
+        folder = Path(master_config.checkpointing["checkpoint_dir"]).absolute()
         return cls(
             spec_rl=spec_rl,
             seed=int(get_option(own, "seed", 0) or 0),
@@ -203,9 +202,8 @@ class RunContext:
             name=hashlib.sha256(str(folder).encode()).hexdigest()[:16],
             label=folder.name,
             log_folder=Path(master_config.logger["log_dir"]).absolute(),
-            checkpoint=next(reversed(step_folders(folder)), None)
-            if checkpointing["enabled"]
-            else None,
+            # NeMo-RL resumes from it with checkpointing.enabled=false, too.
+            checkpoint=next(reversed(step_folders(folder)), None),
             tokenizer_id=str(master_config.policy["tokenizer"]["name"]),
             recompute_kv=bool(
                 get_option(

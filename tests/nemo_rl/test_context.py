@@ -88,15 +88,18 @@ def test_a_run_reads_its_recipe(tmp_path):
     assert RunContext.of(other, "grpo").store_folder != run.store_folder
 
 
-def test_a_resumed_run_knows_its_last_checkpoint(tmp_path):
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_resumed_run_knows_its_last_checkpoint(tmp_path, enabled):
+    """NeMo-RL resumes from it whether it writes others or not."""
+    resumed = recipe(tmp_path)
+    resumed.checkpointing["enabled"] = enabled
+    for algorithm in ("grpo", "ppo", "distillation"):
+        assert RunContext.of(resumed, algorithm).checkpoint is None
     for name in ("step_9", "step_10", "tmp_step_11", "step_x"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert (
-        RunContext.of(recipe(tmp_path), "grpo").checkpoint == tmp_path / "checkpoints" / "step_10"
-    )
-    resumed = recipe(tmp_path)
-    resumed.checkpointing["enabled"] = False
-    assert RunContext.of(resumed, "grpo").checkpoint is None
+    for algorithm in ("grpo", "ppo", "distillation"):
+        newest = RunContext.of(resumed, algorithm).checkpoint
+        assert newest == tmp_path / "checkpoints" / "step_10"
 
 
 def write_steps(folder, count):
