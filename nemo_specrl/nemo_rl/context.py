@@ -83,6 +83,7 @@ class RunContext:
         partial_rollouts: the ``grpo.partial_rollouts:`` block.
         evaluates: weights are evaluated and not trained: greedy rows are drafted for, too, and the
             cache begins with what earlier evaluations have left on the nodes' disks.
+        trains_later: rows may be trained on in a later step than the one that they were made in.
         prompts: of a step; None: not known.
         skips_policy_logprobs: NeMo-RL does not compute the policy's log-probs of a step's rows, and
             the column ``prev_logprobs`` is zero, or missing.
@@ -100,6 +101,7 @@ class RunContext:
     served: bool = False
     partial_rollouts: PartialRolloutsConfig = field(default_factory=PartialRolloutsConfig)
     evaluates: bool = False
+    trains_later: bool = False
     prompts: int | None = None
     skips_policy_logprobs: bool = False
 
@@ -194,6 +196,10 @@ class RunContext:
             # There are neither rewards nor the policy's log-probs to compare.
             monitor = spec_rl.monitor.model_copy(update={"enabled": False})
             spec_rl = spec_rl.model_copy(update={"monitor": monitor})
+        controlled = bool(known.get("single_controller"))
+        asynchronous = (
+            master_config.async_rl if controlled else get_option(own, f"async_{algorithm}", None)
+        )
         folder = Path(master_config.checkpointing["checkpoint_dir"]).absolute()
         return cls(
             spec_rl=spec_rl,
@@ -206,16 +212,11 @@ class RunContext:
             checkpoint=next(reversed(step_folders(folder)), None),
             tokenizer_id=str(master_config.policy["tokenizer"]["name"]),
             recompute_kv=bool(
-                get_option(
-                    master_config.async_rl
-                    if known.get("single_controller")
-                    else get_option(own, f"async_{algorithm}", None),
-                    "recompute_kv_cache_after_weight_updates",
-                    False,
-                )
+                get_option(asynchronous, "recompute_kv_cache_after_weight_updates", False)
             ),
             served=serves_requests(master_config) is not None,
             partial_rollouts=partial,
+            trains_later=controlled or bool(get_option(asynchronous, "enabled", False)),
             prompts=get_option(own, "num_prompts_per_step", None),
             skips_policy_logprobs=_skips_policy_logprobs(master_config, algorithm),
         )

@@ -283,7 +283,7 @@ def make_hooks(
         total_steps: after which the run ends.
         rewards_in_batch: what is trained on has rewards (``Hooks``).
     """
-    records = MetadataTable(generation.take_records)
+    records = MetadataTable(generation.take_records, later=run.trains_later)
     monitor = None
     if run.spec_rl.monitors_drift:
         monitor = StepMonitor(

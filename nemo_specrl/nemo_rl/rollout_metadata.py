@@ -39,6 +39,10 @@ MAX_RECORDS = 2**17
 step to the next. The oldest go first: of turns that are in no batch, as those of validation, judges
 and agents' helpers, and of rows that were dropped."""
 
+MAX_BYTES = 2**32
+"""Limit for the birth log-probs that the driver keeps from one step to the next, of 2**30 tokens:
+more than the rows of several large steps have."""
+
 SequenceKey = tuple[bytes, int]
 """Hash of a prompt with its response, and the length of the response in tokens."""
 
@@ -141,10 +145,17 @@ class MetadataTable:
 
     Args:
         take: collects what the workers have noted.
+        later: rows may be trained on in a later step than the one that they were made in.
     """
 
-    def __init__(self, take: Callable[[], list[tuple[SequenceKey, RolloutMetadata]]]) -> None:
+    def __init__(
+        self,
+        take: Callable[[], list[tuple[SequenceKey, RolloutMetadata]]],
+        *,
+        later: bool = False,
+    ) -> None:
         self._take = take
+        self._later = later
         self._taken = False
         self._records: dict[SequenceKey, deque[RolloutMetadata]] = {}
         self._used: dict[SequenceKey, int] = {}
@@ -192,26 +203,36 @@ class MetadataTable:
         return rows
 
     def end_step(self) -> None:
-        """Forget the records that :meth:`find` has returned.
+        """Forget the records of rows that will not be trained on any more.
 
-        The others may be of rows that are trained on later, as in asynchronous GRPO; the newest
-        :data:`MAX_RECORDS` sequences of them are kept. Only here are they limited: in the step
-        itself each of its rows has to be found, however many there are. In a step
-        without a call of :meth:`find`, such as PPO's steps that train the value model alone, the
-        workers' records are dropped.
+        Those are all that there are: where rows are trained on in the step that they were made in,
+        the others are of rows that were dropped. Elsewhere, as in asynchronous GRPO, they are those
+        that :meth:`find` has returned. How long a row may wait there is up to NeMo-RL's samplers;
+        of the others the newest :data:`MAX_RECORDS` sequences are kept, and :data:`MAX_BYTES`. Only
+        here are they limited: in the step itself each of its rows has to be found, however many
+        there are. A step without a call of :meth:`find`, such as PPO's that train the value model
+        alone, has records, too.
         """
         if not self._taken:
-            self._take()
+            self.collect()
+        if self._later:
+            self._forget_used()
+        else:
+            self._records.clear()
+        self._used.clear()
+        self._taken = False
+
+    def _forget_used(self) -> None:
+        """Forget the records that were returned, and the oldest ones beyond the limits."""
         for sequence, count in self._used.items():
             records = self._records.get(sequence, deque())
             for _ in range(min(count, len(records))):
                 records.popleft()
             if not records:
                 self._records.pop(sequence, None)
-        while len(self._records) > MAX_RECORDS:
-            del self._records[next(iter(self._records))]
-        self._used.clear()
-        self._taken = False
+        size = sum(map(_births_bytes, self._records.values()))
+        while len(self._records) > MAX_RECORDS or size > MAX_BYTES:
+            size -= _births_bytes(self._records.pop(next(iter(self._records))))
 
 
 def response_spans(mask: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
@@ -222,6 +243,10 @@ def response_spans(mask: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
     """
     edges = np.flatnonzero(np.diff(np.concatenate(([0], mask.astype(np.int8), [0]))))
     return [(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def _births_bytes(records: Iterable[RolloutMetadata]) -> int:
+    return sum(0 if record.births is None else record.births.nbytes for record in records)
 
 
 def _bytes(token_ids: Any) -> bytes:

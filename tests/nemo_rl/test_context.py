@@ -82,7 +82,7 @@ def test_without_the_block_or_switched_off_there_is_nothing_to_do(tmp_path):
 def test_a_run_reads_its_recipe(tmp_path):
     run = RunContext.of(recipe(tmp_path), "grpo")
     assert (run.seed, run.checkpoint, run.tokenizer_id) == (42, None, "Qwen/Qwen3-8B")
-    assert run.spec_rl.preset == "lossless"
+    assert run.spec_rl.preset == "lossless" and not run.trains_later
     assert run.store_folder.parent == Path("/raid/specrl")
     other = recipe(tmp_path / "elsewhere")
     assert RunContext.of(other, "grpo").store_folder != run.store_folder
@@ -336,7 +336,7 @@ def test_weights_are_updated_in_flight_but_not_in_rounds_nor_on_old_vllm(tmp_pat
         for recompute in (False, True):
             block["recompute_kv_cache_after_weight_updates"] = recompute
             run = RunContext.of(reuse, algorithm, engines=new)
-            assert run.recompute_kv is recompute
+            assert run.recompute_kv is recompute and run.trains_later
 
 
 @pytest.mark.skipif(not has_custom_proposers(), reason="this vLLM (0.20) loses tokens at refits")
@@ -345,7 +345,7 @@ def test_rows_of_the_single_controller_run_on_through_refits_but_not_in_rounds(t
         reuse = recipe(tmp_path, **REUSE)
         reuse.async_rl = SimpleNamespace(recompute_kv_cache_after_weight_updates=recompute)
         run = RunContext.of(reuse, "grpo", single_controller=True)
-        assert run.recompute_kv is recompute
+        assert run.recompute_kv is recompute and run.trains_later
     rounds = recipe(tmp_path)
     rounds.async_rl = {}
     with pytest.raises(ConfigError, match=r"log-probs of two policies; set .*\.tree\.method=auto$"):

@@ -1,5 +1,7 @@
 """Records of rollouts on their way from the workers to the trainer; needs no NeMo-RL."""
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ from vllm import CompletionOutput, RequestOutput
 
 from nemo_specrl import Finish, Rollout, prompt_key
 from nemo_specrl.engine.outputs import RolloutInfo
+from nemo_specrl.nemo_rl import rollout_metadata
 from nemo_specrl.nemo_rl.birth_anchor import anchored_logprobs
 from nemo_specrl.nemo_rl.rollout_metadata import (
     MAX_RECORDS,
@@ -76,18 +79,45 @@ def test_workers_are_asked_once_a_step_and_what_was_used_is_forgotten():
 
 def test_rows_that_are_trained_on_later_keep_their_record():
     rows, rollouts = step([7, 8], np.random.default_rng(0))
-    table = table_of(rows, rollouts)
+    table = table_of(rows, rollouts, later=True)
     for part in (slice(GROUP, None), slice(GROUP)):
         some = {name: column[part] for name, column in rows.items()}
         assert all(row[0].record is not None for row in found(table, some))
         table.end_step()
 
 
-def test_in_a_step_that_asks_for_no_rows_the_workers_forget_them():
+@pytest.mark.parametrize("later", [False, True])
+def test_a_step_that_asks_for_no_rows_has_records_too(later):
     rows, rollouts = step([7], np.random.default_rng(0))
-    table = table_of(rows, rollouts)
+    table = table_of(rows, rollouts, later=later)
     table.end_step()
-    assert all(row[0].record is None for row in found(table, rows))
+    assert all((row[0].record is not None) == later for row in found(table, rows))
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_records_of_rows_that_are_dropped_in_each_step_do_not_add_up(later, monkeypatch):
+    """As under dynamic sampling, which drops the groups whose rewards are equal."""
+    workers, rng, noted = Workers(births=True), np.random.default_rng(0), []
+
+    def take():
+        taken = workers.take()
+        noted.extend(weakref.ref(record) for _, record in taken)
+        return taken
+
+    table, kept, dropped = MetadataTable(take, later=later), [], []
+    monkeypatch.setattr(rollout_metadata, "MAX_BYTES", 256)  # of 32 rows that reuse two tokens
+    for _ in range(10):
+        rows, rollouts = step(range(8), rng, fresh_fraction=0.0)
+        workers.make(rows, rollouts)
+        trained = {name: column[: 2 * GROUP] for name, column in rows.items()}
+        assert all(row[0].record is not None for row in found(table, trained))
+        table.end_step()
+        kept.append(sum(reference() is not None for reference in noted))
+        dropped.append({name: column[2 * GROUP :] for name, column in rows.items()})
+    assert kept == [32 if later else 0] * 10 and len(noted) == 10 * 8 * GROUP
+    *older, newest = ([row[0].record for row in found(table, rows)] for rows in dropped)
+    assert all(record is None for records in older for record in records)
+    assert [record is not None for record in newest] == [False] * 16 + [later] * 32
 
 
 def test_records_that_nobody_takes_are_limited():
@@ -101,7 +131,7 @@ def test_records_that_nobody_takes_are_limited():
     record = taken[0][1]
     others = [((i.to_bytes(16), 1), record) for i in range(MAX_RECORDS - 5)]
     collections = [taken + others, []]
-    table = MetadataTable(lambda: collections.pop(0))
+    table = MetadataTable(lambda: collections.pop(0), later=True)
     table.collect()
     table.end_step()
     left = [row[0].record is not None for row in found(table, rows)]

@@ -82,10 +82,10 @@ class Workers:
         return [record for log in self.logs for record in log.take()]
 
 
-def table_of(rows, rollouts, births=False):
+def table_of(rows, rollouts, births=False, later=False):
     workers = Workers(births)
     workers.make(rows, rollouts)
-    return MetadataTable(workers.take)
+    return MetadataTable(workers.take, later=later)
 
 
 def monitor_of(
