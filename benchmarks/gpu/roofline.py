@@ -33,8 +33,8 @@ MEAN_LENGTH, LONGEST, SPREAD = 4000, 16_384, 0.64
 in ``simulate_8b.py`` those between prompts and within groups together."""
 TAIL = 0.1
 """Of a batch's rows, the last ones."""
-MAX_DRAFTED = 883
-"""Draft tokens of a step for whose logits there is memory, with 151,936 tokens (``v2_lengths``)."""
+MAX_DRAFTED = 2355
+"""Draft tokens of a step for whose logits there is memory, in bfloat16 (``v2_lengths``)."""
 SHARED = {
     "num_key_value_heads": 8,
     "head_dim": 128,

@@ -11,7 +11,7 @@ below it::
     kernels       the Triton kernels: append, search and vote
     reference     the same rules in numpy, and what the arrays mean
 
-``compile_kernels`` compiles them for GPUs where there is none, for tests.
+``benchmarks.gpu.compile_kernels`` compiles them for GPUs where there is none.
 
 ``nemo_specrl.engine.vllm.v2_patches`` puts the speculator into vLLM.
 """

@@ -142,7 +142,7 @@ def test_compiled(capability):
     # The interpreter is on in this process.
     program = (
         "import os; os.environ.pop('TRITON_INTERPRET', None)\n"
-        "from nemo_specrl.engine.drafters.v2.compile_kernels import compile_kernels\n"
+        "from benchmarks.gpu.compile_kernels import compile_kernels\n"
         f"for kernel in compile_kernels({capability}): print(*kernel)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -1,6 +1,6 @@
 """Compile the kernels for Hopper (sm_90) and Blackwell (sm_100), on a machine without a GPU.
 
-    python -m nemo_specrl.engine.drafters.v2.compile_kernels
+    python -m benchmarks.gpu.compile_kernels
 
 Prints size, registers and spills of each kernel. Triton's wheel brings the assembler.
 """
