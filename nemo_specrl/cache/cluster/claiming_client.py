@@ -131,11 +131,14 @@ class ClaimingClient(CacheClient):
         answer = asyncio.wrap_future(call.future())
         used = False
         try:
-            result = await asyncio.wait_for(asyncio.shield(answer), seconds)
+            # Not wait_for: from Python 3.12 on it takes an answer for late that came in time while
+            # the event loop was busy, as NeMo-RL keeps it when a long row ends.
+            await asyncio.wait([answer], timeout=seconds)
+            if not answer.done():
+                self._failed(node, TimeoutError(f"no answer in {seconds:g} s"))
+                return FAILED
+            result = answer.result()
             used = True
-        except TimeoutError:
-            self._failed(node, TimeoutError(f"no answer in {seconds:g} s"))
-            return FAILED
         except Exception as error:  # a failure of the cache may only cost speed
             self._failed(node, error)
             return FAILED
