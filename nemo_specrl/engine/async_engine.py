@@ -13,10 +13,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nemo_specrl.config import SpecRLConfig
-from nemo_specrl.engine.async_rows import AsyncRow, AsyncRows
+from nemo_specrl.engine.async_rows import AsyncRow, AsyncRows, Watched
 from nemo_specrl.engine.base import BaseSpeculativeLLM
 from nemo_specrl.engine.caches import ClaimingCache
 from nemo_specrl.engine.in_flight import WeightUpdates, salted
+from nemo_specrl.engine.interrupts import note_decoded
 from nemo_specrl.engine.outputs import request_outputs, unfinished_output
 from nemo_specrl.engine.policy_version import RUNNING, one_adapter, reset_caches
 from nemo_specrl.engine.prefix.verification import verification_params
@@ -392,7 +393,7 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
             async with contextlib.aclosing(
                 self.llm.generate(prompt, params, row.request_id, **kwargs)
             ) as stream:
-                async for output in stream:
+                async for output in Watched(stream, lambda: note_decoded(self.llm, row)):
                     row.answered = True
                     yield output
         finally:

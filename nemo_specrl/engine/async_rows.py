@@ -4,16 +4,63 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+import types
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterable,
+    Iterator,
+)
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
     from nemo_specrl.engine.requests import RolloutRequest
 
-__all__ = ["RETRY_SECONDS", "AsyncRow", "AsyncRows"]
+__all__ = ["RETRY_SECONDS", "AsyncRow", "AsyncRows", "Watched"]
+
+T = TypeVar("T")
 
 RETRY_SECONDS = 0.002
 """How soon a row is aborted again that has not ended."""
+
+
+class Watched(Generic[T]):
+    """A stream of outputs; a function is called before a cancellation reaches it.
+
+    ``AsyncLLM.generate`` has forgotten its request when the cancellation comes out of it. Nothing
+    is between the stream and the event loop otherwise: a task for each output would cost more.
+
+    Args:
+        stream: yields the outputs.
+        cancelled: called, without arguments, where a task is cancelled that waits for the next one.
+    """
+
+    def __init__(self, stream: AsyncIterator[T], cancelled: Callable[[], None]) -> None:
+        self._stream, self._cancelled = stream, cancelled
+
+    def __aiter__(self) -> Watched[T]:
+        return self
+
+    @types.coroutine
+    def __anext__(self) -> Generator[Any, Any, T]:
+        steps = self._stream.__anext__().__await__()
+        try:
+            waits_for = next(steps)
+            while True:
+                try:
+                    sent = yield waits_for
+                except BaseException as error:
+                    if isinstance(error, asyncio.CancelledError):
+                        self._cancelled()
+                    waits_for = steps.throw(error)
+                else:
+                    waits_for = steps.send(sent)
+        except StopIteration as end:  # it waits no more: this is the output
+            output: T = end.value
+            return output
 
 
 class AsyncRow:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_specrl.engine.outputs import build_rollout
 from nemo_specrl.engine.requests import RolloutRequest
@@ -12,7 +12,10 @@ from nemo_specrl.engine.response import extend_logprobs
 from nemo_specrl.engine.vllm.compat import logprobs_slice, tokens_so_far
 from nemo_specrl.rollout import Finish, Rollout
 
-__all__ = ["interrupted_rollouts", "keep_decoded"]
+if TYPE_CHECKING:
+    from nemo_specrl.engine.async_rows import AsyncRow
+
+__all__ = ["interrupted_rollouts", "keep_decoded", "note_decoded"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +51,19 @@ def interrupted_rollouts(
     return partial
 
 
+def note_decoded(engine: Any, row: AsyncRow) -> None:
+    """Note what an engine has decoded of a row that is being cancelled, if it knows its request.
+
+    It is called before vLLM learns of the cancellation, and lets go of the request.
+    """
+    if row.request is None:
+        return
+    try:
+        row.request.response.decoded = tokens_so_far(engine, row.request_id)
+    except Exception as error:  # the row ends in any case
+        logger.debug("nothing is known of request %s: %r", row.request_id, error)
+
+
 def keep_decoded(engine: Any, request_id: str, request: RolloutRequest, vocabulary: int) -> bool:
     """Set the response of an interrupted request to all that the engine has decoded of it.
 
@@ -67,7 +83,7 @@ def keep_decoded(engine: Any, request_id: str, request: RolloutRequest, vocabula
         return False  # of a conversation, nothing can be continued
     tokens, logprobs = request.tokens, request.logprobs
     if request.rounds is None:  # else its outputs have come token by token
-        decoded, more = tokens_so_far(engine, request_id)
+        decoded, more = request.response.decoded or tokens_so_far(engine, request_id)
         tokens = tokens[: request.accepted] + decoded
         if request.accepted:
             assert logprobs is not None

@@ -36,12 +36,15 @@ class Response:
         detokenizer: watches for stop strings where vLLM cannot; None where nothing is watched for.
         defect: what is wrong with the data that the engine gave; empty while nothing is known. A
             row with a defect goes back to its caller as the engine gave it, and not into the cache.
+        decoded: what the last request had decoded, and its log-probs, when its row was cancelled;
+            None where it was not.
     """
 
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: FlatLogprobs | None = None
     detokenizer: Detokenizer | None = None
     defect: str = ""
+    decoded: tuple[list[int], FlatLogprobs] | None = None
 
     def replace(self, tokens: list[int], logprobs: FlatLogprobs | None) -> None:
         """Set the whole response so far: an accepted prefix, or what a journal or engine has."""

@@ -9,6 +9,7 @@ from vllm import SamplingParams
 from nemo_specrl import Finish, SpecRLConfig
 from nemo_specrl.engine.async_engine import AsyncSpeculativeLLM
 from nemo_specrl.engine.outputs import rollout_info
+from nemo_specrl.engine.vllm.compat import made_so_far
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.trainer.data.toy_tasks import encode
 from tests.engine.test_async_engine import ClaimingCache
@@ -123,6 +124,38 @@ def test_an_aborted_row_comes_back_as_aborted(async_llm, loop, phase, way):
     # The engine and the class go on.
     engine.phase = None
     assert loop.run_until_complete(one(made, tokens=20)).finish_reason == "length"
+
+
+@pytest.mark.parametrize("stop", [None, ["never"]], ids=["no stop string", "a stop string"])
+@pytest.mark.parametrize("drafted", [False, True], ids=["afresh", "drafted"])
+def test_what_a_cancelled_row_has_decoded_is_kept(async_llm, loop, drafted, stop):
+    """Behind the accepted draft, too; with a stop string its outputs come token by token."""
+    params = sampling(170, seed=1, ignore_eos=True, stop=stop)
+
+    async def row(made):
+        prompt = {"prompt_token_ids": PROMPT}
+        return [output async for output in made.generate(prompt, params, "mine")]
+
+    async def cancelled(made):
+        task = asyncio.ensure_future(row(made))
+        while (made_so_far(async_llm, "mine") or 0) < 10:
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+
+    drafts = [draft(DRAFT)] if drafted else []
+    made, whole = (made_with(async_llm, drafts=drafts) for _ in range(2))
+    loop.run_until_complete(cancelled(made))
+    assert not async_llm.output_processor.has_unfinished_requests()
+    [output] = loop.run_until_complete(row(whole))
+    [kept] = [r for r in made.cache.all() if r.policy_version == 1]
+    assert kept.finish is Finish.PARTIAL and made.cache.claims.held(b"", None) == []
+    n = len(kept)
+    assert (10 + len(DRAFT) if drafted else 10) <= n < 170
+    assert kept.tokens.tolist() == list(output.outputs[0].token_ids[:n])
+    assert kept.logprobs == pytest.approx(values(output.outputs[0])[:n], abs=1e-3)
+    assert rollout_info(loop.run_until_complete(row(made))[0].outputs[0]).drafted == n
 
 
 def test_a_row_is_aborted_while_it_asks_the_cache(async_llm, loop):
