@@ -3,8 +3,9 @@
 The first rows of a prompt draft from each other in the engine that they share, so they go to one
 engine, as long as no other has much less to do. Later ones draft from what the cache has, and go
 where there is least to do, by the lengths of the earlier ones. An engine gets no more rows than it
-runs at once: those that are left wait here, and the first engine that has room takes them. Knows no
-host framework; rows may come from several threads, each with an event loop of its own.
+runs at once. While all have as many, rows wait here, and the first engine that has room takes them:
+those of the earliest batch, the longest first. Knows no host framework; rows may come from several
+threads, each with an event loop of its own.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import asyncio
 import heapq
 import itertools
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Hashable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +29,13 @@ KNOWN_PROMPTS = 2**16
 """Prompts whose engine and mean length are remembered, the latest ones."""
 NEWEST_OF_PROMPT, NEWEST_OF_ALL = 0.25, 0.0025
 """Weights of a row's length in the mean of its prompt's rows, and in that of all."""
+
+_Batch = tuple[int, int]
+"""Number of the event loop that a batch's rows come from, and of the batch among those of this one;
+earlier batches have lower ones."""
+
+_batch: ContextVar[_Batch | None] = ContextVar("batch", default=None)
+"""Of the row whose task this is."""
 
 
 @dataclass(eq=False)
@@ -51,6 +61,10 @@ class _Prompt:
     length: float | None = None
 
 
+_Waiting = tuple[_Batch, float, int, Place]
+"""A row that waits: its batch, minus its cost, its number and its place; the least comes first."""
+
+
 class RowQueue:
     """The rows that several engines have been given and have not ended.
 
@@ -61,16 +75,22 @@ class RowQueue:
         together: rows of a prompt, of which none has ended, that go to one engine although another
             one has less to do.
         places: rows that an engine runs at once; None: as many as it is given.
+        batch: rows of a batch, where one event loop brings several; None: it brings one.
     """
 
-    def __init__(self, engines: int, together: float, places: int | None = None) -> None:
-        self._arguments = engines, together, places
+    def __init__(
+        self, engines: int, together: float, places: int | None = None, batch: int | None = None
+    ) -> None:
+        self._arguments = engines, together, places, batch
         self._together = together
-        self._places = places
+        self._places, self._batch_rows = places, batch
         self._lock = threading.Lock()
         self._running = [0] * engines
         self._loads = [0.0] * engines  # costs of the rows that run or wait
-        self._waiting: list[list[tuple[float, int, Place]]] = [[] for _ in range(engines)]
+        self._waiting: list[list[_Waiting]] = [[] for _ in range(engines)]
+        # Number of each event loop, and of the rows that it has brought.
+        self._loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, list[int]]
+        self._loops = weakref.WeakKeyDictionary()
         self._prompts: OrderedDict[Hashable, _Prompt] = OrderedDict()
         self._mean, self._ended = 0.0, 0  # length of a row, and how many had one
         self._numbers = itertools.count()
@@ -86,11 +106,11 @@ class RowQueue:
             prompt: of the row, to keep its rows together; None: it does not matter.
         """
         with self._lock:
-            place = self._chosen(prompt)
+            batch, place = self._batch_of(prompt), self._chosen(prompt)
             if self._has_room(place.engine):
                 self._start(place)
             else:
-                entry = -place.cost, next(self._numbers), place
+                entry = batch, -place.cost, next(self._numbers), place
                 heapq.heappush(self._waiting[place.engine], entry)
         try:
             if not place.ready.done():
@@ -118,15 +138,39 @@ class RowQueue:
             self._running[place.engine] -= 1
             self._fill(place.engine)
 
+    def _batch_of(self, prompt: Hashable) -> _Batch:
+        """The batch of the row that this task asks for; another turn of it stays in its batch.
+
+        A step needs all rows of its batch, so none of them may wait for longer rows of later ones.
+        Rows do not say which batch they are of. Event loops tell batches apart also where several
+        begin together and their rows come mixed; within a loop they come one after the other.
+        """
+        batch = _batch.get()
+        if batch is None:
+            loop = asyncio.get_running_loop()
+            of_loop = self._loops.setdefault(loop, [next(self._numbers), 0])
+            number, rows = of_loop
+            batch = number, rows // self._batch_rows if self._batch_rows else 0
+            of_loop[1] += prompt is not None  # rows of a validation come between batches
+            _batch.set(batch)
+        return batch
+
     def _chosen(self, prompt: Hashable) -> Place:
-        """The engine for a row: that of the prompt's first rows, or the one with least to do."""
+        """The engine for a row, if one has room, one of these: that of the prompt's first rows, or
+        the one with least to do.
+        """
         known = self._prompts.get(prompt) if prompt is not None else None
         cost = 1.0
-        engine = min(range(len(self._loads)), key=self._loads.__getitem__)
+        engines = range(len(self._loads))
+        open_ones = list(filter(self._has_room, engines)) or list(engines)
+        engine = min(open_ones, key=self._loads.__getitem__)
         if known is not None:
             if known.length is not None:
                 cost = known.length / max(1.0, self._mean)
-            elif self._loads[known.engine] - self._loads[engine] < self._together:
+            elif (
+                known.engine in open_ones
+                and self._loads[known.engine] - self._loads[engine] < self._together
+            ):
                 engine = known.engine
             known.engine = engine
             self._prompts.move_to_end(prompt)
@@ -146,14 +190,19 @@ class RowQueue:
             place.ready.set_result(None)
 
     def _fill(self, engine: int) -> None:
-        """Start rows that wait, the longest first: an engine's own, then of the longest queue."""
+        """Start rows that wait, those of the earliest batch, and of these the longest first: the
+        engine's own, then of the longest queue.
+        """
+        own = self._waiting[engine]
         while self._has_room(engine):
-            queue = self._waiting[engine] or max(self._waiting, key=len)
-            if not queue:
+            for queue in self._waiting:
+                while queue and queue[0][-1].left:
+                    heapq.heappop(queue)
+            queues = [queue for queue in self._waiting if queue]
+            if not queues:
                 return
-            place = heapq.heappop(queue)[2]
-            if place.left:
-                continue
+            queue = min(queues, key=lambda queue: (queue[0][0], queue is not own, -len(queue)))
+            place = heapq.heappop(queue)[-1]
             self._loads[place.engine] -= place.cost
             self._loads[engine] += place.cost
             place.engine = engine

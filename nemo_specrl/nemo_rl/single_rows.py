@@ -70,10 +70,15 @@ class SingleRows(VllmGeneration):
                 f"engines; this release of nemo_specrl works with {compat.KNOWN}"
             )
         together: float = self._run.group
+        # The collector has an event loop for each batch, and begins several batches at once; the
+        # single controller has one loop. v0.7.0's collector has a loop for each prompt: its prompts
+        # are taken in the order in which they came, as batches are.
+        batch = None
         if self._run.prompts is not None:  # with fewer prompts than engines, each gets some rows
-            together = min(together, self._run.prompts * self._run.group / self.dp_size)
+            batch = self._run.prompts * self._run.group
+            together = min(together, batch / self.dp_size)
         places = (self.cfg.get("vllm_kwargs") or {}).get("max_num_seqs")
-        self._queue = RowQueue(self.dp_size, together, places)
+        self._queue = RowQueue(self.dp_size, together, places, batch)
 
     async def generate_async(self, data: Any, greedy: bool = False) -> AsyncIterator[Any]:
         """Generate a response to each row as it comes; the worker claims a sample index for it."""

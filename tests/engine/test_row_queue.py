@@ -6,6 +6,7 @@ import heapq
 import pickle
 import random
 import threading
+import time
 from collections import Counter
 from contextlib import AsyncExitStack
 
@@ -40,10 +41,13 @@ class Clock:
         self.now = 0
         self.ends = []  # of rows that run: when, number, and what is set then
         self.running, self.most = Counter(), 0
+        self.waiting = 0
         self.last = Counter()  # end of each engine
 
     async def row(self, number, prompt, steps):
+        self.waiting += 1
         async with self.queue.place(prompt) as place:
+            self.waiting -= 1
             self.running[place.engine] += 1
             self.most = max(self.most, self.running[place.engine])
             end = asyncio.Event()
@@ -65,6 +69,8 @@ class Clock:
     async def settle(self):
         for _ in range(20):
             await asyncio.sleep(0)
+        running = [self.running[engine] for engine in range(len(self.queue._running))]
+        assert not self.waiting or running == [self.queue._places] * len(running)
 
 
 @run
@@ -154,6 +160,89 @@ async def test_an_engine_with_room_takes_its_own_rows_first_and_then_the_longest
     ends[0].set()
     ends[2].set()
     await asyncio.gather(*tasks)
+
+
+@run
+async def test_rows_of_a_prompt_go_to_another_engine_where_theirs_is_full():
+    queue = RowQueue(2, together=16, places=8)
+    assert await asyncio.wait_for(given(queue, ["a"] * 16), 60) == [0] * 8 + [1] * 8
+    assert await given(queue, ["b"] * 8) == [0] * 8  # together, where there is room
+
+
+@run
+async def test_no_row_waits_for_those_of_a_later_batch():
+    """Three batches are asked for at once, the first of the shortest rows."""
+    queue, began, steps = RowQueue(2, GROUP, places=4, batch=4 * GROUP), [], [10, 30, 90]
+
+    async def ended(prompt):
+        async with queue.place(prompt) as place:
+            queue.leave(place, steps[prompt // 4])
+
+    async def row(prompt):
+        async with queue.place(prompt):
+            began.append(prompt // 4)
+            await asyncio.sleep(0)
+
+    rows = [prompt for prompt in range(12) for _ in range(GROUP)]
+    await asyncio.gather(*map(ended, rows))  # lengths are known from now on
+    await asyncio.gather(*map(row, rows))
+    assert began == sorted(began) and len(began) == len(rows)
+
+
+@run
+async def test_a_later_turn_of_a_row_stays_in_its_batch():
+    queue, turns = RowQueue(1, GROUP, places=1, batch=1), []
+
+    async def row(name):
+        for turn in range(2):
+            async with queue.place(name):
+                turns.append((name, turn))
+                await asyncio.sleep(0.001)
+
+    await asyncio.gather(*map(row, "abc"))
+    assert turns == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("c", 0), ("c", 1)]
+
+
+def test_an_event_loop_has_batches_of_its_own():
+    """As in NeMo-RL's collector: rows of two batches come in turn, from two threads."""
+    queue, began, steps = RowQueue(1, GROUP, places=1, batch=4), [], {"short": 10, "long": 90}
+
+    async def row(prompt, end=None):
+        async with queue.place(prompt) as place:
+            began.append(prompt)
+            if end is not None:
+                await asyncio.to_thread(end.wait)
+            queue.leave(place, steps.get(prompt))
+
+    async def rows(prompt, mine, others):
+        tasks = []
+        for _ in range(4):
+            await asyncio.to_thread(mine.acquire)
+            tasks.append(asyncio.ensure_future(row(prompt)))
+            await asyncio.sleep(0)  # it has asked
+            others.release()
+        await asyncio.gather(*tasks)
+
+    for prompt in steps:
+        asyncio.run(row(prompt))
+    began.clear()
+    end, turns = threading.Event(), [threading.Semaphore(0) for _ in range(3)]
+    order = [("short", turns[0], turns[1]), ("long", turns[1], turns[2])]
+    threads = [threading.Thread(target=asyncio.run, args=(row("first", end),), daemon=True)]
+    threads += [
+        threading.Thread(target=asyncio.run, args=(rows(*both),), daemon=True) for both in order
+    ]
+    for thread in threads:
+        thread.start()
+        while not began:
+            time.sleep(0.001)
+    for _ in range(4):
+        turns[0].release()
+        assert turns[2].acquire(timeout=60)
+    end.set()
+    for thread in threads:
+        thread.join(60)
+    assert began == ["first"] + ["short"] * 4 + ["long"] * 4
 
 
 @run
