@@ -209,7 +209,7 @@ def test_rounds_beside_a_drafter_of_vllms_are_refused_by_name(llm):
 @pytest.mark.parametrize(
     ("known", "block", "line"),
     [
-        ({"async_scheduling": True}, {}, "async_scheduling = True: some engine steps .*; set False"),
+        ({"async_scheduling": True}, {}, "async_scheduling = True: some .* steps .*; set False"),
         ({}, {"run_ahead": {"enabled": True}}, "spec_rl.run_ahead.enabled = true: an engine of a"),
         ({}, {"tree": {"adaptive_verification": True}}, "tree.adaptive_verification = true: engin"),
     ],
