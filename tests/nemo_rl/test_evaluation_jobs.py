@@ -41,7 +41,7 @@ class Evaluation(Job):
         """What the line at its end says: tokens a step for each row, and the share accepted."""
         [line] = re.findall(r"^spec_rl: .*", self.log.read_text(), re.MULTILINE)
         assert "errors" not in line
-        return [float(re.search(text, line)[1]) for text in (r"([\d.]+) in a step", r"(\d+)% of")]
+        return [float(re.search(text, line)[1]) for text in (r"([\d.]+) per row", r"(\d+)% of")]
 
 
 def test_a_later_evaluation_drafts_from_earlier_ones_and_answers_as_without_drafts(tmp_path):

@@ -222,7 +222,7 @@ def test_a_version_that_one_engine_alone_keeps_does_not_stand_still(workers, cap
     assert not caplog.messages
     for _ in range(5):
         generation.take_metrics()
-    assert caplog.text.count("the policy version has been 12 for 3 steps") == 1
+    assert caplog.text.count("the policy version has stayed at 12 for 3 steps") == 1
 
 
 def test_a_step_goes_on_without_an_engine_that_has_died(workers, caplog):
