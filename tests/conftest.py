@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import hypothesis.configuration
@@ -34,6 +35,23 @@ os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 _hypothesis_files = tempfile.TemporaryDirectory()  # instead of .hypothesis in the tree
 hypothesis.configuration.set_hypothesis_home_dir(_hypothesis_files.name)
+
+
+def pytest_collection_modifyitems(items):
+    """Begin with the modules that take longest, so that no process is left with one at the end.
+
+    pytest-xdist hands modules out in this order (``--no-loadscope-reorder``). How long they take is
+    told by their time limits, and where these are equal by their number of tests.
+    """
+    limits, sizes = Counter(), Counter()
+    for item in items:
+        mark = item.get_closest_marker("timeout")
+        limits[item.path] = max(limits[item.path], mark.args[0] if mark else 0)
+        sizes[item.path] += 1
+    order = list(dict.fromkeys(item.path for item in items))
+    order.sort(key=lambda path: (-limits[path], -sizes[path]))
+    place = {path: i for i, path in enumerate(order)}
+    items.sort(key=lambda item: place[item.path])
 
 
 class DictCache:
