@@ -79,7 +79,7 @@ def found_by(job: str, *arguments: Any, copy: Path | None = None) -> Any:
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.upstream", job, *map(str, arguments)],
         cwd=REPOSITORY,
-        # Without this package's plug-in, which mends some of it in its own way.
+        # Without this package's plug-in, which patches some of it in its own way.
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "VLLM_PLUGINS": ""},
         capture_output=True,
         text=True,

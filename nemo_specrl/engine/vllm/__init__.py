@@ -5,7 +5,7 @@ Modules, each of which imports only from those below it::
     refit                    new weights, streamed into an engine of this process
     sampler_memory           bounds the memory of vLLM's rejection sampler (a patch)
     plugin                   what vLLM runs of this package in each of its processes
-    cpu_sampler              mends vLLM's samplers on a CPU (patches)
+    cpu_sampler              patches vLLM's samplers on a CPU (patches)
     v2_patches               puts the V2 drafter into vLLM's V2 model runner
     v2_states                the state of other layers than attention behind refused drafts
     v2_lengths               chooses the length of drafts in vLLM's scheduler

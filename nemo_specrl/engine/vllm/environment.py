@@ -66,8 +66,8 @@ HYBRIDS = (
 """How the names of architectures begin that have other layers than attention, in vLLM 0.25.1
 (``IsHybrid``). It runs them in V1, and in V2 where it is asked to. The state of accepted tokens
 lies in a slot for each, and which slot a step begins at is not told to all kinds of layers."""
-MENDED = ("NemotronH", "Qwen3Next", "Qwen3_5")
-"""Those of ``HYBRIDS`` whose state ``v2_states`` brings back before 0.32, as tests show: they have
+PATCHED = ("NemotronH", "Qwen3Next", "Qwen3_5")
+"""Those of ``HYBRIDS`` whose state ``v2_states`` keeps right before 0.32, as tests show: they have
 layers of Mamba-2, or gated delta nets."""
 NEVER_TOLD = ("BailingMoeV2_5", "Jamba")
 """Those whose layers, of linear attention and of Mamba-1, 0.32 does not tell either
@@ -271,7 +271,7 @@ def why_not_v2(engines: Engines, model: Mapping[str, Any]) -> str | None:
     later = ""
     lost: tuple[str, ...] = NEVER_TOLD
     if engines.before(FIRST_WITH_STATE_OF_DRAFTS):
-        lost = tuple(name for name in HYBRIDS if name not in MENDED)
+        lost = tuple(name for name in HYBRIDS if name not in PATCHED)
         later = "" if any(name.startswith(NEVER_TOLD) for name in names) else " (0.32 does)"
     if attention_alone or not any(name.startswith(lost) for name in names):
         return None
@@ -285,7 +285,7 @@ def why_not_v2(engines: Engines, model: Mapping[str, Any]) -> str | None:
 def asks_for_v2(engines: Engines, model: Mapping[str, Any]) -> bool:
     """Whether vLLM would run a model in V1, but does in V2, and exactly, where it is asked to.
 
-    These are mixtures of experts (``FIRST_WITH_V2_FOR_ALL``), and models whose state is ``MENDED``.
+    These are mixtures of experts (``FIRST_WITH_V2_FOR_ALL``), and models whose state is patched.
 
     Args:
         engines: that would run V2 for other models.
@@ -297,7 +297,7 @@ def asks_for_v2(engines: Engines, model: Mapping[str, Any]) -> bool:
     text = whole.get("text_config") or whole
     names = _architectures(model)
     experts = any(text.get(key) for key in EXPERTS) and not V2_MIXTURES.intersection(names)
-    return experts or any(name.startswith(MENDED) for name in names)
+    return experts or any(name.startswith(PATCHED) for name in names)
 
 
 def _architectures(model: Mapping[str, Any]) -> list[str]:

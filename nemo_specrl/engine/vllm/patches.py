@@ -2,7 +2,7 @@
 
 Each patch states its reason and the versions that need it, and raises IncompatibleVersion where
 what it replaces has changed. Drafting needs one of them: custom proposers have to know their
-requests (``bind_proposer``). Samplers on a CPU are mended by ``cpu_sampler``, and on GPUs drafting
+requests (``bind_proposer``). Samplers on a CPU are patched by ``cpu_sampler``, and on GPUs drafting
 may run out of memory without ``sampler_memory``. The others make engines on a CPU faster, or
 verification anywhere (``extend_prompt_logprobs``), and change nothing that a request gets.
 ``plugin`` applies those of a CPU in each of vLLM's processes; the engine layer applies the others

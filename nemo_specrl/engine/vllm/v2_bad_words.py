@@ -1,4 +1,4 @@
-"""Bad words of several tokens beside drafts: a defect of vLLM's V2 model runner, mended.
+"""Bad words of several tokens beside drafts: a patch for a defect of vLLM's V2 model runner.
 
 To decide whether a token would complete a bad word, the sampler compares the tokens before it, of
 which the last ones may be drafts. In 0.25.1 and 0.26.0 it reads each of those one place too early:
@@ -15,7 +15,7 @@ from typing import Any
 
 import xxhash
 
-__all__ = ["mend_bad_words"]
+__all__ = ["patch_bad_words"]
 
 DEFECTIVE = {"6b0e8fff8d3853c7": "0.25.1, 0.26.0"}
 """XXH3 of the source of vLLM's module, and the versions that have it."""
@@ -23,7 +23,7 @@ INPUT_IDS = 8
 """Position of the step's input tokens among the arguments of ``apply_bad_words``."""
 
 
-def mend_bad_words() -> None:
+def patch_bad_words() -> None:
     """Have the sampler read drafts where they are. Does nothing with other versions."""
     from vllm.v1.worker.gpu.sample import bad_words
 

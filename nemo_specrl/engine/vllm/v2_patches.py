@@ -29,7 +29,7 @@ from nemo_specrl.engine.vllm.compat import EXTRA_ARG
 from nemo_specrl.engine.vllm.environment import Engines, why_not_v2
 from nemo_specrl.engine.vllm.patches import wrap_functions
 from nemo_specrl.engine.vllm.sampler_memory import SAMPLER_BYTES
-from nemo_specrl.engine.vllm.v2_bad_words import mend_bad_words
+from nemo_specrl.engine.vllm.v2_bad_words import patch_bad_words
 from nemo_specrl.engine.vllm.v2_graphs import graphs_by_tokens, set_graph_sizes
 from nemo_specrl.engine.vllm.v2_lengths import (
     WRAPPERS,
@@ -37,7 +37,7 @@ from nemo_specrl.engine.vllm.v2_lengths import (
     first_table,
     max_drafted,
 )
-from nemo_specrl.engine.vllm.v2_states import mend_states, set_prefix_cache, warn_of_fewer_rows
+from nemo_specrl.engine.vllm.v2_states import patch_states, set_prefix_cache, warn_of_fewer_rows
 from nemo_specrl.errors import ConfigError, IncompatibleVersion
 from nemo_specrl.speculation.uniform_length import LENGTHS
 
@@ -174,7 +174,7 @@ def install() -> None:
     Scheduler.spec_rl_lengths = None  # of schedulers whose engines do not draft from history
     wrap_functions(wrappers, SOURCES)
     setattr(WorkerBase, ADD_HISTORIES, _add_histories)
-    mend_bad_words()
+    patch_bad_words()
 
 
 def _init_speculator(original: Any) -> Any:
@@ -182,7 +182,7 @@ def _init_speculator(original: Any) -> Any:
         if not drafts_from_history(vllm_config):
             return original(vllm_config, device, *args)
         if vllm_config.model_config.is_hybrid:
-            mend_states()
+            patch_states()
         module, name = SPECULATOR.rsplit(".", 1)
         return getattr(importlib.import_module(module), name)(vllm_config, device)
 

@@ -2,7 +2,7 @@
 
 Layers of Mamba-2 and gated delta nets write the state behind each token of a step into a slot of
 its own. The next step has to begin at the slot of the last accepted token, and does so for rows
-that vLLM takes for decoding ones. Mended are, each in the versions that need it:
+that vLLM takes for decoding ones. Patched, each in the versions that need it, are:
 
 - The order of rows (0.25 to 0.32). vLLM takes all rows for prompts that stand behind the first one,
   and sorts rows by their tokens, so that a short part of a prompt comes before longer drafts, or a
@@ -32,7 +32,7 @@ from typing import Any
 from nemo_specrl.engine.vllm.environment import FIRST_WITH_STATE_OF_DRAFTS, Engines
 from nemo_specrl.engine.vllm.patches import wrap_functions
 
-__all__ = ["mend_states", "rows_with_room", "set_prefix_cache", "warn_of_fewer_rows"]
+__all__ = ["patch_states", "rows_with_room", "set_prefix_cache", "warn_of_fewer_rows"]
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ def warn_of_fewer_rows(scheduler: Any) -> None:
         )
 
 
-def mend_states() -> None:
+def patch_states() -> None:
     """Have the state be right behind refused drafts, in the process of a worker that drafts.
 
     May be called again.

@@ -1,4 +1,4 @@
-"""What is mended in vLLM's samplers on a CPU."""
+"""What is patched in vLLM's samplers on a CPU."""
 
 import torch
 from vllm import SamplingParams

@@ -25,10 +25,10 @@ def test_drafts_are_read_where_they_are(case):
     """As a step has them: the last token that was said, and three drafts behind it; two rows."""
     from vllm.v1.worker.gpu.sample import bad_words
 
-    from nemo_specrl.engine.vllm.v2_bad_words import mend_bad_words
+    from nemo_specrl.engine.vllm.v2_bad_words import patch_bad_words
     from tests.support.v2_drafting import DEVICE
 
-    mend_bad_words()
+    patch_bad_words()
     word, forbidden = CASES[case]
     rows, step = 2, [SAID[-1], *DRAFT]
 
