@@ -1,7 +1,7 @@
 """AsyncSpeculativeLLM: ``AsyncLLM.generate`` with the last rollout of a prompt as a draft.
 
-Rows come one by one and each is a coroutine, while vLLM's own loop drives the engine. The weights
-may change while rows are in progress (``refit``): each token knows which ones have made it.
+Rows arrive one by one; each is a coroutine, and vLLM's own loop drives the engine. The weights may
+change while rows are in progress (``refit``): for each token, the version that made it is recorded.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
     """A drop-in for ``AsyncLLM.generate`` that reuses earlier rollouts.
 
     Args:
-        llm: a running ``AsyncLLM``; it and the others as of ``SpeculativeLLM``.
+        llm: a running ``AsyncLLM``; the same requirements apply as for ``SpeculativeLLM``.
         cache: assigns sample indices and stores rollouts (``caches.ClaimingCache``): a
             ``nemo_specrl.cache.cluster.cluster_cache.ClusterCache``, which needs Ray. A
             :class:`~nemo_specrl.RolloutStore` does not assign sample indices and cannot be used.
@@ -47,11 +47,11 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
 
     Attributes:
         policy_version: version of the weights in the engine, which :meth:`refit` changes.
-        fingerprint: of these weights; 0: not known.
+        fingerprint: of these weights; 0 if not known.
         fresh_fraction: share of rows that are decoded without a draft, from the configuration
             until the caller changes it.
         metrics: :class:`EngineMetrics` since the caller last replaced it. Rows wait concurrently,
-            so that its times are sums over rows and may exceed the time that has passed.
+            so its times are sums over rows and may exceed the elapsed time.
 
     Raises:
         ConfigError: the engine does not fit the configuration (as for ``SpeculativeLLM``),
@@ -80,8 +80,8 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
         self._updates = WeightUpdates(llm, self._rows)
         self._decoding: asyncio.Semaphore | None = None
         if self._prompt_logprob_drafter is not None:
-            # No more rows than the engine runs at once: between two requests, a row must not wait
-            # in the engine's queue, where its blocks would be evicted.
+            # Admit no more rows than the engine runs at once: between two requests, a row must not
+            # wait in the engine's queue, where its blocks would be evicted.
             engines = llm.vllm_config.parallel_config.data_parallel_size
             self._decoding = asyncio.Semaphore(self._limits.max_num_seqs * engines)
 
@@ -100,23 +100,23 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
         fingerprint: int = 0,
         recompute_kv: bool = True,
     ) -> T:
-        """Change the weights of the engine, whose rows go on with the new ones.
+        """Change the weights of the engine; its rows continue with the new ones.
 
-        A draft that is being verified meanwhile is verified anew.
+        A draft that is being verified at that moment is verified again.
 
         Args:
             update: changes the weights.
             version: of the new weights.
-            fingerprint: of the new weights; 0: not known.
-            recompute_kv: have the KV blocks of rows in progress computed anew, by a prefill of
-                each. Otherwise they go on with those of the old weights, which no other row reads.
+            fingerprint: of the new weights; 0 if not known.
+            recompute_kv: recompute the KV blocks of rows in progress, by a prefill of each.
+                Otherwise they continue with those of the old weights, which no other row reads.
 
         Returns:
-            What ``update`` has returned. The version begins even where it raises.
+            What ``update`` returned. The version begins even if ``update`` raises.
 
         Raises:
-            ConfigError: rows are in progress, and are verified in rounds (``tree.method``), or
-                this vLLM (0.20) cannot have their KV blocks computed anew. Nothing has changed.
+            ConfigError: rows are in progress and are verified in rounds (``tree.method``), or this
+                vLLM (0.20) cannot recompute their KV blocks. Nothing has changed.
         """
         async with self._updates.paused(recompute_kv) as running:
             if self._prompt_logprob_drafter is not None:
@@ -132,19 +132,19 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
     async def set_policy_version(self, version: int, fingerprint: int = 0) -> None:
         """Begin a policy version after a refit that was made without :meth:`refit`.
 
-        The engine's prefix cache is reset, which has KV blocks of the old weights.
+        Resets the engine's prefix cache, which holds KV blocks of the old weights.
 
         Args:
             version: of the weights that the engine has now.
-            fingerprint: of these weights; 0: not known.
+            fingerprint: of these weights; 0 if not known.
 
         Raises:
             ConfigError: rows are in progress, or vLLM did not reset the prefix cache because other
-                requests are. The policy version is the old one then.
+                requests are in progress. The old policy version is then kept.
         """
         self.check_idle()
         reset = await reset_caches(self.llm)
-        self.check_idle()  # a row that has begun meanwhile would be of two versions
+        self.check_idle()  # a row begun in the meantime would be of two versions
         if not reset:
             raise ConfigError(f"the prefix cache was not reset: {RUNNING}")
         self._weights.begin(version, fingerprint)
@@ -159,8 +159,8 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
     ) -> AsyncIterator[RequestOutput]:
         """Generate one response to a prompt and yield it once, when it is complete.
 
-        Where the row has no sample index (speculation is off, the request is greedy, the cache
-        does not answer) this is ``AsyncLLM.generate`` itself, with all its outputs.
+        If the row has no sample index (speculation is off, the request is greedy, or the cache does
+        not answer), this is ``AsyncLLM.generate`` itself, with all its outputs.
 
         Args:
             prompt: token ids or text.
@@ -192,16 +192,16 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
         if drafted is not None:
             yield drafted
             return
-        # No draft, and no sample index to cache the result under.
+        # There is no draft, and no sample index under which to cache the result.
         async for output in self.generate_plain(prompt, sampling_params, request_id, **kwargs):
             yield output
 
     async def generate_plain(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncIterator[RequestOutput]:
-        """Generate beside the cache, as ``AsyncLLM.generate`` does, where weights may change.
+        """Generate without the cache, as ``AsyncLLM.generate`` does, while weights may change.
 
-        The request waits while the weights change, and reads no KV blocks of other ones.
+        The request waits while the weights change, and reads no KV blocks of other weights.
         """
         with self._rows.row(request_id, None) as row:
             async for output in self._stream(row, prompt, sampling_params, kwargs):
@@ -213,12 +213,12 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
         """Take a row through the engine, in the stages of ``SpeculativeLLM._run``.
 
         Args:
-            row: that has not ended.
-            request: of the row.
-            kwargs: of ``AsyncLLM.generate``.
+            row: a row that has not ended.
+            request: the row's request.
+            kwargs: keyword arguments of ``AsyncLLM.generate``.
 
         Returns:
-            The row's output; None where it can have no sample index, and nothing was done.
+            The row's output; None if it can have no sample index, in which case nothing was done.
         """
         await self._rows.admit(row)
         # 1. Look up: a sample index and a draft from the cache.
@@ -242,13 +242,13 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
             return finished
         finally:
             self.cache.flush()
-            if claimed is not None and not stored:  # another row may have its sample index
+            if claimed is not None and not stored:  # another row may take its sample index
                 self.cache.release(request.row.key, request.row.sample_index)
 
     async def _verify_and_decode(
         self, row: AsyncRow, request: RolloutRequest, kwargs: Any
     ) -> tuple[RequestOutput, ResponseEnd]:
-        """Have the draft of a row verified and the rest decoded; its last output and its end."""
+        """Have a row's draft verified and the rest decoded; return its last output and its end."""
         output, end = None, None
         started = time.perf_counter()
         if request.draft is not None and not row.aborted:
@@ -264,9 +264,9 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
         return output, end
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
-        """Abort rows, as ``AsyncLLM.abort`` does, also those that the engine does not know now.
+        """Abort rows, as ``AsyncLLM.abort`` does, including those not in the engine at the moment.
 
-        They come back with ``finish_reason`` "abort" and what they have.
+        They come back with ``finish_reason`` "abort" and the tokens that they have so far.
         """
         names = {request_id} if isinstance(request_id, str) else set(request_id)
         await self.llm.abort(list(names), internal)
@@ -278,15 +278,15 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
         await self._rows.pausing(mode, self.llm.pause_generation, kwargs)
 
     async def sleep(self, level: int = 1, **kwargs: Any) -> None:
-        """Put the engine to sleep, as ``AsyncLLM.sleep`` does, with rows as in a pause."""
+        """Put the engine to sleep, as ``AsyncLLM.sleep`` does, treating rows as in a pause."""
         mode = kwargs.get("mode", "abort")
         await self._rows.pausing(mode, self.llm.sleep, {"level": level, **kwargs})
 
     async def count_tree_drafts(self) -> None:
         """Add to the metrics what the tree proposer did since the last call.
 
-        To be called before the metrics are taken, since rows have no step of their own in which to
-        ask the engine. Nothing is added without a proposer, or where its process cannot be asked.
+        Call this before taking the metrics: rows have no step of their own in which to ask the
+        engine. Nothing is added without a proposer, or if its process cannot be asked.
         """
         if not self._proposes:
             return
@@ -294,17 +294,17 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
 
         try:
             self.metrics.add_draft_counts(await self.llm.collective_rpc(take_counts))
-        except Exception as error:  # vLLM sends functions to other processes only where it may
+        except Exception as error:  # vLLM sends functions to other processes only if allowed to
             self._warn_once(NO_COUNTS, type(error).__name__, error)
 
     async def _claim(self, request: RolloutRequest) -> RolloutRequest | None:
-        """Reserve a sample index for a request and offer it its draft; None where none is had."""
+        """Reserve a sample index for a request and offer it its draft; None if there is none."""
         try:
             claim = await self.cache.claim(request.row.key, self.policy_version)
             if claim is None:
                 return None
             request.assign_sample_index(claim.sample_index)
-        except Exception as error:  # whatever fails in a cache, rows are decoded without it
+        except Exception as error:  # whatever fails in the cache, rows are decoded without it
             self._count_cache_error(error)
             return None
         try:
@@ -314,7 +314,7 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
         return request
 
     async def _place(self, row: AsyncRow) -> bool:
-        """Wait for a place among the rows that the engine decodes; False: the row was aborted."""
+        """Wait for a place among the rows that the engine decodes; False if the row was aborted."""
         if self._decoding is None:
             return not row.aborted
         places = self._decoding
@@ -326,14 +326,14 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
         """Verify and judge the draft of a request.
 
         Returns:
-            The engine's output, and how the response ended; None where decoding has to go on.
+            The engine's output, and how the response ended; None if decoding must continue.
         """
         assert request.draft is not None
         request.verification.start()
         prompt = {"prompt_token_ids": request.rules.prompt + request.draft.tokens.tolist()}
         params = verification_params(request)
         outputs, anew = [], True
-        while anew:  # where the log-probs are of several weights
+        while anew:  # the log-probs are of several weights
             outputs = [o async for o in self._stream(row, prompt, params, kwargs)]
             anew = row.spans_refit and not row.aborted
         if not outputs:  # aborted before it began
@@ -344,7 +344,7 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
         return output, end
 
     async def _measure_noise(self, row: AsyncRow, request: RolloutRequest, kwargs: Any) -> None:
-        """Prefill a response that has just been decoded; of the first few rows of the engine."""
+        """Prefill a just-decoded response, for the first few rows of the engine only."""
         self._noise.rows_left -= 1
         started = time.perf_counter()
         prompt = {"prompt_token_ids": request.rules.prompt + request.tokens}
@@ -356,15 +356,15 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
     async def _decode(
         self, row: AsyncRow, request: RolloutRequest, kwargs: Any
     ) -> tuple[RequestOutput, ResponseEnd]:
-        """Decode what the draft did not bring; the last output and how the response ended."""
+        """Decode the rest after the draft; return the last output and how the response ended."""
         ended = False
         placed = await self._place(row)
         try:
             while placed and not row.aborted:
                 prompt, params = self._next_request(request)
                 async with contextlib.aclosing(self._stream(row, prompt, params, kwargs)) as stream:
-                    # Closing ends a request whose row has ended by a stop string, or goes on in
-                    # another one.
+                    # Closing ends a request whose row ended by a stop string, or continues in
+                    # another request.
                     async for output in stream:
                         end = self._append_decoded(request, output)
                         if end is not None:
@@ -385,7 +385,7 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
     async def _stream(
         self, row: AsyncRow, prompt: Any, params: SamplingParams, kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of a request of a row, which has the row's own id."""
+        """Yield the outputs of a row's request, which runs under the row's own id."""
         await self._updates.wait()
         row.enter(self.policy_version)
         prompt = salted(prompt, self.policy_version)

@@ -1,4 +1,4 @@
-"""Rows of an asynchronous engine: each is a coroutine, which may be aborted wherever it waits."""
+"""Rows of an asynchronous engine: each is a coroutine that may be aborted wherever it waits."""
 
 from __future__ import annotations
 
@@ -24,18 +24,20 @@ __all__ = ["RETRY_SECONDS", "AsyncRow", "AsyncRows", "Watched"]
 T = TypeVar("T")
 
 RETRY_SECONDS = 0.002
-"""How soon a row is aborted again that has not ended."""
+"""Interval after which a row that has not ended is aborted again."""
 
 
 class Watched(Generic[T]):
-    """A stream of outputs; a function is called before a cancellation reaches it.
+    """A stream of outputs that calls a function before a cancellation reaches the stream.
 
-    ``AsyncLLM.generate`` has forgotten its request when the cancellation comes out of it. Nothing
-    is between the stream and the event loop otherwise: a task for each output would cost more.
+    By the time a cancellation propagates out of ``AsyncLLM.generate``, it has forgotten its
+    request. Apart from this, nothing is between the stream and the event loop: a task for each
+    output would cost more.
 
     Args:
         stream: yields the outputs.
-        cancelled: called, without arguments, where a task is cancelled that waits for the next one.
+        cancelled: called, without arguments, when a task that waits for the next output is
+            cancelled.
     """
 
     def __init__(self, stream: AsyncIterator[T], cancelled: Callable[[], None]) -> None:
@@ -58,7 +60,7 @@ class Watched(Generic[T]):
                     waits_for = steps.throw(error)
                 else:
                     waits_for = steps.send(sent)
-        except StopIteration as end:  # it waits no more: this is the output
+        except StopIteration as end:  # it no longer waits: this is the output
             output: T = end.value
             return output
 
@@ -68,15 +70,15 @@ class AsyncRow:
 
     Attributes:
         request_id: the caller's.
-        request: what the row becomes; None for a row beside the cache.
+        request: what the row becomes; None for a row that does not use the cache.
         admitted: it may have requests in the engine.
-        in_engine: it has one now, or on the way.
-        answered: this one has brought an output.
-        start: number of tokens of the response before this one.
-        spans_refit: the weights have changed since this one began.
-        aborted: it shall end as soon as it can.
+        in_engine: a request of the row is in the engine now, or on the way to it.
+        answered: this request has brought an output.
+        start: number of tokens of the response before this request.
+        spans_refit: the weights have changed since this request began.
+        aborted: the row is to end as soon as it can.
         waiting: what it waits for outside of the engine.
-        ended: set at its end.
+        ended: set when the row ends.
     """
 
     def __init__(self, request_id: str, request: RolloutRequest | None = None) -> None:
@@ -102,15 +104,15 @@ class AsyncRow:
         """Note that the weights have changed while the row's request is in the engine.
 
         Args:
-            made: tokens that the old weights have made for this request.
-            policy_version: of the new ones.
+            made: number of tokens that the old weights have made for this request.
+            policy_version: of the new weights.
         """
         self.spans_refit = True
         if self.request is not None:
             self.request.versions.begin(self.start + made, policy_version)
 
     def abort(self) -> None:
-        """Have it end as soon as it can."""
+        """Make the row end as soon as it can."""
         self.aborted = True
         if self.waiting is not None:
             self.waiting.cancel()
@@ -118,11 +120,11 @@ class AsyncRow:
     async def wait_for(
         self, awaited: Coroutine[Any, Any, Any], undo: Callable[[], None] | None = None
     ) -> bool:
-        """Wait for something; False, at once, where the row is aborted meanwhile.
+        """Wait for something; return False at once if the row is aborted in the meantime.
 
         Args:
             awaited: what the row waits for.
-            undo: takes back what it has waited for, if the row's own task is cancelled just then.
+            undo: takes back what was awaited, if the row's own task is cancelled at that moment.
         """
         self.waiting = asyncio.ensure_future(awaited)
         if self.aborted:
@@ -159,7 +161,7 @@ class AsyncRows:
 
     @contextlib.contextmanager
     def row(self, request_id: str, request: RolloutRequest | None) -> Iterator[AsyncRow]:
-        """A row, until the end of the context."""
+        """Register a row until the end of the context."""
         row = AsyncRow(request_id, request)
         self._rows.add(row)
         try:
@@ -175,23 +177,23 @@ class AsyncRows:
 
     @property
     def begun(self) -> bool:
-        """Whether one is in progress. Rows that a pause holds back have not begun."""
+        """Whether a row is in progress. Rows that a pause holds back have not begun."""
         return any(row.admitted for row in self._rows)
 
     async def abort(self, request_ids: Iterable[str]) -> None:
-        """Abort the rows of these ids, wherever they are, and wait for their end."""
+        """Abort the rows with these ids, wherever they are, and wait for them to end."""
         names = set(request_ids)
         await self._abort([row for row in self._drafted() if row.request_id in names])
 
     async def pausing(self, mode: str, pause: Callable[..., Awaitable[Any]], kwargs: Any) -> None:
         """Pause the engine.
 
-        With mode ``abort`` no row is left between two requests, where it would wait for the engine
-        to be resumed, and with mode ``wait`` the rows that have begun are completed first: a
+        With mode ``abort``, no row is left between two requests, where it would wait for the engine
+        to be resumed. With mode ``wait``, the rows that have begun are completed first, so that a
         verified prefix is not continued by other weights.
 
         Args:
-            mode: vLLM's.
+            mode: vLLM's pause mode.
             pause: vLLM's method.
             kwargs: its arguments.
         """
@@ -213,13 +215,13 @@ class AsyncRows:
             await self._abort(rows)
 
     def _drafted(self) -> list[AsyncRow]:
-        """Those that are more than one request of vLLM's, which aborts the others itself."""
+        """Rows that take more than one request of vLLM, which aborts the others itself."""
         return [row for row in self._rows if row.request is not None]
 
     async def _abort(self, rows: list[AsyncRow]) -> None:
         for row in rows:
             row.abort()
         while rows := [row for row in rows if not row.ended.is_set()]:
-            # Again where a request was on its way to the engine: it did not know it yet.
+            # Repeat if a request was on its way to the engine, which did not know it yet.
             await self._llm.abort([row.request_id for row in rows if row.in_engine])
             await asyncio.sleep(RETRY_SECONDS)

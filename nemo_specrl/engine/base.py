@@ -49,13 +49,13 @@ logger = logging.getLogger(__name__)
 
 
 class BaseSpeculativeLLM:
-    """Base of :class:`SpeculativeLLM` and :class:`AsyncSpeculativeLLM`, which say what they take.
+    """Base of :class:`SpeculativeLLM` and :class:`AsyncSpeculativeLLM`; see them for arguments.
 
     Attributes:
-        draw_seed: what uniforms are derived from: the seed of the run; where a cluster's cache says
-            that the run was resumed, another one. Rollouts of a lost step draft for those in their
-            place, which must not be made with the same randomness.
-        drafts_greedy: greedy rows use the cache, too, where vLLM alone verifies drafts.
+        draw_seed: what uniforms are derived from: the seed of the run, or another one if a
+            cluster's cache says that the run was resumed. Rollouts of a lost step are drafts for
+            those that replace them, which must not be made with the same randomness.
+        drafts_greedy: greedy rows use the cache, too, if only vLLM verifies drafts.
 
     Raises:
         ConfigError: the engine does not fit the configuration
@@ -82,7 +82,7 @@ class BaseSpeculativeLLM:
         self.fresh_fraction = config.fresh_fraction
         self.drafts_greedy = False
         self.metrics = EngineMetrics()
-        self._warned: set[str] = set()  # texts of warnings that are given once
+        self._warned: set[str] = set()  # texts of warnings that are logged only once
         self._histories = PendingHistories()
         self._prompt_logprob_drafter: PromptLogprobDrafter | None = None
         self._proposes = False
@@ -101,7 +101,7 @@ class BaseSpeculativeLLM:
         check_other_processes(self._engine, self._limits.drafter)
         try:
             extend_prompt_logprobs()
-        except IncompatibleVersion as error:  # it costs speed alone
+        except IncompatibleVersion as error:  # it costs only speed
             logger.warning("%s", error)
         self._proposes = method in ("v2", "proposer")
         if method == "rounds":
@@ -124,7 +124,7 @@ class BaseSpeculativeLLM:
 
     @property
     def fingerprint(self) -> int:
-        """Fingerprint of the weights in the engine; 0: not known."""
+        """Fingerprint of the weights in the engine; 0 if not known."""
         return self._weights.fingerprint
 
     @fingerprint.setter
@@ -137,7 +137,7 @@ class BaseSpeculativeLLM:
         try:
             cached = self.cache.get(list(dict.fromkeys(r.row.key for r in candidates)))
             self._set_drafts(candidates, cached)
-        except Exception as error:  # whatever fails in a cache, rows are decoded without it
+        except Exception as error:  # whatever fails in the cache, rows are decoded without it
             self._count_cache_error(error)
 
     def _set_drafts(
@@ -146,9 +146,9 @@ class BaseSpeculativeLLM:
         cached: dict[bytes, list[Rollout]],
         claim: Claim | None = None,
     ) -> None:
-        """Offer each request the draft that the cached rollouts have for it, if any.
+        """Offer each request the draft that the cached rollouts hold for it, if any.
 
-        What has come with the ``claim`` of a single row may be a part of its prompt's group.
+        What the ``claim`` of a single row returned may be only a part of its prompt's group.
         """
         history = cached if claim is None or claim.whole else {}
         if self._proposes:
@@ -184,13 +184,13 @@ class BaseSpeculativeLLM:
 
     @property
     def _verified_by(self) -> dict[str, bool]:
-        """What verifies drafts, for ``build_requests``."""
+        """Arguments for ``build_requests`` that say what verifies drafts."""
         return {"trees_alone": self._proposes and self._lossless, "greedy": self.drafts_greedy}
 
     @property
     def _lossless(self) -> bool:
-        """Whether no prefix may be reused. What the present weights have decoded of a response
-        that was cut off is no draft but its beginning, and is continued all the same.
+        """Whether no prefix may be reused. The part of an interrupted response that the present
+        weights decoded is not a draft but its beginning, and is continued all the same.
         """
         return self._fresh_share >= 1
 
@@ -203,15 +203,15 @@ class BaseSpeculativeLLM:
         """Complete requests from the journal of a process that died in this very step.
 
         A rollout that these weights (by fingerprint) had already made for a request is taken as it
-        was recorded. One that other weights had made for this step becomes the request's draft, as
-        one does whose routes are asked for, or goes to the tree where nothing is reused.
+        was recorded. A rollout that other weights had made for this step, or whose routes are
+        requested, becomes the request's draft, or goes to the tree if no prefix is reused.
         """
         if not (self.fingerprint and isinstance(self.cache, Journal)):
             return []
         try:
             weights = self.policy_version, self.fingerprint
             found = take_from_journal(self.cache, requests, *weights, early_end)
-        except Exception as error:  # whatever fails in a cache, rows are decoded without it
+        except Exception as error:  # whatever fails in the cache, rows are decoded without it
             self._count_cache_error(error)
             return []
         replayed = []
@@ -232,7 +232,7 @@ class BaseSpeculativeLLM:
         return replayed
 
     def _next_request(self, request: RolloutRequest) -> tuple[dict[str, Any], SamplingParams]:
-        """Prompt and sampling parameters of the request that decodes, behind the tokens so far."""
+        """Prompt and sampling parameters of the request that decodes after the tokens so far."""
         if self._prompt_logprob_drafter is not None and request.draftable:
             return self._prompt_logprob_drafter.next_request(
                 request, self.policy_version, self.metrics
@@ -247,7 +247,7 @@ class BaseSpeculativeLLM:
         return {"prompt_token_ids": request.rules.prompt + request.tokens}, params
 
     def _count_draft(self, request: RolloutRequest) -> bool:
-        """Count a judged draft; True where the draft is the whole response."""
+        """Count a judged draft; return True if the draft is the whole response."""
         assert request.draft is not None and request.verification.end is not None
         whole = (
             request.accepted == len(request.draft) and request.verification.end.finish is not None
@@ -263,15 +263,15 @@ class BaseSpeculativeLLM:
     ) -> list[tuple[RolloutRequest, RequestOutput, ResponseEnd | None]]:
         """Judge verified drafts.
 
-        A draft is refused where the engine's output does not show its log-probs: the row is
+        A draft is refused if the engine's output does not show its log-probs: the row is then
         decoded from the start, as a fresh one. A row whose verification was aborted ends.
 
         Args:
             verified: requests with the outputs of their verifications.
-            version: policy version of the weights that verified.
+            version: policy version of the weights that verified them.
 
         Returns:
-            Each request with its output and its end, or None where decoding has to go on.
+            Each request with its output and its end, or None if decoding must continue.
         """
         readable = []
         for request, output in verified:
@@ -297,11 +297,11 @@ class BaseSpeculativeLLM:
         return verdicts
 
     def _measures_noise(self, request: RolloutRequest) -> bool:
-        """Whether a response that has ended is to be prefilled once more (``PrefillNoise``)."""
+        """Whether to prefill a response that has ended once more (``PrefillNoise``)."""
         return not self._lossless and self._noise.can_measure(request)
 
     def _refuse_draft(self, request: RolloutRequest) -> None:
-        """Drop a draft that could not be verified; the row is decoded without one."""
+        """Drop a draft that could not be verified; the row is then decoded without one."""
         request.verification.drop()
         self.metrics.refused_drafts += 1
 
@@ -309,8 +309,8 @@ class BaseSpeculativeLLM:
         """Append what the engine decoded to a request.
 
         Returns:
-            How the response ended, or None while it goes on: in another request (``_next_request``)
-            where ``request.needs_request`` says so.
+            How the response ended, or None while it continues: in another request
+            (``_next_request``) if ``request.needs_request`` says so.
         """
         if self._prompt_logprob_drafter is not None and request.rounds is not None:
             return self._prompt_logprob_drafter.read_output(
@@ -329,9 +329,9 @@ class BaseSpeculativeLLM:
     def _finish(
         self, request: RolloutRequest, output: RequestOutput, end: ResponseEnd
     ) -> tuple[CompletionOutput, list[Rollout]]:
-        """The completion of a request that has ended, and the rollouts to be cached (0 or 1).
+        """Return the completion of a request that has ended, and the rollouts to cache (0 or 1).
 
-        A row whose data is invalid goes back as the engine gave it, and is cached nowhere.
+        A row whose data is invalid is returned as the engine gave it, and is not cached.
         """
         request.join_turns()
         self.metrics.response_tokens += request.made_tokens
@@ -348,7 +348,7 @@ class BaseSpeculativeLLM:
         if request.rounds is None and request.draft and request.accepted < len(request.tokens):
             prefill = len(request.rules.prompt) + request.accepted
             self.metrics.recomputed_tokens += prefill - (output.num_cached_tokens or 0)
-        # Of a response that was given up, what was accepted of its draft is in the draft.
+        # The accepted part of the draft of a response that was given up is in the cached draft.
         decoded = end.given_up is None or len(request.tokens) > request.accepted
         return completion, [rollout] if request.cacheable and decoded else []
 
@@ -362,10 +362,10 @@ class BaseSpeculativeLLM:
         )
 
     def _interrupted_rollouts(self, inflight: Mapping[str, RolloutRequest]) -> list[Rollout]:
-        """The rollouts, marked partial, of rows that an interrupt found in the engine.
+        """Return the rollouts, marked partial, of rows that were in the engine at an interrupt.
 
         Args:
-            inflight: requests by the id that the engine knows them by.
+            inflight: requests by their id in the engine.
         """
         return interrupted_rollouts(
             self._engine,
@@ -376,11 +376,11 @@ class BaseSpeculativeLLM:
         )
 
     def _store(self, rollouts: list[Rollout]) -> None:
-        """Put rollouts into the cache; a failure is counted."""
+        """Put rollouts into the cache; failures are counted."""
         try:
             if rollouts:
                 self.cache.put(rollouts)
-        except Exception as error:  # whatever fails in a cache, rows are decoded without it
+        except Exception as error:  # whatever fails in the cache, rows are decoded without it
             self._count_cache_error(error)
 
     def _count_cache_error(self, error: Exception) -> None:
@@ -394,7 +394,7 @@ class BaseSpeculativeLLM:
         )
 
     def _warn_once(self, text: str, *values: Any) -> None:
-        """Log a warning the first time that it is given, whatever its values are."""
+        """Log a warning the first time that it occurs, whatever its values."""
         if text not in self._warned:
             self._warned.add(text)
             logger.warning(text, *values)

@@ -1,4 +1,4 @@
-"""What an engine asks of the cache of rollouts that it is given."""
+"""The interfaces that an engine expects of the cache of rollouts that it is given."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RolloutCache(Protocol):
         ...
 
     def put(self, rollouts: Iterable[Rollout]) -> None:
-        """Keep rollouts; each replaces the one that its prompt and sample index had."""
+        """Keep rollouts; each replaces the previous one of its prompt and sample index."""
         ...
 
 
@@ -32,27 +32,27 @@ class ClaimingCache(Protocol):
 
         Returns:
             The sample index and the prompt's rollouts. Those of the whole group may come once for
-            each policy version, and then those of the sample index alone. None when none can be had
-            now, a failure that the cache has counted.
+            each policy version, and after that only those of the sample index. None if no sample
+            index is available now, a failure that the cache has counted.
         """
         ...
 
     def release(self, key: bytes, sample_index: int) -> None:
-        """Give a sample index back of which no rollout will be put."""
+        """Give back a sample index for which no rollout will be put."""
         ...
 
     def put(self, rollouts: Iterable[Rollout]) -> None:
-        """Keep rollouts; each replaces the one that its prompt and sample index had."""
+        """Keep rollouts; each replaces the previous one of its prompt and sample index."""
         ...
 
     def flush(self) -> None:
-        """Send what was put, without waiting for it to arrive."""
+        """Send the rollouts that were put, without waiting for them to arrive."""
         ...
 
 
 @runtime_checkable
 class ResumedCache(Protocol):
-    """A cache that knows how often its run was resumed, such as a cluster's."""
+    """A cache that knows how often its run has been resumed, such as a cluster's."""
 
     incarnation: int
     resumed: bool
@@ -74,7 +74,8 @@ class Journal(Protocol):
         Args:
             rows: prompt key and sample index of each.
             policy_version: of the step.
-            fingerprint: of its weights.
-            enough: whether these rows, True for each that ended, are a whole step.
+            fingerprint: of the step's weights.
+            enough: given one bool per row, True if it ended, says whether these rows are a whole
+                step.
         """
         ...

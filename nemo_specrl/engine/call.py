@@ -32,16 +32,16 @@ class Call:
     """The state of one call of ``generate``.
 
     Args:
-        ahead: rows of upcoming prompts.
+        ahead: run-ahead rows of upcoming prompts.
         lora_request: as in vLLM.
         progress: a progress bar, or None.
-        early_end: when it ends before all of its rows have; None: never.
-        waiting: requests that the engine has not had yet.
-        inflight: requests by the id that the engine knows them by.
+        early_end: decides when the call ends before all of its rows have; None: never.
+        waiting: requests that have not been sent to the engine yet.
+        inflight: requests in the engine, by their id there.
         results: the engine's last output and the completion of each row that has ended, by the
             request's index in the call.
         unstored: rollouts that are not in the cache yet.
-        stored_at: when rollouts were last put into it.
+        stored_at: when rollouts were last put into the cache.
     """
 
     ahead: RunAhead
@@ -57,7 +57,7 @@ class Call:
     stored_at: float = dataclasses.field(default_factory=time.perf_counter)
 
     def take_unstored(self) -> list[Rollout]:
-        """The rollouts that are not in the cache yet; once, then none."""
+        """Remove and return the rollouts that are not in the cache yet."""
         unstored, self.unstored = self.unstored, []
         return unstored
 
@@ -71,10 +71,10 @@ class Call:
         """Note that a row has ended.
 
         Args:
-            request: of the row.
+            request: the row's request.
             output: the engine's last output for it.
             completion: for the caller.
-            rollouts: to be cached.
+            rollouts: the rollouts to cache.
         """
         self.results[request.index] = output, completion
         self.unstored += rollouts
@@ -83,11 +83,11 @@ class Call:
 
 
 def progress_bar(use_tqdm: bool | Callable[..., Any], total: int) -> Any:
-    """A progress bar over rows, or None.
+    """Return a progress bar over rows, or None.
 
     Args:
-        use_tqdm: whether there is one, or a function that makes it.
-        total: rows.
+        use_tqdm: whether to show one, or a function that makes it.
+        total: number of rows.
     """
     if not use_tqdm:
         return None
@@ -111,10 +111,10 @@ def checked_requests(
     greedy: bool,
     environment: Environment | None = None,
 ) -> list[RolloutRequest]:
-    """The requests of a call, all of them checked before the first one begins.
+    """Build the requests of a call, and check all of them before the first one begins.
 
     Args:
-        llm: whose default sampling parameters stand in for None.
+        llm: the ``LLM`` whose default sampling parameters replace None.
         limits: of its engine.
         asked: prompts, sampling parameters, sample indices and prompt keys, as the caller of
             ``generate`` gave them.
@@ -124,7 +124,8 @@ def checked_requests(
 
     Raises:
         UnsupportedSampling: drafts cannot be verified under these parameters.
-        ConfigError: a prompt or parameters cannot be, or conversations cannot be drafted for.
+        ConfigError: a prompt or parameters cannot be decoded, or conversations cannot be drafted
+            for.
     """
     if environment is not None and not trees_alone:
         raise ConfigError(
@@ -168,7 +169,7 @@ def _lead_conversations(requests: list[RolloutRequest], environment: Environment
 
 @contextlib.contextmanager
 def logged(what: str) -> Iterator[None]:
-    """Log an exception instead of raising it, where another one is on its way to the caller."""
+    """Log an exception instead of raising it, because another one is already propagating."""
     try:
         yield
     except Exception as error:  # the first exception says what went wrong, not this one

@@ -1,9 +1,9 @@
 """Data-parallel groups: engines in processes of their own that step together.
 
-vLLM makes such a group of in-process engines where ``VLLM_DP_SIZE`` is above 1, for mixtures of
-experts that are divided among them. Each step of the model is one of all engines: all have to ask
-``has_unfinished_requests`` equally often, which is a collective, and each True stands for one step
-of each engine. One that has no rows runs an empty batch then (v1/engine/llm_engine.py).
+vLLM makes such a group of in-process engines if ``VLLM_DP_SIZE`` is above 1, for mixtures of
+experts that are divided among them. Each step of the model is a step of all engines: all must call
+``has_unfinished_requests``, which is a collective, equally often, and each True means one step of
+each engine. An engine that has no rows then runs an empty batch (v1/engine/llm_engine.py).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _left: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def in_group(engine: Any) -> bool:
-    """Whether an ``LLMEngine`` is one of a data-parallel group that its callers step."""
+    """Whether an ``LLMEngine`` belongs to a data-parallel group that its callers step."""
     return getattr(engine, "dp_group", None) is not None
 
 
 def has_unfinished_rows(engine: Any) -> bool:
-    """Whether an ``LLMEngine`` or another one of its group has rows left; asked before each step.
+    """Whether an ``LLMEngine`` or another engine of its group has rows left; call before each step.
 
     Raises:
         EngineError: another engine has left the group.
@@ -50,7 +50,7 @@ def has_unfinished_rows(engine: Any) -> bool:
 
 
 def step_along(engine: Any) -> None:
-    """Step an engine that has no rows until those of its group have none; others return at once.
+    """Step an engine without rows until its group has none left; other engines return at once.
 
     Args:
         engine: an ``LLMEngine``.
@@ -62,17 +62,17 @@ def step_along(engine: Any) -> None:
 def call_of_all(
     generate: Callable[Concatenate[Any, _Args], _Result],
 ) -> Callable[Concatenate[Any, _Args], _Result]:
-    """Have an engine whose call fails leave its group, since it steps with the others no more.
+    """Make an engine whose call fails leave its group, since it no longer steps with the others.
 
-    vLLM's own ``LLM`` leaves them waiting for its next step, until a time-out of 30 minutes. Here
-    their calls fail, too: at once where they wait in ``has_unfinished_requests``. Those that wait
+    vLLM's own ``LLM`` leaves the others waiting for its next step, until a timeout of 30 minutes.
+    Here their calls fail, too: at once if they wait in ``has_unfinished_requests``. Those that wait
     in a step of the model do so until this process ends.
 
     Args:
         generate: method of an object that has a ``vllm.LLM`` as ``llm``.
 
     Returns:
-        The method, which raises EngineError where its engine has left its group before.
+        The method, which raises EngineError if its engine has already left its group.
     """
 
     @functools.wraps(generate)
@@ -103,9 +103,9 @@ def _leave(engine: Any, error: BaseException) -> None:
     )
     _left.add(engine)
     if engine.external_launcher_dp:
-        return  # the group is that of the model, too
+        return  # the model uses the same group
     from vllm.distributed.utils import stateless_destroy_torch_distributed_process_group
 
     with contextlib.suppress(Exception):  # the caller should see the error that came first
         stateless_destroy_torch_distributed_process_group(engine.dp_group)
-    engine.dp_group = None  # connections are closed with the last reference to the group
+    engine.dp_group = None  # connections close with the last reference to the group

@@ -1,4 +1,4 @@
-"""What the drafter inside an engine has done, asked of its workers."""
+"""Counts of what the drafter inside an engine has done, obtained from its workers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ NO_COUNTS = (
     "spec_rl/tree_* metrics are missing because the engine's workers cannot be queried (%s: %s); "
     "set VLLM_ALLOW_INSECURE_SERIALIZATION=1 to allow it"
 )
-"""Warning where a worker cannot be asked, with the type of the error and the error."""
+"""Warning if a worker cannot be asked, with the type of the error and the error."""
 
 
 def take_counts(worker: Any) -> DraftCounts | None:
-    """The counts of a worker's drafter since they were last taken; to be run in the worker.
+    """Take the counts of a worker's drafter since they were last taken; runs in the worker.
 
-    None where the worker's drafts do not count, or it has no drafter, as all pipeline stages but
-    the last.
+    Returns None if the worker's drafts are not the ones that count, or if it has no drafter, as in
+    all pipeline stages but the last.
     """
     speculator = speculator_of(worker.model_runner)
     if speculator is not None:

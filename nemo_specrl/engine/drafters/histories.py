@@ -18,11 +18,12 @@ __all__ = ["PendingHistories"]
 
 
 class PendingHistories:
-    """Earlier responses of prompts, which go to the engine once for each prompt and policy version.
+    """Earlier responses to prompts, sent to the engine once per prompt and policy version.
 
     The engine's tree of a prompt may have them already, or may have been dropped since they were
-    sent. The client cannot know, and once an epoch they cost next to nothing beside the decoding
-    of the prompt: so they are sent then, and drafts that were lost come back with the next epoch.
+    sent. The client cannot know. Sent once an epoch, they cost next to nothing compared with
+    decoding the prompt's rows, so they are sent then, and lost drafts come back with the next
+    epoch.
     """
 
     def __init__(self) -> None:
@@ -31,10 +32,11 @@ class PendingHistories:
         self._sent_at = -1  # the policy version
 
     def add(self, cached: Mapping[bytes, Iterable[Rollout]], policy_version: int) -> None:
-        """Have the rollouts of a look-up sent with the next request of their prompt."""
+        """Queue the rollouts of a look-up for the next request of their prompt."""
         if policy_version != self._sent_at:
             self._sent, self._sent_at = set(), policy_version
-            # Of prompts whose rows were given up before they began, and may never come back here.
+            # These belong to prompts whose rows were given up before they began, and may never
+            # recur.
             self._waiting.clear()
         for key, rollouts in cached.items():
             if key in self._sent:
@@ -43,11 +45,11 @@ class PendingHistories:
             self._waiting[key] = [_response(rollout) for rollout in oldest_first]
 
     def append(self, rollout: Rollout) -> None:
-        """Have one rollout more sent with the next request of its prompt."""
+        """Queue one more rollout for the next request of its prompt."""
         self._waiting.setdefault(rollout.key, []).append(_response(rollout))
 
     def take(self, key: bytes) -> list[tuple[int, bytes]]:
-        """A prompt's responses as identity and int32 tokens, oldest first; once, then none."""
+        """Remove and return a prompt's responses: identity and int32 tokens, oldest first."""
         history = self._waiting.pop(key, [])
         if history:
             self._sent.add(key)
@@ -56,14 +58,14 @@ class PendingHistories:
     def with_history(
         self, request: RolloutRequest, params: SamplingParams, policy_version: int
     ) -> SamplingParams:
-        """Sampling parameters with what the proposer needs to draft for a request."""
+        """Return sampling parameters with what the proposer needs to draft for a request."""
         identity = response_id(request.row.sample_index, policy_version)
         return self.with_identity(request, params, identity)
 
     def with_identity(
         self, request: RolloutRequest, params: SamplingParams, identity: int
     ) -> SamplingParams:
-        """Do the same for a response of any identity, ``0 .. 2**64 - 1``."""
+        """Do the same for a response with any identity, ``0 .. 2**64 - 1``."""
         key = request.row.key
         params = copy.copy(params)
         params.extra_args = {
@@ -79,5 +81,5 @@ class PendingHistories:
 
 
 def _response(rollout: Rollout) -> tuple[int, bytes]:
-    """Identity and tokens of a rollout, as the proposer takes them."""
+    """Identity and tokens of a rollout, as the proposer expects them."""
     return response_id(rollout.sample_index, rollout.policy_version), rollout.tokens.tobytes()

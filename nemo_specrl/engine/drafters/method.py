@@ -2,7 +2,7 @@
 
 ``v2`` is a speculator of vLLM's V2 model runner (``v2``), ``proposer`` one of its V1 runner
 (``v1_proposer``), and ``rounds`` verifies drafts in requests of their own
-(``prompt_logprob_drafter``). Engines that have a drafter of vLLM's own are checked here, too.
+(``prompt_logprob_drafter``). Engines with one of vLLM's own drafters are checked here, too.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 V2_MAX_BYTES = 2**29
-"""Memory on the device for responses, at most: a prompt's are needed while its rows run, and
-histories come with the requests. It is taken from what ``gpu_memory_utilization`` leaves."""
+"""The most device memory for responses: a prompt's are needed only while its rows run, and
+histories come with the requests. It is taken from what ``gpu_memory_utilization`` leaves free."""
 _OTHERWISE = "set preset: faithful (prefix reuse, not exact), or enabled: false"
 
 
 def drafting_method(config: SpecRLConfig, engines: Engines | None = None) -> Method | None:
-    """How drafts are to reach an engine that is yet to be built; None: there are none.
+    """How drafts will reach an engine that is not built yet; None: there are none.
 
     Args:
         config: the ``spec_rl:`` block.
         engines: what is known of them; None: they are built in this process.
 
     Raises:
-        ConfigError: ``tree.method`` is ``auto``, and nothing is faster than plain decoding, or the
-            environment forbids what it names.
-        IncompatibleVersion: it names a drafter that this vLLM does not take, or
-            ``tree.adaptive_verification`` asks for what it does not have.
+        ConfigError: ``tree.method`` is ``auto``, and no method is faster than plain decoding, or
+            the environment forbids the named method.
+        IncompatibleVersion: this vLLM does not support the named drafter, or lacks what
+            ``tree.adaptive_verification`` needs.
     """
     if not (config.enabled and config.tree.enabled):
         return None
@@ -100,7 +100,7 @@ def _check_adaptive_verification(config: SpecRLConfig, method: Method, engines: 
 
 
 def _possible(engines: Engines) -> str:
-    """What is possible where ``auto`` is not."""
+    """What is possible when ``auto`` is not."""
     v1 = engines.custom_proposers and not engines.v2_wanted
     others = "proposer or rounds" if v1 else "rounds"
     return f"name tree.method: {others} to have drafts all the same, or {_OTHERWISE}"
@@ -156,8 +156,8 @@ def why_no_routes(engines: Engines, method: Method | None) -> str | None:
     """Why engines do not return the routed experts of drafted rows; None: they do.
 
     Args:
-        engines: that draft by ``method``.
-        method: None: they do not draft.
+        engines: engines that draft by ``method``.
+        method: how they draft; None: they do not.
     """
     if method is None:
         return None
@@ -172,10 +172,10 @@ def why_no_routes(engines: Engines, method: Method | None) -> str | None:
 
 
 def method_in(config: SpecRLConfig, limits: EngineLimits) -> Method | None:
-    """How drafts reach an engine that runs; None: there are none.
+    """How drafts reach a running engine; None: there are none.
 
     Raises:
-        ConfigError, IncompatibleVersion: not as ``tree.method`` says.
+        ConfigError, IncompatibleVersion: the engine does not draft as ``tree.method`` says.
     """
     if not (config.enabled and config.tree.enabled):
         return None
@@ -183,7 +183,7 @@ def method_in(config: SpecRLConfig, limits: EngineLimits) -> Method | None:
     if method == "rounds":
         return "rounds"
     if limits.drafter is None:
-        if drafting_method(config) is None:  # or it may be that there is no way
+        if drafting_method(config) is None:  # otherwise there may be no way
             return None
         raise ConfigError(
             f"spec_rl.tree.method = {method}: the engine was built without its drafter; pass "
@@ -207,14 +207,14 @@ def engine_options(config: SpecRLConfig) -> dict[str, Any]:
         config: the ``spec_rl:`` block.
 
     Returns:
-        ``speculative_config`` and ``additional_config``, and what the method needs besides. Empty
+        ``speculative_config`` and ``additional_config``, and whatever else the method needs. Empty
         with ``enabled: false``, without trees, with ``tree.method: rounds``, and, after a warning,
-        where ``auto`` finds a vLLM whose V2 runner it cannot patch.
+        if ``auto`` finds a vLLM whose V2 runner it cannot patch.
 
     Raises:
         ConfigError: ``tree.method`` is ``auto`` and no method is faster than plain decoding here,
             or the environment forbids the named one.
-        IncompatibleVersion: this vLLM does not take the named drafter, or the compiled extension
+        IncompatibleVersion: this vLLM does not support the named drafter, or the compiled extension
             of this package is missing.
     """
     method = drafting_method(config)
@@ -241,15 +241,17 @@ def engine_options(config: SpecRLConfig) -> dict[str, Any]:
 
 
 def check_other_processes(engine: Any, drafter: str | None) -> None:
-    """Make sure that all processes of an engine have what its drafter needs of this package.
+    """Make sure that all processes of an engine have the parts of this package that its drafter
+    needs.
 
     Args:
         engine: an ``LLMEngine`` or ``AsyncLLM``.
-        drafter: of this package, that the engine was built with; None: another one, or none.
+        drafter: the drafter of this package that the engine was built with; None: another one, or
+            none.
 
     Raises:
-        ConfigError: the engine has other processes, and this package is no plug-in of theirs, so
-            that vLLM drafts n-grams in the place of history.
+        ConfigError: the engine has other processes, and this package is not a plug-in there, so
+            that vLLM would draft n-grams instead of from history.
         IncompatibleVersion: this vLLM's rejection sampler for CPUs is not known.
     """
     if drafter is None:
@@ -263,7 +265,7 @@ def check_other_processes(engine: Any, drafter: str | None) -> None:
 
 
 def _check_cpu_drafter(engine: Any) -> None:
-    """Make sure that an engine with a drafter of vLLM's samples from the policy on a CPU, too.
+    """Make sure that an engine with one of vLLM's drafters samples from the policy on a CPU, too.
 
     In this process the rejection sampler is fixed here. Other processes of the engine fix theirs
     when vLLM loads its plug-ins, if it finds this package among them. On GPUs nothing is wrong.
@@ -272,7 +274,7 @@ def _check_cpu_drafter(engine: Any) -> None:
         engine: an ``LLMEngine`` or ``AsyncLLM``.
 
     Raises:
-        ConfigError: the engine has other processes, and this package is no plug-in of theirs.
+        ConfigError: the engine has other processes, and this package is not a plug-in there.
         IncompatibleVersion: this vLLM's rejection sampler is not known.
     """
     config = engine.vllm_config
@@ -289,7 +291,7 @@ def _check_cpu_drafter(engine: Any) -> None:
 
 
 def is_vllm_plugin() -> bool:
-    """Whether vLLM's other processes load this package: pip has installed it, and they may."""
+    """Whether vLLM's other processes load this package: it is installed by pip, and allowed."""
     allowed = os.environ.get("VLLM_PLUGINS")
     return any(
         plugin.value == f"{vllm_plugin.__module__}:{vllm_plugin.__name__}"

@@ -1,17 +1,19 @@
 """Verification rounds: drafts from trees for engines that cannot load our proposer.
 
-A round is one request. Its prompt is the row's prompt, its tokens so far and a draft behind them,
-and the log-probs of that prompt (``prompt_logprobs``) verify the draft in one prefill. Draft token
-d is accepted with probability p(d), else a token of the rest of p is drawn, so that the response
+A round is one request. Its prompt is the row's prompt, its tokens so far and then a draft, and the
+log-probs of that prompt (``prompt_logprobs``) verify the draft in one prefill. Draft token d is
+accepted with probability p(d); otherwise a token is drawn from the rest of p, so that the response
 has exactly the policy's distribution, whatever is proposed (rejection sampling, Leviathan et al.,
-arXiv 2211.17192). The token that the request itself samples stands behind a draft that was accepted
-whole; the request then goes on decoding until the tree offers a draft that is worth another one.
+arXiv 2211.17192). The token that the request itself samples follows a draft that was accepted
+whole; the request then continues to decode until the tree offers a draft that is worth another
+request.
 
-The token behind a rejection is drawn here where it is among the likeliest few, whose log-probs come
-with those of the draft. Else a request of one token draws it, with those few excluded.
+The token after a rejection is drawn here if it is among the likeliest few, whose log-probs come
+with those of the draft. Otherwise a request of one token draws it, with those few excluded.
 
-Here are the requests and what their outputs mean. The loops that submit them are in ``sync_engine``
-and ``async_engine``; which tokens are likely is decided in ``speculation.suffix_tree``.
+This module has the requests and the meaning of their outputs. The loops that submit them are in
+``sync_engine`` and ``async_engine``; which tokens are likely is decided in
+``speculation.suffix_tree``.
 """
 
 from __future__ import annotations
@@ -48,12 +50,12 @@ if TYPE_CHECKING:
 __all__ = ["PromptLogprobDrafter"]
 
 CANDIDATES = 4
-"""Tokens at each position of a draft, the likeliest ones, of which the log-probs are asked for."""
+"""Number of likeliest tokens whose log-probs are requested at each position of a draft."""
 MIN_GAIN = 3.0
-"""Tokens that a draft must be expected to bring for a row that is decoding to stop for it; half of
-a longest draft where that is less."""
+"""Tokens that a draft must be expected to bring for a decoding row to stop for it, or half of a
+longest draft if that is less."""
 EXCLUDED = -100.0
-"""Bias of a logit that leaves its token e^-100 of its weight; the most that vLLM allows."""
+"""Bias of a logit that leaves its token e^-100 of its weight; the largest that vLLM allows."""
 
 _salts = itertools.count()
 
@@ -67,7 +69,7 @@ class PromptLogprobDrafter:
         seed: of the run.
 
     Raises:
-        IncompatibleVersion: the package was not compiled.
+        IncompatibleVersion: the package's extension was not compiled.
     """
 
     def __init__(self, limits: EngineLimits, config: TreeConfig, seed: int) -> None:
@@ -79,7 +81,7 @@ class PromptLogprobDrafter:
         self._trees = DraftTrees(config.max_bytes)
         self._histories = PendingHistories()
         self._version = -1
-        self._tries: dict[Row, int] = {}  # of the weights of this version
+        self._tries: dict[Row, int] = {}  # under the weights of this version
         self._made: dict[Row, bytes] = {}
 
     def add(
@@ -92,10 +94,10 @@ class PromptLogprobDrafter:
         """Take the rollouts of a look-up.
 
         Args:
-            requests: that it was made for.
-            cached: the rollouts of these, at least.
-            history: those of whole groups, from which all rows of their prompts draft.
-            policy_version: of the weights now.
+            requests: for which the look-up was made.
+            cached: the rollouts of these requests, at least.
+            history: the rollouts of whole groups, from which all rows of their prompts draft.
+            policy_version: of the present weights.
         """
         self._histories.add(history, policy_version)
         self._begin_version(policy_version)
@@ -110,16 +112,16 @@ class PromptLogprobDrafter:
                 self._made[request.row] = xxhash.xxh3_64_digest(b"\0".join(made))
 
     def _begin_version(self, policy_version: int) -> None:
-        """Forget what was known of rows under other weights."""
+        """Forget what is known of rows under other weights."""
         if policy_version != self._version:
             self._version, self._tries, self._made = policy_version, {}, {}
 
     def _start_row(self, request: RolloutRequest, policy_version: int) -> RowInRounds:
-        """The state of a row at its start, behind its accepted prefix.
+        """Make the state of a row at its start, after its accepted prefix.
 
-        A row that these weights have decoded before (the step is made again, or was interrupted)
-        drafts from what it was then. It would not be independent of that, with the same randomness:
-        so what was made before, and how often the row was opened, are a part of the key.
+        A row that these weights have decoded before (the step is repeated, or was interrupted)
+        drafts from its earlier result. With the same randomness it would not be independent of that
+        result, so the earlier result, and how often the row was opened, are part of the key.
         """
         self._begin_version(policy_version)
         key, index = request.row.key, request.row.sample_index
@@ -138,7 +140,7 @@ class PromptLogprobDrafter:
     def next_request(
         self, request: RolloutRequest, policy_version: int, metrics: EngineMetrics
     ) -> tuple[dict[str, Any], SamplingParams]:
-        """The next request of a row: its prompt, as vLLM takes it, and sampling parameters."""
+        """The next request of a row: its prompt, as vLLM takes it, and its sampling parameters."""
         row = request.rounds
         if row is None:
             row = request.begin_rounds(self._start_row(request, policy_version))
@@ -171,12 +173,12 @@ class PromptLogprobDrafter:
             params.seed = derived_seed(purpose, params.seed, policy_version, key, index)
         params.output_kind = RequestOutputKind.DELTA
         params.stop = []  # request.response watches for them
-        # Text is made at the end. Positions of the prompt that the prefix cache has covered name
+        # The text is made at the end. Positions of the prompt that the prefix cache covers name
         # tokens that do not exist.
         params.detokenize = False
         if row.draft:
             params.prompt_logprobs = self._candidates(request)
-            # What the cache covers has no log-probs; they are not needed in front of the draft.
+            # What the cache covers has no log-probs; they are not needed before the draft.
             params.skip_reading_prefix_cache = False
         if row.rejected is not None:
             params.logit_bias = dict.fromkeys(row.rejected.token_ids, EXCLUDED)
@@ -184,17 +186,17 @@ class PromptLogprobDrafter:
         return params
 
     def _candidates(self, request: RolloutRequest) -> int:
-        """Tokens at each position of a draft of which log-probs are asked for; -1: all."""
+        """Number of tokens whose log-probs are requested at each position of a draft; -1: all."""
         wanted, most = request.engine_params.logprobs or 0, self._limits.max_logprobs
         if wanted < 0:
             return wanted
         return max(wanted, CANDIDATES if most < 0 else min(CANDIDATES, most))
 
     def _draft(self, request: RolloutRequest, row: RowInRounds) -> tuple[list[int], float]:
-        """Likely next tokens of a row, and how many of them are expected to be accepted.
+        """Likely next tokens of a row, and the expected number of accepted ones.
 
-        A draft leaves room for the token behind it, and ends before a stop token: sampled behind
-        the draft, that costs no more, and vLLM notices it.
+        A draft leaves room for the token after it, and ends before a stop token: sampled after the
+        draft, the stop token costs nothing extra, and vLLM notices it.
         """
         room = request.rules.budget - len(request.tokens) - 1
         draft, _, of_tokens = row.tree.proposal(min(self._max_draft, room))
@@ -215,14 +217,14 @@ class PromptLogprobDrafter:
         """Append what an output brings to its row.
 
         Args:
-            request: of the row.
-            output: of its present request.
-            policy_version: of the weights now.
-            metrics: to be counted in.
+            request: the row's request.
+            output: an output of its present request.
+            policy_version: of the present weights.
+            metrics: where to count.
 
         Returns:
-            How the response ended. None while it goes on: in another request, which takes the place
-            of the present one, where ``request.rounds.needs_request`` is set.
+            How the response ended. None while it continues: in another request, which replaces the
+            present one, if ``request.rounds.needs_request`` is set.
         """
         row = request.rounds
         assert row is not None
@@ -259,11 +261,11 @@ class PromptLogprobDrafter:
     def _given_up(
         self, request: RolloutRequest, row: RowInRounds, output: RequestOutput
     ) -> ResponseEnd | None:
-        """The end of a response that cannot go on, or None."""
+        """The end of a response that cannot continue, or None."""
         end = given_up(output, len(request.tokens))
         if end is None and row.needs_request and request.response.defect:
             known = range(self._limits.vocabulary)
-            if not all(token in known for token in request.tokens):  # vLLM takes no such prompt
+            if not all(token in known for token in request.tokens):  # vLLM refuses such a prompt
                 end = ResponseEnd.unfinished(len(request.tokens), "error")
         return end
 
@@ -276,10 +278,10 @@ class PromptLogprobDrafter:
         policy_version: int,
         metrics: EngineMetrics,
     ) -> ResponseEnd | None:
-        """Append what is accepted of a draft, and the token behind it."""
+        """Append the accepted part of a draft, and the token after it."""
         start = len(request.rules.prompt) + len(request.tokens)
         logprobs: Any = output.prompt_logprobs
-        # The log-prob of a token comes from the one before it, which the cache must not have had.
+        # The log-prob of a token comes from the token before it, which must not have been cached.
         covered = start <= (output.num_cached_tokens or 0)
         proved = None
         if logprobs is not None and not covered and policy_version == row.policy_version:
@@ -290,7 +292,7 @@ class PromptLogprobDrafter:
             return None
         accepted, chosen = 0, 0
         for logprob in sampled_values(proved).tolist():
-            u = 1.0 - row.uniforms.random()  # in (0, 1]: what is impossible is never accepted
+            u = 1.0 - row.uniforms.random()  # in (0, 1]: the impossible is never accepted
             if not u <= math.exp(logprob):
                 chosen = self._resample_rejected(row, proved, accepted, u)
                 break
@@ -312,19 +314,19 @@ class PromptLogprobDrafter:
     def _resample_rejected(
         self, row: RowInRounds, proved: FlatLogprobs, position: int, u: float
     ) -> int:
-        """Draw the token that takes the place of a rejected one, from the rest of p.
+        """Draw the token that replaces a rejected one, from the rest of p.
 
-        ``u`` is uniform above the rejected token's probability: it goes on through those of the
-        other candidates.
+        ``u`` is uniform above the rejected token's probability: it is carried on through those of
+        the other candidates.
 
         Returns:
-            The number of the candidate's entry. 0 where the token is none of the candidates, from
-            which the row's next request then must not draw.
+            The number of the candidate's entry. 0 if the token is none of the candidates; the row's
+            next request must then not draw any of them.
         """
         piece = logprobs_slice(proved, position, position + 1)
         total = math.exp(piece.logprobs[0])
         for i in range(1, len(piece.token_ids)):
-            if piece.token_ids[i] != piece.token_ids[0]:  # the rejected one may be a likely one
+            if piece.token_ids[i] != piece.token_ids[0]:  # the rejected token may be a likely one
                 total += math.exp(piece.logprobs[i])
                 if u <= total:
                     return i
@@ -350,7 +352,7 @@ class PromptLogprobDrafter:
             return request.rules.end_at(len(request.tokens), request.tokens[-1])
         logprob, rank = sampled.logprobs[0], sampled.ranks[0]
         if self._limits.logprobs_mode == "processed_logprobs":
-            # vLLM reports them for what it drew from, the rest of p.
+            # vLLM reports log-probs of what it drew from, the rest of p.
             excluded = dict(zip(rejected.token_ids, rejected.logprobs, strict=True)).values()
             logprob += math.log1p(-min(sum(map(math.exp, excluded)), 1 - 1e-9))
             rank = None if rank is None else rank + sum(value > logprob for value in excluded)
@@ -368,10 +370,10 @@ class PromptLogprobDrafter:
 
 
 def _picked(logprobs: FlatLogprobs, entries: list[int], candidates: int) -> FlatLogprobs:
-    """The first positions, each with one of its entries in front of its likeliest candidates.
+    """The first positions, each with one of its entries before its likeliest candidates.
 
     Args:
-        logprobs: entry 0 of a position is the token that stood there, the rest are candidates.
+        logprobs: entry 0 of a position is the token at it, the others are candidates.
         entries: by position, the number of the entry that goes first.
         candidates: how many are kept; -1: all.
     """

@@ -1,7 +1,7 @@
 """Conversations, known by the tokens of their first prompt: their root.
 
-The prompt of a later turn holds the model's own earlier turns and is a new one in every rollout.
-Its root is not: all requests that begin with a known root draft from one index and add to it.
+The prompt of a later turn holds the model's own earlier turns and differs in every rollout. Its
+root does not: all requests that begin with a known root draft from one index and add to it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import xxhash
 __all__ = ["ROOTS", "Roots"]
 
 ROOTS = 4096
-"""Prompts whose later turns draft from the history of their root; those that were used last."""
+"""Prompts whose later turns draft from the history of their root; the most recently used are
+kept."""
 
 TOKEN_BYTES = 4
 
@@ -30,19 +31,19 @@ class _Root(NamedTuple):
 
 
 class Roots:
-    """The roots that were used last, and the keys of their prompts.
+    """The most recently used roots, and the keys of their prompts.
 
-    A root is known by the XXH3 of its tokens, in 128 bits, and the tokens are not kept. That a
-    request is taken for another root's has a chance of 1e-31, and its drafts are verified as any.
+    A root is identified by the 128-bit XXH3 of its tokens; the tokens are not kept. The chance that
+    a request is taken for another root's is 1e-31, and its drafts are verified like any others.
 
     Args:
-        most: roots that are kept.
+        most: number of roots that are kept.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._roots: OrderedDict[bytes, _Root] = OrderedDict()  # by hash of their tokens, int32
-        self._counts: dict[int, int] = {}  # bytes of tokens: how many roots have so many
+        self._counts: dict[int, int] = {}  # bytes of tokens: number of roots of that length
         self._lengths: list[int] = []  # these, sorted
 
     def __len__(self) -> int:
@@ -51,12 +52,13 @@ class Roots:
     def key_of(self, tokens: Sequence[int], key: bytes | None) -> bytes | None:
         """The key that a request drafts under.
 
-        It is that of the known root that is its prompt, or else of the shortest one that its prompt
-        begins with. Where there is none, the prompt becomes a root itself, if it has a key.
+        It is the key of the known root that equals its prompt, or else of the shortest one that its
+        prompt begins with. If there is none, the prompt becomes a root itself, provided it has a
+        key.
 
         Args:
             tokens: of the prompt.
-            key: of the prompt; None: the request brought none.
+            key: of the prompt; None if the request brought none.
         """
         return self.find(tokens, key)[0]
 
@@ -65,10 +67,11 @@ class Roots:
 
         Args:
             tokens: of the prompt.
-            key: of the prompt; None: the request brought none.
+            key: of the prompt; None if the request brought none.
 
         Returns:
-            The key, and the length of the root in tokens; that of the prompt where it has none.
+            The key, and the length of the root in tokens; the length of the prompt if it has no
+            root.
         """
         data = memoryview(np.asarray(tokens, np.int32).tobytes())
         # Most prompts are roots themselves, and there may be roots of thousands of lengths.
@@ -88,7 +91,7 @@ class Roots:
         return key, len(tokens)
 
     def _use(self, digest: bytes) -> _Root | None:
-        """A root by the hash of its tokens, which is the last one to be forgotten from now on."""
+        """Return a root by the hash of its tokens, and make it the last one to be forgotten."""
         root = self._roots.get(digest)
         if root is not None:
             self._roots.move_to_end(digest)

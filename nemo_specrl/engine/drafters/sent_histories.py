@@ -1,10 +1,10 @@
 """Histories that are sent to an engine ahead of requests, by an RPC to its workers.
 
 Requests of this package bring the history of their prompt themselves (``histories``). Others bring
-nothing, such as those that come through vLLM's HTTP server: where their prompt begins with one
-whose history was sent, they draft from it all the same (``roots``).
+none, such as those that come through vLLM's HTTP server: if their prompt begins with one whose
+history was sent, they draft from it all the same (``roots``).
 
-An engine that drafts in its V2 model runner takes them (``v2``).
+Engines that draft in the V2 model runner (``v2``) accept them.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ def send_histories(engine: Any, histories: Iterable[tuple[Any, Iterable[Any]]]) 
 
 
 def received(histories: Any, vocabulary: int) -> list[tuple[Int32, list[tuple[int, bytes]]]]:
-    """Histories as a worker takes them: by prompt, identities and int32 tokens of responses.
+    """Convert histories to the worker's form: by prompt, identities and int32 tokens of responses.
 
-    A response is known by its tokens, so that it has the same identity whenever it is sent.
+    A response's identity is derived from its tokens, so that it is the same whenever it is sent.
 
     Args:
-        histories: as of :func:`send_histories`, or of JSON, which has lists of token ids.
-        vocabulary: tokens of prompts are below it. Responses are looked at when they are written.
+        histories: as for :func:`send_histories`, or from JSON, as lists of token ids.
+        vocabulary: tokens of prompts must be below it. Responses are checked when they are written.
 
     Raises:
-        ConfigError: histories are not such pairs.
+        ConfigError: ``histories`` is not such pairs.
     """
     if not isinstance(histories, Sequence):
         raise ConfigError("histories: must be a list of pairs of a prompt and its responses")
@@ -100,11 +100,11 @@ def _pair(pair: Any) -> tuple[Any, Any]:
 
 
 def _tokens(value: Any, place: str) -> Int32:
-    """Token ids as int32 ``[n]``.
+    """Convert token ids to int32 ``[n]``.
 
     Args:
         value: a sequence of token ids, or their bytes as int32.
-        place: of it, for the error.
+        place: where the value is, for the error.
     """
     if isinstance(value, bytes) and len(value) % 4 == 0:
         return np.frombuffer(value, np.int32)
