@@ -1,8 +1,8 @@
 """The end of a call before all of its rows have ended: once enough groups are complete.
 
-What has been decoded of the other rows is kept as partial rollouts, which the next weights verify
-or draft from. Source: active partial rollouts (APRIL, arXiv 2509.18521, section 3), except that no
-token is trained on under other weights than those that made or verified it.
+The decoded part of the other rows is kept as partial rollouts, which the next weights verify or
+draft from. Source: active partial rollouts (APRIL, arXiv 2509.18521, section 3), except that no
+token is trained on under weights other than those that made or verified it.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ logger = logging.getLogger(__name__)
 
 
 class EndOfCall(Protocol):
-    """Says when a call ends before all of its rows have.
+    """Decides when a call ends before all of its rows have.
 
     A row that was given up has ``finish_reason`` "abort", like any request that vLLM aborts.
     """
 
     @property
     def first_rows(self) -> int:
-        """Number of the call's first rows, which go to the engine before all others."""
+        """How many of the call's first rows go to the engine before all others."""
         ...
 
     def reached(self, ended: Collection[int]) -> bool:
-        """Whether the rows that are left are given up now; asked before each step of the engine.
+        """Whether to give up the remaining rows now; called before each step of the engine.
 
         Args:
             ended: indices of the rows that have ended.
@@ -46,11 +46,11 @@ class EndOfCall(Protocol):
 class EarlyEnd:
     """The end of a call whose rows are all in one engine: enough of its groups are complete.
 
-    The rows of a call are taken for groups of ``group_size``, one after the other.
+    The rows of a call are regarded as consecutive groups of ``group_size``.
 
     Args:
-        group_size: rows of a group.
-        groups: number of groups that have to be complete.
+        group_size: number of rows of a group.
+        groups: number of groups that must be complete.
         put_off: number of the call's first groups that earlier calls have put off: their rows go to
             the engine before all others.
         awaited: number of the call's first groups that must be among the complete ones.
@@ -63,20 +63,20 @@ class EarlyEnd:
 
     @property
     def first_rows(self) -> int:
-        """Rows of the groups that earlier calls have put off."""
+        """Number of rows of the groups that earlier calls have put off."""
         return self.put_off * self.group_size
 
     def complete(self, ended: Collection[int]) -> list[int]:
         """Indices of the groups whose rows have all ended.
 
         Args:
-            ended: indices of the rows that have.
+            ended: indices of the rows that have ended.
         """
         counts = Counter(index // self.group_size for index in ended)
         return sorted(group for group, count in counts.items() if count == self.group_size)
 
     def reached(self, ended: Collection[int]) -> bool:
-        """Whether enough groups are complete, and all those that are awaited.
+        """Whether enough groups are complete, including all those that are awaited.
 
         Args:
             ended: indices of the rows that have ended.
@@ -106,22 +106,22 @@ def check_early_end(early_end: EndOfCall | None, enabled: bool, environment: Any
 
 
 def give_up(engine: Any, inflight: Mapping[str, RolloutRequest], vocabulary: int) -> int:
-    """Abort rows, after setting their responses to what has been decoded of them.
+    """Abort rows after setting their responses to what has been decoded so far.
 
     Args:
         engine: vLLM's ``LLMEngine``.
-        inflight: requests by the id that it knows them by.
-        vocabulary: tokens that the model knows.
+        inflight: requests by their id in the engine.
+        vocabulary: number of tokens in the model's vocabulary.
 
     Returns:
-        Number of tokens of these responses that no output had brought yet.
+        Number of tokens of these responses that had not come with any output yet.
     """
     decoded = 0
     for request_id, request in inflight.items():
         before = len(request.tokens)
         try:
             keep_decoded(engine, request_id, request, vocabulary)
-        except KeyError:  # somebody has had the engine abort it
+        except KeyError:  # it has been aborted in the engine by another caller
             logger.debug("nothing is kept of request %s, which the engine has not", request_id)
         decoded += len(request.tokens) - before
     engine.abort_request(list(inflight))

@@ -1,8 +1,8 @@
-"""Weight updates in flight: new weights for an ``AsyncLLM`` whose rows go on with them.
+"""Weight updates in flight: new weights for an ``AsyncLLM`` whose rows continue with them.
 
 The engine is paused between two steps, with all rows where they are, and what it has sent is taken
-in: the tokens that a row has then are those of the old weights, and all others will be those of the
-new ones. No request is on its way to the engine meanwhile.
+in: the tokens that a row has at that point were made by the old weights, and all later ones will be
+made by the new ones. No request is on its way to the engine in the meantime.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class WeightUpdates:
 
     Args:
         llm: the ``AsyncLLM``.
-        rows: all that have requests in it.
+        rows: all rows that have requests in it.
     """
 
     def __init__(self, llm: Any, rows: AsyncRows) -> None:
@@ -49,13 +49,14 @@ class WeightUpdates:
         An engine that its user has paused, or put to sleep, stays so afterwards.
 
         Args:
-            recompute_kv: the KV blocks of running requests are to be reset.
+            recompute_kv: whether to reset the KV blocks of running requests.
 
         Yields:
             The rows whose request has not ended, and how many tokens it has made.
 
         Raises:
-            ConfigError: some have not, and this vLLM would lose a token of each at the reset.
+            ConfigError: some requests have not ended, and this vLLM would lose a token of each at
+                the reset.
         """
         async with self._one:
             self._none.clear()
@@ -81,7 +82,7 @@ class WeightUpdates:
                 self._none.set()
 
     async def _settle(self) -> None:
-        """Wait until the engine knows all requests that are on their way to it."""
+        """Wait until all requests on their way to the engine have reached it."""
         rows = list(self._rows)
         while rows := [row for row in rows if row.in_engine and not self._is_known(row)]:
             await asyncio.sleep(RETRY_SECONDS)
@@ -91,7 +92,7 @@ class WeightUpdates:
 
 
 def salted(prompt: Any, policy_version: int) -> Any:
-    """A prompt whose KV blocks in the prefix cache are found under one policy version alone.
+    """Return a prompt whose KV blocks in the prefix cache are found under one policy version only.
 
     Args:
         prompt: as vLLM takes it. One that is neither text, tokens nor a dict stays as it is.

@@ -1,4 +1,4 @@
-"""What is kept of a response that an interrupt found in the engine."""
+"""What is kept of a response that was in the engine when an interrupt came."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def interrupted_rollouts(
     weights: tuple[int, int],
     count_defect: Callable[[RolloutRequest], None],
 ) -> list[Rollout]:
-    """The rollouts, marked partial, of rows that an interrupt found in the engine.
+    """Return the rollouts, marked partial, of rows that were in the engine at an interrupt.
 
     Args:
         engine: an ``LLMEngine`` or ``AsyncLLM``.
-        inflight: requests by the id that it knows them by.
-        vocabulary: tokens that the model knows.
-        weights: policy version and fingerprint.
+        inflight: requests by their id in the engine.
+        vocabulary: number of tokens in the model's vocabulary.
+        weights: policy version and fingerprint of its weights.
         count_defect: called with each request whose data is invalid.
     """
     partial = []
@@ -46,15 +46,16 @@ def interrupted_rollouts(
                 count_defect(request)
             else:
                 partial.append(rollout)
-        except Exception as error:  # the engine has perhaps failed; the caller sees why
+        except Exception as error:  # the engine may have failed; the caller sees why
             logger.debug("nothing is kept of request %s: %r", request_id, error)
     return partial
 
 
 def note_decoded(engine: Any, row: AsyncRow) -> None:
-    """Note what an engine has decoded of a row that is being cancelled, if it knows its request.
+    """Note what an engine has decoded of a row that is being cancelled, if the engine has its
+    request.
 
-    It is called before vLLM learns of the cancellation, and lets go of the request.
+    Call this before vLLM learns of the cancellation and drops the request.
     """
     if row.request is None:
         return
@@ -65,24 +66,25 @@ def note_decoded(engine: Any, row: AsyncRow) -> None:
 
 
 def keep_decoded(engine: Any, request_id: str, request: RolloutRequest, vocabulary: int) -> bool:
-    """Set the response of an interrupted request to all that the engine has decoded of it.
+    """Set the response of an interrupted request to all that the engine has decoded for it.
 
     Args:
         engine: an ``LLMEngine`` or ``AsyncLLM``.
-        request_id: the id that it knows the request by.
+        request_id: the request's id in the engine.
         request: as it was when the interrupt came.
-        vocabulary: tokens that the model knows.
+        vocabulary: number of tokens in the model's vocabulary.
 
     Returns:
-        Whether there is more than the accepted prefix of its draft, so that it is worth caching.
+        Whether there is more than the accepted prefix of its draft, so that caching it is
+        worthwhile.
 
     Raises:
-        KeyError: the engine does not know the request.
+        KeyError: the engine does not have the request.
     """
     if request.verification.running or not request.cacheable or request.turns is not None:
-        return False  # of a conversation, nothing can be continued
+        return False  # a conversation cannot be continued
     tokens, logprobs = request.tokens, request.logprobs
-    if request.rounds is None:  # else its outputs have come token by token
+    if request.rounds is None:  # otherwise its outputs have come token by token
         decoded, more = request.response.decoded or tokens_so_far(engine, request_id)
         tokens = tokens[: request.accepted] + decoded
         if request.accepted:
@@ -101,12 +103,12 @@ def keep_decoded(engine: Any, request_id: str, request: RolloutRequest, vocabula
 def partial_rollout(
     request: RolloutRequest, policy_version: int, fingerprint: int
 ) -> Rollout | None:
-    """The rollout, marked partial, of an interrupted request; None where its data has a defect.
+    """Return the rollout, marked partial, of an interrupted request; None if its data has a defect.
 
     Args:
         request: with all that the engine has decoded (:func:`keep_decoded`).
         policy_version: of the weights that decoded it.
-        fingerprint: of these weights; 0: not known.
+        fingerprint: of these weights; 0 if not known.
     """
     if request.response.defect:
         return None

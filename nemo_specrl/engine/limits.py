@@ -1,4 +1,4 @@
-"""Limits of an engine, and what it samples from: read once, when drafting is set up."""
+"""Limits of an engine, and the distribution it samples from, read once when drafting is set up."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ class EngineLimits:
     tokenizer: Any
     logprobs_mode: str
     max_logprobs: int
-    """Candidates that a request may ask for at each position; -1: any number."""
+    """The most candidates that a request may ask for at each position; -1: any number."""
     drafter: Literal["v2", "proposer"] | None
     """The drafter of this package that the engine was built with (``drafters.method``)."""
     steps_of_several_tokens: bool
     """The engine has a drafter, this package's or one of vLLM's."""
     adapters_on_cpu: bool
-    """The engine takes LoRA adapters, and runs on a CPU: there vLLM fails where a step computes the
-    log-probs of a prompt beside another row: it has an adapter for each row, and not for each
-    position (lora/punica_wrapper/punica_cpu.py, ``add_lora_logits``; seen in 0.32.0)."""
+    """The engine takes LoRA adapters and runs on a CPU: there vLLM fails if a step computes the
+    log-probs of a prompt together with another row, since it has an adapter for each row and not
+    for each position (lora/punica_wrapper/punica_cpu.py, ``add_lora_logits``; seen in 0.32.0)."""
     in_group: bool
     """The engine is one of a data-parallel group (``data_parallel``)."""
     async_scheduling: bool
     routes: tuple[int, int] | None
-    """Layers, and experts of a token in each, where the engine returns which ones were chosen."""
+    """Layers, and experts of a token in each, if the engine returns which ones were chosen."""
     alterations: tuple[str, ...]
-    """What makes the engine sample from another distribution than the policy's, in words."""
+    """What makes the engine sample from a distribution other than the policy's, in words."""
 
     @classmethod
     def of(cls, llm: LLM | AsyncLLM) -> EngineLimits:
@@ -87,17 +87,17 @@ def _drafter(config: Any) -> Literal["v2", "proposer"] | None:
 
 
 def alterations(config: Any) -> tuple[str, ...]:
-    """What makes an engine sample from another distribution than that of its prompt log-probs.
+    """What makes an engine sample from a distribution other than that of its prompt log-probs.
 
     Args:
         config: a ``VllmConfig``.
 
     Returns:
-        A line for each, which says what to leave out.
+        A line for each, saying what to leave out.
     """
     model, drafter = config.model_config, config.speculative_config
     lines = []
-    # With a drafter, the V1 model runner leaves those of entry points out
+    # With a drafter, the V1 model runner leaves out those of entry points
     # (v1/sample/logits_processor, build_logitsprocs).
     names = [_name(processor) for processor in getattr(model, "logits_processors", None) or ()]
     if drafter is None or getattr(config, "use_v2_model_runner", False):

@@ -16,18 +16,18 @@ __all__ = ["WORTHWHILE", "balanced_order", "expected_costs", "row_costs"]
 Prompt = TypeVar("Prompt", bound=Hashable)
 
 WORTHWHILE = 0.95
-"""Rows are moved only if that cuts the cost of the longest share to this fraction of it."""
+"""Rows are moved only if that cuts the cost of the most expensive share to this fraction."""
 
 
 def expected_costs(prompts: Sequence[Prompt], known: Mapping[Prompt, float]) -> list[float]:
-    """Expect each row to cost what earlier rows of its prompt did.
+    """Expect each row to cost as much as earlier rows of its prompt.
 
     Args:
-        prompts: of the rows.
+        prompts: the prompts of the rows.
         known: mean cost of the earlier rows of a prompt, in any unit.
 
     Returns:
-        The cost of each row. That of a prompt of which nothing is known is the mean of those known.
+        The cost of each row; for prompts of which nothing is known, the mean of the known costs.
     """
     here = {prompt: known[prompt] for prompt in prompts if prompt in known}
     neutral = sum(here.values()) / len(here) if here else 1.0
@@ -42,13 +42,13 @@ def row_costs(
 ) -> list[float]:
     """Estimate the number of tokens that each row will decode.
 
-    That is the mean length of the earlier responses to its prompt, and for a row with a draft, the
+    This is the mean length of the earlier responses to its prompt or, for a row with a draft, the
     part of the draft that is expected to be rejected.
 
     Args:
         keys: prompt key of each row.
         cached: earlier rollouts, or outlines of them, by prompt key.
-        drafts: the draft of each row, None for a plain one; None: no row has a draft.
+        drafts: the draft of each row, or None for a plain row; None: no row has a draft.
         left: share of draft tokens that are not accepted, 0 to 1.
     """
     costs = expected_costs(keys, mean_lengths(cached))
@@ -61,13 +61,13 @@ def row_costs(
 
 
 def balanced_order(costs: Sequence[float], shards: int) -> list[int]:
-    """Order rows such that the contiguous shares of the engines cost about the same.
+    """Order rows so that the contiguous shares of the engines cost about the same.
 
-    Shares have ``ceil(n / shards)`` rows, the last ones fewer, which is how a batch is split. The
-    most expensive rows are assigned first, each to the cheapest share with room (longest processing
-    time first; Graham, doi:10.1137/0117039). Within a share rows keep their order. If moving rows
-    gains little, all of them keep it: rows of a group that stay together share their prompt's
-    prefill.
+    Shares have ``ceil(n / shards)`` rows, and the last ones fewer, because that is how a batch is
+    split. The most expensive rows are assigned first, each to the cheapest share with room (longest
+    processing time first; Graham, doi:10.1137/0117039). Within a share rows keep their order. If
+    moving rows gains little, all rows keep their order: rows of a group that stay together share
+    their prompt's prefill.
 
     Args:
         costs: expected cost of each row, in any unit.

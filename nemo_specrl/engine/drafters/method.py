@@ -268,7 +268,7 @@ def _check_cpu_drafter(engine: Any) -> None:
     """Make sure that an engine with one of vLLM's drafters samples from the policy on a CPU, too.
 
     In this process the rejection sampler is fixed here. Other processes of the engine fix theirs
-    when vLLM loads its plug-ins, if it finds this package among them. On GPUs nothing is wrong.
+    when vLLM loads its plug-ins, if it finds this package among them. GPUs are not affected.
 
     Args:
         engine: an ``LLMEngine`` or ``AsyncLLM``.

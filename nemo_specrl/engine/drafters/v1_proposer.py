@@ -1,19 +1,19 @@
 """TreeProposer: drafts for vLLM's speculative decoding from the earlier responses to a prompt.
 
-vLLM makes one where ``speculative_config`` says ``method="custom_class"`` and names it
-(v1/spec_decode/custom_class_proposer.py), in each worker. It proposes tokens after every step; vLLM
-verifies them with the next one and keeps each by rejection sampling, so that responses have exactly
-the policy's distribution whatever is proposed (Leviathan et al., arXiv 2211.17192).
+vLLM makes one in each worker if ``speculative_config`` says ``method="custom_class"`` and names it
+(v1/spec_decode/custom_class_proposer.py). It proposes tokens after every step; vLLM verifies them
+in the next step and keeps each by rejection sampling, so that responses have exactly the policy's
+distribution whatever is proposed (Leviathan et al., arXiv 2211.17192).
 
 The request itself brings what drafting needs, in ``SamplingParams.extra_args`` (``histories``), so
-that nothing has to be sent to workers beside it: the prompt's key, an identity of the response,
-earlier responses as pairs of identity and int32 tokens, and the length of the prompt, behind which
-the request's prompt may hold a beginning of the response; None where all of it is the prompt. Rows
-without it are not drafted for. Those whose prompt begins with a known one, as later turns of a
-conversation do, draft from the tree of that prompt (``roots``).
+that nothing else has to be sent to workers: the prompt's key, an identity of the response, earlier
+responses as pairs of identity and int32 tokens, and the length of the prompt, after which the
+request's prompt may hold the beginning of the response; the length is None if all of it is the
+prompt. Rows without it are not drafted for. Those whose prompt begins with a known one, as later
+turns of a conversation do, draft from the tree of that prompt (``roots``).
 
 vLLM takes the drafts of one worker, the first one of the last pipeline stage (``output_rank``), and
-sends them to all with the next step. The proposers of the others do nothing.
+sends them to all workers with the next step. The proposers of the others do nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_BYTES = 4 * 2**30
 PADDED_LOGIT_BYTES = 8
-"""Of rows x (longest draft + 1) beside them, where ``bound_sampler_memory`` was not possible."""
+"""In addition, for each of rows x (longest draft + 1) tokens, if ``bound_sampler_memory`` was not
+possible."""
 
 
 class _Row:
@@ -60,14 +61,14 @@ class _Row:
         self.start = start  # of the response, in tokens of the prompt
         self.max_length = max_length  # of the response
         self.stops = stops
-        self.run_ahead = run_ahead  # not counted: nobody has asked for it
+        self.run_ahead = run_ahead  # not counted: no caller asked for it
         self.ended = False
         self.cells = b""  # of the last draft's tokens
 
     def kept(self, sampled: list[int]) -> int:
         """How many of a step's tokens belong to the response, which ends at its first stop token.
 
-        Its budget cannot be exceeded, since drafts leave room for the token behind them.
+        Its budget cannot be exceeded, since drafts leave room for the token after them.
         ``min_tokens`` does not occur: such requests are not drafted for (``sampling``).
         """
         if self.stops.isdisjoint(sampled):
@@ -75,7 +76,7 @@ class _Row:
         return next(i for i, token in enumerate(sampled, 1) if token in self.stops)
 
     def room(self) -> int:
-        """Tokens that a draft may have, with one behind it."""
+        """Number of tokens that a draft may have, leaving room for one after it."""
         return 0 if self.ended else self.max_length - self.row.length - 1
 
 
@@ -84,17 +85,17 @@ class TreeProposer:
 
     Args:
         vllm_config: of the engine. ``additional_config["spec_rl"]`` has ``max_bytes``, which bounds
-            the memory of the trees, bytes, and ``adaptive``: whether drafts end where a token is
+            the memory of the trees in bytes, and ``adaptive``: whether drafts end when a token is
             not worth its verification (``adaptive_length``), or at ``MIN_PROBABILITY``.
 
     Attributes:
-        counting: drafts that are made here count.
+        counting: whether the drafts that are made here count.
         runner: vLLM's model runner, which knows the requests; it is set before each proposal.
         verified: draft tokens that the last step verified, by request; set like ``runner``.
         lengths: decides how long drafts are; None: ``MIN_PROBABILITY`` does.
-        longest: tokens that the draft of a row may have.
-        max_drafted: tokens that the drafts of a step may have together.
-        counts: since they were last taken.
+        longest: the most tokens that the draft of a row may have.
+        max_drafted: the most tokens that the drafts of a step may have together.
+        counts: counts since they were last taken.
         roots: prompts whose later turns draft from their trees.
     """
 
@@ -107,7 +108,7 @@ class TreeProposer:
         self.longest = int(vllm_config.speculative_config.num_speculative_tokens)
         self.max_drafted = self._draft_limit(vllm_config)
         self.lengths: DraftLengths | None = None
-        # Where several ranks draft, all must make the same drafts, which times would not let them.
+        # If several ranks draft, all must make the same drafts, which measured times would prevent.
         if options.get("adaptive", True) and not on_several:
             self.lengths = DraftLengths(
                 CHANCES,
@@ -127,16 +128,16 @@ class TreeProposer:
         fix_cpu_rejection_sampler()
 
     def take_counts(self) -> DraftCounts | None:
-        """What was drafted since this was last called; None where drafts of others count."""
+        """What was drafted since the last call; None if the drafts of another worker count."""
         if not self.counting:
             return None
         counts, self.counts = self.counts, DraftCounts()
         return counts
 
     def _draft_limit(self, vllm_config: Any) -> int:
-        """Draft tokens for which there is memory in a step; ``longest`` is shortened to it, too.
+        """Draft tokens for which there is memory in a step; ``longest`` is cut to it, too.
 
-        Log-probs are computed in every step that has drafts, since all requests with drafts ask for
+        Log-probs are computed in every step that has drafts, since all requests with drafts request
         them.
         """
         of_token = int(vllm_config.model_config.get_vocab_size())
@@ -150,12 +151,12 @@ class TreeProposer:
         return SAMPLER_BYTES // (DRAFT_LOGIT_BYTES * of_token)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Called by vLLM; there is no model."""
+        """Do nothing: vLLM calls this, but there is no model."""
 
     def propose(
         self, sampled_token_ids: list[list[int]], num_tokens: Any, token_ids: Any, **kwargs: Any
     ) -> list[list[int]]:
-        """Drafts for the rows of the step that was just sampled.
+        """Propose drafts for the rows of the step that was just sampled.
 
         Args:
             sampled_token_ids: by row, the tokens that the step yielded; empty in mid-prefill.
@@ -164,7 +165,7 @@ class TreeProposer:
             kwargs: not used here.
 
         Returns:
-            Tokens by row, none where nothing is likely enough.
+            Tokens by row; none if nothing is likely enough.
         """
         if not self.counting:
             return [[] for _ in sampled_token_ids]
@@ -179,10 +180,10 @@ class TreeProposer:
             for i, (name, sampled) in enumerate(zip(names, sampled_token_ids, strict=True))
         ]
         last, self._last = self._last, started
-        if not any(rows):  # nobody's drafts, as in the evaluation of a policy
+        if not any(rows):  # no row drafts, as in the evaluation of a policy
             return [[] for _ in rows]
         if self.lengths is not None:
-            # Where all rows have begun, the engine may have waited for them.
+            # If all rows have begun, the engine may have waited for them.
             if first_token_rows < len(names) and all(sampled_token_ids):
                 step = Step(len(names), sum(verified), max(verified, default=0), first_token_rows)
                 self.lengths.observe(step, started - last)
@@ -194,10 +195,10 @@ class TreeProposer:
     def _extend_row(
         self, name: str, sampled: list[int], token_ids: Any, length: int
     ) -> _Row | None:
-        """The row of a request with all that it has yielded; None: there is nothing to draft.
+        """Return a request's row with all that it has yielded; None if there is nothing to draft.
 
-        The row takes up whatever the engine has appended since it was seen last, which is more than
-        the tokens of this step where vLLM did not ask for drafts after every step.
+        The row takes in whatever the engine has appended since it was last seen, which is more than
+        the tokens of this step if vLLM did not ask for drafts after every step.
         """
         if not sampled:
             return None
@@ -207,14 +208,14 @@ class TreeProposer:
         if row is None or row.ended:
             return None
         known = row.start + row.row.length
-        if known > length - len(sampled):  # vLLM has taken tokens back, and sampled them anew
+        if known > length - len(sampled):  # vLLM has taken tokens back, and resampled them
             row = self._rows[name] = self._open_row(name)
             assert row is not None
             known = row.start
         kept = row.kept(sampled)
         row.row.extend(token_ids[known : length - len(sampled) + kept].tolist())
         row.ended = sampled[kept - 1] in row.stops or row.row.length >= row.max_length
-        # The step that verifies a draft yields one token more than it accepts.
+        # The step that verifies a draft yields one more token than it accepts.
         drafted, accepted = len(self.verified.get(name, ())), len(sampled) - 1
         if drafted and self.lengths is not None:
             self.lengths.learn(row.cells[:drafted], accepted)
@@ -226,7 +227,7 @@ class TreeProposer:
         return row
 
     def _drafts(self, rows: Sequence[_Row | None]) -> list[list[int]]:
-        """Tokens for each row, none for those without a tree."""
+        """Draft tokens for each row; none for rows without a tree."""
         lengths = self.lengths
         least, table, longest = MIN_PROBABILITY, CHANCES, self.longest
         if lengths is not None:
@@ -256,14 +257,15 @@ class TreeProposer:
         return drafts
 
     def _forget_ended(self, names: list[str]) -> None:
-        """Let go of rows whose requests have ended, so that their trees can make room."""
+        """Release rows whose requests have ended, so that their trees can make room."""
         requests = self.runner.requests
         for name in [name for name in self._rows if name not in requests]:
             del self._rows[name]
         self._names = names.copy()
 
     def _open_row(self, name: str) -> _Row | None:
-        """A row for a request, as yet without its response; None: nothing to draft from."""
+        """Make a row for a request, without its response yet; None if there is nothing to draft
+        from."""
         request = self.runner.requests[name]
         params = request.sampling_params
         args = ((params.extra_args if params is not None else None) or {}).get(EXTRA_ARG)

@@ -21,18 +21,18 @@ __all__ = ["CORPUS", "LINKS", "PROMPTS", "ROW", "STOPS", "DeviceArrays"]
 logger = logging.getLogger(__name__)
 
 PAGES_OF_PROMPT = 8192
-"""Pages of a prompt at most: 2,097,152 tokens, of which a row that searches them reads 8 MiB."""
+"""The most pages of a prompt: 2,097,152 tokens; a row that searches them all reads 8 MiB."""
 PAGES_SEARCHED = 2**19
-"""Pages that up to 256 rows search in a step at most: 512 MiB, which an H100 reads in 160 us."""
+"""The most pages that up to 256 rows search in a step: 512 MiB, which an H100 reads in 160 us."""
 PROMPTS = 4096
-"""Prompts at most."""
+"""The most prompts."""
 CORPUS = 256
 """Pages of the corpus: 65,536 tokens, a quarter of a mebibyte, which all rows search."""
 LINKS, ROW = 3, 14
 """Columns of ``links`` and of a row's state: slot of its prompt (-1: none), number of its response,
-where that begins, how many of its tokens are in the pages, how many it may have, ``STOPS`` tokens
-that end it (-1: none), whether it is counted, and from column ``COUNTERS`` on the counts of
-``take_totals``."""
+where the response begins, how many of its tokens are in the pages, how many it may have, ``STOPS``
+tokens that end it (-1: none), whether it is counted, and, from column ``COUNTERS`` on, the counts
+of ``take_totals``."""
 STOPS, COUNTERS = 4, 10
 
 
@@ -41,16 +41,17 @@ class DeviceArrays:
 
     Args:
         device: of the arrays.
-        max_rows: rows that vLLM has at once.
-        max_model_len: tokens of a row at most.
+        max_rows: the most rows that vLLM runs at once.
+        max_model_len: the most tokens of a row.
         max_bytes: of all arrays together.
         length: tokens of a draft.
         chances: table of chances (:data:`~nemo_specrl.speculation.suffix_tree.CHANCES`).
-        agree: given the bytes for which this rank had memory, those for which all ranks had; None:
-            there are no others. Ranks whose pools differ would make different drafts.
+        agree: given the bytes for which this rank has memory, returns those for which all ranks
+            have; None: there are no other ranks. Ranks whose pools differ would make different
+            drafts.
 
     Attributes:
-        pages_of_prompt: pages of a prompt at most; the more, the fewer rows there are at once.
+        pages_of_prompt: the most pages of a prompt; the fewer rows there are at once, the more.
         pool: tokens of pages, int32 ``[pages, PAGE]``.
         links: see ``reference``, int32 ``[pages, 3]``.
         table: pages of prompts, int32 ``[slots, pages of a prompt]``.
@@ -59,8 +60,9 @@ class DeviceArrays:
         row_pages: pages of the rows' responses, int32 ``[max_rows, pages_of_row]``.
         state: these five, in one; ``*_at`` is where each begins.
         drafts: int64 ``[max_rows, length]``, in the order of the batch.
-        confidences: float32, likewise; the chance of each token if those before it are accepted.
-        launches: of kernels, since the start.
+        confidences: float32, likewise; the chance of each token to be accepted if those before it
+            are.
+        launches: number of kernel launches since the start.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class DeviceArrays:
         self.pages_of_row = -(-(max_model_len + 1) // PAGE)
         self.pages_of_prompt = min(PAGES_OF_PROMPT, PAGES_SEARCHED // min(max_rows, 256))
         self.launches = 0
-        # The interpreter, on a CPU, takes a time for each operation, of whatever size.
+        # On a CPU, Triton's interpreter takes a fixed time for each operation, whatever its size.
         self.tile = 4 if self.device.type != "cpu" else 32
         self._chances = torch.from_numpy(np.array(chances)).to(self.device)
         had = self._make_arrays(max_bytes)
@@ -91,7 +93,8 @@ class DeviceArrays:
         self._contexts = torch.zeros(max_rows, DEPTH, dtype=torch.int32, device=self.device)
 
     def _make_arrays(self, max_bytes: int) -> int:
-        """Make the pool and the state as large as memory allows; the bytes that it allowed."""
+        """Make the pool and the state as large as memory allows; return the bytes that it
+        allowed."""
         while True:
             pages = self._pages_within(max_bytes)
             sizes = [
@@ -125,11 +128,11 @@ class DeviceArrays:
         return min(self.pages_of_prompt, 2 * pages)
 
     def _slots(self, pages: int) -> int:
-        """Prompts at most: 64, or as many as have lists of a sixteenth of the memory of pages."""
+        """The most prompts: 64, or as many as have lists of a sixteenth of the memory of pages."""
         return min(PROMPTS, pages, max(64, 16 * pages // max(1, self._listed_at_most(pages))))
 
     def _pages_within(self, max_bytes: int) -> int:
-        """Pages for which there is memory beside the arrays of rows and lists."""
+        """Pages for which there is memory in addition to the arrays of rows and lists."""
         of_rows = 4 * self.max_rows * (ROW + self.pages_of_row + DEPTH + 3 * self.length)
         of_rows += 4 * CORPUS
         of_page = 4 * (PAGE + LINKS)
@@ -146,7 +149,7 @@ class DeviceArrays:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the arrays on the device, offers of the last step left out."""
+        """Memory of the arrays on the device, excluding the offers of the last step."""
         arrays = (self.pool, self.state, self.drafts, self.confidences, self._contexts)
         return sum(array.numel() * array.element_size() for array in arrays)
 
@@ -159,9 +162,9 @@ class DeviceArrays:
         """Write pages, and values into the state.
 
         Args:
-            contents: by page, int32 ``[PAGE]``.
-            values: by place in the state.
-            anyway: launch the kernel also where there is nothing to write.
+            contents: contents by page, int32 ``[PAGE]``.
+            values: values by place in the state.
+            anyway: launch the kernel even if there is nothing to write.
         """
         if not (contents or values or anyway):
             return
@@ -189,18 +192,18 @@ class DeviceArrays:
         corpus: int = 0,
         searching: bool = True,
     ) -> torch.Tensor:
-        """Append what a step has yielded, and draft for each of its rows.
+        """Append what a step yielded, and draft for each of its rows.
 
         Args:
-            batch_rows: rows of the batch, int ``[n]``; as all tensors here, on the device.
-            pages: of the longest list among the prompts of these rows.
+            batch_rows: rows of the batch, int ``[n]``; on the device, like all tensors here.
+            pages: number of pages of the longest list among the prompts of these rows.
             all_tokens: of rows, int32 ``[rows, max_model_len]``.
             total_lengths: tokens of rows, int32 ``[rows]``.
             num_sampled: by row of the batch, tokens that the step yielded, int32 ``[n]``.
             num_rejected: likewise, draft tokens that it rejected.
             last_sampled: of rows, int64 ``[rows]``; fills drafts.
-            corpus: pages that the corpus has.
-            searching: some of the rows have a prompt.
+            corpus: number of pages of the corpus.
+            searching: whether any of the rows has a prompt.
 
         Returns:
             int64 ``[n, length]``, in the order of the batch.
@@ -227,10 +230,12 @@ class DeviceArrays:
         return self.drafts[:n]
 
     def warm_up(self) -> None:
-        """Have all kernels compiled, for which steps would wait. There may be no rows yet.
+        """Compile all kernels, for which steps would otherwise wait. Call it before there are any
+        rows.
 
-        Triton compiles a kernel anew for other types, for addresses and numbers that are multiples
-        of 16 or not, and for a number that is 1. So the arguments are here as in steps.
+        Triton compiles a kernel again for other types, depending on whether addresses and numbers
+        are multiples of 16, and for a number that is 1. The arguments here are therefore like those
+        of steps.
         """
         tokens = torch.zeros(1, self.max_model_len, dtype=torch.int32, device=self.device)
         total, sampled, rejected = (
@@ -238,7 +243,7 @@ class DeviceArrays:
         )
         last = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.write({}, {}, anyway=True)
-        for dtype in (torch.int32, torch.int64):  # of rows, in vLLM before 0.29 and since
+        for dtype in (torch.int32, torch.int64):  # of rows, in vLLM before 0.29 and from then on
             row = torch.zeros(1, dtype=dtype, device=self.device)
             self.launch(row, 1, tokens, total, sampled, rejected, last)
 
@@ -249,13 +254,13 @@ class DeviceArrays:
         return tensor
 
     def take_totals(self) -> tuple[int, int, int, int]:
-        """Counts of the rows with drafts, since they were last taken.
+        """Take the counts of the rows with drafts since they were last taken.
 
-        Reads from the device: for the end of a batch.
+        Reads from the device, so it is meant for the end of a batch.
 
         Returns:
-            Steps that yielded tokens of a row's response, summed over rows, these tokens, draft
-            tokens that these steps verified, and how many of them were accepted.
+            The number of steps that yielded tokens of a row's response, summed over rows; of these
+            tokens; of draft tokens that these steps verified; and of those that were accepted.
         """
         totals = self.rows[:, COUNTERS:].sum(0).tolist()
         self.rows[:, COUNTERS:] = 0

@@ -1,17 +1,16 @@
 """The responses that drafts are made from: which are on the device, and where.
 
-Per prompt, the earlier responses, written once, and those of the rows that run now, to which every
-step appends on the device, so that the rows of a prompt draft for each other. All lie in pages of
-one pool; ``reference`` describes them. The host decides which page belongs to what. It knows how
-long responses can have become, not their tokens, and waits for nothing.
+For each prompt there are the earlier responses, written once, and those of the rows that run now,
+to which every step appends on the device, so that the rows of a prompt draft for each other. All
+are in pages of one pool; ``reference`` describes them. The host decides which page belongs to what.
+It knows how long responses may have become, but not their tokens, and waits for nothing.
 
-Memory is bounded. Prompts without rows make room first, those unused for longest before others.
-Where that does not suffice, responses are left out and counted, and their rows draft less or
-nothing.
+Memory is bounded. Prompts without rows make room first, the least recently used before others. If
+that does not suffice, responses are left out and counted, and their rows draft less or nothing.
 
-The pages of the responses that ended last, to whatever prompt, are the corpus, which rows draft
-from where their own prompt has nothing. It lists pages that their prompts hold, so that it takes no
-further memory, and it forgets those that make room.
+The pages of the responses that ended last, to whatever prompt, are the corpus, from which rows
+draft if their own prompt has nothing. It lists pages that belong to their prompts, so it takes no
+further memory, and it forgets those that are freed to make room.
 
 Whatever happens here follows from the steps that vLLM schedules, in their order, so that every rank
 of an engine has the same pages in the same order and makes the same drafts.
@@ -35,20 +34,20 @@ __all__ = ["DeviceIndex"]
 
 BEHIND = 1
 _NO_MORE = 2**40
-"""In place of a number of pages: the row gets no further ones."""
+"""Used in place of a number of pages: the row gets no further ones."""
 
 
 @dataclasses.dataclass
 class IndexCounts:
-    """What did not fit, since the start.
+    """Counts of what did not fit, since the start.
 
     Args:
-        prompts: rows, and histories sent ahead, whose prompt had no place.
+        prompts: rows, and histories sent ahead, for whose prompt there was no room.
         responses: earlier responses that were left out for want of memory.
         rows: rows whose own tokens were not indexed to their end.
         refused: earlier responses with tokens outside of the vocabulary.
         cut: earlier responses that were longer than ``max_model_len``.
-        evicted: prompts that made room.
+        evicted: prompts that were evicted to make room.
     """
 
     prompts: int = 0
@@ -82,9 +81,9 @@ class DeviceIndex(DeviceArrays):
 
     Args:
         device: of the arrays.
-        max_rows: rows that vLLM has at once.
-        max_model_len: tokens of a row at most.
-        vocabulary: tokens from 0 to this are valid.
+        max_rows: the most rows that vLLM runs at once.
+        max_model_len: the most tokens of a row.
+        vocabulary: valid tokens are at least 0 and below this.
         max_bytes: of all arrays together.
         length: tokens of a draft.
         chances: table of chances (:data:`~nemo_specrl.speculation.suffix_tree.CHANCES`).
@@ -113,12 +112,12 @@ class DeviceIndex(DeviceArrays):
         self._rows: dict[int, _Row] = {}
         self._pages_of = np.full(max_rows, _NO_MORE)  # of rows
         self._starts = np.zeros(max_rows, np.int64)
-        # Pages of a prompt at most for earlier responses, of which the newest are taken.
+        # The most pages of a prompt for earlier responses, of which the newest are taken.
         self._history = min(self.pages_of_prompt * 3 // 4, self.table.shape[1])
         self._responses = 0
-        self._shared = 0  # pages that have come into the corpus
+        self._shared = 0  # pages added to the corpus so far
         self._places: dict[int, int] = {}  # pages of the corpus: where they are in it
-        self._contents: dict[int, npt.NDArray[np.int32]] = {}  # to be written with the next step
+        self._contents: dict[int, npt.NDArray[np.int32]] = {}  # to write with the next step
         self._values: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -138,21 +137,21 @@ class DeviceIndex(DeviceArrays):
         stops: Collection[int] = (),
         counted: bool = True,
     ) -> None:
-        """Have a row draft from its prompt's responses.
+        """Make a row draft from its prompt's responses.
 
         Args:
             row: its place in vLLM's arrays.
-            key: of the prompt.
+            key: the prompt's key.
             identity: of the row's response
-                (:func:`~nemo_specrl.speculation.draft_selection.response_id`); None: it has none.
+                (:func:`~nemo_specrl.speculation.draft_selection.response_id`); None if it has none.
             history: earlier responses as identity and int32 tokens, oldest first; those that are
-                here are passed over.
-            start: tokens of the prompt, behind which the response begins.
-            brought: tokens of the response that the row has already.
-            most: tokens that the response may have; None: any number.
-            stops: tokens that end it. Of more than ``STOPS``, the smallest count; the responses of
-                the others have what a step yields behind their end.
-            counted: in :meth:`take_totals`.
+                already here are skipped.
+            start: number of tokens of the prompt, after which the response begins.
+            brought: number of tokens of the response that the row has already.
+            most: the most tokens that the response may have; None: any number.
+            stops: tokens that end it. Only the smallest ``STOPS`` of them are used; responses that
+                end with one of the others also get what a step yields after their end.
+            counted: whether the row is counted in :meth:`take_totals`.
         """
         self.close_row(row)
         prompt = self._opened(key, history)
@@ -171,7 +170,7 @@ class DeviceIndex(DeviceArrays):
             self._take_away(prompt, identity)  # begun before vLLM preempted it
         self._responses += 1
         if identity is None:
-            identity = -self._responses  # others' are not negative
+            identity = -self._responses  # those of others are not negative
         opened = self._rows[row] = _Row(prompt, identity, self._responses, start)
         most = self.max_model_len if most is None else most
         ends = (sorted(stops) + [-1] * STOPS)[:STOPS]
@@ -182,7 +181,7 @@ class DeviceIndex(DeviceArrays):
         """Write earlier responses to a prompt that has no row yet; see :meth:`open_row`.
 
         Returns:
-            Responses that the prompt has now; None: there was no place for it.
+            Number of responses that the prompt has now; None if there was no room for it.
         """
         prompt = self._opened(key, history)
         if prompt is None:
@@ -191,7 +190,7 @@ class DeviceIndex(DeviceArrays):
         return len(prompt.responses)
 
     def close_row(self, row: int) -> None:
-        """Let go of a row; its response stays with the prompt."""
+        """Release a row; its response stays with the prompt."""
         closed = self._rows.pop(row, None)
         if closed is None:
             return
@@ -207,15 +206,15 @@ class DeviceIndex(DeviceArrays):
         self._values |= {place + i: -1 for i in range(len(closed.positions))}
 
     def forget(self) -> None:
-        """Let go of all prompts that have no rows."""
+        """Release all prompts that have no rows."""
         for key in [key for key, prompt in self._prompts.items() if not prompt.rows]:
             self._evict(key)
 
     def _opened(self, key: bytes, history: Sequence[tuple[int, bytes]]) -> _Prompt | None:
-        """A prompt with its history; None: there is no place for it."""
+        """Return a prompt with its history; None if there is no room for it."""
         prompt = self._prompts.get(key)
         if prompt is not None and not prompt.rows and history:
-            # Its pages are used up by rows that ended: begin anew from what the cache has.
+            # Its pages are used up by rows that ended: start again from what the cache has.
             more = sum(-(-(len(tokens) // 4 + 1) // PAGE) for _, tokens in history)
             if len(prompt.listed) + more > self._history:
                 self._evict(key)
@@ -227,7 +226,7 @@ class DeviceIndex(DeviceArrays):
                 return None
             prompt = self._prompts[key] = _Prompt(self._free_slots.pop())
         self._prompts.move_to_end(key)
-        prompt.rows += 1  # not to be evicted for its own history
+        prompt.rows += 1  # so that it is not evicted for its own history
         self._write_history(prompt, history)
         prompt.rows -= 1
         return prompt
@@ -262,14 +261,14 @@ class DeviceIndex(DeviceArrays):
                 self._add_page(prompt, positions, self._responses, cells)
 
     def _make_room(self, pages: int) -> bool:
-        """Have so many pages free, if need be at the expense of prompts without rows."""
+        """Make that many pages free, if need be at the expense of prompts without rows."""
         while len(self._free) < pages:
             if not self._evict_idle():
                 return False
         return True
 
     def _evict_idle(self) -> bool:
-        """Drop the prompt without rows that was unused for longest; False: there is none."""
+        """Drop the least recently used prompt without rows; False if there is none."""
         for key, prompt in self._prompts.items():
             if not prompt.rows:
                 self._evict(key)
@@ -289,7 +288,7 @@ class DeviceIndex(DeviceArrays):
             self._remove_page(prompt, position)
 
     def _share(self, page: int) -> None:
-        """Take a page into the corpus, in the place of the one that is there for longest."""
+        """Take a page into the corpus, in place of the one that has been there longest."""
         place = self._shared % CORPUS
         for other in [other for other, at in self._places.items() if at == place]:
             del self._places[other]
@@ -310,7 +309,7 @@ class DeviceIndex(DeviceArrays):
     def _add_page(
         self, prompt: _Prompt, positions: list[int], number: int, cells: npt.NDArray[np.int32]
     ) -> int:
-        """Append a page to a response; the page. There has to be a free one."""
+        """Append a page to a response and return the page. There must be a free one."""
         page = self._free.pop()
         before = prompt.listed[positions[-1]] if positions else -1
         link = self.links_at + page * LINKS
@@ -328,7 +327,7 @@ class DeviceIndex(DeviceArrays):
         self._values |= {place + i: value for i, value in enumerate(values)}
 
     def _extend(self, row: int, tokens: int) -> None:
-        """Have pages for so many tokens of a row's response."""
+        """Ensure that there are pages for that many tokens of a row's response."""
         extended = self._rows[row]
         prompt, positions = extended.prompt, extended.positions
         while len(positions) * PAGE <= tokens and len(positions) < self.pages_of_row:
@@ -355,12 +354,12 @@ class DeviceIndex(DeviceArrays):
         num_rejected: torch.Tensor,
         last_sampled: torch.Tensor,
     ) -> torch.Tensor:
-        """Append what a step has yielded, and draft for each of its rows.
+        """Append what a step yielded, and draft for each of its rows.
 
         Args:
             batch_rows: rows of the batch, on the device, int ``[n]``.
             batch_rows_host: the same on the host.
-            lengths: tokens that these rows may have at most by now, prompt included, ``[n]``.
+            lengths: the most tokens that these rows may have by now, prompt included, ``[n]``.
             all_tokens: of rows, int32 ``[rows, max_model_len]``, on the device.
             total_lengths: tokens of rows, int32 ``[rows]``, on the device.
             num_sampled: by row of the batch, tokens that the step yielded, int32 ``[n]``.

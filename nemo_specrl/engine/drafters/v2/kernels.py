@@ -1,8 +1,8 @@
-"""The Triton kernels that draft: update, append, search and vote, one launch each a step.
+"""The Triton kernels that draft: update, append, search and vote, one launch of each per step.
 
 They follow the rules of ``reference`` and give the same tokens bit for bit. No value goes to the
-host. Programs of a launch write to places of their own, so that every rank of an engine computes
-the same. Array arguments are named as in ``index``, which owns them.
+host. Each program of a launch writes only to its own places, so that every rank of an engine
+computes the same. Array arguments are named as in ``index``, which owns them.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -27,7 +27,7 @@ OWN = tl.constexpr(1 << reference.OWN_BIT)
 CORPUS_LEAST = tl.constexpr(reference.CORPUS_LEAST)
 START, EMPTY = tl.constexpr(reference.START), tl.constexpr(reference.EMPTY)
 NOTHING = tl.constexpr(reference.NOTHING)
-NO_TOKEN = tl.constexpr(-4)  # equal to nothing that a context may have
+NO_TOKEN = tl.constexpr(-4)  # equal to nothing that a context may contain
 LINKS, BEHIND, RESPONSE = tl.constexpr(3), tl.constexpr(1), tl.constexpr(2)
 assert DEPTH.value % 8 == 0 and DEPTH.value <= 48
 # Columns of a row's state; see index.
@@ -39,15 +39,16 @@ ROW_DRAFTED, ROW_ACCEPTED = tl.constexpr(12), tl.constexpr(13)
 SCATTERED = tl.constexpr(256)  # values that a program of update writes
 APPENDED = tl.constexpr(32)  # tokens that append writes at once
 CONTEXT = tl.constexpr(32)  # DEPTH, rounded up to a power of two
-COMPARED = tl.constexpr(8)  # tokens that search compares before it looks whether any is left
-CHUNK = tl.constexpr(256)  # scores that vote looks at together
+COMPARED = tl.constexpr(8)  # tokens that search compares before checking whether any is left
+CHUNK = tl.constexpr(256)  # scores that vote examines together
 CHANGING = ("num_pages", "num_values", "num_corpus")
-"""Arguments that change from step to step: nothing is compiled anew for some of their values."""
+"""Arguments that change from step to step: nothing is recompiled for some of their values."""
 
 
 @triton.jit(do_not_specialize=CHANGING)
 def update(pool, state, pages, contents, places, values, num_pages, num_values):
-    """Write pages, and values into the state. Grid: one for each page, then for 256 values."""
+    """Write pages, and values into the state. Grid: one program per page, then one per 256
+    values."""
     program = tl.program_id(0)
     if program < num_pages:
         offsets = tl.arange(0, PAGE)
@@ -65,11 +66,12 @@ def append(
     pool, rows, row_pages, contexts, batch_rows, all_tokens, total_lengths, num_sampled,
     num_rejected, token_stride, pages_of_row,
 ):  # fmt: skip
-    """Append the tokens that a step has yielded to their responses, and note each row's last ones.
+    """Append the tokens that a step yielded to their responses, and note each row's last ones.
 
-    A response ends with its first stop token, or at its longest. What a step yields behind that is
-    not appended and not counted: a draft may reach beyond the end, and with asynchronous scheduling
-    a row runs on until the host has seen it. Grid: one for each row of the batch.
+    A response ends with its first stop token, or at its maximum length. What a step yields after
+    that is neither appended nor counted: a draft may reach beyond the end, and with asynchronous
+    scheduling a row keeps running until the host has seen the end. Grid: one program per row of the
+    batch.
     """
     batch_row = tl.program_id(0)
     row = tl.load(batch_rows + batch_row).to(tl.int64)
@@ -96,13 +98,13 @@ def append(
             stopped = tl.min(tl.where(stops & (token >= 0), number + 1, most), axis=0)
             end, most = tl.minimum(end, stopped), tl.minimum(most, stopped)
             new = number < end
-            cell = number + 1  # behind START
+            cell = number + 1  # after START
             new = new & (cell // PAGE < pages_of_row)
             page = tl.load(row_pages + row * pages_of_row + cell // PAGE, mask=new, other=-1)
             tl.store(pool + page.to(tl.int64) * PAGE + cell % PAGE, token, mask=new & (page >= 0))
         tl.store(mine + ROW_KNOWN, end)
         tl.store(mine + ROW_MOST, most)
-        # Of the new tokens, those before the sampled ones came with the request.
+        # Those of the new tokens that precede the sampled ones came with the request.
         sampled = tl.load(num_sampled + batch_row)
         kept = tl.maximum(sampled - (total - start - end), 0)
         kept = tl.where((end > known) & (tl.load(mine + ROW_COUNTED) > 0), kept, 0)
@@ -122,8 +124,8 @@ def search(
 ):  # fmt: skip
     """Find the best positions of each page of a row's prompt, and of the corpus.
 
-    Grid: rows of the batch, and ``num_pages`` (of the longest list) + ``num_corpus``, by ``TILE``
-    and rounded up. ``TILE`` pages are searched at once; the result does not depend on it.
+    Grid: rows of the batch, and ``num_pages`` (of the longest list) + ``num_corpus``, divided by
+    ``TILE`` and rounded up. ``TILE`` pages are searched at once; the result does not depend on it.
     """
     batch_row = tl.program_id(0)
     row = tl.load(batch_rows + batch_row).to(tl.int64)
@@ -139,7 +141,8 @@ def search(
         behind = tl.load(links + page * LINKS + BEHIND, mask=there, other=-1)
         offset = tl.arange(0, PAGE)[None, :]
         here = page.to(tl.int64) * PAGE + offset
-        # A page before or behind begins so many tokens later than if it lay beside this one.
+        # The page before or after begins this many tokens later than if it were adjacent to this
+        # one.
         to_before = (before.to(tl.int64) - page + 1) * PAGE
         to_behind = (behind.to(tl.int64) - page - 1) * PAGE
         match = tl.zeros([TILE, PAGE], dtype=tl.int32)
@@ -172,12 +175,12 @@ def search(
 
 @triton.jit
 def best_scores(offers, count):
-    """The best ``VOTERS`` scores of ``count``, in any order; 0 where there are fewer."""
+    """Return the best ``VOTERS`` scores of ``count``, in any order; 0 if there are fewer."""
     lane = tl.arange(0, VOTERS)
     kept = tl.zeros([VOTERS], dtype=tl.int32)
     chunks = tl.cdiv(count, CHUNK)
     for c in range(chunks):
-        # From the newest on, which are the best among equal matches.
+        # Start with the newest, which are the best among equal matches.
         i = (chunks - 1 - c) * CHUNK + tl.arange(0, CHUNK)
         scores = tl.load(offers + i, mask=i < count, other=0)
         best, least = tl.max(scores, axis=0), tl.min(kept, axis=0)
@@ -191,7 +194,7 @@ def best_scores(offers, count):
 
 @triton.jit
 def cell_of(most, total, match, votes):
-    """Cell of the table of chances: see ``reference``."""
+    """Return the cell of the table of chances: see ``reference``."""
     most, total = most.to(tl.int64) * 1000, total.to(tl.int64)
     share = (most >= total * 300).to(tl.int32) + (most >= total * 500).to(tl.int32)
     share += (most >= total * 700).to(tl.int32) + (most >= total * 850).to(tl.int32)
@@ -207,7 +210,7 @@ def vote(
     pool, links, table, corpus, rows, offers, drafts, confidences, batch_rows, last_sampled,
     chances, table_stride, num_pages, num_corpus, length,
 ):  # fmt: skip
-    """Draft ``length`` tokens for each row. Grid: one for each row of the batch."""
+    """Draft ``length`` tokens for each row. Grid: one program per row of the batch."""
     batch_row = tl.program_id(0)
     row = tl.load(batch_rows + batch_row).to(tl.int64)
     slot = tl.load(rows + row * ROW + ROW_SLOT)

@@ -3,34 +3,35 @@
 The kernels give the same tokens and the same confidences bit for bit: scores and weights are
 integers, so that no order of summation matters, and no two positions have the same score.
 
-**Layout.** Responses lie in pages of ``PAGE`` int32 tokens. A response begins with ``START`` at the
-beginning of a page and goes on in further pages; what is not written yet is ``EMPTY``. For each
-page, ``links`` has the pages before and behind it in its response (-1: none) and the number of the
-response. A prompt has a list of pages, in the order in which they were added (-1: a page that was
-taken away again).
+**Layout.** Responses are stored in pages of ``PAGE`` int32 tokens. A response begins with ``START``
+at the beginning of a page and continues in further pages; what is not written yet is ``EMPTY``. For
+each page, ``links`` has the pages before and after it in its response (-1: none) and the number of
+the response. A prompt has a list of pages, in the order in which they were added (-1: a page that
+has been removed).
 
-**Search.** The context of a row is its last ``DEPTH`` tokens. Of a position in the pages of its
-prompt, the match is how many tokens up to and including it are the last ones of the row. Positions
-without a token behind them do not count. The score of a position is its match, and among equal ones
-the place in the list: the newer the better. Each page offers its best ``OFFERED`` positions, and
-the best ``VOTERS`` of all pages vote. A match of a single token counts only where there is no
-longer one.
+**Search.** The context of a row is its last ``DEPTH`` tokens. The match of a position in the pages
+of its prompt is the number of tokens, up to and including it, that equal the last ones of the row.
+Positions without a token after them do not count. The score of a position is its match and, among
+equal matches, the place in the list: the newer the better. Each page offers its best ``OFFERED``
+positions, and the best ``VOTERS`` of all pages vote. A match of a single token counts only if none
+is longer.
 
-Where no position of the prompt has a match of two tokens, those of the corpus vote: the pages of
-the responses to any prompt that ended last. The corpus stands behind the prompt's list.
+If no position of the prompt has a match of two tokens, those of the corpus vote: the pages of the
+most recently ended responses to any prompt. The corpus follows the prompt's list.
 
-**Vote.** A position votes for the token behind it with a weight of the match to the third power,
-times ``OWN_WEIGHT`` where it lies in the row's own response. The token with the most weight is
-drafted, among equal ones that of the best position. Those that were for it vote on the next token,
-and so on. Where no voter is left, the rest of the draft is ``fill``.
+**Vote.** A position votes for the token after it with the third power of its match as weight, times
+``OWN_WEIGHT`` if it is in the row's own response. The token with the most weight is drafted, among
+equal ones that of the best position. The positions that voted for it vote on the next token, and so
+on. If no voter is left, the rest of the draft is ``fill``.
 
-**Confidence.** The chance that a token is accepted if those before it are, read from a table by its
-share of the weights, the longest match of those that are for it, and their number.
+**Confidence.** The chance that a token is accepted if those before it are. It is read from a table,
+by the token's share of the weights, the longest match of the positions that voted for it, and their
+number.
 
-These are the rules of the trees (``speculation/_suffix.c``), and so are weights, the number of
-voters and the table. Different are three limits: trees compare up to 48 tokens and here ``DEPTH``
-are compared; trees take the newest positions among those with 2, 4, 8 or 16 tokens in common and
-here the exact match decides; and trees know no pages, so that more of their voters may lie close
+These are the rules of the trees (``speculation/_suffix.c``), with the same weights, number of
+voters and table. Three limits differ: trees compare up to 48 tokens, and here ``DEPTH`` are
+compared; trees take the newest positions among those with 2, 4, 8 or 16 tokens in common, and here
+the exact match decides; and trees have no pages, so that more of their voters may be close
 together.
 """
 
@@ -55,35 +56,39 @@ __all__ = [
 Int32 = npt.NDArray[np.int32]
 
 PAGE = 256
-"""Tokens of a page; a power of two."""
+"""Number of tokens of a page; a power of two."""
 DEPTH = 32
-"""Tokens of a row that are compared; with 48 at most, sums of weights fit into int32. Fewer are
-faster to search, and with 12 a policy that repeats itself got a twentieth fewer tokens a step."""
+"""Number of a row's tokens that are compared; with 48 at most, sums of weights fit into int32.
+Fewer are faster to search, but with 12 a policy that repeats itself got a twentieth fewer tokens
+per step."""
 OFFERED = 4
-"""Positions of a page that may vote."""
+"""Number of positions of a page that may vote."""
 VOTERS = 32
-"""Positions that vote."""
+"""Number of positions that vote."""
 OWN_WEIGHT = 16
 """Weight of a position in the row's own response."""
 POSITION_BITS = 24
-"""Of a score; the match is above them."""
+"""Bits of a score that hold the position; the match is above them."""
 MATCH_MASK, OWN_BIT = 63, 30
-"""Of the match; and set in the scores of the prompt's own positions with two tokens or more."""
+"""Mask of the match; and the bit set in the scores of the prompt's own positions with a match of
+two tokens or more."""
 START, EMPTY, NOTHING = -2, -1, -3
-"""Before the first token of a response; not written; before the start, in a row's context."""
+"""Stored before the first token of a response; not written yet; before the start in a row's
+context."""
 CORPUS_LEAST = 3
-"""Tokens that a position of the corpus has to have in common with a row."""
+"""Number of tokens that a position of the corpus must have in common with a row."""
 NO_PAGES: Int32 = np.zeros(0, np.int32)
 BEFORE, BEHIND, RESPONSE = 0, 1, 2
 """Columns of ``links``."""
 SHARES = (300, 500, 700, 850, 950, 995)
 """Thousandths of the weights at which the next cell of the table of chances begins."""
 MATCHES, VOTES = (2, 4, 8, 16, 32), (2, 4, 8)
-"""The same of the longest match and of the number of voters."""
+"""The same for the longest match and for the number of voters."""
 
 
 def pages_of(responses: list[list[int]], page: int = PAGE) -> tuple[Int32, Int32]:
-    """Pages and links of whole responses, in this order; each has the number of its place here.
+    """Pages and links of whole responses, in this order; each response is numbered by its place
+    here.
 
     Returns:
         Tokens, int32 ``[pages, page]``, and links, int32 ``[pages, 3]``.
@@ -111,7 +116,7 @@ def context_of(response: list[int], depth: int = DEPTH) -> Int32:
 def best_positions(
     pool: Int32, links: Int32, listed: Int32, context: Int32, corpus: Int32 = NO_PAGES
 ) -> Int32:
-    """Scores of the positions that vote for a row, the best first; as many as there are.
+    """Scores of the positions that vote for a row, best first; as many as there are.
 
     Args:
         pool: tokens of all pages, ``[pages, page]``.
@@ -163,17 +168,17 @@ def vote(
     fill: int,
     chances: npt.NDArray[np.float32],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """What the positions found draft.
+    """Draft what the positions that were found vote for.
 
     Args:
         pool: tokens of all pages, ``[pages, page]``.
         links: ``[pages, 3]``.
-        listed: pages of the row's prompt, and behind them those of the corpus, ``[listed]``.
-        scores: of the positions, the best first.
-        response: number of the row's own response, -1: it has none here.
-        length: tokens to draft.
-        fill: stands where nothing is drafted; its confidence is 0.
-        chances: by cell, float32 ``[7 * 6 * 4]``.
+        listed: pages of the row's prompt, followed by those of the corpus, ``[listed]``.
+        scores: scores of the positions, best first.
+        response: number of the row's own response; -1 if it has none here.
+        length: number of tokens to draft.
+        fill: token used if nothing is drafted; its confidence is 0.
+        chances: chances by cell, float32 ``[7 * 6 * 4]``.
 
     Returns:
         Tokens, int64 ``[length]``, and confidences, float32 ``[length]``.
@@ -217,7 +222,7 @@ def draft(
     chances: npt.NDArray[np.float32],
     corpus: Int32 = NO_PAGES,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """A row's draft: :func:`best_positions`, which then :func:`vote`."""
+    """Make a row's draft: find :func:`best_positions`, then :func:`vote`."""
     scores = best_positions(pool, links, listed, context, corpus)
     everything = np.concatenate((listed, corpus))
     return vote(pool, links, everything, scores, response, length, fill, chances)

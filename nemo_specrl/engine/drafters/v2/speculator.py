@@ -1,16 +1,16 @@
-"""HistorySpeculator: what vLLM's V2 model runner asks for drafts.
+"""HistorySpeculator: the source of drafts for vLLM's V2 model runner.
 
-vLLM verifies the drafts with the next step and keeps each by rejection sampling, so that responses
-have exactly the policy's distribution whatever is drafted. There is no model that drafts, so that a
-draft has no probabilities (``draft_logits`` None): it is verified as certain.
+vLLM verifies the drafts in the next step and keeps each by rejection sampling, so that responses
+have exactly the policy's distribution whatever is drafted. There is no draft model, so a draft has
+no probabilities (``draft_logits`` None): it is verified as certain.
 
 A request brings what drafting needs in ``SamplingParams.extra_args``, as for the V1 proposer: the
 prompt's key, an identity of the response, earlier responses as pairs of identity and int32 tokens,
-and the length of the prompt, behind which the request's prompt may hold a beginning of the
-response; None where all of it is the prompt. A request that brings nothing drafts where its prompt
-begins with one that is known, as later turns of a conversation do (``roots``), or with one whose
-responses were sent ahead (``sent_histories``). Others get drafts that are not worth anything, which
-costs them no correctness.
+and the length of the prompt, after which the request's prompt may hold the beginning of the
+response; the length is None if all of it is the prompt. A request that brings nothing drafts if its
+prompt begins with a known one, as later turns of a conversation do (``roots``), or with one whose
+responses were sent ahead (``sent_histories``). Others get worthless drafts, which does not affect
+their correctness.
 
 ``propose`` reads no value from the device.
 """
@@ -44,7 +44,7 @@ from nemo_specrl.speculation.suffix_tree import CHANCES
 __all__ = ["HistorySpeculator"]
 
 MAX_BYTES = 2**29
-"""Device memory for responses where nothing is configured."""
+"""Device memory for responses if nothing is configured."""
 
 
 class HistorySpeculator(BaseSpeculator):  # type: ignore[misc]
@@ -52,16 +52,16 @@ class HistorySpeculator(BaseSpeculator):  # type: ignore[misc]
 
     Args:
         vllm_config: of the engine. ``additional_config["spec_rl"]["max_bytes"]`` bounds the memory
-            on the device, bytes.
-        device: that the engine computes on.
+            on the device in bytes.
+        device: the device that the engine computes on.
 
     Attributes:
         index: the responses.
         roots: prompts whose later turns share their index.
         req_states: vLLM's state of requests, set when the first one is added.
         enable_adaptive_verification: whether vLLM chooses the tokens that are verified.
-        draft_token_confidence_probs: chance of each draft token if those before it are accepted,
-            float32 ``[max_num_seqs, K]``, in the order of the last batch.
+        draft_token_confidence_probs: chance of each draft token to be accepted if those before it
+            are, float32 ``[max_num_seqs, K]``, in the order of the last batch.
     """
 
     supports_mm_inputs = False
@@ -87,27 +87,27 @@ class HistorySpeculator(BaseSpeculator):  # type: ignore[misc]
             least_of_ranks,
         )
         self.draft_token_confidence_probs = self.index.confidences
-        # vLLM's runner asks for it, and verifies the tokens that are worth their time.
+        # vLLM's runner reads it, and verifies the tokens that are worth their time.
         self.enable_adaptive_verification = bool(options.get("by_chance"))
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """Called by vLLM once it knows its memory; there are no graphs, but kernels to compile."""
+        """Compile the kernels; there are no graphs. vLLM calls this once it knows its memory."""
         self.index.warm_up()
 
     def capture(self, *args: Any) -> None:
-        """Called by vLLM; there is no model."""
+        """Do nothing: vLLM calls this, but there is no model."""
 
     def add_request(self, row: int, request: Any, req_states: Any) -> None:
-        """Take up a request; called when the runner has given it a row.
+        """Take in a request; called when the runner has given it a row.
 
         Args:
-            row: of the request.
+            row: the request's row.
             request: vLLM's ``NewRequestData``.
-            req_states: of the runner.
+            req_states: the runner's state of requests.
         """
         self.req_states = req_states
         params = request.sampling_params
-        if params is None or params.prompt_logprobs is not None:  # it is verified, not decoded
+        if params is None or params.prompt_logprobs is not None:  # it verifies, and does not decode
             return
         started = time.perf_counter()
         tokens = request.prefill_token_ids
@@ -136,7 +136,7 @@ class HistorySpeculator(BaseSpeculator):  # type: ignore[misc]
         self._seconds += time.perf_counter() - started
 
     def add_histories(self, histories: Any) -> dict[str, int]:
-        """Have prompts draft from earlier responses before any request of theirs has come.
+        """Make prompts draft from earlier responses before any of their requests arrives.
 
         All ranks of an engine get the same histories, between the same two steps.
 
@@ -144,10 +144,10 @@ class HistorySpeculator(BaseSpeculator):  # type: ignore[misc]
             histories: pairs of a prompt and the responses to it, oldest first (``sent_histories``).
 
         Returns:
-            How many of the ``prompts`` have a place, and how many ``responses`` these have.
+            For how many of the ``prompts`` there is room, and how many ``responses`` these have.
 
         Raises:
-            ConfigError: histories are not such pairs. Nothing was taken up.
+            ConfigError: ``histories`` is not such pairs. Nothing was taken in.
         """
         prompts = {}
         for tokens, history in received(histories, self.index.vocabulary):
@@ -158,7 +158,7 @@ class HistorySpeculator(BaseSpeculator):  # type: ignore[misc]
         return {"prompts": len(placed), "responses": sum(placed)}
 
     def remove_request(self, row: int) -> None:
-        """Let go of a request that has ended or was preempted."""
+        """Release a request that has ended or was preempted."""
         self.index.close_row(row)
 
     @torch.inference_mode()
@@ -176,7 +176,7 @@ class HistorySpeculator(BaseSpeculator):  # type: ignore[misc]
         dummy_run: bool = False,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Drafts for the rows of the step that was just sampled.
+        """Propose drafts for the rows of the step that was just sampled.
 
         Args:
             input_batch: vLLM's ``InputBatch``.
@@ -214,9 +214,9 @@ class HistorySpeculator(BaseSpeculator):  # type: ignore[misc]
         return drafts
 
     def take_counts(self) -> DraftCounts | None:
-        """What was drafted since this was last called; reads from the device, once a batch.
+        """What was drafted since the last call; reads from the device, once a batch.
 
-        None where another rank counts: all of them make the same drafts.
+        None if another rank counts: all of them make the same drafts.
         """
         if not drafts_count_here(self.vllm_config)[0]:
             return None
