@@ -12,19 +12,19 @@ __all__ = ["DraftCounts", "EngineMetrics"]
 
 @dataclass
 class DraftCounts:
-    """Counts of a proposer's work.
+    """Counts of a drafter's work.
 
-    Tokens are those that requests get: what a step samples behind the end of a response is in none
-    of these counts. Run-ahead rows are not counted.
+    Only tokens that requests receive are counted: what a step samples after the end of a response
+    is in none of these counts. Run-ahead rows are not counted.
 
     Args:
-        steps: steps that yielded tokens of a row, summed over rows, its first token included.
-        tokens: that these steps yielded.
+        steps: steps that yielded tokens of a row, including its first token, summed over rows.
+        tokens: tokens that these steps yielded.
         drafted: draft tokens that they verified.
         accepted: those of them that were accepted.
-        least_chance: chance at which the next drafts ended, 1 where none was taken, summed over
+        least_chance: chance at which the next drafts ended, 1 if no token was drafted, summed over
             ``steps``.
-        seconds: spent on it.
+        seconds: seconds spent on it.
     """
 
     steps: int = 0
@@ -50,30 +50,32 @@ class EngineMetrics:
         accepted_tokens: those of them that were accepted.
         decoded_tokens: tokens that the engine decoded.
         response_tokens: tokens of all responses.
-        recomputed_tokens: tokens of prompts and accepted prefixes that continuations had to
-            prefill again because the prefix cache did not have them.
+        recomputed_tokens: tokens of prompts and accepted prefixes that continuations had to prefill
+            again because the prefix cache did not have them.
         refused_drafts: drafts that could not be verified; their rows were decoded plainly.
         uncached_rows: rows that were returned as the engine gave them and kept out of the cache,
-            since the engine's tokens or log-probs are invalid (NaN, for example).
+            because the engine's tokens or log-probs are invalid (NaN, for example).
         replayed_rows: rows taken from the journal of a process that died.
-        cache_errors: failed calls of the cache.
-        noise_tokens: tokens of which the same weights computed log-probs twice, in decoding and in
+        cache_errors: failed calls to the cache.
+        noise_tokens: tokens whose log-probs the same weights computed twice, in decoding and in
             prefill.
-        noise_rejected: those that are expected to be rejected for that (``PrefillNoise``).
+        noise_rejected: those of them that are expected to be rejected for that reason
+            (``PrefillNoise``).
         lookup_s: time of looking drafts up.
         verify_s: time of verification.
         decode_s: time of decoding.
-        assembly_s: time of judging, putting outputs together and caching them.
-        tree_steps: steps of the engine's for rows that may draft from trees, summed over rows.
-        tree_tokens: tokens that these steps yielded for the rows' responses, so without what lies
-            behind an end-of-sequence or another stop.
+        assembly_s: time of judging, assembling outputs and caching them.
+        tree_steps: steps of the engine for rows that may draft from trees, summed over rows.
+        tree_tokens: tokens that these steps yielded for the rows' responses, excluding what follows
+            an end-of-sequence token or another stop.
         tree_drafted_tokens: tokens from trees that were verified.
         tree_accepted_tokens: those of them that were accepted.
-        tree_least_chance: chance of being accepted at which drafts ended, 1 where none was taken,
-            summed over ``tree_steps``. 0 in rounds, which have a fixed one.
+        tree_least_chance: chance of being accepted at which drafts ended, 1 if no token was
+            drafted, summed over ``tree_steps``. 0 in rounds, where it is fixed.
         tree_requests: requests that verified in rounds, or decoded between them.
         tree_s: time spent on trees, a part of ``decode_s``.
-        run_ahead_rows: rollouts of upcoming prompts that were begun. They are in no other count.
+        run_ahead_rows: rollouts of upcoming prompts that were begun. They are included in no other
+            count.
         run_ahead_tokens: tokens decoded for them.
     """
 
@@ -106,13 +108,13 @@ class EngineMetrics:
     assembly_s: float = 0.0
 
     def __add__(self, other: EngineMetrics) -> EngineMetrics:
-        """The sum of both."""
+        """Return the sum of both."""
         return EngineMetrics(
             **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
         )
 
     def of_engines(self, engines: int) -> EngineMetrics:
-        """These counts with mean seconds, if they are the sum over engines that ran at once."""
+        """Return these counts with mean seconds, given the sum over engines that ran at once."""
         seconds = (f.name for f in fields(self) if f.name.endswith("_s"))
         return replace(self, **{name: getattr(self, name) / engines for name in seconds})
 
@@ -145,10 +147,10 @@ class EngineMetrics:
         }
 
     def add_draft_counts(self, of_workers: Iterable[DraftCounts | None]) -> None:
-        """Add what the tree proposers did, each of them that counts.
+        """Add what the tree proposers did, for each worker whose drafts count.
 
         Args:
-            of_workers: what ``take_counts`` has returned in each worker.
+            of_workers: what ``take_counts`` returned in each worker.
         """
         for counts in of_workers:
             if counts is None:
@@ -161,7 +163,7 @@ class EngineMetrics:
             self.tree_s += counts.seconds
 
     def _of_trees(self, rows: int) -> dict[str, float]:
-        """Of lossless drafting; nothing without it."""
+        """The metrics of lossless drafting; empty without it."""
         if not self.tree_steps:
             return {}
         return {

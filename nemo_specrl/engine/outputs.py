@@ -46,12 +46,12 @@ Float32Array = npt.NDArray[np.float32]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RolloutInfo:
-    """What is known of a completion as a rollout; the completion's ``spec_rl`` attribute.
+    """What is known about a completion as a rollout; the completion's ``spec_rl`` attribute.
 
     Args:
         rollout: the rollout as the cache keeps it, with its prompt key and sample index.
         accepted: tokens of the completion that come from the draft.
-        drafted: tokens that were verified, 0 where there was no draft or it was refused.
+        drafted: tokens that were verified, 0 if there was no draft or it was refused.
     """
 
     rollout: Rollout
@@ -82,21 +82,21 @@ class RolloutInfo:
 
 
 def rollout_info(completion: Any) -> RolloutInfo | None:
-    """The :class:`RolloutInfo` of a completion; None where the engine ran without speculation."""
+    """The :class:`RolloutInfo` of a completion; None if the engine ran without speculation."""
     return getattr(completion, "spec_rl", None)
 
 
 def made_tokens(completion: Any) -> npt.NDArray[np.bool_] | None:
-    """Which tokens of a conversation the policy has made, bool ``[n]``; None: not a conversation.
+    """Which tokens of a conversation the policy made, bool ``[n]``; None: not a conversation.
 
-    The others are its environment's; their log-probs are 0.
+    The others come from its environment; their log-probs are 0.
     """
     made: npt.NDArray[np.bool_] | None = getattr(completion, "made", None)
     return made
 
 
 def with_values(logprobs: FlatLogprobs, values: Float32Array) -> FlatLogprobs:
-    """Log-probs with other values for the tokens; other candidates of a position keep their own.
+    """Log-probs with these values for the tokens; other candidates of a position keep their own.
 
     Args:
         logprobs: one position per token.
@@ -116,7 +116,7 @@ def build_completion(
     config: SpecRLConfig,
     limits: EngineLimits,
 ) -> CompletionOutput:
-    """The completion of a request that has ended, for its caller.
+    """Build the completion of a request that has ended, for its caller.
 
     Args:
         request: its tokens and log-probs are the whole response.
@@ -130,7 +130,7 @@ def build_completion(
     policy = sampled_values(request.logprobs)
     draft, accepted = request.draft, request.accepted
     completion = output.outputs[0]
-    tokenizer = request.rules.tokenizer  # NeMo-RL's engines have none
+    tokenizer = request.rules.tokenizer  # None in NeMo-RL's engines
     unnamed = of_several_requests(request) or request.accepted > 0 or rollout is request.replayed
     if unnamed and request.engine_params.detokenize and tokenizer is not None:
         name_tokens(request.logprobs, tokenizer)
@@ -167,7 +167,7 @@ def of_several_requests(request: RolloutRequest) -> bool:
 
 
 def joined_from_pieces(request: RolloutRequest) -> bool:
-    """Whether the engine has not given a response in one piece."""
+    """Whether the engine gave a response in more than one piece."""
     whole = request.draft is None and request.response.detokenizer is None
     return of_several_requests(request) or not whole
 
@@ -178,12 +178,12 @@ def defective_completion(
     end: ResponseEnd,
     limits: EngineLimits | None = None,
 ) -> CompletionOutput:
-    """The completion of a request whose data from the engine has a defect: as the engine gave it.
+    """The completion of a request whose data from the engine has a defect, as the engine gave it.
 
     It has no attribute ``spec_rl``.
 
     Args:
-        request: its tokens and log-probs are what has come of the response.
+        request: its tokens and log-probs are the part of the response that has come.
         output: the engine's last output for it.
         end: how the response ended.
         limits: of the engine; None: it ran without speculation.
@@ -198,7 +198,7 @@ def defective_completion(
             logprobs = list(logprobs)
         total = completion.cumulative_logprob
     if joined_from_pieces(request):
-        total = None if total is None else math.nan  # the sum over all pieces
+        total = None if total is None else math.nan  # it is the sum over all pieces
         try:
             text = text_of(request, end)
         except Exception as error:  # tokens that the tokenizer does not know
@@ -219,15 +219,15 @@ def defective_completion(
 def _routes(
     request: RolloutRequest, output: RequestOutput, limits: EngineLimits | None
 ) -> npt.NDArray[np.integer[Any]] | None:
-    """The routed experts of a request's prompt and response, for NeMo-RL's router replay.
+    """Return the routed experts of a request's prompt and response, for NeMo-RL's router replay.
 
-    They are those of the last request to the engine, whose prompt had all that stood before: the
+    They are those of the last request to the engine, whose prompt had all that came before it: the
     present weights have chosen them for an accepted prefix, too.
 
     Returns:
         Integers ``[tokens - 1, layers, experts of a token]``; none for the last token, which no
-        step has read. ``[0, layers, experts of a token]`` where the engine has not returned all of
-        them: which ones are missing cannot be told, and NeMo-RL's trainer chooses these itself.
+        step has read. ``[0, layers, experts of a token]`` if the engine did not return all of them:
+        it cannot be told which are missing, and NeMo-RL's trainer then chooses the experts itself.
     """
     routes: npt.NDArray[np.integer[Any]] | None = output.outputs[0].routed_experts
     if limits is None or limits.routes is None:
@@ -240,7 +240,7 @@ def _routes(
 
 
 def unfinished_output(request: RolloutRequest, request_id: str) -> RequestOutput:
-    """An output for a request that has ended without one of the engine's."""
+    """Make an output for a request that has ended without one from the engine."""
     from vllm import CompletionOutput, RequestOutput
 
     completion = CompletionOutput(
@@ -259,23 +259,23 @@ def unfinished_output(request: RolloutRequest, request_id: str) -> RequestOutput
 def build_rollout(
     request: RolloutRequest, finish: Finish, policy_version: int, fingerprint: int
 ) -> Rollout | None:
-    """The rollout that the cache keeps of a request's tokens, with their births.
+    """Build the rollout that the cache keeps of a request's tokens, with their births.
 
-    It is fresh where no draft was verified. A draft that was rejected at its first token makes it
-    not fresh, since the rejection was a choice. A draft that is itself a fresh rollout of the very
-    same weights, one that an interrupt cut off, leaves it fresh: both parts are samples of one
-    policy.
+    It is fresh if no draft was verified. A draft that was rejected at its first token makes it not
+    fresh, since the rejection was a choice. A draft that is itself a fresh rollout of the very same
+    weights, cut off by an interrupt, leaves it fresh: both parts are samples of one policy.
 
     Args:
         request: its tokens are the response so far.
         finish: how the response ended, or PARTIAL.
-        policy_version: of the weights that judged and decoded. Where the weights have changed in
-            the meantime, ``request.versions`` knows which tokens are whose.
-        fingerprint: of the weights of this version; 0: not known. A rollout of several versions
+        policy_version: of the weights that judged and decoded. If the weights have changed in the
+            meantime, ``request.versions`` records which of them made which tokens.
+        fingerprint: of the weights of this version; 0 if not known. A rollout of several versions
             has none.
 
     Returns:
-        None where the parts of the response contradict each other, which becomes its defect.
+        The rollout; None if the parts of the response contradict each other, which is then noted as
+        its defect.
     """
     if request.logprobs is None:
         request.response.replace(request.tokens, no_logprobs())
@@ -327,7 +327,7 @@ def _rollout(
 
 
 def name_tokens(logprobs: FlatLogprobs, tokenizer: Any) -> None:
-    """Fill in the text of each token for which the engine has not done so, in place."""
+    """Fill in, in place, the text of each token for which the engine has not done so."""
     names: dict[int, str] = {}
     for i, token in enumerate(logprobs.token_ids):
         if logprobs.decoded_tokens[i] is None:
@@ -337,7 +337,7 @@ def name_tokens(logprobs: FlatLogprobs, tokenizer: Any) -> None:
 
 
 def text_of(request: RolloutRequest, end: ResponseEnd) -> str:
-    """The text of a response that the engine did not decode in one piece, as vLLM reports it."""
+    """The text of a response that the engine decoded in several pieces, as vLLM reports it."""
     if request.rules.tokenizer is None or not request.engine_params.detokenize:
         return ""
     if request.turns is not None:
@@ -354,7 +354,7 @@ def text_of(request: RolloutRequest, end: ResponseEnd) -> str:
 def request_outputs(
     requests: list[RolloutRequest], ended: dict[int, tuple[RequestOutput, CompletionOutput]]
 ) -> list[RequestOutput]:
-    """One output for each prompt of the call, its completions in order.
+    """Build one output for each prompt of the call, with its completions in order.
 
     Args:
         requests: all requests of the call, in order.
@@ -369,7 +369,7 @@ def request_outputs(
             outputs[-1].outputs.append(completion)
             continue
         carrier.prompt = request.text
-        if request.media is None:  # else the engine's output alone has its placeholders
+        if request.media is None:  # otherwise only the engine's output has its placeholders
             carrier.prompt_token_ids = list(request.rules.prompt)
         if request.draft is not None or request.rounds is not None:
             carrier.prompt_logprobs = None

@@ -1,7 +1,7 @@
 """Rows without drafts: the plain side of a comparison, and evaluations.
 
 In a conversation, each turn begins as soon as the one before it has been answered, as in
-``sync_engine``, so that the two sides differ in drafts alone. No cache is read or written.
+``sync_engine``, so that the two sides differ only in drafts. No cache is read or written.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def generate_plainly(
     use_tqdm: bool | Callable[..., Any] = False,
     lora_request: Any = None,
 ) -> list[RequestOutput]:
-    """``vllm.LLM.generate``, or conversations with an environment, decoded plainly.
+    """Run ``vllm.LLM.generate``, or conversations with an environment, without drafts.
 
     Args:
         llm: a running engine.
@@ -44,11 +44,11 @@ def generate_plainly(
 
     Returns:
         One output per prompt, in order. The completion of a conversation has the tokens, log-probs
-        and text of all that was said, and ``outputs.made_tokens`` tells whose a token is.
+        and text of all that was said, and ``outputs.made_tokens`` tells who said each token.
 
     Raises:
         ConfigError: prompts and parameters of conversations do not fit each other.
-        EngineError: somebody had the engine abort a row of a conversation.
+        EngineError: another caller had the engine abort a row of a conversation.
     """
     if environment is None:
         outputs: list[RequestOutput] = llm.generate(
@@ -66,7 +66,7 @@ def generate_plainly(
 def _converse(
     llm: LLM, requests: list[RolloutRequest], vocabulary: int, lora_request: Any
 ) -> dict[int, tuple[RequestOutput, CompletionOutput]]:
-    """The engine's last output and the completion of each conversation, by index of its request."""
+    """Return each conversation's last engine output and completion, by index of its request."""
     engine = llm.llm_engine
     inflight: dict[str, RolloutRequest] = {}
 
@@ -80,7 +80,7 @@ def _converse(
     try:
         for request in requests:
             submit(request)
-        while has_unfinished_rows(engine):  # which all engines of a group ask equally often
+        while has_unfinished_rows(engine):  # which all engines of a group call equally often
             for output in engine.step():
                 if output.request_id not in inflight or not output.finished:
                     continue

@@ -1,12 +1,12 @@
 """Which weights an engine has: their policy version, their fingerprint, and the LoRA adapter.
 
-vLLM's prefix cache knows KV blocks by their tokens alone, so that new weights would read what old
+vLLM's prefix cache identifies KV blocks by their tokens only, so new weights would read what old
 ones have prefilled. A new policy version therefore begins with an empty prefix cache, or not at
-all: the blocks are dropped where the version is set, and a reset that vLLM refuses is an error.
-This holds for requests that do not pass through this package, too, such as those of a validation,
-which a salt (``cache_salt``) of this package's own requests would not reach. Where rows keep their
-old KV blocks on purpose, at a refit in flight of an asynchronous engine (``in_flight``), there is
-nothing but the salt.
+all: the blocks are dropped when the version is set, and a reset that vLLM refuses is an error. This
+also covers requests that do not pass through this package, such as those of a validation, which a
+salt (``cache_salt``) of this package's own requests would not reach. If rows keep their old KV
+blocks on purpose, at a refit in flight of an asynchronous engine (``in_flight``), only the salt
+protects them.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _REFITS = "_nemo_specrl_refits"
 
 
 def reset_prefix_cache(llm: Any) -> None:
-    """Drop the KV blocks of a synchronous engine, and what its encoder has made of images.
+    """Drop the KV blocks of a synchronous engine, and what its encoder computed from images.
 
     Raises:
-        ConfigError: requests are running, so that vLLM keeps all blocks.
+        ConfigError: requests are running, in which case vLLM keeps all blocks.
     """
     if not llm.reset_prefix_cache():
         raise ConfigError(f"the prefix cache was not reset: {RUNNING}")
@@ -50,14 +50,15 @@ def reset_prefix_cache(llm: Any) -> None:
 
 
 async def reset_caches(llm: Any, *, recompute_kv: bool = False) -> bool:
-    """Drop the KV blocks of an asynchronous engine, and what its encoder has made of images.
+    """Drop the KV blocks of an asynchronous engine, and what its encoder computed from images.
 
     Args:
-        llm: an ``AsyncLLM``, which takes no step meanwhile.
-        recompute_kv: drop the KV blocks of running requests, too, and have them computed anew.
+        llm: an ``AsyncLLM``, which takes no step in the meantime.
+        recompute_kv: drop the KV blocks of running requests, too, and have them recomputed.
 
     Returns:
-        Whether vLLM has dropped the KV blocks; not so while requests are running, otherwise.
+        Whether vLLM dropped the KV blocks. Without ``recompute_kv`` it does not do so while
+        requests are running.
     """
     reset = bool(await llm.reset_prefix_cache(reset_running_requests=recompute_kv))
     if llm.vllm_config.model_config.is_multimodal_model:
@@ -66,10 +67,10 @@ async def reset_caches(llm: Any, *, recompute_kv: bool = False) -> bool:
 
 
 def refuse_kv_connector(vllm_config: Any) -> None:
-    """Refuse an engine that also keeps KV blocks in another place.
+    """Refuse an engine that also keeps KV blocks elsewhere.
 
     Raises:
-        ConfigError: it has a KV connector, of which few can drop their blocks.
+        ConfigError: it has a KV connector; few of these can drop their blocks.
     """
     if getattr(vllm_config, "kv_transfer_config", None) is not None:
         raise ConfigError(
@@ -88,7 +89,7 @@ def _refits(engine: Any) -> int:
 
 
 class EngineWeights:
-    """The weights of a running engine, as far as its user has said which ones they are.
+    """The weights of a running engine, as far as its user has specified them.
 
     Args:
         engine: ``LLMEngine`` or ``AsyncLLM``.
@@ -100,9 +101,9 @@ class EngineWeights:
         self.begin(policy_version)
 
     def begin(self, policy_version: int, fingerprint: int = 0) -> None:
-        """Note which weights the engine has from now on. Its prefix cache must be empty.
+        """Note the weights that the engine has from now on. Its prefix cache must be empty.
 
-        The old fingerprint goes with the old weights, and so does the old adapter.
+        The old fingerprint is dropped with the old weights, and so is the old adapter.
         """
         self.policy_version = policy_version
         self._fingerprint = fingerprint
@@ -111,7 +112,7 @@ class EngineWeights:
 
     @property
     def fingerprint(self) -> int:
-        """Of these weights; 0: not known."""
+        """Fingerprint of these weights; 0 if not known."""
         return self._fingerprint
 
     @fingerprint.setter
@@ -127,14 +128,14 @@ class EngineWeights:
     def check(self, adapter: Any) -> None:
         """Check that rollouts are made by the weights that the policy version stands for.
 
-        An adapter is part of the weights: the first call of a policy version says which one.
+        An adapter is part of the weights: the first call of a policy version determines it.
 
         Args:
             adapter: vLLM's ``LoRARequest``, or None.
 
         Raises:
-            ConfigError: the engine was refitted, or has made rollouts with another adapter, since
-                the policy version was set.
+            ConfigError: the engine was refitted, or made rollouts with another adapter, since the
+                policy version was set.
         """
         if self._refits != _refits(self._engine):
             raise ConfigError(
@@ -152,9 +153,9 @@ class EngineWeights:
 
 
 class TokenVersions:
-    """Which weights have made which tokens of a response.
+    """Which weights made which tokens of a response.
 
-    Only an asynchronous engine notes it; elsewhere a response is made by the engine's present ones.
+    Only an asynchronous engine notes this; elsewhere the engine's present weights make a response.
     """
 
     def __init__(self) -> None:
@@ -168,7 +169,7 @@ class TokenVersions:
 
     @property
     def single(self) -> bool:
-        """Whether all that was noted is of one policy version."""
+        """Whether everything noted is of one policy version."""
         return len({version for _, version in self._runs}) <= 1
 
     def of(self, tokens: int, policy_version: int) -> npt.NDArray[np.int64]:
@@ -176,7 +177,7 @@ class TokenVersions:
 
         Args:
             tokens: number of tokens of the response.
-            policy_version: of all of them where nothing was noted.
+            policy_version: of all of them if nothing was noted.
         """
         versions = np.full(tokens, policy_version, dtype=np.int64)
         for start, version in self._runs:
@@ -184,22 +185,22 @@ class TokenVersions:
         return versions
 
     def at_end(self, tokens: int, policy_version: int) -> int:
-        """The policy version of the last one of so many tokens, or of the request that made none.
+        """The policy version of the last of that many tokens, or of the request if it made none.
 
         Args:
             tokens: number of tokens of the response.
-            policy_version: where nothing was noted.
+            policy_version: returned if nothing was noted.
         """
         made = [version for start, version in self._runs if start < max(tokens, 1)]
         return made[-1] if made else policy_version
 
 
 def one_adapter(lora_request: Any, prompts: int) -> Any:
-    """The adapter that all prompts of a call have, or None.
+    """Return the adapter that all prompts of a call share, or None.
 
     Args:
         lora_request: as ``vllm.LLM.generate`` takes it: one for all, one for each prompt, or None.
-        prompts: their number.
+        prompts: number of prompts.
 
     Raises:
         ConfigError: the adapters differ, or there is not one for each prompt.
@@ -218,7 +219,7 @@ def one_adapter(lora_request: Any, prompts: int) -> Any:
 
 
 def _identity(adapter: Any) -> tuple[Any, ...]:
-    """What tells adapters apart; empty for the weights without one."""
+    """What distinguishes adapters; empty for the weights without one."""
     if adapter is None:
         return ()
     return adapter.lora_name, adapter.lora_int_id, adapter.lora_path

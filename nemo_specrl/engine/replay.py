@@ -1,7 +1,7 @@
-"""Replay of rollouts that a process which died had made for the present step.
+"""Replay of rollouts that a process had made for the present step before it died.
 
-The cache keeps the journal, and the caller knows whether the weights are the same; here a rollout
-of the journal becomes the result of a request.
+The cache keeps the journal, and the caller knows whether the weights are the same; this module
+makes a rollout of the journal the result of a request.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def take_from_journal(
     fingerprint: int,
     early_end: EndOfCall | None = None,
 ) -> list[tuple[RolloutRequest, Rollout]]:
-    """Take what a journal has for the requests of a step.
+    """Take what a journal holds for the requests of a step.
 
     Args:
-        journal: of the process that died in this very step.
-        requests: of the step's call.
+        journal: journal of the process that died in this very step.
+        requests: requests of the step's call.
         policy_version: of the step.
-        fingerprint: of its weights.
-        early_end: when the step's call ended before all of its rows had; None: it did not.
+        fingerprint: fingerprint of the step's weights.
+        early_end: decides when the step's call ends before all of its rows have; None: it does not.
 
     Returns:
         Requests with the rollouts that were recorded for them under the same kind of sampling.
@@ -67,16 +67,16 @@ def take_from_journal(
 def restore_request(
     request: RolloutRequest, rollout: Rollout, vocabulary: int
 ) -> ResponseEnd | None:
-    """Set a request to the state in which it ended when its rollout was made.
+    """Restore the state in which a request ended when its rollout was made.
 
     Args:
         request: one that the engine has not seen.
-        rollout: what it ended as before, under the present weights.
-        vocabulary: tokens that the model knows.
+        rollout: its earlier result, under the present weights.
+        vocabulary: number of tokens in the model's vocabulary.
 
     Returns:
-        How it ended; None where the rollout belongs to other parameters, another draft or another
-        model, and the request is as it was.
+        How it ended; None if the rollout belongs to other parameters, another draft or another
+        model, in which case the request is unchanged.
     """
     n, tokens = len(rollout), rollout.tokens.tolist()
     logprobs = flat_logprobs(tokens, rollout.logprobs.tolist())
@@ -131,7 +131,7 @@ def _restore_turns(
 
 
 def replayed_output(request: RolloutRequest, end: ResponseEnd) -> RequestOutput:
-    """An output for a restored request, in place of the one of an engine."""
+    """Make an output for a restored request, in place of the engine's."""
     output = unfinished_output(request, "journal")
     output.outputs[0].text = text_of(request, end)
     output.num_cached_tokens = len(request.rules.prompt) + len(request.tokens)

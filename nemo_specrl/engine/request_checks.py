@@ -1,6 +1,7 @@
-"""What an engine, a prompt or sampling parameters must be like for rows to be drafted.
+"""Checks that an engine, a prompt and sampling parameters allow drafting.
 
-Whatever is not gets one line, before the first step of the engine, that says what would be right.
+Whatever does not is reported in one line that says what would be right, before the engine's first
+step.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ OFF = "or set spec_rl.enabled: false"
 
 
 def check_engine(limits: EngineLimits, config: SpecRLConfig) -> None:
-    """Raise for an engine that does not fit the configuration.
+    """Raise if an engine does not fit the configuration.
 
     Raises:
-        ConfigError: naming what is wrong, and what would be right.
+        ConfigError: says what is wrong, and what would be right.
     """
     if not limits.logprobs_mode.endswith("logprobs"):
         raise ConfigError(
@@ -60,7 +61,7 @@ def check_engine(limits: EngineLimits, config: SpecRLConfig) -> None:
 
 
 def _check_group(limits: EngineLimits, config: SpecRLConfig) -> None:
-    """Raise for what an engine of a data-parallel group would do without the others."""
+    """Raise for anything that an engine of a data-parallel group would do without the others."""
     if limits.async_scheduling:
         raise ConfigError(
             "async_scheduling = True: some engine steps would then not run the model, and the "
@@ -79,9 +80,9 @@ def _check_group(limits: EngineLimits, config: SpecRLConfig) -> None:
 
 
 def check_params(engine: Any, rows: Iterable[tuple[list[int], SamplingParams]]) -> None:
-    """Raise for sampling parameters that vLLM would refuse, before the first row begins.
+    """Raise if vLLM would refuse sampling parameters, before the first row begins.
 
-    Parameters that differ from those before them in the seed alone are not looked at.
+    Parameters that differ from the preceding ones only in the seed are not checked.
 
     Args:
         engine: an ``LLMEngine``.
@@ -101,13 +102,13 @@ def check_params(engine: Any, rows: Iterable[tuple[list[int], SamplingParams]]) 
             engine.input_processor.process_inputs(
                 "check", {"prompt_token_ids": tokens}, params, supported_tasks=("generate",)
             )
-        except Exception as error:  # vLLM's own class of error is none of Python's
+        except Exception as error:  # vLLM's own error class is not one of Python's
             line = f"sampling_params[{i}]: vLLM refuses them: {last_line(error)}"
             raise ConfigError(line) from error
 
 
 def checked_tokens(tokens: Any, limits: EngineLimits, where: str) -> list[int]:
-    """The token ids of a prompt, as a list.
+    """Return the token ids of a prompt as a list.
 
     Args:
         tokens: as the caller gave them.
@@ -115,7 +116,8 @@ def checked_tokens(tokens: Any, limits: EngineLimits, where: str) -> list[int]:
         where: the prompt's place in the call.
 
     Raises:
-        ConfigError: no token ids, none or too many of them, or ids that the model does not know.
+        ConfigError: these are not token ids, there are none or too many of them, or some are
+            unknown to the model.
     """
     try:
         ids = np.asarray(tokens)
@@ -145,7 +147,7 @@ def checked_tokens(tokens: Any, limits: EngineLimits, where: str) -> list[int]:
 
 
 def as_list(prompts: Any) -> Any:
-    """A single prompt as a list of one."""
+    """Return a single prompt as a list of one; leave several as they are."""
     if isinstance(prompts, (str, dict)):
         return [prompts]
     if not isinstance(prompts, Sequence):  # an array, or an iterator
@@ -161,10 +163,10 @@ def as_list(prompts: Any) -> Any:
 
 
 def rendered_prompt(prompt: Any, limits: EngineLimits, where: str) -> tuple[str | None, list[int]]:
-    """The text, where there is one, and the token ids of a prompt.
+    """Return the text of a prompt, if there is one, and its token ids.
 
-    Of a prompt with media these are the tokens that it is given by: vLLM puts placeholders of media
-    in.
+    For a prompt with media, these are the tokens that the caller gave: vLLM inserts placeholders
+    for the media.
     """
     text = None
     if isinstance(prompt, dict):

@@ -1,4 +1,4 @@
-"""Requests: one for each rollout that a call of ``generate`` is to make, and all that it becomes.
+"""Requests: one for each rollout that a call of ``generate`` makes, with everything it becomes.
 
 Reads the engine's limits; runs nothing.
 """
@@ -48,9 +48,9 @@ class DraftVerification:
     """The draft of a request and what has become of it.
 
     Args:
-        draft: tokens to be verified, cut to the request's rules and limits; None: no draft.
+        draft: tokens to verify, cut to the request's rules and limits; None: no draft.
         end: how the request's rules end the draft.
-        running: the draft is in the engine.
+        running: whether the draft is in the engine.
         accepted: number of accepted tokens of the draft.
         duplicates: requests of the same prompt with the same draft, which are judged by this
             verification, too.
@@ -67,25 +67,25 @@ class DraftVerification:
         self.running = True
 
     def finish(self) -> None:
-        """Note that the draft is not in the engine any more."""
+        """Note that the draft is no longer in the engine."""
         self.running = False
 
     def drop(self) -> None:
-        """Forget the draft: the row is decoded as if it had none."""
+        """Forget the draft: the row is then decoded as if it had none."""
         self.draft, self.end, self.running = None, None, False
 
     def take_duplicates(self) -> list[RolloutRequest]:
-        """The requests that share this verification; once, then none."""
+        """Remove and return the requests that share this verification."""
         duplicates, self.duplicates = self.duplicates, []
         return duplicates
 
 
 @dataclasses.dataclass(frozen=True)
 class RowHistory:
-    """What the cache knows of a row.
+    """What the cache knows about a row.
 
     Args:
-        occurrence: how many rollouts the sample index had before.
+        occurrence: how many rollouts the sample index had before this one.
         mean_length: of the earlier responses to its prompt, tokens; None: not known.
     """
 
@@ -97,28 +97,28 @@ class RowHistory:
 class RolloutRequest:
     """One rollout on its way through the engine.
 
-    The first fields say what the caller asked for. What happens to the request is in the others,
-    which change by their methods alone.
+    The first fields say what the caller asked for. The others hold what happens to the request, and
+    are changed only through their methods.
 
     Args:
         index: of the request in its call.
-        text: the prompt's text, where the caller gave one.
+        text: the prompt's text, if the caller gave one.
         index_in_prompt: index among the ``n`` rollouts of its prompt.
         user_params: the caller's sampling parameters.
         engine_params: the same for one rollout, with the log-probs that the cache needs.
         rules: what ends its response.
         row: prompt key and sample index.
-        cacheable: it reads and writes the cache.
-        history: what the cache knows of the row.
+        cacheable: whether it reads and writes the cache.
+        history: what the cache knows about the row.
         verification: its draft.
-        response: what has come of the response so far.
-        versions: which weights have verified and decoded it.
-        replayed: the rollout of the journal that it was completed from.
-        media: the caller's prompt, if it has images, sounds or videos. It goes to the engine as it
-            is, which alone knows all of its tokens: ``rules`` has those without placeholders.
-        rounds: state of verification in rounds, for a row that is decoded so.
-        turns: state of the conversation, for a row that is one. ``rules`` and ``response`` are
-            those of its present turn, until :meth:`join_turns`.
+        response: the response so far.
+        versions: which weights verified and decoded it.
+        replayed: the rollout of the journal from which it was completed.
+        media: the caller's prompt, if it has images, sounds or videos. It goes to the engine
+            unchanged, which alone knows all of its tokens: ``rules`` has none of the placeholders.
+        rounds: state of verification in rounds, for a row that is decoded in rounds.
+        turns: state of the conversation, if the row is one. ``rules`` and ``response`` are those of
+            its present turn, until :meth:`join_turns`.
     """
 
     index: int
@@ -160,13 +160,13 @@ class RolloutRequest:
 
     @property
     def needs_request(self) -> bool:
-        """Whether its present request has served, and the response goes on in another one."""
+        """Whether its present request is done, and the response continues in another one."""
         return self.rounds is not None and self.rounds.needs_request
 
     @functools.cached_property
     def raw(self) -> bool:
         """Whether its tokens are drawn from the raw distribution, so that a prefix may be reused:
-        verification knows no other.
+        verification supports no other.
         """
         return is_raw(self.user_params)
 
@@ -177,22 +177,22 @@ class RolloutRequest:
 
     @property
     def prompt_tokens(self) -> list[int]:
-        """Token ids of the prompt; of a conversation, its root."""
+        """Token ids of the prompt; for a conversation, those of its root."""
         return self.rules.prompt if self.turns is None else self.turns.root.prompt
 
     @property
     def made_tokens(self) -> int:
-        """Number of the response's tokens that the policy has made, not an environment."""
+        """Number of the response's tokens that the policy made, as opposed to an environment."""
         return len(self.tokens) - (0 if self.turns is None else self.turns.observed_tokens)
 
     def end_turn(self, end: ResponseEnd) -> ResponseEnd | None:
-        """Take note that what the engine decodes has ended.
+        """Note that what the engine decodes has ended.
 
         Args:
             end: how it ended.
 
         Returns:
-            How the response ended with it; None where a conversation goes on with another turn.
+            How the response ended with it; None if a conversation continues with another turn.
         """
         if self.turns is None:
             return end
@@ -207,7 +207,7 @@ class RolloutRequest:
         return whole
 
     def join_turns(self) -> None:
-        """Make a conversation's response all that was said behind its root."""
+        """Make a conversation's response everything that was said after its root."""
         if self.turns is not None:
             self.rules, self.response = self.turns.root, self.turns.join(self.response)
 
@@ -216,15 +216,15 @@ class RolloutRequest:
         self.row = Row(self.row.key, sample_index)
 
     def set_history(self, occurrence: int, mean_length: float | None) -> None:
-        """Note what the cache knows of the row (:class:`RowHistory`)."""
+        """Note what the cache knows about the row (:class:`RowHistory`)."""
         self.history = RowHistory(occurrence, mean_length)
 
     def set_draft(self, draft: Rollout, limits: EngineLimits) -> bool:
         """Set the draft, cut to what may be verified.
 
         Returns:
-            False when nothing of it may be: it has tokens that the model does not know, or there is
-            no room for it.
+            False if no part of it may be verified: it has tokens that the model does not know, or
+            there is no room for it.
         """
         if int(draft.tokens.max()) >= limits.vocabulary:
             return False
@@ -239,7 +239,7 @@ class RolloutRequest:
         return True
 
     def begin_rounds(self, state: RowInRounds) -> RowInRounds:
-        """Have the rest of the response decoded in rounds, from this state on; returns it."""
+        """Decode the rest of the response in rounds, from this state on; returns the state."""
         self.rounds = state
         return state
 
@@ -255,15 +255,15 @@ class RolloutRequest:
         self.response.replace(self.draft.tokens[:length].tolist(), logprobs)
 
     def restore(self, rollout: Rollout, accepted: int, logprobs: FlatLogprobs) -> None:
-        """Complete the request from the rollout that a journal has of it.
+        """Complete the request from the rollout that a journal holds for it.
 
         Args:
-            rollout: of these very weights.
+            rollout: a rollout of these very weights.
             accepted: how many of its tokens came from the draft.
             logprobs: one position per token of the rollout.
         """
         if rollout.fresh:
-            self.verification.draft = None  # decoded without one, whatever may be drafted now
+            self.verification.draft = None  # it was decoded without one, whatever is drafted now
         self.replayed = rollout
         self.verification.accepted = accepted
         self.response.replace(rollout.tokens.tolist(), logprobs)
@@ -282,21 +282,21 @@ def build_requests(
     """Make a request for each of the ``n`` rollouts of each prompt, in order.
 
     Args:
-        limits: of the engine.
+        limits: limits of the engine.
         prompts: as ``vllm.LLM.generate`` takes them.
         sampling_params: one for all, or one for each prompt.
         sample_indices: first sample index of each prompt. None: the k-th rollout of a prompt has
             sample index k.
         prompt_keys: key of each prompt (:func:`nemo_specrl.prompt_key`); None: computed here.
-        trees_alone: nothing is verified but drafts of trees, by vLLM's own rejection sampler; None:
-            nothing at all.
-        greedy: greedy requests read and write the cache, too, where ``trees_alone`` is true.
+        trees_alone: only drafts from trees are verified, by vLLM's own rejection sampler; None:
+            nothing is verified at all.
+        greedy: greedy requests read and write the cache, too, if ``trees_alone`` is true.
 
     Raises:
         UnsupportedSampling: drafts cannot be verified under these parameters.
         ConfigError: the numbers of prompts, parameters and sample indices differ, a sample index
-            occurs twice or is none, or a prompt is empty, too long, of tokens that the model does
-            not know, or has images, sounds or videos where more than trees verifies.
+            occurs twice or is invalid, or a prompt is empty, too long, has tokens that the model
+            does not know, or has images, sounds or videos while more than trees' drafts are verified.
     """
     prompts = as_list(prompts)
     if not isinstance(sampling_params, Sequence):
@@ -338,7 +338,7 @@ def _stop_rules(limits: EngineLimits, params: SamplingParams, prompt: list[int])
 
 
 def _check_counts(prompts: int, given: dict[str, Sequence[Any] | None]) -> None:
-    """Raise for arguments that are not one for each prompt."""
+    """Raise for arguments that do not have one entry per prompt."""
     for name, values in given.items():
         if values is not None and len(values) != prompts:
             raise ConfigError(f"{name}: {len(values)} of them for {prompts} prompts")
@@ -381,7 +381,7 @@ def _engine_params(params: SamplingParams, index_in_prompt: int) -> SamplingPara
 def _rows(
     prompt_keys: Sequence[bytes], counts: list[int], sample_indices: Sequence[int] | None
 ) -> list[Row]:
-    """Prompt key and sample index of each rollout."""
+    """Return the prompt key and sample index of each rollout."""
     keys = [key for key, n in zip(prompt_keys, counts, strict=True) for _ in range(n)]
     if sample_indices is None:
         flat = assign_sample_indices(keys)

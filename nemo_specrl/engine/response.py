@@ -1,7 +1,7 @@
 """The response of a request so far: its tokens, their log-probs, and how it ends.
 
 A response may come in pieces: the accepted prefix of a draft, then what one or several requests of
-the engine decode behind it. Reads vLLM's outputs; runs no engine.
+the engine decode after it. Reads vLLM's outputs; runs no engine.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 __all__ = ["Response", "defect_of", "extend_logprobs", "flat_logprobs", "given_up"]
 
 ROUNDING = 1e-3
-"""How far above 0 a log-prob may be, nats."""
+"""How far above 0 a log-prob may be due to rounding, nats."""
 
 
 @dataclasses.dataclass(eq=False)
 class Response:
-    """What has come of a response so far.
+    """A response so far.
 
     Args:
         tokens: token ids.
         logprobs: their log-probs, one position per token; None before the first piece.
-        detokenizer: watches for stop strings where vLLM cannot; None where nothing is watched for.
-        defect: what is wrong with the data that the engine gave; empty while nothing is known. A
-            row with a defect goes back to its caller as the engine gave it, and not into the cache.
+        detokenizer: watches for stop strings if vLLM cannot; None if nothing is watched for.
+        defect: what is wrong with the data that the engine gave; empty while no defect is known. A
+            row with a defect is returned to its caller as the engine gave it, and is not cached.
         decoded: what the last request had decoded, and its log-probs, when its row was cancelled;
-            None where it was not.
+            None if it was not.
     """
 
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -47,7 +47,7 @@ class Response:
     decoded: tuple[list[int], FlatLogprobs] | None = None
 
     def replace(self, tokens: list[int], logprobs: FlatLogprobs | None) -> None:
-        """Set the whole response so far: an accepted prefix, or what a journal or engine has."""
+        """Set the whole response so far: an accepted prefix, or what a journal or an engine has."""
         self.tokens, self.logprobs = tokens, logprobs
 
     def check(self, tokens: Sequence[int], logprobs: FlatLogprobs | None, vocabulary: int) -> None:
@@ -60,7 +60,7 @@ class Response:
         self.defect = self.defect or defect
 
     def watch_stop_strings(self, rules: StopRules) -> bool:
-        """Watch for stop strings from here on, instead of vLLM; False if the request has none."""
+        """Watch for stop strings from now on, instead of vLLM; False if the request has none."""
         if not rules.has_stop_strings:
             return False
         self.detokenizer = rules.detokenizer()
@@ -78,12 +78,12 @@ class Response:
             stop_terminated: whether the last one is a stop token.
 
         Returns:
-            The stop string, where ``detokenizer`` watches for them and has found one.
+            The stop string, if ``detokenizer`` watches for them and has found one.
         """
         found = None
         if self.detokenizer is not None:
             found = self.detokenizer.feed(tokens, stop_terminated=stop_terminated)
-            if found is not None:  # leave out what lies behind the stop string
+            if found is not None:  # leave out what follows the stop string
                 tokens = self.detokenizer.tokens[len(self.tokens) :]
                 logprobs = logprobs_slice(logprobs, 0, len(tokens))
         self.tokens += tokens
@@ -94,14 +94,14 @@ class Response:
         return found
 
     def append_output(self, output: RequestOutput, vocabulary: int) -> ResponseEnd | None:
-        """Append what the engine decoded, and note what is wrong with it.
+        """Append what the engine decoded, and note any defect in it.
 
         Args:
             output: of the request that decodes the response.
-            vocabulary: tokens that the model knows.
+            vocabulary: number of tokens in the model's vocabulary.
 
         Returns:
-            How the response ended, or None while it goes on.
+            How the response ended, or None while it continues.
         """
         completion = output.outputs[0]
         by_token = completion.finish_reason == "stop"
@@ -124,14 +124,15 @@ class Response:
 
 
 def defect_of(tokens: Sequence[int], logprobs: FlatLogprobs | None, vocabulary: int) -> str:
-    """What is wrong with tokens and their log-probs, as an engine gave them; empty: nothing.
+    """What is wrong with tokens and their log-probs as an engine gave them; empty if nothing is.
 
-    An engine whose weights hold a NaN, or whose kernels fail on a batch, goes on without an error.
+    An engine whose weights hold a NaN, or whose kernels fail on a batch, continues without an
+    error.
 
     Args:
         tokens: token ids.
         logprobs: should have one position per token, whose first entry is the token's own.
-        vocabulary: tokens that the model knows.
+        vocabulary: number of tokens in the model's vocabulary.
     """
     if logprobs is None:
         return f"no log-probs for {len(tokens)} tokens" if len(tokens) else ""
@@ -159,7 +160,7 @@ def defect_of(tokens: Sequence[int], logprobs: FlatLogprobs | None, vocabulary: 
 
 
 def given_up(output: RequestOutput, length: int) -> ResponseEnd | None:
-    """The end of a response of ``length`` tokens where the engine has given it up, or None."""
+    """The end of a response of ``length`` tokens if the engine gave it up, otherwise None."""
     reason = output.outputs[0].finish_reason
     if not output.finished or reason in (None, "stop", "length"):
         return None
@@ -167,7 +168,7 @@ def given_up(output: RequestOutput, length: int) -> ResponseEnd | None:
 
 
 def flat_logprobs(tokens: Sequence[int], values: Sequence[float]) -> FlatLogprobs:
-    """Log-probs of tokens that no output of the engine has brought, one position per token.
+    """Make log-probs of tokens that came with no output of the engine, one position per token.
 
     Args:
         tokens: token ids.

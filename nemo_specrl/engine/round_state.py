@@ -1,4 +1,4 @@
-"""What a row that is verified in rounds knows of itself between two requests."""
+"""The state that a row verified in rounds keeps between two requests."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ class RowInRounds:
 
     Args:
         tree: what it drafts from.
-        stream: tells apart the randomness of this row from that of other tries at the same row.
+        stream: distinguishes the randomness of this row from that of other attempts at the same
+            row.
         uniforms: of acceptance; none is used twice.
-        salt: of the prefix cache. Blocks are shared by the row's own requests alone, since what
-            another row has computed of a draft would come without log-probs.
-        requests: made so far.
-        policy_version: of the weights when the present request was made.
+        salt: for the prefix cache. Blocks are shared only by the row's own requests, since the part
+            of a draft that another row computed would come without log-probs.
+        requests: number of requests made so far.
+        policy_version: version of the weights when the present request was made.
         draft: the present request's, until it is judged.
         rejected: the candidates at the position of a rejected token, none of which took its place;
             the present request draws from the rest.
-        skip_draft: the last draft could not be judged, so that the next request has none.
-        opening: the present request has not been heard of yet.
+        skip_draft: the last draft could not be judged, so the next request has none.
+        opening: the present request has not brought an output yet.
         needs_request: the row needs another request.
     """
 

@@ -264,8 +264,7 @@ class TreeProposer:
         self._names = names.copy()
 
     def _open_row(self, name: str) -> _Row | None:
-        """Make a row for a request, without its response yet; None if there is nothing to draft
-        from."""
+        """Make a request's row, without its response yet; None if it has nothing to draft from."""
         request = self.runner.requests[name]
         params = request.sampling_params
         args = ((params.extra_args if params is not None else None) or {}).get(EXTRA_ARG)

@@ -1,4 +1,4 @@
-"""Rounding noise between prefill and decoding, which ends accepted prefixes without a cause."""
+"""Rounding noise between prefill and decoding, which ends accepted prefixes for no reason."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ logger = logging.getLogger(__name__)
 class PrefillNoise:
     """How far prefill and decoding disagree about the same tokens under the same weights.
 
-    In bfloat16 they round differently, which looks to verification as if the policy had moved: at
+    In bfloat16 they round differently, which looks to verification as if the policy had changed: at
     lenience 1, a token is rejected with probability ``max(0, 1 - p_prefill / p_decoded)`` although
-    nothing has changed. It is measured on the first rows that the engine has decoded without a
-    draft, and on drafts of the very weights that judge them, which come after a resume.
+    nothing has changed. The noise is measured on the first rows that the engine decodes without a
+    draft, and on drafts made by the very weights that judge them, which occur after a resume.
 
     Args:
-        dtype_bytes: of the engine's activations. In float32 nothing is measured unasked: the noise
-            is too small to end a prefix.
+        dtype_bytes: of the engine's activations. In float32 no rows are prefilled for this
+            measurement: the noise is too small to end a prefix.
         max_model_len: the engine's limit for prompt and response together, tokens.
     """
 
     ROWS = 8
-    """Rows that are measured."""
+    """Number of rows that are measured."""
 
     def __init__(self, dtype_bytes: int, max_model_len: int) -> None:
         self.rows_left = self.ROWS if dtype_bytes < 4 else 0
-        """Rows that are still to be prefilled for it."""
+        """Number of rows still to be prefilled for the measurement."""
         self._max_model_len = max_model_len
         self._rows = self._tokens = 0
         self._rejected = 0.0
@@ -66,11 +66,11 @@ class PrefillNoise:
     def prefill(
         self, llm: LLM, requests: list[RolloutRequest], metrics: EngineMetrics, lora_request: Any
     ) -> None:
-        """Prefill responses that have just been decoded, as many as are still to be measured.
+        """Prefill responses that were just decoded, as many as are still to be measured.
 
         Args:
-            llm: the engine that has decoded them.
-            requests: of the responses.
+            llm: the engine that decoded them.
+            requests: the responses' requests.
             metrics: of their call.
             lora_request: as in vLLM.
         """
@@ -90,7 +90,7 @@ class PrefillNoise:
     def add_prefill(
         self, request: RolloutRequest, output: RequestOutput, metrics: EngineMetrics
     ) -> None:
-        """Take in the prefill of a response that these weights have just decoded."""
+        """Add the prefill of a response that these weights have just decoded."""
         logprobs: Any = output.prompt_logprobs
         prefilled = None if logprobs is None else matching_logprobs(logprobs, request.tokens)
         if prefilled is not None and request.logprobs is not None:
@@ -102,7 +102,7 @@ class PrefillNoise:
         decoded: npt.NDArray[np.float32],
         metrics: EngineMetrics,
     ) -> None:
-        """Take in the log-probs of a row's tokens, float32 ``[n]`` each, nats; log them once."""
+        """Add the log-probs of a row's tokens, float32 ``[n]`` each, nats; log the noise once."""
         rejected = -np.expm1(np.minimum(prefilled.astype(np.float64) - decoded, 0)).sum()
         metrics.noise_tokens += len(decoded)
         metrics.noise_rejected += float(rejected)

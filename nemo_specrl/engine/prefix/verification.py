@@ -45,18 +45,18 @@ logger = logging.getLogger(__name__)
 
 # Uniforms are keyed by policy version and sample index, so that a repeated step repeats them. A
 # draft that the present policy version (or a later one, before a resume) has already judged or
-# decoded was made with those very uniforms; judging it by them again would not be independent.
-# Such a draft is judged by the uniforms of a sample index that no row can have.
+# decoded was made with those very uniforms; judging it with them again would not be independent.
+# Such a draft is judged with the uniforms of a sample index that no row can have.
 RESUMED_SAMPLE_OFFSET = MAX_SAMPLE_INDEX + 1
 
 
 def verification_params(request: RolloutRequest) -> SamplingParams:
-    """Sampling parameters of the request whose prompt is prompt + draft.
+    """Return sampling parameters of the request whose prompt is prompt + draft.
 
     ``prompt_logprobs=0`` yields the log-prob of each prompt token and nothing else. The one token
-    that vLLM insists on decoding is thrown away; decoded greedily, it draws no randomness. Nothing
-    is detokenized: the texts of the accepted tokens alone are filled in later, where the request
-    asks for them (``outputs.name_tokens``). Requests share them: vLLM makes a copy for each.
+    that vLLM insists on decoding is discarded; decoded greedily, it consumes no randomness. Nothing
+    is detokenized: only the texts of the accepted tokens are filled in later, if the request asks
+    for them (``outputs.name_tokens``). Requests share these parameters: vLLM copies them for each.
     """
     return _prefill_params(request.engine_params.logprobs)
 
@@ -80,16 +80,16 @@ def _prefill_params(prompt_logprobs: int | None) -> SamplingParams:
 def continuation_params(
     request: RolloutRequest, policy_version: int, *, watch_stops: bool
 ) -> SamplingParams:
-    """Sampling parameters of the request that decodes the rest after the accepted prefix.
+    """Return sampling parameters of the request that decodes the rest after the accepted prefix.
 
-    The request's response watches for stop strings instead of vLLM where they may begin in the
-    accepted prefix, or where vLLM would keep tokens behind them.
+    The request's response watches for stop strings instead of vLLM if they may begin in the
+    accepted prefix, or if vLLM would keep tokens after them.
 
     Args:
-        request: a judged request, or one without a draft, whose parameters stay as they are.
-        policy_version: of the weights that decode.
-        watch_stops: a step of the engine may bring several tokens. Up to 0.31, vLLM keeps those
-            that follow a stop string (v1/engine/detokenizer.py).
+        request: a judged request, or one without a draft, whose parameters are left unchanged.
+        policy_version: version of the weights that decode.
+        watch_stops: whether a step of the engine may bring several tokens. Up to 0.31, vLLM keeps
+            those that follow a stop string (v1/engine/detokenizer.py).
     """
     from vllm.sampling_params import RequestOutputKind
 
@@ -110,13 +110,13 @@ def continuation_params(
 
 
 def reference_logprobs(draft: Rollout, config: SpecRLConfig) -> npt.NDArray[np.float32]:
-    """The log-probs that acceptance compares the current policy's with, float32 ``[n]``, nats."""
+    """The log-probs to which acceptance compares the current policy's, float32 ``[n]``, nats."""
     birth = config.acceptance_reference == "birth"
     return draft.birth_logprobs if birth else draft.logprobs
 
 
 def sampled_values(logprobs: FlatLogprobs) -> npt.NDArray[np.float32]:
-    """Log-prob of the token that stands at each position, float32 ``[n]``, nats.
+    """Log-prob of the token at each position, float32 ``[n]``, nats.
 
     The token itself is the first entry of its position, whatever its rank (vllm/logprobs.py).
     """
@@ -127,15 +127,15 @@ def sampled_values(logprobs: FlatLogprobs) -> npt.NDArray[np.float32]:
 def draft_logprobs(request: RolloutRequest, output: RequestOutput) -> FlatLogprobs | None:
     """The current policy's log-probs of a draft's tokens, one position per token.
 
-    None where the engine's answer is not about this draft, so that it proves nothing: positions are
-    missing, or name other tokens. Both come from vLLM 0.20. Its V1 model runner forgets the first
+    None if the engine's answer is not about this draft, so that it proves nothing: positions are
+    missing, or name other tokens. Both occur with vLLM 0.20. Its V1 model runner forgets the first
     chunks of a prompt whose prefill was interrupted and returns uninitialised memory for them
     (v1/worker/gpu_input_batch.py); its V2 model runner returns nothing where the last chunk is one
     token long (v1/worker/gpu/sample/prompt_logprob.py).
 
     Args:
-        request: with the draft.
-        output: of its verification.
+        request: the request with the draft.
+        output: the output of its verification.
     """
     assert request.draft is not None
     draft = request.draft.tokens
@@ -148,11 +148,11 @@ def draft_logprobs(request: RolloutRequest, output: RequestOutput) -> FlatLogpro
 def matching_logprobs(
     logprobs: FlatLogprobs, draft: Sequence[int] | npt.NDArray[np.int32]
 ) -> FlatLogprobs | None:
-    """The last positions of a prompt's log-probs, if they are those of the draft that ends it.
+    """Return the last positions of a prompt's log-probs, if they match the draft that ends it.
 
     Args:
-        logprobs: of a prompt, or of its end.
-        draft: token ids.
+        logprobs: log-probs of a prompt, or of its end.
+        draft: token ids of the draft.
     """
     start = len(logprobs) - len(draft)
     if start < 0:
@@ -168,12 +168,12 @@ def matching_logprobs(
 def readable_logprobs(
     request: RolloutRequest, output: RequestOutput, vocabulary: int
 ) -> FlatLogprobs | None:
-    """The log-probs of a draft's tokens where they can be judged by, else None.
+    """The log-probs of a draft's tokens if it can be judged by them, otherwise None.
 
     Args:
-        request: with the draft.
-        output: of its verification.
-        vocabulary: tokens that the model knows.
+        request: the request with the draft.
+        output: the output of its verification.
+        vocabulary: number of tokens in the model's vocabulary.
     """
     assert request.draft is not None
     if given_up(output, 0) is not None:
@@ -201,7 +201,7 @@ def judge(
         verified: requests with the log-probs of their drafts (:func:`draft_logprobs`).
         config: the ``spec_rl:`` block.
         seed: of the run.
-        policy_version: of the weights that judge.
+        policy_version: version of the weights that judge.
     """
     if not verified:
         return

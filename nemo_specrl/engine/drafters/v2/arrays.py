@@ -93,8 +93,7 @@ class DeviceArrays:
         self._contexts = torch.zeros(max_rows, DEPTH, dtype=torch.int32, device=self.device)
 
     def _make_arrays(self, max_bytes: int) -> int:
-        """Make the pool and the state as large as memory allows; return the bytes that it
-        allowed."""
+        """Make the pool and the state as large as memory allows; return the allowed bytes."""
         while True:
             pages = self._pages_within(max_bytes)
             sizes = [

@@ -47,8 +47,7 @@ CHANGING = ("num_pages", "num_values", "num_corpus")
 
 @triton.jit(do_not_specialize=CHANGING)
 def update(pool, state, pages, contents, places, values, num_pages, num_values):
-    """Write pages, and values into the state. Grid: one program per page, then one per 256
-    values."""
+    """Write pages, and values into the state. Grid: one for each page, then for 256 values."""
     program = tl.program_id(0)
     if program < num_pages:
         offsets = tl.arange(0, PAGE)
