@@ -114,8 +114,8 @@ class RolloutRequest:
         response: the response so far.
         versions: which weights verified and decoded it.
         replayed: the rollout of the journal from which it was completed.
-        media: the caller's prompt, if it has images, sounds or videos. It goes to the engine
-            unchanged, which alone knows all of its tokens: ``rules`` has none of the placeholders.
+        media: the caller's prompt, if it has images, sounds or videos. Only the engine, which gets
+            it as it is, knows all of its tokens: ``rules`` has those without placeholders.
         rounds: state of verification in rounds, for a row that is decoded in rounds.
         turns: state of the conversation, if the row is one. ``rules`` and ``response`` are those of
             its present turn, until :meth:`join_turns`.
@@ -296,7 +296,7 @@ def build_requests(
         UnsupportedSampling: drafts cannot be verified under these parameters.
         ConfigError: the numbers of prompts, parameters and sample indices differ, a sample index
             occurs twice or is invalid, or a prompt is empty, too long, has tokens that the model
-            does not know, or has images, sounds or videos while more than trees' drafts are verified.
+            does not know, or has images, sounds or videos when not only trees draft.
     """
     prompts = as_list(prompts)
     if not isinstance(sampling_params, Sequence):

@@ -1,11 +1,11 @@
-"""Which engine each of the rows goes to that come one by one, and when.
+"""Decides to which engine rows go that arrive one by one, and when.
 
 The first rows of a prompt draft from each other in the engine that they share, so they go to one
-engine, as long as no other has much less to do. Later ones draft from what the cache has, and go
-where there is least to do, by the lengths of the earlier ones. An engine gets no more rows than it
-runs at once. While all have as many, rows wait here, and the first engine that has room takes them:
-those of the earliest batch, the longest first. Knows no host framework; rows may come from several
-threads, each with an event loop of its own.
+engine as long as no other has much less to do. Later rows draft from what the cache has, and go to
+the engine with the least to do, judged by the lengths of the earlier ones. An engine gets no more
+rows than it runs at once. While all engines are full, rows wait here, and the first engine that has
+room takes them: those of the earliest batch, the longest first. Independent of any host framework;
+rows may come from several threads, each with its own event loop.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from typing import Any
 __all__ = ["RowQueue"]
 
 KNOWN_PROMPTS = 2**16
-"""Prompts whose engine and mean length are remembered, the latest ones."""
+"""Number of latest prompts whose engine and mean length are remembered."""
 NEWEST_OF_PROMPT, NEWEST_OF_ALL = 0.25, 0.0025
-"""Weights of a row's length in the mean of its prompt's rows, and in that of all."""
+"""Weights of a row's length in the mean over its prompt's rows, and in that over all rows."""
 
 _Batch = tuple[int, int]
-"""Number of the event loop that a batch's rows come from, and of the batch among those of this one;
-earlier batches have lower ones."""
+"""Number of the event loop that a batch's rows come from, and of the batch among those of this
+loop; earlier batches have lower numbers."""
 
 _batch: ContextVar[_Batch | None] = ContextVar("batch", default=None)
-"""Of the row whose task this is."""
+"""Batch of the row whose task this is."""
 
 
 @dataclass(eq=False)
@@ -44,7 +44,7 @@ class Place:
 
     Attributes:
         prompt: of the row; None: no row drafts from it.
-        cost: what the row is expected to take, where 1 is a row of mean length.
+        cost: expected cost of the row, where 1 is a row of mean length.
         engine: index of its engine.
     """
 
@@ -62,20 +62,22 @@ class _Prompt:
 
 
 _Waiting = tuple[_Batch, float, int, Place]
-"""A row that waits: its batch, minus its cost, its number and its place; the least comes first."""
+"""A row that waits: its batch, minus its cost, its number and its place; the smallest comes
+first."""
 
 
 class RowQueue:
-    """The rows that several engines have been given and have not ended.
+    """The rows that have been given to several engines and have not ended.
 
     A copy in another process begins without rows.
 
     Args:
         engines: number of engines.
-        together: rows of a prompt, of which none has ended, that go to one engine although another
-            one has less to do.
-        places: rows that an engine runs at once; None: as many as it is given.
-        batch: rows of a batch, where one event loop brings several; None: it brings one.
+        together: how many rows of a prompt, none of which has ended, go to one engine although
+            another one has less to do.
+        places: number of rows that an engine runs at once; None: as many as it is given.
+        batch: number of rows of a batch, if one event loop brings several batches; None: it brings
+            one.
     """
 
     def __init__(
@@ -100,10 +102,10 @@ class RowQueue:
 
     @asynccontextmanager
     async def place(self, prompt: Hashable = None) -> AsyncIterator[Place]:
-        """Wait until an engine has room for a row, which is there until the context ends.
+        """Wait until an engine has room for a row, which stays there until the context ends.
 
         Args:
-            prompt: of the row, to keep its rows together; None: it does not matter.
+            prompt: the row's prompt, to keep the prompt's rows together; None: it does not matter.
         """
         with self._lock:
             batch, place = self._batch_of(prompt), self._chosen(prompt)
@@ -123,8 +125,8 @@ class RowQueue:
         """Note that a row has ended, if that is not known yet, and start one that waits.
 
         Args:
-            place: of the row, also of one that has not begun.
-            tokens: of its response; None: it has none, or a part of one.
+            place: the row's place, even if the row has not begun.
+            tokens: number of tokens of its response; None: it has no response, or only part of one.
         """
         with self._lock:
             if tokens is not None:
@@ -139,11 +141,12 @@ class RowQueue:
             self._fill(place.engine)
 
     def _batch_of(self, prompt: Hashable) -> _Batch:
-        """The batch of the row that this task asks for; another turn of it stays in its batch.
+        """The batch of the row for which this task asks; its further turns stay in its batch.
 
-        A step needs all rows of its batch, so none of them may wait for longer rows of later ones.
-        Rows do not say which batch they are of. Event loops tell batches apart also where several
-        begin together and their rows come mixed; within a loop they come one after the other.
+        A step needs all rows of its batch, so none of them may wait for longer rows of later
+        batches. Rows do not say which batch they belong to. Event loops tell batches apart even if
+        several begin together and their rows arrive interleaved; within a loop batches come one
+        after the other.
         """
         batch = _batch.get()
         if batch is None:
@@ -156,8 +159,8 @@ class RowQueue:
         return batch
 
     def _chosen(self, prompt: Hashable) -> Place:
-        """The engine for a row, if one has room, one of these: that of the prompt's first rows, or
-        the one with least to do.
+        """Choose the engine for a row, among those with room if there are any: that of the prompt's
+        first rows, or the one with the least to do.
         """
         known = self._prompts.get(prompt) if prompt is not None else None
         cost = 1.0
@@ -190,8 +193,8 @@ class RowQueue:
             place.ready.set_result(None)
 
     def _fill(self, engine: int) -> None:
-        """Start rows that wait, those of the earliest batch, and of these the longest first: the
-        engine's own, then of the longest queue.
+        """Start waiting rows, those of the earliest batch and, among these, the longest first: the
+        engine's own, then those of the longest queue.
         """
         own = self._waiting[engine]
         while self._has_room(engine):
@@ -209,7 +212,7 @@ class RowQueue:
             self._start(place)
 
     def _note(self, prompt: Hashable, tokens: int) -> None:
-        """Learn from the length of a row."""
+        """Update the means with the length of a row."""
         known = self._prompts.get(prompt) if prompt is not None else None
         if known is not None:
             last = tokens if known.length is None else known.length

@@ -1,9 +1,8 @@
-"""Run-ahead: rollouts of upcoming prompts, in slots that are idle at the end of a batch.
+"""Run-ahead: rollouts for upcoming prompts, in slots that are idle at the end of a batch.
 
 Their tokens go into the trees of their prompts, inside the engine, and draft for the rows of these
-prompts when their batch comes (BubbleSpec, arXiv 2605.08862). They are returned to no caller and
-put into no cache. Which prompts come next is the caller's to say; ``sync_engine`` drives the
-engine.
+prompts when their batch comes (BubbleSpec, arXiv 2605.08862). They are neither returned to a caller
+nor cached. The caller says which prompts come next; ``sync_engine`` drives the engine.
 """
 
 from __future__ import annotations
@@ -40,16 +39,17 @@ def run_ahead_requests(
     seed: int,
     policy_version: int,
 ) -> list[RolloutRequest]:
-    """One request for each upcoming prompt, with the sampling parameters of a batch.
+    """Build one request for each upcoming prompt, with the sampling parameters of a batch.
 
     Prompts of the batch itself are left out, since its own rows draft for each other, and so are
-    prompts that cannot be decoded: the call that asks for one refuses it.
+    prompts that cannot be decoded: the call that requests one refuses it.
 
     Args:
         limits: of the engine.
-        prompts: as ``vllm.LLM.generate`` takes them, those that come up first at the beginning.
-        requests: of the batch. The first that may be drafted for lends its parameters.
-        params: to be taken instead, where there is no batch.
+        prompts: as ``vllm.LLM.generate`` takes them, the next ones first.
+        requests: requests of the batch. The parameters are those of the first one that may be
+            drafted for.
+        params: parameters to use instead if there is no batch.
         seed: of the run.
         policy_version: of the weights that decode.
     """
@@ -84,7 +84,7 @@ class RunAhead:
 
     Args:
         engine: vLLM's ``LLMEngine``.
-        places: rows that the engine decodes at once.
+        places: number of rows that the engine decodes at once.
         requests: of the upcoming prompts, in the order in which they begin.
         metrics: of the call.
     """
@@ -100,15 +100,15 @@ class RunAhead:
         self._waiting = deque(requests)
         self._metrics = metrics
         self.rows: dict[str, RolloutRequest] = {}
-        """Those in the engine, by its id, in the order in which they began."""
+        """Those in the engine, by their id there, in the order in which they began."""
 
     def fill(self, primary: int) -> Iterator[RolloutRequest]:
-        """End the newest rows where there are too many; yield those that begin in free places.
+        """End the newest rows if there are too many; yield those that begin in free places.
 
         The caller notes each of them in ``rows`` and sends it to the engine.
 
         Args:
-            primary: rows of the caller's that the engine has, running or waiting.
+            primary: number of the caller's rows that the engine has, running or waiting.
         """
         free = self._places - primary - len(self.rows)
         if free < 0:
@@ -118,7 +118,7 @@ class RunAhead:
             self._metrics.run_ahead_rows += 1
 
     def read_output(self, output: RequestOutput) -> bool:
-        """Whether an output of the engine is of a run-ahead row; one that has ended is counted."""
+        """Whether an output of the engine belongs to a run-ahead row; ended rows are counted."""
         if output.request_id not in self.rows:
             return False
         if output.finished:
@@ -127,19 +127,19 @@ class RunAhead:
         return True
 
     def forget_aborted(self) -> None:
-        """Forget rows that the engine does not have any more, though it has said nothing."""
+        """Forget rows that the engine no longer has, though it has not reported their end."""
         for name in unknown_requests(self._engine, self.rows):
             del self.rows[name]
 
     def end(self) -> None:
-        """End all rows; what they have is in the trees."""
+        """End all rows; what they have decoded is in the trees."""
         self._waiting.clear()
         self._abort(list(self.rows))
 
     def _abort(self, names: list[str]) -> None:
         try:
             for name in names:
-                with contextlib.suppress(Exception):  # counts of an engine that has failed
+                with contextlib.suppress(Exception):  # an engine that failed has no counts
                     self._metrics.run_ahead_tokens += len(tokens_so_far(self._engine, name)[0])
         finally:
             if names:
@@ -158,14 +158,14 @@ def decode_ahead(
     """Decode rows of upcoming prompts while the engine has nothing else to do.
 
     Args:
-        llm: whose engine it is.
-        places: rows that it decodes at once.
+        llm: the ``LLM`` whose engine decodes.
+        places: number of rows that it decodes at once.
         requests: of the upcoming prompts, in the order in which they begin.
         next_request: prompt and sampling parameters of a request, as the engine takes them.
-        until: whether to stop; asked before each step of the engine.
+        until: returns whether to stop; called before each step of the engine.
 
     Returns:
-        The rows and tokens that were run ahead. The time was nobody's.
+        The rows and tokens that were run ahead. The time is charged to no call.
     """
     metrics, engine = EngineMetrics(), llm.llm_engine
     ahead = RunAhead(engine, places, requests, metrics)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["ResponseEnd", "StopRules", "check_verifiable", "is_greedy", "is_raw"]
 
 # Everything that changes the distribution a token is drawn from, with the values that leave it raw.
-# Acceptance compares log-probs, and vLLM's prompt log-probs are of the raw distribution whatever
-# the sampling parameters are.
+# Acceptance compares log-probs, and vLLM's prompt log-probs are those of the raw distribution,
+# whatever the sampling parameters.
 _RAW: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("temperature", (1, 1.0)),
     ("top_p", (1, 1.0)),
@@ -42,19 +42,19 @@ _RAW: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("trace_decode_token_ids", (None, [])),
     ("watermarking", (None, False)),
 )
-# What vLLM's rejection sampler applies to the distribution that it verifies drafts of a tree by
+# What vLLM's rejection sampler applies to the distribution by which it verifies a tree's drafts
 # (v1/sample/rejection_sampler.py, apply_sampling_constraints; V2's, v1/worker/gpu/spec_decode/
-# rejection_sampler.py, takes what the sampler itself applies). Not top_k in V1: with it alone, an
-# engine on a CPU fails in a step that has no draft (v1/sample/ops/topk_topp_sampler.py,
-# apply_top_k_only).
+# rejection_sampler.py, takes what the sampler itself applies). top_k is not included in V1: if only
+# top_k is set, an engine on a CPU fails in a step without a draft
+# (v1/sample/ops/topk_topp_sampler.py, apply_top_k_only).
 _BY_TREES = {
     "proposer": frozenset({"temperature", "top_p", "bad_words"}),
     "v2": frozenset({"temperature", "top_p", "top_k", "bad_words"}),
 }
-# What no engine with a drafter takes: vLLM refuses the request (sampling_params.py,
-# _validate_spec_decode), with V2 too, whose sampler would apply min_p before rejection sampling.
+# What no engine with a drafter supports: vLLM refuses the request (sampling_params.py,
+# _validate_spec_decode), even with V2, whose sampler would apply min_p before rejection sampling.
 _NOT_WITH_DRAFTERS = frozenset({"min_p", "logit_bias"})
-# Log-probs of other tokens than the likeliest: a position's first entry need not be its own token.
+# Log-probs of tokens other than the likeliest: a position's first entry may not be its own token.
 _UNREADABLE = ("logprob_token_ids", "prompt_logprob_token_ids")
 
 
@@ -64,7 +64,7 @@ def is_greedy(params: SamplingParams) -> bool:
 
 
 def is_raw(params: SamplingParams) -> bool:
-    """Whether tokens are drawn from the raw distribution, as far as the request decides."""
+    """Whether tokens are drawn from the raw distribution, as far as the request determines it."""
     return all(getattr(params, name, raw[0]) in raw for name, raw in _RAW)
 
 
@@ -75,11 +75,11 @@ def check_verifiable(
 
     Args:
         params: of a request.
-        trees: where nothing is verified but drafts of trees, by vLLM's own rejection sampler: how
-            they reach the engine.
+        trees: how drafts reach the engine, if only drafts from trees are verified, by vLLM's own
+            rejection sampler.
 
     Raises:
-        UnsupportedSampling: naming the parameter, its value and what to set.
+        UnsupportedSampling: names the parameter, its value and what to set.
     """
     for name, raw in _RAW:
         value = getattr(params, name, raw[0])
@@ -117,7 +117,7 @@ class ResponseEnd:
 
     Args:
         length: tokens of the response.
-        finish: how it ends; None while it goes on; PARTIAL where the engine gave it up.
+        finish: how it ends; None while it continues; PARTIAL if the engine gave it up.
         stop_reason: the stop token or stop string that ended it, as vLLM reports it.
         given_up: the ``finish_reason`` that vLLM reports for a response that it gave up, such as
             "abort".
@@ -137,7 +137,7 @@ class ResponseEnd:
 
     @classmethod
     def unfinished(cls, length: int, reason: str = "abort") -> ResponseEnd:
-        """Of a response that the engine has given up before its end.
+        """The end of a response that the engine gave up early.
 
         Args:
             length: tokens of the response.
@@ -155,7 +155,7 @@ class StopRules:
         prompt: token ids.
         max_model_len: the engine's limit for prompt and response together, tokens.
         eos: the engine's end-of-sequence token, or None.
-        extra_eos: further ones, which vLLM treats as stop tokens.
+        extra_eos: further end-of-sequence tokens, which vLLM treats as stop tokens.
         tokenizer: the engine's, or None; stop strings need one.
     """
 
@@ -168,27 +168,27 @@ class StopRules:
 
     @property
     def budget(self) -> int:
-        """The most tokens that the response may have."""
+        """The maximum number of tokens that the response may have."""
         room = self.max_model_len - len(self.prompt)
         return room if self.params.max_tokens is None else min(self.params.max_tokens, room)
 
     @property
     def has_stop_strings(self) -> bool:
-        """Whether the response ends at a string, which a detokenizer has to watch for."""
+        """Whether the response ends at a string, for which a detokenizer must watch."""
         return bool(self.params.stop and self.params.detokenize)
 
     @property
     def stop_tokens(self) -> frozenset[int]:
-        """The tokens that end a response, end-of-sequence among them."""
+        """The tokens that end a response, including end-of-sequence."""
         stops = frozenset(self.params.stop_token_ids or ())
         if self.params.ignore_eos:
             return stops
         return stops | self.extra_eos | (frozenset() if self.eos is None else {self.eos})
 
     def end_at(self, length: int, token: int) -> ResponseEnd | None:
-        """How a response of ``length`` tokens ends at its last one; None where it goes on.
+        """How a response of ``length`` tokens ends at its last one; None if it continues.
 
-        Stop strings are not looked for.
+        Stop strings are not checked.
         """
         if token in self.stop_tokens:
             is_eos = token == self.eos and not self.params.ignore_eos
@@ -196,11 +196,11 @@ class StopRules:
         return ResponseEnd(length, Finish.LENGTH) if length >= self.budget else None
 
     def detokenizer(self) -> Detokenizer:
-        """A new detokenizer with the prompt and the stop strings."""
+        """Make a new detokenizer with the prompt and the stop strings."""
         return Detokenizer(self.tokenizer, self.prompt, self.params)
 
     def end_of(self, tokens: Sequence[int] | npt.NDArray[np.integer[Any]]) -> ResponseEnd:
-        """Where a response that begins with ``tokens`` ends."""
+        """Find where a response that begins with ``tokens`` ends."""
         tokens = np.asarray(tokens, dtype=np.int64)[: self.budget]
         hits = np.flatnonzero(np.isin(tokens, list(self.stop_tokens)))
         length = int(hits[0]) + 1 if len(hits) else len(tokens)

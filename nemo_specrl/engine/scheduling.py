@@ -13,11 +13,11 @@ __all__ = ["in_order", "share_verifications", "verified_share"]
 
 
 def share_verifications(requests: list[RolloutRequest]) -> None:
-    """Have one verification serve all requests that have the same prompt and the same draft.
+    """Let one verification serve all requests that have the same prompt and the same draft.
 
     Equal drafts of a prompt have equal log-probs, so one prefill verifies them all, and each is
-    judged with uniforms of its own. Short answers and policies of low entropy yield many of them.
-    The first request of each group gets the others as its ``verification.duplicates``.
+    judged with its own uniforms. Short answers and low-entropy policies yield many of them. The
+    first request of each group gets the others as its ``verification.duplicates``.
     """
     first: dict[Any, RolloutRequest] = {}
     for request in requests:
@@ -32,24 +32,25 @@ def share_verifications(requests: list[RolloutRequest]) -> None:
 def in_order(
     requests: list[RolloutRequest], *, siblings_draft: bool, first: int = 0
 ) -> list[RolloutRequest]:
-    """Order by expected decoding, so that few rows are left when the batch nears its end.
+    """Order rows by expected decoding, so that few rows are left when the batch nears its end.
 
     Rows without a draft come first, those of prompts with long earlier responses before the others;
-    prompts without a history are taken for the mean of those that have one. Long drafts come before
-    short ones. Duplicates are left out: they are judged when the first request of their group is
-    verified.
+    prompts without a history are assumed to have the mean length of those that have one. Long
+    drafts come before short ones. Duplicates are left out: they are judged when the first request
+    of their group is verified.
 
     Args:
         requests: of the call, after :func:`share_verifications`.
-        siblings_draft: rows draft from what the others of their prompt have decoded. Those of a
-            prompt without a history have nothing else, and side by side they are at the same
-            token: the first row of each such prompt comes before the second of any.
-        first: number of the call's first rows that come before all others.
+        siblings_draft: whether rows draft from what the others of their prompt have decoded. Rows
+            of a prompt without a history have nothing else, and if they run side by side they are
+            at the same token: the first row of each such prompt therefore comes before the second
+            of any.
+        first: how many of the call's first rows come before all others.
     """
     left_out = {other.index for r in requests for other in r.verification.duplicates}
     known = [r.history.mean_length for r in requests if r.history.mean_length is not None]
     neutral = sum(known) / len(known) if known else 0.0
-    rank: Counter[bytes] = Counter()  # of the next row of a prompt
+    rank: Counter[bytes] = Counter()  # rank of the next row of a prompt
     places: dict[int, tuple[bool, int, float]] = {}  # by index in the call
     for request in requests:
         length = request.history.mean_length
@@ -66,10 +67,10 @@ def in_order(
 
 
 def verified_share(requests: Iterable[RolloutRequest], limits: EngineLimits) -> float:
-    """Share of the next step's tokens that are verified rather than decoded.
+    """Return the share of the next step's tokens that are verified rather than decoded.
 
     Args:
-        requests: that the engine has.
+        requests: requests that the engine has.
         limits: of the engine.
     """
     verified, decoding = 0, 0

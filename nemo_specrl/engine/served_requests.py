@@ -1,13 +1,13 @@
-"""Requests that others make of an engine, such as those of vLLM's HTTP server.
+"""Requests that others send to an engine, such as those of vLLM's HTTP server.
 
-They come without a row: nobody says which prompt of a batch they belong to, or that they are a turn
-of a conversation. So the history is found by the request's own tokens. A prompt that begins with
-one that has been here is a later turn and drafts from what the engine has of that one, its root
-(``drafters.roots``). Any other prompt may be a root: the cache is asked for it, once for each
+They come without a row: nothing says which prompt of a batch they belong to, or that they are a
+turn of a conversation. The history is therefore found by the request's own tokens. A prompt that
+begins with one seen before is a later turn and drafts from what the engine has for that one, its
+root (``drafters.roots``). Any other prompt may be a root: the cache is asked for it, once for each
 policy version, and its first request brings the history to the engine.
 
-What such a request yields is not cached: a conversation is known as a whole to those who led it,
-and they put it into the cache. They are told which weights made each turn.
+What such a request yields is not cached: only the client that led a conversation knows it as a
+whole, and puts it into the cache. It is told which weights made each turn.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 __all__ = ["ServedTurn", "ServingSpeculativeLLM"]
 
 SERVED = 1 << 63
-"""Bit of the identity of a response that has no sample index; those that have one lie below it."""
+"""Bit of the identity of a response without a sample index; identities with one are below it."""
 
 
 class ServedTurn(NamedTuple):
-    """What a request has yielded: its prompt and the response, which weights made its tokens, and
-    the prompt's key.
+    """What a request yielded: its prompt and response, the weights that made its tokens, and the
+    prompt's key.
     """
 
     prompt: list[int]
@@ -52,7 +52,7 @@ class ServingSpeculativeLLM(AsyncSpeculativeLLM):
         super().__init__(*args, **kwargs)
         self._roots = Roots(ROOTS)
         self._served = itertools.count()
-        self._asked: set[bytes] = set()  # roots that the cache was asked for
+        self._asked: set[bytes] = set()  # roots for which the cache was asked
         self._asked_at = -1  # the policy version
 
     async def serve(
@@ -65,18 +65,18 @@ class ServingSpeculativeLLM(AsyncSpeculativeLLM):
         note: Callable[[ServedTurn], None] | None = None,
         **kwargs: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """``AsyncLLM.generate``, with drafts from the history of what the prompt begins with.
+        """Run ``AsyncLLM.generate``, with drafts from the history of the prompt's root.
 
-        A request that cannot be drafted for is decoded plainly: under parameters that drafts are
-        not verified under, greedily, with ``n`` above 1, or with images that vLLM has not rendered
-        yet, as its HTTP server does.
+        A request that cannot be drafted for is decoded without drafts: one with parameters under
+        which drafts cannot be verified, a greedy one, one with ``n`` above 1, or one with images
+        that vLLM has not rendered yet (its HTTP server renders them).
 
         Args:
             prompt: as ``AsyncLLM.generate`` takes it.
             sampling_params: likewise.
             request_id: unique.
-            drafting: ask the cache, draft, and count the request; not so in validation.
-            note: called with what a request has yielded that ran to its end.
+            drafting: whether to ask the cache, draft, and count the request; False in validation.
+            note: called with what the request yielded, if it ran to its end.
             kwargs: passed to ``AsyncLLM.generate``.
 
         Yields:
@@ -107,11 +107,11 @@ class ServingSpeculativeLLM(AsyncSpeculativeLLM):
             note(turn)
 
     def _request(self, prompt: Any, params: SamplingParams) -> RolloutRequest | None:
-        """The request, if it can be drafted for."""
+        """Build the request, if it can be drafted for."""
         if not self._proposes or params.n != 1:
             return None
         if has_media(prompt) and "mm_placeholders" not in prompt:
-            return None  # where the images are is not known
+            return None  # the images' positions are not known
         try:
             [request] = build_requests(self._limits, prompt, params, None, trees_alone=True)
         except (ConfigError, UnsupportedSampling):
@@ -121,7 +121,7 @@ class ServingSpeculativeLLM(AsyncSpeculativeLLM):
     async def _with_history(
         self, row: AsyncRow, request: RolloutRequest, params: SamplingParams
     ) -> SamplingParams:
-        """The parameters of a request with what the drafter needs, of a root its history, too."""
+        """Add to a request's parameters what the drafter needs, and the history if it is a root."""
         key, version = request.row.key, self.policy_version
         if self._asked_at != version:
             self._asked, self._asked_at = set(), version
@@ -140,18 +140,18 @@ class ServingSpeculativeLLM(AsyncSpeculativeLLM):
             if claim is None:  # it was late: the prompt's next request asks again
                 self._asked.discard(key)
                 return
-            self.cache.release(key, claim.sample_index)  # who led the conversation gives it one
-            if claim.whole:  # otherwise a row has brought it
+            self.cache.release(key, claim.sample_index)  # the conversation's leader gives it one
+            if claim.whole:  # otherwise a row has already brought it
                 self._histories.add({key: claim.rollouts}, version)
-        except Exception as error:  # whatever fails in a cache, rows are decoded without it
+        except Exception as error:  # whatever fails in the cache, rows are decoded without it
             self._count_cache_error(error)
 
 
 def _rendered_media(prompt: Any) -> Iterator[tuple[str, int, int]]:
-    """Name of the content, first position and number of placeholders of a rendered prompt's media.
+    """Content name, first position and number of placeholders of a rendered prompt's media.
 
     Args:
-        prompt: None where it has none.
+        prompt: a prompt; None if it has no media.
     """
     for kind, places in (prompt or {}).get("mm_placeholders", {}).items():
         for name, place in zip(prompt["mm_hashes"][kind], places, strict=True):
@@ -159,9 +159,9 @@ def _rendered_media(prompt: Any) -> Iterator[tuple[str, int, int]]:
 
 
 def _appended(tokens: list[int], output: RequestOutput, params: SamplingParams) -> list[int]:
-    """The response so far, with an output that has all of it, or what is new.
+    """Return the response so far, given an output that has all of it, or only what is new.
 
-    Nothing that was there is copied: a response has as many outputs as it has tokens.
+    Existing tokens are not copied: a response has as many outputs as it has tokens.
     """
     from vllm.sampling_params import RequestOutputKind
 

@@ -1,8 +1,8 @@
 """SpeculativeLLM: ``vllm.LLM.generate`` with the last rollout of each prompt as a draft.
 
 A draft is verified in one prefill of prompt + draft (``prompt_logprobs``). The prefix that the
-current policy accepts stands, and decoding continues from the first rejected token, on the prefix
-cache that the verification filled. Each row moves through the engine's step loop by itself: its
+current policy accepts is kept, and decoding continues from the first rejected token, on the prefix
+cache that the verification filled. Each row moves through the engine's step loop independently: its
 continuation starts as soon as its draft is judged, and only a window of rows is in the engine at a
 time, so that the KV blocks of a prefix are still there when its continuation reads them.
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["STORE_SECONDS", "SpeculativeLLM"]
 
 STORE_SECONDS = 0.25
-"""How long finished rollouts wait for others before they are cached, in one put for all of them."""
+"""How long finished rollouts wait for others before all of them are cached in one put."""
 
 
 class SpeculativeLLM(BaseSpeculativeLLM):
@@ -49,8 +49,8 @@ class SpeculativeLLM(BaseSpeculativeLLM):
         llm: a running ``vllm.LLM``, built with ``**engine_options(config)``. Its ``logprobs_mode``
             must be ``raw_logprobs`` or ``processed_logprobs``.
         cache: where rollouts are looked up and stored: a :class:`~nemo_specrl.RolloutStore`, or
-            anything with its ``get`` and ``put`` (``caches.RolloutCache``). A call that fails there
-            is counted in ``metrics.cache_errors``, and the row is decoded without a draft.
+            anything with the same ``get`` and ``put`` (``caches.RolloutCache``). A failed call is
+            counted in ``metrics.cache_errors``, and the row is decoded without a draft.
         config: the ``spec_rl:`` block. Its ``cache`` and ``monitor`` blocks are not read here.
         seed: seed of the run, a non-negative int, from which the acceptance uniforms are derived.
         policy_version: version of the weights that the engine holds now, a non-negative int.
@@ -58,9 +58,9 @@ class SpeculativeLLM(BaseSpeculativeLLM):
     Attributes:
         policy_version: version of the weights in the engine. The caller raises it after every refit
             and at no other time. Setting it resets the engine's prefix cache, which has KV blocks
-            of the old weights, and raises ConfigError where vLLM does not reset it because
-            requests are running; the version is the old one then.
-        fingerprint: of these weights, with their adapter if there is one
+            of the old weights, and raises ConfigError if vLLM does not reset it because requests
+            are running; the old version is then kept.
+        fingerprint: hash of these weights, with their adapter if there is one
             (:func:`~nemo_specrl.engine.weight_fingerprint.fingerprint`), set after
             ``policy_version``. 0 means unknown, as it is after each change of ``policy_version``,
             and nothing is replayed from a journal.
@@ -70,10 +70,10 @@ class SpeculativeLLM(BaseSpeculativeLLM):
         metrics: :class:`EngineMetrics` of the last call.
 
     Raises:
-        ConfigError: the engine does not fit the configuration: ``logprobs_mode`` returns logits;
-            logits processors, a watermark or a KV connector; LoRA on a CPU with prefix reuse; built
-            without ``engine_options(config)``; too little memory for prompt log-probs.
-        IncompatibleVersion: the installed vLLM is not supported, or the extension not compiled.
+        ConfigError: the engine does not fit the configuration: ``logprobs_mode`` returns logits; it
+            has logits processors, a watermark or a KV connector; LoRA on a CPU with prefix reuse;
+            built without ``engine_options(config)``; too little memory for prompt log-probs.
+        IncompatibleVersion: the installed vLLM is not supported, or the extension is not compiled.
     """
 
     llm: LLM
@@ -98,18 +98,18 @@ class SpeculativeLLM(BaseSpeculativeLLM):
     ) -> list[RequestOutput]:
         """Generate responses to ``prompts``; returns what ``vllm.LLM.generate`` returns.
 
-        Greedy requests bypass the cache (``drafts_greedy``), all do with ``enabled: false``.
+        Greedy requests bypass the cache (``drafts_greedy``); with ``enabled: false`` all do.
 
         Args:
             prompts: token ids or text, as ``vllm.LLM.generate`` takes them.
             sampling_params: one for all, or one for each prompt; None: the engine's defaults.
             sample_indices: first sample index of each prompt, for groups that come in several
                 calls. None: the k-th row of a prompt in this call has sample index k.
-            prompt_keys: key of each prompt, where the caller has computed them already.
-            upcoming: prompts of the calls that come next, the nearest first, for which the engine
-                decodes where it would be idle (with ``run_ahead.enabled``; else not looked at).
-            environment: makes each row a conversation (``turns``), of which its prompt is the root.
-            early_end: when to give up the rows that are left (``early_end``); None: never.
+            prompt_keys: key of each prompt, if the caller has already computed them.
+            upcoming: prompts of the next calls, the nearest first, for which the engine decodes
+                when it would be idle (with ``run_ahead.enabled``; otherwise ignored).
+            environment: makes each row a conversation (``turns``) whose root is its prompt.
+            early_end: decides when to give up the remaining rows (``early_end``); None: never.
             use_tqdm: whether to show a progress bar, or a function that makes one.
             lora_request: as in vLLM; one for all prompts of a policy version.
 
@@ -120,7 +120,7 @@ class SpeculativeLLM(BaseSpeculativeLLM):
             UnsupportedSampling: drafts cannot be verified under these parameters.
             ConfigError: prompts, parameters or sample indices are invalid or do not fit each
                 other, or the weights or the adapter are not those that ``policy_version`` stands
-                for. No row has begun then.
+                for. In that case no row has begun.
         """
         check_early_end(early_end, self.config.enabled, environment)
         if not self.config.enabled:
@@ -158,7 +158,7 @@ class SpeculativeLLM(BaseSpeculativeLLM):
             The engine's last output and the completion, by index in ``requests``.
         """
         try:
-            # 1. Look up: drafts from the cache, and rows that a journal has from start to end.
+            # 1. Look up: drafts from the cache, and complete rows from a journal.
             self._find_drafts(requests)
             for request, output, replayed_end in self._replay(requests, call.early_end):
                 self._finish_row(call, request, output, replayed_end)
@@ -172,13 +172,13 @@ class SpeculativeLLM(BaseSpeculativeLLM):
                 self._finish_aborted(call)
                 self._submit_waiting(call)
                 # The engine itself says whether there is more to do, as in vLLM's own loop: those
-                # of a data-parallel group step until all have done their rows (data_parallel).
+                # of a data-parallel group step until all have finished theirs (data_parallel).
                 if not has_unfinished_rows(self.llm.llm_engine):
                     break
                 # 3. Step the engine, which verifies and decodes side by side.
                 outputs = self._step(call)
                 stepped = time.perf_counter()
-                # 4. Judge: the accepted prefix of a draft stands, and decoding goes on behind it.
+                # 4. Judge: the accepted prefix of a draft is kept, and decoding continues after it.
                 for request, output, end in self._read_outputs(call, outputs):
                     if end is None:
                         self._submit(call, request)
@@ -201,7 +201,7 @@ class SpeculativeLLM(BaseSpeculativeLLM):
         use_tqdm: bool | Callable[..., Any],
         early_end: EndOfCall | None,
     ) -> Call:
-        """The state of a call whose rows have not begun."""
+        """Make the state of a call whose rows have not begun."""
         ahead = RunAhead(
             self.llm.llm_engine,
             self._limits.max_num_seqs,
@@ -211,7 +211,7 @@ class SpeculativeLLM(BaseSpeculativeLLM):
         return Call(ahead, lora_request, progress_bar(use_tqdm, len(requests)), early_end)
 
     def _put_in_order(self, call: Call, requests: list[RolloutRequest]) -> None:
-        """Have the rows of a call wait in the order of submission; their drafts are known."""
+        """Queue the rows of a call in the order of submission; their drafts are known."""
         to_run = [request for request in requests if request.replayed is None]
         share_verifications(to_run)
         siblings_draft = self._proposes or self._prompt_logprob_drafter is not None
@@ -219,10 +219,10 @@ class SpeculativeLLM(BaseSpeculativeLLM):
         call.waiting.extend(in_order(to_run, siblings_draft=siblings_draft, first=first))
 
     def _submit_waiting(self, call: Call) -> None:
-        """Fill the engine up with rows that wait, then with rows of upcoming prompts."""
-        # Twice what runs at once: the engine never waits for this loop, and the blocks of a
+        """Fill up the engine with waiting rows, then with rows of upcoming prompts."""
+        # Allow twice what runs at once: the engine never waits for this loop, and the blocks of a
         # verified prefix are not evicted before its continuation has read them. In rounds, a row
-        # must not wait behind others between its requests.
+        # must not wait for others between its requests.
         window = self._limits.max_num_seqs * (2 if self._prompt_logprob_drafter is None else 1)
         while call.waiting and len(call.inflight) < window:
             request = call.waiting.popleft()
@@ -239,7 +239,7 @@ class SpeculativeLLM(BaseSpeculativeLLM):
             self._add(call, call.ahead.rows, request, *self._next_request(request))
 
     def _submit(self, call: Call, request: RolloutRequest) -> None:
-        """Have a request decoded, behind the tokens that it has."""
+        """Have a request decoded, after the tokens that it already has."""
         self._add(call, call.inflight, request, *self._next_request(request))
 
     def _add(
@@ -250,8 +250,8 @@ class SpeculativeLLM(BaseSpeculativeLLM):
         prompt: dict[str, Any],
         params: SamplingParams,
     ) -> None:
-        """Add a request to the engine, after noting it in ``rows``: an interrupt may come at any
-        time, and must find all that the engine may have.
+        """Add a request to the engine after noting it in ``rows``: an interrupt may come at any
+        time, and must find every request that the engine may have.
         """
         request_id = str(next(self.llm.request_counter))
         rows[request_id] = request
@@ -274,8 +274,8 @@ class SpeculativeLLM(BaseSpeculativeLLM):
         """Append what was decoded, and judge what was verified.
 
         Yields:
-            Each request that has left the engine, with its output and its end; None where the
-            response goes on in another request.
+            Each request that has left the engine, with its output and its end; None if the response
+            continues in another request.
         """
         verified: list[tuple[RolloutRequest, RequestOutput]] = []
         for output in outputs:
@@ -296,12 +296,12 @@ class SpeculativeLLM(BaseSpeculativeLLM):
                 if given_up(output, 0) is None:
                     duplicates = request.verification.take_duplicates()
                     verified += [(duplicate, copy.copy(output)) for duplicate in duplicates]
-                else:  # it was aborted, which was not about them
+                else:  # only that request was aborted, not these
                     self._decode_duplicates(call, request)
         yield from self._judge(verified, self.policy_version)
 
     def _decode_duplicates(self, call: Call, request: RolloutRequest) -> None:
-        """Have rows that waited for a verification which was aborted decoded without a draft."""
+        """Decode rows without a draft that waited for a verification which was aborted."""
         for duplicate in request.verification.take_duplicates():
             self._refuse_draft(duplicate)
             self._submit(call, duplicate)
@@ -314,7 +314,7 @@ class SpeculativeLLM(BaseSpeculativeLLM):
         call.add_result(request, output, completion, rollouts)
 
     def _finish_aborted(self, call: Call) -> None:
-        """Finish rows that somebody has had the engine abort, of which it says nothing."""
+        """Finish rows that another caller had the engine abort: it does not report them."""
         call.ahead.forget_aborted()
         for request_id in unknown_requests(self.llm.llm_engine, call.inflight):
             request = call.inflight.pop(request_id)
@@ -326,7 +326,7 @@ class SpeculativeLLM(BaseSpeculativeLLM):
             self._finish_row(call, request, output, ResponseEnd.unfinished(len(request.tokens)))
 
     def _end_early(self, call: Call, requests: list[RolloutRequest]) -> None:
-        """Give up the rows that are left; what they have becomes partial rollouts."""
+        """Give up the remaining rows; what they have becomes partial rollouts."""
         call.waiting.clear()
         vocabulary = self._limits.vocabulary
         self.metrics.decoded_tokens += give_up(self.llm.llm_engine, call.inflight, vocabulary)
@@ -336,15 +336,15 @@ class SpeculativeLLM(BaseSpeculativeLLM):
             self._finish_row(call, request, output, ResponseEnd.unfinished(length))
 
     def _store_finished(self, call: Call) -> None:
-        """Put finished rollouts into the cache, unless others were put just before."""
+        """Put finished rollouts into the cache, unless others were put only a moment ago."""
         if time.perf_counter() - call.stored_at > STORE_SECONDS:
             self._store(call.take_unstored())
             call.stored_at = time.perf_counter()
 
     def _close(self, call: Call) -> None:
-        """Leave an engine that can be used again, whatever has happened, and keep what there is.
+        """Leave the engine reusable, whatever has happened, and keep what there is.
 
-        No failure here takes the place of the exception that the caller should see.
+        No failure here replaces the exception that the caller should see.
         """
         engine = self.llm.llm_engine
         try:
@@ -374,14 +374,14 @@ class SpeculativeLLM(BaseSpeculativeLLM):
     def _run_ahead_requests(
         self, upcoming: Sequence[Any], requests: list[RolloutRequest], params: Any = None
     ) -> list[RolloutRequest]:
-        """Requests for upcoming prompts, where the configuration has them run ahead."""
+        """Requests for upcoming prompts, if the configuration enables run-ahead."""
         if not self.config.run_ahead.enabled:
             return []
         at = {"seed": self.draw_seed, "policy_version": self.policy_version}
         return run_ahead_requests(self._limits, upcoming, requests, params, **at)
 
     def _measure_noise(self, requests: list[RolloutRequest], lora_request: Any) -> None:
-        """Prefill a few responses that have just been decoded, once in the life of the engine."""
+        """Prefill a few responses that were just decoded, once in the life of the engine."""
         chosen = [r for r in requests if self._measures_noise(r)]
         if chosen:
             self._noise.prefill(self.llm, chosen, self.metrics, lora_request)
@@ -389,12 +389,12 @@ class SpeculativeLLM(BaseSpeculativeLLM):
             step_along(self.llm.llm_engine)
 
     def _count_tree_drafts(self) -> None:
-        """Add what the proposer did, if there is one and its process can be asked."""
+        """Add the proposer's counts, if there is one and its process can be asked."""
         if not self._proposes:
             return
         from nemo_specrl.engine.drafters.counts import NO_COUNTS, take_counts
 
         try:
             self.metrics.add_draft_counts(self.llm.collective_rpc(take_counts))
-        except Exception as error:  # vLLM sends functions to other processes only where it may
+        except Exception as error:  # vLLM sends functions to other processes only if allowed to
             self._warn_once(NO_COUNTS, type(error).__name__, error)

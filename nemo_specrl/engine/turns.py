@@ -1,10 +1,11 @@
-"""Conversations: responses of several turns of the model, with answers of an environment between.
+"""Conversations: responses of several turns of the model, with an environment's answers between
+them.
 
-A turn is decoded like a response, behind the prompt and all that was said before it. What has been
+A turn is decoded like a response, after the prompt and everything said before it. All that has been
 said in the end is one response to the first prompt, the conversation's root: it is cached,
-journaled and drafted from as such. So every turn drafts from whole earlier conversations.
+journaled and drafted from as such. Every turn therefore drafts from whole earlier conversations.
 
-Runs no engine and knows no request.
+Runs no engine and handles no requests.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ class Environment(Protocol):
 
     @property
     def max_turns(self) -> int:
-        """The most turns of the model in a conversation."""
+        """The maximum number of turns of the model in a conversation."""
         ...
 
     def observe(self, turn: Sequence[int]) -> list[int] | None:
-        """The tokens that stand between a turn and the next one; None: the turn asks for nothing.
+        """The tokens between a turn and the next one; None if the turn asks for nothing.
 
         Args:
             turn: token ids of a turn that has ended by a stop token or a stop string.
@@ -49,11 +50,11 @@ class Turns:
 
     Args:
         environment: answers the turns.
-        root: what ends the first turn; its prompt is the conversation's root. ``max_tokens``
-            bounds each turn, the model's limit bounds the conversation.
+        root: rules that end the first turn; their prompt is the conversation's root. ``max_tokens``
+            bounds each turn, and the model's limit bounds the conversation.
         said: the turns and the observations before the present turn.
-        observed: where observations begin and end in the conversation, tokens behind the root.
-        ended: turns of the model that have ended.
+        observed: where observations begin and end in the conversation, in tokens after the root.
+        ended: number of the model's turns that have ended.
     """
 
     environment: Environment
@@ -64,19 +65,19 @@ class Turns:
 
     @property
     def rules(self) -> StopRules:
-        """What ends the present turn."""
+        """The rules that end the present turn."""
         return dataclasses.replace(self.root, prompt=self.root.prompt + self.said.tokens)
 
     @property
     def observed_tokens(self) -> int:
-        """Number of tokens that the environment has said."""
+        """Number of tokens that came from the environment."""
         return sum(end - begin for begin, end in self.observed)
 
     def made(self, length: int) -> npt.NDArray[np.bool_]:
         """Which tokens of the conversation are the model's.
 
         Args:
-            length: of the conversation, tokens behind the root.
+            length: length of the conversation, tokens after the root.
 
         Returns:
             bool ``[length]``.
@@ -94,8 +95,8 @@ class Turns:
             end: how it ended.
 
         Returns:
-            How the conversation ended with it; None where it goes on, and the turn is in ``said``
-            with what the environment has observed.
+            How the conversation ended with it; None if it continues, in which case the turn is in
+            ``said``, followed by the environment's observation.
         """
         self.ended += 1
         whole = end.finish in (Finish.STOP, Finish.STOP_STRING) and not turn.defect
@@ -115,7 +116,7 @@ class Turns:
         return None
 
     def join(self, turn: Response) -> Response:
-        """All that was said, with the last turn; nothing is said before it then."""
+        """Join all that was said with the last turn; ``said`` is empty afterwards."""
         if not self.said.tokens:
             return turn
         self._say(turn.tokens, turn.logprobs)
@@ -124,7 +125,7 @@ class Turns:
         return said
 
     def forget(self) -> None:
-        """Begin the conversation anew."""
+        """Start the conversation again from its root."""
         self.said, self.observed, self.ended = Response(), [], 0
 
     def _say(self, tokens: list[int], logprobs: FlatLogprobs | None) -> None:

@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 
 __all__ = ["SAMPLED", "FingerprintedWeights", "fingerprint"]
 
-SAMPLED = 2**18  # at most so many elements of a tensor are hashed
+SAMPLED = 2**18  # at most this many elements of a tensor are hashed
 
 
 def fingerprint(weights: Iterable[tuple[str, torch.Tensor]]) -> int:
-    """The xxh3-64 hash of weights by name, dtype, shape and value; never 0.
+    """Return the xxh3-64 hash of weights by name, dtype, shape and value; never 0.
 
-    Of a tensor with more than 262,144 elements, that many evenly spaced ones are hashed. An
-    optimizer step changes all elements, so that two versions of a policy differ in some of these,
-    and 0.15 GB instead of 16 are copied from the device for 8B parameters. Weights that were edited
-    in a few places by hand may get the same fingerprint.
+    In a tensor with more than 262,144 elements, that many evenly spaced ones are hashed. An
+    optimizer step changes all elements, so two versions of a policy differ in some of these, and
+    0.15 GB instead of 16 are copied from the device for 8B parameters. Weights that were edited in
+    a few places by hand may get the same fingerprint.
 
     Args:
         weights: name and tensor of each parameter as the engine gets them, after the cast to its
@@ -41,7 +41,8 @@ def fingerprint(weights: Iterable[tuple[str, torch.Tensor]]) -> int:
 class FingerprintedWeights:
     """Weights on their way to the engine, with a fingerprint of all of them.
 
-    The fingerprint is the sum of the tensors' own: it needs neither their order nor a second pass.
+    The fingerprint is the sum of the tensors' own: it depends neither on their order nor on a
+    second pass.
     """
 
     def __init__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -55,5 +56,5 @@ class FingerprintedWeights:
 
     @property
     def fingerprint(self) -> int:
-        """Of the weights that have passed, 64 bits and never 0."""
+        """Fingerprint of the weights that have passed, 64 bits and never 0."""
         return self._sum % 2**64 or 1

@@ -1,11 +1,11 @@
 """The acceptance test, its uniforms, and the log-probs under which accepted tokens were sampled.
 
 Batches are ragged: the drafts of a batch are concatenated in flat arrays, and ``offsets`` (int64
-``[b + 1]``) has where each begins and ends. Which draft a request gets is decided in
-``draft_selection``.
+``[b + 1]``) says where each begins and ends. ``draft_selection`` decides which draft a request
+gets.
 
 Source: SPEC-RL, arXiv 2509.23232, section 3.2. Unlike in its reference implementation, the uniforms
-are drawn anew at every verification, and a token with ratio 0 is never accepted.
+are redrawn at every verification, and a token with ratio 0 is never accepted.
 """
 
 from __future__ import annotations
@@ -164,12 +164,12 @@ def accepted_length(
 
     Args:
         new_logprobs: log-probs of the draft under the current policy, float ``[n]``, nats.
-        old_logprobs: under the reference policy, float ``[n]``, nats.
+        old_logprobs: log-probs under the reference policy, float ``[n]``, nats.
         uniforms: float ``[n]`` in (0, 1].
         lenience: greater than 0; 1 is the strict test.
 
     Returns:
-        Accepted tokens, 0 to ``n``.
+        Number of accepted tokens, 0 to ``n``.
 
     Raises:
         ConfigError: ``lenience`` is not a positive finite number, or the lengths differ.

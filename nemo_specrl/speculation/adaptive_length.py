@@ -3,15 +3,15 @@
 A draft token is worth its chance of being accepted, and it makes the step that verifies it take
 longer. Both are measured while the engine runs: the chances from how many tokens of earlier drafts
 were accepted, the costs from the time between proposals. Each step then takes the draft tokens,
-likeliest first, with which it yields the most tokens per second, and none at all where plain
-decoding yields more. Where an engine pads all drafts to the longest one, a limit for all of them is
-chosen as well. (Expected acceptance over the cost of a step is also the rule of vLLM's adaptive
-verification, vllm-project/vllm pull request 52362.)
+likeliest first, with which it yields the most tokens per second, and none at all if plain decoding
+yields more. If an engine pads all drafts to the longest one, a limit for all of them is chosen as
+well. (Expected acceptance over the cost of a step is also the rule of vLLM's adaptive verification,
+vllm-project/vllm pull request 52362.)
 
 Lengths depend on what was sampled before and on measured times, never on the tokens that are about
-to be verified, so that they cannot bias what is accepted.
+to be verified, so they cannot bias what is accepted.
 
-This module knows neither engines nor trees: it is told steps, times and outcomes.
+This module knows neither engines nor trees: it is given steps, times and outcomes.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class AcceptanceChances:
 
     Tokens fall into bins by that evidence (``cell_of`` in ``_suffix.c``). The chance of a bin is
     the share of its recent tokens that were accepted, shrunk towards a prior. The prior of all bins
-    shifts together: where tokens are accepted less often than it says, a bin without outcomes is
-    not expected to do better. Older outcomes lose weight step by step.
+    shifts together: if tokens are accepted less often than it says, a bin without outcomes is not
+    expected to do better. Older outcomes lose weight step by step.
 
     Args:
         prior: chances before any outcome is known, float ``[bins]``.
@@ -46,13 +46,13 @@ class AcceptanceChances:
     """
 
     PRIOR_WEIGHT = 8.0
-    """Number of outcomes that the prior of a bin counts for."""
+    """Number of outcomes for which the prior of a bin counts."""
     DECAY = 0.99
-    """Factor on the weight of earlier outcomes each time that new ones are learned."""
+    """Factor on the weight of earlier outcomes each time new ones are learned."""
     MAX_OUTCOMES = 200.0
     """Approximate number of outcomes of a bin that count; older ones are dropped first."""
     SHIFT_WEIGHT = 32.0
-    """Number of outcomes that the unshifted prior counts for when the shift is estimated."""
+    """Number of outcomes for which the unshifted prior counts when the shift is estimated."""
     LARGEST_SHIFT = 2.0
     """Largest shift of the prior, in log-odds."""
 
@@ -86,7 +86,7 @@ class AcceptanceChances:
 
 
 class Step(NamedTuple):
-    """What a step of the engine computed.
+    """The work of one step of the engine.
 
     Args:
         rows: number of rows that it decoded.
@@ -106,9 +106,9 @@ class StepCosts:
 
     The costs of a step, and of each row, draft token and newly begun request in it, are fitted by
     least squares of relative errors. A step with drafts has further costs, for the step and for
-    each row, because another sampler runs then; and where rows are padded to the longest draft,
-    another one for each row and each token of that draft. Earlier steps lose weight, so that the
-    fit follows the present batch: up to some number of tokens a GPU takes no longer for one more,
+    each row, because another sampler runs then; if rows are padded to the longest draft, there is
+    also one for each row and each token of that draft. Earlier steps lose weight, so that the fit
+    follows the present batch: up to some number of tokens a GPU takes no longer for one more,
     beyond it each takes longer.
 
     Attributes:
@@ -118,12 +118,12 @@ class StepCosts:
     """
 
     DECAY = 0.995
-    """Factor on the weight of a step with each step that follows."""
+    """Factor on the weight of a step for each step that follows."""
     CLIPPED = (0.5, 2.0)
     """A measured time is clipped to this range, as multiples of the expected time."""
     RIDGE = np.array([2e-3, 2e-3, 2e-4, 2e-3, 2e-2, 2e-2, 2e-2])
-    """Ridge penalty of each cost. It decides where the steps so far cannot tell costs apart: the
-    cost of a draft token is penalized least, so that long drafts do not seem cheap."""
+    """Ridge penalty of each cost. It decides if the steps so far cannot tell costs apart: the cost
+    of a draft token is penalized least, so that long drafts do not seem cheap."""
     FITTED = 16
     """Number of steps that are added to the fit at once."""
 
@@ -183,10 +183,10 @@ class StepCosts:
 class DraftLengths:
     """Decides how long the drafts of each step are.
 
-    After a step, :meth:`observe` takes in how long it took and :meth:`learn` what came of its
+    After a step, :meth:`observe` takes in how long it took and :meth:`learn` the outcome of its
     drafts. :meth:`prepare` then says down to which chance the next drafts are looked up. Every few
-    steps :attr:`searching` is set; then :meth:`choose` finds anew where drafts end, and how much of
-    each is to be taken.
+    steps :attr:`searching` is set; :meth:`choose` then determines again where drafts end, and how
+    much of each to take.
 
     Args:
         prior: see :class:`AcceptanceChances`.
@@ -199,8 +199,8 @@ class DraftLengths:
     Attributes:
         table: chances of acceptance by bin, float32 ``[bins]``.
         costs: the fitted costs of steps.
-        cutoff: a draft ends where the chance that all up to there are accepted falls below this;
-            infinite where drafting does not pay.
+        cutoff: a draft ends where the chance that all tokens up to there are accepted falls below
+            this; infinite if drafting does not pay.
         min_probability: the chance down to which the next drafts are looked up.
         looked_up: the number of tokens to which each of them is looked up.
         searching: whether the drafts that were looked up should go to :meth:`choose`.
@@ -209,7 +209,7 @@ class DraftLengths:
     EVERY = 4
     """Steps between two searches, unless the number of rows changes by a quarter."""
     PROBE = 200
-    """After as many steps that all drafted, or all did not, one step does the opposite, so that
+    """After this many steps that all drafted, or all did not, one step does the opposite, so that
     its cost stays known."""
     PROBED = 0.7
     """Chance at which drafts end in a step that drafts only to probe, by the prior chances."""
@@ -236,10 +236,10 @@ class DraftLengths:
         self._max_tokens = max_tokens
         self._accepted: list[bytes] = []  # bins of tokens, since the last search
         self._rejected: list[bytes] = []
-        self._drafting = False  # in the last step
-        self._alike = 0  # steps in a row that drafted, or did not, as the last one
+        self._drafting = False  # whether the last step drafted
+        self._alike = 0  # consecutive steps that drafted, or did not, like the last one
         self._searched = 0  # steps since the last search
-        self._rows = 0  # at the last search
+        self._rows = 0  # number of rows at the last search
 
     def observe(self, step: Step, seconds: float) -> None:
         """See :meth:`StepCosts.observe`."""
@@ -278,7 +278,7 @@ class DraftLengths:
             self.min_probability = max(self.LEAST, 0.5 * min(self.cutoff, 2 * self._first))
 
     def choose(self, chances: Sequence[bytes]) -> list[int]:
-        """Find where drafts end, and how many tokens of each are to be taken.
+        """Find where drafts end, and how many tokens of each to take.
 
         Args:
             chances: for each row, the chance for each token of its draft that all up to it are
@@ -313,7 +313,7 @@ class DraftLengths:
 
 
 def likeliest(chances: Sequence[bytes], most: int) -> list[int]:
-    """Shorten drafts to ``most`` tokens in all, and keep the likeliest ones.
+    """Shorten drafts to ``most`` tokens in total, keeping the likeliest ones.
 
     Args:
         chances: see :meth:`DraftLengths.choose`.
@@ -332,8 +332,8 @@ class _OfRows:
     Attributes:
         chance: chance that a token and all before it in its row are accepted, float32 ``[n]``.
         place: position of a token in its row, from 0, int ``[n]``.
-        falling: indices of the tokens, the likeliest first and equal ones in their order, so that
-            any number of the first ones are beginnings of the rows' drafts.
+        falling: indices of the tokens, likeliest first and equal ones in their order, so that any
+            number of the first ones form beginnings of the rows' drafts.
     """
 
     def __init__(self, chances: Sequence[bytes]) -> None:

@@ -29,7 +29,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Row:
-    """A rollout to be made: the key of its prompt, and its sample index in the group."""
+    """A rollout to be made: its prompt's key, and its sample index in the group."""
 
     key: bytes
     sample_index: int
@@ -39,7 +39,7 @@ def assign_sample_indices(keys: Sequence[bytes]) -> list[int]:
     """Give the k-th row of a prompt in a batch sample index k.
 
     Args:
-        keys: of the rows' prompts.
+        keys: keys of the rows' prompts.
     """
     seen: dict[bytes, int] = defaultdict(int)
     sample_indices = []
@@ -50,11 +50,11 @@ def assign_sample_indices(keys: Sequence[bytes]) -> list[int]:
 
 
 RUN_AHEAD_INDEX = MAX_SAMPLE_INDEX
-"""Takes the place of the sample index in responses that belong to no group: those of run-ahead."""
+"""Replaces the sample index in responses that belong to no group: those of run-ahead."""
 
 
 def response_id(sample_index: int, policy_version: int) -> int:
-    """A number that identifies a response among those of its prompt, ``0 .. 2**63 - 1``."""
+    """Return a number that identifies a response among those of its prompt, ``0 .. 2**63 - 1``."""
     return (policy_version << 16 | sample_index) & (2**63 - 1)
 
 
@@ -62,10 +62,10 @@ Draft = TypeVar("Draft", Rollout, RolloutSummary)
 
 
 def mean_lengths(cached: Mapping[bytes, Sequence[Draft]]) -> dict[bytes, float]:
-    """Mean length of the cached responses to each prompt, tokens.
+    """Return the mean length of the cached responses to each prompt, tokens.
 
-    An interrupted response would have become longer, so it counts only where a prompt has no
-    complete one.
+    An interrupted response would have become longer, so it counts only if a prompt has no complete
+    one.
     """
     lengths = {}
     for key, rollouts in cached.items():
@@ -80,7 +80,7 @@ class DraftChoice(NamedTuple, Generic[Draft]):
     """The draft of a row.
 
     Args:
-        draft: the draft; None where the row is decoded plainly.
+        draft: the draft; None if the row is decoded without a draft.
         occurrence: how many rollouts its sample index had before this one.
     """
 
@@ -89,11 +89,11 @@ class DraftChoice(NamedTuple, Generic[Draft]):
 
 
 def is_fresh(row: Row, occurrence: int, *, seed: int, fresh_fraction: float) -> bool:
-    """Decide whether a row is decoded plainly even if there is a draft.
+    """Decide whether a row is decoded without a draft even if there is one.
 
-    Reuse is not exact, and what the policy would write without it has to stay visible, so a
-    fraction of the rows is decoded plainly at each step. Rows take turns. A row is plain at every
-    ``1 / fresh_fraction``-th occurrence, rounded up or down, so it is never drafted more than
+    Reuse is not exact, and what the policy would write without it must stay visible, so a fraction
+    of the rows is decoded plainly, without drafts, at each step. Rows take turns. A row is plain at
+    every ``1 / fresh_fraction``-th occurrence, rounded up or down, so it is never drafted more than
     ``ceil(1 / fresh_fraction) - 1`` times in a row. That bounds how often a token can be trained
     on; no other rule has a lower bound for the same number of decoded tokens. The occurrence at
     which a row's first turn comes is random, so that each step has about the same share of plain
@@ -122,20 +122,20 @@ def select_drafts(
     """Choose a draft for each row, or none.
 
     The row with sample index k gets the newest rollout of its prompt's sample index k and no other
-    one. No draft is given to two rows this way, whether the rows of a group come in one batch, in
-    several, or on several engines.
+    one. In this way no draft is given to two rows, whether the rows of a group come in one batch,
+    in several, or on several engines.
 
     A sample index that already has a rollout of the current weights gets no draft: its uniforms
     would be the same again, and so would the result. There are two exceptions. An interrupted
     rollout is continued, and counts as the same occurrence. And a rollout of a step that was lost
-    when the run broke off drafts for the one that takes its place.
+    when the run was interrupted is the draft for the one that replaces it.
 
     Args:
         rows: the rows to be made.
         cached: rollouts, or summaries of them, by prompt key, newest first within a sample index.
         policy_version: version of the weights that will verify.
-        incarnation: incarnation of the run, which tells rollouts of this policy version from those
-            of a lost step.
+        incarnation: incarnation of the run, which distinguishes rollouts of this policy version
+            from those of a lost step.
         seed: seed of the run; it determines at which occurrences a row is plain.
         fresh_fraction: fraction of the rows that get no draft even if there is one
             (:func:`is_fresh`).
@@ -163,7 +163,7 @@ def select_drafts(
             unfinished = draft.finish is Finish.PARTIAL
             occurrence = draft.occurrence + (not unfinished)
             plain = is_fresh(row, occurrence, seed=seed, fresh_fraction=fresh_fraction)
-            # A part that these weights have decoded is as fresh as what they would decode now.
+            # A part that these weights decoded is as fresh as what they would decode now.
             plain &= not (unfinished and draft.policy_version == policy_version)
             choices.append(DraftChoice(None if plain or not len(draft) else draft, occurrence))
     return choices

@@ -1,17 +1,17 @@
 """A sequential test of whether reused rows still behave like fresh ones.
 
 If reuse were exact, fresh and reused rows of a prompt would have the same distribution, and so the
-same expected reward, length and mean log-prob. Training on rows that are drafted again breaks this:
-the policy memorizes reused rows, and their log-prob and reward rise above those of fresh ones. Rows
-are compared within their group, because prompts differ in difficulty (Mantel and Haenszel,
-doi:10.1093/jnci/22.4.719). The test can be evaluated after every step at its nominal error rate,
-because its bound is a normal-mixture confidence sequence (Robbins, doi:10.1214/aoms/1177696786;
-Howard et al., arXiv 1810.08240, section 3.2).
+same expected reward, length and mean log-prob. Training on rows that are drafted repeatedly breaks
+this: the policy memorizes reused rows, and their log-prob and reward rise above those of fresh
+ones. Rows are compared within their group, because prompts differ in difficulty (Mantel and
+Haenszel, doi:10.1093/jnci/22.4.719). The test can be evaluated after every step at its nominal
+error rate, because its bound is a normal-mixture confidence sequence (Robbins,
+doi:10.1214/aoms/1177696786; Howard et al., arXiv 1810.08240, section 3.2).
 
-The reused tokens alone allow a second test. For rows from the current policy's distribution, the
-mean of the sum over tokens of log p_now - log p_birth is not negative, by Jensen's inequality with
-E[p_birth / p_now] <= 1. If it is negative, the policy has moved away from the rows that it is
-trained on. This is evaluated once an epoch, so that no row counts twice.
+The reused tokens by themselves allow a second test. For rows from the current policy's
+distribution, the mean of the sum over tokens of log p_now - log p_birth is not negative, by
+Jensen's inequality with E[p_birth / p_now] <= 1. If it is negative, the policy has moved away from
+the rows that it is trained on. This is evaluated once per epoch, so that no row counts twice.
 
 This module knows arrays of rows. It does not know engines, losses or logs.
 """
@@ -36,7 +36,7 @@ FloatArray = npt.NDArray[np.floating[Any]]
 
 # Information (roughly the number of fresh rows) at which the confidence sequence is tightest.
 TIGHTEST_AT = 64.0
-# Degrees of freedom from which on the variance of a quantity counts as known.
+# Degrees of freedom from which the variance of a quantity counts as known.
 ROWS_TO_JUDGE = 64
 
 
@@ -91,7 +91,7 @@ class Gap(Estimate):
         """Add a group.
 
         Args:
-            values: the quantity's value of each row, float ``[n]``.
+            values: the quantity's value for each row, float ``[n]``.
             fresh: which rows were decoded plainly, bool ``[n]``.
         """
         one, other = values[fresh], values[~fresh]
@@ -137,16 +137,17 @@ class DriftMonitor:
         config: the ``spec_rl.monitor:`` block.
         fresh_fraction: ``spec_rl.fresh_fraction``.
         steps_per_epoch: number of :meth:`update` calls in an epoch. None: not known yet; until
-            :meth:`begin_epochs` says it, staleness is not judged and the window does not end.
-        quantities: in which rows are compared, some of ``config.QUANTITIES``.
+            :meth:`begin_epochs` provides it, staleness is not judged and the window does not end.
+        quantities: quantities in which rows are compared, some of ``config.QUANTITIES``.
 
     Attributes:
-        fresh_fraction: for the next step; differs from the configured one only with ``auto``.
+        fresh_fraction: the fraction for the next step; differs from the configured one only with
+            ``auto``.
         gaps: gap of each quantity in the current window.
         staleness: staleness in the last complete epoch.
         drifting: quantities that drift as of the last update.
-        warning: one line that names the quantities that drift, if they differ from those of the
-            update before; else empty.
+        warning: one line naming the quantities that drift, if they differ from those at the
+            previous update; otherwise empty.
     """
 
     def __init__(
@@ -174,18 +175,19 @@ class DriftMonitor:
 
     @property
     def window(self) -> float:
-        """Number of :meth:`update` calls in a window, without end while epochs are not known."""
+        """Number of :meth:`update` calls in a window, infinite while the length of epochs is not
+        known."""
         if self.steps_per_epoch is None:
             return math.inf
         return self.config.window_epochs * self.steps_per_epoch
 
     def begin_epochs(self, steps_per_epoch: int) -> None:
-        """Say how long an epoch is, once that is known.
+        """Set the length of an epoch, once it is known.
 
-        The steps so far belong to the first one, and end it where they are as many. Where they are
-        more, as after a state of a run that took epochs for longer ones, their staleness has
-        counted rows several times, and is forgotten. A window that would be over by now ends with
-        the next step.
+        The steps so far belong to the first epoch, and end it if there are exactly that many. If
+        there are more, as after restoring a state of a run that assumed longer epochs, their
+        staleness has counted rows several times, and is dropped. A window that would be over by now
+        ends with the next step.
         """
         self.steps_per_epoch = steps_per_epoch
         if self.steps == steps_per_epoch:
@@ -257,7 +259,7 @@ class DriftMonitor:
     def as_dict(self) -> dict[str, float]:
         """Return the metrics: each gap, the gap in standard errors, and 1 if it drifts, else 0.
 
-        Those of staleness are there once the length of an epoch is known.
+        Those of staleness are included once the length of an epoch is known.
         """
         out: dict[str, float] = {}
         for name, gap in self.gaps.items():
@@ -293,7 +295,7 @@ class DriftMonitor:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from what :meth:`state` has returned."""
+        """Continue from what :meth:`state` returned."""
         self.fresh_fraction = float(state["fresh_fraction"])
         self.steps, self.alarmed = int(state["steps"]), bool(state["alarmed"])
         self.drifting = list(state["drifting"])

@@ -2,11 +2,11 @@
 
 A tree holds the responses of earlier epochs, from the rollout cache, and those that are being
 decoded now. The latter are appended token by token, so that the first sample of a group drafts for
-the others. Drafts are offered to an engine that verifies them losslessly, so that a wrong one only
-costs speed (SRT, arXiv 2601.09083; SuffixDecoding, arXiv 2411.04975).
+the others. Drafts are offered to an engine that verifies them losslessly, so a wrong one only costs
+speed (SRT, arXiv 2601.09083; SuffixDecoding, arXiv 2411.04975).
 
 The index itself is native code (``_suffix.c``). This module bounds its memory and keeps track of
-the responses in each tree. It knows nothing of engines or of the cache. For example::
+the responses in each tree. It knows nothing about engines or the cache. For example::
 
     trees = DraftTrees(max_bytes=2**30)
     earlier = [(response_id(0, 1), np.array([5, 6, 7, 8], np.int32).tobytes())]
@@ -40,12 +40,12 @@ __all__ = ["CHANCES", "MIN_PROBABILITY", "RESPONSES_KEPT", "DraftTrees", "TreeRo
 MIN_PROBABILITY = 0.2
 """A draft ends where its estimated chance of being accepted up to there falls below this."""
 RESPONSES_KEPT = 2
-"""Where memory is short, a tree with more than this many times the responses that the cache has of
-its prompt is rebuilt from these."""
+"""If memory is short, a tree with more than this many times the responses that the cache has for
+its prompt is rebuilt from those."""
 
 
 def _chances() -> npt.NDArray[np.float32]:
-    """The chance of each cell: a token's share of the weights, less where there is little evidence.
+    """The chance of each cell: a token's share of the weights, reduced if there is little evidence.
 
     Axes: share of the weights, length of the match, number of earlier responses that agree.
     """
@@ -66,10 +66,10 @@ class PromptTree:
     """The indexed responses to one prompt.
 
     Attributes:
-        index: the native index; None once the tree was dropped for want of memory.
-        responses: identities of the responses in it.
+        index: the native index; None once the tree was dropped for lack of memory.
+        responses: identities of the responses in the tree.
         rows: the rows that draft from it now.
-        counted: the bytes that it counts for in the sum of all trees.
+        counted: the bytes with which it counts in the sum over all trees.
     """
 
     def __init__(self) -> None:
@@ -82,8 +82,8 @@ class PromptTree:
 class TreeRow:
     """A response that is being decoded: it drafts from the tree of its prompt and extends it.
 
-    A tree is kept while it has rows. Only if the trees with rows are too large by themselves is one
-    of them dropped; its rows then draft nothing any more.
+    A tree is kept while it has rows. One of them is dropped only if the trees with rows are too
+    large by themselves; its rows then no longer draft.
     """
 
     def __init__(self, trees: DraftTrees, tree: PromptTree, identity: int) -> None:
@@ -100,7 +100,7 @@ class TreeRow:
         self._trees.extend(self._tree, self._response, array("i", tokens))
 
     def draft(self, max_tokens: int) -> list[int]:
-        """Likely next tokens, at most ``max_tokens``; none where no token is likely enough."""
+        """Likely next tokens, at most ``max_tokens``; none if no token is likely enough."""
         return array("i", self.proposal(max_tokens)[0]).tolist()
 
     def proposal(
@@ -109,7 +109,7 @@ class TreeRow:
         min_probability: float = MIN_PROBABILITY,
         table: npt.NDArray[np.float32] = CHANCES,
     ) -> tuple[bytes, bytes, bytes]:
-        """A draft, with the chances of its tokens.
+        """Return a draft, with the chances of its tokens.
 
         Args:
             max_tokens: largest number of tokens.
@@ -131,7 +131,7 @@ class DraftTrees:
     """The trees of recently used prompts, within a memory limit.
 
     Args:
-        max_bytes: limit of all trees together, also while they grow. Those unused for longest are
+        max_bytes: limit of all trees together, even while they grow. The least recently used are
             dropped first, and those that rows draft from last.
     """
 
@@ -151,8 +151,8 @@ class DraftTrees:
             key: key of the prompt.
             identity: identity of the row's response
                 (:func:`~nemo_specrl.speculation.draft_selection.response_id`).
-            history: earlier responses as identity and int32 tokens, oldest first; those that are in
-                the tree already are skipped.
+            history: earlier responses as identity and int32 tokens, oldest first; those already in
+                the tree are skipped.
         """
         tree = self._trees.get(key)
         if tree is None:
@@ -169,8 +169,8 @@ class DraftTrees:
     def _is_too_large(self, tree: PromptTree, cached: int) -> bool:
         """Whether a tree should be rebuilt from the responses in the cache before it is used again.
 
-        Older responses make drafts better, and a tree keeps them while there is room. Without room,
-        keeping them would mean that every tree is dropped before its prompt comes up again.
+        Older responses improve drafts, and a tree keeps them while there is room. Without room,
+        keeping them would mean that every tree is dropped before its prompt recurs.
         """
         short = self.nbytes > self.max_bytes // 2
         return short and 0 < RESPONSES_KEPT * cached < len(tree.responses) and not tree.rows
@@ -185,7 +185,7 @@ class DraftTrees:
         return response
 
     def extend(self, tree: PromptTree, response: int, tokens: bytes | array[int]) -> None:
-        """Append int32 tokens to a response in a tree; drops trees where memory runs out."""
+        """Append int32 tokens to a response in a tree; drops trees if memory runs out."""
         if tree.index is not None:
             tree.index.extend(response, tokens)
             self._count(tree)

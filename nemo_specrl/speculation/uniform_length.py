@@ -1,13 +1,14 @@
-"""How many tokens the rows of a step draft where all of them draft the same number.
+"""How many tokens the rows of a step draft if all of them draft the same number.
 
 vLLM's V2 model runner gives every row of a step the same number of draft tokens, which keeps its
-full CUDA graphs. Few rows leave a GPU waiting for its weights, so that verifying long drafts costs
-next to nothing; many rows keep it computing, and only drafts that are likely to be accepted pay. So
-the number depends on the rows of the step, on what a step costs (``StepCosts``, computed from the
-model and the data sheet of the GPU), and on which drafts have been accepted (``UniformLengths``).
-Where no length gains, it is 0, and vLLM decodes as it does without drafts.
+full CUDA graphs. With few rows, a GPU waits for its weights, so that verifying long drafts costs
+next to nothing; many rows keep it computing, and only drafts that are likely to be accepted pay
+off. The number therefore depends on the rows of the step, on what a step costs (``StepCosts``,
+computed from the model and the data sheet of the GPU), and on which drafts have been accepted
+(``UniformLengths``). If no length gains anything, it is 0, and vLLM decodes as it does without
+drafts.
 
-Nothing here reads a clock: what is chosen follows from what was accepted.
+Nothing here reads a clock: the choice depends only on what was accepted.
 """
 
 from __future__ import annotations
@@ -23,40 +24,44 @@ __all__ = ["GPUS", "LEAST_GAIN", "LENGTHS", "Gpu", "StepCosts", "UniformLengths"
 Floats = npt.NDArray[np.float64]
 
 LENGTHS = (0, 2, 3, 5, 11)
-"""Lengths to choose from. CUDA graphs are captured for each, so that there are few; more of them
-gain less than a twentieth (docs/reference/v2_drafting.md)."""
+"""Lengths to choose from. CUDA graphs are captured for each, so there are only a few; more of them
+would gain less than a twentieth (docs/reference/v2_drafting.md)."""
 LEAST_GAIN = 1.05
-"""What a length has to gain over none, so that an error of the costs does not make steps slower."""
+"""Factor that a length must gain over none, so that an error in the costs does not slow steps
+down."""
 
 BANDWIDTH_SHARE, COMPUTE_SHARE = 0.75, 0.68
-"""Of what a data sheet says, what serving kernels reach: fitted to steps of Qwen3-8B on an H100, of
-which the costs are off by 2 % on average and by 9 % at most (docs/evidence/performance.md)."""
+"""The shares of the data sheet's values that serving kernels reach: fitted to steps of Qwen3-8B on
+an H100, for which the costs are off by 2 % on average and by 9 % at most
+(docs/evidence/performance.md)."""
 OVERLAP = 3
-"""Exponent of the norm by which reading weights and computing add up; the larger, the more of the
-shorter one is hidden behind the longer one. Fitted likewise."""
+"""Exponent of the norm by which the times of reading weights and of computing add up; the larger it
+is, the more of the shorter one is hidden behind the longer one. Fitted likewise."""
 LAUNCH_SECONDS, DRAFT_SECONDS = 0.8e-3, 1e-4
-"""Of a step, whatever it has to do, and of search and vote beside it; measured there, too."""
+"""Seconds of any step, whatever its work, and of search and vote in addition; also measured
+there."""
 SAMPLER_PASSES = 6
 """How often sampling and verification read or write the float32 logits of each position."""
 
 PRIOR_CHANCE = 0.8
-"""Chance that a draft token is accepted if those before it are, before anything is known. A high
-one, since nothing is learned where nothing is drafted: many rows find out within some steps that
-drafts do not pay, but with a low one they would never find out that they do."""
+"""Chance that a draft token is accepted if those before it are, before anything is known. It is
+high, since nothing is learned if nothing is drafted: many rows find out within a few steps that
+drafts do not pay, but with a low chance they would never find out that they do."""
 PRIOR_WEIGHT = 200.0
-"""Drafts that it counts for. Of later positions, the chance of the position before counts so."""
+"""Number of drafts for which it counts. At later positions, the chance of the previous position has
+this weight."""
 MOST_COUNTED = 20_000
-"""Drafts after which what was seen counts half: more say nothing that fewer would not, and a change
-would be seen the later, the longer a batch goes on."""
+"""Number of drafts after which earlier observations count half: more of them add no information,
+and the longer a batch continues, the later a change would be noticed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """What the data sheet of a GPU says.
+    """The values in the data sheet of a GPU.
 
     Args:
-        bandwidth: of its memory, bytes per second.
-        flops: dense multiply-adds in bfloat16 count as two, per second.
+        bandwidth: bandwidth of its memory, bytes per second.
+        flops: dense operations in bfloat16 per second; a multiply-add counts as two.
     """
 
     bandwidth: float
@@ -70,25 +75,26 @@ GPUS = {
     "B300": Gpu(8e12, 2250e12),
     "A100": Gpu(2.0e12, 312e12),
 }
-"""By a part of the name that the driver gives them; "GB200" has a B200. Others count as an H100."""
+"""Keyed by a part of the name that the driver reports; "GB200" has a B200. Others count as an
+H100."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StepCosts:
-    """What a decoding step takes, from the bytes that it moves and the operations that it does.
+    """The time of a decoding step, from the bytes that it moves and the operations that it does.
 
     Args:
-        gpu: that it runs on.
-        weight_bytes: of the weights that each step reads, on one rank.
-        expert_bytes: of the experts of a mixture, on one rank: a step reads those that its tokens
-            chose. Not in ``weight_bytes``.
-        expert_share: of the experts, that a token chooses.
-        token_flops: of one token, on one rank.
-        kv_bytes: of a token in the KV cache, on one rank.
+        gpu: the GPU that it runs on.
+        weight_bytes: bytes of the weights that each step reads, on one rank.
+        expert_bytes: bytes of the experts of a mixture, on one rank: a step reads those that its
+            tokens chose. Not included in ``weight_bytes``.
+        expert_share: share of the experts that a token chooses.
+        token_flops: operations of one token, on one rank.
+        kv_bytes: bytes of a token in the KV cache, on one rank.
         vocabulary: entries of the logits. The output layer is shared among ranks, but vLLM gathers
             the logits, and each rank samples from all of them.
-        state_bytes: of a row's state in layers other than attention, on one rank. A step reads one,
-            and writes one behind each of its tokens.
+        state_bytes: bytes of a row's state in layers other than attention, on one rank. A step
+            reads one, and writes one after each of its tokens.
     """
 
     gpu: Gpu
@@ -103,12 +109,12 @@ class StepCosts:
     def seconds(
         self, rows: npt.ArrayLike, length: npt.ArrayLike, context: float
     ) -> npt.NDArray[np.float64]:
-        """Seconds of a step.
+        """Return the seconds that a step takes.
 
         Args:
-            rows: that it decodes.
-            length: draft tokens of each.
-            context: tokens of prompt and response of a row, on average.
+            rows: number of rows that it decodes.
+            length: number of draft tokens of each row.
+            context: average number of tokens of a row's prompt and response.
         """
         rows, length = np.asarray(rows, np.float64), np.asarray(length, np.float64)
         tokens = rows * (1 + length)
@@ -132,13 +138,15 @@ class StepCosts:
 
 
 def expected_tokens(chances: npt.ArrayLike) -> Floats:
-    """Tokens that a row gains from a step, by the length of its draft.
+    """Return the expected number of tokens that a row gains from a step, by the length of its
+    draft.
 
     Args:
-        chances: by position of a draft, that it is accepted if those before it are, ``[n]``.
+        chances: chance for each position of a draft that its token is accepted if those before it
+            are, ``[n]``.
 
     Returns:
-        Of drafts of 0 to ``n`` tokens, ``[n + 1]``.
+        One value for each draft length from 0 to ``n``, ``[n + 1]``.
     """
     return 1 + np.concatenate([[0.0], np.cumsum(np.cumprod(np.asarray(chances, np.float64)))])
 
@@ -147,10 +155,10 @@ class UniformLengths:
     """Chooses a length for each number of rows.
 
     Args:
-        costs: of steps.
-        lengths: to choose from, 0 among them.
-        max_rows: rows of a step at most.
-        max_drafted: draft tokens of a step at most.
+        costs: costs of steps.
+        lengths: lengths to choose from, including 0.
+        max_rows: the most rows of a step.
+        max_drafted: the most draft tokens of a step.
     """
 
     def __init__(
@@ -171,16 +179,16 @@ class UniformLengths:
                 self.begin_batch()
 
     def begin_batch(self) -> None:
-        """Give what was seen half its weight: the weights and the prompts may be others now."""
+        """Halve the weight of earlier observations: the weights and the prompts may differ now."""
         self._counts /= 2
         self._counted /= 2
 
     def forget(self) -> None:
-        """Begin with nothing seen."""
+        """Forget all observations."""
         self._counts[:] = self._counted = 0.0
 
     def chances(self) -> Floats:
-        """By position, the chance that a draft token is accepted if those before it are."""
+        """Chance for each position that a draft token is accepted if those before it are."""
         longest = len(self._counts) - 1
         chances = np.empty(longest)
         before = PRIOR_CHANCE
@@ -195,7 +203,7 @@ class UniformLengths:
         """The length for each number of rows, from 0 (not used) to ``max_rows``.
 
         Args:
-            context: tokens of prompt and response of a row, on average.
+            context: average number of tokens of a row's prompt and response.
         """
         rows = np.arange(1, self._max_rows + 1)[:, None]
         lengths = np.array(self._lengths)[None, :]

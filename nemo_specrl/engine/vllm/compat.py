@@ -1,9 +1,9 @@
 """Differences between vLLM versions and devices, and private names of vLLM that are read.
 
 Covers vLLM 0.20 to 0.32; docs/reference/versions.md says which of them have been run. Each function
-states what it works around, in which versions, and fails with a clear error when its target has
+states what it works around and in which versions, and fails with a clear error when its target has
 changed. Features are detected where that is possible. What is replaced in vLLM is in ``patches``.
-The rest of the engine layer uses vLLM's public interface alone.
+The rest of the engine layer uses only vLLM's public interface.
 """
 
 from __future__ import annotations
@@ -63,19 +63,19 @@ logger = logging.getLogger(__name__)
 EXTRA_ARG = "spec_rl"
 """This package's key in ``SamplingParams.extra_args`` and in vLLM's ``additional_config``."""
 FORGET_SECONDS = 10.0
-"""Longest time that workers are asked to forget a broken step for."""
+"""The longest time allowed for asking workers to forget a broken step."""
 TAKE_IN_SECONDS = 0.001
-"""How often it is asked whether outputs have been taken in."""
+"""Interval for checking whether outputs have been taken in."""
 OLDEST = (0, 20)
 VERSIONS_RUN = ("0.20.0", "0.25.1", "0.26.0", "0.29.0", "0.32.0")
 """Versions on which the engine's tests and a training have passed (docs/reference/versions.md)."""
 
 
 def version_numbers(version: str) -> tuple[int, ...] | None:
-    """The numbers of a release, ``(0, 25, 1)`` of ``0.25.1+cu129``; None for other versions.
+    """The numbers of a release, ``(0, 25, 1)`` for ``0.25.1+cu129``; None for other versions.
 
-    Builds from source have versions such as ``dev`` or ``0.1.dev1+g1234``: what they contain
-    cannot be told from that.
+    Builds from source have versions such as ``dev`` or ``0.1.dev1+g1234``: these do not say what
+    they contain.
     """
     match = re.fullmatch(r"(\d+)\.(\d+)(?:\.(\d+))?(?:\.post\d+|rc\d+)?(?:\+.*)?", version)
     return tuple(int(number or 0) for number in match.groups()) if match else None
@@ -109,12 +109,12 @@ def check_version() -> str:
 
 
 def engine_of(llm: Any) -> Any:
-    """The engine in a ``vllm.LLM``; an ``LLMEngine`` or an ``AsyncLLM`` is one itself."""
+    """Return the engine in a ``vllm.LLM``; an ``LLMEngine`` or an ``AsyncLLM`` is one itself."""
     return getattr(llm, "llm_engine", llm)
 
 
 def eos_token_ids(engine: Any) -> tuple[int | None, frozenset[int]]:
-    """The engine's end-of-sequence token, and the further ones that its generation config names.
+    """Return the engine's end-of-sequence token, and the others that its generation config names.
 
     The first comes from the tokenizer and is None when the engine has none. A request that does
     not ignore end-of-sequence stops at any of them (v1/engine/input_processor.py).
@@ -122,7 +122,7 @@ def eos_token_ids(engine: Any) -> tuple[int | None, frozenset[int]]:
     processor = engine.input_processor
     if hasattr(processor, "renderer"):
         eos = processor.renderer.get_eos_token_id()
-    else:  # before the renderers
+    else:  # versions before the renderers
         eos = getattr(processor.tokenizer, "eos_token_id", None)
     extra = processor.generation_config_fields.get("eos_token_id") or ()
     extra = {extra} if isinstance(extra, int) else set(extra)
@@ -130,18 +130,18 @@ def eos_token_ids(engine: Any) -> tuple[int | None, frozenset[int]]:
 
 
 def tokenizer_of(engine: Any) -> Any:
-    """The tokenizer of an ``LLMEngine`` or ``AsyncLLM`` that has one.
+    """Return the tokenizer of an ``LLMEngine`` or ``AsyncLLM`` that has one.
 
     ``AsyncLLM.get_tokenizer`` is a coroutine in some versions; the renderer's method is not.
     """
     processor = engine.input_processor
     if hasattr(processor, "renderer"):
         return processor.renderer.get_tokenizer()
-    return processor.tokenizer  # before the renderers
+    return processor.tokenizer  # versions before the renderers
 
 
 def logprobs_slice(logprobs: FlatLogprobs, start: int, stop: int) -> FlatLogprobs:
-    """Positions ``start`` to ``stop`` of log-probs, as ``logprobs[start:stop]``.
+    """Return positions ``start`` to ``stop`` of log-probs, as ``logprobs[start:stop]``.
 
     Up to vLLM 0.28, an empty slice of ``FlatLogprobs`` raises IndexError (vllm/logprobs.py; fixed
     in 0.29.0).
@@ -152,14 +152,14 @@ def logprobs_slice(logprobs: FlatLogprobs, start: int, stop: int) -> FlatLogprob
 
 
 def no_logprobs() -> FlatLogprobs:
-    """Log-probs of no position."""
+    """Return log-probs without positions."""
     from vllm.logprobs import FlatLogprobs
 
     return FlatLogprobs()
 
 
 def new_logprobs(completion: CompletionOutput) -> FlatLogprobs:
-    """The log-probs of exactly the tokens that an output brings, or fewer where it has fewer.
+    """The log-probs of exactly the tokens that an output brings, or fewer if it has fewer.
 
     Up to vLLM 0.28, an output of kind DELTA without a token, such as an abort's, carries the log-
     probs of the whole response: it takes ``logprobs[-0:]`` (v1/engine/output_processor.py).
@@ -172,13 +172,13 @@ def new_logprobs(completion: CompletionOutput) -> FlatLogprobs:
 
 
 def tokens_so_far(engine: Any, request_id: str) -> tuple[list[int], FlatLogprobs]:
-    """The tokens that an engine has decoded of a running request, and their log-probs.
+    """The tokens that an engine has decoded for a running request, and their log-probs.
 
     vLLM drops them when a request is aborted (v1/engine/output_processor.py). Since 0.24 or so a
     request has a second, internal id.
 
     Raises:
-        KeyError: the engine knows no such request.
+        KeyError: the engine has no such request.
     """
     state = _request_state(engine, request_id)
     if state is None:
@@ -189,7 +189,7 @@ def tokens_so_far(engine: Any, request_id: str) -> tuple[list[int], FlatLogprobs
 
 
 def made_so_far(engine: Any, request_id: str) -> int | None:
-    """How many tokens an engine has decoded of a request; None: it does not know it, or no more."""
+    """How many tokens an engine has decoded for a request; None if it has no such request."""
     state = _request_state(engine, request_id)
     return None if state is None else int(state.detokenizer.num_output_tokens())
 
@@ -197,8 +197,8 @@ def made_so_far(engine: Any, request_id: str) -> int | None:
 def routes_so_far(engine: Any, request_id: str) -> npt.NDArray[np.integer[Any]] | None:
     """The routed experts of a running request's tokens, which vLLM returns with the last output.
 
-    Integers ``[tokens, layers, experts of a token]``, of prompt and response but for the last
-    token; None where the engine returns none. vLLM 0.20 has none before the end of a request.
+    Integers ``[tokens, layers, experts of a token]``, of prompt and response except for the last
+    token; None if the engine returns none. vLLM 0.20 has none before the end of a request.
     """
     import numpy as np
 
@@ -207,11 +207,11 @@ def routes_so_far(engine: Any, request_id: str) -> npt.NDArray[np.integer[Any]] 
 
 
 def routes_shape(config: Any) -> tuple[int, int] | None:
-    """Layers, and experts of a token in each, of the routes that an engine returns; None: it does
+    """Layers, and experts of a token in each, of the routes that an engine returns; None if it does
     not return any.
 
-    The option is in another place since about 0.30, and the number of experts has a method since
-    about 0.28.
+    The option has been in another place since about 0.30, and there has been a method for the
+    number of experts since about 0.28.
 
     Args:
         config: a ``VllmConfig``.
@@ -228,18 +228,18 @@ def routes_shape(config: Any) -> tuple[int, int] | None:
 
 
 def _request_state(engine: Any, request_id: str) -> Any:
-    """What an engine's output processor has of a request that has not ended, or None."""
+    """The state that an engine's output processor has of a request that has not ended, or None."""
     processor = engine.output_processor
     internal = getattr(processor, "external_req_ids", {}).get(request_id) or [request_id]
     return processor.request_states.get(internal[0])
 
 
 async def take_in_outputs(engine: Any) -> None:
-    """Wait until an ``AsyncLLM`` has taken in all that its paused core has sent.
+    """Wait until an ``AsyncLLM`` has taken in everything that its paused core has sent.
 
-    One task takes the outputs from a queue and works them off one after the other
-    (v1/engine/async_llm.py, ``output_handler``): when it takes an empty one, it has done with all
-    that came before. ``pause_generation`` itself hopes for the best after 20 ms.
+    One task takes the outputs from a queue and processes them one after the other
+    (v1/engine/async_llm.py, ``output_handler``): when it takes an empty one, it has finished all
+    that came before. ``pause_generation`` itself just waits 20 ms and hopes for the best.
     """
     from vllm.v1.engine import EngineCoreOutputs
 
@@ -252,10 +252,10 @@ async def take_in_outputs(engine: Any) -> None:
 
 
 def keeps_tokens_at_reset(engine: Any) -> bool:
-    """Whether requests keep their tokens where KV blocks are reset while they run.
+    """Whether requests keep their tokens if KV blocks are reset while they run.
 
     With asynchronous scheduling, vLLM 0.20 discards the next token of each as one that was on its
-    way, also where none was (``discard_latest_async_tokens`` in v1/core/sched/scheduler.py).
+    way, even if none was (``discard_latest_async_tokens`` in v1/core/sched/scheduler.py).
     """
     from vllm.v1.request import Request
 
@@ -264,7 +264,7 @@ def keeps_tokens_at_reset(engine: Any) -> bool:
 
 
 def stop_tokens(params: SamplingParams) -> frozenset[int]:
-    """Tokens that end a request's response; none where ``min_tokens`` lets it go on behind some."""
+    """Tokens that end a request's response; none if ``min_tokens`` lets it continue past some."""
     if params.min_tokens:
         return frozenset()
     eos = getattr(params, "eos_token_id", None)  # a property since 0.2x; unset if eos is ignored
@@ -272,7 +272,7 @@ def stop_tokens(params: SamplingParams) -> frozenset[int]:
 
 
 def media_of(request: Any) -> list[tuple[str, int, int]]:
-    """Name of the content, first position and number of placeholders of a request's media.
+    """Content name, first position and number of placeholders of a request's media.
 
     Args:
         request: as a model runner knows it, ``NewRequestData`` or ``CachedRequestState``.
@@ -284,14 +284,14 @@ def media_of(request: Any) -> list[tuple[str, int, int]]:
 
 
 def assigns_own_ids() -> bool:
-    """Whether vLLM gives each request a unique id of its own beside its caller's."""
+    """Whether vLLM gives each request a unique id of its own in addition to its caller's."""
     from vllm import envs
 
     return not getattr(envs, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", False)
 
 
 def unknown_requests(engine: Any, request_ids: Iterable[str]) -> list[str]:
-    """Those of some requests that an ``LLMEngine`` has not, or not any more.
+    """Return those of some requests that an ``LLMEngine`` does not have, or no longer has.
 
     An engine that is asked to abort a request forgets it without an output.
     """
@@ -302,12 +302,12 @@ def unknown_requests(engine: Any, request_ids: Iterable[str]) -> list[str]:
 
 @contextlib.contextmanager
 def interrupts_deferred(engine: Any) -> Iterator[None]:
-    """Have Ctrl-C wait for the end of a step of an engine whose core is in this process.
+    """Make Ctrl-C wait for the end of a step of an engine whose core is in this process.
 
-    A step that is broken off anywhere can leave its scheduler and its model runner with different
-    requests, also where the model runner is in a process of its own (vLLM 0.20 on CPUs). A second
-    Ctrl-C does not wait. Nothing is changed outside of the main thread, and where SIGINT has
-    another handler than Python's own.
+    A step that is interrupted anywhere can leave its scheduler and its model runner with different
+    requests, even if the model runner is in its own process (vLLM 0.20 on CPUs). A second Ctrl-C
+    does not wait. Nothing is changed outside of the main thread, or if SIGINT has a handler other
+    than Python's own.
     """
     own = threading.current_thread() is threading.main_thread() and (
         signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -332,10 +332,10 @@ def interrupts_deferred(engine: Any) -> Iterator[None]:
 
 
 def forget_broken_step(engine: Any) -> None:
-    """Have an engine whose core is in this process forget a step that an exception has broken off.
+    """Make an engine whose core is in this process forget a step that an exception interrupted.
 
-    The V1 model runner keeps what the first half of a step has computed for the second one
-    (``execute_model_state`` in v1/worker/gpu_model_runner.py), and where that never came it would
+    The V1 model runner keeps what the first half of a step has computed for the second half
+    (``execute_model_state`` in v1/worker/gpu_model_runner.py), and if that never came it would
     refuse every further step.
     """
     if _core_here(engine):
@@ -343,7 +343,7 @@ def forget_broken_step(engine: Any) -> None:
 
 
 def _forget_broken_step(worker: Any) -> None:
-    """In the process of a worker."""
+    """Forget a broken step, in the process of a worker."""
     runner = worker.model_runner
     if getattr(runner, "execute_model_state", None) is not None:
         runner.execute_model_state = None
@@ -352,9 +352,9 @@ def _forget_broken_step(worker: Any) -> None:
 def drafts_count_here(vllm_config: Any) -> tuple[bool, bool]:
     """Whether vLLM takes the drafts of this worker, and whether it takes those of others, too.
 
-    All tensor-parallel ranks sample, and each asks its proposer. The executor takes what the first
-    one says (``_get_output_rank``, v1/executor/multiproc_executor.py). With ``external_launcher``
-    each rank has a scheduler of its own, which takes the drafts of its rank, and all must be alike.
+    All tensor-parallel ranks sample, and each asks its proposer. The executor takes those of the
+    first one (``_get_output_rank``, v1/executor/multiproc_executor.py). With ``external_launcher``
+    each rank has its own scheduler, which takes the drafts of its rank, and all must be alike.
     """
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
@@ -365,7 +365,7 @@ def drafts_count_here(vllm_config: Any) -> tuple[bool, bool]:
 
 
 def least_of_ranks(number: int) -> int:
-    """The least of a number on the tensor-parallel ranks of an engine, each of which has to ask."""
+    """The least of a number over an engine's tensor-parallel ranks; all of them must call this."""
     import torch
     from vllm.distributed.parallel_state import get_tp_group
 
@@ -378,9 +378,9 @@ def least_of_ranks(number: int) -> int:
 
 
 def has_unfinished_requests(engine: Any) -> bool:
-    """Whether requests that this process sent to an ``LLMEngine`` or ``AsyncLLM`` have not ended.
+    """Whether any request that this process sent to an ``LLMEngine`` or ``AsyncLLM`` is unfinished.
 
-    Of all its data-parallel engines; ``AsyncLLM`` has no method of its own for it.
+    Covers all of its data-parallel engines; ``AsyncLLM`` has no method of its own for this.
     """
     return bool(engine.output_processor.has_unfinished_requests())
 

@@ -1,7 +1,8 @@
-"""What is replaced in vLLM's samplers on a CPU, where samples would be wrong or not repeatable.
+"""What is replaced in vLLM's samplers on a CPU, which would otherwise give wrong or unrepeatable
+samples.
 
 The rules are those of ``patches``. ``plugin`` applies both in each of vLLM's processes; the engine
-layer applies the first one where a drafter needs it. Samplers of GPUs need neither.
+layer applies the first one if a drafter needs it. Samplers on GPUs need neither.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ SEEDS_IGNORED = "len(generators) != logits.shape[0]"
 
 
 def fix_cpu_rejection_sampler() -> None:
-    """On a CPU, make sampled speculative decoding divide logits by the temperature it was given.
+    """On a CPU, make sampled speculative decoding divide logits by the requested temperature.
 
     ``expand_batch_to_tokens`` of vLLM's CPU builds writes temperatures (and top-k, top-p) into a
-    copy that is thrown away and returns memory that was never written, so that accepted tokens
-    come from another distribution (utils/cpu_triton_utils.py, ``_expand_kernel_impl``; 0.20 to
-    0.33). Neither greedy decoding nor GPUs are affected. Raises IncompatibleVersion where this
-    vLLM's rejection sampler has no such function.
+    copy that is discarded and returns memory that was never written, so that accepted tokens come
+    from another distribution (utils/cpu_triton_utils.py, ``_expand_kernel_impl``; 0.20 to 0.33).
+    Neither greedy decoding nor GPUs are affected. Raises IncompatibleVersion if this vLLM's
+    rejection sampler has no such function.
     """
     from vllm.platforms import current_platform
 
@@ -59,10 +60,10 @@ def expanded_to_tokens(
 
     Args:
         values: by row, ``[rows]``.
-        cumulative: tokens of a row and those before it, int ``[rows]``.
-        num_tokens: of all rows.
+        cumulative: tokens of a row and of those before it, int ``[rows]``.
+        num_tokens: number of tokens of all rows.
         replace_from: a value to replace.
-        replace_to: by this one.
+        replace_to: its replacement.
     """
     import torch
 
@@ -73,17 +74,18 @@ def expanded_to_tokens(
 
 
 def keep_cpu_seeds() -> None:
-    """On a CPU, have a row with a seed sampled by its seed, whatever other rows a step has.
+    """On a CPU, sample a row with a seed by its seed, whatever other rows a step has.
 
-    ``TopKTopPSampler.forward_cpu`` samples all rows of a step by the generator of the process where
+    ``TopKTopPSampler.forward_cpu`` samples all rows of a step by the generator of the process if
     one of them has no generator of its own (v1/sample/ops/topk_topp_sampler.py; 0.20 and 0.25.1,
-    not 0.32; the functions for GPUs do not). A verification has none. So what was decoded beside
-    one depended on all that the process had sampled before, and a run that was killed and started
-    again did not repeat its steps. Rows without a seed keep the generator of the process.
+    not 0.32; the functions for GPUs do not). A verification has none. What was decoded together
+    with one therefore depended on everything that the process had sampled before, and a run that
+    was killed and restarted did not repeat its steps. Rows without a seed keep the generator of the
+    process.
 
     Raises:
-        IncompatibleVersion: this vLLM's TopKTopPSampler has no forward_cpu. Whether seeds hold
-            there is not known.
+        IncompatibleVersion: this vLLM's TopKTopPSampler has no forward_cpu. Whether seeds are
+            respected there is not known.
     """
     from vllm.platforms import current_platform
 

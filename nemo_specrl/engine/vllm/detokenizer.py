@@ -1,4 +1,4 @@
-"""vLLM's incremental detokenizer for a response that several requests make."""
+"""vLLM's incremental detokenizer for a response made by several requests."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["Detokenizer"]
 
 
 class Detokenizer:
-    """vLLM's incremental detokenizer for a response that two requests made.
+    """vLLM's incremental detokenizer for a response made by two requests.
 
-    vLLM looks for stop strings in the text of one request. Here the text runs on from the draft
+    vLLM looks for stop strings in the text of one request. Here the text continues from the draft
     into its continuation, so that a stop string that begins in one and ends in the other is found.
 
     Args:
@@ -35,13 +35,13 @@ class Detokenizer:
     def feed(self, tokens: Sequence[int], *, stop_terminated: bool) -> str | None:
         """Add tokens up to the one that completes a stop string.
 
-        Tokens are added one at a time: up to vLLM 0.31, an update with several keeps those behind
+        Tokens are added one at a time: up to vLLM 0.31, an update with several keeps those after
         the stop string, and AsyncLLM merges outputs of several steps into one.
 
         Args:
             tokens: token ids.
             stop_terminated: whether the last one is a stop token, whose text belongs to the
-                response only where the parameters say so.
+                response only if the parameters say so.
 
         Returns:
             The stop string that was completed, or None.

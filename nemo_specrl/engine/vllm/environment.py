@@ -38,64 +38,66 @@ Method = Literal["v2", "proposer", "rounds"]
 """How drafts from earlier responses reach an engine (``drafters.method``)."""
 
 FIRST_WITH_DRAFTERS = (0, 25, 1)
-"""The oldest vLLM that was found to take proposers and speculators of ours; 0.20 takes neither."""
+"""The oldest vLLM that was found to accept our proposers and speculators; 0.20 accepts neither."""
 FIRST_WITH_V2_FOR_ALL = (0, 29)
-"""The oldest vLLM that was found to run every model in its V2 model runner. Before, it took V2 up
-for one kind of model after the other: mixtures of experts last of those that have attention alone,
-for no reason but that they had not been through its tests (vllm-project/vllm#41286, #53183)."""
+"""The oldest vLLM that was found to run every model in its V2 model runner. Before, it adopted V2
+for one kind of model after the other: among those with only attention, mixtures of experts came
+last, for the sole reason that they had not been through its tests (vllm-project/vllm#41286,
+#53183)."""
 FIRST_WITH_ROUTES = (0, 29)
 """The oldest vLLM that was found to return routed experts from its V2 model runner. Before, it runs
-V1 where they are asked for, and refuses V2 (``_get_v2_model_runner_unsupported_features``)."""
+V1 if they are asked for, and refuses V2 (``_get_v2_model_runner_unsupported_features``)."""
 FIRST_WITH_ADAPTIVE_VERIFICATION = (0, 32)
-"""The oldest vLLM whose adaptive verification takes drafts that no model made; 0.29 refuses."""
+"""The oldest vLLM whose adaptive verification accepts drafts that no model made; 0.29 refuses."""
 FIRST_WITH_STATE_OF_DRAFTS = (0, 32)
-"""The oldest vLLM whose V2 model runner brings the state of most kinds of layers back behind
-refused drafts. Before, ``v2_states`` does so for some of them (``HYBRIDS``)."""
+"""The oldest vLLM whose V2 model runner restores the state of most kinds of layers after refused
+drafts. Before, ``v2_states`` does so for some of them (``HYBRIDS``)."""
 V2_USE = "VLLM_USE_V2_MODEL_RUNNER"
 """The variable by which vLLM is asked for its V2 model runner, or forbidden it."""
 V2_MIXTURES = frozenset({"DeepseekV2ForCausalLM", "Qwen2MoeForCausalLM", "GraniteMoeForCausalLM"})
-"""Mixtures of experts that vLLM ran in V2 before (config/vllm.py,
+"""Mixtures of experts that vLLM already ran in V2 before (config/vllm.py,
 ``DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES``)."""
 EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
-"""Keys of a model's configuration by which vLLM knows a mixture of experts
+"""Keys of a model's configuration by which vLLM recognizes a mixture of experts
 (transformers_utils/model_arch_config_convertor.py, ``get_num_experts``)."""
 HYBRIDS = (
     *("BailingMoeV2_5", "FalconH1", "GraniteMoeHybrid", "InternS2Preview", "Jamba", "KimiLinear"),
     *("Lfm2", "MiniCPMV4_6", "NemotronH", "OlmoHybrid", "Plamo2", "Qwen3Next", "Qwen3_5", "Zamba2"),
 )
-"""How the names of architectures begin that have other layers than attention, in vLLM 0.25.1
-(``IsHybrid``). It runs them in V1, and in V2 where it is asked to. The state of accepted tokens
-lies in a slot for each, and which slot a step begins at is not told to all kinds of layers."""
+"""Prefixes of the names of architectures with layers other than attention, in vLLM 0.25.1
+(``IsHybrid``). It runs them in V1, and in V2 if it is asked to. The state after each accepted token
+is in a slot of its own, and not all kinds of layers are told at which slot a step begins."""
 PATCHED = ("NemotronH", "Qwen3Next", "Qwen3_5")
-"""Those of ``HYBRIDS`` whose state ``v2_states`` keeps right before 0.32, as tests show: they have
-layers of Mamba-2, or gated delta nets."""
+"""Those of ``HYBRIDS`` whose state ``v2_states`` keeps correct before 0.32, as tests show: they
+have Mamba-2 layers, or gated delta nets."""
 NEVER_TOLD = ("BailingMoeV2_5", "Jamba")
-"""Those whose layers, of linear attention and of Mamba-1, 0.32 does not tell either
+"""Those whose layers, of linear attention and of Mamba-1, are not told by 0.32 either
 (v1/worker/gpu/model_states/mamba_hybrid.py, ``get_extra_attn_kwargs``)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Engines:
-    """What is known of the vLLM that engines will run on, which need not be this process's.
+    """What is known about the vLLM that engines will run on, which may not be this process's.
 
-    NeMo-RL's driver may have neither vLLM nor a GPU, and yet can say that a recipe will be refused.
+    NeMo-RL's driver may have neither vLLM nor a GPU, and still can tell that a recipe will be
+    refused.
     """
 
     version: str | None
     """None: not known."""
     cpu: bool
     custom_proposers: bool
-    """Whether this vLLM takes proposers that it does not know (``method: custom_class``)."""
+    """Whether this vLLM accepts custom proposers (``method: custom_class``)."""
     v2_speculators: bool
     """Whether its V2 model runner has speculators of the kind that drafts from history."""
     v2_wanted: bool | None
     """What VLLM_USE_V2_MODEL_RUNNER says there; None: nothing."""
     in_this_process: bool
-    """Whether an engine could be built here, so that vLLM's parts can be looked at."""
+    """Whether an engine could be built here, so that vLLM's parts can be inspected."""
 
     @classmethod
     def here(cls) -> Engines:
-        """Engines of this process. Where there is no vLLM, what is not known is held possible."""
+        """Engines of this process. Without vLLM, what is not known is assumed possible."""
         return dataclasses.replace(cls.installed(on_cpu()), in_this_process=engines_run_here())
 
     @classmethod
@@ -103,7 +105,7 @@ class Engines:
         """Engines of the vLLM that is installed here; nothing of it is imported.
 
         Args:
-            cpu: they will run on a CPU.
+            cpu: whether they will run on a CPU.
         """
         version = next(_installed_versions(), None)
         return cls(version, cpu, has_custom_proposers(), has_v2_speculators(), v2_wanted(), False)
@@ -113,7 +115,7 @@ class Engines:
         """Engines on GPUs of other machines.
 
         Args:
-            version: of their vLLM; None where it is not known.
+            version: version of their vLLM; None if it is not known.
             environment: the variables of their processes.
         """
         numbers = version_numbers(version) if version else None
@@ -121,7 +123,7 @@ class Engines:
         return cls(version, False, drafts, drafts, v2_wanted(environment), False)
 
     def before(self, version: tuple[int, ...]) -> bool:
-        """Whether their vLLM is older than a version; False where it is not known."""
+        """Whether their vLLM is older than a version; False if it is not known."""
         numbers = version_numbers(self.version) if self.version else None
         return numbers is not None and numbers < version
 
@@ -129,10 +131,10 @@ class Engines:
 def local_cpu_environment() -> None:
     """Set the environment of a small in-process CPU engine. Call it before importing vLLM.
 
-    One thread is fastest for small models, where two spend more time waiting for each other than
-    working. Without ``torch.compile``, which would spend 10 s on a helper for log-probs alone
-    (v1/sample/ops). Values that the user has set stay, but for a binding that the installed vLLM
-    cannot start with.
+    One thread is fastest for small models: two spend more time waiting for each other than working.
+    ``torch.compile`` is off, since it would spend 10 s only on a helper for log-probs
+    (v1/sample/ops). Values that the user has set are kept, except for a binding with which the
+    installed vLLM cannot start.
 
     Raises:
         ConfigError: a variable that must be a number is not one. vLLM would not say which variable,
@@ -162,9 +164,9 @@ def local_cpu_environment() -> None:
 def cpu_thread_binding(threads: int = 1) -> str:
     """The value of ``VLLM_CPU_OMP_THREADS_BIND`` that leaves an engine's threads where they are.
 
-    It is ``nobind``, save for vLLM 0.20, whose CPU workers fail with an IndexError on that
+    It is ``nobind``, except for vLLM 0.20, whose CPU workers fail with an IndexError on that
     (utils/ompmultiprocessing.py logs a list of cores that it has not made; fixed in 0.21.0). They
-    get a list of cores instead, which begins at a core that depends on the process, so that the
+    get a list of cores instead. It begins at a core that depends on the process, so that the
     engines of one machine do not all share one core.
     """
     for version in _installed_versions():
@@ -177,7 +179,7 @@ def cpu_thread_binding(threads: int = 1) -> str:
 
 
 def _installed_versions() -> Iterator[str]:
-    """The version of vLLM, from the metadata: some variables are set before it is imported."""
+    """Yield vLLM's version, from the metadata: some variables are set before it is imported."""
     for package in ("vllm-cpu", "vllm"):
         try:
             yield metadata.version(package)
@@ -186,7 +188,7 @@ def _installed_versions() -> Iterator[str]:
 
 
 def on_cpu() -> bool:
-    """Whether the vLLM of this process runs on a CPU; False where there is none."""
+    """Whether the vLLM of this process runs on a CPU; False if there is none."""
     platform = _platform()
     return platform is not None and bool(platform.is_cpu())
 
@@ -194,14 +196,14 @@ def on_cpu() -> bool:
 def engines_run_here() -> bool:
     """Whether this process can have an engine: vLLM is installed and has found a device.
 
-    NeMo-RL's driver may have neither; what its workers can do, they find out.
+    NeMo-RL's driver may have neither; its workers find out themselves what they can do.
     """
     platform = _platform()
     return platform is not None and not platform.is_unspecified()
 
 
 def _platform() -> Any | None:
-    """The device as vLLM sees it; None: there is no vLLM."""
+    """Return the device as vLLM sees it; None if there is no vLLM."""
     if importlib.util.find_spec("vllm") is None:
         return None
     from vllm.platforms import current_platform
@@ -210,10 +212,10 @@ def _platform() -> Any | None:
 
 
 def has_custom_proposers() -> bool:
-    """Whether this vLLM takes proposers that it does not know (``method: custom_class``).
+    """Whether this vLLM accepts custom proposers (``method: custom_class``).
 
-    0.20 does not, 0.25.1 does. Nothing is imported. Where there is no vLLM, as in the environment
-    of NeMo-RL's driver, that of the workers may: they will see.
+    0.20 does not, 0.25.1 does. Nothing is imported. True without vLLM, as in the environment of
+    NeMo-RL's driver: that of the workers may accept them, and they will find out.
     """
     return _has_module("v1", "spec_decode", "custom_class_proposer.py")
 
@@ -221,7 +223,7 @@ def has_custom_proposers() -> bool:
 def has_v2_speculators() -> bool:
     """Whether this vLLM's V2 model runner has speculators of the kind that drafts from history.
 
-    0.25.1 has. As :func:`has_custom_proposers`: nothing is imported, and True without vLLM.
+    0.25.1 has them. Like :func:`has_custom_proposers`: nothing is imported, and True without vLLM.
     """
     return _has_module("v1", "worker", "gpu", "spec_decode", "speculator.py")
 
@@ -237,13 +239,13 @@ def _has_module(*path: str) -> bool:
 def runs_v2(vllm_config: Any) -> bool:
     """Whether an engine has vLLM's V2 model runner, the default for most models on GPUs since 0.25.
 
-    Before, it is an experiment that an environment variable switches on.
+    Before, it is experimental, and switched on by an environment variable.
     """
     return bool(getattr(vllm_config, "use_v2_model_runner", v2_wanted() or False))
 
 
 def v2_wanted(environment: Mapping[str, str] = os.environ) -> bool | None:
-    """What VLLM_USE_V2_MODEL_RUNNER says, as vLLM reads it; None: nothing, so that vLLM chooses."""
+    """What VLLM_USE_V2_MODEL_RUNNER says, as vLLM reads it; None if unset: vLLM chooses then."""
     value = environment.get(V2_USE, "").strip().lower()
     if not value:
         return None
@@ -251,7 +253,7 @@ def v2_wanted(environment: Mapping[str, str] = os.environ) -> bool | None:
 
 
 def would_run_v2(engines: Engines) -> bool:
-    """Whether vLLM would run its V2 model runner, for a model that it takes there.
+    """Whether vLLM would run its V2 model runner, for a model that this runner supports.
 
     On a CPU, V2 is not the default.
     """
@@ -263,7 +265,7 @@ def why_not_v2(engines: Engines, model: Mapping[str, Any]) -> str | None:
     """Why drafts would not be exact for a model in vLLM's V2 model runner; None: they would be.
 
     Args:
-        engines: that would run V2 for other models.
+        engines: engines that would run V2 for other models.
         model: the model's configuration, as in its config.json.
     """
     names = _architectures(model)
@@ -283,12 +285,12 @@ def why_not_v2(engines: Engines, model: Mapping[str, Any]) -> str | None:
 
 
 def asks_for_v2(engines: Engines, model: Mapping[str, Any]) -> bool:
-    """Whether vLLM would run a model in V1, but does in V2, and exactly, where it is asked to.
+    """Whether vLLM would run a model in V1 by default, but runs it in V2, exactly, when asked to.
 
     These are mixtures of experts (``FIRST_WITH_V2_FOR_ALL``), and models whose state is patched.
 
     Args:
-        engines: that would run V2 for other models.
+        engines: engines that would run V2 for other models.
         model: the model's configuration, as in its config.json.
     """
     if engines.v2_wanted is not None or not engines.before(FIRST_WITH_V2_FOR_ALL):
@@ -305,11 +307,12 @@ def _architectures(model: Mapping[str, Any]) -> list[str]:
 
 
 def auto_method(engines: Engines) -> Method | str:
-    """What ``tree.method: auto`` takes.
+    """The method that ``tree.method: auto`` chooses.
 
-    The speculator wherever vLLM would run its V2 model runner. The proposer on CPUs alone: on GPUs
-    it keeps vLLM from V2 with asynchronous scheduling, which loses more than drafts gain. Rounds
-    never, since they cost more than they save nearly everywhere (docs/guide/lossless.md).
+    It is the speculator wherever vLLM would run its V2 model runner. It is the proposer only on
+    CPUs: on GPUs that keeps vLLM from V2 with asynchronous scheduling, which loses more than drafts
+    gain. It is never rounds, since they cost more than they save nearly everywhere
+    (docs/guide/lossless.md).
 
     Returns:
         A method, or why there is none.

@@ -10,11 +10,11 @@ from nemo_specrl.speculation.uniform_length import GPUS, Gpu, StepCosts
 __all__ = ["costs_of", "step_costs"]
 
 STATES = ("mamba", "linear_attention")
-"""Names of layers that keep a state, in configurations of Hugging Face."""
+"""Names of layers that keep a state, in Hugging Face configurations."""
 
 
 def _gpu_at_hand() -> Gpu:
-    """The data sheet of this machine's GPU; that of an H100 where it is not known."""
+    """The data sheet of this machine's GPU; that of an H100 if it is not known."""
     from vllm.platforms import current_platform
 
     name = str(current_platform.get_device_name())
@@ -24,9 +24,9 @@ def _gpu_at_hand() -> Gpu:
 def step_costs(vllm_config: Any) -> StepCosts:
     """The costs of a step.
 
-    Sizes come from the names that configurations of Hugging Face share. Where a model has others
-    (latent attention), this is an estimate, which errs in the size of attention; weights and
-    operations decide. A size that has no known name is that of an 8B model.
+    Sizes come from the names that Hugging Face configurations share. If a model has others (latent
+    attention), this is an estimate that errs in the size of attention; weights and operations
+    dominate. A size without a known name is that of an 8B model.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     ranks = max(1, int(parallel.tensor_parallel_size))
@@ -39,14 +39,14 @@ def step_costs(vllm_config: Any) -> StepCosts:
 
 
 def costs_of(config: Any, gpu: Gpu, ranks: int, weight_bytes: int, kv_bytes: int) -> StepCosts:
-    """The costs of a step, from a configuration of Hugging Face.
+    """The costs of a step, from a Hugging Face configuration.
 
     Args:
         config: of the language model.
-        gpu: of each rank.
-        ranks: of tensor parallelism.
-        weight_bytes: of a weight.
-        kv_bytes: of an entry of the KV cache.
+        gpu: GPU of each rank.
+        ranks: number of tensor-parallel ranks.
+        weight_bytes: bytes of a weight.
+        kv_bytes: bytes of an entry of the KV cache.
     """
     hidden = _first(config, "hidden_size", "n_embd", "d_model") or 4096
     layers = _first(config, "num_hidden_layers", "n_layer", "n_layers") or 32
@@ -58,7 +58,7 @@ def costs_of(config: Any, gpu: Gpu, ranks: int, weight_bytes: int, kv_bytes: int
     chosen = _first(config, "num_experts_per_tok") if experts else 0
     inner = _first(config, "intermediate_size", "ffn_hidden_size", "n_inner") or 4 * hidden
     kinds = _kinds(config, layers, bool(experts))
-    attention = hidden * head * (2 * heads + 2 * kv_heads)  # of other layers about as much
+    attention = hidden * head * (2 * heads + 2 * kv_heads)  # other layers have about as much
     matrices = 2 if getattr(config, "mlp_hidden_act", "") == "relu2" else 3  # of an MLP
     expert = matrices * hidden * int(_first(config, "moe_intermediate_size") or inner)
     dense = (kinds["attention"] + kinds["state"]) * attention + hidden * vocabulary
@@ -77,9 +77,10 @@ def costs_of(config: Any, gpu: Gpu, ranks: int, weight_bytes: int, kv_bytes: int
 
 
 def _kinds(config: Any, layers: int, experts: bool) -> Counter[str]:
-    """How many layers are attention, have a state, are dense or have experts.
+    """Count the layers that are attention, have a state, are dense or have experts.
 
-    In Nemotron-H each is one of these, in other models the latter stand behind each of the former.
+    In Nemotron-H each layer is one of these; in other models one of the latter two follows each of
+    the former two.
     """
     names = getattr(config, "layers_block_type", None) or getattr(config, "layer_types", None)
     names = [str(name) for name in names or ["attention"] * layers]
@@ -91,13 +92,13 @@ def _kinds(config: Any, layers: int, experts: bool) -> Counter[str]:
 
 
 def _state_bytes(config: Any) -> int:
-    """Of the state of one row in one layer of Mamba-2, or gated delta net, in float32."""
+    """Bytes of the state of one row in one Mamba-2 layer, or gated delta net, in float32."""
     heads = _first(config, "mamba_num_heads", "linear_num_value_heads")
     head = _first(config, "mamba_head_dim", "linear_value_head_dim")
     return 4 * heads * head * _first(config, "ssm_state_size", "linear_key_head_dim")
 
 
 def _first(config: Any, *names: str) -> int:
-    """The first of these sizes that a configuration has as a whole number; 0: none."""
+    """The first of these sizes that a configuration has as an integer; 0 if none."""
     sizes = (getattr(config, name, None) for name in names)
     return next((size for size in sizes if isinstance(size, int) and size > 0), 0)

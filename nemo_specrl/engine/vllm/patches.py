@@ -1,13 +1,13 @@
-"""What is replaced in vLLM while it runs, and why. vLLM's files stay as they are.
+"""What is replaced in vLLM while it runs, and why. vLLM's files are not changed.
 
-Each patch states its reason and the versions that need it, and raises IncompatibleVersion where
-what it replaces has changed. Drafting needs one of them: custom proposers have to know their
-requests (``bind_proposer``). Samplers on a CPU are patched by ``cpu_sampler``, and on GPUs drafting
-may run out of memory without ``sampler_memory``. The others make engines on a CPU faster, or
-verification anywhere (``extend_prompt_logprobs``), and change nothing that a request gets.
-``plugin`` applies those of a CPU in each of vLLM's processes; the engine layer applies the others
-where they are needed. What differs between versions is in ``compat``, and what drafting in the V2
-model runner replaces in ``v2_patches``.
+Each patch states its reason and the versions that need it, and raises IncompatibleVersion if what
+it replaces has changed. Drafting needs one of them: custom proposers must know their requests
+(``bind_proposer``). Samplers on a CPU are patched by ``cpu_sampler``, and on GPUs drafting may run
+out of memory without ``sampler_memory``. The others make engines on a CPU, or verification anywhere
+(``extend_prompt_logprobs``), faster, and change nothing that a request gets. ``plugin`` applies
+those for a CPU in each of vLLM's processes; the engine layer applies the others if they are needed.
+Differences between versions are in ``compat``, and what drafting in the V2 model runner replaces is
+in ``v2_patches``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 TOKENS_EXACT, TOKENS_MULTIPLE = 32, 16
-"""Up to so many tokens linear layers on a CPU run as they are, more in such multiples."""
+"""Linear layers on a CPU run unchanged up to this many tokens; above, in multiples of the
+second."""
 
 PROMPT_LOGPROBS_SOURCES = {
     "a7451a6d24ea1922": "0.25.1",
@@ -50,18 +51,18 @@ PROMPT_LOGPROBS_SOURCES = {
 }
 """XXH3 of the source of ``GPUModelRunner._get_prompt_logprobs_dict``, and a version that has it."""
 PROMPT_TOKENS_AT_ONCE = 1024
-"""So many tokens of prompts have their log-probs computed at once; the V2 model runner's number."""
+"""Number of prompt tokens whose log-probs are computed at once; the V2 model runner's value."""
 
 
 def bind_proposer(proposer: type[Any]) -> None:
-    """Have model runners ask proposers of this class after every step, and tell them about it.
+    """Make model runners ask proposers of this class after every step, and tell them about it.
 
     vLLM gives a custom proposer the tokens of each row, but neither its request nor which of its
     drafts the step verified (v1/worker/gpu_model_runner.py, ``propose_draft_token_ids``; 0.25 to
-    0.33). And where the longest row and the longest possible draft do not fit into
-    ``max_model_len`` together, vLLM asks no proposer and schedules zeros as the drafts of all rows
-    (``_input_fits_in_drafter``). That is meant for models that draft. Drafts of this class end
-    where their row's response must end, so that they always fit.
+    0.33). And if the longest row and the longest possible draft do not fit into ``max_model_len``
+    together, vLLM asks no proposer and schedules zeros as the drafts of all rows
+    (``_input_fits_in_drafter``). That is meant for draft models. Drafts of this class end where
+    their row's response must end, so they always fit.
 
     Raises:
         IncompatibleVersion: this vLLM's runner has no such methods.
@@ -96,14 +97,14 @@ def bind_proposer(proposer: type[Any]) -> None:
 
 
 def pad_cpu_linear_layers() -> None:
-    """On a CPU, have linear layers run on multiples of 16 tokens where there are more than 32.
+    """On a CPU, make linear layers run on multiples of 16 tokens if there are more than 32.
 
     oneDNN compiles a kernel for each number of tokens and each shape of weights, which takes about
     a millisecond, and keeps 1,024 of them for the whole process. Plain decoding needs a few. Steps
     that verify drafts have another number of tokens nearly every time, and spent a fifth of their
-    time on kernels (docs/reference/versions.md). The rows that are added are zeros and are cut off
-    again. Concerns ``onednn_mm`` of ``vllm/_custom_ops.py``, 0.20 to 0.32; raises
-    IncompatibleVersion where this vLLM has no such function.
+    time on kernels (docs/reference/versions.md). The added rows are zeros and are cut off again.
+    Applies to ``onednn_mm`` of ``vllm/_custom_ops.py``, 0.20 to 0.32; raises IncompatibleVersion if
+    this vLLM has no such function.
     """
     from vllm.platforms import current_platform
 
@@ -119,7 +120,7 @@ def pad_cpu_linear_layers() -> None:
 
     @functools.wraps(original)
     def onednn_mm(handler: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        # torch.compile may not be shown a branch that depends on the number of tokens.
+        # torch.compile must not see a branch that depends on the number of tokens.
         if torch.compiler.is_compiling() or x.dim() != 2 or len(x) <= TOKENS_EXACT:
             exact: torch.Tensor = original(handler, x, bias)
             return exact
@@ -135,7 +136,7 @@ class _PromptPart(NamedTuple):
     """Positions of one prompt whose log-probs a step yields.
 
     Args:
-        tensors: for the whole prompt; they are filled part by part.
+        tensors: tensors for the whole prompt, which are filled part by part.
         start: the first of these positions.
         hidden: where their hidden states begin among those of the step.
         targets: the token that follows each position, whose log-prob is wanted.
@@ -148,19 +149,19 @@ class _PromptPart(NamedTuple):
 
 
 def batch_cpu_prompt_logprobs() -> None:
-    """On a CPU, have the log-probs of all prompts of a step computed together.
+    """On a CPU, compute the log-probs of all prompts of a step together.
 
-    ``_get_prompt_logprobs_dict`` of vLLM's V1 model runner, the one of CPU builds, goes from prompt
-    to prompt (v1/worker/gpu_model_runner.py). That takes a dozen operations for each draft that is
-    verified, about 90 microseconds (docs/reference/versions.md). What requests get is the same, up
-    to how the output layer rounds. No more tokens have their logits in memory at once than before
-    (``prompt_logprob_memory.prompt_logprob_bytes``).
+    ``_get_prompt_logprobs_dict`` of vLLM's V1 model runner, the one of CPU builds, handles one
+    prompt after the other (v1/worker/gpu_model_runner.py). That takes a dozen operations for each
+    verified draft, about 90 microseconds (docs/reference/versions.md). Requests get the same
+    results, up to rounding in the output layer. No more tokens have their logits in memory at once
+    than before (``prompt_logprob_memory.prompt_logprob_bytes``).
 
-    The function is replaced whole, and therefore only where its source is known.
+    The function is replaced as a whole, and therefore only if its source is known.
 
     Raises:
-        IncompatibleVersion: its source is that of no version in ``PROMPT_LOGPROBS_SOURCES``. Then
-            verification on a CPU goes from prompt to prompt, too.
+        IncompatibleVersion: its source is that of no version in ``PROMPT_LOGPROBS_SOURCES``.
+            Verification on a CPU then handles one prompt after the other, too.
     """
     from vllm.platforms import current_platform
 
@@ -188,13 +189,13 @@ def batch_cpu_prompt_logprobs() -> None:
             result: dict[str, Any] = original(self, hidden_states, num_scheduled_tokens)
             return result
         completed: dict[str, Any] = {}
-        parts: dict[int, list[_PromptPart]] = defaultdict(list)  # by how many tokens are wanted
+        parts: dict[int, list[_PromptPart]] = defaultdict(list)  # by the number of tokens wanted
         for request_id in scheduled:
             tokens = num_scheduled_tokens[request_id]
             part = _prompt_part(self, request_id, tokens)
             if part.targets:
                 parts[wanted[request_id]].append(part)
-            if len(part.targets) < tokens:  # the last token of a prompt is followed by none
+            if len(part.targets) < tokens:  # no token follows the last one of a prompt
                 completed[request_id] = part.tensors
         for num_logprobs, group in parts.items():
             _fill_prompt_logprobs(self, hidden_states, num_logprobs, group)
@@ -208,7 +209,7 @@ def batch_cpu_prompt_logprobs() -> None:
 
 
 def _prompt_part(runner: Any, request_id: str, num_tokens: int) -> _PromptPart:
-    """What the next ``num_tokens`` of a request's prompt, which a step has, yield."""
+    """The part that a step with the next ``num_tokens`` of a request's prompt yields."""
     from vllm.v1.outputs import LogprobsTensors
 
     request = runner.requests[request_id]
@@ -254,12 +255,12 @@ def _fill_prompt_logprobs(
 
 
 def extend_prompt_logprobs() -> None:
-    """Have vLLM's client append the log-probs of a prompt with a few list operations.
+    """Make vLLM's client append the log-probs of a prompt with a few list operations.
 
     ``LogprobsProcessor._update_prompt_logprobs`` appends them token by token, about 1.5 us each
     (v1/engine/logprobs.py, 0.20 to 0.32), more than a tenth of what prefill takes for a small
-    model. Concerns requests with ``flat_logprobs`` and without detokenization; what they get is the
-    same.
+    model. Applies to requests with ``flat_logprobs`` and without detokenization; they get the same
+    results.
 
     Raises:
         IncompatibleVersion: this vLLM's LogprobsProcessor has no such method.
@@ -301,10 +302,10 @@ def extend_prompt_logprobs() -> None:
 
 
 def to_be_replaced(owner: Any, name: str, missing: str) -> Any | None:
-    """A function of vLLM that is about to be wrapped, or None where that has been done already.
+    """Return a function of vLLM that is to be wrapped, or None if that has already been done.
 
     Raises:
-        IncompatibleVersion: this vLLM has no such function; with the message ``missing``.
+        IncompatibleVersion: this vLLM has no such function; the message is ``missing``.
     """
     original = getattr(owner, name, None)
     if original is None:
@@ -313,10 +314,10 @@ def to_be_replaced(owner: Any, name: str, missing: str) -> Any | None:
 
 
 def check_source(function: Any, known: dict[str, str]) -> None:
-    """Make sure that a function which is about to be replaced whole is one that is known.
+    """Make sure that a function to be replaced as a whole is a known one.
 
     Args:
-        function: of vLLM.
+        function: a function of vLLM.
         known: XXH3 of its source, and a version that has it.
 
     Raises:
@@ -333,14 +334,14 @@ def check_source(function: Any, known: dict[str, str]) -> None:
 def wrap_functions(
     wrappers: Iterable[tuple[Any, str, Callable[[Any], Any]]], sources: dict[str, dict[str, str]]
 ) -> None:
-    """Wrap functions of vLLM, all or none. Those that have been wrapped already stay as they are.
+    """Wrap functions of vLLM, all or none. Those that are already wrapped are left unchanged.
 
     Args:
         wrappers: owner and name of each function, and what makes the wrapper from the function.
-        sources: by name, the known sources of those that have to be known (``check_source``).
+        sources: by name, the known sources of those that must be known ones (``check_source``).
 
     Raises:
-        IncompatibleVersion: a function is missing, or not one that is known.
+        IncompatibleVersion: a function is missing, or is not a known one.
     """
     wrappers = list(wrappers)
     originals = [

@@ -1,4 +1,4 @@
-"""What vLLM runs of this package in each of its processes, as a plug-in."""
+"""The part of this package that vLLM runs as a plug-in in each of its processes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ logger = logging.getLogger(__name__)
 def vllm_plugin() -> None:
     """Entry point ``vllm.general_plugins`` (pyproject.toml).
 
-    Where vLLM would run its V2 model runner, that one learns to draft from history; engines that
-    were not built for it stay as they are. An engine that asks for it where that is not possible
-    has been refused by ``engine_options``, in the process that built it.
+    If vLLM would run its V2 model runner, this makes it able to draft from history; engines that
+    were not built for that are not changed. An engine that asks for it when that is not possible
+    has already been refused by ``engine_options``, in the process that built it.
 
-    On a CPU, the rejection sampler is fixed, seeds hold, and engines are made faster. What is not
-    possible of that is said in one warning: without the first patch samples would be wrong, so that
-    ``check_other_processes`` refuses such a vLLM.
+    On a CPU, the rejection sampler is fixed, seeds are respected, and engines are made faster.
+    Whatever of this is not possible is reported in one warning: without the first patch samples
+    would be wrong, so ``check_other_processes`` refuses such a vLLM.
     """
     engines = Engines.here()
     if engines.in_this_process and would_run_v2(engines):

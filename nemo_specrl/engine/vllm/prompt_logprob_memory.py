@@ -12,13 +12,13 @@ __all__ = ["check_prompt_logprob_memory", "prompt_logprob_bytes"]
 
 
 def prompt_logprob_bytes(llm: Any) -> int:
-    """Upper bound of the memory that verification takes in a worker beside the KV cache, bytes.
+    """Upper bound of the memory that verification takes in a worker besides the KV cache, bytes.
 
     vLLM's V1 model runner turns the scheduled tokens of one draft at a time into logits of the
     whole vocabulary, and those into float32 log-probs (v1/worker/gpu_model_runner.py,
     ``_get_prompt_logprobs_dict``). These are at most ``max_num_batched_tokens`` and
-    ``max_model_len`` tokens; ``long_prefill_token_threshold`` is no bound, since vLLM 0.31
-    does not apply it to a request that is alone in the engine (v1/core/sched/scheduler.py).
+    ``max_model_len`` tokens; ``long_prefill_token_threshold`` is no bound, since vLLM 0.31 does not
+    apply it to a request that is alone in the engine (v1/core/sched/scheduler.py).
 
     The V2 model runner has logits for all tokens of a batch in pieces of 1,024, and no full
     log-probs (v1/worker/gpu/sample/prompt_logprob.py).
@@ -32,7 +32,7 @@ def prompt_logprob_bytes(llm: Any) -> int:
 
 
 def _prompt_logprob_tokens(vllm_config: Any) -> tuple[int, int]:
-    """Tokens of prompts whose log-probs are computed at once, and bytes for each of them."""
+    """Number of prompt tokens whose log-probs are computed at once, and bytes for each of them."""
     model, batch = vllm_config.model_config, vllm_config.scheduler_config.max_num_batched_tokens
     vocabulary, dtype_bytes = int(model.get_vocab_size()), int(model.dtype.itemsize)
     if runs_v2(vllm_config):
@@ -41,13 +41,13 @@ def _prompt_logprob_tokens(vllm_config: Any) -> tuple[int, int]:
 
 
 def check_prompt_logprob_memory(llm: Any) -> None:
-    """Make sure that verification finds the memory that it takes beside the KV cache.
+    """Make sure that there is the memory that verification takes besides the KV cache.
 
-    vLLM gives the cache what ``gpu_memory_utilization`` allows, less what a step took that it has
-    tried, which had no log-probs of prompts.
+    vLLM gives the cache what ``gpu_memory_utilization`` allows, minus what a trial step took, which
+    had no prompt log-probs.
 
     Raises:
-        ConfigError: it does not; says what would.
+        ConfigError: there is not enough; the message says what would be.
     """
     config = engine_of(llm).vllm_config
     free, source = _memory_left(config)
@@ -64,7 +64,7 @@ def check_prompt_logprob_memory(llm: Any) -> None:
 
 
 def _memory_left(vllm_config: Any) -> tuple[int | None, str]:
-    """Memory beside an engine, bytes, and what leaves it; None: not known for this device."""
+    """Memory besides an engine, bytes, and what leaves it; None: not known for this device."""
     device = vllm_config.device_config.device_type
     if device == "cpu":
         import psutil  # vLLM needs it, too

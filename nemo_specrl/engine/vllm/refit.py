@@ -1,7 +1,7 @@
 """Refits of an engine in the caller's process: new weights, streamed tensor by tensor.
 
-Host frameworks have refits of their own (NeMo-RL's go through collectives and CUDA IPC); this one
-is for the embedded trainer and for engines that are used on their own.
+Host frameworks have their own refits (NeMo-RL's go through collectives and CUDA IPC); this one is
+for the embedded trainer and for engines that are used on their own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RefitExtension:
         """
         runner: Any = self.model_runner  # type: ignore[attr-defined]  # vLLM's worker has it
         runner.reload_weights(weights_iterator=iter(weights))
-        # The runner's device: that of CPU workers themselves is None before vLLM 0.23.
+        # The runner's device: the device of CPU workers themselves is None before vLLM 0.23.
         if runner.device.type != "cpu":
             return
         model = runner.model
@@ -54,7 +54,7 @@ class RefitExtension:
 def _check_tied(head: Any, embedding: Any) -> None:
     """Raise unless the output layer computes with the weights of the embedding.
 
-    Every so many rows are compared: in float32 all of them would take much memory.
+    Only evenly spaced rows are compared: in float32 all of them would take much memory.
     """
     import torch
 
@@ -73,21 +73,21 @@ def refit(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Load new weights into a running engine and drop the KV blocks of the old ones.
 
     For engines in the caller's process, built with
-    ``worker_extension_cls="nemo_specrl.engine.vllm.refit.RefitExtension"``. Host frameworks with a
-    refit of their own do not need it. After it, a :class:`~nemo_specrl.SpeculativeLLM` on this
-    engine must be told a new ``policy_version``.
+    ``worker_extension_cls="nemo_specrl.engine.vllm.refit.RefitExtension"``. Host frameworks with
+    their own refit do not need it. Afterwards, a :class:`~nemo_specrl.SpeculativeLLM` on this
+    engine must be given a new ``policy_version``.
 
     Args:
         llm: the engine.
-        weights: name, as in the checkpoint, and tensor of each parameter. They are streamed, but to
-            a worker in another process, such as vLLM 0.20's on a CPU, which gets all at once.
+        weights: name, as in the checkpoint, and tensor of each parameter. They are streamed, except
+            to a worker in another process, such as vLLM 0.20's on a CPU, which gets all at once.
 
     Raises:
         ConfigError: requests are still running, whose KV blocks are those of the old weights. The
-            engine keeps these weights.
-        RefitError: an earlier refit of this engine broke off.
-        Exception: whatever ``weights`` raised. vLLM cannot take back a refit that has begun, nor
-            begin another, so that the engine accepts no request from then on.
+            engine keeps the old weights.
+        RefitError: an earlier refit of this engine was interrupted.
+        Exception: whatever ``weights`` raised. vLLM can neither undo a refit that has begun nor
+            begin another, so the engine accepts no request from then on.
     """
     engine: Any = llm.llm_engine
     if engine.has_unfinished_requests():
@@ -102,7 +102,7 @@ def refit(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 def _refuse_if_incomplete(engine: Any, *args: Any, **kwargs: Any) -> None:
-    """Raise RefitError if a refit has begun and not ended. It stands for ``add_request`` then."""
+    """Raise RefitError if a refit has begun and not ended; replaces ``add_request`` until then."""
     if "add_request" in vars(engine):
         raise RefitError(
             "the engine's last refit broke off, so that its weights are incomplete; build a new "

@@ -13,28 +13,27 @@ if TYPE_CHECKING:
 __all__ = ["DRAFT_LOGIT_BYTES", "SAMPLER_BYTES", "bound_sampler_memory"]
 
 SAMPLER_BYTES = 2 * 2**30
-"""Memory for the logits of a step's draft tokens, which vLLM's memory profile knows nothing of: a
+"""Memory for the logits of a step's draft tokens, which vLLM's memory profile does not include: a
 quarter of what ``gpu_memory_utilization`` 0.9 leaves of 80 GiB."""
 DRAFT_LOGIT_BYTES = 16
-"""Of each draft token and entry of the vocabulary at once, in the V1 runner: the model's logits (2
-or 4 bytes), two float32 copies of them and their probabilities (v1/sample/rejection_sampler.py,
-``forward``)."""
+"""Memory held at once for each draft token and vocabulary entry, in the V1 runner: the model's
+logits (2 or 4 bytes), two float32 copies of them and their probabilities
+(v1/sample/rejection_sampler.py, ``forward``)."""
 
 SAMPLED_LOGPROBS_SOURCES = {"b6440432a4dbc4b0": "0.25.1 to 0.32.0"}
 """XXH3 of the source of ``RejectionSampler._get_logprobs_tensors``, and versions that have it."""
 SAMPLED_TOKENS_AT_ONCE = 512
-"""So many sampled or drafted tokens have their log-probs computed at once."""
+"""Number of sampled or drafted tokens whose log-probs are computed at once."""
 
 
 def bound_sampler_memory() -> None:
-    """Have the log-probs of sampled tokens computed for the drafts that are there, part by part.
+    """Compute the log-probs of sampled tokens for the existing drafts only, part by part.
 
     ``RejectionSampler._get_logprobs_tensors`` of vLLM makes two float32 tensors of the vocabulary
-    for rows x (longest draft + 1) tokens, however few of these there are (v1/sample/
-    rejection_sampler.py, 0.25.1 to 0.32): with 256 rows, of which one has a draft of 24, and the
-    vocabulary of Qwen3, 7.8 GB that no profile of vLLM's has seen. What requests get is the same.
-
-    The function is replaced whole, and therefore only where its source is known.
+    for rows x (longest draft + 1) tokens, however few of these exist (v1/sample/
+    rejection_sampler.py, 0.25.1 to 0.32): with 256 rows, one of which has a draft of 24, and the
+    vocabulary of Qwen3, 7.8 GB that none of vLLM's profiles has seen. Requests get the same
+    results.
 
     Raises:
         IncompatibleVersion: its source is that of no version in ``SAMPLED_LOGPROBS_SOURCES``.
@@ -94,12 +93,12 @@ def _sampled_positions(
     """Where the logits of each sampled token are, and the token at each position.
 
     A row has as many positions as the step computed for it, and as many cells of
-    ``sampled_token_ids`` as the row with the longest draft. -1 stands where nothing was sampled.
+    ``sampled_token_ids`` as the row with the longest draft. A cell is -1 if nothing was sampled.
 
     Args:
         cumulative: positions of a row and of those before it, int ``[rows]``.
         sampled_token_ids: int ``[rows, longest draft + 1]``.
-        positions: of all rows.
+        positions: number of positions of all rows.
 
     Returns:
         The position of each cell, int ``[rows * (longest draft + 1)]``, and token ids,
@@ -112,7 +111,7 @@ def _sampled_positions(
     width = sampled_token_ids.shape[-1]
     cells = torch.arange(width, device=starts.device, dtype=starts.dtype)
     position = (starts.unsqueeze(1) + cells).flatten().clamp_(max=positions - 1)
-    # Several cells beyond a row's end share the position of another row, whose token stands.
+    # Several cells beyond a row's end share the position of another row, whose token is kept.
     sampled = sampled_token_ids.flatten()
     tokens = torch.zeros(positions, dtype=torch.int64, device=sampled.device)
     tokens.scatter_reduce_(0, position.long(), sampled.clamp(min=0).long(), "amax")

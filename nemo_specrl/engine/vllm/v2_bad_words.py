@@ -1,10 +1,10 @@
-"""Bad words of several tokens beside drafts: a patch for a defect of vLLM's V2 model runner.
+"""Multi-token bad words with drafts: a patch for a defect of vLLM's V2 model runner.
 
-To decide whether a token would complete a bad word, the sampler compares the tokens before it, of
-which the last ones may be drafts. In 0.25.1 and 0.26.0 it reads each of those one place too early:
-the first of the step's input tokens is none of the drafts, but the last token that is known. A bad
-word whose beginning is drafted was then neither seen nor, where others were taken for it, left
-alone. 0.29.0 reads the right ones (v1/worker/gpu/sample/bad_words.py, ``_bad_words_kernel``).
+To decide whether a token would complete a bad word, the sampler compares the tokens before it, the
+last of which may be drafts. In 0.25.1 and 0.26.0 it reads each of those one place too early: the
+first of the step's input tokens is not a draft but the last known token. A bad word whose beginning
+was drafted was therefore missed, and other tokens could be mistaken for it. 0.29.0 reads the right
+ones (v1/worker/gpu/sample/bad_words.py, ``_bad_words_kernel``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INPUT_IDS = 8
 
 
 def patch_bad_words() -> None:
-    """Have the sampler read drafts where they are. Does nothing with other versions."""
+    """Make the sampler read drafts at their right places. Does nothing with other versions."""
     from vllm.v1.worker.gpu.sample import bad_words
 
     original = bad_words.apply_bad_words
@@ -34,7 +34,7 @@ def patch_bad_words() -> None:
 
     @functools.wraps(original)
     def apply_bad_words(*args: Any) -> None:
-        # What it reads at one place too early is then the right one. It reads no last one.
+        # What it reads one place too early is then the right one. It never reads the last one.
         shifted = args[INPUT_IDS].roll(-1)
         original(*args[:INPUT_IDS], shifted, *args[INPUT_IDS + 1 :])
 

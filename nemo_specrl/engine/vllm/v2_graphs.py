@@ -1,6 +1,6 @@
 """CUDA graphs for the steps of vLLM's V2 model runner that verify drafts.
 
-``v2_patches`` has vLLM capture the sizes and look up the graphs that are chosen here.
+``v2_patches`` makes vLLM capture the sizes and look up the graphs that are chosen here.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from typing import Any
 __all__ = ["graphs_by_tokens", "set_graph_sizes"]
 
 CAPTURED, MOST_CAPTURED, CAPTURED_APART = 512, 1536, 32
-"""Tokens up to which vLLM captures graphs where nothing is configured, those up to which drafts
-have it do so, behind which a GPU computes for longer than a host launches, and the distance of the
-sizes between."""
+"""Tokens up to which vLLM captures graphs if nothing is configured; tokens up to which it does so
+because of drafts, beyond which a GPU computes for longer than a host launches; and the distance
+between sizes in that range."""
 
 
 def set_graph_sizes(vllm_config: Any, lengths: list[int], rows: int, most: int) -> None:
-    """Have graphs captured for the largest steps that drafts make; a user's own sizes stay.
+    """Have graphs captured for the largest steps that drafts make; a user's own sizes are kept.
 
     Args:
         vllm_config: in which vLLM has not filled in its defaults yet.
-        lengths: of drafts.
-        rows: of a step at most.
-        most: draft tokens of a step at most.
+        lengths: lengths of drafts.
+        rows: the most rows of a step.
+        most: the most draft tokens of a step.
     """
     compilation = vllm_config.compilation_config
     if compilation.cudagraph_capture_sizes is not None:
@@ -44,11 +44,12 @@ def set_graph_sizes(vllm_config: Any, lengths: list[int], rows: int, most: int) 
 
 
 def graphs_by_tokens(captured: dict[Any, list[Any]]) -> dict[tuple[int, int], list[Any]]:
-    """By tokens of a step and its adapters: of each kind, the smallest graph that is large enough.
+    """For each number of tokens and adapters of a step: the smallest graph of each kind that
+    suffices.
 
     Args:
-        captured: by mode, vLLM's ``BatchExecutionDescriptor`` of its graphs. Those of the mode that
-            has the largest value, full graphs, come first.
+        captured: by mode, vLLM's ``BatchExecutionDescriptor`` of its graphs. Those of the mode with
+            the largest value, full graphs, come first.
     """
     found: dict[tuple[int, int], list[Any]] = {}
     for mode in sorted(captured, key=lambda mode: -int(mode.value)):

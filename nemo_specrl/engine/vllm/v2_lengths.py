@@ -1,7 +1,7 @@
-"""Draft lengths in vLLM's scheduler: by the rows of a step, and by what has been accepted.
+"""Draft lengths in vLLM's scheduler: chosen by the rows of a step, and by what has been accepted.
 
-``v2_patches`` wraps functions of the Scheduler by those of ``WRAPPERS``, which leave schedulers
-alone for which :func:`choose_by_rows` was not called.
+``v2_patches`` wraps functions of the Scheduler in those of ``WRAPPERS``, which do not affect
+schedulers for which :func:`choose_by_rows` was not called.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from nemo_specrl.speculation.uniform_length import UniformLengths
 __all__ = ["WRAPPERS", "choose_by_rows", "first_table", "max_drafted"]
 
 OBSERVED = 512
-"""Drafts after which the table of lengths is made anew."""
+"""Number of drafts after which the table of lengths is rebuilt."""
 
 
 def max_drafted(vllm_config: Any) -> int:
-    """Draft tokens for whose logits there is memory in a step; vLLM's profile has none of them.
+    """Number of draft tokens whose logits fit into memory in a step; vLLM's profile has none of
+    them.
 
-    Of each draft token and entry of the vocabulary, the V2 runner has at once the model's logits
-    and a float32 copy (v1/worker/gpu/spec_decode/rejection_sampler.py; from 0.29 on, of parts of
-    1 GiB at most), or, while tensor-parallel ranks gather the logits, these up to three times.
+    For each draft token and vocabulary entry, the V2 runner holds at once the model's logits and a
+    float32 copy (v1/worker/gpu/spec_decode/rejection_sampler.py; from 0.29 on, of parts of 1 GiB at
+    most), or, while tensor-parallel ranks gather the logits, these up to three times.
     """
     model = vllm_config.model_config
     logit_bytes = int(model.dtype.itemsize)
@@ -33,12 +34,12 @@ def max_drafted(vllm_config: Any) -> int:
 
 
 def first_table(vllm_config: Any, rows: int) -> list[int]:
-    """The length for each number of rows, before anything is known of rows and drafts."""
+    """The length for each number of rows, before anything is known about rows and drafts."""
     return _lengths(vllm_config, rows).table(_context(vllm_config))
 
 
 def choose_by_rows(scheduler: Any) -> None:
-    """Have a scheduler choose the length of drafts, if it has a table of lengths."""
+    """Make a scheduler choose the length of drafts, if it has a table of lengths."""
     if scheduler.dynamic_sd_lookup is not None:
         rows = len(scheduler.dynamic_sd_lookup) - 1
         scheduler.spec_rl_lengths = _lengths(scheduler.vllm_config, rows)
@@ -48,7 +49,7 @@ def choose_by_rows(scheduler: Any) -> None:
 
 
 def renew_table(scheduler: Any) -> None:
-    """Make the table of lengths anew, which the next step is scheduled by."""
+    """Rebuild the table of lengths, by which the next step is scheduled."""
     rows = scheduler.running
     tokens = sum(row.num_tokens for row in rows) / len(rows) if rows else None
     context = _context(scheduler.vllm_config) if tokens is None else tokens
@@ -61,7 +62,7 @@ def _lengths(vllm_config: Any, rows: int) -> UniformLengths:
 
 
 def _context(vllm_config: Any) -> float:
-    """Tokens of a row on average, where nothing is known of rows."""
+    """Average number of tokens of a row, assumed while nothing is known about rows."""
     return float(vllm_config.model_config.max_model_len) / 2
 
 
@@ -73,7 +74,7 @@ def _add_request(original: Any) -> Any:
                 _begin_batch(self)
             self.spec_rl_begun = False
         if lengths is not None and not self.spec_rl_identified and _identified(request):
-            # What was seen before is of requests that brought nothing.
+            # What was seen before came from requests that brought nothing.
             self.spec_rl_identified = True
             lengths.forget()
             renew_table(self)
@@ -83,7 +84,7 @@ def _add_request(original: Any) -> Any:
 
 
 def _begin_batch(scheduler: Any) -> None:
-    """Have a batch begin, unless one has begun and has no request yet."""
+    """Begin a batch, unless one has begun and has no request yet."""
     if not scheduler.spec_rl_begun:
         scheduler.spec_rl_begun = True
         scheduler.spec_rl_lengths.begin_batch()
@@ -91,8 +92,8 @@ def _begin_batch(scheduler: Any) -> None:
 
 
 def _reset_prefix_cache(original: Any) -> Any:
-    """Every refit resets the prefix cache. A batch begins with it also where the engine is never
-    idle, which would not draft again once drafts have not paid: nothing is seen where none are.
+    """Begin a batch at every refit, which resets the prefix cache. Otherwise an engine that is
+    never idle would not draft again once drafts have not paid: without drafts nothing is observed.
     """
 
     def reset_prefix_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -104,13 +105,13 @@ def _reset_prefix_cache(original: Any) -> Any:
 
 
 def _identified(request: Any) -> bool:
-    """Whether a request brings what it is to be drafted from."""
+    """Whether a request brings what is needed to draft for it."""
     params = request.sampling_params
     return params is not None and EXTRA_ARG in (params.extra_args or {})
 
 
 def _update_draft_token_ids(original: Any) -> Any:
-    """0.25.1 passes drafts on whole where scheduling is synchronous, whatever the table says."""
+    """Cut drafts to the table's length, which 0.25.1 does not do in synchronous scheduling."""
 
     def update_draft_token_ids(self: Any, draft_token_ids: Any) -> None:
         if self.spec_rl_lengths is not None:
@@ -123,9 +124,9 @@ def _update_draft_token_ids(original: Any) -> Any:
 
 
 def _make_spec_decoding_stats(original: Any) -> Any:
-    """Requests that bring nothing, such as those of a validation, draft in vain where others bring
-    something. They do not count there, so that the next batch is not drafted for as they are. In an
-    engine to which histories are sent ahead, none brings anything, and all count.
+    """Leave out requests that bring nothing, such as those of a validation, if others bring
+    something: they draft in vain, and the next batch should not be drafted for like them. In an
+    engine to which histories are sent ahead, no request brings anything, and all count.
     """
 
     def make_spec_decoding_stats(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,20 +1,21 @@
 """What is replaced in vLLM so that its V2 model runner drafts from history.
 
-Functions of the runner, of the scheduler and of the configuration are wrapped; none is copied.
-Engines that were not built with :func:`speculator_options` behave as before. Known are the versions
+Functions of the runner, the scheduler and the configuration are wrapped; none is copied. Engines
+that were not built with :func:`speculator_options` behave as before. The known versions are those
 in ``SOURCES``; with others, :func:`install` raises IncompatibleVersion, which names the function.
 
-- ``init_speculator`` makes the speculator, which before 0.32
-  ``_get_v2_model_runner_unsupported_features`` has to permit.
-- ``add_requests`` and ``_remove_request`` tell it of requests, and ``finish_requests`` has all
+- ``init_speculator`` makes the speculator, which ``_get_v2_model_runner_unsupported_features`` has
+  to permit before 0.32.
+- ``add_requests`` and ``_remove_request`` tell it about requests, and ``finish_requests`` makes all
   ranks remove them in the same order.
 - ``VllmConfig.__post_init__`` has graphs captured for each length of drafts and for steps that are
   as large as drafts make them, and refuses engines that would not run V2: vLLM would draft n-grams
   in their V1 runner instead.
-- ``CudaGraphManager._init_candidates`` has each step find the graph of its length (``v2_graphs``).
-- ``Scheduler`` chooses the length of drafts by the rows of a step (``v2_lengths``). It is told
-  of accepted drafts in ``make_spec_decoding_stats``, and takes the new table with the next step.
-- Workers get one method more, ``ADD_HISTORIES``, for ``collective_rpc`` to name: vLLM sends
+- ``CudaGraphManager._init_candidates`` makes each step find the graph of its length
+  (``v2_graphs``).
+- ``Scheduler`` chooses the length of drafts by the rows of a step (``v2_lengths``). It learns of
+  accepted drafts in ``make_spec_decoding_stats``, and uses the new table from the next step on.
+- Workers get one additional method, ``ADD_HISTORIES``, for ``collective_rpc`` to name: vLLM sends
   functions to other processes only with VLLM_ALLOW_INSECURE_SERIALIZATION.
 """
 
@@ -53,10 +54,12 @@ logger = logging.getLogger(__name__)
 
 DRAFTER = "v2"
 SPECULATOR = "nemo_specrl.engine.drafters.v2.speculator.HistorySpeculator"
-"""A class above this module, which therefore names it, as engines do with V1's proposer."""
+"""A class in a layer above this module, which therefore refers to it by name, as engines do with
+V1's proposer."""
 MAX_WITH_STATES = 3
-"""Longest drafts where lengths are chosen and layers other than attention keep a state for each
-drafted token of each row: in Nemotron 3 Nano about 48 MB, as 8,000 tokens of its KV cache."""
+"""Length of the longest drafts if lengths are chosen and layers other than attention keep a state
+for each drafted token of each row: in Nemotron 3 Nano about 48 MB, as much as 8,000 tokens of its
+KV cache."""
 ADD_HISTORIES = "spec_rl_add_histories"
 """Method that :func:`install` gives vLLM's workers: it takes histories sent ahead of requests."""
 
@@ -95,8 +98,8 @@ SOURCES: dict[str, dict[str, str]] = {
         "b4d5a8c59df7b8a9": "0.32.0, 0.33.0",
     },
 }
-"""XXH3 of the source of each function that has to be a known one, and the versions that have it.
-0.33.0 was read and not run."""
+"""XXH3 of the source of each function that must be a known one, and the versions that have it.
+0.33.0 was read but not run."""
 
 
 def speculator_options(
@@ -105,15 +108,15 @@ def speculator_options(
     """Arguments of ``vllm.LLM`` for an engine that drafts from history in its V2 runner.
 
     To vLLM the method is ``ngram_gpu``, which asynchronous scheduling and, from 0.32 on, the V2
-    runner know; the speculator is put in its place.
+    runner support; the speculator is put in its place.
 
     Args:
-        max_draft_tokens: that a row drafts in a step, at most.
+        max_draft_tokens: the most tokens that a row drafts in a step.
         max_bytes: memory on the device for responses.
-        adaptive: rows draft as many as pay, by their number and by what was accepted, of
-            ``LENGTHS``; else all draft ``max_draft_tokens``.
-        by_chance: all draft the longest of these, and vLLM's adaptive verification chooses which of
-            their tokens are verified.
+        adaptive: rows draft as many tokens as pay off, one of ``LENGTHS``, by the number of rows
+            and by what was accepted; otherwise all draft ``max_draft_tokens``.
+        by_chance: all rows draft the longest of these, and vLLM's adaptive verification chooses
+            which of their tokens are verified.
     """
     longest = min(max_draft_tokens, LENGTHS[-1]) if adaptive else max_draft_tokens
     chosen = adaptive and not by_chance
@@ -146,10 +149,10 @@ def speculator_of(runner: Any) -> Any | None:
 
 
 def install() -> None:
-    """Have V2 runners draft from history where their engine asks for it. May be called again.
+    """Make V2 runners draft from history if their engine asks for it. May be called repeatedly.
 
     Raises:
-        IncompatibleVersion: a function that is wrapped is missing, or not one that is known.
+        IncompatibleVersion: a function to be wrapped is missing, or is not a known one.
     """
     try:
         from vllm.config import VllmConfig
@@ -171,7 +174,7 @@ def install() -> None:
         (Scheduler, "__init__", _init_scheduler),
         *((Scheduler, name, wrap) for name, wrap in WRAPPERS),
     )
-    Scheduler.spec_rl_lengths = None  # of schedulers whose engines do not draft from history
+    Scheduler.spec_rl_lengths = None  # for schedulers whose engines do not draft from history
     wrap_functions(wrappers, SOURCES)
     setattr(WorkerBase, ADD_HISTORIES, _add_histories)
     patch_bad_words()
@@ -215,9 +218,9 @@ def _remove_request(original: Any) -> Any:
 def _finish_requests(original: Any) -> Any:
     """Remove requests that end in one step in the same order on every rank.
 
-    Before 0.29 vLLM goes through a set of strings, whose order differs from process to process.
-    The order decides which places later requests get, and how responses stand in the index: ranks
-    would make different drafts, and compute one step with different tokens, without an error.
+    Before 0.29, vLLM iterates over a set of strings, whose order differs from process to process.
+    The order decides which places later requests get, and how responses are ordered in the index:
+    ranks would make different drafts, and compute one step with different tokens, without an error.
     """
 
     def finish_requests(self: Any, scheduler_output: Any) -> None:
@@ -225,7 +228,7 @@ def _finish_requests(original: Any) -> Any:
             preempted = scheduler_output.preempted_req_ids or set()
             for req_id in sorted(preempted.union(scheduler_output.finished_req_ids)):
                 self._remove_request(req_id)
-        original(self, scheduler_output)  # passes over those that are gone
+        original(self, scheduler_output)  # skips those that are gone
 
     return finish_requests
 
@@ -243,7 +246,7 @@ def _add_histories(worker: Any, histories: Any) -> dict[str, int]:
 
 
 def _unsupported_features(original: Any) -> Any:
-    """Before 0.32, vLLM holds that its V2 runner has no n-gram drafts; here it has others."""
+    """Permit drafts: before 0.32, vLLM's V2 runner has no n-gram drafts, but here it has others."""
 
     def _get_v2_model_runner_unsupported_features(self: Any) -> list[str]:
         features: list[str] = original(self)
@@ -269,11 +272,11 @@ def _post_init(original: Any) -> Any:
 
 
 def _set_lengths(vllm_config: Any) -> None:
-    """Have vLLM know the lengths of drafts, so that it captures graphs for each of them.
+    """Tell vLLM the lengths of drafts, so that it captures graphs for each of them.
 
     The table that it gets here is never used: the scheduler's is made in ``_init_scheduler``. It
-    has each length; those that the costs do not choose stand at the largest numbers of rows. It has
-    one length for each number of rows at most, so that engines of few rows choose among fewer.
+    contains each length; those that the costs do not choose are at the largest numbers of rows. It
+    has at most one length for each number of rows, so engines with few rows choose among fewer.
     """
     drafter = vllm_config.speculative_config
     rows = int(vllm_config.scheduler_config.max_num_seqs)
@@ -285,18 +288,18 @@ def _set_lengths(vllm_config: Any) -> None:
     most = max_drafted(vllm_config)
     drafter.num_speculative_tokens_per_batch_size = None
     if options.get("by_chance"):
-        # vLLM bounds by itself how many tokens are verified in a step.
+        # vLLM itself bounds how many tokens are verified in a step.
         drafter.enable_adaptive_verification = True
         set_graph_sizes(vllm_config, lengths, rows, rows * lengths[-1])
         return
     grouped = vllm_config.parallel_config.data_parallel_size > 1
     if not grouped and rows < len(lengths):  # a table cannot have them all
-        # Of few rows the longest drafts pay most, or none where nothing is accepted.
+        # With few rows the longest drafts pay most, or none if nothing is accepted.
         by_worth = sorted(lengths, key=lambda n: (n != lengths[-1], n != 0, -n))
         lengths = _keep_lengths(vllm_config, sorted(by_worth[:rows]))
     if len(lengths) == 1 or grouped:
-        # One length for all steps. Of data-parallel ranks all have to draft the same number, which
-        # vLLM has no way to agree on.
+        # One length for all steps. All data-parallel ranks must draft the same number, on which
+        # vLLM has no way to agree.
         longest = lengths[0] if len(lengths) == 1 else min(lengths[-1], LENGTHS[2])
         drafter.num_speculative_tokens = max(1, min(longest, most // rows))
         if drafter.num_speculative_tokens < longest:
@@ -322,9 +325,9 @@ def _set_lengths(vllm_config: Any) -> None:
 
 
 def _keep_lengths(vllm_config: Any, lengths: list[int]) -> list[int]:
-    """Have an engine choose among these lengths alone.
+    """Make an engine choose among these lengths only.
 
-    The options are replaced and not changed: another engine may be built with the same.
+    The options are replaced rather than changed: another engine may be built with the same ones.
     """
     additional = vllm_config.additional_config
     options = {**additional[EXTRA_ARG], "lengths": lengths}
@@ -335,9 +338,9 @@ def _keep_lengths(vllm_config: Any, lengths: list[int]) -> list[int]:
 def _init_candidates(original: Any) -> Any:
     """Give each step the graph of its own length.
 
-    vLLM gives it those of one size, the next that was captured for any length, which is often not
-    its own: 17 rows with drafts of two tokens need 51, for which there are graphs of 57, but the
-    next size is 52, of drafts of three.
+    vLLM considers only graphs of one size, the next that was captured for any length, which is
+    often not the step's own: 17 rows with drafts of two tokens need 51, for which there are graphs
+    of 57, but the next size is 52, for drafts of three.
     """
 
     def _init_candidates(self: Any) -> None:

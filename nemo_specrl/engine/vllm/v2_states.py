@@ -1,24 +1,24 @@
-"""The state of layers other than attention behind refused drafts, in vLLM's V2 model runner.
+"""The state of layers other than attention after refused drafts, in vLLM's V2 model runner.
 
-Layers of Mamba-2 and gated delta nets write the state behind each token of a step into a slot of
-its own. The next step has to begin at the slot of the last accepted token, and does so for rows
-that vLLM takes for decoding ones. Patched, each in the versions that need it, are:
+Mamba-2 layers and gated delta nets write the state after each token of a step into a slot of its
+own. The next step must begin at the slot of the last accepted token, and does so for rows that vLLM
+regards as decoding. The following is patched, each in the versions that need it:
 
-- The order of rows (0.25 to 0.32). vLLM takes all rows for prompts that stand behind the first one,
-  and sorts rows by their tokens, so that a short part of a prompt comes before longer drafts, or a
-  part of a certain length before rows without drafts.
-- Rows without drafts (before 0.32). Gated delta nets do not take them for decoding ones.
-- Full CUDA graphs of steps with a prompt (before 0.29). vLLM replays one where all rows have the
-  same number of tokens, also if some of these are the last ones of a prompt. The layers then leave
-  the graph's buffers as the step before had them, and all rows begin at slots of that step.
-- Capturing CUDA graphs (0.25 to 0.32). Layers of Mamba-2 let themselves be captured for the longest
-  drafts alone, so that engines with several lengths would end while they start.
+- The order of rows (0.25 to 0.32). vLLM regards all rows after the first prompt as prompts, and
+  sorts rows by their number of tokens, so that a short part of a prompt comes before longer drafts,
+  or a part of a certain length before rows without drafts.
+- Rows without drafts (before 0.32). Gated delta nets do not regard them as decoding.
+- Full CUDA graphs of steps with a prompt (before 0.29). vLLM replays one if all rows have the same
+  number of tokens, even if some of these are the last ones of a prompt. The layers then leave the
+  graph's buffers as they were in the previous step, and all rows begin at slots of that step.
+- Capturing CUDA graphs (0.25 to 0.32). Mamba-2 layers can be captured only for the longest drafts,
+  so engines with several lengths would fail at startup.
 - Prefix caching (before 0.29). When a row passes the end of a block, the kernel that saves its
   state reads a number of accepted tokens that the same kernel writes (``mamba_utils.py``,
-  ``run_fused_postprocess_align``), and the other kind, "all", is not told in V2 of the slots of
-  the step before. Such engines have no prefix cache.
+  ``run_fused_postprocess_align``), and the other kind, "all", is not told in V2 of the slots of the
+  previous step. Such engines have no prefix cache.
 
-None of this has run on a GPU. On a CPU it was compared with plain decoding (``test_hybrids``).
+None of this has been run on a GPU. On a CPU it was compared with plain decoding (``test_hybrids``).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 SORT, UNIFORM = "sort_batch_req_ids", "get_uniform_token_count"
 FIRST_WITH_DRAFTS_IN_SORT = FIRST_WITH_CACHED_STATES = FIRST_WITH_PROMPTS_APART = (0, 29)
 """The oldest vLLM that was found to tell ``SORT`` which rows have drafts, the oldest that was found
-to keep their state right in its prefix cache, and the oldest that replays no full graph for a step
-with a prompt; 0.26 does none of it."""
+to keep their state correct in its prefix cache, and the oldest that replays no full graph for a
+step with a prompt; 0.26 does none of it."""
 
 SOURCES: dict[str, dict[str, str]] = {
     "build_for_cudagraph_capture": {
@@ -66,10 +66,10 @@ SOURCES: dict[str, dict[str, str]] = {
 
 
 def set_prefix_cache(vllm_config: Any) -> None:
-    """Have the prefix cache keep what drafts leave right, or have none.
+    """Set up the prefix cache so that drafts leave it correct, or disable it.
 
     Args:
-        vllm_config: of a model with other layers than attention, before vLLM fills in its defaults.
+        vllm_config: of a model with layers other than attention, before vLLM fills in its defaults.
     """
     cache, here = vllm_config.cache_config, Engines.installed(cpu=False)
     if not cache.enable_prefix_caching or not here.before(FIRST_WITH_STATE_OF_DRAFTS):
@@ -89,10 +89,10 @@ def rows_with_room(kv_cache_config: Any, tokens: int, drafted: int) -> int:
     """Return how many rows have room in the KV cache at once.
 
     Args:
-        kv_cache_config: of an engine whose model has other layers than attention.
-        tokens: of each row, prompt included.
-        drafted: draft tokens of a row at most. Each takes a slot for the state behind it, whether
-            a step drafts or not.
+        kv_cache_config: of an engine whose model has layers other than attention.
+        tokens: tokens of each row, prompt included.
+        drafted: the most draft tokens of a row. Each takes a slot for the state after it, whether a
+            step drafts or not.
     """
     from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -105,10 +105,10 @@ def rows_with_room(kv_cache_config: Any, tokens: int, drafted: int) -> int:
 
 
 def warn_of_fewer_rows(scheduler: Any) -> None:
-    """Log a warning where the states behind drafted tokens leave room for fewer rows.
+    """Log a warning if the states after drafted tokens leave room for fewer rows.
 
     Args:
-        scheduler: of vLLM's, of an engine that drafts.
+        scheduler: vLLM's scheduler, of an engine that drafts.
     """
     config = scheduler.vllm_config
     if not config.model_config.is_hybrid:
@@ -132,12 +132,12 @@ def warn_of_fewer_rows(scheduler: Any) -> None:
 
 
 def patch_states() -> None:
-    """Have the state be right behind refused drafts, in the process of a worker that drafts.
+    """Make the state correct after refused drafts, in the process of a worker that drafts.
 
-    May be called again.
+    May be called repeatedly.
 
     Raises:
-        IncompatibleVersion: a function that is wrapped is missing, or not one that is known.
+        IncompatibleVersion: a function to be wrapped is missing, or is not a known one.
     """
     from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
     from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadataBuilder
@@ -165,16 +165,16 @@ def _in_order(
     *args: Any,
     **kwargs: Any,
 ) -> list[str]:
-    """Rows that verify drafts, in vLLM's order, and behind them the others, by their tokens.
+    """Rows that verify drafts, in vLLM's order, followed by the others, by their tokens.
 
-    Of those with one token, vLLM takes prompts for decoding rows where they have a state, and
-    where they have none they are new, and stand behind the others already.
+    Among the others with one token, vLLM regards prompts as decoding rows if they have a state; if
+    they have none, they are new and already come after the others.
 
     Args:
         sort: vLLM's function.
-        drafts: of rows in the step.
-        tokens: of each row in the step.
-        *args: what vLLM hands to its function besides.
+        drafts: drafts of rows in the step.
+        tokens: tokens of each row in the step.
+        *args: further arguments that vLLM passes to its function.
         **kwargs: the same, by name.
     """
     drafted = {row: number for row, number in tokens.items() if drafts.get(row)}
@@ -190,7 +190,7 @@ def _sort_batch_req_ids(original: Any) -> Any:
 
 
 def _prepare_inputs(original: Any) -> Any:
-    """Where vLLM's function does not know of drafts; in 0.25 it is Python's own ``sorted``."""
+    """Sort rows where vLLM's function knows no drafts; in 0.25 it is Python's own ``sorted``."""
     from vllm.v1.worker.gpu import model_runner
 
     names = vars(model_runner)
@@ -209,7 +209,7 @@ def _prepare_inputs(original: Any) -> Any:
 
 
 def _update_requests(original: Any) -> Any:
-    """Have no full graph replayed for a step with a prompt: its tokens are not uniform.
+    """Prevent replaying a full graph for a step with a prompt: its tokens are not uniform.
 
     The runner updates its requests and then asks, in the same step, whether they are.
     """
@@ -232,7 +232,7 @@ def _update_requests(original: Any) -> Any:
 
 
 def _build_gated_delta_net(original: Any) -> Any:
-    """Rows that decode are known by having a number of drafts, of which nothing else is read."""
+    """Mark decoding rows by giving them a number of drafts, which is read for nothing else."""
 
     def build(
         self: Any,
@@ -260,7 +260,7 @@ def _build_gated_delta_net(original: Any) -> Any:
 
 
 def _build_for_capture(original: Any) -> Any:
-    """What vLLM builds for the longest drafts, for shorter ones."""
+    """Build for shorter drafts what vLLM builds for the longest ones."""
 
     def build_for_cudagraph_capture(self: Any, common_attn_metadata: Any) -> Any:
         longest = 1 + self.num_spec_tokens
