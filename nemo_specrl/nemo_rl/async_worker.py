@@ -1,8 +1,8 @@
 """The asynchronous worker (``vllm_cfg.async_engine: true``), which uses AsyncSpeculativeLLM.
 
-Rows come one by one, and rows of training and of validation may be in the engine together, so
-whether a row is drafted is decided for each call. Requests of the worker's HTTP server, by which
-NeMo-Gym leads conversations, draft by their tokens.
+Rows arrive one by one, and training and validation rows may be in the engine together, so whether
+to draft for a row is decided for each call. Requests to the worker's HTTP server, through which
+NeMo-Gym leads conversations, find their drafts by their tokens.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ ASYNC_OPTIONS: dict[str, Any] = {
     "max_concurrency": ASYNC_CALLS,
     "runtime_env": get_nsight_config_if_pattern_matches("vllm_async_generation_worker"),
 }
-"""Ray's options of asynchronous workers: those of NeMo-RL's own, and more calls at once."""
+"""Ray's options for asynchronous workers: those of NeMo-RL's own, with more concurrent calls."""
 
 _drafting: ContextVar[bool] = ContextVar("drafting", default=False)
-"""Whether the row of the current task is drafted."""
+"""Whether the current task's row is drafted for."""
 
 
 class SpecVllmAsyncGenerationWorkerImpl(DraftingWorker, VllmAsyncGenerationWorkerImpl):
@@ -87,7 +87,7 @@ class SpecVllmAsyncGenerationWorkerImpl(DraftingWorker, VllmAsyncGenerationWorke
         """Generate for a request of the HTTP server."""
         assert self._speculative is not None and self._metadata is not None
         # Turns are noted during validation, too: asynchronous GRPO begins no conversations then,
-        # but those that it has begun go on.
+        # but those that have begun continue.
         drafting, note = not self._paused, self._metadata.note_turn
         return self._speculative.serve(*args, drafting=drafting, note=note, **kwargs)
 
@@ -113,28 +113,28 @@ class SpecVllmAsyncGenerationWorkerImpl(DraftingWorker, VllmAsyncGenerationWorke
             yield result
 
     def _choose_drafting(self, data: Any, greedy: bool) -> None:
-        """Draft in the task of this call, in which the base class calls self.llm.generate."""
+        """Decide whether this call's task drafts: the base class calls self.llm.generate in it."""
         _drafting.set(SAMPLE_INDICES in data and not self._paused and not greedy)
 
-    # These methods change the engine's weights; sparse refits do it beside them, in the receiver's
-    # threads.
+    # These methods change the engine's weights; sparse refits do it apart from them, in the
+    # receiver's threads.
 
     async def update_weights_via_ipc_zmq_async(self, *args: Any, **kwargs: Any) -> Any:
-        """Update the weights, and count the policy version up."""
+        """Update the weights, and increment the policy version."""
         return await self._refit(super().update_weights_via_ipc_zmq_async, *args, **kwargs)
 
     async def update_weights_from_collective_async(self, *args: Any, **kwargs: Any) -> Any:
-        """Update the weights, and count the policy version up."""
+        """Update the weights, and increment the policy version."""
         return await self._refit(super().update_weights_from_collective_async, *args, **kwargs)
 
     async def nccl_reshard_refit_async(self, *args: Any, **kwargs: Any) -> Any:
-        """Update the weights, and count the policy version up."""
+        """Update the weights, and increment the policy version."""
         return await self._refit(super().nccl_reshard_refit_async, *args, **kwargs)
 
     async def checkpoint_engine_rpc_async(
         self, checkpoint_method: str, *args: Any, **kwargs: Any
     ) -> Any:
-        """Pass on a call to a checkpoint engine; count up where it updates the weights."""
+        """Pass on a call to a checkpoint engine; begin a version if it updates the weights."""
         call = super().checkpoint_engine_rpc_async
         if checkpoint_method == CHECKPOINT_ENGINE_UPDATE:
             return await self._refit(call, checkpoint_method, *args, **kwargs)
@@ -143,9 +143,9 @@ class SpecVllmAsyncGenerationWorkerImpl(DraftingWorker, VllmAsyncGenerationWorke
     async def _refit(self, update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Update the weights and begin a policy version.
 
-        Rows that are running go on (``async_grpo.in_flight_weight_updates``). NeMo-RL's own
+        Running rows continue (``async_grpo.in_flight_weight_updates``). NeMo-RL's own
         ``recompute_kv_cache_after_weight_updates`` has no effect on them: its
-        ``reset_prefix_cache`` does nothing while requests run. Here it has.
+        ``reset_prefix_cache`` does nothing while requests run. Here it takes effect.
         """
         speculative = self._speculative
         if speculative is None:
@@ -158,7 +158,7 @@ class SpecVllmAsyncGenerationWorkerImpl(DraftingWorker, VllmAsyncGenerationWorke
 
 
 class _DraftingEngine:
-    """Stands in for ``self.llm``: drafts rows that ask for it, and passes on everything else."""
+    """Stands in for ``self.llm``: drafts for rows that ask for it, and passes on all else."""
 
     def __init__(self, speculative: ServingSpeculativeLLM, metadata: MetadataLog | None) -> None:
         self._speculative, self._metadata = speculative, metadata

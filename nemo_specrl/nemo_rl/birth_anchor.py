@@ -1,9 +1,9 @@
 """Starts the clipped ratio of the loss from birth log-probs (``clip_anchor: birth``).
 
 NeMo-RL computes ``prev_logprobs`` with the policy before each update and passes them to
-``policy.train`` (algorithms/grpo.py and ppo.py). Only what that call gets is changed: everything
-else that the trainers do with ``prev_logprobs`` (masking of rows on which engines and policy
-disagree, the KL penalty in PPO's rewards, logging) sees the policy's own.
+``policy.train`` (algorithms/grpo.py and ppo.py). Only the argument of that call is changed:
+everything else that the trainers do with ``prev_logprobs`` (masking of rows on which engines and
+policy disagree, the KL penalty in PPO's rewards, logging) sees the policy's own.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ __all__ = ["anchored_logprobs"]
 
 
 def anchored_logprobs(batch: Any, records: MetadataTable) -> torch.Tensor:
-    """A copy of a batch's ``prev_logprobs`` with those of reused tokens replaced by their birth's.
+    """Return a copy of a batch's ``prev_logprobs``, with birth log-probs for reused tokens.
 
     Args:
         batch: the columns ``input_ids``, ``token_mask`` and ``prev_logprobs``, ``[rows, length]``,
             and ``input_lengths``, ``[rows]``.
-        records: of the step's rollouts.
+        records: records of the step's rollouts.
 
     Returns:
         float ``[rows, length]``, nats. A row without a record keeps its own.

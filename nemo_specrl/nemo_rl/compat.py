@@ -4,8 +4,8 @@ NeMo-RL chooses its generation backend by the string ``policy.generation.backend
 registry of backends (algorithms/grpo.py, ``setup``) and refuses strings other than "vllm" in many
 places, so the plug-in replaces classes and functions by name; :mod:`.install` does that.
 
-Of what is official, the key ``WORKER_EXTENSION`` is used where it exists; docs/reference/patches.md
-says what else there is, and why the rest is replaced.
+Of NeMo-RL's official interfaces, the key ``WORKER_EXTENSION`` is used if it exists;
+docs/reference/patches.md says what else there is, and why the rest is replaced.
 
 Known to work: v0.7.0, and main up to August 2026 (commit 7ea279ab).
 """
@@ -66,17 +66,18 @@ CONTROLLER_SETUP = (
 )
 """The single controller and its setup, which v0.7.0 does not have."""
 CONTROLLER_METHODS = ("_advantage_stage", "_sync_weights", "ping")
-"""Of its actor: with the batch of a part of a step, at its end, and for whether it has ended."""
+"""Methods of its actor: called with the batch of a part of a step, at its end, and to ask whether
+it has ended."""
 STOCK_WORKER = "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker"
 STOCK_ASYNC_WORKER = "nemo_rl.models.generation.vllm.vllm_worker_async.VllmAsyncGenerationWorker"
 QUANTIZED = "nemo_rl.modelopt.models.generation.vllm_quant_worker"
 STOCK_QUANT_WORKER = f"{QUANTIZED}.VllmQuantGenerationWorker"
 STOCK_QUANT_ASYNC_WORKER = f"{QUANTIZED}.VllmQuantAsyncGenerationWorker"
 WORKER_EXTENSION = "worker_extension_cls_fqn"
-"""Key of the generation block by which NeMo-RL after August 2026 takes another worker class."""
+"""Key of the generation block that gives NeMo-RL after August 2026 another worker class."""
 CHECKPOINT_ENGINE_UPDATE = "update_weights_from_checkpoint_engine"
-"""What main's ``checkpoint_engine_rpc`` is asked for at a refit by NIXL or by an engine of the
-user's (models/generation/vllm/checkpoint_engine.py)."""
+"""The call that main's ``checkpoint_engine_rpc`` gets at a refit through NIXL or a user's engine
+(models/generation/vllm/checkpoint_engine.py)."""
 REQUIRED = (
     ("nemo_rl.models.generation.vllm", "VllmGeneration"),
     (GENERATION, "VllmGeneration"),
@@ -116,7 +117,7 @@ def check_controller() -> None:
     """Check that the single controller's actor has the methods in ``CONTROLLER_METHODS``.
 
     Raises:
-        IncompatibleVersion: it lacks one of them, so that the plug-in would not be called there.
+        IncompatibleVersion: it lacks one of them, so the plug-in would not be called there.
     """
     actor = lookup(*CONTROLLER).__ray_metadata__.modified_class
     for name in CONTROLLER_METHODS:
@@ -150,7 +151,7 @@ def rebind(name: str, old: Any, new: Any) -> None:
 
 
 def pinned_vllm(home: Path) -> str | None:
-    """The version of vLLM that a checkout of NeMo-RL has its workers use; None: not known."""
+    """Return the version of vLLM that a NeMo-RL checkout makes its workers use; None: not known."""
     try:
         found = re.search(r"\bvllm==([0-9.]*[0-9])", (home / "pyproject.toml").read_text())
     except OSError:
@@ -159,10 +160,10 @@ def pinned_vllm(home: Path) -> str | None:
 
 
 def engines_of(generation: Any) -> Engines:
-    """What is known of a recipe's engines before the workers start.
+    """Return what is known about a recipe's engines before the workers start.
 
-    The driver's environment usually has no vLLM. The workers' are made for the version that the
-    checkout pins, and get the variables of ``vllm_cfg.env_vars`` (vllm_generation.py).
+    The driver's environment usually has no vLLM. The workers' environments are made for the version
+    that the checkout pins, and get the variables of ``vllm_cfg.env_vars`` (vllm_generation.py).
     """
     own = (generation.get("vllm_cfg") or {}).get("env_vars") or {}
     environment = {**os.environ, **{str(name): str(value) for name, value in own.items()}}
@@ -175,16 +176,16 @@ def engines_of(generation: Any) -> Engines:
 
 
 def model_of(name: str) -> Mapping[str, Any]:
-    """A model's configuration, as in its config.json; empty where it cannot be read.
+    """Return a model's configuration, as in its config.json; empty if it cannot be read.
 
-    The workers read it, too (vllm_worker.py, ``AutoConfig``). What is not known here is theirs to
-    refuse. No code of the model is run.
+    The workers read it, too (vllm_worker.py, ``AutoConfig``). What is not known here is left to
+    them to refuse. No code of the model is run.
     """
     try:
         from transformers import PretrainedConfig
 
         return dict(PretrainedConfig.get_config_dict(name)[0])
-    except Exception:  # of transformers, of the hub, or of the network
+    except Exception:  # from transformers, the hub, or the network
         return {}
 
 
@@ -198,24 +199,24 @@ def get_option(block: Any, name: str, default: Any) -> Any:
 
 
 def block_enabled(master_config: Any, block: str) -> bool:
-    """Whether an optional block of the recipe is there and switched on."""
+    """Whether an optional block of the recipe is present and enabled."""
     return bool(get_option(getattr(master_config, block, None), "enabled", False))
 
 
 def returns_routes(policy: Any) -> bool:
     """Whether a recipe's engines return the routed experts of each token, for router replay."""
-    # NeMo-RL's setup turns the one into the other, after the recipe has been read.
+    # NeMo-RL's setup turns the one key into the other, after the recipe has been read.
     asked = (policy["generation"].get("vllm_kwargs") or {}).get("enable_return_routed_experts")
     return bool(asked or (policy.get("router_replay") or {}).get("enabled"))
 
 
 @contextmanager
 def substituted_workers(names: dict[str, str], config: Any) -> Iterator[None]:
-    """Have every ``VllmGeneration`` built inside this context use other worker classes.
+    """Make every ``VllmGeneration`` built inside this context use other worker classes.
 
-    NeMo-RL after August 2026 takes the class from the recipe's generation block, which has it
-    inside this context (``WORKER_EXTENSION``; NVIDIA-NeMo/RL#3809). Before, it can be changed in
-    ``resolve_generation_worker_cls`` alone, which the constructor gives the stock class's name.
+    NeMo-RL after August 2026 takes the class from the recipe's generation block, where it is set
+    inside this context (``WORKER_EXTENSION``; NVIDIA-NeMo/RL#3809). Before, it can be changed only
+    in ``resolve_generation_worker_cls``, to which the constructor passes the stock class's name.
 
     Args:
         names: full name of each stock worker class, and of the class that replaces it.
@@ -255,15 +256,14 @@ def substituted_workers(names: dict[str, str], config: Any) -> Iterator[None]:
 
 @contextmanager
 def queued_behind(worker_group: Any, queue: Callable[[list[Any]], None]) -> Iterator[None]:
-    """Have workers called once more behind each sharded call that is made inside this context.
+    """Make a second call to the workers after each sharded call made inside this context.
 
     ``VllmGeneration.generate`` makes that call and waits for its results, in one method. A worker
-    does what it is asked for in turn, so that the second call begins when its part of the first is
-    done.
+    handles calls in order, so the second call begins when its part of the first is done.
 
     Args:
         worker_group: NeMo-RL's ``RayWorkerGroup``.
-        queue: makes the second call, given what Ray will have of the first from each worker.
+        queue: makes the second call, given Ray's references to each worker's result of the first.
     """
     original = worker_group.run_all_workers_sharded_data
 
@@ -280,7 +280,7 @@ def queued_behind(worker_group: Any, queue: Callable[[list[Any]], None]) -> Iter
 
 
 def _with_environment(worker: str, stock: str) -> str:
-    """The name of a worker class, which NeMo-RL then knows the environment of."""
+    """Return the name of a worker class, after making its environment known to NeMo-RL."""
     registry = lookup(ENVIRONMENTS, "ACTOR_ENVIRONMENT_REGISTRY")
     if worker not in registry:
         registry[worker] = _python_of(stock, registry[stock])
@@ -288,11 +288,11 @@ def _with_environment(worker: str, stock: str) -> str:
 
 
 def _python_of(worker: str, executable: str) -> str:
-    """The Python executable of a stock worker class, for the class that replaces it.
+    """Return the Python executable of a stock worker class, for the class that replaces it.
 
-    An executable that starts with "uv" has NeMo-RL make an environment on each node, by the name
-    of the class (distributed/worker_groups.py). The class that replaces it needs the same one, so
-    it is made, or found, under the name of the stock class, by NeMo-RL's own rules for that
+    For an executable that starts with "uv", NeMo-RL makes an environment on each node, named after
+    the class (distributed/worker_groups.py). The class that replaces it needs the same one, so it
+    is made, or found, under the name of the stock class, by NeMo-RL's own rules for that
     (utils/venvs.py: NEMO_RL_VENV_DIR, NRL_FORCE_REBUILD_VENVS).
     """
     if not executable.startswith("uv"):

@@ -1,7 +1,7 @@
 """The plug-in's view of a NeMo-RL run, read from its MasterConfig when the run is set up.
 
-``setup`` of NeMo-RL's algorithms has the whole recipe; the generation that it builds gets a part.
-What the plug-in cannot do is refused before anything is started (``recipe_checks``).
+``setup`` of NeMo-RL's algorithms has the whole recipe; the generation that it builds gets only a
+part. What the plug-in cannot do is refused before anything is started (``recipe_checks``).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ rows are decoded plainly."""
 PROMPT_KEYS = "spec_rl_prompt_keys"
 """Column of a batch for generation: the key of each row's prompt, a list of bytes."""
 UPCOMING = "spec_rl_upcoming"
-"""Column of a batch for generation: upcoming prompts for which the row's engine may decode where it
+"""Column of a batch for generation: upcoming prompts for which the row's engine may decode when it
 would be idle, a list of token ids each."""
 
 GROUPS = "spec_rl_groups"
@@ -58,7 +58,7 @@ GROUPS = "spec_rl_groups"
 PHASE = "spec_rl_phase"
 """Column of such a batch: the ``phase_end.Phase``, the same for each row."""
 ENDED = "spec_rl_ended"
-"""Column of what such a generation yields: whether the row has ended, bool ``[rows]``."""
+"""Column of the result of such a generation: whether the row has ended, bool ``[rows]``."""
 
 logger = logging.getLogger(__name__)
 
@@ -71,22 +71,23 @@ class RunContext:
 
     Args:
         spec_rl: the ``spec_rl:`` block.
-        seed: of the algorithm.
-        group: rows that a batch has of each of its prompts.
-        name: of the run's folder on each node, different for each checkpoint folder.
-        label: of the run in Prometheus, the name of its checkpoint folder.
+        seed: seed of the algorithm.
+        group: number of rows that a batch has for each of its prompts.
+        name: name of the run's folder on each node, different for each checkpoint folder.
+        label: label of the run in Prometheus, the name of its checkpoint folder.
         log_folder: NeMo-RL's ``logger.log_dir``; None: it has no logger, as in evaluation.
         checkpoint: folder of the checkpoint from which the run resumes, or None.
         tokenizer_id: the tokenizer's identity in the cache.
-        recompute_kv: rows that are running at a refit have their KV blocks computed anew.
-        served: rollouts are made by requests to the engines' HTTP servers, as NeMo-Gym makes them.
+        recompute_kv: whether the KV blocks of rows running at a refit are recomputed.
+        served: whether rollouts are made by requests to the engines' HTTP servers, as NeMo-Gym
+            makes them.
         partial_rollouts: the ``grpo.partial_rollouts:`` block.
-        evaluates: weights are evaluated and not trained: greedy rows are drafted for, too, and the
-            cache begins with what earlier evaluations have left on the nodes' disks.
-        trains_later: rows may be trained on in a later step than the one that they were made in.
-        prompts: of a step; None: not known.
-        skips_policy_logprobs: NeMo-RL does not compute the policy's log-probs of a step's rows, and
-            the column ``prev_logprobs`` is zero, or missing.
+        evaluates: whether weights are evaluated rather than trained: greedy rows are then drafted
+            for, too, and the cache begins with what earlier evaluations left on the nodes' disks.
+        trains_later: whether rows may be trained on in a later step than the one they were made in.
+        prompts: number of prompts of a step; None: not known.
+        skips_policy_logprobs: whether NeMo-RL does not compute the policy's log-probs of a step's
+            rows, so that the column ``prev_logprobs`` is zero, or missing.
     """
 
     spec_rl: SpecRLConfig
@@ -119,7 +120,7 @@ class RunContext:
 
     @property
     def policy_logprobs(self) -> str | None:
-        """The column of a step's rows that has the policy's log-probs; None: no column has them."""
+        """The column of a step's rows with the policy's log-probs; None: no column has them."""
         if not self.skips_policy_logprobs:
             return "prev_logprobs"
         # The engines report those of the policy, whose weights they have, unless told otherwise.
@@ -127,7 +128,7 @@ class RunContext:
         return "generation_logprobs" if policy else None
 
     def summary(self, generation: Any) -> str:
-        """Say in one line what the plug-in does in this run.
+        """Describe in one line what the plug-in does in this run.
 
         Args:
             generation: the recipe's block of that name.
@@ -144,9 +145,10 @@ class RunContext:
         )
 
     def open_cache(self) -> tuple[ClusterCache | None, int]:
-        """Open the cache as the run's checkpoint has it; that, and the policy version.
+        """Open the cache as the run's checkpoint has it; return it and the policy version.
 
-        A cache costs speed alone: where no node can open its part, the run continues without one.
+        A missing cache costs only speed: if no node can open its part, the run continues without
+        one.
         """
         try:
             cache, version = open_run_cache(
@@ -159,13 +161,13 @@ class RunContext:
         except CacheError as error:
             logger.warning("rollout cache: %s; no rollouts are kept, and all rows are plain", error)
             return None, 0
-        # Each evaluation is of another version than all before it: nobody counts them, so their
-        # time does, in seconds since 1970.
+        # Each evaluation has a version other than all previous ones: they are not counted, so their
+        # time serves as the version, in seconds since 1970.
         return cache, cache.incarnation // 10**9 if self.evaluates else version
 
     @classmethod
     def of(cls, master_config: Any, algorithm: str, **known: Any) -> RunContext | None:
-        """Read the run from a recipe; None where ``spec_rl`` is absent or not enabled.
+        """Read the run from a recipe; None if ``spec_rl`` is absent or not enabled.
 
         Variables that the engines need are added to the recipe's ``vllm_cfg.env_vars``, and logged.
 
@@ -208,7 +210,7 @@ class RunContext:
             name=hashlib.sha256(str(folder).encode()).hexdigest()[:16],
             label=folder.name,
             log_folder=Path(master_config.logger["log_dir"]).absolute(),
-            # NeMo-RL resumes from it with checkpointing.enabled=false, too.
+            # NeMo-RL resumes from it even with checkpointing.enabled=false.
             checkpoint=next(reversed(step_folders(folder)), None),
             tokenizer_id=str(master_config.policy["tokenizer"]["name"]),
             recompute_kv=bool(
@@ -225,18 +227,18 @@ class RunContext:
 def engine_arguments(arguments: dict[str, Any], block: Any) -> dict[str, Any]:
     """Add what lossless drafting needs to the arguments of a vLLM engine.
 
-    NeMo-RL's own ``vllm_kwargs.speculative_config`` stays empty: where it is set, NeMo-RL shortens
+    NeMo-RL's own ``vllm_kwargs.speculative_config`` stays empty: if it is set, NeMo-RL shortens
     responses near the model's limit, for drafters that read beyond it (vllm_worker.py,
-    ``_spec_decode_max_tokens``). This one does not.
+    ``_spec_decode_max_tokens``). This drafter does not.
 
     Args:
-        arguments: as NeMo-RL has made them.
+        arguments: as NeMo-RL made them.
         block: the recipe's ``spec_rl:`` block.
 
     Raises:
-        ConfigError: ``tree.method: auto`` where nothing is faster than stock vLLM.
-        IncompatibleVersion: ``tree.method: proposer`` on a vLLM that takes none, or the package was
-            not compiled.
+        ConfigError: ``tree.method`` is ``auto``, and nothing is faster than stock vLLM.
+        IncompatibleVersion: ``tree.method`` is ``proposer`` on a vLLM that supports none, or the
+            package was not compiled.
     """
     options = engine_options(read_block(block, BLOCK))
     if options:
@@ -245,7 +247,7 @@ def engine_arguments(arguments: dict[str, Any], block: Any) -> dict[str, Any]:
 
 
 def set_variables(generation: Any, variables: Mapping[str, str]) -> None:
-    """Have the engines' processes get these variables, and say so."""
+    """Pass these variables to the engines' processes, and log them."""
     for name, value in variables.items():
         vllm_cfg = generation["vllm_cfg"]
         vllm_cfg["env_vars"] = {**(vllm_cfg.get("env_vars") or {}), name: value}
@@ -273,22 +275,22 @@ def setting_up(run: RunContext | None) -> Iterator[None]:
 
 
 def read_block(block: Any, where: str) -> SpecRLConfig:
-    """A recipe's ``spec_rl:`` block.
+    """Read a recipe's ``spec_rl:`` block.
 
     Args:
         block: as the recipe has it.
         where: its dotted path there.
 
     Raises:
-        ConfigError: naming the first key that is wrong.
+        ConfigError: names the first key that is wrong.
     """
     return validated(SpecRLConfig, _plain(block), where)
 
 
 def _skips_policy_logprobs(master_config: Any, algorithm: str) -> bool:
-    """Whether a step goes without the policy's log-probs of its rows.
+    """Whether a step does without the policy's log-probs of its rows.
 
-    It does in GRPO where nothing needs them (``_skip_prev_logprobs`` in algorithms/opd.py).
+    This is so in GRPO if nothing needs them (``_skip_prev_logprobs`` in algorithms/opd.py).
     """
     return (
         algorithm == "grpo"

@@ -1,9 +1,9 @@
-"""Conversations that were led by HTTP, on their way back into the cache.
+"""Conversations that were led over HTTP, on their way back into the cache.
 
-NeMo-Gym asks engines for turns, and NeMo-RL puts the conversations together from its answers. The
-plug-in sees them when a batch is given to ``policy.train``: a row is a conversation's root, and
-all that was said behind it, with a mask of what the policy has written. The workers' records say
-which weights have made each turn, and that it was a turn at all.
+NeMo-Gym asks engines for turns, and NeMo-RL assembles the conversations from its answers. The
+plug-in sees them when a batch is passed to ``policy.train``: a row is a conversation's root and
+everything said after it, with a mask of what the policy wrote. The workers' records say which
+weights made each turn, and that it was a turn at all.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ __all__ = ["conversations"]
 
 
 def conversations(batch: Any, records: MetadataTable) -> list[Rollout]:
-    """The rollouts of a batch's conversations: each a response to its first prompt.
+    """Return the rollouts of a batch's conversations, each a response to its first prompt.
 
-    A row is left out if some of its turns are not known, as those that other engines have made.
+    A row is left out if some of its turns are not known, such as those that other engines made.
 
     Args:
         batch: the columns ``input_ids`` and ``token_mask``, ``[rows, length]``, and
             ``input_lengths``, ``[rows]``.
-        records: of the step.
+        records: records of the step.
 
     Returns:
-        With the sample indices of a group for each root. What an environment has said is of the
-        weights that were asked next. A log-prob is that of ``generation_logprobs`` where the batch
-        has this column, else 0. Not raw: prefix reuse must not draft from a conversation.
+        The rollouts, with the sample indices of a group for each root. The tokens of an environment
+        get the version of the weights that were asked next. A log-prob is that of
+        ``generation_logprobs`` if the batch has this column, otherwise 0. They are not raw: prefix
+        reuse must not draft from a conversation.
     """
     token_ids, masks = batch["input_ids"].numpy(), batch["token_mask"].numpy()
     logprobs = batch["generation_logprobs"].numpy() if "generation_logprobs" in batch else None
@@ -42,7 +43,7 @@ def conversations(batch: Any, records: MetadataTable) -> list[Rollout]:
         for row, turns in enumerate(records.find(token_ids, masks, batch["input_lengths"].tolist()))
         if (versions := _versions(turns)) is not None and turns[0].record is not None
     ]
-    keys = [key for key, *_ in known]  # the workers': of a root with images no other knows it
+    keys = [key for key, *_ in known]  # the workers': only they know that of a root with images
     return [
         Rollout(
             key,
@@ -61,7 +62,7 @@ def conversations(batch: Any, records: MetadataTable) -> list[Rollout]:
 
 
 def _versions(turns: list[ResponseSpan]) -> npt.NDArray[np.int64] | None:
-    """Policy versions of all that was said in a conversation; None: not all of it is known."""
+    """Policy versions of all tokens of a conversation; None: not all of them are known."""
     parts: list[Any] = []
     end = turns[0].start if turns else 0
     for turn in turns:

@@ -1,8 +1,8 @@
 """Feeds the drift monitor with the rows of each step of a NeMo-RL run.
 
 Which rows were fresh, and how stale their reused tokens are, comes with the rollouts from the
-engines (:mod:`.rollout_metadata`); rewards and the policy's log-probs come from the trainer. How
-long an epoch is shows when prompts come back (:class:`Recurrence`).
+engines (:mod:`.rollout_metadata`); rewards and the policy's log-probs come from the trainer. The
+length of an epoch is known once prompts recur (:class:`Recurrence`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nemo_specrl.speculation.drift import DriftMonitor
 __all__ = ["StepMonitor"]
 
 STATE = "monitor.json"
-"""Name of the state's file in a checkpoint's folder of the cache."""
+"""Name of the state's file in the cache's folder of a checkpoint."""
 
 BATCH_COLUMNS = {
     "token_ids": "input_ids",
@@ -36,19 +36,19 @@ BATCH_COLUMNS = {
 log-probs has the same name in both."""
 
 KEY_BYTES = 8
-"""Beginning of a prompt's key by which it is known again, which is enough for any data set."""
+"""Number of a prompt key's first bytes by which it is recognized, enough for any data set."""
 
 logger = logging.getLogger(__name__)
 
 
 class Recurrence:
-    """Learns after how many steps prompts come back.
+    """Learns after how many steps prompts recur.
 
-    The loader's length does not say it: a data set may have a problem a hundred times, and with
+    The loader's length does not tell: a data set may contain a problem a hundred times, and with
     dynamic sampling a step takes several batches.
 
     Args:
-        at_most: steps after which all prompts have come, as far as the loader knows.
+        at_most: number of steps after which all prompts have occurred, as far as the loader knows.
     """
 
     def __init__(self, at_most: int) -> None:
@@ -57,13 +57,13 @@ class Recurrence:
         self._seen: set[bytes] = set()
 
     def step(self, keys: Collection[bytes]) -> int | None:
-        """Take note of a step; the number of steps in an epoch once it is known.
+        """Note a step; return the number of steps in an epoch once it is known.
 
-        It is that of the steps before this one, if at least half of this step's prompts were in
-        them, and else it is ``at_most`` if this step is the last of so many.
+        It is the number of steps before this one, if at least half of this step's prompts were in
+        them; otherwise it is ``at_most`` if this step is the last of that many.
 
         Args:
-            keys: of the step's prompts.
+            keys: keys of the step's prompts.
         """
         prompts = {key[:KEY_BYTES] for key in keys}
         known = None
@@ -84,7 +84,7 @@ class Recurrence:
         return {"steps": self._steps, "seen": seen}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from what :meth:`state` has returned."""
+        """Continue from what :meth:`state` returned."""
         steps, seen = int(state["steps"]), base64.b64decode(state["seen"])
         self._seen = {seen[i : i + KEY_BYTES] for i in range(0, len(seen), KEY_BYTES)}
         self._steps = steps
@@ -94,13 +94,13 @@ class StepMonitor:
     """Compares fresh and reused rows of each step, and adapts ``fresh_fraction`` if configured.
 
     Args:
-        records: of the rollouts of each step.
+        records: records of the rollouts of each step.
         config: the ``spec_rl:`` block.
-        loader_length: number of its batches in a pass over the data set.
+        loader_length: number of the loader's batches in a pass over the data set.
         logprobs: name of the column with the log-probs of the policy that is trained; None: there
             is none, and log-probs are not compared.
         set_fresh_fraction: called with the new ``fresh_fraction`` when ``monitor.auto`` changes it.
-        state: folder into which :meth:`save` wrote the state to continue from, or None.
+        state: folder into which :meth:`save` wrote the state from which to continue, or None.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class StepMonitor:
 
     @property
     def columns(self) -> dict[str, str]:
-        """The columns of a batch that the monitor reads, by the names of those of logged rows."""
+        """The columns of a batch that the monitor reads, by the names of logged rows' columns."""
         own = {} if self._logprobs is None else {self._logprobs: self._logprobs}
         return BATCH_COLUMNS | own
 
@@ -143,7 +143,7 @@ class StepMonitor:
         return self.monitor.state() | epochs
 
     def _restore(self, file: Path) -> None:
-        """Continue from what :meth:`save` has written; where it is damaged, begin anew."""
+        """Continue from what :meth:`save` wrote; if it is damaged, start over."""
         fresh = self.monitor.state()
         try:
             state = json.loads(file.read_text())
@@ -167,7 +167,7 @@ class StepMonitor:
     def compare(self, rows: Mapping[str, Sequence[Any]]) -> dict[str, float]:
         """Add the rows of a step to the comparison and return its metrics.
 
-        A row whose record is missing is left out. A failure is logged and costs the step nothing.
+        A row whose record is missing is left out. A failure is logged and does not affect the step.
 
         Args:
             rows: columns under the names by which NeMo-RL logs them: ``token_ids``,
@@ -177,7 +177,7 @@ class StepMonitor:
         return self._guarded(lambda: rows)
 
     def compare_batch(self, batch: Any) -> dict[str, float]:
-        """Do the same with the batch that PPO trains on, which has the rewards."""
+        """Do the same with the batch on which PPO trains, which has the rewards."""
         return self._guarded(lambda: {n: batch[c].numpy() for n, c in self.columns.items()})
 
     def _guarded(self, rows: Callable[[], Mapping[str, Sequence[Any]]]) -> dict[str, float]:
@@ -229,7 +229,7 @@ class StepMonitor:
         return self.monitor.as_dict()
 
     def _learn_epochs(self, keys: Collection[bytes]) -> None:
-        """Have the monitor know how long an epoch is as soon as prompts come back."""
+        """Tell the monitor the length of an epoch as soon as prompts recur."""
         if self.monitor.steps_per_epoch is None:
             steps = self._recurrence.step(keys)
             if steps is not None:

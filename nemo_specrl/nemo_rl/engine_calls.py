@@ -1,4 +1,4 @@
-"""The driver's calls of the engines' workers, and how long a step waits for their answers."""
+"""The driver's calls to the engines' workers, and how long a step waits for their answers."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from nemo_specrl.errors import EngineError
 __all__ = ["EngineCalls", "seconds_left", "step_end"]
 
 ANSWER_SECONDS = 60.0
-"""For an engine's worker to do what a run cannot go on without."""
+"""Time for an engine's worker to do what a run cannot continue without."""
 STEP_SECONDS = 10.0
-"""For all questions of a step to engines and cache together, which it can go on without."""
+"""Time for all questions of a step to engines and cache together, without which it can continue."""
 LEAST_SECONDS = 1.0
-"""For one of them, however long the ones before it took."""
+"""Minimum time for one of them, however long the previous ones took."""
 
 logger = logging.getLogger(__name__)
 
 
 def step_end() -> float:
-    """When a step that begins to ask now goes on, by ``time.monotonic``."""
+    """When a step that begins to ask now continues, by ``time.monotonic``."""
     return time.monotonic() + STEP_SECONDS
 
 
@@ -33,7 +33,7 @@ def seconds_left(until: float) -> float:
 
 
 class EngineCalls:
-    """Calls of a method of every worker that owns an engine.
+    """Calls a method of every worker that owns an engine.
 
     A copy in another process begins without open questions.
 
@@ -43,14 +43,14 @@ class EngineCalls:
 
     def __init__(self, worker_group: Any) -> None:
         self._worker_group = worker_group
-        self._open: list[tuple[int, str, Any]] = []  # engine, method, and what Ray will have
-        self._silent: set[int] = set()  # engines of which it was said that they do not answer
+        self._open: list[tuple[int, str, Any]] = []  # engine, method, and Ray's reference
+        self._silent: set[int] = set()  # engines already reported as not answering
 
     def __reduce__(self) -> Any:
         return type(self), (self._worker_group,)
 
     def call(self, method: str, **kwargs: Any) -> list[Any]:
-        """Call a method, and return what Ray will have of it from each engine."""
+        """Call a method, and return Ray's reference to the result of each engine."""
         return list(
             self._worker_group.run_all_workers_single_data(
                 method, run_rank_0_only_axes=["tensor_parallel", "pipeline_parallel"], **kwargs
@@ -61,7 +61,7 @@ class EngineCalls:
         """Call a method, and return what all engines answer.
 
         Raises:
-            EngineError: one of them has not answered in time.
+            EngineError: one of them did not answer in time.
         """
         try:
             return list(ray.get(self.call(method, **kwargs), timeout=within_s))
@@ -69,15 +69,16 @@ class EngineCalls:
             raise EngineError(f"{method}: an engine has not answered in {within_s:g} s") from None
 
     def ask(self, method: str, until: float | None = None, **kwargs: Any) -> list[Any]:
-        """Call a method that a step can go on without, and return what is answered in time.
+        """Call a method without which a step can continue, and return the answers that come in
+        time.
 
-        The step waits for an engine only if that has answered all earlier questions: one that hangs
-        holds up one step, not each of them. It still does what it was called for, and what it
-        answers then is returned where the same is asked next. One that has died has no answer.
+        The step waits for an engine only if it has answered all earlier questions: a hanging engine
+        delays one step, not each of them. It still handles the call, and its late answer is
+        returned when the same is asked next. An engine that has died has no answer.
 
         Args:
-            method: to be called.
-            until: when the step goes on, by ``time.monotonic``; None: as if it began to ask now.
+            method: method to call.
+            until: when the step continues, by ``time.monotonic``; None: as if it began to ask now.
             kwargs: arguments of the method.
         """
         within_s = seconds_left(step_end() if until is None else until)
@@ -99,7 +100,7 @@ class EngineCalls:
         return [answer for engine, _, call in mine for answer in self._answer(engine, call)]
 
     def _answer(self, engine: int, call: Any) -> list[Any]:
-        """The answer of an engine; none where it has died."""
+        """Return the answer of an engine; empty if it has died."""
         try:
             return [ray.get(call)]
         except ray.exceptions.RayActorError as error:
@@ -110,7 +111,7 @@ class EngineCalls:
 
 
 def _answered(calls: list[Any], within_s: float) -> set[Any]:
-    """The calls that are answered within so many seconds."""
+    """Return the calls that are answered within this many seconds."""
     if not calls:
-        return set()  # which Ray does not take
+        return set()  # Ray does not accept an empty list
     return set(ray.wait(calls, num_returns=len(calls), timeout=within_s)[0])

@@ -1,7 +1,8 @@
-"""An evaluation (NeMo-RL's run_eval.py), whose rows draft from each other and from earlier ones.
+"""An evaluation (NeMo-RL's run_eval.py), whose rows draft from each other and from those of earlier
+evaluations.
 
-Drafts are lossless: scores are those of the checkpoint that is evaluated. What an evaluation has
-generated is kept for the next one of the same data set, usually of a later checkpoint.
+Drafts are lossless: scores are those of the evaluated checkpoint. What an evaluation generates is
+kept for the next one on the same data set, usually of a later checkpoint.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ __all__ = ["BLOCK", "check_evaluation", "evaluation_run"]
 
 BLOCK = "generation.spec_rl"
 _PREFIX_REUSE = r"(set |take )?preset: faithful( without trees| \(prefix reuse, not exact\))?"
-"""What some of a training's refusals propose, and an evaluation does not take."""
+"""What some refusals of a training propose, but an evaluation does not support."""
 
 
 def evaluation_run(master_config: Any, tokenizer: Any) -> RunContext | None:
-    """The plug-in's view of an evaluation; None where ``spec_rl`` is absent or not enabled.
+    """The plug-in's view of an evaluation; None if ``spec_rl`` is absent or not enabled.
 
-    Evaluations of a data set share a store where their models have the same vocabulary, as the
+    Evaluations on a data set share a store if their models have the same vocabulary, as the
     checkpoints of a training do: their folders differ, so names say nothing.
 
     Args:
         master_config: MasterConfig of NeMo-RL's evaluation.
-        tokenizer: as the script gives it to ``setup``: that of a multi-modal data set is a
+        tokenizer: as the script passes it to ``setup``: for a multi-modal data set it is a
             processor.
 
     Raises:
@@ -82,15 +83,15 @@ def check_evaluation(
     Args:
         master_config: MasterConfig of NeMo-RL's evaluation.
         spec_rl: its ``spec_rl:`` block.
-        images: the data set has images, sounds or videos.
-        engines: what is known of the recipe's engines; None: what can be seen from here.
+        images: whether the data set has images, sounds or videos.
+        engines: what is known about the recipe's engines; None: what can be seen from here.
         model: configuration of its model; None: as its name says.
 
     Returns:
-        Variables that the engines' processes need beside those of the recipe.
+        Variables that the engines' processes need in addition to those of the recipe.
 
     Raises:
-        ConfigError: naming the key, its value and what to set.
+        ConfigError: names the key, its value and what to set.
         IncompatibleVersion: the drafter that the block names does not run here.
     """
     generation: Mapping[str, Any] = master_config.generation
@@ -98,7 +99,7 @@ def check_evaluation(
     for wrong, line in _refused(spec_rl, engines):
         if wrong:
             raise ConfigError(f"{BLOCK}.{line}")
-    # Its block of generation is a training's, in another place.
+    # Its generation block is like a training's, in another place.
     as_training = SimpleNamespace(
         policy={"generation": generation, "model_name": generation["model_name"]},
         eval=master_config.eval,

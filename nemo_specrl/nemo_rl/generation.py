@@ -49,9 +49,9 @@ __all__ = ["SpecVllmGeneration", "completed", "validating"]
 
 PACKAGE = "nemo_specrl.nemo_rl"
 ATTACH_SECONDS = 600.0
-"""For a worker whose engine has just started to open its part of the cache."""
+"""Time for a worker whose engine has just started to open its part of the cache."""
 STANDING_STEPS = 3
-"""Steps under one policy version after which a warning says so."""
+"""Number of steps under one policy version after which a warning is logged."""
 
 logger = logging.getLogger(__name__)
 
@@ -59,12 +59,12 @@ _generations: weakref.WeakSet[SpecVllmGeneration] = weakref.WeakSet()
 
 
 class SpecVllmGeneration(SingleRows):
-    """``VllmGeneration`` that reuses rollouts, if the run that is being set up has this enabled.
+    """``VllmGeneration`` that reuses rollouts, if the run that is being set up enables it.
 
     Attributes:
         worker_classes: full name of each stock worker class, and of the class that replaces it.
-        cache: client of the rollout cache; None where reuse is off, where no node could open its
-            part, and after a shutdown.
+        cache: client of the rollout cache; None if reuse is off, if no node could open its part,
+            and after a shutdown.
         fresh_fraction: share of rows decoded without a draft although there is one.
         partial_rollouts: the loader of a run with partial rollouts, or None.
     """
@@ -91,7 +91,7 @@ class SpecVllmGeneration(SingleRows):
         self._run = run
         self._start_counting()
         self.fresh_fraction = run.spec_rl.effective_fresh_fraction
-        # Before the engines, which take minutes to start.
+        # This comes before the engines, which take minutes to start.
         self.cache, self._first_version = run.open_cache()
         self._lacks_cache = self.cache is None
         try:
@@ -107,16 +107,16 @@ class SpecVllmGeneration(SingleRows):
 
     @property
     def run(self) -> RunContext | None:
-        """The run whose rollouts are reused; None where reuse is off."""
+        """The run whose rollouts are reused; None if reuse is off."""
         return getattr(self, "_run", None)
 
     def load_and_start(self) -> None:
-        """Start the engines of a generation that was made without, as it is beside NeMo-Gym."""
+        """Start the engines of a generation that was made without them, as with NeMo-Gym."""
         super().load_and_start()
         self._attach()
 
     def _attach(self) -> None:
-        """Have all engines draft from the cache, if there is one."""
+        """Make all engines draft from the cache, if there is one."""
         cache = self.cache
         if cache is None:
             return
@@ -128,19 +128,19 @@ class SpecVllmGeneration(SingleRows):
             policy_version=self._first_version,
         )
         self._choose_engines()
-        # Where engines have nodes of their own, drafts are kept there and not beside the trainer.
+        # If engines have their own nodes, drafts are kept there and not with the trainer.
         try:
             cache.set_preferred_nodes(set(nodes))
         except CacheError as error:  # it serves as it is
             logger.warning("rollout cache: %s; its partitions stay where they are", error)
-        # By print as NeMo-RL's own driver does, since its loggers show warnings alone.
+        # Use print, as NeMo-RL's own driver does, since its loggers show only warnings.
         print(f"nemo_specrl: {self._run.summary(self.cfg)}", flush=True)
 
     def generate(self, data: Any, greedy: bool = False) -> Any:
         """Generate a response to each row, in the order given.
 
-        Rows are dealt out to the engines so that all of them finish at about the same time, each
-        with its prompt key and sample index.
+        Rows are distributed over the engines so that all of them finish at about the same time,
+        each row with its prompt key and sample index.
         """
         if self.cache is None or self._validating or greedy or not len(data["input_ids"]):
             started = time.perf_counter()
@@ -172,14 +172,14 @@ class SpecVllmGeneration(SingleRows):
         return output
 
     def generate_text(self, data: Any, greedy: bool = False) -> Any:
-        """Generate a text for each prompt of an evaluation, with drafts where they are enabled."""
+        """Generate a text for each prompt of an evaluation, with drafts if they are enabled."""
         if self.cache is not None and self._run.evaluates:
-            data = data.slice(0, data.size)  # the caller's batch stays as it is
+            data = data.slice(0, data.size)  # the caller's batch is not changed
             data[SAMPLE_INDICES] = torch.tensor(prompts.text_indices(data["prompts"]))
         return super().generate_text(data, greedy=greedy)
 
     def set_upcoming(self, upcoming: list[list[int]]) -> None:
-        """Say for which prompts engines may decode where they would be idle, from now on.
+        """Set the prompts for which engines may decode from now on when they would be idle.
 
         Args:
             upcoming: prompts of the next batch, token ids.
@@ -189,7 +189,7 @@ class SpecVllmGeneration(SingleRows):
     def take_metrics(self) -> tuple[dict[str, float], dict[str, float]] | None:
         """Return the engines' counts and seconds since the last call; None after a shutdown.
 
-        What engines answer too late comes with a later step, and of the cache the last known state.
+        Late answers of engines come with a later step; for the cache, the last known state is used.
         """
         if self.cache is None:
             return ({metric.CACHE_NODES: 0.0}, {}) if self._lacks_cache else None
@@ -212,8 +212,9 @@ class SpecVllmGeneration(SingleRows):
             counted[metric.ENGINE_PUT_OFF_TOKENS] = float(tokens)
         self._start_counting()
         versions = self._engines.ask("spec_rl_policy_version", until)
-        if versions:  # else all engines are late, and the step goes on
-            # One that is late, or that NeMo-RL keeps from rows and refits, may have an older one.
+        if versions:  # otherwise all engines are late, and the step continues
+            # An engine that is late, or that NeMo-RL keeps from rows and refits, may have an older
+            # version.
             self._note_version(max(versions))
         with contextlib.suppress(CacheError):  # what is not known is not logged
             health = self.cache.health(seconds_left(until))
@@ -223,12 +224,12 @@ class SpecVllmGeneration(SingleRows):
         return counted | store_metrics(stores), timed
 
     def _start_counting(self) -> None:
-        """Begin the driver's own counts, in seconds, anew. Copies in other actors keep theirs."""
+        """Restart the driver's own counts, in seconds. Copies in other actors keep theirs."""
         self._lookup_s = self._rollout_s = self._heldout_s = 0.0
         self._heldout_tokens = 0
 
     def _note_version(self, policy_version: int) -> None:
-        """Warn where the policy version stands still from step to step; once each time it does."""
+        """Warn if the policy version stays the same from step to step; once each time it does."""
         self._standing = self._standing + 1 if policy_version == self._last_version else 0
         self._last_version = policy_version
         if self._standing == STANDING_STEPS:
@@ -247,13 +248,13 @@ class SpecVllmGeneration(SingleRows):
         return [record for records in taken for record in records]
 
     def store(self, rollouts: list[Rollout]) -> None:
-        """Put rollouts into the cache that no engine has put there; nothing after a shutdown."""
+        """Put rollouts into the cache that no engine has put there; do nothing after a shutdown."""
         if self.cache is not None:
             self.cache.put(rollouts)
             self.cache.deliver()
 
     def save_cache(self, folder: Path) -> None:
-        """Write the cache, and which prompts are put off, beside a checkpoint's weights.
+        """Write the cache, and the prompts that are put off, next to a checkpoint's weights.
 
         Nothing is written after a shutdown.
 
@@ -267,24 +268,24 @@ class SpecVllmGeneration(SingleRows):
         self.cache.snapshot(folder, self.policy_version)
 
     def set_fresh_fraction(self, fresh_fraction: float) -> None:
-        """Have another share of the rows decoded without a draft, from the next batch on."""
+        """Change the share of rows decoded without a draft, from the next batch on."""
         self.fresh_fraction = max(fresh_fraction, self._run.spec_rl.effective_fresh_fraction)
         self._engines.ask("spec_rl_set_fresh_fraction", fresh_fraction=fresh_fraction)
 
     @property
     def policy_version(self) -> int:
-        """Policy version of the engines' weights: refits since the run first started."""
+        """Policy version of the engines' weights: number of refits since the run first started."""
         versions = self._engines.ask("spec_rl_policy_version")
         if not versions:
             raise EngineError("the policy version is not known: no engine answers")
         return int(max(versions))
 
     def shutdown(self) -> bool:
-        """Shut the workers down, and close the cache.
+        """Shut down the workers and close the cache.
 
-        ``__del__`` of NeMo-RL's class calls this too: after a constructor that failed, and at the
-        end of the process, when Ray has ended already. A question to a worker would then start Ray
-        anew, or wait without end for a cluster that is gone (``ray/_private/auto_init_hook.py``).
+        ``__del__`` of NeMo-RL's class calls this too: after a failed constructor, and at the end of
+        the process, when Ray has already ended. A question to a worker would then restart Ray, or
+        wait forever for a cluster that is gone (``ray/_private/auto_init_hook.py``).
         """
         if not hasattr(self, "worker_group") or not ray.is_initialized():
             _generations.discard(self)
@@ -292,7 +293,7 @@ class SpecVllmGeneration(SingleRows):
         if self in _generations:  # a copy leaves the cache open
             _generations.discard(self)
             if self._run.evaluates and (taken := self.take_metrics()) is not None:
-                print(evaluation_summary(taken[0]), flush=True)  # beside NeMo-RL's own result
+                print(evaluation_summary(taken[0]), flush=True)  # besides NeMo-RL's own result
             self._close_cache()
         self.cache, self._lacks_cache = None, False
         return bool(super().shutdown())
@@ -309,8 +310,8 @@ class SpecVllmGeneration(SingleRows):
     def _costs(self, keys: list[bytes], sample_indices: list[int]) -> list[float]:
         """Estimate the number of tokens that each row will decode.
 
-        That is the mean length of the earlier responses to its prompt, and where the row will
-        verify one of them, what past experience says is left of that one.
+        This is the mean length of the earlier responses to its prompt or, if the row will verify
+        one of them, the part of it that past experience says is left.
         """
         assert self.cache is not None
         if self.dp_size < 2:
@@ -331,7 +332,7 @@ class SpecVllmGeneration(SingleRows):
 
     @contextmanager
     def _idle_engines_running_ahead(self) -> Iterator[None]:
-        """Have engines that have done their rows decode for upcoming prompts until all have."""
+        """Make engines that have finished their rows decode for upcoming prompts until all have."""
         if not self._upcoming or self.dp_size < 2:
             yield
             return
@@ -343,14 +344,14 @@ class SpecVllmGeneration(SingleRows):
             yield
 
     def _deal_out_upcoming(self, rows: int) -> list[list[list[int]]]:
-        """Upcoming prompts for each of the batch's rows (``dealt_out``)."""
+        """Return upcoming prompts for each of the batch's rows (``dealt_out``)."""
         keys = prompts.upcoming_rows(self._upcoming, self._run.group)
         order = balanced_order(self._costs(keys, assign_sample_indices(keys)), self.dp_size)
         return prompts.dealt_out(self._upcoming, order, self._run.group, rows, self.dp_size)
 
 
 def completed(batch: Any, *columns: torch.Tensor) -> tuple[Any, ...]:
-    """The rows of a generation whose groups are complete (``partial_rollouts``).
+    """Return the rows of a generation whose groups are complete (``partial_rollouts``).
 
     Args:
         batch: the rows of a generation.
@@ -367,7 +368,8 @@ def validating(everywhere: bool) -> Iterator[None]:
     """Keep the rollouts made inside this context from reading and writing the cache.
 
     Args:
-        everywhere: the rollouts are made by copies in other processes, so tell the workers.
+        everywhere: whether copies in other processes make the rollouts, so that the workers must be
+            told.
     """
     generations = [g for g in _generations if g.cache is not None]
     for generation in generations:

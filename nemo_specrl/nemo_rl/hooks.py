@@ -4,9 +4,9 @@
 Each of their methods below is wrapped once, and does these things in this order:
 
 ``policy.train(batch)``
-    1. NeMo-Gym: the batch's conversations are put into the cache, once however often the batch is
-       trained on
-    2. PPO: the drift monitor compares the batch's rows, once likewise
+    1. NeMo-Gym: the batch's conversations are put into the cache, once, however often the batch is
+      trained on
+    2. PPO: the drift monitor compares the batch's rows, likewise once
     3. ``clip_anchor: birth``: the log-probs from which reused tokens start are replaced, in a copy
     4. NeMo-RL's method
 
@@ -23,12 +23,12 @@ Each of their methods below is wrapped once, and does these things in this order
        With prefix ``timing/train``, which every trainer logs last in a step: the engines' counts
        are logged under ``train``, their times are added, the step's records are dropped, the
        step's metrics go to metrics.jsonl and to Ray's endpoint for Prometheus, and under
-       ``ft_launcher`` or a batch script its monitor gets a heartbeat
+       ``ft_launcher`` or a batch script, its monitor gets a heartbeat
     2. NeMo-RL's method
 
 The single controller trains on a step's batch in parts that are in the data plane. It calls
-:meth:`Hooks.take_part` with each and :meth:`Hooks.end_batch` behind the last, instead of the first
-of the methods above (:mod:`.single_controller`).
+:meth:`Hooks.take_part` with each part and :meth:`Hooks.end_batch` after the last, instead of the
+first of the methods above (:mod:`.single_controller`).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Generation(Protocol):
     """The methods of ``SpecVllmGeneration`` that the hooks call."""
 
     def take_metrics(self) -> tuple[dict[str, float], dict[str, float]] | None:
-        """Counts and seconds since the last call; None once the generation is shut down."""
+        """Return counts and seconds since the last call; None once the generation is shut down."""
         ...
 
     def save_cache(self, folder: Path) -> None:
@@ -79,17 +79,17 @@ class Generation(Protocol):
 
 
 class Hooks:
-    """The plug-in's part in the trainer's calls of policy, logger and checkpoint manager.
+    """The plug-in's part in the trainer's calls to policy, logger and checkpoint manager.
 
     Args:
         generation: the run's generation.
-        records: of the rollouts of each step.
-        monitor: the drift monitor, or None where it is switched off.
+        records: records of the rollouts of each step.
+        monitor: the drift monitor, or None if it is disabled.
         anchor_at_birth: whether ``clip_anchor`` is ``birth``.
-        rewards_in_batch: the batches that the policy is trained on have rewards, as PPO's do, and
-            the monitor compares these instead of the rows that are logged.
-        log: of the run's steps.
-        served: conversations are led by HTTP, and come back in the batches.
+        rewards_in_batch: whether the batches on which the policy is trained have rewards, as PPO's
+            do; the monitor then compares these instead of the logged rows.
+        log: log of the run's steps.
+        served: whether conversations are led over HTTP, and come back in the batches.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Hooks:
                 setattr(checkpointer, name, self._finalizing(getattr(checkpointer, name)))
 
     def install_logger(self, logger: Any) -> None:
-        """Wrap the method by which the logger gets metrics."""
+        """Wrap the method through which the logger gets metrics."""
         self._log_metrics = logger.log_metrics
         logger.log_metrics = self.log_metrics
 
@@ -147,7 +147,7 @@ class Hooks:
             if self._anchor_at_birth:
                 self._anchored = anchored_logprobs(batch, self._records)
         if self._anchored is not None:
-            batch = copy.copy(batch)  # the trainer goes on using its own columns
+            batch = copy.copy(batch)  # the trainer continues to use its own columns
             batch["prev_logprobs"] = self._anchored
         return self._train(batch, *args, **kwargs)
 
@@ -156,14 +156,14 @@ class Hooks:
 
         Args:
             batch: whole groups, with the columns that the drift monitor reads
-                (:attr:`.StepMonitor.columns`), ``generation_logprobs``, and for an anchor
+                (:attr:`.StepMonitor.columns`), ``generation_logprobs`` and, for an anchor,
                 ``prev_logprobs``.
 
         Returns:
-            What ``prev_logprobs`` have to be; None where they stay as they are.
+            The required ``prev_logprobs``; None if they remain unchanged.
         """
         if self._served or self._anchor_at_birth:
-            self._records.collect()  # its rows may have been made since the part before it
+            self._records.collect()  # its rows may have been made since the previous part
         if self._served:
             self._store_conversations(batch)
         if self._monitor is not None:
@@ -225,7 +225,7 @@ class Hooks:
         self._log.note(metrics)
 
     def save(self, folder: Path) -> None:
-        """Write what a resumed run needs of the plug-in; a failure costs the checkpoint nothing."""
+        """Write what a resumed run needs from the plug-in; failures do not harm the checkpoint."""
         try:
             self._generation.save_cache(folder)
             if self._monitor is not None:
@@ -245,11 +245,11 @@ class _WrappedTrain:
     """Stands in for ``policy.train`` in this process; in a copy of the policy it is NeMo-RL's.
 
     A generation whose weight synchronizer holds the policy is sent to the asynchronous collector,
-    which does not train, and hooks with their open files cannot be sent.
+    which does not train; hooks, with their open files, cannot be sent.
 
     Args:
-        train: of the hooks.
-        original: the policy's own.
+        train: the hooks' method.
+        original: the policy's own method.
     """
 
     def __init__(self, train: Callable[..., Any], original: Callable[..., Any]) -> None:
@@ -274,14 +274,14 @@ def make_hooks(
     total_steps: int,
     rewards_in_batch: bool,
 ) -> Hooks:
-    """The plug-in's part in a run's steps, not yet installed.
+    """Make the plug-in's part in a run's steps, not yet installed.
 
     Args:
-        run: its recipe.
-        generation: with the methods that ``Hooks``, the records and the drift monitor call.
-        loader_length: its number of batches in a pass over the training data.
-        total_steps: after which the run ends.
-        rewards_in_batch: what is trained on has rewards (``Hooks``).
+        run: the run, from its recipe.
+        generation: object with the methods that ``Hooks``, the records and the drift monitor call.
+        loader_length: number of batches in a pass over the training data.
+        total_steps: number of steps after which the run ends.
+        rewards_in_batch: whether the batches trained on have rewards (``Hooks``).
     """
     records = MetadataTable(generation.take_records, later=run.trains_later)
     monitor = None

@@ -1,8 +1,8 @@
-"""Puts the plug-in's classes and hooks in NeMo-RL's places.
+"""Puts the plug-in's classes and hooks in place of NeMo-RL's.
 
 ``VllmGeneration``, ``TimeoutChecker`` and the single controller's actor are replaced in every
-module that has imported them, ``setup`` and ``validate`` of the algorithms are wrapped. Nothing is
-written to disk, and without ``spec_rl.enabled`` all of them do what they did before.
+module that has imported them, and ``setup`` and ``validate`` of the algorithms are wrapped. Nothing
+is written to disk, and without ``spec_rl.enabled`` all of them behave as before.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _install_single_controller() -> None:
     """Wrap the setup of main's single controller, and replace its actor; v0.7.0 has none."""
     try:
         setup, actor = (compat.lookup(*n) for n in (compat.CONTROLLER_SETUP, compat.CONTROLLER))
-    except IncompatibleVersion:  # nor can a script import it
+    except IncompatibleVersion:  # a script cannot import it either
         return
     from nemo_specrl.nemo_rl.single_controller import ControllerStarter
 
@@ -72,7 +72,7 @@ def _install_single_controller() -> None:
 
 
 def _wrapped_setup(original: Callable[..., Any], algorithm: str) -> Callable[..., Any]:
-    """``setup`` of an algorithm, which reads the ``spec_rl:`` block first and adds the hooks."""
+    """Wrap an algorithm's ``setup``: it reads the ``spec_rl:`` block first and adds the hooks."""
 
     @functools.wraps(original)
     def setup(master_config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -87,7 +87,7 @@ def _wrapped_setup(original: Callable[..., Any], algorithm: str) -> Callable[...
 
 
 def _wrapped_evaluation(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``setup`` of an evaluation, which reads the ``spec_rl:`` block first."""
+    """Wrap ``setup`` of an evaluation so that it first reads the ``spec_rl:`` block."""
 
     @functools.wraps(original)
     def setup(master_config: Any, tokenizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -98,7 +98,7 @@ def _wrapped_evaluation(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrapped_controller_setup(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The single controller's setup, which reads the ``spec_rl:`` block first."""
+    """Wrap the single controller's setup so that it first reads the ``spec_rl:`` block."""
 
     @functools.wraps(original)
     def setup(master_config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -114,18 +114,18 @@ def _wrapped_controller_setup(original: Callable[..., Any]) -> Callable[..., Any
 def _set_up(
     master_config: Any, algorithm: str, options: dict[str, Any], **known: Any
 ) -> Iterator[RunContext | None]:
-    """The run that NeMo-RL sets up inside of this context, from its recipe.
+    """Yield the run that NeMo-RL sets up inside this context, from its recipe.
 
     Args:
         master_config: NeMo-RL's MasterConfig.
-        algorithm: the name of its block.
-        options: by name, what NeMo-RL's ``setup`` has been given.
+        algorithm: the name of the algorithm's block.
+        options: by name, the arguments of NeMo-RL's ``setup``.
         known: what the recipe does not say (``recipe_checks.check_recipe``).
     """
     images = options.get("processor") is not None
     run = RunContext.of(master_config, algorithm, images=images, **known)
     if run is not None:
-        # Before the engines start, which may hang. The hooks send heartbeats.
+        # This comes before the engines start, which may hang. The hooks send heartbeats.
         heartbeat.connect()
     job_state.started(master_config.checkpointing)
     with setting_up(run):
@@ -133,7 +133,7 @@ def _set_up(
 
 
 def _add_hooks(run: RunContext, parts: tuple[Any, ...], master_config: Any, algorithm: str) -> None:
-    """Wrap what ``setup`` has returned."""
+    """Wrap what ``setup`` returned."""
     from nemo_specrl.nemo_rl.generation import SpecVllmGeneration
 
     hooks = make_hooks(
@@ -142,7 +142,8 @@ def _add_hooks(run: RunContext, parts: tuple[Any, ...], master_config: Any, algo
         loader_length=_loader_length(parts),
         total_steps=_total_steps(parts, master_config, algorithm),
         # PPO's trainers do not all write their rows to the logger, but train on a batch that has
-        # the rewards. The batch that GRPO trains on has none, and its trainers all write them.
+        # the rewards. The batch on which GRPO trains has none, but all of its trainers write their
+        # rows.
         rewards_in_batch=algorithm == "ppo",
     )
     hooks.install(
@@ -153,7 +154,7 @@ def _add_hooks(run: RunContext, parts: tuple[Any, ...], master_config: Any, algo
 
 
 def _with_wrapped_loader(run: RunContext, parts: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What ``setup`` has returned, with a training loader for run-ahead and partial rollouts."""
+    """Return what ``setup`` returned, with a training loader for run-ahead and partial rollouts."""
     from nemo_specrl.nemo_rl.generation import SpecVllmGeneration
 
     ahead, partial = run.spec_rl.run_ahead.enabled, run.partial_rollouts
@@ -171,12 +172,12 @@ def _with_wrapped_loader(run: RunContext, parts: tuple[Any, ...]) -> tuple[Any, 
 
 
 def _part(parts: tuple[Any, ...], kind: type) -> Any:
-    """The object of a class among those that ``setup`` returns; their order differs by version."""
+    """Return the object of a class from what ``setup`` returned; the order varies by version."""
     return next(part for part in parts if isinstance(part, kind))
 
 
 def _loader_length(parts: tuple[Any, ...]) -> int:
-    """Batches in a pass over the training data."""
+    """Number of batches in a pass over the training data."""
     loader = _loader(parts)
     several = getattr(loader, "dataloaders", None)  # main's MultipleDataloaderWrapper
     return max(1, len(loader) if several is None else sum(map(len, several.values())))
@@ -196,7 +197,7 @@ def _loader(parts: tuple[Any, ...]) -> Any:
 
 
 def _total_steps(parts: tuple[Any, ...], master_config: Any, algorithm: str) -> int:
-    """Steps after which the run ends: with dynamic sampling, at the latest."""
+    """Number of steps after which the run ends; with dynamic sampling, an upper bound."""
     own = getattr(master_config, algorithm)
     steps = int(get_option(own, "max_num_steps", 0))
     asynchronous = get_option(get_option(own, f"async_{algorithm}", None), "enabled", False)
@@ -207,7 +208,7 @@ def _total_steps(parts: tuple[Any, ...], master_config: Any, algorithm: str) -> 
 
 
 def _wrapped_validate(original: Callable[..., Any], everywhere: bool) -> Callable[..., Any]:
-    """``validate``, during which rollouts neither read nor write the cache."""
+    """Wrap ``validate`` so that rollouts neither read nor write the cache in the meantime."""
 
     @functools.wraps(original)
     def validate(*args: Any, **kwargs: Any) -> Any:
@@ -220,7 +221,7 @@ def _wrapped_validate(original: Callable[..., Any], everywhere: bool) -> Callabl
 
 
 def _wrapped_dynamic_sampling(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``dynamic_sampling``, which does not see the groups that were put off."""
+    """Wrap ``dynamic_sampling`` so that it does not see the groups that were put off."""
 
     @functools.wraps(original)
     def dynamic_sampling(batch: Any, std: Any, baseline: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,9 +1,9 @@
-"""What a batch script has to know of a run in order to start it again: slurm/nemo_rl.sub.
+"""What a batch script must know about a run in order to restart it: slurm/nemo_rl.sub.
 
 The script names a folder in ``SPECRL_STATE``; without one nothing is written. ``training`` says
-where the checkpoints are and from which one the run goes on, so that the script can tell whether a
-start has made any progress; ``heartbeat`` is touched at the end of each step, so that it notices a
-hang.
+where the checkpoints are and from which one the run continues, so that the script can tell whether
+a start has made any progress; ``heartbeat`` is touched at the end of each step, so that the script
+notices a hang.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FOLDER = "SPECRL_STATE"
 
 
 def started(checkpointing: Any) -> None:
-    """Say where the checkpoints of the run are, when it is set up.
+    """Record where the checkpoints of the run are, when it is set up.
 
     Args:
         checkpointing: the recipe's ``checkpointing:`` block.
@@ -31,12 +31,12 @@ def started(checkpointing: Any) -> None:
     folder = Path(checkpointing["checkpoint_dir"]).absolute()
     newest = next(reversed(step_folders(folder)), None)
     step = "" if newest is None else newest.name.removeprefix("step_")
-    with contextlib.suppress(OSError):  # then restarts without progress count as such
+    with contextlib.suppress(OSError):  # restarts without progress then count as such
         (Path(os.environ[FOLDER]) / "training").write_text(f"{folder}\n{step}\n")
 
 
 def heartbeat() -> None:
-    """Say that a step has ended."""
+    """Record that a step has ended."""
     if FOLDER in os.environ:
         with contextlib.suppress(OSError):
             (Path(os.environ[FOLDER]) / "heartbeat").touch()

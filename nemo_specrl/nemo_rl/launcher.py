@@ -1,7 +1,7 @@
 """``nemo-specrl run SCRIPT``: runs a stock NeMo-RL script with the plug-in installed.
 
 The plug-in is registered before the script imports any algorithm, and its folder is put on the
-``PYTHONPATH`` of all workers. The script and its arguments stay as they are.
+``PYTHONPATH`` of all workers. The script and its arguments are not changed.
 """
 
 from __future__ import annotations
@@ -41,17 +41,16 @@ def launch(script: Path, arguments: list[str]) -> None:
     install()
     import nemo_rl
 
-    # Recipes outside of the checkout inherit stock ones through this variable.
+    # Recipes outside the checkout inherit stock ones through this variable.
     os.environ.setdefault("NEMO_RL_HOME", str(Path(nemo_rl.__file__).resolve().parents[1]))
     runpy.run_path(str(script), run_name="__main__")
 
 
 def plugin_folder() -> Path | None:
-    """Find the folder from which workers with an environment of their own import the plug-in.
+    """Find the folder from which workers with their own environment import the plug-in.
 
     Returns:
-        The folder, or None where workers share this environment
-        (NEMO_RL_PY_EXECUTABLES_SYSTEM=1).
+        The folder, or None if workers share this environment (NEMO_RL_PY_EXECUTABLES_SYSTEM=1).
 
     Raises:
         ConfigError: the folder has packages that would shadow the workers' own.

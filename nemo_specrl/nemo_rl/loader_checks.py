@@ -13,7 +13,7 @@ __all__ = ["partial_rollouts_block", "refused_partial_rollouts", "refused_run_ah
 
 
 def refused_run_ahead(master_config: Any, spec_rl: SpecRLConfig) -> list[tuple[bool, str]]:
-    """Where the prompts that come next are not known, or idle engines cannot be seen."""
+    """Recipes in which the next prompts are not known, or idle engines cannot be seen."""
     if not spec_rl.run_ahead.enabled:
         return []
     name = f"{BLOCK}.run_ahead.enabled = True"
@@ -31,7 +31,7 @@ def refused_run_ahead(master_config: Any, spec_rl: SpecRLConfig) -> list[tuple[b
 
 
 def partial_rollouts_block(master_config: Any, algorithm: str) -> Any:
-    """The recipe's block of partial rollouts, which NeMo-RL itself does not read, or None.
+    """Return the recipe's partial-rollouts block, which NeMo-RL itself does not read, or None.
 
     Args:
         master_config: NeMo-RL's MasterConfig.
@@ -43,7 +43,7 @@ def partial_rollouts_block(master_config: Any, algorithm: str) -> Any:
 def refused_partial_rollouts(
     master_config: Any, algorithm: str, images: bool
 ) -> Iterator[tuple[bool, str]]:
-    """Where prompts cannot be put off, or a batch cannot do without them."""
+    """Recipes in which prompts cannot be put off, or a batch cannot do without them."""
     if not get_option(partial_rollouts_block(master_config, algorithm), "enabled", False):
         return
     name = f"{algorithm}.partial_rollouts.enabled = true"
@@ -72,7 +72,7 @@ def refused_partial_rollouts(
 
 
 def _unwrappable(master_config: Any) -> list[tuple[bool, str, str]]:
-    """Where batches are not asked for as the driver's loader gives them; what to set instead."""
+    """Recipes that do not use batches as the driver's loader gives them; what to set instead."""
     vllm_cfg = master_config.policy["generation"].get("vllm_cfg") or {}
     return [
         (

@@ -21,7 +21,7 @@ PLAIN = {
     metric.ENGINE_PUT_OFF_PROMPTS: metric.PUT_OFF_PROMPTS,
     metric.ENGINE_PUT_OFF_TOKENS: metric.PUT_OFF_TOKENS,
 }
-"""What the embedded trainer has in its records by itself, beside the engine's metrics."""
+"""What the embedded trainer's records have in addition to the engine's metrics."""
 
 TIMES = {
     metric.LOOKUP_S: "spec_rl_lookup",
@@ -33,34 +33,34 @@ TIMES = {
 STEP_TIMES = {
     "total_step_time": metric.STEP_S,
     "policy_training": metric.TRAIN_S,
-    # Of the driver's calls of synchronous engines; rollouts of asynchronous ones overlap.
+    # Only the driver's calls to synchronous engines; rollouts of asynchronous ones overlap.
     "spec_rl_rollout": metric.ROLLOUT_S,
     "spec_rl_heldout_decoding": metric.HELDOUT_DECODE_S,
 } | {timed: name for name, timed in TIMES.items()}
 
 
 def counts(metrics: EngineMetrics) -> dict[str, float]:
-    """Everything but the times, by name under ``train/``."""
+    """Return everything but the times, by name under ``train/``."""
     return {name: value for name, value in metrics.as_dict().items() if name not in TIMES}
 
 
 def times(metrics: EngineMetrics, concurrent: int) -> dict[str, float]:
-    """Mean seconds, by name under ``timing/train/``.
+    """Return mean seconds, by name under ``timing/train/``.
 
     Args:
         metrics: the sum over what ran at the same time.
-        concurrent: the number of engines (or, with asynchronous engines, rows) that did. Only
-            their mean compares with the seconds of a step.
+        concurrent: the number of engines (or, with asynchronous engines, rows) that did. Only their
+            mean is comparable with the seconds of a step.
     """
     values = metrics.as_dict()
     return {timed: values[name] / max(1, concurrent) for name, timed in TIMES.items()}
 
 
 def evaluation_summary(counted: Mapping[str, float]) -> str:
-    """A line on what an evaluation drafted.
+    """Return a line on what an evaluation drafted.
 
     Args:
-        counted: :func:`counts` of all of its rows, and what is known of the cache.
+        counted: :func:`counts` of all of its rows, and what is known about the cache.
     """
     line = f"spec_rl: {counted.get(metric.ENGINE_RESPONSE_TOKENS, 0):.0f} tokens of responses"
     if metric.TREE_TOKENS_PER_STEP in counted:
@@ -78,7 +78,7 @@ def evaluation_summary(counted: Mapping[str, float]) -> str:
 def step_record(
     step: int, values: Mapping[str, float], seconds: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A step's record, with the names of the embedded trainer's.
+    """Return a step's record, with the names used in the embedded trainer's records.
 
     Args:
         step: number of the step.

@@ -1,7 +1,7 @@
 """The steps of a NeMo-RL run in the plug-in's own log: metrics.jsonl, and Ray's endpoint.
 
-What NeMo-RL's trainer logs in several calls becomes one record for each step, with the names that
-the embedded trainer's records have. Pages and plots of a run are made from them.
+What NeMo-RL's trainer logs in several calls becomes one record per step, with the names used in the
+embedded trainer's records. Pages and plots of a run are made from these records.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nemo_specrl.nemo_rl.metrics import step_record
 __all__ = ["StepLog", "metrics_file"]
 
 FROM_TRAINER = (metric.REWARD, metric.LOSS, metric.GRAD_NORM)
-"""What is taken of NeMo-RL's own metrics under ``train``."""
+"""The metrics taken from NeMo-RL's own under ``train``."""
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +31,13 @@ logger = logging.getLogger(__name__)
 class StepLog:
     """Collects the metrics of a step, and writes its record when the step has ended.
 
-    A disk that takes no line ends no training; it is warned of once, until a line is written.
+    A disk that accepts no line does not end a training; one warning is logged until a line is
+    written.
 
     Args:
-        label: of the run in Prometheus.
-        file: the run's metrics.jsonl; None: records go to Ray's endpoint alone.
-        total_steps: with which the run will end; None where that is not known.
+        label: label of the run in Prometheus.
+        file: the run's metrics.jsonl; None: records go only to Ray's endpoint.
+        total_steps: number of steps after which the run will end; None if that is not known.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class StepLog:
         self._values.update(metrics)
 
     def note_trainer(self, metrics: Mapping[str, Any]) -> None:
-        """Add what NeMo-RL has logged of the step under ``train``."""
+        """Add what NeMo-RL logged about the step under ``train``."""
         self._values |= {
             name: float(metrics[name])
             for name in FROM_TRAINER
@@ -62,7 +63,7 @@ class StepLog:
         }
 
     def note_validation(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Add the result of a validation after so many steps."""
+        """Add the result of a validation after this many steps."""
         if isinstance(metrics.get("accuracy"), Real):
             self._accuracy = step, float(metrics["accuracy"])
 
@@ -70,7 +71,7 @@ class StepLog:
         """Write the record of a step.
 
         Args:
-            step: its number.
+            step: number of the step.
             seconds: what is logged under ``timing/train``.
         """
         if self._accuracy is not None:
@@ -92,10 +93,10 @@ class StepLog:
 
 
 def metrics_file(run: RunContext) -> MetricsFile | None:
-    """Open the metrics.jsonl of a run, in NeMo-RL's ``logger.log_dir``; None where that fails.
+    """Open the metrics.jsonl of a run, in NeMo-RL's ``logger.log_dir``; None if that fails.
 
-    A resumed run goes on with the lines up to its checkpoint. NeMo-RL's scripts give each process a
-    log folder of its own (``exp_001``, ``exp_002``, ...), and a checkpoint has the recipe of the
+    A resumed run continues with the lines up to its checkpoint. NeMo-RL's scripts give each process
+    its own log folder (``exp_001``, ``exp_002``, ...), and a checkpoint has the recipe of the
     process that wrote it: a new folder's file begins with the lines of that process.
     """
     before, step = None, 0
@@ -108,7 +109,7 @@ def metrics_file(run: RunContext) -> MetricsFile | None:
                 logged = yaml.safe_load(recipe.read_text())["logger"]["log_dir"]
                 before = Path(logged) / METRICS
         return MetricsFile(run.log_folder, step, before)
-    except Exception as error:  # a log ends no training
+    except Exception as error:  # a log must not end a training
         logger.warning(
             "%s: steps are not written (%s: %s)",
             run.log_folder / METRICS,

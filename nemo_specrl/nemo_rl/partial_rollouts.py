@@ -1,11 +1,11 @@
-"""Active partial rollouts under dynamic sampling: which prompts a batch asks for and completes.
+"""Active partial rollouts under dynamic sampling: which prompts a batch requests and completes.
 
-A batch is the loader's, behind the prompts that earlier batches have put off. Its generation ends
-when enough groups are complete; the other prompts are put off, and what has been decoded of them
-stays in the cache. Dynamic sampling then sees the complete groups alone, and fills a step up from
-as many batches as it needs, as it does without. The number of prompts that are put off stays the
-same from batch to batch, since each completes as many as the loader gives. The last batch of an
-epoch waits for all of its groups.
+A batch consists of the prompts that earlier batches have put off, followed by the loader's batch.
+Its generation ends when enough groups are complete; the other prompts are put off, and what has
+been decoded for them stays in the cache. Dynamic sampling then sees only the complete groups, and
+fills a step from as many batches as it needs, as it does without partial rollouts. The number of
+prompts put off stays the same from batch to batch, since each batch completes as many as the loader
+gives. The last batch of an epoch waits for all of its groups.
 
 Source: APRIL, arXiv 2509.18521, which continues partial rollouts without verifying them.
 """
@@ -35,12 +35,12 @@ logger = logging.getLogger(__name__)
 
 
 class PartialRollouts:
-    """A data loader whose batches begin with the prompts that were put off. All else is its own.
+    """A data loader whose batches begin with the prompts that were put off. All else is unchanged.
 
     Args:
         loader: a ``StatefulDataLoader``.
         config: the ``grpo.partial_rollouts:`` block.
-        group_size: rows of a prompt.
+        group_size: number of rows of a prompt.
         tell: called before each batch with the prompts of the loader's next one, as
             :class:`LookAhead` does.
     """
@@ -56,12 +56,12 @@ class PartialRollouts:
         self._config, self._group_size, self._tell = config, group_size, tell
         self._counter: Any = None
         self._last = False  # the loader's batch is an epoch's last
-        self._put_off: Any = None  # rows of the loader's, as its batches have them
+        self._put_off: Any = None  # rows of the loader, as in its batches
         self._times: list[int] = []  # how often each of these was put off
-        self._asked: Any = None  # the batch that was given last, ...
+        self._asked: Any = None  # the last batch that was returned, ...
         self._asked_times: list[int] = []
-        self._new = 0  # ... how many of its prompts are the loader's
-        self._complete: torch.Tensor | None = None  # which of its groups are
+        self._new = 0  # ... how many of its prompts are from the loader
+        self._complete: torch.Tensor | None = None  # which of its groups are complete
         self._counts = [0, 0]
 
     def _note_upcoming(self, prompts: list[list[int]]) -> None:
@@ -69,7 +69,7 @@ class PartialRollouts:
         self._tell(prompts)
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches of the rest of an epoch."""
+        """Yield the batches of the rest of an epoch."""
         for batch in self._loader:
             self._new = batch.size
             self._asked_times = [*self._times, *[0] * batch.size]
@@ -80,20 +80,20 @@ class PartialRollouts:
             yield batch
 
     def __len__(self) -> int:
-        """Batches in an epoch."""
+        """Number of batches in an epoch."""
         return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
     def begin(self, rows: int) -> Phase | None:
-        """Begin the generation of the batch that was given last.
+        """Begin the generation of the last batch that was returned.
 
         Args:
-            rows: of the generation.
+            rows: number of rows of the generation.
 
         Returns:
-            What the engines are told; None where all of its rows are waited for.
+            What to tell the engines; None if all rows are awaited.
         """
         asked = len(self._asked_times)
         if self._asked is None or rows != asked * self._group_size:
@@ -101,8 +101,8 @@ class PartialRollouts:
         surplus = round((self._config.over_provision - 1) * self._new)
         if self._last or not surplus:
             return None
-        # At most as many are put off as the loader gives, so that those that must not be put off
-        # once more are never more than are completed.
+        # At most as many are put off as the loader gives, so there are never more prompts that must
+        # not be put off again than are completed.
         awaited = sum(times >= self._config.max_put_off for times in self._asked_times)
         if self._counter is None:
             self._counter = start_counter()
@@ -119,11 +119,11 @@ class PartialRollouts:
 
         Args:
             ended: bool ``[rows]``, in the order of the batch.
-            lengths: tokens of each row, int64 ``[rows]``.
+            lengths: number of tokens of each row, int64 ``[rows]``.
         """
         most = self._config.max_put_off
         groups = ended.view(-1, self._group_size).all(dim=1).tolist()
-        # Rows that an engine has given up of its own accord are taken as they are.
+        # Rows that an engine gave up of its own accord are taken as they are.
         complete = [done or t >= most for done, t in zip(groups, self._asked_times, strict=True)]
         again = [group for group, done in enumerate(complete) if not done]
         again.sort(key=lambda group: -self._asked_times[group])
@@ -134,7 +134,7 @@ class PartialRollouts:
         self._counts[1] += int(lengths[~self._complete].sum())
 
     def completed(self, batch: Any, *columns: torch.Tensor) -> tuple[Any, ...]:
-        """Leave out the rows of groups that were put off; once for each generation.
+        """Remove the rows of groups that were put off; called once for each generation.
 
         Args:
             batch: the rows of the generation.
@@ -147,19 +147,20 @@ class PartialRollouts:
         return batch.select_indices(rows.tolist()), *(c[rows.to(c.device)] for c in columns)
 
     def take_counts(self) -> tuple[int, int]:
-        """Prompts that were put off since the last call, and tokens of their rows so far."""
+        """Numbers of prompts put off since the last call, and of their rows' tokens so far."""
         (prompts, tokens), self._counts = self._counts, [0, 0]
         return prompts, tokens
 
     def save(self, folder: Path) -> None:
-        """Write which prompts are put off, by their indices in the data set."""
+        """Write the prompts that are put off, by their indices in the data set."""
         with replacing(folder / STATE, folder / f"{STATE}.tmp") as file:
             file.write(json.dumps(self._records()).encode())
 
     def restore(self, folder: Path) -> None:
-        """Read which prompts were put off when a checkpoint was written.
+        """Read the prompts that were put off when a checkpoint was written.
 
-        What cannot be read is logged, and ends no run: these prompts come again in the next epoch.
+        What cannot be read is logged and does not end the run: these prompts recur in the next
+        epoch.
         """
         file = folder / STATE
         if not file.exists():
@@ -182,7 +183,7 @@ class PartialRollouts:
         self._put_off, self._times = None, []
 
     def _records(self) -> list[Mapping[str, Any]]:
-        """Of each prompt that is put off: index in the data set, key, and how often it was."""
+        """For each prompt put off: index in the data set, key, and how often it was put off."""
         if self._put_off is None:
             return []
         keys = [prompt_key(torch.tensor(ids).numpy()).hex() for ids in prompts_of(self._put_off)]

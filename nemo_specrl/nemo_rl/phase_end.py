@@ -1,9 +1,9 @@
 """The end of a generation before all of its rows have ended, over several engines.
 
-A group's rows are with different engines, so that none of these knows which groups are complete. A
-small actor counts for all of them. An engine tells it of rows that have ended and sees from a
-reference of Ray's whether enough groups are complete, and waits for neither. If the actor is gone,
-engines go on until their rows have ended, as they do without it.
+A group's rows are on different engines, so none of them knows which groups are complete. A small
+actor counts for all of them. An engine tells it about rows that have ended, and sees from a Ray
+reference whether enough groups are complete; it waits for neither. If the actor is gone, engines
+continue until their rows have ended, as they do without it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import ray
 __all__ = ["Phase", "PhaseEnd", "start_counter"]
 
 ENGINES = 2**16
-"""Calls that the counter answers at once: each engine has one waiting for the end of a generation,
-and Ray's own limit of 1000 would leave the others, and all counts, behind those."""
+"""Number of calls that the counter handles at once: each engine has one waiting for the end of a
+generation, and with Ray's own limit of 1000 the others, and all counts, would wait for those."""
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +36,12 @@ class GroupCounter:
         self._reached = asyncio.Event()
 
     async def begin(self, group_size: int, groups: int, awaited: int) -> int:
-        """Begin a generation, and end the last one for all that still ask about it.
+        """Begin a generation, and end the previous one for all that still ask about it.
 
         Args:
-            group_size: rows of a group.
-            groups: number of groups that have to be complete.
-            awaited: number of the first groups that have to be among them.
+            group_size: number of rows of a group.
+            groups: number of groups that must be complete.
+            awaited: number of the first groups that must be among them.
 
         Returns:
             The number by which engines name this generation.
@@ -56,7 +56,7 @@ class GroupCounter:
         """Count rows that have ended.
 
         Args:
-            number: of their generation; rows of an earlier one are not counted.
+            number: number of their generation; rows of an earlier one are not counted.
             groups: the group of each row.
         """
         if number != self._number:
@@ -79,11 +79,11 @@ def start_counter() -> Any:
 
 @dataclass(frozen=True)
 class Phase:
-    """A generation that ends early, as engines are told of it.
+    """A generation that ends early, as described to the engines.
 
     Args:
         counter: handle of the actor of :class:`GroupCounter`.
-        number: of the generation.
+        number: number of the generation.
         put_off: number of its first groups that earlier ones have put off: their rows go to the
             engines before all others.
     """
@@ -94,7 +94,7 @@ class Phase:
 
 
 class PhaseEnd:
-    """When an engine gives up the rows that are left (``engine.early_end.EndOfCall``).
+    """Decides when an engine gives up the remaining rows (``engine.early_end.EndOfCall``).
 
     Args:
         phase: the generation.
@@ -104,12 +104,12 @@ class PhaseEnd:
     def __init__(self, phase: Phase, groups: list[int]) -> None:
         self._phase, self._groups = phase, groups
         self._told: set[int] = set()
-        self._end: Any = None  # what Ray will have once enough groups are complete
+        self._end: Any = None  # Ray's reference, ready once enough groups are complete
         self._lost = False
 
     @property
     def first_rows(self) -> int:
-        """Rows of groups that were put off, which are the first of this engine's."""
+        """Number of rows of groups that were put off, which are this engine's first rows."""
         return sum(group < self._phase.put_off for group in self._groups)
 
     def reached(self, ended: Collection[int]) -> bool:

@@ -1,4 +1,4 @@
-"""The prompts of NeMo-RL's batches: keys, drafts, and which engines the upcoming ones go to."""
+"""The prompts of NeMo-RL's batches: keys, drafts, and the engines to which upcoming ones go."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["dealt_out", "drafts_of", "prompt_keys", "text_indices", "upcoming_ro
 
 
 def prompt_keys(data: Any) -> list[bytes]:
-    """The key of each row's prompt in a batch for generation.
+    """Return the key of each row's prompt in a batch for generation.
 
     Args:
-        data: the columns ``input_ids`` and ``input_lengths``, and those of media where it has some.
+        data: the columns ``input_ids`` and ``input_lengths``, and those of media if it has any.
     """
     if "vllm_content" not in data:
         return [
@@ -32,13 +32,13 @@ def prompt_keys(data: Any) -> list[bytes]:
 
 
 def text_indices(prompts: Sequence[Any]) -> list[int]:
-    """The sample index of each row of an evaluation, whose prompts have no tokens yet.
+    """Return the sample index of each row of an evaluation, whose prompts have no tokens yet.
 
-    The rows of a prompt may go to two engines, so that these could not count them.
+    The rows of a prompt may go to two engines, so the engines could not count them.
 
     Args:
-        prompts: as vLLM takes them: texts, or mappings of a text and, where the prompt has images,
-            sounds or videos, these.
+        prompts: as vLLM takes them: texts, or mappings with a text and any images, sounds or
+            videos.
     """
 
     def key(prompt: Any) -> bytes:
@@ -56,11 +56,11 @@ def drafts_of(
     seed: int,
     fresh_fraction: float,
 ) -> list[Any]:
-    """The draft that each row will verify, or None, as its engine will choose it.
+    """Return the draft that each row will verify, or None, as its engine will choose it.
 
     Args:
-        keys: of the rows' prompts.
-        sample_indices: of the rows.
+        keys: keys of the rows' prompts.
+        sample_indices: sample indices of the rows.
         cached: outlines of the rollouts in the cache, by prompt key.
         seed: of the run.
         fresh_fraction: share of rows decoded without a draft although there is one.
@@ -73,11 +73,11 @@ def drafts_of(
 
 
 def upcoming_rows(prompts: Sequence[list[int]], group: int) -> list[bytes]:
-    """The prompt key of each row that a batch of these prompts will have.
+    """Return the prompt key of each row that a batch of these prompts will have.
 
     Args:
         prompts: token ids.
-        group: rows of a prompt.
+        group: number of rows of a prompt.
     """
     return [key for prompt in prompts for key in [prompt_key(prompt)] * group]
 
@@ -85,21 +85,21 @@ def upcoming_rows(prompts: Sequence[list[int]], group: int) -> list[bytes]:
 def dealt_out(
     prompts: Sequence[list[int]], order: Sequence[int], group: int, rows: int, engines: int
 ) -> list[list[list[int]]]:
-    """Upcoming prompts for each engine: those of whose rows it will get some.
+    """Return upcoming prompts for each engine: those of which it will get rows.
 
-    Drafts are in the engine that has made them. The rows of the next batch are dealt out here as
-    they will be then, by what is known now.
+    Drafts are in the engine that made them. The rows of the next batch are distributed here as they
+    will be then, by what is known now.
 
     Args:
-        prompts: of the next batch, token ids.
-        order: of its rows, as ``balanced_order`` will have them.
-        group: rows of a prompt.
-        rows: of the present batch.
+        prompts: prompts of the next batch, token ids.
+        order: order of its rows, as ``balanced_order`` will return it.
+        group: number of rows of a prompt.
+        rows: number of rows of the present batch.
         engines: number of engines.
 
     Returns:
-        For each row of the present batch a list of prompts, which is empty but for the first row of
-        an engine's share.
+        For each row of the present batch a list of prompts, which is empty except for the first row
+        of an engine's share.
     """
     share, then = -(-rows // engines), -(-len(order) // engines)
     dealt: list[list[list[int]]] = [[] for _ in range(rows)]

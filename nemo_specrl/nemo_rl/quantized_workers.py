@@ -1,9 +1,9 @@
-"""The workers of quantized generation (``policy.generation.quant_cfg``), which draft as others do.
+"""The workers of quantized generation (``policy.generation.quant_cfg``), which draft like others.
 
-They have an environment of their own, with modelopt, and no other process imports this module.
-NeMo-RL's classes exist only with Ray's decorator, and what Ray makes of a class cannot be inherited
-from reliably. So what these add to NeMo-RL's usual workers is said here again, by the function and
-the names that they have it from.
+They have their own environment, with modelopt, and no other process imports this module. NeMo-RL's
+classes exist only with Ray's decorator, and what Ray makes of a class cannot be reliably inherited
+from. What they add to NeMo-RL's usual workers is therefore repeated here, with the same function
+and names that they use.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _VARIABLES = lookup(QUANTIZED, "_EXTRA_ENV_VARS")
 
 
 class _Quantized:
-    """What NeMo-RL's ``VllmQuantGenerationWorker`` adds; in front of the plug-in's workers."""
+    """What NeMo-RL's ``VllmQuantGenerationWorker`` adds; a mixin before the plug-in's workers."""
 
     cfg: Any
 

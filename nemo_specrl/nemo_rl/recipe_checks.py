@@ -1,4 +1,4 @@
-"""Recipes of NeMo-RL that the plug-in cannot run: each gets one line that says what to set."""
+"""NeMo-RL recipes that the plug-in cannot run: each gets one line that says what to set."""
 
 from __future__ import annotations
 
@@ -53,21 +53,21 @@ def check_recipe(
         master_config: NeMo-RL's MasterConfig.
         spec_rl: its ``spec_rl:`` block.
         algorithm: ``grpo``, ``ppo``, ``distillation`` or ``eval``, the name of its block.
-        images: the script has given ``setup`` a processor of images, sounds or videos.
-        single_controller: the run is one of NeMo-RL's single controller.
-        engines: what is known of the recipe's engines; None: what can be seen from here.
+        images: whether the script passed ``setup`` a processor of images, sounds or videos.
+        single_controller: whether the run uses NeMo-RL's single controller.
+        engines: what is known about the recipe's engines; None: what can be seen from here.
         model: configuration of its model; None: as its name says.
 
     Returns:
-        Variables that the engines' processes need beside those of the recipe.
+        Variables that the engines' processes need in addition to those of the recipe.
 
     Raises:
-        ConfigError: naming the key, its value and what to set.
+        ConfigError: names the key, its value and what to set.
         IncompatibleVersion: the drafter that the block names does not run here.
     """
     generation = master_config.policy["generation"]
     off = f"or {BLOCK}.enabled=false"
-    # The single controller has the plug-in look into the data plane (single_controller.py).
+    # In the single controller, the plug-in looks into the data plane (single_controller.py).
     unseen = block_enabled(master_config, "data_plane") and not single_controller
     refitted = None if single_controller else algorithm
     refused = itertools.chain(
@@ -111,7 +111,7 @@ def check_elsewhere(generation: Any) -> None:
 def _check_drafter(
     master_config: Any, spec_rl: SpecRLConfig, engines: Engines, model: Mapping[str, Any] | None
 ) -> dict[str, str]:
-    """Refuse what the workers would refuse minutes later, for trees; the variables they need."""
+    """Refuse what the workers would refuse minutes later, for trees; return variables they need."""
     method = drafting_method(spec_rl, engines)
     generation = master_config.policy["generation"]
     if method == "proposer" and generation["top_k"] not in RAW_TOP_K:
@@ -124,7 +124,7 @@ def _check_drafter(
         raise ConfigError(f"{ROUTES}: {why}; {NO_ROUTES}, or {BLOCK}.enabled=false")
     stages = (generation.get("vllm_cfg") or {}).get("pipeline_parallel_size") or 1
     if stages > 1 and method in ("v2", "proposer"):
-        # In V1 the runners of all stages but the last ask for a drafter that they do not have.
+        # In V1 the runners of all stages except the last ask for a drafter that they do not have.
         raise ConfigError(
             f"policy.generation.vllm_cfg.pipeline_parallel_size = {stages}: {BLOCK}.tree.method = "
             f"{method} does not work with pipeline stages; set it to 1, or preset: faithful "
@@ -153,7 +153,7 @@ def _check_drafter(
 def _refused_features(
     master_config: Any, spec_rl: SpecRLConfig, off: str
 ) -> list[tuple[bool, str]]:
-    """Features of NeMo-RL that do not go together with drafts."""
+    """Features of NeMo-RL that are incompatible with drafts."""
     generation = master_config.policy["generation"]
     vllm_kwargs = generation.get("vllm_kwargs") or {}
     drafter = vllm_kwargs.get("speculative_config") or {}
@@ -172,7 +172,7 @@ def _refused_features(
 
 
 def serves_requests(master_config: Any) -> str | None:
-    """The key that has rollouts made by requests to the engines' HTTP servers, or None."""
+    """Return the key that makes rollouts go through the engines' HTTP servers, or None."""
     # NeMo-Gym's script switches the server on, after the recipe has been read.
     if get_option(getattr(master_config, "env", None), "should_use_nemo_gym", False):
         return "env.should_use_nemo_gym = true"
@@ -183,7 +183,7 @@ def serves_requests(master_config: Any) -> str | None:
 def _refused_served(
     master_config: Any, spec_rl: SpecRLConfig, unseen: bool, off: str
 ) -> Iterator[tuple[bool, str]]:
-    """Where requests that come by HTTP would not draft, or rollouts not return to the cache."""
+    """Cases in which HTTP requests would not draft, or rollouts would not return to the cache."""
     name = serves_requests(master_config)
     if name is None:
         return
@@ -202,7 +202,7 @@ def _refused_served(
 def _refused_options(
     master_config: Any, spec_rl: SpecRLConfig, algorithm: str, unseen: bool
 ) -> list[tuple[bool, str]]:
-    """Keys of the ``spec_rl:`` block that are missing, or do not go together with others."""
+    """Keys of the ``spec_rl:`` block that are missing, or incompatible with others."""
     threshold = get_option(getattr(master_config, algorithm), "seq_logprob_error_threshold", None)
     masked = f"{algorithm}.seq_logprob_error_threshold takes them for errors and masks such rows"
     return [
@@ -240,7 +240,7 @@ def _refused_options(
 
 
 def _refused_engines(generation: Any, off: str) -> list[tuple[bool, str]]:
-    """Engines that are not one of ours for each worker, or keep something of old weights."""
+    """Engines that are not one of ours for each worker, or keep something from old weights."""
     vllm_kwargs = generation.get("vllm_kwargs") or {}
     engines = vllm_kwargs.get("data_parallel_size") or 1
     own = generation.get("worker_extension_cls_fqn")
@@ -264,7 +264,7 @@ def _refused_engines(generation: Any, off: str) -> list[tuple[bool, str]]:
 
 
 def _refused_in_groups(generation: Any, spec_rl: SpecRLConfig) -> Iterator[tuple[bool, str]]:
-    """What engines of vLLM's data-parallel groups, which step together, would do alone."""
+    """What engines of vLLM's data-parallel groups, which step together, would do on their own."""
     vllm_cfg = generation.get("vllm_cfg") or {}
     experts, tensor = (vllm_cfg.get(f"{kind}_parallel_size") or 1 for kind in ("expert", "tensor"))
     if experts <= tensor:
@@ -292,7 +292,7 @@ def _refused_in_groups(generation: Any, spec_rl: SpecRLConfig) -> Iterator[tuple
 def _refused_in_flight(
     master_config: Any, spec_rl: SpecRLConfig, algorithm: str | None, engines: Engines | None
 ) -> Iterator[tuple[bool, str]]:
-    """Refits while rows are running, where these could not go on; None: the single controller."""
+    """Refits while rows are running, if these could not continue; None: the single controller."""
     name, off = "async_rl, in which rows run on through refits", f"set {BLOCK}.tree.method=auto"
     if algorithm is not None:
         asynchronous = get_option(getattr(master_config, algorithm), f"async_{algorithm}", None)

@@ -1,10 +1,10 @@
-"""Carries what is known of each rollout from the engines to the trainer's process.
+"""Carries what is known about each rollout from the engines to the trainer's process.
 
 NeMo-RL's trainers keep a response's tokens and log-probs and drop every other column of what a
-generation returns (experience/rollouts.py). So each worker notes a record of every rollout it has
-made, under a hash of the rollout's tokens, and the driver collects them from the workers once a
-step: whichever process asked for the rollout, and without asking the cache or hashing prompts
-again. Rows are matched to records by the hash of their tokens.
+generation returns (experience/rollouts.py). Therefore each worker notes a record of every rollout
+it has made, under a hash of the rollout's tokens, and the driver collects them from the workers
+once a step. This works whichever process requested the rollout, and without asking the cache or
+hashing prompts again. Rows are matched to records by the hash of their tokens.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ __all__ = [
 
 MAX_RECORDS = 2**17
 """Limit for what a worker notes between two collections, and for what the driver keeps from one
-step to the next. The oldest go first: of turns that are in no batch, as those of validation, judges
-and agents' helpers, and of rows that were dropped."""
+step to the next. The oldest are dropped first: records of turns that are in no batch, such as those
+of validation, judges and agents' helpers, and of rows that were dropped."""
 
 MAX_BYTES = 2**32
-"""Limit for the birth log-probs that the driver keeps from one step to the next, of 2**30 tokens:
-more than the rows of several large steps have."""
+"""Limit for the birth log-probs that the driver keeps from one step to the next, which is 2**30
+tokens: more than the rows of several large steps have."""
 
 SequenceKey = tuple[bytes, int]
 """Hash of a prompt with its response, and the length of the response in tokens."""
@@ -52,15 +52,15 @@ class RolloutMetadata:
     """The properties of a rollout that the drift monitor and the birth anchor use.
 
     Args:
-        key: of the prompt.
-        sample_index: of the rollout in its group.
+        key: key of the prompt.
+        sample_index: sample index of the rollout in its group.
         fresh: whether the rollout was decoded without a draft (:attr:`Rollout.fresh`).
-        staleness: sum over its reused tokens of log p_birth - log p_now, nats; None where no token
-            was reused, as in a fresh rollout.
+        staleness: sum over its reused tokens of log p_birth - log p_now, nats; None if no token was
+            reused, as in a fresh rollout.
         births: birth log-probs of the reused tokens, which are the first ``r`` of the response,
-            float32 ``[r]``, nats; None where the run does not need them.
-        versions: which weights have made a turn that was asked for by HTTP, and that is not in the
-            cache; None: it was not.
+            float32 ``[r]``, nats; None if the run does not need them.
+        versions: which weights made a turn that was requested over HTTP and is not in the cache;
+            None: it is not such a turn.
     """
 
     key: bytes
@@ -72,16 +72,16 @@ class RolloutMetadata:
 
     @classmethod
     def of(cls, rollout: Rollout, accepted: int, *, births: bool) -> RolloutMetadata:
-        """The record of a rollout.
+        """Make the record of a rollout.
 
         Args:
             rollout: as the cache keeps it.
-            accepted: number of its tokens that come from a draft. Its versions do not say which
-                these are: a row that runs on through a refit has decoded tokens of several, and
-                after a resume another policy may have had the same number.
-            births: include ``births``.
+            accepted: number of its tokens that come from a draft. Its versions do not tell which
+                these are: a row that continues through a refit has decoded tokens of several
+                versions, and after a resume another policy may have had the same number.
+            births: whether to include ``births``.
         """
-        # What the same weights have begun is not reused: such a rollout is fresh.
+        # What the same weights began is not reused: such a rollout is fresh.
         reused = slice(0 if rollout.fresh else accepted)
         born = rollout.birth_logprobs[reused].copy()  # a view would keep all of them in memory
         lost = float((born - rollout.logprobs[reused]).sum(dtype=np.float64))
@@ -98,7 +98,7 @@ class MetadataLog:
     """The records that a worker has noted since the driver last took them.
 
     Args:
-        births: note the birth log-probs of reused tokens, too.
+        births: whether to note the birth log-probs of reused tokens, too.
     """
 
     def __init__(self, births: bool) -> None:
@@ -110,13 +110,13 @@ class MetadataLog:
         for output in outputs:
             for completion in output.outputs:
                 reuse = getattr(completion, "spec_rl", None)
-                if reuse is None:  # decoded beside the cache: nobody knows its sample index
+                if reuse is None:  # decoded without the cache: its sample index is not known
                     continue
                 record = RolloutMetadata.of(reuse.rollout, reuse.accepted, births=self.births)
                 self._note(output.prompt_token_ids, completion.token_ids, record)
 
     def note_turn(self, turn: ServedTurn) -> None:
-        """Note a turn of a conversation that is led by HTTP."""
+        """Note a turn of a conversation that is led over HTTP."""
         record = RolloutMetadata(turn.key, 0, fresh=True, staleness=None, versions=turn.versions)
         self._note(turn.prompt, turn.tokens, record)
 
@@ -145,7 +145,7 @@ class MetadataTable:
 
     Args:
         take: collects what the workers have noted.
-        later: rows may be trained on in a later step than the one that they were made in.
+        later: whether rows may be trained on in a later step than the one they were made in.
     """
 
     def __init__(
@@ -161,9 +161,9 @@ class MetadataTable:
         self._used: dict[SequenceKey, int] = {}
 
     def collect(self) -> None:
-        """Collect the workers' records of all rollouts that have been made by now.
+        """Collect the workers' records of all rollouts made so far.
 
-        To be called where rows of a step are looked for before the last of them are made.
+        Call this if rows of a step are looked up before the last of them are made.
         """
         self._taken = True
         for sequence, record in self._take():
@@ -172,15 +172,15 @@ class MetadataTable:
     def find(
         self, token_ids: Sequence[Any], token_mask: Sequence[Any], lengths: Sequence[int]
     ) -> list[list[ResponseSpan]]:
-        """The responses in each row of a step, in order; a multi-turn row has several.
+        """Return the responses in each row of a step, in order; a multi-turn row has several.
 
-        The first call in a step collects the workers' records (:meth:`collect`). Equal rows, of
-        which one may be fresh and another not, get a record each.
+        The first call in a step collects the workers' records (:meth:`collect`). Equal rows, one of
+        which may be fresh and another not, get one record each.
 
         Args:
             token_ids: int ``[rows][length]``.
-            token_mask: 1 where the policy wrote the token, ``[rows][length]``.
-            lengths: of the rows without padding.
+            token_mask: 1 if the policy wrote the token, ``[rows][length]``.
+            lengths: lengths of the rows without padding.
         """
         if not self._taken:
             self.collect()
@@ -203,15 +203,15 @@ class MetadataTable:
         return rows
 
     def end_step(self) -> None:
-        """Forget the records of rows that will not be trained on any more.
+        """Forget the records of rows that will no longer be trained on.
 
-        Those are all that there are: where rows are trained on in the step that they were made in,
-        the others are of rows that were dropped. Elsewhere, as in asynchronous GRPO, they are those
+        If rows are trained on in the step in which they were made, these are all records: any
+        others belong to rows that were dropped. Otherwise, as in asynchronous GRPO, they are those
         that :meth:`find` has returned. How long a row may wait there is up to NeMo-RL's samplers;
-        of the others the newest :data:`MAX_RECORDS` sequences are kept, and :data:`MAX_BYTES`. Only
-        here are they limited: in the step itself each of its rows has to be found, however many
-        there are. A step without a call of :meth:`find`, such as PPO's that train the value model
-        alone, has records, too.
+        of the other records, the newest :data:`MAX_RECORDS` sequences are kept, and
+        :data:`MAX_BYTES`. They are limited only here: in the step itself each of its rows must be
+        found, however many there are. A step without a call of :meth:`find`, such as PPO's that
+        train only the value model, has records, too.
         """
         if not self._taken:
             self.collect()
@@ -236,7 +236,7 @@ class MetadataTable:
 
 
 def response_spans(mask: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """First position and end of each response in a row.
+    """Return the first position and the end of each response in a row.
 
     Args:
         mask: which tokens the policy wrote, bool ``[length]``.

@@ -1,6 +1,7 @@
-"""What rows of a recipe may be: kinds of sampling, and prompts with more than text.
+"""Checks of a recipe's rows: kinds of sampling, and prompts with more than text.
 
-Each that drafts cannot be verified for gets one line that says what to set (``recipe_checks``).
+Each one for which drafts cannot be verified gets one line that says what to set
+(``recipe_checks``).
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ RAW_TOP_K = (None, -1, 0)
 
 
 def refused_sampling(generation: Any, spec_rl: SpecRLConfig) -> list[tuple[bool, str]]:
-    """Kinds of sampling and numbers that drafts cannot be verified under.
+    """Kinds of sampling and values under which drafts cannot be verified.
 
     A proposer's drafts are verified against the distribution that is sampled from, whatever its
-    temperature and top-p; those of prefix reuse and of rounds by prompt log-probs.
+    temperature and top-p; drafts of prefix reuse and of rounds are verified by prompt log-probs.
     """
     by_prompt = verified_by_prompts(spec_rl)
     judge = "prefix reuse" if spec_rl.effective_fresh_fraction < 1 else "tree.method: rounds"
@@ -62,10 +63,10 @@ def refused_sampling(generation: Any, spec_rl: SpecRLConfig) -> list[tuple[bool,
 
 
 def refused_media(images: bool, spec_rl: SpecRLConfig) -> list[tuple[bool, str]]:
-    """Where prompts with images, sounds or videos cannot be drafted for.
+    """Cases in which prompts with images, sounds or videos cannot be drafted for.
 
     Args:
-        images: the recipe has such prompts.
+        images: whether the recipe has such prompts.
         spec_rl: its ``spec_rl:`` block.
     """
     return [
@@ -84,6 +85,6 @@ def refused_media(images: bool, spec_rl: SpecRLConfig) -> list[tuple[bool, str]]
 
 
 def verified_by_prompts(spec_rl: SpecRLConfig) -> bool:
-    """Whether drafts are verified by log-probs of prompts, by prefix reuse or in rounds."""
+    """Whether drafts are verified by prompt log-probs, as in prefix reuse or in rounds."""
     by_drafter = spec_rl.tree.enabled and spec_rl.tree.method != "rounds"
     return spec_rl.effective_fresh_fraction < 1 or not by_drafter

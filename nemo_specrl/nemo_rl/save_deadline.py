@@ -1,9 +1,9 @@
-"""Has NeMo-RL save its last checkpoint before the job's time limit, however long ``setup`` took.
+"""Makes NeMo-RL save its last checkpoint before the job's time limit, however long ``setup`` took.
 
-``checkpointing.checkpoint_must_save_by`` is a duration that NeMo-RL counts from where its trainer
-begins (utils/timer.py, ``TimeoutChecker``). The engines and the policy have started by then, which
-takes up to half an hour, and a batch script knows only when the job ends. So it names that moment,
-and what is left of it is computed where NeMo-RL begins to count.
+``checkpointing.checkpoint_must_save_by`` is a duration that NeMo-RL counts from the start of its
+trainer (utils/timer.py, ``TimeoutChecker``). The engines and the policy have started by then, which
+takes up to half an hour, and a batch script knows only when the job ends. It therefore names that
+moment, and the time left until then is computed when NeMo-RL begins to count.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ MUST_SAVE_AT = "SPECRL_MUST_SAVE_AT"
 
 def seconds_left() -> float | None:
     """Seconds until the last checkpoint must be saved, negative if that moment has passed; None
-    where no such moment is named.
+    if no such moment is named.
 
     Raises:
-        ConfigError: the variable is no moment.
+        ConfigError: the variable is not a time.
     """
     value = os.environ.get(MUST_SAVE_AT)
     if not value:
@@ -43,7 +43,7 @@ def check_time_left() -> None:
     """Refuse to begin a job that would have no time for a step.
 
     Raises:
-        ConfigError: the moment has passed already. Another start of the job would have no more time
+        ConfigError: the moment has already passed. Another start of the job would have no more time
             than this one.
     """
     left = seconds_left()
@@ -56,16 +56,16 @@ def check_time_left() -> None:
 
 
 def bind_timeout_checker() -> None:
-    """Have NeMo-RL's ``TimeoutChecker`` know it, wherever this process makes one."""
+    """Make NeMo-RL's ``TimeoutChecker`` know it, wherever this process makes one."""
     checker = compat.lookup("nemo_rl.utils.timer", "TimeoutChecker")
     compat.rebind("TimeoutChecker", checker, bounded(checker))
 
 
 def bounded(checker: Any) -> Any:
-    """A subclass of NeMo-RL's ``TimeoutChecker`` that knows when the job must have saved.
+    """Return a subclass of NeMo-RL's ``TimeoutChecker`` that knows when the job must have saved.
 
     The recipe's own ``checkpoint_must_save_by`` counts as well; the earlier of the two applies.
-    Where ``setup`` has outlasted it, the trainer saves after its first step.
+    If ``setup`` has outlasted it, the trainer saves after its first step.
     """
 
     class JobTimeoutChecker(checker):

@@ -1,8 +1,8 @@
 """The engine as NeMo-RL's HTTP server sees it (``expose_http_server``, which NeMo-Gym needs).
 
-The server runs in a thread of the worker with an event loop of its own. Its requests are handed
-over to the worker's loop, in which everything else that the plug-in does with the engine happens,
-and their outputs come back.
+The server runs in a thread of the worker with its own event loop. Its requests are handed over to
+the worker's loop, in which everything else that the plug-in does with the engine happens, and their
+outputs come back.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Serve = Callable[..., AsyncGenerator[Any, None]]
 
 
 class ServedEngine:
-    """Stands in for the server's ``AsyncLLM``; all but ``generate`` is the engine's own.
+    """Stands in for the server's ``AsyncLLM``; everything except ``generate`` is the engine's own.
 
     Args:
         llm: the engine.
@@ -30,7 +30,7 @@ class ServedEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def attach(self, serve: Serve) -> None:
-        """Have requests served by another function from now on, in the present event loop.
+        """Serve requests by another function from now on, in the present event loop.
 
         Args:
             serve: takes the arguments of ``AsyncLLM.generate`` and yields its outputs.
@@ -38,7 +38,7 @@ class ServedEngine:
         self._serve, self._loop = serve, asyncio.get_running_loop()
 
     async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        """The outputs of a request, which ends where this generator is closed before it does."""
+        """Yield the outputs of a request, which ends if this generator is closed before it does."""
         if self._loop is None:  # nothing is attached yet
             async for output in self._serve(*args, **kwargs):
                 yield output
@@ -58,7 +58,7 @@ class ServedEngine:
         try:
             while (output := await outputs.get()) is not None:
                 yield output
-            await asyncio.wrap_future(served)  # raises what the request has raised
+            await asyncio.wrap_future(served)  # raises what the request raised
         finally:
             served.cancel()
 

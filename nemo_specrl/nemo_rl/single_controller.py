@@ -1,13 +1,13 @@
 """The plug-in in the actor of NeMo-RL main's single controller.
 
 The driver builds engines, policy and data loader, and sends copies of them to an actor, which makes
-logger, checkpoint manager and ``TimeoutChecker`` itself (algorithms/single_controller.py). So what
-:mod:`.hooks` wraps on the driver elsewhere is wrapped in the actor's process here, by a subclass of
-the actor's class. The cache stays the driver's, which opens it and closes it; the actor has a
-client of it, as the engines have.
+logger, checkpoint manager and ``TimeoutChecker`` itself (algorithms/single_controller.py). What
+:mod:`.hooks` otherwise wraps on the driver is therefore wrapped in the actor's process here, by a
+subclass of the actor's class. The cache stays with the driver, which opens and closes it; the actor
+has a client of it, like the engines.
 
-The actor's event loop also starts rollouts and answers the driver. What waits for engines, the
-cache or the data plane is done in threads, as NeMo-RL does its own.
+The actor's event loop also starts rollouts and answers the driver. Whatever waits for engines, the
+cache or the data plane is done in threads, as NeMo-RL does for its own work.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from nemo_specrl.nemo_rl.save_deadline import bind_timeout_checker
 __all__ = ["ControllerStarter"]
 
 COLUMNS = ("input_ids", "input_lengths", "token_mask", "generation_logprobs", "total_reward")
-"""What the plug-in reads of the batch in the data plane, beside ``prev_logprobs`` where the policy
-has computed them."""
+"""The columns that the plug-in reads of the batch in the data plane, in addition to
+``prev_logprobs`` if the policy has computed them."""
 PING_SECONDS = 10.0
 """How often the driver asks whether a step has ended, for heartbeats."""
 
@@ -64,9 +64,10 @@ class SpecSingleControllerImpl(Stock.__ray_metadata__.modified_class):
         self._save_cache_in(self._checkpointer)
 
     def _save_cache_in(self, checkpointer: Any) -> None:
-        """Have the cache written into each checkpoint as soon as it has a folder.
+        """Write the cache into each checkpoint as soon as it has a folder.
 
-        NeMo-RL makes the folder in a thread, and calls what renames it on the event loop.
+        NeMo-RL makes the folder in a thread, and calls the method that renames it on the event
+        loop.
         """
         original, hooks = checkpointer.init_tmp_checkpoint, self._spec_rl
         assert hooks is not None
@@ -80,7 +81,7 @@ class SpecSingleControllerImpl(Stock.__ray_metadata__.modified_class):
         checkpointer.init_tmp_checkpoint = init_tmp_checkpoint
 
     async def _advantage_stage(self, meta: Any) -> Any:
-        """Compute advantages, and look at the rows, which the policy is trained on next."""
+        """Compute advantages, and look at the rows, on which the policy is trained next."""
         meta, trainable = await super()._advantage_stage(meta)
         if self._spec_rl is not None and self._looks_at_rows:
             await asyncio.to_thread(self._look_at_rows, self._spec_rl, meta)
@@ -95,7 +96,7 @@ class SpecSingleControllerImpl(Stock.__ray_metadata__.modified_class):
             self._trainer.write_to_dataplane(meta, {"prev_logprobs": anchored})
 
     async def _sync_weights(self, **kwargs: Any) -> int:
-        """Refit the engines, behind all rows of a step, and ask for what is logged of it."""
+        """Refit the engines, after all rows of a step, and ask for the step's metrics."""
         aborted: int = await super()._sync_weights(**kwargs)
         if self._spec_rl is not None:
             await asyncio.to_thread(self._spec_rl.end_batch)
@@ -123,7 +124,7 @@ class ControllerStarter:
 
 
 class _Counted:
-    """A generation whose metrics are asked for ahead of where they are logged."""
+    """A generation whose metrics are requested before they are logged."""
 
     def __init__(self, generation: Any) -> None:
         self._generation = generation
@@ -134,7 +135,7 @@ class _Counted:
         self._taken = self._generation.take_metrics()
 
     def take_metrics(self) -> Any:
-        """Return what :meth:`collect` has been told."""
+        """Return what :meth:`collect` obtained."""
         return self._taken
 
     def __getattr__(self, name: str) -> Any:
@@ -142,14 +143,14 @@ class _Counted:
 
 
 def _run_of(actor_args: Any) -> RunContext | None:
-    """The run whose rollouts are reused, if that is on."""
+    """The run whose rollouts are reused, if reuse is on."""
     return getattr(actor_args.gen_handle, "run", None)
 
 
 def _send_heartbeats(actor: Any) -> None:
-    """Tell this process's monitor, and a batch script, of each step that the actor has ended.
+    """Tell this process's monitor, and a batch script, about each step that the actor has ended.
 
-    ``ft_launcher`` watches the driver, which it has started, and not the actor.
+    ``ft_launcher`` watches the driver, which it started, and not the actor.
     """
     steps = None
     while ray.is_initialized():
@@ -157,7 +158,7 @@ def _send_heartbeats(actor: Any) -> None:
             now = ray.get(actor.ping.remote(), timeout=PING_SECONDS)["train_steps"]
         except ray.exceptions.GetTimeoutError:  # as while it starts
             continue
-        except ray.exceptions.ActorUnavailableError:  # the connection was lost, and will be back
+        except ray.exceptions.ActorUnavailableError:  # the connection was lost, and will return
             time.sleep(PING_SECONDS)
             continue
         except Exception:  # it has ended, or Ray has

@@ -1,7 +1,7 @@
-"""The driver's side of asynchronous engines, to which NeMo-RL gives rows one by one.
+"""The driver's side of asynchronous engines, to which NeMo-RL passes rows one by one.
 
-NeMo-RL gives them to its engines in turn. Here the first rows of a prompt stay together, where they
-draft from each other, and later ones are balanced (``nemo_specrl.engine.row_queue``).
+NeMo-RL passes them to its engines in turn. Here the first rows of a prompt stay together, so that
+they draft from each other, and later ones are balanced (``nemo_specrl.engine.row_queue``).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class SingleRows(VllmGeneration):
     """``VllmGeneration`` that chooses the engine of each single row, once it drafts from a cache.
 
     Attributes:
-        fleet_selector: of NeMo-RL's main, which keeps rows from engines that have failed; with one
-            the choice is left to it.
+        fleet_selector: from NeMo-RL's main, which keeps rows away from failed engines; if there is
+            one, the choice is left to it.
     """
 
     cache: ClusterCache | None = None
@@ -45,7 +45,7 @@ class SingleRows(VllmGeneration):
 
     @property
     def current_generate_dp_shard_idx(self) -> int:
-        """The engine to which NeMo-RL gives the next row."""
+        """The engine to which NeMo-RL sends the next row."""
         engine = _engine.get()
         if engine is not None:
             return engine
@@ -57,10 +57,10 @@ class SingleRows(VllmGeneration):
         self._turn = engine
 
     def _choose_engines(self) -> None:
-        """Choose the engine of each row from now on, if there are several asynchronous ones.
+        """Choose the engine of each row from now on, if there are several asynchronous engines.
 
         Raises:
-            IncompatibleVersion: this NeMo-RL chooses it elsewhere.
+            IncompatibleVersion: this NeMo-RL chooses the engine elsewhere.
         """
         if self.dp_size < 2 or not self.cfg["vllm_cfg"]["async_engine"]:
             return
@@ -84,7 +84,7 @@ class SingleRows(VllmGeneration):
         """Generate a response to each row as it comes; the worker claims a sample index for it."""
         prompt = None
         if self.cache is not None and not self._validating and not greedy and data.size:
-            data = data.slice(0, data.size)  # the caller's batch stays as it is
+            data = data.slice(0, data.size)  # the caller's batch is not changed
             data[SAMPLE_INDICES] = torch.full((data.size,), -1)
             prompt = prompt_key(data["input_ids"][0, : data["input_lengths"][0]].numpy())
         rows = functools.partial(super().generate_async, data, greedy=greedy)
@@ -98,7 +98,7 @@ class SingleRows(VllmGeneration):
             data = data.slice(0, data.size)
             data[SAMPLE_INDICES] = torch.full((data.size,), -1)
             text = data["prompts"][0]
-            prompt = text if isinstance(text, str) else None  # else it has images
+            prompt = text if isinstance(text, str) else None  # otherwise it has images
         rows = functools.partial(super().generate_text_async, data, greedy=greedy)
         async for result in self._placed(rows, prompt):
             yield result
@@ -106,7 +106,7 @@ class SingleRows(VllmGeneration):
     async def _placed(
         self, rows: Callable[[], AsyncIterator[Any]], prompt: Hashable
     ) -> AsyncIterator[Any]:
-        """What the base class generates for a row, by the engine that the queue has for it."""
+        """Yield what the base class generates for a row, on the engine that the queue chose."""
         queue = self._queue
         if queue is None or self.fleet_selector is not None:
             async for result in rows():

@@ -1,8 +1,9 @@
 """Sparse refits (``refit_transport: vllm_s3_sparse``, ``vllm_zmq_sparse``), as a worker sees them.
 
-Changed weights do not come by a method of the worker. Threads of NeMo-RL's receiver take them in,
-apply them part by part, and end the refit when the trainer asks for it (models/generation/vllm/
-vllm_sparse_refit.py). Both transports pass through the two methods that are watched here.
+Changed weights do not arrive through a method of the worker. Threads of NeMo-RL's receiver take
+them in, apply them part by part, and end the refit when the trainer asks for it
+(models/generation/vllm/ vllm_sparse_refit.py). Both transports pass through the two methods that
+are watched here.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ __all__ = ["SPARSE_TRANSPORTS", "Refitting", "SparseRefits", "held_open"]
 
 SPARSE_TRANSPORTS = ("vllm_s3_sparse", "vllm_zmq_sparse")
 APPLY = "_submit_pending_sparse_payloads"
-"""Method of the receiver that has the next payloads applied by its thread."""
+"""Method of the receiver that makes its thread apply the next payloads."""
 FLUSH = "_flush_queued_sparse_payloads"
-"""Method of the receiver that waits until all of them are, at the end of a refit. A flush may find
-none: where no weight has changed, and at the worker's end."""
+"""Method of the receiver that waits until all of them are applied, at the end of a refit. A flush
+may find none: if no weight has changed, and at the worker's end."""
 
 Refitting = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -31,12 +32,12 @@ Refitting = Callable[[], contextlib.AbstractContextManager[None]]
 class SparseRefits:
     """Enters a context before the first payload of a refit is applied, and leaves it at its flush.
 
-    It is left, too, where a payload or the flush fails. The weights may have changed in part then,
-    and NeMo-RL ends the run.
+    It is also left if a payload or the flush fails. The weights may then have changed in part, and
+    NeMo-RL ends the run.
 
     Args:
         receiver: the worker's ``VllmSparseRefitReceiver``.
-        refitting: makes the context. What it raises on entering refuses the payloads.
+        refitting: makes the context. If entering it raises, the payloads are refused.
 
     Raises:
         IncompatibleVersion: the receiver lacks one of the two methods.
@@ -56,7 +57,7 @@ class SparseRefits:
         setattr(receiver, FLUSH, self.flush)
 
     def apply(self) -> None:
-        """Stand in for ``APPLY``, which one thread at a time calls, under the receiver's lock."""
+        """Stand in for ``APPLY``, called by one thread at a time, under the receiver's lock."""
         if self._refit is None:
             refit = contextlib.ExitStack()
             refit.enter_context(self._refitting())
@@ -77,16 +78,16 @@ class SparseRefits:
 def held_open(
     refit: Callable[[Callable[[], Any]], Any], loop: asyncio.AbstractEventLoop
 ) -> Iterator[None]:
-    """Have a coroutine hold an engine ready for new weights for as long as this context is open.
+    """Make a coroutine hold an engine ready for new weights while this context is open.
 
-    To be used in a thread without an event loop.
+    Use it in a thread without an event loop.
 
     Args:
         refit: makes the coroutine, given the update: what it awaits while the weights change.
         loop: the event loop of the engine, in another thread.
 
     Raises:
-        Exception: what the coroutine has raised, before the update or after it.
+        Exception: what the coroutine raised, before the update or after it.
     """
     begun: Future[None] = Future()
     ended = asyncio.Event()

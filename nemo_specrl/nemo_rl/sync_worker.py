@@ -1,7 +1,7 @@
 """The synchronous worker, which generates through SpeculativeLLM instead of ``vllm.LLM``.
 
 Runs in the worker's own environment, which has vLLM. The decorated class at the end is empty,
-because Ray pickles a decorated class by value, and the classes that it inherits from by name.
+because Ray pickles a decorated class by value, but the classes that it inherits from by name.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SpecVllmGenerationWorkerImpl(DraftingWorker, VllmGenerationWorkerImpl):
 
     _speculative: SpeculativeLLM | None = None
     _ahead: tuple[list[dict[str, Any]], Any] = ([], None)
-    """Prompts that come next, and the sampling parameters of their rows."""
+    """The next prompts, and the sampling parameters of their rows."""
 
     def spec_rl_attach(self, cache: ClusterCache, run: RunContext, policy_version: int) -> str:
         """Start drafting from ``cache``; called once, after the engine has started.
@@ -73,7 +73,7 @@ class SpecVllmGenerationWorkerImpl(DraftingWorker, VllmGenerationWorkerImpl):
         return self._drafted(super().generate_text, data, greedy)
 
     def _drafted(self, generate: Callable[..., Any], data: Any, greedy: bool) -> Any:
-        """Call a method of the base class that generates, with a drafting engine in its place."""
+        """Call a generating method of the base class, with a drafting engine in its place."""
         speculative = self._speculative
         if SAMPLE_INDICES not in data or speculative is None or self._paused or greedy:
             output = generate(data, greedy=greedy)
@@ -109,12 +109,12 @@ class SpecVllmGenerationWorkerImpl(DraftingWorker, VllmGenerationWorkerImpl):
         return output
 
     def spec_rl_run_ahead(self, batch: list[Any]) -> None:
-        """Decode for the prompts that come next until all engines have done their rows.
+        """Decode for the next prompts until all engines have finished their rows.
 
-        Called behind ``generate``, so that it begins when this engine has done its own.
+        Called after ``generate``, so that it begins when this engine has finished its own.
 
         Args:
-            batch: what Ray will have of ``generate`` from each engine.
+            batch: Ray's references to each engine's result of ``generate``.
         """
         (upcoming, sampling_params), self._ahead = self._ahead, ([], None)
         if self._speculative is None or not upcoming or sampling_params is None:
@@ -127,23 +127,23 @@ class SpecVllmGenerationWorkerImpl(DraftingWorker, VllmGenerationWorkerImpl):
         done = self._speculative.run_ahead(upcoming, sampling_params, until)
         self._metrics = self._metrics + done
 
-    # These methods change the engine's weights; sparse refits do it beside them, in the receiver's
-    # threads.
+    # These methods change the engine's weights; sparse refits do it apart from them, in the
+    # receiver's threads.
 
     def update_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> Any:
-        """Update the weights, and count the policy version up."""
+        """Update the weights, and increment the policy version."""
         return self._refitted(super().update_weights_via_ipc_zmq(*args, **kwargs))
 
     def update_weights_from_collective(self, *args: Any, **kwargs: Any) -> Any:
-        """Update the weights, and count the policy version up."""
+        """Update the weights, and increment the policy version."""
         return self._refitted(super().update_weights_from_collective(*args, **kwargs))
 
     def nccl_reshard_refit(self, *args: Any, **kwargs: Any) -> Any:
-        """Update the weights, and count the policy version up."""
+        """Update the weights, and increment the policy version."""
         return self._refitted(super().nccl_reshard_refit(*args, **kwargs))
 
     def checkpoint_engine_rpc(self, checkpoint_method: str, *args: Any, **kwargs: Any) -> Any:
-        """Pass on a call to a checkpoint engine; count up where it updates the weights."""
+        """Pass on a call to a checkpoint engine; begin a version if it updates the weights."""
         result = super().checkpoint_engine_rpc(checkpoint_method, *args, **kwargs)
         if checkpoint_method == CHECKPOINT_ENGINE_UPDATE:
             result = self._refitted(result)
@@ -157,7 +157,7 @@ class SpecVllmGenerationWorkerImpl(DraftingWorker, VllmGenerationWorkerImpl):
 
     @contextlib.contextmanager
     def _sparsely_refitting(self) -> Iterator[None]:
-        """Count the policy version up after a sparse refit, during which nothing is generated."""
+        """Increment the policy version after a sparse refit, during which nothing is generated."""
         try:
             yield
         finally:
@@ -181,7 +181,7 @@ class _DraftingEngine:
         self._sample_indices, self._prompt_keys = sample_indices, prompt_keys
         self._upcoming = upcoming
         self.sampling_params: Any = None  # of the first row
-        self.metrics = EngineMetrics()  # none where the base class has no rows to generate
+        self.metrics = EngineMetrics()  # empty if the base class has no rows to generate
         self.ended: list[bool] = []
 
     def generate(self, prompts: Any, sampling_params: Any, use_tqdm: Any = True) -> Any:

@@ -1,7 +1,7 @@
 """What the synchronous and the asynchronous worker have in common.
 
-A mixin, before NeMo-RL's worker class in the bases. Ray runs its methods in both kinds of actors:
-those of an asynchronous actor run in its event loop.
+A mixin, placed before NeMo-RL's worker class in the bases. Ray runs its methods in both kinds of
+actors: those of an asynchronous actor run in its event loop.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from nemo_specrl.nemo_rl.sparse_refits import SPARSE_TRANSPORTS, Refitting, Spar
 __all__ = ["ASYNC_CALLS", "DraftingWorker"]
 
 ASYNC_CALLS = 2**16
-"""Calls that an asynchronous worker runs at once. Each of its rows is one until it ends, and behind
-Ray's own limit of 1000 of them refits and the driver's questions would wait for rows to end."""
+"""Number of calls that an asynchronous worker runs at once. Each of its rows is one until it ends,
+and with Ray's own limit of 1000, refits and the driver's questions would wait for rows to end."""
 
 
 class DraftingWorker:
@@ -36,11 +36,11 @@ class DraftingWorker:
     _recompute_kv = False
 
     def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
-        """Create the engine, with what lossless drafting needs, if anything.
+        """Create the engine, with whatever lossless drafting needs.
 
-        Engines of data-parallel groups schedule synchronously, so that each of their steps is one
-        of the model. Asynchronous scheduling, which vLLM would choose, has steps that are not, for
-        which the others of the group would wait (``engine.data_parallel``).
+        Engines of data-parallel groups schedule synchronously, so that each of their steps is a
+        step of the model. Asynchronous scheduling, which vLLM would choose, has steps that are not,
+        for which the others of the group would wait (``engine.data_parallel``).
         """
         if self.expert_parallel_size > self.tensor_parallel_size:
             llm_kwargs = {"async_scheduling": False, **llm_kwargs}
@@ -60,11 +60,11 @@ class DraftingWorker:
 
         Args:
             engine_class: SpeculativeLLM, AsyncSpeculativeLLM or one derived from it.
-            cache: to draft from.
-            run: that the worker is of.
-            policy_version: of the engine's weights.
+            cache: cache to draft from.
+            run: the worker's run.
+            policy_version: policy version of the engine's weights.
             sparsely_refitting: makes a context in which a sparse refit changes the weights, and at
-                whose end a policy version begins. It is used in the threads of the receiver.
+                whose end a policy version begins. It is used in the receiver's threads.
         """
         self._speculative = engine_class(
             self.llm, cache, run.spec_rl, seed=run.seed, policy_version=policy_version
@@ -83,7 +83,7 @@ class DraftingWorker:
         self._paused = paused
 
     def spec_rl_set_fresh_fraction(self, fresh_fraction: float) -> None:
-        """Decode another share of the rows without a draft, from the next call on."""
+        """Change the share of rows decoded without a draft, from the next call on."""
         if self._speculative is not None:
             self._speculative.fresh_fraction = fresh_fraction
 

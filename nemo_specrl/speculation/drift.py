@@ -175,8 +175,7 @@ class DriftMonitor:
 
     @property
     def window(self) -> float:
-        """Number of :meth:`update` calls in a window, infinite while the length of epochs is not
-        known."""
+        """Number of :meth:`update` calls in a window; infinite while epochs are not known."""
         if self.steps_per_epoch is None:
             return math.inf
         return self.config.window_epochs * self.steps_per_epoch

@@ -32,8 +32,9 @@ def bound_sampler_memory() -> None:
     ``RejectionSampler._get_logprobs_tensors`` of vLLM makes two float32 tensors of the vocabulary
     for rows x (longest draft + 1) tokens, however few of these exist (v1/sample/
     rejection_sampler.py, 0.25.1 to 0.32): with 256 rows, one of which has a draft of 24, and the
-    vocabulary of Qwen3, 7.8 GB that none of vLLM's profiles has seen. Requests get the same
-    results.
+    vocabulary of Qwen3, 7.8 GB that none of vLLM's profiles has seen. Results are the same.
+
+    The function is replaced as a whole, and therefore only if its source is known.
 
     Raises:
         IncompatibleVersion: its source is that of no version in ``SAMPLED_LOGPROBS_SOURCES``.
