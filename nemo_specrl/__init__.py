@@ -1,7 +1,7 @@
 """Faster rollouts for reinforcement learning of language models with NeMo-RL and vLLM.
 
 This module has the public names. Each is imported when it is first used, so that the command line
-answers at once, and so that everything else works where vLLM is not installed.
+responds at once, and everything else works if vLLM is not installed.
 """
 
 from __future__ import annotations

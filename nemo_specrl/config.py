@@ -52,7 +52,7 @@ _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
 
 _MAX_PATH = 4000
-"""Bytes of a path, below the 4,096 of Linux: files in such a folder have longer ones."""
+"""The most bytes of a path, below Linux's 4,096: files in such a folder have longer ones."""
 
 
 def _parse_bytes(value: Any) -> Any:
@@ -65,12 +65,13 @@ def _parse_bytes(value: Any) -> Any:
 
 
 def parse_path(value: Any) -> Path:
-    """A path that a user has written, with ``~`` and ``~user`` as their home folders.
+    """Parse a path that a user wrote, with ``~`` and ``~user`` as home folders.
 
     Raises:
         ValueError: it cannot be a path: it is not text, is empty, is ``None`` or ``null`` as text,
-            is in the home of a user who does not exist, or is longer than Linux allows. Left alone,
-            it would become a folder in the working directory, or fail where it is first used.
+            is in the home of a user who does not exist, or is longer than Linux allows. If
+            accepted, it would become a folder in the working directory, or fail when it is first
+            used.
     """
     text = str(value) if isinstance(value, (str, Path)) else ""
     if text.strip().lower() in ("", "none", "null"):
@@ -94,13 +95,13 @@ UserPath = Annotated[Path, BeforeValidator(parse_path)]
 
 MAX_COUNT = 2**31 - 1
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
-"""A whole number from 1 on that other packages can hold in 32 bits."""
+"""An integer of at least 1 that other packages can hold in 32 bits."""
 
 
 class WrongKey(ValueError):
     """Refusal of one key by a validator that sees its whole block.
 
-    Without it, pydantic would report the block, and the message would hold all of it.
+    Without it, pydantic would report the block, and the message would contain all of it.
 
     Args:
         key: dotted path below the block.
@@ -345,9 +346,9 @@ def validated(model: type[_Model], values: Any, where: str = "") -> _Model:
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first thing that pydantic has found wrong, in a line: key, value and reason.
+    """Return the first thing that pydantic found wrong, in one line: key, value and reason.
 
-    For models that are not this package's, such as vLLM's: pydantic's own text is of several lines.
+    For models of other packages, such as vLLM's: pydantic's own text takes several lines.
     """
     first = error.errors(include_url=False)[0]
     key, reason = ".".join(str(part) for part in first["loc"]), first["msg"]
@@ -357,7 +358,7 @@ def first_problem(error: ValidationError) -> str:
 
 
 def clipped(value: Any) -> str:
-    """The ``repr`` of a value for a message, cut to 100 characters."""
+    """Return the ``repr`` of a value for a message, cut to 100 characters."""
     text = repr(value)
     return text if len(text) <= 100 else text[:97] + "..."
 
@@ -371,7 +372,7 @@ def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> str:
 
 
 def _inner(block: type[BaseModel], key: str) -> type[BaseModel] | None:
-    """The block under a key of another; None where there is none."""
+    """Return the block under a key of another block; None if there is none."""
     field = block.model_fields.get(key)
     candidates = [field.annotation, *getattr(field.annotation, "__args__", ())] if field else []
     models = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]

@@ -58,8 +58,8 @@ class ConfigError(SpecRLError, ValueError):
 class UnsupportedSampling(ConfigError):
     """Sampling parameters under which a draft cannot be verified.
 
-    vLLM's prompt log-probs are those of the raw distribution (temperature 1, nothing cut off), so
-    a draft can be judged only where sampling is raw too.
+    vLLM's prompt log-probs are those of the raw distribution (temperature 1, nothing cut off), so a
+    draft can be judged only if sampling is raw too.
     """
 
 
@@ -121,7 +121,7 @@ class IncompatibleVersion(SpecRLError, ImportError):
 
 
 def last_line(error: BaseException) -> str:
-    """The last line of an error's message, or its type. Ray puts tracebacks before that line."""
+    """Return the last line of an error's message, or its type; Ray puts tracebacks before it."""
     if "Weights only load failed" in str(error):  # the last line of torch's message is a link
         return "a pickle in it is damaged, or holds more than data"
     lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -129,15 +129,15 @@ def last_line(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type; transformers explains after that line."""
+    """Return the first line of an error's message, or its type; transformers explains after it."""
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def in_one_line(error: BaseException) -> str:
     """Return an error's type and the last line of its message.
 
-    Of an error of this package, only the message: also where Ray has wrapped it, or has turned it
-    into text.
+    For an error of this package, only the message, even if Ray has wrapped it or turned it into
+    text.
     """
     cause = getattr(error, "cause", None) or error  # Ray's wrapper has the original as its cause
     if isinstance(cause, SpecRLError):

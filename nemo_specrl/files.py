@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 def replacing(
     file: Path, temporary: Path, *, sync_name: bool = True, private: bool = True
 ) -> Iterator[BinaryIO]:
-    """Replace a file atomically: the new content is on disk in full, or the old one stays.
+    """Replace a file atomically: the new content is on disk in full, or the old one is kept.
 
     For example::
 
@@ -39,13 +39,13 @@ def replacing(
         file: the file to be replaced or created.
         temporary: name of the new file while it is written, in the same folder.
         sync_name: flush the folder as well; without it, the caller does so after its last file.
-        private: make the file, and its folder if that is created, readable for their owner alone,
-            as everything that holds prompts or rollouts must be.
+        private: make the file, and its folder if that is created, readable only for their owner, as
+            everything that holds prompts or rollouts must be.
     """
     file.parent.mkdir(mode=FOLDER_MODE if private else 0o777, parents=True, exist_ok=True)
     try:
         with open(temporary, "w+b", opener=_private if private else None) as new:
-            if private:  # the opener sets no mode where a process that died left the file
+            if private:  # the opener sets no mode if a process that died left the file
                 os.fchmod(new.fileno(), FILE_MODE)
             yield new
             new.flush()
@@ -64,7 +64,7 @@ def _private(path: str, flags: int) -> int:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to the disk, and the folder's own if its parent can be read."""
+    """Flush the names in a folder to disk, and the folder's own name if its parent can be read."""
     sync(folder)
     with contextlib.suppress(PermissionError):
         sync(folder.parent)
@@ -73,7 +73,7 @@ def sync_folder(folder: Path) -> None:
 def sync(path: Path) -> None:
     """Flush a file, or the names in a folder, to the disk.
 
-    Where a file system flushes files but not folders, this is logged once: after a loss of power a
+    If a file system flushes files but not folders, this is logged once: after a power loss, a
     rename may be undone there.
 
     Raises:

@@ -1,8 +1,8 @@
 """Keys of prompts that hold more than text: images, sounds, videos.
 
-Two prompts with the same text and other images are two prompts. So their key covers the content of
-what is not text, and is equal in every process. Knows neither torch, PIL nor vLLM: their objects
-are read by what they have.
+Two prompts with the same text but different images are two prompts. Their key therefore covers the
+content of what is not text, and is equal in every process. Imports neither torch, PIL nor vLLM:
+their objects are recognized by their attributes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import xxhash
 
 __all__ = ["content_tokens", "has_media", "media_prompt_key"]
 
-_KEY_SEED = 0x4D454449  # "MEDI": keeps the keys apart from those of text alone
+_KEY_SEED = 0x4D454449  # "MEDI": keeps the keys apart from those of text only
 _CONTENT = "prompt_token_ids", "prompt", "multi_modal_data", "mm_processor_kwargs", "mm_hashes"
-"""What decides a prompt's meaning, of a prompt as vLLM takes it or as it has rendered it."""
+"""The fields that decide the meaning of a prompt, as vLLM takes it or as it has rendered it."""
 
 
 def has_media(prompt: Any) -> bool:
@@ -31,12 +31,12 @@ def has_media(prompt: Any) -> bool:
 def media_prompt_key(prompt: Mapping[str, Any]) -> bytes:
     """Return the 16-byte key of a prompt with media.
 
-    It is the xxh3-128 hash of its tokens or text, and of the content of its media: of an image its
-    pixels, of an array its numbers.
+    It is the xxh3-128 hash of its tokens or text, and of the content of its media: the pixels of an
+    image, the numbers of an array.
 
     Args:
         prompt: as vLLM takes it: ``prompt_token_ids`` or ``prompt``, and ``multi_modal_data``; or
-            as vLLM has rendered it, with ``mm_hashes`` of its own.
+            as vLLM has rendered it, with its own ``mm_hashes``.
     """
     hasher = xxhash.xxh3_128(seed=_KEY_SEED)
     for name in _CONTENT:
@@ -49,17 +49,17 @@ def media_prompt_key(prompt: Mapping[str, Any]) -> bytes:
 def content_tokens(
     token_ids: Sequence[int], media: Iterable[tuple[str, int, int]]
 ) -> Sequence[int]:
-    """Tokens of a prompt, in which the placeholders of media are numbers of their content.
+    """Return a prompt's tokens, with placeholders of media replaced by numbers for their content.
 
-    Prompts of the same text and other images have the same tokens. These differ, and what a prompt
-    begins with is still the beginning of its tokens.
+    Prompts with the same text and different images have the same tokens. The returned ones differ,
+    and the beginning of a prompt still corresponds to the beginning of its tokens.
 
     Args:
-        token_ids: with placeholders.
-        media: name of the content, first position and number of placeholders of each.
+        token_ids: tokens with placeholders.
+        media: content name, first position and number of placeholders of each.
 
     Returns:
-        As many numbers, each in ``0 .. 2**31 - 1``.
+        The same number of integers, each in ``0 .. 2**31 - 1``.
     """
     tokens: list[int] | None = None
     for name, start, length in media:
@@ -71,7 +71,7 @@ def content_tokens(
 
 
 def _feed(hasher: Any, value: Any) -> None:
-    """Hash a value of any kind, each with its kind and size, so that no two read the same."""
+    """Hash a value of any kind, with its kind and size, so that no two values read the same."""
     if isinstance(value, str):
         _piece(hasher, "str", value.encode())
     elif isinstance(value, (bytes, bytearray, memoryview)):
@@ -97,7 +97,7 @@ def _feed(hasher: Any, value: Any) -> None:
         _piece(hasher, f"tensor {value.dtype}", b"")
         _feed(hasher, known.numpy())
     else:
-        # Objects may be written differently in another process, which costs their drafts.
+        # Objects may be serialized differently in another process, which costs their drafts.
         _piece(hasher, type(value).__name__, pickle.dumps(value, protocol=4))
 
 

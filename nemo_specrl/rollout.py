@@ -38,7 +38,7 @@ _BITS = {
     "fingerprint": 64,
     "incarnation": 64,
 }
-"""Size of each whole number of a rollout, as records store it."""
+"""Size of each integer of a rollout, as records store it."""
 _SCALARS = (*_BITS, "key", "finish", "fresh", "raw")
 _ARRAYS = ("tokens", "logprobs", "birth_logprobs", "birth_versions")
 
@@ -62,10 +62,10 @@ class Finish(enum.IntEnum):
 def prompt_key(token_ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> bytes:
     """Return the 16-byte key of a prompt, equal in every process, machine and release.
 
-    It is the xxh3-128 hash of the tokens as little-endian int32, so that two prompts with the
-    same text but other tokens are two prompts.
+    It is the xxh3-128 hash of the tokens as little-endian int32, so two prompts with the same text
+    but different tokens are two prompts.
 
-    Prompts with images, audio or video have another key, which also covers their content
+    Prompts with images, audio or video have a different key, which also covers their content
     (``nemo_specrl.media.media_prompt_key``).
 
     Args:
@@ -92,7 +92,7 @@ def prompt_key(token_ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> bytes
 
 @dataclass(frozen=True)
 class RolloutSummary:
-    """The part of a rollout that decides whether it is drafted, and its length: no arrays."""
+    """The part of a rollout that decides whether it becomes a draft, and its length: no arrays."""
 
     sample_index: int
     finish: Finish
@@ -121,7 +121,7 @@ class Rollout:
         logprobs: *last* log-prob of each token, float32 ``[n]``, nats: under the policy that
             verified or sampled it last.
         finish: how the response ended.
-        policy_version: version of that policy. Where the weights changed while the response was
+        policy_version: version of that policy. If the weights changed while the response was
             decoded, that of its last token.
         birth_logprobs: log-prob of each token under the policy that sampled it, float32 ``[n]``,
             nats. None: sampled now, equal to ``logprobs``.
@@ -131,12 +131,12 @@ class Rollout:
         fingerprint: fingerprint of the weights of ``policy_version``, ``0 .. 2**64 - 1``; 0: not
             known.
         fresh: whether it was decoded without a draft, so that given its weights it is an ordinary
-            sample of the policy. False where a draft was verified, even if no token was accepted,
+            sample of the policy. False if a draft was verified, even if no token was accepted,
             unless the draft was itself a fresh rollout of the same weights, cut off by an
             interrupt.
         incarnation: incarnation of the run that made it, ``0 .. 2**64 - 1``. It is larger each time
-            that a run starts or resumes on a cluster's cache, so that rollouts are ordered although
-            a resume sets the policy version back. 0: not known.
+            a run starts or resumes on a cluster's cache, so that rollouts are ordered although a
+            resume sets the policy version back. 0: not known.
         raw: whether its tokens were drawn from the raw distribution (temperature 1, nothing cut
             off). If not, its log-probs need not be those of the distribution it was drawn from: a
             tree may draft from it, but prefix reuse may not.
@@ -204,7 +204,7 @@ class Rollout:
 
     @property
     def reused(self) -> npt.NDArray[np.bool_]:
-        """Mask of the tokens that another policy than ``policy_version`` sampled, bool ``[n]``.
+        """Mask of the tokens that a policy other than ``policy_version`` sampled, bool ``[n]``.
 
         A resume sets the policy version back: a token sampled in a lost step has a higher one.
         """
@@ -213,7 +213,7 @@ class Rollout:
 
     @property
     def outline(self) -> RolloutSummary:
-        """The rollout without its arrays."""
+        """Return the rollout without its arrays."""
         return RolloutSummary(
             self.sample_index,
             self.finish,
@@ -246,12 +246,12 @@ class Rollout:
 
 
 class Claim(NamedTuple):
-    """A sample index that is reserved for a row, and what is cached of the row's prompt.
+    """A sample index reserved for a row, and the cached rollouts of the row's prompt.
 
     Args:
-        sample_index: no other row gets it meanwhile.
-        rollouts: of the whole group, or of this sample index alone, newest first within one.
-        group: the whole group, in outline.
+        sample_index: sample index, which no other row gets in the meantime.
+        rollouts: those of the whole group, or of this sample index only, newest first within one.
+        group: outlines of the whole group.
     """
 
     sample_index: int

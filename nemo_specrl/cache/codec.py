@@ -7,16 +7,16 @@ A record, little-endian, of a rollout with ``n`` tokens::
     tokens           u16[n], their low halves; then the high ones, u8[n] with flag TOKENS_24, u16[n]
                      with flag TOKENS_32
     logprobs         u16[n], -logprob in steps of STEP; f32[n] with flag EXACT
-    birth_logprobs   likewise, only with flag OWN_BIRTH_LOGPROBS; else they equal logprobs
-    run lengths      u32[runs], then birth versions u64[runs]; no runs: all at policy_version
-    checksum         u64, xxh3-64 of the key in the database and everything above
+    birth_logprobs likewise, only with flag OWN_BIRTH_LOGPROBS; otherwise they equal logprobs run
+    lengths u32[runs], then birth versions u64[runs]; no runs: all at policy_version checksum u64,
+    xxh3-64 of the key in the database and everything above
 
-Everything is exact but the log-probs, which come back as the nearest multiple of ``STEP`` between
-``-65535 * STEP`` and 0. Acceptance compares log-probs by their difference, so that equal steps cost
-the same everywhere: a token's chance of another verdict is at most ``STEP / 2``.
+Everything is exact except the log-probs, which come back as the nearest multiple of ``STEP``
+between ``-65535 * STEP`` and 0. Acceptance compares log-probs by their difference, so equal steps
+cost the same everywhere: a token's chance of another verdict is at most ``STEP / 2``.
 
 The prompt's key is not in the record: it is the beginning of the key in the database. Many rollouts
-are encoded at once, since a call of numpy costs as much as encoding a few hundred tokens. A record
+are encoded at once, since a call to numpy costs as much as encoding a few hundred tokens. A record
 is checked from end to end when it is decoded, but its columns become arrays only when they are
 first used: looking up, copying and sending rollouts would otherwise take four times the memory.
 """
@@ -74,12 +74,12 @@ def encode_all(
     """Encode rollouts as the records that are stored under ``db_keys``.
 
     Args:
-        rollouts: with ``n`` tokens a record has 49 bytes, 4 per token (5 where a token id is above
-            65,535, 6 where one is above 2^24 - 1; 2 more where a birth log-prob is not the last
-            one), and 12 per run of equal birth versions.
+        rollouts: with ``n`` tokens a record has 49 bytes, 4 per token (5 if a token id is above
+            65,535, 6 if one is above 2^24 - 1; 2 more if a birth log-prob is not the last one), and
+            12 per run of equal birth versions.
         db_keys: keys in the database; the first 16 bytes are the prompt's key. The checksum covers
             them, so that a record found under another key is refused.
-        exact: keep log-probs as they are, at 4 bytes each instead of 2.
+        exact: whether to keep log-probs as they are, at 4 bytes each instead of 2.
 
     Raises:
         InvalidRollout: a key does not begin with its prompt's key.
@@ -133,7 +133,7 @@ class _Column(Generic[T]):
 class EncodedRollout(Rollout):
     """A rollout that came out of a record; made by :func:`decode`.
 
-    Its arrays can be read but not written to. What is pickled is the record.
+    Its arrays can be read but not written to. It is pickled as its record.
     """
 
     _record: bytes
@@ -200,7 +200,7 @@ class EncodedRollout(Rollout):
             return _fixed(np.frombuffer(self._record, "<f4", n, at).astype(np.float32))
         nats = np.frombuffer(self._record, "<u2", n, at).astype(np.float32)
         np.multiply(nats, np.float32(STEP), out=nats)
-        return _fixed(np.subtract(0, nats, out=nats))  # 0, and not -0, where there are none
+        return _fixed(np.subtract(0, nats, out=nats))  # 0 rather than -0 if there are none
 
 
 def _fixed(array: Array) -> Array:
@@ -238,12 +238,12 @@ def _encoded(key: bytes, record: bytes, header: Header | None = None) -> Encoded
 def encode_for_transfer(
     rollouts: Sequence[Rollout], incarnation: int | None = None
 ) -> list[EncodedRollout]:
-    """Encode rollouts that are about to be sent to a store, as the store would return them.
+    """Encode rollouts that will be sent to a store, as the store would return them.
 
     A record takes a quarter of the bytes of the arrays.
 
     Args:
-        rollouts: of any origin.
+        rollouts: rollouts of any origin.
         incarnation: recorded in place of the rollouts' own. None: they keep theirs.
     """
     keys = [rollout.key for rollout in rollouts]
@@ -254,7 +254,7 @@ def encode_for_transfer(
 
 
 def _restamped(db_key: bytes, record: bytes, incarnation: int) -> bytes:
-    """A record with another incarnation, and the checksum that belongs to it."""
+    """Return a record with another incarnation and a matching checksum."""
     body = bytearray(memoryview(record)[: -_CHECKSUM.size])
     _INCARNATION.pack_into(body, _INCARNATION_AT, incarnation)
     hasher = xxhash.xxh3_64(db_key)
@@ -296,7 +296,7 @@ def _contradiction(record: bytes, header: Header) -> str:
             return f"runs of {sum(lengths)} birth versions for {header.tokens} tokens"
         if max(versions) >= 2**63:
             return f"birth version {max(versions)} is above 2^63-1"
-    if header.tokens and header.flags & (TOKENS_32 | EXACT):  # others can hold nothing else
+    if header.tokens and header.flags & (TOKENS_32 | EXACT):  # otherwise nothing else can be held
         columns = _encoded(b"", record, header)
         if int(columns.tokens.min()) < 0:
             return f"tokens must not be negative, got {columns.tokens.min()}"
@@ -312,7 +312,7 @@ def _runs_of(record: bytes, runs: int) -> tuple[tuple[int, ...], tuple[int, ...]
 
 
 def _problem(header: Header, size: int) -> str:
-    """Describe what is wrong with a header in front of ``size`` bytes; empty: nothing."""
+    """Describe what is wrong with a header before ``size`` bytes; empty if nothing is."""
     flags = header.flags
     if flags & ~_KNOWN_FLAGS or (flags & TOKENS_24 and flags & TOKENS_32):
         return f"unknown flags {flags:#x}"

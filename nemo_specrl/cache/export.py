@@ -1,10 +1,10 @@
 """Exports: rollouts as safetensors files, for other programs and other runs.
 
-An export is a folder of ``rollouts-00000.safetensors``, ...: flat columns, one entry a rollout
-(``keys`` uint8 ``[r, 16]``, ``sample_indices``, ``occurrences``, ``finishes``, ``fresh``,
-``incarnations``, ``policy_versions``, ``lengths``) or one a token (``tokens``, ``logprobs``,
-``birth_logprobs``, ``birth_versions``), the rollouts of a sample index oldest first. 128 is
-added to the finish of a rollout that was not drawn from the raw distribution. The metadata has the
+An export is a folder of ``rollouts-00000.safetensors``, ...: flat columns, with one entry per
+rollout (``keys`` uint8 ``[r, 16]``, ``sample_indices``, ``occurrences``, ``finishes``, ``fresh``,
+``incarnations``, ``policy_versions``, ``lengths``) or per token (``tokens``, ``logprobs``,
+``birth_logprobs``, ``birth_versions``), the rollouts of a sample index oldest first. 128 is added
+to the finish of a rollout that was not drawn from the raw distribution. The metadata has the
 tokenizer's identity and a checksum.
 """
 
@@ -31,7 +31,7 @@ FORMAT = "nemo_specrl rollouts 3"
 NOT_RAW = 128
 """Added to the finish of a rollout that was not drawn from the raw distribution."""
 FILE_TOKENS = 2**24
-"""Tokens of a file, about: 0.3 GB."""
+"""Approximate number of tokens of a file: 0.3 GB."""
 
 _COLUMNS = {
     "keys": np.uint8,
@@ -55,12 +55,12 @@ def write_export(folder: Path, rollouts: Iterable[Rollout], tokenizer_id: str) -
     """Write rollouts into an empty or new folder, and return their number.
 
     Args:
-        folder: of the export.
+        folder: folder of the export.
         rollouts: newest first within a sample index.
-        tokenizer_id: of their tokens.
+        tokenizer_id: tokenizer of their tokens.
 
     Raises:
-        StoreUnavailable: the folder cannot be written, or has an export.
+        StoreUnavailable: the folder cannot be written, or already has an export.
     """
     from safetensors.numpy import save
 
@@ -128,7 +128,8 @@ def read_export(folder: Path) -> tuple[str, Iterator[Rollout | StoreUnavailable]
 
     Raises:
         StoreUnavailable: the first file cannot be read.
-        ForeignStore: it is no export of this release's format, or files are of two tokenizers.
+        ForeignStore: it is not an export of this release's format, or its files belong to two
+            tokenizers.
     """
     from safetensors import SafetensorError, safe_open
 

@@ -1,7 +1,8 @@
 """Read-only access to rollouts on disk: stores, snapshots and exports.
 
 Nothing is repaired, moved aside or counted as used here; stores do that when they are opened. Only
-a transaction in whose middle a process has died is rolled back, without which SQLite reads nothing.
+a transaction in the middle of which a process died is rolled back, since SQLite would otherwise
+read nothing.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ class Source:
 
     Args:
         kind: ``store``, ``snapshot`` or ``export``.
-        tokenizer_id: of the tokens.
-        bytes: of the files.
-        rollouts: each one, newest first within a sample index, or the error in its place.
-        policy_version: of the weights beside it, where it says so.
-        partitions: how many a snapshot falls into, and how many of them have rollouts.
-        lookups: prompts that a store was ever asked for.
-        hits: of them found.
+        tokenizer_id: tokenizer of the tokens.
+        bytes: size of the files.
+        rollouts: each rollout, newest first within a sample index, or the error in its place.
+        policy_version: policy version of the weights next to it, if recorded.
+        partitions: number of partitions of a snapshot, and how many of them have rollouts.
+        lookups: number of prompts that a store was ever asked for.
+        hits: how many of them it found.
     """
 
     kind: str
@@ -54,16 +55,16 @@ class Source:
 
 @contextlib.contextmanager
 def open_source(path: Path, *, check: bool = False) -> Iterator[Source]:
-    """Open what is at a path; a checkpoint's folder stands for the ``rollout_cache`` in it.
+    """Open what is at a path; for a checkpoint's folder, the ``rollout_cache`` in it.
 
     Args:
         path: a folder.
-        check: check all pages of a store first.
+        check: whether to check all pages of a store first.
 
     Raises:
         ConfigError: there is nothing of the kind.
         StoreUnavailable: it cannot be read, is damaged as a whole, or is open in a process.
-        ForeignStore: it is of another release's format.
+        ForeignStore: it has another release's format.
     """
     if not path.exists():
         raise ConfigError(f"{path}: no such folder")
@@ -88,10 +89,11 @@ def open_source(path: Path, *, check: bool = False) -> Iterator[Source]:
 
 @contextlib.contextmanager
 def _at_rest(folder: Path) -> Iterator[None]:
-    """Read a store to which no process writes, without keeping one from opening it.
+    """Read a store to which no process writes, without preventing one from opening it.
 
     Raises:
-        StoreInUse: a process has it open, or has changed it meanwhile; what was read is void.
+        StoreInUse: a process has it open, or has changed it in the meantime; what was read is
+            invalid.
     """
     data = folder / DATA_FILE
     held, pid = holder(folder)
@@ -183,12 +185,12 @@ class Summary:
 
     @property
     def mean_age(self) -> float:
-        """Mean age of a rollout, since it was judged last."""
+        """Mean age of a rollout since it was last judged."""
         return self._mean_age(self.versions)
 
     @property
     def mean_token_age(self) -> float:
-        """Mean age of a token, since it was sampled."""
+        """Mean age of a token since it was sampled."""
         return self._mean_age(self.token_versions)
 
     def _mean_age(self, versions: Counter[int]) -> float:

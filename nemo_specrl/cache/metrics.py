@@ -14,12 +14,12 @@ from nemo_specrl.monitoring import names as metric
 __all__ = ["MEMORY", "StoreStats", "disk_used_fraction", "file_system", "store_metrics"]
 
 MEMORY = frozenset({"tmpfs", "ramfs"})
-"""Types of file systems that are in memory."""
+"""Types of in-memory file systems."""
 
 
 @dataclass(frozen=True)
 class StoreStats:
-    """Contents of a store, and counts of what it has done since it was opened."""
+    """The contents of a store, and counts of what it has done since it was opened."""
 
     prompts: int
     rollouts: int
@@ -27,21 +27,22 @@ class StoreStats:
     """Bytes of pages in use; the file may be larger, by pages that are free."""
     max_bytes: int
     lookups: int
-    """Prompts asked for."""
+    """Number of prompts asked for."""
     hits: int
-    """Prompts found."""
+    """Number of prompts found."""
     corrupt_records: int
     dropped_records: int
-    """Rollouts that no eviction could make room for."""
+    """Number of rollouts for which no eviction could make room."""
     evicted_prompts: int
     disk_used_fraction: float
     """Used share of the store's disk, by all its users, as ``df`` reports it."""
     in_memory: bool = False
-    """Whether it is on no disk but on a tmpfs or ramfs, and its bytes are the node's memory."""
+    """Whether it is on a tmpfs or ramfs instead of a disk, so that its bytes are the node's
+    memory."""
 
 
 def disk_used_fraction(path: Path) -> float:
-    """Used share of the disk that a folder is on, of what an ordinary user can use of it."""
+    """Return the used share of a folder's disk, relative to what an ordinary user can use of it."""
     usage = shutil.disk_usage(path)
     return usage.used / max(1, usage.used + usage.free)
 
@@ -64,9 +65,9 @@ def file_system(path: Path) -> tuple[str, str]:
 
 
 def store_metrics(stores: Collection[StoreStats]) -> dict[str, float]:
-    """Scalars by metric name; none without stores.
+    """Return scalars by metric name; none without stores.
 
-    Sums over the stores, but for the fullest disk. A cluster's counts are of all copies.
+    They are sums over the stores, except for the fullest disk. A cluster's counts cover all copies.
     """
     if not stores:
         return {}

@@ -6,17 +6,17 @@ __all__ = ["key_range", "partition_of"]
 
 
 def partition_of(key: bytes, partitions: int) -> int:
-    """Return the partition of a prompt: the key's first 8 bytes cut into equal ranges.
+    """Return the partition of a prompt: the keys' first 8 bytes are cut into equal ranges.
 
     Args:
         key: a prompt's key, 16 bytes.
-        partitions: how many there are.
+        partitions: number of partitions.
     """
     return int.from_bytes(key[:8], "big") * partitions >> 64
 
 
 def key_range(partition: int, partitions: int) -> tuple[bytes, bytes | None]:
-    """Return the first key of a partition, and the first one behind it (None: there is none).
+    """Return the first key of a partition, and the first key after it (None: there is none).
 
     Keys fall into equal ranges of their first 8 bytes (:func:`partition_of`).
     """

@@ -1,7 +1,7 @@
 """Which of two rollouts of one sample index is newer, and the merge of two stores' rollouts.
 
-The order depends on the rollouts alone, so that copies can be merged in any order and any number
-of times.
+The order depends only on the rollouts, so that copies can be merged in any order and any number of
+times.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Recency = tuple[int, int, int, bool, int]
 def recency(rollout: Rollout) -> Recency:
     """Order the rollouts of one sample index: the newer one compares greater.
 
-    The incarnation comes first, because policy versions run back when a run resumes from a
-    checkpoint: what the resumed run makes is newer than what its disks have of the lost steps,
-    whatever version that had. Of one rollout (same version, same occurrence) the finished form is
-    newer than a partial one, and a longer partial one newer than a shorter one.
+    The incarnation comes first, because policy versions go back when a run resumes from a
+    checkpoint: what the resumed run makes is newer than what its disks have from the lost steps,
+    whatever its version. For the same rollout (same version, same occurrence), the finished form is
+    newer than a partial one, and a longer partial one is newer than a shorter one.
     """
     finished = rollout.finish is not Finish.PARTIAL
     return (
@@ -35,8 +35,8 @@ def recency(rollout: Rollout) -> Recency:
 
 
 def oldest_first(rollouts: Iterable[Rollout]) -> Iterator[Rollout]:
-    """Turn the rollouts of each prompt around: stores list the newest first, and have to be given
-    the newest last.
+    """Reverse the rollouts of each prompt: stores list the newest first, but must be given the
+    newest last.
     """
     for _, group in itertools.groupby(rollouts, lambda rollout: rollout.key):
         yield from reversed(list(group))
@@ -47,14 +47,14 @@ def merge_newest(
 ) -> list[Rollout]:
     """Merge two sets of rollouts of one sample index.
 
-    A partial rollout counts only while it is the newest: just the newest can be continued, and an
+    A partial rollout counts only while it is the newest: only the newest can be continued, and an
     older partial one would take the place of a finished one.
 
     Args:
         incoming: rollouts of another store, in any order.
         present: what the store has. It cannot delete single rollouts, so an outdated partial one
             that it has already stays while there is room.
-        groups: how many to keep.
+        groups: number of rollouts to keep.
 
     Returns:
         The rollouts to keep, newest first.

@@ -102,10 +102,10 @@ def _tokens(
 
     Returns:
         The largest token of each rollout as uint32, and of all tokens the low two bytes, and the
-        high ones in one and in two bytes; empty where no token needs them.
+        high ones in one and in two bytes; empty if no token needs them.
     """
-    # As uint32, a negative token (arrays can change after they were checked) is wide and comes
-    # back as it was, to be refused then, instead of wrapping around to a valid one.
+    # As uint32, a negative token (arrays can change after they were checked) is wide and comes back
+    # unchanged, to be refused then, instead of wrapping around to a valid one.
     tokens = np.concatenate([rollout.tokens for rollout in rollouts]).astype("<i4", copy=False)
     tops = np.zeros(len(rollouts), np.uint32)
     if filled.any():
@@ -138,9 +138,9 @@ def _runs(
     """Return lengths and values of the runs of equal birth versions, and each rollout's first run.
 
     Args:
-        rollouts: with ``total`` tokens together.
-        starts: where those begin that have tokens.
-        total: of their lengths.
+        rollouts: rollouts with ``total`` tokens together.
+        starts: where those that have tokens begin.
+        total: sum of their lengths.
         ends: where all of them end.
     """
     versions = np.concatenate([rollout.birth_versions for rollout in rollouts])

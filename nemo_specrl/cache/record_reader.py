@@ -1,4 +1,4 @@
-"""Choice and decoding of the records that a store serves: the newest sound ones of a prompt."""
+"""Choice and decoding of the records that a store serves: the newest intact ones of a prompt."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Decoder:
     """Decodes records; damaged ones are skipped, counted, and logged once.
 
     Args:
-        path: of the store, for the log.
-        groups: rollouts that are served of each sample index, newest first.
+        path: path of the store, for the log.
+        groups: number of rollouts served for each sample index, newest first.
 
     Attributes:
         corrupt: db keys of damaged records, for the store to delete.
-        damaged: how many there were so far.
+        damaged: how many there have been so far.
     """
 
     def __init__(self, path: Path, groups: int) -> None:
@@ -37,10 +37,10 @@ class Decoder:
     def decoded(
         self, prompts: Iterable[tuple[bytes, Mapping[bytes, bytes]]]
     ) -> dict[bytes, list[Rollout]]:
-        """Decode the newest sound records of prompts.
+        """Decode the newest intact records of prompts.
 
         Args:
-            prompts: key and, by db key, records of each.
+            prompts: key of each prompt, and its records by db key.
         """
         found = {key: self._sound(records) for key, records in prompts}
         return {key: rollouts for key, rollouts in found.items() if rollouts}
@@ -61,5 +61,5 @@ class Decoder:
                     self.damaged += 1
             if not damaged:
                 return rollouts
-            # Once more: an older rollout of the sample index may take the place of a damaged one.
+            # Try again: an older rollout of the sample index may take the place of a damaged one.
             self.corrupt |= damaged

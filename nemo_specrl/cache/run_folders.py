@@ -1,8 +1,8 @@
 """The folder of a run's store: where it is, how it is filled at the start, and when it is removed.
 
-Under ``spec_rl.cache.dir`` each run has a folder of its own, so that no run drafts from another's
-rollouts by accident: their policy versions are counts of another run. What a run is meant to begin
-with is put into ``warm_start`` beside these folders (``nemo-specrl cache import``).
+Under ``spec_rl.cache.dir`` each run has its own folder, so that no run drafts from another's
+rollouts by accident: their policy versions are counted in another run. What a run should begin with
+is put into ``warm_start`` next to these folders (``nemo-specrl cache import``).
 
 Nothing is removed without a line that says what and why.
 """
@@ -41,7 +41,7 @@ __all__ = [
 
 WARM_START = "warm_start"
 UNUSED_DAYS = 30
-"""A run whose folder has not been used for so long is taken for gone."""
+"""A run whose folder has not been used for this long is considered gone."""
 _RUN = re.compile(r"[0-9a-f]{16}(-\d+)?(\.damaged-\d+)?")
 _GIB = 2**30
 
@@ -49,24 +49,26 @@ logger = logging.getLogger(__name__)
 
 
 def run_folder(cache_dir: Path, checkpoint_dir: Path) -> Path:
-    """Return the folder of a run under ``spec_rl.cache.dir``: another for each checkpoint folder.
+    """Return the folder of a run under ``spec_rl.cache.dir``: a different one for each checkpoint
+    folder.
 
     Args:
         cache_dir: on the node's own disk; runs may share it.
-        checkpoint_dir: of the run.
+        checkpoint_dir: checkpoint folder of the run.
     """
     return cache_dir / hashlib.sha256(str(checkpoint_dir.absolute()).encode()).hexdigest()[:16]
 
 
 def prepare(folder: Path, tokenizer_id: str, max_bytes: int, *, fresh: bool) -> None:
-    """Prepare the folder of a store that one process of a run has for itself, and log what is done.
+    """Prepare the folder of a store that belongs to one process of a run, and log what is done.
 
     Args:
-        folder: of the store.
-        tokenizer_id: of the run.
+        folder: folder of the store.
+        tokenizer_id: tokenizer of the run.
         max_bytes: cap of the store.
-        fresh: the run begins, with the warm start beside the folder if there is one. Otherwise it
-            resumes: the store begins empty, since its checkpoint has what it had then.
+        fresh: whether the run begins, with the warm start next to the folder if there is one.
+            Otherwise it resumes: the store begins empty, since the checkpoint has its contents at
+            that time.
 
     Raises:
         StoreInUse: another process has the store open.
@@ -82,11 +84,11 @@ def prepare(folder: Path, tokenizer_id: str, max_bytes: int, *, fresh: bool) -> 
 def restore_checkpoint(
     restore: Callable[[Path], tuple[Manifest, list[str]]], checkpoint: Path, otherwise: str
 ) -> int:
-    """Restore the cache that a checkpoint has; what cannot be read is logged, and costs speed.
+    """Restore the cache that a checkpoint has; what cannot be read is logged, and costs only speed.
 
     Args:
-        restore: of the run's cache.
-        checkpoint: from which the run resumes.
+        restore: method of the run's cache.
+        checkpoint: checkpoint from which the run resumes.
         otherwise: what happens if the checkpoint's cache cannot be read.
 
     Returns:
@@ -103,12 +105,12 @@ def restore_checkpoint(
 
 
 def begin_empty(folder: Path, tokenizer_id: str, *, warm: bool) -> list[str]:
-    """Make the folder of a store that of a run which begins.
+    """Turn the folder of a store into that of a run which begins.
 
     Args:
-        folder: of the store.
-        tokenizer_id: of the run.
-        warm: begin with a copy of the warm start beside the folder, if there is one.
+        folder: folder of the store.
+        tokenizer_id: tokenizer of the run.
+        warm: whether to begin with a copy of the warm start next to the folder, if there is one.
 
     Returns:
         A line for each thing that was removed, copied or left out.
@@ -158,13 +160,13 @@ def _copy_warm_start(folder: Path, tokenizer_id: str) -> list[str]:
 
 
 def remove_unused(folder: Path) -> list[str]:
-    """Remove what runs have left beside a run's folder that nobody has used for UNUSED_DAYS.
+    """Remove what runs left next to a run's folder and nothing has used for UNUSED_DAYS.
 
     Only folders with the name and the files of a run's store are removed, and none that a process
-    has open. Nothing is removed where ``folder`` is not one of several runs' folders itself.
+    has open. Nothing is removed if ``folder`` itself is not one of several runs' folders.
 
     Args:
-        folder: of this run, which stays.
+        folder: folder of this run, which is kept.
 
     Returns:
         A line for each folder that was removed.
@@ -200,11 +202,11 @@ def _remove(folder: Path) -> bool:
 
 
 def remarks(folder: Path, max_bytes: int) -> list[str]:
-    """Say what is unwise about the place of a store.
+    """Return remarks on what is unwise about the place of a store.
 
     Args:
-        folder: of the store, which is there.
-        max_bytes: its cap.
+        folder: folder of the store, which exists.
+        max_bytes: cap of the store.
     """
     lines = []
     mount, kind = file_system(folder)

@@ -2,14 +2,14 @@
 
 ::
 
-    manifest.json                 format, tokenizer, policy version, number of partitions, and of
-                                  each file its bytes, rollouts and xxh3-64
-    partition-00017.rollouts      records, one behind the other: u32 size, db key, record
+    manifest.json format, tokenizer, policy version, number of partitions, and for each file its
+    bytes, rollouts and xxh3-64 partition-00017.rollouts records, one after the other: u32 size, db
+    key, record
 
-A cluster's shards write the partitions among them. A store that one process has for itself is a
-single partition. Partitions are independent of nodes, so that a snapshot can be restored on any
-number of them, and by one process as well. All files are plain and written once, so that any shared
-file system will do. The manifest is written last, and files that it does not list are ignored.
+A cluster's shards divide the partitions among themselves. A store that belongs to one process is a
+single partition. Partitions are independent of nodes, so a snapshot can be restored on any number
+of them, and by one process as well. All files are plain and written once, so any shared file system
+will do. The manifest is written last, and files that it does not list are ignored.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ class Manifest:
     """The description of a snapshot.
 
     Args:
-        tokenizer_id: identity of the tokenizer that the tokens are of.
-        policy_version: of the weights beside which it lies.
-        partitions: into how many the keys fall.
-        files: of the partitions that have rollouts.
+        tokenizer_id: identity of the tokenizer of the tokens.
+        policy_version: policy version of the weights next to it.
+        partitions: number of partitions into which the keys fall.
+        files: files of the partitions that have rollouts.
     """
 
     tokenizer_id: str
@@ -81,15 +81,15 @@ class Manifest:
 def write_partition(
     folder: Path, partition: int, rollouts: Iterable[Rollout]
 ) -> PartitionFile | None:
-    """Write the file of a partition; complete or not there at all.
+    """Write the file of a partition, either completely or not at all.
 
     Args:
-        folder: of the snapshot; made if it is not there.
+        folder: folder of the snapshot; created if it does not exist.
         partition: its index.
-        rollouts: newest first within a sample index, as stores give them.
+        rollouts: newest first within a sample index, as stores return them.
 
     Returns:
-        The file; None: there are no rollouts, and no file is written.
+        The file; None if there are no rollouts, in which case no file is written.
 
     Raises:
         StoreUnavailable: the folder cannot be written.
@@ -122,7 +122,7 @@ def write_partition(
 def read_partition(folder: Path, expected: PartitionFile) -> Iterator[Rollout]:
     """Read the rollouts of a partition, in the order in which they were written.
 
-    The whole file is checked before the first is given out.
+    The whole file is checked before the first rollout is yielded.
 
     Raises:
         StoreUnavailable: the file is missing, cannot be read, or is not the one that the manifest
@@ -149,12 +149,12 @@ def _size_and_checksum(file: BinaryIO) -> tuple[int, str]:
 def read_files(
     folder: Path, files: Iterable[PartitionFile], take: Callable[[Iterator[Rollout]], None]
 ) -> list[str]:
-    """Pass on the rollouts of files of a snapshot, one file after the other.
+    """Pass on the rollouts of a snapshot's files, one file after the other.
 
     Args:
         folder: of the snapshot.
-        files: to be read.
-        take: called with the rollouts of each.
+        files: files to read.
+        take: called with the rollouts of each file.
 
     Returns:
         A line for each file that is damaged, or whose rollouts could not be taken.
@@ -169,7 +169,7 @@ def read_files(
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest, which makes the files of partitions a snapshot.
+    """Write the manifest, which turns the partition files into a snapshot.
 
     Raises:
         StoreUnavailable: the folder cannot be written.
@@ -187,11 +187,11 @@ def read_manifest(folder: str | os.PathLike[str], tokenizer_id: str | None = Non
 
     Args:
         folder: of the snapshot.
-        tokenizer_id: of which it has to be; None: of any.
+        tokenizer_id: the tokenizer that it must have; None: any.
 
     Raises:
         StoreUnavailable: there is none, or it is damaged.
-        ForeignStore: it is of another release's format, or of another tokenizer.
+        ForeignStore: it has another release's format, or another tokenizer.
     """
     path = Path(folder) / MANIFEST
     with as_cache_errors("read the snapshot", path):

@@ -1,6 +1,6 @@
 """One node's rollout store: a disk cache with a hard size cap and eviction by use.
 
-How rollouts lie in SQLite is in ``storage``, how one becomes bytes in ``codec``.
+``storage`` lays out rollouts in SQLite, and ``codec`` turns them into bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from nemo_specrl.rollout import KEY_BYTES, Rollout
 __all__ = ["FLUSH_SECONDS", "MIN_BYTES", "RolloutStore"]
 
 MIN_BYTES = 2**20
-FLUSH_SECONDS = 0.5  # so that a commit has as long again, within the second that is promised
+FLUSH_SECONDS = 0.5  # leaves a commit the same time again, within the promised second
 ENCODED_AT_ONCE = 64  # rollouts: more leave the processor's caches, fewer wait for numpy's calls
 KEYS_AT_ONCE = 64
 
@@ -43,29 +43,28 @@ class RolloutStore:
     """The rollouts of one node, on its disk, found by the key of their prompt.
 
     Puts are buffered for up to 16 MiB or half a second and then committed with fsync, by a timer's
-    thread if nobody else does: a crash loses at most the last second. The prompts that have been
-    unused for longest make room for new ones, each as a whole. Methods may be called from several
-    threads; one runs at a time. A context manager, or call ``close`` at the end.
+    thread if no call does: a crash loses at most the last second. The least recently used prompts
+    make room for new ones, each as a whole. Methods may be called from several threads; one runs at
+    a time. A context manager, or call ``close`` at the end.
 
-    A store that is damaged is moved aside, to ``<path>.damaged-<n>``, with a logged warning, and
-    an empty one takes its place; a call that comes upon the damage later than at opening raises
-    StoreUnavailable, once.
+    A store that is damaged is moved aside, to ``<path>.damaged-<n>``, with a logged warning, and an
+    empty one replaces it; a call that meets the damage after opening raises StoreUnavailable, once.
 
     Args:
-        path: folder of the store, made if it is not there; only one process may have it open.
-        max_bytes: hard cap of what is in the folder, bytes, at least 1 MiB.
+        path: folder of the store, created if missing; only one process may have it open.
+        max_bytes: hard cap on the folder's contents, bytes, at least 1 MiB.
         tokenizer_id: any string that names the tokenizer; a store of another one is refused.
-        groups_per_prompt: rollouts kept for each sample index of a prompt, newest first.
-        exact_logprobs: keep every bit of them, at twice their size.
+        groups_per_prompt: number of rollouts kept for each sample index of a prompt, newest first.
+        exact_logprobs: whether to keep every bit of log-probs, at twice their size.
 
     Attributes:
-        restarts: how often it has begun with empty tables since it was made, whatever the reason.
+        restarts: how often it has started with empty tables since it was created, for any reason.
 
     Raises:
         ConfigError: ``max_bytes`` or ``groups_per_prompt`` is too small.
         StoreInUse: a process has the store open.
-        StoreUnavailable: the folder cannot be written, is full, or is no store.
-        ForeignStore: the store is of another tokenizer or of a newer release.
+        StoreUnavailable: the folder cannot be written, is full, or is not a store.
+        ForeignStore: the store belongs to another tokenizer or a newer release.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class RolloutStore:
         self._mutex, self._pid = threading.RLock(), os.getpid()
         self._timer: threading.Timer | None = None
         self._flush_failed = False
-        self._failed = False  # the disk: the file is opened anew before it is used again
+        self._failed = False  # the disk: the file is reopened before it is used again
         self._lookups = self._hits = self._dropped_records = self.restarts = 0
         self._decoder = Decoder(self._path, groups_per_prompt)
         self._lock = FolderLock(self._path)
@@ -109,8 +108,8 @@ class RolloutStore:
         a second.
 
         Raises:
-            StoreUnavailable: writing failed. What is buffered stays so, to be tried again; the
-                rollouts that the call had not come to are not stored.
+            StoreUnavailable: writing failed. What is buffered stays so, to be tried again; rollouts
+                that the call had not reached are not stored.
         """
         iterator = iter(rollouts)
         with self._guard("write to"):
@@ -128,7 +127,7 @@ class RolloutStore:
         """Look up the rollouts of prompts, by sample index and newest first within one.
 
         Args:
-            keys: of prompts, 16 bytes each.
+            keys: keys of prompts, 16 bytes each.
 
         Returns:
             Key to rollouts, without the keys that are not there.
@@ -156,8 +155,8 @@ class RolloutStore:
     def scan(self, start: bytes, stop: bytes | None = None) -> Iterator[Rollout]:
         """Iterate over the rollouts of the prompts in a range of keys, in the order of ``get``.
 
-        What is put meanwhile may be among them. Other calls run in between, and no prompt counts
-        as used.
+        What is put in the meantime may be among them. Other calls run in between, and no prompt
+        counts as used.
 
         Args:
             start: first key, or any shorter beginning of it; ``b""`` is below all.
@@ -180,14 +179,14 @@ class RolloutStore:
             start = keys[-1] + b"\0"
 
     def _read(self, keys: Iterable[bytes]) -> Iterator[Rollout]:
-        """Read prompts one at a time: others wait meanwhile, and what follows may be unwanted."""
+        """Read prompts one at a time: other calls wait meanwhile, and the rest may be unwanted."""
         for key in keys:
             with self._guard("read"):
                 found = self._decoder.decoded([(key, self._tables.records(key))])
             yield from found.get(key, ())
 
     def sync(self) -> None:
-        """Commit everything put so far, so that it survives SIGKILL and a loss of power.
+        """Commit everything put so far, so that it survives SIGKILL and a power loss.
 
         Raises:
             StoreUnavailable: writing failed.
@@ -196,9 +195,9 @@ class RolloutStore:
             self._flush()
 
     def by_use(self, start: bytes = b"", stop: bytes | None = None) -> Iterator[Rollout]:
-        """Iterate like :meth:`scan`, but over the longest-unused prompts first.
+        """Iterate like :meth:`scan`, but over the least recently used prompts first.
 
-        A store into which they are put in this order evicts as this one does.
+        A store into which they are put in this order evicts like this one.
         """
         self.sync()
         with self._guard("read"):
@@ -209,8 +208,8 @@ class RolloutStore:
         """Write all rollouts into a folder, as a snapshot of one partition.
 
         Args:
-            folder: of the snapshot, made if it is not there.
-            policy_version: of the weights beside which it lies.
+            folder: folder of the snapshot, created if it does not exist.
+            policy_version: policy version of the weights next to it.
 
         Raises:
             StoreUnavailable: the store cannot be read or the folder cannot be written.
@@ -221,14 +220,14 @@ class RolloutStore:
         snapshots.write_manifest(Path(folder), manifest)
 
     def restore(self, folder: str | os.PathLike[str]) -> tuple[snapshots.Manifest, list[str]]:
-        """Put the rollouts of a snapshot, of one process or of a cluster, in place of all others.
+        """Replace all rollouts by those of a snapshot, of one process or of a cluster.
 
         Returns:
             Its manifest, and a line for each damaged file, which is left out.
 
         Raises:
             StoreUnavailable: there is no snapshot, or its manifest is damaged; or writing failed.
-            ForeignStore: it is of another tokenizer or of another release.
+            ForeignStore: it belongs to another tokenizer or another release.
         """
         manifest = snapshots.read_manifest(folder, self._tokenizer_id)
         self.clear()
@@ -239,7 +238,7 @@ class RolloutStore:
         return manifest, damaged
 
     def clear(self) -> None:
-        """Delete every rollout; the counts go on.
+        """Delete every rollout; the counts continue.
 
         Raises:
             StoreUnavailable: the folder cannot be written.
@@ -250,7 +249,8 @@ class RolloutStore:
             self._restart()
 
     def stats(self) -> StoreStats:
-        """Count the contents, buffered puts included, and what was done since the store was opened.
+        """Count the contents, including buffered puts, and what was done since the store was
+        opened.
 
         Raises:
             StoreUnavailable: reading failed.
@@ -333,7 +333,7 @@ class RolloutStore:
         return open_tables(self._path, self._max_bytes, self._tokenizer_id, self._lock)
 
     def _reopen(self) -> None:
-        """Open the file anew, after the disk has failed; what is buffered stays so."""
+        """Reopen the file after the disk has failed; what is buffered stays so."""
         old = self._tables
         old.close()
         self._tables = self._open_tables()
@@ -342,7 +342,7 @@ class RolloutStore:
         self._failed = False
 
     def _restart(self, damage: Exception | None = None) -> None:
-        """Go on with empty tables; the old ones are moved aside, or deleted if not damaged."""
+        """Continue with empty tables; the old ones are moved aside, or deleted if not damaged."""
         self.restarts += 1
         old = self._tables
         old.close()
@@ -376,12 +376,12 @@ class RolloutStore:
 
     def _flush_later(self) -> None:
         # The timer keeps a store that was dropped without close() alive until its puts are
-        # committed. It is no daemon, so that a process that exits normally waits for it.
+        # committed. It is not a daemon, so a process that exits normally waits for it.
         self._timer = threading.Timer(FLUSH_SECONDS, self._flush_now)
         self._timer.start()
 
     def _flush_now(self) -> None:
-        """Commit the buffer, as the timer's thread; what fails stays, to be tried again."""
+        """Commit the buffer, in the timer's thread; what fails stays, to be tried again."""
         with self._mutex:
             self._timer = None  # whatever fails below, the next put starts another
             try:

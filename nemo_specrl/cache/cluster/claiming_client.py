@@ -1,7 +1,7 @@
-"""A client of a cluster's cache whose rows come one by one: it claims a sample index for each.
+"""A client of a cluster's cache for rows that arrive one by one: it claims a sample index for each.
 
-This module knows the methods of shards with which rows are claimed. Looking up batches and storing
-rollouts is ``client``'s, choosing a sample index the shard's (``sample_index_leases``).
+This module knows the methods of shards by which rows are claimed. ``client`` looks up batches and
+stores rollouts, and the shard chooses a sample index (``sample_index_leases``).
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ __all__ = ["ClaimingClient"]
 
 
 class ClaimingClient(CacheClient):
-    """A :class:`CacheClient` of which asynchronous engines claim sample indices, too."""
+    """A :class:`CacheClient` from which asynchronous engines also claim sample indices."""
 
     def _reset(self) -> None:
         super()._reset()
         self._claimed: dict[tuple[bytes, int], float] = {}  # rows under way, and since when
         self._renewing: asyncio.Task[None] | None = None
         self._claiming = 0  # claims without an answer
-        self._asked: set[bytes] = set()  # prompts whose groups have come, or are under way
+        self._asked: set[bytes] = set()  # prompts whose groups have arrived, or are under way
         self._asked_at = -1  # the policy version
 
     async def claim(self, key: bytes, policy_version: int) -> Claim | None:
-        """Get a sample index for a row that comes alone, and its prompt's rollouts.
+        """Get a sample index for a row that arrives alone, and its prompt's rollouts.
 
         All clients ask the same shard, so no sample index is given to two rows. The other shards of
         the partition are told, so that one of them can take over. The claim ends when a rollout of
         the sample index is put, or with :meth:`release`; until then this client renews it.
 
         The first row of a prompt under a policy version gets the rollouts of the whole group, and
-        the others, which may come while its answer is under way, those of their own sample index:
-        otherwise a group of n rows would be sent n times.
+        the others, which may arrive while its answer is under way, those of their own sample index
+        only: otherwise the rollouts of a group of n rows would be sent n times.
 
         Args:
-            key: of the row's prompt.
+            key: key of the row's prompt.
             policy_version: of the weights that will serve the row.
 
         Returns:
-            The sample index and the rollouts. None: the answer is late, or there is no shard that
+            The sample index and the rollouts. None if the answer is late, or there is no shard that
             can be asked now. Both count as failures.
         """
         if policy_version != self._asked_at:
@@ -73,7 +73,7 @@ class ClaimingClient(CacheClient):
     ) -> Claim | None:
         """Ask for a claim, with all of its prompt's rollouts or those of its sample index."""
         self._poll_coordinator()
-        for _ in range(2):  # again where the shard says that another one is responsible
+        for _ in range(2):  # again if the shard says that another one is responsible
             node = next(iter(self._view.routing.read(key)), None)
             if node is None or not self._usable(node):
                 break
@@ -88,12 +88,12 @@ class ClaimingClient(CacheClient):
             if claim is not None:
                 self._hold(key, claim.sample_index)
                 return cast(Claim, claim)
-        self.failures += 1  # nobody was asked, and the row has no draft all the same
+        self.failures += 1  # no shard was asked, but the row still gets no draft
         self._request_view()
         return None
 
     async def _with_group(self, key: bytes, claim: Claim, seconds: float) -> Claim:
-        """A claim with the whole group, as the row that asked for the group has not got it."""
+        """Extend a claim by the whole group, which the row that asked for it did not get."""
         self._asked.add(key)
         found: Any = FAILED
         try:
@@ -101,7 +101,7 @@ class ClaimingClient(CacheClient):
             if node is not None:
                 call = self._view.shards[node].get.remote([key], self._view.routing.epoch)
                 found = await self._wait_for(node, call, seconds, _ignore)
-        except asyncio.CancelledError:  # nobody learns of the claim
+        except asyncio.CancelledError:  # no row learns of the claim
             self.release(key, claim.sample_index)
             raise
         finally:
@@ -121,9 +121,9 @@ class ClaimingClient(CacheClient):
 
         Args:
             node: name of the shard.
-            call: to be waited for.
+            call: the call to wait for.
             seconds: after which the answer is late.
-            unused: called with the answer if it comes when nobody waits for it any more.
+            unused: called with the answer if it arrives when no row waits for it any more.
 
         Returns:
             The answer, or ``FAILED``.
@@ -131,8 +131,8 @@ class ClaimingClient(CacheClient):
         answer = asyncio.wrap_future(call.future())
         used = False
         try:
-            # Not wait_for: from Python 3.12 on it takes an answer for late that came in time while
-            # the event loop was busy, as NeMo-RL keeps it when a long row ends.
+            # Do not use wait_for: from Python 3.12 on it regards an answer as late that came in
+            # time while the event loop was busy, as it is in NeMo-RL when a long row ends.
             await asyncio.wait([answer], timeout=seconds)
             if not answer.done():
                 self._failed(node, TimeoutError(f"no answer in {seconds:g} s"))
@@ -154,18 +154,18 @@ class ClaimingClient(CacheClient):
             return
         claim, newer = answer.result()
         self._adopt(newer)
-        if claim is not None:  # no other shard was told of it
+        if claim is not None:  # no other shard was told about it
             shard.release.remote([(key, claim.sample_index)])
 
     def _hold(self, key: bytes, sample_index: int) -> None:
-        """Tell the other shards of a claim, and renew it from now on."""
+        """Tell the other shards about a claim, and renew it from now on."""
         self._claimed[key, sample_index] = time.monotonic()
         self._tell_writers("hold", [(key, sample_index)])
         if self._renewing is None or self._renewing.done():
             self._renewing = asyncio.get_running_loop().create_task(self._renew())
 
     def release(self, key: bytes, sample_index: int) -> None:
-        """End the claim of a row of which no rollout will be put: it failed, or was given up."""
+        """End the claim of a row for which no rollout will be put: it failed, or was given up."""
         if self._claimed.pop((key, sample_index), None) is not None:
             self._tell_writers("release", [(key, sample_index)])
 
@@ -196,6 +196,6 @@ class ClaimingClient(CacheClient):
 
 
 def _ignore(answer: asyncio.Future[Any]) -> None:
-    """Take an answer that nobody waits for; asyncio would log it if it is an error."""
+    """Take an answer that is no longer awaited; asyncio would log it if it is an error."""
     if not answer.cancelled():
         answer.exception()

@@ -1,9 +1,10 @@
 """A client of a cluster's cache, which looks rollouts up and stores them within deadlines.
 
-Each partition lies on several shards. A client writes to all of them and reads from the nearest one
-that answers, within its deadline; a shard that keeps failing is left alone for a while. Clients
-learn where partitions lie from the shards, whose answers carry a newer view where there is one, and
-from the coordinator, which they ask when shards fail and tell which shards they could not write to.
+Each partition is on several shards. A client writes to all of them and reads from the nearest one
+that answers, within its deadline; a shard that keeps failing is not called for a while. Clients
+learn where partitions are from the shards, whose answers carry a newer view if there is one, and
+from the coordinator, which they ask when shards fail and inform about shards that they could not
+write to.
 
 This module imports Ray and knows the methods of shards and coordinator. It does not know nodes, or
 how copies are made.
@@ -28,7 +29,7 @@ from nemo_specrl.rollout import Rollout, RolloutSummary
 __all__ = ["POLL_SECONDS", "PUT_AT_ONCE", "SYNC_SECONDS", "CacheClient"]
 
 LOOK_UP_SECONDS = 10.0
-"""How long a look-up of many prompts may take, where a single one is not allowed longer."""
+"""How long a look-up of many prompts may take, unless a single one is allowed longer."""
 PUT_AT_ONCE = 64
 SYNC_SECONDS = 30.0
 POLL_SECONDS = 1.0
@@ -42,17 +43,18 @@ class CacheClient:
     """An engine's access to the cache. It can be pickled and sent to any process.
 
     Args:
-        view: where partitions lie, and how to reach the shards.
+        view: where partitions are, and how to reach the shards.
         coordinator: the actor to ask for a newer view. None: there is none.
         deadline_s: time that a look-up may take for each of its prompts, seconds
             (:meth:`seconds_for`). It is answered without what is late.
-        tokenizer_id: of the stores.
-        incarnation: of the run. Every rollout that is put is stored with it, so that it is newer
-            than anything that an earlier run, or an earlier life of this one, has left on disks.
-        resumed: whether such a life has left anything.
+        tokenizer_id: tokenizer of the stores.
+        incarnation: incarnation of the run. Every rollout that is put is stored with it, so that it
+            is newer than anything that an earlier run, or an earlier life of this one, left on
+            disks.
+        resumed: whether such an earlier life left anything.
 
     Attributes:
-        failures: calls of shards that failed or were late, since they were last taken.
+        failures: number of calls to shards that failed or were late, since they were last taken.
     """
 
     def __init__(
@@ -97,11 +99,11 @@ class CacheClient:
 
     @property
     def partitions(self) -> int:
-        """Number of partitions that the keys fall into."""
+        """Number of partitions into which the keys fall."""
         return len(self._view.routing.readers)
 
     def seconds_for(self, prompts: int) -> float:
-        """Time after which the answer for so many prompts that are asked for together is late.
+        """Time after which the answer for this many prompts, requested together, is late.
 
         At the beginning of a step all engines ask at the same moment, each for the whole groups of
         its prompts, and a shard reads and sends them one after the other.
@@ -124,7 +126,7 @@ class CacheClient:
         return self._look_up(keys, "outlines")
 
     def _look_up(self, keys: Iterable[bytes], method: str) -> dict[bytes, Any]:
-        """Collect what shards answer within the deadline; where one fails, ask another copy."""
+        """Collect what shards answer within the deadline; if one fails, ask another copy."""
         self.flush()
         wanted = dict.fromkeys(keys)
         seconds = self.seconds_for(len(wanted))
@@ -148,7 +150,7 @@ class CacheClient:
                 rollouts, newer = answer
                 self._adopt(newer)
                 found |= {key: rollouts[key] for key in asked if key in rollouts}
-                if newer is not None:  # then the shard has left out what it is no reader of
+                if newer is not None:  # then the shard left out partitions of which it is no reader
                     again += [key for key in asked if node not in newer.routing.read(key)]
             late = time.monotonic() >= until
             calls = {} if late else self._call_nearest(again, failed, method)
@@ -174,8 +176,8 @@ class CacheClient:
     def deliver(self) -> None:
         """Return when every shard that answers has what was put; within a second it is on disk.
 
-        Shards that do not answer within ``SYNC_SECONDS`` are no readers from then on, where there
-        are others.
+        Shards that do not answer within ``SYNC_SECONDS`` are no readers from then on, if there are
+        others.
         """
         self._send()
         self._wait_for_writes(on_disk=False)
@@ -203,7 +205,7 @@ class CacheClient:
         self._report_missed(wait=True)
 
     def _give_up(self, seconds: float) -> None:
-        """Count writes that are older as missed by the shards that have not answered them."""
+        """Count older writes as missed by the shards that have not answered them."""
         self._writes, late = given_up(self._writes, seconds)
         for node in late:
             self._failed(node, TimeoutError(f"not written in {SYNC_SECONDS:g} s"))
@@ -245,15 +247,15 @@ class CacheClient:
     def _send(self) -> None:
         """Send what is buffered to all writers of its partitions.
 
-        Also to those that were too slow to be asked for rollouts now: a shard that has missed a
-        write lacks something, and has all that it serves copied to it again.
+        This includes shards that are too slow to be asked for rollouts now: a shard that has missed
+        a write lacks something, and everything that it serves is copied to it again.
         """
         self._poll_coordinator()
         buffer, self._buffer = self._buffer, []
-        # Encoded here once: a third of the bytes, for each shard that receives them.
+        # Encode only once, here: a third of the bytes, for each shard that receives them.
         rollouts: list[Rollout] = list(encode_for_transfer(buffer, self.incarnation))
         routing, shards = self._view.routing, self._view.shards
-        # What waits for shards that have not answered for long would pile up.
+        # Writes to shards that have not answered for long would pile up.
         self._silent = {node: c for node, c in self._silent.items() if not ready([c], 0)}
         by_node: dict[str, list[Rollout]] = defaultdict(list)
         for rollout in rollouts:
@@ -285,7 +287,7 @@ class CacheClient:
         self._writes = [write for write in self._writes if write.calls]
 
     def _adopt(self, view: ClusterView | None) -> None:
-        """Use a view if it is newer; nodes that it adds get the writes that are under way, too."""
+        """Use a view if it is newer; nodes that it adds also get the writes that are under way."""
         if view is None or view.routing.epoch <= self._view.routing.epoch:
             return
         self._view = view

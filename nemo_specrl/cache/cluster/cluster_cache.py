@@ -2,33 +2,34 @@
 
 Each node has a shard (:mod:`.shard`), which owns the store on the node's disk. The partitions of
 the prompts are placed on ``replicas`` shards each (:mod:`.placement`). The :mod:`.coordinator`
-has them copied and moved as nodes come and go. Clients look rollouts up and store them
-(:mod:`.client`), and claim sample indices for rows that come one by one (:mod:`.claiming_client`).
+makes them be copied and moved as nodes come and go. Clients look rollouts up and store them
+(:mod:`.client`), and claim sample indices for rows that arrive one by one
+(:mod:`.claiming_client`).
 
 What is guaranteed:
 
 - A look-up neither raises an error nor takes longer than the deadline. Rollouts that are late,
   lost or out of reach count as absent.
-- No call waits for ever: a snapshot or its restoration takes five minutes at most, whatever hangs.
-- What was put before a ``sync`` is lost only if all copies of it are. The same holds for what was
-  put before a ``deliver``, a second later.
+- No call waits forever: a snapshot or its restoration takes five minutes at most, whatever hangs.
+- What was put before a ``sync`` is lost only if all its copies are. The same holds for what was put
+  before a ``deliver``, one second later.
 - A look-up that begins after a ``sync`` or ``deliver`` returns nothing older than what was put
   before it, as long as a copy of that exists and has not been evicted.
 
 What is not guaranteed:
 
-- The last point, if the client that wrote could not reach a node from which others read: for the
-  second that it takes to inform those, or, if the node is cut off from the coordinator as well,
-  until its lease ends (:data:`.shard.LEASE_SECONDS`). The same where Ray declares a node dead whose
+- The last point, if the writing client could not reach a node from which others read: for the
+  second that it takes to inform them or, if the node is also cut off from the coordinator, until
+  its lease ends (:data:`.shard.LEASE_SECONDS`). The same holds if Ray declares a node dead whose
   processes live on.
-- That a prompt is found whose copies are all lost.
+- That a prompt is found if all of its copies are lost.
 - That the newest rollout is found right after a restart of the whole job, before the disks have
   been compared.
 
 Rollouts carry the incarnation of the run that put them: the wall clock of the driver's node when it
-started or resumed, or one more than any that its disks and its checkpoint know, where that is
-larger. A resumed run's policy versions run back to those of its checkpoint; the incarnation is why
-what it puts is newer than what its disks have of the steps that were lost.
+started or resumed, or one more than any on its disks and in its checkpoint, if that is larger. A
+resumed run's policy versions go back to those of its checkpoint; because of the incarnation, what
+it puts is newer than what its disks have from the lost steps.
 
 This module imports Ray. It knows neither engines nor NeMo-RL.
 """
@@ -59,14 +60,14 @@ CALL_SECONDS = 60.0
 STATS_SECONDS = 10.0
 """How long a step's metrics wait for shards, and for the coordinator."""
 SNAPSHOT_SECONDS = 300.0
-"""How long a checkpoint is held up by the cache, at most."""
+"""The longest time for which the cache holds up a checkpoint."""
 WRITE_SECONDS = 120.0
 """How long a shard may take for some partitions; after that, another one with a copy is asked."""
 MANIFEST_SECONDS = 10.0
-"""Time for the manifest where a shard has used up all of the snapshot's."""
+"""Time for the manifest if a shard has used up all of the snapshot's."""
 RESTORE_SECONDS = 300.0
 VIEW_SECONDS = 5.0
-"""How long a snapshot or its restoration waits to hear where partitions lie now."""
+"""How long a snapshot or its restoration waits to learn where partitions are now."""
 PARTITIONS_AT_ONCE = 4
 
 logger = logging.getLogger(__name__)
@@ -84,14 +85,14 @@ class ClusterCache(ClaimingClient):
     """The cache of a cluster: a client, and the operations that concern all shards."""
 
     _health: Health | None = None  # the last known
-    _health_call: Any = None  # that has no answer yet
+    _health_call: Any = None  # a call without an answer yet
 
     def stats(self, within_s: float = STATS_SECONDS) -> dict[str, StoreStats]:
         """Return the statistics of the shards, by the name of the shard.
 
-        One that has not answered within ``within_s`` seconds counts as failed. Until it has, it is
-        not waited for again, and its last answer stands. A store may still have prompts of
-        partitions that have moved to other shards.
+        A shard that has not answered within ``within_s`` seconds counts as failed. Until it
+        answers, it is not waited for again, and its last answer is used. A store may still have
+        prompts of partitions that have moved to other shards.
         """
         asked = {
             node: shard.stats.remote()
@@ -114,10 +115,10 @@ class ClusterCache(ClaimingClient):
         """Return how many nodes there are, and how many copies are missing or being made.
 
         A coordinator that has not answered within ``within_s`` seconds is not waited for again
-        until it has, and its last answer stands.
+        until it does, and its last answer is used.
 
         Raises:
-            StoreUnavailable: the coordinator has never answered, or there is none any more.
+            StoreUnavailable: the coordinator has never answered, or no longer exists.
         """
         if self._health_call is None:
             self._health_call = self._coordinator.health.remote()
@@ -130,33 +131,34 @@ class ClusterCache(ClaimingClient):
         return self._health
 
     def set_preferred_nodes(self, layout: Collection[str]) -> None:
-        """Place the partitions on these nodes; they move in the background, and serve meanwhile.
+        """Place the partitions on these nodes; they move in the background, and serve in the
+        meantime.
 
-        Call it when the engines are placed on other nodes. Only what has to move does.
+        Call it when the engines are placed on other nodes. Only what must move does.
 
         Args:
             layout: Ray's ids of the nodes with engines. Other nodes hold partitions only if these
                 are fewer than ``replicas``. Empty: all nodes are equal, as at the start.
 
         Raises:
-            ConfigError: one of them is no node of the Ray cluster.
+            ConfigError: one of them is not a node of the Ray cluster.
             StoreUnavailable: the coordinator does not answer.
         """
         self._call_coordinator("set_preferred_nodes", sorted(layout))
 
     def snapshot(self, folder: Path, policy_version: int) -> Manifest:
-        """Write the whole cache beside a checkpoint's weights.
+        """Write the whole cache next to a checkpoint's weights.
 
         Args:
             folder: on a file system that every node sees.
-            policy_version: of those weights.
+            policy_version: policy version of those weights.
 
         It takes ``SNAPSHOT_SECONDS`` at most. A partition that no shard has written by then, or
-        could write, is left out, with a warning; so is what a shard has that hangs in an earlier
+        could write, is left out, with a warning; so are those on a shard that hangs in an earlier
         snapshot.
 
         Raises:
-            StoreUnavailable: nothing could be written. Then there is no manifest.
+            StoreUnavailable: nothing could be written. In that case there is no manifest.
         """
         until = time.monotonic() + SNAPSHOT_SECONDS
         self.sync()
@@ -186,14 +188,14 @@ class ClusterCache(ClaimingClient):
     def _write_partitions(
         self, folder: Path, until: float
     ) -> tuple[list[PartitionFile], dict[int, str]]:
-        """Have shards write the partitions of a snapshot, each a few at a time.
+        """Make shards write the partitions of a snapshot, each a few at a time.
 
         Args:
             folder: of the snapshot.
-            until: what is not written by then is given up.
+            until: when to give up what is not written yet.
 
         Returns:
-            The files, and why for each partition that no shard could write.
+            The files, and the reason for each partition that no shard could write.
         """
         files: list[PartitionFile] = []
         lost: dict[int, str] = {}
@@ -217,10 +219,10 @@ class ClusterCache(ClaimingClient):
                         written, newer = ray.get(call)
                         files += written
                         self._adopt(newer)
-                        if newer is not None:  # then the shard has left out what others have
+                        if newer is not None:  # then the shard left out what others have
                             readers = newer.routing.readers
                             left += [p for p in part.partitions if node not in readers[p]]
-                    except Exception as error:  # of the actor, its store or the file system
+                    except Exception as error:  # from the actor, its store or the file system
                         failed[node] = in_one_line(error)
                         left += part.partitions
                 elif now > until or now - part.since > WRITE_SECONDS:
@@ -247,9 +249,9 @@ class ClusterCache(ClaimingClient):
         return {n: f"shard {n} still hangs in an earlier checkpoint" for n in self._hanging}
 
     def _learn_view(self) -> None:
-        """Adopt the coordinator's view, if it answers: a client that looks nothing up has old ones.
+        """Adopt the coordinator's view, if it answers: a client without look-ups has an old one.
 
-        By an old view, a snapshot would ask shards from which the partitions have moved away.
+        With an old view, a snapshot would ask shards from which the partitions have moved away.
         """
         if self._coordinator is not None:
             self._view_call = self._coordinator.view.remote(self._view.routing.epoch)
@@ -262,13 +264,13 @@ class ClusterCache(ClaimingClient):
         """Choose who writes which partitions next.
 
         Args:
-            partitions: still to be written.
+            partitions: partitions still to be written.
             busy: shards that are writing.
-            failed: shards that cannot, and why.
-            lost: partitions that nobody can write are added, with the reason.
+            failed: shards that cannot write, and why.
+            lost: partitions that no shard can write are added, with the reason.
 
         Returns:
-            Partitions by shard, and those that have to wait.
+            Partitions by shard, and those that must wait.
         """
         shares: dict[str, list[int]] = defaultdict(list)
         waiting = []
@@ -285,7 +287,7 @@ class ClusterCache(ClaimingClient):
         return {node: share for node, share in shares.items() if share}, waiting
 
     def restore(self, folder: Path) -> tuple[Manifest, list[str]]:
-        """Merge a snapshot into the cache; what is newer in the shards stays.
+        """Merge a snapshot into the cache; newer rollouts in the shards are kept.
 
         Args:
             folder: of the snapshot, on a file system that every node sees.
@@ -299,7 +301,7 @@ class ClusterCache(ClaimingClient):
 
         Raises:
             StoreUnavailable: there is no snapshot, or its manifest is damaged.
-            ForeignStore: it is of another tokenizer or of another release.
+            ForeignStore: it belongs to another tokenizer or another release.
         """
         until = time.monotonic() + RESTORE_SECONDS
         self.sync()
@@ -324,7 +326,7 @@ class ClusterCache(ClaimingClient):
                 continue
             try:
                 damaged, incarnation = ray.get(call)
-            except Exception as error:  # of the actor, its store or the file system
+            except Exception as error:  # from the actor, its store or the file system
                 lines.add(f"shard {node} has not read its part of {folder}: {in_one_line(error)}")
                 continue
             lines.update(damaged)
@@ -342,15 +344,15 @@ class ClusterCache(ClaimingClient):
 
     def _reset(self) -> None:
         super()._reset()
-        self._hanging: dict[str, Any] = {}  # calls of shards that do not come back from a disk
+        self._hanging: dict[str, Any] = {}  # calls to shards that hang on a disk
         self._stats: dict[str, StoreStats] = {}  # the last known of each shard
-        self._stats_calls: dict[str, Any] = {}  # that have no answer yet
+        self._stats_calls: dict[str, Any] = {}  # without an answer yet
 
     def _call_coordinator(self, method: str, *args: Any) -> Any:
         return self._answer(getattr(self._coordinator, method).remote(*args), CALL_SECONDS)
 
     def _answer(self, call: Any, within_s: float) -> Any:
-        """What the coordinator answers, or the error of the cache's that it has met with."""
+        """Return the coordinator's answer, or raise the cache error that it encountered."""
         try:
             return ray.get(call, timeout=within_s)
         except ray.exceptions.RayTaskError as error:

@@ -1,9 +1,9 @@
 """The coordinator: an actor that watches a cluster's nodes and keeps partitions replicated.
 
 Several times a second it checks which nodes Ray has, starts a shard on each new node and on each
-whose shard has died, and sends every shard a heartbeat. What it finds goes into a
-:class:`Membership`. The views that follow from it go out with the heartbeats, and shards copy
-partitions from one another (:mod:`.copy_tasks`). Look-ups go on meanwhile.
+node whose shard has died, and sends every shard a heartbeat. What it finds goes into a
+:class:`Membership`. The resulting views go out with the heartbeats, and shards copy partitions from
+one another (:mod:`.copy_tasks`). Look-ups continue in the meantime.
 
 A shard that does not answer for ``SILENCE_TIMEOUT`` is left out until it does; by then it refuses
 look-ups by itself (:data:`.shard.LEASE_SECONDS`). The coordinator runs on the node of the process
@@ -51,8 +51,8 @@ class Started(NamedTuple):
     """The result of starting a cache.
 
     Args:
-        view: of the shards that are there.
-        incarnation: the largest one that anything on their disks was put with.
+        view: view of the shards that are there.
+        incarnation: the largest one with which anything on their disks was put.
         remarks: lines for the user, such as why a node has no shard.
     """
 
@@ -65,13 +65,14 @@ class Coordinator:
     """The actor. Its own thread runs :meth:`step`; the other methods are called by clients.
 
     Args:
-        folder: of the first shard of each machine; further shards of a machine add a number to it.
-        life: a number that is drawn anew whenever the run starts or resumes; a node that comes back
-            in the same life keeps what its disk has.
-        keep: nodes that are there at the start keep what their disks have, whatever run it is of;
-            otherwise they start empty.
+        folder: folder of the first shard of each machine; further shards of a machine add a number
+            to it.
+        life: a number that is redrawn whenever the run starts or resumes; a node that comes back in
+            the same life keeps what its disk has.
+        keep: whether nodes that are there at the start keep what their disks have, whatever run it
+            belongs to; otherwise they start empty.
         partitions: number of partitions.
-        replicas: copies of each partition.
+        replicas: number of copies of each partition.
         options: of :class:`RolloutStore`.
     """
 
@@ -89,8 +90,8 @@ class Coordinator:
         self._keep, self._warm = keep, not keep
         self._partitions = partitions
         self._options = dict(options)
-        # The clock makes epochs grow when a coordinator is restarted, too, and clients say so if it
-        # has been set back (:meth:`view`).
+        # The clock makes epochs grow even when a coordinator is restarted; clients report if it has
+        # been set back (:meth:`view`).
         self._membership = Membership(partitions, replicas, epoch=time.time_ns() // 10**6)
         self._shards: dict[str, ShardHandle] = {}  # by Ray's id of the node
         self._retry_at: dict[str, float] = {}  # when to try again on a node
@@ -111,7 +112,7 @@ class Coordinator:
     def start(self) -> Started:
         """Start shards on all nodes that are there now, and keep them replicated from then on.
 
-        A node whose folder cannot be used has no part in the cache, until it can.
+        A node whose folder cannot be used does not take part in the cache until it can.
 
         Raises:
             StoreUnavailable: no node has a folder that can be used.
@@ -164,9 +165,9 @@ class Coordinator:
         return bool(members) and known and not self._membership.changed
 
     def view(self, known: int = 0) -> ClusterView:
-        """Return the current view, with an epoch of at least ``known``, that of the caller's.
+        """Return the current view, with an epoch of at least ``known``, the caller's.
 
-        The caller's is newer where this coordinator was restarted and the clock has been set back.
+        The caller's is newer if this coordinator was restarted and the clock has been set back.
         """
         with self._lock:
             self._membership.outrun(known)
@@ -181,7 +182,7 @@ class Coordinator:
     def report_missed(self, names: Collection[str]) -> ClusterView:
         """Note that shards missed a write to one of their partitions.
 
-        By the view that is returned they are no readers, where there are others.
+        In the returned view they are no readers, if there are others.
         """
         with self._lock:
             for shard in [s for s in self._shards.values() if s.member and s.name in names]:
@@ -191,7 +192,7 @@ class Coordinator:
             return self._view
 
     def set_preferred_nodes(self, layout: Collection[str]) -> None:
-        """Place the partitions on these nodes of Ray, and on others only where these are too few.
+        """Place the partitions on these nodes of Ray, and on others only if these are too few.
 
         Raises:
             ConfigError: one of them is not there.
@@ -257,7 +258,7 @@ class Coordinator:
 
     def _start_shard(self, node: str, machine: str) -> ShardHandle:
         taken = {shard.index for shard in self._shards.values() if shard.machine == machine}
-        # A number that is free belonged to a shard that is gone; the new one finds its disk again.
+        # A free number belonged to a shard that is gone; the new shard finds its disk again.
         index = min(set(range(len(taken) + 1)) - taken)
         name = f"{self._folder.name}-{index}" if index else self._folder.name
         first = self._thread is None or node in self._at_start
@@ -272,7 +273,7 @@ class Coordinator:
         return ShardHandle(node, actor, machine, index, call, heard_at=time.monotonic())
 
     def _poll_shards(self) -> None:
-        """Take the answers that have come, and leave out shards that have been silent for long."""
+        """Take the answers that have arrived, and leave out shards that were silent for long."""
         now = time.monotonic()
         calls = {shard.call: shard for shard in self._shards.values() if shard.call is not None}
         done = ray.wait(list(calls), num_returns=len(calls), timeout=0)[0] if calls else []
@@ -281,7 +282,7 @@ class Coordinator:
             shard.call = None
             try:
                 answer = ray.get(call)
-            except Exception as error:  # of the actor, its store or its node
+            except Exception as error:  # from the actor, its store or its node
                 why, name = in_one_line(error), shard.place
                 if self._failed.get(name) != why:  # it is tried again and again
                     logger.warning("rollout cache: shard of %s: %s", name, why)
@@ -319,9 +320,9 @@ class Coordinator:
                 self._leave(shard)
 
     def _can_do_without(self, now: float) -> bool:
-        """Whether most shards take what is written, so that one that does not can be left out.
+        """Whether most shards accept writes, so that one that does not can be left out.
 
-        Where many do not, it is rather a client that cannot reach them.
+        If many do not, it is more likely that a client cannot reach them.
         """
         members = [shard for shard in self._shards.values() if shard.member]
         sound = sum(now - shard.missed_at > LEAVE_OUT_SECONDS for shard in members)
@@ -342,11 +343,11 @@ class Coordinator:
     def _drop(self, shard: ShardHandle) -> None:
         self._leave(shard)
         self._shards.pop(shard.node, None)
-        # Clients' views hold handles of it, so it would live on, and keep its folder locked.
+        # Clients' views hold handles to it, so it would live on and keep its folder locked.
         ray.kill(shard.actor)
 
     def _advance_membership(self) -> None:
-        """Derive the next routing where that is due, and continue the copies."""
+        """Derive the next routing if it is due, and continue the copies."""
         membership = self._membership
         if not self._plan_if_changed():
             for copy in self._transfers.advance(self._to_copy, self._view.shards):
@@ -379,7 +380,7 @@ class Coordinator:
         )
 
     def _send_heartbeats(self) -> None:
-        """Send every shard the view, and the number of the answer that came last."""
+        """Send every shard the view, and the number of its last answer."""
         now, view = time.monotonic(), self._view
         for shard in self._shards.values():
             news = shard.sent_epoch != view.routing.epoch or shard.answers < 2

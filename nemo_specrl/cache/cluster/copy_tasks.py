@@ -1,6 +1,6 @@
-"""The copies that a coordinator has shards make of one another, a chunk at a time.
+"""The copies that a coordinator makes shards take of one another, a chunk at a time.
 
-Nothing here waits: :meth:`Transfers.advance` looks which calls have been answered and makes the
+Nothing here waits: :meth:`Transfers.advance` checks which calls have been answered and makes the
 next ones. The data goes from shard to shard; only references pass through the coordinator.
 """
 
@@ -102,7 +102,7 @@ class Transfers:
                     raise TimeoutError(f"no answer in {SILENCE_TIMEOUT:g} s")
                 else:
                     continue
-            except Exception as error:  # of an actor, its store or its node
+            except Exception as error:  # from an actor, its store or its node
                 logger.warning("rollout cache: copying %s: %s", copy, in_one_line(error))
                 del self._running[copy]
                 self._retry_at[copy] = now + RETRY_SECONDS
@@ -122,7 +122,7 @@ class Transfers:
     def _follow(
         self, copy: CopyTask, transfer: _Transfer, shards: Mapping[str, Any]
     ) -> _Transfer | None:
-        """Make the call that follows one that was answered; None where the copy is complete."""
+        """Make the call that follows one that was answered; None if the copy is complete."""
         if transfer.merging:
             following = ray.get(transfer.call, timeout=SILENCE_TIMEOUT)
             return None if following is None else self._read(copy, following, shards)

@@ -119,15 +119,16 @@ class Membership:
 
     Args:
         partitions: number of partitions.
-        replicas: copies of each partition, on distinct nodes; fewer where there are fewer nodes.
+        replicas: number of copies of each partition, on distinct nodes; fewer if there are fewer
+            nodes.
         epoch: routings count on from here.
 
     Attributes:
         routing: the current one. It names no node before the first :meth:`plan`.
         members: names of the nodes that are present.
-        going_on: copies that the last :meth:`plan` leaves alone, if they are under way: they are
-            still needed, their targets have received all that was written since they began, and
-            neither end has begun anew.
+        going_on: copies that the last :meth:`plan` does not disturb, if they are under way: they
+            are still needed, their targets have received everything written since they began, and
+            neither end has started again.
     """
 
     def __init__(self, partitions: int, replicas: int, epoch: int = 0) -> None:
@@ -195,7 +196,7 @@ class Membership:
     def missed_write(self, name: str) -> None:
         """Record that a node did not receive something that was written to the others.
 
-        Nothing changes where it is taken to lack everything and no copy for it has begun.
+        Nothing changes if it is assumed to lack everything and no copy for it has begun.
         """
         if name in self.members and name not in self._waiting:
             self._missed.add(name)
@@ -208,15 +209,15 @@ class Membership:
             self._changed = True
 
     def set_preferred_nodes(self, nodes: Collection[str]) -> None:
-        """Place the partitions on these nodes, and on others only where these are too few."""
+        """Place the partitions on these nodes, and on others only if these are too few."""
         if self._preferred != frozenset(nodes):
             self._preferred = frozenset(nodes)
             self._changed = True
 
     def plan(self) -> Routing:
-        """Derive the routing that follows from all that has happened.
+        """Derive the routing that follows from everything that has happened.
 
-        Copies that are under way have to begin anew, or to end, unless they are in ``going_on``.
+        Copies that are under way must start again, or end, unless they are in ``going_on``.
         """
         for name in self._missed:
             self._behind[name] = set(range(len(self._goal)))
@@ -264,8 +265,8 @@ class Membership:
         """Derive the next routing, in which nodes that have caught up are readers, if there is one.
 
         Returns:
-            Whether there is a new routing, which every member has to learn. There is none before
-            the current one has been acknowledged.
+            Whether there is a new routing, which every member must learn. There is none before the
+            current one has been acknowledged.
         """
         if not self._acknowledged or self._changed:
             return False

@@ -26,13 +26,13 @@ Table = tuple[tuple[str, ...], ...]
 def place(
     members: Iterable[str], partitions: int, replicas: int, first: Collection[str] = ()
 ) -> Table:
-    """Place each partition on ``replicas`` nodes, or on all where there are fewer.
+    """Place each partition on ``replicas`` nodes, or on all if there are fewer.
 
     Args:
         members: names of the nodes, in any order.
-        partitions: how many there are.
-        replicas: copies of each on distinct nodes.
-        first: nodes that are chosen before any other; those that are no members are ignored.
+        partitions: number of partitions.
+        replicas: number of copies of each, on distinct nodes.
+        first: nodes that are chosen before any other; those that are not members are ignored.
 
     Returns:
         The nodes of each partition.

@@ -30,19 +30,19 @@ def open_run_cache(
     checkpoint: Path | None,
     keep: bool = False,
 ) -> tuple[ClusterCache, int]:
-    """Start a run's shards, and restore what the checkpoint has of the cache.
+    """Start a run's shards, and restore the cache from the checkpoint.
 
     Args:
-        folder: of the run's store on each node's own disk.
+        folder: folder of the run's store on each node's own disk.
         config: the ``spec_rl.cache:`` block.
         tokenizer_id: identity of the tokenizer.
-        checkpoint: from which the run resumes; None: the cache starts empty, or with the warm
-            start, unless ``keep`` says otherwise.
-        keep: it starts with what the nodes' disks have, although there is no checkpoint.
+        checkpoint: checkpoint from which the run resumes; None: the cache starts empty, or with the
+            warm start, unless ``keep`` says otherwise.
+        keep: whether it starts with what the nodes' disks have, although there is no checkpoint.
 
     Returns:
-        A client of the shards; and the policy version of the checkpoint, 0 where there is none or
-        its cache cannot be read. A cache costs speed alone: what cannot be read is logged.
+        A client of the shards; and the policy version of the checkpoint, 0 if there is none or its
+        cache cannot be read. A missing cache costs only speed: what cannot be read is logged.
 
     Raises:
         CacheError: no node can open its part.
@@ -68,8 +68,8 @@ def start_shards(
     Args:
         folder: on each node's own disk.
         config: the ``spec_rl.cache:`` block.
-        keep: keep what is there, as a resumed run does; otherwise start empty, or with the warm
-            start beside the folder (:mod:`nemo_specrl.cache.run_folders`).
+        keep: whether to keep what is there, as a resumed run does; otherwise start empty, or with
+            the warm start next to the folder (:mod:`nemo_specrl.cache.run_folders`).
         tokenizer_id: identity of the tokenizer.
 
     Raises:
@@ -85,7 +85,7 @@ def start_shards(
         num_cpus=0,
         max_concurrency=16,
         max_restarts=-1,
-        # Beside this process: the run, and the use of a coordinator, end with its node.
+        # On this process's node: the run, and the use of a coordinator, end with it.
         scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
     )
     coordinator = actor.remote(

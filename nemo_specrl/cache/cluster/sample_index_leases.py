@@ -14,11 +14,11 @@ from nemo_specrl.rollout import Finish, Rollout
 __all__ = ["CLAIM_SECONDS", "RENEW_SECONDS", "ROW_SECONDS", "SampleIndexLeases"]
 
 CLAIM_SECONDS = 120.0
-"""How long a claim holds that nobody renews: its client has died, or does not know of it."""
+"""How long a claim holds that is not renewed: its client has died, or does not know of it."""
 RENEW_SECONDS = 30.0
 """How often a client renews the claims of its rows."""
 ROW_SECONDS = 3600.0
-"""A row that has not ended by then is taken for lost, and its claim no longer renewed."""
+"""A row that has not ended by then is considered lost, and its claim is no longer renewed."""
 
 
 class SampleIndexLeases:
@@ -26,8 +26,8 @@ class SampleIndexLeases:
 
     Rows of a batch have their sample indices by position. Rows of an asynchronous trainer arrive
     alone, and how many there will be is unknown. Such a row gets the sample index that was served
-    longest ago, among those that the current weights have not served and that no other row is
-    being generated for; if there is none, a new one. No draft is given to two rows this way, and a
+    longest ago, among those that the current weights have not served and for which no other row is
+    being generated; if there is none, a new one. In this way no draft is given to two rows, and a
     group of n rows keeps to n sample indices.
     """
 
@@ -44,14 +44,15 @@ class SampleIndexLeases:
         """Assign a sample index to the next row of a prompt.
 
         It stays claimed until its rollout is stored or its row has failed (:meth:`release`), or for
-        ``CLAIM_SECONDS`` after the client said last that the row is under way (:meth:`hold`).
+        ``CLAIM_SECONDS`` after the client last said that the row is under way (:meth:`hold`).
 
         Args:
             key: the prompt's key.
-            rollouts: what is cached of the prompt.
-            policy_version: of the weights that will serve the row.
-            incarnation: of the run. Rollouts of an older one were served earlier, whatever their
-                policy version: versions run back when a run resumes from a checkpoint.
+            rollouts: the cached rollouts of the prompt.
+            policy_version: version of the weights that will serve the row.
+            incarnation: incarnation of the run. Rollouts of an older one were served earlier,
+                whatever their policy version: versions go back when a run resumes from a
+                checkpoint.
         """
         now = time.monotonic()
         served: dict[int, tuple[int, int]] = {}
@@ -84,10 +85,10 @@ class SampleIndexLeases:
 
         Args:
             start: first key of the range.
-            stop: first key behind it. None: the range has no end.
+            stop: first key after it. None: the range has no end.
 
         Returns:
-            Prompt key, sample index and the seconds that are left, for each claim.
+            Prompt key, sample index and the remaining seconds, for each claim.
         """
         now = time.monotonic()
         return [

@@ -2,10 +2,10 @@
 
 A shard answers look-ups only for partitions of which the current view says that it has everything,
 and only while it hears from the coordinator. A shard that was cut off or stopped may lack what was
-written meanwhile; it refuses look-ups until the coordinator has brought it up to date. It accepts
-writes at any time.
+written in the meantime; it refuses look-ups until the coordinator has brought it up to date. It
+accepts writes at any time.
 
-This module knows stores and views. ``coordinator`` makes Ray actors of it.
+This module knows stores and views. ``coordinator`` turns it into Ray actors.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["LEASE_SECONDS", "Chunk", "Shard"]
 
 LEASE_SECONDS = 10.0
 """How long a shard answers look-ups after its last exchange with the coordinator, which waits
-longer before it gives a shard up."""
+longer before it gives up a shard."""
 CHUNK_TOKENS = 2**19
 """A chunk of a copy ends with the prompt that reaches this many tokens: about 4 MiB."""
 
@@ -53,7 +53,7 @@ class Chunk(NamedTuple):
         rollouts: newest first within a sample index.
         claims: prompt, sample index and remaining seconds of rows that are being generated.
         start: first key of the chunk.
-        stop: first key behind it, where the next chunk starts. None: this is the last one.
+        stop: first key after it, where the next chunk starts. None: this is the last one.
     """
 
     rollouts: list[Rollout]
@@ -66,19 +66,20 @@ class Shard:
     """The store of a node. Methods may be called from several threads.
 
     Clients call with the ``epoch`` of the routing by which they chose this shard. They get the
-    current view back where it is newer.
+    current view back if it is newer.
 
     Args:
         folder: on the node's own disk.
-        life: of the run: a number that each start and each resumption of it draws anew.
-        keep: keep what the folder holds even if it is of another life; otherwise it is emptied.
+        life: of the run: a number that is redrawn at each start and resumption.
+        keep: whether to keep what the folder holds even if it is of another life; otherwise it is
+            emptied.
         options: of :class:`RolloutStore`.
-        warm: a store that is emptied begins with the warm start beside it (:mod:`..run_folders`).
+        warm: whether an emptied store begins with the warm start next to it (:mod:`..run_folders`).
         clock: monotonic seconds.
 
     Raises:
         StoreUnavailable: the folder cannot be used, or another process keeps it open.
-        ForeignStore: its contents are of another tokenizer or of a newer release.
+        ForeignStore: its contents belong to another tokenizer or a newer release.
     """
 
     def __init__(
@@ -120,12 +121,13 @@ class Shard:
         return f"{self._opened}-{self.store.restarts}"
 
     def describe(self, partitions: int) -> ShardInfo:
-        """Return the shard's name and which of so many partitions it has something of.
+        """Return the shard's name and of which of this many partitions it has something.
 
         Raises:
             StoreUnavailable: reading failed.
         """
-        # Before anything is read: if the store starts empty meanwhile, the next heartbeat says so.
+        # This comes before any read: if the store starts empty in between, the next heartbeat says
+        # so.
         store_id, self._described = self._store_id, self.store.restarts
         self._confirmed_at = -math.inf  # until a view has come in which it may be no reader
         holds = tuple(
@@ -161,7 +163,7 @@ class Shard:
     def outlines(
         self, keys: list[bytes], epoch: int
     ) -> tuple[dict[bytes, list[RolloutSummary]], ClusterView | None]:
-        """Look prompts up like :meth:`get`, and leave the arrays out: a thousandth of the bytes."""
+        """Look prompts up like :meth:`get`, but without the arrays: a thousandth of the bytes."""
         found, newer = self.get(keys, epoch)
         outlines = {key: [rollout.outline for rollout in group] for key, group in found.items()}
         return outlines, newer
@@ -185,7 +187,7 @@ class Shard:
             keys = [key for key in keys if self.name in newer.routing.read(key)]
         try:
             return self.store.get(keys), newer
-        except StoreUnavailable:  # as of a disk that fails: the coordinator asks anew
+        except StoreUnavailable:  # for example, a failing disk: the coordinator asks again
             self._opened = uuid.uuid4().hex
             raise
 
@@ -196,7 +198,8 @@ class Shard:
         indices; the newer ones are then kept.
 
         Returns:
-            A newer view; the caller then sends the rollouts to the nodes that it adds.
+            A newer view, if there is one; the caller then sends the rollouts to the nodes that it
+            adds.
 
         Raises:
             StoreUnavailable: writing failed.
@@ -214,12 +217,11 @@ class Shard:
     def claim(
         self, key: bytes, policy_version: int, epoch: int, incarnation: int, whole: bool = True
     ) -> tuple[Claim | None, ClusterView | None]:
-        """Assign a sample index to a row that comes alone (:meth:`SampleIndexLeases.claim`).
+        """Assign a sample index to a row that arrives alone (:meth:`SampleIndexLeases.claim`).
 
         Returns:
             The sample index with its rollouts, or with the ``whole`` group's, and a newer view.
-            None in place of the former where, by that view, another shard assigns the prompt's
-            sample indices.
+            The former is None if, by that view, another shard assigns the prompt's sample indices.
 
         Raises:
             StoreUnavailable: reading failed, or the coordinator has not been heard from for too
@@ -238,7 +240,7 @@ class Shard:
         return Claim(index, rollouts, group), self._newer_view(epoch)
 
     def hold(self, rows: list[tuple[bytes, int]]) -> None:
-        """Note that rows are under way whose sample indices this or another shard has assigned."""
+        """Note that rows are under way whose sample indices this or another shard assigned."""
         with self._writing:
             for key, sample_index in rows:
                 self.claims.hold(key, sample_index)
@@ -262,7 +264,7 @@ class Shard:
 
         Raises:
             StoreUnavailable: reading failed, or the store has started empty and the coordinator
-                does not know yet: it would take what is left for all that there was.
+                does not know yet: it would mistake what is left for everything that there was.
         """
         with self._writing:
             claims = self.claims.held(start, stop)
@@ -277,7 +279,7 @@ class Shard:
         return Chunk(rollouts, claims, start, None)
 
     def merge_range(self, chunk: Chunk, stop: bytes | None) -> bytes | None:
-        """Merge a chunk of another shard, of a range up to ``stop``; what is newer here stays.
+        """Merge a chunk of another shard, of a range up to ``stop``; newer rollouts here are kept.
 
         Returns:
             Where the next chunk starts. None: this was the last one, and all of it is on disk.
@@ -319,17 +321,17 @@ class Shard:
     def read_snapshot(
         self, folder: str, files: list[PartitionFile], mine: set[int], of: int
     ) -> tuple[list[str], int]:
-        """Merge files of a snapshot; what is newer in the store stays.
+        """Merge files of a snapshot; newer rollouts in the store are kept.
 
         Args:
             folder: of the snapshot.
-            files: to be read; the snapshot may have another number of partitions.
+            files: files to read; the snapshot may have another number of partitions.
             mine: partitions that this shard holds, out of ``of``.
             of: number of partitions.
 
         Returns:
-            A line for each damaged file, which is left out, and the largest incarnation that
-            anything in the store was put with.
+            A line for each damaged file, which is left out, and the largest incarnation with which
+            anything in the store was put.
 
         Raises:
             StoreUnavailable: writing the store failed.
@@ -360,7 +362,7 @@ class Shard:
             raise StoreUnavailable(f"shard {self.name}: its damaged store has started empty")
 
     def _note_incarnation(self, rollouts: Iterable[Rollout]) -> None:
-        """Have the folder remember the largest incarnation, before anything of it is stored."""
+        """Record the largest incarnation in the folder before anything with it is stored."""
         newest = max((rollout.incarnation for rollout in rollouts), default=0)
         if newest > self._identity.incarnation:
             identity = self._identity._replace(incarnation=newest)
@@ -377,7 +379,7 @@ class Shard:
         self._merge(rollouts, (r for group in here.values() for r in group))
 
     def _merge(self, rollouts: Iterable[Rollout], here: Iterable[Rollout]) -> None:
-        """Put what is newer than what is here, and keep the order within each sample index."""
+        """Put what is newer than what is here, keeping the order within each sample index."""
         present: dict[tuple[bytes, int], list[Rollout]] = defaultdict(list)
         for rollout in here:
             present[rollout.key, rollout.sample_index].append(rollout)

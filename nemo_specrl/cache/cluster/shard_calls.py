@@ -1,4 +1,4 @@
-"""Calls of a client to shards: waiting for answers, and shards that are left alone for a while."""
+"""Calls of a client to shards: waiting for answers, and shards that are not called for a while."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 FAILURES_TO_OPEN = 3
 OPEN_SECONDS = 30.0
 FAILED = object()
-"""Stands for the answer of a shard that failed."""
+"""Takes the place of the answer of a shard that failed."""
 
 Lookups = dict[Any, tuple[str, list[bytes]]]
 """Calls that look up, with the name of the shard and the keys."""
@@ -61,7 +61,7 @@ class Write:
 
     Args:
         rollouts: what was sent.
-        routing: that it was sent by.
+        routing: the routing by which it was sent.
         calls: each with the name of its shard.
         since: when it was sent, on the monotonic clock.
     """
@@ -73,10 +73,10 @@ class Write:
 
 
 def given_up(writes: Collection[Write], seconds: float) -> tuple[list[Write], dict[str, Any]]:
-    """Give up writes that have been under way for ``seconds``, or longer.
+    """Give up writes that have been under way for ``seconds`` or longer.
 
     Returns:
-        The other writes, and by shard a call of those given up that it has not answered.
+        The other writes, and for each shard an unanswered call among those given up.
     """
     until = time.monotonic() - seconds
     late = {node: c for write in writes if write.since <= until for c, node in write.calls.items()}
@@ -87,12 +87,12 @@ def ready(calls: Collection[Any], timeout: float, *, first: bool = False) -> set
     """Return the calls that are answered within ``timeout`` seconds.
 
     Args:
-        calls: to be waited for.
+        calls: calls to wait for.
         timeout: seconds.
-        first: return as soon as one is answered.
+        first: whether to return as soon as one is answered.
     """
     if not calls:
-        return set()  # which Ray does not take
+        return set()  # Ray does not accept an empty list
     count = 1 if first else len(calls)
     return set(ray.wait(list(calls), num_returns=count, timeout=max(0.0, timeout))[0])
 
@@ -103,7 +103,7 @@ def within(seconds: float, doing: str, call: Callable[[], _Result]) -> _Result:
     Args:
         seconds: how long to wait for it.
         doing: words for the error.
-        call: runs in a thread of its own, which goes on if it is late.
+        call: runs in a thread of its own, which continues if it is late.
 
     Raises:
         StoreUnavailable: it is late.

@@ -1,4 +1,4 @@
-"""What a coordinator knows of a shard: what the shard says of itself, and how it is called."""
+"""What a coordinator knows about a shard: its description of itself, and how it is called."""
 
 from __future__ import annotations
 
@@ -9,22 +9,24 @@ from typing import Any, NamedTuple
 __all__ = ["LEAVE_OUT_SECONDS", "ShardHandle", "ShardInfo"]
 
 MISSES_TO_LEAVE_OUT = 3
-"""Missed writes, each within ``LEAVE_OUT_SECONDS`` of the one before, after which it is."""
+"""Number of missed writes, each within ``LEAVE_OUT_SECONDS`` of the one before, after which a shard
+is left out."""
 SAME_SECONDS = 5.0
-"""Reports that come within so many seconds are of the same miss: many clients see it."""
+"""Reports within this many seconds concern the same miss, which many clients see."""
 LEAVE_OUT_SECONDS, LONGEST_LEFT_OUT = 60.0, 3600.0
-"""How long a shard that keeps missing writes is left out: twice as long each time."""
+"""How long a shard that keeps missing writes is left out, doubled each time, and the longest
+time."""
 
 
 class ShardInfo(NamedTuple):
     """A shard's description of itself.
 
     Args:
-        name: the same for as long as its folder is there.
-        store_id: a new one each time that the store is opened, or starts empty.
-        holds: partitions of which there is something in the store.
-        incarnation: the largest one that anything in the store was put with.
-        remarks: lines for the user on how the store began and where it lies.
+        name: the same for as long as its folder exists.
+        store_id: a new one each time the store is opened or starts empty.
+        holds: partitions of which the store has something.
+        incarnation: the largest one with which anything in the store was put.
+        remarks: lines for the user on how the store began and where it is.
     """
 
     name: str
@@ -42,17 +44,17 @@ class ShardHandle:
     actor: Any
     machine: str  # address of the node; nodes of one machine share its disk
     index: int  # among the shards of the machine
-    call: Any  # that has no answer yet; None: there is none
+    call: Any  # a call without an answer yet; None: there is none
     called_at: float = 0.0  # when that was made, or the last one before it
     heard_at: float = 0.0  # when an answer last came
-    info: ShardInfo | None = None  # once the shard has described itself
+    info: ShardInfo | None = None  # set once the shard has described itself
     answers: int = 0  # number of its last answer to a heartbeat
     epoch: int = -1  # of the last routing that it confirmed
     sent_epoch: int = -1  # of the last routing that was sent to it
     member: bool = False  # whether the membership counts it
-    misses: int = 0  # writes that it missed shortly after one another
+    misses: int = 0  # number of writes missed in close succession
     missed_at: float = -math.inf  # when the last of them was noted
-    left_out_for: float = LEAVE_OUT_SECONDS  # the next time that it is
+    left_out_for: float = LEAVE_OUT_SECONDS  # how long it is left out next time
     left_out_until: float = -math.inf
 
     def note_missed_write(self, now: float) -> None:
@@ -62,10 +64,10 @@ class ShardHandle:
             self.misses, self.missed_at = self.misses + 1 if together else 1, now
 
     def is_to_be_left_out(self, now: float) -> bool:
-        """Whether it has missed so many writes that it is left out from now on, for a while.
+        """Whether it has missed so many writes that it is left out for a while from now on.
 
-        A shard whose disk is full would otherwise be filled again each time, and everything that
-        is copied would begin anew.
+        A shard whose disk is full would otherwise be filled again each time, and everything being
+        copied would start again.
         """
         if self.misses < MISSES_TO_LEAVE_OUT:
             return False
@@ -80,5 +82,5 @@ class ShardHandle:
 
     @property
     def place(self) -> str:
-        """The node as messages name it."""
+        """The node, as named in messages."""
         return f"node {self.machine} ({self.node})"

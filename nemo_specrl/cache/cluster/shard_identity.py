@@ -1,7 +1,7 @@
 """The identity of a shard's folder: its name, who used it last, and its newest incarnation.
 
-The name belongs to the disk. A shard that comes back with its disk has the name that it had, and
-with it the same partitions.
+The name belongs to the disk. A shard that comes back with its disk keeps its name, and with it the
+same partitions.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Identity(NamedTuple):
     """The contents of a folder's identity file.
 
     Args:
-        name: of the shard.
-        life: of the run that used the folder last, a number that each start and each resumption of
-            a run draws anew; 0: not known.
-        incarnation: the largest one that anything in the store was put with; 0: not known.
+        name: name of the shard.
+        life: of the run that last used the folder, a number that is redrawn at each start and
+            resumption of a run; 0: not known.
+        incarnation: the largest one with which anything in the store was put; 0: not known.
     """
 
     name: str
@@ -36,10 +36,10 @@ class Identity(NamedTuple):
 
 
 def read_identity(folder: Path) -> Identity:
-    """Read the identity of a folder; a new one where there is none, or where it is damaged.
+    """Read the identity of a folder; return a new one if there is none, or if it is damaged.
 
     Args:
-        folder: of a shard.
+        folder: folder of a shard.
 
     Raises:
         OSError: the file cannot be read.
@@ -59,8 +59,8 @@ def write_identity(folder: Path, identity: Identity) -> None:
     """Write the identity of a folder, by an atomic rename.
 
     Args:
-        folder: of a shard.
-        identity: to be found there from now on.
+        folder: folder of a shard.
+        identity: identity to write.
 
     Raises:
         OSError: the file cannot be written.

@@ -17,7 +17,7 @@ __all__ = [
 ]
 
 LARGEST_BLOB = 2**29
-"""Bytes that a row may have; a row that claims to have more is damaged."""
+"""The most bytes that a row may have; a row that claims to have more is damaged."""
 BUSY_SECONDS = 1.0
 _OF_THE_SYSTEM = frozenset(
     {
@@ -33,7 +33,7 @@ _OF_THE_SYSTEM = frozenset(
 def is_damage(error: sqlite3.Error) -> bool:
     """Whether an error means that the file is damaged.
 
-    Errors that this package raises in SQLite's name have no result code, and mean that it is.
+    Errors that this package raises in SQLite's name have no result code, and mean damage.
     """
     code = getattr(error, "sqlite_errorcode", None)
     if code is None:
@@ -46,8 +46,8 @@ def connect(file: Path, options: str) -> sqlite3.Connection:
     process, and with every check that SQLite has.
 
     Args:
-        file: of the database.
-        options: of SQLite's URI for it.
+        file: file of the database.
+        options: options of SQLite's URI for it.
     """
     database = sqlite3.connect(
         f"{file.absolute().as_uri()}?{options}",
@@ -56,7 +56,7 @@ def connect(file: Path, options: str) -> sqlite3.Connection:
         isolation_level=None,
         check_same_thread=False,
     )
-    database.text_factory = bytes  # a damaged text may be no UTF-8
+    database.text_factory = bytes  # a damaged text may not be UTF-8
     database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LARGEST_BLOB)
     for setting in ("mmap_size = 0", "cell_size_check = ON", "trusted_schema = OFF"):
         database.execute(f"PRAGMA {setting}").fetchall()
@@ -64,10 +64,10 @@ def connect(file: Path, options: str) -> sqlite3.Connection:
 
 
 def row(database: sqlite3.Connection, query: str, *values: Any) -> tuple[Any, ...]:
-    """Return the one row that a query has.
+    """Return the one row that a query yields.
 
     Raises:
-        sqlite3.DatabaseError: it has none.
+        sqlite3.DatabaseError: there is none.
     """
     found: tuple[Any, ...] | None = database.execute(query, values).fetchone()
     if found is None:
@@ -87,7 +87,7 @@ def check_size(database: sqlite3.Connection, file: Path) -> None:
         sqlite3.DatabaseError: it is cut off.
     """
     expected = number(database, "page_count") * number(database, "page_size")
-    size = file.stat().st_size  # afterwards: what a crash has left is undone by now
+    size = file.stat().st_size  # afterwards: what a crash left is undone by now
     if size < expected:
         raise sqlite3.DatabaseError(f"cut off at {size} of {expected} bytes")
 
@@ -96,8 +96,8 @@ def check_structure(database: sqlite3.Connection, *, indices: bool = False) -> N
     """Read all pages of a database, and check that they fit together.
 
     Args:
-        database: to be checked.
-        indices: also that the indices agree with the tables, which takes longer.
+        database: database to check.
+        indices: also check that the indices agree with the tables, which takes longer.
 
     Raises:
         sqlite3.DatabaseError: they do not.

@@ -27,7 +27,7 @@ LOCK_SECONDS = 20.0
 _PID_BYTES = 32
 _TRIES, _TRY_AGAIN_SECONDS = 5, 0.02  # ``holder`` has the lock for an instant
 _NO_FLOCK = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
-"""What file systems without locks answer, such as Lustre mounted without ``-o flock``."""
+"""Errors of file systems without locks, such as Lustre mounted without ``-o flock``."""
 
 _Result = TypeVar("_Result")
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 
 class FolderLock:
-    """A folder that this process holds until ``release``; made if it is not there.
+    """A folder that this process holds until ``release``; created if it does not exist.
 
     The file ``lock`` in it names the holder.
 
@@ -92,7 +92,7 @@ class FolderLock:
         return self._stand_in is None
 
     def release(self) -> None:
-        """Let go of the folder; a second call does nothing."""
+        """Release the folder; a second call does nothing."""
         if self._file.closed:
             return
         if self.clean:
@@ -120,7 +120,7 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def holder(folder: Path) -> tuple[bool, int | None]:
-    """Whether a process has a folder's lock, and its pid if that is known."""
+    """Whether a process has a folder's lock, and its pid if known."""
     try:
         descriptor = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -139,9 +139,9 @@ def holder(folder: Path) -> tuple[bool, int | None]:
 def _locked(descriptor: int, folder: Path, how: int) -> int | None:
     """Lock a folder's lock file, without waiting for another holder.
 
-    Where its file system has no locks, a file in this machine's folder for temporary files is
-    locked in its place. That keeps the processes of this machine apart, and not those of others,
-    which a warning says.
+    If its file system has no locks, a file in this machine's folder for temporary files is locked
+    instead. That separates the processes of this machine, but not those of others, as a warning
+    says.
 
     Returns:
         The descriptor of the file that is locked instead; None: the file itself is.
@@ -179,7 +179,7 @@ def _pid(line: bytes) -> int | None:
 
 
 def patiently(call: Callable[[], _Result]) -> _Result:
-    """Call what opens a folder; the actor of a run that was killed may hold it for seconds yet.
+    """Call what opens a folder; the actor of a killed run may still hold it for some seconds.
 
     Raises:
         StoreInUse: it is still held after ``LOCK_SECONDS``.

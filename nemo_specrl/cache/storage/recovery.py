@@ -1,4 +1,4 @@
-"""The folder of a store: its tables, what else is in it, and what to do when it is damaged."""
+"""The folder of a store: its tables, its other contents, and what to do when it is damaged."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ logger = logging.getLogger(__name__)
 
 
 def open_tables(folder: Path, max_bytes: int, tokenizer_id: str, lock: FolderLock) -> Tables:
-    """Open the tables in a locked folder, under a cap that holds for all files in it together.
+    """Open the tables in a locked folder, under a cap for all files in it together.
 
-    Damaged ones are moved aside, with a warning, and empty ones take their place.
+    Damaged tables are moved aside, with a warning, and empty ones replace them.
 
     Raises:
         ForeignStore, StoreUnavailable: see ``Tables``; or other files leave no room.
@@ -84,10 +84,10 @@ def _open(folder: Path, max_bytes: int, tokenizer_id: str, lock: FolderLock) -> 
 def _check_after_crash(folder: Path) -> None:
     """Check the pages of a store whose last process died, for a fraction of a second.
 
-    What there is no time for is checked when it is read.
+    The rest is checked when it is read.
 
     Args:
-        folder: of the store, which is locked.
+        folder: folder of the store, which is locked.
 
     Raises:
         sqlite3.Error: a page is damaged; or the system has failed.
@@ -157,17 +157,17 @@ def move_aside(folder: Path, why: Exception) -> None:
 
 
 def copy_database(source: Path, folder: Path) -> None:
-    """Make the database of a locked folder a copy of one that no process writes to.
+    """Make the database of a locked folder a copy of one to which no process writes.
 
-    Until the copy is complete and on disk, the database that is there stays.
+    The existing database is kept until the copy is complete and on disk.
 
     Raises:
         OSError: the source cannot be read, or the folder cannot be written.
     """
     with open(source, "rb") as old, replacing(folder / DATA_FILE, folder / TEMPORARY_FILE) as new:
         shutil.copyfileobj(old, new, 2**24)
-        # A journal that a crash has left belongs to the database that is replaced. If this process
-        # dies before it is, the old database may be damaged, and the next start is cold.
+        # A journal that a crash left belongs to the database that is replaced. If this process dies
+        # before that, the old database may be damaged, and the next start is cold.
         (folder / JOURNAL_FILE).unlink(missing_ok=True)
 
 

@@ -68,7 +68,7 @@ _TABLES = frozenset({b"meta", b"prompts", b"rollouts"})
 _DESCRIBED = sorted(repr((text.split()[2].encode(), text.encode())) for text in SCHEMA)
 _DB_KEY = struct.Struct(f">{KEY_BYTES}sHQ")
 _STATE = struct.Struct(">QQQQQ")
-_END_OF_TIME = 2**62  # of the clock, which has to fit into an integer of SQLite
+_END_OF_TIME = 2**62  # end of the clock, which must fit into an SQLite integer
 _SAMPLE_END = KEY_BYTES + 2
 
 
@@ -78,8 +78,8 @@ def has_tables(database: sqlite3.Connection, file: Path) -> bool:
     A database with other tables, or with triggers or views, which could do anything, is refused.
 
     Raises:
-        StoreUnavailable: it has tables of something else.
-        ForeignStore: it has those of a newer release.
+        StoreUnavailable: it has tables of another kind.
+        ForeignStore: it has tables of a newer release.
         sqlite3.DatabaseError: the description of its tables is damaged.
     """
     found = database.execute("SELECT name, sql FROM sqlite_master WHERE sql NOT NULL").fetchall()
@@ -145,12 +145,12 @@ def packed_state(*numbers: int) -> bytes:
 
 
 def identity_and_state(database: sqlite3.Connection) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """Return format and tokenizer, and what :func:`packed_state` has packed.
+    """Return format and tokenizer, and what :func:`packed_state` packed.
 
-    Of another format than this release's, the state is empty.
+    For a format other than this release's, the state is empty.
 
     Raises:
-        sqlite3.DatabaseError: a checksum does not match, or what it covers is of another kind.
+        sqlite3.DatabaseError: a checksum does not match, or what it covers has the wrong type.
     """
     sealed = _unsealed(database, "identity")
     try:
@@ -178,10 +178,10 @@ class Contents:
     """The contents of a database that is read without being changed.
 
     Args:
-        format: of the tables; records can be read where it is this release's.
-        tokenizer_id: of the tokens.
-        lookups: prompts ever asked for.
-        hits: of them found.
+        format: format of the tables; records can be read if it is this release's.
+        tokenizer_id: tokenizer of the tokens.
+        lookups: number of prompts ever asked for.
+        hits: how many of them were found.
         records: db key and record of each rollout, in the order of the keys.
     """
 
@@ -197,12 +197,12 @@ def reading_file(file: Path, *, check: bool = False) -> Iterator[Contents]:
     """Read a database: a store's, or a copy.
 
     Args:
-        file: of the database, which no process writes to.
-        check: check all of its pages first.
+        file: file of the database, to which no process writes.
+        check: whether to check all of its pages first.
 
     Raises:
         sqlite3.Error: it is damaged, or was left in the middle of a transaction.
-        StoreUnavailable: it is no rollout store.
+        StoreUnavailable: it is not a rollout store.
     """
     with contextlib.closing(connect(file, "mode=ro&nolock=1")) as database:
         check_size(database, file)
@@ -220,7 +220,7 @@ def reading_file(file: Path, *, check: bool = False) -> Iterator[Contents]:
 
 
 def newest_keys(db_keys: Collection[bytes], groups: int) -> list[bytes]:
-    """Return, of db keys, the newest ``groups`` of each prompt and sample index, sorted."""
+    """Return the newest ``groups`` db keys of each prompt and sample index, sorted."""
     kept: list[bytes] = []
     sample_index, count = b"", 0
     for name in sorted(db_keys):

@@ -47,7 +47,7 @@ def _why(error: sqlite3.Error | OSError) -> str:
 
 
 def _owned(path: Path) -> str:
-    """Say whose a path is, or the nearest folder that is there: on shared nodes, who came first."""
+    """Say who owns a path, or the nearest existing folder: on shared nodes, whoever came first."""
     place = next((p for p in (path, *path.parents) if os.access(p, os.F_OK)), path)
     owner = "another user"
     with contextlib.suppress(OSError):

@@ -44,15 +44,15 @@ __all__ = ["PAGE_CACHE_KIB", "Tables", "page_size_under"]
 PAGE_CACHE_KIB = 8192
 _KIB, _MIB = 2**10, 2**20
 _AT_ONCE = 16  # rows: what they dirty fits into the journal of the smallest store
-_END = b"\xff" * (KEY_BYTES + 1)  # behind all keys
+_END = b"\xff" * (KEY_BYTES + 1)  # after all keys
 _MARGIN = 8  # pages: more than a prompt's records can need in the trees above them
 
 
 def page_size_under(max_bytes: int) -> int:
-    """Return the size of the pages of a new file under a cap.
+    """Return the page size of a new file under a cap.
 
-    Large ones are quickest for records of some kilobytes and more; in a small file, each page that
-    is half full counts.
+    Large pages are fastest for records of some kilobytes and more; in a small file, each half-full
+    page counts.
     """
     return 16 * _KIB if max_bytes >= 64 * _MIB else 4 * _KIB
 
@@ -60,22 +60,23 @@ def page_size_under(max_bytes: int) -> int:
 class Tables:
     """A database with the tables of a store, open for one process.
 
-    A transaction keeps what it overwrites in SQLite's rollback journal, which lies beside the file
-    and counts against the cap. What has been freed before a transaction began does not go into the
-    journal when it is written again. So all records are written before any is deleted, and room for
-    the next transaction is made at the end of each.
+    A transaction keeps what it overwrites in SQLite's rollback journal, which is next to the file
+    and counts against the cap. What was freed before a transaction began does not go into the
+    journal when it is overwritten. Therefore all records are written before any is deleted, and
+    each transaction makes room for the next one at its end.
 
     Args:
-        folder: of the database, which is made if it is not there.
-        max_bytes: file and journal never take more, unless the file does so already: then
+        folder: folder of the database, which is created if it does not exist.
+        max_bytes: file and journal never take more, unless the file already does: then
             ``oversized`` is true.
-        tokenizer_id: of a new store, and expected of an old one.
-        locks: lock the file against other programs; a store's folder is locked in any case.
+        tokenizer_id: tokenizer of a new store, and expected of an old one.
+        locks: whether to lock the file against other programs; a store's folder is locked in any
+            case.
 
     Raises:
-        ForeignStore: of another tokenizer, or of another release's format.
+        ForeignStore: it has another tokenizer, or another release's format.
         StoreInUse: another program has the database open.
-        StoreUnavailable: a database that is no store.
+        StoreUnavailable: the database is not a store.
         sqlite3.Error: it is damaged (``is_damage``), or the system has failed.
     """
 
@@ -87,7 +88,7 @@ class Tables:
         os.close(os.open(self._file, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, FILE_MODE))
         self._database = connect(self._file, "mode=rw" if locks else "mode=rw&nolock=1")
         self.close = weakref.finalize(self, _let_go, self._database, os.getpid())
-        """Let go of the file."""
+        """Release the file."""
         try:
             self._open(max_bytes, tokenizer_id)
         except BaseException as error:
@@ -102,7 +103,7 @@ class Tables:
     def _open(self, max_bytes: int, tokenizer_id: str) -> None:
         share = max_bytes // 8
         self._journal_limit = min(share // 2, 16 * _MIB)
-        """Bytes of journal at which a transaction is committed before more is done."""
+        """Size of the journal at which a transaction is committed before it continues."""
         for setting in (
             f"page_size = {page_size_under(max_bytes)}",
             "locking_mode = EXCLUSIVE",
@@ -118,7 +119,7 @@ class Tables:
             raise sqlite3.DatabaseError("its journal is of another kind")
         check_size(self._database, self._file)
         self.created = not has_tables(self._database, self._file)
-        """Whether there were none, so that these are empty."""
+        """Whether there were no tables, so that these are empty."""
         if self.created:
             self._create(tokenizer_id)
         self._database.execute("BEGIN EXCLUSIVE")  # a lock that is kept until the file is closed
@@ -128,13 +129,13 @@ class Tables:
         self.clock, self.count, self.prompts, self.lookups, self.hits = state
         self.evicted = 0
         if self._journal.exists() and self._journal.stat().st_size > self._journal_limit:
-            os.truncate(self._journal, 0)  # of a larger cap, and of no transaction that is open
+            os.truncate(self._journal, 0)  # from a larger cap, and from no open transaction
         self.page_size = number(self._database, "page_size")
         pages = (max_bytes - 2 * self._journal_limit) // self.page_size
         self.oversized = number(self._database, "page_count") > pages
         self._pages = number(self._database, f"max_page_count = {pages}")
         self.batch_bytes = max(1, min(16 * _MIB // self.page_size, pages // 16)) * self.page_size
-        """Bytes of records that are written at once; as much is kept free."""
+        """Bytes of records that are written at once; the same amount is kept free."""
         self.budget = pages * self.page_size - self.batch_bytes - _MARGIN * self.page_size
         """Bytes in use up to which nothing is evicted."""
         self.record_limit = min(LARGEST_BLOB - _KIB, (pages - 2 * _MARGIN) * self.page_size)
@@ -165,7 +166,7 @@ class Tables:
         return self.clock
 
     def size_of(self, record: bytes) -> int:
-        """Return the bytes of pages that a record takes, about."""
+        """Return approximately how many bytes of pages a record takes."""
         full, rest = divmod(len(record), self.page_size)
         # A small rest shares a page with others; its key is in two trees.
         return full * self.page_size + min(self.page_size, rest + rest // 4 + 128)
@@ -190,11 +191,11 @@ class Tables:
         return {name for name, _ in named(rows)}
 
     def keys(self, start: bytes, stop: bytes | None, at_most: int) -> list[bytes]:
-        """Return keys of prompts from ``start`` on, in order, below ``stop`` where it is given.
+        """Return keys of prompts from ``start`` on, in order, below ``stop`` if it is given.
 
         Raises:
-            sqlite3.DatabaseError: a page has its keys in another order, so that a search for what
-                comes next would not end.
+            sqlite3.DatabaseError: a page has its keys in the wrong order, so a search for the next
+                one would not end.
         """
         end = _END if stop is None else stop
         found = [
@@ -210,7 +211,7 @@ class Tables:
         return found
 
     def keys_by_use(self, start: bytes, stop: bytes | None) -> list[bytes]:
-        """Return keys of prompts as :meth:`keys` does, but all, the longest-unused first."""
+        """Return all prompt keys in the range of :meth:`keys`, least recently used first."""
         rows = self._database.execute(
             "SELECT key FROM prompts WHERE key >= ? AND key < ? ORDER BY last_use",
             (start, _END if stop is None else stop),
@@ -225,13 +226,13 @@ class Tables:
         groups: int,
     ) -> None:
         """Write durably: uses of prompts and records, with the newest ``groups`` of each sample
-        index kept, and the longest-unused prompts evicted.
+        index kept, and the least recently used prompts evicted.
 
-        It takes more than one transaction only where a journal would become too large; if it fails,
-        it can be done again.
+        It takes more than one transaction only if a journal would become too large; if it fails, it
+        can be repeated.
 
         Args:
-            touched: prompt key to the clock of its last use, also of prompts that are not there.
+            touched: prompt key to the clock of its last use, even for prompts that are not there.
             records: prompt key to db key to record.
             unwanted: db keys of records to delete.
             groups: at least 1.
@@ -259,7 +260,8 @@ class Tables:
                 gone = self._database.executemany("DELETE FROM rollouts WHERE clock = ?", clocks)
                 self.count -= gone.rowcount
                 self._bound_journal()
-            # What has just been written stays; where it alone takes more, it goes when it must.
+            # What was just written is kept; if it takes more by itself, it is evicted when
+            # necessary.
             if records:
                 self._evict(self.budget, before=min(touched[key] for key in records))
 
@@ -274,7 +276,7 @@ class Tables:
         unwanted: Collection[bytes],
         groups: int,
     ) -> list[bytes]:
-        """Add records of a prompt, and return the db keys of those that have to go for it."""
+        """Add records of a prompt, and return the db keys of those that must go in exchange."""
         needed = sum(map(self.size_of, new.values()))
         if self.used() + needed > self._limit():
             self._evict(self._limit() - needed)
@@ -306,20 +308,20 @@ class Tables:
         self.prompts -= 1
 
     def evict_down_to(self, target: int) -> None:
-        """Evict the longest-unused prompts until ``target`` bytes are in use."""
+        """Evict the least recently used prompts until ``target`` bytes are in use."""
         with self._transaction():
             self._evict(target)
 
     def _evict(self, target: int, before: int | None = None) -> None:
-        """Evict the longest-unused prompts, in a transaction that is open.
+        """Evict the least recently used prompts, in an open transaction.
 
         Args:
             target: bytes in use at the end.
             before: clock of the first use of those that stay.
 
         Raises:
-            sqlite3.DatabaseError: a page has its keys in another order, so that a prompt that was
-                found cannot be deleted; or no prompt is left, and there is no room nevertheless.
+            sqlite3.DatabaseError: a page has its keys in the wrong order, so a prompt that was
+                found cannot be deleted; or no prompt is left, but there is still no room.
         """
         while self.used() > target:
             oldest = self._database.execute(
@@ -340,7 +342,7 @@ class Tables:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
-        """Write durably; if the block raises, all since the last commit has not happened."""
+        """Write durably; if the block raises, everything since the last commit is undone."""
         self._database.execute("BEGIN IMMEDIATE")
         self._committed = self.count, self.prompts, self.evicted
         try:
@@ -355,7 +357,7 @@ class Tables:
             raise
 
     def _bound_journal(self) -> None:
-        """Commit where the journal has become large, and go on in a transaction of its own."""
+        """Commit if the journal has become large, and continue in a new transaction."""
         try:
             size = os.stat(self._journal).st_size
         except FileNotFoundError:
@@ -370,7 +372,7 @@ class Tables:
         self._database.execute("BEGIN IMMEDIATE")
 
     def _write_state(self) -> None:
-        counts = max(0, self.count), max(0, self.prompts)  # where rows are damaged
+        counts = max(0, self.count), max(0, self.prompts)  # if rows are damaged
         state = packed_state(self.clock, *counts, self.lookups, self.hits)
         self._database.execute("UPDATE meta SET value = ? WHERE name = 'state'", (state,))
 

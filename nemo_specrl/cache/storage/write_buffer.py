@@ -22,11 +22,11 @@ class WriteBuffer:
         """Take a record.
 
         Args:
-            key: of the prompt.
-            clock: of the put.
+            key: key of the prompt.
+            clock: clock of the put.
             name: the record's db key.
-            record: of a rollout.
-            size: what ``Tables.size_of`` says of it.
+            record: record of a rollout.
+            size: its size by ``Tables.size_of``.
         """
         self.records.setdefault(key, {})[name] = record
         self.bytes += size
