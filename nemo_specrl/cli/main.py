@@ -61,7 +61,7 @@ OverridesArgument = Annotated[
 ]
 LIVE_PORT = 8377
 _MAY_PASS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.EAGAIN, errno.ENOMEM}
-"""Errors of the operating system that may be gone after a restart: the exit code is 1."""
+"""Operating system errors that may be gone after a restart: the exit code is 1."""
 OutOption = Annotated[Path, typer.Option("--out", help="Folder for all output.")]
 
 
@@ -93,7 +93,7 @@ def main() -> None:
         except SpecRLError as error:
             _fail(error, 1)
         except OSError as error:
-            if error.errno != errno.ENAMETOOLONG:  # of an argument that is no possible path
+            if error.errno != errno.ENAMETOOLONG:  # from an argument that is not a possible path
                 raise
             _fail(error, 2)
     except SystemExit as end:
@@ -116,7 +116,7 @@ def _say(line: str, style: str | None = None) -> None:
 
 @contextlib.contextmanager
 def _disk_in_one_line() -> Iterator[None]:
-    """Print an error of the operating system, which names its file or folder, as one line."""
+    """Print an operating system error, which names its file or folder, as one line."""
     try:
         yield
     except OSError as error:
@@ -139,7 +139,7 @@ def train(config: RecipeArgument, overrides: OverridesArgument = None) -> None:
     from nemo_specrl.trainer.start_checks import check_start
 
     recipe = load_recipe(config, overrides or ())
-    model_folder(recipe.policy.model_name)  # while the hub may still be asked
+    model_folder(recipe.policy.model_name)  # while the hub may still be accessed
     local_cpu_environment()
     _quiet_libraries()
     check_start(recipe)
@@ -157,7 +157,7 @@ def _quiet_libraries() -> None:
     """Suppress messages that libraries print at the start of a run and that need no action.
 
     Errors are still shown, and so are warnings from anywhere else. Call it before torch is
-    imported. Environment variables that the user has set are left as they are.
+    imported. Environment variables that the user has set are left unchanged.
     """
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # while weights are read
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # on NUMA nodes

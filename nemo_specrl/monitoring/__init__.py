@@ -1,4 +1,4 @@
-"""The metrics of a run, and the pictures and pages that are made from them.
+"""The metrics of a run, and the pictures and pages made from them.
 
 Modules, each of which imports only from those below it::
 

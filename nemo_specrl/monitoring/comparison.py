@@ -31,7 +31,7 @@ __all__ = [
     "verdict",
 ]
 
-WARM_EPOCH = 2  # counted from 0; from this epoch on, drafts contain reused tokens themselves
+WARM_EPOCH = 2  # counted from 0; from this epoch on, drafts themselves contain reused tokens
 REQUIRED = (
     *(metric.ROLLOUT_S, metric.VERIFY_S, metric.TRAIN_S, metric.STEP_S),
     *(metric.DECODED_TOKENS, metric.REWARD),
@@ -46,8 +46,8 @@ def comparison(plain_dir: Path, speculative_dir: Path) -> dict[str, Any]:
 
     Returns:
         the content of ``compare.json``. ``plain`` and ``speculative``: lists with one entry for
-        each step, None where there is no value (and ``heldout_accuracy_at_start``, a number, where
-        the runs have it). ``replayed_steps``: the steps, from 1, whose rollouts a run that went on
+        each step, None if there is no value (and ``heldout_accuracy_at_start``, a number, if the
+        runs have it). ``replayed_steps``: the steps, from 1, whose rollouts a run that continued
         after a crash read back from its journal instead of decoding them. ``ratio``: plain divided
         by speculative, of sums over the other steps; above 1, speculation needs less.
 
@@ -89,9 +89,9 @@ def comparison(plain_dir: Path, speculative_dir: Path) -> dict[str, Any]:
 
 
 def timed(compare: dict[str, Any]) -> dict[str, Any]:
-    """The same with 0 seconds and decoded tokens, on both sides, in ``replayed_steps``.
+    """Return the same with 0 seconds and decoded tokens, on both sides, in ``replayed_steps``.
 
-    Their rollouts took no time on the side that went on after a crash, whatever its method.
+    Their rollouts took no time on the side that continued after a crash, whatever its method.
     """
     replayed = set(compare.get("replayed_steps") or ())
 
@@ -135,7 +135,7 @@ def read_comparison(folder: Path) -> dict[str, Any]:
 
 
 def verdict(compare: dict[str, Any]) -> str:
-    """Say where speculation is lower in held-out accuracy, and what was not timed."""
+    """Say where speculation has lower held-out accuracy, and what was not timed."""
     if replayed := compare.get("replayed_steps"):
         steps = f"step{'s' * (len(replayed) > 1)} {', '.join(map(str, replayed))}"
         return (
@@ -214,7 +214,7 @@ def summary(compare: dict[str, Any]) -> list[list[str]]:
 
 
 def heldout(compare: dict[str, Any]) -> dict[str, list[HeldOut]]:
-    """Held-out accuracy of each side by step, over several seeds where they were evaluated."""
+    """Held-out accuracy of each side by step, over several seeds if they were evaluated."""
     values: dict[str, dict[int, list[float]]] = {side: {} for side in SIDES}
     for side in SIDES:
         at_start = compare[side].get(metric.HELDOUT_ACCURACY + metric.AT_START)

@@ -50,7 +50,7 @@ def comparison_picture(
     Args:
         compare: content of ``compare.json``.
         heldout: held-out accuracies of each side, by step.
-        verdict: text of the box beside the big figures.
+        verdict: text of the box next to the big figures.
 
     Raises:
         ConfigError: matplotlib is missing.
@@ -76,7 +76,8 @@ def comparison_picture(
             # Cumulative curves rise to the right and leave room for the legend on the left.
             room = 0.3 if ax is axes[1] and len(compare["plain"][metric.EPOCH]) >= 10 else None
             finish_panel(ax, compare["plain"][metric.EPOCH], room=room)
-        # One scale for both rewards, so that noise of the few fresh rows does not look like a gap.
+        # Use one scale for both rewards, so that noise in the few fresh rows does not look like a
+        # gap.
         rewards = axes[3:-1]
         low = min(ax.get_ylim()[0] for ax in rewards)
         high = max(ax.get_ylim()[1] for ax in rewards)
@@ -132,7 +133,7 @@ def _draw_title(figure: Figure, compare: dict[str, Any]) -> None:
 
 
 def _ratios(compare: dict[str, Any]) -> list[tuple[float | None, str]]:
-    """The big figures, each with its caption; None where a run is too short for one."""
+    """The big figures, each with its caption; None if a run is too short for one."""
     ratios: dict[str, float | None] = compare["ratio"]
     warm = "rollout time from\nthe third epoch on"
     if ratios["rollout_warm"] is None:

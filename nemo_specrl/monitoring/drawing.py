@@ -2,7 +2,7 @@
 
 matplotlib is optional and is imported only when a picture is drawn. Figures are made without
 pyplot, so that no display is needed and no global state changes. The colours are safe for the
-colour-blind (Okabe and Ito), and no information is in colour alone.
+colour-blind (Okabe and Ito), and no information is conveyed by colour alone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 Column = Sequence[float | None]
-"""A metric's values by step; None where a step has none."""
+"""A metric's values by step; None if a step has none."""
 
 BLUE, ORANGE, GREEN, PURPLE, SKY = "#0072B2", "#D55E00", "#009E73", "#8C5A94", "#56B4E9"
 GREY = "#555555"
@@ -59,9 +59,8 @@ STYLE: Any = {
 def applies(columns: Mapping[str, Column], name: str) -> bool:
     """Whether a metric is worth showing for a run.
 
-    It is not where the engine reports 0 throughout, for a kind of drafts that the run does not use;
-    nor where it repeats another metric, since without reuse every row is fresh and every token is
-    decoded.
+    It is not if the engine reports 0 throughout, for a kind of draft that the run does not use; nor
+    if it repeats another metric, since without reuse every row is fresh and every token is decoded.
     """
     column = columns.get(name) or ()
     same = {metric.FRESH_REWARD: metric.REWARD, metric.DECODED_TOKENS: metric.RESPONSE_TOKENS}.get(

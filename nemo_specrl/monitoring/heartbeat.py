@@ -1,19 +1,19 @@
 """Heartbeats and sections of a driver that runs under ``ft_launcher`` of nvidia-resiliency-ext.
 
 ``ft_launcher`` starts the driver and a monitor. The monitor kills the driver if a section has been
-open for too long, or no heartbeat has arrived for too long, and the launcher starts it again.
-Without a launcher every function here does nothing, and the package need not be installed.
+open for too long, or no heartbeat has arrived for too long, and the launcher restarts it. Without a
+launcher every function here does nothing, and the package need not be installed.
 
 Sections are those that the launcher's configuration names; others are ignored. Their timeouts, and
 that of the time outside of them, are learned. Once a section has ended, its timeout is
 ``safety_factor`` times the longest that it has ever taken, and at least twelve times the monitor's
-``workload_check_interval``; with the defaults, five times and a minute. Each restart by the
-launcher doubles the timeouts, in case the section was not hung but slower than before, on other
-machines. The longest durations are kept with the run, for its next process. A timeout that is
-configured as null stays off, and heartbeats keep the timeouts that are configured.
+``workload_check_interval``; with the defaults, five times and a minute, respectively. Each restart
+by the launcher doubles the timeouts, in case the section did not hang but was slower than before,
+on other machines. The longest durations are kept with the run, for its next process. A timeout that
+is configured as null stays off, and heartbeats keep the timeouts that are configured.
 
 The package's own ``calculate_and_set_section_timeouts`` is not used. It needs a process group,
-which the driver need not have. Its moving averages also fall while a resumed run takes steps from
+which the driver may not have. Its moving averages also fall while a resumed run takes steps from
 the journal in a fraction of a second, so that the next real step would be killed.
 
 Tested with the release 0.4.1 and, from their sources, with 0.5.0, 0.6.0 and main after 0.7.0-main.
@@ -49,7 +49,7 @@ class _Monitor:
 
     Args:
         client: a connected ``RankMonitorClient``.
-        file: file of the longest durations, seconds by section; None where there are no sections.
+        file: file of the longest durations, seconds by section; None if there are no sections.
     """
 
     def __init__(self, client: Any, file: Path | None) -> None:
@@ -79,7 +79,7 @@ class _Monitor:
     def end(self, name: str) -> None:
         started = self._started.pop(name, None)
         if started is not None:
-            # Before the section ends: the disk may hang.
+            # Do this before the section ends: the disk may hang.
             self._took(name, time.monotonic() - started)
             self._client.end_section(name)
             self._outside_since = time.monotonic()
@@ -166,7 +166,7 @@ def end(name: str) -> None:
 
 @contextlib.contextmanager
 def section(name: str) -> Iterator[None]:
-    """A section as a context manager or a decorator.
+    """Make a section, as a context manager or a decorator.
 
     After an exception the section stays open: what follows, such as ending other processes, may
     hang as well.
@@ -194,11 +194,11 @@ def no_restart(reason: str) -> None:
 
 @contextlib.contextmanager
 def _without_monitor_on_error() -> Iterator[None]:
-    """Disconnect from a monitor that is missing or fails, so that the training goes on."""
+    """Disconnect from a monitor that is missing or fails, so that the training continues."""
     global _monitor
     try:
         yield
-    except Exception as error:  # of any kind: the package's, of the socket, of pickle
+    except Exception as error:  # any error: from the package, the socket, or pickle
         if _monitor is not None:
             with contextlib.suppress(Exception):  # the first error is the one to be logged
                 _monitor.close()

@@ -24,7 +24,7 @@ Row = Mapping[str, Any]
 
 
 def state_of(rows: Sequence[Row], age: float) -> tuple[str, str]:
-    """State of a run as a word (waiting, running, stalled, done), and as a sentence.
+    """Return the state of a run as a word (waiting, running, stalled, done) and as a sentence.
 
     Args:
         rows: the run's steps.
@@ -41,7 +41,7 @@ def state_of(rows: Sequence[Row], age: float) -> tuple[str, str]:
 
 
 def warnings_of(rows: Sequence[Row]) -> list[tuple[int, str]]:
-    """The warnings of all steps, newest first: step and sentence."""
+    """Return the warnings of all steps, newest first: step and sentence."""
     found: list[tuple[int, str]] = []
     before: Row = {}
     for row in rows:
@@ -75,7 +75,7 @@ def warnings_of(rows: Sequence[Row]) -> list[tuple[int, str]]:
 
 
 def content(name: str, rows: Sequence[Row], age: float, *, version: str, problem: str) -> str:
-    """The part of the page that changes.
+    """Make the part of the page that changes.
 
     Args:
         name: name of the run.
@@ -106,7 +106,7 @@ def content(name: str, rows: Sequence[Row], age: float, *, version: str, problem
 
 
 def page(name: str, inner: str, nonce: str) -> bytes:
-    """The whole page, which fetches its content every two seconds.
+    """Make the whole page, which fetches its content every two seconds.
 
     Args:
         name: name of the run.

@@ -67,7 +67,7 @@ class _Run:
             return self._drawn[1]
 
     def _refresh(self) -> float:
-        """Read the file if it has changed; returns the time since the last write to it, seconds.
+        """Read the file if it has changed; return the time since the last write to it, seconds.
 
         If something is wrong with the file, ``_problem`` says so: damaged lines are left out, and a
         file without a complete step has no rows.

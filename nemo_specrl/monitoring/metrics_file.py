@@ -62,7 +62,7 @@ def read_lines(path: Path, parse: Callable[[str], T]) -> tuple[list[T], list[str
 
 
 def left_out(path: Path, wrong: Sequence[str]) -> str:
-    """A sentence on the lines of a file that were left out; empty if there were none."""
+    """Return a sentence on the lines of a file that were left out; empty if there were none."""
     if not wrong:
         return ""
     count = "1 line is" if len(wrong) == 1 else f"{len(wrong):,} lines are"
@@ -72,8 +72,8 @@ def left_out(path: Path, wrong: Sequence[str]) -> str:
 def read_steps(path: Path) -> tuple[list[dict[str, Any]], str]:
     """Read the steps of a metrics.jsonl in order.
 
-    Where a resumed run repeated steps, the newer records replace the older ones. Numbers that are
-    not finite become None.
+    If a resumed run repeated steps, the newer records replace the older ones. Numbers that are not
+    finite become None.
 
     Returns:
         the records; and a sentence on damaged lines, which are left out. A line that is cut off is
@@ -165,7 +165,7 @@ class MetricsFile:
 
 
 class MetricsLog:
-    """Writes a run's metrics, also to Ray's endpoint if this process is connected to Ray.
+    """Writes a run's metrics, including to Ray's endpoint if this process is connected to Ray.
 
     Args:
         folder: ``logger.log_dir``.

@@ -2,8 +2,8 @@
 
 A step's record in metrics.jsonl has values under these names; TensorBoard and NeMo-RL's logger have
 them under ``train/``, and Prometheus under names made from these (``prometheus``). Names that end
-in ``_s`` are seconds. What the engine, the cache and the drift monitor report begins with
-``spec_rl/``.
+in ``_s`` are seconds. The names of what the engine, the cache and the drift monitor report begin
+with ``spec_rl/``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ AT_START = "_at_start"
 STEP = "step"
 """Number of the step, from 1."""
 TOTAL_STEPS = "total_steps"
-"""Steps of the whole run."""
+"""Number of steps of the whole run."""
 EPOCH = "epoch"
 """Pass over the data, from 0."""
 POLICY_VERSION = "policy_version"
@@ -51,9 +51,9 @@ FRESH_REWARD = "fresh_reward"
 REUSED_REWARD = "reused_reward"
 """Mean over rows with a draft."""
 REWARD_FAILURES = "reward_failures"
-"""Rows whose reward raised an error or was not finite, and counts as 0."""
+"""Rows whose reward raised an error or was not finite, and therefore counts as 0."""
 TRUNCATED_FRACTION = "truncated_fraction"
-"""Share of responses that were cut at the longest length."""
+"""Share of responses that were cut off at the maximum length."""
 FRESH_ROWS = "fresh_rows"
 """Rows decoded without a draft."""
 REWARD_STD_IN_GROUP = "reward_std_in_group"
@@ -65,9 +65,9 @@ DISTINCT_IN_GROUP = "distinct_in_group"
 RESPONSE_LENGTH = "response_length"
 """Mean length of the responses, tokens."""
 PUT_OFF_PROMPTS = "put_off_prompts"
-"""Prompts that the step has put off (partial rollouts)."""
+"""Prompts that the step put off (partial rollouts)."""
 PUT_OFF_TOKENS = "put_off_tokens"
-"""Tokens of their rows so far."""
+"""Tokens of the rows of these prompts so far."""
 LOSS = "loss"
 """The policy's loss."""
 VALUE_LOSS = "value_loss"
@@ -77,7 +77,7 @@ KL = "kl"
 RATIO = "ratio"
 """Mean ratio of the policy's probabilities to those of the clip anchor."""
 CLIP_FRACTION = "clip_fraction"
-"""Share of tokens whose gradient the clipping stops."""
+"""Share of tokens whose gradient is stopped by clipping."""
 GRAD_NORM = "grad_norm"
 """Norm of the gradient before it is clipped."""
 
@@ -137,7 +137,7 @@ ENGINE_VERIFY_S = "spec_rl/verify_s"
 DECODE_S = "spec_rl/decode_s"
 """Decoding, seconds."""
 ASSEMBLY_S = "spec_rl/assembly_s"
-"""Judging, putting outputs together and caching them, seconds."""
+"""Judging, assembling outputs and caching them, seconds."""
 
 # --- trees ----------------------------------------------------------------------------------------
 
@@ -150,7 +150,7 @@ TREE_ACCEPTED_FRACTION = "spec_rl/tree_accepted_fraction"
 TREE_DRAFT_LENGTH = "spec_rl/tree_draft_length"
 """Draft tokens verified for a row in a step of the engine, mean."""
 TREE_LEAST_CHANCE = "spec_rl/tree_least_chance"
-"""Chance of being accepted at which drafts end, 1 where none was taken."""
+"""Chance of being accepted at which drafts end, 1 if no token was drafted."""
 TREE_REQUESTS_PER_ROW = "spec_rl/tree_requests_per_row"
 """Requests to the engine for a row, in rounds."""
 TREE_S = "spec_rl/tree_s"
@@ -163,7 +163,7 @@ RUN_AHEAD_TOKENS = "spec_rl/run_ahead_tokens"
 # --- the cache ------------------------------------------------------------------------------------
 
 CACHE_ERRORS = "spec_rl/cache_errors"
-"""Calls of the cache that failed or were given up."""
+"""Calls to the cache that failed or were given up."""
 CACHE_PROMPTS = "spec_rl/cache_prompts"
 """Prompts in the store."""
 CACHE_ROLLOUTS = "spec_rl/cache_rollouts"
@@ -191,7 +191,7 @@ CACHE_MISSING_COPIES = "spec_rl/cache_missing_copies"
 
 GAPS = ("reward", "length", "logprob")
 """Quantities in which fresh and reused rows are compared: ``config.QUANTITIES``, not imported from
-there, since the command line would wait for pydantic before its first line."""
+there, since the command line would then wait for pydantic before its first line."""
 STALENESS = "staleness"
 """Mean loss of log-prob of a row's reused tokens since birth, nats."""
 DRIFT_QUANTITIES = (*GAPS, STALENESS)
@@ -210,7 +210,7 @@ def drift_z(quantity: str) -> str:
 
 
 def drifts(quantity: str) -> str:
-    """Name of the flag that is 1 where the difference exceeds both tolerance and chance, else 0."""
+    """Name of the flag that is 1 if the difference exceeds both tolerance and chance, else 0."""
     return f"spec_rl/{quantity}_drifts"
 
 
@@ -237,4 +237,4 @@ COUNTS = frozenset(
         RUN_AHEAD_TOKENS,
     }
 )
-"""Metrics that add up over steps, beside durations; all others are states or shares."""
+"""Metrics, besides durations, that add up over steps; all others are states or shares."""

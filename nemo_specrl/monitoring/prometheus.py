@@ -26,26 +26,27 @@ Samples = tuple[dict[str, float], dict[str, float]]
 
 
 def started() -> Samples:
-    """The samples of a run that starts or resumes."""
+    """Return the samples of a run that starts or resumes."""
     now = PREFIX + "last_progress_timestamp_seconds"
     return {PREFIX + "running": 1.0, now: time.time()}, {}
 
 
 def ended() -> Samples:
-    """The samples of a run that has ended, so that alerts stop expecting progress."""
+    """Return the samples of a run that has ended, so that alerts stop expecting progress."""
     return {PREFIX + "running": 0.0}, {}
 
 
 def of_step(record: Mapping[str, Any]) -> Samples:
-    """The samples of a completed step.
+    """Return the samples of a completed step.
 
     Args:
         record: the step's metrics by name; names of durations in seconds end in ``_s``. Values that
-            are no finite numbers are left out.
+            are not finite numbers are left out.
     """
     gauges, increments = started()
     increments[PREFIX + "steps_total"] = 1.0
-    # The trainer and the engine both report some quantities; the engine's, under spec_rl/, stand.
+    # The trainer and the engine both report some quantities; the engine's, under spec_rl/, are
+    # used.
     values: dict[str, float] = {}
     for name, value in record.items():
         if isinstance(value, Real) and math.isfinite(value):

@@ -50,10 +50,10 @@ _OF_THE_PAGE = (
 
 
 def run_columns(rows: Sequence[dict[str, Any]]) -> dict[str, list[float | None]]:
-    """The metrics that a run's picture and table show, by step; None where a step has no value.
+    """The metrics that a run's picture and table show, by step; None if a step has no value.
 
     Raises:
-        ConfigError: a value is no number.
+        ConfigError: a value is not a number.
     """
     known = {name for row in rows for name in row if name.startswith(metric.PREFIX)}
     known.update(_TABLE_COLUMNS, _OF_THE_PAGE)
@@ -156,7 +156,7 @@ def _html_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _html_page(title: str, picture: bytes, body: str) -> bytes:
-    """An HTML page that needs no other file and no network."""
+    """Return an HTML page that needs no other file and no network."""
     style = (
         "body{font:15px/1.5 sans-serif;max-width:1400px;margin:24px auto;padding:0 16px;color:#222}"
         "img{max-width:100%}table{border-collapse:collapse;display:block;overflow-x:auto}"

@@ -135,7 +135,7 @@ def _draw_step_seconds(ax: Axes, steps: Sequence[int], columns: dict[str, list[A
 
 
 def _draw_column(ax: Axes, steps: Sequence[int], column: Column, label: str, colour: str) -> None:
-    """Draw a line through the values that are present, with markers where they are few."""
+    """Draw a line through the values that are present, with markers if they are few."""
     present = [(step, value) for step, value in zip(steps, column, strict=False)
                if value is not None]  # fmt: skip
     if present:

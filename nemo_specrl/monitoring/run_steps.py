@@ -48,19 +48,19 @@ def logged_steps(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def column(rows: Sequence[dict[str, Any]], name: str) -> list[float | None]:
-    """The values of a metric by step, None where a step has none.
+    """Return the values of a metric by step, None if a step has none.
 
     Raises:
-        ConfigError: a value is no number; the message names the step.
+        ConfigError: a value is not a number; the message names the step.
     """
     return [number(row.get(name), f"step {row[metric.STEP]}: {name}") for row in rows]
 
 
 def number(value: Any, where: str) -> float | None:
-    """A number of a metrics file; None if it is missing or not finite.
+    """Return a number from a metrics file; None if it is missing or not finite.
 
     Raises:
-        ConfigError: ``value`` is no number; the message begins with ``where``.
+        ConfigError: ``value`` is not a number; the message begins with ``where``.
     """
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return None

@@ -37,16 +37,16 @@ __all__ = ["REJECTIONS", "predict", "read_costs"]
 
 Float64Array = npt.NDArray[np.float64]
 Case = tuple[str, bool]
-"""A preset, and whether prompts have come up before."""
+"""A preset, and whether prompts have occurred before."""
 Ways = list[list[SimulatedRow]]
-"""The rows of a step, in as many ways as there are rates of acceptance."""
+"""The rows of a step, once for each rate of acceptance."""
 
 _ROLLOUTS = 256
 """At least this many of the newest rollouts are simulated, in whole steps."""
 _DRAWS = 20
 """Number of draws of prompts and costs for the interval."""
 _LEAST_STEPS = 4
-"""Costs are fitted where the seconds of at least this many steps are known."""
+"""Costs are fitted if the seconds of at least this many steps are known."""
 REJECTIONS = (1.0, 0.7, 1.4, 2.0)
 """Multiples of the estimated rejection rate of prefix reuse that the interval covers. The estimate
 is from contexts that rollouts of both epochs reached. In other contexts, tokens of the same
@@ -60,7 +60,7 @@ class Prediction:
 
     Args:
         preset: name of the preset.
-        later: whether prompts have come up before, so that the cache has rollouts of them.
+        later: whether prompts have occurred before, so that the cache has rollouts for them.
         speed_up: seconds of plain rollouts divided by seconds with the preset.
         low: lower end of the interval that holds 90 % of the draws.
         high: upper end of that interval.
@@ -80,8 +80,8 @@ def predict(
 ) -> tuple[list[Prediction], list[str]]:
     """Predict the speed-up of each preset over plain rollouts.
 
-    The newest steps of the run are simulated, as in a first epoch and, where the run has rollouts
-    of their prompts from before, as in a later one.
+    The newest steps of the run are simulated, as in a first epoch and, if the run has earlier
+    rollouts of their prompts, as in a later one.
 
     Args:
         run: recorded rollouts.
@@ -91,7 +91,7 @@ def predict(
             the seconds of the run.
 
     Returns:
-        Predictions, and what was assumed, a sentence each.
+        Predictions, and the assumptions, one sentence each.
 
     Raises:
         ConfigError: the engine cannot hold the rollouts.
@@ -127,7 +127,7 @@ def predict(
 
 
 def _first_step(run: RecordedRun, histories: Sequence[History]) -> int:
-    """The step from which on steps are simulated: the newest, with ``_ROLLOUTS`` or more together.
+    """Return the step from which steps are simulated: the newest ones, with ``_ROLLOUTS`` in total.
 
     If there are steps whose prompts were all recorded before, it is one of these.
     """
@@ -147,7 +147,7 @@ def _ways(
     engine: SimulatedEngine,
     engines: int,
 ) -> Ways:
-    """The rows of a step with a preset, for each of ``REJECTIONS`` where these matter."""
+    """Return the rows of a step with a preset, for each of ``REJECTIONS`` if these matter."""
     rates = None
     if history and preset != LOSSLESS:
         groups = groups_of(step)
@@ -207,13 +207,13 @@ def _complete(step: Sequence[RecordedSample], history: History) -> bool:
 
 
 def _drawn(step: Sequence[RecordedSample], rng: np.random.Generator | None) -> list[int]:
-    """Indices of a step's groups: drawn with replacement, or without ``rng`` each once."""
+    """Return indices of a step's groups: drawn with replacement, or each once without ``rng``."""
     n = len(groups_of(step))
     return list(range(n)) if rng is None else rng.integers(n, size=n).tolist()
 
 
 def _taken(rows: Sequence[SimulatedRow], groups: Sequence[int]) -> list[SimulatedRow]:
-    """The rows of the chosen groups; a group that was drawn twice counts as two."""
+    """Return the rows of the chosen groups; a group that was drawn twice counts as two."""
     by_group: dict[int, list[SimulatedRow]] = defaultdict(list)
     for row in rows:
         by_group[row.group].append(row)
@@ -227,7 +227,7 @@ def _fitted(
     engines: int,
     rng: np.random.Generator,
 ) -> tuple[Float64Array, str]:
-    """Draws of the costs, fitted to the seconds of the run, and what that assumes."""
+    """Return draws of the costs, fitted to the run's seconds, and the assumptions of the fit."""
     preset = run.preset if run.preset in (PLAIN, LOSSLESS) else ""
     counts, seconds = [], []
     for step, history, took in zip(run.steps, histories, run.seconds, strict=True):

@@ -56,7 +56,7 @@ class RecordedSample(NamedTuple):
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What a run has left on disk.
+    """What a run left on disk.
 
     Args:
         steps: the rollouts of each step, the oldest step first; a group's are contiguous.
@@ -74,9 +74,9 @@ class RecordedRun:
 
 
 def read_run(folder: Path) -> RecordedRun:
-    """Read what a run has left on disk.
+    """Read what a run left on disk.
 
-    Of NeMo-RL's files, those of the newest epoch are read, and the step before it. Rows that are
+    For NeMo-RL, the files of the newest epoch are read, and of the step before it. Rows that are
     damaged, or have no response, are left out with a warning.
 
     Raises:
@@ -141,7 +141,7 @@ def _sample(line: str) -> RecordedSample | None:
         the sample; None for a row with several turns.
 
     Raises:
-        ValueError: the line is no such row; the message says what is wrong with it.
+        ValueError: the line is not such a row; the message says what is wrong with it.
     """
     try:
         row = json.loads(line)
@@ -165,11 +165,11 @@ def _sample(line: str) -> RecordedSample | None:
 
 
 def _tensorboard(folder: Path) -> tuple[dict[int, float], str]:
-    """Seconds of generation by step, and the preset, from event files where there are any.
+    """Return seconds of generation by step, and the preset, from event files if there are any.
 
     Raises:
         ConfigError: there are event files, and tensorboard is not installed. Without reading them,
-            a run with drafts would be taken for a plain one.
+            a run with drafts would be mistaken for a plain one.
     """
     seconds: dict[int, float] = {}
     tags: set[str] = set()
@@ -194,7 +194,7 @@ def _tensorboard(folder: Path) -> tuple[dict[int, float], str]:
 
 
 def _read_embedded(folder: Path) -> RecordedRun:
-    """The rollouts of the newest checkpoint's cache, by the policy version that made them."""
+    """Return the newest checkpoint's cached rollouts, by the policy version that made them."""
     from nemo_specrl.cache.inspection import open_source
     from nemo_specrl.trainer import checkpoint
     from nemo_specrl.trainer.data.dataset import open_dataset

@@ -1,7 +1,7 @@
 """Recorded rollouts, replayed with each preset in the simulated engine.
 
 ``lossless`` replays the trees that an engine would draft from. ``faithful`` and ``fast`` need the
-probability that the policy of a step gives to the tokens of the epoch before. It is known where a
+probability that the policy of a step gives to the tokens of the epoch before. It is known if a
 rollout of that step has the same tokens so far; :func:`acceptance_rates` extrapolates from there.
 """
 
@@ -142,7 +142,7 @@ def phase(
         preset: preset of the rows.
         rows: rows of the step, those of a group contiguous.
         engine: limits of an engine.
-        engines: number of engines, each with trees of its own.
+        engines: number of engines, each with its own trees.
         history: earlier groups, from which a replay of trees makes the traces of lossless rows.
             None: the rows have traces already.
 
@@ -199,7 +199,7 @@ def _whole_blocks(tokens: int, engine: SimulatedEngine) -> int:
 def _replayed(
     row: SimulatedRow, trees: DraftTrees, identity: int, history: History, max_draft_tokens: int
 ) -> Steps:
-    """Steps of a row that drafts from its tree; they are added to its trace as well."""
+    """Yield the steps of a row that drafts from its tree; they are also added to its trace."""
     earlier = [
         ((version + 1) << 32 | i, sample.tokens.tobytes())
         for version, group in enumerate(history.get(row.sample.key, ()))
@@ -216,9 +216,9 @@ def acceptance_rates(
 ) -> Float64Array | None:
     """Estimate the chance that prefix reuse accepts a token, by the token's earlier log-prob.
 
-    The chance is min(1, lenience * p_new / p_old). p_new is known where a rollout of the newer
-    policy has the same token after the same tokens. Likely tokens are seen more often this way, so
-    each is weighted by one over its chance of being seen (Horvitz and Thompson,
+    The chance is min(1, lenience * p_new / p_old). p_new is known if a rollout of the newer policy
+    has the same token after the same tokens. Likely tokens are seen more often this way, so each is
+    weighted by one over its chance of being seen (Horvitz and Thompson,
     doi:10.1080/01621459.1952.10483446). Tokens in contexts that no newer rollout reached are
     assumed to be accepted like those of the same log-prob.
 
@@ -227,7 +227,7 @@ def acceptance_rates(
         lenience: lenience of the acceptance test.
 
     Returns:
-        rates by bucket of the earlier log-prob, float64; None where no token was seen.
+        rates by bucket of the earlier log-prob, float64; None if no token was seen.
     """
     accepted, seen, squared = np.zeros((3, len(_BUCKETS) + 1))
     for old, new in pairs:
@@ -293,12 +293,12 @@ class _Trie:
 
 
 def rejecting(rates: Float64Array, times: float) -> Float64Array:
-    """Rates of acceptance with ``times`` as many rejections."""
+    """Return rates of acceptance with ``times`` as many rejections."""
     return 1 - np.minimum(1.0, times * (1 - rates))
 
 
 def histories_of(steps: Sequence[Sequence[RecordedSample]]) -> Iterator[History]:
-    """For each step, the earlier groups of all prompts."""
+    """Yield, for each step, the earlier groups of all prompts."""
     history: dict[bytes, list[list[RecordedSample]]] = defaultdict(list)
     for step in steps:
         yield {key: list(groups) for key, groups in history.items()}
@@ -307,7 +307,7 @@ def histories_of(steps: Sequence[Sequence[RecordedSample]]) -> Iterator[History]
 
 
 def groups_of(step: Sequence[RecordedSample]) -> dict[bytes, list[RecordedSample]]:
-    """The rollouts of a step by prompt."""
+    """Return the rollouts of a step by prompt."""
     groups: dict[bytes, list[RecordedSample]] = defaultdict(list)
     for sample in step:
         groups[sample.key].append(sample)

@@ -9,7 +9,7 @@ How many draft tokens are accepted is replayed, not modelled. At temperature 1 a
 with the probability that the policy gives it. A response that the policy sampled therefore decides
 what would have been accepted of any draft: the tokens up to the first one that differs.
 
-This module knows neither engines nor caches; the trees are those that real engines draft from, and
+This module knows neither engines nor caches; the trees are those from which real engines draft, and
 calls end early when those of real engines do.
 """
 
@@ -42,8 +42,8 @@ __all__ = [
 ]
 
 FEATURES = ("steps", "drafting_steps", "rows", "tokens", "kv_tokens", "verified_tokens")
-"""What is counted in a rollout phase, each summed over the engine's steps: steps of an engine that
-does not draft; steps of one that does; rows; computed tokens; tokens of KV cache that are read; and
+"""The counts of a rollout phase, each summed over the engine's steps: steps of an engine that does
+not draft; steps of one that does; rows; computed tokens; tokens of KV cache that are read; and
 computed tokens whose log-probs verification asks for."""
 
 Float64Array = npt.NDArray[np.float64]
@@ -79,7 +79,7 @@ class SimulatedRequest:
     """A request to the engine.
 
     Args:
-        prompt: number of tokens that have to be in the KV cache before it yields any.
+        prompt: number of tokens that must be in the KV cache before it yields any.
         steps: what its steps draft and yield, beginning with the one that ends the prefill.
         cached: number of the prompt's tokens that the prefix cache has.
         then: requests that are sent when this one has ended.
@@ -97,12 +97,12 @@ class SimulatedRequest:
     ended: bool = field(init=False, default=False)
     drafted: int = field(init=False, default=0)
     yielded: int = field(init=False, default=0)
-    pending: int = field(init=False, default=0)  # tokens to be computed until its step ends
+    pending: int = field(init=False, default=0)  # tokens to compute until its step ends
     context: int = field(init=False, default=0)  # tokens that are in the KV cache
     blocks: int = field(init=False, default=0)  # of KV cache
 
     def advance(self) -> bool:
-        """Begin the next step; returns False where there is none."""
+        """Begin the next step; return False if there is none."""
         step = next(self.steps, None)
         if step is not None:
             self.drafted, self.yielded = step
@@ -163,14 +163,14 @@ def run(
         requests: requests in the order in which they are sent. Twice ``max_num_seqs`` are in the
             engine at a time, as in :class:`~nemo_specrl.SpeculativeLLM`; those in ``then`` are sent
             at once.
-        early_end: when requests that have not ended are given up; None: never. None of them has
-            requests in ``then``.
+        early_end: decides when requests that have not ended are given up; None: never. None of them
+            has requests in ``then``.
 
     Returns:
         float64 ``[len(FEATURES)]``.
 
     Raises:
-        ConfigError: a request alone needs more KV cache than there is.
+        ConfigError: a single request needs more KV cache than there is.
     """
     running = _Running(engine)
     requests = list(requests)
@@ -210,7 +210,7 @@ class _Running:
         self._waiting.append(request)
 
     def step(self) -> None:
-        """One step of the engine: running requests first, then waiting ones, as vLLM schedules."""
+        """Do one engine step: running requests first, then waiting ones, as vLLM schedules."""
         engine, budget = self.engine, self.engine.max_num_batched_tokens
         granted: list[tuple[SimulatedRequest, int]] = []
         evicted = False
@@ -240,11 +240,11 @@ class _Running:
                 self._sample(request)
 
     def _place(self, request: SimulatedRequest, tokens: int, *, evict: bool) -> bool:
-        """Allocate blocks for more tokens of a request; returns whether it has them.
+        """Allocate blocks for more tokens of a request; return whether it has them.
 
         Args:
             request: the request.
-            tokens: number of tokens to be computed.
+            tokens: number of tokens to compute.
             evict: whether the newest running requests are preempted if there are too few blocks.
         """
         wanted = -(-(request.context + tokens) // self.engine.block_size) - request.blocks

@@ -38,14 +38,14 @@ class Group:
 
 @dataclass
 class Batch:
-    """The groups that a step trains on.
+    """The groups on which a step trains.
 
     Args:
         epoch: epoch of the step's first prompts, counted from 0.
-        drawn: indices of all prompts that were rolled out, in order; with partial rollouts, of
-            those that are trained on.
+        drawn: indices of all prompts that were rolled out, in order; with partial rollouts, only of
+            those trained on.
         groups: the groups to train on; with dynamic sampling, fewer than were rolled out.
-        put_off: what there is of the groups that the step has put off; None without partial
+        put_off: the available part of the groups that the step put off; None without partial
             rollouts.
     """
 
@@ -112,7 +112,7 @@ class Batch:
         )
 
     def samples(self, recipe: Recipe) -> list[Sample]:
-        """Samples for training, one for each rollout, in the order of ``rows``."""
+        """Make samples for training, one for each rollout, in the order of ``rows``."""
         algorithm, spec_rl, loss = recipe.algorithm, recipe.spec_rl, recipe.loss_fn
         advantages = group_advantages(
             self.rewards,
@@ -149,8 +149,8 @@ class Batch:
     def set_gae_advantages(self, samples: Sequence[Sample], config: AdvEstimatorConfig) -> None:
         """Set the returns and advantages of PPO's samples from the value model's predictions.
 
-        Tokens of an environment are not actions: the estimates step over them, from the policy's
-        last token before to its first one after them, and both are 0 in between.
+        Tokens of an environment are not actions: the estimates skip them, from the policy's last
+        token before them to its first one after them, and both are 0 in between.
 
         Args:
             samples: those of :meth:`samples`, with ``old_values``.

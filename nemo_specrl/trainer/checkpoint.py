@@ -4,7 +4,7 @@
 progress. It is written as ``tmp_step_N`` and renamed after everything in it has reached the disk,
 as in NeMo-RL (nemo_rl/utils/checkpoint.py).
 
-All randomness is counter-based (seed, policy version, prompt, sample index), so that no state of a
+All randomness is counter-based (seed, policy version, prompt, sample index), so no state of a
 random generator has to be saved.
 """
 
@@ -50,12 +50,12 @@ class Progress:
     """Progress of a run.
 
     Args:
-        step: training steps done; also the policy version.
-        position: batches of prompts drawn from the data so far (with dynamic sampling a step may
-            draw several).
+        step: number of training steps done; also the policy version.
+        position: number of batches of prompts drawn from the data so far (with dynamic sampling a
+            step may draw several).
         recipe: the keys that a resumed run must not change, with their values.
         monitor: state of the drift monitor, None before the first step.
-        put_off: prompts that partial rollouts have put off (``partial_rollouts.PutOff``).
+        put_off: prompts that partial rollouts put off (``partial_rollouts.PutOff``).
     """
 
     step: int = 0
@@ -105,7 +105,7 @@ def latest(folder: Path) -> tuple[Path, Progress] | None:
 
 
 def damaged(checkpoint: Path, problem: str) -> CheckpointError:
-    """The error for a damaged checkpoint: what is wrong, and how the run can continue."""
+    """Make the error for a damaged checkpoint: what is wrong, and how the run can continue."""
     older = [path for path in step_folders(checkpoint.parent) if path != checkpoint]
     then = f"resume from {older[-1].name}" if older else "begin anew, as there is no other"
     return CheckpointError(f"{checkpoint}: damaged ({problem}); remove this folder to {then}")
@@ -141,7 +141,7 @@ def save(
             shutil.rmtree(final)
         temporary.rename(final)
         sync(folder)
-    except Exception as error:  # torch and safetensors raise many kinds where a disk fails
+    except Exception as error:  # torch and safetensors raise many kinds if a disk fails
         unwritten = error if isinstance(error, SpecRLError) else write_error(final, error)
         shutil.rmtree(temporary, ignore_errors=True)
         raise unwritten from None
@@ -225,13 +225,13 @@ class CheckpointWriter:
             wait([self._pending])
 
     def take_waited_s(self) -> float:
-        """Seconds for which the run has waited for checkpoints since the last call."""
+        """Return the seconds for which the run waited for checkpoints since the last call."""
         waited, self._waited_s = self._waited_s, 0.0
         return waited
 
 
 def write_error(path: Path, error: BaseException) -> CheckpointError:
-    """The error for a checkpoint, or a part of one, that could not be written: the reason."""
+    """Make the error for a checkpoint, or a part of one, that could not be written: the reason."""
     why = last_line(error)
     with contextlib.suppress(OSError):
         place = next(folder for folder in (path, *path.parents) if folder.exists())
@@ -241,7 +241,7 @@ def write_error(path: Path, error: BaseException) -> CheckpointError:
 
 
 def resume_identity(recipe: Recipe) -> dict[str, Any]:
-    """The keys that a resumed run must not change: all but length, evaluation, folders and layout.
+    """The keys that a resumed run must not change: all except length, evaluation, folders, layout.
 
     In the Megatron block only ``enabled`` counts: a Megatron checkpoint can be loaded in any
     layout, but not by the torch policy. Engines may change in number, and run in the trainer's
@@ -283,7 +283,7 @@ def check_same_recipe(folder: Path, before: dict[str, Any], recipe: Recipe) -> N
         CheckpointError: they differ; the message names the first key that does.
     """
     old, new = _flat(before), _flat(resume_identity(recipe))
-    old.pop("policy.generation.colocated.enabled", None)  # as checkpoints had it that are older
+    old.pop("policy.generation.colocated.enabled", None)  # as older checkpoints had it
     for name in sorted(old.keys() | new.keys()):
         if name in new and name not in old and _is_default(recipe, name):
             continue

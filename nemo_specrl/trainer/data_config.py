@@ -23,10 +23,10 @@ TOY_TASKS = ("arithmetic", "sorting")
 FILES = "ResponseDataset"
 REASONING_GYM = "reasoning_gym:"
 GENERATED_PROMPTS = 48
-"""Prompts of a data set that is generated, where the recipe gives no number."""
+"""Number of prompts of a generated data set if the recipe gives no number."""
 
 TEXT_REWARDS = ("exact", "numeric", "math", "reasoning_gym")
-"""Names that ``env_name`` may have beside ``module:function``."""
+"""Names that ``env_name`` may have besides ``module:function``."""
 
 
 class Columns(Block):
@@ -75,7 +75,7 @@ class DataConfig(Columns):
 
     @property
     def prompts(self) -> int | None:
-        """``num_prompts``, or what it is by default; None for all rows of a file."""
+        """``num_prompts``, or its default; None for all rows of a file."""
         default = GENERATED_PROMPTS if self.data_path is None else None
         return self.num_prompts or default
 

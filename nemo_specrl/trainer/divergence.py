@@ -20,9 +20,9 @@ __all__ = ["check_finite", "first_not_finite"]
 
 
 def first_not_finite(weights: Iterable[tuple[str, torch.Tensor]]) -> str | None:
-    """Name of the first tensor without a finite norm; None if there is none.
+    """Return the name of the first tensor without a finite norm; None if there is none.
 
-    A norm is also infinite where squares of weights overflow float32, as they would in the model.
+    A norm is also infinite if squares of weights overflow float32, as they would in the model.
     """
     import torch
 
@@ -40,8 +40,8 @@ def check_finite(
     Args:
         step: number of the training step that was just made.
         metrics: metrics of its update, by name.
-        weights: of each model that was trained, by what it is called in messages, the name of a
-            parameter that is not finite (:func:`first_not_finite`).
+        weights: for each model that was trained, by its name in messages, the name of a parameter
+            that is not finite (:func:`first_not_finite`).
         last: the newest checkpoint, for the message; None if there is none.
 
     Raises:

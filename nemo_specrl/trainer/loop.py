@@ -47,14 +47,14 @@ class Trainer:
 
     Args:
         recipe: the whole recipe.
-        data: its problems, where they have been opened already.
+        data: its problems, if they have already been opened.
 
     Attributes:
-        progress: how far the run has come.
+        progress: progress of the run.
         stop: set to True to save a checkpoint and end after the current step.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or of another recipe.
+        CheckpointError: the checkpoint is damaged or belongs to another recipe.
     """
 
     def __init__(self, recipe: Recipe, data: Dataset | None = None) -> None:
@@ -78,12 +78,12 @@ class Trainer:
     def build(self) -> None:
         """Load the models, the engine and the cache, as the checkpoint has them.
 
-        A run that is done needs none of them. :meth:`run` calls this where it was not called
-        before.
+        A finished run needs none of them. :meth:`run` calls this if it has not been called before.
 
         Raises:
             ConfigError: a model, folder or engine option that cannot be used.
-            CacheError: the rollout cache is in use, of another tokenizer, or cannot be written.
+            CacheError: the rollout cache is in use, belongs to another tokenizer, or cannot be
+                written.
             CheckpointError: the checkpoint is damaged.
         """
         recipe, found = self.recipe, self._resumed_from
@@ -145,8 +145,8 @@ class Trainer:
                 print(record["step"], record["reward"])
 
         Raises:
-            SpecRLError: see :meth:`build`; also where a checkpoint cannot be written, an engine or
-                a rank of the policy died, or the training has diverged.
+            SpecRLError: see :meth:`build`; also if a checkpoint cannot be written, an engine or a
+                rank of the policy died, or the training has diverged.
         """
         algorithm = self.recipe.algorithm
         if self.done:
@@ -178,7 +178,7 @@ class Trainer:
             self.log.finish()
         finally:
             self._checkpoints.wait()
-            with contextlib.ExitStack() as ending:  # each of them, even if another one fails
+            with contextlib.ExitStack() as ending:  # each is closed, even if another one fails
                 if self.value is not None:
                     ending.callback(self.value.shutdown)
                 ending.callback(self.policy.shutdown)
@@ -237,7 +237,7 @@ class Trainer:
         }
         if self.recipe.spec_rl.enabled:
             record |= rollout_times.engine.as_dict()
-            with contextlib.suppress(CacheError):  # then these metrics are missing from the record
+            with contextlib.suppress(CacheError):  # these metrics are then missing from the record
                 record |= store_metrics(self.generation.stores())
         if self.monitor is not None:
             self.monitor.update(*batch.rows_to_compare())
@@ -380,7 +380,7 @@ class Trainer:
             self.policy.load(folder / "policy")
             if self.value is not None:
                 self.value.load(folder / "value")
-        except (PolicyError, EngineError):  # a process that died says nothing of the checkpoint
+        except (PolicyError, EngineError):  # a process that died says nothing about the checkpoint
             raise
         except Exception as error:  # torch and safetensors raise many kinds
             raise checkpoint.damaged(folder, last_line(error)) from None

@@ -20,12 +20,12 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def group_advantages(rewards: FloatArray, *, normalize: bool, leave_one_out: bool) -> FloatArray:
-    """Advantages relative to the mean reward of the group.
+    """Compute advantages relative to the mean reward of the group.
 
     Args:
         rewards: float64 ``[groups, n]``.
-        normalize: divide by the group's standard deviation.
-        leave_one_out: the baseline of a rollout is the mean of its siblings.
+        normalize: whether to divide by the group's standard deviation.
+        leave_one_out: whether the baseline of a rollout is the mean of its siblings.
 
     Returns:
         float64 ``[groups, n]``; 0 throughout a group whose rewards are all equal.
@@ -44,7 +44,7 @@ def group_advantages(rewards: FloatArray, *, normalize: bool, leave_one_out: boo
 def gae(
     reward: float, values: npt.NDArray[np.float32], *, gamma: float, lam: float
 ) -> npt.NDArray[np.float32]:
-    """Generalized advantage estimates of a response whose reward comes with its last token.
+    """Compute generalized advantage estimates of a response whose reward comes with its last token.
 
     Args:
         reward: reward of the whole response.
@@ -65,7 +65,7 @@ def gae(
 
 
 def token_weights(lengths: list[int], *, token_level: bool) -> list[float]:
-    """Weight of each response's tokens, such that the weighted sum over a batch is a mean.
+    """Return the weight of each response's tokens, so that the weighted sum over a batch is a mean.
 
     Args:
         lengths: number of tokens of each response of the whole optimizer step.

@@ -1,9 +1,9 @@
-"""Active partial rollouts: which prompts a step asks for, and which of them it trains on.
+"""Active partial rollouts: which prompts a step requests, and on which of them it trains.
 
-A step asks for more groups than it needs, and its rollouts end when enough are complete. The other
-prompts are put off: their partial rollouts stay in the cache, the next step asks for them first,
-and what it trains on is made or verified by the weights that it has then. An epoch begins after the
-last prompt of the one before, so that each prompt of an epoch is trained on exactly once.
+A step requests more groups than it needs, and its rollouts end when enough are complete. The other
+prompts are put off: their partial rollouts stay in the cache, the next step requests them first,
+and what it trains on is made or verified by the weights of that step. An epoch begins after the
+last prompt of the previous one, so that each prompt of an epoch is trained on exactly once.
 
 Source: APRIL, arXiv 2509.18521, which continues partial rollouts without verifying them.
 """
@@ -40,7 +40,7 @@ def collect(
         algorithm: the ``grpo:`` or ``ppo:`` block.
         training: all problems.
         place: epoch; step in it; indices of its prompts, in order.
-        put_off: prompts that earlier steps have put off.
+        put_off: prompts that earlier steps put off.
         generation: the engine.
 
     Returns:
@@ -67,12 +67,12 @@ def collect(
 def asked_for(
     order: Sequence[int], trained: int, put_off: PutOff, algorithm: Algorithm
 ) -> list[int]:
-    """Indices of the prompts that a step asks for: those put off, then new ones.
+    """Return the indices of the prompts that a step requests: those put off, then new ones.
 
     Args:
-        order: indices of the epoch's prompts, in the order in which they come up.
+        order: indices of the epoch's prompts, in the order in which they occur.
         trained: how many of them have been trained on.
-        put_off: those that have come up and have not been trained on.
+        put_off: those that have occurred and have not been trained on.
         algorithm: the ``grpo:`` or ``ppo:`` block.
     """
     factor, needed = algorithm.partial_rollouts.over_provision, algorithm.num_prompts_per_step
@@ -83,13 +83,13 @@ def asked_for(
 
 
 def end_of_phase(put_off: PutOff, algorithm: Algorithm) -> EarlyEnd:
-    """When the rollouts of a step end.
+    """Decide when the rollouts of a step end.
 
-    At most twice as many groups are asked for as are needed, so that the prompts that must not be
-    put off once more are never more than the step trains on.
+    At most twice as many groups are requested as are needed, so there are never more prompts that
+    must not be put off again than the step trains on.
 
     Args:
-        put_off: the first prompts that the step asks for.
+        put_off: the first prompts that the step requests.
         algorithm: the ``grpo:`` or ``ppo:`` block.
     """
     most = algorithm.partial_rollouts.max_put_off
@@ -102,26 +102,26 @@ def end_of_phase(put_off: PutOff, algorithm: Algorithm) -> EarlyEnd:
 
 
 def chosen_of(complete: Sequence[bool], needed: int) -> list[int]:
-    """Positions, among the groups that a step has asked for, of those that it trains on.
+    """Return the positions of the groups to train on among those that a step requested.
 
-    They are the first complete ones, not those that were complete first, which are shorter.
+    They are the first complete ones in order, not those that completed first, which are shorter.
 
     Args:
-        complete: whether each group is complete. Where too few are, because an engine has given up
-            rows of its own accord, others are taken as they are, as without partial rollouts.
-        needed: groups of a step.
+        complete: whether each group is complete. If too few are, because an engine gave up rows of
+            its own accord, others are taken as they are, as without partial rollouts.
+        needed: number of groups of a step.
     """
     first = sorted(range(len(complete)), key=lambda group: not complete[group])
     return sorted(first[:needed])
 
 
 def put_off_after(put_off: PutOff, asked: Sequence[int], chosen: Sequence[int]) -> PutOff:
-    """The prompts that a step puts off, the most often put off first.
+    """Return the prompts that a step puts off, the most often put off first.
 
     Args:
         put_off: those that were put off before the step.
-        asked: indices of the prompts that it has asked for.
-        chosen: positions among them of those that it trains on.
+        asked: indices of the prompts that it requested.
+        chosen: positions among them of those on which it trains.
     """
     times = {index: count for index, count in put_off}
     left = [index for group, index in enumerate(asked) if group not in chosen]

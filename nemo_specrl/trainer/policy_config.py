@@ -126,9 +126,9 @@ class GenerationConfig(Block):
 
     @property
     def training_temperature(self) -> float:
-        """Temperature of the log-probs that are trained on: that of sampling; of greedy rows 1.
+        """Temperature of the log-probs that are trained on: that of sampling; 1 for greedy rows.
 
-        As in NeMo-RL. What top-p and top-k cut off is not left out of them.
+        As in NeMo-RL. Tokens cut off by top-p and top-k are not excluded from them.
         """
         return self.temperature or 1.0
 
@@ -136,7 +136,8 @@ class GenerationConfig(Block):
     def _verifiable(self) -> GenerationConfig:
         # What an engine can verify in a single request is decided in engine/sampling_rules.py.
         if self.spec_rl.enabled:
-            # Trees draft for what is sampled from, whatever shapes it, but top-k (sampling_rules).
+            # Trees draft for the sampled distribution, whatever shapes it except top-k
+            # (sampling_rules).
             by_trees = self.spec_rl.effective_fresh_fraction >= 1
             for name, value, raw, trees in (
                 ("temperature", self.temperature, (1.0,), by_trees and self.temperature > 0),
@@ -243,7 +244,7 @@ class PolicyConfig(Block):
 
     @property
     def micro_batch_tokens(self) -> int | None:
-        """Most tokens of a micro-batch; None where only its samples are bounded."""
+        """The most tokens of a micro-batch; None if only its samples are bounded."""
         return self.dynamic_batching.train_mb_tokens if self.dynamic_batching.enabled else None
 
     @model_validator(mode="after")
@@ -275,7 +276,7 @@ class ValueConfig(Block):
 
 @functools.cache
 def model_folder(model_name: str) -> Path:
-    """The folder of a model in Hugging Face format; a model of the hub is downloaded first.
+    """Return the folder of a model in Hugging Face format; a hub model is downloaded first.
 
     Raises:
         ConfigError: there is no such folder, it has no config.json, or the hub cannot be reached.
@@ -292,15 +293,15 @@ def model_folder(model_name: str) -> Path:
 
 
 def _downloaded(name: str) -> Path:
-    """A model of the hub in the cache of huggingface_hub."""
+    """Return a hub model's folder in the cache of huggingface_hub."""
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
-    with contextlib.suppress(Exception):  # of many kinds: it is not in the cache, or not whole
+    with contextlib.suppress(Exception):  # many kinds: it is not in the cache, or incomplete
         return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
-    except Exception as error:  # of the hub, of HTTP and of the network, without a common base
+    except Exception as error:  # from the hub, HTTP and the network, without a common base
         raise ConfigError(
             f"policy.model_name = {name!r}: is no folder here, and cannot be fetched from the hub "
             f"({last_line(error)[:200]}); give a folder, or HF_HOME with the model in its cache"
@@ -311,7 +312,7 @@ def read_model_config(model_name: str) -> dict[str, Any]:
     """Read the config.json in a model's folder.
 
     Raises:
-        ConfigError: there is none, or it holds no JSON object.
+        ConfigError: there is none, or it does not hold a JSON object.
     """
     path = model_folder(model_name) / "config.json"
     try:
@@ -324,7 +325,7 @@ def read_model_config(model_name: str) -> dict[str, Any]:
 
 
 def eos_token_ids(model_name: str) -> list[int]:
-    """The end-of-sequence tokens of a model: those of config.json, then of generation_config.json.
+    """A model's end-of-sequence tokens: those of config.json, then of generation_config.json.
 
     Raises:
         ConfigError: neither has one.
@@ -347,7 +348,7 @@ def eos_token_ids(model_name: str) -> list[int]:
 
 
 def tokenizer_file(model_name: str) -> Path:
-    """The tokenizer.json in a model's folder.
+    """Return the tokenizer.json in a model's folder.
 
     Raises:
         ConfigError: there is none.

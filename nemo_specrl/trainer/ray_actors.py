@@ -30,7 +30,7 @@ GRACE_SECONDS = 5.0
 its connection to another that died."""
 
 SILENT_SECONDS = 20.0
-"""How long an actor may leave a ping unanswered. It answers pings also while it computes or waits
+"""How long an actor may leave a ping unanswered. It answers pings even while it computes or waits
 for other actors."""
 
 CONNECT_SECONDS = 10.0
@@ -44,10 +44,10 @@ def connect() -> bool:
     machine.
 
     Returns:
-        whether this call has connected, so that the caller has to shut Ray down.
+        whether this call connected, so that the caller must shut down Ray.
 
     Raises:
-        ConfigError: no Ray answers at that address, or it cannot start.
+        ConfigError: Ray does not answer at that address, or cannot start.
     """
     if ray.is_initialized():
         return False
@@ -103,7 +103,7 @@ def gpus() -> int:
 
 
 def _places(count: int, nodes: int) -> list[NodeAffinitySchedulingStrategy]:
-    """The node of each actor."""
+    """Return the node of each actor."""
     own, known = ray.get_runtime_context().get_node_id(), ray.nodes()  # type: ignore[no-untyped-call]
     alive = [node["NodeID"] for node in known if node["Alive"]]
     places = sorted(alive, key=lambda node: (node != own, node))[:nodes]
@@ -152,7 +152,7 @@ class Actors:
             returns the process id even during another call.
         arguments: arguments of each actor's constructor.
         groups: further concurrency groups of the class.
-        nodes: largest number of nodes that they are spread over, this process's own first. Each
+        nodes: largest number of nodes over which they are spread, this process's own first. Each
             node has consecutive actors.
         gpu: whether each actor gets a GPU.
         name: returns an actor's name in messages by its index.
@@ -160,7 +160,7 @@ class Actors:
         on_failure: called before ``error`` is raised; it must end the actors.
 
     Attributes:
-        nodes: number of nodes that they are on.
+        nodes: number of nodes on which they run.
         pids: process id of each actor on its node; empty until :meth:`ready`.
     """
 
@@ -194,7 +194,7 @@ class Actors:
         return self._count
 
     def __getitem__(self, index: int) -> Any:
-        """The handle of an actor.
+        """Return the handle of an actor.
 
         Raises:
             SpecRLError: ``error``; the actors have ended.
@@ -205,7 +205,7 @@ class Actors:
         return self._handles[index]
 
     def ready(self) -> None:
-        """Wait until all actors are constructed. From then on they have to answer pings."""
+        """Wait until all actors are constructed. From then on they must answer pings."""
         self.pids = self.all("pid")
 
     def all(self, method: str, *arguments: Any) -> list[Any]:
@@ -226,8 +226,8 @@ class Actors:
             the answers by index.
 
         Raises:
-            SpecRLError: the one that an actor raised; else ``error``, which names the actor that
-                died, does not answer pings, or raised another exception.
+            SpecRLError: the one that an actor raised; otherwise ``error``, which names the actor
+                that died, does not answer pings, or raised another exception.
         """
         found: dict[int, Any] = {}
         errors: dict[int, Exception] = {}
@@ -259,7 +259,7 @@ class Actors:
         return found
 
     def _reason(self, errors: dict[int, Exception]) -> Exception:
-        """The error to raise: the one among the actors' errors that caused the others."""
+        """Return the error to raise: the one among the actors' errors that caused the others."""
         for index, error in errors.items():
             if isinstance(error, ray.exceptions.OutOfMemoryError):
                 return self._error(

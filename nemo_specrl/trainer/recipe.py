@@ -246,8 +246,8 @@ class Recipe(Block):
 
     @property
     def run_dir(self) -> Path:
-        """Folder of the run's cache and journal: ``checkpoint_dir``; without checkpoints, that of
-        the log.
+        """Folder of the run's cache and journal: ``checkpoint_dir``; without checkpoints, the log's
+        folder.
         """
         made = self.checkpointing.enabled
         return self.checkpointing.checkpoint_dir if made else self.logger.log_dir
@@ -267,9 +267,9 @@ class Recipe(Block):
 
     @property
     def engines(self) -> tuple[int, int] | None:
-        """Number of engines in processes of their own, and number of nodes for them.
+        """Number of engines in their own processes, and number of nodes for them.
 
-        None where there is one engine in the trainer's process.
+        None if there is one engine in the trainer's process.
         """
         colocated = self.policy.generation.colocated
         if colocated.enabled:
@@ -289,12 +289,12 @@ class Recipe(Block):
     def steps_per_epoch(self) -> int:
         """Steps in a pass over the data. Prompts beyond the last whole step are skipped.
 
-        Of a file whose rows have not been counted (:meth:`with_prompts`), 0.
+        0 for a file whose rows have not been counted (:meth:`with_prompts`).
         """
         return (self.data.prompts or 0) // self.algorithm.num_prompts_per_step
 
     def with_prompts(self, count: int) -> Recipe:
-        """This recipe with the number of training prompts that a file has.
+        """Return this recipe with the number of training prompts that a file has.
 
         Raises:
             ConfigError: they are fewer than a step takes.

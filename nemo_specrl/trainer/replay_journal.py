@@ -4,10 +4,10 @@ After a crash the store is restored from the checkpoint; the journal is not. Whe
 repeated under the same weights, their rollouts are taken from the journal instead of being decoded
 again. The caller identifies weights by their fingerprint.
 
-A step may be lost several times, by one process after the other, and each may have decoded it in
-another way (how long lossless drafts are depends on measured times). So the journal notes which
-process made a rollout, and at which draw of its prompt in the step, in the field ``incarnation``
-of its records, which the store of a single engine does not use.
+A step may be lost several times, by one process after the other, and each may have decoded it
+differently (the length of lossless drafts depends on measured times). The journal therefore notes
+which process made a rollout, and at which draw of its prompt in the step, in the field
+``incarnation`` of its records, which the store of a single engine does not use.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from nemo_specrl.rollout import Finish, Rollout
 
 __all__ = ["JournaledStore"]
 
-_ALL = 2**16  # groups of a prompt, which may come up often between two checkpoints
+_ALL = 2**16  # groups of a prompt, which may occur often between two checkpoints
 _DRAWS = 2**20  # of a prompt in a step, at most; a record's incarnation: process * _DRAWS + draw
 
 
@@ -45,7 +45,7 @@ class JournaledStore:
     Args:
         folder: folder of the store.
         journal: folder of the journal.
-        run: identity of the run. Runs whose rollouts must not be mixed up need different ones; the
+        run: identity of the run. Runs whose rollouts must not be mixed need different ones; the
             journal of another run is emptied.
         max_bytes: hard cap of all stores together, bytes (each has at least 1 MiB).
         tokenizer_id: identity of the tokenizer.
@@ -82,17 +82,17 @@ class JournaledStore:
             self.close()
             raise
         self._process = time.time_ns() // 10**6
-        # How often a row has been asked for, by key, sample index and policy version.
+        # How often a row has been requested, by key, sample index and policy version.
         self._draws: Counter[tuple[bytes, int, int]] = Counter()
 
     def get(self, keys: Iterable[bytes]) -> dict[bytes, list[Rollout]]:
-        """Look up rollouts in the store alone, as :meth:`RolloutStore.get` does."""
+        """Look up rollouts in the store only, as :meth:`RolloutStore.get` does."""
         return self._store.get(keys)
 
     def put(self, rollouts: Iterable[Rollout]) -> None:
         """Put rollouts into the store and the journal, as :meth:`RolloutStore.put` does.
 
-        Where one of them fails, the other one still gets them.
+        If one of them fails, the other one still gets them.
         """
         rollouts = list(rollouts)
         places = [(r.key, r.sample_index, r.policy_version) for r in rollouts]
@@ -108,24 +108,25 @@ class JournaledStore:
         fingerprint: int,
         enough: Callable[[Sequence[bool]], bool] = all,
     ) -> list[Rollout | None]:
-        """Return the rollouts that a process that died had made for the same step.
+        """Return the rollouts that a process had made for the same step before it died.
 
         Rollouts of the same weights are returned for the whole batch or not at all, and all from
         one process: decoding fewer rows at a time changes roundings, and the rows that several
-        processes had finished when each of them died are the short ones. The latest process counts
-        that had them all, since it may have logged the step. They are put into the store as well.
+        processes had finished when each of them died are the short ones. The latest process that
+        had them all counts, since it may have logged the step. They are put into the store as well.
 
-        If the weights are others, because an earlier step could not be repeated exactly, only some
-        of the rows may have a rollout, each the latest one.
+        If the weights differ, because an earlier step could not be repeated exactly, only some of
+        the rows may have a rollout, each the latest one.
 
-        A row that is asked for a second time in a step gets the rollout of its second draw.
+        A row that is requested a second time in a step gets the rollout of its second draw.
 
         Args:
             rows: key and sample index of each row.
             policy_version: version of the weights that generate, which identifies the step.
             fingerprint: fingerprint of these weights.
-            enough: whether these rows, True for each that ended, are a whole batch. A step that
-                ended early has partial rollouts of other rows, which are put into the store.
+            enough: given one bool per row, True if it ended, says whether these rows are a whole
+                batch. A step that ended early has partial rollouts of other rows, which are put
+                into the store.
 
         Returns:
             a rollout for each row, or None. Its fingerprint may be that of other weights.
@@ -146,7 +147,7 @@ class JournaledStore:
     def _made(
         self, rows: Sequence[tuple[bytes, int]], policy_version: int
     ) -> list[dict[int, Rollout]]:
-        """What earlier processes made for the next draw of each row, by process."""
+        """Return what earlier processes made for the next draw of each row, by process."""
         places = [(key, sample_index, policy_version) for key, sample_index in rows]
         self._draws.update(places)
         recorded: dict[tuple[bytes, int, int], dict[int, Rollout]] = defaultdict(dict)
@@ -163,11 +164,11 @@ class JournaledStore:
         return [recorded.get((*place[:2], self._draws[place]), {}) for place in places]
 
     def restore(self, folder: str | os.PathLike[str]) -> tuple[Manifest, list[str]]:
-        """Restore the store alone, as :meth:`RolloutStore.restore` does."""
+        """Restore the store only, as :meth:`RolloutStore.restore` does."""
         return self._store.restore(folder)
 
     def snapshot(self, folder: str | os.PathLike[str], policy_version: int = 0) -> None:
-        """Write a snapshot of the store alone, as :meth:`RolloutStore.snapshot` does.
+        """Write a snapshot of the store only, as :meth:`RolloutStore.snapshot` does.
 
         Call it between two steps. Rollouts that are put afterwards belong to later steps, and
         :meth:`forget` leaves them in the journal.
@@ -184,17 +185,17 @@ class JournaledStore:
         self._journal[0].clear()
 
     def sync(self) -> None:
-        """Commit all, as :meth:`RolloutStore.sync` does, each even if another one fails."""
+        """Commit all stores, as :meth:`RolloutStore.sync` does, each even if another one fails."""
         with contextlib.ExitStack() as stack:
             for store in (self._store, *self._journal):
                 stack.callback(store.sync)
 
     def stats(self) -> StoreStats:
-        """Return the statistics of the store alone."""
+        """Return the statistics of the store only."""
         return self._store.stats()
 
     def close(self) -> None:
-        """Close all, as :meth:`RolloutStore.close` does."""
+        """Close all stores, as :meth:`RolloutStore.close` does."""
         with contextlib.ExitStack() as stack:
             for store in (self._store, *self._journal):
                 stack.callback(store.close)

@@ -1,7 +1,7 @@
 """Checks of a recipe on this machine before models and engines are loaded.
 
-Loading takes a minute; that a folder is a file, or that the model's context is shorter than asked
-for, can be found within a second. Nothing here needs torch or vLLM, or leaves files behind.
+Loading takes a minute; that a folder is a file, or that the model's context is shorter than
+requested, can be found within a second. Nothing here needs torch or vLLM, or leaves files behind.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of a recipe's ``vllm_kwargs:`` that need no vLLM."""
+"""Checks of a recipe's ``vllm_kwargs:`` that do not need vLLM."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check_vllm_kwargs(values: Mapping[str, Any]) -> None:
 
 
 def _floats(value: Any) -> Iterator[float]:
-    """All floating-point numbers in a YAML value."""
+    """Yield all floating-point numbers in a YAML value."""
     if isinstance(value, float):
         yield value
     elif isinstance(value, (dict, list)):

@@ -164,7 +164,7 @@ class _TextDataset:
         return list(itertools.islice(self._usable(rows, GIVE_UP), count))
 
     def _usable(self, rows: Iterable[Row], give_up: int | None = None) -> Iterator[TextProblem]:
-        """The problems whose prompts are neither empty, too long, nor there already."""
+        """Yield the problems whose prompts are neither empty, nor too long, nor duplicates."""
         unusable = 0
         for row in rows:
             prompt, reason = self._prompt(row)
@@ -181,7 +181,7 @@ class _TextDataset:
                 )
 
     def _prompt(self, row: Row) -> tuple[list[int], str | None]:
-        """A row's prompt, and why it cannot be used; None where it can."""
+        """Return a row's prompt, and why it cannot be used; None if it can."""
         if not row.messages[-1]["content"].strip():
             return [], "an empty prompt"
         try:
@@ -195,7 +195,7 @@ class _TextDataset:
         return prompt, None
 
     def _report(self) -> None:
-        """Say which rows were left out, and why."""
+        """Log which rows were left out, and why."""
         for reason, places in self.left_out.items():
             more = f" and {len(places) - 3} more" if len(places) > 3 else ""
             rows = "row was" if len(places) == 1 else "rows were"

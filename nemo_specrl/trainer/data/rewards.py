@@ -1,4 +1,4 @@
-"""Scores of responses that are text."""
+"""Scores of text responses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Reward = Callable[[str, Mapping[str, Any]], float]
 """Scores the text of a response to a row, which has the right answer under ``answer``."""
 
 WARNINGS = 5
-"""Failures of a reward that are logged one by one."""
+"""Number of failures of a reward that are logged one by one."""
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +37,8 @@ class Scorer:
         reward: the reward.
 
     Attributes:
-        failures: rows for which the reward raised an error or gave no finite number. They count as
-            0, so that one row never ends a run.
+        failures: number of rows for which the reward raised an error or gave no finite number. They
+            count as 0, so that a single row never ends a run.
     """
 
     def __init__(self, name: str, reward: Reward) -> None:
@@ -46,7 +46,7 @@ class Scorer:
         self._reward = reward
 
     def score(self, response: str, row: Mapping[str, Any], where: str) -> float:
-        """The reward of a response; 0 where there is none."""
+        """Return the reward of a response; 0 if there is none."""
         try:
             value = float(self._reward(response, row))
             if math.isfinite(value):
@@ -67,11 +67,11 @@ class Scorer:
 
 
 def build_reward(name: str, dataset: Any) -> Reward:
-    """The reward that ``data.env_name`` names.
+    """Build the reward that ``data.env_name`` names.
 
     Args:
         name: one of ``TEXT_REWARDS``, or ``module:function``.
-        dataset: the data set of reasoning-gym, where ``name`` is ``reasoning_gym``.
+        dataset: the data set of reasoning-gym, if ``name`` is ``reasoning_gym``.
 
     Raises:
         ConfigError: a package or the function is missing.
@@ -88,13 +88,13 @@ def build_reward(name: str, dataset: Any) -> Reward:
 
 
 def tagged_answer(response: str) -> str | None:
-    """What the response has last between ``<answer>`` and ``</answer>``; None where it has none."""
+    """Return the last text between ``<answer>`` and ``</answer>``; None if there is none."""
     found = _TAGGED.findall(response)
     return found[-1].strip() if found else None
 
 
 def final_answer(response: str) -> str:
-    r"""A response's answer: in ``<answer>``, in ``\boxed{}``, behind ``####``, or its last line."""
+    r"""A response's answer: in ``<answer>``, in ``\boxed{}``, after ``####``, or its last line."""
     if (tagged := tagged_answer(response)) is not None:
         return tagged
     if boxed := _BOXED.findall(response):
@@ -106,7 +106,7 @@ def final_answer(response: str) -> str:
 
 
 def numeric(response: str, row: Mapping[str, Any]) -> float:
-    """1 if the last number of the response's answer is that of the right answer, else 0."""
+    """Return 1 if the last number of the response's answer is that of the right answer, else 0."""
     given, right = _number(final_answer(response)), _number(str(row["answer"]))
     return float(given is not None and given == right)
 

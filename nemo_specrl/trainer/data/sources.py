@@ -29,7 +29,7 @@ class Row:
     Args:
         where: its place, for messages: ``train.jsonl:17``.
         messages: the conversation that the model continues; the last message is the user's.
-        values: everything that the source says of it, with the right answer under ``answer``.
+        values: everything that the source says about it, with the right answer under ``answer``.
     """
 
     where: str
@@ -38,14 +38,14 @@ class Row:
 
 
 def file_rows(path: Path, columns: Columns) -> Iterator[Row]:
-    """The rows of a file of JSON Lines or Parquet, in order.
+    """Yield the rows of a file of JSON Lines or Parquet, in order.
 
     A row has the user's message under ``input_key``, or a conversation under ``messages``, whose
     last message may be the right answer by the assistant, as in NeMo-RL; and the right answer
     under ``output_key``.
 
     Raises:
-        ConfigError: names file and line, and what is wrong with it.
+        ConfigError: names the file, the line, and what is wrong with it.
     """
     read = _parquet_lines if path.suffix == ".parquet" else _json_lines
     for number, values in read(path):
@@ -147,7 +147,7 @@ def _names(values: Mapping[str, Any]) -> str:
 
 
 def gym_dataset(name: str, kwargs: Mapping[str, Any], seed: int, size: int) -> Any:
-    """A data set of reasoning-gym.
+    """Create a data set of reasoning-gym.
 
     Args:
         name: ``reasoning_gym:NAME``.
@@ -160,7 +160,7 @@ def gym_dataset(name: str, kwargs: Mapping[str, Any], seed: int, size: int) -> A
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # of a package that it imports
+            warnings.simplefilter("ignore", SyntaxWarning)  # from a package that it imports
             import reasoning_gym
     except ImportError as error:
         raise ConfigError(
@@ -178,7 +178,7 @@ def gym_dataset(name: str, kwargs: Mapping[str, Any], seed: int, size: int) -> A
 
 
 def gym_rows(name: str, kwargs: Mapping[str, Any], seed: int) -> Iterator[Row]:
-    """Problems of a data set of reasoning-gym, without end.
+    """Yield problems of a data set of reasoning-gym, without end.
 
     Raises:
         ConfigError: see :func:`gym_dataset`.

@@ -22,7 +22,8 @@ class Text:
         policy: the ``policy:`` block.
         system_prompt: content of the system message; None for the chat template's own, if it has
             one.
-        template: the user's message, in which ``{}`` stands for the problem; None for the problem.
+        template: the user's message, in which ``{}`` stands for the problem; None for the problem
+            itself.
 
     Raises:
         ConfigError: the model has no tokenizer, or no chat template.
@@ -56,10 +57,10 @@ class Text:
         self._system, self._template = system_prompt, template
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation, up to where the model's next message begins.
+        """Token ids of a conversation, up to the beginning of the model's next message.
 
         Args:
-            messages: the conversation. The template goes around its last message, and the system
+            messages: the conversation. The template is put around its last message, and the system
                 prompt before a conversation that has none.
 
         Raises:
@@ -82,10 +83,10 @@ class Text:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def observation(self, content: str, last: int) -> list[int]:
-        """Token ids of a tool's answer, from the end of the model's turn to its next one's begin.
+        """Token ids of a tool's answer, from the end of the model's turn to the start of its next.
 
-        With a chat template they are a message of the role ``tool``, or of the user where the
-        template shows no tool's. Without one they are the answer as it is.
+        With a chat template they are a message of the role ``tool``, or of the user if the template
+        shows no tool messages. Without one they are the answer as it is.
 
         Args:
             content: the answer.
@@ -128,10 +129,10 @@ class Text:
 
 
 def read_text_file(key: str, path: Path | str) -> str:
-    """The text of a file that a recipe names, without white space around it.
+    """Return the text of a file that a recipe names, without surrounding white space.
 
     Raises:
-        ConfigError: it cannot be read, or is no UTF-8.
+        ConfigError: it cannot be read, or is not UTF-8.
     """
     try:
         return Path(path).read_text(encoding="utf-8-sig").strip()

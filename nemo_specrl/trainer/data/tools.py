@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 __all__ = ["ToolEnvironment", "calculate", "open_environment"]
 
 LONGEST_EXPRESSION = 200
-"""Characters."""
+"""Maximum number of characters."""
 MOST_DIGITS = 40
-"""Of a number, and of the numerator and the denominator of a result."""
+"""Maximum number of digits of a number, and of the numerator and the denominator of a result."""
 
 _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -32,22 +32,22 @@ _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] 
 
 
 def calculate(expression: str) -> str:
-    """The value of an arithmetic expression, or what is wrong with it.
+    """Return the value of an arithmetic expression, or what is wrong with it.
 
-    Numbers, ``+ - * /`` and parentheses are known. The arithmetic is exact.
+    Numbers, ``+ - * /`` and parentheses are supported. The arithmetic is exact.
 
     Args:
         expression: at most ``LONGEST_EXPRESSION`` characters, with numbers of at most
             ``MOST_DIGITS`` digits.
 
     Returns:
-        A whole number, or a number with at most 12 digits that count; else a text that begins with
-        ``error:``.
+        An integer, or a number with at most 12 significant digits; otherwise a text that begins
+        with ``error:``.
     """
     if len(expression) > LONGEST_EXPRESSION:
         return f"error: longer than {LONGEST_EXPRESSION} characters"
     try:
-        with warnings.catch_warnings(action="ignore"):  # of texts such as "1and 2"
+        with warnings.catch_warnings(action="ignore"):  # from texts such as "1and 2"
             value = _value(ast.parse(expression.strip(), mode="eval").body)
     except ZeroDivisionError:
         return "error: division by zero"
@@ -97,11 +97,11 @@ class ToolEnvironment:
 
     Args:
         text: the model's tokenizer and chat template.
-        max_turns: the most turns of the model in a conversation.
+        max_turns: the maximum number of turns of the model in a conversation.
 
     Attributes:
         max_turns: the same.
-        stop_strings: end a turn.
+        stop_strings: strings that end a turn.
     """
 
     def __init__(self, text: Text, max_turns: int) -> None:
@@ -109,7 +109,7 @@ class ToolEnvironment:
         self.stop_strings = [_END]
 
     def observe(self, turn: Sequence[int]) -> list[int] | None:
-        """The answer's token ids; None where a turn has no call at its end.
+        """Return the answer's token ids; None if the turn does not end with a call.
 
         Args:
             turn: token ids of the turn.
@@ -120,7 +120,8 @@ class ToolEnvironment:
             return None
         call = calls[-1]
         if said[call.end() :].strip():
-            # The token that completes a call may hold more than its end. Else the turn went on.
+            # The token that completes a call may contain more than its end. Otherwise the turn
+            # continued.
             before = self.text.response(turn[:-1])
             if before.count(_END) == said.count(_END):
                 return None
@@ -128,7 +129,7 @@ class ToolEnvironment:
 
 
 def open_environment(recipe: Recipe) -> ToolEnvironment | None:
-    """The environment of a recipe; None where its rollouts have a single turn.
+    """Make the environment of a recipe; None if its rollouts have a single turn.
 
     Raises:
         ConfigError: the model has no tokenizer, or its chat template shows no answer.

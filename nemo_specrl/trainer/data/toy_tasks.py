@@ -1,13 +1,14 @@
 """The toy tasks of the embedded trainer: sums of many terms, and letters to be put in order.
 
-Responses work the problem out step by step and give the answer after ``#``, one token a character:
+Responses work the problem out step by step and give the answer after ``#``, with one token per
+character:
 
 - ``arithmetic``: ``"23+45-17+...=?"`` with 11 to 16 two-digit terms; a response writes down every
   intermediate total: ``"23+45=68;68-17=51;...#51"``, 100 to 180 tokens.
 - ``sorting``: ``"cabm...=?"`` with 8 to 12 letters; a response inserts one letter after another:
   ``"c;ac;abc;abcm;...#abcm..."``, 50 to 105 tokens.
 
-Answers are checked exactly, so that rewards need no judge. Nothing here needs torch or vLLM.
+Answers are checked exactly, so rewards need no judge. Nothing here needs torch or vLLM.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class ToyProblem(ABC):
 
     @property
     def prompt(self) -> list[int]:
-        """Token ids of the question, beginning-of-sequence first."""
+        """Token ids of the question, starting with beginning-of-sequence."""
         return [BOS, *encode(self.question)]
 
     def reward(self, tokens: list[int]) -> float:

@@ -138,10 +138,10 @@ class Response:
         birth_logprobs: log-probs under the policy that sampled each token, float32 ``[n]``, nats.
         reused: whether an earlier policy sampled the token (``Rollout.reused``), bool ``[n]``.
         fresh: whether the response was decoded without a draft.
-        truncated: whether it ended at the longest length.
-        made: which tokens the policy has made, bool ``[n]``. The others are the environment's; the
-            log-probs of these are 0.
-        ended: False where it was given up before its end.
+        truncated: whether it was cut off at the maximum length.
+        made: which tokens the policy made, bool ``[n]``. The others are the environment's; their
+            log-probs are 0.
+        ended: False if it was given up before its end.
     """
 
     tokens: list[int]
@@ -156,7 +156,7 @@ class Response:
 
     @property
     def length(self) -> int:
-        """Number of tokens that the policy has made."""
+        """Number of tokens that the policy made."""
         return int(self.made.sum())
 
 
@@ -188,7 +188,7 @@ class Engine:
     Attributes:
         times: times of the rollouts since the last :meth:`take_times`.
         eos: the model's end-of-sequence tokens.
-        environment: answers the turns of a rollout; None where it has one turn.
+        environment: answers the turns of a rollout; None if it has one turn.
         heldout_s: duration of the last plain decoding of held-out prompts, seconds.
 
     Raises:
@@ -237,9 +237,9 @@ class Engine:
         Args:
             prompts: token ids.
             attempt: index of this batch in its step. It goes into the seeds, so that a prompt that
-                comes twice in a step gets different responses.
+                occurs twice in a step gets different responses.
             upcoming: prompts of the next batch, for ``run_ahead``.
-            early_end: when rows that have not ended are given up; None: never.
+            early_end: decides when rows that have not ended are given up; None: never.
         """
         group = self.recipe.algorithm.num_generations_per_prompt
         seed = self.speculative.draw_seed
@@ -261,7 +261,7 @@ class Engine:
         return [generated[i : i + group] for i in range(0, len(generated), group)]
 
     def _sync(self, cache: Cache) -> None:
-        """Have on disk what was put; a failure costs speed alone, is counted, and logged once."""
+        """Get what was put onto disk; a failure costs only speed, is counted, and logged once."""
         try:
             cache.sync()
         except CacheError as error:

@@ -25,11 +25,11 @@ def build_generation(
         recipe: the whole recipe.
         fixed: the part of the recipe that a resumed run cannot change; it identifies the run whose
             journal may be used.
-        resume_from: the checkpoint; None at the start of a run, where the cache is empty.
+        resume_from: the checkpoint; None at the start of a run, when the cache is empty.
 
     Raises:
         ConfigError: vLLM refuses the model or an argument, or Ray is not installed.
-        CacheError: the cache is in use, of another tokenizer, or cannot be written.
+        CacheError: the cache is in use, belongs to another tokenizer, or cannot be written.
         EngineError: an engine in a process of its own died.
     """
     if recipe.engines is not None:

@@ -74,7 +74,7 @@ class InProcessEngine(Engine):
     def save(self, folder: Path) -> None:
         """Write the cache into a checkpoint. Call it between two steps.
 
-        A run that resumes from a checkpoint without the cache starts cold, which costs speed alone.
+        A run that resumes from a checkpoint without the cache starts cold, which costs only speed.
         """
         self._saved = False
         if self.store is None:
@@ -88,17 +88,17 @@ class InProcessEngine(Engine):
     def on_checkpoint_complete(self) -> None:
         """Shorten the journal, once a checkpoint with what :meth:`save` wrote is complete.
 
-        Where it could not write the cache, the journal stays as it is until the next checkpoint.
+        If it could not write the cache, the journal is left unchanged until the next checkpoint.
         """
         if self.store is None or not self._saved:
             return
         try:
             self.store.forget()
-        except CacheError as error:  # what is left there is of steps that are not repeated
+        except CacheError as error:  # what is left there belongs to steps that are not repeated
             logger.warning("rollout journal: %s", error)
 
     def stores(self) -> list[StoreStats]:
-        """The statistics of the cache's store; empty if there is no cache.
+        """Return the statistics of the cache's store; empty if there is no cache.
 
         Raises:
             CacheError: they cannot be read.
@@ -106,7 +106,7 @@ class InProcessEngine(Engine):
         return [] if self.store is None else [self.store.stats()]
 
     def shutdown(self) -> None:
-        """Close the cache; what cannot be committed any more is logged."""
+        """Close the cache; what can no longer be committed is logged."""
         if self.store is not None:
             try:
                 self.store.close()

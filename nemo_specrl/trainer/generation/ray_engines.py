@@ -98,7 +98,7 @@ class EngineActor:
 
     @ray.method(concurrency_group="weights")
     def feed(self, tensors: Tensors | None) -> None:
-        """Pass tensors on to :meth:`refit`; returns when it has begun to load the previous ones.
+        """Pass tensors on to :meth:`refit`; return when it has begun to load the previous ones.
 
         Args:
             tensors: names and values. Empty: there are no more. None: the stream ended early.
@@ -130,7 +130,7 @@ class RayEngines:
 
     Raises:
         ConfigError: vLLM refuses the model or an argument.
-        CacheError: a node's cache is in use, of another tokenizer, or cannot be written.
+        CacheError: a node's cache is in use, belongs to another tokenizer, or cannot be written.
         EngineError: an engine died.
     """
 
@@ -182,8 +182,8 @@ class RayEngines:
     def refit(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
         """Stream new weights into all engines, tensor by tensor.
 
-        A tensor, or several small ones together, are written to shared memory once for all engines
-        of a node, while these load the previous ones.
+        A tensor, or several small ones together, is written to shared memory once for all engines
+        of a node, while they load the previous one.
 
         Args:
             weights: :meth:`Policy.stream_weights`, in the engines' data type.
@@ -298,7 +298,7 @@ class RayEngines:
             return
         try:
             self.cache.snapshot(folder, self.policy_version)
-        except CacheError as error:  # a checkpoint without the cache is complete but for speed
+        except CacheError as error:  # a checkpoint without the cache costs only speed
             logger.warning("rollout cache: %s; the checkpoint is without it", error)
 
     def on_checkpoint_complete(self) -> None:
@@ -315,7 +315,7 @@ class RayEngines:
         if cache is not None and ray.is_initialized():
             try:
                 cache.close()
-            except Exception as error:  # of any kind, Ray's too: at worst, drafts are lost
+            except Exception as error:  # any error, including Ray's: at worst, drafts are lost
                 logger.warning("closing the rollout cache: %s", error)
         if self._own_ray:
             ray.shutdown()

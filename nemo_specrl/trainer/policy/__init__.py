@@ -1,7 +1,7 @@
 """The policy in training: its interface, its backends, and the choice between them.
 
 The training loop uses :class:`Policy`. :func:`build_policy` chooses the backend that the recipe
-asks for; each backend is a package that is imported only then. PPO's value model is torch's with
+requests; each backend is a package that is imported only then. PPO's value model is torch's with
 both. Modules, each of which imports only from those below it::
 
     factory      the choice of a backend

@@ -24,7 +24,7 @@ Float32Array = npt.NDArray[np.float32]
 
 
 def to_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """The values of a CPU tensor as a numpy array, to be sent to another process.
+    """Return the values of a CPU tensor as a numpy array, to send to another process.
 
     The bits of 16-bit types are returned as int16, since numpy has no bfloat16.
     """
@@ -73,14 +73,14 @@ class Sample:
 
     @property
     def mask(self) -> Float32Array:
-        """``trained``, float32 ``[n]``, where it is None as well."""
+        """``trained`` as float32 ``[n]``, even if it is None."""
         if self.trained is None:
             return np.ones(len(self.response), dtype=np.float32)
         return self.trained
 
     @classmethod
     def to_score(cls, prompt: list[int], response: list[int]) -> Sample:
-        """A sample that is only scored by ``logprobs``, not trained on."""
+        """Make a sample that is only scored by ``logprobs``, not trained on."""
         zeros = np.zeros(len(response), dtype=np.float32)
         return cls(prompt, response, zeros, zeros)
 
@@ -93,7 +93,7 @@ class Policy(Protocol):
     """
 
     def logprobs(self, samples: Sequence[Sample]) -> list[Float32Array]:
-        """Log-probs of each sample's response tokens under the current weights.
+        """Return log-probs of each sample's response tokens under the current weights.
 
         Returns:
             float32 ``[n]`` for each sample, nats, at temperature 1.
@@ -101,7 +101,7 @@ class Policy(Protocol):
         ...
 
     def reference_logprobs(self, samples: Sequence[Sample]) -> list[Float32Array]:
-        """Log-probs as from :meth:`logprobs`, but under the weights with which the run began."""
+        """Return log-probs like :meth:`logprobs`, but under the run's first weights."""
         ...
 
     def train(self, samples: Sequence[Sample], *, epochs: int) -> dict[str, float]:
@@ -109,7 +109,7 @@ class Policy(Protocol):
 
         Args:
             samples: all samples of the step.
-            epochs: passes over them.
+            epochs: number of passes over them.
 
         Returns:
             metrics by name, averaged over the optimizer steps.
@@ -121,8 +121,8 @@ class Policy(Protocol):
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights one tensor at a time, for a refit.
 
-        Only one full tensor exists beside the policy's own copy at a time: a backend that holds
-        shards casts and gathers each tensor when it is requested.
+        Only one full tensor exists at a time in addition to the policy's own copy: a backend that
+        holds shards casts and gathers each tensor when it is requested.
 
         Args:
             dtype: data type of the tensors; None for the policy's own.
@@ -134,7 +134,7 @@ class Policy(Protocol):
         ...
 
     def not_finite(self) -> str | None:
-        """Name of a parameter that is not finite; None where all are.
+        """Return the name of a parameter that is not finite; None if all are.
 
         See :func:`~nemo_specrl.trainer.divergence.first_not_finite`.
         """

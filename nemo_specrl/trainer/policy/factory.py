@@ -41,7 +41,7 @@ def build_policy(recipe: Recipe) -> Policy:
 
 
 def build_value_model(recipe: Recipe) -> TorchValueModel:
-    """Build PPO's value model. It is a torch model, also with a Megatron policy.
+    """Build PPO's value model. It is a torch model, even with a Megatron policy.
 
     Raises:
         ConfigError: the model cannot be loaded.

@@ -1,6 +1,6 @@
 """The optimizer steps of a training step: which samples share one, and how they are weighted.
 
-Both backends take their steps in this order, so that they train on the same.
+Both backends take their steps in this order, so that they train on the same data.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SteppingPolicy:
         seed: decides which samples share an optimizer step.
 
     Attributes:
-        updates: optimizer steps made so far.
+        updates: number of optimizer steps made so far.
     """
 
     def __init__(self, config: PolicyConfig, loss: LossConfig, seed: int) -> None:
@@ -45,7 +45,7 @@ class SteppingPolicy:
             weights: weight of each sample's tokens in the step's loss.
 
         Returns:
-            metrics by name, also where ``samples`` is empty.
+            metrics by name, even if ``samples`` is empty.
         """
         raise NotImplementedError
 
@@ -56,7 +56,7 @@ class SteppingPolicy:
 
         Args:
             samples: all samples of the training step.
-            epochs: passes over them.
+            epochs: number of passes over them.
 
         Returns:
             metrics by name, averaged over the optimizer steps.

@@ -7,7 +7,7 @@ random number generator are replaced. Each patch says which line needs it (as of
 it. :data:`SINCE` names those that only later versions need.
 
 It is meant for processes that only run a rank, because a patched torch claims to have a current
-CUDA device. Where CUDA is available nothing is patched.
+CUDA device. If CUDA is available, nothing is patched.
 """
 
 from __future__ import annotations
@@ -133,13 +133,13 @@ PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 """Each patch by name; its docstring says what needs it."""
 
 SINCE = {"current_stream": (0, 19)}
-"""The first version of megatron-core that needs a patch, where that is not 0.16. Older versions
-also run with the patch, so it is always applied."""
+"""The first version of megatron-core that needs a patch, if that is not 0.16. Older versions also
+run with the patch, so it is always applied."""
 
 
 @contextlib.contextmanager
 def megatron_on_cpu() -> Iterator[None]:
-    """Run Megatron-Core on the CPU inside; does nothing where CUDA is available."""
+    """Run Megatron-Core on the CPU in this context; do nothing if CUDA is available."""
     with contextlib.ExitStack() as stack:
         if not torch.cuda.is_available():
             for patch in PATCHES.values():

@@ -48,9 +48,9 @@ SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 def build_model(model: Architecture, layout: Layout) -> torch.nn.Module:
-    """This rank's part of a model, in float32, with the weights from the model's folder.
+    """Build this rank's part of a model, in float32, with the weights from the model's folder.
 
-    Layers are transformer-engine's if it is installed and there is a GPU, else Megatron's own.
+    Layers are transformer-engine's if it is installed and there is a GPU, otherwise Megatron's.
     """
     engine = torch.cuda.is_available() and specs.HAVE_TE
     if engine:
@@ -111,7 +111,7 @@ def build_model(model: Architecture, layout: Layout) -> torch.nn.Module:
 def local_parameters(
     module: torch.nn.Module, model: Architecture, layout: Layout, stage: int
 ) -> list[tuple[Parameter, torch.nn.Parameter]]:
-    """The entries of :func:`.weights.parameters` with this rank's tensors."""
+    """Return the entries of :func:`.weights.parameters` with this rank's tensors."""
     by_name = dict(module.named_parameters())
     found = []
     for entry in parameters(model, layout, stage):
@@ -141,7 +141,7 @@ def _load_weights(module: torch.nn.Module, model: Architecture, layout: Layout, 
 def build_optimizer(
     module: torch.nn.Module, config: PolicyConfig
 ) -> tuple[DistributedDataParallel, Any]:
-    """Wrap a model for data-parallel training, and its optimizer: Megatron's distributed AdamW.
+    """Wrap a model for data-parallel training, with its optimizer: Megatron's distributed AdamW.
 
     It takes the same steps as :func:`.torch.model.build_optimizer`: weight decay applies to all
     parameters, which is not Megatron's default.
@@ -185,7 +185,7 @@ def _make_loadable(optimizer: Any) -> None:
     count with each parameter. Megatron, 0.16.1 to 0.19.2, saves it, but cannot load it, for three
     reasons. It creates the state of a new optimizer without a count (optimizer/__init__.py,
     init_state_fn), and then asserts that there is one (distrib_optimizer.py, state_dict). It looks
-    for a count beside the loaded moments, where there is none, and fails with KeyError 'step'
+    for a count next to the loaded moments, where there is none, and fails with KeyError 'step'
     (_set_main_param_and_optimizer_states). And it lets all parameters share one count
     (load_state_dict), which makes the following steps wrong.
     """
@@ -218,7 +218,7 @@ def causal_mask(length: int) -> torch.Tensor:
 def token_logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, model: Architecture, temperature: float = 1.0
 ) -> torch.Tensor:
-    """Log-prob of each token after the first.
+    """Compute the log-prob of each token after the first.
 
     The softmax runs over the shards of all tensor-parallel ranks; no rank gathers the logits.
 

@@ -65,7 +65,7 @@ class MegatronPolicy(SteppingPolicy):
         loss: the ``loss_fn:`` block.
         seed: decides which samples share an optimizer step.
         layout: layout of the ranks.
-        nodes: largest number of Ray's nodes that the ranks are spread over, this process's own
+        nodes: largest number of Ray nodes over which the ranks are spread, this process's own
             first. Each node has consecutive ranks.
 
     Raises:
@@ -91,7 +91,7 @@ class MegatronPolicy(SteppingPolicy):
             raise
 
     def _start(self, nodes: int) -> None:
-        # Other nodes have another working directory.
+        # Other nodes have a different working directory.
         model = str(self.architecture.folder.absolute())
         config = self.config.model_copy(update={"model_name": model})
         size = self.layout.size
@@ -162,11 +162,11 @@ class MegatronPolicy(SteppingPolicy):
     def stream_weights(
         self, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights, each gathered when it is asked for; see :meth:`Policy.stream_weights`.
+        """Yield the weights, each gathered when it is requested; see :meth:`Policy.stream_weights`.
 
-        Beside the ranks' parts, one parameter is in memory at a time, at most a layer's queries,
-        keys and values, or its gate and up projections: its parts, in Ray's shared memory, and the
-        tensors that are assembled from them.
+        In addition to the ranks' parts, one parameter is in memory at a time, at most a layer's
+        queries, keys and values, or its gate and up projections: its parts, in Ray's shared memory,
+        and the tensors that are assembled from them.
         """
         dtype = dtype or torch.float32
         layout = self.layout
@@ -208,7 +208,7 @@ class MegatronPolicy(SteppingPolicy):
         """Restore what :meth:`save` wrote, in this or another layout.
 
         Raises:
-            CheckpointError: it is damaged, of another model, or of the torch policy.
+            CheckpointError: it is damaged, or belongs to another model or to the torch policy.
         """
         if not (folder / "metadata.json").is_file():
             raise CheckpointError(

@@ -2,7 +2,7 @@
 
 By default, megatron-core (0.16.1, and 0.19.2 by its source) and torch's distributed checkpoints
 (2.13) read two kinds of pickles that can call any function: the file ``.metadata``
-(``FileSystemReader.read_metadata``), and the objects beside the tensors in ``*.distcp``
+(``FileSystemReader.read_metadata``), and the objects next to the tensors in ``*.distcp``
 (``DefaultLoadPlanner.load_bytes``, by ``torch.load(..., weights_only=False)``). ``common.pt`` is
 read with torch.load's safe default.
 """
@@ -47,7 +47,7 @@ _METADATA = {
     },
     "torch.serialization": {"_get_layout"},
 }
-"""The classes in a ``.metadata``, beside data types of tensors; they only hold values."""
+"""The classes in a ``.metadata``, besides data types of tensors; they only hold values."""
 
 _FORCE, _FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 

@@ -76,7 +76,7 @@ class Architecture:
         """Read the config.json in a model's folder.
 
         Raises:
-            ConfigError: it is no Llama or Qwen3, or has an option that is not supported.
+            ConfigError: it is not a Llama or Qwen3, or has an option that is not supported.
         """
         config = read_model_config(model_name)
 
@@ -94,7 +94,7 @@ class Architecture:
                 raise refuse(f"{name} = {config[name]}", "false")
         if config.get("hidden_act", "silu") != "silu":
             raise refuse(f"hidden_act = {config['hidden_act']!r}", "silu")
-        # Older configs have rope_theta at the top and rope_scaling beside it.
+        # Older configs have rope_theta at the top level and rope_scaling next to it.
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         rope_type = rope.get("rope_type") or rope.get("type") or "default"
         if rope_type != "default":
@@ -200,7 +200,7 @@ class Parameter:
 
 
 def parameters(model: Architecture, layout: Layout, stage: int) -> list[Parameter]:
-    """The parameters of a pipeline stage, in the order of a Hugging Face checkpoint.
+    """Return the parameters of a pipeline stage, in the order of a Hugging Face checkpoint.
 
     Layers are split evenly over the stages. Megatron's names count them from 0 on each stage.
     """
@@ -255,7 +255,7 @@ def parameters(model: Architecture, layout: Layout, stage: int) -> list[Paramete
 def shard(
     parameter: Parameter, tensors: Sequence[torch.Tensor], model: Architecture, tp: int, rank: int
 ) -> torch.Tensor:
-    """A tensor-parallel rank's part of a parameter.
+    """Return a tensor-parallel rank's part of a parameter.
 
     Args:
         parameter: the parameter.
@@ -328,7 +328,7 @@ class CheckpointReader:
             )
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor in float32.
+        """Read a tensor in float32.
 
         Raises:
             ConfigError: the checkpoint does not have it, or its file is damaged.

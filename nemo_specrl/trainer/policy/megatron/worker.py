@@ -43,7 +43,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class MegatronRank:
-    """A rank in a process of its own.
+    """A rank in its own process.
 
     Args:
         rank: index in the layout.
@@ -133,7 +133,7 @@ class MegatronRank:
     # --- log-probs and training ---------------------------------------------------------------
 
     def logprobs(self, samples: Sequence[Sample], reference: bool) -> list[Float32Array] | None:
-        """Log-probs of this replica's samples.
+        """Compute log-probs of this replica's samples.
 
         Args:
             samples: samples of the data-parallel replica, the same on each of its ranks.
@@ -262,7 +262,7 @@ class MegatronRank:
         return first_not_finite((entry.tensors[0], tensor) for entry, tensor in self.parameters)
 
     def shard(self, index: int, dtype: torch.dtype) -> npt.NDArray[Any]:
-        """This rank's part of one of its stage's parameters.
+        """Return this rank's part of one of its stage's parameters.
 
         Args:
             index: index in ``parameters``.
@@ -286,7 +286,7 @@ class MegatronRank:
 
         Args:
             folder: exists, and is the same for all ranks.
-            updates: optimizer steps made so far.
+            updates: number of optimizer steps made so far.
 
         Raises:
             CheckpointError: it cannot be written.
@@ -301,13 +301,13 @@ class MegatronRank:
             raise write_error(folder, error) from None
 
     def load(self, folder: Path) -> int:
-        """Load a checkpoint, which may be of another layout.
+        """Load a checkpoint, which may have another layout.
 
         Returns:
             the number of optimizer steps made before it.
 
         Raises:
-            CheckpointError: it is damaged, or of another model.
+            CheckpointError: it is damaged, or belongs to another model.
         """
         from torch.distributed.checkpoint.api import CheckpointException
 

@@ -1,7 +1,7 @@
 """Low-rank adapters of the torch backend, by peft: only they are trained.
 
-An engine gets the weights with the adapters added to them, so that it runs like any other. The
-recipe's block is NeMo-RL's (``policy.dtensor_cfg.lora_cfg``).
+An engine gets the weights with the adapters added, so it runs like any other. The recipe's block is
+NeMo-RL's (``policy.dtensor_cfg.lora_cfg``).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["add_adapters", "merged_weights"]
 
 NAME = "default"
 PREFIX = "base_model.model."
-"""What peft puts before the names of the model's parameters."""
+"""The prefix that peft adds to the names of the model's parameters."""
 
 
 def add_adapters(model: torch.nn.Module, config: LoraConfig) -> torch.nn.Module:
-    """The model with adapters; all its own weights are frozen.
+    """Return the model with adapters; all its own weights are frozen.
 
     Raises:
         ConfigError: peft is missing, or the model has no module of the given names.
@@ -54,7 +54,7 @@ def add_adapters(model: torch.nn.Module, config: LoraConfig) -> torch.nn.Module:
 
 @torch.no_grad()
 def merged_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of a model with adapters as those of one without, one tensor at a time.
+    """Yield the weights of a model with adapters as those of one without, one tensor at a time.
 
     Yields:
         name as in the model without adapters, and tensor.

@@ -1,7 +1,7 @@
 """Building blocks of the torch backend: models with their optimizers, and micro-batches.
 
 The Megatron backend takes the micro-batches and their loss from here, so that both train on the
-same.
+same data.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["MicroBatch", "TorchModel", "arithmetic", "check_names", "load_model"
 
 
 def load_model(model_name: str) -> torch.nn.Module:
-    """A causal language model in float32, ready to train.
+    """Load a causal language model in float32, ready to train.
 
     Raises:
         ConfigError: ``model_name`` is not the folder of a model, or transformers cannot load it.
@@ -51,7 +51,7 @@ def load_model(model_name: str) -> torch.nn.Module:
 def check_names(model_name: str, model: torch.nn.Module) -> None:
     """Refuse a model whose parameters have other names in its files, by which engines load them.
 
-    Such are mixtures of experts, whose experts transformers puts into one parameter.
+    Mixtures of experts are such models: transformers puts their experts into one parameter.
 
     Raises:
         ConfigError: names one of them.
@@ -70,7 +70,7 @@ def check_names(model_name: str, model: torch.nn.Module) -> None:
 
 
 def arithmetic(precision: torch.dtype) -> torch.autocast:
-    """A context in which matrix products are computed in ``precision``."""
+    """Return a context in which matrix products are computed in ``precision``."""
     return torch.autocast("cpu", dtype=precision, enabled=precision != torch.float32)
 
 
@@ -92,7 +92,7 @@ class TorchModel:
         self.precision: torch.dtype = getattr(torch, policy.precision)
 
     def micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
-        """The samples in micro-batches, as the recipe bounds these."""
+        """Split the samples into micro-batches, as bounded by the recipe."""
         policy = self._policy
         return MicroBatch.split(samples, policy.train_micro_batch_size, policy.micro_batch_tokens)
 
@@ -101,7 +101,7 @@ class TorchModel:
         return ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
 
     def not_finite(self) -> str | None:
-        """Name of a parameter that is not finite; None where all are."""
+        """Name of a parameter that is not finite; None if all are."""
         return first_not_finite(self.model.named_parameters())
 
     def offload(self) -> None:
@@ -112,7 +112,7 @@ class TorchModel:
         """Do nothing: the next backward pass allocates the gradients."""
 
     def save(self, folder: Path) -> None:
-        """Write what is trained and optimizer state into ``folder``, created if missing."""
+        """Write the trained weights and the optimizer state into ``folder``, created if missing."""
         folder.mkdir(parents=True, exist_ok=True)
         state = {name: p.detach().contiguous() for name, p in self.trained_parameters()}
         save_file(state, folder / "weights.safetensors")
@@ -157,9 +157,9 @@ class MicroBatch:
 
         Args:
             samples: the samples.
-            size: most samples of a micro-batch; without meaning where ``most_tokens`` is given.
-            most_tokens: most tokens of a micro-batch, padding included. A sample that is longer
-                has a micro-batch of its own.
+            size: most samples of a micro-batch; ignored if ``most_tokens`` is given.
+            most_tokens: most tokens of a micro-batch, padding included. A longer sample gets its
+                own micro-batch.
         """
         ordered = sorted(samples, key=lambda s: len(s.prompt) + len(s.response))
         pieces: list[list[Sample]] = []
@@ -191,7 +191,7 @@ class MicroBatch:
         return out
 
     def gather(self, values: torch.Tensor) -> list[Float32Array]:
-        """The values of each sample's response tokens, float32 ``[n]``, from ``[b, t]``."""
+        """Return the values of each sample's response tokens, float32 ``[n]``, from ``[b, t]``."""
         rows = []
         for row, sample in zip(values.numpy(), self.samples, strict=True):
             start = len(sample.prompt) - 1
@@ -204,7 +204,7 @@ class MicroBatch:
         precision: torch.dtype = torch.float32,
         temperature: float = 1.0,
     ) -> torch.Tensor:
-        """Log-prob of each token, float32 ``[b, t]``, nats.
+        """Compute the log-prob of each token, float32 ``[b, t]``, nats.
 
         Padding is on the right, which causal attention does not see, so no mask is needed.
 
@@ -227,7 +227,7 @@ class MicroBatch:
         config: LossConfig,
         reference: torch.Tensor | None,
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """The clipped loss of these samples, weighted.
+        """Compute the clipped loss of these samples, weighted.
 
         Args:
             logprobs: log-probs under the policy in training, float32 ``[b, t]``, nats.
