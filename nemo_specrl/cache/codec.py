@@ -7,9 +7,9 @@ A record, little-endian, of a rollout with ``n`` tokens::
     tokens           u16[n], their low halves; then the high ones, u8[n] with flag TOKENS_24, u16[n]
                      with flag TOKENS_32
     logprobs         u16[n], -logprob in steps of STEP; f32[n] with flag EXACT
-    birth_logprobs likewise, only with flag OWN_BIRTH_LOGPROBS; otherwise they equal logprobs run
-    lengths u32[runs], then birth versions u64[runs]; no runs: all at policy_version checksum u64,
-    xxh3-64 of the key in the database and everything above
+    birth_logprobs   likewise, only with flag OWN_BIRTH_LOGPROBS; without it, they equal logprobs
+    run lengths      u32[runs], then birth versions u64[runs]; no runs: all at policy_version
+    checksum         u64, xxh3-64 of the key in the database and everything above
 
 Everything is exact except the log-probs, which come back as the nearest multiple of ``STEP``
 between ``-65535 * STEP`` and 0. Acceptance compares log-probs by their difference, so equal steps

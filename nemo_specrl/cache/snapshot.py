@@ -2,9 +2,9 @@
 
 ::
 
-    manifest.json format, tokenizer, policy version, number of partitions, and for each file its
-    bytes, rollouts and xxh3-64 partition-00017.rollouts records, one after the other: u32 size, db
-    key, record
+    manifest.json                 format, tokenizer, policy version, number of partitions, and for
+                                  each file its bytes, rollouts and xxh3-64
+    partition-00017.rollouts      records, one after the other: u32 size, db key, record
 
 A cluster's shards divide the partitions among themselves. A store that belongs to one process is a
 single partition. Partitions are independent of nodes, so a snapshot can be restored on any number

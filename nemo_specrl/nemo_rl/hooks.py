@@ -5,7 +5,7 @@ Each of their methods below is wrapped once, and does these things in this order
 
 ``policy.train(batch)``
     1. NeMo-Gym: the batch's conversations are put into the cache, once, however often the batch is
-      trained on
+       trained on
     2. PPO: the drift monitor compares the batch's rows, likewise once
     3. ``clip_anchor: birth``: the log-probs from which reused tokens start are replaced, in a copy
     4. NeMo-RL's method

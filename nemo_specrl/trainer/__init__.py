@@ -12,8 +12,9 @@ Modules, each of which imports only from those below it::
     ray_actors                parts of a run that are Ray actors
     start_checks              checks of a recipe before anything is loaded
     losses                    advantages and losses
-    partial_rollouts which prompts a step requests, and on which of them it trains data/,
-    data_config prompts, rewards and tools; the recipe's data: block recipe the recipe: its keys,
-    their values, and how they fit each other policy_config its policy: and value: blocks
-    vllm_kwargs what its vllm_kwargs: may hold
+    partial_rollouts          which prompts a step requests, and on which of them it trains
+    data/, data_config        prompts, rewards and tools; the recipe's data: block
+    recipe                    the recipe: its keys, their values, and how they fit each other
+    policy_config             its policy: and value: blocks
+    vllm_kwargs               what its vllm_kwargs: may hold
 """

@@ -7,5 +7,5 @@ Modules, each of which imports only from those below it::
     sources            rows of files and of reasoning-gym
     text               prompts as tokens, responses as text
     rewards            scores of responses
-    toy_tasks the two tasks of letters and sums, with one token per character
+    toy_tasks          the two tasks of letters and sums, with one token per character
 """
