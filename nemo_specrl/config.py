@@ -133,10 +133,10 @@ class CacheConfig(Block):
     partitions: int = Field(default=64, ge=1, le=65536)
     """Hash ranges of prompt keys: the unit that a cluster places and moves."""
     groups_per_prompt: int = Field(default=1, ge=1, le=64)
-    """Rollouts kept for each sample index of a prompt, newest first."""
+    """Number of rollouts kept for each sample index of a prompt, newest first."""
     deadline_ms: Count = 200
-    """Time for each prompt that an engine waits for in a cluster's cache, milliseconds. For all of
-    them together it is 10 s at most, or this if it is more. What is late yields no draft."""
+    """Time that an engine waits for each prompt in a cluster's cache, milliseconds. For all prompts
+    together it is at most 10 s, or this value if it is larger. What is late yields no draft."""
 
 
 class TreeConfig(Block):
@@ -146,23 +146,23 @@ class TreeConfig(Block):
     method: Literal["auto", "v2", "proposer", "rounds"] = "auto"
     """How drafts reach the engine: made on the device by vLLM's V2 model runner (v2), by a proposer
     in its V1 runner, or in requests of their own (rounds). auto: v2 wherever vLLM would run V2, the
-    proposer on CPUs; else a refusal that says what is possible
+    proposer on CPUs; otherwise a refusal that says what is possible
     (``engine.drafters.method.auto_method``)."""
     max_draft_tokens: int = Field(default=24, ge=1, le=128)
-    """Tokens proposed for a row in a step, at most; vLLM's rejection sampler takes 128. v2 takes 11
-    of them at most while ``adaptive``."""
+    """The most tokens proposed for a row in a step; vLLM's rejection sampler accepts up to 128. v2
+    uses at most 11 while ``adaptive``."""
     adaptive: bool = True
-    """Draft no more tokens than are worth what their verification takes, instead of up to a fixed
-    chance of being accepted (v2: ``max_draft_tokens`` in every row). The proposer measures what
-    steps take, so that a run repeats to the token only with false; v2 computes it. Rounds have the
-    fixed chance in any case."""
+    """Draft only tokens that are worth the time of their verification, instead of up to a fixed
+    chance of being accepted (v2: ``max_draft_tokens`` in every row). The proposer measures the time
+    of steps, so a run repeats to the token only with false; v2 computes it. Rounds use the fixed
+    chance in any case."""
     adaptive_verification: bool = False
     """v2, from vLLM 0.32 on: every row drafts ``max_draft_tokens`` (11 at most), and vLLM verifies
-    those of all rows that are worth their time, by their chances and by what it has measured steps
-    to take when the engine started."""
+    those of all rows that are worth their time, by their chances and by the times of steps that it
+    measured when the engine started."""
     max_bytes: ByteSize = 4 * 2**30
-    """Memory of the trees in each engine, bytes; the prompts unused for longest go first. v2 takes
-    512 MiB of it on the device at most."""
+    """Memory of the trees in each engine, bytes; the least recently used prompts are evicted first.
+    v2 uses at most 512 MiB of it, on the device."""
 
 
 class RunAheadConfig(Block):
@@ -216,16 +216,16 @@ _DEFAULT_PRESET: Final = "lossless"
 
 
 class PartialRolloutsConfig(Block):
-    """The ``grpo.partial_rollouts:`` block, beside ``spec_rl:``.
+    """The ``grpo.partial_rollouts:`` block, next to ``spec_rl:``.
 
     Active partial rollouts: rollouts that end with enough complete groups and put off the rest.
     """
 
     enabled: bool = False
     over_provision: float = Field(default=1.25, gt=1, le=2)
-    """Groups that are asked for, for each that is completed."""
+    """Number of groups requested for each one that is completed."""
     max_put_off: Count = 1
-    """How often a prompt may be put off; then it is waited for."""
+    """How often a prompt may be put off; after that, it is awaited."""
 
 
 class SpecRLConfig(Block):
@@ -251,11 +251,11 @@ class SpecRLConfig(Block):
     clip_anchor: Literal["birth", "current"] = PRESETS[_DEFAULT_PRESET]["clip_anchor"]
     """Start of the loss's clipped ratio: the current policy, or the one that sampled a token."""
     fresh_fraction: float = Field(default=PRESETS[_DEFAULT_PRESET]["fresh_fraction"], ge=0, le=1)
-    """Share of rows that are decoded plainly although a draft is there. Rows take turns, so that
-    no token is trained on more than ``ceil(1 / fresh_fraction)`` times."""
+    """Share of rows that are decoded without a draft although there is one. Rows take turns, so no
+    token is trained on more than ``ceil(1 / fresh_fraction)`` times."""
     max_age: Count | None = None
     """Epochs for which a token may be reused. Bounds the same thing as ``fresh_fraction``, and the
-    stricter of the two applies; None: ``fresh_fraction`` alone."""
+    stricter of the two applies; None: only ``fresh_fraction``."""
     monitor: MonitorConfig = MonitorConfig()
     cache: CacheConfig = CacheConfig()
     tree: TreeConfig = TreeConfig(**PRESETS[_DEFAULT_PRESET]["tree"])

@@ -91,7 +91,7 @@ def _feed(hasher: Any, value: Any) -> None:
         _feed(hasher, palette)
     elif isinstance(value, np.ndarray) and value.dtype != object:
         _piece(hasher, f"array {value.dtype.str} {value.shape}", value.tobytes())
-    elif hasattr(value, "detach"):  # a tensor of torch; numpy knows no bfloat16
+    elif hasattr(value, "detach"):  # a tensor of torch; numpy has no bfloat16
         values = value.detach().cpu()
         known = values.float() if values.is_floating_point() else values
         _piece(hasher, f"tensor {value.dtype}", b"")

@@ -53,7 +53,7 @@ def run_folder(cache_dir: Path, checkpoint_dir: Path) -> Path:
     folder.
 
     Args:
-        cache_dir: on the node's own disk; runs may share it.
+        cache_dir: folder on the node's own disk; runs may share it.
         checkpoint_dir: checkpoint folder of the run.
     """
     return cache_dir / hashlib.sha256(str(checkpoint_dir.absolute()).encode()).hexdigest()[:16]

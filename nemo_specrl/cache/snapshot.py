@@ -152,7 +152,7 @@ def read_files(
     """Pass on the rollouts of a snapshot's files, one file after the other.
 
     Args:
-        folder: of the snapshot.
+        folder: folder of the snapshot.
         files: files to read.
         take: called with the rollouts of each file.
 
@@ -186,7 +186,7 @@ def read_manifest(folder: str | os.PathLike[str], tokenizer_id: str | None = Non
     """Read the manifest of a snapshot.
 
     Args:
-        folder: of the snapshot.
+        folder: folder of the snapshot.
         tokenizer_id: the tokenizer that it must have; None: any.
 
     Raises:

@@ -47,7 +47,7 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
 
     Attributes:
         policy_version: version of the weights in the engine, which :meth:`refit` changes.
-        fingerprint: of these weights; 0 if not known.
+        fingerprint: fingerprint of these weights; 0 if not known.
         fresh_fraction: share of rows that are decoded without a draft, from the configuration
             until the caller changes it.
         metrics: :class:`EngineMetrics` since the caller last replaced it. Rows wait concurrently,
@@ -106,8 +106,8 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
 
         Args:
             update: changes the weights.
-            version: of the new weights.
-            fingerprint: of the new weights; 0 if not known.
+            version: version of the new weights.
+            fingerprint: fingerprint of the new weights; 0 if not known.
             recompute_kv: recompute the KV blocks of rows in progress, by a prefill of each.
                 Otherwise they continue with those of the old weights, which no other row reads.
 
@@ -135,8 +135,8 @@ class AsyncSpeculativeLLM(BaseSpeculativeLLM):
         Resets the engine's prefix cache, which holds KV blocks of the old weights.
 
         Args:
-            version: of the weights that the engine has now.
-            fingerprint: of these weights; 0 if not known.
+            version: version of the weights that the engine has now.
+            fingerprint: fingerprint of these weights; 0 if not known.
 
         Raises:
             ConfigError: rows are in progress, or vLLM did not reset the prefix cache because other

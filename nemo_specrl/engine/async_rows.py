@@ -93,7 +93,7 @@ class AsyncRow:
         """Note that the row's next request goes to the engine.
 
         Args:
-            policy_version: of the weights that the engine has now.
+            policy_version: policy version of the weights that the engine has now.
         """
         self.in_engine, self.answered, self.spans_refit = True, False, False
         if self.request is not None:
@@ -105,7 +105,7 @@ class AsyncRow:
 
         Args:
             made: number of tokens that the old weights have made for this request.
-            policy_version: of the new weights.
+            policy_version: policy version of the new weights.
         """
         self.spans_refit = True
         if self.request is not None:

@@ -73,8 +73,8 @@ class Journal(Protocol):
 
         Args:
             rows: prompt key and sample index of each.
-            policy_version: of the step.
-            fingerprint: of the step's weights.
+            policy_version: policy version of the step.
+            fingerprint: fingerprint of the step's weights.
             enough: given one bool per row, True if it ended, says whether these rows are a whole
                 step.
         """

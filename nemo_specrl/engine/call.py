@@ -73,7 +73,7 @@ class Call:
         Args:
             request: the row's request.
             output: the engine's last output for it.
-            completion: for the caller.
+            completion: completion for the caller.
             rollouts: the rollouts to cache.
         """
         self.results[request.index] = output, completion
@@ -115,7 +115,7 @@ def checked_requests(
 
     Args:
         llm: the ``LLM`` whose default sampling parameters replace None.
-        limits: of its engine.
+        limits: limits of its engine.
         asked: prompts, sampling parameters, sample indices and prompt keys, as the caller of
             ``generate`` gave them.
         environment: makes each row a conversation; None: each is a single response.

@@ -96,7 +96,7 @@ def salted(prompt: Any, policy_version: int) -> Any:
 
     Args:
         prompt: as vLLM takes it. One that is neither text, tokens nor a dict stays as it is.
-        policy_version: of the weights that prefill it.
+        policy_version: policy version of the weights that prefill it.
     """
     if isinstance(prompt, str):
         prompt = {"prompt": prompt}

@@ -107,8 +107,8 @@ def partial_rollout(
 
     Args:
         request: with all that the engine has decoded (:func:`keep_decoded`).
-        policy_version: of the weights that decoded it.
-        fingerprint: of these weights; 0 if not known.
+        policy_version: policy version of the weights that decoded it.
+        fingerprint: fingerprint of these weights; 0 if not known.
     """
     if request.response.defect:
         return None

@@ -124,7 +124,7 @@ def build_completion(
         end: how the response ended.
         rollout: the response as the cache keeps it.
         config: the ``spec_rl:`` block.
-        limits: of the engine.
+        limits: limits of the engine.
     """
     assert request.logprobs is not None
     policy = sampled_values(request.logprobs)
@@ -186,7 +186,7 @@ def defective_completion(
         request: its tokens and log-probs are the part of the response that has come.
         output: the engine's last output for it.
         end: how the response ended.
-        limits: of the engine; None: it ran without speculation.
+        limits: limits of the engine; None: it ran without speculation.
     """
     completion = output.outputs[0]
     logprobs: SampleLogprobs | None = None
@@ -268,10 +268,10 @@ def build_rollout(
     Args:
         request: its tokens are the response so far.
         finish: how the response ended, or PARTIAL.
-        policy_version: of the weights that judged and decoded. If the weights have changed in the
-            meantime, ``request.versions`` records which of them made which tokens.
-        fingerprint: of the weights of this version; 0 if not known. A rollout of several versions
-            has none.
+        policy_version: policy version of the weights that judged and decoded. If the weights have
+            changed in the meantime, ``request.versions`` records which of them made which tokens.
+        fingerprint: fingerprint of the weights of this version; 0 if not known. A rollout of
+            several versions has none.
 
     Returns:
         The rollout; None if the parts of the response contradict each other, which is then noted as

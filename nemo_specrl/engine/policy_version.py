@@ -93,7 +93,7 @@ class EngineWeights:
 
     Args:
         engine: ``LLMEngine`` or ``AsyncLLM``.
-        policy_version: of the weights that it has now.
+        policy_version: policy version of the weights that it has now.
     """
 
     def __init__(self, engine: Any, policy_version: int = 0) -> None:
@@ -177,7 +177,7 @@ class TokenVersions:
 
         Args:
             tokens: number of tokens of the response.
-            policy_version: of all of them if nothing was noted.
+            policy_version: policy version of all of them if nothing was noted.
         """
         versions = np.full(tokens, policy_version, dtype=np.int64)
         for start, version in self._runs:

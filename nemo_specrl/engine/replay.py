@@ -39,7 +39,7 @@ def take_from_journal(
     Args:
         journal: journal of the process that died in this very step.
         requests: requests of the step's call.
-        policy_version: of the step.
+        policy_version: policy version of the step.
         fingerprint: fingerprint of the step's weights.
         early_end: decides when the step's call ends before all of its rows have; None: it does not.
 

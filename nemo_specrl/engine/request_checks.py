@@ -112,7 +112,7 @@ def checked_tokens(tokens: Any, limits: EngineLimits, where: str) -> list[int]:
 
     Args:
         tokens: as the caller gave them.
-        limits: of the engine.
+        limits: limits of the engine.
         where: the prompt's place in the call.
 
     Raises:

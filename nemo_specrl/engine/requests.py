@@ -86,7 +86,7 @@ class RowHistory:
 
     Args:
         occurrence: how many rollouts the sample index had before this one.
-        mean_length: of the earlier responses to its prompt, tokens; None: not known.
+        mean_length: mean length of the earlier responses to its prompt, tokens; None: not known.
     """
 
     occurrence: int = 0
@@ -101,7 +101,7 @@ class RolloutRequest:
     are changed only through their methods.
 
     Args:
-        index: of the request in its call.
+        index: index of the request in its call.
         text: the prompt's text, if the caller gave one.
         index_in_prompt: index among the ``n`` rollouts of its prompt.
         user_params: the caller's sampling parameters.

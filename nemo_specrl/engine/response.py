@@ -97,7 +97,7 @@ class Response:
         """Append what the engine decoded, and note any defect in it.
 
         Args:
-            output: of the request that decodes the response.
+            output: output of the request that decodes the response.
             vocabulary: number of tokens in the model's vocabulary.
 
         Returns:

@@ -23,9 +23,9 @@ class RowInRounds:
         tree: what it drafts from.
         stream: distinguishes the randomness of this row from that of other attempts at the same
             row.
-        uniforms: of acceptance; none is used twice.
-        salt: for the prefix cache. Blocks are shared only by the row's own requests, since the part
-            of a draft that another row computed would come without log-probs.
+        uniforms: uniforms of acceptance; none is used twice.
+        salt: salt for the prefix cache. Blocks are shared only by the row's own requests, since the
+            part of a draft that another row computed would come without log-probs.
         requests: number of requests made so far.
         policy_version: version of the weights when the present request was made.
         draft: the present request's, until it is judged.

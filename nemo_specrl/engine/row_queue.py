@@ -43,7 +43,7 @@ class Place:
     """Where a row is, or will be.
 
     Attributes:
-        prompt: of the row; None: no row drafts from it.
+        prompt: prompt of the row; None: no row drafts from it.
         cost: expected cost of the row, where 1 is a row of mean length.
         engine: index of its engine.
     """

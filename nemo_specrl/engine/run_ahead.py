@@ -45,13 +45,13 @@ def run_ahead_requests(
     prompts that cannot be decoded: the call that requests one refuses it.
 
     Args:
-        limits: of the engine.
+        limits: limits of the engine.
         prompts: as ``vllm.LLM.generate`` takes them, the next ones first.
         requests: requests of the batch. The parameters are those of the first one that may be
             drafted for.
         params: parameters to use instead if there is no batch.
-        seed: of the run.
-        policy_version: of the weights that decode.
+        seed: seed of the run.
+        policy_version: policy version of the weights that decode.
     """
     requests = list(requests)
     present = {request.row.key for request in requests}
@@ -85,8 +85,8 @@ class RunAhead:
     Args:
         engine: vLLM's ``LLMEngine``.
         places: number of rows that the engine decodes at once.
-        requests: of the upcoming prompts, in the order in which they begin.
-        metrics: of the call.
+        requests: requests of the upcoming prompts, in the order in which they begin.
+        metrics: metrics of the call.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ def decode_ahead(
     Args:
         llm: the ``LLM`` whose engine decodes.
         places: number of rows that it decodes at once.
-        requests: of the upcoming prompts, in the order in which they begin.
+        requests: requests of the upcoming prompts, in the order in which they begin.
         next_request: prompt and sampling parameters of a request, as the engine takes them.
         until: returns whether to stop; called before each step of the engine.
 

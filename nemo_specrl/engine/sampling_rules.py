@@ -74,7 +74,7 @@ def check_verifiable(
     """Raise for sampling parameters under which a draft cannot be verified.
 
     Args:
-        params: of a request.
+        params: sampling parameters of a request.
         trees: how drafts reach the engine, if only drafts from trees are verified, by vLLM's own
             rejection sampler.
 

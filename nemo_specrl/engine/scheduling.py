@@ -40,7 +40,7 @@ def in_order(
     of their group is verified.
 
     Args:
-        requests: of the call, after :func:`share_verifications`.
+        requests: requests of the call, after :func:`share_verifications`.
         siblings_draft: whether rows draft from what the others of their prompt have decoded. Rows
             of a prompt without a history have nothing else, and if they run side by side they are
             at the same token: the first row of each such prompt therefore comes before the second
@@ -71,7 +71,7 @@ def verified_share(requests: Iterable[RolloutRequest], limits: EngineLimits) -> 
 
     Args:
         requests: requests that the engine has.
-        limits: of the engine.
+        limits: limits of the engine.
     """
     verified, decoding = 0, 0
     for request in requests:

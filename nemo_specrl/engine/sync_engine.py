@@ -151,7 +151,7 @@ class SpeculativeLLM(BaseSpeculativeLLM):
 
         Args:
             call: its state.
-            requests: of the call.
+            requests: requests of the call.
             started: when the call began, by ``time.perf_counter``.
 
         Returns:

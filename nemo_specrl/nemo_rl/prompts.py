@@ -62,7 +62,7 @@ def drafts_of(
         keys: keys of the rows' prompts.
         sample_indices: sample indices of the rows.
         cached: outlines of the rollouts in the cache, by prompt key.
-        seed: of the run.
+        seed: seed of the run.
         fresh_fraction: share of rows decoded without a draft although there is one.
     """
     rows = [Row(key, index) for key, index in zip(keys, sample_indices, strict=True)]

@@ -66,8 +66,8 @@ class VllmConfig(Block):
     """The ``vllm_cfg:`` block."""
 
     precision: Literal["bfloat16", "float32"] = "float32"
-    """dtype of the engine. For small models on a CPU float32 is as fast as bfloat16 where the
-    processor has bfloat16 instructions, and several times faster where it has none."""
+    """dtype of the engine. For small models on a CPU, float32 is as fast as bfloat16 if the
+    processor has bfloat16 instructions, and several times faster if it has none."""
     max_model_len: int = Field(default=512, ge=2, le=MAX_COUNT)
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     enforce_eager: bool = True
@@ -88,8 +88,8 @@ class ColocatedConfig(Block):
     """The ``colocated:`` block: where the engines are."""
 
     enabled: bool = True
-    """One engine, in the trainer's process. If false, as many as ``resources`` says, each in a
-    process of its own."""
+    """One engine, in the trainer's process. If false, as many as ``resources`` says, each in its
+    own process."""
     resources: EngineResources = EngineResources()
 
     @model_validator(mode="after")
@@ -190,7 +190,7 @@ class LoraConfig(Block):
     """Names of modules with an adapter, with ``match_all_linear: false``."""
     exclude_modules: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     match_all_linear: bool = True
-    """Adapters for all linear layers but the output layer."""
+    """Adapters for all linear layers except the output layer."""
     dim: int = Field(default=8, ge=1, le=65536)
     """Rank."""
     alpha: int = Field(default=32, ge=1, le=65536)
@@ -212,7 +212,7 @@ class DTensorConfig(Block):
     """The ``dtensor_cfg:`` block: the torch backend, which is one process here."""
 
     activation_checkpointing: bool = False
-    """Compute activations again in the backward pass instead of keeping them."""
+    """Recompute activations in the backward pass instead of keeping them."""
     lora_cfg: LoraConfig = LoraConfig()
 
 
@@ -221,7 +221,7 @@ class DynamicBatchingConfig(Block):
 
     enabled: bool = False
     train_mb_tokens: Count = 2048
-    """Tokens of a micro-batch, padding included; a longer sample is one of its own."""
+    """Tokens of a micro-batch, padding included; a longer sample is a micro-batch of its own."""
 
 
 class PolicyConfig(Block):

@@ -61,22 +61,22 @@ class Algorithm(Block):
     normalize_rewards: bool = True
     use_leave_one_out_baseline: bool = False
     use_dynamic_sampling: bool = False
-    """DAPO: groups whose rewards are all equal are replaced by groups of further prompts."""
+    """DAPO: replace groups whose rewards are all equal by groups of further prompts."""
     dynamic_sampling_max_gen_batches: Count = 10
     partial_rollouts: PartialRolloutsConfig = PartialRolloutsConfig()
     overlong_filtering: bool = False
-    """Leave responses that were cut at the longest length out of the loss."""
+    """Leave responses that were cut off at the maximum length out of the loss."""
     max_rollout_turns: Count = 1
-    """The most turns of the model in a rollout; more than 1 needs ``env.tools``."""
+    """The maximum number of turns of the model in a rollout; more than 1 needs ``env.tools``."""
     ppo_epochs: Count = 1
-    """Passes over a step's rollouts."""
+    """Number of passes over a step's rollouts."""
     adv_estimator: AdvEstimatorConfig = AdvEstimatorConfig()
     val_period: int = Field(default=0, ge=0, le=MAX_COUNT)
     """Steps between held-out evaluations; 0: none."""
     val_at_start: bool = False
     val_at_end: bool = True
     max_val_samples: Prompts = 128
-    """Held-out prompts."""
+    """Number of held-out prompts."""
     val_num_generations_per_prompt: Group = 1
     val_kl_to_start: bool = False
     """Measure the KL divergence of held-out responses from the run's first weights."""
@@ -106,7 +106,7 @@ class CheckpointingConfig(Block):
     save_period: Count = 10
     """Steps."""
     keep_top_k: Count | None = 2
-    """Checkpoints kept, the newest ones; None: all."""
+    """Number of newest checkpoints to keep; None: all."""
 
 
 class LoggerConfig(Block):
@@ -123,7 +123,7 @@ class ClusterConfig(Block):
     """The ``cluster:`` block: the ranks of a Megatron policy."""
 
     gpus_per_node: int | None = Field(default=None, ge=1, le=MAX_PER_NODE)
-    """Ranks per node, also on a machine without GPUs; None: as many as one replica needs."""
+    """Ranks per node, even on a machine without GPUs; None: as many as one replica needs."""
     num_nodes: Nodes = 1
 
 

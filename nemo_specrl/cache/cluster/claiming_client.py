@@ -45,7 +45,7 @@ class ClaimingClient(CacheClient):
 
         Args:
             key: key of the row's prompt.
-            policy_version: of the weights that will serve the row.
+            policy_version: policy version of the weights that will serve the row.
 
         Returns:
             The sample index and the rollouts. None if the answer is late, or there is no shard that

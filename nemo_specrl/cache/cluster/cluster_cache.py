@@ -150,7 +150,7 @@ class ClusterCache(ClaimingClient):
         """Write the whole cache next to a checkpoint's weights.
 
         Args:
-            folder: on a file system that every node sees.
+            folder: folder on a file system that every node sees.
             policy_version: policy version of those weights.
 
         It takes ``SNAPSHOT_SECONDS`` at most. A partition that no shard has written by then, or
@@ -191,7 +191,7 @@ class ClusterCache(ClaimingClient):
         """Make shards write the partitions of a snapshot, each a few at a time.
 
         Args:
-            folder: of the snapshot.
+            folder: folder of the snapshot.
             until: when to give up what is not written yet.
 
         Returns:
@@ -290,7 +290,7 @@ class ClusterCache(ClaimingClient):
         """Merge a snapshot into the cache; newer rollouts in the shards are kept.
 
         Args:
-            folder: of the snapshot, on a file system that every node sees.
+            folder: folder of the snapshot, on a file system that every node sees.
 
         Call it before copies of this client are made: the run's incarnation becomes larger than
         any in the snapshot.

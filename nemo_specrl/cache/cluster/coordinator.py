@@ -73,7 +73,7 @@ class Coordinator:
             belongs to; otherwise they start empty.
         partitions: number of partitions.
         replicas: number of copies of each partition.
-        options: of :class:`RolloutStore`.
+        options: options of :class:`RolloutStore`.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ happens to nodes and derives one routing from the last, each with a higher epoch
 
 This holds as long as whoever acts on a routing makes it known to every member before copies are
 made or the next routing is derived (:meth:`Membership.acknowledged`), and members make it known to
-clients. Which of two rollouts is newer depends on the rollouts alone (``cache.recency``), so copies
+clients. Which of two rollouts is newer depends only on the rollouts (``cache.recency``), so copies
 can be merged in any order and any number of times.
 
 This module deals in names and numbers only. It does not import Ray and knows neither stores nor

@@ -66,7 +66,7 @@ def start_shards(
     whose folder cannot be used is left out with a warning, until it can.
 
     Args:
-        folder: on each node's own disk.
+        folder: folder on each node's own disk.
         config: the ``spec_rl.cache:`` block.
         keep: whether to keep what is there, as a resumed run does; otherwise start empty, or with
             the warm start next to the folder (:mod:`nemo_specrl.cache.run_folders`).

@@ -69,11 +69,11 @@ class Shard:
     current view back if it is newer.
 
     Args:
-        folder: on the node's own disk.
-        life: of the run: a number that is redrawn at each start and resumption.
+        folder: folder on the node's own disk.
+        life: life of the run: a number that is redrawn at each start and resumption.
         keep: whether to keep what the folder holds even if it is of another life; otherwise it is
             emptied.
-        options: of :class:`RolloutStore`.
+        options: options of :class:`RolloutStore`.
         warm: whether an emptied store begins with the warm start next to it (:mod:`..run_folders`).
         clock: monotonic seconds.
 
@@ -324,7 +324,7 @@ class Shard:
         """Merge files of a snapshot; newer rollouts in the store are kept.
 
         Args:
-            folder: of the snapshot.
+            folder: folder of the snapshot.
             files: files to read; the snapshot may have another number of partitions.
             mine: partitions that this shard holds, out of ``of``.
             of: number of partitions.

@@ -25,7 +25,7 @@ class Identity(NamedTuple):
 
     Args:
         name: name of the shard.
-        life: of the run that last used the folder, a number that is redrawn at each start and
+        life: life of the run that last used the folder, a number that is redrawn at each start and
             resumption of a run; 0: not known.
         incarnation: the largest one with which anything in the store was put; 0: not known.
     """

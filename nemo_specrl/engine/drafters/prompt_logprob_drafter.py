@@ -64,9 +64,9 @@ class PromptLogprobDrafter:
     """Makes the requests of rows that are decoded in rounds, and reads their outputs.
 
     Args:
-        limits: of the engine.
+        limits: limits of the engine.
         config: the ``tree:`` block.
-        seed: of the run.
+        seed: seed of the run.
 
     Raises:
         IncompatibleVersion: the package's extension was not compiled.
@@ -97,7 +97,7 @@ class PromptLogprobDrafter:
             requests: for which the look-up was made.
             cached: the rollouts of these requests, at least.
             history: the rollouts of whole groups, from which all rows of their prompts draft.
-            policy_version: of the present weights.
+            policy_version: policy version of the present weights.
         """
         self._histories.add(history, policy_version)
         self._begin_version(policy_version)
@@ -219,7 +219,7 @@ class PromptLogprobDrafter:
         Args:
             request: the row's request.
             output: an output of its present request.
-            policy_version: of the present weights.
+            policy_version: policy version of the present weights.
             metrics: where to count.
 
         Returns:

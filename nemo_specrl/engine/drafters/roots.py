@@ -57,8 +57,8 @@ class Roots:
         key.
 
         Args:
-            tokens: of the prompt.
-            key: of the prompt; None if the request brought none.
+            tokens: tokens of the prompt.
+            key: key of the prompt; None if the request brought none.
         """
         return self.find(tokens, key)[0]
 
@@ -66,8 +66,8 @@ class Roots:
         """The key that a request drafts under (:meth:`key_of`), and where its root ends.
 
         Args:
-            tokens: of the prompt.
-            key: of the prompt; None if the request brought none.
+            tokens: tokens of the prompt.
+            key: key of the prompt; None if the request brought none.
 
         Returns:
             The key, and the length of the root in tokens; the length of the prompt if it has no

@@ -84,9 +84,10 @@ class TreeProposer:
     """Proposes along the most likely path of each row's tree.
 
     Args:
-        vllm_config: of the engine. ``additional_config["spec_rl"]`` has ``max_bytes``, which bounds
-            the memory of the trees in bytes, and ``adaptive``: whether drafts end when a token is
-            not worth its verification (``adaptive_length``), or at ``MIN_PROBABILITY``.
+        vllm_config: configuration of the engine. ``additional_config["spec_rl"]`` has
+            ``max_bytes``, which bounds the memory of the trees in bytes, and ``adaptive``: whether
+            drafts end when a token is not worth its verification (``adaptive_length``), or at
+            ``MIN_PROBABILITY``.
 
     Attributes:
         counting: whether the drafts that are made here count.

@@ -71,7 +71,7 @@ class PrefillNoise:
         Args:
             llm: the engine that decoded them.
             requests: the responses' requests.
-            metrics: of their call.
+            metrics: metrics of their call.
             lora_request: as in vLLM.
         """
         chosen = requests[: self.rows_left]

@@ -130,7 +130,7 @@ def draft_logprobs(request: RolloutRequest, output: RequestOutput) -> FlatLogpro
     None if the engine's answer is not about this draft, so that it proves nothing: positions are
     missing, or name other tokens. Both occur with vLLM 0.20. Its V1 model runner forgets the first
     chunks of a prompt whose prefill was interrupted and returns uninitialised memory for them
-    (v1/worker/gpu_input_batch.py); its V2 model runner returns nothing where the last chunk is one
+    (v1/worker/gpu_input_batch.py); its V2 model runner returns nothing if the last chunk is one
     token long (v1/worker/gpu/sample/prompt_logprob.py).
 
     Args:
@@ -200,7 +200,7 @@ def judge(
     Args:
         verified: requests with the log-probs of their drafts (:func:`draft_logprobs`).
         config: the ``spec_rl:`` block.
-        seed: of the run.
+        seed: seed of the run.
         policy_version: version of the weights that judge.
     """
     if not verified:

@@ -21,7 +21,7 @@ class Detokenizer:
     Args:
         tokenizer: the engine's.
         prompt: token ids.
-        params: of the request, with its stop strings.
+        params: sampling parameters of the request, with its stop strings.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], params: SamplingParams) -> None:

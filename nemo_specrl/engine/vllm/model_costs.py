@@ -42,7 +42,7 @@ def costs_of(config: Any, gpu: Gpu, ranks: int, weight_bytes: int, kv_bytes: int
     """The costs of a step, from a Hugging Face configuration.
 
     Args:
-        config: of the language model.
+        config: configuration of the language model.
         gpu: GPU of each rank.
         ranks: number of tensor-parallel ranks.
         weight_bytes: bytes of a weight.

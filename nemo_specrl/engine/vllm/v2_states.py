@@ -69,7 +69,8 @@ def set_prefix_cache(vllm_config: Any) -> None:
     """Set up the prefix cache so that drafts leave it correct, or disable it.
 
     Args:
-        vllm_config: of a model with layers other than attention, before vLLM fills in its defaults.
+        vllm_config: configuration of a model with layers other than attention, before vLLM fills in
+            its defaults.
     """
     cache, here = vllm_config.cache_config, Engines.installed(cpu=False)
     if not cache.enable_prefix_caching or not here.before(FIRST_WITH_STATE_OF_DRAFTS):
@@ -89,7 +90,7 @@ def rows_with_room(kv_cache_config: Any, tokens: int, drafted: int) -> int:
     """Return how many rows have room in the KV cache at once.
 
     Args:
-        kv_cache_config: of an engine whose model has layers other than attention.
+        kv_cache_config: configuration of an engine whose model has layers other than attention.
         tokens: tokens of each row, prompt included.
         drafted: the most draft tokens of a row. Each takes a slot for the state after it, whether a
             step drafts or not.

@@ -40,10 +40,10 @@ class DeviceArrays:
     """Pool of pages, lists of pages, state of rows, and drafts.
 
     Args:
-        device: of the arrays.
+        device: device of the arrays.
         max_rows: the most rows that vLLM runs at once.
         max_model_len: the most tokens of a row.
-        max_bytes: of all arrays together.
+        max_bytes: size in bytes of all arrays together.
         length: tokens of a draft.
         chances: table of chances (:data:`~nemo_specrl.speculation.suffix_tree.CHANCES`).
         agree: given the bytes for which this rank has memory, returns those for which all ranks
@@ -196,11 +196,11 @@ class DeviceArrays:
         Args:
             batch_rows: rows of the batch, int ``[n]``; on the device, like all tensors here.
             pages: number of pages of the longest list among the prompts of these rows.
-            all_tokens: of rows, int32 ``[rows, max_model_len]``.
+            all_tokens: tokens of rows, int32 ``[rows, max_model_len]``.
             total_lengths: tokens of rows, int32 ``[rows]``.
             num_sampled: by row of the batch, tokens that the step yielded, int32 ``[n]``.
             num_rejected: likewise, draft tokens that it rejected.
-            last_sampled: of rows, int64 ``[rows]``; fills drafts.
+            last_sampled: last sampled token of rows, int64 ``[rows]``; fills drafts.
             corpus: number of pages of the corpus.
             searching: whether any of the rows has a prompt.
 

@@ -43,7 +43,7 @@ class IndexCounts:
 
     Args:
         prompts: rows, and histories sent ahead, for whose prompt there was no room.
-        responses: earlier responses that were left out for want of memory.
+        responses: earlier responses that were left out for lack of memory.
         rows: rows whose own tokens were not indexed to their end.
         refused: earlier responses with tokens outside of the vocabulary.
         cut: earlier responses that were longer than ``max_model_len``.
@@ -80,11 +80,11 @@ class DeviceIndex(DeviceArrays):
     """Which pages belong to which responses, prompts and rows.
 
     Args:
-        device: of the arrays.
+        device: device of the arrays.
         max_rows: the most rows that vLLM runs at once.
         max_model_len: the most tokens of a row.
         vocabulary: valid tokens are at least 0 and below this.
-        max_bytes: of all arrays together.
+        max_bytes: size in bytes of all arrays together.
         length: tokens of a draft.
         chances: table of chances (:data:`~nemo_specrl.speculation.suffix_tree.CHANCES`).
         agree: see :class:`DeviceArrays`.
@@ -142,7 +142,7 @@ class DeviceIndex(DeviceArrays):
         Args:
             row: its place in vLLM's arrays.
             key: the prompt's key.
-            identity: of the row's response
+            identity: identity of the row's response
                 (:func:`~nemo_specrl.speculation.draft_selection.response_id`); None if it has none.
             history: earlier responses as identity and int32 tokens, oldest first; those that are
                 already here are skipped.
@@ -360,11 +360,11 @@ class DeviceIndex(DeviceArrays):
             batch_rows: rows of the batch, on the device, int ``[n]``.
             batch_rows_host: the same on the host.
             lengths: the most tokens that these rows may have by now, prompt included, ``[n]``.
-            all_tokens: of rows, int32 ``[rows, max_model_len]``, on the device.
+            all_tokens: tokens of rows, int32 ``[rows, max_model_len]``, on the device.
             total_lengths: tokens of rows, int32 ``[rows]``, on the device.
             num_sampled: by row of the batch, tokens that the step yielded, int32 ``[n]``.
             num_rejected: likewise, draft tokens that it rejected.
-            last_sampled: of rows, int64 ``[rows]``, on the device; fills drafts.
+            last_sampled: last sampled token of rows, int64 ``[rows]``, on the device; fills drafts.
 
         Returns:
             int64 ``[n, length]`` on the device, in the order of the batch.

@@ -122,7 +122,7 @@ def best_positions(
         pool: tokens of all pages, ``[pages, page]``.
         links: ``[pages, 3]``.
         listed: pages of the row's prompt, ``[listed]``.
-        context: of the row, the newest token first, ``[depth]``.
+        context: context of the row, the newest token first, ``[depth]``.
         corpus: pages of the corpus, ``[pages]``.
     """
     size = pool.shape[1]

@@ -51,8 +51,8 @@ class HistorySpeculator(BaseSpeculator):  # type: ignore[misc]
     """Drafts from the earlier responses to a prompt.
 
     Args:
-        vllm_config: of the engine. ``additional_config["spec_rl"]["max_bytes"]`` bounds the memory
-            on the device in bytes.
+        vllm_config: configuration of the engine. ``additional_config["spec_rl"]["max_bytes"]``
+            bounds the memory on the device in bytes.
         device: the device that the engine computes on.
 
     Attributes:
@@ -182,7 +182,7 @@ class HistorySpeculator(BaseSpeculator):  # type: ignore[misc]
             input_batch: vLLM's ``InputBatch``.
             num_sampled: by row of the batch, tokens that the step yielded, int32 ``[num_reqs]``.
             num_rejected: likewise, draft tokens that it rejected.
-            last_sampled: by row of the runner, int64 ``[max_num_seqs, 1]``.
+            last_sampled: last sampled token by row of the runner, int64 ``[max_num_seqs, 1]``.
             dummy_run: nothing was sampled.
             attn_metadata: not used here.
             slot_mappings: not used here.
