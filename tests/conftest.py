@@ -1,4 +1,4 @@
-"""Shared by the tests: the repository's folder, a tiny model, an engine, an in-memory cache."""
+"""What the tests share: the repository's folder, a tiny model, an engine, an in-memory cache."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from nemo_specrl.engine.vllm.environment import local_cpu_environment
 REPOSITORY = Path(__file__).parent.parent
 SHIPPED_MODEL = REPOSITORY / "examples" / "models" / "qwen3-arith"
 
-# Of 32 tokens each, at most some MB for these models. vLLM's CPU engines would take a GiB each, and
-# engines of the session are given back at its end alone.
+# Blocks of 32 tokens, at most some MB for these models. vLLM's CPU engines would take a GiB each,
+# and engines of the session are released only at its end.
 KV_BLOCKS = {"block_size": 32, "num_gpu_blocks_override": 1024}
 
 local_cpu_environment()
-# Engines in other processes are sent functions, as by NeMo-RL's workers, which set this too. The
-# first engine of a process makes vLLM keep its environment's values, so no later place will do.
+# Functions are sent to engines in other processes, as by NeMo-RL's workers, which also set this.
+# The first engine of a process makes vLLM keep its environment's values, so this must be set here.
 os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
 
-# Ray reads its token once in a process. Without one it would leave one in the user's home.
+# Ray reads its token once per process. Without one, it would leave one in the user's home.
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 _hypothesis_files = tempfile.TemporaryDirectory()  # instead of .hypothesis in the tree
@@ -38,10 +38,10 @@ hypothesis.configuration.set_hypothesis_home_dir(_hypothesis_files.name)
 
 
 def pytest_collection_modifyitems(items):
-    """Begin with the modules that take longest, so that no process is left with one at the end.
+    """Start the longest modules first, so that no process is left with one at the end.
 
     pytest-xdist hands modules out in this order (``--no-loadscope-reorder``). How long they take is
-    told by their time limits, and where these are equal by their number of tests.
+    judged by their time limits and, if these are equal, by their number of tests.
     """
     limits, sizes = Counter(), Counter()
     for item in items:
@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(items):
 
 
 class DictCache:
-    """A cache in a dictionary that counts calls. The real store has tests of its own."""
+    """A cache in a dictionary that counts calls. The real store has its own tests."""
 
     def __init__(self, rollouts=()):
         self.rollouts = {}
@@ -78,19 +78,19 @@ class DictCache:
 
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory):
-    """A folder with a tokenizer and a Qwen3 of random weights: no token has zero probability."""
+    """A folder with a tokenizer and a Qwen3 with random weights: no token has zero probability."""
     from transformers import Qwen3Config
 
     return save_random_model(tmp_path_factory.mktemp("random-model"), Qwen3Config)
 
 
 def save_random_model(folder, configuration, **sizes):
-    """Write a tiny model of random weights into a folder, with a tokenizer.
+    """Write a tiny model with random weights and a tokenizer into a folder.
 
     Args:
-        folder: that is there.
+        folder: an existing folder.
         configuration: class of its configuration in transformers.
-        sizes: besides the usual ones, or in their place.
+        sizes: sizes in addition to the usual ones, or in their place.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -127,9 +127,9 @@ def calculating_model(tmp_path_factory):
 
 
 def make_engine(model, **arguments):
-    """A real vLLM engine that can be refitted.
+    """Make a real vLLM engine that can be refitted.
 
-    For fixtures of the session: an engine that ends takes the process groups of others along.
+    For fixtures of the session only: an engine that ends destroys the process groups of others.
     """
     from vllm import LLM
 
@@ -147,7 +147,7 @@ def make_engine(model, **arguments):
 
 
 def make_async_engine(model, loop, **arguments):
-    """A real ``AsyncLLM``, which its caller shuts down."""
+    """Make a real ``AsyncLLM``, which the caller must shut down."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -173,7 +173,7 @@ def engine(random_model):
 
 @pytest.fixture(scope="module")
 def own_ray():
-    """Policies of a module start a Ray of their own, in a folder whose path is short.
+    """Let a module's policies start their own Ray, in a folder with a short path.
 
     Paths of Ray's sockets may not be longer than 107 bytes.
     """
@@ -188,7 +188,7 @@ def own_ray():
 
 @pytest.fixture
 def command_line(monkeypatch, capsys):
-    """Run a command as ``main`` runs it; all that it prints, with single spaces."""
+    """Run a command as ``main`` runs it; return everything it prints, with single spaces."""
     from nemo_specrl.cli.main import main
 
     def run(*arguments, code=0):
@@ -204,7 +204,7 @@ def command_line(monkeypatch, capsys):
 
 
 def weights_of(folder, *, noise=0.0, seed=0):
-    """The weights in a model's folder with Gaussian noise added, by name."""
+    """Return the weights in a model's folder by name, with Gaussian noise added."""
     import torch
     from safetensors.torch import load_file
 
@@ -218,7 +218,7 @@ def weights_of(folder, *, noise=0.0, seed=0):
 
 @pytest.fixture
 def network_disk(tmp_path):
-    """A FUSE file system, and its server: stopped, it hangs as one on a network does."""
+    """A FUSE file system, and its server: when stopped, it hangs like a network file system."""
     if shutil.which("bindfs") is None:
         pytest.skip("no bindfs here; to run this test: apt-get install bindfs")
     folder, disk = tmp_path / "disk", tmp_path / "behind"

@@ -16,7 +16,7 @@ SMALL_TRAINING = (
 
 
 def run(*arguments, script="rollout.rollout"):
-    """Run a module of ``benchmarks``, as a user would; returns what it printed."""
+    """Run a module of ``benchmarks``, as a user would; return what it printed."""
     command = [sys.executable, "-m", f"benchmarks.{script}", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr[-3000:]

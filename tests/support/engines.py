@@ -79,7 +79,7 @@ def distribution(llm, prefix=()):
 
 
 def chi_squared(counts, expected, *, cells=5):
-    """p-value of counts under expected ones, cells of fewer than 5 put together."""
+    """p-value of counts under expected ones, with cells of fewer than 5 merged."""
     small = expected < 5
     if small.any():
         counts = np.append(counts[~small], counts[small].sum())

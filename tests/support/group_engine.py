@@ -1,4 +1,4 @@
-"""One engine of a data-parallel group of two, in a process of its own, and what it is asked.
+"""One engine of a data-parallel group of two, in its own process, and the calls made to it.
 
 ``run_group`` starts the two, as NeMo-RL does with the workers of a group: each has an ``LLM`` in
 its process and finds the other one by ``VLLM_DP_MASTER_IP`` and ``VLLM_DP_MASTER_PORT``. What
@@ -18,18 +18,19 @@ from pathlib import Path
 LONG, SHORT = 24, 6
 RANKS = 2
 SECONDS = 540
-"""For both processes. One that waits for the other in a collective would wait for 30 minutes."""
+"""Time limit for both processes. One that waits for the other in a collective would wait 30
+minutes."""
 
 
 def run_group(model, folder, method, module=__spec__.name, **variables):
-    """What the two engines have noted, by rank.
+    """Run the two engines, and return what they noted, by rank.
 
     Args:
         model: folder of a mixture of experts.
-        folder: for what they note and print.
-        method: of ``METHODS``.
+        folder: folder for what they note and print.
+        method: one of ``METHODS``.
         module: what the processes run.
-        variables: of their environment.
+        variables: variables of their environment.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -97,7 +98,7 @@ def give_collectives():
 
 @dataclasses.dataclass
 class Noted:
-    """What has come of a call of an engine."""
+    """The outcome of a call to an engine."""
 
     asked: int = 0
     """How often it asked whether there is more to do."""
@@ -108,7 +109,7 @@ class Noted:
 
 
 class Asked:
-    """Calls of an engine, and what it has noted of each."""
+    """Calls to an engine, and what it noted about each."""
 
     def __init__(self, llm):
         self.llm, self.noted = llm, {}
@@ -121,7 +122,7 @@ class Asked:
         llm.llm_engine.has_unfinished_requests = has_unfinished_requests
 
     def note(self, name, call, made=None):
-        """Make a call, and note what has come of it."""
+        """Make a call, and note its outcome."""
         self._count = 0
         noted = self.noted[name] = Noted()
         try:
@@ -161,7 +162,7 @@ class Answers:
 
 
 def reuse(llm, rank):
-    """Prefix reuse, and all that goes on beside it."""
+    """Prefix reuse, and everything that happens along with it."""
     from nemo_specrl import SpecRLConfig, SpeculativeLLM
     from nemo_specrl.engine.early_end import EarlyEnd
     from tests.conftest import DictCache

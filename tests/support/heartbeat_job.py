@@ -46,7 +46,7 @@ def steps():
         trainer.log_metrics({}, step, prefix="timing/train")
     if FIRST:
         time.sleep(3600)
-    os._exit(0)  # at once: no heartbeat comes any more
+    os._exit(0)  # at once: no further heartbeat comes
 
 
 if __name__ == "__main__":

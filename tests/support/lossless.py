@@ -1,4 +1,4 @@
-"""Shared by the tests of both ways of lossless drafting: rows of one prompt, and exact tests."""
+"""What the tests of both ways of lossless drafting share: rows of one prompt, and exact tests."""
 
 import numpy as np
 from vllm import SamplingParams
@@ -49,7 +49,7 @@ def rollouts(responses, version=0):
 
 
 def check_distribution(llm, tokens):
-    """Pairs of first and second token, and the third behind the commonest pair, against exact p."""
+    """Pairs of first and second token, and the third after the commonest pair, against exact p."""
     counts = np.zeros((VOCABULARY, VOCABULARY))
     np.add.at(counts, (tokens[:, 0], tokens[:, 1]), 1)
     tests = [chi_squared(counts.sum(axis=1), len(tokens) * distribution(llm))]
@@ -67,7 +67,7 @@ def check_distribution(llm, tokens):
 def bent(rejection_sample):
     """A rejection sampler of vLLM's V1 runner that accepts the first draft token it should reject.
 
-    The control of tests of distributions: one that could not tell would pass with it, too.
+    A control for tests of distributions: a test that could not tell would pass with it, too.
     """
 
     def bent_sample(draft_token_ids, num_draft_tokens, *args, **kwargs):

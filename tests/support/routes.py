@@ -1,4 +1,4 @@
-"""Routed experts of rows that reuse prefixes, beside those of transformers for the same tokens."""
+"""Routed experts of rows that reuse prefixes, compared with those of transformers."""
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ BLOCK = 32  # tokens of a KV block
 EOS = 2  # of the random models
 LONG = [5 + i % 20 for i in range(40)]  # with the prompt more than one KV block
 PARTS = ((LONG[:8], 8), (LONG, 40), (LONG[:10], 6), (LONG, 35), (LONG[:4], 0))
-"""What is drafted, and how much of it is accepted: with all of it the end that stands behind."""
+"""What is drafted, and how much of it is accepted: with all of it, also the end that follows."""
 
 
 def save_mixture(folder):
@@ -26,8 +26,8 @@ def save_mixture(folder):
 def make_mixture_engine(folder, **options):
     """An engine in this process that returns routes, and stays: see ``make_engine``.
 
-    Engines of dense models that stand beside it have left the process without a group for experts;
-    it is made of the same single rank as the others.
+    Engines of dense models in the same process have left it without a group for experts; it is made
+    of the same single rank as the others.
     """
     from vllm.distributed import parallel_state
 
@@ -46,7 +46,7 @@ def load_reference(folder):
 
 
 def assert_routes(model, tokens, routes):
-    """Routes are those of the model in transformers, for each token but the last."""
+    """Routes are those of the model in transformers, for each token except the last."""
     ids = torch.tensor([list(tokens)])
     with torch.inference_mode():
         layers = model(ids, output_router_logits=True).router_logits
@@ -57,14 +57,14 @@ def assert_routes(model, tokens, routes):
 
 
 def tell_choices(worker):
-    """Have vLLM 0.25 take routes down on a CPU, whose layers pass its hook by. In its worker."""
+    """Make vLLM 0.25 record routes on a CPU, whose layers bypass its hook. Runs in its worker."""
     for layer in worker.model_runner.compilation_config.static_forward_context.values():
         if hasattr(layer, "router"):
             _tell(layer.routed_experts.quant_method.cpu_fused_moe, layer.router.capture_fn)
 
 
 def _tell(moe, take_down):
-    """Have a layer of experts tell which ones it applies."""
+    """Make a layer of experts report which ones it applies."""
     apply = moe.forward_method
 
     def told(layer, x, weights, ids, *args):
@@ -82,7 +82,7 @@ def strict(cls, llm, cache=None, **options):
 
 
 def partly_accepted(tokens, kept, *, sample_index=0):
-    """A draft of which as many tokens will be accepted, and its end if these are all."""
+    """A draft of which this many tokens will be accepted, and its end if these are all."""
     old = np.full(len(tokens) + 1, NEVER)
     old[: kept + (kept == len(tokens))] = SURE
     return draft([*tokens, EOS], old, sample_index=sample_index)

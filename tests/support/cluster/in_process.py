@@ -1,8 +1,8 @@
 """Actors in this process, for tests that decide in which order calls are carried out.
 
-:class:`InProcessRay` takes the place of the module ``ray`` (and of ``time``) in the cluster's
-cache. A call waits until the test has it carried out, or until somebody waits for its answer; the
-clock moves only where somebody waits. Real Ray runs in test_cluster, test_nodes and test_network.
+:class:`InProcessRay` replaces the module ``ray`` (and ``time``) in the cluster's cache. A call
+waits until the test carries it out, or until something waits for its answer; the clock moves only
+while something waits. Real Ray runs in test_cluster, test_nodes and test_network.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ class Call:
 
     def __init__(self, caller, actor, method, args, ordered):
         self.caller, self.actor, self.method, self.args = caller, actor, method, args
-        self.ordered = ordered  # behind earlier calls of the same caller
+        self.ordered = ordered  # after earlier calls of the same caller
         self.done = False
         self.value = self.error = None
 
@@ -44,23 +44,23 @@ class Actor:
     def __init__(self, world, target):
         self.world, self.target = world, target
         self.alive, self.stopped = target is not None, False
-        self.hanging = set()  # methods whose calls do not come to an end
+        self.hanging = set()  # methods whose calls never end
 
     def __getattr__(self, name):
         return Method(self, name)
 
 
 class InProcessRay:
-    """As much of ``ray`` and ``time`` as clients and coordinator call.
+    """The part of ``ray`` and ``time`` that clients and coordinator call.
 
     Args:
         create: makes the object of an actor, from its class, node and arguments; None: its node is
             dead.
 
     Attributes:
-        nodes_alive: id of each node that is seen to be alive, to the address of its machine.
+        nodes_alive: id of each node that appears alive, to the address of its machine.
         here: id of the node that the caller is on.
-        background: what goes on while somebody waits.
+        background: what continues while something waits.
     """
 
     exceptions = ray.exceptions
@@ -163,7 +163,7 @@ class InProcessRay:
         return possible
 
     def carry_out(self, call):
-        """Carry out a call, or one that has to come before it; whether there was any."""
+        """Carry out a call, or one that must come before it; return whether there was any."""
         possible = self.possible()
         queue = (call.caller, call.actor, call.ordered)
         for earlier in possible if not call.done else ():
@@ -175,7 +175,7 @@ class InProcessRay:
         return False
 
     def carry_out_all_of(self, caller):
-        """Carry out what a caller waits for, as far as it can be."""
+        """Carry out what a caller waits for, as far as possible."""
         while calls := [call for call in self.possible() if call.caller == caller]:
             self._run(calls[0])
 

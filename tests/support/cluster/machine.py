@@ -1,7 +1,7 @@
 """A cluster's cache in one process: the real coordinator, clients, shards and stores, without Ray.
 
-Whatever happens, in any order: after a rollout was acknowledged no look-up gives an older one, and
-nothing is lost of which there is a copy.
+Whatever happens, in any order: after a rollout was acknowledged, no look-up returns an older one,
+and nothing is lost of which there is a copy.
 """
 
 import itertools
@@ -33,7 +33,7 @@ NOTHING = (-1, -1)
 
 
 def newest(store, prompt):
-    """Incarnation and version of the newest rollout that a store has of a prompt."""
+    """Incarnation and version of the newest rollout that a store has for a prompt."""
     key = prompt_key([prompt])
     for rollout in store.scan(key, key + b"\0"):
         return rollout.incarnation, rollout.policy_version
@@ -105,7 +105,7 @@ class ClusterMachine(RuleBasedStateMachine):
 
     @rule(disk=disk)
     def empty(self, disk):
-        """A store begins anew, as one does that is damaged."""
+        """A store starts again empty, like a damaged one."""
         if disk in self.actors:
             self.actors[disk].target.store.clear()
 
@@ -170,7 +170,7 @@ class ClusterMachine(RuleBasedStateMachine):
 
     @rule(client=client, on_disk=st.booleans())
     def finish(self, client, on_disk):
-        """Check that what a client has put is acknowledged."""
+        """Check that what a client put is acknowledged."""
         with self.world.acting(f"client {client}"):
             (self.clients[client].sync if on_disk else self.clients[client].deliver)()
         for prompt, what in self.under_way[client].items():
@@ -203,7 +203,7 @@ class ClusterMachine(RuleBasedStateMachine):
 
     @rule(lost=st.integers(0, 5))
     def run_resumes(self, lost):
-        """The job dies and begins again, some policy versions ago, with what the disks have."""
+        """The job dies and restarts some policy versions earlier, with what the disks have."""
         for disk in list(self.actors):
             self.end_shard(disk)
         self.notice()
@@ -300,7 +300,7 @@ class ClusterMachine(RuleBasedStateMachine):
         return newest(self.actors[disk].target.store, prompt)[1]
 
     def held(self, prompt):
-        """The oldest of what the readers have that lack nothing."""
+        """The oldest of the versions on readers that lack nothing."""
         sound = self.sound(partition_of(prompt_key([prompt]), PARTITIONS))
         shards = self.shards()
         has = [newest(shards[name].store, prompt) for name in sound if name in shards]
@@ -319,7 +319,7 @@ class ClusterMachine(RuleBasedStateMachine):
     def plan_and_note_losses(self):
         bereft = [p for p in range(PARTITIONS) if not self.sound(p)]
         for prompt in range(PROMPTS):
-            # What every reader lacks may come back with a disk, but need not.
+            # What every reader lacks may or may not come back with a disk.
             if partition_of(prompt_key([prompt]), PARTITIONS) in bereft:
                 self.acknowledged[prompt] = NOTHING
         return self.plan()
@@ -335,7 +335,7 @@ class ClusterMachine(RuleBasedStateMachine):
         )
 
     def rest(self):
-        """All that is under way comes to its end."""
+        """Everything that is under way completes."""
         self.resume()
         self.notice()
         for client in range(CLIENTS):
@@ -356,7 +356,7 @@ class ClusterMachine(RuleBasedStateMachine):
                 for client in range(CLIENTS):
                     self.elapse(1)
                     self.get(client, prompt, disk)
-                    self.deliver_all()  # the coordinator's view, where it had to be asked
+                    self.deliver_all()  # the coordinator's view, if it had to be asked
                     got = self.get(client, prompt, disk)
                     assert got is not None and got >= on_disk[prompt]
         for disk in list(self.actors):

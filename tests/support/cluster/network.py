@@ -19,7 +19,7 @@ __all__ = ["Network", "address", "alive", "why_not"]
 PROGRAMS = ("ip", "unshare", "nsenter")
 UNSHARE = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 SUBNET = "10.213.7"
-HERE = "specrl0"  # the one link that this process's own network has of it
+HERE = "specrl0"  # the one link to it from this process's own network
 SWITCH = """
 set -e
 ip link add br0 type bridge
@@ -42,7 +42,7 @@ TRIAL = "ip link add br0 type bridge && ip link add v0 type veth && mount --bind
 
 
 def why_not():
-    """Why there can be no such network here; None: there can."""
+    """Why there cannot be such a network here; None: there can."""
     if os.getuid() != 0:
         return "not root"
     if missing := [program for program in PROGRAMS if shutil.which(program) is None]:
@@ -104,15 +104,15 @@ class Network:
         self._processes[number].stdin.flush()
 
     def _ended(self, number):
-        """The file that is there when the Ray node of a machine has ended."""
+        """The file that exists once the Ray node of a machine has ended."""
         return self.disk(number) / "ended"
 
     def disk(self, number):
-        """Of a machine: its own processes see it as ``ray``."""
+        """The disk of a machine: its own processes see it as ``ray``."""
         return self.folder / (f"n{number}" if number else "ray")
 
     def cut(self, number):
-        """Nothing gets to this machine any more, nor away from it."""
+        """Cut a machine off: nothing reaches it or leaves it any more."""
         self._at_switch("link", "set", f"v{number}", "down")
 
     def mend(self, number):
@@ -120,7 +120,7 @@ class Network:
         self._at_switch("link", "set", f"v{number}", "up")
 
     def part(self, *numbers, how="on"):
-        """Nothing gets from one of these machines to another; all else does."""
+        """Nothing gets from one of these machines to another; everything else does."""
         for number in numbers:
             self._at_switch("link", "set", f"v{number}", "type", "bridge_slave", "isolated", how)
 
@@ -130,18 +130,18 @@ class Network:
 
     def stop(self, number):
         """A machine's power fails."""
-        self._at_switch("link", "delete", f"v{number}")  # else it lingers
+        self._at_switch("link", "delete", f"v{number}")  # otherwise it lingers
         self._end(number)
 
     def close(self):
-        """Nothing is left."""
+        """End everything."""
         if self._switch:
             subprocess.run(["ip", "link", "delete", HERE], capture_output=True)  # if it is there
         for name in list(self._processes):
             self._end(name)
 
     def _begin(self, name, script, *arguments):
-        """The pid of a machine's first process."""
+        """Start a machine's first process, and return its pid."""
         process = self._processes[name] = subprocess.Popen(
             [*UNSHARE, "bash", "-c", script, "machine", *map(str, arguments)],
             stdin=subprocess.PIPE,
@@ -173,5 +173,5 @@ def address(number):
 
 
 def alive():
-    """Address to id of the nodes that Ray has."""
+    """Return address to id of the nodes that Ray has."""
     return {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}

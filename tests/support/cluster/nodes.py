@@ -20,7 +20,7 @@ PROMPTS = 60
 SAMPLE_INDICES = 2
 NODE = {"num_cpus": 1, "object_store_memory": 2**27}
 CONFIG = CacheConfig(
-    partitions=32,  # where two nodes of three have none of them, once in 4e5 runs, a test fails
+    partitions=32,  # if two nodes of three have none of them, once in 4e5 runs, a test fails
     deadline_ms=30_000,  # two cores share the nodes
     max_bytes_per_node=2**24,
 )
@@ -34,12 +34,12 @@ def ray_head(module, folder, failures, **arguments):
     """A Ray cluster of this process's own node.
 
     Args:
-        module: whose classes its workers get by value: they do not import tests.
-        folder: of Ray, with a short name.
-        failures: of health checks, a second apart, that make a node dead.
-        arguments: of the node, beside the usual ones.
+        module: module whose classes its workers get by value: they do not import tests.
+        folder: Ray's folder, with a short name.
+        failures: number of failed health checks, a second apart, after which a node is dead.
+        arguments: arguments of the node, in addition to the usual ones.
     """
-    # Where a Cluster notes its address, whatever its temp_dir; Ray expects the folder to be there.
+    # A Cluster notes its address here, whatever its temp_dir; Ray expects the folder to exist.
     os.makedirs(os.path.dirname(ray._private.utils.get_ray_address_file(None)), exist_ok=True)
     config = {
         "health_check_initial_delay_ms": 1000,
@@ -73,7 +73,7 @@ def add_node(cluster):
 
 
 def start_node(cluster, arguments):
-    """Add a node, first the head; one that dies while it starts is started again."""
+    """Add a node, first the head; one that dies while it starts is restarted."""
     for start in range(1, STARTS + 1):
         before = set(cluster.list_all_nodes())
         try:
@@ -111,7 +111,7 @@ def put_all(cache, version, prompts=range(PROMPTS)):
 
 
 def versions_of(cache):
-    """Of each prompt, the versions of its rollouts, which are as they were put."""
+    """For each prompt, the versions of its rollouts, which are as they were put."""
     found = cache.get(KEYS)
     for p in range(PROMPTS):
         for r in found.get(KEYS[p], []):
@@ -120,12 +120,12 @@ def versions_of(cache):
 
 
 def all_at(version):
-    """As :func:`versions_of`, where every prompt has a group of a version."""
+    """Like :func:`versions_of`, if every prompt has a group of a version."""
     return {p: [version] * SAMPLE_INDICES for p in range(PROMPTS)}
 
 
 def wait_until(condition, seconds=120.0):
-    """Seconds that it took."""
+    """Wait, and return the seconds that it took."""
     start = time.monotonic()
     while not condition():
         assert time.monotonic() < start + seconds, "it did not come"
@@ -134,7 +134,7 @@ def wait_until(condition, seconds=120.0):
 
 
 def copies(cache):
-    """Of each prompt, the shards that have it, in the versions that they have."""
+    """For each prompt, the shards that have it, and the versions that they have."""
     view = ray.get(cache._coordinator.view.remote())
     there = {p: {} for p in range(PROMPTS)}
     for name, shard in view.shards.items():

@@ -1,4 +1,4 @@
-"""What may stand in a RayJob, as far as kubernetes/rayjob.yaml needs it: a JSON schema.
+"""A JSON schema of what a RayJob may contain, as far as kubernetes/rayjob.yaml needs it.
 
 Names and types are those of KubeRay's CRD (ray-operator/config/crd/bases/ray.io_rayjobs.yaml,
 version v1, of KubeRay v1.6.2 and v1.7.0), which has Kubernetes' own of a pod in it. Its lines
@@ -95,7 +95,7 @@ RAY_JOB = closed(
     metadata=closed("name", name=STRING),
     spec=closed(
         "rayClusterSpec",
-        # The CRD takes any string for it; these are the operator's.
+        # The CRD accepts any string for it; these are the operator's.
         submissionMode=one_of("K8sJobMode", "HTTPMode", "InteractiveMode", "SidecarMode"),
         backoffLimit=INTEGER,
         shutdownAfterJobFinishes=BOOLEAN,

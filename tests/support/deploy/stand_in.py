@@ -1,7 +1,7 @@
 """Builds images with buildah on a stand-in for their base, since no registry can be asked here.
 
 The stand-in has the folders and users of a small Debian; its programs, Python and NeMo-RL's
-environment are the machine's own, mounted read-only where they lie. So an image has in it just what
+environment are the machine's own, mounted read-only in place. An image therefore contains just what
 its Dockerfile put there, and every command of the Dockerfile runs.
 """
 
@@ -24,12 +24,12 @@ FOLDERS = (
 )
 SETTINGS = ("SSL_CERT_FILE", "PIP_CERT", "PIP_INDEX_URL", "UV_INDEX_URL", "https_proxy")
 FLAKE = "sealing memfd copy: Device or resource busy"
-"""What buildah's chroot says now and then before a command has begun."""
+"""What buildah's chroot reports now and then before a command has begun."""
 
 
 @functools.cache
 def why_not() -> str:
-    """Why no image can be built here; empty where one can."""
+    """Why no image can be built here; empty if one can."""
     for program in ("buildah", "apt-get", "useradd"):
         if shutil.which(program) is None:
             return f"no images here: no {program} (apt-get install --no-install-recommends buildah)"
@@ -40,10 +40,10 @@ def why_not() -> str:
 
 
 class Images:
-    """A store of images in a folder of its own.
+    """A store of images in its own folder.
 
     Args:
-        folder: for everything that buildah writes.
+        folder: folder for everything that buildah writes.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -68,7 +68,7 @@ class Images:
         self._mount_points = {str(p) for path in mounted for p in (Path(path), *Path(path).parents)}
 
     def buildah(self, *arguments: object, code: int = 0) -> str:
-        """Run buildah; returns what it wrote, with its errors if a code other than 0 is wanted."""
+        """Run buildah; return what it wrote, with its errors if a code other than 0 is expected."""
         for _ in range(5):
             done = subprocess.run(
                 ["buildah", *map(str, arguments)],
@@ -133,7 +133,7 @@ class Images:
         return json.loads(self.buildah("inspect", "--type=image", name))["Docker"]
 
     def files(self, name: str) -> set[str]:
-        """Paths of all files and folders in the image, but for those that were mounted."""
+        """Paths of all files and folders in the image, except for those that were mounted."""
         root = Path(self.buildah("mount", self._container(name)).strip())
         return {f"/{path.relative_to(root)}" for path in root.rglob("*")} - self._mount_points
 
@@ -144,7 +144,7 @@ class Images:
         }
 
     def run(self, name: str, *command: str, code: int = 0) -> str:
-        """Run a command as the image's user, in the one container that there is of the image."""
+        """Run a command as the image's user, in the image's only container."""
         by_path = ("/bin/sh", "-c", 'exec "$@"', "sh")  # what buildah finds itself is the machine's
         return self.buildah(
             "run", *self.mounts, self._container(name), "--", *by_path, *command, code=code

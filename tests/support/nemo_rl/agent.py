@@ -1,7 +1,7 @@
 """An agent of NeMo-Gym's kind: it leads conversations with NeMo-RL's HTTP servers.
 
-NeMo-RL's own class makes rows of what it brings. Only what the package nemo_gym would do is done
-here: to ask for the turns, by HTTP, and to answer in the form of OpenAI's Responses.
+NeMo-RL's own class makes rows from what it brings. Only the part of the package nemo_gym is done
+here: it asks for the turns over HTTP, and answers in the form of OpenAI's Responses.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CHAT_TEMPLATE = (
 def row_of(problems: list[Any], judged: bool = False) -> dict[str, Any]:
     """A row of NeMo-Gym's data: a conversation in which one question follows the other.
 
-    Where it is judged, the model that has answered gives the reward, as a judge whose
+    If it is judged, the model that answered gives the reward, like a judge whose
     ``judge_model_server`` is ``policy_model``: it does the first problem again.
     """
     [first, *_] = questions = [problem.question for problem in problems]
@@ -45,7 +45,7 @@ class Agent(NemoGym.__ray_metadata__.modified_class):  # type: ignore[misc]
         self._servers = itertools.cycle(self.cfg["base_urls"])
 
     def run_examples(self, examples: list[Any], head_server_config: Any) -> list[Any]:
-        """A coroutine for each conversation, which all go on at once."""
+        """Return a coroutine for each conversation; all of them run at once."""
         return [asyncio.ensure_future(self._converse(row)) for row in examples]
 
     async def _converse(self, row: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

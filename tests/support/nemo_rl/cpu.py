@@ -39,7 +39,7 @@ from tests.support.nemo_rl import counting
 
 counting.install()
 if os.environ.get("NEMO_SPECRL_TEST_V2") and v2_cpu.READY:
-    # The kernels of drafting would take minutes; test_kernels has their like equal to them.
+    # The kernels of drafting would take minutes; test_kernels checks that these are equal to them.
     from nemo_specrl.engine.drafters.v2 import arrays
     from tests.support import v2_numpy
 
@@ -57,7 +57,7 @@ def _load(self: Any, path: str) -> bool:
     return True
 
 
-# vLLM refuses an extension with an attribute that its CPU worker has already.
+# vLLM refuses an extension with an attribute that its CPU worker already has.
 _TAKEN = ("__dict__", "__weakref__", "__module__", "synchronize_device")
 CpuExtension = type(
     "CpuExtension",
@@ -68,7 +68,7 @@ CpuExtension = type(
 
 
 class OnCpu:
-    """Changes that both workers need; a base class in front of NeMo-RL's."""
+    """Changes that both workers need; a base class before NeMo-RL's."""
 
     def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
         local_cpu_environment()  # by the process: in vLLM 0.20 it depends on it

@@ -39,7 +39,7 @@ OVERRIDES = [
 
 
 class Images(torch.utils.data.Dataset):
-    """Prompts of which the first two are of one text and other images, and the last has none."""
+    """Prompts: the first two have the same text and different images, and the last has none."""
 
     def __init__(self, count: int) -> None:
         self.count = count

@@ -9,16 +9,16 @@ OUT/metrics.jsonl, one line for each call of NeMo-RL's logger; OUT/rows.jsonl, o
 model of the same task. The single controller's GRPO is run by NeMo-RL's own script
 (``controller.py``), without OUT/rows.jsonl.
 
-Ray's files are in the folder that NEMO_SPECRL_TEST_RAY names. Where Ray does not start, the job
-exits with os.EX_TEMPFAIL, before it has written anything.
+Ray's files are in the folder that NEMO_SPECRL_TEST_RAY names. If Ray does not start, the job exits
+with os.EX_TEMPFAIL, before it has written anything.
 
 Keys in addition to NeMo-RL's: ``++env.prompts``, the number of prompts; ``++env.turns``, the number
 of turns in a conversation that does a sum step by step; ``++env.questions``, the number of
 questions that an agent asks over HTTP, one after the other, and ``++env.judged=true``, with which
 it has the policy itself judge the first answer; ``++env.scored=true``, with which NeMo-RL's reward
 model environment gives the rewards; ``++env.recorded=false``, which leaves out OUT/rows.jsonl,
-because it takes time; ``++env.killed_in_step``, the step after whose rollouts the job and all that
-it has started are killed.
+because it takes time; ``++env.killed_in_step``, the step after whose rollouts the job and
+everything that it started are killed.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Problems(torch.utils.data.Dataset):
 
             asked = [self.items[(i + n) % len(self)] for n in range(self.questions)]
             row = row_of(asked, self.judged)
-            # As NeMo-RL's nemo_gym_data_processor has it: the server alone knows the prompt.
+            # As in NeMo-RL's nemo_gym_data_processor: only the server knows the prompt.
             ids, message = [], {"role": "user", "content": "", "token_ids": torch.tensor([])}
         return {
             "message_log": [message],
@@ -367,7 +367,7 @@ def small_tokenizer() -> Any:
 
 
 def run_on_cpu(generation: Any, generation_class: Any) -> None:
-    """Have NeMo-RL generate with the small model on a CPU.
+    """Make NeMo-RL generate with the small model on a CPU.
 
     Args:
         generation: the recipe's block, which NeMo-RL has configured.
@@ -381,7 +381,7 @@ def run_on_cpu(generation: Any, generation_class: Any) -> None:
 
 
 def talk_by_http(config: Any) -> None:
-    """Have an agent lead conversations in the place of NeMo-Gym's, as its script sets it up."""
+    """Let an agent lead conversations in place of NeMo-Gym's, as its script sets it up."""
     from nemo_rl.environments.nemo_gym import setup_nemo_gym_config
 
     from tests.support.nemo_rl.agent import CHAT_TEMPLATE, spin_up

@@ -1,4 +1,4 @@
-"""Runs tests/support/nemo_rl/job.py in a process of its own, and reads the files that it writes."""
+"""Runs tests/support/nemo_rl/job.py in its own process, and reads the files that it writes."""
 
 import contextlib
 import json
@@ -35,9 +35,9 @@ TOTAL = 192
 ACCEPTED = 0.2
 """Lower bound of ``accepted_fraction`` of a step. It differs much between runs, since a step has
 about six drafts, each of which counts up to its first refused token. Simulated with the weights of
-these jobs before and after an epoch, its mean is 0.91, and 1 step in 10,000 is below 0.41. Where
-the policy moves three times as far (four passes of PPO at the same learning rate), the mean is
-0.59, and 1 step in 36 is below 0.2."""
+these jobs before and after an epoch, its mean is 0.91, and 1 step in 10,000 is below 0.41. If the
+policy moves three times as far (four passes of PPO at the same learning rate), the mean is 0.59,
+and 1 step in 36 is below 0.2."""
 
 COLUMNS = (
     "token_ids",
@@ -46,10 +46,10 @@ COLUMNS = (
     "generation_logprobs",
     "prev_logprobs",
 )
-"""What NeMo-RL logs of each token of the rows that it has trained on."""
+"""What NeMo-RL logs for each token of the rows that it trained on."""
 
 STARTS = 3
-"""How often a job is started at most: Ray gives a node 30 s, too few on a busy machine."""
+"""How many times a job is started at most: Ray gives a node 30 s, too few on a busy machine."""
 
 ASYNCHRONOUS = {
     "policy.generation.vllm_cfg.async_engine": "true",
@@ -64,10 +64,10 @@ ASYNCHRONOUS = {
 
 
 class Job:
-    """A run of tests/support/nemo_rl/job.py in a process group of its own.
+    """A run of tests/support/nemo_rl/job.py in its own process group.
 
-    ``launcher`` is what comes between Python and the module, with ``nemo-specrl run`` behind it.
-    ``environment`` has further variables; its PYTHONPATH comes behind the job's own.
+    ``launcher`` is what comes between Python and the module, followed by ``nemo-specrl run``.
+    ``environment`` has further variables; its PYTHONPATH comes after the job's own.
     """
 
     module = "tests.support.nemo_rl.job"
@@ -113,7 +113,7 @@ class Job:
             )
 
     def wait(self):
-        """Wait for the job's end, which must be a good one."""
+        """Wait for the job's end, which must be successful."""
         assert self.exit_code() == 0, self.log.read_text()[-6000:]
         return self
 
@@ -122,7 +122,7 @@ class Job:
         assert self.exit_code() == -signal.SIGKILL, self.log.read_text()[-6000:]
 
     def exit_code(self):
-        """Wait for the job's end, and start it again where Ray could not start.
+        """Wait for the job's end, and restart it if Ray could not start.
 
         An interrupt or a time-out of the test ends the job, too.
         """
@@ -140,7 +140,7 @@ class Job:
         return code
 
     def kill(self):
-        """End the job and all that it has started."""
+        """End the job and everything that it started."""
         if self._launched:  # the job has a session of its own, which its launcher ends
             self.process.terminate()
             self.process.wait(120)

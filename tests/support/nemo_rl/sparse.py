@@ -4,7 +4,7 @@ These are the synchronizer, the tracker of changes, the ZeroMQ relay, the receiv
 server, and the code that changes an engine's weights.
 
 Two things are not NeMo-RL's: the policy's weights come from a dictionary instead of Megatron, and
-calls of workers are plain calls instead of Ray's. This module is imported in engine processes, too.
+calls to workers are plain calls instead of Ray's. This module is imported in engine processes, too.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def unpacked(layer, remove_weight):
     layer.cpu_linear = torch.nn.functional.linear
 
 
-if os.environ.get("NEMO_SPECRL_TEST_UNPACKED"):  # engines in processes of their own
+if os.environ.get("NEMO_SPECRL_TEST_UNPACKED"):  # engines in their own processes
     layers.dispatch_cpu_unquantized_gemm = unpacked
 
 
@@ -116,7 +116,7 @@ def synchronizer(policy, worker, patch):
     """
     from nemo_rl.weight_sync import vllm_remote_sparse_weight_synchronizer as module
 
-    # The caches are left alone, as they are where rows are running: the plug-in has to see to them.
+    # The caches are left alone, as they are while rows run: the plug-in must take care of them.
     generation = SimpleNamespace(worker_group=Group(worker), invalidate_kv_cache=lambda: True)
     patch.setattr(module, "ray", SimpleNamespace(get=lambda results: results))
     made = module.VllmRemoteSparseWeightSynchronizer(policy, generation, transport="zmq")
