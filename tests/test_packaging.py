@@ -107,7 +107,7 @@ main()
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "the compiled part of nemo_specrl, which trees need, is missing" in done.stderr
     assert "pip wheel --no-deps ." in done.stderr and "Traceback" not in done.stderr
 
