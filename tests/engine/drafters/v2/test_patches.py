@@ -163,34 +163,25 @@ def test_graphs_are_captured_for_the_largest_steps_of_drafts(rows, batched, voca
 
 def drafting_config(rows, *, hybrid=False):
     """What is read of an engine's configuration where the lengths of drafts are chosen."""
-    from types import SimpleNamespace
-
     from nemo_specrl.engine.vllm import v2_patches
     from tests.speculation.test_uniform_length import QWEN3_8B
 
     options = v2_patches.speculator_options(24, 1 << 29, adaptive=True)
-    return SimpleNamespace(
-        additional_config=options["additional_config"],
-        speculative_config=SimpleNamespace(**options["speculative_config"]),
-        scheduler_config=SimpleNamespace(max_num_seqs=rows, max_num_batched_tokens=8192),
-        model_config=SimpleNamespace(
-            is_hybrid=hybrid, get_vocab_size=lambda: QWEN3_8B.vocab_size, quantization=None,
-            hf_text_config=QWEN3_8B, max_model_len=8192,
-        ),
-        cache_config=SimpleNamespace(cache_dtype="auto"),
-        parallel_config=SimpleNamespace(data_parallel_size=1, tensor_parallel_size=1),
-        compilation_config=SimpleNamespace(
-            cudagraph_capture_sizes=None, max_cudagraph_capture_size=None
-        ),
-    )  # fmt: skip
+    config = configuration(rows, 8192, QWEN3_8B.vocab_size)
+    config.additional_config = options["additional_config"]
+    vars(config.speculative_config).update(options["speculative_config"])
+    vars(config.model_config).update(
+        is_hybrid=hybrid, quantization=None, hf_text_config=QWEN3_8B, max_model_len=8192
+    )
+    config.cache_config = SimpleNamespace(cache_dtype="auto")
+    config.parallel_config.tensor_parallel_size = 1
+    return config
 
 
 @pytest.mark.parametrize("hybrid", [False, True])
 @pytest.mark.parametrize("rows", range(1, 9))
 def test_graphs_are_captured_for_each_length_that_is_chosen(rows, hybrid):
     """Also where an engine has fewer rows than there are lengths; 0 and the longest come first."""
-    from types import SimpleNamespace
-
     from vllm.config.compilation import CUDAGraphMode
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
