@@ -225,25 +225,30 @@ def test_a_version_that_one_engine_alone_keeps_does_not_stand_still(workers, cap
     assert caplog.text.count("the policy version has stayed at 12 for 3 steps") == 1
 
 
-def test_a_step_goes_on_without_an_engine_that_has_died(workers, caplog):
+def killed(actor):
+    """Kill an actor, which may answer a question or two before it dies."""
     import ray
 
+    ray.kill(actor)
+    with pytest.raises(ray.exceptions.RayActorError):
+        while True:
+            ray.get(actor.spec_rl_policy_version.remote())
+
+
+def test_a_step_goes_on_without_an_engine_that_has_died(workers, caplog):
     actors, _ = workers
     cache = SimpleNamespace(
         take_failures=lambda: 0, health=lambda within_s: Health(1, 0, 0), stats=lambda within_s: {}
     )
     generation = stand_in(actors, cache)
     assert generation.take_metrics()[0]["spec_rl/decoded_tokens"] == 2
-    ray.kill(actors[0])
-    with pytest.raises(ray.exceptions.RayActorError):
-        while True:  # it may answer a question or two before it dies
-            ray.get(actors[0].spec_rl_policy_version.remote())
+    killed(actors[0])
     for _ in range(2):
         counted, _ = generation.take_metrics()
         assert counted["spec_rl/decoded_tokens"] == counted["spec_rl/cache_nodes"] == 1
     assert generation.policy_version == 7  # which a checkpoint has
     assert caplog.text.count("engine 0 does not answer") == 1
-    ray.kill(actors[1])
+    killed(actors[1])
     with pytest.raises(EngineError, match="no engine answers"):
         generation.policy_version  # noqa: B018
 
