@@ -14,8 +14,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import numpy as np
+import torch
 
 from nemo_specrl.engine.vllm.model_costs import costs_of
+from nemo_specrl.engine.vllm.v2_lengths import max_drafted
 from nemo_specrl.speculation.uniform_length import (
     GPUS,
     LENGTHS,
@@ -33,8 +35,6 @@ MEAN_LENGTH, LONGEST, SPREAD = 4000, 16_384, 0.64
 in ``simulate_8b.py`` those between prompts and within groups together."""
 TAIL = 0.1
 """Of a batch's rows, the last ones."""
-MAX_DRAFTED = 2355
-"""Draft tokens of a step for whose logits there is memory, in bfloat16 (``v2_lengths``)."""
 SHARED = {
     "num_key_value_heads": 8,
     "head_dim": 128,
@@ -58,11 +58,17 @@ MODELS = {
 }  # fmt: skip
 
 
+VLLM_CONFIG = SimpleNamespace(
+    model_config=SimpleNamespace(dtype=torch.bfloat16, get_vocab_size=lambda: SHARED["vocab_size"])
+)
+"""What bounds the draft tokens of a step, of vLLM's configuration."""
+
+
 class Known(UniformLengths):
     """Chances that are given instead of observed."""
 
     def __init__(self, costs: StepCosts, chance: float) -> None:
-        super().__init__(costs, LENGTHS, max(ROWS), MAX_DRAFTED)
+        super().__init__(costs, LENGTHS, max(ROWS), max_drafted(VLLM_CONFIG))
         self.chance = chance
 
     def chances(self) -> np.ndarray:
