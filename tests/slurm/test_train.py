@@ -28,9 +28,9 @@ RUN = (
     "cluster.gpus_per_node=1",
     "cluster.num_nodes=2",
     "policy.generation.colocated.enabled=true",
-    "grpo.max_num_epochs=5",
+    "grpo.max_num_epochs=8",
 )
-STEPS = 10
+STEPS = 16
 
 pytestmark = pytest.mark.usefixtures("own_ray")
 
@@ -123,7 +123,7 @@ class Job:
         """Send a signal to the training, which runs on ``node``, at once; srun would take longer
         than a few of its steps."""
         pid = (self.run / f"slurm-{self.id}" / "train.pid").read_text()
-        self.cluster.kill(node, number, int(pid))
+        assert self.cluster.kill(node, number, int(pid)), self.output.read_text(errors="replace")
 
     def near_its_time(self):
         """Do as Slurm does when the time limit of the job is near."""
@@ -178,9 +178,9 @@ def test_a_job_goes_on_after_it_has_lost_a_node_its_batch_node_and_its_time(clus
     cluster.crash("n1")
     cluster.notice("n1")
     job.until(lambda: len(started_on(job)) == 3)
-    cluster.boot("n1")
     job.until_steps(7)
     job.reach_its_time("n2")
+    cluster.boot("n1")
     assert job.end() == 0, job.output.read_text(errors="replace")[-3000:]
     assert started_on(job)[:3] == ["nodes n1 n2", "nodes n1 n3", "nodes n2 n3"]
     assert len(started_on(job)) == 4

@@ -155,11 +155,10 @@ class Cluster:
         shown = dict(word.split("=", 1) for word in text.split() if "=" in word)
         return int(shown["ExitCode"].split(":")[0]) if shown["JobState"] in ENDED else None
 
-    def kill(self, name: str, number: signal.Signals, pid: int) -> None:
-        """Send a signal to a process of a node, which knows it as ``pid``."""
-        subprocess.run(
-            [*self._inside(self._first(name)), "kill", f"-{number:d}", str(pid)], check=True
-        )
+    def kill(self, name: str, number: signal.Signals, pid: int) -> bool:
+        """Send a signal to a process of a node, which knows it as ``pid``; False if it is gone."""
+        kill = ("kill", f"-{number:d}", str(pid))
+        return subprocess.run([*self._inside(self._first(name)), *kill]).returncode == 0
 
     def crash(self, name: str) -> None:
         """Cut a node's power: all its processes are gone at once."""
