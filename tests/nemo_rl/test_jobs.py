@@ -410,6 +410,6 @@ def test_another_nemo_rl_is_refused_with_the_versions_that_are_known(tmp_path):
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "has no nemo_rl.models.generation.vllm" in done.stderr
     assert "v0.7.0, and main" in done.stderr
