@@ -178,9 +178,9 @@ def test_a_job_goes_on_after_it_has_lost_a_node_its_batch_node_and_its_time(clus
     cluster.crash("n1")
     cluster.notice("n1")
     job.until(lambda: len(started_on(job)) == 3)
+    cluster.boot("n1")
     job.until_steps(7)
     job.reach_its_time("n2")
-    cluster.boot("n1")
     assert job.end() == 0, job.output.read_text(errors="replace")[-3000:]
     assert started_on(job)[:3] == ["nodes n1 n2", "nodes n1 n3", "nodes n2 n3"]
     assert len(started_on(job)) == 4
