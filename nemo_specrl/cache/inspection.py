@@ -17,9 +17,16 @@ from pathlib import Path
 from nemo_specrl.cache.codec import decode
 from nemo_specrl.cache.export import EXPORTS, read_export
 from nemo_specrl.cache.snapshot import MANIFEST, read_manifest, read_partition
+from nemo_specrl.cache.storage.database import check_size, check_structure, connect
 from nemo_specrl.cache.storage.lock import holder
 from nemo_specrl.cache.storage.recovery import roll_back
-from nemo_specrl.cache.storage.schema import DATA_FILE, FORMAT, reading_file
+from nemo_specrl.cache.storage.schema import (
+    DATA_FILE,
+    FORMAT,
+    has_tables,
+    identity_and_state,
+    named,
+)
 from nemo_specrl.cache.storage.system_errors import as_cache_errors
 from nemo_specrl.config import CACHE_FOLDER
 from nemo_specrl.errors import CacheError, ConfigError, ForeignStore, StoreInUse, StoreUnavailable
@@ -123,16 +130,26 @@ def _at_rest(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _tables(file: Path, check: bool) -> Iterator[Source]:
-    with reading_file(file, check=check) as contents:
-        if contents.format != FORMAT:
+    with contextlib.closing(connect(file, "mode=ro&nolock=1")) as database:
+        check_size(database, file)
+        if not has_tables(database, file):
+            raise StoreUnavailable(f"{file} is empty")
+        if check:
+            check_structure(database, indices=True)
+        identity, state = identity_and_state(database)
+        if identity["format"] != FORMAT:
             raise ForeignStore(
-                f"{file} has format {contents.format}, this release reads {FORMAT}; use the "
+                f"{file} has format {identity['format']}, this release reads {FORMAT}; use the "
                 "release that wrote it"
             )
+        rows = database.execute(
+            "SELECT prompt, sample_index, clock, record FROM rollouts "
+            "ORDER BY prompt, sample_index, clock DESC"
+        )
 
         def rollouts() -> Iterator[Rollout | CacheError]:
             try:
-                for name, record in contents.records:
+                for name, record in named(rows):
                     try:
                         yield decode(name, record)
                     except CacheError as error:
@@ -142,11 +159,11 @@ def _tables(file: Path, check: bool) -> Iterator[Source]:
 
         yield Source(
             "store",
-            contents.tokenizer_id,
+            identity["tokenizer"],
             file.stat().st_size,
             rollouts(),
-            lookups=contents.lookups,
-            hits=contents.hits,
+            lookups=state[3],
+            hits=state[4],
         )
 
 

@@ -120,8 +120,7 @@ def begin_empty(folder: Path, tokenizer_id: str, *, warm: bool) -> list[str]:
         StoreUnavailable: the folder cannot be used.
     """
     lines = []
-    lock = FolderLock(folder)
-    try:
+    with contextlib.closing(FolderLock(folder)) as lock:
         with as_cache_errors("empty the rollout store", folder):
             for file in (folder / name for name in (DATA_FILE, TEMPORARY_FILE)):
                 if not file.is_file():
@@ -136,8 +135,6 @@ def begin_empty(folder: Path, tokenizer_id: str, *, warm: bool) -> list[str]:
         if warm:
             lines += _copy_warm_start(folder, tokenizer_id)
         lock.clean = True
-    finally:
-        lock.release()
     return lines
 
 
@@ -152,7 +149,8 @@ def _copy_warm_start(folder: Path, tokenizer_id: str) -> list[str]:
                     f"{source} is of tokenizer {found.tokenizer_id!r}, not of {tokenizer_id!r}: "
                     "the run begins without it"
                 ]
-            copy_database(source / DATA_FILE, folder)
+            with as_cache_errors("copy the warm start to", folder):
+                copy_database(source / DATA_FILE, folder)
     except CacheError as error:
         (folder / DATA_FILE).unlink(missing_ok=True)
         return [f"{error}: the run begins without it"]
@@ -193,11 +191,8 @@ def _last_used(folder: Path) -> float:
 def _remove(folder: Path) -> bool:
     if folder.is_symlink():
         return False
-    lock = FolderLock(folder)
-    try:
+    with contextlib.closing(FolderLock(folder)):
         shutil.rmtree(folder)
-    finally:
-        lock.release()
     return True
 
 

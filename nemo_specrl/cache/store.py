@@ -95,7 +95,7 @@ class RolloutStore:
             with as_cache_errors("open the rollout store", self._path):
                 self._tables = self._open_tables()
         except BaseException:
-            self._lock.release()
+            self._lock.close()
             raise
         self._in_memory = file_system(self._path)[1] in MEMORY
         self._lock.clean = True
@@ -293,7 +293,7 @@ class RolloutStore:
                 if self._timer is not None:
                     self._timer.cancel()
                 self._tables.close()
-                self._lock.release()
+                self._lock.close()
 
     def __len__(self) -> int:
         return self.stats().rollouts
@@ -355,7 +355,7 @@ class RolloutStore:
             self._carry_over(old)
         except BaseException:
             self._closed = True
-            self._lock.release()
+            self._lock.close()
             raise
 
     def _carry_over(self, old: Tables) -> None:

@@ -176,14 +176,15 @@ def import_(
 
 def _check_tokenizer(path: Path, source_path: Path, tokenizer_id: str) -> None:
     """Refuse to add rollouts to a store of another tokenizer; there may not be a store yet."""
-    from nemo_specrl.cache.storage.schema import DATA_FILE, reading_file
+    from nemo_specrl.cache.inspection import open_source
+    from nemo_specrl.cache.storage.schema import DATA_FILE
 
     if (path / DATA_FILE).is_file():
-        with reading_file(path / DATA_FILE) as contents:
-            if contents.tokenizer_id != tokenizer_id:
+        with open_source(path) as there:
+            if there.tokenizer_id != tokenizer_id:
                 raise ForeignStore(
                     f"{source_path} is of tokenizer {tokenizer_id!r}, the store {path} "
-                    f"of {contents.tokenizer_id!r}; tokens of one mean nothing to the other"
+                    f"of {there.tokenizer_id!r}; tokens of one mean nothing to the other"
                 )
 
 

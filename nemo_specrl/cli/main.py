@@ -93,7 +93,7 @@ def main() -> None:
         except SpecRLError as error:
             _fail(error, 1)
         except OSError as error:
-            if error.errno != errno.ENAMETOOLONG:  # from an argument that is not a possible path
+            if error.errno not in (errno.ENAMETOOLONG, errno.EACCES):  # of a path that was given
                 raise
             _fail(error, 2)
     except SystemExit as end:

@@ -15,7 +15,8 @@ import pytest
 
 from nemo_specrl.cache import RolloutStore
 from nemo_specrl.cache.codec import decode
-from nemo_specrl.cache.storage.schema import reading_file
+from nemo_specrl.cache.storage.database import connect
+from nemo_specrl.cache.storage.schema import DATA_FILE, named
 from nemo_specrl.errors import StoreInUse
 from nemo_specrl.rollout import prompt_key
 from tests.support.rollouts import rollout
@@ -139,9 +140,12 @@ for version in range(2):
             while seen < 2:  # until another process sees it; the commit may not have ended at once
                 with (
                     contextlib.suppress(sqlite3.Error),
-                    reading_file(path / "rollouts.sqlite") as found,
+                    contextlib.closing(connect(path / DATA_FILE, "mode=ro&nolock=1")) as database,
                 ):
-                    records = [decode(*record) for record in found.records]
+                    rows = database.execute(
+                        "SELECT prompt, sample_index, clock, record FROM rollouts"
+                    )
+                    records = [decode(*record) for record in named(rows)]
                     seen += {(r.policy_version, len(records)) for r in records} == {(version, 20)}
                 time.sleep(0.01)
             if version == 0:

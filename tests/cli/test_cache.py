@@ -1,8 +1,12 @@
 """``nemo-specrl cache``: what it shows, finds damaged, moves and refuses."""
 
+import contextlib
 import functools
 import os
 import re
+import sqlite3
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -11,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from nemo_specrl import Finish, RolloutStore, prompt_key
 from nemo_specrl.cache.inspection import open_source
 from nemo_specrl.cache.run_folders import WARM_START, begin_empty, run_folder
+from nemo_specrl.cache.storage.schema import DATA_FILE
 from nemo_specrl.errors import CacheError, StoreInUse
 from tests.support import rollouts as factories
 
@@ -147,6 +152,47 @@ def test_what_is_exported_warms_another_run(tmp_path, cache):
         assert second == own if prompt == 5 else second.finish is Finish.LENGTH
     cache("import", path, tmp_path / "new")
     assert len(contents(tmp_path / "new" / WARM_START, 30)) == 30
+
+
+def killed_in_a_commit(folder):
+    """Leave a store as a process that is killed while it commits does: with its journal."""
+    database = sqlite3.connect(folder / DATA_FILE, isolation_level=None)
+    with contextlib.closing(database):
+        database.execute("PRAGMA cache_size = 1")
+        database.execute("BEGIN IMMEDIATE")
+        database.execute("UPDATE rollouts SET record = zeroblob(length(record))")
+        left = {file.name: file.read_bytes() for file in folder.iterdir()}
+        database.execute("ROLLBACK")
+    for name, data in left.items():
+        (folder / name).write_bytes(data)
+
+
+def test_an_import_that_was_killed_is_repeated(tmp_path, cache):
+    source, warm = made(tmp_path / "store"), tmp_path / "runs" / WARM_START
+    cache("import", source, tmp_path / "runs", "--max-bytes", "8MiB")
+    killed_in_a_commit(warm)
+    with pytest.raises(sqlite3.OperationalError, match="readonly"):
+        sqlite3.connect(f"file:{warm / DATA_FILE}?mode=ro", uri=True).execute("SELECT * FROM meta")
+    shown = cache("import", source, tmp_path / "runs", "--max-bytes", "8MiB")
+    assert "0 rollouts imported, 60 left out" in shown
+    assert len(contents(warm, 30)) == 30
+    (warm / DATA_FILE).write_bytes(b"\xa5" * 50_000)
+    shown = cache("import", source, tmp_path / "runs", code=2)
+    assert f"cannot read {warm}: " in shown and str(source) not in shown
+
+
+def test_a_folder_that_may_not_be_entered_is_one_line(tmp_path):
+    path = made(tmp_path / "closed" / "store")
+    path.parent.chmod(0)
+    # The administrator may enter every folder, unless these capabilities are gone.
+    as_a_user = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
+    command = [sys.executable, "-m", "nemo_specrl", "cache", "inspect", str(path)]
+    done = subprocess.run(
+        [*(as_a_user if os.geteuid() == 0 else ()), *command], capture_output=True, text=True
+    )
+    path.parent.chmod(0o700)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("nemo-specrl: ") and "Permission denied" in done.stderr
 
 
 def test_bad_input_is_one_line_and_code_2(tmp_path, cache):

@@ -35,7 +35,7 @@ _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 
 class FolderLock:
-    """A folder that this process holds until ``release``; created if it does not exist.
+    """A folder that this process holds until ``close``; created if it does not exist.
 
     The file ``lock`` in it names the holder.
 
@@ -91,7 +91,7 @@ class FolderLock:
         """Whether the folder's file system has locks."""
         return self._stand_in is None
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Release the folder; a second call does nothing."""
         if self._file.closed:
             return

@@ -69,12 +69,10 @@ def _open(folder: Path, max_bytes: int, tokenizer_id: str, lock: FolderLock) -> 
         if not tables.oversized:
             break
         # The cap is lower than it was. The file does not shrink, so a smaller one takes its place.
-        try:
+        with contextlib.closing(tables):
             tables.evict_down_to(int(share * tables.budget))
             with replacing(folder / DATA_FILE, folder / TEMPORARY_FILE):
                 tables.copy_compact(folder / TEMPORARY_FILE, page_size_under(room))
-        finally:
-            tables.close()
         evicted = tables.evicted
         tables = Tables(folder, room, tokenizer_id, locks=lock.has_locks)
         tables.evicted = evicted
@@ -121,12 +119,11 @@ def roll_back(folder: Path) -> None:
                 return
     except FileNotFoundError:
         return
-    lock = FolderLock(folder)
-    try:
-        with contextlib.closing(connect(folder / DATA_FILE, "mode=rw&nolock=1")) as database:
-            number(database, "schema_version")
-    finally:
-        lock.release()
+    with (
+        contextlib.closing(FolderLock(folder)),
+        contextlib.closing(connect(folder / DATA_FILE, "mode=rw&nolock=1")) as database,
+    ):
+        number(database, "schema_version")
 
 
 def remove_files(folder: Path) -> None:

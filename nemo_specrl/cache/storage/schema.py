@@ -15,24 +15,16 @@ by sample index and newest first.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sqlite3
 import struct
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from nemo_specrl.cache.storage.database import (
-    check_size,
-    check_structure,
-    connect,
-    number,
-    row,
-)
+from nemo_specrl.cache.storage.database import number, row
 from nemo_specrl.errors import ForeignStore, StoreUnavailable
 from nemo_specrl.rollout import KEY_BYTES
 
@@ -50,7 +42,6 @@ __all__ = [
     "other_format",
     "packed_identity",
     "packed_state",
-    "reading_file",
 ]
 
 FORMAT = 4
@@ -171,52 +162,6 @@ def _unsealed(database: sqlite3.Connection, name: str) -> bytes:
     if xxhash.xxh3_64_digest(value[:-8]) != value[-8:]:
         raise sqlite3.DatabaseError(f"no {name}")
     return value[:-8]
-
-
-@dataclass(frozen=True)
-class Contents:
-    """The contents of a database that is read without being changed.
-
-    Args:
-        format: format of the tables; records can be read if it is this release's.
-        tokenizer_id: tokenizer of the tokens.
-        lookups: number of prompts ever asked for.
-        hits: how many of them were found.
-        records: db key and record of each rollout, in the order of the keys.
-    """
-
-    format: int
-    tokenizer_id: str
-    lookups: int
-    hits: int
-    records: Iterator[tuple[bytes, bytes]]
-
-
-@contextlib.contextmanager
-def reading_file(file: Path, *, check: bool = False) -> Iterator[Contents]:
-    """Read a database: a store's, or a copy.
-
-    Args:
-        file: file of the database, to which no process writes.
-        check: whether to check all of its pages first.
-
-    Raises:
-        sqlite3.Error: it is damaged, or was left in the middle of a transaction.
-        StoreUnavailable: it is not a rollout store.
-    """
-    with contextlib.closing(connect(file, "mode=ro&nolock=1")) as database:
-        check_size(database, file)
-        if not has_tables(database, file):
-            raise StoreUnavailable(f"{file} is empty")
-        if check:
-            check_structure(database, indices=True)
-        identity, state = identity_and_state(database)
-        lookups, hits = state[3:] if state else (0, 0)
-        rows = database.execute(
-            "SELECT prompt, sample_index, clock, record FROM rollouts "
-            "ORDER BY prompt, sample_index, clock DESC"
-        )
-        yield Contents(identity["format"], identity["tokenizer"], lookups, hits, named(rows))
 
 
 def newest_keys(db_keys: Collection[bytes], groups: int) -> list[bytes]:
