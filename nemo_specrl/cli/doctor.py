@@ -31,7 +31,7 @@ GIB = 2**30
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 13)
 _CPU_SETUP = "in a checkout of nemo_specrl: scripts/setup.sh"
 _REINSTALL = "install the nemo-specrl wheel again, or run scripts/setup.sh in a checkout"
-_BASE = ("numpy", "pydantic", "xxhash", "rich", "typer")
+_BASE = ("numpy", "omegaconf", "pydantic", "pyyaml", "rich", "safetensors", "typer", "xxhash")
 # Package, purpose, how to get it. Each is needed for some jobs only.
 _OPTIONAL = (
     ("transformers", "tokenizers and models of the embedded trainer", _CPU_SETUP),
@@ -43,6 +43,10 @@ _OPTIONAL = (
     ("matplotlib", "pictures of report and compare", "pip install matplotlib"),
     ("tensorboard", "metrics in TensorBoard", "pip install tensorboard"),
 )  # fmt: skip
+_PLACES = (
+    ("disk here", Path("."), "free some, or go to another folder"),
+    ("shared memory", Path("/dev/shm"), "Ray and vLLM pass data there; in Docker: --shm-size=8g"),
+)
 _CPUINFO = Path("/proc/cpuinfo")
 _BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16")  # x86, x86, Arm
 _METHODS = {
@@ -85,8 +89,7 @@ def diagnose() -> list[Finding]:
         *_torch_companions(torch_build),
         *(_optional(*row) for row in _OPTIONAL),
         _nemo_rl(),
-        _free_space("disk here", Path("."), "free some, or go to another folder"),
-        *_shared_memory(),
+        *(_free_space(*row) for row in _PLACES if row[1].is_dir()),
         *_processor(),
         *_environment(on_cpu),
     ]
@@ -297,13 +300,6 @@ def _free_space(name: str, folder: Path, advice: str) -> Finding:
     return Finding(name, "ok", detail)
 
 
-def _shared_memory() -> Iterator[Finding]:
-    folder = Path("/dev/shm")
-    if folder.is_dir():  # Linux only
-        advice = "Ray and vLLM pass data there; in Docker: --shm-size=8g"
-        yield _free_space("shared memory", folder, advice)
-
-
 def _processor() -> Iterator[Finding]:
     """Check whether the processor has bfloat16 instructions, which decide how fast bfloat16 is."""
     listed = re.search(r"^(?:flags|Features)\s*:(.*)$", _text(_CPUINFO), re.M)
@@ -320,18 +316,13 @@ def _processor() -> Iterator[Finding]:
     yield Finding("processor", "ok", detail)
 
 
-def _environment(on_cpu: bool) -> Iterator[Finding]:
+def _environment(on_cpu: bool) -> list[Finding]:
     """Check for variables whose values slow down or stop an engine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    before = "unset it; the package sets what fits"
-    fine = True
+    harms = {}
     threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if threads and (not threads.isdecimal() or int(threads) > (cores or 1)):
-        fine = False
-        yield Finding(
-            "OMP_NUM_THREADS", "warning",
-            f"{threads}, with {cores} cores: threads wait for each other", before,
-        )  # fmt: skip
+        harms["OMP_NUM_THREADS"] = f"{threads}, with {cores} cores: threads wait for each other"
     hurts_on_cpu = {
         "VLLM_CPU_OMP_THREADS_BIND": ("nobind", "engines on one machine share the same cores"),
         "VLLM_ENABLE_V1_MULTIPROCESSING": ("0", "the engine starts slowly, in its own process"),
@@ -339,18 +330,16 @@ def _environment(on_cpu: bool) -> Iterator[Finding]:
     for name, (good, harm) in hurts_on_cpu.items():
         value = os.environ.get(name, good)
         if on_cpu and value != good:
-            fine = False
-            yield Finding(name, "warning", f"{value!r}, with a CPU engine: {harm}", before)
+            harms[name] = f"{value!r}, with a CPU engine: {harm}"
     space = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "").strip()
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
     if on_cpu and space and (not space.isdecimal() or int(space) >= memory):
-        fine = False
-        yield Finding(
-            "VLLM_CPU_KVCACHE_SPACE", "warning",
-            f"{space!r} GiB, of {memory:.0f} GiB of memory: the engine cannot start", before,
-        )  # fmt: skip
-    if fine:
-        yield Finding("environment", "ok", f"no variable that hurts; {cores} cores")
+        what = f"{space!r} GiB, of {memory:.0f} GiB of memory: the engine cannot start"
+        harms["VLLM_CPU_KVCACHE_SPACE"] = what
+    if not harms:
+        return [Finding("environment", "ok", f"no variable that hurts; {cores} cores")]
+    advice = "unset it; the package sets what fits"
+    return [Finding(name, "warning", harm, advice) for name, harm in harms.items()]
 
 
 def _gpus() -> list[str]:

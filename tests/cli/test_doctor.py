@@ -23,8 +23,9 @@ from tests.conftest import REPOSITORY
 LIGHT = (
     "numpy", "pydantic", "pydantic_core", "annotated_types", "typing_extensions",
     "typing_inspection", "xxhash", "rich", "pygments", "markdown_it", "mdurl", "typer",
+    "omegaconf", "yaml", "safetensors",
 )  # fmt: skip
-DISTRIBUTIONS = {"pygments": "Pygments", "markdown_it": "markdown-it-py"}
+DISTRIBUTIONS = {"pygments": "Pygments", "markdown_it": "markdown-it-py", "yaml": "PyYAML"}
 
 DIAGNOSE = """
 import json, sys
@@ -112,7 +113,7 @@ def test_light_install_is_fine_and_nothing_heavy_is_imported(tmp_path):
 
 @pytest.mark.parametrize(
     ("package", "name"),
-    [("numpy", "base packages"), ("pydantic", "base packages")],
+    [("numpy", "base packages"), ("pydantic", "base packages"), ("yaml", "base packages")],
 )
 def test_missing_base_package_is_an_error(tmp_path, package, name):
     result = diagnose_in(light_install(tmp_path / "site", without=(package,)), tmp_path)
