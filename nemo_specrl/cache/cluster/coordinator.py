@@ -142,7 +142,7 @@ class Coordinator:
                 self.step()
                 time.sleep(0.01)
             self._run_in_background()
-        newest = max((s.info.incarnation for s in self._shards.values() if s.info), default=0)
+        newest = max((s.info.incarnation for s in list(self._shards.values()) if s.info), default=0)
         return Started(self._view, newest, remarks)
 
     def _wait_for_shards(self) -> None:
@@ -185,7 +185,7 @@ class Coordinator:
         In the returned view they are no readers, if there are others.
         """
         with self._lock:
-            for shard in [s for s in self._shards.values() if s.member and s.name in names]:
+            for shard in [s for s in list(self._shards.values()) if s.member and s.name in names]:
                 self._membership.missed_write(shard.name)
                 shard.note_missed_write(time.monotonic())
             self._plan_if_changed()

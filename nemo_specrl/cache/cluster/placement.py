@@ -15,8 +15,6 @@ from collections.abc import Collection, Iterable
 
 import xxhash
 
-from nemo_specrl.errors import ConfigError
-
 __all__ = ["Table", "place"]
 
 Table = tuple[tuple[str, ...], ...]
@@ -36,16 +34,8 @@ def place(
 
     Returns:
         The nodes of each partition.
-
-    Raises:
-        ConfigError: no members, the same one twice, or a number that is not positive.
     """
     names = sorted(members)
-    if not names or len(set(names)) != len(names):
-        raise ConfigError(f"members: must be at least one node, each named once, got {names}")
-    for name, value in (("partitions", partitions), ("replicas", replicas)):
-        if value < 1:
-            raise ConfigError(f"{name} = {value}: must be at least 1")
     ranks = {node: node not in first for node in names}
     return tuple(
         tuple(
