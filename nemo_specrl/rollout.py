@@ -164,7 +164,7 @@ class Rollout:
             raise InvalidRollout(f"key must be {KEY_BYTES} bytes, got {self.key!r}")
         values: dict[str, Any] = {name: self._whole_number(name) for name in _BITS}
         values |= self._arrays(values["policy_version"])
-        values |= {"finish": Finish(self.finish), "fresh": bool(self.fresh), "raw": bool(self.raw)}
+        values |= {"finish": self._ended(), "fresh": bool(self.fresh), "raw": bool(self.raw)}
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -178,15 +178,21 @@ class Rollout:
             raise InvalidRollout(f"{name} must be in 0..2^{_BITS[name]}-1, got {number}")
         return number
 
+    def _ended(self) -> Finish:
+        try:
+            return Finish(self.finish)
+        except ValueError:
+            raise InvalidRollout(f"finish must be a Finish, got {self.finish!r}") from None
+
     def _arrays(self, policy_version: int) -> dict[str, npt.NDArray[Any]]:
         """The per-token arrays, checked, in their dtypes and with the births filled in."""
-        tokens = np.ascontiguousarray(self.tokens, dtype=np.int32)
+        tokens = _whole_numbers("tokens", self.tokens, np.int32)
         logprobs = births = np.ascontiguousarray(self.logprobs, dtype=np.float32)
         if self.birth_logprobs is not None:
             births = np.ascontiguousarray(self.birth_logprobs, dtype=np.float32)
         versions = np.full(len(tokens), policy_version, dtype=np.int64)
         if self.birth_versions is not None:
-            versions = np.ascontiguousarray(self.birth_versions, dtype=np.int64)
+            versions = _whole_numbers("birth_versions", self.birth_versions, np.int64)
         values = tokens, logprobs, births, versions
         arrays: dict[str, npt.NDArray[Any]] = dict(zip(_ARRAYS, values, strict=True))
         for name, array in arrays.items():
@@ -240,9 +246,21 @@ class Rollout:
         if length >= len(self):
             return self
         cut = {name: getattr(self, name)[:length] for name in _ARRAYS}
-        scalars = {name: getattr(self, name) for name in _SCALARS}
+        return self.changed(**cut, finish=Finish.PARTIAL)
+
+    def changed(self, **values: Any) -> Rollout:
+        """Return a rollout with other values of some fields."""
         # Not dataclasses.replace, which would make another rollout of a subclass.
-        return Rollout(**{**scalars, **cut, "finish": Finish.PARTIAL})
+        fields = {name: getattr(self, name) for name in (*_SCALARS, *_ARRAYS)}
+        return Rollout(**fields | values)
+
+
+def _whole_numbers(name: str, values: Any, dtype: type[np.integer[Any]]) -> npt.NDArray[Any]:
+    """Per-token integers in their dtype, which would cut fractions off and wrap large numbers."""
+    array, most = np.asarray(values), np.iinfo(dtype).max
+    if array.size and (array.dtype.kind not in "iu" or array.max() > most):
+        raise InvalidRollout(f"{name} must be whole numbers up to {most}, got {values!r:.80}")
+    return np.ascontiguousarray(array, dtype=dtype)
 
 
 class Claim(NamedTuple):

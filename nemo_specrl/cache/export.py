@@ -200,16 +200,5 @@ def reset_provenance(rollout: Rollout) -> Rollout:
 
     It counts as made before the first step: policy version 0, no incarnation, unknown weights.
     """
-    return Rollout(
-        rollout.key,
-        rollout.sample_index,
-        rollout.tokens,
-        rollout.logprobs,
-        rollout.finish,
-        0,
-        rollout.birth_logprobs,
-        np.zeros(len(rollout), np.int64),
-        rollout.occurrence,
-        fresh=rollout.fresh,
-        raw=rollout.raw,
-    )
+    births = np.zeros(len(rollout), np.int64)
+    return rollout.changed(policy_version=0, birth_versions=births, fingerprint=0, incarnation=0)

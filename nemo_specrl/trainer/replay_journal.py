@@ -13,7 +13,6 @@ which process made a rollout, and at which draw of its prompt in the step, in th
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import os
 import shutil
@@ -97,8 +96,9 @@ class JournaledStore:
         rollouts = list(rollouts)
         places = [(r.key, r.sample_index, r.policy_version) for r in rollouts]
         made = [self._process * _DRAWS + self._draws[place] for place in places]
+        journaled = (r.changed(incarnation=i) for r, i in zip(rollouts, made, strict=True))
         with contextlib.ExitStack() as stack:
-            stack.callback(self._journal[-1].put, map(_with_incarnation, rollouts, made))
+            stack.callback(self._journal[-1].put, journaled)
             self._store.put(rollouts)
 
     def take(
@@ -160,7 +160,7 @@ class JournaledStore:
             if process != self._process:
                 found = recorded[rollout.key, rollout.sample_index, draw]
                 if _ended(rollout) or process not in found:
-                    found[process] = _with_incarnation(rollout, 0)
+                    found[process] = rollout.changed(incarnation=0)
         return [recorded.get((*place[:2], self._draws[place]), {}) for place in places]
 
     def restore(self, folder: str | os.PathLike[str]) -> tuple[Manifest, list[str]]:
@@ -203,12 +203,6 @@ class JournaledStore:
 
 def _ended(rollout: Rollout | None) -> bool:
     return rollout is not None and rollout.finish is not Finish.PARTIAL
-
-
-def _with_incarnation(rollout: Rollout, incarnation: int) -> Rollout:
-    # Not dataclasses.replace, which would make another rollout of a store's own class.
-    values = {field.name: getattr(rollout, field.name) for field in dataclasses.fields(Rollout)}
-    return Rollout(**values | {"incarnation": incarnation})
 
 
 def _open_journal(folder: Path, max_bytes: int, identity: str) -> RolloutStore:

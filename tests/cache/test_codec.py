@@ -174,7 +174,7 @@ def test_exact_records_keep_every_log_prob_as_it_is(pairs):
 @given(st.lists(st.floats(width=32, allow_nan=False), max_size=30))
 @settings(derandomize=True, max_examples=300, deadline=None)
 def test_log_probs_come_back_to_within_half_a_step(values):
-    original = Rollout(KEY, 0, np.zeros(len(values)), values, Finish.STOP, 1)
+    original = Rollout(KEY, 0, np.zeros(len(values), int), values, Finish.STOP, 1)
     got = decode(DB_KEY, encode(original, DB_KEY)).logprobs
     near = np.clip(original.logprobs, -65535 * STEP, 0)
     assert np.abs(got - near).max(initial=0) <= STEP / 2
@@ -192,7 +192,7 @@ def test_acceptance_decisions_stay_the_same(lenience):
     n = 200_000
     old = -rng.exponential(rng.choice([1e-4, 0.1, 3.0], n, p=[0.6, 0.3, 0.1])).astype(np.float32)
     new = np.minimum(old + rng.normal(0, 0.5, n).astype(np.float32), 0)
-    kept = decode(DB_KEY, encode(Rollout(KEY, 0, np.zeros(n), old, Finish.STOP, 1), DB_KEY))
+    kept = decode(DB_KEY, encode(Rollout(KEY, 0, np.zeros(n, int), old, Finish.STOP, 1), DB_KEY))
     log_uniforms = np.log(1 - rng.random(n))
     before = log_uniforms <= new - old + math.log(lenience)
     after = log_uniforms <= new - kept.logprobs + math.log(lenience)

@@ -224,10 +224,11 @@ def test_what_one_part_refuses_the_others_keep(tmp_path):
 
 def test_both_together_stay_under_the_cap(tmp_path):
     cap = 4 * 2**20
+    tokens, logprobs = np.zeros(2000, int), -np.ones(2000)
     with opened(tmp_path, max_bytes=cap) as store:
         for version in range(60):
             store.put(
-                Rollout(prompt_key([p]), 0, np.zeros(2000), -np.ones(2000), Finish.STOP, version)
+                Rollout(prompt_key([p]), 0, tokens, logprobs, Finish.STOP, version)
                 for p in range(10)
             )
         store.sync()
