@@ -14,6 +14,7 @@ will do. The manifest is written last, and files that it does not list are ignor
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
@@ -22,7 +23,6 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import xxhash
 
@@ -47,7 +47,6 @@ __all__ = [
 FORMAT = 2
 MANIFEST = "manifest.json"
 WRITTEN_AT_ONCE = 64  # rollouts
-CHECKED_AT_ONCE = 2**20  # bytes
 _HEAD = struct.Struct(f"<I{KEY_BYTES + 10}s")
 
 
@@ -130,20 +129,13 @@ def read_partition(folder: Path, expected: PartitionFile) -> Iterator[Rollout]:
     """
     path = _file(folder, expected.partition)
     with as_cache_errors("read the snapshot", path), open(path, "rb") as file:
-        if _size_and_checksum(file) != (expected.bytes, expected.xxh3):
+        checksum = hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
+        if (file.tell(), checksum) != (expected.bytes, expected.xxh3):
             raise StoreUnavailable(f"{path}: damaged, its checksum is not that of the manifest")
         file.seek(0)
         while head := file.read(_HEAD.size):
             size, name = _HEAD.unpack(head)
             yield decode(name, file.read(size))
-
-
-def _size_and_checksum(file: BinaryIO) -> tuple[int, str]:
-    size, hasher = 0, xxhash.xxh3_64()
-    while piece := file.read(CHECKED_AT_ONCE):
-        hasher.update(piece)
-        size += len(piece)
-    return size, hasher.hexdigest()
 
 
 def read_files(

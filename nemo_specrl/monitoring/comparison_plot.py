@@ -17,6 +17,7 @@ from nemo_specrl.monitoring.drawing import (
     Column,
     applies,
     canvas,
+    draw_column,
     finish_panel,
     panel_title,
     png_of,
@@ -201,14 +202,7 @@ def _draw_decoded_tokens(ax: Axes, compare: dict[str, Any]) -> None:
     divisor, unit = (1000, ", thousands") if most >= 10_000 else (1, "")
     for side in SIDES:
         tokens = [n / divisor for n in compare[side][metric.DECODED_TOKENS]]
-        ax.plot(
-            range(1, len(tokens) + 1),
-            tokens,
-            "-" if len(tokens) > 9 else "-o",
-            color=_COLOUR[side],
-            linewidth=2,
-            label=side,
-        )
+        draw_column(ax, range(1, len(tokens) + 1), tokens, side, _COLOUR[side])
     ax.set_ylim(0, most / divisor or 1)
     panel_title(ax, f"Decoded tokens per step{unit}", "lower is better: the rest is reused")
 
@@ -216,11 +210,8 @@ def _draw_decoded_tokens(ax: Axes, compare: dict[str, Any]) -> None:
 def _draw_tokens_per_step(ax: Axes, compare: dict[str, Any]) -> None:
     column = compare["speculative"][metric.TREE_TOKENS_PER_STEP]
     steps = range(1, len(column) + 1)
-    known = [(step, gain) for step, gain in zip(steps, column, strict=True) if gain is not None]
-    ax.plot(steps, [1.0] * len(column), color=_COLOUR["plain"], linewidth=2, label="plain")
-    ax.plot(
-        *zip(*known, strict=True), color=_COLOUR["speculative"], linewidth=2, label="speculative"
-    )
+    for side, values in (("plain", [1.0] * len(column)), ("speculative", column)):
+        draw_column(ax, steps, values, side, _COLOUR[side])
     ax.set_ylim(0, 1.25 * max(gains(compare)))
     panel_title(ax, "Tokens of a row per engine step", "higher is better; plain decodes one")
 

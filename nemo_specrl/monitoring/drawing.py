@@ -30,6 +30,7 @@ __all__ = [
     "Column",
     "applies",
     "canvas",
+    "draw_column",
     "finish_panel",
     "panel_title",
     "png_of",
@@ -143,3 +144,12 @@ def finish_panel(
     last = steps[-1] if steps else 1
     ax.set_xlim(-0.02 * last, 1.02 * last + 0.5)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def draw_column(ax: Axes, steps: Sequence[int], column: Column, label: str, colour: str) -> None:
+    """Draw a line through the values that are present, with markers if they are few."""
+    present = [(step, value) for step, value in zip(steps, column, strict=False)
+               if value is not None]  # fmt: skip
+    if present:
+        ax.plot(*zip(*present, strict=True), "-o" if len(present) <= 30 else "-", color=colour,
+                linewidth=2, markersize=4, label=label)  # fmt: skip

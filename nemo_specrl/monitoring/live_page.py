@@ -20,6 +20,18 @@ PATIENCE = (5, 1800.0)
 """A run counts as stalled after this many times the duration of a step, and at least this many
 seconds."""
 
+_COUNTED = (
+    (metric.CACHE_ERRORS, "calls of the cache failed"),
+    (metric.REFUSED_DRAFTS, "drafts could not be verified"),
+    (metric.UNCACHED_ROWS, "rows of the engine were invalid (NaN...)"),
+)
+"""Counts that a warning states, if they are not 0."""
+_SHARES = (
+    (metric.TREE_ACCEPTED_FRACTION, "Accepted", "of tokens from trees"),
+    (metric.ACCEPTED_FRACTION, "Accepted", "of draft tokens"),
+    (metric.REUSED_TOKEN_FRACTION, "Reused", "of response tokens"),
+)
+
 Row = Mapping[str, Any]
 
 
@@ -54,18 +66,7 @@ def warnings_of(rows: Sequence[Row]) -> list[tuple[int, str]]:
             (drifting, f"reused rows drift from fresh ones: {', '.join(sorted(drifting))}"),
             (damaged > 0, f"the cache skipped {damaged:.0f} damaged records"),
             (full == [False, True], "the cache's disk is used to more than 90 %"),
-            (
-                _value(row, metric.CACHE_ERRORS),
-                f"{_value(row, metric.CACHE_ERRORS):.0f} calls of the cache failed",
-            ),
-            (
-                _value(row, metric.REFUSED_DRAFTS),
-                f"{_value(row, metric.REFUSED_DRAFTS):.0f} drafts could not be verified",
-            ),
-            (
-                _value(row, metric.UNCACHED_ROWS),
-                f"{_value(row, metric.UNCACHED_ROWS):.0f} rows of the engine were invalid (NaN...)",
-            ),
+            *((count := _value(row, name), f"{count:.0f} {what}") for name, what in _COUNTED),
             (metric.LOSS in row and row[metric.LOSS] is None, "the loss is no finite number"),
         ):
             if applies:
@@ -144,15 +145,9 @@ def _tiles(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
     gain = last.get(metric.TREE_TOKENS_PER_STEP)
     if gain:
         tiles.append(("Tokens per engine step", f"{gain:.2f}", "of a row; plain: 1"))
-    for key, note in (
-        (metric.TREE_ACCEPTED_FRACTION, "of tokens from trees"),
-        (metric.ACCEPTED_FRACTION, "of draft tokens"),
-    ):
+    for key, label, note in _SHARES:
         if last.get(key):
-            tiles.append(("Accepted", f"{100 * last[key]:.0f} %", note))
-    if last.get(metric.REUSED_TOKEN_FRACTION):
-        share = f"{100 * last[metric.REUSED_TOKEN_FRACTION]:.0f} %"
-        tiles.append(("Reused", share, "of response tokens"))
+            tiles.append((label, f"{100 * last[key]:.0f} %", note))
     if last.get(metric.REWARD) is not None:
         tiles.append(("Reward", f"{last[metric.REWARD]:.3f}", "mean of the last step"))
     return tiles

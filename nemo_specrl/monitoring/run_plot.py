@@ -13,9 +13,9 @@ from nemo_specrl.monitoring.drawing import (
     ORANGE,
     PURPLE,
     SKY,
-    Column,
     applies,
     canvas,
+    draw_column,
     finish_panel,
     panel_title,
     png_of,
@@ -96,7 +96,7 @@ def run_picture(columns: dict[str, list[float | None]], title: str) -> bytes:
         for ax, (heading, note, lines) in zip(axes[1:], panels, strict=True):
             for name, label, colour in lines:
                 if applies(columns, name):
-                    _draw_column(ax, steps, columns[name], label, colour)
+                    draw_column(ax, steps, columns[name], label, colour)
             panel_title(ax, heading, note)
         for ax in axes:
             finish_panel(ax, columns.get(metric.EPOCH, ()), steps)
@@ -132,12 +132,3 @@ def _draw_step_seconds(ax: Axes, steps: Sequence[int], columns: dict[str, list[A
     ax.stackplot(steps, *(values for values, _ in parts.values()), labels=list(parts),
                  colors=[colour for _, colour in parts.values()])  # fmt: skip
     ax.set_ylim(0, max(*whole, *rollout, 1e-9))
-
-
-def _draw_column(ax: Axes, steps: Sequence[int], column: Column, label: str, colour: str) -> None:
-    """Draw a line through the values that are present, with markers if they are few."""
-    present = [(step, value) for step, value in zip(steps, column, strict=False)
-               if value is not None]  # fmt: skip
-    if present:
-        ax.plot(*zip(*present, strict=True), "-o" if len(present) <= 30 else "-", color=colour,
-                linewidth=2, markersize=4, label=label)  # fmt: skip
