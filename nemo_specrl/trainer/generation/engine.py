@@ -136,7 +136,8 @@ class Response:
         reported_logprobs: log-probs that the engine reports (``spec_rl.reported_logprobs``),
             float32 ``[n]``, nats.
         birth_logprobs: log-probs under the policy that sampled each token, float32 ``[n]``, nats.
-        reused: whether an earlier policy sampled the token (``Rollout.reused``), bool ``[n]``.
+        reused: whether another policy sampled the token, such as an earlier one or that of a step
+            which a resume has lost, bool ``[n]``.
         fresh: whether the response was decoded without a draft.
         truncated: whether it was cut off at the maximum length.
         made: which tokens the policy made, bool ``[n]``. The others are the environment's; their
@@ -153,6 +154,25 @@ class Response:
     truncated: bool
     made: npt.NDArray[np.bool_]
     ended: bool = True
+
+    @classmethod
+    def of(cls, completion: Any) -> Response:
+        """Return what an engine's completion, ``vllm.CompletionOutput``, is for training."""
+        reported = np.asarray(completion.logprobs.logprobs, dtype=np.float32)
+        tokens = list(completion.token_ids)
+        truncated, given_up = (completion.finish_reason == r for r in ("length", "abort"))
+        made = made_tokens(completion)
+        if made is None:
+            made = np.ones(len(tokens), dtype=bool)
+        reuse = rollout_info(completion)
+        if reuse is None:
+            none = np.zeros(len(tokens), dtype=bool)
+            logprobs = reported, reported, reported
+            return cls(tokens, *logprobs, none, True, truncated, made, not given_up)
+        # Not by policy versions (Rollout.reused): after a resume, those of lost steps come again.
+        reused = np.arange(len(tokens)) < (0 if reuse.fresh else reuse.accepted)
+        logprobs = reuse.policy_logprobs, reported, reuse.birth_logprobs
+        return cls(tokens, *logprobs, reused, reuse.fresh, truncated, made, not given_up)
 
     @property
     def length(self) -> int:
@@ -256,7 +276,7 @@ class Engine:
         if self.cache is not None:
             self._sync(self.cache)
         elapsed = time.perf_counter() - started
-        generated = [self._generated(output.outputs[0]) for output in outputs]
+        generated = [Response.of(output.outputs[0]) for output in outputs]
         self._count(elapsed, generated)
         return [generated[i : i + group] for i in range(0, len(generated), group)]
 
@@ -280,7 +300,7 @@ class Engine:
         started = time.perf_counter()
         outputs = generate_plainly(self.llm, rows, params, self.environment)
         self.heldout_s = time.perf_counter() - started
-        generated = [self._generated(output.outputs[0]) for output in outputs]
+        generated = [Response.of(output.outputs[0]) for output in outputs]
         return [generated[i : i + samples] for i in range(0, len(generated), samples)]
 
     def take_times(self) -> RolloutTimes:
@@ -323,30 +343,6 @@ class Engine:
             flat_logprobs=True,
             detokenize=bool(stop),
             seed=seed,
-        )
-
-    def _generated(self, completion: Any) -> Response:
-        reported = np.asarray(completion.logprobs.logprobs, dtype=np.float32)
-        tokens = list(completion.token_ids)
-        truncated, given_up = (completion.finish_reason == r for r in ("length", "abort"))
-        made = made_tokens(completion)
-        if made is None:
-            made = np.ones(len(tokens), dtype=bool)
-        reuse = rollout_info(completion)
-        if reuse is None:
-            none = np.zeros(len(tokens), dtype=bool)
-            logprobs = reported, reported, reported
-            return Response(tokens, *logprobs, none, True, truncated, made, not given_up)
-        return Response(
-            tokens,
-            reuse.policy_logprobs,
-            reported,
-            reuse.birth_logprobs,
-            reuse.rollout.reused,
-            reuse.fresh,
-            truncated,
-            made,
-            not given_up,
         )
 
     def _count(self, elapsed: float, generated: list[Response]) -> None:
