@@ -108,9 +108,14 @@ want_ray_token() {
 
 # --- what Slurm knows of the job ------------------------------------------------------------------
 
-# Field $1 of the job, as Slurm shows it; nothing where it does not answer.
+# Field $1 of the job, as Slurm shows it; nothing where it does not answer at the third time.
 job_field() {
-    { scontrol show job "$JOB" 2>/dev/null || true; } | sed -n "s/^\(.* \)*$1=\([^ ]*\).*/\2/p;T;q"
+    local shown=''
+    for _ in 1 2 3; do
+        if shown=$(scontrol show job "$JOB" 2>/dev/null); then break; fi
+        sleep 2 || true
+    done
+    sed -n "s/^\(.* \)*$1=\([^ ]*\).*/\2/p;T;q" <<<"$shown"
 }
 
 # Whether Slurm has decided that this start of the job is over: cancelled, preempted or out of time.

@@ -88,7 +88,9 @@ def main() -> None:
     try:
         try:
             app()
-        except (ConfigError, CheckpointError, CacheError, Diverged, IncompatibleVersion) as error:
+        except CheckpointError as error:
+            _fail(error, 1 if _may_pass(error) else 2)
+        except (ConfigError, CacheError, Diverged, IncompatibleVersion) as error:
             _fail(error, 2)
         except SpecRLError as error:
             _fail(error, 1)
@@ -100,6 +102,15 @@ def main() -> None:
         if end.code in (2, 130):  # bad input, a full disk, an interrupt: a restart cannot fix them
             heartbeat.no_restart(f"exit code {end.code}")
         raise
+
+
+def _may_pass(error: BaseException | None) -> bool:
+    """Whether an error, or one during whose handling it was raised, may be gone after a restart."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _MAY_PASS:
+            return True
+        error = error.__context__
+    return False
 
 
 def _fail(error: Exception, code: int) -> None:
@@ -218,12 +229,18 @@ def _status(record: dict[str, Any], recipe: Recipe) -> str:
 
 
 def _stop_on_signals(trainer: Trainer) -> None:
-    """On SIGINT or SIGTERM, finish the step, save and exit; on a second signal exit at once."""
+    """On SIGINT or SIGTERM, finish the step, save and exit; on a second SIGINT exit at once.
+
+    A second SIGTERM says nothing new: Slurm sends it to each process of a step, and ft_launcher
+    passes its own on.
+    """
 
     def stop(number: int, _frame: Any) -> None:
+        if number == signal.SIGINT:
+            signal.signal(number, signal.default_int_handler)
+        if not trainer.stop:
+            _say("finishing this step, then saving; press Ctrl-C again to exit at once")
         trainer.stop = True
-        signal.signal(number, signal.default_int_handler)
-        _say("finishing this step, then saving; press Ctrl-C again to exit at once")
 
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)

@@ -202,7 +202,8 @@ class Trainer:
         samples = batch.samples(self.recipe)
         self._reload()
         if self.value is not None:
-            self.value.predict(samples)
+            with heartbeat.section("training"):
+                self.value.predict(samples)
             batch.set_gae_advantages(samples, self.recipe.algorithm.adv_estimator)
         threads = torch.get_num_threads()
         torch.set_num_threads(TRAINING_THREADS)

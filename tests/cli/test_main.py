@@ -1,11 +1,14 @@
 """The command line itself: its version, its first line, and bad input in one line."""
 
+import errno
 import subprocess
 import sys
 
 import pytest
 
 from nemo_specrl import __version__
+from nemo_specrl.cli import main as command_line_module
+from nemo_specrl.errors import CheckpointError
 from tests.conftest import REPOSITORY
 
 DEMO = "examples/configs/grpo_sort_cpu.yaml"
@@ -102,3 +105,25 @@ def test_bad_input_is_one_line(tmp_path, capfd, monkeypatch, arguments, said):
     assert ended.value.code == 2
     [line] = capfd.readouterr().err.splitlines()
     assert line.startswith("nemo-specrl: ") and said in line
+
+
+@pytest.mark.parametrize(
+    ("cause", "code"),
+    [
+        (OSError(errno.EIO, "Input/output error"), 1),
+        (OSError(errno.ESTALE, "Stale file handle"), 1),
+        (OSError(errno.ENOSPC, "No space left on device"), 2),
+        (ValueError("not JSON"), 2),
+    ],
+)
+def test_a_checkpoint_that_failed_for_a_passing_fault_may_be_tried_again(monkeypatch, cause, code):
+    def app():
+        try:
+            raise cause
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"step_4: {error}") from None
+
+    monkeypatch.setattr(command_line_module, "app", app)
+    with pytest.raises(SystemExit) as end:
+        command_line_module.main()
+    assert end.value.code == code

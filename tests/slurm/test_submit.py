@@ -561,6 +561,22 @@ def test_cache_folder_that_nodes_share(cluster):
     assert files(shared) == []
 
 
+def test_a_cache_folder_that_breaks_later_gives_the_job_back_to_slurm(cluster):
+    """At a restart, a node that cannot use it is a fault of that node, not of the job."""
+    there = cluster.folder / "n2" / "local" / "breaks"
+    breaks = f"rm -r {there}\ntouch {there}\nexit 1"
+    job = Job(
+        *(cluster, RECIPE),
+        ray_sub=RAY_SUB.replace("srun --nodes=1", f"{breaks}\nsrun --nodes=1"),
+        SPECRL_CACHE_DIR=str(cluster.local / "breaks"),
+        SPECRL_MAX_STALLED="2",
+    )
+    check = "the check of SPECRL_CACHE_DIR on all nodes failed"
+    assert job.code == 75, job.output
+    assert any(f"{check}; starting again (restart 2" in line for line in job.lines), job.output
+    assert f"{check}; not started again: 2 restarts" in job.lines[-1], job.output
+
+
 def test_cache_folder_that_one_node_cannot_make(cluster):
     broken = cluster.local / "broken"
     file = cluster.folder / "n2" / "local" / "broken"
