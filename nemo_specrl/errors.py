@@ -25,6 +25,8 @@ it as it is.
 
 from __future__ import annotations
 
+import errno
+
 __all__ = [
     "CacheError",
     "CheckpointError",
@@ -44,7 +46,10 @@ __all__ = [
     "first_line",
     "in_one_line",
     "last_line",
+    "may_pass",
 ]
+
+_PASSING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.EAGAIN, errno.ENOMEM}
 
 
 class SpecRLError(Exception):
@@ -147,3 +152,12 @@ def in_one_line(error: BaseException) -> str:
     if on_purpose and ": " in rest:  # Ray keeps only the text of an error in an actor's constructor
         return rest.partition(": ")[2]
     return name if line == name else f"{name}: {line}"
+
+
+def may_pass(error: BaseException | None) -> bool:
+    """Whether an operating system error that caused an error may be gone after a restart."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _PASSING:
+            return True
+        error = error.__context__
+    return False

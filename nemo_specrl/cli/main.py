@@ -33,6 +33,7 @@ from nemo_specrl.errors import (
     Diverged,
     IncompatibleVersion,
     SpecRLError,
+    may_pass,
 )
 from nemo_specrl.monitoring import heartbeat
 from nemo_specrl.monitoring import names as metric
@@ -60,8 +61,6 @@ OverridesArgument = Annotated[
     typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as grpo.max_num_epochs=3."),
 ]
 LIVE_PORT = 8377
-_MAY_PASS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.EAGAIN, errno.ENOMEM}
-"""Operating system errors that may be gone after a restart: the exit code is 1."""
 OutOption = Annotated[Path, typer.Option("--out", help="Folder for all output.")]
 
 
@@ -89,7 +88,7 @@ def main() -> None:
         try:
             app()
         except CheckpointError as error:
-            _fail(error, 1 if _may_pass(error) else 2)
+            _fail(error, 1 if may_pass(error) else 2)
         except (ConfigError, CacheError, Diverged, IncompatibleVersion) as error:
             _fail(error, 2)
         except SpecRLError as error:
@@ -102,15 +101,6 @@ def main() -> None:
         if end.code in (2, 130):  # bad input, a full disk, an interrupt: a restart cannot fix them
             heartbeat.no_restart(f"exit code {end.code}")
         raise
-
-
-def _may_pass(error: BaseException | None) -> bool:
-    """Whether an error, or one during whose handling it was raised, may be gone after a restart."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in _MAY_PASS:
-            return True
-        error = error.__context__
-    return False
 
 
 def _fail(error: Exception, code: int) -> None:
@@ -133,7 +123,7 @@ def _disk_in_one_line() -> Iterator[None]:
     except OSError as error:
         if isinstance(error, SpecRLError) or error.errno is None:
             raise
-        _fail(error, 1 if error.errno in _MAY_PASS else 2)
+        _fail(error, 1 if may_pass(error) else 2)
 
 
 @app.command(
