@@ -50,6 +50,7 @@ __all__ = [
 ]
 
 _PASSING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.EAGAIN, errno.ENOMEM}
+"""Operating system errors that may be gone after a restart."""
 
 
 class SpecRLError(Exception):
@@ -155,7 +156,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def may_pass(error: BaseException | None) -> bool:
-    """Whether an operating system error that caused an error may be gone after a restart."""
+    """Whether an error is, or was raised while handling, one that may be gone after a restart."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _PASSING:
             return True

@@ -256,7 +256,11 @@ class Rollout:
 
 
 def _whole_numbers(name: str, values: Any, dtype: type[np.integer[Any]]) -> npt.NDArray[Any]:
-    """Per-token integers in their dtype, which would cut fractions off and wrap large numbers."""
+    """Return integers of a rollout's tokens in their dtype.
+
+    Raises:
+        InvalidRollout: one is a fraction, or too large for the dtype; numpy would cut or wrap it.
+    """
     array, most = np.asarray(values), np.iinfo(dtype).max
     if array.size and (array.dtype.kind not in "iu" or array.max() > most):
         raise InvalidRollout(f"{name} must be whole numbers up to {most}, got {values!r:.80}")

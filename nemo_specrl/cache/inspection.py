@@ -142,6 +142,7 @@ def _tables(file: Path, check: bool) -> Iterator[Source]:
                 f"{file} has format {identity['format']}, this release reads {FORMAT}; use the "
                 "release that wrote it"
             )
+        lookups, hits = state[3:]
         rows = database.execute(
             "SELECT prompt, sample_index, clock, record FROM rollouts "
             "ORDER BY prompt, sample_index, clock DESC"
@@ -162,8 +163,8 @@ def _tables(file: Path, check: bool) -> Iterator[Source]:
             identity["tokenizer"],
             file.stat().st_size,
             rollouts(),
-            lookups=state[3],
-            hits=state[4],
+            lookups=lookups,
+            hits=hits,
         )
 
 

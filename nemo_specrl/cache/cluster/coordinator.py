@@ -122,7 +122,7 @@ class Coordinator:
             self._update_nodes()
             self._at_start = set(self._shards)
             self._wait_for_shards()
-            shards = list(self._shards.values())
+            shards = self._present()
             late = [shard for shard in shards if shard.info is None]
             why = f"{self._folder} has not opened in {START_SECONDS:.0f} s"
             self._failed |= {shard.place: why for shard in late}
@@ -142,8 +142,12 @@ class Coordinator:
                 self.step()
                 time.sleep(0.01)
             self._run_in_background()
-        newest = max((s.info.incarnation for s in list(self._shards.values()) if s.info), default=0)
+        newest = max((s.info.incarnation for s in self._present() if s.info), default=0)
         return Started(self._view, newest, remarks)
+
+    def _present(self) -> list[ShardHandle]:
+        """The shards as they are now: the thread that polls them adds and drops some meanwhile."""
+        return list(self._shards.values())
 
     def _wait_for_shards(self) -> None:
         """Wait until each shard has opened its store, or has failed to, or is late."""
@@ -185,7 +189,7 @@ class Coordinator:
         In the returned view they are no readers, if there are others.
         """
         with self._lock:
-            for shard in [s for s in list(self._shards.values()) if s.member and s.name in names]:
+            for shard in [s for s in self._present() if s.member and s.name in names]:
                 self._membership.missed_write(shard.name)
                 shard.note_missed_write(time.monotonic())
             self._plan_if_changed()
@@ -372,7 +376,7 @@ class Coordinator:
         return True
 
     def _update_view(self) -> None:
-        members = [shard for shard in list(self._shards.values()) if shard.member]
+        members = [shard for shard in self._present() if shard.member]
         self._view = ClusterView(
             self._membership.routing,
             {shard.name: shard.actor for shard in members},
