@@ -345,9 +345,10 @@ class BaseSpeculativeLLM:
         completion = build_completion(request, output, end, rollout, self.config, self._limits)
         if request.replayed is not None:
             return completion, []  # it is in the cache already
-        if request.rounds is None and request.draft and request.accepted < len(request.tokens):
-            prefill = len(request.rules.prompt) + request.accepted
-            self.metrics.recomputed_tokens += prefill - (output.num_cached_tokens or 0)
+        cached = output.num_cached_tokens  # None if the call ended before the engine reported it
+        continued = request.draft and request.accepted < len(request.tokens)
+        if request.rounds is None and continued and cached is not None:
+            self.metrics.recomputed_tokens += len(request.rules.prompt) + request.accepted - cached
         # The accepted part of the draft of a response that was given up is in the cached draft.
         decoded = end.given_up is None or len(request.tokens) > request.accepted
         return completion, [rollout] if request.cacheable and decoded else []
@@ -362,11 +363,7 @@ class BaseSpeculativeLLM:
         )
 
     def _interrupted_rollouts(self, inflight: Mapping[str, RolloutRequest]) -> list[Rollout]:
-        """Return the rollouts, marked partial, of rows that were in the engine at an interrupt.
-
-        Args:
-            inflight: requests by their id in the engine.
-        """
+        """Return the rollouts, marked partial, of the requests of an interrupt, by their ids."""
         return interrupted_rollouts(
             self._engine,
             inflight,

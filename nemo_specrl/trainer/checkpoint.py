@@ -42,6 +42,9 @@ __all__ = [
 
 FORMAT = 2
 
+LENGTH_KEYS = ("max_num_epochs", "max_num_steps", "max_val_samples")
+"""Keys of the algorithm's block that a resumed run may change, beside those of evaluation."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -251,7 +254,7 @@ def resume_identity(recipe: Recipe) -> dict[str, Any]:
     values["policy"]["megatron_cfg"] = {"enabled": recipe.policy.megatron_cfg.enabled}
     del values["policy"]["generation"]["colocated"]
     block = values["grpo"] or values["ppo"]
-    for name in [n for n in block if n.startswith(("val_", "max_"))]:
+    for name in [n for n in block if n.startswith("val_") or n in LENGTH_KEYS]:
         del block[name]
     del values["policy"]["generation"]["spec_rl"]["cache"]["dir"]
     del values["data"]["validation"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.trainer.policy_config import read_model_config, tokenizer_file
@@ -61,7 +62,7 @@ def _check_model(recipe: Recipe) -> None:
         tokenizer_file(policy.model_name)
     length, key = generation.vllm_cfg.max_model_len, "policy.generation.vllm_cfg.max_model_len"
     most = config.get("max_position_embeddings")
-    if isinstance(most, int) and length > most and not config.get("rope_scaling"):
+    if isinstance(most, int) and length > most and not _extends_positions(config):
         raise ConfigError(f"{key} = {length}: must be at most the model's {most} positions")
     vocabulary = config.get("vocab_size")
     for token in generation.stop_token_ids or ():
@@ -70,3 +71,15 @@ def _check_model(recipe: Recipe) -> None:
                 f"policy.generation.stop_token_ids = {generation.stop_token_ids}: {token} is no "
                 f"token of the model's {vocabulary}"
             )
+
+
+def _extends_positions(config: dict[str, Any]) -> bool:
+    """Whether a model's rotary embedding reaches beyond ``max_position_embeddings``.
+
+    Transformers 5 writes ``rope_parameters`` with every model, of one type or, as for Gemma 3, of
+    one for each type of layer; ``default`` extends nothing.
+    """
+    found = config.get("rope_parameters")
+    found = found if isinstance(found, dict) else {}
+    kinds = [each.get("rope_type") for each in (found, *found.values()) if isinstance(each, dict)]
+    return bool(config.get("rope_scaling")) or any(k not in (None, "default") for k in kinds)

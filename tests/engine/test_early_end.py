@@ -73,6 +73,15 @@ def test_a_prefix_that_is_reused_was_verified_by_the_present_weights(speculative
         assert set(info.birth_versions[info.accepted :].tolist()) == {2}
 
 
+def test_what_a_row_that_was_given_up_has_recomputed_is_not_known(speculative):
+    drafts = [draft([5, 6, 7], prompt=PROMPTS[1], sample_index=s) for s in range(2)]
+    made = speculative(DictCache(drafts), version=1, lenience=1e6)
+    groups = rolled_out(made, [SHORT, LONG], EarlyEnd(2, groups=1))
+    assert reasons(groups) == [{"length"}, {"abort"}]
+    assert all(len(completion.token_ids) > 3 for completion in groups[1])
+    assert made.metrics.recomputed_tokens == 0
+
+
 def test_a_call_waits_for_the_groups_that_are_awaited(speculative):
     early_end = EarlyEnd(2, groups=1, put_off=1, awaited=1)
     groups = rolled_out(speculative(), [60, SHORT, LONG], early_end)

@@ -6,6 +6,7 @@ import pytest
 
 from nemo_specrl import Finish, SpecRLConfig, SpeculativeLLM, prompt_key
 from nemo_specrl.engine.outputs import rollout_info
+from nemo_specrl.engine.prefix.noise import PrefillNoise
 from nemo_specrl.engine.vllm.compat import logprobs_slice
 from nemo_specrl.trainer.data.toy_tasks import encode
 from tests.conftest import DictCache
@@ -104,6 +105,16 @@ def test_rows_of_nan_are_returned_as_they_are_and_cost_their_places_alone(
     assert prompt_key(BAD) not in made.cache.rollouts
     assert made.metrics.cache_errors == 0
     assert sum("log-prob of nan" in r.message for r in caplog.records) == 1
+
+
+def test_rows_of_nan_are_no_measurement_of_noise(speculative, poison):
+    made = speculative()
+    made._noise = PrefillNoise(2, 192)
+    rows = [o.outputs[0] for o in made.generate(PROMPTS, PARAMS, use_tqdm=False)]
+    measured = [c for c in rows if rollout_info(c) is not None]
+    assert 0 < len(measured) < PrefillNoise.ROWS
+    assert made.metrics.noise_tokens == sum(len(c.token_ids) for c in measured)
+    assert math.isfinite(made.metrics.noise_rejected)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -146,6 +146,15 @@ def test_a_key_that_a_release_no_longer_has_is_told(caplog):
     assert "loss_fn.gone = 3, which this release does not have" in caplog.text
 
 
+def test_only_the_length_of_a_run_and_its_evaluation_may_change():
+    before = resume_identity(load_recipe(DEMO))
+    longer = ["grpo.max_num_epochs=99", "grpo.max_num_steps=7", "grpo.max_val_samples=8"]
+    check_same_recipe(Path("step_1"), before, load_recipe(DEMO, [*longer, "grpo.val_period=5"]))
+    before["grpo"]["max_rollout_turns"] = 4
+    with pytest.raises(CheckpointError, match=r"max_rollout_turns = 4, the recipe says 1"):
+        check_same_recipe(Path("step_1"), before, load_recipe(DEMO))
+
+
 @pytest.mark.parametrize(
     ("made_with", "now", "message"),
     [

@@ -4,6 +4,7 @@ The keys are read from the recipe's own models, so that a new key is tested too.
 a key follows from its type; the tables below say where a value of that kind is right.
 """
 
+import json
 import pwd
 import re
 import shutil
@@ -189,6 +190,26 @@ def test_a_folder_of_the_model_without_what_it_needs(refusal, random_model, tmp_
     for text, message in (("[]", "holds no object"), ("{", "config.json")):
         (folder / "config.json").write_text(text)
         assert message in refusal(DEMO, f"policy.model_name={folder}")
+
+
+def test_a_context_beyond_the_models_positions_needs_scaling(refusal, random_model, tmp_path):
+    folder = shutil.copytree(random_model, tmp_path / "model")
+    file = folder / "config.json"
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    yarn = {**plain, "rope_type": "yarn", "factor": 4.0}
+    longer = [f"policy.model_name={folder}", "policy.generation.vllm_cfg.max_model_len=999"]
+    written = json.loads(file.read_text())
+    for name, value in (("rope_parameters", plain), ("rope_parameters", {"full": plain})):
+        file.write_text(json.dumps(written | {name: value}))
+        assert "must be at most the model's" in refusal(DEMO, *longer)
+    folders = [f"{k}={tmp_path}" for k in ("checkpointing.checkpoint_dir", "logger.log_dir")]
+    for name, value in (
+        ("rope_scaling", yarn),
+        ("rope_parameters", yarn),
+        ("rope_parameters", {"sliding": plain, "full": yarn}),
+    ):
+        file.write_text(json.dumps(written | {name: value}))
+        check_start(load_recipe(REPOSITORY / DEMO, [*longer, *folders]))
 
 
 def test_home_folders_are_those_of_users(monkeypatch, tmp_path):

@@ -51,11 +51,12 @@ class PrefillNoise:
         self._rejected = 0.0
 
     def can_measure(self, request: RolloutRequest) -> bool:
-        """Whether a response that has ended was decoded in one piece, and fits into a prompt."""
+        """Whether a response that has ended is valid, decoded in one piece and fits a prompt."""
         whole = len(request.rules.prompt) + len(request.tokens)
         return (
             self.rows_left > 0
             and request.draftable
+            and not request.response.defect
             and request.draft is None
             and request.rounds is None
             and request.replayed is None

@@ -129,7 +129,7 @@ class _TextDataset:
             gym = gym_dataset(data.dataset_name, data.dataset_kwargs, data.seed, 1)
         name = data.env_name or ("math" if gym is None else "reasoning_gym")
         self.scorer = Scorer(name, build_reward(name, gym))
-        self.seen: dict[tuple[int, ...], str] = {}
+        self.seen: set[tuple[int, ...]] = set()
         self.left_out: dict[str, list[str]] = defaultdict(list)
 
     def open(self, heldout: int) -> Dataset:
@@ -190,8 +190,9 @@ class _TextDataset:
             raise ConfigError(f"{row.where}: {error}") from None
         if len(prompt) > self.longest:
             return prompt, f"a prompt of more than {self.longest} tokens"
-        if self.seen.setdefault(tuple(prompt), row.where) != row.where:
+        if tuple(prompt) in self.seen:
             return prompt, "the prompt of an earlier row"
+        self.seen.add(tuple(prompt))
         return prompt, None
 
     def _report(self) -> None:

@@ -34,6 +34,7 @@ from nemo_specrl.trainer.generation.engine import (
     tokenizer_identity,
 )
 from nemo_specrl.trainer.policy.base import to_array, to_tensor
+from nemo_specrl.trainer.policy_config import model_folder
 from nemo_specrl.trainer.ray_actors import Actors, connect, gpus
 from nemo_specrl.trainer.recipe import Recipe
 
@@ -137,7 +138,7 @@ class RayEngines:
     def __init__(self, recipe: Recipe, resume_from: Path | None) -> None:
         assert recipe.engines is not None
         count, nodes = recipe.engines
-        model = str(Path(recipe.policy.model_name).absolute())
+        model = str(model_folder(recipe.policy.model_name).absolute())
         recipe = recipe.model_copy(
             update={"policy": recipe.policy.model_copy(update={"model_name": model})}
         )

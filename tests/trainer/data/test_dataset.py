@@ -196,6 +196,10 @@ def test_held_out_rows_are_of_another_file_or_a_share_and_none_is_trained_on(mod
     assert len(dataset.training) == 20
     assert [p.row.messages[0]["content"] for p in dataset.heldout] == ["new"]
     assert opened(model, heldout=10, **data).heldout == []
+    same = {"data_path": data["data_path"]}
+    dataset = opened(model, heldout=10, **data, num_prompts=12, validation=same)
+    trained = {tuple(p.prompt) for p in dataset.training}
+    assert [tuple(p.prompt) in trained for p in dataset.heldout] == [False] * 8
 
 
 def test_reasoning_gym_gives_problems_and_scores_them(model):

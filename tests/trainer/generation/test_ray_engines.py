@@ -52,7 +52,14 @@ def recipe(random_model, tmp_path_factory):
         "fresh_fraction": 0.0,
         "tree": {"enabled": False},
     }
-    return engines_of(random_model, tmp_path_factory.mktemp("engines"), **reuse)
+    hub = tmp_path_factory.mktemp("hub")
+    (hub / "models--our--model" / "snapshots").mkdir(parents=True)
+    (hub / "models--our--model" / "refs").mkdir()
+    (hub / "models--our--model" / "refs" / "main").write_text("1")
+    (hub / "models--our--model" / "snapshots" / "1").symlink_to(random_model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
+        yield engines_of("our/model", tmp_path_factory.mktemp("engines"), **reuse)
 
 
 @pytest.fixture(scope="module")

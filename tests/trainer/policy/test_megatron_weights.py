@@ -178,3 +178,7 @@ def test_checkpoints_in_parts_and_damaged_ones(folder, tmp_path):
     (tmp_path / "part-0.safetensors").write_bytes(b"\0" * 100)
     with pytest.raises(ConfigError, match=f"cannot read {names[0]}"):
         reader.read(names[0])
+    for damaged in ("", "[]", "{}", '{"weight_map": 1}', "\0\xff"):
+        index.write_text(damaged, "latin-1")
+        with pytest.raises(ConfigError, match=r"cannot read model\.safetensors\.index\.json: "):
+            CheckpointReader(tmp_path)

@@ -143,7 +143,7 @@ def build_optimizer(
 ) -> tuple[DistributedDataParallel, Any]:
     """Wrap a model for data-parallel training, with its optimizer: Megatron's distributed AdamW.
 
-    It takes the same steps as :func:`.torch.model.build_optimizer`: weight decay applies to all
+    It takes the same steps as :class:`.torch.model.TorchModel`'s: weight decay applies to all
     parameters, which is not Megatron's default.
 
     Returns:

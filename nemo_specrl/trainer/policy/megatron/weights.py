@@ -312,7 +312,7 @@ class CheckpointReader:
         folder: folder with model.safetensors, or with its parts and model.safetensors.index.json.
 
     Raises:
-        ConfigError: the folder has neither.
+        ConfigError: the folder has neither, or the index is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -320,7 +320,12 @@ class CheckpointReader:
         index = folder / "model.safetensors.index.json"
         self._files: dict[str, str] | None = None
         if index.is_file():
-            self._files = json.loads(index.read_text())["weight_map"]
+            try:
+                self._files = dict(json.loads(index.read_text())["weight_map"])
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise ConfigError(
+                    f"policy.model_name = {str(folder)!r}: cannot read {index.name}: {error}"
+                ) from None
         elif not (folder / "model.safetensors").is_file():
             raise ConfigError(
                 f"policy.model_name = {str(folder)!r}: no model.safetensors in it; the Megatron "
