@@ -89,6 +89,11 @@ class AsyncRow:
         self.waiting: asyncio.Future[Any] | None = None
         self.ended = asyncio.Event()
 
+    @property
+    def over(self) -> bool:
+        """Whether an abort has nothing left to do: a row without a draft has one request."""
+        return self.ended.is_set() or (self.request is None and self.answered)
+
     def enter(self, policy_version: int) -> None:
         """Note that the row's next request goes to the engine.
 
@@ -181,9 +186,13 @@ class AsyncRows:
         return any(row.admitted for row in self._rows)
 
     async def abort(self, request_ids: Iterable[str]) -> None:
-        """Abort the rows with these ids, wherever they are, and wait for them to end."""
+        """Abort the rows with these ids, wherever they are, and wait for them to end.
+
+        vLLM aborts rows that do not use the cache, but not those that still wait for new weights.
+        """
         names = set(request_ids)
-        await self._abort([row for row in self._drafted() if row.request_id in names])
+        rows = [row for row in self._rows if row.request is not None or not row.in_engine]
+        await self._abort([row for row in rows if row.request_id in names])
 
     async def pausing(self, mode: str, pause: Callable[..., Awaitable[Any]], kwargs: Any) -> None:
         """Pause the engine.
@@ -221,7 +230,7 @@ class AsyncRows:
     async def _abort(self, rows: list[AsyncRow]) -> None:
         for row in rows:
             row.abort()
-        while rows := [row for row in rows if not row.ended.is_set()]:
+        while rows := [row for row in rows if not row.over]:
             # Repeat if a request was on its way to the engine, which did not know it yet.
             await self._llm.abort([row.request_id for row in rows if row.in_engine])
             await asyncio.sleep(RETRY_SECONDS)

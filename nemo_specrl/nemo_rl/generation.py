@@ -200,7 +200,7 @@ class SpecVllmGeneration(SingleRows):
         # Engines run concurrently; so do the rows of asynchronous ones.
         timed = times(total, total.rows if self.cfg["vllm_cfg"]["async_engine"] else len(taken))
         timed["spec_rl_lookup"] += self._lookup_s
-        counted = counts(total)
+        counted = counts(total.of_engines(max(1, len(taken))))
         if self._rollout_s:
             timed["spec_rl_rollout"] = self._rollout_s
         if self._heldout_s:

@@ -166,6 +166,33 @@ def test_a_row_is_aborted_while_it_asks_the_cache(async_llm, loop):
     assert made.cache.puts == 0
 
 
+@pytest.mark.parametrize("greedy", [False, True], ids=["drafted", "without the cache"])
+def test_a_row_is_aborted_while_it_waits_for_new_weights(async_llm, loop, greedy):
+    made = made_with(async_llm)
+    params = sampling(150, seed=1, ignore_eos=True)
+    params.temperature = 0.0 if greedy else 1.0
+
+    async def row():
+        stream = made.generate({"prompt_token_ids": PROMPT}, params, "mine")
+        return [output async for output in stream][-1].outputs[0]
+
+    async def update():
+        waiting = asyncio.ensure_future(row())
+        await asyncio.sleep(0.1)  # it has asked the cache
+        aborting = asyncio.ensure_future(made.abort("mine"))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        return waiting, aborting
+
+    async def run():
+        completion, _ = await asyncio.gather(*await made.refit(update, 2))
+        return completion
+
+    completion = loop.run_until_complete(run())
+    assert completion.finish_reason == "abort" and len(completion.token_ids) < 150
+    assert not len(made._rows) and not async_llm.output_processor.has_unfinished_requests()
+
+
 def test_other_rows_are_not_aborted_and_places_are_given_back(async_llm, loop):
     """In rounds: 16 rows have a place, the others wait for one; every second one is aborted."""
     made = made_with(async_llm, ROUNDS)

@@ -135,7 +135,7 @@ class Worker:
 
     def spec_rl_take_metrics(self):
         self.wait()
-        return EngineMetrics(decoded_tokens=1)
+        return EngineMetrics(decoded_tokens=1, tree_steps=1, tree_s=3.0)
 
     def spec_rl_policy_version(self):
         self.wait()
@@ -192,7 +192,7 @@ def test_an_engine_that_does_not_answer_holds_up_one_step_and_is_counted_later(
 
     def tokens():
         counted, _ = generation.take_metrics()
-        assert counted["spec_rl/cache_errors"] == 3
+        assert counted["spec_rl/cache_errors"] == counted["spec_rl/tree_s"] == 3
         return counted["spec_rl/decoded_tokens"]
 
     assert tokens() == 2 and not caplog.messages
