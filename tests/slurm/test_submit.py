@@ -40,6 +40,7 @@ srun --nodes=1 --ntasks=1 bash "$logs/driver_command.sh" >"$logs/ray-driver.log"
 """
 PLUGIN = """
 import json, os, pathlib, socket, sys, time
+print("nemo-specrl run: loading NeMo-RL with the plug-in")
 print(json.dumps({"node": socket.gethostname(), "file": __file__, "arguments": sys.argv[1:],
                   "PYTHONPATH": os.environ["PYTHONPATH"]}), flush=True)
 first = "SLURM_RESTART_COUNT" not in os.environ
@@ -421,6 +422,12 @@ def test_failures_hangs_and_time_limits(cluster):
             "SPECRL_HANG_SECONDS": "2",
             "SPECRL_MAX_STALLED": "0",
         },
+        "bad input": {"arguments": ("exit=2",), "options": ("--nodes=1",)},
+        "no network": {
+            "options": ("--nodes=1",),
+            "SPECRL_PYTHON": "sh -c 'exit 2'",  # as uv does
+            "SPECRL_MAX_STALLED": "1",
+        },
         "no time": {"options": one_node, "SPECRL_SAVE_SECONDS": "900"},
     }
     with ThreadPoolExecutor(len(jobs)) as pool:
@@ -435,6 +442,8 @@ def test_failures_hangs_and_time_limits(cluster):
         "setup longer than the time": 75,
         "fault": 7,
         "hang": 75,
+        "bad input": 2,
+        "no network": 2,
         "no time": 2,
     }, {name: job.output for name, job in ended.items()}
     restart = "starting again (restart 1 of at most 50), from checkpoint"
@@ -448,6 +457,12 @@ def test_failures_hangs_and_time_limits(cluster):
         f"{failed}; not started again: 1 restarts have brought no checkpoint after step 1 "
     )
     assert said["hang"][0].startswith("no step was logged for 2 s; not started again: 0 restarts")
+    assert said["bad input"] == [
+        "the training ended with exit code 2, which is bad input or a full disk: not started again"
+    ]
+    begun = "exit code 2 before the training had begun"
+    assert said["no network"][0] == f"{begun}; {restart} none"
+    assert said["no network"][1].startswith(f"{begun}; not started again: 1 restarts have brought")
     assert re.match(
         r"SPECRL_SAVE_SECONDS=900: the job's time limit leaves [56]\d s, ", said["no time"][0]
     )
