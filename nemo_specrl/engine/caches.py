@@ -15,11 +15,9 @@ class RolloutCache(Protocol):
 
     def get(self, keys: Iterable[bytes]) -> dict[bytes, list[Rollout]]:
         """Return rollouts by prompt key, the newest first within a sample index."""
-        ...
 
     def put(self, rollouts: Iterable[Rollout]) -> None:
         """Keep rollouts; each replaces the previous one of its prompt and sample index."""
-        ...
 
 
 class ClaimingCache(Protocol):
@@ -35,19 +33,15 @@ class ClaimingCache(Protocol):
             each policy version, and after that only those of the sample index. None if no sample
             index is available now, a failure that the cache has counted.
         """
-        ...
 
     def release(self, key: bytes, sample_index: int) -> None:
         """Give back a sample index for which no rollout will be put."""
-        ...
 
     def put(self, rollouts: Iterable[Rollout]) -> None:
         """Keep rollouts; each replaces the previous one of its prompt and sample index."""
-        ...
 
     def flush(self) -> None:
         """Send the rollouts that were put, without waiting for them to arrive."""
-        ...
 
 
 @runtime_checkable
@@ -78,4 +72,3 @@ class Journal(Protocol):
             enough: given one bool per row, True if it ended, says whether these rows are a whole
                 step.
         """
-        ...

@@ -31,7 +31,6 @@ class EndOfCall(Protocol):
     @property
     def first_rows(self) -> int:
         """How many of the call's first rows go to the engine before all others."""
-        ...
 
     def reached(self, ended: Collection[int]) -> bool:
         """Whether to give up the remaining rows now; called before each step of the engine.
@@ -39,7 +38,6 @@ class EndOfCall(Protocol):
         Args:
             ended: indices of the rows that have ended.
         """
-        ...
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,6 @@ class Environment(Protocol):
     @property
     def max_turns(self) -> int:
         """The maximum number of turns of the model in a conversation."""
-        ...
 
     def observe(self, turn: Sequence[int]) -> list[int] | None:
         """The tokens between a turn and the next one; None if the turn asks for nothing.
@@ -41,7 +40,6 @@ class Environment(Protocol):
         Args:
             turn: token ids of a turn that has ended by a stop token or a stop string.
         """
-        ...
 
 
 @dataclasses.dataclass(eq=False)

@@ -67,15 +67,12 @@ class Generation(Protocol):
 
     def take_metrics(self) -> tuple[dict[str, float], dict[str, float]] | None:
         """Return counts and seconds since the last call; None once the generation is shut down."""
-        ...
 
     def save_cache(self, folder: Path) -> None:
         """Write the cache into a checkpoint."""
-        ...
 
     def store(self, rollouts: list[Rollout]) -> None:
         """Put rollouts into the cache that no engine has put there."""
-        ...
 
 
 class Hooks:

@@ -7,11 +7,10 @@ layer applies the first one if a drafter needs it. Samplers on GPUs need neither
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from nemo_specrl.engine.vllm.patches import to_be_replaced
+from nemo_specrl.engine.vllm.patches import wrap_functions
 from nemo_specrl.errors import IncompatibleVersion
 
 if TYPE_CHECKING:
@@ -94,19 +93,19 @@ def keep_cpu_seeds() -> None:
     import torch
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
-    missing = "this vLLM's TopKTopPSampler has no forward_cpu; a resumed run may differ"
-    original = to_be_replaced(TopKTopPSampler, "forward_cpu", missing)
-    if original is None or SEEDS_IGNORED not in inspect.getsource(original):
-        return
-
-    @functools.wraps(original)
-    def forward_cpu(
-        self: Any, logits: torch.Tensor, generators: dict[int, torch.Generator], *args: Any
+    def forward(
+        original: Any,
+        self: Any,
+        logits: torch.Tensor,
+        generators: dict[int, torch.Generator],
+        *args: Any,
     ) -> Any:
         if 0 < len(generators) < len(logits):
             every_row = range(len(logits))
             generators = {row: generators.get(row, torch.default_generator) for row in every_row}
         return original(self, logits, generators, *args)
 
-    forward_cpu.of_nemo_specrl = True  # type: ignore[attr-defined]
-    TopKTopPSampler.forward_cpu = forward_cpu
+    found = getattr(TopKTopPSampler, "forward_cpu", None)
+    if found is None or SEEDS_IGNORED in inspect.getsource(found):
+        hint = "; a resumed run may differ"
+        wrap_functions([(TopKTopPSampler, "forward_cpu", forward)], hint=hint)

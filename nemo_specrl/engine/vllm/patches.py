@@ -17,7 +17,8 @@ import inspect
 import itertools
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -31,10 +32,8 @@ if TYPE_CHECKING:
 __all__ = [
     "batch_cpu_prompt_logprobs",
     "bind_proposer",
-    "check_source",
     "extend_prompt_logprobs",
     "pad_cpu_linear_layers",
-    "to_be_replaced",
     "wrap_functions",
 ]
 
@@ -69,31 +68,22 @@ def bind_proposer(proposer: type[Any]) -> None:
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    missing = "this vLLM's GPUModelRunner has no {}; set spec_rl.tree.enabled: false"
-    name = "propose_draft_token_ids"
-    propose = to_be_replaced(GPUModelRunner, name, missing.format(name))
-    name = "_input_fits_in_drafter"
-    fits = to_be_replaced(GPUModelRunner, name, missing.format(name))
-    if propose is None or fits is None:
-        return
-
-    @functools.wraps(propose)
-    def propose_draft_token_ids(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    def propose(original: Any, self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(getattr(self, "drafter", None), proposer):
             self.drafter.runner = self
             self.drafter.verified = scheduler_output.scheduled_spec_decode_tokens
-        return propose(self, scheduler_output, *args, **kwargs)
+        return original(self, scheduler_output, *args, **kwargs)
 
-    @functools.wraps(fits)
-    def _input_fits_in_drafter(self: Any, common_attn_metadata: Any) -> bool:
+    def fits(original: Any, self: Any, common_attn_metadata: Any) -> bool:
         if isinstance(getattr(self, "drafter", None), proposer):
             return common_attn_metadata is not None
-        return bool(fits(self, common_attn_metadata))
+        return bool(original(self, common_attn_metadata))
 
-    propose_draft_token_ids.of_nemo_specrl = True  # type: ignore[attr-defined]
-    _input_fits_in_drafter.of_nemo_specrl = True  # type: ignore[attr-defined]
-    GPUModelRunner.propose_draft_token_ids = propose_draft_token_ids
-    GPUModelRunner._input_fits_in_drafter = _input_fits_in_drafter
+    wrappers = (
+        (GPUModelRunner, "propose_draft_token_ids", propose),
+        (GPUModelRunner, "_input_fits_in_drafter", fits),
+    )
+    wrap_functions(wrappers, hint="; set spec_rl.tree.enabled: false")
 
 
 def pad_cpu_linear_layers() -> None:
@@ -113,13 +103,9 @@ def pad_cpu_linear_layers() -> None:
     import torch
     from vllm import _custom_ops
 
-    missing = "this vLLM's _custom_ops has no onednn_mm"
-    original = to_be_replaced(_custom_ops, "onednn_mm", missing)
-    if original is None:
-        return
-
-    @functools.wraps(original)
-    def onednn_mm(handler: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def onednn_mm(
+        original: Any, handler: Any, x: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         # torch.compile must not see a branch that depends on the number of tokens.
         if torch.compiler.is_compiling() or x.dim() != 2 or len(x) <= TOKENS_EXACT:
             exact: torch.Tensor = original(handler, x, bias)
@@ -128,8 +114,7 @@ def pad_cpu_linear_layers() -> None:
         y: torch.Tensor = original(handler, padded, bias)
         return y[: len(x)]
 
-    onednn_mm.of_nemo_specrl = True  # type: ignore[attr-defined]
-    _custom_ops.onednn_mm = onednn_mm
+    wrap_functions([(_custom_ops, "onednn_mm", onednn_mm)])
 
 
 class _PromptPart(NamedTuple):
@@ -169,15 +154,8 @@ def batch_cpu_prompt_logprobs() -> None:
         return
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    missing = "this vLLM's GPUModelRunner has no _get_prompt_logprobs_dict"
-    original = to_be_replaced(GPUModelRunner, "_get_prompt_logprobs_dict", missing)
-    if original is None:
-        return
-    check_source(original, PROMPT_LOGPROBS_SOURCES)
-
-    @functools.wraps(original)
-    def _get_prompt_logprobs_dict(
-        self: Any, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
+    def prompt_logprobs(
+        original: Any, self: Any, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
     ) -> dict[str, Any]:
         wanted = self.num_prompt_logprobs
         scheduled = [request_id for request_id in wanted if request_id in num_scheduled_tokens]
@@ -204,8 +182,8 @@ def batch_cpu_prompt_logprobs() -> None:
             self.requests[request_id].in_progress_prompt_logprobs_cpu = None
         return completed
 
-    _get_prompt_logprobs_dict.of_nemo_specrl = True  # type: ignore[attr-defined]
-    GPUModelRunner._get_prompt_logprobs_dict = _get_prompt_logprobs_dict
+    name = "_get_prompt_logprobs_dict"
+    wrap_functions([(GPUModelRunner, name, prompt_logprobs)], {name: PROMPT_LOGPROBS_SOURCES})
 
 
 def _prompt_part(runner: Any, request_id: str, num_tokens: int) -> _PromptPart:
@@ -268,17 +246,7 @@ def extend_prompt_logprobs() -> None:
     from vllm.logprobs import FlatLogprobs
     from vllm.v1.engine.logprobs import LogprobsProcessor
 
-    original = to_be_replaced(
-        LogprobsProcessor,
-        "_update_prompt_logprobs",
-        "this vLLM's LogprobsProcessor has no _update_prompt_logprobs; verification takes "
-        "about 1.5 us a token more than it need",
-    )
-    if original is None:
-        return
-
-    @functools.wraps(original)
-    def _update_prompt_logprobs(self: Any, tensors: Any) -> None:
+    def update(original: Any, self: Any, tensors: Any) -> None:
         flat = self.prompt_logprobs
         if self.tokenizer is not None or not isinstance(flat, FlatLogprobs):
             original(self, tensors)
@@ -297,23 +265,11 @@ def extend_prompt_logprobs() -> None:
         flat.ranks += of_position * positions
         flat.ranks[start::width] = ranks.tolist()
 
-    _update_prompt_logprobs.of_nemo_specrl = True  # type: ignore[attr-defined]
-    LogprobsProcessor._update_prompt_logprobs = _update_prompt_logprobs
+    hint = "; verification takes about 1.5 us a token more than it need"
+    wrap_functions([(LogprobsProcessor, "_update_prompt_logprobs", update)], hint=hint)
 
 
-def to_be_replaced(owner: Any, name: str, missing: str) -> Any | None:
-    """Return a function of vLLM that is to be wrapped, or None if that has already been done.
-
-    Raises:
-        IncompatibleVersion: this vLLM has no such function; the message is ``missing``.
-    """
-    original = getattr(owner, name, None)
-    if original is None:
-        raise IncompatibleVersion(missing)
-    return None if getattr(original, "of_nemo_specrl", False) else original
-
-
-def check_source(function: Any, known: dict[str, str]) -> None:
+def _check_source(function: Any, known: dict[str, str]) -> None:
     """Make sure that a function to be replaced as a whole is a known one.
 
     Args:
@@ -332,27 +288,38 @@ def check_source(function: Any, known: dict[str, str]) -> None:
 
 
 def wrap_functions(
-    wrappers: Iterable[tuple[Any, str, Callable[[Any], Any]]], sources: dict[str, dict[str, str]]
+    wrappers: Sequence[tuple[Any, str, Callable[..., Any]]],
+    sources: Mapping[str, dict[str, str]] = MappingProxyType({}),
+    hint: str = "",
 ) -> None:
     """Wrap functions of vLLM, all or none. Those that are already wrapped are left unchanged.
 
     Args:
-        wrappers: owner and name of each function, and what makes the wrapper from the function.
-        sources: by name, the known sources of those that must be known ones (``check_source``).
+        wrappers: owner and name of each function, and what is called in its place: with vLLM's
+            function, and then with its arguments.
+        sources: by name, the known sources of those that must be known ones.
+        hint: ends the message if a function is missing: what its absence means.
 
     Raises:
         IncompatibleVersion: a function is missing, or is not a known one.
     """
-    wrappers = list(wrappers)
-    originals = [
-        to_be_replaced(owner, name, f"this vLLM has no {name} where drafting needs it")
-        for owner, name, _ in wrappers
-    ]
-    for original in originals:
-        if original is not None and original.__name__ in sources:
-            check_source(original, sources[original.__name__])
-    for (owner, name, wrap), original in zip(wrappers, originals, strict=True):
-        if original is not None:
-            wrapper = functools.wraps(original)(wrap(original))
-            wrapper.of_nemo_specrl = True  # type: ignore[attr-defined]
-            setattr(owner, name, wrapper)
+    originals = []
+    for owner, name, _ in wrappers:
+        original = getattr(owner, name, None)
+        if original is None:
+            raise IncompatibleVersion(f"this vLLM's {owner.__name__} has no {name}{hint}")
+        if name in sources and not hasattr(original, "of_nemo_specrl"):
+            _check_source(original, sources[name])
+        originals.append(original)
+    for (owner, name, function), original in zip(wrappers, originals, strict=True):
+        if not hasattr(original, "of_nemo_specrl"):
+            setattr(owner, name, _wrapper(original, function))
+
+
+def _wrapper(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return function(original, *args, **kwargs)
+
+    wrapper.of_nemo_specrl = True  # type: ignore[attr-defined]
+    return wrapper

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
-from nemo_specrl.engine.vllm.patches import check_source, to_be_replaced
+from nemo_specrl.engine.vllm.patches import wrap_functions
 
 if TYPE_CHECKING:
     import torch
@@ -41,14 +40,8 @@ def bound_sampler_memory() -> None:
     """
     from vllm.v1.sample.rejection_sampler import RejectionSampler
 
-    missing = "this vLLM's RejectionSampler has no _get_logprobs_tensors"
-    original = to_be_replaced(RejectionSampler, "_get_logprobs_tensors", missing)
-    if original is None:
-        return
-    check_source(original, SAMPLED_LOGPROBS_SOURCES)
-
-    @functools.wraps(original)
-    def _get_logprobs_tensors(
+    def logprobs_tensors(
+        original: Any,
         self: Any,
         max_num_logprobs: int,
         metadata: Any,
@@ -84,8 +77,8 @@ def bound_sampler_memory() -> None:
         columns = [torch.cat(column)[position] for column in zip(*pieces, strict=True)]
         return LogprobsTensors(*columns)
 
-    _get_logprobs_tensors.of_nemo_specrl = True  # type: ignore[attr-defined]
-    RejectionSampler._get_logprobs_tensors = _get_logprobs_tensors
+    name = "_get_logprobs_tensors"
+    wrap_functions([(RejectionSampler, name, logprobs_tensors)], {name: SAMPLED_LOGPROBS_SOURCES})
 
 
 def _sampled_positions(

@@ -9,11 +9,12 @@ ones (v1/worker/gpu/sample/bad_words.py, ``_bad_words_kernel``).
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import Any
 
 import xxhash
+
+from nemo_specrl.engine.vllm.patches import wrap_functions
 
 __all__ = ["patch_bad_words"]
 
@@ -27,16 +28,13 @@ def patch_bad_words() -> None:
     """Make the sampler read drafts at their right places. Does nothing with other versions."""
     from vllm.v1.worker.gpu.sample import bad_words
 
-    original = bad_words.apply_bad_words
     source = xxhash.xxh3_64_hexdigest(inspect.getsource(bad_words).encode())
-    if source not in DEFECTIVE or hasattr(original, "of_nemo_specrl"):
+    if source not in DEFECTIVE:
         return
 
-    @functools.wraps(original)
-    def apply_bad_words(*args: Any) -> None:
+    def apply_bad_words(original: Any, *args: Any) -> None:
         # What it reads one place too early is then the right one. It never reads the last one.
         shifted = args[INPUT_IDS].roll(-1)
         original(*args[:INPUT_IDS], shifted, *args[INPUT_IDS + 1 :])
 
-    apply_bad_words.of_nemo_specrl = True  # type: ignore[attr-defined]
-    bad_words.apply_bad_words = apply_bad_words
+    wrap_functions([(bad_words, "apply_bad_words", apply_bad_words)])

@@ -66,21 +66,18 @@ def _context(vllm_config: Any) -> float:
     return float(vllm_config.model_config.max_model_len) / 2
 
 
-def _add_request(original: Any) -> Any:
-    def add_request(self: Any, request: Any) -> None:
-        lengths = self.spec_rl_lengths
-        if lengths is not None:
-            if not self.requests:
-                _begin_batch(self)
-            self.spec_rl_begun = False
-        if lengths is not None and not self.spec_rl_identified and _identified(request):
-            # What was seen before came from requests that brought nothing.
-            self.spec_rl_identified = True
-            lengths.forget()
-            renew_table(self)
-        original(self, request)
-
-    return add_request
+def _add_request(original: Any, self: Any, request: Any) -> None:
+    lengths = self.spec_rl_lengths
+    if lengths is not None:
+        if not self.requests:
+            _begin_batch(self)
+        self.spec_rl_begun = False
+    if lengths is not None and not self.spec_rl_identified and _identified(request):
+        # What was seen before came from requests that brought nothing.
+        self.spec_rl_identified = True
+        lengths.forget()
+        renew_table(self)
+    original(self, request)
 
 
 def _begin_batch(scheduler: Any) -> None:
@@ -91,17 +88,13 @@ def _begin_batch(scheduler: Any) -> None:
         renew_table(scheduler)
 
 
-def _reset_prefix_cache(original: Any) -> Any:
+def _reset_prefix_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Begin a batch at every refit, which resets the prefix cache. Otherwise an engine that is
     never idle would not draft again once drafts have not paid: without drafts nothing is observed.
     """
-
-    def reset_prefix_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.spec_rl_lengths is not None:
-            _begin_batch(self)
-        return original(self, *args, **kwargs)
-
-    return reset_prefix_cache
+    if self.spec_rl_lengths is not None:
+        _begin_batch(self)
+    return original(self, *args, **kwargs)
 
 
 def _identified(request: Any) -> bool:
@@ -110,37 +103,29 @@ def _identified(request: Any) -> bool:
     return params is not None and EXTRA_ARG in (params.extra_args or {})
 
 
-def _update_draft_token_ids(original: Any) -> Any:
+def _update_draft_token_ids(original: Any, self: Any, draft_token_ids: Any) -> None:
     """Cut drafts to the table's length, which 0.25.1 does not do in synchronous scheduling."""
-
-    def update_draft_token_ids(self: Any, draft_token_ids: Any) -> None:
-        if self.spec_rl_lengths is not None:
-            length = self.dynamic_sd_lookup[len(draft_token_ids.req_ids)]
-            for tokens in draft_token_ids.draft_token_ids:
-                del tokens[length:]
-        original(self, draft_token_ids)
-
-    return update_draft_token_ids
+    if self.spec_rl_lengths is not None:
+        length = self.dynamic_sd_lookup[len(draft_token_ids.req_ids)]
+        for tokens in draft_token_ids.draft_token_ids:
+            del tokens[length:]
+    original(self, draft_token_ids)
 
 
-def _make_spec_decoding_stats(original: Any) -> Any:
+def _make_spec_decoding_stats(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Leave out requests that bring nothing, such as those of a validation, if others bring
     something: they draft in vain, and the next batch should not be drafted for like them. In an
     engine to which histories are sent ahead, no request brings anything, and all count.
     """
-
-    def make_spec_decoding_stats(self: Any, *args: Any, **kwargs: Any) -> Any:
-        lengths = self.spec_rl_lengths
-        if lengths is not None and (
-            not self.spec_rl_identified or _identified(self.requests[kwargs["request_id"]])
-        ):
-            lengths.observe(kwargs["num_draft_tokens"], kwargs["num_accepted_tokens"])
-            self.spec_rl_observed += 1
-            if self.spec_rl_observed % OBSERVED == 0:
-                renew_table(self)
-        return original(self, *args, **kwargs)
-
-    return make_spec_decoding_stats
+    lengths = self.spec_rl_lengths
+    if lengths is not None and (
+        not self.spec_rl_identified or _identified(self.requests[kwargs["request_id"]])
+    ):
+        lengths.observe(kwargs["num_draft_tokens"], kwargs["num_accepted_tokens"])
+        self.spec_rl_observed += 1
+        if self.spec_rl_observed % OBSERVED == 0:
+            renew_table(self)
+    return original(self, *args, **kwargs)
 
 
 WRAPPERS = (

@@ -163,7 +163,7 @@ def install() -> None:
         from vllm.v1.worker.worker_base import WorkerBase
     except ImportError as error:
         raise IncompatibleVersion(f"this vLLM has no V2 model runner ({error})") from None
-    wrappers = (
+    wrappers: tuple[tuple[Any, str, Any], ...] = (
         (model_runner, "init_speculator", _init_speculator),
         (GPUModelRunner, "add_requests", _add_requests),
         (GPUModelRunner, "_remove_request", _remove_request),
@@ -180,57 +180,44 @@ def install() -> None:
     patch_bad_words()
 
 
-def _init_speculator(original: Any) -> Any:
-    def init_speculator(vllm_config: Any, device: Any, *args: Any) -> Any:
-        if not drafts_from_history(vllm_config):
-            return original(vllm_config, device, *args)
-        if vllm_config.model_config.is_hybrid:
-            patch_states()
-        module, name = SPECULATOR.rsplit(".", 1)
-        return getattr(importlib.import_module(module), name)(vllm_config, device)
-
-    return init_speculator
+def _init_speculator(original: Any, vllm_config: Any, device: Any, *args: Any) -> Any:
+    if not drafts_from_history(vllm_config):
+        return original(vllm_config, device, *args)
+    if vllm_config.model_config.is_hybrid:
+        patch_states()
+    module, name = SPECULATOR.rsplit(".", 1)
+    return getattr(importlib.import_module(module), name)(vllm_config, device)
 
 
-def _add_requests(original: Any) -> Any:
-    def add_requests(self: Any, scheduler_output: Any) -> None:
-        original(self, scheduler_output)
-        speculator = speculator_of(self)
-        if speculator is not None:
-            for request in scheduler_output.scheduled_new_reqs:
-                row = self.req_states.req_id_to_index[request.req_id]
-                speculator.add_request(row, request, self.req_states)
-
-    return add_requests
+def _add_requests(original: Any, self: Any, scheduler_output: Any) -> None:
+    original(self, scheduler_output)
+    speculator = speculator_of(self)
+    if speculator is not None:
+        for request in scheduler_output.scheduled_new_reqs:
+            row = self.req_states.req_id_to_index[request.req_id]
+            speculator.add_request(row, request, self.req_states)
 
 
-def _remove_request(original: Any) -> Any:
-    def _remove_request(self: Any, req_id: str) -> bool:
-        speculator = speculator_of(self)
-        row = self.req_states.req_id_to_index.get(req_id)
-        if speculator is not None and row is not None:
-            speculator.remove_request(row)
-        return bool(original(self, req_id))
-
-    return _remove_request
+def _remove_request(original: Any, self: Any, req_id: str) -> bool:
+    speculator = speculator_of(self)
+    row = self.req_states.req_id_to_index.get(req_id)
+    if speculator is not None and row is not None:
+        speculator.remove_request(row)
+    return bool(original(self, req_id))
 
 
-def _finish_requests(original: Any) -> Any:
+def _finish_requests(original: Any, self: Any, scheduler_output: Any) -> None:
     """Remove requests that end in one step in the same order on every rank.
 
     Before 0.29, vLLM iterates over a set of strings, whose order differs from process to process.
     The order decides which places later requests get, and how responses are ordered in the index:
     ranks would make different drafts, and compute one step with different tokens, without an error.
     """
-
-    def finish_requests(self: Any, scheduler_output: Any) -> None:
-        if speculator_of(self) is not None:
-            preempted = scheduler_output.preempted_req_ids or set()
-            for req_id in sorted(preempted.union(scheduler_output.finished_req_ids)):
-                self._remove_request(req_id)
-        original(self, scheduler_output)  # skips those that are gone
-
-    return finish_requests
+    if speculator_of(self) is not None:
+        preempted = scheduler_output.preempted_req_ids or set()
+        for req_id in sorted(preempted.union(scheduler_output.finished_req_ids)):
+            self._remove_request(req_id)
+    original(self, scheduler_output)  # skips those that are gone
 
 
 def _add_histories(worker: Any, histories: Any) -> dict[str, int]:
@@ -245,30 +232,23 @@ def _add_histories(worker: Any, histories: Any) -> dict[str, int]:
     return held
 
 
-def _unsupported_features(original: Any) -> Any:
+def _unsupported_features(original: Any, self: Any) -> list[str]:
     """Permit drafts: before 0.32, vLLM's V2 runner has no n-gram drafts, but here it has others."""
-
-    def _get_v2_model_runner_unsupported_features(self: Any) -> list[str]:
-        features: list[str] = original(self)
-        if drafts_from_history(self):
-            features = [feature for feature in features if "ngram" not in feature]
-        return features
-
-    return _get_v2_model_runner_unsupported_features
+    features: list[str] = original(self)
+    if drafts_from_history(self):
+        features = [feature for feature in features if "ngram" not in feature]
+    return features
 
 
-def _post_init(original: Any) -> Any:
-    def __post_init__(self: Any) -> None:
-        if not drafts_from_history(self):
-            original(self)
-            return
-        _set_lengths(self)
-        if self.model_config.is_hybrid:
-            set_prefix_cache(self)
+def _post_init(original: Any, self: Any) -> None:
+    if not drafts_from_history(self):
         original(self)
-        _check_runner(self)
-
-    return __post_init__
+        return
+    _set_lengths(self)
+    if self.model_config.is_hybrid:
+        set_prefix_cache(self)
+    original(self)
+    _check_runner(self)
 
 
 def _set_lengths(vllm_config: Any) -> None:
@@ -335,20 +315,16 @@ def _keep_lengths(vllm_config: Any, lengths: list[int]) -> list[int]:
     return lengths
 
 
-def _init_candidates(original: Any) -> Any:
+def _init_candidates(original: Any, self: Any) -> None:
     """Give each step the graph of its own length.
 
     vLLM considers only graphs of one size, the next that was captured for any length, which is
     often not the step's own: 17 rows with drafts of two tokens need 51, for which there are graphs
     of 57, but the next size is 52, for drafts of three.
     """
-
-    def _init_candidates(self: Any) -> None:
-        original(self)
-        if drafts_from_history(self.vllm_config):
-            self._candidates = graphs_by_tokens(self._capture_descs)
-
-    return _init_candidates
+    original(self)
+    if drafts_from_history(self.vllm_config):
+        self._candidates = graphs_by_tokens(self._capture_descs)
 
 
 def _check_runner(vllm_config: Any) -> None:
@@ -373,11 +349,8 @@ def _check_runner(vllm_config: Any) -> None:
         )
 
 
-def _init_scheduler(original: Any) -> Any:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if drafts_from_history(self.vllm_config):
-            choose_by_rows(self)
-            warn_of_fewer_rows(self)
-
-    return __init__
+def _init_scheduler(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    if drafts_from_history(self.vllm_config):
+        choose_by_rows(self)
+        warn_of_fewer_rows(self)

@@ -149,7 +149,8 @@ def patch_states() -> None:
         (BaseMambaAttentionMetadataBuilder, "build_for_cudagraph_capture", _build_for_capture)
     ]
     if here.before(FIRST_WITH_PROMPTS_APART):
-        wrappers.append((model_runner.GPUModelRunner, "update_requests", _update_requests))
+        update = functools.partial(_update_requests, vars(model_runner)[UNIFORM])
+        wrappers.append((model_runner.GPUModelRunner, "update_requests", update))
     if here.before(FIRST_WITH_DRAFTS_IN_SORT):
         wrappers.append((model_runner.GPUModelRunner, "prepare_inputs", _prepare_inputs))
     else:
@@ -183,92 +184,80 @@ def _in_order(
     return [*sort(drafted, *args, **kwargs), *builtins.sorted(others, key=tokens.__getitem__)]
 
 
-def _sort_batch_req_ids(original: Any) -> Any:
-    def sort_batch_req_ids(tokens: Any, drafts: Any, *args: Any) -> list[str]:
-        return _in_order(original, drafts, tokens, drafts, *args)
-
-    return sort_batch_req_ids
+def _sort_batch_req_ids(original: Any, tokens: Any, drafts: Any, *args: Any) -> list[str]:
+    return _in_order(original, drafts, tokens, drafts, *args)
 
 
-def _prepare_inputs(original: Any) -> Any:
+def _prepare_inputs(original: Any, self: Any, scheduler_output: Any, *args: Any) -> Any:
     """Sort rows where vLLM's function knows no drafts; in 0.25 it is Python's own ``sorted``."""
     from vllm.v1.worker.gpu import model_runner
 
     names = vars(model_runner)
     name = SORT if SORT in names else "sorted"
     sort = names.get(name, builtins.sorted)
-
-    def prepare_inputs(self: Any, scheduler_output: Any, *args: Any) -> Any:
-        drafts = scheduler_output.scheduled_spec_decode_tokens
-        names[name] = functools.partial(_in_order, sort, drafts)
-        try:
-            return original(self, scheduler_output, *args)
-        finally:
-            names[name] = sort
-
-    return prepare_inputs
+    drafts = scheduler_output.scheduled_spec_decode_tokens
+    names[name] = functools.partial(_in_order, sort, drafts)
+    try:
+        return original(self, scheduler_output, *args)
+    finally:
+        names[name] = sort
 
 
-def _update_requests(original: Any) -> Any:
+def _update_requests(uniform: Any, original: Any, self: Any, scheduler_output: Any) -> None:
     """Prevent replaying a full graph for a step with a prompt: its tokens are not uniform.
 
     The runner updates its requests and then asks, in the same step, whether they are.
+
+    Args:
+        uniform: vLLM's function that tells.
+        original: vLLM's function.
+        self: its arguments.
+        scheduler_output: the same.
     """
     from vllm.v1.worker.gpu import model_runner
 
     names = vars(model_runner)
-    uniform = names[UNIFORM]
 
     def not_uniform(*args: Any) -> None:
         names[UNIFORM] = uniform
 
-    def update_requests(self: Any, scheduler_output: Any) -> None:
-        original(self, scheduler_output)
-        states, step = self.req_states, scheduler_output.num_scheduled_tokens
-        rows = [states.req_id_to_index[request] for request in step]
-        prompts = states.num_computed_prefill_tokens[rows] < states.prefill_len.np[rows]
-        names[UNIFORM] = not_uniform if prompts.any() else uniform
-
-    return update_requests
+    original(self, scheduler_output)
+    states, step = self.req_states, scheduler_output.num_scheduled_tokens
+    rows = [states.req_id_to_index[request] for request in step]
+    prompts = states.num_computed_prefill_tokens[rows] < states.prefill_len.np[rows]
+    names[UNIFORM] = not_uniform if prompts.any() else uniform
 
 
-def _build_gated_delta_net(original: Any) -> Any:
+def _build_gated_delta_net(
+    original: Any,
+    self: Any,
+    common_prefix_len: int,
+    common_attn_metadata: Any,
+    num_accepted_tokens: Any = None,
+    num_decode_draft_tokens_cpu: Any = None,
+    fast_build: bool = False,
+) -> Any:
     """Mark decoding rows by giving them a number of drafts, which is read for nothing else."""
-
-    def build(
-        self: Any,
-        common_prefix_len: int,
-        common_attn_metadata: Any,
-        num_accepted_tokens: Any = None,
-        num_decode_draft_tokens_cpu: Any = None,
-        fast_build: bool = False,
-    ) -> Any:
-        prefills = common_attn_metadata.is_prefilling
-        if num_decode_draft_tokens_cpu is not None and prefills is not None:
-            decodes = (common_attn_metadata.query_start_loc_cpu.diff() > 0) & ~prefills
-            some = num_decode_draft_tokens_cpu.clamp(min=1)
-            num_decode_draft_tokens_cpu = some.where(decodes, num_decode_draft_tokens_cpu)
-        return original(
-            self,
-            common_prefix_len,
-            common_attn_metadata,
-            num_accepted_tokens,
-            num_decode_draft_tokens_cpu,
-            fast_build,
-        )
-
-    return build
+    prefills = common_attn_metadata.is_prefilling
+    if num_decode_draft_tokens_cpu is not None and prefills is not None:
+        decodes = (common_attn_metadata.query_start_loc_cpu.diff() > 0) & ~prefills
+        some = num_decode_draft_tokens_cpu.clamp(min=1)
+        num_decode_draft_tokens_cpu = some.where(decodes, num_decode_draft_tokens_cpu)
+    return original(
+        self,
+        common_prefix_len,
+        common_attn_metadata,
+        num_accepted_tokens,
+        num_decode_draft_tokens_cpu,
+        fast_build,
+    )
 
 
-def _build_for_capture(original: Any) -> Any:
+def _build_for_capture(original: Any, self: Any, common_attn_metadata: Any) -> Any:
     """Build for shorter drafts what vLLM builds for the longest ones."""
-
-    def build_for_cudagraph_capture(self: Any, common_attn_metadata: Any) -> Any:
-        longest = 1 + self.num_spec_tokens
-        rows, tokens = common_attn_metadata.num_reqs, common_attn_metadata.max_query_len
-        if tokens >= longest or rows > self.decode_cudagraph_max_bs:
-            return original(self, common_attn_metadata)
-        accepted = common_attn_metadata.query_start_loc.diff()
-        return self.build(0, common_attn_metadata, num_accepted_tokens=accepted)
-
-    return build_for_cudagraph_capture
+    longest = 1 + self.num_spec_tokens
+    rows, tokens = common_attn_metadata.num_reqs, common_attn_metadata.max_query_len
+    if tokens >= longest or rows > self.decode_cudagraph_max_bs:
+        return original(self, common_attn_metadata)
+    accepted = common_attn_metadata.query_start_loc.diff()
+    return self.build(0, common_attn_metadata, num_accepted_tokens=accepted)

@@ -33,11 +33,9 @@ class Problem(Protocol):
     @property
     def prompt(self) -> list[int]:
         """Token ids."""
-        ...
 
     def reward(self, tokens: list[int]) -> float:
         """The reward of a response, given as token ids."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)

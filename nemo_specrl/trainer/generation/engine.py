@@ -195,7 +195,6 @@ class Cache(RolloutCache, Protocol):
 
     def sync(self) -> None:
         """Wait until everything that was put is on disk, and can be found by all processes."""
-        ...
 
 
 class Engine:

@@ -98,11 +98,9 @@ class Policy(Protocol):
         Returns:
             float32 ``[n]`` for each sample, nats, at temperature 1.
         """
-        ...
 
     def reference_logprobs(self, samples: Sequence[Sample]) -> list[Float32Array]:
         """Return log-probs like :meth:`logprobs`, but under the run's first weights."""
-        ...
 
     def train(self, samples: Sequence[Sample], *, epochs: int) -> dict[str, float]:
         """Train on a step's samples.
@@ -114,7 +112,6 @@ class Policy(Protocol):
         Returns:
             metrics by name, averaged over the optimizer steps.
         """
-        ...
 
     def stream_weights(
         self, dtype: torch.dtype | None = None
@@ -131,31 +128,24 @@ class Policy(Protocol):
             name as in a Hugging Face checkpoint, and tensor. The tensor is valid until the next
             one is requested. A tied output layer is left out.
         """
-        ...
 
     def not_finite(self) -> str | None:
         """Return the name of a parameter that is not finite; None if all are.
 
         See :func:`~nemo_specrl.trainer.divergence.first_not_finite`.
         """
-        ...
 
     def offload(self) -> None:
         """Free the device memory that is needed only for training."""
-        ...
 
     def reload(self) -> None:
         """Undo :meth:`offload`. Does nothing if the policy is not offloaded."""
-        ...
 
     def save(self, folder: Path) -> None:
         """Write weights and optimizer state so that :meth:`load` restores them exactly."""
-        ...
 
     def load(self, folder: Path) -> None:
         """Restore what :meth:`save` wrote."""
-        ...
 
     def shutdown(self) -> None:
         """Free everything. The policy cannot be used afterwards; shutting down twice is fine."""
-        ...
