@@ -276,6 +276,17 @@ def test_checkpoints_that_are_damaged_or_of_another_model(saved, tmp_path):
         run_ranks(Layout(), policy_config(model), load_and_train, damaged, [])
 
 
+def test_a_disk_that_fails_is_no_fault_of_the_checkpoint(saved, tmp_path):
+    path, _ = saved
+    shutil.copytree(path, tmp_path / "unreadable")
+    for file in (tmp_path / "unreadable").glob("*.distcp"):
+        file.unlink()
+        file.symlink_to("/proc/self/mem")  # its first page is not mapped: EIO
+    model = make_model(tmp_path / "model", tied=True)
+    with pytest.raises(RanksFailed, match=r"RuntimeError: .*: cannot be read: .*Errno 5"):
+        run_ranks(Layout(), policy_config(model), load_and_train, tmp_path / "unreadable", [])
+
+
 # --- the CPU shim -----------------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ import psutil
 import torch
 import torch.distributed
 
-from nemo_specrl.errors import CheckpointError, last_line
+from nemo_specrl.errors import CheckpointError, last_line, may_pass
 from nemo_specrl.monitoring import names as metric
 from nemo_specrl.trainer.checkpoint import write_error
 from nemo_specrl.trainer.divergence import first_not_finite
@@ -290,6 +290,7 @@ class MegatronRank:
 
         Raises:
             CheckpointError: it cannot be written.
+            RuntimeError: the same, because of a disk, a node or a link that failed.
         """
         from torch.distributed.checkpoint.api import CheckpointException
 
@@ -298,6 +299,8 @@ class MegatronRank:
             self.megatron.save_checkpoint(folder, self.module, self.optimizer, extra)
         # megatron and torch raise many kinds; CheckpointException is not an Exception.
         except (Exception, CheckpointException) as error:
+            if _may_pass(error):
+                raise RuntimeError(f"{folder}: cannot be written: {last_line(error)}") from None
             raise write_error(folder, error) from None
 
     def load(self, folder: Path) -> int:
@@ -308,6 +311,7 @@ class MegatronRank:
 
         Raises:
             CheckpointError: it is damaged, or belongs to another model.
+            RuntimeError: it cannot be read, because of a disk, a node or a link that failed.
         """
         from torch.distributed.checkpoint.api import CheckpointException
 
@@ -315,10 +319,22 @@ class MegatronRank:
             extra = self.megatron.load_checkpoint(folder, self.module, self.optimizer)
         # Damaged files raise many kinds; CheckpointException is not an Exception.
         except (Exception, CheckpointException) as error:
+            if _may_pass(error):
+                raise RuntimeError(f"{folder}: cannot be read: {last_line(error)}") from None
             raise CheckpointError(
                 f"{folder}: not a checkpoint of this model: {last_line(error)}"
             ) from None
         return int(extra["updates"])
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether a disk, a node or a link has failed, rather than the checkpoint.
+
+    The driver then reports a failed rank, after which a batch script starts the run again.
+    """
+    of_ranks = getattr(error, "failures", {})  # of a CheckpointException, with their tracebacks
+    errors = (error, *(each for each, _ in of_ranks.values()))
+    return any(isinstance(e, torch.distributed.DistError) or may_pass(e) for e in errors)
 
 
 def _interface_towards(host: str, port: int) -> str | None:
