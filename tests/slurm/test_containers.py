@@ -7,7 +7,6 @@ starts Python are in the image alone.
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -163,7 +162,7 @@ def test_the_command_of_nemo_rl_runs_in_the_container(cluster):
         SPECRL_PYTHON=PYTHON,
     )
     assert job.code == 0, job.output
-    call = json.loads((job.logs / "ray-driver.log").read_text())
+    call = test_submit.driver_call(job.logs)
     assert call["file"] == f"{cluster.folder}/plugin/nemo_specrl/__main__.py"
     assert f"++policy.generation.spec_rl.cache.dir={job.cache}" in call["arguments"]
     assert calls(cluster) == ["n1 driver"]
