@@ -91,7 +91,7 @@ class AsyncRow:
 
     @property
     def over(self) -> bool:
-        """Whether an abort has nothing left to do: a row without a draft has one request."""
+        """Whether an abort has nothing left to do: without the cache, a row has one request."""
         return self.ended.is_set() or (self.request is None and self.answered)
 
     def enter(self, policy_version: int) -> None:

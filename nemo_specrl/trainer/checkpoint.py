@@ -43,7 +43,7 @@ __all__ = [
 FORMAT = 2
 
 LENGTH_KEYS = ("max_num_epochs", "max_num_steps", "max_val_samples")
-"""Keys of the algorithm's block that a resumed run may change, beside those of evaluation."""
+"""Keys of the algorithm's block that a resumed run may change, beside those in ``val_``."""
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import inspect
 import itertools
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -288,7 +288,7 @@ def _check_source(function: Any, known: dict[str, str]) -> None:
 
 
 def wrap_functions(
-    wrappers: Sequence[tuple[Any, str, Callable[..., Any]]],
+    wrappers: Iterable[tuple[Any, str, Callable[..., Any]]],
     sources: Mapping[str, dict[str, str]] = MappingProxyType({}),
     hint: str = "",
 ) -> None:
@@ -303,17 +303,18 @@ def wrap_functions(
     Raises:
         IncompatibleVersion: a function is missing, or is not a known one.
     """
-    originals = []
-    for owner, name, _ in wrappers:
+    made = []
+    for owner, name, function in wrappers:
         original = getattr(owner, name, None)
         if original is None:
             raise IncompatibleVersion(f"this vLLM's {owner.__name__} has no {name}{hint}")
-        if name in sources and not hasattr(original, "of_nemo_specrl"):
+        if hasattr(original, "of_nemo_specrl"):
+            continue
+        if name in sources:
             _check_source(original, sources[name])
-        originals.append(original)
-    for (owner, name, function), original in zip(wrappers, originals, strict=True):
-        if not hasattr(original, "of_nemo_specrl"):
-            setattr(owner, name, _wrapper(original, function))
+        made.append((owner, name, _wrapper(original, function)))
+    for owner, name, wrapper in made:
+        setattr(owner, name, wrapper)
 
 
 def _wrapper(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:

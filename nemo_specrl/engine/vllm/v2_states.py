@@ -206,13 +206,7 @@ def _prepare_inputs(original: Any, self: Any, scheduler_output: Any, *args: Any)
 def _update_requests(uniform: Any, original: Any, self: Any, scheduler_output: Any) -> None:
     """Prevent replaying a full graph for a step with a prompt: its tokens are not uniform.
 
-    The runner updates its requests and then asks, in the same step, whether they are.
-
-    Args:
-        uniform: vLLM's function that tells.
-        original: vLLM's function.
-        self: its arguments.
-        scheduler_output: the same.
+    The runner updates its requests and then asks ``uniform``, in the same step, whether they are.
     """
     from vllm.v1.worker.gpu import model_runner
 
