@@ -9,7 +9,7 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -25,16 +25,14 @@ from nemo_specrl.errors import ConfigError
 __all__ = [
     "CACHE_FOLDER",
     "MAX_COUNT",
-    "PRESETS",
-    "QUANTITIES",
     "Block",
     "ByteSize",
     "CacheConfig",
     "Count",
-    "MonitorConfig",
+    "DraftConfig",
     "PartialRolloutsConfig",
+    "ReuseConfig",
     "SpecRLConfig",
-    "TreeConfig",
     "UserPath",
     "WrongKey",
     "clipped",
@@ -122,103 +120,60 @@ class Block(BaseModel):
 
 
 class CacheConfig(Block):
-    """Where rollouts are kept between epochs."""
+    """Where earlier responses are kept."""
 
     dir: UserPath | None = None
-    """Node-local folder. None: the embedded trainer keeps the cache in its run folder."""
+    """Folder on each node's own disk. None: responses are kept in the engine's memory alone; the
+    embedded trainer keeps them in its run folder."""
     max_bytes_per_node: ByteSize = 64 * 2**30
     """Hard cap of the store on disk, bytes. The least recently used prompts are evicted first."""
-    replicas: Count = 2
-    """Copies of each partition, on distinct nodes of a cluster. A single machine holds one."""
-    partitions: int = Field(default=64, ge=1, le=65536)
-    """Hash ranges of prompt keys: the unit that a cluster places and moves."""
-    groups_per_prompt: int = Field(default=1, ge=1, le=64)
-    """Number of rollouts kept for each sample index of a prompt, newest first."""
+    responses_per_prompt: int = Field(default=64, ge=1, le=4096)
+    """The newest responses that are kept for each prompt."""
+    replicas: int = Field(default=2, ge=1, le=8)
+    """Nodes of a Ray cluster that keep each prompt's responses. A single machine is one."""
     deadline_ms: Count = 200
-    """Time that an engine waits for each prompt in a cluster's cache, milliseconds. For all prompts
-    together it is at most 10 s, or this value if it is larger. What is late yields no draft."""
+    """The longest that a request waits for its prompt's history, milliseconds. What is late comes
+    with the prompt's next request, and the row decodes without it."""
+    vocabulary: str | None = Field(default=None, pattern=r"[0-9a-f]{32}")
+    """Hash of the tokenizer's vocabulary, which names the store
+    (:func:`nemo_specrl.rollout.vocabulary_hash`). None: the engine computes it."""
 
 
-class TreeConfig(Block):
-    """Lossless drafting from a per-prompt tree (arXiv 2601.09083)."""
+class DraftConfig(Block):
+    """Lossless drafting from a prompt's history (SRT, arXiv 2601.09083)."""
 
-    enabled: bool = False
-    method: Literal["auto", "v2", "proposer", "rounds"] = "auto"
-    """How drafts reach the engine: made on the device by vLLM's V2 model runner (v2), by a proposer
-    in its V1 runner, or in requests of their own (rounds). auto: v2 wherever vLLM would run V2, the
-    proposer on CPUs; otherwise a refusal that says what is possible
-    (``engine.drafters.method.auto_method``)."""
-    max_draft_tokens: int = Field(default=24, ge=1, le=128)
-    """The most tokens proposed for a row in a step; vLLM's rejection sampler accepts up to 128. v2
-    uses at most 11 while ``adaptive``."""
+    max_tokens: int = Field(default=24, ge=1, le=128)
+    """The most tokens proposed for a row in a step. On GPUs at most 11 while ``adaptive``."""
+    max_bytes: ByteSize = 512 * 2**20
+    """Memory of the histories in each engine, bytes, on the device where vLLM runs V2; the least
+    recently used prompts are evicted first."""
     adaptive: bool = True
-    """Draft only tokens that are worth the time of their verification, instead of up to a fixed
-    chance of being accepted (v2: ``max_draft_tokens`` in every row). The proposer measures the time
-    of steps, so a run repeats to the token only with false; v2 computes it. Rounds use the fixed
-    chance in any case."""
+    """Draft only tokens that are worth the time of their verification; false: ``max_tokens`` in
+    every row on GPUs, and on CPUs as many as are likely enough."""
     adaptive_verification: bool = False
-    """v2, from vLLM 0.32 on: every row drafts ``max_draft_tokens`` (11 at most), and vLLM verifies
-    those of all rows that are worth their time, by their chances and by the times of steps that it
-    measured when the engine started."""
-    max_bytes: ByteSize = 4 * 2**30
-    """Memory of the trees in each engine, bytes; the least recently used prompts are evicted first.
-    v2 uses at most 512 MiB of it, on the device."""
+    """From vLLM 0.32 on: every row drafts ``max_tokens`` (11 at most), and vLLM verifies those of
+    all rows that are worth their time."""
 
 
-class RunAheadConfig(Block):
-    """Rollouts of upcoming prompts as drafts while an engine is idle (arXiv 2605.08862)."""
+class ReuseConfig(Block):
+    """Prefix reuse (SPEC-RL, arXiv 2509.23232), for ``preset: reuse`` alone."""
 
-    enabled: bool = False
-    """Decode for the prompts of the next batch while fewer rows run than ``max_num_seqs``."""
-
-
-QUANTITIES = ("reward", "length", "logprob")
-"""The quantities in which the drift monitor compares fresh rows with reused ones."""
-
-
-class MonitorConfig(Block):
-    """The drift monitor, which compares reused rows with fresh ones (docs/guide/presets.md)."""
-
-    enabled: bool = True
-    reward_tolerance: float = Field(default=0.05, ge=0)
-    """Largest acceptable gap between fresh and reused rows, in units of reward."""
-    length_tolerance: float = Field(default=0.05, ge=0)
-    """The same for response lengths, as a share of the mean length."""
-    logprob_tolerance: float = Field(default=0.02, ge=0)
-    """The same for mean log-probs under the current policy, nats per token."""
-    staleness_tolerance: float = Field(default=0.1, ge=0)
-    """How much less likely a row's reused tokens may have become since birth, nats per row."""
-    error_rate: float = Field(default=1e-3, gt=0, lt=1)
-    """Probability of a false alarm in a window."""
-    window_epochs: Count = 10
-    """Epochs after which the comparison starts again."""
-    auto: bool = False
-    """Double ``fresh_fraction`` at an alarm, and halve it again after a window without one."""
-
-    @property
-    def tolerance(self) -> dict[str, float]:
-        """Tolerance by quantity."""
-        return {name: getattr(self, f"{name}_tolerance") for name in QUANTITIES}
-
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "lossless": {
-        "lenience": 1.0,
-        "clip_anchor": "current",
-        "fresh_fraction": 1.0,
-        "tree": {"enabled": True},
-    },
-    "faithful": {"lenience": 1.0, "clip_anchor": "current", "fresh_fraction": 0.2},
-    "fast": {"lenience": math.exp(0.5), "clip_anchor": "current", "fresh_fraction": 0.05},
-}
-"""Values that each preset gives to keys that a recipe leaves out (why: docs/guide/presets.md)."""
-_DEFAULT_PRESET: Final = "lossless"
+    lenience: float = Field(default=math.exp(0.5), gt=0)
+    """l: a token is accepted when u <= min(1, l * p_new / p_old). 1 is the strict test; the default
+    is the paper's for GRPO."""
+    fresh_fraction: float = Field(default=0.05, ge=0, le=1)
+    """Share of rows that are decoded without a reused prefix although there is one; 0 is the
+    paper's."""
+    reported_logprobs: Literal["policy", "behaviour"] = "policy"
+    """Log-prob reported for an accepted token: the current policy's, or that of the probability
+    with which reuse produced the token."""
 
 
 class PartialRolloutsConfig(Block):
     """The ``grpo.partial_rollouts:`` block, next to ``spec_rl:``.
 
-    Active partial rollouts: rollouts that end with enough complete groups and put off the rest.
+    Active partial rollouts (APRIL): rollouts that end with enough complete groups and put off the
+    rest, whose tokens become history.
     """
 
     enabled: bool = False
@@ -228,10 +183,28 @@ class PartialRolloutsConfig(Block):
     """How often a prompt may be put off; after that, it is awaited."""
 
 
-class SpecRLConfig(Block):
-    """The ``spec_rl:`` block: how rollouts are drafted, verified and reported.
+class RunAheadConfig(Block):
+    """Rollouts of upcoming prompts as drafts while an engine is idle (arXiv 2605.08862)."""
 
-    Immutable. Keys that are left out take the values of ``preset`` (``PRESETS``).
+    enabled: bool = False
+    """Decode for the prompts of the next batch while fewer rows run than ``max_num_seqs``."""
+
+
+MOVED = {
+    "tree": "draft",
+    "lenience": "reuse.lenience",
+    "fresh_fraction": "reuse.fresh_fraction",
+    "reported_logprobs": "reuse.reported_logprobs",
+    "acceptance_reference": None,
+    "clip_anchor": None,
+    "max_age": None,
+    "monitor": None,
+}
+"""Keys of earlier versions, and the key that took the place of each; None: nothing did."""
+
+
+class SpecRLConfig(Block):
+    """The ``spec_rl:`` block: how rollouts are drafted, kept and, with ``reuse``, verified.
 
     Raises:
         pydantic.ValidationError: an unknown key, or a value out of range. :func:`validated` raises
@@ -239,67 +212,38 @@ class SpecRLConfig(Block):
     """
 
     enabled: bool = False
-    preset: Literal["lossless", "faithful", "fast"] = _DEFAULT_PRESET
-    """Sets the keys below that a recipe leaves out (``PRESETS``)."""
-    lenience: float = Field(default=PRESETS[_DEFAULT_PRESET]["lenience"], gt=0)
-    """l: a token is accepted when u <= min(1, l * p_new / p_old). 1 is the strict test."""
-    reported_logprobs: Literal["policy", "behaviour"] = "policy"
-    """Log-prob reported for an accepted token: the current policy's, or the probability with
-    which reuse produced the token."""
-    acceptance_reference: Literal["last", "birth"] = "last"
-    """p_old: under the policy that judged the token last, or the one that sampled it."""
-    clip_anchor: Literal["birth", "current"] = PRESETS[_DEFAULT_PRESET]["clip_anchor"]
-    """Start of the loss's clipped ratio: the current policy, or the one that sampled a token."""
-    fresh_fraction: float = Field(default=PRESETS[_DEFAULT_PRESET]["fresh_fraction"], ge=0, le=1)
-    """Share of rows that are decoded without a draft although there is one. Rows take turns, so no
-    token is trained on more than ``ceil(1 / fresh_fraction)`` times."""
-    max_age: Count | None = None
-    """Epochs for which a token may be reused. Bounds the same thing as ``fresh_fraction``, and the
-    stricter of the two applies; None: only ``fresh_fraction``."""
-    monitor: MonitorConfig = MonitorConfig()
+    preset: Literal["lossless", "reuse"] = "lossless"
+    """``lossless``: drafts that vLLM's rejection sampler verifies, exact. ``reuse``: the accepted
+    prefix of the previous response as well, which is not exact (docs/guide/reuse.md)."""
     cache: CacheConfig = CacheConfig()
-    tree: TreeConfig = TreeConfig(**PRESETS[_DEFAULT_PRESET]["tree"])
+    draft: DraftConfig = DraftConfig()
+    reuse: ReuseConfig | None = None
+    """None with ``preset: lossless``."""
     run_ahead: RunAheadConfig = RunAheadConfig()
-
-    @property
-    def effective_fresh_fraction(self) -> float:
-        """Share of fresh rows that satisfies both ``fresh_fraction`` and ``max_age``."""
-        return max(self.fresh_fraction, 0 if self.max_age is None else 1 / (1 + self.max_age))
-
-    @property
-    def monitors_drift(self) -> bool:
-        """Whether the drift monitor runs: it is enabled, and there are reused rows to compare."""
-        return self.monitor.enabled and self.effective_fresh_fraction < 1
-
-    @model_validator(mode="after")
-    def _consistent(self) -> SpecRLConfig:
-        if self.run_ahead.enabled and not self.tree.enabled:
-            raise WrongKey(
-                "run_ahead.enabled",
-                True,
-                "what is decoded ahead is drafted by trees; set tree.enabled: true or "
-                "preset: lossless, or set it to false",
-            )
-        if self.preset == "lossless" and self.lenience != 1 and self.effective_fresh_fraction >= 1:
-            raise WrongKey(
-                "lenience",
-                self.lenience,
-                "preset: lossless reuses no prefix, which lenience is about; leave it out, or set "
-                "preset: faithful or fast",
-            )
-        return self
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_in(cls, values: Any) -> Any:
-        """Fill in the preset's values for the keys that are missing."""
+    def _with_present_keys(cls, values: Any) -> Any:
+        """Refuse keys of earlier versions by name, and fill in ``reuse``."""
         if not isinstance(values, dict):
             return values
-        preset = {"tree": {}, **PRESETS.get(str(values.get("preset", _DEFAULT_PRESET)), {})}
-        filled = {**preset, **values}
-        if isinstance(values.get("tree"), dict):
-            filled["tree"] = {**preset["tree"], **values["tree"]}
-        return filled
+        for old, new in MOVED.items():
+            if old in values:
+                now = f"the key is now {new}" if new else "the key is gone; leave it out"
+                raise WrongKey(old, values[old], now)
+        if values.get("preset") in ("faithful", "fast"):
+            raise WrongKey(
+                "preset", values["preset"], "the preset is now reuse (with reuse.lenience)"
+            )
+        if values.get("preset") == "reuse":
+            return {**values, "reuse": values.get("reuse") or {}}
+        return values
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SpecRLConfig:
+        if self.preset == "lossless" and self.reuse is not None:
+            raise WrongKey("reuse", "...", "is for preset: reuse; leave it out, or set the preset")
+        return self
 
 
 _Model = TypeVar("_Model", bound=BaseModel)

@@ -8,12 +8,10 @@ SpecRLError
 │   └── UnsupportedSampling sampling under which a draft cannot be verified
 ├── InvalidRollout          a rollout whose fields contradict each other
 ├── CacheError              the rollout cache
-│   ├── StoreUnavailable    a folder that is unwritable, full, or no store
-│   │   └── StoreInUse      a store that another process has open
-│   ├── ForeignStore        a store of another tokenizer, or of another release
+│   ├── StoreUnavailable    a folder that is unwritable, full, or has no locks; a file that fails
+│   ├── ForeignStore        a copy or export of another vocabulary or release
 │   └── CorruptRecord       a record whose checksum or structure is wrong
 ├── PolicyError             a rank of the policy died or failed
-├── EngineError             an engine in a process of its own died or failed
 ├── RefitError              an engine with mixed weights after a failed refit
 ├── Diverged                a training whose loss, gradients or weights are no longer finite
 ├── CheckpointError         a checkpoint that is damaged, or of another run
@@ -33,14 +31,12 @@ __all__ = [
     "ConfigError",
     "CorruptRecord",
     "Diverged",
-    "EngineError",
     "ForeignStore",
     "IncompatibleVersion",
     "InvalidRollout",
     "PolicyError",
     "RefitError",
     "SpecRLError",
-    "StoreInUse",
     "StoreUnavailable",
     "UnsupportedSampling",
     "first_line",
@@ -78,24 +74,11 @@ class CacheError(SpecRLError):
 
 
 class StoreUnavailable(CacheError, OSError):
-    """A folder that is unwritable, full, or holds something other than a store."""
-
-
-class StoreInUse(StoreUnavailable):
-    """A store that another process has open.
-
-    Args:
-        message: one line.
-        pid: id of that process; None if it is not known.
-    """
-
-    def __init__(self, message: str, *, pid: int | None = None) -> None:
-        super().__init__(message)
-        self.pid = pid
+    """A folder that is unwritable, full, or without locks, or a file that cannot be read."""
 
 
 class ForeignStore(CacheError):
-    """A store of another tokenizer, or in the format of another release."""
+    """A copy or an export of another vocabulary, or in the format of another release."""
 
 
 class CorruptRecord(CacheError):
@@ -104,10 +87,6 @@ class CorruptRecord(CacheError):
 
 class PolicyError(SpecRLError):
     """A rank of the policy died or failed; the policy cannot be used afterwards."""
-
-
-class EngineError(SpecRLError):
-    """An engine in a process of its own died or failed; the run's engines have been ended."""
 
 
 class RefitError(SpecRLError):

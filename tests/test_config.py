@@ -12,22 +12,21 @@ from nemo_specrl.errors import ConfigError
 
 def test_defaults_are_the_documented_ones():
     config = SpecRLConfig()
-    assert not config.enabled
-    assert (config.preset, config.lenience) == ("lossless", 1.0)
-    assert (config.reported_logprobs, config.acceptance_reference) == ("policy", "last")
-    assert (config.clip_anchor, config.fresh_fraction, config.max_age) == ("current", 1.0, None)
-    assert config.tree.enabled
+    assert not config.enabled and config.preset == "lossless" and config.reuse is None
     assert config == SpecRLConfig(preset="lossless") == validated(SpecRLConfig, {})
     assert config.cache.max_bytes_per_node == 64 * 2**30
+    assert (config.cache.responses_per_prompt, config.cache.replicas) == (64, 2)
+    assert (config.draft.max_tokens, config.draft.max_bytes) == (24, 512 * 2**20)
+    assert config.draft.adaptive and not config.draft.adaptive_verification
+    reuse = validated(SpecRLConfig, {"preset": "reuse"}).reuse
+    assert (reuse.lenience, reuse.fresh_fraction) == (pytest.approx(math.exp(0.5)), 0.05)
+    assert reuse.reported_logprobs == "policy"
 
 
-def test_a_preset_sets_what_the_recipe_leaves_out():
-    fast = validated(SpecRLConfig, {"preset": "fast"})
-    assert (fast.lenience, fast.fresh_fraction) == (pytest.approx(math.exp(0.5)), 0.05)
-    mixed = validated(SpecRLConfig, {"preset": "fast", "lenience": 1.2, "clip_anchor": "birth"})
-    assert (mixed.lenience, mixed.fresh_fraction, mixed.clip_anchor) == (1.2, 0.05, "birth")
-    again = SpecRLConfig.model_validate(mixed.model_dump())
-    assert again == mixed
+def test_what_was_read_can_be_read_again():
+    config = validated(SpecRLConfig, {"preset": "reuse", "reuse": {"lenience": 1.2}})
+    assert config.reuse.lenience == 1.2 and config.reuse.fresh_fraction == 0.05
+    assert SpecRLConfig.model_validate(config.model_dump()) == config
 
 
 @pytest.mark.parametrize(
@@ -39,31 +38,25 @@ def test_sizes_have_units(text, size):
     assert config.cache.max_bytes_per_node == size
 
 
+REUSE = {"preset": "reuse"}
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"lenience": 0}, r"spec_rl\.lenience = 0: must be greater than 0"),
-        ({"lenience": "much"}, r"spec_rl\.lenience = 'much': must be a valid number"),
-        ({"lenience": float("inf")}, r"spec_rl\.lenience = inf: must be a finite number"),
-        ({"fresh_fraction": 1.5}, r"spec_rl\.fresh_fraction = 1\.5: must be less than or equal"),
-        ({"preset": "safe"}, r"spec_rl\.preset = 'safe': must be 'lossless', 'faithful' or 'fast'"),
-        ({"max_age": 0}, r"spec_rl\.max_age = 0: must be greater than or equal to 1"),
-        ({"clip_anchor": "death"}, r"spec_rl\.clip_anchor = 'death': must be 'birth' or 'current'"),
-        ({"lenient": 2}, r"spec_rl\.lenient: unknown key; known are enabled, preset, lenience"),
+        (REUSE | {"reuse": {"lenience": 0}}, r"reuse\.lenience = 0: must be greater than 0"),
+        (REUSE | {"reuse": {"lenience": "much"}}, r"lenience = 'much': must be a valid number"),
+        (REUSE | {"reuse": {"lenience": math.inf}}, r"lenience = inf: must be a finite number"),
+        (REUSE | {"reuse": {"fresh_fraction": 1.5}}, r"fresh_fraction = 1\.5: must be less than"),
+        ({"reuse": {"lenience": 1}}, r"reuse = .*: is for preset: reuse; leave it out, or set"),
+        ({"preset": "safe"}, r"spec_rl\.preset = 'safe': must be 'lossless' or 'reuse'"),
+        ({"cashe": 2}, r"spec_rl\.cashe: unknown key; known are enabled, preset, cache, draft"),
         ({"cache": {"size": 1}}, r"spec_rl\.cache\.size: unknown key; known are dir, max_bytes"),
         ({"cache": {"max_bytes_per_node": "64 GB?"}}, r'a number of bytes, such as .*"64GiB"'),
         ({"cache": {"max_bytes_per_node": 5}}, r"max_bytes_per_node = 5: must be greater"),
-        (
-            {"tree": {"max_draft_tokens": 129}},
-            r"max_draft_tokens = 129: must be less than",
-        ),
-        (
-            {"preset": "faithful", "run_ahead": {"enabled": True}},
-            r"run_ahead\.enabled = True: .*; set tree\.enabled: true",
-        ),
-        ({"lenience": 1.5}, r"lenience = 1\.5: .* leave it out, or set preset: faithful or fast"),
+        ({"draft": {"max_tokens": 129}}, r"draft\.max_tokens = 129: must be less than"),
         ("yes", r"spec_rl: must be a mapping of keys, got 'yes'"),
-        ({"lenience": -1, "max_age": -1}, r"\(and 1 more\)"),
+        ({"cache": {"replicas": 0, "deadline_ms": 0}}, r"\(and 1 more\)"),
     ],
 )
 def test_a_wrong_key_is_named_in_one_line(values, message):
@@ -73,10 +66,21 @@ def test_a_wrong_key_is_named_in_one_line(values, message):
     assert str(caught.value).startswith("policy.generation.spec_rl")
 
 
-def test_the_stricter_of_fresh_fraction_and_max_age_applies():
-    assert SpecRLConfig(fresh_fraction=0.2).effective_fresh_fraction == 0.2
-    assert SpecRLConfig(fresh_fraction=0.2, max_age=1).effective_fresh_fraction == 0.5
-    assert SpecRLConfig(fresh_fraction=0.2, max_age=9).effective_fresh_fraction == 0.2
+@pytest.mark.parametrize(
+    ("values", "now"),
+    [
+        ({"tree": {"method": "v2"}}, "the key is now draft"),
+        ({"lenience": 1.5}, "the key is now reuse.lenience"),
+        ({"fresh_fraction": 0.1}, "the key is now reuse.fresh_fraction"),
+        ({"clip_anchor": "birth"}, "the key is gone; leave it out"),
+        ({"max_age": 3}, "the key is gone; leave it out"),
+        ({"preset": "faithful"}, "the preset is now reuse"),
+        ({"preset": "fast"}, "the preset is now reuse"),
+    ],
+)
+def test_keys_of_earlier_versions_are_refused_with_the_present_one(values, now):
+    with pytest.raises(ConfigError, match=now):
+        validated(SpecRLConfig, values, "spec_rl")
 
 
 def test_the_message_about_one_key_does_not_hold_its_block():
@@ -98,27 +102,10 @@ def test_the_message_about_one_key_does_not_hold_its_block():
 
 def test_a_long_value_is_cut():
     with pytest.raises(ConfigError) as caught:
-        validated(SpecRLConfig, {"lenience": list(range(1000))}, "spec_rl")
+        validated(SpecRLConfig, {"enabled": list(range(1000))}, "spec_rl")
     assert len(str(caught.value)) < 200
 
 
 def test_a_configuration_cannot_be_changed():
     with pytest.raises(ValueError, match="frozen"):
-        SpecRLConfig().lenience = 2.0
-
-
-def test_lossless_is_drafting_from_trees_without_prefix_reuse():
-    lossless = SpecRLConfig(preset="lossless")
-    assert lossless.tree.enabled and lossless.effective_fresh_fraction == 1
-    tuned = SpecRLConfig(preset="lossless", tree={"max_draft_tokens": 8})
-    assert tuned.tree.enabled and tuned.tree.max_draft_tokens == 8
-    assert not SpecRLConfig(preset="lossless", tree={"enabled": False}).tree.enabled
-    assert not SpecRLConfig(preset="faithful").tree.enabled
-
-
-def test_the_drift_monitor_runs_where_rows_are_reused():
-    off = {"enabled": False}
-    assert not SpecRLConfig(preset="lossless").monitors_drift
-    assert SpecRLConfig(preset="lossless", fresh_fraction=0.5).monitors_drift
-    assert SpecRLConfig(preset="faithful").monitors_drift
-    assert not SpecRLConfig(preset="faithful", monitor=off).monitors_drift
+        SpecRLConfig().preset = "reuse"

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from nemo_specrl import prompt_key
-from nemo_specrl.engine.drafters.roots import Roots
+from nemo_specrl.drafting.roots import Roots
 from nemo_specrl.media import content_tokens, has_media, media_prompt_key
 
 PIXELS = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)

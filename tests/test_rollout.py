@@ -1,5 +1,6 @@
 """Rollouts, their prompt keys, and the one-line errors of what cannot be one."""
 
+import re
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import pytest
 
 from nemo_specrl import Finish, Rollout, prompt_key
 from nemo_specrl.errors import InvalidRollout
+from nemo_specrl.rollout import vocabulary_hash
 
 KEY = bytes(range(16))
 
@@ -15,11 +17,11 @@ KEY = bytes(range(16))
 def rollout(**changes):
     values = {
         "key": KEY,
-        "sample_index": 1,
         "tokens": [5, 6, 7],
         "logprobs": [-1.0, -2.0, -0.5],
         "finish": Finish.STOP,
         "policy_version": 3,
+        "identity": 9,
     }
     return Rollout(**(values | changes))
 
@@ -58,48 +60,50 @@ def test_what_is_no_prompt_is_named(tokens, message):
         prompt_key(tokens)
 
 
-def test_a_new_rollout_is_born_now():
-    r = rollout()
-    assert r.tokens.dtype == np.int32
-    assert r.logprobs.dtype == np.float32
-    assert np.array_equal(r.birth_logprobs, r.logprobs)
-    assert r.birth_versions.tolist() == [3, 3, 3]
-    assert len(r) == 3
-
-
-def test_a_prefix_keeps_its_births():
-    r = rollout(birth_logprobs=[-3, -2, -1], birth_versions=[0, 1, 3])
-    cut = r.prefix(2)
-    assert cut.tokens.tolist() == [5, 6]
-    assert cut.birth_logprobs.tolist() == [-3, -2]
-    assert cut.birth_versions.tolist() == [0, 1]
-    assert cut.finish is Finish.PARTIAL
-    assert r.prefix(3) is r
+def test_a_rollout_has_arrays_and_an_identity_of_its_own():
+    made = rollout()
+    assert made.tokens.dtype == np.int32 and made.logprobs.dtype == np.float32
+    assert len(made) == 3
+    plain = [Rollout(KEY, [5, 6, 7], Finish.STOP) for _ in range(100)]
+    assert len({one.identity for one in plain}) == 100
+    assert plain[0].logprobs is None and plain[0].policy_version == 0
 
 
 def test_rollouts_compare_by_content():
     assert rollout() == rollout()
-    for change in ({"sample_index": 2}, {"tokens": [5, 6, 8]}, {"finish": Finish.LENGTH}):
+    changes = (
+        {"identity": 2},
+        {"tokens": [5, 6, 8]},
+        {"finish": Finish.LENGTH},
+        {"logprobs": None},
+    )
+    for change in changes:
         assert rollout() != rollout(**change)
+
+
+def test_the_identity_of_a_vocabulary_depends_on_tokens_and_their_numbers_alone():
+    vocabulary = {"a": 0, "b": 1, "ab": 2}
+    known = vocabulary_hash(vocabulary)
+    assert re.fullmatch("[0-9a-f]{32}", known)
+    assert vocabulary_hash(dict(reversed(vocabulary.items()))) == known
+    for other in ({"a": 1, "b": 0, "ab": 2}, {"a": 0, "b": 1}, vocabulary | {"ab": 3}):
+        assert vocabulary_hash(other) != known
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"key": b"short"}, "key must be 16 bytes"),
-        ({"sample_index": 1.5}, "sample_index must be a whole number, got 1.5"),
-        ({"sample_index": -1}, "sample_index must be in"),
-        ({"sample_index": 65536}, "sample_index must be in"),
+        ({"identity": 1.5}, "identity must be a whole number, got 1.5"),
+        ({"identity": 0}, "identity must be in"),
+        ({"identity": 2**63}, "identity must be in"),
         ({"logprobs": [-1.0]}, "logprobs must have the shape of tokens"),
-        ({"birth_versions": [0]}, "birth_versions must have the shape of tokens"),
-        ({"tokens": [1, -2, 3]}, "tokens must not be negative"),
+        ({"tokens": [1, -2, 3]}, "tokens must be whole numbers"),
         ({"logprobs": [-1.0, np.nan, 0.0]}, "logprobs must be numbers"),
-        ({"birth_versions": [0, -1, 0]}, "birth_versions must not be negative"),
         ({"policy_version": -1}, "policy_version must be in"),
         ({"finish": 7}, "finish must be a Finish, got 7"),
-        ({"tokens": [1, 2, 2**31]}, "tokens must be whole numbers up to 2147483647"),
+        ({"tokens": [1, 2, 2**31]}, r"tokens must be whole numbers of 0\.\.2\^31-1"),
         ({"tokens": [1.7, 2.0, 3.0]}, "tokens must be whole numbers"),
-        ({"birth_versions": [0, 1, 2**63]}, "birth_versions must be whole numbers"),
     ],
 )
 def test_what_is_no_rollout_is_named(change, message):
