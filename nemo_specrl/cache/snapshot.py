@@ -1,218 +1,143 @@
-"""A cache in a checkpoint: a file for each partition, and a manifest that lists them.
+"""Copies of stores in checkpoints: one file each.
 
 ::
 
-    manifest.json                 format, tokenizer, policy version, number of partitions, and for
-                                  each file its bytes, rollouts and xxh3-64
-    partition-00017.rollouts      records, one after the other: u32 size, db key, record
+    MAGIC, u32 length, JSON {"vocabulary": ...}
+    a prompt     key of 16 bytes, u32 count; its records, newest first: u32 length, bytes
+    the end      16 zero bytes, u32 0, xxh3-64 of everything above
 
-A cluster's shards divide the partitions among themselves. A store that belongs to one process is a
-single partition. Partitions are independent of nodes, so a snapshot can be restored on any number
-of them, and by one process as well. All files are plain and written once, so any shared file system
-will do. The manifest is written last, and files that it does not list are ignored.
+Prompts come in the order of their last use, the latest first. Each record has a checksum of its
+own, so that what is sound in a damaged file can be used.
 """
 
 from __future__ import annotations
 
-import hashlib
-import itertools
+import contextlib
 import json
-import os
+import logging
 import struct
-import uuid
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import xxhash
 
-from nemo_specrl.cache.codec import decode, encode_all
-from nemo_specrl.cache.storage.schema import DATA_FILE, db_key
-from nemo_specrl.cache.storage.system_errors import as_cache_errors
-from nemo_specrl.errors import CacheError, ForeignStore, StoreUnavailable
+from nemo_specrl.cache.database import as_cache_errors
+from nemo_specrl.errors import CorruptRecord, ForeignStore, StoreUnavailable
 from nemo_specrl.files import replacing
-from nemo_specrl.rollout import KEY_BYTES, Rollout
+from nemo_specrl.rollout import KEY_BYTES
 
-__all__ = [
-    "MANIFEST",
-    "Manifest",
-    "PartitionFile",
-    "read_files",
-    "read_manifest",
-    "read_partition",
-    "write_manifest",
-    "write_partition",
-]
+__all__ = ["MAGIC", "opened", "read", "vocabulary_of", "write"]
 
-FORMAT = 2
-MANIFEST = "manifest.json"
-WRITTEN_AT_ONCE = 64  # rollouts
-_HEAD = struct.Struct(f"<I{KEY_BYTES + 10}s")
+MAGIC = b"nemo_specrl rollouts 5\n"
+_U32 = struct.Struct("<I")
+_LARGEST = 2**28
+"""Bytes of a record; one that claims more is damaged."""
+logger = logging.getLogger(__name__)
+
+Groups = Iterable[tuple[bytes, list[bytes]]]
 
 
-@dataclass(frozen=True)
-class PartitionFile:
-    """A file of a snapshot, as the manifest describes it: size in bytes, rollouts, checksum."""
-
-    partition: int
-    bytes: int
-    rollouts: int
-    xxh3: str
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """The description of a snapshot.
-
-    Args:
-        tokenizer_id: identity of the tokenizer of the tokens.
-        policy_version: policy version of the weights next to it.
-        partitions: number of partitions into which the keys fall.
-        files: files of the partitions that have rollouts.
-    """
-
-    tokenizer_id: str
-    policy_version: int
-    partitions: int
-    files: tuple[PartitionFile, ...]
-
-
-def write_partition(
-    folder: Path, partition: int, rollouts: Iterable[Rollout]
-) -> PartitionFile | None:
-    """Write the file of a partition, either completely or not at all.
-
-    Args:
-        folder: folder of the snapshot; created if it does not exist.
-        partition: its index.
-        rollouts: newest first within a sample index, as stores return them.
-
-    Returns:
-        The file; None if there are no rollouts, in which case no file is written.
+def write(file: Path, vocabulary: str, groups: Groups) -> int:
+    """Write prompts and their records, and return the number of records.
 
     Raises:
-        StoreUnavailable: the folder cannot be written.
+        StoreUnavailable: the file cannot be written.
     """
-    path = _file(folder, partition)
-    count, size, hasher = 0, 0, xxhash.xxh3_64()
-    iterator = iter(rollouts)
-    some = list(itertools.islice(iterator, WRITTEN_AT_ONCE))
-    if not some:
-        return None
+    count = 0
     with (
-        as_cache_errors("write the snapshot", path),
-        # Writing the manifest flushes the folder. Temporary names are unique, because a shard that
-        # was given up while it wrote must not write into the file of the shard that replaced it.
-        replacing(path, path.with_suffix(f".{uuid.uuid4().hex[:8]}.tmp"), sync_name=False) as file,
+        as_cache_errors("write the snapshot", file),
+        replacing(file, file.with_name(f"{file.name}.tmp")) as new,
     ):
-        while some:
-            names = [db_key(rollout.key, rollout.sample_index, 0) for rollout in some]
-            parts: list[bytes] = []
-            for name, record in zip(names, encode_all(some, names), strict=True):
-                parts += (_HEAD.pack(len(record), name), record)
-            piece = b"".join(parts)
-            file.write(piece)
-            hasher.update(piece)
-            count, size = count + len(some), size + len(piece)
-            some = list(itertools.islice(iterator, WRITTEN_AT_ONCE))
-    return PartitionFile(partition, size, count, hasher.hexdigest())
+        hasher = xxhash.xxh3_64()
+        head = json.dumps({"vocabulary": vocabulary}).encode()
+
+        def add(data: bytes) -> None:
+            hasher.update(data)
+            new.write(data)
+
+        add(MAGIC + _U32.pack(len(head)) + head)
+        for key, records in groups:
+            count += len(records)
+            parts = [part for record in records for part in (_U32.pack(len(record)), record)]
+            add(b"".join([key, _U32.pack(len(records)), *parts]))
+        add(bytes(KEY_BYTES) + _U32.pack(0))
+        new.write(hasher.digest())
+    return count
 
 
-def read_partition(folder: Path, expected: PartitionFile) -> Iterator[Rollout]:
-    """Read the rollouts of a partition, in the order in which they were written.
-
-    The whole file is checked before the first rollout is yielded.
+@contextlib.contextmanager
+def opened(file: Path, vocabulary: str) -> Iterator[Groups]:
+    """Open a snapshot of a vocabulary: its prompts and records, with a warning where it is damaged.
 
     Raises:
-        StoreUnavailable: the file is missing, cannot be read, or is not the one that the manifest
-            names.
+        StoreUnavailable: it is missing or no snapshot.
+        ForeignStore: it is of another vocabulary.
     """
-    path = _file(folder, expected.partition)
-    with as_cache_errors("read the snapshot", path), open(path, "rb") as file:
-        checksum = hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
-        if (file.tell(), checksum) != (expected.bytes, expected.xxh3):
-            raise StoreUnavailable(f"{path}: damaged, its checksum is not that of the manifest")
-        file.seek(0)
-        while head := file.read(_HEAD.size):
-            size, name = _HEAD.unpack(head)
-            yield decode(name, file.read(size))
+    theirs = vocabulary_of(file)
+    if theirs != vocabulary:
+        raise ForeignStore(f"{file} is of the vocabulary {theirs}, not of {vocabulary}")
 
-
-def read_files(
-    folder: Path, files: Iterable[PartitionFile], take: Callable[[Iterator[Rollout]], None]
-) -> list[str]:
-    """Pass on the rollouts of a snapshot's files, one file after the other.
-
-    Args:
-        folder: folder of the snapshot.
-        files: files to read.
-        take: called with the rollouts of each file.
-
-    Returns:
-        A line for each file that is damaged, or whose rollouts could not be taken.
-    """
-    problems = []
-    for file in files:
+    def groups() -> Iterator[tuple[bytes, list[bytes]]]:
         try:
-            take(read_partition(folder, file))
-        except CacheError as error:
-            problems.append(str(error))
-    return problems
+            yield from read(file)
+        except CorruptRecord as error:
+            logger.warning("%s; what is whole in it is used", error)
+
+    with as_cache_errors("read the snapshot", file):
+        yield groups()
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest, which turns the partition files into a snapshot.
-
-    Raises:
-        StoreUnavailable: the folder cannot be written.
-    """
-    path = folder / MANIFEST
-    with (
-        as_cache_errors("write the snapshot", path),
-        replacing(path, path.with_suffix(".tmp")) as file,
-    ):
-        file.write(json.dumps({"format": FORMAT, **asdict(manifest)}, indent=1).encode())
-
-
-def read_manifest(folder: str | os.PathLike[str], tokenizer_id: str | None = None) -> Manifest:
-    """Read the manifest of a snapshot.
-
-    Args:
-        folder: folder of the snapshot.
-        tokenizer_id: the tokenizer that it must have; None: any.
+def vocabulary_of(file: Path) -> str:
+    """Return the vocabulary of a snapshot.
 
     Raises:
-        StoreUnavailable: there is none, or it is damaged.
-        ForeignStore: it has another release's format, or another tokenizer.
+        StoreUnavailable: it is missing or no snapshot of this format.
     """
-    path = Path(folder) / MANIFEST
-    with as_cache_errors("read the snapshot", path):
-        if not path.exists() and path.with_name(DATA_FILE).exists():
-            raise ForeignStore(
-                f"{folder} has the cache as an older release wrote it ({DATA_FILE}), this one "
-                f"reads {MANIFEST}"
-            )
-        text = path.read_bytes()
+    with as_cache_errors("read the snapshot", file), file.open("rb") as opened_file:
+        return _head(file, opened_file)[0]
+
+
+def _head(file: Path, opened_file: BinaryIO) -> tuple[str, bytes]:
+    """Return the vocabulary, and all bytes of the head."""
+    head = opened_file.read(len(MAGIC) + _U32.size)
     try:
-        values = json.loads(text)
-        found = values.pop("format")
-        if found != FORMAT:
-            raise ForeignStore(
-                f"{path} has format {found}, this release reads {FORMAT}; start cold, or read it "
-                "with the release that wrote it"
-            )
-        files = tuple(PartitionFile(**file) for file in values.pop("files"))
-        manifest = Manifest(**values, files=files)
-    except CacheError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StoreUnavailable(f"{path}: damaged ({type(error).__name__})") from None
-    if tokenizer_id not in (None, manifest.tokenizer_id):
-        raise ForeignStore(
-            f"{folder} is of tokenizer {manifest.tokenizer_id!r}, not of {tokenizer_id!r}"
-        )
-    return manifest
+        if not head.startswith(MAGIC):
+            raise ValueError
+        rest = opened_file.read(min(_U32.unpack_from(head, len(MAGIC))[0], 2**16))
+        return str(json.loads(rest)["vocabulary"]), head + rest
+    except (ValueError, KeyError, TypeError, struct.error):
+        raise StoreUnavailable(f"{file} is no snapshot that this release reads") from None
 
 
-def _file(folder: Path, partition: int) -> Path:
-    return folder / f"partition-{partition:05d}.rollouts"
+def read(file: Path) -> Iterator[tuple[bytes, list[bytes]]]:
+    """Yield the prompts of a snapshot and their records, in its order.
+
+    Raises:
+        StoreUnavailable: it is missing or no snapshot.
+        CorruptRecord: after all that could be read: it is cut off, or its checksum is wrong.
+    """
+    with file.open("rb") as opened_file:
+        hasher = xxhash.xxh3_64(_head(file, opened_file)[1])
+
+        def take(size: int) -> bytes:
+            data = opened_file.read(size)
+            if len(data) != size:
+                raise CorruptRecord(f"the snapshot {file} is cut off")
+            hasher.update(data)
+            return data
+
+        while True:
+            key = take(KEY_BYTES)
+            (count,) = _U32.unpack(take(_U32.size))
+            if not count:
+                break
+            records = []
+            for _ in range(count):
+                (size,) = _U32.unpack(take(_U32.size))
+                if size > _LARGEST:
+                    raise CorruptRecord(f"the snapshot {file} is damaged: a record of {size} bytes")
+                records.append(take(size))
+            yield key, records
+        if opened_file.read() != hasher.digest():
+            raise CorruptRecord(f"the snapshot {file} is damaged: wrong checksum")

@@ -2,126 +2,104 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
-from itertools import groupby
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from nemo_specrl.errors import CacheError, ConfigError, ForeignStore, StoreInUse
+from nemo_specrl.errors import CacheError, ConfigError, ForeignStore
 
 if TYPE_CHECKING:
-    from nemo_specrl.cache import RolloutStore
-    from nemo_specrl.rollout import Rollout
+    from nemo_specrl.cache.inspection import Source
 
 __all__ = ["app", "folder_argument"]
 
 app = typer.Typer(
     help="Look into, check and move a rollout cache.", no_args_is_help=True, add_completion=False
 )
-console = Console()
 SHOWN = 20
 
 PathArgument = Annotated[
-    Path, typer.Argument(metavar="PATH", help="A store, a checkpoint or its rollout_cache.")
+    Path,
+    typer.Argument(
+        metavar="PATH", help="A cache's folder, a checkpoint or an export; in use or not."
+    ),
 ]
 
 
 @app.command(epilog="Example: nemo-specrl cache inspect results/grpo_sort_cpu/step_20")
 def inspect(path: PathArgument) -> None:
-    """Count what is in a cache: prompts, rollouts, tokens, bytes, versions, ages."""
-    from nemo_specrl.cache.inspection import open_source, summary
+    """Count what is in a cache: prompts, responses, tokens, bytes, policy versions."""
+    from nemo_specrl.cache.inspection import open_source, sources
 
-    with open_source(path) as source:
-        found = summary(source)
-        table = Table(title=str(path), title_justify="left", show_header=False)
-        rows = {
-            "kind": source.kind,
-            "tokenizer": source.tokenizer_id,
-            "partitions": source.partitions,
-            "prompts": f"{found.prompts:,}",
-            "rollouts": f"{found.rollouts:,}"
-            + "".join(f", {n:,} {name}" for name, n in sorted(found.finishes.items())),
-            "tokens": f"{found.tokens:,}, {found.tokens / max(1, found.rollouts):,.1f} a rollout, "
-            f"at most {found.longest:,}",
-            "bytes": f"{source.bytes:,}, {source.bytes / max(1, found.tokens):.1f} a token",
-            "policy versions": _versions(found.versions, source.policy_version),
-            "ages": f"{found.mean_age:.1f} versions a rollout, {found.mean_token_age:.1f} a token, "
-            "on average",
-            "hit ratio": f"{source.hits / source.lookups:.1%} of {source.lookups:,} prompts"
-            if source.lookups
-            else "not known",
-        }
-        if found.damaged:
-            rows["damaged"] = f"{found.damaged:,}; nemo-specrl cache verify names them"
-        for name, value in rows.items():
-            table.add_row(name, value)
-        console.print(table, highlight=False, markup=False)
+    for place in sources(path):
+        with open_source(place) as source:
+            typer.echo(str(place))
+            for name, value in _figures(source).items():
+                typer.echo(f"  {name:<16}{value}")  # as wide as it is: one may want to compare it
 
 
-def _versions(versions: dict[int, int], beside: int | None) -> str:
-    text = f"{min(versions)} to {max(versions)}" if versions else "none"
-    return text if beside is None else f"{text}, beside the weights of {beside}"
+def _figures(source: Source) -> dict[str, str]:
+    from nemo_specrl.cache.inspection import summary
+
+    found = summary(source)
+    finishes = ", ".join(f"{n:,} {name}" for name, n in sorted(found.finishes.items()))
+    versions = f"{min(found.versions)} to {max(found.versions)}" if found.versions else "none"
+    figures = {
+        "kind": source.kind,
+        "vocabulary": source.vocabulary,
+        "prompts": f"{found.prompts:,}",
+        "responses": f"{found.responses:,}" + (f": {finishes}" if finishes else ""),
+        "with log-probs": f"{found.scored:,}",
+        "tokens": f"{found.tokens:,}, {found.tokens / max(1, found.responses):,.1f} a response, "
+        f"at most {found.longest:,}",
+        "bytes": f"{source.size:,}, {source.size / max(1, found.tokens):.1f} a token",
+        "policy versions": versions,
+    }
+    if found.damaged:
+        figures["damaged"] = f"{len(found.damaged):,}; nemo-specrl cache verify names them"
+    return figures
 
 
 @app.command(epilog="Example: nemo-specrl cache verify /raid/specrl")
 def verify(path: PathArgument) -> None:
     """Check every checksum of a cache. Exit code 1 if something is damaged, which is named."""
-    from nemo_specrl.cache.inspection import open_source
+    from nemo_specrl.cache.inspection import open_source, sources, summary
 
-    damaged: list[CacheError] = []
-    sound = 0
-    try:
-        with open_source(path, check=True) as source:
-            for _ in _sound(source.rollouts, damaged):
-                sound += 1
-    except (ForeignStore, StoreInUse):
-        raise
-    except CacheError as error:
-        damaged.append(error)
-    for what in damaged[:SHOWN]:
-        _say(f"damaged: {what}")
-    if len(damaged) > SHOWN:
-        _say(f"... and {len(damaged) - SHOWN:,} more")
-    _say(f"{path}: {sound:,} rollouts are sound, {len(damaged):,} damaged")
-    if damaged:
+    bad = False
+    for place in sources(path):
+        sound, damaged = 0, []
+        try:
+            with open_source(place) as source:
+                found = summary(source)
+                sound, damaged = found.responses, found.damaged
+        except ForeignStore:
+            raise
+        except CacheError as error:
+            damaged = [error]
+        for what in damaged[:SHOWN]:
+            typer.echo(f"damaged: {what}")
+        if len(damaged) > SHOWN:
+            typer.echo(f"... and {len(damaged) - SHOWN:,} more")
+        typer.echo(f"{place}: {sound:,} responses are sound, {len(damaged):,} damaged")
+        bad = bad or bool(damaged)
+    if bad:
         raise SystemExit(1)
 
 
-def _say(line: str) -> None:
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-@app.command(epilog="Example: nemo-specrl cache export results/run/step_20 exported")
+@app.command(epilog="Example: nemo-specrl cache export results/run/step_20 exported.jsonl")
 def export(
-    path: PathArgument, out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder.")]
+    path: PathArgument, out: Annotated[Path, typer.Argument(metavar="OUT", help="A new file.")]
 ) -> None:
-    """Write a cache as safetensors files, which other programs and other runs can read."""
-    from nemo_specrl.cache.export import write_export
-    from nemo_specrl.cache.inspection import open_source
+    """Write a cache as JSON lines, which other programs and other runs can read."""
+    from nemo_specrl.cache.inspection import open_source, write_export
 
     out = folder_argument(out)
+    damaged: list[CacheError] = []
     with open_source(path) as source:
-        damaged: list[CacheError] = []
-        count = write_export(out, _sound(source.rollouts, damaged), source.tokenizer_id)
+        count = write_export(out, source.vocabulary, source.sound(damaged))
     skipped = f"; {len(damaged):,} damaged ones were left out" if damaged else ""
-    _say(f"written: {out}, {count:,} rollouts{skipped}")
-
-
-def _sound(
-    rollouts: Iterable[Rollout | CacheError], damaged: list[CacheError]
-) -> Iterator[Rollout]:
-    """Yield the rollouts of an open cache; the errors in place of damaged ones are collected."""
-    for rollout in rollouts:
-        if isinstance(rollout, CacheError):
-            damaged.append(rollout)
-        else:
-            yield rollout
+    typer.echo(f"written: {out}, {count:,} responses{skipped}")
 
 
 @app.command(
@@ -130,98 +108,47 @@ def _sound(
 )
 def import_(
     source_path: Annotated[
-        Path, typer.Argument(metavar="FROM", help="An export, a store or a checkpoint.")
+        Path, typer.Argument(metavar="FROM", help="A cache's folder, a checkpoint or an export.")
     ],
     cache_dir: Annotated[
-        Path, typer.Argument(metavar="CACHE_DIR", help="spec_rl.cache.dir of the runs to come.")
+        Path, typer.Argument(metavar="CACHE_DIR", help="cache.dir of the runs to come.")
     ],
     max_bytes: Annotated[
         str, typer.Option(help="Hard cap of the store, as the recipe has it.")
     ] = "64GiB",
 ) -> None:
-    """Give new runs another run's rollouts as drafts.
+    """Give runs on this node another run's responses as history.
 
-    They go into CACHE_DIR/warm_start. Each run that starts there, on this node, takes a copy of it.
-    Policy versions are counted within a run, so all become 0, and the rollouts are drafted from the
-    second step on. Where there is a rollout of a sample index already, that one stays.
+    They count as older than all that is there, and are added while there is room.
     """
     from nemo_specrl.cache import RolloutStore
     from nemo_specrl.cache.inspection import open_source
-    from nemo_specrl.cache.run_folders import WARM_START
 
     cache_dir = folder_argument(cache_dir)
-    path = cache_dir / WARM_START
     cap = _bytes(max_bytes)
-    if source_path.exists() and path.exists() and source_path.samefile(path):
-        raise ConfigError(f"{path}: cannot be imported into itself")
-    with ExitStack() as stack:
-        source = stack.enter_context(open_source(source_path))
-        # Check before the store is opened, which changes its file.
-        _check_tokenizer(path, source_path, source.tokenizer_id)
-        store = stack.enter_context(
-            RolloutStore(path, max_bytes=cap, tokenizer_id=source.tokenizer_id)
-        )
-        damaged: list[CacheError] = []
-        sound = _sound(source.rollouts, damaged)
-        taken, there = _add(store, sound, newest_last=source.kind == "export")
+    damaged: list[CacheError] = []
+    with (
+        open_source(source_path) as source,
+        RolloutStore(
+            cache_dir, vocabulary=source.vocabulary, max_bytes=cap, responses_per_prompt=4096
+        ) as store,
+    ):
+        added = store.add_older(source.groups(damaged))
         store.sync()
-        stats = store.stats()
-    notes = [f"{taken:,} rollouts imported"]
-    notes += [f"{there:,} left out for newer ones of their sample indices"] if there else []
-    notes += [f"{len(damaged):,} damaged ones left out"] if damaged else []
-    lost = stats.evicted_prompts
-    notes += [f"{lost:,} prompts evicted: max-bytes is too small for all"] if lost else []
-    _say(f"{path}: " + ", ".join(notes) + f"; for runs with spec_rl.cache.dir={cache_dir}")
-
-
-def _check_tokenizer(path: Path, source_path: Path, tokenizer_id: str) -> None:
-    """Refuse to add rollouts to a store of another tokenizer; there may not be a store yet."""
-    from nemo_specrl.cache.inspection import open_source
-    from nemo_specrl.cache.storage.schema import DATA_FILE
-
-    if (path / DATA_FILE).is_file():
-        with open_source(path) as there:
-            if there.tokenizer_id != tokenizer_id:
-                raise ForeignStore(
-                    f"{source_path} is of tokenizer {tokenizer_id!r}, the store {path} "
-                    f"of {there.tokenizer_id!r}; tokens of one mean nothing to the other"
-                )
-
-
-def _add(store: RolloutStore, rollouts: Iterable[Rollout], *, newest_last: bool) -> tuple[int, int]:
-    """Put rollouts into a store, the newest of each sample index for which it has none yet.
-
-    Args:
-        store: the store to add to.
-        rollouts: rollouts, those of a prompt one after the other.
-        newest_last: whether they are listed as in an export; a store lists the newest first.
-
-    Returns:
-        How many were put, and how many were left out.
-    """
-    from nemo_specrl.cache.export import reset_provenance
-
-    taken = left_out = 0
-    for key, same_prompt in groupby(rollouts, attrgetter("key")):
-        group = list(same_prompt)
-        there = {rollout.sample_index for rollout in store.get([key]).get(key, [])}
-        oldest_first = group if newest_last else group[::-1]
-        new = {r.sample_index: r for r in oldest_first if r.sample_index not in there}
-        store.put(map(reset_provenance, new.values()))
-        taken += len(new)
-        left_out += len(group) - len(new)
-    return taken, left_out
+        path = store.path
+    skipped = f", {len(damaged):,} damaged ones left out" if damaged else ""
+    typer.echo(f"{path}: {added:,} responses added{skipped}; for runs with cache.dir={cache_dir}")
 
 
 def folder_argument(path: Path, option: str = "") -> Path:
-    """Parse a folder that will be created, as a recipe would read it.
+    """Parse a path that will be created, as a recipe would read it.
 
     Args:
-        path: the folder as given.
+        path: the path as given.
         option: the option that names it, for the message; empty: an argument without a name.
 
     Raises:
-        ConfigError: it is not a valid folder.
+        ConfigError: it is not a valid path.
     """
     from nemo_specrl.config import parse_path
 

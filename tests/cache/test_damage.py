@@ -1,229 +1,313 @@
-"""The rollout store on disks that fail and with files that lost their ends.
+"""Stores whose files are damaged: no process dies, nothing wrong is served, the store goes on.
 
-Whatever happens: nothing wrong is served, what was acknowledged is there where the disk still has
-it, and the store goes on.
+NEMO_SPECRL_BIT_FLIPS says how many pages are tried, at rest and while a process has the file open;
+0 means every page.
 """
 
-import inspect
 import json
 import logging
+import os
 import random
-import re
 import shutil
 import subprocess
 
 import pytest
 
-import nemo_specrl.cache.store as store_module
-from nemo_specrl.cache import RolloutStore
-from nemo_specrl.cache.snapshot import read_partition, write_partition
-from nemo_specrl.cache.store import FLUSH_SECONDS
-from nemo_specrl.errors import CacheError, StoreUnavailable
+from nemo_specrl.cache.database import DATA_FILE
+from nemo_specrl.errors import CacheError
 from nemo_specrl.rollout import prompt_key
 from tests.support.rollouts import rollout
 from tests.support.stores import (
+    MIB,
     PREAMBLE,
-    assert_one_line,
+    bytes_on_disk,
+    changing,
     contents,
-    damaged_folders,
+    data_file,
+    moved_aside,
     open_store,
     run_python,
 )
 
-VERSIONS = 40
-LENGTHS = (5, 300, 4000)
-CUTS = 60
+FLIPS = int(os.environ.get("NEMO_SPECRL_BIT_FLIPS", "40"))
+PAGE = 1024
+PROMPTS = 30
+LENGTHS = (5, 300, 1500)
 
-
-def write_on_a_disk_that_fails(path):
-    """Puts, syncs and reads; says what was acknowledged, what failed, and what was found wrong."""
-    # strace counts the calls of each thread apart, and each background flush has a thread of its
-    # own, which would find a disk in order. So there are none.
-    store_module.FLUSH_SECONDS = 3600
-    store = RolloutStore(path, max_bytes=2**24, tokenizer_id="tok")
-    acknowledged, failed, wrong, there = [], {}, [], {}
-    for i in range(VERSIONS):
+LIVES = """
+import json, os, sys, traceback
+from tests.cache.test_damage import live
+for line in sys.stdin:
+    job = json.loads(line)
+    child = os.fork()
+    if child == 0:
         try:
-            store.put([rollout(i % 10, i, n=LENGTHS[i % 3])])
-            there[i % 10] = i  # written or not; a put is refused when the buffer is full
+            os._exit(live(**job))
+        except BaseException:
+            traceback.print_exc()
+            os._exit(99)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+def expected(prompt, version):
+    return rollout(prompt, version, n=LENGTHS[(prompt + version) % 3])
+
+
+def flip(file, offset, bit):
+    with open(file, "r+b") as opened:
+        opened.seek(offset)
+        (byte,) = opened.read(1)
+        opened.seek(offset)
+        opened.write(bytes([byte ^ 1 << bit]))
+
+
+def live(folder, offset, bit, while_open):
+    """Use a store in every way; 0: all is well, 1: something wrong was served."""
+    if not while_open:
+        flip(data_file(folder), offset, bit)
+    store = open_store(folder, 2 * MIB)
+    if while_open:
+        child = os.fork()  # which may not close a descriptor of this process's file
+        if child == 0:
+            flip(data_file(folder), offset, bit)
+            os._exit(0)
+        os.waitpid(child, 0)
+    failed = i = 0
+    while i < 3:
+        try:
+            for prompt, group in contents(store, range(PROMPTS)).items():
+                if any(r != expected(prompt, r.policy_version) for r in group):
+                    return 1
+            for r in store.take_drafts(prompt_key([i]), 1000, 9):
+                if r != expected(i, r.policy_version):
+                    return 1
+            store.put([expected(prompt, 100 + i) for prompt in range(i, PROMPTS, 2)])
             store.sync()
-            acknowledged.append(i)
-        except StoreUnavailable as error:
-            failed[i] = str(error)
-        try:
-            found = store.get([prompt_key([p]) for p in range(10)])
-        except StoreUnavailable as error:  # a commit broke off, and cannot be undone yet
-            failed[i] = str(error)
-            continue
-        right = {prompt_key([p]): [rollout(p, v, n=LENGTHS[v % 3])] for p, v in there.items()}
-        if found != right:
-            wrong.append(i)
-    try:
-        store.close()
-        closed = True
-    except StoreUnavailable:
-        closed = False
-    print(json.dumps([acknowledged, failed, wrong, closed]))
+            store.stats()
+            sum(len(records) for _, records in store.scan())
+            i += 1
+        except CacheError:
+            failed += 1
+            if failed > 3:  # then it goes on empty
+                return 3
+    found = contents(store, [2])
+    store.close()
+    return 0 if found else 4
 
 
-WRITER = f"""{PREAMBLE}
-import json
-import nemo_specrl.cache.store as store_module
-from nemo_specrl.errors import StoreUnavailable
-VERSIONS, LENGTHS = {VERSIONS}, {LENGTHS}
-{inspect.getsource(write_on_a_disk_that_fails)}
-write_on_a_disk_that_fails(sys.argv[1])
-"""
-
-# No file may grow while the limit stands, as on a full disk. The store is not synced, nor closed.
-FLUSHED_IN_THE_BACKGROUND = f"""{PREAMBLE}
-import logging, resource, signal, time
-logged = []
-handler = logging.Handler()
-handler.emit = lambda record: logged.append(record.getMessage())
-logging.getLogger("nemo_specrl").addHandler(handler)
-store = RolloutStore(sys.argv[1], max_bytes=2**24, tokenizer_id="tok")
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-store.put([rollout(1, 7)])
-while not logged:
-    time.sleep(0.05)
-time.sleep(5 * {FLUSH_SECONDS})
-resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-print(*logged, sep="\\n")
-"""
-
-# A write fails, so that the file is to be opened anew, which fails, too, as long as no file can be
-# opened. Then all is well again. The store is not synced after that, nor closed.
-NOT_OPENED_BY_THE_TIMER = f"""{PREAMBLE}
-import resource, signal
-import nemo_specrl.cache.store as store_module
-from nemo_specrl.errors import StoreUnavailable
-
-def fails(call, *limits):
-    before = {{limit: resource.getrlimit(limit) for limit in limits}}
-    for limit, (_, hard) in before.items():
-        resource.setrlimit(limit, (0, hard))
-    try:
-        call()
-    except StoreUnavailable:
-        pass
-    finally:
-        for limit, values in before.items():
-            resource.setrlimit(limit, values)
-
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-store_module.FLUSH_SECONDS = 3600
-store = RolloutStore(sys.argv[1], max_bytes=2**24, tokenizer_id="tok")
-store.put([rollout(1)])
-store.sync()
-store.get([prompt_key([1])])
-fails(store.sync, resource.RLIMIT_FSIZE)
-assert store._failed and not store._buffer.records
-store._timer.cancel()
-fails(store._timer.function, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)
-assert store._failed
-store_module.FLUSH_SECONDS = {FLUSH_SECONDS}
-store.put([rollout(2)])
-"""
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A store's folder whose file has all kinds of pages, and that number of pages."""
+    folder = tmp_path_factory.mktemp("whole")
+    with open_store(folder, 2 * MIB, responses_per_prompt=5) as store:
+        for version in range(8):
+            store.put([expected(prompt, version) for prompt in range(PROMPTS)])
+    return folder, data_file(folder).stat().st_size // PAGE
 
 
-@pytest.mark.parametrize(
-    ("calls", "error", "when"),
-    [
-        ("fdatasync", "EIO", "40+"),  # from the 40th on, for good; a commit takes four
-        ("fdatasync", "EIO", "40..52"),
-        ("pwrite64", "EIO", "300+"),
-        ("pwrite64", "EIO", "300..303"),
-        ("pwrite64", "EIO", "300..320"),
-        ("pwrite64", "EROFS", "300..320"),
-        ("pwrite64", "ENOSPC", "300+"),
-        ("pwrite64", "ENOSPC", "300..320"),
-    ],
-)
-def test_a_disk_whose_calls_fail(tmp_path, strace, calls, error, when):
-    path = tmp_path / "a"
-    inject = ["-e", f"trace={calls}", "-e", f"inject={calls}:error={error}:when={when}"]
-    with run_python(WRITER, path, stdout=subprocess.PIPE, before=[*strace, *inject]) as process:
-        acknowledged, failed, wrong, closed = json.loads(process.stdout.read())
-    assert wrong == []
-    assert acknowledged and failed, "nothing failed, or all did"
-    why = "No space left" if error == "ENOSPC" else "Input/output error"
-    assert all(str(path) in line and why in line for line in failed.values()), failed
-    for_good = when.endswith("+")
-    assert closed is not for_good
-    if not for_good:
-        assert acknowledged[-1] == VERSIONS - 1, "it does not go on where the disk does"
-    with open_store(path) as store:
-        found = contents(store, range(10))
-    for p in range(10):
-        last = max((v for v in acknowledged if v % 10 == p), default=None)
-        group = found.get(p, [])
-        versions = [r.policy_version for r in group]
-        assert group == [rollout(p, v, n=LENGTHS[v % 3]) for v in versions]
-        assert last is None or versions[0] >= last
-    assert not damaged_folders(path)
+@pytest.mark.timeout(600 + 2 * 3600 * (FLIPS == 0))
+@pytest.mark.parametrize("while_open", [False, True], ids=["at rest", "in use"])
+def test_any_page_may_be_damaged(tmp_path, whole, while_open):
+    folder, pages = whole
+    rng = random.Random(7 + while_open)
+    some = range(pages) if not FLIPS else [0, 0, 1, 2, 3, *rng.sample(range(pages), FLIPS)]
+    pipe = subprocess.PIPE
+    with run_python(LIVES, stdin=pipe, stdout=pipe) as process:
+        for page in some:
+            # Half of the flips hit the beginning of a page, where SQLite keeps what a page is.
+            within = rng.randrange(PAGE) if rng.random() < 0.5 else rng.randrange(40)
+            copy = tmp_path / "copy"
+            shutil.copytree(folder, copy)
+            job = {"folder": str(copy), "offset": page * PAGE + within, "bit": rng.randrange(8)}
+            process.stdin.write(json.dumps(job | {"while_open": while_open}) + "\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "0\n", job
+            assert len(moved_aside(copy)) <= 1
+            assert bytes_on_disk(copy) <= 4 * MIB  # with what was moved aside
+            shutil.rmtree(copy)
+        process.stdin.close()
 
 
-def test_a_background_flush_is_tried_until_the_disk_takes_it(tmp_path):
-    path = tmp_path / "a"
-    with run_python(FLUSHED_IN_THE_BACKGROUND, path, stdout=subprocess.PIPE) as process:
-        logged = process.stdout.read().splitlines()
-    assert process.returncode == 0
-    assert len(logged) == 1, "of the failures in a row one is logged"
-    assert_one_line(logged[0], path, "Input/output error", "tried again until it works")
-    with open_store(path) as store:
-        assert contents(store, [1]) == {1: [rollout(1, 7)]}
+def cut(size):
+    return lambda data: data[: int(size * len(data)) if isinstance(size, float) else size]
 
 
-def test_a_timer_that_could_not_open_the_file_is_followed_by_another(tmp_path):
-    """The disk fails while nothing is buffered; what is put when it works again is committed."""
-    path = tmp_path / "a"
-    with run_python(NOT_OPENED_BY_THE_TIMER, path) as process:
-        assert process.wait() == 0
-    with open_store(path) as store:
-        assert contents(store, [1, 2]) == {1: [rollout(1)], 2: [rollout(2)]}
+DAMAGES = {
+    "100 bytes": cut(100),
+    "within the first page": cut(PAGE - 1),
+    "one page": cut(PAGE),
+    "two pages": cut(2 * PAGE),
+    "a third": cut(0.33),
+    "all but the last page": cut(-PAGE),
+    "all but the last byte": cut(-1),
+    "garbage": lambda data: random.Random(0).randbytes(len(data)),
+    "garbage after the first page": lambda data: data[:PAGE] + b"\xa5" * (len(data) - PAGE),
+    "zeros": lambda data: bytes(len(data)),
+    "text": lambda data: b"this is no database\n" * 1000,
+}
 
 
-def test_a_file_cut_off_anywhere_serves_nothing_wrong(tmp_path, caplog):
-    """At page ends, beside them, and at random."""
-    path = tmp_path / "whole"
-    put = {p: [rollout(p, n=500)] for p in range(50)}
-    with open_store(path) as store:
-        store.put(group[0] for group in put.values())
-    data = (path / "rollouts.sqlite").read_bytes()
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_file_is_moved_beside_and_the_store_goes_on_empty(
+    tmp_path, caplog, whole, damage
+):
+    shutil.copytree(whole[0], tmp_path / "a")
+    data = damage(data_file(whole[0]).read_bytes())
+    file = data_file(tmp_path / "a")
+    file.write_bytes(data)
+    older = file.with_name(f"{DATA_FILE}.damaged-3")
+    older.write_bytes(b"of another time")
+    failed = 0
+    with caplog.at_level(logging.WARNING), open_store(tmp_path / "a", 2 * MIB) as store:
+        while True:
+            try:
+                found = contents(store, range(PROMPTS))
+                store.put([rollout(1, 777)])
+                assert contents(store, [1])[1][-1] == rollout(1, 777)
+                break
+            except CacheError:
+                failed += 1
+                assert failed <= 3
+        restarts = store.stats().restarts
+    assert found == {} and restarts == failed // 3
+    assert len([r for r in caplog.records if "moved to" in r.getMessage()]) == 1
+    assert moved_aside(tmp_path / "a") == [f"{DATA_FILE}.damaged-4"]  # the last one alone is kept
+    if not failed:
+        assert file.with_name(f"{DATA_FILE}.damaged-4").read_bytes() == data
+
+
+def test_an_empty_or_unfinished_file_is_a_new_store(tmp_path):
+    for content in (b"", b"S", None):
+        folder = tmp_path / str(content)
+        data_file(folder).parent.mkdir(parents=True)
+        if content is not None:
+            data_file(folder).write_bytes(content)
+        else:
+            with changing(folder) as database:  # as left by a process that died while it began
+                database.execute("PRAGMA journal_mode = WAL")
+        with open_store(folder) as store:
+            store.put([rollout(1)])
+        assert not [name for name in moved_aside(folder) if "damaged" in name]
+        with open_store(folder) as store:
+            assert contents(store, [1]) == {1: [rollout(1)]}
+
+
+def test_a_file_cut_off_anywhere_serves_nothing_wrong(tmp_path, whole):
+    data = data_file(whole[0]).read_bytes()
     rng = random.Random(5)
-    pages = [4096 * rng.randrange(1, len(data) // 4096) + rng.choice([-1, 0, 1]) for _ in range(30)]
-    offsets = [*pages, *(rng.randrange(1, len(data)) for _ in range(CUTS - len(pages)))]
-    for i, offset in enumerate(offsets):
-        cut = tmp_path / f"cut-{i}"
-        shutil.copytree(path, cut)
-        (cut / "rollouts.sqlite").write_bytes(data[:offset])
-        caplog.clear()
-        with caplog.at_level(logging.WARNING), open_store(cut) as store:
-            found = contents(store, range(50))
-            assert all(group == put[p] for p, group in found.items())
-            assert found == put or len(caplog.records) == 1
-            store.put([rollout(1, 1)])
-            store.sync()
-            assert contents(store, [1]) == {1: [rollout(1, 1)]}
+    pages = len(data) // PAGE
+    for i in range(40):
+        at = PAGE * rng.randrange(1, pages) + rng.choice([-1, 0, 1]) if i % 2 else None
+        folder = tmp_path / str(i)
+        data_file(folder).parent.mkdir(parents=True)
+        data_file(folder).write_bytes(data[: at or rng.randrange(1, len(data))])
+        with open_store(folder, 2 * MIB) as store:
+            for _ in range(4):
+                try:
+                    found = contents(store, range(PROMPTS))
+                    break
+                except CacheError:
+                    continue
+            for prompt, group in found.items():
+                assert all(r == expected(prompt, r.policy_version) for r in group)
+            store.put([rollout(1, 1000)])
+            assert contents(store, [1])[1][-1] == rollout(1, 1000)
 
 
-def test_a_partition_cut_off_anywhere_is_refused(tmp_path):
-    put = sorted((rollout(p, n=200) for p in range(20)), key=lambda r: r.key)
-    file = write_partition(tmp_path, 0, put)
-    assert list(read_partition(tmp_path, file)) == put
-    name = next(tmp_path.iterdir())
-    data = name.read_bytes()
-    rng = random.Random(6)
-    for offset in [0, 1, len(data) - 1, *(rng.randrange(len(data)) for _ in range(CUTS))]:
-        name.write_bytes(data[:offset])
-        with pytest.raises(CacheError, match=re.escape(str(name))):
-            list(read_partition(tmp_path, file))
-    for offset in (rng.randrange(len(data)) for _ in range(CUTS)):
-        changed = bytearray(data)
-        changed[offset] ^= 1 << rng.randrange(8)
-        name.write_bytes(changed)
-        with pytest.raises(CacheError, match=re.escape(str(name))):
-            list(read_partition(tmp_path, file))
+def test_a_damaged_record_is_left_out_counted_logged_once_and_deleted(tmp_path, caplog):
+    with open_store(tmp_path) as store:
+        store.put([rollout(1, index=i) for i in range(3)] + [rollout(2)])
+    with changing(tmp_path) as database:
+        for r in (rollout(1, index=1), rollout(2)):
+            database.execute(
+                "UPDATE rollouts SET record = substr(record, 1, 30) || x'ff' || substr(record, 32) "
+                "WHERE identity = ?",
+                (r.identity,),
+            )
+    with caplog.at_level(logging.WARNING), open_store(tmp_path) as store:
+        for _ in range(2):
+            assert contents(store, [1, 2]) == {1: [rollout(1, index=0), rollout(1, index=2)]}
+        assert store.stats().damaged == 4
+        assert [len(records) for _, records in store.scan()] == [2]
+        assert len([r for r in caplog.records if "checksum" in r.getMessage()]) == 1
+        store.put([rollout(2, 7)])  # which deletes them
+        assert contents(store, [2]) == {2: [rollout(2, 7)]}
+        assert store.stats().responses == 3 and store.stats().damaged == 4
+    with changing(tmp_path) as database:
+        assert database.execute("SELECT count(*) FROM rollouts").fetchone() == (3,)
+
+
+@pytest.mark.parametrize("column", ["key", "number", "identity", "version", "record"])
+def test_a_row_in_anothers_place_serves_nothing_wrong(tmp_path, column):
+    with open_store(tmp_path) as store:
+        store.put([rollout(p, p) for p in range(20)])
+    new = {
+        "key": "(SELECT key FROM prompts WHERE key <> rollouts.key ORDER BY key LIMIT 1)",
+        "record": "(SELECT record FROM rollouts WHERE number = 1)",
+    }.get(column, f"{column} + 1000")
+    with changing(tmp_path) as database:
+        database.execute(f"UPDATE rollouts SET {column} = {new}")
+    with open_store(tmp_path) as store:
+        for p, group in contents(store, range(20)).items():
+            assert group == [rollout(p, p)]
+        for p in range(20):
+            assert store.take_drafts(prompt_key([p]), 3000, 1) in ([], [rollout(p, p)])
+        store.put([rollout(1, 500)])
+        assert contents(store, [1])[1][-1] == rollout(1, 500)
+
+
+def test_all_processes_go_on_with_the_new_file_after_one_has_moved_it(tmp_path):
+    """None of them deletes the log of the new file when it lets go of the old one."""
+    script = f"""{PREAMBLE}
+store = open_store(sys.argv[1])
+store.put([rollout(1)])
+print("open", flush=True)
+sys.stdin.readline()
+store.put([rollout(2)])
+found = contents(store, range(4))
+assert list(found) == [2, 3], list(found)
+print(store.stats().restarts, flush=True)
+sys.stdin.readline()
+store.close()
+"""
+    pipe = subprocess.PIPE
+    with run_python(script, tmp_path, stdin=pipe, stdout=pipe) as process:
+        assert process.stdout.readline() == "open\n"
+        with open_store(tmp_path) as store:
+            assert contents(store, [1])
+            with changing(tmp_path) as database:
+                database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            # Both have the file open; a third finds its first page damaged.
+            subprocess.run(
+                ["dd", f"of={data_file(tmp_path)}", "conv=notrunc", "bs=1", "count=3000"],
+                input=b"\xa5" * 3000, check=True, capture_output=True,
+            )  # fmt: skip
+            with run_python(
+                f"{PREAMBLE}\nwith open_store(sys.argv[1]) as s: s.put([rollout(3)])", tmp_path
+            ) as third:
+                assert third.wait() == 0
+            assert moved_aside(tmp_path) == [f"{DATA_FILE}.damaged-1"]
+            process.stdin.write("\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "1\n"
+            assert list(contents(store, range(4))) == [2, 3]
+            process.stdin.write("\n")
+            process.stdin.flush()
+            assert process.wait() == 0
+            store.put([rollout(1, 9)])
+            assert list(contents(store, range(4))) == [1, 2, 3]
+            assert store.stats().restarts == 1
+    with open_store(tmp_path) as store:
+        assert list(contents(store, range(4))) == [1, 2, 3]
+
+
+def test_a_store_whose_folder_is_removed_begins_anew(tmp_path):
+    with open_store(tmp_path / "a") as store:
+        store.put([rollout(1)])
+        shutil.rmtree(tmp_path / "a")
+        assert contents(store, [1]) == {}
+        store.put([rollout(2)])
+        assert contents(store, [2]) == {2: [rollout(2)]}
+    with open_store(tmp_path / "a") as store:
+        assert contents(store, [2]) == {2: [rollout(2)]}

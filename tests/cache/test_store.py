@@ -1,180 +1,260 @@
-"""The rollout store: what is put is found."""
+"""What a store keeps, finds and hands out."""
 
-import numpy as np
+import contextlib
+import logging
+import os
+import sqlite3
+import stat
+import threading
+from pathlib import Path
+
 import pytest
 
-from nemo_specrl.cache.codec import STEP
-from nemo_specrl.cache.metrics import store_metrics
-from nemo_specrl.errors import InvalidRollout
-from nemo_specrl.rollout import Finish, Rollout, prompt_key
+from nemo_specrl.cache.database import DATA_FILE, FORMAT
+from nemo_specrl.errors import ConfigError, StoreUnavailable
+from nemo_specrl.rollout import Finish, prompt_key
 from tests.support.rollouts import rollout
 from tests.support.stores import (
     MIB,
-    bytes_on_disk,
+    PREAMBLE,
+    VOCABULARY,
+    changing,
     contents,
-    damaged_folders,
+    data_file,
+    moved_aside,
     open_store,
+    run_python,
 )
 
 
-def test_what_is_put_is_found_at_once_and_after_reopening(tmp_path):
-    n = 30
-    rng = np.random.default_rng(0)
-    whole = Rollout(
-        prompt_key([9]),
-        3,
-        rng.integers(0, 2**31, n),
-        -rng.integers(0, 9999, n) * STEP,
-        Finish.LENGTH,
-        2**63 - 1,
-        -rng.integers(0, 9999, n) * STEP,
-        rng.integers(0, 2**63, n),
-    )
-    empty = Rollout(prompt_key([8]), 0, [], [], Finish.STOP, 5)
-    long = rollout(7, n=40_000)  # many pages
-    with open_store(tmp_path / "a") as store:
-        store.put([whole, empty, long])
-        assert contents(store, [7, 8, 9]) == {7: [long], 8: [empty], 9: [whole]}
-    with open_store(tmp_path / "a") as store:
-        assert contents(store, [7, 8, 9]) == {7: [long], 8: [empty], 9: [whole]}
-        assert len(store) == 3
+@pytest.fixture
+def store(tmp_path):
+    with open_store(tmp_path) as opened:
+        yield opened
 
 
-def test_keys_that_are_not_there_are_absent(tmp_path):
-    with open_store(tmp_path / "a") as store:
-        assert store.get([]) == {}
-        assert store.get([prompt_key([1])]) == {}
+def test_what_is_put_is_found_oldest_first(store):
+    first = [rollout(p, index=i) for i in range(3) for p in range(4)]
+    later = [rollout(p, 1, finish=Finish.PARTIAL, scored=False) for p in range(3)]
+    assert store.put(first) == 12 and store.put(later) == 3
+    found = contents(store, range(6))
+    for p in range(4):
+        assert found[p] == [r for r in [*first, *later] if r.key == prompt_key([p])]
+    assert sorted(found) == [0, 1, 2, 3]
+    assert store.get([prompt_key([1])], most=2) == {prompt_key([1]): found[1][-2:]}
+    assert store.get([]) == {} and store.put([]) == 0
+    stats = store.stats()
+    assert (stats.prompts, stats.responses, stats.evicted, stats.damaged) == (4, 15, 0, 0)
+    assert 0 < stats.bytes_on_disk <= stats.max_bytes == 16 * MIB
+
+
+def test_a_response_of_the_same_identity_is_replaced(store):
+    first, second = rollout(1), rollout(1, index=1)
+    store.put([first, second])
+    grown = rollout(1, 3, n=50, identity=first.identity)
+    other = rollout(2, identity=first.identity)
+    store.put([grown, other])
+    assert contents(store, [1, 2]) == {1: [second, grown], 2: [other]}
+    again = rollout(1, 4, n=60, identity=first.identity)
+    store.put([rollout(1, 4, n=70, identity=first.identity), again])  # in one put, the last one
+    assert contents(store, [1]) == {1: [second, again]}
+    assert store.stats().responses == 3
+
+
+def test_the_newest_responses_of_a_prompt_are_kept(tmp_path):
+    with open_store(tmp_path, responses_per_prompt=3) as store:
+        all_of_them = [rollout(1, v, i) for v in range(4) for i in range(2)]
+        for start in range(0, 8, 2):
+            store.put(all_of_them[start : start + 2])
+            assert contents(store, [1])[1] == all_of_them[max(0, start - 1) : start + 2]
+        many = [rollout(1, 9, i) for i in range(8)]
+        assert store.put(many) == 3
+        assert contents(store, [1])[1] == many[-3:]
+        assert store.stats().responses == 3
+    with open_store(tmp_path, responses_per_prompt=2) as store:
+        assert contents(store, [1])[1] == many[-2:]
+
+
+def test_all_is_there_when_it_is_opened_again(tmp_path):
+    with open_store(tmp_path) as store:
+        store.put([rollout(p) for p in range(9)])
+    with open_store(tmp_path) as store:
+        assert contents(store, range(9)) == {p: [rollout(p)] for p in range(9)}
+        assert store.stats().responses == 9
+
+
+def test_many_stores_of_one_file_see_each_others_puts(tmp_path):
+    stores = [open_store(tmp_path) for _ in range(3)]
+    for version, store in enumerate(stores):
+        store.put([rollout(1, version)])
+        for other in stores:
+            assert len(contents(other, [1])[1]) == version + 1
+    script = f"""{PREAMBLE}
+with open_store(sys.argv[1]) as store:
+    assert len(contents(store, [1])[1]) == 3
+    store.put([rollout(1, 9)])
+"""
+    with run_python(script, tmp_path) as process:
+        assert process.wait() == 0
+    assert contents(stores[0], [1])[1][-1] == rollout(1, 9)
+    for store in stores:
+        store.close()
+        store.close()
+        with pytest.raises(StoreUnavailable, match="is closed"):
+            store.get([prompt_key([1])])
+        with pytest.raises(StoreUnavailable, match="is closed"):
+            store.put([rollout(1)])
+
+
+def test_threads_read_and_write_at_once(store):
+    failures = []
+
+    def work(number):
+        try:
+            for i in range(40):
+                store.put([rollout(number, i)])
+                assert contents(store, [number])[number][-1] == rollout(number, i)
+                assert len(contents(store, range(4)).get(number)) == i + 1
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert store.stats().responses == 160
+
+
+def test_drafts_are_each_given_once_for_a_version(tmp_path):
+    old = [rollout(1, 4, i) for i in range(2)]
+    last = [rollout(1, 5, i, finish=Finish(1 + i % 4)) for i in range(5)]
+    key = prompt_key([1])
+    with open_store(tmp_path) as store, open_store(tmp_path) as other:
+        store.put([*old, *last, rollout(1, 5, 9, scored=False), rollout(2, 5, scored=False)])
+        store.put([rollout(1, 6)])  # a sibling of this step
+        assert store.take_drafts(key, 6, 2) == last[:2]
+        assert other.take_drafts(key, 6, 2) == last[2:4]
+        assert store.take_drafts(key, 6, 2) == last[4:]
+        assert store.take_drafts(key, 6, 2) == []
+        assert store.take_drafts(key, 7, 2) == [rollout(1, 6)]
+        late = rollout(1, 6, 1)
+        other.put([late])
+        assert store.take_drafts_of({key: 8, prompt_key([2]): 8, prompt_key([3]): 8}, 7) == {
+            key: [late],
+            prompt_key([2]): [],
+        }
+        assert store.take_drafts(key, 5, 9) == [rollout(1, 6), late]  # of the newest put
+
+
+def test_drafts_taken_by_processes_at_once_are_all_different(tmp_path):
+    with open_store(tmp_path) as store:
+        store.put([rollout(1, 0, i) for i in range(60)])
+    script = f"""{PREAMBLE}
+with open_store(sys.argv[1]) as store:
+    for _ in range(30):
+        print(*(r.identity for r in store.take_drafts(prompt_key([1]), 1, 1)))
+"""
+    processes = [run_python(script, tmp_path, stdout=-1) for _ in range(3)]
+    taken = " ".join(process.communicate()[0] for process in processes).split()
+    assert sorted(taken) == sorted(str(rollout(1, 0, i).identity) for i in range(60))
+
+
+def test_another_vocabulary_is_another_store_and_another_path_is_not(tmp_path, monkeypatch):
+    other = "f" * 32
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    with open_store("cache") as store, open_store("cache", vocabulary=other) as foreign:
         store.put([rollout(1)])
-        assert list(store.get([prompt_key([2]), prompt_key([1]), prompt_key([1])])) == [
-            prompt_key([1])
-        ]
-        stats = store.stats()
-        assert (stats.lookups, stats.hits) == (3, 1)
-        with pytest.raises(InvalidRollout, match="16 bytes"):
-            store.get([b"short"])
-
-
-@pytest.mark.parametrize("synced", [False, True], ids=["buffered", "on disk"])
-@pytest.mark.parametrize("groups", [1, 2, 3])
-def test_the_newest_groups_are_kept_newest_first(tmp_path, groups, synced):
-    with open_store(tmp_path / "a", groups_per_prompt=groups) as store:
-        for version in range(5):
-            for sample_index in (2, 0, 300):
-                store.put([rollout(1, version, sample_index)])
-            if synced:
-                store.sync()
-            kept = [v for v in range(version, -1, -1)][:groups]
-            want = [rollout(1, v, sample_index) for sample_index in (0, 2, 300) for v in kept]
-            assert contents(store, [1]) == {1: want}
-            assert len(store) == len(want)
-
-
-def test_of_a_sample_index_put_twice_in_one_call_the_later_is_kept(tmp_path):
-    with open_store(tmp_path / "a") as store:
-        store.put([rollout(1, 5), rollout(1, 4), rollout(1, 3)])
-        assert contents(store, [1]) == {1: [rollout(1, 3)]}
-
-
-def test_reopening_with_fewer_groups_serves_fewer(tmp_path):
-    with open_store(tmp_path / "a", groups_per_prompt=3) as store:
-        store.put(rollout(1, version) for version in range(3))
-    with open_store(tmp_path / "a", groups_per_prompt=1) as store:
-        assert contents(store, [1]) == {1: [rollout(1, 2)]}
-        store.put([rollout(1, 3)])
+        assert contents(foreign, [1]) == {}
+        foreign.put([rollout(2)])
+        monkeypatch.chdir(tmp_path)  # it stays where it was
+        assert contents(store, [1, 2]) == {1: [rollout(1)]}
         store.sync()
-        assert len(store) == 1
-
-
-def test_prompts_never_mix(tmp_path):
-    # Keys that sort next to each other, at both ends of their range.
-    keys = [bytes(15) + b"\0", bytes(15) + b"\1", b"\xff" * 15 + b"\xfe", b"\xff" * 16]
-    made = {
-        key: [
-            Rollout(key, sample_index, [i, sample_index], [-1, -2], Finish.STOP, 1)
-            for sample_index in (0, 1, 65535)
-        ]
-        for i, key in enumerate(keys)
-    }
-    with open_store(tmp_path / "a") as store:
-        store.put(r for rollouts in made.values() for r in reversed(rollouts))
-        for _ in range(2):
-            for key in keys:
-                assert store.get([key]) == {key: made[key]}
-            assert store.get(keys) == made
-            store.sync()
-
-
-def test_stats_count_what_is_there_buffered_or_not(tmp_path):
-    with open_store(tmp_path / "a") as store:
-        store.put([rollout(1, sample_index=s) for s in range(3)])
-        store.sync()
-        on_disk = store.stats()
-        store.put([rollout(1, 1, sample_index=2), rollout(1, 1, sample_index=3), rollout(2)])
-        buffered = store.stats()
-        store.sync()
-        stats = store.stats()
-        assert (on_disk.prompts, on_disk.rollouts) == (1, 3)
-        assert (buffered.prompts, buffered.rollouts) == (stats.prompts, stats.rollouts) == (2, 5)
-        assert stats.max_bytes == 16 * MIB
-        assert 0 < stats.bytes_used <= bytes_on_disk(tmp_path / "a")
-        assert (stats.corrupt_records, stats.dropped_records, stats.evicted_prompts) == (0, 0, 0)
-
-
-def test_a_scan_finds_every_rollout_of_a_range_once(tmp_path):
-    with open_store(tmp_path / "s", groups_per_prompt=2) as store:
-        put = [rollout(p, v, s) for p in range(150) for v in range(2) for s in range(3)]
-        store.put(put)
-        everything = list(store.scan(b""))
-
-        def place(r):
-            return r.key, r.sample_index, r.policy_version
-
-        assert sorted(everything, key=place) == sorted(put, key=place)
-        keys = sorted({r.key for r in put})
-        middle = list(store.scan(keys[20], keys[120]))
-        assert [r.key for r in middle] == [k for k in keys[20:120] for _ in range(6)]
-        assert middle == [r for k in keys[20:120] for r in store.get([k])[k]]
-        assert list(store.scan(keys[-1] + b"\0")) == []
-        assert list(store.scan(keys[-1][:8])) == [r for r in everything if r.key == keys[-1]]
-
-
-def test_changing_an_array_after_the_put_changes_nothing(tmp_path):
-    with open_store(tmp_path / "a") as store:
-        mine = rollout(1)
-        store.put([mine])
-        mine.tokens[:] = 0
-        found = contents(store, [1])[1][0]
-        with pytest.raises(ValueError, match="read-only"):
-            found.tokens[:] = 1
+    os.rename("work/cache", "moved")
+    with open_store(tmp_path / "moved") as store:
         assert contents(store, [1]) == {1: [rollout(1)]}
+    assert sorted(path.name for path in Path("moved").iterdir()) == sorted([VOCABULARY, other])
 
 
-def test_a_cleared_store_is_empty_and_goes_on(tmp_path):
-    with open_store(tmp_path / "a") as store:
+def test_only_its_owner_may_read_it(tmp_path):
+    with open_store(tmp_path / "cache") as store:
         store.put([rollout(1)])
-        store.sync()
+        for path in (tmp_path / "cache").rglob("*"):
+            assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_arguments_out_of_range_are_one_line(tmp_path):
+    for options in ({"max_bytes": MIB - 1}, {"responses_per_prompt": 0}, {"vocabulary": "../a"}):
+        with pytest.raises(ConfigError, match=next(iter(options))):
+            open_store(tmp_path / "a", **options)
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("statement", ["ANALYZE", "VACUUM", "REINDEX", "PRAGMA optimize"])
+def test_what_other_programs_do_to_a_database_is_no_damage(tmp_path, statement):
+    with open_store(tmp_path) as store:
+        store.put([rollout(p, index=i) for p in range(50) for i in range(4)])
+    with changing(tmp_path) as database:
+        database.execute(statement)
+    with open_store(tmp_path) as store:
+        assert store.stats().responses == 200
+        store.put([rollout(7, 1)])
+        assert len(contents(store, [7])[7]) == 5
+    assert not moved_aside(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("statement", "name"),
+    [
+        ("PRAGMA user_version = 4", "format-4-1"),
+        (f"PRAGMA user_version = {FORMAT + 1}", f"format-{FORMAT + 1}-1"),
+        ("UPDATE meta SET value = 'another' WHERE name = 'vocabulary'", "foreign-1"),
+        ("DROP INDEX rollouts_by_prompt", "damaged-1"),
+        ("CREATE VIEW v AS SELECT 1", "damaged-1"),
+        ("DELETE FROM meta", "damaged-1"),
+        ("CREATE TRIGGER t AFTER UPDATE ON meta BEGIN DELETE FROM rollouts; END", "damaged-1"),
+    ],
+)
+def test_a_file_that_is_none_of_this_store_is_moved_beside(tmp_path, caplog, statement, name):
+    with open_store(tmp_path) as store:
+        store.put([rollout(1)])
+    with changing(tmp_path) as database:
+        database.execute(statement)
+    with caplog.at_level(logging.WARNING), open_store(tmp_path) as store:
+        assert contents(store, [1]) == {}
         store.put([rollout(2)])
-        store.clear()
-        assert contents(store, [1, 2]) == {} and len(store) == 0
-        store.put([rollout(3)])
-    with open_store(tmp_path / "a") as store:
-        assert contents(store, [1, 2, 3]) == {3: [rollout(3)]}
-    assert not damaged_folders(tmp_path / "a")
+    (record,) = caplog.records
+    assert "\n" not in record.getMessage() and name in record.getMessage()
+    assert moved_aside(tmp_path) == [f"{DATA_FILE}.{name}"]
+    beside = data_file(tmp_path).with_name(f"{DATA_FILE}.{name}")
+    with contextlib.closing(sqlite3.connect(beside)) as database:
+        assert database.execute("SELECT count(*) FROM rollouts").fetchone() == (1,)
+    with open_store(tmp_path) as store:
+        assert contents(store, [2]) == {2: [rollout(2)]}
 
 
-def test_metrics_of_several_stores_are_sums(tmp_path):
-    assert store_metrics([]) == {}
-    with (
-        open_store(tmp_path / "a", max_bytes=MIB) as one,
-        open_store(tmp_path / "b", max_bytes=2 * MIB) as other,
-    ):
-        one.put([rollout(1), rollout(1, sample_index=1)])
-        other.put([rollout(2)])
-        one.get([prompt_key([1]), prompt_key([3])])
-        other.get([prompt_key([2]), prompt_key([4])])
-        stats = [one.stats(), other.stats()]
-        metrics = store_metrics(stats)
-    assert metrics["spec_rl/cache_prompts"] == 2 and metrics["spec_rl/cache_rollouts"] == 3
-    assert metrics["spec_rl/cache_max_bytes"] == sum(s.max_bytes for s in stats) <= 3 * MIB
-    assert metrics["spec_rl/cache_hit_fraction"] == 0.5
-    assert 0 < metrics["spec_rl/disk_used_fraction"] == stats[0].disk_used_fraction <= 1
+def test_a_process_that_forks_and_its_child_both_go_on(tmp_path):
+    script = f"""{PREAMBLE}
+store = open_store(sys.argv[1])
+store.put([rollout(1)])
+contents(store, [1])
+child = os.fork()
+for version in range(1, 30):
+    store.put([rollout(2 if child else 3, version)])
+    assert contents(store, [1]) == {{1: [rollout(1)]}}
+if child == 0:
+    store.close()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+store.put([rollout(4)])
+found = contents(store, range(5))
+assert [len(found[p]) for p in (1, 2, 3, 4)] == [1, 29, 29, 1], found
+store.close()
+"""
+    with run_python(script, tmp_path) as process:
+        assert process.wait() == 0
+    with open_store(tmp_path) as store:
+        assert store.stats().responses == 60
+        assert len(contents(store, [3])[3]) == 29
