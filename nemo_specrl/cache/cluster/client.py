@@ -1,356 +1,482 @@
-"""A client of a cluster's cache, which looks rollouts up and stores them within deadlines.
+"""The rollout cache of a Ray cluster, as one process uses it: look-ups and puts with deadlines.
 
-Each partition is on several shards. A client writes to all of them and reads from the nearest one
-that answers, within its deadline; a shard that keeps failing is not called for a while. Clients
-learn where partitions are from the shards, whose answers carry a newer view if there is one, and
-from the coordinator, which they ask when shards fail and inform about shards that they could not
-write to.
+There is no coordinator. A thread asks Ray every few seconds which shards there are, and makes that
+of its own node if it is missing; each process computes a prompt's owners from their addresses
+(:func:`.shard.ranking`). Where processes disagree for some seconds, a look-up misses. This node's
+own store is used directly, without Ray.
 
-This module imports Ray and knows the methods of shards and coordinator. It does not know nodes, or
-how copies are made.
+A look-up asks the nearest owner, then the other ones, then the nodes that may have owned the prompt
+before nodes came or went. Those are the next ones in the ranking, so that no process has to
+remember how the cluster was: engines that start on other nodes find what was kept where they ran
+earlier. What is found goes to the owners that lacked it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import random
+import sys
+import threading
 import time
-from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import ray
-
-from nemo_specrl.cache.cluster.membership import ClusterView, missing_writes
-from nemo_specrl.cache.cluster.shard_calls import FAILED, Breaker, Lookups, Write, given_up, ready
-from nemo_specrl.cache.codec import encode_for_transfer
+from nemo_specrl.cache.cluster.shard import (
+    NAMESPACE,
+    WRITES,
+    find_shards,
+    make_shard,
+    ranking,
+)
+from nemo_specrl.cache.codec import encode
+from nemo_specrl.cache.local import LocalCache
+from nemo_specrl.config import CacheConfig
 from nemo_specrl.errors import in_one_line
-from nemo_specrl.rollout import Rollout, RolloutSummary
+from nemo_specrl.monitoring import names as metric
+from nemo_specrl.rollout import Rollout
 
-__all__ = ["POLL_SECONDS", "PUT_AT_ONCE", "SYNC_SECONDS", "CacheClient"]
+__all__ = ["in_cluster", "join_cluster", "open_cluster_cache"]
 
-LOOK_UP_SECONDS = 10.0
-"""How long a look-up of many prompts may take, unless a single one is allowed longer."""
-PUT_AT_ONCE = 64
-SYNC_SECONDS = 30.0
-POLL_SECONDS = 1.0
-ANY_EPOCH = -1
-"""Older than every routing: a shard merges what is put with it, since it may come late."""
+REFRESH_SECONDS = 5.0
+"""How often a process asks Ray which shards there are."""
+PING_SECONDS = 5.0
+MAKE_AGAIN_SECONDS = 30.0
+"""How long a process waits before it makes its node's shard once more."""
+GET_SECONDS = 1.0
+"""For an answer that is there; it is not if its memory has been lost since."""
+PUT_SECONDS = 10.0
+PUT_BYTES_PER_SECOND = 10e6
+LATE_TO_LEAVE_OUT = 3
+LEFT_OUT_SECONDS = 30.0
+"""A shard that was late so many times in a row is not called for so long."""
+FORMER_OWNERS = 6
+"""Nodes after the owners that are asked as well: where the number of nodes doubles at once, one of
+a prompt's earlier owners is among the first eight with a probability of 99.6 %."""
+FRUITLESS, SAMPLED = 256, 16
+"""After so many prompts of which no former owner had anything, one look-up in ``SAMPLED`` asks
+them, until one has."""
+HEALED_AT_ONCE = 256
+"""Prompts that may wait to be given to owners that lack them."""
 
 logger = logging.getLogger(__name__)
 
+_Calls = dict[Any, tuple[str, list[Any]]]
+"""Calls without an answer yet, with the address of the node and what was sent."""
 
-class CacheClient:
-    """An engine's access to the cache. It can be pickled and sent to any process.
+
+def in_cluster() -> bool:
+    """Whether this process is a Ray worker or a child of one, or has initialized Ray.
+
+    Ray is not imported.
+    """
+    ray = sys.modules.get("ray")
+    return "RAY_RAYLET_PID" in os.environ or bool(ray and ray.is_initialized())
+
+
+def join_cluster() -> str:
+    """Connect this process to Ray's cluster, unless it is connected.
+
+    A child of a Ray worker, such as the engine core of vLLM's ``AsyncLLM``, connects to the raylet
+    of that worker, whose command line has the addresses. Called from another thread than the main
+    one, Ray leaves the process's signals alone.
+
+    Returns:
+        The address of this node.
+    """
+    import ray
+
+    if not ray.is_initialized():
+        raylet = os.environ.get("RAY_RAYLET_PID")
+        command = Path(f"/proc/{raylet}/cmdline").read_text() if raylet else ""
+        options = dict(part.partition("=")[::2] for part in command.split("\0"))
+        log = logging.getLogger("ray._private.worker")
+        level = log.level
+        log.setLevel(logging.ERROR)  # it would warn that it leaves SIGTERM alone
+        try:
+            ray.init(
+                address=options.get("--gcs-address", "auto"),
+                namespace=NAMESPACE,
+                log_to_driver=False,
+                configure_logging=False,
+                _node_ip_address=options.get("--node_ip_address"),
+            )
+        finally:
+            log.setLevel(level)
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+
+
+def open_cluster_cache(config: CacheConfig, vocabulary: str) -> ClusterCache | None:
+    """Open the cache of this process's Ray cluster.
+
+    The cluster is joined in the background; until then this node's own store is all there is.
 
     Args:
-        view: where partitions are, and how to reach the shards.
-        coordinator: the actor to ask for a newer view. None: there is none.
-        deadline_s: time that a look-up may take for each of its prompts, seconds
-            (:meth:`seconds_for`). It is answered without what is late.
-        tokenizer_id: tokenizer of the stores.
-        incarnation: incarnation of the run. Every rollout that is put is stored with it, so that it
-            is newer than anything that an earlier run, or an earlier life of this one, left on
-            disks.
-        resumed: whether such an earlier life left anything.
+        config: the ``cache`` block.
+        vocabulary: hash of the vocabulary.
 
-    Attributes:
-        failures: number of calls to shards that failed or were late, since they were last taken.
+    Returns:
+        The cache. None: the block names no folder.
     """
+    return None if config.dir is None else ClusterCache(config, vocabulary)
 
-    def __init__(
-        self,
-        view: ClusterView,
-        coordinator: Any,
-        *,
-        deadline_s: float,
-        tokenizer_id: str,
-        incarnation: int,
-        resumed: bool = False,
-    ) -> None:
-        self.deadline_s = deadline_s
-        self.tokenizer_id = tokenizer_id
-        self.incarnation = incarnation
-        self.resumed = resumed
-        self._view = view
-        self._coordinator = coordinator
-        self._logged = False
-        self._reset()
 
-    def _reset(self) -> None:
-        self.failures = 0
-        self._breakers = {node: Breaker() for node in self._view.shards}
-        self._buffer: list[Rollout] = []
-        self._writes: list[Write] = []
-        self._unsynced: set[str] = set()
-        self._missed: set[str] = set()  # shards that did not receive what they should have
-        self._silent: dict[str, Any] = {}  # a write that a shard has not answered in time
-        self._view_call: Any = None
-        self._view_called_at = -POLL_SECONDS
+@dataclass
+class _Node:
+    """A node with a shard, as this process knows it."""
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out what has been sent: it stays with the client that sent it."""
-        of_connection = ("deadline_s", "tokenizer_id", "incarnation", "resumed")
-        names = (*of_connection, "_view", "_coordinator", "_logged")
-        return {name: self.__dict__[name] for name in names}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._reset()
+    shard: Any  # None: this process's own store alone
+    late: int = 0  # calls in a row
+    left_out_until: float = 0.0
+    gone: bool = False
 
     @property
-    def partitions(self) -> int:
-        """Number of partitions into which the keys fall."""
-        return len(self._view.routing.readers)
+    def usable(self) -> bool:
+        return not self.gone and time.monotonic() >= self.left_out_until
 
-    def seconds_for(self, prompts: int) -> float:
-        """Time after which the answer for this many prompts, requested together, is late.
+    def count(self, late: bool) -> None:
+        self.late = self.late + 1 if late else 0
+        if self.late >= LATE_TO_LEAVE_OUT:
+            self.left_out_until = time.monotonic() + LEFT_OUT_SECONDS
 
-        At the beginning of a step all engines ask at the same moment, each for the whole groups of
-        its prompts, and a shard reads and sends them one after the other.
+
+class ClusterCache:
+    """A ``HistoryCache`` on the shards of a Ray cluster; nothing that it does raises.
+
+    Args:
+        config: the ``cache`` block, with a folder.
+        vocabulary: hash of the vocabulary.
+
+    Attributes:
+        late: calls to shards that were not answered in time.
+        failed: calls to shards that failed.
+        healed: prompts that were given to owners that lacked them.
+    """
+
+    def __init__(self, config: CacheConfig, vocabulary: str) -> None:
+        assert config.dir is not None
+        self.late = self.failed = self.healed = 0
+        self._config = config
+        self._vocabulary = vocabulary
+        self._logged: set[str] = set()
+        self._local: LocalCache | None = None
+        try:
+            self._local = LocalCache.open(config, vocabulary)
+        except Exception as error:  # other nodes may have stores that can be used
+            self._log("this node keeps nothing", error)
+        # This node's address, once it is known, and the nodes with a shard. Replaced as a whole.
+        self._view = "", self._alone("")
+        self._make_after = 0.0
+        self._lookups = self._fruitless = 0
+        self._to_heal: deque[tuple[str, list[Rollout]]] = deque(maxlen=HEALED_AT_ONCE)
+        self._wake = threading.Event()
+        self._closed = False
+        self._thread = threading.Thread(target=self._watch, name="specrl-shards", daemon=True)
+        self._thread.start()
+
+    @property
+    def nodes(self) -> list[str]:
+        """Addresses of the nodes with a shard, as far as this process knows."""
+        return sorted(node for node, known in self._view[1].items() if known.shard is not None)
+
+    # --- what engines call ------------------------------------------------------------------------
+
+    def get(self, keys: Sequence[bytes], timeout: float) -> dict[bytes, list[Rollout]]:
+        """Return the responses to prompts, oldest first, as far as they come in time.
+
+        Args:
+            keys: keys of prompts.
+            timeout: seconds.
         """
-        return min(prompts * self.deadline_s, max(self.deadline_s, LOOK_UP_SECONDS))
+        until = time.monotonic() + timeout
+        own, nodes = self._view
+        orders = {key: self._order(key, own, nodes) for key in keys}
+        found: dict[bytes, list[Rollout]] = {}
+        lacking: dict[bytes, set[str]] = defaultdict(set)
+        calls: _Calls = {}
 
-    def get(self, keys: Iterable[bytes]) -> dict[bytes, list[Rollout]]:
-        """Look prompts up by their keys.
+        def add(node: str, batch: list[bytes], answer: Mapping[bytes, list[Rollout]]) -> None:
+            for key in batch:
+                if key in answer:
+                    found.setdefault(key, answer[key])
+                else:
+                    lacking[key].add(node)
 
-        What this client has put is found, because a shard handles the calls of one client in order.
+        self._lookups += 1
+        deep = self._fruitless < FRUITLESS or self._lookups % SAMPLED == 0
+        for wave in range(3 if deep else 2):
+            by_node: dict[str, list[bytes]] = defaultdict(list)
+            more = False
+            for key, order in orders.items():
+                if key not in found:
+                    for node in order[wave]:
+                        by_node[node].append(key)
+                    more |= any(order[wave + 1 :])
+            now = time.monotonic()
+            if not by_node or now >= until:
+                continue
+            limit = now + (until - now) / 2 if more else until  # half is left to the others
+            here = by_node.pop(own, []) if self._local else []
+            asked = self._call(by_node, nodes, lambda shard, batch: shard.get.remote(batch))
+            calls |= asked
+            if here and self._local:
+                add(own, here, self._local.get(here, limit - now))
+            for node, batch, answer in self._answers(calls, nodes, limit, asked):
+                add(node, batch, answer)
+        self._give_up(calls, nodes)
 
-        Returns:
-            The rollouts of each prompt, newest first within a sample index. Prompts without any,
-            and those whose answer is late, are absent.
-        """
-        return self._look_up(keys, "get")
-
-    def outlines(self, keys: Iterable[bytes]) -> dict[bytes, list[RolloutSummary]]:
-        """Look prompts up like :meth:`get`, without their arrays."""
-        return self._look_up(keys, "outlines")
-
-    def _look_up(self, keys: Iterable[bytes], method: str) -> dict[bytes, Any]:
-        """Collect what shards answer within the deadline; if one fails, ask another copy."""
-        self.flush()
-        wanted = dict.fromkeys(keys)
-        seconds = self.seconds_for(len(wanted))
-        until = time.monotonic() + seconds
-        found: dict[bytes, Any] = {}
-        failed: set[str] = set()
-        calls = self._call_nearest(wanted, failed, method)
-        while calls:
-            again: list[bytes] = []
-            done = ready(calls, max(0.0, until - time.monotonic()))
-            for call, (node, asked) in calls.items():
-                if call not in done:
-                    call.future()  # takes the answer, which Ray would log if it is an error
-                    self._failed(node, TimeoutError(f"no answer in {seconds:g} s"))
-                    continue
-                answer = self._result(node, call)
-                if answer is FAILED:
-                    failed.add(node)
-                    again += asked
-                    continue
-                rollouts, newer = answer
-                self._adopt(newer)
-                found |= {key: rollouts[key] for key in asked if key in rollouts}
-                if newer is not None:  # then the shard left out partitions of which it is no reader
-                    again += [key for key in asked if node not in newer.routing.read(key)]
-            late = time.monotonic() >= until
-            calls = {} if late else self._call_nearest(again, failed, method)
+        for key, (nearest, others, former) in orders.items():
+            owners = {*nearest, *others}
+            if key in found:
+                self._to_heal.extend((node, found[key]) for node in owners & lacking[key])
+                if owners <= lacking[key]:
+                    self._fruitless = 0
+            elif deep and former:
+                self._fruitless += 1
+        if self._to_heal:
+            self._wake.set()
         return found
 
-    def put(self, rollouts: Iterable[Rollout]) -> None:
-        """Store rollouts, in batches; ``flush``, ``deliver`` and ``sync`` send the rest."""
-        for rollout in rollouts:
-            self._buffer.append(rollout)
-        if len(self._buffer) >= PUT_AT_ONCE:
-            self.flush()
+    def put(self, rollouts: Sequence[Rollout]) -> int:
+        """Keep responses with the owners of their prompts.
 
-    def flush(self) -> None:
-        """Send what was put, without waiting for answers."""
-        self._send()
-        self._report_missed()
-        if len(self._writes) > PUT_AT_ONCE:
-            self._collect_acks(0)
-            self._give_up(SYNC_SECONDS)
-            if len(self._writes) > PUT_AT_ONCE:  # a shard is slow, or no longer there
-                self._request_view()
+        It waits ``PUT_SECONDS`` at most, and longer where there are many bytes.
 
-    def deliver(self) -> None:
-        """Return when every shard that answers has what was put; within a second it is on disk.
-
-        Shards that do not answer within ``SYNC_SECONDS`` are no readers from then on, if there are
-        others.
+        Returns:
+            How many were kept by one owner or more.
         """
-        self._send()
-        self._wait_for_writes(on_disk=False)
-
-    def sync(self) -> None:
-        """Return when every shard that answers has on disk what was put (see :meth:`deliver`)."""
-        self._send()
-        self._wait_for_writes(on_disk=True)
-
-    def _wait_for_writes(self, on_disk: bool) -> None:
-        until = time.monotonic() + SYNC_SECONDS
-        while self._writes or (on_disk and self._unsynced):
-            if on_disk:
-                for node in self._unsynced & self._view.shards.keys():
-                    call = self._view.shards[node].sync.remote()
-                    self._writes.append(Write([], self._view.routing, {call: node}))
-                self._unsynced.clear()
-            left = until - time.monotonic()
-            self._collect_acks(max(0.0, min(POLL_SECONDS, left)))
-            if self._writes and left <= 0:
-                self._give_up(0.0)
-                self._unsynced.clear()
-            elif self._writes:
-                self._request_view()
-        self._report_missed(wait=True)
-
-    def _give_up(self, seconds: float) -> None:
-        """Count older writes as missed by the shards that have not answered them."""
-        self._writes, late = given_up(self._writes, seconds)
-        for node in late:
-            self._failed(node, TimeoutError(f"not written in {SYNC_SECONDS:g} s"))
-        self._missed |= late.keys()
-        self._silent |= late
-
-    def take_failures(self) -> int:
-        """Return the number of failures since the last call."""
-        failures, self.failures = self.failures, 0
-        return failures
-
-    def _usable(self, node: str) -> bool:
-        return node in self._breakers and self._breakers[node].closed
-
-    def _nearest(self, nodes: Iterable[str]) -> str | None:
-        """Choose the shard to ask: this node's own if it has a copy, else the first usable one."""
-        here = ray.get_runtime_context().get_node_id()
-        nearest = sorted(nodes, key=lambda node: self._view.nodes.get(node) != here)
-        return next(filter(self._usable, nearest), None)
-
-    def _call_nearest(self, keys: Iterable[bytes], failed: Collection[str], method: str) -> Lookups:
-        """Call a look-up method of the nearest shard of each key that has not failed."""
-        by_readers: dict[tuple[str, ...], list[bytes]] = defaultdict(list)
-        for key in keys:
-            by_readers[self._view.routing.read(key)].append(key)
-        by_node: dict[str, list[bytes]] = defaultdict(list)
-        for readers, batch in by_readers.items():
-            node = self._nearest(reader for reader in readers if reader not in failed)
-            if node is None:
-                self._request_view()  # by now there may be others
-            else:
-                by_node[node] += batch
-        epoch = self._view.routing.epoch
-        return {
-            getattr(self._view.shards[node], method).remote(batch, epoch): (node, batch)
-            for node, batch in by_node.items()
-        }
-
-    def _send(self) -> None:
-        """Send what is buffered to all writers of its partitions.
-
-        This includes shards that are too slow to be asked for rollouts now: a shard that has missed
-        a write lacks something, and everything that it serves is copied to it again.
-        """
-        self._poll_coordinator()
-        buffer, self._buffer = self._buffer, []
-        # Encode only once, here: a third of the bytes, for each shard that receives them.
-        rollouts: list[Rollout] = list(encode_for_transfer(buffer, self.incarnation))
-        routing, shards = self._view.routing, self._view.shards
-        # Writes to shards that have not answered for long would pile up.
-        self._silent = {node: c for node, c in self._silent.items() if not ready([c], 0)}
+        own, nodes = self._view
         by_node: dict[str, list[Rollout]] = defaultdict(list)
         for rollout in rollouts:
-            for node in routing.write(rollout.key):
-                if node in self._silent:
-                    self._missed.add(node)
-                elif node in shards:
-                    by_node[node].append(rollout)
-        if by_node:
-            calls = {shards[n].put.remote(batch, routing.epoch): n for n, batch in by_node.items()}
-            self._writes.append(Write(rollouts, routing, calls))
-            self._unsynced |= by_node.keys()
-        elif rollouts:
-            self._request_view()
+            for node in self._ranked(rollout.key, nodes)[: self._config.replicas]:
+                by_node[node].append(rollout)
+        size = sum(8 * len(rollout) for rollout in rollouts)
+        until = time.monotonic() + PUT_SECONDS + size / PUT_BYTES_PER_SECOND
+        here = by_node.pop(own, []) if self._local else []
+        calls = self._call(
+            by_node,
+            nodes,
+            lambda shard, batch: shard.put.options(concurrency_group=WRITES).remote(batch),
+        )
+        kept: set[int] = set()
+        if here and self._local and self._local.put(here):
+            kept.update(map(id, here))
+        for _, batch, count in self._answers(calls, nodes, until):
+            if count:
+                kept.update(map(id, batch))
+        self._give_up(calls, nodes)
+        return len(kept)
 
-    def _collect_acks(self, timeout: float) -> None:
-        """Take the answers to writes that come within ``timeout`` seconds."""
-        done = ready([call for write in self._writes for call in write.calls], timeout)
-        for write in self._writes:
-            for call in done & write.calls.keys():
-                node = write.calls.pop(call)
-                newer = self._result(node, call)
-                if newer is FAILED:
-                    self._missed.add(node)
-                else:
-                    self._adopt(newer)
-        for write in self._writes:  # a shard that is gone will not answer
-            write.calls = {call: n for call, n in write.calls.items() if n in self._view.shards}
-        self._writes = [write for write in self._writes if write.calls]
+    def take_drafts(
+        self, wanted: Mapping[bytes, int], policy_version: int, timeout: float
+    ) -> dict[bytes, list[Rollout]]:
+        """Return drafts for prefix reuse, each of which no other call gets for this version.
 
-    def _adopt(self, view: ClusterView | None) -> None:
-        """Use a view if it is newer; nodes that it adds also get the writes that are under way."""
-        if view is None or view.routing.epoch <= self._view.routing.epoch:
-            return
-        self._view = view
-        self._breakers = {node: Breaker() for node in view.shards}  # the coordinator reaches them
-        for write in self._writes:
-            missing = missing_writes(write.rollouts, write.routing, view.routing)
-            self._missed |= missing.keys() & self._silent.keys()
-            for node in (missing.keys() & view.shards.keys()) - self._silent.keys():
-                write.calls[view.shards[node].put.remote(missing[node], ANY_EPOCH)] = node
-                self._unsynced.add(node)
-            write.routing = view.routing
+        The first owner hands them out; another node does only where that one is gone or has nothing
+        of the prompt. What is late is left out.
 
-    def _request_view(self) -> None:
-        """Ask the coordinator for its view, at most once in ``POLL_SECONDS``."""
-        self._poll_coordinator()
-        now = time.monotonic()
-        if self._coordinator is not None and now - self._view_called_at >= POLL_SECONDS:
-            known = self._view.routing.epoch
-            self._view_call, self._view_called_at = self._coordinator.view.remote(known), now
+        Args:
+            wanted: number of rows by key.
+            policy_version: the version for which they are drafts.
+            timeout: seconds.
+        """
+        until = time.monotonic() + timeout
+        own, nodes = self._view
+        if self._local and nodes.keys() <= {own}:
+            return self._local.take_drafts(wanted, policy_version, timeout)
+        found: dict[bytes, list[Rollout]] = {}
+        left = {key: self._ranked(key, nodes) for key in wanted}
+        for place in range(self._config.replicas + FORMER_OWNERS):
+            by_node: dict[str, list[bytes]] = defaultdict(list)
+            for key, order in left.items():
+                if place < len(order):
+                    by_node[order[place]].append(key)
+            calls = self._call(
+                by_node,
+                nodes,
+                lambda shard, batch: shard.take_drafts.remote(
+                    {key: wanted[key] for key in batch}, policy_version
+                ),
+            )
+            for _, _, answer in self._answers(calls, nodes, until):
+                found |= answer
+            late = {key for _, batch in calls.values() for key in batch}
+            self._give_up(calls, nodes)
+            # Another node would hand out what a late one has handed out to others.
+            left = {k: order for k, order in left.items() if k not in found and k not in late}
+        return {key: drafts for key, drafts in found.items() if drafts}
 
-    def _poll_coordinator(self) -> None:
-        """Adopt the view that the coordinator was asked for, if it has come."""
-        if self._view_call is not None and ready([self._view_call], 0):
-            call, self._view_call = self._view_call, None
+    def stats(self) -> dict[str, float]:
+        """Return this process's counts, and what this node's store has, by name of the metric."""
+        stats = self._local.stats() if self._local else {}
+        errors = self.late + self.failed + stats.get(metric.CACHE_ERRORS, 0)
+        return stats | {metric.CACHE_ERRORS: errors, metric.CACHE_NODES: float(len(self.nodes))}
+
+    def close(self) -> None:
+        """Let go of the shards, which others may use, and of this node's store."""
+        self._closed = True
+        self._wake.set()
+        self._thread.join(PING_SECONDS)
+        if self._local:
+            self._local.close()
+
+    # --- owners -----------------------------------------------------------------------------------
+
+    def _alone(self, own: str) -> dict[str, _Node]:
+        return {own: _Node(None)} if self._local else {}
+
+    def _ranked(self, key: bytes, nodes: Mapping[str, _Node]) -> list[str]:
+        return [node for node in ranking(key, nodes) if nodes[node].usable]
+
+    def _order(self, key: bytes, own: str, nodes: Mapping[str, _Node]) -> tuple[list[str], ...]:
+        """Whom to ask for a prompt: the nearest owner, then the others, then former owners."""
+        ranked, replicas = self._ranked(key, nodes), self._config.replicas
+        owners = sorted(ranked[:replicas], key=lambda node: node != own)
+        return owners[:1], owners[1:], ranked[replicas : replicas + FORMER_OWNERS]
+
+    # --- calls ------------------------------------------------------------------------------------
+
+    def _call(
+        self,
+        by_node: Mapping[str, list[Any]],
+        nodes: Mapping[str, _Node],
+        submit: Callable[[Any, list[Any]], Any],
+    ) -> _Calls:
+        calls: _Calls = {}
+        for node, batch in by_node.items():
             try:
-                self._adopt(ray.get(call))
-            except Exception as error:  # the shards then refuse, and that is counted
-                logger.debug("the cache's coordinator: %s", in_one_line(error))
+                calls[submit(nodes[node].shard, batch)] = node, batch
+            except Exception as error:  # Ray is no longer connected, or its memory is full
+                self._fail(nodes[node], error)
+        return calls
 
-    def _report_missed(self, wait: bool = False) -> None:
-        """Tell the coordinator which shards this client could not write to."""
-        missed = sorted(self._missed & self._view.shards.keys())
-        self._missed.clear()
-        if missed and self._coordinator is not None:
-            call = self._coordinator.report_missed.remote(missed)
-            if wait:
-                self._view_call = call
-                ready([call], SYNC_SECONDS)
-                self._poll_coordinator()
+    def _answers(
+        self,
+        calls: _Calls,
+        nodes: Mapping[str, _Node],
+        until: float,
+        awaited: Collection[Any] | None = None,
+    ) -> Iterator[tuple[str, list[Any], Any]]:
+        """Take calls out as they are answered; yield node, what was sent, and the answer.
 
-    def _result(self, node: str, call: Any) -> Any:
-        """Return a shard's answer, or ``FAILED``."""
-        try:
-            result = ray.get(call)
-            self._succeeded(node)
-            return result
-        except Exception as error:  # a failure of the cache may only cost speed
-            self._failed(node, error)
-            return FAILED
+        Args:
+            calls: the calls, of which those without an answer until then remain.
+            nodes: the nodes.
+            until: when to stop waiting, on the monotonic clock.
+            awaited: those for which it waits. None: all.
+        """
+        import ray
 
-    def _succeeded(self, node: str) -> None:
-        if node in self._breakers:  # by a newer view it may be gone
-            self._breakers[node].count(failed=False)
+        awaited = set(calls if awaited is None else awaited)
+        while awaited & calls.keys():
+            try:
+                left = max(0.0, until - time.monotonic())
+                done, _ = ray.wait(list(calls), num_returns=1, timeout=left)
+            except Exception as error:  # Ray is no longer connected
+                self._log("Ray", error)
+                return
+            if not done:
+                return
+            for call in done:
+                node, batch = calls.pop(call)
+                try:
+                    answer = ray.get(call, timeout=GET_SECONDS)
+                except Exception as error:  # the shard's, its store's or Ray's
+                    self._fail(nodes[node], error)
+                else:
+                    nodes[node].count(late=False)
+                    yield node, batch, answer
 
-    def _failed(self, node: str, error: Exception) -> None:
-        self.failures += 1
-        if node in self._breakers:
-            self._breakers[node].count(failed=True)
-        self._request_view()
-        if not self._logged:
-            self._logged = True
-            logger.warning(
-                "rollout cache, %s on node %s: %s; rows are decoded plainly. Further failures are "
-                "counted in spec_rl/cache_errors",
-                node, self._view.nodes.get(node, "unknown"), in_one_line(error),
-            )  # fmt: skip
+    def _fail(self, node: _Node, error: Exception) -> None:
+        import ray
+
+        self.failed += 1
+        node.count(late=True)
+        if isinstance(error, ray.exceptions.RayActorError):
+            node.gone = True
+            self._wake.set()  # there may be another one by now
+        self._log("a shard", error)
+
+    def _give_up(self, calls: _Calls, nodes: Mapping[str, _Node]) -> None:
+        for call, (node, _) in calls.items():
+            self.late += 1
+            nodes[node].count(late=True)
+            self._log("a shard", TimeoutError(f"{node} has not answered in time"))
+            with contextlib.suppress(Exception):
+                call.future()  # takes the answer, which Ray would log if it is an error
+
+    def _log(self, what: str, error: Exception) -> None:
+        level = logging.DEBUG if what in self._logged else logging.WARNING
+        self._logged.add(what)
+        logger.log(
+            level, "rollout cache: %s: %s; rows are decoded without what it has. Further failures "
+            "are counted in %s", what, in_one_line(error), metric.CACHE_ERRORS,
+        )  # fmt: skip
+
+    # --- in the background ------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        refreshed_at = -REFRESH_SECONDS
+        while not self._closed:
+            self._wake.clear()
+            due = time.monotonic() - refreshed_at >= REFRESH_SECONDS
+            try:
+                if due or any(node.gone for node in self._view[1].values()):
+                    refreshed_at = time.monotonic()
+                    self._refresh()
+                self._heal()
+            except Exception as error:  # of Ray, or of this node's store
+                self._log("Ray", error)
+            self._wake.wait(max(0.0, refreshed_at + REFRESH_SECONDS - time.monotonic()))
+
+    def _refresh(self) -> None:
+        """Learn which shards there are, keep them from ending, and make this node's own."""
+        own, before = self._view
+        own = own or join_cluster()
+        import ray
+
+        nodes = {name: node for name, node in before.items() if node.shard and not node.gone}
+        handles = {name: node.shard for name, node in nodes.items()}
+        found = find_shards(self._config, self._vocabulary, handles)
+        now = time.monotonic()
+        if self._local and own not in found and now >= self._make_after:
+            self._make_after = now + MAKE_AGAIN_SECONDS
+            found[own] = make_shard(self._config, self._vocabulary, own)
+        nodes = {name: node for name, node in nodes.items() if name in found}
+        # A shard takes seconds to start, and is called only once it has answered. Of the others,
+        # each process keeps its own node's and one more from ending.
+        awake = {own, *random.sample(sorted(nodes), min(1, len(nodes)))} & nodes.keys()
+        pings = {found[name].ping.remote(): name for name in found.keys() - nodes.keys() | awake}
+        if pings:
+            answered, _ = ray.wait(list(pings), num_returns=len(pings), timeout=PING_SECONDS)
+            for call in answered:
+                with contextlib.suppress(ray.exceptions.RayError):
+                    ray.get(call)
+                    nodes.setdefault(pings[call], _Node(found[pings[call]]))
+        nodes = nodes or self._alone(own)
+        if nodes.keys() != before.keys():
+            self._fruitless = 0
+        self._view = own, nodes
+
+    def _heal(self) -> None:
+        """Give what was found to the owners that lacked it, as older than what they have now."""
+        _, nodes = self._view
+        by_node: dict[str, list[tuple[bytes, list[bytes]]]] = defaultdict(list)
+        while self._to_heal:
+            node, rollouts = self._to_heal.popleft()
+            if node in nodes:
+                records = [encode(rollout) for rollout in reversed(rollouts)]
+                by_node[node].append((rollouts[0].key, records))
+        self.healed += sum(map(len, by_node.values()))
+        calls = self._call(
+            by_node,
+            nodes,
+            lambda shard, groups: shard.add_older.options(concurrency_group=WRITES).remote(groups),
+        )
+        for _ in self._answers(calls, nodes, time.monotonic() + PUT_SECONDS):
+            pass
+        self._give_up(calls, nodes)

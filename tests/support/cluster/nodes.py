@@ -1,127 +1,58 @@
-"""Shared by the tests with real Ray nodes: starting nodes, known rollouts, what a cache has."""
+"""Shared by the tests with real Ray nodes: engines that use the cache, and known responses."""
 
 from __future__ import annotations
 
-import contextlib
+import json
 import os
+import signal
+import subprocess
 import sys
+import threading
 import time
+from collections import defaultdict
 
 import numpy as np
 import ray
-import ray.cloudpickle
-from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from nemo_specrl.cache.cluster.run_cache import start_shards
-from nemo_specrl.config import CacheConfig
+from nemo_specrl.cache import open_cache
+from nemo_specrl.cache.cluster import shard as shard_module
 from nemo_specrl.rollout import Finish, Rollout, prompt_key
 
-PROMPTS = 60
-SAMPLE_INDICES = 2
-NODE = {"num_cpus": 1, "object_store_memory": 2**27}
-CONFIG = CacheConfig(
-    partitions=32,  # if two nodes of three have none of them, once in 4e5 runs, a test fails
-    deadline_ms=30_000,  # two cores share the nodes
-    max_bytes_per_node=2**24,
-)
-DEADLINE_S = CONFIG.deadline_ms / 1000
-KEYS = [prompt_key([p]) for p in range(PROMPTS)]
-STARTS = 3  # on a busy machine a raylet may die while it starts
+LONG = "SPECRL_LONG_TESTS" in os.environ  # some ten minutes, with the numbers of the issue
+PROMPTS = 10_000 if LONG else 500
+RESPONSES = 2  # of a prompt in a version
+BATCH = 100 if LONG else 25
+DEADLINE_S = 1.0  # two cores share the nodes
+OVERDUE_S = 5.0  # what only a look-up without a deadline takes
+VOCABULARY = "0" * 32
+KEYS = [prompt_key([prompt]) for prompt in range(PROMPTS)]
+CHILD = """
+import json, sys, time
+from nemo_specrl.cache import open_cache
+from nemo_specrl.cache.cluster.client import in_cluster
+from nemo_specrl.config import CacheConfig
+
+settings, vocabulary, key, nodes = json.loads(sys.argv[1])
+assert in_cluster() and "ray" not in sys.modules
+cache = open_cache(CacheConfig(**settings), vocabulary)
+while len(cache.nodes) < nodes:
+    time.sleep(0.1)
+print(len(cache.get([bytes.fromhex(key)], 30.0).get(bytes.fromhex(key), [])))
+cache.close()
+"""
 
 
-@contextlib.contextmanager
-def ray_head(module, folder, failures, **arguments):
-    """A Ray cluster of this process's own node.
-
-    Args:
-        module: module whose classes its workers get by value: they do not import tests.
-        folder: Ray's folder, with a short name.
-        failures: number of failed health checks, a second apart, after which a node is dead.
-        arguments: arguments of the node, in addition to the usual ones.
-    """
-    # A Cluster notes its address here, whatever its temp_dir; Ray expects the folder to exist.
-    os.makedirs(os.path.dirname(ray._private.utils.get_ray_address_file(None)), exist_ok=True)
-    config = {
-        "health_check_initial_delay_ms": 1000,
-        "health_check_period_ms": 1000,
-        "health_check_timeout_ms": 3000,
-        "health_check_failure_threshold": failures,
-    }
-    own = {"include_dashboard": False, "temp_dir": str(folder), "_system_config": config}
-    cluster = Cluster()
-    start_node(cluster, NODE | own | arguments)
-    for each in (sys.modules[__name__], module):
-        ray.cloudpickle.register_pickle_by_value(each)
-    try:
-        address = cluster.head_node.node_ip_address
-        ray.init(cluster.address, _node_ip_address=address, log_to_driver=False)
-        yield cluster
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
-
-
-def start_cache(folder, *, keep=False, tokenizer_id="tok", **changes):
-    """Start shards with ``CONFIG``, some of whose keys are changed."""
-    config = CONFIG.model_copy(update=changes)
-    return start_shards(folder, config, keep=keep, tokenizer_id=tokenizer_id)
-
-
-def add_node(cluster):
-    """Add a node to a cluster that has a head."""
-    return start_node(cluster, NODE)
-
-
-def start_node(cluster, arguments):
-    """Add a node, first the head; one that dies while it starts is restarted."""
-    for start in range(1, STARTS + 1):
-        before = set(cluster.list_all_nodes())
-        try:
-            return cluster.add_node(**arguments)
-        except Exception as error:  # Ray raises bare ones
-            print(f"start {start} of a node: {type(error).__name__}: {error}")
-            for node in set(cluster.list_all_nodes()) - before:
-                cluster.remove_node(node, allow_graceful=False)
-            if start == STARTS:
-                raise
-    raise AssertionError("unreachable")
-
-
-def rollout(prompt, version=0, sample_index=0, incarnation=0):
-    rng = np.random.default_rng([prompt, version, sample_index])
+def rollout(prompt, version, number):
+    rng = np.random.default_rng([prompt, version, number])
     return Rollout(
-        prompt_key([prompt]),
-        sample_index,
-        rng.integers(0, 60000, 9),
-        np.zeros(9),
-        Finish.STOP,
-        version,
-        incarnation=incarnation,
-    )
+        KEYS[prompt], rng.integers(0, 60000, 20), Finish.STOP, version, np.zeros(20, np.float32),
+        identity=1 + number + RESPONSES * (version + 1000 * prompt),
+    )  # fmt: skip
 
 
 def group(prompt, version):
-    return [rollout(prompt, version, sample_index) for sample_index in range(SAMPLE_INDICES)]
-
-
-def put_all(cache, version, prompts=range(PROMPTS)):
-    """Put a group of each prompt, and wait until it is on disk."""
-    cache.put(r for p in prompts for r in group(p, version))
-    cache.sync()
-
-
-def versions_of(cache):
-    """For each prompt, the versions of its rollouts, which are as they were put."""
-    found = cache.get(KEYS)
-    for p in range(PROMPTS):
-        for r in found.get(KEYS[p], []):
-            assert r == rollout(p, r.policy_version, r.sample_index, cache.incarnation)
-    return {p: [r.policy_version for r in found.get(KEYS[p], [])] for p in range(PROMPTS)}
-
-
-def all_at(version):
-    """Like :func:`versions_of`, if every prompt has a group of a version."""
-    return {p: [version] * SAMPLE_INDICES for p in range(PROMPTS)}
+    return [rollout(prompt, version, number) for number in range(RESPONSES)]
 
 
 def wait_until(condition, seconds=120.0):
@@ -129,16 +60,103 @@ def wait_until(condition, seconds=120.0):
     start = time.monotonic()
     while not condition():
         assert time.monotonic() < start + seconds, "it did not come"
-        time.sleep(0.1)
+        time.sleep(0.2)
     return time.monotonic() - start
 
 
-def copies(cache):
-    """For each prompt, the shards that have it, and the versions that they have."""
-    view = ray.get(cache._coordinator.view.remote())
-    there = {p: {} for p in range(PROMPTS)}
-    for name, shard in view.shards.items():
-        for r in ray.get(shard.read_range.remote(b"", None)).rollouts:
-            if name in view.routing.read(r.key):
-                there[KEYS.index(r.key)].setdefault(name, []).append(r.policy_version)
-    return there
+def kill_itself(_shard):
+    """End the process in which this runs."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Engine:
+    """What an engine does with the cache, in a process of its own on a node."""
+
+    def __init__(self, config, idle_s=None):
+        if idle_s is not None:
+            shard_module.IDLE_SECONDS = idle_s
+        self.config = config
+        self.cache = open_cache(config, VOCABULARY)
+        self.watching = False
+        self.seen = []  # of each look-up: when it began, what it took, prompts, found ones
+
+    def nodes(self):
+        return self.cache.nodes
+
+    def counts(self):
+        return {"late": self.cache.late, "failed": self.cache.failed, "healed": self.cache.healed}
+
+    def put(self, version, prompts=range(PROMPTS)):
+        """Put a group of each prompt; return how many responses were kept."""
+        kept = 0
+        for start in range(0, len(prompts), BATCH):
+            part = prompts[start : start + BATCH]
+            kept += self.cache.put([r for prompt in part for r in group(prompt, version)])
+        return kept
+
+    def get(self, prompts):
+        """Look some prompts up; return the newest version of each, -1 where there is none."""
+        started = time.time()
+        found = self.cache.get([KEYS[prompt] for prompt in prompts], DEADLINE_S)
+        self.seen.append((started, time.time() - started, len(prompts), len(found)))
+        newest = []
+        for prompt in prompts:
+            history = found.get(KEYS[prompt], [])
+            numbers = defaultdict(int)
+            for r in history:
+                assert r == rollout(prompt, r.policy_version, numbers[r.policy_version])
+                numbers[r.policy_version] += 1
+            newest.append(history[-1].policy_version if history else -1)
+        return newest
+
+    def read(self, prompts=range(PROMPTS), tries=1):
+        """Look all prompts up; return the newest versions, and those that were found first."""
+        versions = dict.fromkeys(prompts, -1)
+        for _ in range(tries):
+            left = [prompt for prompt in prompts if versions[prompt] < 0]
+            for start in range(0, len(left), BATCH):
+                part = left[start : start + BATCH]
+                versions |= zip(part, self.get(part), strict=True)
+        return [versions[prompt] for prompt in prompts]
+
+    def watch(self):
+        """Look random prompts up, again and again, whatever happens."""
+        self.watching = True
+        rng = np.random.default_rng(0)
+
+        def look_up():
+            while self.watching:
+                self.get(rng.choice(PROMPTS, BATCH, replace=False).tolist())
+                time.sleep(0.05)
+
+        threading.Thread(target=look_up, daemon=True).start()
+
+    def look_ups(self, end=False):
+        """All look-ups so far."""
+        self.watching = not end and self.watching
+        return self.seen
+
+    def take(self, prompt, rows, version):
+        drafts = self.cache.take_drafts({KEYS[prompt]: rows}, version, 30.0)
+        return [draft.identity for draft in drafts.get(KEYS[prompt], [])]
+
+    def in_child(self, prompt, nodes):
+        """Look a prompt up in a child of this worker, as the engine core of AsyncLLM is one."""
+        asked = [self.config.model_dump(mode="json"), VOCABULARY, KEYS[prompt].hex(), nodes]
+        run = [sys.executable, "-c", CHILD, json.dumps(asked)]
+        return subprocess.run(run, capture_output=True, text=True, timeout=120)
+
+
+def engine_on(node, config, **options):
+    """Start an engine on a node.
+
+    Args:
+        node: Ray's id of the node.
+        config: the ``cache`` block.
+        options: of the engine.
+    """
+    where = NodeAffinitySchedulingStrategy(node, soft=False)
+    actor = ray.remote(num_cpus=0, max_concurrency=4)(Engine)
+    # A call that is lost with its connection is made once more.
+    actor = actor.options(scheduling_strategy=where, max_task_retries=3)
+    return actor.remote(config, **options)
