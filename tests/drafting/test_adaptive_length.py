@@ -12,7 +12,7 @@ import math
 import numpy as np
 import pytest
 
-from nemo_specrl.speculation.adaptive_length import (
+from nemo_specrl.drafting.adaptive_length import (
     AcceptanceChances,
     DraftLengths,
     Step,

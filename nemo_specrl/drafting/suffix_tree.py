@@ -9,8 +9,7 @@ The index itself is native code (``_suffix.c``). This module bounds its memory a
 the responses in each tree. It knows nothing about engines or the cache. For example::
 
     trees = DraftTrees(max_bytes=2**30)
-    earlier = [(response_id(0, 1), np.array([5, 6, 7, 8], np.int32).tobytes())]
-    row = trees.open(key, response_id(0, 2), earlier)
+    row = trees.open(key, 2, [(1, np.array([5, 6, 7, 8], np.int32).tobytes())])
     row.extend([5, 6])
     row.draft(max_tokens=8)  # [7, 8]
 """
@@ -25,41 +24,29 @@ from weakref import WeakSet
 import numpy as np
 import numpy.typing as npt
 
+from nemo_specrl.drafting.chances import CHANCES, MATCHES, MIN_PROBABILITY, SHARES, VOTES
 from nemo_specrl.errors import IncompatibleVersion
 
 try:
-    from nemo_specrl.speculation import _suffix
+    from nemo_specrl.drafting import _suffix
 except ImportError as error:
     raise IncompatibleVersion(
-        f"the compiled part of nemo_specrl, which trees need, is missing ({error}); install a "
-        "wheel (pip wheel --no-deps .), or set spec_rl.tree.enabled: false"
+        f"the compiled part of nemo_specrl, which drafts on a CPU need, is missing ({error}); "
+        "install a wheel (pip wheel --no-deps .)"
     ) from None
 
-__all__ = ["CHANCES", "MIN_PROBABILITY", "RESPONSES_KEPT", "DraftTrees", "TreeRow"]
+__all__ = ["RESPONSES_KEPT", "DraftTrees", "TreeRow"]
 
-MIN_PROBABILITY = 0.2
-"""A draft ends where its estimated chance of being accepted up to there falls below this."""
 RESPONSES_KEPT = 2
 """If memory is short, a tree with more than this many times the responses that the cache has for
 its prompt is rebuilt from those."""
 
 
-def _chances() -> npt.NDArray[np.float32]:
-    """The chance of each cell: a token's share of the weights, reduced if there is little evidence.
-
-    Axes: share of the weights, length of the match, number of earlier responses that agree.
-    """
-    share = np.array([0.2, 0.4, 0.6, 0.78, 0.9, 0.97, 1.0])[:, None, None]
-    match = np.array([1.0, 2.5, 5.5, 12.0, 24.0, 48.0])[:, None]
-    votes = np.array([1.0, 2.5, 5.5, 12.0])
-    evidence = votes + match / 4
-    chances = share * evidence / (evidence + 0.5)
-    assert chances.shape == (_suffix.SHARES, _suffix.MATCHES, _suffix.VOTES)
-    return np.ravel(chances).astype(np.float32)
-
-
-CHANCES = _chances()
-"""Estimated chances of acceptance, by the evidence for a token (``cell_of`` in ``_suffix.c``)."""
+assert (
+    len(SHARES) + 1,
+    len(MATCHES) + 1,
+    len(VOTES) + 1,
+) == (_suffix.SHARES, _suffix.MATCHES, _suffix.VOTES)
 
 
 class PromptTree:
@@ -149,8 +136,7 @@ class DraftTrees:
 
         Args:
             key: key of the prompt.
-            identity: identity of the row's response
-                (:func:`~nemo_specrl.speculation.draft_selection.response_id`).
+            identity: identity of the row's response.
             history: earlier responses as identity and int32 tokens, oldest first; those already in
                 the tree are skipped.
         """

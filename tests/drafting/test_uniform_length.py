@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from nemo_specrl.engine.vllm.model_costs import costs_of
-from nemo_specrl.speculation.uniform_length import (
+from nemo_specrl.drafting.uniform_length import (
     GPUS,
     LEAST_GAIN,
     LENGTHS,
     UniformLengths,
     expected_tokens,
 )
+from nemo_specrl.engine.step_costs import costs_of
 from tests.conftest import REPOSITORY
 
 QWEN3_8B = SimpleNamespace(
@@ -108,13 +108,6 @@ def test_a_state_is_written_for_each_drafted_token():
     without = costs_of(SimpleNamespace(**changed), GPUS["H100"], 1, 2, 2)
     written = costs.seconds(64, 3, 2000) - without.seconds(64, 3, 2000)
     assert written == pytest.approx(64 * (1 + 4) * 48e6 / (0.75 * 3.35e12), rel=0.01)
-
-
-def test_layers_of_one_kind_are_counted_by_their_names_as_without():
-    named = SimpleNamespace(
-        **vars(QWEN3_8B), layer_types=["sliding_attention", "full_attention"] * 18
-    )
-    assert costs_of(named, GPUS["H100"], ranks=1, weight_bytes=2, kv_bytes=2) == COSTS
 
 
 def test_tensor_parallel_ranks_share_the_work():

@@ -183,10 +183,6 @@ class UniformLengths:
         self._counts /= 2
         self._counted /= 2
 
-    def forget(self) -> None:
-        """Forget all observations."""
-        self._counts[:] = self._counted = 0.0
-
     def chances(self) -> Floats:
         """Chance for each position that a draft token is accepted if those before it are."""
         longest = len(self._counts) - 1
@@ -214,3 +210,11 @@ class UniformLengths:
         gains[rows * lengths > self._max_drafted] = 0
         best = np.array(self._lengths)[gains.argmax(1)]
         return [0, *best.tolist()]
+
+    def probing(self, table: Sequence[int]) -> list[int]:
+        """A table with the shortest draft in place of none, where there is memory for it."""
+        least = next(length for length in self._lengths if length)
+        return [
+            length or (least if 0 < rows * least <= self._max_drafted else 0)
+            for rows, length in enumerate(table)
+        ]

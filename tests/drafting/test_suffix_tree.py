@@ -9,14 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_specrl.speculation import _suffix
-from nemo_specrl.speculation._suffix import SuffixIndex
-from nemo_specrl.speculation.draft_selection import response_id
-from nemo_specrl.speculation.suffix_tree import CHANCES, RESPONSES_KEPT, DraftTrees
+from nemo_specrl.drafting import _suffix
+from nemo_specrl.drafting._suffix import SuffixIndex
+from nemo_specrl.drafting.chances import CHANCES, SHARES
+from nemo_specrl.drafting.suffix_tree import RESPONSES_KEPT, DraftTrees
 
 ORDERS = (16, 8, 4, 2, 1)
 MAX_MATCH, MAX_POSITIONS, MAX_CHAIN = 48, 32, 96
-SHARES = (0.3, 0.5, 0.7, 0.85, 0.95, 0.995)
 SURE = np.ones(len(CHANCES), np.float32)
 MIN_CONTEXT, OWN_WEIGHT = 2, 16
 START = -1
@@ -79,7 +78,7 @@ class Reference:
                 for token, ns in votes.items()
             }
             best = max(weights, key=weights.get)  # of equals the first
-            share = bisect.bisect_right(SHARES, weights[best] / sum(weights.values()))
+            share = bisect.bisect_right(SHARES, 1000 * weights[best] / sum(weights.values()))
             match = (
                 min((max(n for n, _ in votes[best]) + len(tokens)).bit_length(), _suffix.MATCHES)
                 - 1
@@ -181,17 +180,14 @@ def test_what_an_index_cannot_do_is_an_error_and_changes_nothing(call, error):
 KEY, OTHER = b"k" * 16, b"o" * 16
 
 
-def history(*responses, version=0):
-    return [
-        (response_id(i, version), array("i", tokens).tobytes())
-        for i, tokens in enumerate(responses)
-    ]
+def history(*responses, first=1):
+    return [(first + i, array("i", tokens).tobytes()) for i, tokens in enumerate(responses)]
 
 
 def test_a_row_drafts_from_the_history_of_its_prompt_alone():
     trees = DraftTrees(2**20)
-    row = trees.open(KEY, response_id(0, 1), history([5, 6, 7, 8], [5, 6, 7, 9]))
-    other = trees.open(OTHER, response_id(0, 1), [])
+    row = trees.open(KEY, 100, history([5, 6, 7, 8], [5, 6, 7, 9]))
+    other = trees.open(OTHER, 100, [])
     assert row.draft(3) == [5, 6, 7]
     assert other.draft(3) == []
     assert row.draft(0) == []
@@ -199,7 +195,7 @@ def test_a_row_drafts_from_the_history_of_its_prompt_alone():
 
 def test_a_row_drafts_from_its_siblings_while_they_run():
     trees = DraftTrees(2**20)
-    first, second = (trees.open(KEY, response_id(i, 1), []) for i in range(2))
+    first, second = (trees.open(KEY, 100 + i, []) for i in range(2))
     first.extend([3, 4, 5, 6])
     assert second.draft(2) == [3, 4]
     second.extend([3, 4])
@@ -209,12 +205,12 @@ def test_a_row_drafts_from_its_siblings_while_they_run():
 
 def test_a_response_is_indexed_once_whether_it_was_watched_or_comes_from_the_cache():
     trees = DraftTrees(2**20)
-    row = trees.open(KEY, response_id(0, 0), [])
+    row = trees.open(KEY, 1, [])
     row.extend([1, 2, 3])
     before = trees.nbytes
     index = trees._trees[KEY].index
-    trees.open(KEY, response_id(0, 1), history([1, 2, 3]))
-    trees.open(KEY, response_id(1, 1), history([1, 2, 3]))
+    trees.open(KEY, 100, history([1, 2, 3]))
+    trees.open(KEY, 101, history([1, 2, 3]))
     assert index.tokens == 3
     assert trees.nbytes == before
 
@@ -229,7 +225,7 @@ def test_the_trees_unused_for_longest_are_dropped():
     keys = [bytes([i]) * 16 for i in range(40)]
     for key in keys:
         tokens = rng.integers(0, 1000, 500).astype(np.int32)
-        row = trees.open(key, response_id(0, 1), [(0, tokens.tobytes())])
+        row = trees.open(key, 100, [(0, tokens.tobytes())])
         row.extend(tokens[:4].tolist())
         assert row.draft(8) == tokens[4:12].tolist()
         assert trees.nbytes == measured(trees) <= 200_000
@@ -238,40 +234,20 @@ def test_the_trees_unused_for_longest_are_dropped():
     assert kept == keys[-len(kept) :]
 
 
-def test_the_bound_holds_while_the_rows_of_one_call_grow():
-    trees = DraftTrees(400_000)
-    rng = np.random.default_rng(2)
-    rows = [trees.open(bytes([i]) * 16, response_id(0, 1), []) for i in range(20)]
-    texts = [rng.integers(0, 1000, 2000).astype(np.int32).tolist() for _ in rows]
-    for at in range(0, 2000, 10):
-        for row, text in zip(rows, texts, strict=True):
-            row.extend(text[at : at + 10])
-            assert trees.nbytes == measured(trees) <= 400_000
-    left = len(trees)
-    assert 0 < left < 20
-    assert all(row.length == 2000 and len(row.draft(4)) <= 4 for row in rows)
-    # Those that had to go draft nothing; the others still have all of their text.
-    for row, text in zip(rows, texts, strict=True):
-        row.extend(text[:5])
-    drafting = [row.draft(4) == text[5:9] for row, text in zip(rows, texts, strict=True)]
-    assert sum(drafting) == left
-    assert all(row.draft(4) == [] for row, drafts in zip(rows, drafting, strict=True) if not drafts)
-
-
 def test_trees_without_rows_go_before_those_that_rows_draft_from():
     trees = DraftTrees(200_000)
     rng = np.random.default_rng(3)
     tokens = rng.integers(0, 1000, 500).astype(np.int32)
-    row = trees.open(KEY, response_id(0, 1), [(0, tokens.tobytes())])
+    row = trees.open(KEY, 100, [(0, tokens.tobytes())])
     for i in range(40):
         other = rng.integers(0, 1000, 500).astype(np.int32)
-        trees.open(bytes([i]) * 16, response_id(0, 1), [(0, other.tobytes())])
+        trees.open(bytes([i]) * 16, 100, [(0, other.tobytes())])
     row.extend(tokens[:4].tolist())
     assert row.draft(8) == tokens[4:12].tolist()
     del row
     for i in range(40):
         other = rng.integers(0, 1000, 500).astype(np.int32)
-        trees.open(bytes([i, 1]) * 8, response_id(0, 1), [(0, other.tobytes())])
+        trees.open(bytes([i, 1]) * 8, 100, [(0, other.tobytes())])
     assert KEY not in trees._trees
     assert trees.nbytes == measured(trees) <= 200_000
 
@@ -287,7 +263,7 @@ def test_older_responses_are_kept_while_there_is_room(short):
     row = None
     for version in range(20):
         del row  # as when its response has ended
-        row = trees.open(KEY, response_id(0, version), history([1, 2], version=version - 1))
+        row = trees.open(KEY, version + 1, history([1, 2], first=version))
         row.extend([1, 2])
     responses = len(trees._trees[KEY].responses)
     assert responses <= RESPONSES_KEPT + 2 if short else responses == 21

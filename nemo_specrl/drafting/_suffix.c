@@ -437,7 +437,7 @@ static PyType_Slot index_slots[] = {
 };
 
 static PyType_Spec index_spec = {
-    "nemo_specrl.speculation._suffix.SuffixIndex",
+    "nemo_specrl.drafting._suffix.SuffixIndex",
     sizeof(SuffixIndex),
     0,
     Py_TPFLAGS_DEFAULT,
