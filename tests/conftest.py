@@ -1,4 +1,4 @@
-"""What the tests share: the repository's folder, a tiny model, an engine, an in-memory cache."""
+"""What the tests share: the repository's folder, a tiny model, an engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import hypothesis.configuration
 import pytest
 
-from nemo_specrl.engine.vllm.environment import local_cpu_environment
+from nemo_specrl.engine.environment import local_cpu_environment
 
 REPOSITORY = Path(__file__).parent.parent
 SHIPPED_MODEL = REPOSITORY / "examples" / "models" / "qwen3-arith"
@@ -52,28 +52,6 @@ def pytest_collection_modifyitems(items):
     order.sort(key=lambda path: (-limits[path], -sizes[path]))
     place = {path: i for i, path in enumerate(order)}
     items.sort(key=lambda item: place[item.path])
-
-
-class DictCache:
-    """A cache in a dictionary that counts calls. The real store has its own tests."""
-
-    def __init__(self, rollouts=()):
-        self.rollouts = {}
-        self.gets = self.puts = 0
-        self.put(rollouts)
-        self.puts = 0
-
-    def get(self, keys):
-        self.gets += 1
-        return {key: list(self.rollouts[key].values()) for key in keys if key in self.rollouts}
-
-    def put(self, rollouts):
-        self.puts += 1
-        for rollout in rollouts:
-            self.rollouts.setdefault(rollout.key, {})[rollout.sample_index] = rollout
-
-    def all(self):
-        return [r for rollouts in self.rollouts.values() for r in rollouts.values()]
 
 
 @pytest.fixture(scope="session")
@@ -141,7 +119,7 @@ def make_engine(model, **arguments):
         "enforce_eager": True,
         "seed": 0,
         "disable_log_stats": True,
-        "worker_extension_cls": "nemo_specrl.engine.vllm.refit.RefitExtension",
+        "worker_extension_cls": "nemo_specrl.engine.refit.RefitExtension",
     }
     return LLM(str(model), **usual | arguments)
 

@@ -289,39 +289,8 @@ def graphs() -> dict[str, Any]:
     return {"steps": steps, "mixed": sorted(mixed)}
 
 
-def workers() -> dict[str, Any]:
-    """What a registry of generation workers in NeMo-RL answers to three extensions."""
-    from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
-    from nemo_rl.models.generation.vllm import utils, vllm_generation
-
-    from nemo_specrl.nemo_rl import compat
-    from nemo_specrl.nemo_rl.generation import SpecVllmGeneration
-
-    classes = SpecVllmGeneration.worker_classes
-    utils.register_generation_workers("spec_rl", lambda c: "spec_rl" in c, classes)
-    utils.register_generation_workers(
-        "sync alone", lambda c: "sync" in c, {compat.STOCK_WORKER: "my.Worker"}
-    )
-    resolve = vllm_generation.resolve_generation_worker_cls
-    refused = []
-    for config in ({"spec_rl": {}, "quant_cfg": "NVFP4"}, {"sync": True}):
-        try:
-            resolve(compat.STOCK_ASYNC_WORKER, config)
-        except ValueError as error:
-            refused.append(str(error))
-    stock = compat.STOCK_ASYNC_WORKER
-    ours = resolve(stock, {"spec_rl": {}})
-    return {
-        "stock": resolve(stock, {"quant_cfg": None}) == stock,
-        "quantized": resolve(stock, {"quant_cfg": "NVFP4"}),
-        "ours": ours == classes[stock],
-        "environment": ACTOR_ENVIRONMENT_REGISTRY[ours] == ACTOR_ENVIRONMENT_REGISTRY[stock],
-        "refused": refused,
-    }
-
-
 if __name__ == "__main__":
     _job, *_arguments = sys.argv[1:]
     _found = globals()[_job](*_arguments)
-    _package = sys.modules["nemo_rl" if _job == "workers" else "vllm"]
+    _package = sys.modules["vllm"]
     print(json.dumps({**_found, "package": _package.__file__}))

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 
-from nemo_specrl.engine.drafters.v2 import kernels
+from nemo_specrl.drafting import kernels
 
 
 def specialization(kernel, args):

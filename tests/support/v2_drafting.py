@@ -3,8 +3,9 @@
 import numpy as np
 import torch
 
-from nemo_specrl.engine.drafters.v2.index import DeviceIndex
-from nemo_specrl.speculation.suffix_tree import CHANCES, DraftTrees
+from nemo_specrl.drafting.chances import CHANCES
+from nemo_specrl.drafting.device_index import DeviceIndex
+from nemo_specrl.drafting.suffix_tree import DraftTrees
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 """Where the index is; vLLM's arrays are there, too."""
@@ -23,7 +24,7 @@ class Rows:
         self.totals = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
         self.last = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
         self.responses = {}
-        self.start, self.rejected = 3, 0
+        self.start = 3
 
     def open(self, row, key=b"a", history=(), identity=None, brought=(), **options):
         identity = 1000 + row if identity is None else identity
@@ -43,10 +44,7 @@ class Rows:
             self.last[row] = response[-1]
         batch = np.array(list(new), np.int32)
         bounds = np.array([self.start + len(self.responses[row]) + 2 for row in new])
-        yielded = [len(tokens) for tokens in new.values()]
-        sampled = torch.tensor(yielded, dtype=torch.int32, device=DEVICE)
-        rejected = torch.full_like(sampled, self.rejected)
-        arrays = (self.tokens, self.totals, sampled, rejected, self.last)
+        arrays = (self.tokens, self.totals, self.last)
         return self.index.draft(torch.from_numpy(batch).to(DEVICE), batch, bounds, *arrays).cpu()
 
 

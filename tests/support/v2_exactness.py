@@ -1,38 +1,130 @@
-"""What the tests of drafts in the V2 runner share: whether samples have the policy's distribution.
+"""What the tests of drafts in the V2 runner share: engines, and whether samples have the policy's
+distribution.
 
 A sampler that is bent, which accepts each draft token that was to be rejected, is the control: a
 test that could not tell would pass with it, too.
 """
 
 import contextlib
+import functools
 import itertools
 
 import numpy as np
 import torch
 from scipy import stats
 
-from tests.support.engines import PROMPT, VOCABULARY
+from nemo_specrl import Finish, Rollout, prompt_key
+from nemo_specrl.engine.counts import counts
+from nemo_specrl.engine.options import engine_options
+from nemo_specrl.monitoring import names as metric
+from tests.conftest import make_engine
 
+VOCABULARY = 32
+"""Of the random model."""
+PROMPT = [1, 4, 5, 13, 6, 7, 15, 18]
 CELLS = 8
 BENT_SEEN = 1e-6
 """A test with the bent sampler has to have a p-value below it."""
+STORE = "0" * 32
+"""Name of the store: these engines have no tokenizer by which it would be named."""
+
+
+def drafting(cache_dir, tokens, **draft):
+    """Arguments of an engine whose look-ups are never late, with drafts of so many tokens."""
+    return engine_options(
+        cache_dir=cache_dir,
+        vocabulary=STORE,
+        deadline_ms=60_000,
+        max_tokens=tokens,
+        max_bytes=8 << 20,
+        **{"adaptive": False, **draft},
+    )
+
+
+def make_llm(folder, scheduling, **options):
+    """A plain ``vllm.LLM`` on the V2 runner, in this process.
+
+    Args:
+        folder: of the model.
+        scheduling: "sync" or "async".
+        options: further arguments; those of :func:`drafting` make it draft.
+    """
+    made = make_engine(
+        folder,
+        **{
+            "max_model_len": 96,
+            "max_num_seqs": 64,
+            "enforce_eager": not torch.cuda.is_available(),
+            "skip_tokenizer_init": True,
+            "max_logprobs": VOCABULARY,
+            "async_scheduling": scheduling == "async",
+            **options,
+        },
+    )
+    config = made.llm_engine.vllm_config
+    assert config.use_v2_model_runner
+    assert config.scheduler_config.async_scheduling == (scheduling == "async")
+    return made
+
+
+def runner_of(llm):
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+
+def put(store, prompt, responses):
+    """Keep responses to a prompt, before any of its requests has come."""
+    store.put(
+        [
+            Rollout(prompt_key(prompt), tokens, Finish.LENGTH, identity=1 + i)
+            for i, tokens in enumerate(responses)
+        ]
+    )
+
+
+def gained(now, before, drafted):
+    """Tokens of a verified draft and the one behind it, on average, between two counts.
+
+    Args:
+        now: counts of the engine.
+        before: its counts before.
+        drafted: tokens of a draft.
+    """
+    accepted, verified = (
+        now[name] - before[name] for name in (metric.ACCEPTED_TOKENS, metric.DRAFTED_TOKENS)
+    )
+    return 1 + drafted * accepted / max(1, verified)
+
+
+class Gained:
+    """What drafts of an engine have yielded since this was made: see :func:`gained`."""
+
+    def __init__(self, llm):
+        self._llm, self._before = llm, counts(llm)
+
+    def __call__(self):
+        drafter = self._llm.llm_engine.vllm_config.speculative_config
+        return gained(counts(self._llm), self._before, drafter.num_speculative_tokens)
+
+
+@functools.cache
+def _model(folder):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 def probabilities(folder, sequences, prompt=PROMPT):
     """The model's, of each token behind the prompt, float64 ``[sequences, tokens, vocabulary]``."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.inference_mode():
-        logits = model(torch.tensor([[*prompt, *tokens] for tokens in sequences])).logits
+        logits = _model(folder)(torch.tensor([[*prompt, *tokens] for tokens in sequences])).logits
     return torch.softmax(logits[:, len(prompt) - 1 : -1].double(), -1).numpy()
 
 
-def likeliest(folder, sign):
+def likeliest(folder, sign, prompt=PROMPT):
     """For each first token, the most (or the least) likely ones behind it: responses of 8."""
     responses = [[token] for token in range(VOCABULARY)]
     for _ in range(7):
-        p = probabilities(folder, [[*response, 0] for response in responses])[:, -1]
+        p = probabilities(folder, [[*response, 0] for response in responses], prompt)[:, -1]
         responses = [[*r, int((sign * q).argmax())] for r, q in zip(responses, p, strict=True)]
     return responses
 

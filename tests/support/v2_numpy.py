@@ -1,13 +1,13 @@
 """Stands for the kernels of V2 drafting where Triton's interpreter would take too long.
 
-The same launches on the same arrays, by the numpy reference; ``tests/engine/drafters/v2`` compares
+The same launches on the same arrays, by the numpy reference; ``tests/drafting`` compares
 the two bit for bit.
 """
 
 import numpy as np
 
-from nemo_specrl.engine.drafters.v2 import reference
-from nemo_specrl.engine.drafters.v2.kernels import SCATTERED
+from nemo_specrl.drafting import reference
+from nemo_specrl.drafting.kernels import SCATTERED
 
 __all__ = ["SCATTERED", "append", "search", "update", "vote"]
 
@@ -33,8 +33,7 @@ def update(pool, state, pages, contents, places, values, num_pages, num_values):
 
 @Launch
 def append(
-    pool, rows, row_pages, contexts, batch_rows, tokens, totals, sampled, rejected, stride,
-    pages_of_row,
+    pool, rows, row_pages, contexts, batch_rows, tokens, totals, stride, pages_of_row,
 ):  # fmt: skip
     for b, row in enumerate(batch_rows):
         slot, _, start, known, most = rows[row, :5]
@@ -53,10 +52,6 @@ def append(
         there = (page >= 0) & (cells // pool.shape[1] < pages_of_row)
         pool[page[there], cells[there] % pool.shape[1]] = response[known:end][there]
         rows[row, 3:5] = end, most
-        kept = max(0, sampled[b] - (len(response) - end))
-        if end > known and kept and rows[row, 9]:
-            drafted = sampled[b] - 1 + rejected[b]
-            rows[row, 10:] += np.array([1, kept, drafted, min(kept, sampled[b] - 1)], np.int32)
 
 
 @Launch

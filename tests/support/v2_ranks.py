@@ -5,6 +5,8 @@ Prints how many pages, prompts and listed pages its index may have::
     python -m tests.support.v2_ranks RANK FILE
 """
 
+import math
+import os
 import subprocess
 import sys
 
@@ -39,10 +41,11 @@ def main(rank, file):
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
 
-    from nemo_specrl.engine.drafters.v2.index import DeviceIndex
-    from nemo_specrl.engine.vllm.compat import least_of_ranks
-    from nemo_specrl.speculation.suffix_tree import CHANCES
+    from nemo_specrl.drafting.chances import CHANCES
+    from nemo_specrl.drafting.device_index import DeviceIndex
+    from nemo_specrl.engine.speculator import least_of_ranks
 
+    os.environ["VLLM_DIST_IDENT"] = "ranks"  # as vLLM's executor sets it
     with set_current_vllm_config(VllmConfig()):
         parallel_state.init_distributed_environment(RANKS, rank, f"file://{file}", rank, "gloo")
         parallel_state.initialize_model_parallel(RANKS)
@@ -50,7 +53,7 @@ def main(rank, file):
         empty = torch.empty
 
         def limited(*sizes, **options):
-            if sizes[0] * sizes[1] > ALLOWED:
+            if math.prod(sizes) > ALLOWED:
                 raise torch.OutOfMemoryError
             return empty(*sizes, **options)
 

@@ -12,7 +12,7 @@ if os.environ.get("NEMO_SPECRL_TEST_V2") and "--multiprocessing-fork" in sys.ori
 
     if v2_cpu.READY:
         # The kernels of drafting would take minutes; test_kernels has their like equal to them.
-        from nemo_specrl.engine.drafters.v2 import arrays
+        from nemo_specrl.drafting import device_arrays
         from tests.support import v2_numpy
 
-        arrays.kernels = v2_numpy
+        device_arrays.kernels = v2_numpy

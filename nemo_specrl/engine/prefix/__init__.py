@@ -1,1 +1,0 @@
-"""Reuse of a prefix: verification of a whole draft by one prefill with prompt log-probs."""

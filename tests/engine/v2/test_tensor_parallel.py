@@ -1,0 +1,64 @@
+"""Two tensor-parallel ranks of the V2 runner, each in its own process, draft the same tokens.
+
+vLLM does not compare the ranks' drafts: with different ones each rank would judge another
+continuation, and their parts of a row would no longer belong together.
+"""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from nemo_specrl.engine.counts import counts_async
+from nemo_specrl.monitoring import names as metric
+from tests.conftest import make_async_engine
+from tests.support.v2_exactness import PROMPT, drafting, probabilities
+from tests.support.v2_workers import note_drafts, noted_drafts
+
+from .test_async import sampling
+
+ROWS, LENGTH, EPOCHS = 4, 10, 2
+PROMPTS = [[*PROMPT[:-1], token] for token in (3, 4)]
+
+
+@pytest.mark.timeout(900)
+def test_both_ranks_draft_the_same(random_model, cache_dir, loop):
+    """Over two epochs, while rows of several prompts end in the same steps."""
+    llm = make_async_engine(
+        random_model,
+        loop,
+        max_model_len=96,
+        max_num_seqs=16,
+        tensor_parallel_size=2,
+        seed=0,
+        async_scheduling=True,
+        **drafting(cache_dir, 4),
+    )
+
+    async def row(name, prompt):
+        stream = llm.generate({"prompt_token_ids": prompt}, sampling(LENGTH), name)
+        return [output async for output in stream][-1].outputs[0]
+
+    async def epoch(number):
+        names = [(f"{number}-{i}", prompt) for prompt in PROMPTS for i in range(ROWS)]
+        return await asyncio.gather(*(row(name + str(p), p) for name, p in names))
+
+    try:
+        assert llm.vllm_config.use_v2_model_runner
+        loop.run_until_complete(llm.collective_rpc(note_drafts))
+        for number in range(EPOCHS):
+            completions = loop.run_until_complete(epoch(number))
+            for i, prompt in enumerate(PROMPTS):
+                rows = completions[i * ROWS : (i + 1) * ROWS]
+                samples = np.array([row.token_ids for row in rows])
+                p = probabilities(random_model, samples.tolist(), prompt)
+                own = np.log(np.take_along_axis(p, samples[:, :, None], -1))[:, :, 0]
+                for completion, logprobs in zip(rows, own, strict=True):
+                    entries = zip(completion.logprobs, completion.token_ids, strict=True)
+                    assert [e[t].logprob for e, t in entries] == pytest.approx(logprobs, abs=2e-4)
+        assert loop.run_until_complete(counts_async(llm))[metric.ACCEPTED_TOKENS] > 0
+        first, second = loop.run_until_complete(llm.collective_rpc(noted_drafts))
+        assert len(first) > LENGTH
+        assert first == second
+    finally:
+        llm.shutdown()
