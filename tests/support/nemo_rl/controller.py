@@ -19,18 +19,16 @@ from nemo_rl.algorithms import utils
 from nemo_rl.algorithms.single_controller_utils import setup
 from nemo_rl.distributed import virtual_cluster
 from nemo_rl.environments import nemo_gym
-from nemo_rl.models.generation.vllm import VllmGeneration
 
 from nemo_specrl.nemo_rl.compat import rebind
 from tests.support.nemo_rl.agent import CHAT_TEMPLATE, spin_up
-from tests.support.nemo_rl.cpu import CpuGeneration
 from tests.support.nemo_rl.models import small_plane_policy
 
 PROMPTS, QUESTIONS = 4, 2
 
 
 def run_script(
-    arguments: list[str], tokenizer: Any, start_ray: Callable[[], None], problems: Any, sums: Any
+    arguments: list[str], tokenizer: Any, start_ray: Callable[[], None], classes: tuple[Any, ...]
 ) -> None:
     """Run the script with ``arguments``.
 
@@ -38,9 +36,10 @@ def run_script(
         arguments: of its command line.
         tokenizer: of the task.
         start_ray: starts Ray.
-        problems: class of the data sets (``job.Problems``).
-        sums: class of the environment's actor (``job.Sums``).
+        classes: those of data sets, of the environment's actor and of the generation
+            (``job.Problems``, ``job.Sums``, ``CpuGeneration``).
     """
+    problems, sums, generation = classes
 
     def data(tokenizer: Any, data_config: Any, env_configs: Any) -> Any:
         if env_configs is None:  # with NeMo-Gym, whose agent is started later
@@ -63,7 +62,7 @@ def run_script(
     utils.get_tokenizer = lambda *args, **kwargs: tokenizer
     virtual_cluster.init_ray = start_ray
     setup.setup_response_data, setup.TQPolicy = data, policy
-    rebind("VllmGeneration", VllmGeneration, CpuGeneration)
+    rebind("VllmGeneration", setup.VllmGeneration, generation)
     script = Path(os.environ["NEMO_RL_HOME"]) / "examples" / "run_grpo_single_controller.py"
     sys.argv = [str(script), *arguments]
     runpy.run_path(str(script), run_name="__main__")

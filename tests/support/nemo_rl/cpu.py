@@ -6,11 +6,11 @@ function below replaces one such part, in tests only.
 
 from __future__ import annotations
 
+import json
 import os
-from typing import Any, ClassVar
-
-if os.environ.get("NEMO_SPECRL_TEST_V2"):
-    from tests.support import v2_cpu
+import sys
+from pathlib import Path
+from typing import Any
 
 import ray
 import torch
@@ -19,33 +19,15 @@ if not torch.cuda.is_available():  # NVTX raises on CPU builds
     torch.cuda.nvtx.range_push = lambda *a, **k: 0
     torch.cuda.nvtx.range_pop = lambda *a, **k: 0
 
+from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
+from nemo_rl.models.generation.vllm import vllm_generation
 from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtension
+from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 
-from nemo_specrl.engine.vllm.environment import local_cpu_environment
-from nemo_specrl.nemo_rl.async_worker import ASYNC_OPTIONS, SpecVllmAsyncGenerationWorkerImpl
-from nemo_specrl.nemo_rl.compat import (
-    STOCK_ASYNC_WORKER,
-    STOCK_QUANT_ASYNC_WORKER,
-    STOCK_QUANT_WORKER,
-    STOCK_WORKER,
-    substituted_workers,
-)
-from nemo_specrl.nemo_rl.context import current_run
-from nemo_specrl.nemo_rl.generation import SpecVllmGeneration
-from nemo_specrl.nemo_rl.sync_worker import SpecVllmGenerationWorkerImpl
-from tests.support.nemo_rl import counting
+from tests.support.nemo_rl.recording import METRICS
 
-counting.install()
-if os.environ.get("NEMO_SPECRL_TEST_V2") and v2_cpu.READY:
-    # The kernels of drafting would take minutes; test_kernels checks that these are equal to them.
-    from nemo_specrl.engine.drafters.v2 import arrays
-    from tests.support import v2_numpy
-
-    arrays.kernels = v2_numpy
-
-_QUANTIZED = "tests.support.nemo_rl.quantized"
 WEIGHTS = "NEMO_SPECRL_TEST_WEIGHTS"
 """File through which the policy's weights reach the engines, instead of CUDA's IPC."""
 
@@ -71,7 +53,6 @@ class OnCpu:
     """Changes that both workers need; a base class before NeMo-RL's."""
 
     def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
-        local_cpu_environment()  # by the process: in vLLM 0.20 it depends on it
         # Packed weights cannot be loaded in place.
         import vllm.model_executor.layers.utils as utils
 
@@ -82,8 +63,6 @@ class OnCpu:
             "enable_sleep_mode": False,
             "worker_extension_cls": f"{__name__}.CpuExtension",
         }
-        if "worker_cls" in llm_kwargs:  # that of fake quantization
-            llm_kwargs["worker_cls"] = f"{_QUANTIZED}.CpuFakeQuantWorker"
         super()._create_engine(llm_kwargs)
 
     def post_init(self) -> None:
@@ -135,60 +114,52 @@ class AsyncOnCpu(OnCpu):
     update_weights_from_collective_async = update_weights_via_ipc_zmq_async
 
 
-class StockAsyncWorkerImpl(AsyncOnCpu, VllmAsyncGenerationWorkerImpl):
+class WorkerImpl(OnCpu, VllmGenerationWorkerImpl):
     pass
 
 
-class SpecAsyncWorkerImpl(SpecVllmAsyncGenerationWorkerImpl, StockAsyncWorkerImpl):
-    pass
-
-
-class StockWorkerImpl(OnCpu, VllmGenerationWorkerImpl):
-    pass
-
-
-class SpecWorkerImpl(SpecVllmGenerationWorkerImpl, StockWorkerImpl):
-    """The plug-in's methods come first, then those for the CPU, then NeMo-RL's."""
-
-
-@ray.remote
-class StockWorker(StockWorkerImpl):
+class AsyncWorkerImpl(AsyncOnCpu, VllmAsyncGenerationWorkerImpl):
     pass
 
 
 @ray.remote
-class SpecWorker(SpecWorkerImpl):
+class Worker(WorkerImpl):
     pass
 
 
 @ray.remote
-class StockAsyncWorker(StockAsyncWorkerImpl):
+class AsyncWorker(AsyncWorkerImpl):
     pass
 
 
-@ray.remote(**ASYNC_OPTIONS)
-class SpecAsyncWorker(SpecAsyncWorkerImpl):
-    pass
-
-
-class CpuGeneration(SpecVllmGeneration):
-    worker_classes: ClassVar = {
-        STOCK_WORKER: f"{__name__}.SpecWorker",
-        STOCK_ASYNC_WORKER: f"{__name__}.SpecAsyncWorker",
-        STOCK_QUANT_WORKER: f"{_QUANTIZED}.SpecQuantWorker",
-        STOCK_QUANT_ASYNC_WORKER: f"{_QUANTIZED}.SpecQuantAsyncWorker",
-    }
-    stock_classes: ClassVar = {
-        STOCK_WORKER: f"{__name__}.StockWorker",
-        STOCK_ASYNC_WORKER: f"{__name__}.StockAsyncWorker",
-    }
+class GenerationOnCpu:
+    """Gives NeMo-RL's generation the workers above; a base class before it, or the plug-in's."""
 
     def __init__(self, cluster: Any, config: Any, **kwargs: Any) -> None:
-        if current_run() is not None:
+        original = vllm_generation.resolve_generation_worker_cls
+        kind = "AsyncWorker" if config["vllm_cfg"]["async_engine"] else "Worker"
+        ACTOR_ENVIRONMENT_REGISTRY[f"{__name__}.{kind}"] = sys.executable
+        vllm_generation.resolve_generation_worker_cls = lambda *_: f"{__name__}.{kind}"
+        try:
             super().__init__(cluster, config, **kwargs)
-            return
-        with substituted_workers(self.stock_classes, config):
-            super().__init__(cluster, config, **kwargs)
+        finally:
+            vllm_generation.resolve_generation_worker_cls = original
 
     def prepare_refit_info(self, state_dict_info: Any) -> None:
         pass
+
+    def shutdown(self) -> bool:
+        """Write vLLM's counters of the whole job first, since some trainers log none of them.
+
+        After a failure, ``__del__`` calls this when Ray has ended: NeMo-RL's own would wait for it.
+        """
+        if not ray.is_initialized():
+            return True
+        if hasattr(self, "worker_group"):
+            counters = {str(name): n for name, n in self._get_raw_spec_counters().items()}
+            Path(os.environ[METRICS]).with_name("counters.json").write_text(json.dumps(counters))
+        return super().shutdown()
+
+
+class StockGeneration(GenerationOnCpu, VllmGeneration):
+    """Without the plug-in's part of the driver."""

@@ -1,24 +1,21 @@
 """A NeMo-RL job on a CPU: the real ``setup`` and trainer, two vLLM engines, a small policy.
 
-    python -m tests.support.nemo_rl.job OUT grpo|ppo|distillation|controller [KEY=VALUE ...]
+    python -m tests.support.nemo_rl.job OUT grpo|ppo|controller [KEY=VALUE ...]
+    python -m nemo_specrl run tests/support/nemo_rl/job.py OUT grpo|ppo|controller [KEY=VALUE ...]
 
-Parts that need a GPU are replaced: the workers of policy and value model (``models.py``), the
-transport of weights (through a file) and details of the vLLM workers (``cpu.py``). The job writes
-OUT/metrics.jsonl, one line for each call of NeMo-RL's logger; OUT/rows.jsonl, one for each
-``generate`` call; and OUT/counts.jsonl (``counting.py``). The teacher of distillation is the larger
-model of the same task. The single controller's GRPO is run by NeMo-RL's own script
-(``controller.py``), without OUT/rows.jsonl.
+The first is stock NeMo-RL, whose recipe may have the plug-in's block for vLLM; the second has the
+plug-in's part of the driver, too. Parts that need a GPU are replaced: the workers of policy and
+value model (``models.py``), the transport of weights (through a file) and details of the vLLM
+workers (``cpu.py``). The job writes OUT/metrics.jsonl, one line for each call of NeMo-RL's logger,
+and OUT/rows.jsonl, one for each ``generate`` call. The single controller's GRPO is run by NeMo-RL's
+own script (``controller.py``), without OUT/rows.jsonl.
 
 Ray's files are in the folder that NEMO_SPECRL_TEST_RAY names. If Ray does not start, the job exits
 with os.EX_TEMPFAIL, before it has written anything.
 
-Keys in addition to NeMo-RL's: ``++env.prompts``, the number of prompts; ``++env.turns``, the number
-of turns in a conversation that does a sum step by step; ``++env.questions``, the number of
-questions that an agent asks over HTTP, one after the other, and ``++env.judged=true``, with which
-it has the policy itself judge the first answer; ``++env.scored=true``, with which NeMo-RL's reward
-model environment gives the rewards; ``++env.recorded=false``, which leaves out OUT/rows.jsonl,
-because it takes time; ``++env.killed_in_step``, the step after whose rollouts the job and
-everything that it started are killed.
+Keys in addition to NeMo-RL's: ``++env.prompts``, the number of prompts; ``++env.questions``, the
+number of questions that an agent asks over HTTP, one after the other; ``++env.killed_in_step``, the
+step after whose rollouts the job and everything that it started are killed.
 """
 
 from __future__ import annotations
@@ -26,7 +23,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import re
 import signal
 import sys
 from pathlib import Path
@@ -38,7 +34,6 @@ os.environ.update(
     NEMO_RL_PY_EXECUTABLES_SYSTEM="1",
     NRL_DISABLE_NUMA_BINDING="1",
     NRL_LOG_LEVEL="WARNING",
-    NRL_SKIP_DISTILLATION_TOKENIZER_CHECK="true",  # the job's tokenizer is not a folder's
     VLLM_CPU_KVCACHE_SPACE="1",
     VLLM_CPU_OMP_THREADS_BIND="nobind",
     VLLM_LOGGING_LEVEL="WARNING",
@@ -48,19 +43,12 @@ os.environ.update(
     RAY_USAGE_STATS_ENABLED="0",
     RAY_worker_niceness="0",  # Ray's own is 15: on a busy machine its workers would hardly run
     NEMO_SPECRL_TEST_WEIGHTS=str(OUT / "weights.safetensors"),
-    NEMO_SPECRL_TEST_COUNTS=str(OUT / "counts.jsonl"),
     NEMO_SPECRL_TEST_METRICS=str(OUT / "metrics.jsonl"),
 )
 
 import ray  # noqa: E402
 import torch  # noqa: E402
-
-from nemo_specrl.nemo_rl.compat import rebind  # noqa: E402
-from nemo_specrl.nemo_rl.install import install  # noqa: E402
-
-install()
-
-from nemo_rl.algorithms import distillation, grpo, grpo_sync, ppo  # noqa: E402
+from nemo_rl.algorithms import grpo, grpo_sync, ppo  # noqa: E402
 from nemo_rl.distributed.ray_actor_environment_registry import (  # noqa: E402
     ACTOR_ENVIRONMENT_REGISTRY,
 )
@@ -74,27 +62,27 @@ from nemo_rl.utils.config import (  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
 
-from nemo_specrl.nemo_rl.compat import get_option  # noqa: E402
+from nemo_specrl.nemo_rl.compat import option, rebind  # noqa: E402
 from nemo_specrl.trainer.data.toy_tasks import EOS, encode, problems  # noqa: E402
-from tests.support.nemo_rl import counting  # noqa: E402
-from tests.support.nemo_rl.cpu import CpuGeneration  # noqa: E402
 from tests.support.nemo_rl.models import (  # noqa: E402
     SmallPolicy,
-    SmallTeacher,
     SmallValue,
     small_plane_policy,
 )
 
+INSTALLED = "nemo_specrl.nemo_rl.install" in sys.modules
+if INSTALLED:
+    from tests.support.nemo_rl.cpu_plugin import PluginGeneration as CpuGeneration
+else:
+    from tests.support.nemo_rl.cpu import StockGeneration as CpuGeneration
+
 MODEL = Path("examples/models/qwen3-arith-small").absolute()
-TEACHER = MODEL.with_name("qwen3-arith")
 BLOCK = "grpo" if ALGORITHM == "controller" else ALGORITHM
-RECIPE = {
-    "controller": "grpo_math_1B_megatron_single_controller",
-    "distillation": "distillation_math",
-}.get(ALGORITHM, f"{ALGORITHM}_math_1B")
-if "++env.scored=true" in sys.argv:
-    RECIPE = "grpo_rm_1B"
+SINGLE_CONTROLLER = "grpo_math_1B_megatron_single_controller"
+RECIPE = SINGLE_CONTROLLER if ALGORITHM == "controller" else f"{ALGORITHM}_math_1B"
 ENGINES = 2
+RAY_STARTS = 8
+"""How many times Ray is started at most: it gives a node 30 s, too few on a busy machine."""
 OVERRIDES = [
     f"{BLOCK}.num_prompts_per_step=2",
     f"{BLOCK}.num_generations_per_prompt=4",
@@ -123,14 +111,9 @@ OVERRIDES = [
     "logger.wandb_enabled=false",
     "logger.tensorboard_enabled=false",
     "logger.monitor_gpus=false",
+    "loss_fn.reference_policy_kl_penalty=0.0",
+    f"++{BLOCK}.skip_reference_policy_logprobs_calculation=true",
 ]
-if ALGORITHM == "distillation":
-    OVERRIDES += [f"teacher.model_name={TEACHER}", "distillation.topk_logits_k=8"]
-else:
-    OVERRIDES += [
-        "loss_fn.reference_policy_kl_penalty=0.0",
-        f"++{BLOCK}.skip_reference_policy_logprobs_calculation=true",
-    ]
 
 
 class Problems(torch.utils.data.Dataset):
@@ -140,7 +123,7 @@ class Problems(torch.utils.data.Dataset):
         self, count: int, seed: int, tokenizer: Any, times: int = 1, env: Any = MappingProxyType({})
     ) -> None:
         self.items, self.tokenizer = problems("arithmetic", count, seed) * times, tokenizer
-        self.questions, self.judged = env.get("questions", 0), env.get("judged", False)
+        self.questions = env.get("questions", 0)
 
     def __len__(self) -> int:
         return len(self.items)
@@ -148,12 +131,12 @@ class Problems(torch.utils.data.Dataset):
     def __getitem__(self, i: int) -> dict[str, Any]:
         ids = torch.tensor(self.items[i].prompt)
         message = {"role": "user", "content": self.tokenizer.decode(ids), "token_ids": ids}
-        row: dict[str, Any] = {"problem": self.items[i], "turn": 1}
+        row: dict[str, Any] = {"problem": self.items[i]}
         if self.questions:
             from tests.support.nemo_rl.agent import row_of
 
             asked = [self.items[(i + n) % len(self)] for n in range(self.questions)]
-            row = row_of(asked, self.judged)
+            row = row_of(asked)
             # As in NeMo-RL's nemo_gym_data_processor: only the server knows the prompt.
             ids, message = [], {"role": "user", "content": "", "token_ids": torch.tensor([])}
         return {
@@ -190,45 +173,10 @@ class Sums(EnvironmentInterface):
         return True
 
 
-@ray.remote(num_cpus=0)
-class Steps(EnvironmentInterface):
-    """A conversation: the policy adds, and the environment gives the next number to add."""
-
-    def __init__(self, turns: int) -> None:
-        self.turns = turns
-
-    def step(self, logs: Any, metadata: Any) -> EnvironmentReturn:
-        observations, earned, ended, after = [], [], [], []
-        for log, meta in zip(logs, metadata, strict=True):
-            terms, turn = meta["problem"].terms, meta["turn"]
-            total = re.search(r"(\d+);$", log[-1]["content"].replace(" ", ""))
-            over = total is None or turn == self.turns
-            right = total is not None and int(total[1]) == sum(terms[: turn + 1])
-            earned.append(float(right) if over else 0.0)
-            ended.append(over)
-            said = "" if over else f"{total[1]}{terms[turn + 1]:+d}="
-            observations.append({"role": "environment", "content": said})
-            after.append({**meta, "turn": turn + 1})
-        return EnvironmentReturn(
-            observations=observations,
-            metadata=after,
-            next_stop_strings=[None] * len(logs),
-            rewards=torch.tensor(earned),
-            terminateds=torch.tensor(ended),
-            answers=[None] * len(logs),
-        )
-
-    def global_post_process_and_metrics(self, batch: Any) -> Any:
-        return batch, {}
-
-    def shutdown(self) -> bool:
-        return True
-
-
 class Recorded(CpuGeneration):
     """Records the inputs and outputs of each call, and kills the job in a given step."""
 
-    killed_in_step = 0
+    killed_in_step = -1
     _steps = 0
 
     async def generate_async(self, data: Any, greedy: bool = False) -> Any:
@@ -237,34 +185,25 @@ class Recorded(CpuGeneration):
             yield index, output
 
     def generate(self, data: Any, greedy: bool = False) -> Any:
-        version = None if self.cache is None else self.policy_version
-        counting.note("generate", validating=self._validating, rows=len(data["input_ids"]))
         output = super().generate(data, greedy=greedy)
-        counting.note("generated")
-        self._record(data, output, version)
-        self._steps += not self._validating
+        self._record(data, output)
+        self._steps += len(data["input_ids"]) == 8  # those of validation have two rows
         if self._steps == self.killed_in_step:
             os.killpg(0, signal.SIGKILL)
         return output
 
-    def _record(self, data: Any, output: Any, version: int | None = None) -> None:
+    def _record(self, data: Any, output: Any) -> None:
+        lengths = output["unpadded_sequence_lengths"].tolist()
         record = {
-            "validating": self._validating,
-            "policy_version": version,
+            "pid": os.getpid(),
             "engines": output.get("gen_leader_worker_idx"),
             "prompts": [
                 ids[:n].tolist()
                 for ids, n in zip(data["input_ids"], data["input_lengths"].tolist(), strict=True)
             ],
             "outputs": [
-                ids[:n].tolist()
-                for ids, n in zip(
-                    output["output_ids"], output["unpadded_sequence_lengths"].tolist(), strict=True
-                )
+                ids[:n].tolist() for ids, n in zip(output["output_ids"], lengths, strict=True)
             ],
-            "cached": None
-            if self.cache is None
-            else sum(s.rollouts for s in self.cache.stats().values()),
         }
         with (OUT / "rows.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
@@ -282,23 +221,21 @@ def main() -> None:
         for name in ACTOR_ENVIRONMENT_REGISTRY:  # one environment for all actors
             ACTOR_ENVIRONMENT_REGISTRY[name] = sys.executable
         arguments = ["--config", recipe, *OVERRIDES, *sys.argv[3:]]
-        run_script(arguments, tokenizer, start_ray, Problems, Sums)
+        run_script(arguments, tokenizer, start_ray, (Problems, Sums, CpuGeneration))
         return
     register_omegaconf_resolvers()
     config = load_config(recipe)
     config = parse_hydra_overrides(config, [*OVERRIDES, *sys.argv[3:]])
-    algorithm = {"grpo": grpo, "ppo": ppo, "distillation": distillation}[ALGORITHM]
+    algorithm = {"grpo": grpo, "ppo": ppo}[ALGORITHM]
     config = algorithm.MasterConfig(**OmegaConf.to_container(config, resolve=True))
     config.policy["generation"] = configure_generation_config(
         config.policy["generation"], tokenizer
     )
-    recorded = config.env.get("recorded", True)
     Recorded.killed_in_step = config.env.get("killed_in_step", -1)
-    run_on_cpu(config.policy["generation"], Recorded if recorded else CpuGeneration)
+    run_on_cpu(config.policy["generation"])
     start_ray()
     # The asynchronous trainer makes one pass over its data, whatever max_num_epochs says.
-    async_grpo = get_option(config.grpo, "async_grpo", None) if ALGORITHM == "grpo" else None
-    asynchronous = bool(get_option(async_grpo, "enabled", False))
+    asynchronous = bool(option(config, "grpo.async_grpo.enabled"))
     questions = config.env.get("questions", 0)
     if questions:
         talk_by_http(config)
@@ -307,12 +244,7 @@ def main() -> None:
         Problems(prompts, 5, tokenizer, times, config.env),
         Problems(2, 6, tokenizer, env=config.env),
     )
-    turns = config.env.get("turns", 1)
-    environment = {"sums": Sums.remote() if turns == 1 else Steps.remote(turns)}
-    if config.env.get("scored", False):
-        from tests.support.nemo_rl.scores import Scores
-
-        environment = {"sums": Scores.remote(config.env["reward_model"])}
+    environment = {"sums": Sums.remote()}
     environments = (environment, environment)
     if ALGORITHM == "ppo":
         ppo.Policy, ppo.Value = SmallPolicy, SmallValue  # PPO's setup has no factory
@@ -321,35 +253,22 @@ def main() -> None:
         logger, checkpointer, state, config = rest
         models = (policy, generation, value, loader, val_loader, tokenizer, loss, value_loss)
         ppo.ppo_train(*models, *environments, logger, checkpointer, state, config)
-    elif ALGORITHM == "distillation":
-        distillation.Policy = SmallPolicy
-        parts = distillation.setup(config, tokenizer, *data)
-        policy, teacher, generation, _, loader, val_loader, loss, *rest = parts
-        logger, checkpointer, state, config = rest
-        models = (policy, teacher, generation, loader, val_loader, tokenizer, loss)
-        distillation.distillation_train(*models, *environments, logger, checkpointer, state, config)
     else:
         train = grpo.async_grpo_train if asynchronous else grpo.grpo_train
         factory: Any = SmallPolicy
-        if get_option(config.data_plane, "enabled", False):
+        if option(config, "data_plane.enabled"):
             factory = functools.partial(small_plane_policy, data_plane=config.data_plane)
             train = grpo_sync.grpo_train_sync
-        if get_option(getattr(config, "on_policy_distillation", None), "enabled", False):
-            from nemo_rl.models.policy import teacher_worker_group
-
-            teacher_worker_group.TeacherWorkerGroup = SmallTeacher
         parts = grpo.setup(config, tokenizer, *data, policy_factory=factory)
         policy, generation, gym, _, loader, val_loader, loss, logger, checkpointer, *rest = parts
-        state, config, *teachers = rest
+        state, config, *_ = rest
         if questions:
             environments = ({"nemo_gym": gym},) * 2
         models = (policy, generation, loader, val_loader, tokenizer, loss)
         options = {}
         if asynchronous:  # as run_grpo.py does
-            age = get_option(async_grpo, "max_trajectory_age_steps", 1)
+            age = config.grpo.async_grpo.max_trajectory_age_steps
             options["max_trajectory_age_steps"] = age
-            names = ("teacher_worker_groups", "alias_to_group_alias")
-            options |= zip(names, teachers, strict=True) if teachers else ()
         train(*models, *environments, logger, checkpointer, state, config, **options)
     getattr(checkpointer, "shutdown", lambda: None)()
     generation.shutdown()
@@ -366,18 +285,17 @@ def small_tokenizer() -> Any:
     return tokenizer
 
 
-def run_on_cpu(generation: Any, generation_class: Any) -> None:
+def run_on_cpu(generation: Any) -> None:
     """Make NeMo-RL generate with the small model on a CPU.
 
     Args:
         generation: the recipe's block, which NeMo-RL has configured.
-        generation_class: stands in for ``VllmGeneration``.
     """
     generation["model_name"] = str(MODEL)
     generation["vllm_cfg"]["load_format"] = "auto"
     for name in ACTOR_ENVIRONMENT_REGISTRY:  # one environment for all actors
         ACTOR_ENVIRONMENT_REGISTRY[name] = sys.executable
-    rebind("VllmGeneration", grpo.VllmGeneration, generation_class)
+    rebind("VllmGeneration", grpo.VllmGeneration, Recorded)
 
 
 def talk_by_http(config: Any) -> None:
@@ -397,13 +315,17 @@ def talk_by_http(config: Any) -> None:
 def start_ray() -> None:
     """Start Ray, or exit with the status that says that another attempt may succeed."""
     folder = os.environ["NEMO_SPECRL_TEST_RAY"]
-    try:
-        ray.init(
-            "local", num_cpus=8, num_gpus=ENGINES + 2, include_dashboard=False, _temp_dir=folder
-        )
-    except Exception as error:  # Ray raises bare ones
-        print(f"Ray did not start: {error}")
-        sys.exit(os.EX_TEMPFAIL)
+    for left in reversed(range(RAY_STARTS)):
+        try:
+            ray.init(
+                "local", num_cpus=8, num_gpus=ENGINES + 2, include_dashboard=False, _temp_dir=folder
+            )
+            break
+        except Exception as error:  # Ray raises bare ones
+            print(f"Ray did not start: {error}", flush=True)
+            ray.shutdown()
+            if not left:
+                sys.exit(os.EX_TEMPFAIL)
     # NeMo-RL's memory tracker asks the only cluster of a machine; there may be several.
     os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
 

@@ -6,24 +6,17 @@ They pack and unpack rows as NeMo-RL's own do and use its losses; weights are wr
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import ray
 import torch
-from nemo_rl.algorithms.loss.interfaces import LossInputType
-from nemo_rl.algorithms.loss.utils import prepare_loss_input
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.models.policy.interfaces import ColocatablePolicyInterface
 from nemo_rl.models.value.interfaces import ValueInterface
 from safetensors.torch import save_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-)
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from tests.support.nemo_rl import recording
 from tests.support.nemo_rl.cpu import WEIGHTS
@@ -92,12 +85,11 @@ class SmallPolicy(ColocatablePolicyInterface):
     def _update(self, data: Any, loss_fn: Any) -> dict[str, Any]:
         sequences = data["sample_mask"].sum()
         tokens = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum()
-        if loss_fn.input_type == LossInputType.DISTILLATION:
-            inputs, data = prepare_loss_input(self._logits(data), data, loss_fn)
-        else:
-            inputs = {"next_token_logprobs": self._logprobs(data)}
         loss, metrics = loss_fn(
-            **inputs, data=data, global_valid_seqs=sequences, global_valid_toks=tokens
+            next_token_logprobs=self._logprobs(data),
+            data=data,
+            global_valid_seqs=sequences,
+            global_valid_toks=tokens,
         )
         self.optimizer.zero_grad()
         loss.backward()
@@ -140,13 +132,10 @@ class SmallPolicy(ColocatablePolicyInterface):
         return {}
 
     def get_reference_policy_logprobs(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+        raise NotImplementedError  # no job has a reference policy
 
-    @torch.no_grad()
-    def get_topk_logits(self, data: Any, k: int, **_: Any) -> Any:
-        """The k largest logits of each token's distribution, as a teacher in distillation."""
-        logits, indices = self._logits(data).topk(k)
-        return BatchedDataDict(topk_logits=logits, topk_indices=indices)
+    def get_topk_logits(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError  # nor is one a teacher
 
     def init_collective(self, *args: Any, **kwargs: Any) -> list[Any]:
         return []
@@ -217,46 +206,6 @@ def small_plane_policy(config: Any, data_plane: Any, **kwargs: Any) -> Any:
             return True
 
     return SmallPlanePolicy()
-
-
-class SmallTeacher:
-    """A frozen SmallPolicy, in place of the Megatron workers of a teacher in GRPO.
-
-    The trajectory collector gets a copy of it.
-    """
-
-    use_sequence_packing = False
-    sequence_length_pad_multiple = 1
-    worker_group = SimpleNamespace(workers=())
-
-    def __init__(self, teacher_cfg: Any, policy_config: Any, **_: Any) -> None:
-        self._policy = SmallPolicy(policy_config, weights_path=teacher_cfg.model_name)
-        self.sharding_annotations = self._policy.sharding_annotations
-
-    def get_logprobs(self, data: Any) -> Any:
-        return BatchedDataDict(reference_logprobs=self._policy.get_logprobs(data)["logprobs"])
-
-
-class SmallRewardModel:
-    """A Hugging Face model with one output for a sequence, in place of a reward model's workers.
-
-    That output is of a random layer, the same in all processes.
-    """
-
-    def __init__(self, config: Any, tokenizer: Any, **_: Any) -> None:
-        torch.manual_seed(0)
-        self.model = AutoModelForSequenceClassification.from_pretrained(
-            config["model_name"], num_labels=1, dtype=torch.float32
-        )
-
-    @torch.no_grad()
-    def score(self, data: Any) -> Any:
-        ids = data["input_ids"]
-        mask = torch.arange(ids.shape[1])[None] < data["input_lengths"][:, None]
-        return BatchedDataDict(scores=self.model(ids, attention_mask=mask.long()).logits[:, 0])
-
-    def shutdown(self) -> bool:
-        return True
 
 
 class SmallValue(ValueInterface):

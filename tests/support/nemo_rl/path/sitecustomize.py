@@ -2,17 +2,12 @@
 
 NeMo-RL needs Python 3.13 and transformers below 5.12. ``nemo_rl.models.policy`` asserts the latter,
 so transformers reports 5.11 while that module is imported. Before Python 3.12, pydantic accepts
-only the TypedDict of typing_extensions. This folder is on the PYTHONPATH of the jobs. Processes
-that their asynchronous engines spawn are set up as in ``tests.support.v2_spawned``.
+only the TypedDict of typing_extensions. This folder is on the PYTHONPATH of the jobs.
 """
 
 import importlib.abc
 import importlib.machinery
-import os
 import sys
-
-if os.environ.get("NEMO_SPECRL_TEST_V2"):
-    from tests.support import v2_spawned  # noqa: F401
 
 if sys.version_info < (3, 12):
     import typing

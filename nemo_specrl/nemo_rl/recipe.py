@@ -1,0 +1,325 @@
+"""The plug-in's view of a NeMo-RL recipe: its ``spec_rl:`` block, and what cannot run with it.
+
+What cannot run is refused in one line before anything is started; ``nemo-specrl check RECIPE`` asks
+the same on a login node. The block reaches the engines as ``vllm_kwargs.additional_config``, where
+a user may also have written it. There the vLLM plug-in reads it, whatever class a worker has.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from nemo_specrl.config import SpecRLConfig, validated
+from nemo_specrl.errors import ConfigError
+from nemo_specrl.files import step_folders
+from nemo_specrl.nemo_rl.compat import option
+from nemo_specrl.rollout import vocabulary_hash
+
+__all__ = [
+    "BLOCK",
+    "OWN",
+    "REUSED",
+    "Run",
+    "algorithm_of",
+    "check_recipe",
+    "current_run",
+    "give_to_engines",
+    "read_block",
+    "run_of",
+    "setting_up",
+]
+
+BLOCK = "policy.generation.spec_rl"
+OWN = "_spec_rl"
+"""Key of the generation block with what reuse workers need and no user writes."""
+REUSED = "spec_rl_reused"
+"""Column of a batch for generation, bool ``[rows]``, by which a reuse worker knows the rows of a
+training."""
+ENGINES = "vllm_kwargs.additional_config.spec_rl"
+"""Where the engines read the block, below the generation block."""
+MISPLACED = (
+    *("spec_rl", "policy.spec_rl", "grpo.spec_rl", "ppo.spec_rl", "distillation.spec_rl"),
+    *("policy.generation.vllm_cfg.spec_rl", "policy.generation.vllm_kwargs.spec_rl"),
+    *("policy.generation.additional_config", "policy.generation.vllm_cfg.additional_config"),
+)
+
+_current: Run | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training with the plug-in.
+
+    Args:
+        spec_rl: the ``spec_rl:`` block, with ``cache.vocabulary``.
+        group: number of rows that a batch has for each of its prompts.
+        prompts: number of prompts of a step.
+        steps: number of steps after which the run ends, as far as the recipe says.
+        label: label of the run in Prometheus, the name of its checkpoint folder.
+        log_folder: NeMo-RL's ``logger.log_dir``.
+        checkpoint: folder of the checkpoint from which the run resumes, or None.
+        first_version: policy version of prefix reuse before the first refit, later than those of
+            all earlier processes: seconds since 1970.
+    """
+
+    spec_rl: SpecRLConfig
+    group: int
+    prompts: int
+    steps: int
+    label: str
+    log_folder: Path
+    checkpoint: Path | None
+    first_version: int
+
+    @property
+    def summary(self) -> str:
+        """What the plug-in does in this run, in one line."""
+        cache = self.spec_rl.cache
+        return f"preset {self.spec_rl.preset}, earlier responses in {cache.dir} on each node"
+
+
+def run_of(
+    recipe: Any, tokenizer: Any, *, images: bool = False, controller: bool = False
+) -> Run | None:
+    """Read a training from its recipe; None if ``spec_rl`` is absent or not enabled.
+
+    Args:
+        recipe: NeMo-RL's MasterConfig.
+        tokenizer: as NeMo-RL's script passes it to ``setup``.
+        images: whether the script also passed a processor of images, sounds or videos.
+        controller: whether the run uses NeMo-RL's single controller.
+
+    Raises:
+        ConfigError: the recipe asks for something that the plug-in cannot do.
+    """
+    spec_rl = check_recipe(recipe, images=images, controller=controller)
+    if spec_rl is None:
+        return None
+    text = getattr(tokenizer, "tokenizer", tokenizer)  # a processor has one
+    vocabulary = spec_rl.cache.vocabulary or vocabulary_hash(text.get_vocab())
+    cache = spec_rl.cache.model_copy(update={"vocabulary": vocabulary})
+    algorithm = algorithm_of(recipe)
+    folder = Path(option(recipe, "checkpointing.checkpoint_dir")).absolute()
+    return Run(
+        spec_rl=spec_rl.model_copy(update={"cache": cache}),
+        group=int(option(recipe, f"{algorithm}.num_generations_per_prompt", 1)),
+        prompts=int(option(recipe, f"{algorithm}.num_prompts_per_step", 1)),
+        steps=int(option(recipe, f"{algorithm}.max_num_steps", 0)),
+        label=folder.name,
+        log_folder=Path(option(recipe, "logger.log_dir")).absolute(),
+        # NeMo-RL resumes from it even with checkpointing.enabled=false.
+        checkpoint=next(reversed(step_folders(folder)), None),
+        first_version=int(time.time()),
+    )
+
+
+def algorithm_of(recipe: Any) -> str:
+    """Return the name of the algorithm's block, the first that the recipe has."""
+    # v0.8.0's single controller has either grpo or ppo; a distillation has no other block.
+    return next((n for n in ("ppo", "distillation") if option(recipe, n) is not None), "grpo")
+
+
+def read_block(generation: Any, where: str = BLOCK) -> SpecRLConfig | None:
+    """Read the ``spec_rl:`` block of a generation block; None if it is absent or not enabled.
+
+    It may stand where the engines read it; there it is enabled unless it says otherwise.
+
+    Raises:
+        ConfigError: names the first key that is wrong.
+    """
+    block, in_engines = option(generation, "spec_rl"), option(generation, ENGINES)
+    if block is not None and in_engines is not None:
+        raise ConfigError(f"{where} and {ENGINES} are the same block; keep one of them")
+    if in_engines is not None:
+        where = where.removesuffix("spec_rl") + ENGINES
+        block = {"enabled": True, **_plain(in_engines)}
+    spec_rl = validated(SpecRLConfig, _plain({} if block is None else block), where)
+    return spec_rl if spec_rl.enabled else None
+
+
+def give_to_engines(generation: Any, spec_rl: SpecRLConfig) -> None:
+    """Write the block where the vLLM plug-in of each engine reads it."""
+    vllm_kwargs = generation["vllm_kwargs"] = dict(generation.get("vllm_kwargs") or {})
+    others = dict(vllm_kwargs.get("additional_config") or {})
+    block = spec_rl.model_dump(mode="json", exclude_none=True)
+    vllm_kwargs["additional_config"] = others | {"spec_rl": block}
+
+
+def check_recipe(
+    recipe: Any, *, images: bool = False, controller: bool = False
+) -> SpecRLConfig | None:
+    """Refuse what the plug-in cannot do.
+
+    Args:
+        recipe: NeMo-RL's MasterConfig, or the mapping that its file holds.
+        images: whether prompts have images, sounds or videos.
+        controller: whether the run uses NeMo-RL's single controller.
+
+    Returns:
+        The ``spec_rl:`` block; None if it is absent or not enabled.
+
+    Raises:
+        ConfigError: names the key, its value and what to set.
+    """
+    for name in MISPLACED:
+        if option(recipe, name) is not None:
+            raise ConfigError(f"{name}: is read by nobody here; write {BLOCK}")
+    generation = option(recipe, "policy.generation")
+    spec_rl = read_block(generation)
+    if option(recipe, f"{algorithm_of(recipe)}.partial_rollouts.enabled", False):
+        raise ConfigError(
+            f"{algorithm_of(recipe)}.partial_rollouts: NeMo-RL's engines await all rows of a "
+            "batch; leave it out (the embedded trainer has it)"
+        )
+    if spec_rl is None:
+        return None
+    refused = _refused(generation, spec_rl)
+    if spec_rl.preset == "reuse":
+        refused |= _refused_with_reuse(recipe, generation, spec_rl, images, controller)
+    for line, wrong in refused.items():
+        if wrong:
+            raise ConfigError(line)
+    return spec_rl
+
+
+def _refused(generation: Any, spec_rl: SpecRLConfig) -> dict[str, bool]:
+    """What no engine does with drafts: a line for each, and whether the recipe asks for it."""
+    backend = option(generation, "backend")
+    stages = option(generation, "vllm_cfg.pipeline_parallel_size", 1)
+    drafter = option(generation, "vllm_kwargs.speculative_config")
+    off = f"or {BLOCK}.enabled=false"
+    environment = os.environ | {
+        str(name): str(value) for name, value in option(generation, "vllm_cfg.env_vars", {}).items()
+    }
+    return {
+        f"policy.generation.backend = {backend!r}: must be vllm, {off}": backend != "vllm",
+        f"{BLOCK}.cache.dir: must name a folder on each node's own disk, such as /raid/specrl": (
+            spec_rl.cache.dir is None
+        ),
+        f"{BLOCK}.run_ahead.enabled = True: NeMo-RL's engines are not told the next prompts; leave "
+        "it out (the embedded trainer has it)": spec_rl.run_ahead.enabled,
+        "policy.generation.vllm_kwargs.speculative_config: an engine has one drafter, and "
+        f"{BLOCK} asks for another; leave it out, {off}": bool(drafter),
+        f"policy.generation.vllm_cfg.pipeline_parallel_size = {stages}: vLLM's pipeline stages "
+        f"take no drafter of ours; set 1, {off}": stages > 1,
+        "vLLM's processes would not load nemo_specrl, since pip has not installed it, or "
+        "VLLM_PLUGINS leaves it out; install it by 'pip install --no-deps --target DIR', with DIR "
+        "on PYTHONPATH": not _is_vllm_plugin(environment.get("VLLM_PLUGINS")),
+    }
+
+
+def _refused_with_reuse(
+    recipe: Any, generation: Any, spec_rl: SpecRLConfig, images: bool, controller: bool
+) -> dict[str, bool]:
+    """The same for prefix reuse, which compares log-probs of one policy, in workers of ours."""
+    algorithm = algorithm_of(recipe)
+    asynchronous = f"{algorithm}.async_{algorithm}"
+    in_flight = f"{asynchronous}.in_flight_weight_updates"
+    threshold = f"{algorithm}.seq_logprob_error_threshold"
+    sampling = {
+        name: option(generation, name)
+        for name, raw in (
+            ("temperature", (1, None)),
+            ("top_p", (1, None)),
+            ("top_k", (-1, 0, None)),
+        )
+        if option(generation, name) not in raw
+    }
+    named = ", ".join(f"policy.generation.{name} = {value}" for name, value in sampling.items())
+    eight_bits = [
+        name
+        for name in (
+            *("vllm_cfg.precision", "vllm_cfg.kv_cache_dtype"),
+            *("vllm_kwargs.quantization", "vllm_kwargs.kv_cache_dtype"),
+        )
+        if "fp8" in str(option(generation, name))
+    ]
+    experts, tensor = (
+        option(generation, f"vllm_cfg.{kind}_parallel_size", 1) for kind in ("expert", "tensor")
+    )
+    transport = option(generation, "refit_transport")
+    with_keys = {
+        "async_rl (the single controller), under which weights change while rows run": controller,
+        f"{in_flight} = true, under which weights change while rows run": (
+            option(recipe, f"{asynchronous}.enabled", False) and option(recipe, in_flight, False)
+        ),
+        "env.should_use_nemo_gym = true, whose requests come over HTTP": (
+            option(recipe, "env.should_use_nemo_gym", False)
+        ),
+        "policy.generation.vllm_cfg.expose_http_server = true": (
+            option(generation, "vllm_cfg.expose_http_server", False)
+        ),
+        "data_plane.enabled = true, where validation cannot be told from training": (
+            option(recipe, "data_plane.enabled", False)
+        ),
+        f"policy.generation.refit_transport = {transport}": transport not in (None, "nccl_reshard"),
+        f"{named}: drafts are judged by the log-probs of raw sampling (temperature 1, top_p 1, no "
+        "top_k)": bool(sampling),
+        f"policy.generation.{', '.join(eight_bits)} = fp8, whose rounding ends prefixes": (
+            bool(eight_bits)
+        ),
+        "policy.generation.quant_cfg": option(generation, "quant_cfg") is not None,
+        "policy.generation.worker_extension_cls_fqn": (
+            option(generation, "worker_extension_cls_fqn") is not None
+        ),
+        "policy.generation.vllm_cfg.enable_prefix_caching = false": (
+            option(generation, "vllm_cfg.enable_prefix_caching") is False
+        ),
+        f"policy.generation.vllm_cfg.expert_parallel_size = {experts}, above that of tensors": (
+            experts > tensor
+        ),
+        "policy.router_replay.enabled = true": option(
+            recipe, "policy.router_replay.enabled", False
+        ),
+        "images, sounds or videos": images,
+        f"reported_logprobs: behaviour, since {threshold} masks rows that report other log-probs "
+        "than the policy's": (
+            option(recipe, threshold) is not None
+            and spec_rl.reuse is not None
+            and spec_rl.reuse.reported_logprobs == "behaviour"
+        ),
+    }
+    return {
+        f"{BLOCK}.preset = 'reuse': does not work with {key}; set preset: lossless": bool(wrong)
+        for key, wrong in with_keys.items()
+    }
+
+
+def _is_vllm_plugin(wanted: str | None) -> bool:
+    """Whether vLLM finds the plug-in here, and VLLM_PLUGINS, if set, names it."""
+    names = {
+        entry.name
+        for entry in metadata.entry_points(group="vllm.general_plugins")
+        if entry.value.startswith("nemo_specrl.")
+    }
+    return bool(names if wanted is None else names.intersection(wanted.split(",")))
+
+
+def current_run() -> Run | None:
+    """The run that is being set up in this process, or None."""
+    return _current
+
+
+@contextmanager
+def setting_up(run: Run | None) -> Iterator[None]:
+    """Make ``run`` the current one while NeMo-RL's ``setup`` builds the objects of the run."""
+    global _current
+    _current = run
+    try:
+        yield
+    finally:
+        _current = None
+
+
+def _plain(block: Any) -> Any:
+    """Copy OmegaConf's containers into plain dicts."""
+    if isinstance(block, Mapping):
+        return {str(name): _plain(value) for name, value in block.items()}
+    return block
