@@ -1,4 +1,4 @@
-"""The rollouts of a step: their metrics, their comparison in the drift monitor, their samples."""
+"""The rollouts of a step: their metrics, fresh and reused ones compared, samples for training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from nemo_specrl.monitoring import names as metric
 from nemo_specrl.trainer.data.dataset import Problem
-from nemo_specrl.trainer.generation.engine import Response
+from nemo_specrl.trainer.generation.rows import Response
 from nemo_specrl.trainer.losses import gae, group_advantages
 from nemo_specrl.trainer.policy.base import Sample
 from nemo_specrl.trainer.recipe import AdvEstimatorConfig, Recipe
@@ -67,13 +67,8 @@ class Batch:
     def metrics(self) -> dict[str, Any]:
         """Rewards, lengths and diversity, by metric name (docs/reference/metrics.md)."""
         rewards, rows = self.rewards, self.rows
-        fresh = np.array([row.fresh for row in rows])
-        flat = rewards.ravel()
-        metrics = {
-            metric.REWARD: float(flat.mean()),
-            metric.FRESH_REWARD: float(flat[fresh].mean()) if fresh.any() else None,
-            metric.REUSED_REWARD: float(flat[~fresh].mean()) if not fresh.all() else None,
-            metric.FRESH_ROWS: int(fresh.sum()),
+        metrics: dict[str, Any] = {
+            metric.REWARD: float(rewards.mean()),
             metric.REWARD_STD_IN_GROUP: float(rewards.std(axis=1).mean()),
             metric.GROUPS_WITHOUT_ADVANTAGE: float((np.ptp(rewards, axis=1) == 0).mean()),
             metric.DISTINCT_IN_GROUP: float(
@@ -82,38 +77,26 @@ class Batch:
             metric.TRUNCATED_FRACTION: float(np.mean([row.truncated for row in rows])),
             metric.RESPONSE_LENGTH: float(np.mean([row.length for row in rows])),
         }
+        if not self.fresh.all():
+            flat = rewards.ravel()
+            metrics[metric.FRESH_ROWS] = int(self.fresh.sum())
+            metrics[metric.REUSED_REWARD] = float(flat[~self.fresh].mean())
+            metrics[metric.FRESH_REWARD] = (
+                float(flat[self.fresh].mean()) if self.fresh.any() else None
+            )
         if self.put_off is not None:
             metrics[metric.PUT_OFF_PROMPTS] = len(self.put_off)
             metrics[metric.PUT_OFF_TOKENS] = sum(r.length for group in self.put_off for r in group)
         return metrics
 
-    def rows_to_compare(
-        self,
-    ) -> tuple[list[int], npt.NDArray[np.bool_], dict[str, FloatArray], FloatArray]:
-        """Arguments of :meth:`nemo_specrl.speculation.drift.DriftMonitor.update`."""
-        rows = self.rows
-        return (
-            [i for i, group in enumerate(self.groups) for _ in group.generated],
-            np.array([row.fresh for row in rows]),
-            {
-                "reward": self.rewards.ravel(),
-                "length": np.array([row.length for row in rows], dtype=np.float64),
-                "logprob": np.array(
-                    [row.policy_logprobs[row.made].mean() for row in rows], dtype=np.float64
-                ),
-            },
-            np.array(
-                [
-                    float((row.birth_logprobs - row.policy_logprobs)[row.reused].sum())
-                    for row in rows
-                    if row.reused.any()
-                ]
-            ),
-        )
+    @property
+    def fresh(self) -> npt.NDArray[np.bool_]:
+        """Which of the ``rows`` were decoded without a reused prefix, bool ``[rows]``."""
+        return np.array([row.fresh for row in self.rows])
 
     def samples(self, recipe: Recipe) -> list[Sample]:
         """Make samples for training, one for each rollout, in the order of ``rows``."""
-        algorithm, spec_rl, loss = recipe.algorithm, recipe.spec_rl, recipe.loss_fn
+        algorithm = recipe.algorithm
         advantages = group_advantages(
             self.rewards,
             normalize=algorithm.normalize_rewards,
@@ -122,25 +105,15 @@ class Batch:
         samples = []
         for group, row in zip(self.groups, advantages, strict=True):
             for generated, advantage in zip(group.generated, row, strict=True):
-                length = len(generated.tokens)
-                anchor = np.full(length, np.nan, dtype=np.float32)
-                if spec_rl.enabled and spec_rl.clip_anchor == "birth":
-                    anchor[generated.reused] = generated.birth_logprobs[generated.reused]
-                importance = None
-                if loss.use_importance_sampling_correction:
-                    importance = np.exp(generated.policy_logprobs - generated.reported_logprobs)
-                    if loss.truncated_importance_sampling_ratio is not None:
-                        np.minimum(importance, loss.truncated_importance_sampling_ratio, importance)
                 trained = None if generated.made.all() else generated.made.astype(np.float32)
                 if algorithm.overlong_filtering and generated.truncated:
-                    trained = np.zeros(length, dtype=np.float32)
+                    trained = np.zeros(len(generated.tokens), dtype=np.float32)
                 samples.append(
                     Sample(
                         prompt=group.problem.prompt,
                         response=generated.tokens,
                         advantages=np.where(generated.made, advantage, 0).astype(np.float32),
-                        anchor=anchor,
-                        importance=importance,
+                        reported=generated.logprobs,
                         trained=trained,
                     )
                 )

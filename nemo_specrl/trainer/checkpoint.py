@@ -4,8 +4,8 @@
 progress. It is written as ``tmp_step_N`` and renamed after everything in it has reached the disk,
 as in NeMo-RL (nemo_rl/utils/checkpoint.py).
 
-All randomness is counter-based (seed, policy version, prompt, sample index), so no state of a
-random generator has to be saved.
+Seeds are derived from the run's seed, policy version, prompt and row, so no state of a random
+generator has to be saved.
 """
 
 from __future__ import annotations
@@ -57,14 +57,12 @@ class Progress:
         position: number of batches of prompts drawn from the data so far (with dynamic sampling a
             step may draw several).
         recipe: the keys that a resumed run must not change, with their values.
-        monitor: state of the drift monitor, None before the first step.
         put_off: prompts that partial rollouts put off (``partial_rollouts.PutOff``).
     """
 
     step: int = 0
     position: int = 0
     recipe: dict[str, Any] = field(default_factory=dict)
-    monitor: dict[str, Any] | None = None
     put_off: list[list[int]] = field(default_factory=list)
 
 
@@ -72,7 +70,6 @@ _PROGRESS = {
     "step": (int,),
     "position": (int,),
     "recipe": (dict,),
-    "monitor": (dict, type(None)),
     "put_off": (list,),
 }
 """Types of the values of a progress.json."""
@@ -165,7 +162,6 @@ class CheckpointWriter:
     def __init__(self, folder: Path, *, keep: int | None) -> None:
         self._folder, self._keep = folder, keep
         self._pending: Future[Path] | None = None
-        self._on_complete: Callable[[], None] = lambda: None
         self._waited_s = 0.0
 
     def start(
@@ -174,7 +170,6 @@ class CheckpointWriter:
         *,
         copy_cache: Callable[[Path], None],
         save_models: Callable[[Path], None],
-        on_complete: Callable[[], None],
     ) -> None:
         """Begin a checkpoint, and return once the cache is copied.
 
@@ -185,7 +180,6 @@ class CheckpointWriter:
             progress: progress of the run; it may change afterwards.
             copy_cache: writes the cache into the folder that it is given.
             save_models: writes the models into the folder that it is given.
-            on_complete: called by :meth:`finish` after the checkpoint is complete.
         """
         heartbeat.start("checkpoint")
         started = time.perf_counter()
@@ -202,7 +196,6 @@ class CheckpointWriter:
         )
         executor.shutdown(wait=False)
         self._pending.add_done_callback(lambda _: copied.set())  # if it fails before the copy
-        self._on_complete = on_complete
         copied.wait()
         self._waited_s += time.perf_counter() - started
 
@@ -218,7 +211,6 @@ class CheckpointWriter:
         started = time.perf_counter()
         pending, self._pending = self._pending, None
         pending.result()
-        self._on_complete()
         heartbeat.end("checkpoint")
         self._waited_s += time.perf_counter() - started
 
@@ -247,12 +239,10 @@ def resume_identity(recipe: Recipe) -> dict[str, Any]:
     """The keys that a resumed run must not change: all except length, evaluation, folders, layout.
 
     In the Megatron block only ``enabled`` counts: a Megatron checkpoint can be loaded in any
-    layout, but not by the torch policy. Engines may change in number, and run in the trainer's
-    process or outside.
+    layout, but not by the torch policy.
     """
     values = recipe.model_dump(mode="json", exclude={"checkpointing", "logger", "cluster"})
     values["policy"]["megatron_cfg"] = {"enabled": recipe.policy.megatron_cfg.enabled}
-    del values["policy"]["generation"]["colocated"]
     block = values["grpo"] or values["ppo"]
     for name in [n for n in block if n.startswith("val_") or n in LENGTH_KEYS]:
         del block[name]
@@ -286,7 +276,6 @@ def check_same_recipe(folder: Path, before: dict[str, Any], recipe: Recipe) -> N
         CheckpointError: they differ; the message names the first key that does.
     """
     old, new = _flat(before), _flat(resume_identity(recipe))
-    old.pop("policy.generation.colocated.enabled", None)  # as older checkpoints had it
     for name in sorted(old.keys() | new.keys()):
         if name in new and name not in old and _is_default(recipe, name):
             continue

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nemo_specrl.monitoring import heartbeat
 from nemo_specrl.monitoring import names as metric
 from nemo_specrl.trainer.data.dataset import Problem
-from nemo_specrl.trainer.generation import InProcessEngine
+from nemo_specrl.trainer.generation import Engine
 from nemo_specrl.trainer.policy import Policy, Sample
 from nemo_specrl.trainer.recipe import Recipe
-
-if TYPE_CHECKING:
-    from nemo_specrl.trainer.generation.ray_engines import RayEngines
 
 __all__ = ["evaluate"]
 
@@ -24,7 +20,7 @@ __all__ = ["evaluate"]
 def evaluate(
     recipe: Recipe,
     problems: Sequence[Problem],
-    generation: InProcessEngine | RayEngines,
+    generation: Engine,
     policy: Policy,
 ) -> dict[str, float]:
     """Sample responses to held-out problems as in training, and measure them.
@@ -47,7 +43,7 @@ def evaluate(
     metrics = {
         metric.HELDOUT_ACCURACY: float(np.mean([p.reward(r.tokens) for p, r in pairs])),
         metric.HELDOUT_LENGTH: tokens / len(pairs),
-        metric.HELDOUT_ENTROPY: -float(sum(r.policy_logprobs.sum() for _, r in pairs)) / tokens,
+        metric.HELDOUT_ENTROPY: -float(sum(r.logprobs.sum() for _, r in pairs)) / tokens,
         metric.HELDOUT_TOKENS: tokens,
         metric.HELDOUT_DECODE_S: generation.heldout_s,
     }

@@ -2,7 +2,8 @@
 
 Rollouts are in ``generation``, gradients in ``policy``, formulas in ``losses``, files in
 ``checkpoint``. A run that is killed at any moment and started again continues from its last
-checkpoint and repeats every later step exactly.
+checkpoint. Plain training repeats the steps after it exactly; with drafts from history they are
+other samples of the same distribution.
 """
 
 from __future__ import annotations
@@ -12,29 +13,25 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from nemo_specrl.cache.metrics import store_metrics
-from nemo_specrl.errors import CacheError, ConfigError, EngineError, PolicyError, last_line
+from nemo_specrl.errors import ConfigError, PolicyError, last_line
 from nemo_specrl.files import step_folders
 from nemo_specrl.monitoring import heartbeat
 from nemo_specrl.monitoring import names as metric
 from nemo_specrl.monitoring.metrics_file import MetricsLog
-from nemo_specrl.speculation.drift import DriftMonitor
+from nemo_specrl.reuse.drift import DriftMonitor
 from nemo_specrl.trainer import checkpoint, partial_rollouts
 from nemo_specrl.trainer.batch import Batch, Group
 from nemo_specrl.trainer.data.dataset import Dataset, open_dataset
 from nemo_specrl.trainer.divergence import check_finite
 from nemo_specrl.trainer.evaluation import evaluate
-from nemo_specrl.trainer.generation import InProcessEngine, build_generation
+from nemo_specrl.trainer.generation import Engine
 from nemo_specrl.trainer.policy import Sample, build_policy, build_value_model
 from nemo_specrl.trainer.recipe import Recipe
-
-if TYPE_CHECKING:
-    from nemo_specrl.trainer.generation.ray_engines import RayEngines
 
 __all__ = ["Trainer"]
 
@@ -52,6 +49,7 @@ class Trainer:
     Attributes:
         progress: progress of the run.
         stop: set to True to save a checkpoint and end after the current step.
+        warning: what the last step showed about reused rows, one line, or empty.
 
     Raises:
         CheckpointError: the checkpoint is damaged or belongs to another recipe.
@@ -60,6 +58,7 @@ class Trainer:
     def __init__(self, recipe: Recipe, data: Dataset | None = None) -> None:
         self.recipe = recipe
         self.stop = False
+        self.warning = ""
         self._built = False
         self.folder = recipe.checkpointing.checkpoint_dir
         heldout = recipe.algorithm.max_val_samples
@@ -82,8 +81,6 @@ class Trainer:
 
         Raises:
             ConfigError: a model, folder or engine option that cannot be used.
-            CacheError: the rollout cache is in use, belongs to another tokenizer, or cannot be
-                written.
             CheckpointError: the checkpoint is damaged.
         """
         recipe, found = self.recipe, self._resumed_from
@@ -93,17 +90,14 @@ class Trainer:
             self.policy.shutdown()
             name = recipe.policy.model_name
             raise ConfigError(f"policy.model_name = {name!r}: its {weight} is not finite")
-        generation: InProcessEngine | RayEngines | None = None
+        generation: Engine | None = None
         try:
             self.value = build_value_model(recipe) if recipe.ppo else None
-            self.generation = generation = build_generation(recipe, self.progress.recipe, found)
-            self.monitor = self._open_monitor()
+            self.generation = generation = Engine(recipe, found)
+            reuse = recipe.spec_rl.enabled and recipe.spec_rl.preset == "reuse"
+            self.monitor = DriftMonitor() if reuse else None
             if found is not None:
                 self._load(found)
-            else:
-                self.generation.fingerprint_initial_weights(
-                    self.policy.stream_weights(recipe.dtype)
-                )
             self.log = MetricsLog(
                 recipe.logger.log_dir,
                 self.progress.step,
@@ -145,8 +139,8 @@ class Trainer:
                 print(record["step"], record["reward"])
 
         Raises:
-            SpecRLError: see :meth:`build`; also if a checkpoint cannot be written, an engine or a
-                rank of the policy died, or the training has diverged.
+            SpecRLError: see :meth:`build`; also if a checkpoint cannot be written, a rank of the
+                policy died, or the training has diverged.
         """
         algorithm = self.recipe.algorithm
         if self.done:
@@ -228,7 +222,6 @@ class Trainer:
             **batch.metrics(),
             metric.REWARD_FAILURES: self.data.take_reward_failures(),
             metric.ROLLOUT_S: rollout_times.rollout_s,
-            metric.VERIFY_S: rollout_times.engine.verify_s,
             metric.TRAIN_S: ended - training,
             metric.STEP_S: ended - training + rolled_out - started,
             metric.CHECKPOINT_S: self._checkpoints.take_waited_s(),
@@ -236,15 +229,11 @@ class Trainer:
             metric.RESPONSE_TOKENS: rollout_times.response_tokens,
             **metrics,
         }
-        if self.recipe.spec_rl.enabled:
-            record |= rollout_times.engine.as_dict()
-            with contextlib.suppress(CacheError):  # these metrics are then missing from the record
-                record |= store_metrics(self.generation.stores())
+        record |= rollout_times.metrics
         if self.monitor is not None:
-            self.monitor.update(*batch.rows_to_compare())
+            groups = [i for i, group in enumerate(batch.groups) for _ in group.generated]
+            self.warning = self.monitor.update(groups, batch.fresh, batch.rewards.ravel())
             record |= self.monitor.as_dict()
-            self.generation.set_fresh_fraction(self.monitor.fresh_fraction)
-            self.progress.monitor = self.monitor.state()
         return record
 
     @heartbeat.section("rollout")
@@ -283,7 +272,6 @@ class Trainer:
         progress = self.progress
         epoch, step = divmod(progress.position, self.recipe.steps_per_epoch)
         place = epoch, step, self._order(epoch)
-        assert isinstance(self.generation, InProcessEngine)
         batch, progress.put_off = partial_rollouts.collect(
             self.recipe.algorithm, self.data.training, place, progress.put_off, self.generation
         )
@@ -344,31 +332,12 @@ class Trainer:
 
     # --- the disk -----------------------------------------------------------------------------
 
-    def _open_monitor(self) -> DriftMonitor | None:
-        spec_rl = self.recipe.spec_rl
-        if not (spec_rl.enabled and spec_rl.monitors_drift):
-            return None
-        monitor = DriftMonitor(
-            spec_rl.monitor,
-            fresh_fraction=spec_rl.effective_fresh_fraction,
-            steps_per_epoch=self.recipe.steps_per_epoch,
-        )
-        if self.progress.monitor is not None:
-            try:
-                monitor.restore(self.progress.monitor)
-            except (KeyError, TypeError, ValueError) as error:
-                assert self._resumed_from is not None
-                raise checkpoint.damaged(self._resumed_from, last_line(error)) from None
-            self.generation.set_fresh_fraction(monitor.fresh_fraction)
-        return monitor
-
     def _save(self) -> None:
         if self.recipe.checkpointing.enabled:
             self._checkpoints.start(
                 self.progress,
                 copy_cache=self.generation.save,
                 save_models=self._save_models,
-                on_complete=self.generation.on_checkpoint_complete,
             )
 
     def _save_models(self, folder: Path) -> None:
@@ -381,7 +350,7 @@ class Trainer:
             self.policy.load(folder / "policy")
             if self.value is not None:
                 self.value.load(folder / "value")
-        except (PolicyError, EngineError):  # a process that died says nothing about the checkpoint
+        except PolicyError:  # a rank that died says nothing about the checkpoint
             raise
         except Exception as error:  # torch and safetensors raise many kinds
             raise checkpoint.damaged(folder, last_line(error)) from None

@@ -90,8 +90,7 @@ def policy_loss(
 
     Args:
         logprobs: log-probs under the policy in training, ``[b, t]``, nats.
-        anchor: log-probs in the ratio's denominator, ``[b, t]``, nats: those before the update, or
-            the birth log-probs (``clip_anchor``).
+        anchor: log-probs in the ratio's denominator, those before the update, ``[b, t]``, nats.
         advantages: advantage of each token, ``[b, t]``.
         weights: weight of each token, ``[b, t]``; 0 at prompts and padding.
         config: the ``loss_fn:`` block.

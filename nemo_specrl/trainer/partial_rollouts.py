@@ -1,24 +1,24 @@
 """Active partial rollouts: which prompts a step requests, and on which of them it trains.
 
 A step requests more groups than it needs, and its rollouts end when enough are complete. The other
-prompts are put off: their partial rollouts stay in the cache, the next step requests them first,
-and what it trains on is made or verified by the weights of that step. An epoch begins after the
+prompts are put off: the engine keeps their partial rollouts as history, the next step requests them
+first, and what it trains on is made by the weights of that step. An epoch begins after the
 last prompt of the previous one, so that each prompt of an epoch is trained on exactly once.
 
-Source: APRIL, arXiv 2509.18521, which continues partial rollouts without verifying them.
+Source: APRIL, arXiv 2509.18521, which continues partial rollouts; here they draft.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
-from nemo_specrl.engine.early_end import EarlyEnd
 from nemo_specrl.trainer.batch import Batch, Group
 from nemo_specrl.trainer.data.dataset import Problem
-from nemo_specrl.trainer.generation import InProcessEngine
+from nemo_specrl.trainer.generation import Engine
 from nemo_specrl.trainer.recipe import Algorithm
 
 __all__ = ["PutOff", "asked_for", "chosen_of", "collect", "end_of_phase", "put_off_after"]
@@ -32,7 +32,7 @@ def collect(
     training: Sequence[Problem],
     place: tuple[int, int, Sequence[int]],
     put_off: PutOff,
-    generation: InProcessEngine,
+    generation: Engine,
 ) -> tuple[Batch, PutOff]:
     """Roll out more prompts than a step needs, until enough groups are complete.
 
@@ -53,7 +53,7 @@ def collect(
     groups = generation.rollouts(
         [training[i].prompt for i in asked],
         upcoming=[training[i].prompt for i in following],
-        early_end=end_of_phase(put_off, algorithm),
+        end_of_phase=end_of_phase(put_off, algorithm),
     )
     chosen = chosen_of([all(row.ended for row in group) for group in groups], needed)
     batch = Batch(epoch, drawn=[asked[k] for k in chosen])
@@ -82,23 +82,30 @@ def asked_for(
     return waiting + list(order[begun : trained + asked])
 
 
-def end_of_phase(put_off: PutOff, algorithm: Algorithm) -> EarlyEnd:
-    """Decide when the rollouts of a step end.
+def end_of_phase(put_off: PutOff, algorithm: Algorithm) -> Callable[[Collection[int]], bool]:
+    """Return what decides when the rollouts of a step end: once enough groups are complete.
 
-    At most twice as many groups are requested as are needed, so there are never more prompts that
-    must not be put off again than the step trains on.
+    A prompt that may not be put off again must be among them. At most twice as many groups are
+    requested as are needed, so there are never more of these than the step trains on.
 
     Args:
         put_off: the first prompts that the step requests.
         algorithm: the ``grpo:`` or ``ppo:`` block.
+
+    Returns:
+        a function of the indices of the rows that have ended, which are consecutive groups.
     """
-    most = algorithm.partial_rollouts.max_put_off
-    return EarlyEnd(
-        group_size=algorithm.num_generations_per_prompt,
-        groups=algorithm.num_prompts_per_step,
-        put_off=len(put_off),
-        awaited=sum(times >= most for _, times in put_off),
-    )
+    size, most = algorithm.num_generations_per_prompt, algorithm.partial_rollouts.max_put_off
+    awaited = sum(times >= most for _, times in put_off)
+
+    def reached(ended: Collection[int]) -> bool:
+        if len(ended) < size * algorithm.num_prompts_per_step:
+            return False
+        counts = Counter(row // size for row in ended)
+        complete = {group for group, count in counts.items() if count == size}
+        return len(complete) >= algorithm.num_prompts_per_step and complete >= {*range(awaited)}
+
+    return reached
 
 
 def chosen_of(complete: Sequence[bool], needed: int) -> list[int]:

@@ -17,7 +17,6 @@ from nemo_specrl.trainer.vllm_kwargs import check_vllm_kwargs
 
 __all__ = [
     "MAX_PER_NODE",
-    "ColocatedConfig",
     "LoraConfig",
     "Nodes",
     "OptimizerConfig",
@@ -73,32 +72,20 @@ class VllmConfig(Block):
     enforce_eager: bool = True
 
 
-class EngineResources(Block):
-    """The ``resources:`` block of engines that are not colocated: one engine for each GPU.
-
-    On a machine without GPUs this is the number of engines that share its cores.
-    """
-
-    gpus_per_node: int | None = Field(default=None, ge=1, le=MAX_PER_NODE)
-    num_nodes: Nodes | None = None
-    """None: 1."""
-
-
 class ColocatedConfig(Block):
-    """The ``colocated:`` block: where the engines are."""
+    """The ``colocated:`` block: where the engine is."""
 
     enabled: bool = True
-    """One engine, in the trainer's process. If false, as many as ``resources`` says, each in its
-    own process."""
-    resources: EngineResources = EngineResources()
+    """Must be true: one engine, in the trainer's process."""
 
     @model_validator(mode="after")
-    def _complete(self) -> ColocatedConfig:
-        if not self.enabled and self.resources.gpus_per_node is None:
+    def _one_engine(self) -> ColocatedConfig:
+        if not self.enabled:
             raise WrongKey(
-                "resources.gpus_per_node",
-                None,
-                "must be the number of engines on a node with colocated.enabled: false",
+                "enabled",
+                False,
+                "this trainer has one engine, in its own process; leave it out, or train with "
+                "NeMo-RL (nemo-specrl run)",
             )
         return self
 
@@ -133,33 +120,29 @@ class GenerationConfig(Block):
         return self.temperature or 1.0
 
     @model_validator(mode="after")
-    def _verifiable(self) -> GenerationConfig:
-        # What an engine can verify in a single request is decided in engine/sampling_rules.py.
-        if self.spec_rl.enabled:
-            # Trees draft for the sampled distribution, whatever shapes it except top-k
-            # (sampling_rules).
-            by_trees = self.spec_rl.effective_fresh_fraction >= 1
-            for name, value, raw, trees in (
-                ("temperature", self.temperature, (1.0,), by_trees and self.temperature > 0),
-                ("top_p", self.top_p, (1.0,), by_trees),
-                ("top_k", self.top_k, (None, 0, -1), False),
+    def _with_spec_rl(self) -> GenerationConfig:
+        if not self.spec_rl.enabled:
+            return self
+        if self.spec_rl.preset == "reuse":
+            for name, value, raw in (
+                ("temperature", self.temperature, (1.0,)),
+                ("top_p", self.top_p, (1.0,)),
+                ("top_k", self.top_k, (None, 0, -1)),
             ):
-                if value not in raw and not trees:
+                if value not in raw:
                     right = "null" if raw[0] is None else raw[0]
-                    lossless = "" if by_trees or name == "top_k" else ", preset: lossless"
                     raise WrongKey(
                         name,
                         value,
-                        "drafts are verified by prompt log-probs, which are those of raw sampling; "
-                        f"set {name}: {right}{lossless}, or spec_rl.enabled: false",
+                        "prefixes are verified by prompt log-probs, which are those of raw "
+                        f"sampling; set {name}: {right}, or spec_rl.preset: lossless",
                     )
-            drafter = self.vllm_kwargs.get("speculative_config")
-            if drafter and self.spec_rl.tree.enabled:
+        for name in ("speculative_config", "additional_config"):
+            if name in self.vllm_kwargs:
                 raise WrongKey(
-                    "vllm_kwargs.speculative_config",
-                    drafter,
-                    "an engine has one drafter, and spec_rl.tree.enabled: true asks for another; "
-                    "leave it out, or take preset: faithful without trees",
+                    f"vllm_kwargs.{name}",
+                    self.vllm_kwargs[name],
+                    "is set by spec_rl; leave it out, or set spec_rl.enabled: false",
                 )
         return self
 

@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 Group = Annotated[int, Field(ge=1, le=65536)]
-"""A number of rollouts of a prompt: the cache has 16 bits for the sample index."""
+"""A number of rollouts of a prompt."""
 
 
 class AdvEstimatorConfig(Block):
@@ -194,14 +194,12 @@ class Recipe(Block):
             raise WrongKey("env.tools", tools, f"answer turns but the last; set {key} above 1")
         if tools and self.data.dataset_name in TOY_TASKS:
             raise WrongKey("env.tools", tools, f"need text, which {self.data.dataset_name} is not")
-        tree, lossless = self.spec_rl.tree, self.spec_rl.effective_fresh_fraction >= 1
-        by_vllm = lossless and tree.enabled and tree.method != "rounds"
-        if turns > 1 and self.spec_rl.enabled and not by_vllm:
+        if turns > 1 and self.spec_rl.enabled and self.spec_rl.preset == "reuse":
             raise WrongKey(
                 key,
                 turns,
-                "no prefix of a conversation can be reused, nor is one drafted in rounds; set "
-                "spec_rl.preset: lossless with tree.method: auto, or max_rollout_turns: 1",
+                "no prefix of a conversation can be reused; set spec_rl.preset: lossless, or "
+                "max_rollout_turns: 1",
             )
         return self
 
@@ -215,8 +213,9 @@ class Recipe(Block):
             return self
         for clashes, problem in (
             (
-                not self.spec_rl.enabled,
-                "they are kept in the rollout cache; set policy.generation.spec_rl.enabled: true",
+                not self.spec_rl.enabled or self.spec_rl.preset == "reuse",
+                "what is put off is drafted from; set policy.generation.spec_rl.enabled: true, "
+                "with preset: lossless",
             ),
             (
                 algorithm.use_dynamic_sampling,
@@ -226,11 +225,6 @@ class Recipe(Block):
             (
                 algorithm.max_rollout_turns > 1,
                 "a conversation that is cut off cannot be continued; set max_rollout_turns: 1",
-            ),
-            (
-                self.engines is not None,
-                "one of several engines does not know how many groups the others have; set "
-                "policy.generation.colocated.enabled: true",
             ),
         ):
             if clashes:
@@ -246,9 +240,7 @@ class Recipe(Block):
 
     @property
     def run_dir(self) -> Path:
-        """Folder of the run's cache and journal: ``checkpoint_dir``; without checkpoints, the log's
-        folder.
-        """
+        """Folder of the run's cache: ``checkpoint_dir``; without checkpoints, the log's folder."""
         made = self.checkpointing.enabled
         return self.checkpointing.checkpoint_dir if made else self.logger.log_dir
 
@@ -264,18 +256,6 @@ class Recipe(Block):
         tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
         ranks = (self.cluster.gpus_per_node or tp * pp) * self.cluster.num_nodes
         return tp, pp, ranks // (tp * pp)
-
-    @property
-    def engines(self) -> tuple[int, int] | None:
-        """Number of engines in their own processes, and number of nodes for them.
-
-        None if there is one engine in the trainer's process.
-        """
-        colocated = self.policy.generation.colocated
-        if colocated.enabled:
-            return None
-        nodes = colocated.resources.num_nodes or 1
-        return (colocated.resources.gpus_per_node or 1) * nodes, nodes
 
     @property
     def dtype(self) -> torch.dtype:

@@ -6,7 +6,7 @@ import pytest
 from nemo_specrl.monitoring import names as metric
 from nemo_specrl.trainer.batch import Batch, Group
 from nemo_specrl.trainer.data.toy_tasks import problems
-from nemo_specrl.trainer.generation.engine import Response
+from nemo_specrl.trainer.generation import Response
 from nemo_specrl.trainer.losses import gae
 from nemo_specrl.trainer.policy import Sample
 from nemo_specrl.trainer.recipe import AdvEstimatorConfig, Recipe
@@ -16,9 +16,8 @@ from nemo_specrl.trainer.recipe import AdvEstimatorConfig, Recipe
 
 def response(logprobs, made, truncated=False):
     values = np.array(logprobs, np.float32)
-    reused = np.zeros(len(values), bool)
     tokens = list(range(3, 3 + len(values)))
-    return Response(tokens, values, values, values, reused, True, truncated, np.array(made, bool))
+    return Response(tokens, values, np.array(made, bool), truncated, ended=True)
 
 
 def batch_of(*rewards_and_made):
@@ -85,6 +84,4 @@ def test_a_tools_tokens_are_neither_trained_on_nor_counted():
     assert third.mask.tolist() == [0]
     assert first.advantages[0] > 0 and first.advantages[2:].tolist() == [0, 0]
     assert batch.metrics()[metric.RESPONSE_LENGTH] == pytest.approx(4 / 3)
-    _, _, compared, _ = batch.rows_to_compare()
-    assert compared["length"].tolist() == [2, 1, 1]
-    assert compared["logprob"].tolist() == [-2, -2, -4]
+    assert batch.fresh.all()

@@ -30,13 +30,13 @@ def test_overrides_are_yaml_values():
         DEMO,
         [
             "grpo.seed=7",
-            "policy.generation.spec_rl.lenience=1",
+            "policy.generation.spec_rl.draft.max_tokens=1",
             "policy.optimizer.kwargs.betas=[0.8,0.9]",
             "+policy.generation.top_k=null",
         ],
     )
     assert recipe.algorithm.seed == 7
-    assert recipe.spec_rl.lenience == 1
+    assert recipe.spec_rl.draft.max_tokens == 1
     assert recipe.policy.optimizer.kwargs.betas == (0.8, 0.9)
 
 
@@ -46,17 +46,18 @@ def test_overrides_are_yaml_values():
         ("grpo.sed=1", r"grpo\.sed: unknown key; known are num_prompts_per_step"),
         ("grpo.seed=one", r"grpo\.seed = 'one': must be a valid integer"),
         (
-            "policy.generation.spec_rl.lenience=-1",
-            r"spec_rl\.lenience = -1: must be greater than 0",
+            "policy.generation.spec_rl.draft.max_tokens=0",
+            r"spec_rl\.draft\.max_tokens = 0: must be greater than",
         ),
-        (
-            "policy.generation.temperature=0",
-            r"^policy\.generation\.temperature = 0\.0: .* set temperature: 1\.0, or",
-        ),
-        ("policy.generation.top_k=5", r"generation\.top_k = 5: .* set top_k: null"),
+        ("policy.generation.spec_rl.tree.enabled=true", r"spec_rl\.tree = .*the key is now draft"),
+        ("policy.generation.spec_rl.preset=faithful", r"preset = 'faithful': .* is now reuse"),
         (
             "policy.generation.vllm_kwargs.speculative_config={method: ngram}",
-            r"generation\.vllm_kwargs\.speculative_config = .* one drafter, .* leave it out, or",
+            r"generation\.vllm_kwargs\.speculative_config = .* set by spec_rl; leave it out, or",
+        ),
+        (
+            "policy.generation.colocated.enabled=false",
+            r"^policy\.generation\.colocated\.enabled = False: this trainer has one engine",
         ),
         ("policy.generation.backend=sglang", r"backend = 'sglang': must be 'vllm'"),
         (
@@ -107,8 +108,6 @@ def test_a_resumed_run_may_have_another_layout():
     sizes = ["tensor_model_parallel_size=1", "pipeline_model_parallel_size=2"]
     assert fixed() == fixed(*(f"policy.megatron_cfg.{size}" for size in sizes))
     assert fixed() == fixed("cluster.gpus_per_node=4")
-    assert fixed() == fixed("policy.generation.colocated.resources.gpus_per_node=3")
-    assert fixed() == fixed("policy.generation.colocated.enabled=true")
     assert fixed() != fixed("policy.megatron_cfg.enabled=false")
 
 
@@ -126,9 +125,8 @@ def without(values, name):
     ("name", "default", "other"),
     [
         ("grpo.ppo_epochs", "1", "2"),
-        ("policy.generation.spec_rl.fresh_fraction", "1", "0.5"),  # by the preset
         ("loss_fn.ratio_clip_c", "null", "10"),
-        ("policy.generation.spec_rl.tree.adaptive", "true", "false"),
+        ("policy.generation.spec_rl.draft.adaptive", "true", "false"),
     ],
 )
 def test_a_key_that_is_new_in_a_release_matters_only_with_another_value(name, default, other):
@@ -176,7 +174,7 @@ def test_what_makes_another_run_is_refused(made_with, now, message):
         *("", "null", "[]", "3", "{", "{}", "[" * 100_000, "\xff"),
         *('{"format": 1, "steps": 3}', '{"format": "1"}', '{"format": null}'),
         *('{"format": 1, "step": "3"}', '{"format": 1, "step": 2}', '{"format": 1, "step": true}'),
-        *('{"format": 1, "step": 3, "recipe": null}', '{"format": 1, "step": 3, "monitor": 5}'),
+        '{"format": 1, "step": 3, "recipe": null}',
         '{"format": 1, "step": 3, "position": -1}',
         *('{"format": 2, "step": 3, "put_off": 1}', '{"format": 2, "step": 3, "put_off": [[1]]}'),
     ],
@@ -210,34 +208,26 @@ def test_a_progress_that_is_none_says_how_to_go_on(tmp_path, text):
             "policy.megatron_cfg.tensor_model_parallel_size=0",
             r"^policy\.megatron_cfg\.tensor_model_parallel_size = 0: must be greater than",
         ),
-        (
-            "policy.generation.colocated.resources.gpus_per_node=null",
-            r"^policy\.generation\.colocated\.resources\.gpus_per_node = None: must be the number ",
-        ),
     ],
 )
-def test_ranks_and_engines_that_do_not_add_up(override, message):
+def test_ranks_that_do_not_add_up(override, message):
     with pytest.raises(ConfigError, match=message):
         load_recipe(MEGATRON, [override])
 
 
-def test_a_drafter_of_vllms_own_may_stand_beside_reuse():
+def test_plain_training_takes_a_drafter_of_vllms_own():
     drafter = "policy.generation.vllm_kwargs.speculative_config={method: ngram}"
-    reuse = load_recipe(DEMO, [drafter, "policy.generation.spec_rl.preset=faithful"])
-    assert reuse.policy.generation.vllm_kwargs["speculative_config"] == {"method": "ngram"}
-    assert not reuse.spec_rl.tree.enabled
-    assert load_recipe(DEMO, [drafter, "policy.generation.spec_rl.enabled=false"])
+    plain = load_recipe(DEMO, [drafter, "policy.generation.spec_rl.enabled=false"])
+    assert plain.policy.generation.vllm_kwargs["speculative_config"] == {"method": "ngram"}
 
 
-@pytest.mark.parametrize("option", ["temperature=0.7", "top_p=0.9"])
-def test_other_sampling_goes_with_trees_alone(option):
-    """What trees draft is judged by what is sampled from; a prefix, by the raw distribution."""
+@pytest.mark.parametrize("option", ["temperature=0.7", "top_p=0.9", "top_k=5"])
+def test_other_sampling_does_not_go_with_reuse(option):
+    """Drafts are judged by what is sampled from; a prefix, by the raw distribution."""
     load_recipe(DEMO, [f"policy.generation.{option}"])
     name, value = option.split("=")
-    with pytest.raises(ConfigError, match=rf"{name} = {value}: .* preset: lossless, or spec_rl"):
-        load_recipe(
-            DEMO, [f"policy.generation.{option}", "policy.generation.spec_rl.preset=faithful"]
-        )
+    with pytest.raises(ConfigError, match=rf"{name} = {value}: .* or spec_rl.preset: lossless"):
+        load_recipe(DEMO, [f"policy.generation.{option}", "policy.generation.spec_rl.preset=reuse"])
 
 
 def test_temperature_may_be_any_with_speculation_off():
@@ -292,6 +282,5 @@ def test_conversations_are_of_text_and_drafted_losslessly():
     load_recipe(DEMO, [*text, "policy.generation.spec_rl.enabled=false"])
     with pytest.raises(ConfigError, match=r"^env\.tools = .*: need text, which sorting is not"):
         load_recipe(DEMO, [*TURNS, LOSSLESS])
-    for other in ("preset=faithful", "preset=fast", "tree.method=rounds", "tree.enabled=false"):
-        with pytest.raises(ConfigError, match=r"^grpo\.max_rollout_turns = 3: .*preset: lossless"):
-            load_recipe(DEMO, [*text, LOSSLESS, f"policy.generation.spec_rl.{other}"])
+    with pytest.raises(ConfigError, match=r"^grpo\.max_rollout_turns = 3: .*preset: lossless"):
+        load_recipe(DEMO, [*text, "policy.generation.spec_rl.preset=reuse"])

@@ -19,12 +19,11 @@ import torch
 from nemo_specrl import RolloutStore
 from nemo_specrl.files import step_folders
 from nemo_specrl.monitoring.metrics_file import MetricsLog, read_metrics
-from nemo_specrl.trainer.generation.engine import tokenizer_identity
+from nemo_specrl.trainer.generation.engine import cache_config
 from nemo_specrl.trainer.loop import Trainer
 from nemo_specrl.trainer.recipe import load_recipe
 from tests.conftest import REPOSITORY
 from tests.support.ports import listening
-from tests.support.stores import restore
 
 DEMO = "examples/configs/grpo_sort_cpu.yaml"
 DAPO = "examples/configs/dapo_arith_cpu.yaml"
@@ -40,17 +39,13 @@ SMALL = (
     "grpo.val_period=0",
     "checkpointing.save_period=2",
     "policy.generation.spec_rl.cache.max_bytes_per_node=4MiB",
-    "policy.generation.spec_rl.cache.groups_per_prompt=1",
-    "policy.generation.spec_rl.preset=faithful",
+    # Drafts of one length: with others, a busy machine may measure that none are worth it.
+    "policy.generation.spec_rl.draft.adaptive=false",
+    "policy.generation.spec_rl.cache.deadline_ms=10000",  # and be late with a look-up
 )
-LOSSLESS = "policy.generation.spec_rl.preset=lossless"
+PLAIN = "policy.generation.spec_rl.enabled=false"
 OF_THE_LENGTH = ("total_steps",)
 """Of the run as its recipe had it at the time, which a resumed one may change."""
-TIMED = ("rollout_s", "verify_s", "train_s", "step_s", "checkpoint_s", "eval_s")
-OF_THE_JOURNAL = ("spec_rl/replayed_rows", "spec_rl/recomputed_tokens")
-"""How much of a step came out of the journal, and what it took again of prefixes: none then."""
-OF_THE_STORE = ("spec_rl/cache_bytes", "spec_rl/cache_hit_fraction", "spec_rl/disk_used_fraction")
-"""Depend on when pages are freed, on look-ups since the store was opened, and on the disk."""
 
 
 def command(folder, *overrides, config=DEMO, program=("nemo_specrl", "train")):
@@ -77,7 +72,7 @@ def train(folder, *overrides, code=0, **options):
         env=environment(folder),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert done.returncode == code, done.stderr[-3000:]
     return done
@@ -96,9 +91,8 @@ def start(folder, *overrides):
 
 def records(folder):
     """Each step's record without what depends on the clock."""
-    left_out = (*TIMED, *OF_THE_JOURNAL, *OF_THE_STORE, *OF_THE_LENGTH)
     return [
-        {k: v for k, v in r.items() if k not in left_out and not k.endswith("_s")}
+        {k: v for k, v in r.items() if k not in OF_THE_LENGTH and not k.endswith("_s")}
         for r in read_metrics(folder / "metrics.jsonl")
     ]
 
@@ -121,11 +115,27 @@ def whole(whole_run):
     return whole_run[0]
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The same run without drafts, which repeats to the bit: its folder."""
+    folder = tmp_path_factory.mktemp("plain")
+    train(folder, PLAIN)
+    return folder
+
+
+def cached(folder):
+    """The responses in a run's cache, by prompt."""
+    overrides = [f"checkpointing.checkpoint_dir={folder}"]
+    config = cache_config(load_recipe(REPOSITORY / DEMO, overrides))
+    with RolloutStore(config.dir, vocabulary=config.vocabulary, max_bytes=2**22) as store:
+        return store.get(key for key, _ in store.scan())
+
+
 def test_a_run_prints_what_it_loads_and_each_step_once(whole_run):
     _, done = whole_run
     first, *steps = done.stdout.splitlines()
     assert first == f"train: loading {DEMO}, torch and vLLM; the first step takes a minute or more"
-    numbers = [re.match(r"speculative step +(\d+)  reward .* reused \d+%", s)[1] for s in steps]
+    numbers = [re.match(r"speculative step +(\d+)  reward .* tokens/", s)[1] for s in steps]
     assert numbers == ["1", "2", "3", "4", "5", "6"]
     for third_party in ("Triton", "FutureWarning", "NUMA", "it/s"):
         assert third_party not in done.stderr
@@ -169,14 +179,17 @@ def test_a_run_writes_what_it_promises(whole):
     for record in steps:
         assert record["policy_version"] == record["step"] - 1
         assert record["step_s"] >= record["rollout_s"] + record["train_s"] - 1e-3
-        parts = ("lookup_s", "verify_s", "decode_s", "assembly_s")
-        assert record["rollout_s"] >= sum(record[f"spec_rl/{p}"] for p in parts) - 1e-3
-        assert record["decoded_tokens"] == record["spec_rl/decoded_tokens"]
+        assert record["decoded_tokens"] == record["response_tokens"]
+        assert record["spec_rl/histories_late"] == record["spec_rl/responses_dropped"] == 0
+        assert record["spec_rl/responses_kept"] == 16
+        assert record["spec_rl/tokens_per_step"] > 1  # siblings draft for each other at once
     cold, warm = steps[:2], steps[2:]
-    assert all(r["spec_rl/draft_coverage"] == 0 for r in cold)
-    assert all(r["spec_rl/draft_coverage"] > 0.5 for r in warm)
-    assert all(r["decoded_tokens"] < r["response_tokens"] for r in warm)
-    assert all(r["decoded_tokens"] == r["response_tokens"] for r in cold)
+    assert [r["spec_rl/histories_found"] for r in steps] == [0, 0, 4, 4, 4, 4]
+    assert [r["spec_rl/cache_prompts"] for r in steps] == [4, *[8] * 5]
+    assert [r["spec_rl/cache_responses"] for r in steps] == [16 * step for step in range(1, 7)]
+    assert min(r["spec_rl/tokens_per_step"] for r in warm) > max(
+        r["spec_rl/tokens_per_step"] for r in cold
+    )
     assert [p.name for p in sorted(whole.glob("step_*"))] == ["step_4", "step_6"]
     assert list((whole / "tensorboard").iterdir())
 
@@ -188,116 +201,72 @@ def test_a_run_that_is_done_has_nothing_to_do(whole):
     assert (whole / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_killed_run_goes_on_as_if_it_had_not_been(whole, tmp_path):
-    """SIGKILL at a random moment; every step once, each with the same prompts and rewards.
-
-    The steps that were lost are not decoded again.
-    """
+def test_a_killed_run_without_drafts_goes_on_as_if_it_had_not_been(plain, tmp_path):
+    """SIGKILL at a random moment; every step once, each exactly as without."""
     rng = random.Random(1)
-    process = start(tmp_path, "checkpointing.save_period=3")
+    process = start(tmp_path, PLAIN, "checkpointing.save_period=3")
     wait_for_steps(process, tmp_path, rng.randint(2, 5))
+    assert listening(process.pid) <= {"127.0.0.1", "::1"}  # nothing for other machines
     time.sleep(rng.random())
     process.kill()
     process.wait()
-    done_before = len(read_metrics(tmp_path / "metrics.jsonl"))
     survived = max((int(p.name[5:]) for p in tmp_path.glob("step_*")), default=0)
-    done = train(tmp_path)
+    done = train(tmp_path, PLAIN)
     assert survived == 0 or f"resuming from step {survived}" in done.stdout
-    assert records(tmp_path) == records(whole)
-    replayed = {
-        r["step"]: r["spec_rl/replayed_rows"] for r in read_metrics(tmp_path / "metrics.jsonl")
-    }
-    assert all(replayed[step] == 16 for step in range(survived + 1, done_before + 1))
-    assert sum(rows > 0 for rows in replayed.values()) <= done_before - survived + 1
+    assert records(tmp_path) == records(plain)
+    assert not (tmp_path / "rollout_cache").exists()
+    assert not any(name.startswith("spec_rl/") for r in records(plain) for name in r)
 
 
-@pytest.mark.timeout(600)  # three runs
-def test_a_run_that_loses_all_its_steps_takes_them_from_the_journal(whole, tmp_path):
-    """Without any checkpoint, and killed twice."""
-    for steps in (1, 3):
-        process = start(tmp_path, "checkpointing.save_period=1000")
-        wait_for_steps(process, tmp_path, steps)
-        process.kill()
-        process.wait()
-        steps = len(read_metrics(tmp_path / "metrics.jsonl"))
-    last = steps + 1
-    train(tmp_path, "checkpointing.save_period=1000", f"grpo.max_num_steps={last}")
-    assert records(tmp_path) == records(whole)[:last]
-    rows = [r["spec_rl/replayed_rows"] for r in read_metrics(tmp_path / "metrics.jsonl")]
-    assert rows[:steps] == [16] * steps
+def test_a_killed_run_with_drafts_goes_on_from_its_checkpoint(whole, tmp_path):
+    """With the prompts of a run that was not killed, and drafts from its first step on.
 
-
-def test_a_run_of_another_recipe_takes_nothing_from_the_journal(tmp_path):
-    process = start(tmp_path, "checkpointing.save_period=1000")
-    wait_for_steps(process, tmp_path, 1)
-    assert listening(process.pid) <= {"127.0.0.1", "::1"}  # nothing for other machines
+    What was decoded after the checkpoint is history, too.
+    """
+    process = start(tmp_path, "checkpointing.save_period=3")
+    wait_for_steps(process, tmp_path, 5)
     process.kill()
     process.wait()
-    train(tmp_path, "checkpointing.save_period=1000", "grpo.seed=7", "grpo.max_num_steps=1")
-    assert [r["spec_rl/replayed_rows"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [0]
+    before = sum(map(len, cached(tmp_path).values()))
+    assert before >= 5 * 16
+    done = train(tmp_path, "checkpointing.save_period=3")
+    assert "resuming from step 3" in done.stdout
+    steps, alone = (read_metrics(folder / "metrics.jsonl") for folder in (tmp_path, whole))
+    for name in ("step", "epoch", "prompts", "policy_version"):
+        assert [r[name] for r in steps] == [r[name] for r in alone]
+    assert steps[3]["spec_rl/histories_found"] == 4
+    assert steps[3]["spec_rl/cache_responses"] == before + 16
+    assert steps[3]["spec_rl/tokens_per_step"] > steps[0]["spec_rl/tokens_per_step"]
 
 
 @pytest.mark.timeout(600)  # three runs
-def test_a_checkpoint_is_written_beside_the_rollouts_of_the_next_step(whole, tmp_path):
-    """It has the weights of its own step, and these rollouts outlive the process in the journal."""
+def test_a_checkpoint_is_written_beside_the_rollouts_of_the_next_step(plain, tmp_path):
+    """It has the weights of its own step."""
     job = "tests.support.trainer.saving_job"
-    train(tmp_path, code=-signal.SIGKILL, program=(job, "kill"))
+    train(tmp_path, PLAIN, code=-signal.SIGKILL, program=(job, "kill"))
     assert [p.name for p in tmp_path.glob("step_*")] == ["step_2"]
-    failed = train(tmp_path, code=2, program=(job, "full"))
+    failed = train(tmp_path, PLAIN, code=2, program=(job, "full"))
     assert "resuming from step 2" in failed.stdout
     assert "step_4: cannot be written: " in failed.stderr
     assert [p.name for p in tmp_path.glob("*step_*")] == ["step_2"]
-    train(tmp_path)
-    assert records(tmp_path) == records(whole)
-    steps = {r["step"]: r for r in read_metrics(tmp_path / "metrics.jsonl")}
-    assert [steps[step]["spec_rl/replayed_rows"] for step in (3, 4, 5, 6)] == [16, 16, 16, 0]
+    train(tmp_path, PLAIN)
+    assert records(tmp_path) == records(plain)
 
 
-@pytest.mark.timeout(600)  # two runs
-def test_a_full_disk_of_the_cache_costs_a_run_speed_alone(tmp_path):
-    """Its checkpoint is without the cache; what resumes from it starts cold and goes on."""
-    more = "checkpointing.save_period=2"
-    job = ("tests.support.trainer.saving_job", "cache")
-    done = train(tmp_path, more, "grpo.max_num_steps=2", program=job)
-    said = " ".join((done.stdout + done.stderr).split())
-    assert said.count("Further failures are counted in spec_rl/cache_errors") == 1
-    assert said.count("the checkpoint is without it") == 1
-    assert said.count("closing the rollout cache: ") == 1
-    assert "Traceback" not in said
-    assert [p.name for p in tmp_path.glob("*step_*")] == ["step_2"]
-    assert not (tmp_path / "step_2" / "rollout_cache" / "manifest.json").exists()
-    steps = read_metrics(tmp_path / "metrics.jsonl")
-    assert [r["spec_rl/cache_errors"] for r in steps] == [1, 1]
-    resumed = train(tmp_path, more, "grpo.max_num_steps=4")
-    assert "resuming from step 2" in resumed.stdout
-    assert "it starts cold" in " ".join(resumed.stderr.split())
-    steps = read_metrics(tmp_path / "metrics.jsonl")
-    assert [r["spec_rl/cache_errors"] for r in steps] == [1, 1, 0, 0]
-    assert (tmp_path / "step_4" / "rollout_cache" / "manifest.json").exists()
-
-
-def test_an_interrupt_leaves_a_checkpoint(whole, tmp_path):
-    process = start(tmp_path, "checkpointing.save_period=1000")
+def test_an_interrupt_leaves_a_checkpoint(plain, tmp_path):
+    process = start(tmp_path, PLAIN, "checkpointing.save_period=1000")
     wait_for_steps(process, tmp_path, 2)
     process.send_signal(signal.SIGINT)
     for _ in range(2):  # what Slurm sends, and what a launcher passes on, changes nothing
         time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == 130, output[-3000:]
     assert output.count("finishing this step, then saving") == 1
     (checkpoint,) = tmp_path.glob("step_*")
     assert checkpoint.name in ("step_2", "step_3", "step_4")
-    train(tmp_path)
-    assert records(tmp_path) == records(whole)
-
-
-def test_the_cache_of_a_run_is_in_its_checkpoint(whole, tmp_path):
-    restore(whole / "step_6" / "rollout_cache", tmp_path / "copy")
-    identity = tokenizer_identity(str(REPOSITORY / "examples/models/qwen3-sort"))
-    with RolloutStore(tmp_path / "copy", max_bytes=2**22, tokenizer_id=identity) as store:
-        assert store.stats().prompts == 8
-        assert store.stats().rollouts == 32
+    train(tmp_path, PLAIN)
+    assert records(tmp_path) == records(plain)
 
 
 def test_a_recipe_that_changed_is_refused(whole):
@@ -345,70 +314,46 @@ def test_without_checkpoints_none_is_read_and_none_is_written(whole, tmp_path):
     assert not step_folders(tmp_path)
 
 
-def test_plain_and_speculative_begin_alike(whole, tmp_path):
-    """Same seeds: the cold epoch's rollouts, rewards and updates are those of plain training."""
-    train(tmp_path, "policy.generation.spec_rl.enabled=false", "grpo.max_num_epochs=1")
-    plain = read_metrics(tmp_path / "metrics.jsonl")
-    speculative = read_metrics(whole / "metrics.jsonl")[:2]
-    for name in ("prompts", "reward", "response_tokens", "loss", "grad_norm"):
-        assert [r[name] for r in plain] == [r[name] for r in speculative]
-    assert not (tmp_path / "rollout_cache").exists()
-    assert not any(name.startswith("spec_rl/") for r in plain for name in r)
+def test_run_ahead(whole, tmp_path):
+    """The look ahead moves no prompt. What is decoded ahead is history, and in no other count."""
+    train(tmp_path, "policy.generation.spec_rl.run_ahead.enabled=true")
+    steps, alone = read_metrics(tmp_path / "metrics.jsonl"), read_metrics(whole / "metrics.jsonl")
+    assert [r["prompts"] for r in steps] == [r["prompts"] for r in alone]
+    assert sum(r["spec_rl/run_ahead_tokens"] for r in steps) > 0
+    assert all(r["spec_rl/run_ahead_rows"] <= 4 for r in steps)  # one a prompt of the next batch
+    assert steps[-1]["spec_rl/run_ahead_rows"] == 0  # nothing comes behind the last one
+    assert steps[1]["spec_rl/histories_found"] > 0
+    assert all(r["decoded_tokens"] == r["response_tokens"] for r in steps)
+    ahead = sum(r["spec_rl/run_ahead_rows"] for r in steps)
+    assert 6 * 16 < sum(map(len, cached(tmp_path).values())) <= 6 * 16 + ahead
 
 
-def test_lossless(tmp_path):
-    """Trees draft from the first epoch on, nothing is reused, and a kill loses no rollout."""
-    # Drafts of one length: with others, a busy machine may measure that none are worth it.
-    options = LOSSLESS, "policy.generation.spec_rl.tree.adaptive=false"
-    process = start(tmp_path, *options, "checkpointing.save_period=1000")
-    wait_for_steps(process, tmp_path, 3)
+@pytest.mark.timeout(600)  # two runs
+def test_prefix_reuse(tmp_path):
+    """Some rows are fresh; a killed run repeats what it had made since its checkpoint."""
+    reuse = (
+        "policy.generation.spec_rl.preset=reuse",
+        "policy.generation.spec_rl.reuse.fresh_fraction=0.3",
+    )
+    process = start(tmp_path, *reuse, "checkpointing.save_period=3")
+    wait_for_steps(process, tmp_path, 4)
     process.kill()
     process.wait()
-    before = read_metrics(tmp_path / "metrics.jsonl")
-    train(tmp_path, *options, "checkpointing.save_period=1000")
+    train(tmp_path, *reuse, "checkpointing.save_period=3")
     steps = read_metrics(tmp_path / "metrics.jsonl")
     assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6]
-    replayed = [r["spec_rl/replayed_rows"] for r in steps]
-    assert replayed[: len(before)] == [16] * len(before)
-    for name in ("prompts", "reward", "response_tokens"):
-        assert [r[name] for r in steps[: len(before)]] == [r[name] for r in before]
-    for record in (*before, *steps[len(before) + 1 :]):
-        assert record["spec_rl/draft_coverage"] == record["spec_rl/cache_errors"] == 0
+    for record in steps[:2]:
+        assert record["spec_rl/reuse_coverage"] == 0
         assert record["decoded_tokens"] == record["response_tokens"]
-        assert record["spec_rl/tree_tokens_per_step"] > 1
-    assert steps[-1]["spec_rl/tree_tokens_per_step"] > before[0]["spec_rl/tree_tokens_per_step"]
-
-
-def test_run_ahead(whole, tmp_path):
-    """The look ahead moves nothing: after a kill, each step has the prompts of a run without it.
-
-    What is decoded ahead is in no count of the training's, and not in the cache.
-    """
-    options = (LOSSLESS, "policy.generation.spec_rl.run_ahead.enabled=true")
-    process = start(tmp_path, *options, "checkpointing.save_period=2")
-    wait_for_steps(process, tmp_path, 3)
-    process.kill()
-    process.wait()
-    before = read_metrics(tmp_path / "metrics.jsonl")
-    train(tmp_path, *options, "checkpointing.save_period=2")
-    steps = read_metrics(tmp_path / "metrics.jsonl")
-    assert [r["prompts"] for r in steps] == [r["prompts"] for r in records(whole)]
-    for name in ("prompts", "reward", "response_tokens"):
-        assert [r[name] for r in steps[: len(before)]] == [r[name] for r in before]
-    assert sum(r["spec_rl/run_ahead_tokens"] for r in before) > 0
-    for record in (*before, *steps):
-        if record["spec_rl/replayed_rows"] or record["step"] == 6:
-            # Nothing is decoded in a replayed step, and nothing comes behind the last one.
-            assert record.get("spec_rl/run_ahead_tokens", 0) == 0
-        assert record.get("spec_rl/run_ahead_rows", 0) <= 4  # one for each prompt of a batch
-        assert record["decoded_tokens"] == record["response_tokens"]
-        assert record["spec_rl/cache_errors"] == record["spec_rl/draft_coverage"] == 0
-    identity = tokenizer_identity(str(REPOSITORY / "examples/models/qwen3-sort"))
-    for folder in (tmp_path / "step_6" / "rollout_cache", tmp_path / "step_4" / "rollout_cache"):
-        copy = tmp_path / f"copy-{folder.parent.name}"
-        restore(folder, copy)
-        with RolloutStore(copy, max_bytes=2**22, tokenizer_id=identity) as store:
-            assert (store.stats().prompts, store.stats().rollouts) == (8, 32)
+        assert "fresh_rows" not in record
+    for record in steps[2:]:
+        assert record["decoded_tokens"] < record["response_tokens"]
+        assert record["spec_rl/reused_token_fraction"] > 0.1
+        assert record["fresh_rows"] / 16 == pytest.approx(1 - record["spec_rl/reuse_coverage"])
+        assert {"fresh_reward", "reused_reward", "spec_rl/reward_gap"} <= record.keys()
+    assert sum(r["fresh_rows"] for r in steps[2:]) > 0
+    # What was made after the checkpoint is not there a second time.
+    assert steps[-1]["spec_rl/cache_responses"] == 6 * 16
 
 
 def test_dapo(tmp_path):
@@ -424,14 +369,12 @@ def test_dapo(tmp_path):
 def test_ppo(tmp_path):
     """A value model, GAE and several passes; it resumes like GRPO."""
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    train(whole, "ppo.max_num_steps=4", config=PPO)
+    train(whole, PLAIN, "ppo.max_num_steps=4", config=PPO)
     shutil.copytree(whole, resumed)
     shutil.rmtree(resumed / "step_4")
-    train(resumed, "ppo.max_num_steps=4", config=PPO)
+    train(resumed, PLAIN, "ppo.max_num_steps=4", config=PPO)
     assert records(resumed) == records(whole)
-    steps = records(whole)
-    assert all(r["value_loss"] > 0 for r in steps)
-    assert steps[3]["spec_rl/draft_coverage"] > 0.5
+    assert all(r["value_loss"] > 0 for r in records(whole))
 
 
 @pytest.mark.parametrize(
@@ -451,22 +394,18 @@ def test_bad_input_is_one_line_and_code_2(tmp_path, override, message):
     assert "Traceback" not in done.stderr
 
 
-def test_a_run_begins_with_a_warm_start_and_not_with_what_another_run_left(whole, tmp_path):
-    """Though both name the same cache folder; the warm start's rollouts serve from step 2 on."""
+def test_a_folder_that_the_user_names_is_shared_by_runs(whole, tmp_path):
+    """The second run drafts from its first step on; what is in the folder besides is left alone."""
     cache = tmp_path / "cache"
-    with RolloutStore(cache / ("a" * 16), max_bytes=2**22, tokenizer_id="another"):
-        pass
-    command = (sys.executable, "-m", "nemo_specrl", "cache", "import", whole / "step_6", cache)
-    subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
-    names = f"policy.generation.spec_rl.cache.dir={cache}", "grpo.max_num_steps=2"
+    shutil.copytree(whole / "rollout_cache", cache)
+    (cache / "of the user").touch()
+    names = f"policy.generation.spec_rl.cache.dir={cache}", "grpo.max_num_steps=1"
     train(tmp_path / "warm", *names)
-    cold = read_metrics(whole / "metrics.jsonl")[:2]
-    warm = read_metrics(tmp_path / "warm" / "metrics.jsonl")
-    assert [r["spec_rl/cache_prompts"] for r in cold] == [4, 8]
-    assert [r["spec_rl/cache_prompts"] for r in warm] == [8, 8]
-    assert [r["spec_rl/draft_coverage"] for r in cold] == [0, 0]
-    assert warm[0]["spec_rl/draft_coverage"] == 0 < warm[1]["spec_rl/draft_coverage"]
-    assert sorted(len(folder.name) for folder in cache.iterdir()) == [10, 16, 16]
+    (step,) = read_metrics(tmp_path / "warm" / "metrics.jsonl")
+    assert step["spec_rl/histories_found"] == 4
+    assert step["spec_rl/cache_responses"] == 7 * 16
+    assert (cache / "of the user").exists()
+    assert not (tmp_path / "warm" / "rollout_cache").exists()
 
 
 def test_report_of_a_run(whole):
@@ -491,20 +430,18 @@ def test_compare(tmp_path):
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=1200,
         env=environment(tmp_path / "compare"),
     )
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads((tmp_path / "compare.json").read_text())
     assert {"rollout", "rollout_warm", "step", "decoded_tokens"} <= result["ratio"].keys()
     for side in ("plain", "speculative"):
-        for name in ("rollout_s", "verify_s", "train_s", "step_s", "decoded_tokens", "reward"):
+        for name in ("rollout_s", "train_s", "step_s", "decoded_tokens", "reward"):
             assert len(result[side][name]) == 6
         assert result[side]["heldout_accuracy"][-1] is not None
     plain, speculative = result["plain"], result["speculative"]
-    assert plain["reward"][:2] == speculative["reward"][:2]
     expected = sum(plain["rollout_s"]) / sum(speculative["rollout_s"])
     assert result["ratio"]["rollout"] == pytest.approx(expected)
-    assert result["ratio"]["decoded_tokens"] > 1
     for name in ("compare.png", "compare.html"):
         assert (tmp_path / name).stat().st_size > 10_000

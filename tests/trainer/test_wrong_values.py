@@ -58,7 +58,6 @@ MAY_BE = {
     # No toy task reads it.
     "policy.tokenizer.chat_template": ("much", "''", "5", ".inf"),
     "policy.model_name": ("/dev/null/x",),
-    "policy.generation.spec_rl.tree.max_bytes": ("1.5",),
 }
 """Values that are right for a key although they are wrong for others of its type."""
 

@@ -1,14 +1,12 @@
-"""The engines that make rollouts for the embedded trainer.
+"""The engine that makes rollouts for the embedded trainer, in the trainer's process.
 
 Modules, each of which imports only from those below it::
 
-    factory        builds what a recipe asks for
-    in_process     one engine in the trainer's process
-    ray_engines    several engines, each a Ray actor
-    engine         an engine with a rollout cache: rollouts, held-out responses, refits
+    engine       the engine: rollouts, held-out responses, refits, the cache of a run
+    rows         the loop that drives it
 """
 
-from nemo_specrl.trainer.generation.factory import build_generation
-from nemo_specrl.trainer.generation.in_process import InProcessEngine
+from nemo_specrl.trainer.generation.engine import Engine
+from nemo_specrl.trainer.generation.rows import Response
 
-__all__ = ["InProcessEngine", "build_generation"]
+__all__ = ["Engine", "Response"]

@@ -53,11 +53,13 @@ class Sample:
         prompt: token ids.
         response: token ids, ``[n]``.
         advantages: advantage of each token, float32 ``[n]``.
-        anchor: log-probs in the denominator of the clipped ratio, float32 ``[n]``, nats; NaN for
-            those of the policy before the step's first update.
-        importance: importance weights, float32 ``[n]``, or None for 1 throughout.
+        reported: log-probs that the engine reported, float32 ``[n]``, nats; the importance
+            correction alone needs them.
         trained: 1 for each token that is trained on and 0 for the others, float32 ``[n]``, or None
             for all.
+        anchor: log-probs in the denominator of the clipped ratio, those of the policy before the
+            step's first update, float32 ``[n]``, nats; None while the present ones are.
+        importance: importance weights, float32 ``[n]``, or None for 1 throughout.
         old_values: value before each token, float32 ``[n]``; set by the value model.
         returns: target of the value model, float32 ``[n]``; set with PPO's advantages.
     """
@@ -65,9 +67,10 @@ class Sample:
     prompt: list[int]
     response: list[int]
     advantages: Float32Array
-    anchor: Float32Array
-    importance: Float32Array | None = None
+    reported: Float32Array | None = None
     trained: Float32Array | None = None
+    anchor: Float32Array | None = None
+    importance: Float32Array | None = None
     old_values: Float32Array = field(default_factory=lambda: np.zeros(0, np.float32))
     returns: Float32Array = field(default_factory=lambda: np.zeros(0, np.float32))
 
@@ -81,8 +84,7 @@ class Sample:
     @classmethod
     def to_score(cls, prompt: list[int], response: list[int]) -> Sample:
         """Make a sample that is only scored by ``logprobs``, not trained on."""
-        zeros = np.zeros(len(response), dtype=np.float32)
-        return cls(prompt, response, zeros, zeros)
+        return cls(prompt, response, np.zeros(len(response), dtype=np.float32))
 
 
 class Policy(Protocol):

@@ -63,10 +63,11 @@ class SteppingPolicy:
         """
         size = self.config.train_global_batch_size
         several = epochs > 1 or len(samples) > size
-        if several:
+        if several or self.loss.use_importance_sampling_correction:
             # Ratios of later optimizer steps are relative to the policy before the first one.
             for sample, current in zip(samples, self.logprobs(samples), strict=True):
-                sample.anchor = np.where(np.isnan(sample.anchor), current, sample.anchor)
+                sample.anchor = current
+                sample.importance = self._importance(sample)
         totals: dict[str, float] = {}
         before = self.updates
         for _ in range(epochs):
@@ -78,6 +79,15 @@ class SteppingPolicy:
                 for name, value in self._step([samples[j] for j in order[i : i + size]]).items():
                     totals[name] = totals.get(name, 0.0) + value
         return {name: value / (self.updates - before) for name, value in totals.items()}
+
+    def _importance(self, sample: Sample) -> Float32Array | None:
+        """Probability of each token under the policy before the update, over the engine's."""
+        if not self.loss.use_importance_sampling_correction or sample.reported is None:
+            return None
+        assert sample.anchor is not None
+        most = self.loss.truncated_importance_sampling_ratio
+        importance: Float32Array = np.exp(sample.anchor - sample.reported)
+        return importance if most is None else np.minimum(importance, np.float32(most))
 
     def _step(self, samples: list[Sample]) -> dict[str, float]:
         weights = token_weights(

@@ -12,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-from nemo_specrl.engine.vllm.environment import local_cpu_environment
+from nemo_specrl.engine.environment import local_cpu_environment
 
 local_cpu_environment()
 
@@ -55,7 +55,7 @@ def main(folder: Path, model: str, overrides: list[str]) -> None:
     now = {name: tensor.clone() for name, tensor in trainer.policy.stream_weights()}
     groups = trainer.generation.rollouts([p.prompt for p in trainer.data.training])
     pairs = [
-        (Sample.to_score(problem.prompt, response.tokens), response.policy_logprobs)
+        (Sample.to_score(problem.prompt, response.tokens), response.logprobs)
         for problem, group in zip(trainer.data.training, groups, strict=True)
         for response in group
     ]

@@ -12,13 +12,13 @@ import sys
 import time
 
 from nemo_specrl.cli.main import main
-from nemo_specrl.trainer.generation.in_process import InProcessEngine
+from nemo_specrl.trainer.generation import Engine
 
 HANGS, DIES = 3, 5
 
 
 def fail_in_the_middle_of_rollouts():
-    rollouts = InProcessEngine.rollouts
+    rollouts = Engine.rollouts
     start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
     def failing(self, *arguments):
@@ -38,7 +38,7 @@ def fail_in_the_middle_of_rollouts():
         finally:
             self.llm.llm_engine.step = step
 
-    InProcessEngine.rollouts = failing
+    Engine.rollouts = failing
 
 
 if __name__ == "__main__":

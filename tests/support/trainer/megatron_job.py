@@ -8,7 +8,7 @@ Ray is started first, so that the policy has to share it.
 import json
 import sys
 
-from nemo_specrl.engine.vllm.environment import local_cpu_environment
+from nemo_specrl.engine.environment import local_cpu_environment
 
 local_cpu_environment()
 
@@ -18,7 +18,7 @@ def main(path, *overrides):
     import ray
     from vllm import SamplingParams
 
-    from nemo_specrl.trainer.generation.in_process import InProcessEngine
+    from nemo_specrl.trainer.generation import Engine
     from nemo_specrl.trainer.loop import Trainer
     from nemo_specrl.trainer.recipe import load_recipe
     from tests.support.trainer.ranks import samples
@@ -26,7 +26,7 @@ def main(path, *overrides):
     ray.init("local", include_dashboard=False, log_to_driver=False)
     trainer = Trainer(load_recipe(path, overrides))
     differences, pids = [], []
-    refit = InProcessEngine.refit
+    refit = Engine.refit
 
     def refit_and_compare(self, weights, version):
         refit(self, weights, version)
@@ -47,7 +47,7 @@ def main(path, *overrides):
         differences.append(float(np.abs(policy - engine).mean()))
         pids[:] = trainer.policy.pids()
 
-    InProcessEngine.refit = refit_and_compare
+    Engine.refit = refit_and_compare
     records = list(trainer.run())
     shared = ray.is_initialized()
     ray.shutdown()

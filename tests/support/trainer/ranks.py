@@ -156,7 +156,6 @@ def samples(count=6, seed=0):
                 prompt=rng.integers(3, 32, size=int(rng.integers(1, 7))).tolist(),
                 response=rng.integers(3, 32, size=n).tolist(),
                 advantages=np.full(n, (i % 3) - 1.0, dtype=np.float32),
-                anchor=np.full(n, np.nan, dtype=np.float32),
             )
         )
     return made

@@ -6,7 +6,12 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 
 PAD, BOS, EOS = 0, 1, 2
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<|user|>", "<|system|>", "<|assistant|>")
@@ -59,3 +64,17 @@ def text_model(folder: Path, kind: str = "llama", *, template: str | None = TEMP
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     return folder
+
+
+def write_untied(source: str | Path, folder: Path) -> None:
+    """Write a model with an output layer of its own, equal to the embedding at first.
+
+    Args:
+        source: the model's folder.
+        folder: where to write it.
+    """
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.model.embed_tokens.weight.detach().clone())
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)

@@ -15,16 +15,16 @@ import pytest
 import ray
 import torch
 
-from benchmarks.trainer.refit import write_untied
-from nemo_specrl.engine.vllm.refit import refit
+from nemo_specrl.engine.refit import refit
 from nemo_specrl.errors import CheckpointError, ConfigError, PolicyError
-from nemo_specrl.trainer import ray_actors
 from nemo_specrl.trainer.policy import build_policy, build_value_model
+from nemo_specrl.trainer.policy.megatron import ray_actors
 from nemo_specrl.trainer.policy.megatron.weights import Layout
 from nemo_specrl.trainer.policy.torch.policy import TorchPolicy
 from nemo_specrl.trainer.recipe import load_recipe
 from tests.conftest import REPOSITORY
 from tests.support.trainer.ranks import samples, wait_until_gone
+from tests.support.trainer.text_models import write_untied
 from tests.trainer.policy.test_torch import recipe_of
 
 pytestmark = pytest.mark.usefixtures("own_ray")

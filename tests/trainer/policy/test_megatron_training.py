@@ -18,7 +18,7 @@ SUMS = (  # with a model of four layers
     "policy.model_name=examples/models/qwen3-arith",
     "data.dataset_name=arithmetic",
     "grpo.max_num_epochs=4",
-    "policy.generation.colocated.enabled=true",  # two engines have tests of their own
+    "policy.generation.spec_rl.enabled=false",  # the same weights then make the same rollouts
 )
 
 
@@ -46,12 +46,9 @@ def test_a_run_goes_on_in_another_layout(tmp_path):
     assert before[:4] == after[:4]
     for expected, found in zip(before[4:], after[4:], strict=True):
         assert found["prompts"] == expected["prompts"]
-        assert found["spec_rl/draft_coverage"] == expected["spec_rl/draft_coverage"] > 0.5
-        name = "spec_rl/accepted_fraction"
-        assert found[name] == pytest.approx(expected[name], abs=0.02)
+        assert found["reward"] == pytest.approx(expected["reward"], abs=0.1)
         # Of the optimizer's state: other moments would make another next step.
         assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.1)
-    assert before[4]["spec_rl/accepted_fraction"] > 0.5
 
 
 def test_ppo(tmp_path):

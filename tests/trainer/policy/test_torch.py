@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_specrl.engine.vllm.refit import refit
-from nemo_specrl.engine.weight_fingerprint import FingerprintedWeights
+from nemo_specrl.engine.refit import refit
 from nemo_specrl.errors import CheckpointError
 from nemo_specrl.trainer import checkpoint
-from nemo_specrl.trainer.loop import Trainer
 from nemo_specrl.trainer.policy import Sample, build_policy, build_value_model
 from nemo_specrl.trainer.policy.torch.model import load_model
 from nemo_specrl.trainer.recipe import Recipe
@@ -46,7 +44,6 @@ def samples(count=5, seed=0):
                 prompt=rng.integers(3, 32, size=int(rng.integers(1, 6))).tolist(),
                 response=rng.integers(3, 32, size=n).tolist(),
                 advantages=np.full(n, (-1.0) ** i, dtype=np.float32),
-                anchor=np.full(n, np.nan, dtype=np.float32),
             )
         )
     return made
@@ -97,9 +94,32 @@ def test_training_raises_what_has_an_advantage(random_model):
         assert sample.anchor == pytest.approx(logprobs, abs=1e-5)
 
 
+@pytest.mark.parametrize("most", [None, 1.5])
+def test_importance_is_relative_to_what_the_engine_reported(random_model, most):
+    correction = {
+        "use_importance_sampling_correction": True,
+        "truncated_importance_sampling_ratio": most,
+    }
+    found = []
+    for factor in (1, 2):
+        policy = build_policy(recipe_of(random_model, **correction))
+        batch = samples(4)
+        for sample, logprobs in zip(batch, policy.logprobs(batch), strict=True):
+            sample.reported = logprobs - np.log(np.float32(factor))
+        policy.train(batch, epochs=1)
+        for sample in batch:
+            assert sample.importance == pytest.approx(min(factor, most or 2), rel=1e-3)
+        found.append(weights_of_policy(policy))
+    without = build_policy(recipe_of(random_model))
+    without.train(samples(4), epochs=1)
+    for name, tensor in weights_of_policy(without).items():
+        torch.testing.assert_close(found[0][name], tensor, atol=1e-5, rtol=1e-4)
+    assert not same(*found)
+
+
 @pytest.mark.parametrize("kind", ["policy", "value"])
 def test_a_tools_tokens_have_no_gradient(random_model, kind):
-    """Whatever advantage, return or old log-prob they have, the same weights come out."""
+    """Whatever advantage, return or old value they have, the same weights come out."""
     trained = []
     for silly in (0.0, 50.0):
         recipe = recipe_of(random_model, "ppo", reference_policy_kl_penalty=0.1)
@@ -111,7 +131,7 @@ def test_a_tools_tokens_have_no_gradient(random_model, kind):
             out = sample.trained == 0
             sample.old_values = np.zeros(n, np.float32)
             sample.returns = np.ones(n, np.float32)
-            for values in (sample.advantages, sample.anchor, sample.old_values, sample.returns):
+            for values in (sample.advantages, sample.old_values, sample.returns):
                 values[out] = -silly
         metrics = model.train(batch, **({"epochs": 1} if kind == "policy" else {}))
         weights = {name: p.detach().clone() for name, p in model.model.named_parameters()}
@@ -190,7 +210,7 @@ def test_an_engine_that_was_refitted_has_the_policys_logprobs(random_model, engi
     policy = build_policy(recipe_of(random_model, policy={"optimizer": {"kwargs": {"lr": 1e-2}}}))
     at_first = policy.logprobs(samples())
     policy.train(samples(), epochs=2)
-    refit(engine, FingerprintedWeights(policy.stream_weights()))
+    refit(engine, policy.stream_weights())
     outputs = engine.generate(
         [{"prompt_token_ids": s.prompt + s.response} for s in samples()],
         SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False),
@@ -210,47 +230,3 @@ def test_weights_are_cast_for_the_engine(random_model):
     assert {t.dtype for t in own.values()} == {torch.float32}
     cast = dict(policy.stream_weights(torch.bfloat16))
     assert all(torch.equal(cast[name], t.to(torch.bfloat16)) for name, t in own.items())
-
-
-def test_weights_are_streamed_one_at_a_time():
-    """Of a model of ten tensors, no more than two are alive while they pass."""
-    alive: list[weakref.ref] = []
-
-    def gathered():
-        for i in range(10):
-            tensor = torch.full((4,), float(i))
-            alive.append(weakref.ref(tensor))
-            yield f"layer.{i}", tensor
-            del tensor
-
-    passed = 0
-    for _ in FingerprintedWeights(gathered()):
-        passed += 1
-        assert sum(reference() is not None for reference in alive) <= 2
-    assert passed == 10
-
-
-def test_the_fingerprint_is_of_the_values_and_not_of_their_order():
-    def fingerprint(weights):
-        stream = FingerprintedWeights(weights)
-        for _ in stream:
-            pass
-        return stream.fingerprint
-
-    weights = [("a", torch.arange(4.0)), ("b", torch.ones(3, 2))]
-    changed = [("a", torch.arange(4.0)), ("b", torch.ones(3, 2).index_fill(0, torch.tensor(1), 2))]
-    renamed = [("a", torch.arange(4.0)), ("c", torch.ones(3, 2))]
-    first = fingerprint(weights)
-    assert first == fingerprint(weights[::-1]) != 0
-    assert len({first, *map(fingerprint, (changed, renamed, weights[:1]))}) == 4
-    assert fingerprint([(name, t.to(torch.bfloat16)) for name, t in weights]) != first
-
-
-@pytest.mark.parametrize(("max_age", "share"), [(None, 0.2), (1, 0.5), (9, 0.2)])
-def test_the_monitor_counts_max_age(random_model, max_age, share):
-    recipe = recipe_of(
-        random_model, spec_rl={"enabled": True, "preset": "faithful", "max_age": max_age}
-    )
-    monitor = Trainer(recipe)._open_monitor()
-    assert monitor.fresh_fraction == share
-    assert monitor.as_dict()["spec_rl/fresh_fraction"] == share

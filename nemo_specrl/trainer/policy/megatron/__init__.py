@@ -7,5 +7,6 @@ Modules, each of which imports only from those below it::
     model                   Megatron-Core models and their log-probs
     safe_checkpoint_load    distributed checkpoints, read so that nothing in one is executed
     weights                 weights between Hugging Face's layout and Megatron-Core's
+    ray_actors              Ray, and the actors of ranks: started, watched, ended
     cpu                     Megatron-Core on a machine without a GPU
 """

@@ -18,6 +18,7 @@ import torch
 from nemo_specrl.errors import CheckpointError, PolicyError
 from nemo_specrl.monitoring import names as metric
 from nemo_specrl.trainer.policy.base import Float32Array, Sample, to_tensor
+from nemo_specrl.trainer.policy.megatron.ray_actors import Actors, connect, gpus
 from nemo_specrl.trainer.policy.megatron.weights import (
     Architecture,
     CheckpointReader,
@@ -28,7 +29,6 @@ from nemo_specrl.trainer.policy.megatron.weights import (
 from nemo_specrl.trainer.policy.megatron.worker import LOOPBACK, MegatronRank
 from nemo_specrl.trainer.policy.steps import SteppingPolicy
 from nemo_specrl.trainer.policy_config import PolicyConfig
-from nemo_specrl.trainer.ray_actors import Actors, connect, gpus
 from nemo_specrl.trainer.recipe import LossConfig
 
 __all__ = ["MegatronPolicy"]

@@ -180,7 +180,7 @@ class MicroBatch:
             batches.append(cls(piece, tokens))
         return batches
 
-    def scatter(self, values: Callable[[Sample], Float32Array]) -> torch.Tensor:
+    def scatter(self, values: Callable[[Sample], Float32Array | None]) -> torch.Tensor:
         """Put per-token values at their tokens' positions, float32 ``[b, t]``, 0 elsewhere."""
         out = torch.zeros(self.tokens.shape[0], self.tokens.shape[1] - 1)
         for row, sample in zip(out, self.samples, strict=True):
@@ -239,13 +239,12 @@ class MicroBatch:
             the loss; and for the log, by name, the loss and other weighted sums.
         """
         device = logprobs.device
-        anchor = self.scatter(lambda s: s.anchor).to(device)
-        anchor = torch.where(torch.isnan(anchor), logprobs.detach(), anchor)
+        anchor = logprobs.detach()
+        if all(s.anchor is not None for s in self.samples):
+            anchor = self.scatter(lambda s: s.anchor).to(device)
         importance = None
-        if config.use_importance_sampling_correction:
-            importance = self.scatter(
-                lambda s: s.mask if s.importance is None else s.importance
-            ).to(device)
+        if all(s.importance is not None for s in self.samples):
+            importance = self.scatter(lambda s: s.importance).to(device)
         loss, logged = policy_loss(
             logprobs,
             anchor,

@@ -1,8 +1,7 @@
-"""Starts Ray and places a run's actors on its nodes, and waits for their answers.
+"""Starts Ray and places a policy's actors on its nodes, and waits for their answers.
 
 A run needs all of its actors. If one dies, fails or hangs, waiting ends within seconds with an
-error that names it. The actors themselves are in ``policy/megatron/policy.py`` and
-``generation/ray_engines.py``.
+error that names it. The actors themselves are in ``policy.py``.
 """
 
 from __future__ import annotations
@@ -151,7 +150,6 @@ class Actors:
         kind: the actors' class. It has a method ``pid`` in the concurrency group ``health``, which
             returns the process id even during another call.
         arguments: arguments of each actor's constructor.
-        groups: further concurrency groups of the class.
         nodes: largest number of nodes over which they are spread, this process's own first. Each
             node has consecutive actors.
         gpu: whether each actor gets a GPU.
@@ -169,7 +167,6 @@ class Actors:
         kind: type,
         arguments: Sequence[tuple[Any, ...]],
         *,
-        groups: Sequence[str] = (),
         nodes: int,
         gpu: bool,
         name: Callable[[int], str],
@@ -179,9 +176,9 @@ class Actors:
         self._name, self._error, self._on_failure = name, error, on_failure
         self._count = len(arguments)
         self.pids: list[int] = []
-        # Calls run one at a time in a thread, those of each group in another.
+        # Calls run one at a time in a thread, pings in another.
         remote: Any = ray.remote
-        threads = dict.fromkeys(("health", *groups), 1)
+        threads = {"health": 1}
         actor = remote(concurrency_groups=threads, num_cpus=0, num_gpus=int(gpu))(kind)
         places = _places(len(arguments), nodes)
         self.nodes = len({place.node_id for place in places})

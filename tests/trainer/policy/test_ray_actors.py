@@ -1,4 +1,4 @@
-"""Connecting to Ray. Actors that fail are tested with policies and engines."""
+"""Connecting to Ray. Actors that fail are tested with policies."""
 
 import os
 import socket
@@ -8,7 +8,7 @@ import pytest
 import ray
 
 from nemo_specrl.errors import ConfigError, PolicyError
-from nemo_specrl.trainer import ray_actors
+from nemo_specrl.trainer.policy.megatron import ray_actors
 
 
 @pytest.fixture
