@@ -1,4 +1,4 @@
-"""Faster rollouts for reinforcement learning of language models with NeMo-RL and vLLM.
+"""Rollouts that draft from a prompt's earlier responses, in vLLM and NeMo-RL.
 
 This module has the public names. Each is imported when it is first used, so that the command line
 responds at once, and everything else works if vLLM is not installed.
@@ -13,41 +13,41 @@ if TYPE_CHECKING:
     from nemo_specrl import errors
     from nemo_specrl.cache import RolloutStore
     from nemo_specrl.config import SpecRLConfig
-    from nemo_specrl.engine.async_engine import AsyncSpeculativeLLM
-    from nemo_specrl.engine.drafters.method import engine_options
-    from nemo_specrl.engine.drafters.sent_histories import send_histories
-    from nemo_specrl.engine.sync_engine import SpeculativeLLM
+    from nemo_specrl.engine.counts import counts
+    from nemo_specrl.engine.options import engine_options
+    from nemo_specrl.reuse.acceptance import accepted_length
+    from nemo_specrl.reuse.async_llm import AsyncPrefixReuse
+    from nemo_specrl.reuse.llm import PrefixReuse
     from nemo_specrl.rollout import Finish, Rollout, prompt_key
-    from nemo_specrl.speculation.acceptance import accepted_length
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "AsyncSpeculativeLLM",
+    "AsyncPrefixReuse",
     "Finish",
+    "PrefixReuse",
     "Rollout",
     "RolloutStore",
     "SpecRLConfig",
-    "SpeculativeLLM",
     "__version__",
     "accepted_length",
+    "counts",
     "engine_options",
     "errors",
     "prompt_key",
-    "send_histories",
 ]
 
 _MODULES = {
-    "AsyncSpeculativeLLM": "engine.async_engine",
+    "AsyncPrefixReuse": "reuse.async_llm",
     "Finish": "rollout",
+    "PrefixReuse": "reuse.llm",
     "Rollout": "rollout",
     "RolloutStore": "cache",
     "SpecRLConfig": "config",
-    "SpeculativeLLM": "engine.sync_engine",
-    "accepted_length": "speculation.acceptance",
-    "engine_options": "engine.drafters.method",
+    "accepted_length": "reuse.acceptance",
+    "counts": "engine.counts",
+    "engine_options": "engine.options",
     "prompt_key": "rollout",
-    "send_histories": "engine.drafters.sent_histories",
 }
 
 

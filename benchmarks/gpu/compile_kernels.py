@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 
-from nemo_specrl.engine.drafters.v2 import kernels
+from nemo_specrl.drafting import kernels
 
 __all__ = ["compile_kernels"]
 

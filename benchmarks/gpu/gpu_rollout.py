@@ -1,205 +1,318 @@
-r"""Rollouts on a GPU: verification, prefix reuse, lossless drafting and memory, in ratios.
+r"""Rollouts on a GPU, beside plain vLLM: drafts from history, their cost, and prefix reuse.
 
     pip install --no-deps -e . && python -m benchmarks.gpu.gpu_rollout --out results/gpu.json
     .venv/bin/python -m benchmarks.gpu.gpu_rollout --size tiny --out results/gpu_tiny.json
-    .venv/bin/python -m benchmarks.gpu.gpu_rollout --report results/gpu.json --plot results/gpu.png
 
-Needs a Hopper GPU of 80 GB and vLLM 0.25 or later; beside what vLLM brings, only xxhash and the
-compiled part of this package. Downloads nothing: a model of the shape of Qwen3-8B gets random
-weights (``model.py``). Plain decoding on vLLM's V2 model runner is what all is compared with. First
-comes drafting in that runner: search and vote alone, and then rollouts with it. The tree proposer
-runs on V1, in an engine beside it. ``points.py`` has the comparisons.
+For a Hopper GPU of 80 GB and vLLM 0.25.1 or later. Downloads nothing: a model of the shape of
+Qwen3-8B gets random weights (``model.py``). Two engines are on the GPU at once, a plain one and one
+with the plug-in; each comparison is repeated with prompts of its own, the engines in another order.
 
-Every point goes to the file when it is measured. After ``--minutes`` the script ends; started again
-with the same file, it measures what is missing. ``--size tiny`` does all of it on a CPU, what V2
-does only where Triton can be imported, by its interpreter; on a GPU, it shows within minutes
-whether everything works there.
+- ``lossless/P/ROWS``: prompts whose 8 earlier responses are in the cache; P is the probability of
+  a sampled token, on average.
+- ``cold/ROWS``: prompts that come for the first time and never again: what the plug-in costs.
+- ``reuse/DRIFT``: prefix reuse at lenience 1 of responses of a policy that was so far away.
+- ``search``: search and vote of the drafts alone, without an engine.
+
+Every point goes to the file when it is measured; started again with the same file, the script
+measures what is missing, until ``--minutes`` are over. ``--size tiny`` does it on a CPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
-import importlib
 import importlib.util
-import itertools
 import json
-import multiprocessing
 import os
-import signal
+import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from benchmarks.gpu.model import SIZES, Size, on_gpu, size_of
-from benchmarks.gpu.points import Bench
-from benchmarks.gpu.report import draw, print_report
-from benchmarks.shared.records import machine
-from nemo_specrl.engine.vllm.compat import check_version
-from nemo_specrl.engine.vllm.environment import (
-    has_custom_proposers,
-    has_v2_speculators,
-    local_cpu_environment,
+import numpy as np
+
+from benchmarks.gpu.model import (
+    SIZES,
+    Size,
+    empty_prefix_cache,
+    give_weights,
+    make_engine,
+    on_gpu,
+    write_config,
 )
-from nemo_specrl.errors import SpecRLError
+from benchmarks.shared.records import machine
 
-DRAFTS = "drafts"
-"""The process of what the V2 model runner does, with and without drafts."""
-LEAST_SECONDS = {"qwen3-8b": 90.0}
-"""Seconds that must be left to start a process, by size; 20 for other sizes."""
-
-
-def v2_runs() -> bool:
-    """Whether V2 model runners that draft can run: on GPUs, and on CPUs by an interpreter."""
-    return has_v2_speculators() and importlib.util.find_spec("triton") is not None
+GROUP = 8
+"""Rows of a prompt, and earlier responses of each."""
+VOCABULARY = "0" * 32
+P_OF_REUSE = 0.85
+MEMORY = 0.42
+"""Share of the GPU's memory for each of two engines."""
 
 
-def points(size: Size) -> dict[str, tuple[str, Callable[[Bench], dict[str, Any]]]]:
-    """By name, the process that measures a point, and how; what matters most comes first.
+class Bench:
+    """Two engines of the same policy, and a cache for the one that drafts.
 
-    A GPU has room for the two engines of the first process, and then for those of the others.
+    Args:
+        size: how much is measured.
+        folder: for the model's configuration and the cache.
     """
-    found: dict[str, tuple[str, Callable[[Bench], dict[str, Any]]]] = {}
 
-    def add(name: str, process: str, method: str, *args: Any) -> None:
-        found[name] = process, lambda bench: getattr(bench, method)(*args)
+    def __init__(self, size: Size, folder: Path) -> None:
+        from nemo_specrl import RolloutStore, engine_options
 
-    if v2_runs():
-        add("search", DRAFTS, "searched")
-        for batch in size.drafted:
-            for p in size.mean_p:
-                add(f"v2/{p}/{batch}", DRAFTS, "lossless", p, batch, {"v2": "v2"})
-        add("steps", DRAFTS, "steps")
-    *short, longest = size.places
-    for rows, length in short:
-        add(f"verification/{rows}x{length}", "engines", "verification", rows, length)
-    add("reuse", "engines", "reuse")
-    for name in ("plain", "v1"):
-        add(f"memory/{name}", "engines", "memory", name)
-    methods = {"proposer": "v1", "rounds": "plain"}
-    if not has_custom_proposers():
-        del methods["proposer"]
-    for p in size.mean_p:
-        for batch in size.batches:
-            add(f"lossless/{p}/{batch}", "engines", "lossless", p, batch, methods)
-    add("pressure", "pressure", "pressure")
-    add("memory/bound", "bound", "memory", "bound")
-    rows, length = longest
-    add(f"verification/{rows}x{length}", "engines", "verification", rows, length)
+        self.size = size
+        write_config(size.shape, folder)
+        most = max(size.rows)
+        options = {
+            "max_model_len": size.prompt + size.response + 16,
+            "max_num_seqs": most,
+            "gpu_memory_utilization": MEMORY,
+        }
+        drafts = engine_options(cache_dir=folder / "cache", vocabulary=VOCABULARY)
+        self.plain = make_engine(folder, size.shape, **options)
+        self.drafting = make_engine(folder, size.shape, **options, **drafts)
+        self.store = RolloutStore(folder / "cache", vocabulary=VOCABULARY)
+        self._scales: dict[float, float] = {}
+        self._seed = 0
+        for llm in (self.plain, self.drafting):  # what happens once, compilation among it
+            prompts = self.prompts(most)
+            llm.generate(prompts, sampling(16, keep=False), use_tqdm=False)
+
+    def prompts(self, rows: int) -> list[dict[str, Any]]:
+        """Random prompts that have not come before, each for a group of rows."""
+        self._seed += 1
+        rng = np.random.default_rng(self._seed)
+        shape = (-(-rows // GROUP), self.size.prompt)
+        tokens = rng.integers(0, self.size.shape.vocabulary, shape)
+        return [{"prompt_token_ids": tokens[i // GROUP].tolist()} for i in range(rows)]
+
+    def set_policy(self, scale: float, drift: float = 0.0) -> None:
+        """Give both engines the weights of a policy."""
+        for llm in (self.plain, self.drafting):
+            give_weights(llm, self.size.shape, scale, drift)
+
+    def scale_of(self, p: float) -> float:
+        """The scale with which sampled tokens have a probability of ``p`` on average."""
+        if p not in self._scales:
+            low, high = 0.0, 8.0  # logarithm to base 2
+            for _ in range(8):
+                middle = (low + high) / 2
+                give_weights(self.plain, self.size.shape, 2**middle, 0.0)
+                params = sampling(self.size.response // 4, logprobs=0)
+                seen = mean_p(self.plain.generate(self.prompts(64), params, use_tqdm=False))
+                low, high = (low, middle) if seen > p else (middle, high)
+            self._scales[p] = 2 ** ((low + high) / 2)
+        return self._scales[p]
+
+    def remember(self, prompts: list[dict[str, Any]]) -> None:
+        """Put responses of the present policy into the cache, one for each row of a group."""
+        from nemo_specrl import Finish, Rollout, prompt_key
+
+        whole = [prompt for prompt in prompts[::GROUP] for _ in range(GROUP)]
+        outputs = self.plain.generate(
+            whole, sampling(self.size.response, logprobs=0), use_tqdm=False
+        )
+        self.store.put(
+            [
+                Rollout(
+                    prompt_key(prompt["prompt_token_ids"]),
+                    output.outputs[0].token_ids,
+                    Finish.LENGTH,
+                    logprobs=logprobs_of(output),
+                )
+                for prompt, output in zip(whole, outputs, strict=True)
+            ]
+        )
+
+    def compared(self, sides: Callable[[int], dict[str, Callable[[], Any]]]) -> dict[str, Any]:
+        """Seconds of each side, and what it returned, by repetition."""
+        found = []
+        for i in range(self.size.repetitions):
+            here = sides(i)
+            row: dict[str, Any] = {}
+            for name in list(here)[:: -1 if i % 2 else 1]:
+                started = time.perf_counter()
+                more = here[name]()
+                row[name] = {"seconds": time.perf_counter() - started, **(more or {})}
+            found.append(row)
+        return {"repetitions": found}
+
+    def lossless(self, p: float, rows: int) -> dict[str, Any]:
+        """Plain decoding beside drafts from the policy's own earlier responses."""
+        self.set_policy(self.scale_of(p))
+
+        def sides(_: int) -> dict[str, Callable[[], Any]]:
+            prompts = self.prompts(rows)
+            self.remember(prompts)
+            return self._both(prompts, keep=False)
+
+        return self.compared(sides)
+
+    def cold(self, rows: int) -> dict[str, Any]:
+        """Plain decoding beside the plug-in, of prompts that come for the first time."""
+        self.set_policy(self.scale_of(P_OF_REUSE))
+        return self.compared(lambda _: self._both(self.prompts(rows), keep=True))
+
+    def _both(self, prompts: list[dict[str, Any]], keep: bool) -> dict[str, Callable[[], Any]]:
+        from nemo_specrl import counts
+        from nemo_specrl.engine.counts import tokens_per_step
+
+        params = sampling(self.size.response, keep=keep)
+        for llm in (self.plain, self.drafting):
+            empty_prefix_cache(llm)
+
+        def plain() -> None:
+            self.plain.generate(prompts, params, use_tqdm=False)
+
+        def drafting() -> dict[str, Any]:
+            before = counts(self.drafting)
+            self.drafting.generate(prompts, params, use_tqdm=False)
+            return {"tokens_per_step": tokens_per_step(counts(self.drafting), before)}
+
+        return {"plain": plain, "drafting": drafting}
+
+    def reuse(self, drift: float) -> dict[str, Any]:
+        """Plain decoding beside prefix reuse of a policy's responses after it has moved."""
+        from nemo_specrl import PrefixReuse, SpecRLConfig
+        from nemo_specrl.cache import LocalCache
+
+        scale, rows = self.scale_of(P_OF_REUSE), min(64, max(self.size.rows))
+        config = SpecRLConfig(
+            enabled=True, preset="reuse", reuse={"lenience": 1.0, "fresh_fraction": 0.0}
+        )
+        params = sampling(self.size.response, logprobs=0)
+
+        def sides(i: int) -> dict[str, Callable[[], Any]]:
+            self.set_policy(scale)
+            prompts = self.prompts(rows)
+            self.remember(prompts)
+            self.set_policy(scale, drift)
+
+            def reused() -> dict[str, Any]:
+                wrapper = PrefixReuse(self.drafting, config, LocalCache(self.store), i, 1)
+                wrapper.generate(prompts, params)
+                found = wrapper.metrics
+                accepted = found.accepted_tokens / max(1, found.draft_tokens)
+                return {"accepted_fraction": accepted}
+
+            def plain() -> None:
+                self.plain.generate(prompts, params, use_tqdm=False)
+
+            return {"plain": plain, "reuse": reused}
+
+        return self.compared(sides)
+
+    def search(self) -> dict[str, Any]:
+        """Seconds in which drafts are made for so many rows, without an engine."""
+        from benchmarks.gpu.search import DraftedRows
+
+        drafted = {str(n): DraftedRows(n, GROUP, self.size) for n in self.size.rows}
+        return self.compared(lambda _: {name: rows.timed for name, rows in drafted.items()})
+
+
+def sampling(max_tokens: int, *, keep: bool = True, logprobs: int | None = None) -> Any:
+    """Sampling parameters of rows that run to their length limit."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=1.0,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        logprobs=logprobs,
+        flat_logprobs=logprobs is not None,
+        detokenize=False,
+        extra_args={"spec_rl": {"keep": keep}},
+    )
+
+
+def logprobs_of(output: Any) -> Any:
+    """Log-probs of an output's tokens, float32 ``[n]``, nats."""
+    flat = output.outputs[0].logprobs
+    return np.array([flat.logprobs[start] for start in flat.start_indices], np.float32)
+
+
+def mean_p(outputs: list[Any]) -> float:
+    """Probability that a sampled token had, on average."""
+    return float(np.exp(np.concatenate([logprobs_of(output) for output in outputs])).mean())
+
+
+def points(size: Size) -> dict[str, Callable[[Bench], dict[str, Any]]]:
+    """What is measured, by name; what matters most comes first."""
+    found: dict[str, Callable[[Bench], dict[str, Any]]] = {}
+    for rows in size.rows:
+        for p in size.mean_p:
+            found[f"lossless/{p}/{rows}"] = lambda b, p=p, rows=rows: b.lossless(p, rows)
+    for rows in size.rows:
+        found[f"cold/{rows}"] = lambda b, rows=rows: b.cold(rows)
+    for drift in size.drifts:
+        found[f"reuse/{drift}"] = lambda b, drift=drift: b.reuse(drift)
+    if importlib.util.find_spec("triton"):
+        found["search"] = lambda b: b.search()
     return found
 
 
-def load(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {"points": {}, "failed": {}}
-    data: dict[str, Any] = json.loads(path.read_text())
+def run(path: Path, size_name: str, prefixes: list[str], minutes: float) -> dict[str, Any]:
+    """Measure what is missing, until the time is over."""
+    until = time.monotonic() + 60 * minutes
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions are sent to workers
+    if not on_gpu():
+        from nemo_specrl.engine.environment import local_cpu_environment
+
+        local_cpu_environment()
+    data: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"points": {}}
+    here = {"size": size_name, **machine()}
+    if data.setdefault("machine", here) != here:
+        sys.exit(f"--out {path}: it is of {data['machine']}, not {here}; name another file")
+    size = SIZES[size_name]
+    wanted = {
+        name: point
+        for name, point in points(size).items()
+        if name not in data["points"] and name.startswith(tuple(prefixes or [""]))
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(size, Path(folder))
+        for name, point in wanted.items():
+            if time.monotonic() > until:
+                break
+            started = time.monotonic()
+            found = point(bench)
+            data["points"][name] = {"date": datetime.date.today().isoformat(), **found}
+            path.write_text(json.dumps(data, indent=1) + "\n")
+            print(f"{name}: {time.monotonic() - started:.0f} s", flush=True)
+        bench.store.close()
     return data
 
 
-def save(path: Path, data: dict[str, Any]) -> None:
-    """Write a result atomically."""
-    written = path.with_suffix(".tmp")
-    rounded = json.loads(
-        json.dumps(data, default=float), parse_float=lambda f: float(f"{float(f):.5g}")
-    )
-    written.write_text(json.dumps(rounded, indent=1) + "\n")
-    os.replace(written, path)
-
-
-def refuse(message: str) -> NoReturn:
-    print(message, file=sys.stderr)
-    sys.exit(2)
-
-
-def measure(path: Path, size_name: str, names: list[str]) -> None:
-    """Measure points in this process, which has a process group of its own."""
-    os.setsid()
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions are sent to workers
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-    size, data = size_of(size_name), load(path)
-    if not on_gpu():
-        if points(size)[names[0]][0] == DRAFTS:
-            importlib.import_module("tests.support.v2_cpu")  # before vLLM
-        local_cpu_environment()
-    try:
-        check_version()
-    except SpecRLError as error:
-        refuse(str(error))
-    here = {"size": size_name, **machine()}
-    if size_name == "qwen3-8b" and not on_gpu():
-        refuse("--size qwen3-8b: there is no GPU here; --size tiny runs on a CPU")
-    if data.setdefault("machine", here) != here:
-        refuse(f"--out {path}: it is of {data['machine']}, not {here}; name another file")
-    with tempfile.TemporaryDirectory() as folder:
-        bench, status = Bench(size, Path(folder)), 0
-        for name in names:
-            started = time.perf_counter()
-            try:
-                found = points(size)[name][1](bench)
-            except Exception as error:
-                lines = str(error).strip().splitlines() or [""]
-                data["failed"][name] = f"{type(error).__name__}: {lines[-1]}"
-                save(path, data)
-                print(f"{name}: {data['failed'][name]}", file=sys.stderr, flush=True)
-                status = 1
-                break  # its engines may be gone
-            about = {"date": datetime.date.today().isoformat(), "runners": bench.runners()}
-            data["points"][name] = {**about, **found}
-            save(path, data)
-            seconds = time.perf_counter() - started
-            print(f"{name}: {len(found['repetitions'])} times, {seconds:.0f} s", flush=True)
-    os._exit(status)  # engines in other processes take their time to end; the caller ends them
-
-
-def run(path: Path, size_name: str, prefixes: list[str], minutes: float) -> None:
-    """Measure what is missing, in one process after another, until the time is over."""
-    until = time.monotonic() + 60 * minutes
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that engines are ended, too
-    path.parent.mkdir(parents=True, exist_ok=True)
-    data = load(path)
-    failed_before, data["failed"] = set(data["failed"]), {}  # they are tried again
-    save(path, data)
-    everything = points(SIZES[size_name])
-    stuck = False  # whether a process has failed before it measured anything
-    wanted = [name for name in everything if not prefixes or name.startswith(tuple(prefixes))]
-    while until - time.monotonic() > LEAST_SECONDS.get(size_name, 20.0):
-        missing = [name for name in wanted if name not in {**data["points"], **data["failed"]}]
-        # Those that may fail as others of their kind did come last.
-        failed = {name.partition("/")[0] for name in {*failed_before, *data["failed"]}}
-        missing.sort(key=lambda name: name.partition("/")[0] in failed)
-        if not missing:
-            break
-        alike = itertools.groupby(missing, lambda name: everything[name][0])
-        lot = list(next(alike)[1])
-        if not on_gpu() and everything[lot[0]][0] != DRAFTS:
-            # A CPU has room for all engines at once.
-            lot = [name for name in missing if everything[name][0] != DRAFTS]
-        process = multiprocessing.get_context("spawn").Process(
-            target=measure, args=(path, size_name, lot)
-        )
-        process.start()
-        try:
-            process.join(until - time.monotonic())
-        finally:  # the time is over, or the user has interrupted; else its group is gone
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.join()
-        if process.exitcode == 2:
-            sys.exit(2)
-        data = load(path)
-        if set(lot) & set(data["failed"]) and not set(lot) & set(data["points"]):
-            if stuck:
-                print("nothing was measured in two processes; the reason is above", file=sys.stderr)
-                break
-            stuck = True
-        left = [name for name in lot if name not in {**data["points"], **data["failed"]}]
-        if left and len(left) == len(lot) and until > time.monotonic():
-            data["failed"][left[0]] = f"its process ended with exit code {process.exitcode}"
-            save(path, data)
+def report(data: dict[str, Any]) -> str:
+    """A Markdown table: times faster than plain vLLM, and what else was seen."""
+    lines = [
+        "| point | times faster than plain: median (least to most) | besides |",
+        "|---|---|---|",
+    ]
+    for name, point in data["points"].items():
+        repetitions = point["repetitions"]
+        sides = [side for side in repetitions[0] if side != "plain"]
+        for side in sides:
+            besides = {
+                key: statistics.median(r[side][key] for r in repetitions)
+                for key in repetitions[0][side]
+                if key != "seconds" and repetitions[0][side][key] is not None
+            }
+            seen = ", ".join(f"{key} {value:.3g}" for key, value in besides.items())
+            if "plain" in repetitions[0]:
+                ratios = sorted(r["plain"]["seconds"] / r[side]["seconds"] for r in repetitions)
+                middle = statistics.median(ratios)
+                lines.append(
+                    f"| {name} | {middle:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) | {seen} |"
+                )
+            else:
+                lines.append(f"| {name}, {side} rows | | {seen} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -210,22 +323,15 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="qwen3-8b")
     parser.add_argument("--points", nargs="*", default=[], help="those whose names begin so")
     parser.add_argument("--minutes", type=float, default=7.75, help="after which it ends")
-    parser.add_argument("--report", type=Path, metavar="JSON", help="print the tables of a file")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw them, too")
+    parser.add_argument("--report", type=Path, metavar="JSON", help="print the table of a file")
     args = parser.parse_args()
     if (args.out is None) == (args.report is None):
         parser.error("--out JSON or --report JSON is required")
-    try:
-        if args.out:
-            run(args.out, args.size, args.points, args.minutes)
-        data = load(args.out or args.report)
-        size_name = data.get("machine", {}).get("size", args.size)
-        print_report(data, list(points(SIZES[size_name])))
-        if args.plot:
-            draw(data, args.plot)
-    except (OSError, ValueError, ImportError) as error:  # a file, or matplotlib
-        refuse(" ".join(str(error).split()))
-    sys.exit(1 if data["failed"] else 0)
+    if args.report:
+        data = json.loads(args.report.read_text())
+    else:
+        data = run(args.out, args.size, args.points, args.minutes)
+    print(report(data))
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.model import Size, on_gpu
-from nemo_specrl.engine.drafters.v2.index import DeviceIndex
-from nemo_specrl.speculation.suffix_tree import CHANCES
-from nemo_specrl.speculation.uniform_length import LENGTHS
+from nemo_specrl.drafting.chances import CHANCES
+from nemo_specrl.drafting.device_index import DeviceIndex
+from nemo_specrl.drafting.uniform_length import LENGTHS
 
 CALLS = 50
 """Calls that are timed together on a GPU, which works on while the host sends the next ones."""
@@ -23,14 +23,14 @@ class DraftedRows:
     Args:
         rows: of the batch.
         group: rows of a prompt.
-        size: of the responses (``reuse``).
+        size: of the responses.
 
     Attributes:
         searched: tokens that each row searches.
     """
 
     def __init__(self, rows: int, group: int, size: Size) -> None:
-        rng, longest = np.random.default_rng(0), size.reuse[1]
+        rng, longest = np.random.default_rng(0), size.response
         device = "cuda" if on_gpu() else "cpu"
         vocabulary, prompt = size.shape.vocabulary, size.prompt
         most = prompt + longest + 16
@@ -50,7 +50,6 @@ class DraftedRows:
         self._totals = torch.full((rows,), prompt + half, dtype=torch.int32, device=device)
         self._host = np.arange(rows)
         self._rows = torch.arange(rows, dtype=torch.int32, device=device)
-        self._counts = torch.ones(2, rows, dtype=torch.int32, device=device)
         self._lengths = np.full(rows, prompt + half + 1)
         self._last = torch.zeros(rows, dtype=torch.int64, device=device)
         self.searched = group * (longest + half)
@@ -58,9 +57,8 @@ class DraftedRows:
 
     def _call(self) -> torch.Tensor:
         return self._index.draft(
-            self._rows, self._host, self._lengths, self._tokens, self._totals, *self._counts,
-            self._last,
-        )  # fmt: skip
+            self._rows, self._host, self._lengths, self._tokens, self._totals, self._last
+        )
 
     def timed(self) -> dict[str, Any]:
         """Seconds of one call: of the host alone, and until the device has done it."""

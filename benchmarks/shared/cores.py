@@ -1,4 +1,4 @@
-"""Trainings side by side, each on processor cores of its own, for fidelity.py and demo_seeds.py."""
+"""Trainings side by side, each on processor cores of its own, for demo_seeds.py."""
 
 from __future__ import annotations
 

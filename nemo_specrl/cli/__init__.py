@@ -2,7 +2,7 @@
 
 Modules, each of which imports only from those below it::
 
-    main      nemo-specrl train | compare | run | report | simulate | doctor
-    cache     nemo-specrl cache inspect | verify | export | import
-    doctor    what is installed, what is missing, and what does not fit together
+    main             nemo-specrl train | compare | run | check | report | simulate | doctor
+    cache, doctor    nemo-specrl cache inspect | verify | export | import; what is installed
+    child            a command in a process of its own
 """

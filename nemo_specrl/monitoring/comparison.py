@@ -1,7 +1,7 @@
 """Comparison of a plain and a speculative run of the same recipe and seed.
 
 :func:`comparison` returns the content of ``compare.json``; ``report`` writes it, with a picture and
-a page. Times are seconds; ``verify_s`` is a part of ``rollout_s``, and ``rollout_s`` of ``step_s``.
+a page. Times are seconds; ``rollout_s`` is a part of ``step_s``.
 """
 
 from __future__ import annotations
@@ -27,18 +27,16 @@ __all__ = [
     "heldout",
     "read_comparison",
     "summary",
-    "timed",
     "verdict",
 ]
 
-WARM_EPOCH = 2  # counted from 0; from this epoch on, drafts themselves contain reused tokens
+WARM_EPOCH = 2  # counted from 0
 REQUIRED = (
-    *(metric.ROLLOUT_S, metric.VERIFY_S, metric.TRAIN_S, metric.STEP_S),
+    *(metric.ROLLOUT_S, metric.TRAIN_S, metric.STEP_S),
     *(metric.DECODED_TOKENS, metric.REWARD),
 )
 """Metrics that every step of both runs must have."""
-_TIMES = REQUIRED[:-1]
-OPTIONAL = (metric.FRESH_REWARD, metric.HELDOUT_ACCURACY, metric.TREE_TOKENS_PER_STEP)
+OPTIONAL = (metric.FRESH_REWARD, metric.HELDOUT_ACCURACY, metric.TOKENS_PER_STEP)
 
 
 def comparison(plain_dir: Path, speculative_dir: Path) -> dict[str, Any]:
@@ -47,9 +45,8 @@ def comparison(plain_dir: Path, speculative_dir: Path) -> dict[str, Any]:
     Returns:
         the content of ``compare.json``. ``plain`` and ``speculative``: lists with one entry for
         each step, None if there is no value (and ``heldout_accuracy_at_start``, a number, if the
-        runs have it). ``replayed_steps``: the steps, from 1, whose rollouts a run that continued
-        after a crash read back from its journal instead of decoding them. ``ratio``: plain divided
-        by speculative, of sums over the other steps; above 1, speculation needs less.
+        runs have it). ``ratio``: plain divided by speculative, of sums over the steps; above 1,
+        speculation needs less.
 
     Raises:
         ConfigError: a run cannot be read, or the runs differ in their steps or prompts.
@@ -72,37 +69,14 @@ def comparison(plain_dir: Path, speculative_dir: Path) -> dict[str, Any]:
         side: _side(rows, folder)
         for side, rows, folder in zip(SIDES, runs, (plain_dir, speculative_dir), strict=True)
     }
-    compare["replayed_steps"] = [
-        step
-        for step, rows in enumerate(zip(*runs, strict=True), start=1)
-        if any(row.get(metric.REPLAYED_ROWS) for row in rows)
-    ]
     warm = [i for i, row in enumerate(runs[0]) if row[metric.EPOCH] >= WARM_EPOCH]
-    measured = timed(compare)
     compare["ratio"] = {
-        "rollout": _ratio(measured, metric.ROLLOUT_S),
-        "rollout_warm": _ratio(measured, metric.ROLLOUT_S, warm),
-        "step": _ratio(measured, metric.STEP_S),
-        "decoded_tokens": _ratio(measured, metric.DECODED_TOKENS),
+        "rollout": _ratio(compare, metric.ROLLOUT_S),
+        "rollout_warm": _ratio(compare, metric.ROLLOUT_S, warm),
+        "step": _ratio(compare, metric.STEP_S),
+        "decoded_tokens": _ratio(compare, metric.DECODED_TOKENS),
     }
     return compare
-
-
-def timed(compare: dict[str, Any]) -> dict[str, Any]:
-    """Return the same with 0 seconds and decoded tokens, on both sides, in ``replayed_steps``.
-
-    Their rollouts took no time on the side that continued after a crash, whatever its method.
-    """
-    replayed = set(compare.get("replayed_steps") or ())
-
-    def without(side: dict[str, Any]) -> dict[str, Any]:
-        zeroed = {
-            name: [0 if i in replayed else value for i, value in enumerate(side[name], start=1)]
-            for name in _TIMES
-        }
-        return {**side, **zeroed}
-
-    return {**compare, **{side: without(compare[side]) for side in SIDES}}
 
 
 def read_comparison(folder: Path) -> dict[str, Any]:
@@ -124,7 +98,6 @@ def read_comparison(folder: Path) -> dict[str, Any]:
         for name in ("rollout", "rollout_warm", "step", "decoded_tokens"):
             number(compare["ratio"][name], f"ratio: {name}")
         list(compare.get("heldout_table") or ())
-        set(compare.get("replayed_steps") or ())
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except KeyError as error:
@@ -135,17 +108,7 @@ def read_comparison(folder: Path) -> dict[str, Any]:
 
 
 def verdict(compare: dict[str, Any]) -> str:
-    """Say where speculation has lower held-out accuracy, and what was not timed."""
-    if replayed := compare.get("replayed_steps"):
-        steps = f"step{'s' * (len(replayed) > 1)} {', '.join(map(str, replayed))}"
-        return (
-            f"{_of_heldout(compare)} Seconds and decoded tokens are without {steps}, which a "
-            "restart read back from the journal."
-        )
-    return _of_heldout(compare)
-
-
-def _of_heldout(compare: dict[str, Any]) -> str:
+    """Say where speculation has lower held-out accuracy."""
     plain, speculative = ({p.step: p for p in heldout(compare)[side]} for side in SIDES)
     common = sorted(plain.keys() & speculative.keys())
     if not common:
@@ -173,19 +136,16 @@ def _of_heldout(compare: dict[str, Any]) -> str:
 
 def summary(compare: dict[str, Any]) -> list[list[str]]:
     """Rows of the summary: a quantity, its values on both sides, and their ratio or difference."""
-    lines, measured = [], timed(compare)
+    lines = []
     for name, label in (
         (metric.ROLLOUT_S, "rollout, s"),
-        (metric.VERIFY_S, "  of it verification, s"),
         (metric.TRAIN_S, "training, s"),
         (metric.STEP_S, "whole steps, s"),
         (metric.DECODED_TOKENS, "decoded tokens"),
     ):
-        if name == metric.VERIFY_S and not any(applies(compare[side], name) for side in SIDES):
-            continue
-        sums = [_total(measured[side][name]) for side in SIDES]
+        sums = [_total(compare[side][name]) for side in SIDES]
         pattern = ",.0f" if name == metric.DECODED_TOKENS else ",.1f"
-        change = "" if name == metric.VERIFY_S else _times_less(_ratio(measured, name))
+        change = _times_less(_ratio(compare, name))
         lines.append([label, *(format(s, pattern) for s in sums), change])
     warm = _times_less(compare["ratio"]["rollout_warm"])
     lines.insert(1, ["  rollout from the third epoch on", "", "", warm])

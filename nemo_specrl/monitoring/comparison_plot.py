@@ -88,8 +88,8 @@ def comparison_picture(
 
 
 def gains(compare: dict[str, Any]) -> list[float]:
-    """Tokens of a row per engine step, by training step; empty without tree drafts."""
-    column = compare["speculative"].get(metric.TREE_TOKENS_PER_STEP) or []
+    """Tokens of a row per engine step, by training step; empty without lossless drafts."""
+    column = compare["speculative"].get(metric.TOKENS_PER_STEP) or []
     return [gain for gain in column if gain is not None]
 
 
@@ -115,7 +115,7 @@ def _draw_title(figure: Figure, compare: dict[str, Any]) -> None:
     what = (
         "speculative drafts from earlier responses, and the engine verifies losslessly"
         if lossless
-        else "speculative verifies the previous epoch's response and keeps the accepted prefix"
+        else "speculative verifies an earlier response and keeps the accepted prefix"
     )
     last = " The last one: speculative, where plain has 1." if lossless else ""
     title = "Plain and speculative rollouts, side by side"
@@ -164,18 +164,9 @@ def _draw_ratio(figure: Figure, x: float, ratio: float | None, caption: str) -> 
 def _draw_rollout_seconds(ax: Axes, compare: dict[str, Any]) -> None:
     plain, speculative = compare["plain"], compare["speculative"]
     edges = [i + 0.5 for i in range(len(plain[metric.ROLLOUT_S]) + 1)]
-    total, verify = sum(speculative[metric.ROLLOUT_S]), sum(speculative[metric.VERIFY_S])
-    share = f" ({100 * verify / total:.0f} %)" if total else ""
     ax.stairs(speculative[metric.ROLLOUT_S], edges, fill=True, color=ORANGE, alpha=0.55,
               label="speculative")  # fmt: skip
-    if any(applies(compare[side], metric.VERIFY_S) for side in SIDES):
-        ax.stairs(speculative[metric.VERIFY_S], edges, fill=True, facecolor="#7A3500",
-                  edgecolor="white", hatch="////", linewidth=0,
-                  label=f"of it verification{share}")  # fmt: skip
     ax.stairs(plain[metric.ROLLOUT_S], edges, baseline=None, color=BLUE, linewidth=2, label="plain")
-    if any(plain[metric.VERIFY_S]):
-        ax.stairs(plain[metric.VERIFY_S], edges, baseline=None, color=BLUE, linestyle=":",
-                  label="verification in plain")  # fmt: skip
     ax.set_ylim(0, max(*plain[metric.ROLLOUT_S], *speculative[metric.ROLLOUT_S], 1e-9))
     panel_title(ax, "Rollout seconds per step", "lower is better")
 
@@ -208,7 +199,7 @@ def _draw_decoded_tokens(ax: Axes, compare: dict[str, Any]) -> None:
 
 
 def _draw_tokens_per_step(ax: Axes, compare: dict[str, Any]) -> None:
-    column = compare["speculative"][metric.TREE_TOKENS_PER_STEP]
+    column = compare["speculative"][metric.TOKENS_PER_STEP]
     steps = range(1, len(column) + 1)
     for side, values in (("plain", [1.0] * len(column)), ("speculative", column)):
         draw_column(ax, steps, values, side, _COLOUR[side])

@@ -69,7 +69,7 @@ def applies(columns: Mapping[str, Column], name: str) -> bool:
     )
     if same is not None and column == columns.get(same):
         return False
-    if name == metric.VERIFY_S or name.startswith(metric.PREFIX):
+    if name.startswith(metric.PREFIX):
         return any(column)
     return any(value is not None for value in column)
 

@@ -1,7 +1,7 @@
 """Pictures, HTML pages and tables of one run, and of a plain and a speculative run side by side.
 
 The input is the ``metrics.jsonl`` in a run's folder, one JSON object for each training step. Times
-are seconds; ``verify_s`` is a part of ``rollout_s``, and ``rollout_s`` of ``step_s``. Drawing is
+are seconds; ``rollout_s`` is a part of ``step_s``. Drawing is
 in ``comparison_plot`` and ``run_plot``.
 """
 
@@ -26,7 +26,6 @@ from nemo_specrl.monitoring.comparison import (
     REQUIRED,
     heldout,
     summary,
-    timed,
     verdict,
 )
 from nemo_specrl.monitoring.comparison_plot import SIDES, comparison_picture
@@ -34,15 +33,15 @@ from nemo_specrl.monitoring.drawing import applies
 from nemo_specrl.monitoring.run_plot import run_picture
 from nemo_specrl.monitoring.run_steps import column, logged_steps
 
-__all__ = ["print_comparison", "run_columns", "write_comparison", "write_report"]
+__all__ = ["print_comparison", "write_comparison", "write_report"]
 
 _TABLE_COLUMNS = (
     *(metric.STEP, metric.EPOCH, metric.REWARD, metric.FRESH_REWARD, metric.HELDOUT_ACCURACY),
-    *(metric.ROLLOUT_S, metric.VERIFY_S, metric.TRAIN_S, metric.STEP_S),
+    *(metric.ROLLOUT_S, metric.TRAIN_S, metric.STEP_S),
     *(metric.DECODED_TOKENS, metric.RESPONSE_TOKENS, metric.REUSED_TOKEN_FRACTION),
-    *(metric.TREE_TOKENS_PER_STEP, metric.KL, metric.CLIP_FRACTION, metric.GRAD_NORM, metric.LOSS),
+    *(metric.TOKENS_PER_STEP, metric.KL, metric.CLIP_FRACTION, metric.GRAD_NORM, metric.LOSS),
 )
-_OF_THE_PAGE = (
+_OF_THE_PICTURE = (
     *(metric.TOTAL_STEPS, metric.EVAL_S, metric.CHECKPOINT_S),
     *(metric.HELDOUT_TOKENS, metric.HELDOUT_DECODE_S),
     *(metric.HELDOUT_TOKENS + metric.AT_START, metric.HELDOUT_DECODE_S + metric.AT_START),
@@ -56,15 +55,20 @@ def run_columns(rows: Sequence[dict[str, Any]]) -> dict[str, list[float | None]]
         ConfigError: a value is not a number.
     """
     known = {name for row in rows for name in row if name.startswith(metric.PREFIX)}
-    known.update(_TABLE_COLUMNS, _OF_THE_PAGE)
+    known.update(_TABLE_COLUMNS, _OF_THE_PICTURE)
     return {name: column(rows, name) for name in known}
 
 
-def write_report(run_dir: Path) -> Path:
+def write_report(run_dir: Path, reload_s: int | None = None) -> tuple[Path, bool]:
     """Write ``report.png`` and the self-contained ``report.html`` into a run's folder.
 
+    Args:
+        run_dir: the folder.
+        reload_s: seconds after which a browser reads the page anew, until the run is done. None:
+            it does not.
+
     Returns:
-        The path of the page.
+        The path of the page, and whether all steps of the run are done.
 
     Raises:
         ConfigError: there is nothing to report on, the folder cannot be written, or matplotlib is
@@ -79,8 +83,10 @@ def write_report(run_dir: Path) -> Path:
     table = _html_table(shown, ([_short(columns[k][i]) for k in shown] for i in range(len(rows))))
     _write(run_dir / "report.png", picture)
     page = run_dir / "report.html"
-    _write(page, _html_page(f"Run {name}", picture, f"<h2>Every step</h2>{table}"))
-    return page
+    done = rows[-1][metric.STEP] >= (columns[metric.TOTAL_STEPS][-1] or 0)
+    body = f"<h2>Every step</h2>{table}"
+    _write(page, _html_page(f"Run {name}", picture, body, None if done else reload_s))
+    return page, done
 
 
 def write_comparison(
@@ -104,7 +110,7 @@ def write_comparison(
     out_dir = Path(out_dir)
     # Write the numbers first, so that they are kept if the picture cannot be drawn.
     _write(out_dir / "compare.json", json.dumps(compare, indent=1).encode())
-    picture = comparison_picture(timed(compare), points, words)
+    picture = comparison_picture(compare, points, words)
     sums = _html_table(("", "plain", "speculative", "with speculation"), summary(compare))
     tables = f"<p>{html.escape(words)}</p>{sums}"
     if compare.get("heldout_table"):
@@ -155,7 +161,7 @@ def _html_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return f"<table><thead>{cells(header, 'th')}</thead><tbody>\n{body}\n</tbody></table>"
 
 
-def _html_page(title: str, picture: bytes, body: str) -> bytes:
+def _html_page(title: str, picture: bytes, body: str, reload_s: int | None = None) -> bytes:
     """Return an HTML page that needs no other file and no network."""
     style = (
         "body{font:15px/1.5 sans-serif;max-width:1400px;margin:24px auto;padding:0 16px;color:#222}"
@@ -164,8 +170,9 @@ def _html_page(title: str, picture: bytes, body: str) -> bytes:
         "font-variant-numeric:tabular-nums}td:first-child{text-align:left;white-space:pre}"
     )
     data = base64.b64encode(picture).decode()
+    again = "" if reload_s is None else f'<meta http-equiv="refresh" content="{reload_s}">'
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{again}'
         f"<title>{html.escape(title)}</title><style>{style}</style></head><body>\n"
         f"<h1>{html.escape(title)}</h1>\n"
         f'<img alt="{html.escape(title)}" src="data:image/png;base64,{data}">\n'

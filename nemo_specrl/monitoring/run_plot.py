@@ -32,21 +32,19 @@ _PANELS: list[tuple[str, str, list[tuple[str, str, str]]]] = [
         ("rollout_speed", "rollouts", ORANGE),
         ("plain_speed", "plain decoding, in evaluations", BLUE)]),
     ("Tokens of a row per engine step", "plain decoding: 1; higher is faster", [
-        (metric.TREE_TOKENS_PER_STEP, "with drafts from trees", ORANGE)]),
+        (metric.TOKENS_PER_STEP, "with drafts", ORANGE)]),
     ("Tokens per training step", "fewer are decoded where prefixes are reused", [
         (metric.RESPONSE_TOKENS, "in the responses", BLUE),
         (metric.DECODED_TOKENS, "decoded", ORANGE)]),
     ("Drafts", "fractions; higher is faster", [
-        (metric.TREE_ACCEPTED_FRACTION, "tokens from trees accepted", SKY),
-        (metric.DRAFT_COVERAGE, "rows with a draft", BLUE),
-        (metric.ACCEPTED_FRACTION, "draft tokens accepted", ORANGE),
-        (metric.FULL_REUSE_RATIO, "drafts reused whole", GREEN),
+        (metric.DRAFT_ACCEPTED_FRACTION, "draft tokens accepted", SKY)]),
+    ("Prefix reuse", "fractions; higher is faster", [
+        (metric.REUSE_COVERAGE, "rows with an earlier response", BLUE),
+        (metric.REUSE_ACCEPTED_FRACTION, "its tokens accepted", ORANGE),
+        (metric.REUSED_WHOLE_FRACTION, "accepted whole", GREEN),
         (metric.REUSED_TOKEN_FRACTION, "response reused", PURPLE)]),
-    ("Fresh minus reused rows", "in standard errors; near 0 in a healthy run", [
-        (metric.drift_z("reward"), "reward", BLUE),
-        (metric.drift_z("length"), "length", GREEN),
-        (metric.drift_z("logprob"), "log-prob", ORANGE),
-        (metric.drift_z(metric.STALENESS), "staleness", PURPLE)]),
+    ("Reward of fresh minus reused rows", "in standard errors; near 0 in a healthy run", [
+        (metric.REWARD_GAP_Z, "reward", BLUE)]),
     ("Training reward", "higher is better", [
         (metric.REWARD, "all rows", BLUE),
         (metric.FRESH_REWARD, "freshly decoded rows", ORANGE)]),
@@ -111,24 +109,20 @@ def _ratios(columns: dict[str, list[float | None]], over: str, under: str) -> li
 
 
 def _draw_step_seconds(ax: Axes, steps: Sequence[int], columns: dict[str, list[Any]]) -> None:
-    """Stack verification, the rest of the rollout, training and the rest of the step."""
+    """Stack the rollout, training and the rest of the step."""
     empty: list[float | None] = [None] * len(steps)
-    rollout, verify, train, whole = (
+    rollout, train, whole = (
         [value or 0.0 for value in columns.get(name, empty)]
-        for name in (metric.ROLLOUT_S, metric.VERIFY_S, metric.TRAIN_S, metric.STEP_S)
+        for name in (metric.ROLLOUT_S, metric.TRAIN_S, metric.STEP_S)
     )
     parts = {
-        "verification": (verify, "#7A3500"),
-        "rest of the rollout": ([r - v for r, v in zip(rollout, verify, strict=True)], ORANGE),
+        "rollout": (rollout, ORANGE),
         "training": (train, SKY),
         "rest": (
             [max(0.0, w - r - t) for w, r, t in zip(whole, rollout, train, strict=True)],
             "#BBBBBB",
         ),
     }
-    if not any(verify):
-        del parts["verification"]
-        parts = {"rollout": parts.pop("rest of the rollout"), **parts}
     ax.stackplot(steps, *(values for values, _ in parts.values()), labels=list(parts),
                  colors=[colour for _, colour in parts.values()])  # fmt: skip
     ax.set_ylim(0, max(*whole, *rollout, 1e-9))

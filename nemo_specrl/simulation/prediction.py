@@ -16,12 +16,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from nemo_specrl.config import PRESETS
+from nemo_specrl.config import ReuseConfig
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.simulation.recorded_run import RecordedRun, RecordedSample
-from nemo_specrl.simulation.replay_presets import (
+from nemo_specrl.simulation.replays import (
     LOSSLESS,
     PLAIN,
+    REUSE,
     History,
     SimulatedRow,
     acceptance_rates,
@@ -33,7 +34,7 @@ from nemo_specrl.simulation.replay_presets import (
 )
 from nemo_specrl.simulation.simulated_engine import FEATURES, SimulatedEngine, fit_costs
 
-__all__ = ["REJECTIONS", "predict", "read_costs"]
+__all__ = ["predict", "read_costs"]
 
 Float64Array = npt.NDArray[np.float64]
 Case = tuple[str, bool]
@@ -50,8 +51,7 @@ _LEAST_STEPS = 4
 REJECTIONS = (1.0, 0.7, 1.4, 2.0)
 """Multiples of the estimated rejection rate of prefix reuse that the interval covers. The estimate
 is from contexts that rollouts of both epochs reached. In other contexts, tokens of the same
-log-prob were rejected as often with one policy and twice as often with another
-(docs/evidence/simulation.md)."""
+log-prob were rejected as often with one policy and twice as often with another."""
 
 
 @dataclass(frozen=True)
@@ -108,17 +108,20 @@ def predict(
     if not later:
         assumed.append(
             "no prompt was recorded twice, so that only a first epoch is simulated: record two "
-            "epochs, in a cache with groups_per_prompt: 2 or more"
+            "epochs"
         )
-    else:
+    logprobs = later and all(s.logprobs is not None for step in run.steps for s in step)
+    if logprobs:
         assumed.append(
-            "acceptance of faithful and fast is estimated where rollouts of two epochs went the "
-            "same way, which is near their beginnings; the interval reaches from "
-            f"{min(REJECTIONS):g} to {max(REJECTIONS):g} times as many rejections"
+            "acceptance of reuse is estimated where rollouts of two epochs went the same way, "
+            f"which is near their beginnings; the interval reaches from {min(REJECTIONS):g} to "
+            f"{max(REJECTIONS):g} times as many rejections"
         )
+    elif later:
+        assumed.append("reuse is not predicted: the rollouts were recorded without log-probs")
     simulated: dict[Case, list[Ways]] = {}
-    for preset, again in [(PLAIN, False), (LOSSLESS, False), *((p, True) for p in PRESETS)]:
-        if later or not again:
+    for preset, again in [(PLAIN, False), (LOSSLESS, False), (LOSSLESS, True), (REUSE, True)]:
+        if (later or not again) and (logprobs or preset != REUSE):
             simulated[preset, again] = [
                 _ways(preset, step, history if again else {}, engine, engines)
                 for step, history in zip(steps, earlier, strict=True)
@@ -149,16 +152,18 @@ def _ways(
 ) -> Ways:
     """Return the rows of a step with a preset, for each of ``REJECTIONS`` if these matter."""
     rates = None
-    if history and preset != LOSSLESS:
+    if preset == REUSE:
         groups = groups_of(step)
         pairs = [(history[key][-1], group) for key, group in groups.items()]
-        rates = acceptance_rates(pairs, PRESETS[preset]["lenience"])
+        rates = acceptance_rates(pairs, ReuseConfig().lenience)
     if rates is not None:
-        return [rows_of(preset, step, history, rejecting(rates, times)) for times in REJECTIONS]
-    rows = rows_of(preset, step, history)
-    if preset == LOSSLESS:
-        phase(preset, rows, engine, engines, history)  # fills in the traces
-    return [rows]
+        ways = [rows_of(preset, step, history, rejecting(rates, times)) for times in REJECTIONS]
+    else:
+        ways = [rows_of(preset, step, history)]
+    if preset != PLAIN:
+        for rows in ways:
+            phase(preset, rows, engine, engines, history)  # fills in the traces
+    return ways
 
 
 def _bootstrap(

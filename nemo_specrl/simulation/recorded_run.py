@@ -25,11 +25,13 @@ from nemo_specrl.config import validated
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.monitoring import names as metric
 from nemo_specrl.monitoring.metrics_file import METRICS, left_out, read_lines, read_metrics
-from nemo_specrl.rollout import Rollout, prompt_key
+from nemo_specrl.rollout import Finish, Rollout, prompt_key
 
 __all__ = ["RecordedRun", "RecordedSample", "read_run"]
 
 GENERATION_TAG = "timing/train/generation"
+ACCEPTANCE_TAG = "vllm/spec_acceptance_length"
+"""End of what NeMo-RL itself calls the tokens of a row and step, where an engine drafts."""
 _STEP_FILE = re.compile(r"train_data_step(\d+)\.jsonl")
 _COLUMNS = ("token_ids", "token_loss_mask", "input_lengths", "generation_logprobs")
 
@@ -43,15 +45,20 @@ class RecordedSample(NamedTuple):
         key: key of its prompt.
         prompt: number of tokens of the prompt.
         tokens: tokens of the response, int32 ``[n]``.
-        logprobs: their log-probs under the policy that sampled them, float32 ``[n]``, nats.
-        fresh: whether it was decoded without a draft of prefix reuse.
+        logprobs: their log-probs under the policy that sampled them, float32 ``[n]``, nats. None:
+            not recorded, as in the cache of a lossless run.
     """
 
     key: bytes
     prompt: int
     tokens: npt.NDArray[np.int32]
-    logprobs: npt.NDArray[np.float32]
-    fresh: bool = True
+    logprobs: npt.NDArray[np.float32] | None
+
+    @property
+    def known_logprobs(self) -> npt.NDArray[np.float32]:
+        """The log-probs, of a sample that has them."""
+        assert self.logprobs is not None
+        return self.logprobs
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,7 @@ class RecordedRun:
         seconds: duration of each step's rollout phase, seconds; NaN where not known.
         preset: preset with which it ran; ``plain`` without speculation.
         max_num_seqs: number of rows that an engine ran at once, if it was recorded.
-        max_draft_tokens: ``tree.max_draft_tokens`` of its recipe, if it was recorded.
+        max_draft_tokens: ``draft.max_tokens`` of its recipe, if it was recorded.
     """
 
     steps: list[list[RecordedSample]]
@@ -188,13 +195,18 @@ def _tensorboard(folder: Path) -> tuple[dict[int, float], str]:
             tags |= found
             if GENERATION_TAG in found:
                 seconds |= {e.step: e.value for e in accumulator.Scalars(GENERATION_TAG)}
-    if f"train/{metric.TREE_TOKENS_PER_STEP}" in tags:
-        return seconds, "lossless"
-    return seconds, "faithful" if f"train/{metric.DRAFT_COVERAGE}" in tags else "plain"
+    if f"train/{metric.REUSED_TOKEN_FRACTION}" in tags:
+        return seconds, "reuse"
+    drafts = (metric.TOKENS_PER_STEP, ACCEPTANCE_TAG)
+    return seconds, "lossless" if any(tag.endswith(drafts) for tag in tags) else "plain"
 
 
 def _read_embedded(folder: Path) -> RecordedRun:
-    """Return the newest checkpoint's cached rollouts, by the policy version that made them."""
+    """Return the steps whose rollouts the newest checkpoint's cache still has, the newest steps.
+
+    The cache keeps a prompt's responses in order, and the log names each step's prompts: the last
+    step took the newest responses, and so on backwards.
+    """
     from nemo_specrl.cache.inspection import open_source
     from nemo_specrl.trainer import checkpoint
     from nemo_specrl.trainer.data.dataset import open_dataset
@@ -214,34 +226,38 @@ def _read_embedded(folder: Path) -> RecordedRun:
         raise ConfigError(
             f"{folder}: a plain run keeps no rollouts; give one with spec_rl.enabled=true"
         )
-    lengths = {
-        prompt_key(problem.prompt): len(problem.prompt)
-        for problem in open_dataset(
-            validated(DataConfig, recipe["data"]), validated(PolicyConfig, recipe["policy"]), 0
-        ).training
-    }
-    by_step: dict[int, list[RecordedSample]] = defaultdict(list)
+    data, policy = validated(DataConfig, recipe["data"]), validated(PolicyConfig, recipe["policy"])
+    prompts = [problem.prompt for problem in open_dataset(data, policy, 0).training]
+    keys = [prompt_key(prompt) for prompt in prompts]
+    left: dict[bytes, list[Rollout]] = defaultdict(list)  # the newest first
     with open_source(path) as source:
-        rollouts = [rollout for rollout in source.rollouts if isinstance(rollout, Rollout)]
-    for rollout in sorted(rollouts, key=lambda r: (r.key, r.sample_index)):
-        by_step[rollout.policy_version].append(
-            RecordedSample(
-                rollout.key,
-                lengths.get(rollout.key, 0),
-                rollout.tokens,
-                rollout.logprobs,
-                rollout.fresh,
-            )
-        )
-    metrics = read_metrics(folder / METRICS)
-    seconds = {
-        row[metric.STEP] - 1: row[metric.ROLLOUT_S] for row in metrics if row.get(metric.ROLLOUT_S)
-    }
-    versions = sorted(by_step)
+        for rollout in source.rollouts:
+            if isinstance(rollout, Rollout) and rollout.finish is not Finish.PARTIAL:
+                left[rollout.key].append(rollout)
+    group = (recipe["grpo"] or recipe["ppo"])["num_generations_per_prompt"]
+    steps: list[list[RecordedSample]] = []
+    seconds: list[float] = []
+    for row in reversed(read_metrics(folder / METRICS)):
+        if row[metric.STEP] > progress.step:
+            continue
+        drawn = [int(i) for i in row[metric.PROMPTS]]
+        if any(len(left[keys[i]]) < group for i in drawn):
+            break
+        step = []
+        for i in drawn:
+            newest, left[keys[i]] = left[keys[i]][:group], left[keys[i]][group:]
+            step += [
+                RecordedSample(keys[i], len(prompts[i]), r.tokens, r.logprobs)
+                for r in reversed(newest)
+            ]
+        steps.insert(0, step)
+        seconds.insert(0, row.get(metric.ROLLOUT_S) or np.nan)
+    if not steps:
+        raise ConfigError(f"{path}: its cache does not have all rollouts of the last step")
     return RecordedRun(
-        [by_step[version] for version in versions],
-        np.array([seconds.get(version, np.nan) for version in versions]),
+        steps,
+        np.array(seconds),
         generation["spec_rl"]["preset"],
         generation["vllm_kwargs"].get("max_num_seqs"),
-        generation["spec_rl"]["tree"]["max_draft_tokens"],
+        generation["spec_rl"]["draft"]["max_tokens"],
     )

@@ -9,14 +9,12 @@ How many draft tokens are accepted is replayed, not modelled. At temperature 1 a
 with the probability that the policy gives it. A response that the policy sampled therefore decides
 what would have been accepted of any draft: the tokens up to the first one that differs.
 
-This module knows neither engines nor caches; the trees are those from which real engines draft, and
-calls end early when those of real engines do.
+This module knows neither engines nor caches; the trees are those from which CPU engines draft.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,10 +23,9 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
-from nemo_specrl.config import TreeConfig
-from nemo_specrl.engine.early_end import EarlyEnd
+from nemo_specrl.config import DraftConfig
+from nemo_specrl.drafting.suffix_tree import DraftTrees
 from nemo_specrl.errors import ConfigError
-from nemo_specrl.speculation.suffix_tree import DraftTrees
 
 __all__ = [
     "FEATURES",
@@ -60,18 +57,16 @@ class SimulatedEngine:
         max_num_batched_tokens: largest number of tokens computed in a step.
         kv_tokens: number of tokens that fit into its KV cache. None: no limit.
         block_size: number of tokens of a block of KV cache.
-        graph_sizes: sizes of its CUDA graphs, ascending; a step's tokens are padded to the next.
         drafts: whether it proposes drafts, so that its steps are counted as ``drafting_steps``.
-        max_draft_tokens: largest number of tokens of a draft (``tree.max_draft_tokens``).
+        max_draft_tokens: largest number of tokens of a draft (``draft.max_tokens``).
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int = 8192
     kv_tokens: int | None = None
     block_size: int = 16
-    graph_sizes: tuple[int, ...] = ()
     drafts: bool = False
-    max_draft_tokens: int = TreeConfig().max_draft_tokens
+    max_draft_tokens: int = DraftConfig().max_tokens
 
 
 @dataclass(eq=False)
@@ -84,17 +79,12 @@ class SimulatedRequest:
         cached: number of the prompt's tokens that the prefix cache has.
         then: requests that are sent when this one has ended.
 
-    Attributes:
-        made: number of tokens that it has yielded.
-        ended: whether it has run to its end.
     """
 
     prompt: int
     steps: Steps
     cached: int = 0
     then: Sequence[SimulatedRequest] = ()
-    made: int = field(init=False, default=0)
-    ended: bool = field(init=False, default=False)
     drafted: int = field(init=False, default=0)
     yielded: int = field(init=False, default=0)
     pending: int = field(init=False, default=0)  # tokens to compute until its step ends
@@ -121,8 +111,9 @@ def drafting(
     history: Sequence[tuple[int, bytes]],
     response: npt.NDArray[np.int32],
     max_draft_tokens: int,
+    start: int = 0,
 ) -> Steps:
-    """Steps of a request that drafts from the tree of its prompt, as the tree proposer does.
+    """Steps of a request that drafts from the tree of its prompt, as the proposer on a CPU does.
 
     Args:
         trees: the engine's trees.
@@ -131,11 +122,12 @@ def drafting(
         history: earlier responses as identity and int32 tokens, oldest first.
         response: tokens that the policy samples, int32 ``[n]``.
         max_draft_tokens: largest number of tokens of a draft.
+        start: number of its tokens that the request's prompt ends with (prefix reuse).
     """
     yield 0, 1
     row = trees.open(key, identity, history)
     tokens = response.tolist()
-    position, produced = 0, 1
+    position, produced = 0, start + 1
     while True:
         row.extend(tokens[position:produced])
         position = produced
@@ -151,20 +143,12 @@ def drafting(
         yield len(draft), accepted + 1
 
 
-def run(
-    engine: SimulatedEngine,
-    requests: Iterable[SimulatedRequest],
-    early_end: EarlyEnd | None = None,
-) -> Float64Array:
+def run(engine: SimulatedEngine, requests: Iterable[SimulatedRequest]) -> Float64Array:
     """Run requests to their ends and count the steps of the engine.
 
     Args:
         engine: limits of the engine.
-        requests: requests in the order in which they are sent. Twice ``max_num_seqs`` are in the
-            engine at a time, as in :class:`~nemo_specrl.SpeculativeLLM`; those in ``then`` are sent
-            at once.
-        early_end: decides when requests that have not ended are given up; None: never. None of them
-            has requests in ``then``.
+        requests: requests in the order in which they are sent, all at once.
 
     Returns:
         float64 ``[len(FEATURES)]``.
@@ -173,18 +157,11 @@ def run(
         ConfigError: a single request needs more KV cache than there is.
     """
     running = _Running(engine)
-    requests = list(requests)
-    backlog = deque(requests)
-    while True:
-        while backlog and running.requests < 2 * engine.max_num_seqs:
-            running.send(backlog.popleft())
-        if not running.requests:
-            return np.array(running.counts)
+    for request in requests:
+        running.send(request)
+    while running.requests:
         running.step()
-        if early_end is not None:
-            ended = [i for i, request in enumerate(requests) if request.ended]
-            if early_end.reached(ended):
-                return np.array(running.counts)
+    return np.array(running.counts)
 
 
 class _Running:
@@ -269,25 +246,20 @@ class _Running:
         return True
 
     def _count(self, granted: list[tuple[SimulatedRequest, int]]) -> None:
-        sizes, tokens = self.engine.graph_sizes, sum(tokens for _, tokens in granted)
-        if sizes and tokens <= sizes[-1]:
-            tokens = sizes[bisect_left(sizes, tokens)]
         counts = self.counts
         counts[1 if self.engine.drafts else 0] += 1
         counts[2] += len(granted)
-        counts[3] += tokens
+        counts[3] += sum(tokens for _, tokens in granted)
         counts[4] += sum(request.context + more for request, more in granted)
 
     def _sample(self, request: SimulatedRequest) -> None:
         """End a request's step: drop rejected tokens from the cache, and begin the next step."""
         request.context -= request.drafted - max(0, request.yielded - 1)
-        request.made += request.yielded
         if not request.yielded:
             self.counts[5] += request.prompt
         if request.advance():
             request.pending = 1 + request.drafted
             return
-        request.ended = True
         self._running.remove(request)
         self._free += request.blocks
         for following in request.then:

@@ -1,70 +1,31 @@
-"""Data in ``benchmarks/results``: its reports, and the pages that quote it."""
+"""The benchmarks in their smallest form, and the data in ``benchmarks/results``."""
 
 import json
-import shutil
+import subprocess
+import sys
 
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.support.benchmarks import run
 
 RESULTS = REPOSITORY / "benchmarks/results"
-TABLES = [
-    ("rollout.rollout", "rollout.json", "rollouts.md"),
-    ("rollout.rollout --by-epoch", "rollout_language.json", "language.md"),
-    ("rollout.sweep", "sweep.json", "rollouts.md"),
-    ("rollout.sweep", "sweep_language.json", "language.md"),
-    ("rollout.regimes", "regimes.json", "lossless.md"),
-    ("rollout.run_ahead", "run_ahead.json", "lossless.md"),
-    ("rollout.balance", "balance.json", "lossless.md"),
-    ("simulation.simulate", "simulator.json", "simulation.md"),
-    ("simulation.simulate", "simulator_language.json", "language.md"),
-    ("fidelity.demo_seeds", "language_seeds.json", "language.md"),
-    ("simulation.simulate_8b", "simulator_8b.json", "simulation.md"),
-    ("simulation.partial_rollouts", "partial_rollouts.json", "simulation.md"),
-]
-"""Script with options, its data, and the page that has its tables."""
-REPORTED = [
-    "cache.cache",
-    "fidelity.demo_seeds",
-    "rollout.cold_overhead",
-    "trainer.refit",
-    "trainer.resume",
-]
-"""Scripts whose figures pages quote in their own words."""
 # The others are what ``nemo-specrl compare`` writes.
 MEASURED = sorted(p for p in RESULTS.glob("*.json") if not p.name.endswith("_compare.json"))
 
 
-def report(script, data, picture):
-    script, *options = script.split()
-    printed = run("--report", RESULTS / data, "--plot", picture, *options, script=script)
+def run(script, *arguments):
+    """Run a module of ``benchmarks``, as a user would; return what it printed."""
+    command = [sys.executable, "-m", f"benchmarks.{script}", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_data_is_reported_and_drawn(tmp_path):
+    picture = tmp_path / "plot.png"
+    printed = run("trainer.demo_seeds", "--report", RESULTS / "demo_seeds.json", "--plot", picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
-    return [line for line in printed.splitlines() if line.startswith("| ")]
-
-
-@pytest.mark.parametrize(("script", "data", "page"), TABLES)
-def test_the_tables_of_the_pages_are_those_of_the_data(script, data, page, tmp_path):
-    lines = report(script, data, tmp_path / "plot.png")
-    text = (REPOSITORY / "docs/evidence" / page).read_text().splitlines()
-    assert len(lines) > 2
-    assert [line for line in lines if line not in text] == []
-
-
-def test_the_table_of_lenience_is_that_of_the_data(tmp_path):
-    shutil.copy(RESULTS / "fidelity.json", tmp_path)
-    arguments = ("--out", tmp_path / "none", "--report", tmp_path / "fidelity")
-    printed = run(*arguments, script="fidelity.fidelity").partition("\nLenience\n")[2]
-    lines = [line for line in printed.splitlines() if line.startswith("| ")]
-    text = (REPOSITORY / "docs/evidence/laboratory.md").read_text().splitlines()
-    assert len(lines) == 1 + 2 * 7  # two tasks: plain, and six values
-    assert [line for line in lines if line not in text] == []
-
-
-@pytest.mark.parametrize("script", REPORTED)
-def test_other_data_is_reported_and_drawn(script, tmp_path):
-    data = script.partition(".")[2] + ".json"
-    assert len(report(script, data, tmp_path / "plot.png")) > 1
+    assert sum(line.startswith("| ") for line in printed.splitlines()) > 1
 
 
 @pytest.mark.parametrize("path", MEASURED, ids=lambda path: path.name)
@@ -72,3 +33,30 @@ def test_data_says_when_and_on_what_machine_it_was_measured(path):
     data = json.loads(path.read_text())
     for machine in data.get("measured") or [data["machine"]]:
         assert {"device", "vllm"} <= set(machine)
+
+
+@pytest.mark.timeout(600)
+def test_the_demo_over_seeds(tmp_path):
+    small = (
+        *("data.num_prompts=4", "grpo.num_prompts_per_step=2", "grpo.num_generations_per_prompt=2"),
+        *("policy.train_global_batch_size=4", "grpo.max_num_epochs=1"),
+    )
+    rows = tmp_path / "rows.json"
+    printed = run(
+        *("trainer.demo_seeds", "--out", tmp_path / "runs", "--json", rows, "--jobs", 1),
+        *("--override", *small),
+    )
+    assert "| 1 | lossless |" in printed
+    assert {row["side"] for row in json.loads(rows.read_text())["rows"]} == {"plain", "lossless"}
+
+
+@pytest.mark.timeout(600)
+def test_the_rollouts_for_a_gpu_on_a_cpu(tmp_path):
+    out = tmp_path / "gpu.json"
+    printed = run("gpu.gpu_rollout", "--size", "tiny", "--out", out)
+    points = json.loads(out.read_text())["points"]
+    warm, cold = points["lossless/0.95/8"]["repetitions"], points["cold/8"]["repetitions"]
+    assert min(r["drafting"]["tokens_per_step"] for r in warm) > 1
+    assert len(cold) == 2 and all(r["plain"]["seconds"] > 0 for r in cold)
+    assert all(r["reuse"]["accepted_fraction"] > 0.5 for r in points["reuse/0.0"]["repetitions"])
+    assert printed.endswith(run("gpu.gpu_rollout", "--report", out))

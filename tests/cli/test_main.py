@@ -56,9 +56,8 @@ import sys
 import nemo_specrl
 assert not any(name in sys.modules for name in {SLOW})
 for name in nemo_specrl.__all__:
-    if name != "SpeculativeLLM":
-        getattr(nemo_specrl, name)
-assert "vllm" not in sys.modules
+    getattr(nemo_specrl, name)
+assert "vllm" not in sys.modules and "ray" not in sys.modules
 """
     done = python(code)
     assert done.returncode == 0, done.stderr
@@ -69,7 +68,7 @@ BAD = [
     (["report", "{empty}"], "no metrics.jsonl here; give the folder of a run"),
     (["report", "{file}"], "no metrics.jsonl here; give the folder of a run"),
     (["report", "{folders}"], "cannot be read (Is a directory)"),
-    (["report", "{file}", "--follow"], "no such folder"),
+    (["report", "{file}", "--follow"], "no metrics.jsonl here; give the folder of a run"),
     (["simulate", "{file}"], "no such folder"),
     (["simulate", "{folders}"], "cannot be read (Is a directory)"),
     (["cache", "inspect", "{file}"], "file"),

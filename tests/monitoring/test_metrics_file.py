@@ -11,8 +11,8 @@ RECORD = {
     "step": 3,
     "reward": 0.5,
     "fresh_reward": None,
-    "verify_s": 0.25,  # by the trainer
-    "spec_rl/verify_s": 0.25,  # and by the engine
+    "rollout_s": 0.25,  # by the trainer
+    "spec_rl/rollout_s": 0.25,  # and by the engine
     "spec_rl/reward_gap": -0.25,
     "spec_rl/cache_errors": 2.0,
 }
@@ -46,7 +46,7 @@ def test_prometheus_sees_the_newest_values_and_the_sums(tmp_path):
         ("nemo_specrl_reward_gap", run): -0.25,
         ("nemo_specrl_heldout_accuracy", run): 0.25,
         ("nemo_specrl_steps_total", run): 2,
-        ("nemo_specrl_verify_seconds_total", run): 0.5,
+        ("nemo_specrl_rollout_seconds_total", run): 0.5,
         ("nemo_specrl_cache_errors_total", run): 4,
     }
     assert [p.name for p in path.parent.iterdir()] == ["run.prom"]

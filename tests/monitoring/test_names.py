@@ -1,44 +1,28 @@
-"""The names of the metrics, and the table of them in the documentation."""
+"""The names of the metrics: each is used, and no two are the same."""
 
 import re
 
-from nemo_specrl.config import QUANTITIES
 from nemo_specrl.monitoring import names
 from tests.conftest import REPOSITORY
 
-START = "| `step`, `epoch`, `total_steps` |"
-"""Begins the table's first row."""
-AFFIXES = {names.PREFIX, names.AT_START, names.STALENESS}
+NAMES = {
+    name: value
+    for name, value in vars(names).items()
+    if name.isupper() and isinstance(value, str) and name not in ("PREFIX", "AT_START")
+}
 
 
-def all_names():
-    """Every metric's name, without the prefix of the engine's."""
-    found = {value for name, value in vars(names).items() if name.isupper()
-             and isinstance(value, str) and value not in AFFIXES}  # fmt: skip
-    for quantity in names.DRIFT_QUANTITIES:
-        found |= {f(quantity) for f in (names.drift, names.drift_z, names.drifts)}
-    return {name.removeprefix(names.PREFIX) for name in found}
+def test_each_name_is_written_or_read_somewhere():
+    texts = "\n".join(
+        path.read_text()
+        for path in (REPOSITORY / "nemo_specrl").rglob("*.py")
+        if path.name != "names.py"
+    )
+    used = set(re.findall(r"\bmetric\.([A-Z_]+)", texts))
+    used |= set(re.findall(r"\b([A-Z_]+)=", texts))  # Resident.add
+    assert not set(NAMES) - used
 
 
-def pages():
-    return [path.read_text() for path in sorted((REPOSITORY / "docs").rglob("*.md"))]
-
-
-def test_the_drift_monitor_compares_what_has_names():
-    assert names.GAPS == QUANTITIES
-
-
-def test_every_metric_is_in_the_documentation():
-    words = set(re.findall(r"`(?:train/)?(?:spec_rl/)?([a-z_]+)`", "\n".join(pages())))
-    z_of_gaps = {f"{quantity}_gap_z" for quantity in QUANTITIES}  # "and each with `_z`"
-    assert all_names() - words - z_of_gaps == set()
-
-
-def test_the_table_has_no_metric_that_is_not_there():
-    (page,) = [text for text in pages() if START in text]
-    table = page[: page.index(START)].rsplit("\n\n", 1)[1]
-    table += page[page.index(START) :].split("\n\n", 1)[0]
-    cells = [line.split("|")[1] for line in table.splitlines()[2:]]
-    listed = set(re.findall(r"`(?:spec_rl/)?([a-z_]+)`", "\n".join(cells))) - {"_z"}
-    assert len(listed) > 50
-    assert listed <= all_names()
+def test_no_two_are_the_same_and_counts_are_among_them():
+    assert len(set(NAMES.values())) == len(NAMES)
+    assert set(NAMES.values()) > names.COUNTS

@@ -34,7 +34,6 @@ def metrics_row(step, *, speculative=False, **changes):
         "reward": 0.5,
         "fresh_reward": 0.4 if speculative else None,
         "rollout_s": 4.0 / epoch if helped else 10.0,
-        "verify_s": 0.5 if helped else 0.0,
         "train_s": 5.0,
         "step_s": 5.0 + (4.0 / epoch if helped else 10.0),
         "decoded_tokens": 250 if helped else 1000,
@@ -46,7 +45,7 @@ def metrics_row(step, *, speculative=False, **changes):
         "grad_norm": 0.7,
     }
     if speculative:
-        row |= {"spec_rl/draft_coverage": float(epoch > 0), "spec_rl/lookup_s": 0.01}
+        row |= {"spec_rl/reuse_coverage": float(epoch > 0)}
     return row | changes
 
 
@@ -139,7 +138,7 @@ def test_a_damaged_line_elsewhere_costs_that_line_and_is_counted(tmp_path, caplo
     path.write_text("\n".join(lines) + "\n")
     said = f"{path}: 2 lines are left out (line 2: not a step's JSON object, ...)"
     assert steps_of(run) == ([1, 3, 5], said)
-    assert "<tr>" in write_report(run).read_text()
+    assert "<tr>" in write_report(run)[0].read_text()
     assert caplog.messages == [said]
 
 
@@ -178,8 +177,8 @@ def test_nothing_to_report_on(tmp_path, content):
 
 def test_report_of_a_run(tmp_path):
     run = make_run(tmp_path / "<run>", speculative=True, accuracies={2: 0.3, 6: 0.4})
-    page = write_report(run)
-    assert page == run / "report.html"
+    page, done = write_report(run)
+    assert page == run / "report.html" and done  # no total is known
     png = (run / "report.png").read_bytes()
     assert_good_picture(png, (1400, 1300))
     text = page.read_text()
@@ -196,8 +195,28 @@ def test_report_of_one_plain_step_without_numbers(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         json.dumps(metrics_row(1, loss=float("nan"), kl=float("inf"), reward=None)) + "\n"
     )
-    assert "nan" not in write_report(tmp_path).read_text().split("<h2>")[1].lower()
+    assert "nan" not in write_report(tmp_path)[0].read_text().split("<h2>")[1].lower()
     assert_good_picture((tmp_path / "report.png").read_bytes(), (1400, 1300))
+
+
+def test_a_followed_report_reloads_itself_until_the_run_is_done(
+    tmp_path, monkeypatch, command_line
+):
+    rows = [json.dumps(metrics_row(step, total_steps=3)) + "\n" for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(rows[:2]))
+    reload = '<meta http-equiv="refresh" content="10">'
+    page = tmp_path / "report.html"
+
+    def next_step(seconds):
+        assert seconds == 10 and reload in page.read_text()
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write(rows.pop())
+
+    monkeypatch.setattr("nemo_specrl.cli.main.time.sleep", next_step)
+    command_line("report", tmp_path, "--follow")
+    assert len(rows) == 2 and reload not in page.read_text()
+    command_line("report", tmp_path)
+    assert reload not in page.read_text()
 
 
 def test_report_refuses_a_metric_that_is_no_number(tmp_path):
@@ -232,35 +251,12 @@ def test_comparison_sums_and_ratios(runs):
     compare = comparison(*runs)
     assert compare["plain"]["rollout_s"] == [10.0] * 6
     assert compare["speculative"]["rollout_s"] == [10.0, 10.0, 4.0, 4.0, 2.0, 2.0]
-    assert compare["speculative"]["verify_s"] == [0.0, 0.0, 0.5, 0.5, 0.5, 0.5]
     assert compare["speculative"]["epoch"] == [0, 0, 1, 1, 2, 2]
     assert compare["plain"]["fresh_reward"] == [None] * 6
     assert compare["plain"]["heldout_accuracy"] == [None, 0.30, None, 0.40, None, 0.50]
     assert compare["ratio"] == pytest.approx(
         {"rollout": 60 / 32, "rollout_warm": 20 / 4, "step": 90 / 62, "decoded_tokens": 6 / 3}
     )
-
-
-def test_steps_that_a_restart_read_back_are_not_timed(tmp_path):
-    """On either side; else the side that was killed would seem faster."""
-    plain, spec = make_run(tmp_path / "plain"), make_run(tmp_path / "spec")
-    whole = comparison(plain, spec)
-    assert whole["replayed_steps"] == [] and "journal" not in verdict(whole)
-    rows = [metrics_row(step) for step in range(1, 7)]
-    for row in rows[2:4]:
-        row |= {"rollout_s": 0.01, "step_s": 5.01, "spec_rl/replayed_rows": 4}
-    (spec / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    compare = comparison(plain, spec)
-    assert compare["replayed_steps"] == [3, 4]
-    assert compare["ratio"] == {
-        name: pytest.approx(1) for name in ("rollout", "rollout_warm", "step", "decoded_tokens")
-    }
-    assert compare["speculative"]["rollout_s"][2] == 0.01  # as it was logged
-    assert "without steps 3, 4, which a restart read back from the journal" in verdict(compare)
-    text = printed(compare)
-    assert "40.0" in text and "60.0" in text and "20.02" not in text
-    write_comparison(tmp_path / "out", compare)
-    assert "read back from the journal" in (tmp_path / "out/compare.html").read_text()
 
 
 def test_no_third_epoch_no_warm_ratio(tmp_path):
@@ -306,16 +302,16 @@ def test_a_step_without_a_needed_value_is_refused(tmp_path, name):
         comparison(run, run)
 
 
-def test_a_comparison_with_tree_drafts_shows_what_a_step_gains(runs, tmp_path):
+def test_a_comparison_with_lossless_drafts_shows_what_a_step_gains(runs, tmp_path):
     plain, folder = runs[0], tmp_path / "lossless"
     make_run(folder, speculative=True)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     gains = [3.0, 3.0, 7.0, 8.0, 12.0, 15.0]
     for row, gain in zip(rows, gains, strict=True):
-        row |= {"spec_rl/tree_tokens_per_step": gain, "decoded_tokens": row["response_tokens"]}
+        row |= {"spec_rl/tokens_per_step": gain, "decoded_tokens": row["response_tokens"]}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     compare = comparison(plain, folder)
-    assert compare["speculative"]["spec_rl/tree_tokens_per_step"] == gains
+    assert compare["speculative"]["spec_rl/tokens_per_step"] == gains
     pictures = []
     for name, side in (("lossless", folder), ("reuse", runs[1])):
         write_comparison(tmp_path / f"out-{name}", comparison(plain, side))
@@ -326,11 +322,11 @@ def test_a_comparison_with_tree_drafts_shows_what_a_step_gains(runs, tmp_path):
 
 def lossless_run(folder):
     """As ``preset: lossless`` leaves it: no verification, every row fresh, every token decoded."""
-    changes = {"verify_s": 0.0, "decoded_tokens": 1000, "fresh_reward": 0.5}
-    engine = {"spec_rl/draft_coverage": 0.0, "spec_rl/reused_token_fraction": 0.0}
+    changes = {"decoded_tokens": 1000, "fresh_reward": 0.5}
+    engine = {"spec_rl/reuse_coverage": 0.0, "spec_rl/reused_token_fraction": 0.0}
     rows = [
         metrics_row(step, speculative=True, **changes, **engine)
-        | {"spec_rl/tree_tokens_per_step": 2.0 + step}
+        | {"spec_rl/tokens_per_step": 2.0 + step}
         for step in range(1, 7)
     ]
     folder.mkdir()
@@ -345,13 +341,12 @@ def test_what_a_preset_does_not_do_is_not_shown(runs, tmp_path):
     for compare, shown in ((lossless, False), (reuse, True)):
         write_comparison(tmp_path / "out", compare)
         page = (tmp_path / "out" / "compare.html").read_text()
-        for words in ("of it verification", "of freshly decoded rows"):
-            assert (words in printed(compare)) == (words in page) == shown
-        for column in ("speculative verify_s", "speculative fresh_reward"):
-            assert (f"<th>{column}</th>" in page) == shown
-    page = write_report(tmp_path / "lossless").read_text()
-    assert "<th>spec_rl/tree_tokens_per_step</th>" in page
-    for column in ("verify_s", "fresh_reward", "spec_rl/reused_token_fraction", "decoded_tokens"):
+        words = "of freshly decoded rows"
+        assert (words in printed(compare)) == (words in page) == shown
+        assert ("<th>speculative fresh_reward</th>" in page) == shown
+    page = write_report(tmp_path / "lossless")[0].read_text()
+    assert "<th>spec_rl/tokens_per_step</th>" in page
+    for column in ("fresh_reward", "spec_rl/reused_token_fraction", "decoded_tokens"):
         assert f"<th>{column}</th>" not in page
 
 
@@ -444,7 +439,6 @@ def test_printed_table(runs):
         cells[name] = values
     assert cells["rollout, s"] == ["60.0", "32.0", "1.88x less"]
     assert cells["rollout from the third epoch on"] == ["", "", "5.00x less"]
-    assert cells["of it verification, s"][:2] == ["0.0", "2.0"]
     assert cells["training, s"] == ["30.0", "30.0", "equal"]
     assert cells["whole steps, s"] == ["90.0", "62.0", "1.45x less"]
     assert cells["decoded tokens"] == ["6,000", "3,000", "2.00x less"]

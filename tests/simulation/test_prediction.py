@@ -11,9 +11,9 @@ import pytest
 from nemo_specrl.rollout import prompt_key
 from nemo_specrl.simulation.prediction import predict
 from nemo_specrl.simulation.recorded_run import RecordedRun, RecordedSample, read_run
-from nemo_specrl.simulation.replay_presets import acceptance_rates, phase, rows_of
+from nemo_specrl.simulation.replays import acceptance_rates, phase, rows_of
 from nemo_specrl.simulation.simulated_engine import FEATURES, SimulatedEngine
-from tests.trainer.test_training import LOSSLESS, train
+from tests.conftest import REPOSITORY
 
 PROMPTS, GROUP, EPOCHS = 4, 4, 3
 STEPS, ROWS = FEATURES.index("steps"), FEATURES.index("rows")
@@ -92,18 +92,19 @@ def test_prefix_reuse_decodes_what_is_not_accepted():
     samples = step(1)
     history = {key: [group] for key, group in _by_key(step(0)).items()}
     for chance, left in ((1.0, 0), (0.0, 1)):
-        rows = rows_of("fast", samples, history, np.full(7, chance))
+        rows = rows_of("reuse", samples, history, np.full(7, chance))
         drafted = [row for row in rows if row.draft is not None]
         assert len(drafted) > len(rows) / 2
+        phase("reuse", rows, SimulatedEngine(8), history=history)
         for row in drafted:
             assert row.accepted == (len(row.draft.tokens) if chance else 0)
-            assert len(row.trace) == left * len(row.sample.tokens)
-    everything = rows_of("fast", samples, history, np.ones(7))
+            assert sum(y for _, y in row.trace) == left * len(row.sample.tokens)
+    everything = rows_of("reuse", samples, history, np.ones(7), seed=3)
     verified = sum(len(row.draft.tokens) + 20 for row in everything if row.draft is not None)
-    plain = [row for row in everything if row.draft is None]
-    [counts] = phase("fast", everything, SimulatedEngine(8))
-    tokens = sum(len(row.sample.tokens) for row in plain)
-    assert counts[FEATURES.index("tokens")] >= verified + tokens
+    fresh = [row for row in everything if row.draft is None]
+    [counts] = phase("reuse", everything, SimulatedEngine(8), history=history)
+    assert fresh and counts[FEATURES.index("verified_tokens")] == verified
+    assert counts[FEATURES.index("tokens")] >= verified + sum(len(row.trace) for row in fresh)
 
 
 def _by_key(samples):
@@ -157,18 +158,22 @@ def test_the_interval_of_prefix_reuse_allows_for_more_rejections_than_estimated(
             for s in step(epoch, alike=60)
         ]
 
-    costs = np.eye(len(FEATURES))[[STEPS]] + np.eye(len(FEATURES))[[ROWS]]
+    costs = np.eye(len(FEATURES))[[STEPS]] + np.eye(len(FEATURES))[[STEPS + 1]]
     predictions, assumed = predict(
         RecordedRun([drifted(0), drifted(1)], np.full(2, np.nan)), SimulatedEngine(8), costs=costs
     )
-    faithful = next(p for p in predictions if p.preset == "faithful")
-    assert faithful.low < 0.97 * faithful.speed_up < 0.97 * faithful.high
+    reuse = next(p for p in predictions if p.preset == "reuse")
+    assert reuse.low < reuse.speed_up and reuse.high > 1.1 * reuse.low
     assert "from 0.7 to 2 times as many rejections" in assumed[-1]
 
 
-def test_rollouts_that_reused_prefixes_say_nothing_of_acceptance():
-    new = [sample._replace(fresh=False) for sample in step(1)]
-    assert acceptance_rates([(step(0), new)], 1.0) is None
+def test_without_log_probs_only_lossless_is_predicted():
+    steps = [[sample._replace(logprobs=None) for sample in step(epoch)] for epoch in range(2)]
+    costs = np.eye(len(FEATURES))[[STEPS]] + np.eye(len(FEATURES))[[STEPS + 1]]
+    run = RecordedRun(steps, np.full(2, np.nan))
+    predictions, assumed = predict(run, SimulatedEngine(8), costs=costs)
+    assert [(p.preset, p.later) for p in predictions] == [("lossless", False), ("lossless", True)]
+    assert "recorded without log-probs" in assumed[-1]
 
 
 def test_a_log_folder_of_nemo_rl(nemo_rl, simulate):
@@ -181,7 +186,7 @@ def test_a_log_folder_of_nemo_rl(nemo_rl, simulate):
         assert read.prompt == 20
     printed = simulate(nemo_rl, "--max-num-seqs", 8, "--engines", 2)
     assert "2 engines, 8 rows at once in each" in printed and "costs are not known" in printed
-    for preset in ("lossless │ first", "lossless │ later", "faithful │ later", "fast │ later"):
+    for preset in ("lossless │ first", "lossless │ later", "reuse │ later"):
         speed_up, low, high = map(
             float, re.search(rf"{preset} │ ([\d.]+) │ ([\d.]+) to ([\d.]+)", printed).groups()
         )
@@ -192,8 +197,9 @@ def test_a_log_folder_of_nemo_rl(nemo_rl, simulate):
     ("tag", "preset"),
     [
         ("timing/train/total_step_time", "plain"),
-        ("train/spec_rl/draft_coverage", "faithful"),
-        ("train/spec_rl/tree_tokens_per_step", "lossless"),
+        ("train/spec_rl/reused_token_fraction", "reuse"),
+        ("train/spec_rl/tokens_per_step", "lossless"),
+        ("generation_metrics/vllm/spec_acceptance_length", "lossless"),
     ],
 )
 def test_seconds_and_preset_of_a_run_of_nemo_rl_are_in_tensorboards_files(nemo_rl, tag, preset):
@@ -294,18 +300,21 @@ def test_a_run_whose_preset_cannot_be_told_is_refused(nemo_rl, simulate, monkeyp
     assert "needs tensorboard to be read: pip install tensorboard" in simulate(nemo_rl, code=2)
 
 
-def test_a_run_of_the_embedded_trainer(tmp_path, simulate):
+def test_a_run_of_the_embedded_trainer(tmp_path, simulate, command_line):
     run = tmp_path / "run"
-    options = ("grpo.max_num_epochs=2", "policy.generation.spec_rl.cache.groups_per_prompt=2")
-    printed = train(run, LOSSLESS, "data.num_prompts=4", *options).stdout
-    assert printed.count(" tokens/engine step ") == 2 and "reused" not in printed
+    command_line(
+        *("train", REPOSITORY / "examples/configs/grpo_sort_cpu.yaml", "grpo.max_num_epochs=2"),
+        *("data.num_prompts=4", "grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=4"),
+        *("grpo.val_at_start=false", "grpo.val_at_end=false", "policy.train_global_batch_size=16"),
+        *(f"checkpointing.checkpoint_dir={run}", f"logger.log_dir={run}"),
+    )
     recorded = read_run(run)
     assert recorded.preset == "lossless" and recorded.max_num_seqs == 8
     assert recorded.max_draft_tokens == 40
     assert [len(s) for s in recorded.steps] == [16] * 2 and (recorded.seconds > 0).all()
     assert all(sample.prompt > 8 for sample in recorded.steps[0])
     printed = simulate(run)
-    assert "1 engine, 8 rows at once" in printed and "fast │ later" in printed
+    assert "1 engine, 8 rows at once" in printed and "lossless │ later" in printed
     assert simulate(run, "--max-draft-tokens", 40) == printed
     assert simulate(run, "--max-draft-tokens", 2) != printed
     progress = run / "step_2" / "progress.json"

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_specrl.engine.early_end import EarlyEnd
+from nemo_specrl.drafting.suffix_tree import DraftTrees
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.simulation.simulated_engine import (
     FEATURES,
@@ -16,7 +16,6 @@ from nemo_specrl.simulation.simulated_engine import (
     run,
     verifying,
 )
-from nemo_specrl.speculation.suffix_tree import DraftTrees
 
 KEY = b"k" * 16
 
@@ -45,18 +44,6 @@ def test_two_rows_at_once():
 def test_a_row_waits_for_a_place_and_has_it_in_the_step_after_the_other_ended():
     assert counted(SimulatedEngine(1), [decode(4, 3), decode(4, 5)])["steps"] == 8
     assert counted(SimulatedEngine(2), [decode(4, 3), decode(4, 5), decode(4, 4)])["steps"] == 3 + 4
-
-
-def test_a_call_ends_with_enough_whole_groups_and_says_how_far_the_others_are():
-    """Groups of two rows; the second group ends first, in the step in which the third is at 5."""
-    rows = [decode(4, n) for n in (3, 9, 2, 5, 6, 7)]
-    assert run(SimulatedEngine(6), rows, EarlyEnd(2, groups=1))[0] == 5
-    assert [row.ended for row in rows] == [True, False, True, True, False, False]
-    assert [row.made for row in rows] == [3, 5, 2, 5, 5, 5]
-    rows = [decode(4, n) for n in (3, 9, 2, 5, 6, 7)]
-    awaited = EarlyEnd(2, groups=1, put_off=1, awaited=1)
-    assert run(SimulatedEngine(6), rows, awaited)[0] == 9
-    assert all(row.ended for row in rows)
 
 
 def test_a_prompt_beyond_the_budget_is_prefilled_in_chunks():
@@ -94,13 +81,6 @@ def test_a_full_kv_cache_evicts_the_newest_row_which_computes_all_of_it_again():
         run(engine, [decode(12, 1)])
 
 
-def test_tokens_are_padded_to_the_sizes_of_graphs_up_to_the_largest():
-    engine = SimulatedEngine(8, graph_sizes=(1, 4, 8))
-    assert counted(engine, [decode(3, 1)])["tokens"] == 4
-    assert counted(engine, [decode(9, 1)])["tokens"] == 9
-    assert counted(engine, [decode(1, 2) for _ in range(5)])["tokens"] == 8 + 8
-
-
 def test_what_follows_a_verification_is_sent_when_it_has_ended():
     follows = [decode(12, 2, cached=11), decode(13, 3, cached=11)]
     counts = counted(SimulatedEngine(2), [SimulatedRequest(20, verifying(), then=follows)])
@@ -120,6 +100,13 @@ def test_a_tree_drafts_what_the_prompts_earlier_response_said():
     assert sum(yielded for _, yielded in warm) == 60
     history = [(9, response.tobytes())]
     assert list(drafting(DraftTrees(2**20), KEY, 1, history, response, 24)) == warm
+
+
+def test_a_row_behind_an_accepted_prefix_yields_the_rest_of_its_response():
+    response = np.arange(100, 160, dtype=np.int32)
+    for start in (0, 1, 40, 59):
+        steps = list(drafting(DraftTrees(2**20), KEY, 1, [], response, 24, start))
+        assert steps == [(0, 1)] * (60 - start)
 
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=20)

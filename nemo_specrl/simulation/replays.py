@@ -1,22 +1,23 @@
-"""Recorded rollouts, replayed with each preset in the simulated engine.
+"""Recorded rollouts, replayed with a preset in the simulated engine.
 
-``lossless`` replays the trees that an engine would draft from. ``faithful`` and ``fast`` need the
-probability that the policy of a step gives to the tokens of the epoch before. It is known if a
-rollout of that step has the same tokens so far; :func:`acceptance_rates` extrapolates from there.
+``lossless`` replays the trees that an engine would draft from. ``reuse`` also needs the probability
+that the policy of a step gives to the tokens of the epoch before. It is known if a rollout of that
+step has the same tokens so far; :func:`acceptance_rates` extrapolates from there.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from nemo_specrl.config import PRESETS, TreeConfig
-from nemo_specrl.engine.load_balance import balanced_order
+from nemo_specrl.config import DraftConfig, ReuseConfig
+from nemo_specrl.drafting.suffix_tree import DraftTrees
 from nemo_specrl.simulation.recorded_run import RecordedSample
 from nemo_specrl.simulation.simulated_engine import (
     FEATURES,
@@ -27,13 +28,11 @@ from nemo_specrl.simulation.simulated_engine import (
     run,
     verifying,
 )
-from nemo_specrl.speculation.draft_selection import Row as Place
-from nemo_specrl.speculation.draft_selection import is_fresh
-from nemo_specrl.speculation.suffix_tree import DraftTrees
 
 __all__ = [
     "LOSSLESS",
     "PLAIN",
+    "REUSE",
     "History",
     "SimulatedRow",
     "acceptance_rates",
@@ -44,7 +43,7 @@ __all__ = [
     "rows_of",
 ]
 
-PLAIN, LOSSLESS = "plain", "lossless"
+PLAIN, LOSSLESS, REUSE = "plain", "lossless", "reuse"
 Float64Array = npt.NDArray[np.float64]
 History = Mapping[bytes, Sequence[Sequence[RecordedSample]]]
 """Earlier groups of each prompt, the oldest first."""
@@ -60,20 +59,18 @@ class SimulatedRow:
     Args:
         sample: the recorded rollout.
         group: index of its group in the step.
-        expected: number of tokens that it is expected to decode, for order and load balance.
-        rank: number of rows of its prompt that are begun before it, so that it drafts from them.
-        trace: steps of its decoding; a replay of trees fills it in.
-        draft: the rollout that it verifies, or None.
-        accepted: number of accepted tokens of the draft.
+        expected: number of tokens that it is expected to decode, for the balance over engines.
+        draft: the earlier rollout that it verifies (``reuse``), or None.
+        accepted: number of accepted tokens of ``draft``.
+        trace: steps of its decoding; :func:`phase` fills in those of rows that draft.
     """
 
     sample: RecordedSample
     group: int
     expected: float
-    rank: int = 0
-    trace: list[tuple[int, int]] = field(default_factory=list)
     draft: RecordedSample | None = None
     accepted: int = 0
+    trace: list[tuple[int, int]] = field(default_factory=list)
 
 
 def rows_of(
@@ -86,46 +83,32 @@ def rows_of(
     """The rows of a step with a preset.
 
     Args:
-        preset: ``plain``, ``lossless``, ``faithful`` or ``fast``.
+        preset: ``plain``, ``lossless`` or ``reuse``.
         step: the recorded rollouts, those of a group contiguous.
         history: earlier groups of their prompts.
-        rates: rates of acceptance (:func:`acceptance_rates`), for prefix reuse.
+        rates: rates of acceptance (:func:`acceptance_rates`), for ``reuse``.
         seed: seed that decides which rows are fresh and which tokens are accepted.
     """
     rng = np.random.default_rng(seed)
     mean = float(np.mean([len(sample.tokens) for sample in step]))
     rows = []
-    index: Counter[bytes] = Counter()
-    groups: dict[bytes, int] = {}
-    for sample in step:
-        key, length = sample.key, len(sample.tokens)
+    for group, (key, samples) in enumerate(groups_of(step).items()):
         earlier = history.get(key, ())
-        row = SimulatedRow(sample, groups.setdefault(key, len(groups)), mean)
+        expected = mean
         if earlier:
-            row.expected = float(np.mean([len(s.tokens) for group in earlier for s in group]))
-        elif preset == LOSSLESS:
-            row.rank = index[key]
-            index[key] += 1
-        if preset != LOSSLESS:
-            row.trace = [(0, 1)] * length
-        if preset not in (PLAIN, LOSSLESS) and rates is not None and earlier:
-            k = index[key]
-            index[key] += 1
-            fresh = is_fresh(
-                Place(key, k),
-                len(earlier),
-                seed=seed,
-                fresh_fraction=PRESETS[preset]["fresh_fraction"],
-            )
-            if k < len(earlier[-1]) and not fresh:
-                row.draft = earlier[-1][k]
-                chances = rates[np.searchsorted(_BUCKETS, row.draft.logprobs)]
+            expected = float(np.mean([len(s.tokens) for of in earlier for s in of]))
+        for i, sample in enumerate(samples):
+            row = SimulatedRow(sample, group, expected)
+            fresh = rng.random() < ReuseConfig().fresh_fraction
+            if rates is not None and earlier and i < len(earlier[-1]) and not fresh:
+                row.draft = earlier[-1][i]
+                chances = rates[np.searchsorted(_BUCKETS, row.draft.known_logprobs)]
                 rejected = np.flatnonzero(rng.random(len(chances)) > chances)
                 row.accepted = int(rejected[0]) if len(rejected) else len(chances)
-                left = max(1, length - row.accepted) if len(rejected) else 0
-                row.trace = [(0, 1)] * left
-                row.expected = float(left)
-        rows.append(row)
+                row.expected = max(1.0, len(sample.tokens) - row.accepted) if len(rejected) else 0.0
+            if preset == PLAIN:
+                row.trace = [(0, 1)] * len(sample.tokens)
+            rows.append(row)
     return rows
 
 
@@ -143,52 +126,58 @@ def phase(
         rows: rows of the step, those of a group contiguous.
         engine: limits of an engine.
         engines: number of engines, each with its own trees.
-        history: earlier groups, from which a replay of trees makes the traces of lossless rows.
+        history: earlier groups, from which a replay of trees makes the traces of rows that draft.
             None: the rows have traces already.
 
     Returns:
         Counts of each engine, float64 ``[engines, len(FEATURES)]``.
     """
-    order = list(range(len(rows)))
-    if preset != PLAIN:
-        order = balanced_order([row.expected for row in rows], engines)
-    engine = replace(engine, drafts=preset == LOSSLESS)
-    size = -(-len(rows) // engines)
+    shares = _shares([row.expected for row in rows], engines, balanced=preset != PLAIN)
+    engine = replace(engine, drafts=preset != PLAIN)
     counts = np.zeros((engines, len(FEATURES)))
-    for i in range(engines):
-        share = [rows[j] for j in order[i * size : (i + 1) * size]]
-        if preset != PLAIN:  # SpeculativeLLM sends rows in this order
-            share.sort(key=_place)
-        trees = DraftTrees(TreeConfig().max_bytes)
+    for i, share in enumerate(shares):
+        trees = DraftTrees(DraftConfig().max_bytes)
         requests = []
         judged: dict[tuple[int, bytes], list[SimulatedRequest]] = {}
         prefilled: set[int] = set()
-        for identity, row in enumerate(share):
+        for identity, row in enumerate(rows[j] for j in share):
             steps: Steps = iter(row.trace)
-            if preset == LOSSLESS and history is not None:
+            if preset != PLAIN and history is not None and row.expected:
                 steps = _replayed(row, trees, identity, history, engine.max_draft_tokens)
             request = SimulatedRequest(row.sample.prompt + row.accepted, steps)
+            if row.group in prefilled or row.draft is not None:
+                request.cached = _whole_blocks(request.prompt, engine)
             if row.draft is None:
-                if row.group in prefilled:
-                    request.cached = _whole_blocks(request.prompt, engine)
                 prefilled.add(row.group)
                 requests.append(request)
                 continue
-            request.cached = _whole_blocks(request.prompt, engine)
             content = row.group, row.draft.tokens.tobytes()
-            if content not in judged:  # one verification for all rows with the same draft
+            if content not in judged:
                 judged[content] = []
                 length = row.sample.prompt + len(row.draft.tokens)
                 requests.append(SimulatedRequest(length, verifying(), then=judged[content]))
-            if row.trace:
+            if row.expected:
                 judged[content].append(request)
         counts[i] = run(engine, requests)
     return counts
 
 
-def _place(row: SimulatedRow) -> tuple[bool, int, float]:
-    """Sort key: rows without a draft, the longest first, then those with one, likewise."""
-    return row.draft is not None, row.rank, -(len(row.draft.tokens) if row.draft else row.expected)
+def _shares(costs: Sequence[float], engines: int, *, balanced: bool) -> list[list[int]]:
+    """Rows of each engine: contiguous, or so that all end at about the same time.
+
+    The most expensive rows are dealt first, each to the engine with the least so far (longest
+    processing time first; Graham, doi:10.1137/0117039).
+    """
+    if not balanced:
+        size = -(-len(costs) // engines)
+        return [list(range(len(costs)))[i * size : (i + 1) * size] for i in range(engines)]
+    shares: list[list[int]] = [[] for _ in range(engines)]
+    loads = [(0.0, i) for i in range(engines)]
+    for row in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        load, i = heapq.heappop(loads)
+        shares[i].append(row)
+        heapq.heappush(loads, (load + costs[row], i))
+    return [sorted(share) for share in shares]
 
 
 def _whole_blocks(tokens: int, engine: SimulatedEngine) -> int:
@@ -199,14 +188,21 @@ def _whole_blocks(tokens: int, engine: SimulatedEngine) -> int:
 def _replayed(
     row: SimulatedRow, trees: DraftTrees, identity: int, history: History, max_draft_tokens: int
 ) -> Steps:
-    """Yield the steps of a row that drafts from its tree; they are also added to its trace."""
+    """Yield the steps of a row that drafts from its tree; they are also added to its trace.
+
+    What a row says after an accepted prefix is not recorded; the recorded response's tokens at the
+    same places stand for it.
+    """
+    row.trace.clear()
     earlier = [
         ((version + 1) << 32 | i, sample.tokens.tobytes())
         for version, group in enumerate(history.get(row.sample.key, ()))
         for i, sample in enumerate(group)
     ]
-    steps = drafting(trees, row.sample.key, identity, earlier, row.sample.tokens, max_draft_tokens)
-    for step in steps:
+    start = min(row.accepted, len(row.sample.tokens) - 1)
+    for step in drafting(
+        trees, row.sample.key, identity, earlier, row.sample.tokens, max_draft_tokens, start
+    ):
         row.trace.append(step)
         yield step
 
@@ -231,12 +227,12 @@ def acceptance_rates(
     """
     accepted, seen, squared = np.zeros((3, len(_BUCKETS) + 1))
     for old, new in pairs:
-        newer = _Trie(sample for sample in new if sample.fresh)
+        newer = _Trie(new)
         for sample in old:
-            buckets = np.searchsorted(_BUCKETS, sample.logprobs)
+            buckets = np.searchsorted(_BUCKETS, sample.known_logprobs)
             found = newer.follow(sample.tokens)
             for bucket, p_old, (visits, p_new) in zip(
-                buckets, sample.logprobs.tolist(), found, strict=False
+                buckets, sample.known_logprobs.tolist(), found, strict=False
             ):
                 weight = 1 / (1 - (1 - min(1.0, math.exp(p_new))) ** visits)
                 accepted[bucket] += min(1.0, lenience * math.exp(p_new - p_old)) * weight
@@ -269,7 +265,7 @@ class _Trie:
         for sample in samples:
             node = 0
             for token, logprob in zip(
-                sample.tokens.tolist(), sample.logprobs.tolist(), strict=True
+                sample.tokens.tolist(), sample.known_logprobs.tolist(), strict=True
             ):
                 self._visits[node] += 1
                 node = self._child.setdefault((node, token), len(self._visits))

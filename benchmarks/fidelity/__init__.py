@@ -1,1 +1,0 @@
-"""Does reuse cost learning? Trainings with and without it, over settings and seeds."""

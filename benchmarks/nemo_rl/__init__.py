@@ -1,1 +1,0 @@
-"""What does speculation cost and bring in a NeMo-RL job?"""

@@ -1,1 +1,0 @@
-"""How fast are rollouts? Methods, settings and costs on one CPU machine."""
