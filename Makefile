@@ -5,10 +5,9 @@
 # make test-v2   set up, then the tests of drafting in vLLM's V2 model runner, by Triton's interpreter
 # make test-nemo NEMO_RL_HOME=DIR   the tests that run a checkout of NeMo-RL, on the vLLM it pins
 # make test-language   PPO, DAPO and a Megatron policy on the model of `make demo-language`, a step each
-# make nemo-table NEMO_RL_HOME=DIR   write a checkout's part of docs/reference/nemo_rl_recipes.md anew
 # make lint   set up, then style, types, layers, shell scripts and Dockerfiles
 # make audit  set up, then known vulnerabilities of the locked packages, where the index tells them
-.PHONY: help setup demo language-model demo-language test-language test test-vllm test-v2 test-nemo nemo-table lint audit clean
+.PHONY: help setup demo language-model demo-language test-language test test-vllm test-v2 test-nemo lint audit clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -40,10 +39,6 @@ test-v2:
 test-nemo:
 	venv=$$(scripts/setup.sh nemo "$(abspath $(NEMO_RL_HOME))") && \
 	NEMO_RL_HOME=$(abspath $(NEMO_RL_HOME)) $$venv/bin/python -m pytest tests/nemo_rl tests/slurm
-
-nemo-table:
-	venv=$$(scripts/setup.sh nemo "$(abspath $(NEMO_RL_HOME))") && \
-	HF_HUB_OFFLINE=1 $$venv/bin/python scripts/nemo_rl_recipes.py "$(abspath $(NEMO_RL_HOME))"
 
 lint: setup
 	.venv/bin/ruff check .

@@ -74,7 +74,7 @@ find_python() {
 }
 
 # The one compiled part: an editable install leaves its library beside it, for any Python.
-native=nemo_specrl/speculation/_suffix.c
+native=nemo_specrl/drafting/_suffix.c
 built=${native%.c}.abi3.so
 
 # The contents of the two stamps. The folder is in one because the scripts in .venv/bin name it.

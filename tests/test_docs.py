@@ -1,9 +1,10 @@
-"""The pages: their links lead somewhere, what they name exists, and the user's page stays short."""
+"""The pages: their links lead somewhere, and what they name exists."""
 
 from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -78,8 +79,10 @@ def test_every_page_is_in_the_index():
     assert {page for page in PAGES if index.parent in page.parents} - {index} <= linked
 
 
-def test_the_users_page_on_fidelity_is_short():
-    assert len((REPOSITORY / "docs/guide/presets.md").read_text().split()) < 900
+def test_the_pages_written_from_the_code_are_up_to_date():
+    command = [sys.executable, "scripts/reference.py", "--check"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_layers_are_drawn_as_the_linter_has_them():
@@ -96,7 +99,7 @@ def test_where_to_look_is_where_it_is():
     table = re.search(r"^## Where to look$(.*?)^## ", CONTRIBUTING, re.M | re.S)[1]
     file, names = r"`([\w/]+\.(?:py|sh|sub|sbatch))`", r"((?:`[\w ]+`(?:, (?=`[\w ]+`(?!:)))?)+)"
     places = re.findall(f"{file}: {names}", table)
-    assert len(places) > 30
+    assert len(places) > 15
     for path, names in places:
         root = REPOSITORY if path.startswith("slurm/") else REPOSITORY / "nemo_specrl"
         text = (root / path).read_text()

@@ -97,8 +97,6 @@ def make_plugin(folder):
     (folder / "nemo_specrl").mkdir(parents=True)
     (folder / "nemo_specrl" / "__init__.py").touch()
     (folder / "nemo_specrl" / "__main__.py").write_text(PLUGIN.replace("SAVED", saved()))
-    (folder / "nemo_specrl" / "speculation").mkdir()
-    (folder / "nemo_specrl" / "speculation" / "_suffix.abi3.so").touch()
     return folder
 
 
@@ -190,7 +188,6 @@ BAD = [
     ([RECIPE], {"SPECRL_CACHE_DIR": "/raid/a=b"}, "SPECRL_CACHE_DIR=/raid/a=b: must be an abs"),
     ([RECIPE], {"SPECRL_FOLDER": "{place}/checkout"}, "no nemo_specrl in it"),
     ([RECIPE], {"SPECRL_FOLDER": "{place}/full"}, "torch lies in it and would replace"),
-    ([RECIPE], {"SPECRL_FOLDER": "{place}/no-c"}, "its nemo_specrl was built without the compiled"),
     ([RECIPE], {"BASE_LOG_DIR": "/logs"}, "BASE_LOG_DIR=/logs: the container does not see it; add"),
     ([RECIPE], {"HF_HOME": "models"}, "HF_HOME=models: must be the absolute path of a folder"),
     ([RECIPE], {"SPECRL_SCRIPT": "examples/none.py"}, "SPECRL_SCRIPT=examples/none.py: no such"),
@@ -210,7 +207,6 @@ BAD = [
 @pytest.mark.parametrize(("arguments", "changes", "line"), BAD, ids=[line for *_, line in BAD])
 def test_bad_input_is_one_line(place, arguments, changes, line):
     (make_plugin(place / "full") / "torch").mkdir()
-    (make_plugin(place / "no-c") / "nemo_specrl" / "speculation" / "_suffix.abi3.so").unlink()
     (place / "elsewhere.yaml").touch()
 
     def filled(text):

@@ -19,17 +19,12 @@ import pytest
 from nemo_specrl.monitoring.metrics_file import read_metrics
 from tests.conftest import REPOSITORY
 from tests.support.slurm.cluster import SUBNET, running
-from tests.trainer.test_training import DEMO, SMALL, records, train
+from tests.trainer.test_training import DEMO, PLAIN, SMALL, records, train
 
 SCRIPT = REPOSITORY / "slurm" / "train.sbatch"
 RECIPE = "examples/configs/grpo_sort_megatron_cpu.yaml"
-RUN = (
-    *SMALL,
-    "cluster.gpus_per_node=1",
-    "cluster.num_nodes=2",
-    "policy.generation.colocated.enabled=true",
-    "grpo.max_num_epochs=8",
-)
+RUN = (*SMALL, PLAIN, "cluster.gpus_per_node=1", "cluster.num_nodes=2", "grpo.max_num_epochs=8")
+"""Plain, so that steps that are repeated are the same."""
 STEPS = 16
 
 pytestmark = pytest.mark.usefixtures("own_ray")
@@ -202,7 +197,7 @@ def test_a_training_that_hangs_is_killed_and_goes_on(cluster, tmp_path):
     """The monitor of ft_launcher misses its heartbeats. The job keeps its nodes."""
     pytest.importorskip("nvidia_resiliency_ext", reason="nvidia-resiliency-ext is not installed")
     alone = tmp_path / "alone"
-    steps = (*SMALL, "grpo.max_num_epochs=5")
+    steps = (*SMALL, PLAIN, "grpo.max_num_epochs=5")
     train(alone, *steps)
     # Once a part of a step has been seen, it may take five times as long, and no less than twelve
     # intervals of the monitor.
