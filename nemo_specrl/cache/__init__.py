@@ -67,7 +67,11 @@ class HistoryCache(Protocol):
 
 
 def open_cache(
-    config: CacheConfig, vocabulary: str, *, cluster: bool | None = None
+    config: CacheConfig,
+    vocabulary: str,
+    *,
+    cluster: bool | None = None,
+    counts: Mapping[str, float] | None = None,
 ) -> HistoryCache | None:
     """Open the cache of this process.
 
@@ -76,6 +80,7 @@ def open_cache(
         vocabulary: identity of the tokenizer's vocabulary (``rollout.vocabulary_hash``).
         cluster: whether to share it over the nodes of the Ray cluster. None: where this process
             is, or was started by, a worker of Ray, or is connected to Ray.
+        counts: what this process counts; on a cluster the driver learns it, through the shards.
 
     Returns:
         The cache. None, after one line in the log, where none can be had.
@@ -92,7 +97,7 @@ def open_cache(
         if cluster:
             from nemo_specrl.cache.cluster.client import open_cluster_cache
 
-            return open_cluster_cache(config, vocabulary)
+            return open_cluster_cache(config, vocabulary, counts)
         from nemo_specrl.cache.local import LocalCache
 
         return LocalCache.open(config, vocabulary)

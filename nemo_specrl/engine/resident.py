@@ -72,7 +72,8 @@ class _Prompt:
         seeds: seeds of the requests so far; None: other random numbers may have made some of its
             responses, too.
         others: stands for these responses, in derived seeds.
-        turns: by length and hash of the tokens of a conversation so far, its record's identity.
+        turns: length and hash of the tokens of conversations so far, with their records'
+            identities. Siblings may have said the same.
     """
 
     def __init__(self) -> None:
@@ -82,7 +83,7 @@ class _Prompt:
         self.nbytes = 0
         self.seeds: set[int] | None = set()
         self.others = 0
-        self.turns: OrderedDict[tuple[int, bytes], int] = OrderedDict()
+        self.turns: deque[tuple[tuple[int, bytes], int]] = deque(maxlen=TURNS)
 
     def made_by_others(self, identities: Sequence[int] | None) -> None:
         """Note that there are responses of unknown seeds; None: it is not known which."""
@@ -316,9 +317,7 @@ class Resident:
         assert prompt is not None
         with self._lock:
             self._count_known(prompt, [identity], len(tokens))
-            prompt.turns[_turn(tokens)] = identity
-            if len(prompt.turns) > TURNS:
-                prompt.turns.popitem(last=False)
+            prompt.turns.append((_turn(tokens), identity))
         self._cache.put(Rollout(row.key, tokens, finish, identity=identity))
 
     def _failed(self, where: str) -> None:
@@ -344,11 +343,13 @@ def _continued(prompt: _Prompt, said: Int32) -> int | None:
         prompt: the conversation's root. Two requests do not continue the same record.
         said: what the request's prompt has behind the root, int32 ``[n]``.
     """
-    lengths = {length for length, _ in prompt.turns if length <= len(said)}
+    lengths = {length for (length, _), _ in prompt.turns if length <= len(said)}
     for length in sorted(lengths, reverse=True):
-        identity = prompt.turns.pop(_turn(said[:length]), None)
-        if identity is not None:
-            return identity
+        turn = _turn(said[:length])
+        for known in prompt.turns:
+            if known[0] == turn:
+                prompt.turns.remove(known)
+                return known[1]
     return None
 
 
@@ -421,7 +422,7 @@ class _Cache:
             from nemo_specrl.cache import open_cache
 
             assert self._config.vocabulary is not None
-            self._cache = open_cache(self._config, self._config.vocabulary)
+            self._cache = open_cache(self._config, self._config.vocabulary, counts=self._counts)
         except Exception:
             logger.warning("the rollout cache cannot be opened; nothing is kept", exc_info=True)
         with self._changed:

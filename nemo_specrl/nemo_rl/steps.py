@@ -34,6 +34,16 @@ from nemo_specrl.nemo_rl.recipe import Run
 
 __all__ = ["StepHooks", "restore"]
 
+FROM_ENGINES = {
+    metric.HISTORIES_FOUND,
+    metric.HISTORIES_LATE,
+    metric.HISTORIES_REFUSED,
+    metric.RESPONSES_KEPT,
+    metric.RESPONSES_DROPPED,
+    metric.ENGINE_FAILURES,
+}
+"""The engines' counts that are logged, as they grew since the last step's end; they are some
+seconds old."""
 TRAIN, VALIDATION, END_OF_STEP = "train", "validation", "timing/train"
 
 SHARD_SECONDS, SETTLED_SECONDS = 120.0, 3.0
@@ -68,6 +78,7 @@ class StepHooks:
         self._log, self._alarm = StepLog(run), Alarm()
         self._thread = ThreadPoolExecutor(1) if in_thread else None
         self._prompts: int | None = None
+        self._counted: dict[str, float] = {}
 
     def install(self, parts: Iterable[Any]) -> None:
         """Wrap logger and checkpoint manager, which are among the parts of a run."""
@@ -118,6 +129,10 @@ class StepHooks:
             own = self._generation.take_metrics()
             shards = [StoreStats(**stats) for stats in self._cache.stats().values()]  # type: ignore[arg-type]
             own |= {metric.CACHE_NODES: float(len(shards)), **store_metrics(shards)}
+            counts = self._cache.engine_counts()
+            for name in FROM_ENGINES & counts.keys():  # engines that start again begin at zero
+                own[name] = max(0.0, counts[name] - self._counted.get(name, 0.0))
+            self._counted = counts
             self._alarm.look_at(own)
             self._log_metrics(own, step, prefix=TRAIN)
             self._log.end_step(step, own, seconds)

@@ -140,17 +140,19 @@ def test_a_host_may_say_where_the_response_begins_and_what_is_not_kept(drafting,
     assert list(drafting.kept(KEY)[-1].tokens) == [5, 6, *made[0]]
 
 
-def test_a_conversation_is_one_response_to_its_first_prompt(drafting, monkeypatch):
+@pytest.mark.parametrize("sampling", [{}, {"top_k": 1}], ids=["", "siblings that say the same"])
+def test_a_conversation_is_one_response_to_its_first_prompt(drafting, monkeypatch, sampling):
     """Each turn replaces the record of the one before; two with the same beginning are two."""
     rows = rows_of(drafting, monkeypatch)
     said = [list(PROMPT), list(PROMPT)]
     for turn in range(3):
-        made = drafting.tokens(said, [params(6, seed=10 * turn), params(6, seed=10 * turn)])
+        made = drafting.tokens(said, [params(6, seed=10 * turn, **sampling)] * 2)
         kept = drafting.kept(KEY)
         assert sorted(list(r.tokens) for r in kept) == sorted(
             [*s[len(PROMPT) :], *t] for s, t in zip(said, made, strict=True)
         )
         said = [[*s, *t, 9, turn + 3] for s, t in zip(said, made, strict=True)]
+        assert (said[0] == said[1]) == bool(sampling)
     assert {row.key for row in rows} == {KEY}
     assert [row.start for row in rows] == [len(PROMPT)] * 6
     # The conversation drafts for the next one of its prompt.

@@ -92,6 +92,7 @@ def test_metrics_of_engines_and_cache_are_logged_and_written(killed_and_resumed)
         assert 0 < row["spec_rl/cache_bytes"] <= row["spec_rl/cache_max_bytes"]
         assert logged["gen_kl_error"] < 1e-4
         assert ("heldout_accuracy" in row) == (row["step"] % 2 == 0)
+    assert sum(row.get("spec_rl/responses_kept", 0) for row in second) > 0
 
 
 def test_rows_come_back_in_their_order_although_engines_get_them_balanced(killed_and_resumed):

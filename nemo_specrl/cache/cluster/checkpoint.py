@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,14 @@ class ClusterCheckpoint:
     def stats(self) -> dict[str, dict[str, float]]:
         """Return the statistics of each shard that answers (``StoreStats``), by node."""
         return self._living()[1]
+
+    def engine_counts(self) -> dict[str, float]:
+        """Return what the engines of all nodes have counted, some seconds ago, added up."""
+        calls = {shard.engine_counts.remote(): node for node, shard in self._find().items()}
+        total: Counter[str] = Counter()
+        for counts in self._answers(calls, STATS_SECONDS, "does not answer").values():
+            total.update(counts)
+        return dict(total)
 
     def save(self, folder: Path, prompts: int | None = None) -> None:
         """Have the shards begin to write the cache; :meth:`wait` before the folder gets its name.

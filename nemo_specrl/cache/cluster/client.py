@@ -110,7 +110,9 @@ def join_cluster() -> str:
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
-def open_cluster_cache(config: CacheConfig, vocabulary: str) -> ClusterCache | None:
+def open_cluster_cache(
+    config: CacheConfig, vocabulary: str, counts: Mapping[str, float] | None = None
+) -> ClusterCache | None:
     """Open the cache of this process's Ray cluster.
 
     The cluster is joined in the background; until then this node's own store is all there is.
@@ -118,11 +120,12 @@ def open_cluster_cache(config: CacheConfig, vocabulary: str) -> ClusterCache | N
     Args:
         config: the ``cache`` block.
         vocabulary: hash of the vocabulary.
+        counts: what this process counts.
 
     Returns:
         The cache. None: the block names no folder.
     """
-    return None if config.dir is None else ClusterCache(config, vocabulary)
+    return None if config.dir is None else ClusterCache(config, vocabulary, counts)
 
 
 @dataclass
@@ -150,6 +153,7 @@ class ClusterCache:
     Args:
         config: the ``cache`` block, with a folder.
         vocabulary: hash of the vocabulary.
+        counts: what this process counts; its node's shard is told, for the driver.
 
     Attributes:
         late: calls to shards that were not answered in time.
@@ -157,8 +161,11 @@ class ClusterCache:
         healed: prompts that were given to owners that lacked them.
     """
 
-    def __init__(self, config: CacheConfig, vocabulary: str) -> None:
+    def __init__(
+        self, config: CacheConfig, vocabulary: str, counts: Mapping[str, float] | None = None
+    ) -> None:
         assert config.dir is not None
+        self._counts = counts
         self.late = self.failed = self.healed = 0
         self._config = config
         self._vocabulary = vocabulary
@@ -450,7 +457,9 @@ class ClusterCache:
         # A shard takes seconds to start, and is called only once it has answered. Of the others,
         # each process keeps its own node's and one more from ending.
         awake = {own, *random.sample(sorted(nodes), min(1, len(nodes)))} & nodes.keys()
-        pings = {found[name].ping.remote(): name for name in found.keys() - nodes.keys() | awake}
+        wanted = found.keys() - nodes.keys() | awake
+        told = {own: dict(self._counts)} if self._counts else {}
+        pings = {found[name].ping.remote(str(os.getpid()), told.get(name)): name for name in wanted}
         if pings:
             answered, _ = ray.wait(list(pings), num_returns=len(pings), timeout=PING_SECONDS)
             for call in answered:

@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -154,6 +154,7 @@ class Shard:
             responses_per_prompt=settings.responses_per_prompt,
         )
         self._called_at = time.monotonic()
+        self._engines: dict[str, dict[str, float]] = {}
         if idle_s is not None:
             threading.Thread(target=self._end_when_idle, args=(idle_s,), daemon=True).start()
 
@@ -164,9 +165,18 @@ class Shard:
             time.sleep(left)
         ray.kill(ray.get_runtime_context().current_actor)
 
-    def ping(self) -> None:
-        """Keep the shard from ending."""
+    def ping(self, engine: str = "", counts: Mapping[str, float] | None = None) -> None:
+        """Keep the shard from ending, and learn what an engine of this node has counted so far."""
         self._called_at = time.monotonic()
+        if counts:
+            self._engines[engine] = dict(counts)
+
+    def engine_counts(self) -> dict[str, float]:
+        """Return what this node's engines have counted, added up."""
+        total: Counter[str] = Counter()
+        for counts in list(self._engines.values()):
+            total.update(counts)
+        return dict(total)
 
     def get(self, keys: Sequence[bytes]) -> dict[bytes, list[Rollout]]:
         """Return the responses to prompts, oldest first, as ``RolloutStore.get`` does."""

@@ -141,6 +141,9 @@ def test_each_prompt_is_kept_on_two_nodes_and_found_from_all(cluster):
     assert sum(of_node["responses"] for of_node in stats.values()) == 2 * PROMPTS * RESPONSES
     assert max(of_node["prompts"] for of_node in stats.values()) < 0.8 * PROMPTS
     assert all(counts["failed"] == 0 for counts in cluster.counts())
+    # The driver learns what the engines count.
+    driver = ClusterCheckpoint(cluster.config, VOCABULARY)
+    wait_until(lambda: driver.engine_counts() == {"kept": PROMPTS * RESPONSES})
 
 
 def test_a_child_of_a_worker_joins(cluster):

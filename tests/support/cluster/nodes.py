@@ -76,7 +76,8 @@ class Engine:
         if idle_s is not None:
             shard_module.IDLE_SECONDS = idle_s
         self.config = config
-        self.cache = open_cache(config, VOCABULARY)
+        self.kept = {"kept": 0.0}  # what the engine counts
+        self.cache = open_cache(config, VOCABULARY, counts=self.kept)
         self.watching = False
         self.seen = []  # of each look-up: when it began, what it took, prompts, found ones
 
@@ -92,6 +93,7 @@ class Engine:
         for start in range(0, len(prompts), BATCH):
             part = prompts[start : start + BATCH]
             kept += self.cache.put([r for prompt in part for r in group(prompt, version)])
+        self.kept["kept"] += kept
         return kept
 
     def get(self, prompts):

@@ -157,7 +157,10 @@ class GenerationOnCpu:
             return True
         if hasattr(self, "worker_group"):
             counters = {str(name): n for name, n in self._get_raw_spec_counters().items()}
-            Path(os.environ[METRICS]).with_name("counters.json").write_text(json.dumps(counters))
+            if counters:  # a second call finds engines that have ended
+                Path(os.environ[METRICS]).with_name("counters.json").write_text(
+                    json.dumps(counters)
+                )
         return super().shutdown()
 
 
