@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -122,6 +123,14 @@ def make_engine(model, **arguments):
         "worker_extension_cls": "nemo_specrl.engine.refit.RefitExtension",
     }
     return LLM(str(model), **usual | arguments)
+
+
+@contextlib.contextmanager
+def shared_with_none():
+    """Engines made inside can be broken: vLLM's of one process share their rotary embeddings."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm.model_executor.layers.rotary_embedding._ROPE_DICT", {})
+        yield
 
 
 def make_async_engine(model, loop, **arguments):

@@ -8,7 +8,7 @@ from vllm import SamplingParams
 from nemo_specrl.engine.refit import refit
 from nemo_specrl.errors import ConfigError, PolicyError, RefitError
 from nemo_specrl.trainer.data.toy_tasks import encode
-from tests.conftest import make_engine, weights_of
+from tests.conftest import make_engine, shared_with_none, weights_of
 
 TOKENS = [1, *encode("12+34=46;#46")]
 
@@ -59,7 +59,8 @@ def test_a_refit_forgets_the_old_weights_blocks(llm, random_model):
 
 @pytest.fixture(scope="session")
 def engine_to_break(random_model):
-    return make_engine(random_model, max_model_len=64, max_num_batched_tokens=64)
+    with shared_with_none():
+        return make_engine(random_model, max_model_len=64, max_num_batched_tokens=64)
 
 
 def test_an_engine_whose_refit_broke_off_serves_nothing(engine_to_break, random_model):

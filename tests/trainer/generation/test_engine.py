@@ -13,7 +13,7 @@ from nemo_specrl.trainer.generation import Engine
 from nemo_specrl.trainer.generation.engine import cache_config, in_order, open_store, row_seed
 from nemo_specrl.trainer.policy import Sample
 from nemo_specrl.trainer.policy.torch.policy import TorchPolicy
-from tests.conftest import KV_BLOCKS
+from tests.conftest import KV_BLOCKS, shared_with_none
 from tests.support.trainer.ranks import samples
 from tests.trainer.policy.test_torch import recipe_of
 
@@ -39,17 +39,19 @@ def recipe_in(folder, model, **spec_rl):
     return recipe.model_copy(update={"checkpointing": checkpointing, "grpo": grpo})
 
 
-@pytest.fixture(scope="module")
+# An engine that ends destroys the process groups of others: these stay for the session.
+@pytest.fixture(scope="session")
 def recipe(random_model, tmp_path_factory):
     return recipe_in(tmp_path_factory.mktemp("engine"), random_model)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def engine(recipe):
     left = recipe.run_dir / CACHE_FOLDER / "left"
     left.parent.mkdir()
     left.touch()
-    built = Engine(recipe, None)
+    with shared_with_none():
+        built = Engine(recipe, None)
     assert not left.exists()  # what another run has left there is no part of this one
     return built
 

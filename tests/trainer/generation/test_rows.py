@@ -14,7 +14,7 @@ PLACES, LONGEST, EOS = 4, 192, 2
 PROMPTS = [[1, 5, 6], [1, 7], [1, 8, 9, 10], [1, 11], [1, 12, 13], [1, 14]]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def llm(random_model):
     options = {"max_num_seqs": PLACES, "scheduling_policy": "priority", "max_model_len": LONGEST}
     return make_engine(random_model, **options, skip_tokenizer_init=True)
