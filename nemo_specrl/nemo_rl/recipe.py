@@ -12,9 +12,10 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel
 
 from nemo_specrl.config import SpecRLConfig, validated
 from nemo_specrl.errors import ConfigError
@@ -42,13 +43,20 @@ OWN = "_spec_rl"
 REUSED = "spec_rl_reused"
 """Column of a batch for generation, bool ``[rows]``, by which a reuse worker knows the rows of a
 training."""
+PLUGIN = "nemo_specrl"
+"""Name of the entry point in ``vllm.general_plugins``."""
 ENGINES = "vllm_kwargs.additional_config.spec_rl"
 """Where the engines read the block, below the generation block."""
-MISPLACED = (
-    *("spec_rl", "policy.spec_rl", "grpo.spec_rl", "ppo.spec_rl", "distillation.spec_rl"),
-    *("policy.generation.vllm_cfg.spec_rl", "policy.generation.vllm_kwargs.spec_rl"),
-    *("policy.generation.additional_config", "policy.generation.vllm_cfg.additional_config"),
+WITHOUT_DRAFTS = (
+    *("speculative_config", "spec_method", "spec_model", "spec_tokens", "scheduler_cls"),
+    *("logits_processors", "enable_dbo", "enable_elastic_ep", "kv_sharing_fast_prefill"),
 )
+"""Keys of ``vllm_kwargs`` beside which an engine of the vLLM of any NeMo-RL here refuses the
+drafter: another one, another scheduler, and what its V2 model runner does not have."""
+RAW_PRECISIONS = (None, "auto", "bfloat16", "float16", "half", "float32", "float")
+LONGEST_RAY_TMPDIR = 39
+"""Bytes: a Unix socket has 107, of which Ray takes the rest
+(``/ray/session_DATE_TIME_PID/sockets/plasma_store``)."""
 
 _current: Run | None = None
 
@@ -132,15 +140,21 @@ def read_block(generation: Any, where: str = BLOCK) -> SpecRLConfig | None:
     It may stand where the engines read it; there it is enabled unless it says otherwise.
 
     Raises:
-        ConfigError: names the first key that is wrong.
+        ConfigError: names the first key that is wrong, or ``enabled`` where a block lacks it:
+            what it sets would silently do nothing.
     """
     block, in_engines = option(generation, "spec_rl"), option(generation, ENGINES)
     if block is not None and in_engines is not None:
         raise ConfigError(f"{where} and {ENGINES} are the same block; keep one of them")
     if in_engines is not None:
         where = where.removesuffix("spec_rl") + ENGINES
-        block = {"enabled": True, **_plain(in_engines)}
-    spec_rl = validated(SpecRLConfig, _plain({} if block is None else block), where)
+        block = _plain(in_engines)
+        block = {"enabled": True, **block} if isinstance(block, dict) else block
+    if block is None:
+        return None
+    spec_rl = validated(SpecRLConfig, _plain(block), where)
+    if "enabled" not in spec_rl.model_fields_set:
+        raise ConfigError(f"{where}.enabled: not set; set true, or false for stock NeMo-RL")
     return spec_rl if spec_rl.enabled else None
 
 
@@ -168,19 +182,21 @@ def check_recipe(
     Raises:
         ConfigError: names the key, its value and what to set.
     """
-    for name in MISPLACED:
-        if option(recipe, name) is not None:
-            raise ConfigError(f"{name}: is read by nobody here; write {BLOCK}")
+    for path in _keys_like(recipe, "specrl"):
+        if path not in (BLOCK, f"policy.generation.{ENGINES}"):
+            raise ConfigError(f"{path}: is read by nobody here; write {BLOCK}")
+    for path in _keys_like(recipe, "partialrollout"):
+        raise ConfigError(
+            f"{path}: NeMo-RL's engines await all rows of a batch; leave it out (the embedded "
+            "trainer has it)"
+        )
     generation = option(recipe, "policy.generation")
     spec_rl = read_block(generation)
-    if option(recipe, f"{algorithm_of(recipe)}.partial_rollouts.enabled", False):
-        raise ConfigError(
-            f"{algorithm_of(recipe)}.partial_rollouts: NeMo-RL's engines await all rows of a "
-            "batch; leave it out (the embedded trainer has it)"
-        )
     if spec_rl is None:
         return None
     refused = _refused(generation, spec_rl)
+    if not controller:
+        refused |= _refused_when_asynchronous(recipe, generation)
     if spec_rl.preset == "reuse":
         refused |= _refused_with_reuse(recipe, generation, spec_rl, images, controller)
     for line, wrong in refused.items():
@@ -193,25 +209,58 @@ def _refused(generation: Any, spec_rl: SpecRLConfig) -> dict[str, bool]:
     """What no engine does with drafts: a line for each, and whether the recipe asks for it."""
     backend = option(generation, "backend")
     stages = option(generation, "vllm_cfg.pipeline_parallel_size", 1)
-    drafter = option(generation, "vllm_kwargs.speculative_config")
+    beside = [
+        name
+        for name in WITHOUT_DRAFTS
+        if option(generation, f"vllm_kwargs.{name}") not in (None, False, [])
+    ]
     off = f"or {BLOCK}.enabled=false"
-    environment = os.environ | {
-        str(name): str(value) for name, value in option(generation, "vllm_cfg.env_vars", {}).items()
-    }
+    variables = option(generation, "vllm_cfg.env_vars", {})
+    mapping = isinstance(variables, Mapping)
+    environment = os.environ | {str(k): str(v) for k, v in (variables.items() if mapping else ())}
+    plugins = environment.get("VLLM_PLUGINS")
+    v2 = environment.get("VLLM_USE_V2_MODEL_RUNNER", "")
+    ray_folder = environment.get("RAY_TMPDIR", "")
     return {
         f"policy.generation.backend = {backend!r}: must be vllm, {off}": backend != "vllm",
         f"{BLOCK}.cache.dir: must name a folder on each node's own disk, such as /raid/specrl": (
             spec_rl.cache.dir is None
         ),
+        f"{BLOCK}.cache.dir = {str(spec_rl.cache.dir)!r}: must be an absolute path, the same on "
+        "each node": spec_rl.cache.dir is not None and not spec_rl.cache.dir.is_absolute(),
         f"{BLOCK}.run_ahead.enabled = True: NeMo-RL's engines are not told the next prompts; leave "
         "it out (the embedded trainer has it)": spec_rl.run_ahead.enabled,
-        "policy.generation.vllm_kwargs.speculative_config: an engine has one drafter, and "
-        f"{BLOCK} asks for another; leave it out, {off}": bool(drafter),
+        f"policy.generation.vllm_kwargs.{', '.join(beside)}: an engine has one drafter, and "
+        f"{BLOCK} brings one that does not work beside it; leave it out, {off}": bool(beside),
         f"policy.generation.vllm_cfg.pipeline_parallel_size = {stages}: vLLM's pipeline stages "
-        f"take no drafter of ours; set 1, {off}": stages > 1,
-        "vLLM's processes would not load nemo_specrl, since pip has not installed it, or "
-        "VLLM_PLUGINS leaves it out; install it by 'pip install --no-deps --target DIR', with DIR "
-        "on PYTHONPATH": not _is_vllm_plugin(environment.get("VLLM_PLUGINS")),
+        f"take no drafter of ours; set 1, {off}": stages not in (1, "1"),
+        "policy.generation.vllm_cfg.env_vars: must be a mapping of names to values": not mapping,
+        f"VLLM_PLUGINS = {plugins!r}: vLLM's processes would not load nemo_specrl; add it, or "
+        "leave VLLM_PLUGINS out": plugins is not None and PLUGIN not in plugins.split(","),
+        f"VLLM_USE_V2_MODEL_RUNNER = {v2!r}: vLLM's V1 model runner takes no drafter of ours on "
+        f"GPUs; leave it out, {off}": v2.strip().lower() not in ("", "1", "true"),
+        f"RAY_TMPDIR = {ray_folder!r}: too long for Ray's sockets; name a folder of at most "
+        f"{LONGEST_RAY_TMPDIR} bytes": len(os.fsencode(ray_folder)) > LONGEST_RAY_TMPDIR,
+    }
+
+
+def _refused_when_asynchronous(recipe: Any, generation: Any) -> dict[str, bool]:
+    """What NeMo-RL itself refuses of asynchronous training, but only when its engines have
+    started (``async_grpo_train``)."""
+    algorithm = algorithm_of(recipe)
+    key = f"{algorithm}.async_{algorithm}.enabled"
+    wanted = bool(option(recipe, key, False))
+    return {
+        f"{key} = true: needs engines on GPUs of their own; set "
+        "policy.generation.colocated.enabled=false": (
+            wanted and bool(option(generation, "colocated.enabled", False))
+        ),
+        f"{key} = true: needs policy.generation.vllm_cfg.async_engine=true": (
+            wanted and not option(generation, "vllm_cfg.async_engine", False)
+        ),
+        f"{key} = true: needs loss_fn.use_importance_sampling_correction=true": (
+            wanted and not option(recipe, "loss_fn.use_importance_sampling_correction", False)
+        ),
     }
 
 
@@ -232,15 +281,15 @@ def _refused_with_reuse(
         )
         if option(generation, name) not in raw
     }
-    named = ", ".join(f"policy.generation.{name} = {value}" for name, value in sampling.items())
-    eight_bits = [
-        name
+    rounded = {
+        name: value
         for name in (
             *("vllm_cfg.precision", "vllm_cfg.kv_cache_dtype"),
-            *("vllm_kwargs.quantization", "vllm_kwargs.kv_cache_dtype"),
+            *("vllm_kwargs.quantization", "vllm_kwargs.quantization_config"),
+            *("vllm_kwargs.kv_cache_dtype", "vllm_kwargs.hf_overrides.quantization_config"),
         )
-        if "fp8" in str(option(generation, name))
-    ]
+        if (value := option(generation, name)) not in RAW_PRECISIONS and value
+    }
     experts, tensor = (
         option(generation, f"vllm_cfg.{kind}_parallel_size", 1) for kind in ("expert", "tensor")
     )
@@ -260,11 +309,9 @@ def _refused_with_reuse(
             option(recipe, "data_plane.enabled", False)
         ),
         f"policy.generation.refit_transport = {transport}": transport not in (None, "nccl_reshard"),
-        f"{named}: drafts are judged by the log-probs of raw sampling (temperature 1, top_p 1, no "
-        "top_k)": bool(sampling),
-        f"policy.generation.{', '.join(eight_bits)} = fp8, whose rounding ends prefixes": (
-            bool(eight_bits)
-        ),
+        f"{_named(sampling)}: drafts are judged by the log-probs of raw sampling (temperature 1, "
+        "top_p 1, no top_k)": bool(sampling),
+        f"{_named(rounded)}, whose rounding ends prefixes": bool(rounded),
         "policy.generation.quant_cfg": option(generation, "quant_cfg") is not None,
         "policy.generation.worker_extension_cls_fqn": (
             option(generation, "worker_extension_cls_fqn") is not None
@@ -292,14 +339,21 @@ def _refused_with_reuse(
     }
 
 
-def _is_vllm_plugin(wanted: str | None) -> bool:
-    """Whether vLLM finds the plug-in here, and VLLM_PLUGINS, if set, names it."""
-    names = {
-        entry.name
-        for entry in metadata.entry_points(group="vllm.general_plugins")
-        if entry.value.startswith("nemo_specrl.")
-    }
-    return bool(names if wanted is None else names.intersection(wanted.split(",")))
+def _named(keys: Mapping[str, Any]) -> str:
+    """Keys of the generation block with their values, for a message."""
+    return ", ".join(f"policy.generation.{name} = {value}" for name, value in keys.items())
+
+
+def _keys_like(block: Any, name: str, above: str = "") -> Iterator[str]:
+    """Yield the paths of all keys of a recipe that are ``name`` but for case, ``_`` and ``-``."""
+    if isinstance(block, Mapping | BaseModel):
+        for key, value in block.items() if isinstance(block, Mapping) else block:
+            path = f"{above}{key}"
+            plain = str(key).lower().replace("_", "").replace("-", "")
+            if value is not None and plain.removesuffix("s") == name:
+                yield path
+            else:
+                yield from _keys_like(value, name, f"{path}.")
 
 
 def current_run() -> Run | None:

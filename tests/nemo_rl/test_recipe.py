@@ -189,11 +189,6 @@ LOSSLESS_TAKES = [
     ("policy__router_replay", {"enabled": True}, "policy.router_replay.enabled = true"),
     ("env__should_use_nemo_gym", True, "env.should_use_nemo_gym = true"),
     ("data_plane", {"enabled": True}, "data_plane.enabled = true"),
-    (
-        "grpo__async_grpo",
-        {"enabled": True, "in_flight_weight_updates": True},
-        "grpo.async_grpo.in_flight_weight_updates = true",
-    ),
 ]
 
 

@@ -1,6 +1,8 @@
 """``nemo-specrl check``: a recipe's file, read by the loader of the checkout in NEMO_RL_HOME."""
 
+import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -57,3 +59,21 @@ def test_an_evaluation_has_its_block_elsewhere(tmp_path):
     recipe = tmp_path / "eval.yaml"
     recipe.write_text("generation: {spec_rl: {enabled: true, cache: {dir: /raid/specrl}}}")
     assert "runs with preset lossless" in check_file(recipe)
+
+
+def test_a_run_is_refused_before_its_script_begins(tmp_path):
+    """Which would load models and data first, for minutes."""
+    script, recipe = tmp_path / "script.py", tmp_path / "recipe.yaml"
+    script.write_text("print('the script has begun')")
+    recipe.write_text("policy: {generation: {spec_rl: {enabled: true, preset: loseless}}}")
+    done = subprocess.run(
+        [*(sys.executable, "-m", "nemo_specrl", "run", script), *("--config", recipe)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), HOME, str(SITE)])}
+        | {"NEMO_RL_PY_EXECUTABLES_SYSTEM": "1"},
+        capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "the script has begun" not in done.stdout
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("nemo-specrl: ")]
+    assert "policy.generation.spec_rl.preset = 'loseless'" in line

@@ -119,12 +119,12 @@ def place(tmp_path):
     return tmp_path
 
 
-def check(place, *arguments, **changes):
+def check(place, *arguments, checkout=None, **changes):
     """Run the script outside of a job; a change to None removes the variable."""
     env = {"PATH": os.environ["PATH"], **settings(place), **changes}
     return subprocess.run(
         ["bash", SCRIPT, *arguments],
-        cwd=place / "checkout",
+        cwd=checkout or place / "checkout",
         env={name: value for name, value in env.items() if value is not None},
         capture_output=True,
         text=True,
@@ -233,6 +233,40 @@ def test_outside_of_a_checkout(place):
     done = check(place, RECIPE)
     assert done.returncode == 2
     assert done.stderr.endswith("no ray.sub here; submit from the root of a NeMo-RL checkout\n")
+
+
+def test_the_recipe_is_read_before_it_waits_in_the_queue(place):
+    """As `nemo-specrl check` and the training itself read it."""
+    if "NEMO_RL_HOME" not in os.environ:
+        pytest.skip("no NeMo-RL here; to run this test: NEMO_RL_HOME=CHECKOUT")
+    home = Path(os.environ["NEMO_RL_HOME"]).resolve()
+    ours = REPOSITORY / "examples" / "configs" / "nemo_rl" / "grpo_math_1B.yaml"
+    stock = home / "examples" / "configs" / "grpo_math_1B.yaml"
+    known = {
+        "checkout": home,
+        "MOUNTS": f"{home}:{home},{REPOSITORY}:{REPOSITORY}",
+        "SPECRL_FOLDER": None,  # the checkout beside the script is read
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    done = check(place, str(ours), "grpo.max_num_steps=3", **known)
+    assert done.returncode == 0, done.stderr
+    assert f"{ours}: runs with preset lossless, cache in /raid/specrl" in done.stderr
+    block = "policy.generation.spec_rl"
+    for recipe, override, line in (
+        (ours, f"{block}.preset=loseless", f"{block}.preset = 'loseless'"),
+        (ours, "gpro.max_num_steps=3", "gpro"),
+        (stock, "grpo.max_num_steps=3", f"{block}.enabled: not set"),
+    ):
+        done = check(place, str(recipe), override, **known)
+        assert (done.returncode, done.stdout) == (2, ""), done.stderr
+        assert done.stderr.startswith("nemo-specrl: ") and done.stderr.count("\n") == 1
+        assert line in done.stderr
+
+
+def test_without_nemo_rls_loader_it_says_that_the_training_reads_the_recipe(place):
+    done = check(place, RECIPE)
+    assert done.returncode == 0
+    assert f"{RECIPE} is read only when the training begins, since python3 here" in done.stderr
 
 
 def test_a_slow_controller_makes_no_node_dead(tmp_path):
