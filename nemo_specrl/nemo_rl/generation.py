@@ -97,7 +97,7 @@ class SpecVllmGeneration(VllmGeneration):
             prompt_key(ids[:length].numpy())
             for ids, length in zip(data["input_ids"], lengths, strict=True)
         ]
-        order = balanced_order(keys, self.lengths.expected(keys), self.dp_size)
+        order = balanced_order(keys, self.lengths.expected(keys), lengths, self.dp_size)
         output = super().generate(self._marked(data.select_indices(order)), greedy=greedy)
         output = output.select_indices(np.argsort(order).tolist())
         self.lengths.note(keys, output["generation_lengths"].tolist())

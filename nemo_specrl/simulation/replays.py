@@ -7,7 +7,6 @@ step has the same tokens so far; :func:`acceptance_rates` extrapolates from ther
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ import numpy.typing as npt
 
 from nemo_specrl.config import DraftConfig, ReuseConfig
 from nemo_specrl.drafting.suffix_tree import DraftTrees
+from nemo_specrl.nemo_rl.balance import balanced_order
 from nemo_specrl.simulation.recorded_run import RecordedSample
 from nemo_specrl.simulation.simulated_engine import (
     FEATURES,
@@ -132,7 +132,13 @@ def phase(
     Returns:
         Counts of each engine, float64 ``[engines, len(FEATURES)]``.
     """
-    shares = _shares([row.expected for row in rows], engines, balanced=preset != PLAIN)
+    order = list(range(len(rows)))
+    if preset != PLAIN:
+        lengths = [row.expected for row in rows]
+        prompts = [row.sample.prompt for row in rows]
+        order = balanced_order([row.group for row in rows], lengths, prompts, engines)
+    size = -(-len(rows) // engines)
+    shares = [order[i * size : (i + 1) * size] for i in range(engines)]
     engine = replace(engine, drafts=preset != PLAIN)
     counts = np.zeros((engines, len(FEATURES)))
     for i, share in enumerate(shares):
@@ -145,6 +151,9 @@ def phase(
             if preset != PLAIN and history is not None and row.expected:
                 steps = _replayed(row, trees, identity, history, engine.max_draft_tokens)
             request = SimulatedRequest(row.sample.prompt + row.accepted, steps)
+            if row.draft is None:
+                request.siblings = row.group
+                request.shared = _whole_blocks(row.sample.prompt, engine) // engine.block_size
             if row.group in prefilled or row.draft is not None:
                 request.cached = _whole_blocks(request.prompt, engine)
             if row.draft is None:
@@ -160,24 +169,6 @@ def phase(
                 judged[content].append(request)
         counts[i] = run(engine, requests)
     return counts
-
-
-def _shares(costs: Sequence[float], engines: int, *, balanced: bool) -> list[list[int]]:
-    """Rows of each engine: contiguous, or so that all end at about the same time.
-
-    The most expensive rows are dealt first, each to the engine with the least so far (longest
-    processing time first; Graham, doi:10.1137/0117039).
-    """
-    if not balanced:
-        size = -(-len(costs) // engines)
-        return [list(range(len(costs)))[i * size : (i + 1) * size] for i in range(engines)]
-    shares: list[list[int]] = [[] for _ in range(engines)]
-    loads = [(0.0, i) for i in range(engines)]
-    for row in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        load, i = heapq.heappop(loads)
-        shares[i].append(row)
-        heapq.heappush(loads, (load + costs[row], i))
-    return [sorted(share) for share in shares]
 
 
 def _whole_blocks(tokens: int, engine: SimulatedEngine) -> int:

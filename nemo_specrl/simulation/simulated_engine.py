@@ -15,8 +15,8 @@ This module knows neither engines nor caches; the trees are those from which CPU
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
@@ -78,18 +78,22 @@ class SimulatedRequest:
         steps: what its steps draft and yield, beginning with the one that ends the prefill.
         cached: number of the prompt's tokens that the prefix cache has.
         then: requests that are sent when this one has ended.
-
+        siblings: what requests have in common whose prompts share blocks; None: none does.
+        shared: number of these blocks, each of which exists once while any of the requests runs.
     """
 
     prompt: int
     steps: Steps
     cached: int = 0
     then: Sequence[SimulatedRequest] = ()
+    siblings: Hashable = None
+    shared: int = 0
     drafted: int = field(init=False, default=0)
     yielded: int = field(init=False, default=0)
     pending: int = field(init=False, default=0)  # tokens to compute until its step ends
     context: int = field(init=False, default=0)  # tokens that are in the KV cache
-    blocks: int = field(init=False, default=0)  # of KV cache
+    blocks: int = field(init=False, default=0)  # of KV cache, without shared ones
+    runs: bool = field(init=False, default=False)  # and so holds the shared ones, too
 
     def advance(self) -> bool:
         """Begin the next step; return False if there is none."""
@@ -172,6 +176,7 @@ class _Running:
         self.counts = [0.0] * len(FEATURES)
         self._waiting: deque[SimulatedRequest] = deque()
         self._running: list[SimulatedRequest] = []
+        self._holders: Counter[Hashable] = Counter()
         limit = engine.kv_tokens
         self._free = math.inf if limit is None else limit // engine.block_size
 
@@ -224,7 +229,10 @@ class _Running:
             tokens: number of tokens to compute.
             evict: whether the newest running requests are preempted if there are too few blocks.
         """
-        wanted = -(-(request.context + tokens) // self.engine.block_size) - request.blocks
+        total = -(-(request.context + tokens) // self.engine.block_size)
+        wanted = max(0, total - request.shared) - request.blocks
+        if not request.runs and not self._holders[request.siblings]:
+            wanted += request.shared
         while wanted > self._free:
             if len(self._running) < 1 + evict:
                 raise ConfigError(
@@ -234,16 +242,27 @@ class _Running:
             if not evict:
                 return False
             victim = self._running.pop()
-            self._free += victim.blocks
-            victim.pending += victim.context
-            victim.context = victim.blocks = 0
+            self._release(victim)
+            kept = victim.cached if self._holders[victim.siblings] else 0
+            victim.pending += victim.context - kept
+            victim.context = kept
             self._waiting.appendleft(victim)
             if victim is request:
                 return False
-        if wanted > 0:
-            self._free -= wanted
-            request.blocks += wanted
+        self._free -= max(0, wanted)
+        request.blocks = max(request.blocks, total - request.shared)
+        if not request.runs:
+            request.runs = True
+            self._holders[request.siblings] += 1
         return True
+
+    def _release(self, request: SimulatedRequest) -> None:
+        """Free the blocks of a request, and shared ones with the last that holds them."""
+        self._free += request.blocks
+        self._holders[request.siblings] -= 1
+        if not self._holders[request.siblings]:
+            self._free += request.shared
+        request.blocks, request.runs = 0, False
 
     def _count(self, granted: list[tuple[SimulatedRequest, int]]) -> None:
         counts = self.counts
@@ -261,7 +280,7 @@ class _Running:
             request.pending = 1 + request.drafted
             return
         self._running.remove(request)
-        self._free += request.blocks
+        self._release(request)
         for following in request.then:
             self.send(following)
 

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from benchmarks.simulation.balance import gain
 from tests.conftest import REPOSITORY
 
 RESULTS = REPOSITORY / "benchmarks/results"
@@ -33,6 +34,13 @@ def test_data_says_when_and_on_what_machine_it_was_measured(path):
     data = json.loads(path.read_text())
     for machine in data.get("measured") or [data["machine"]]:
         assert {"device", "vllm"} <= set(machine)
+
+
+@pytest.mark.parametrize("prompt", [200, 2000, 8000])
+def test_balance_is_never_below_a_contiguous_split_and_above_it_where_lengths_differ(prompt):
+    even, uneven = (gain(prompt, 4, spread, 200, prompts=32)[0] for spread in (0.1, 0.8))
+    assert even >= 0.99
+    assert uneven > 1.02
 
 
 @pytest.mark.timeout(600)

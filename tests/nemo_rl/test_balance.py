@@ -12,9 +12,9 @@ from nemo_specrl.rollout import prompt_key
 KEYS = [prompt_key([number]) for number in range(200)]
 
 
-def shares(keys, costs, shards):
+def shares(keys, lengths, shards, prompt=100):
     """The rows of each engine, as NeMo-RL splits the ordered batch."""
-    order = balanced_order(keys, costs, shards)
+    order = balanced_order(keys, lengths, [prompt] * len(keys), shards)
     assert sorted(order) == list(range(len(keys)))
     size = -(-len(keys) // shards)
     return [order[start : start + size] for start in range(0, len(order), size)]
@@ -43,14 +43,30 @@ def test_shares_have_the_sizes_that_nemo_rl_splits_into(prompts, group, shards):
     dealt = shares(keys, [rng.random() for _ in keys], shards)
     size = -(-len(keys) // shards)
     assert [len(share) for share in dealt[:-1]] == [size] * (len(dealt) - 1)
-    assert all(share == sorted(share) for share in dealt)
 
 
 def test_rows_stay_where_nothing_is_won():
     keys = [key for key in KEYS[:8] for _ in range(4)]
-    assert balanced_order(keys, [1.0] * 32, 4) == list(range(32))
-    assert balanced_order(keys, [float(i) for i in range(32)], 1) == list(range(32))
-    assert balanced_order([], [], 4) == []
+    assert balanced_order(keys, [1.0] * 32, [100] * 32, 4) == list(range(32))
+    assert balanced_order([], [], [], 4) == []
+
+
+def test_the_longest_rows_of_an_engine_come_first():
+    lengths = [10.0, 10.0, 30.0, 30.0, 20.0, 20.0]
+    keys = [KEYS[0], KEYS[0], KEYS[1], KEYS[1], KEYS[2], KEYS[2]]
+    assert balanced_order(keys, lengths, [100] * 6, 1) == [2, 3, 4, 5, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "longest", "together"), [(100, 4000, 1), (2000, 4000, 1), (16_000, 200, 4)]
+)
+def test_rows_are_dealt_out_where_that_is_cheaper_than_the_imbalance(prompt, longest, together):
+    """One of eight prompts has responses four times as long as the others'."""
+    keys = [key for key in KEYS[:8] for _ in range(4)]
+    lengths = [longest if key == KEYS[3] else longest / 4 for key in keys]
+    dealt = shares(keys, lengths, 4, prompt)
+    most = max(sum(keys[row] == KEYS[3] for row in share) for share in dealt)
+    assert most == together
 
 
 def test_a_row_is_expected_to_be_as_long_as_the_last_responses(tmp_path):

@@ -81,6 +81,22 @@ def test_a_full_kv_cache_evicts_the_newest_row_which_computes_all_of_it_again():
         run(engine, [decode(12, 1)])
 
 
+def test_siblings_hold_their_prompts_blocks_together():
+    """Prompts of 8 blocks and responses of 2: three siblings need 14 blocks, alone 30."""
+
+    def rows(**shared):
+        return [decode(8, 3, cached=8 if i and shared else 0, **shared) for i in range(3)]
+
+    engine = SimulatedEngine(3, kv_tokens=14, block_size=1)
+    together = counted(engine, rows(siblings="prompt", shared=8))
+    assert (together["steps"], together["tokens"]) == (3, 8 + 2 * 3)
+    alone = counted(engine, rows())
+    assert (alone["steps"], alone["tokens"]) == (9, 3 * (8 + 2))
+    # The last of a prompt's rows frees them: the next prompt has room.
+    others = [decode(8, 3, siblings="another", shared=8)]
+    assert counted(engine, rows(siblings="prompt", shared=8) + others)["steps"] == 3 + 3
+
+
 def test_what_follows_a_verification_is_sent_when_it_has_ended():
     follows = [decode(12, 2, cached=11), decode(13, 3, cached=11)]
     counts = counted(SimulatedEngine(2), [SimulatedRequest(20, verifying(), then=follows)])

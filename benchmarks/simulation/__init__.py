@@ -1,0 +1,1 @@
+"""What the simulated engine says about choices that a machine without GPUs cannot measure."""
