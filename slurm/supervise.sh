@@ -5,8 +5,10 @@
 # `#SBATCH --requeue` alone does not help where a node dies. Ray and the training notice it within
 # seconds and end; Slurm notices it minutes later (SlurmdTimeout), and by then the job has failed
 # with the training's exit code. A GPU or a link that fails is not noticed by Slurm at all. So the
-# batch script puts the job back into the queue after any failure, unless the training says by its
-# exit code that it would fail the same way again (2), or starts no longer bring a new checkpoint.
+# batch script starts the training again after any failure, unless the training says by its exit code
+# that it would fail the same way again (2), or starts no longer bring a new checkpoint: on the nodes
+# that the job has where that can help (nemo_rl.sub; train.sbatch has ft_launcher for it), else by
+# putting the job back into the queue, without nodes that are at fault.
 #
 # Variables that these functions read:
 #   SCRIPT               name of the batch script, for its messages
@@ -143,21 +145,50 @@ seconds_left() {
 
 # --- nodes and checkpoints ------------------------------------------------------------------------
 
-# Start a process on node $1 within $2 seconds, which cleans up there.
+# Run on a node: print what its GPUs or its InfiniBand report, if that is a fault. $1: folder in which
+# the number of links that were up when the job began is kept.
+# shellcheck disable=SC2016 # expanded on the node
+HEALTH='
+up=$(cat /sys/class/infiniband/*/ports/*/state 2>/dev/null | grep -c ACTIVE)
+read -r before 2>/dev/null <"$1/links-$SLURMD_NODENAME" || echo "$up" >"$1/links-$SLURMD_NODENAME"
+[ "$up" -ge "${before:-0}" ] || echo "$up of $before InfiniBand links are up"
+command -v nvidia-smi >/dev/null || exit 0
+shown=$(timeout 10 nvidia-smi -q 2>&1) || { echo "$shown" | grep -i -m 1 "lost\|handle\|error"; exit 0; }
+echo "$shown" | grep "Recovery Action\|Remapping Failure" | grep -v -i -m 1 ": *\(none\|no\|n/a\)$" | xargs
+exit 0'
+
+# Start a process on node $1 within $2 seconds, which cleans up there and says what is at fault.
 probe() {
-    timeout -k 5 "$2" srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" --mpi=none \
-        bash -c 'rm -rf -- "$@"; true' clean-up "${OWN_FOLDERS[@]}" >/dev/null 2>&1 </dev/null
+    timeout -k 5 "$2" srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" --mpi=none bash -c \
+        'state=$1 health=$2 && shift 2 && rm -rf -- "$@"; bash -c "$health" health "$state"' \
+        clean-up "${STATE:-/nonexistent}" "$HEALTH" "${OWN_FOLDERS[@]}" 2>/dev/null </dev/null
 }
 
-# Those of the job's nodes that start no process in time; the others clean up. How long that takes
-# depends on Slurm's controller, too. This script's own node is alive, so that it tells how long.
+# Note in $STATE/suspects that node $1 failed: fault or silent, and what it says.
+suspect() {
+    [[ $2 == silent ]] || say "$1 reports a fault: ${*:3}"
+    [[ -z ${STATE:-} ]] || echo "$*" >>"$STATE/suspects"
+}
+
+# Nodes to be left out: those that reported a fault, or did not answer twice.
+excluded() {
+    [[ ! -s $STATE/suspects ]] ||
+        awk '{failures[$1] += $2 == "fault" ? 2 : 1}
+            END {for (node in failures) if (failures[node] > 1) print node}' "$STATE/suspects" | sort | paste -sd, -
+}
+
+# Those of the job's nodes that start no process in time; the others clean up, and those at fault are
+# suspects. How long that takes depends on Slurm's controller, too. This script's own node is alive, so
+# that it tells how long.
 dead_nodes() {
-    local node own begun=$SECONDS allowed
+    local node own begun=$SECONDS allowed fault
     local -a names
     ! ended_by_slurm || return 0 # it starts no processes for this job any more
     mapfile -t names < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
     own=${SLURMD_NODENAME:-${names[0]}}
-    if ! probe "$own" "$CONTROLLER_SECONDS"; then
+    if fault=$(probe "$own" "$CONTROLLER_SECONDS"); then
+        [[ -z $fault ]] || suspect "$own" fault "$fault"
+    else
         say "Slurm started no process on $own within $CONTROLLER_SECONDS s: which nodes answer is not known"
         return 0
     fi
@@ -166,7 +197,14 @@ dead_nodes() {
         local count=0
         for node in "${names[@]}"; do
             [[ $node != "$own" ]] || continue
-            (probe "$node" "$allowed" || echo "$node") &
+            (
+                if fault=$(probe "$node" "$allowed"); then
+                    [[ -z $fault ]] || suspect "$node" fault "$fault"
+                else
+                    suspect "$node" silent
+                    echo "$node"
+                fi
+            ) &
             ((++count % PROBES_AT_ONCE)) || wait
         done
         wait
@@ -194,7 +232,7 @@ stalled_restarts() {
 # exit code $1. Does not return.
 start_again() {
     local code=$1 restarts=${SLURM_RESTART_COUNT:-0} newest stalled
-    local most=${SPECRL_MAX_RESTARTS:-50} patience=${SPECRL_MAX_STALLED:-3}
+    local most=${SPECRL_MAX_RESTARTS:-50} patience=${SPECRL_MAX_STALLED:-3} leave_out others
     shift
     if ended_by_slurm; then
         say "$*; Slurm is ending this job (state $(job_field JobState)), which decides whether it starts again"
@@ -214,12 +252,43 @@ start_again() {
     say "$*; starting again (restart $((restarts + 1)) of at most $most), from checkpoint" \
         "${newest:-none}"
     trap 'exit 75' TERM # which Slurm sends now
+    leave_out=$(excluded)
+    [[ -z $leave_out ]] || trap '' TERM # not before the nodes are left out
     if ! scontrol requeue "$JOB"; then
         say "Slurm does not take the job back; submit it again to go on"
         exit "$code"
     fi
+    if [[ -n $leave_out ]]; then
+        others=$(job_field ExcNodeList)
+        [[ $others != '(null)' ]] || others=''
+        if scontrol update "jobid=$JOB" "excnodelist=${others:+$others,}$leave_out"; then
+            say "left out from now on: $leave_out; to take it back: scontrol update jobid=$JOB excnodelist="
+        fi
+        exit 75
+    fi
     sleep 300 || true # Slurm ends this script
     exit "$code"
+}
+
+# Note that the training starts again on the nodes that the job has, because of ${*:2}. Fails where that
+# cannot help: a node does not answer ($1) or is at fault, Slurm wants the nodes, the last start here
+# brought no checkpoint, or a limit is reached.
+tried_here=0
+start_again_here() {
+    local dead=$1 newest node leave_out
+    shift
+    newest=$(newest_checkpoint)
+    leave_out=,$(excluded),
+    for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
+        [[ $leave_out != *,$node,* ]] || return 1
+    done
+    if [[ -n $dead || $(job_field PreemptTime) == [0-9]* ]] || ended_by_slurm; then return 1; fi
+    if [[ $newest == "$CHECKPOINT_AT_START" ]]; then
+        ((!tried_here && $(stalled_restarts "$newest") < ${SPECRL_MAX_STALLED:-3})) || return 1
+    fi
+    tried_here=1 CHECKPOINT_AT_START=$newest
+    echo "${SLURM_RESTART_COUNT:-0} ${newest:-none} $*" >>"$STATE/restarts"
+    say "$*; starting again on the same nodes, from checkpoint ${newest:-none}"
 }
 
 # Decide what a training's end with exit code $1 means; $2: a word on what ended. Does not return.

@@ -53,7 +53,7 @@ if first and "slow-setup=1" in sys.argv: # the plug-in ends the first step after
     time.sleep(max(0, float(os.environ["SPECRL_MUST_SAVE_AT"]) + 1 - time.time()))
     print("SAVED")
 if first and {"slow-setup=1", "saves=1"} & set(sys.argv):
-    (saved / "step_1").mkdir(parents=True)
+    (saved / "step_1").mkdir(parents=True, exist_ok=True)
 if not first and "slow-setup=1" in sys.argv:
     sys.exit(0)
 sys.exit(sum(int(a.removeprefix("exit=")) for a in sys.argv if a.startswith("exit=")))
@@ -171,6 +171,26 @@ def test_plugin_in_the_image(place):
     assert "cluster.gpus_per_node=8" in done.stdout
     dockerfile = (REPOSITORY / "docker" / "Dockerfile").read_text()
     assert "\nENV PYTHONPATH=/opt/nemo_specrl" in dockerfile
+
+
+def test_the_example_of_the_guide(place):
+    """As pasted, but for `sbatch OPTIONS`, which is `bash` outside of a job."""
+    for name in ("slurm", "examples/configs"):
+        shutil.copytree(REPOSITORY / name, place / "nemo_specrl" / name)
+    (place / "checkout").rename(place / "RL")
+    guide = (REPOSITORY / "docs" / "guide" / "slurm.md").read_text()
+    (example,) = re.findall(r"^```\n(CONTAINER=REGISTRY#[^`]*)```$", guide, re.M)
+    example = re.sub(r"sbatch (--\S+ )+", "bash ", example.replace("\\\n", " "))
+    done = subprocess.run(
+        ["bash", "-c", example],
+        cwd=place / "RL",
+        env={"PATH": os.environ["PATH"], "USER": "me", "HOME": str(place)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f",{place}/nemo_specrl:{place}/nemo_specrl," in done.stdout
+    assert "/raid/specrl-me" in done.stdout
 
 
 BAD = [
@@ -482,7 +502,7 @@ def test_failures_hangs_and_time_limits(cluster):
         f"the time limit, before the training had saved; {restart} none"
     )
     failed = "the training ended with exit code 7"
-    assert said["fault"][0] == f"{failed}; {restart} 1"
+    assert said["fault"][0] == f"{failed}; starting again on the same nodes, from checkpoint 1"
     assert said["fault"][1].startswith(
         f"{failed}; not started again: 1 restarts have brought no checkpoint after step 1 "
     )
@@ -588,6 +608,85 @@ def test_a_node_that_dies_gives_the_job_back_to_slurm(three_nodes):
     assert (job.logs.parent / "1-1-logs" / "ray-driver.log").exists()
 
 
+FAILS_ONCE = """
+failed=$SLURM_SUBMIT_DIR/failed
+[[ -e $failed ]] || { date +%s >"$failed"; srun --nodes=2 true; FAULT; exit 1; }
+date +%s >"$SLURM_SUBMIT_DIR/goes-on"
+"""
+NVIDIA_SMI = """#!/bin/bash
+echo "    GPU Recovery Action                   : $(cat LOCAL/fault 2>/dev/null || echo None)"
+"""
+
+
+def seconds_between(job):
+    """From the failure of a training to its next start."""
+    return int((job.checkout / "goes-on").read_text()) - int((job.checkout / "failed").read_text())
+
+
+def test_a_training_that_fails_starts_again_on_the_same_nodes(cluster):
+    ray_sub = RAY_SUB.replace(
+        "srun --nodes=1", f"{FAILS_ONCE.replace('FAULT', 'true')}\nsrun --nodes=1"
+    )
+    job = Job(cluster, RECIPE, ray_sub=ray_sub)
+    assert job.code == 0, job.output
+    (line,) = job.lines
+    assert line.endswith(
+        "the training ended with exit code 1; starting again on the same nodes, "
+        "from checkpoint none"
+    )
+    # Slurm has not restarted it, and the logs of the first start are kept.
+    assert sorted(p.name.partition("-")[2].split(".")[0] for p in job.checkout.glob("*-logs*")) == [
+        "logs",
+        "logs",
+    ]
+    print(f"seconds from death to the next start: {seconds_between(job)}")
+
+
+def test_a_node_whose_gpu_reports_a_fault_is_left_out(three_nodes):
+    """A GPU that has to be reset says so by nvidia-smi; a stand-in, as there are no GPUs here."""
+    programs = three_nodes.folder / "programs"
+    programs.mkdir()
+    (programs / "nvidia-smi").write_text(NVIDIA_SMI.replace("LOCAL", str(three_nodes.local)))
+    (programs / "nvidia-smi").chmod(0o755)
+    fault = f"srun --nodes=1 --nodelist=n2 bash -c 'echo Reset >{three_nodes.local}/fault'"
+    ray_sub = RAY_SUB.replace(
+        "srun --nodes=1", f"{FAILS_ONCE.replace('FAULT', fault)}\nsrun --nodes=1", 1
+    )
+    path = f"{programs}:{os.environ['PATH']}"
+    job = Job(three_nodes, RECIPE, ray_sub=ray_sub, PATH=path)
+    assert job.code == 0, job.output
+    said = [line.split(": ", 1)[1] for line in job.lines]
+    assert said[0] == "n2 reports a fault: GPU Recovery Action : Reset"
+    assert said[1].startswith("the training ended with exit code 1; starting again (restart 1 of")
+    assert said[2].startswith("left out from now on: n2; to take it back: scontrol update jobid=")
+    show = ("scontrol", "show", "job", "1")
+    shown = three_nodes.run(*show, cwd=three_nodes.folder).stdout
+    assert " NodeList=n[1,3]" in shown and "ExcNodeList=n2" in shown
+    print(f"seconds from death to the next start: {seconds_between(job)}")
+
+
+def test_a_node_that_does_not_answer_twice_is_left_out(tmp_path):
+    programs = {
+        "scontrol": "printf '%s\\n' n1 n2 n3",
+        "srun": 'case "$*" in *=n3*) exit 1 ;; *=n2*) echo "7 of 8 links are up" ;; esac',
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    supervise = SCRIPT.with_name("supervise.sh")
+    steps = "dead_nodes; excluded; dead_nodes; excluded"
+    done = subprocess.run(
+        ["bash", "-euc", f"source {supervise}; STATE={tmp_path}; {steps}"],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "SCRIPT": "nemo_rl.sub",
+             "SLURM_JOB_NODELIST": "n[1-3]", "SLURMD_NODENAME": "n1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )  # fmt: skip
+    assert done.stdout.split() == ["n3", "n2", "n3", "n2,n3"], done.stderr
+    assert "n2 reports a fault: 7 of 8 links are up" in done.stderr
+
+
 def test_bad_input_starts_nothing(cluster):
     job = Job(cluster, "none.yaml", SPECRL_CACHE_DIR=str(cluster.local / "never"))
     assert job.code == 2
@@ -614,12 +713,12 @@ def test_a_cache_folder_that_breaks_later_gives_the_job_back_to_slurm(cluster):
         *(cluster, RECIPE),
         ray_sub=RAY_SUB.replace("srun --nodes=1", f"{breaks}\nsrun --nodes=1"),
         SPECRL_CACHE_DIR=str(cluster.local / "breaks"),
-        SPECRL_MAX_STALLED="2",
+        SPECRL_MAX_STALLED="3",
     )
     check = "the check of SPECRL_CACHE_DIR on all nodes failed"
     assert job.code == 75, job.output
     assert any(f"{check}; starting again (restart 2" in line for line in job.lines), job.output
-    assert f"{check}; not started again: 2 restarts" in job.lines[-1], job.output
+    assert f"{check}; not started again: 3 restarts" in job.lines[-1], job.output
 
 
 def test_cache_folder_that_one_node_cannot_make(cluster):
@@ -651,7 +750,7 @@ def test_the_ray_sub_of_nemo_rl(cluster):
     path = f"{programs}:{os.environ['PATH']}"
     job = Job(cluster, RECIPE, "exit=7", ray_sub=ray_sub, PATH=path, SPECRL_MAX_STALLED="0")
     assert job.code == 7, job.output
-    call = json.loads((job.logs / "ray-driver.log").read_text())
+    call = driver_call(job.logs)
     assert call["node"] == "n1"
     assert call["arguments"][:4] == ["run", "examples/run_grpo.py", "--config", RECIPE]
     assert call["arguments"][-1] == "exit=7"
