@@ -38,6 +38,7 @@ test-v2:
 
 test-nemo:
 	venv=$$(scripts/setup.sh nemo "$(abspath $(NEMO_RL_HOME))") && \
+	$$venv/bin/python -m pip install --quiet --no-deps nvidia-resiliency-ext==0.4.1 defusedxml==0.7.1 && \
 	NEMO_RL_HOME=$(abspath $(NEMO_RL_HOME)) $$venv/bin/python -m pytest tests/nemo_rl tests/slurm
 
 lint: setup

@@ -8,7 +8,7 @@ SPECRL=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export SPECRL
 logs=$PWD/logs/specrl_check_$(date +%Y%m%d_%H%M%S)
 
-nemo-specrl run examples/run_grpo.py \
+python -m nemo_specrl run examples/run_grpo.py \
     --config "$SPECRL/examples/configs/nemo_rl/grpo_qwen3_0.6b_megatron_tp2_pp2.yaml" \
     logger.log_dir="$logs" "$@"
 

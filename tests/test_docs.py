@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
+import click
 import pytest
+import typer
 
+from nemo_specrl.cli.main import app
 from tests.conftest import REPOSITORY
 
 CONTRIBUTING = (REPOSITORY / "CONTRIBUTING.md").read_text()
@@ -29,6 +33,7 @@ NAMED = re.compile(
     r"/[\w./-]*\w\.(?:py|yaml|yml|json|sh|sub|lock|in|png)\b"
 )
 
+BLOCK = re.compile(r"^```(?:bash)?\n(.*?)^```$", re.M | re.S)
 RUN = re.compile(r"python -m (benchmarks[.\w]+)")
 """A benchmark, as a command names it."""
 
@@ -68,6 +73,54 @@ def test_files_that_a_page_names_exist(page):
         if not (REPOSITORY / name).exists()
         and not name.startswith(("examples/run_", "examples/nemo_gym/", "examples/configs/evals/"))
     ]
+
+
+def commands(page: Path) -> list[tuple[set[str], list[str]]]:
+    """What a page says to type: the variables that are set for each command, and its words."""
+    found = []
+    for block in BLOCK.findall(page.read_text()):
+        for line in block.replace("\\\n", " ").splitlines():
+            try:
+                words = shlex.split(line, comments=True)
+            except ValueError:  # no command: a drawing
+                continue
+            settings = [w.partition("=")[0] for w in words if re.match(r"[A-Z_]+=", w)]
+            while words and re.match(r"[A-Z_]+=", words[0]):
+                words.pop(0)
+            if words:
+                found.append((set(settings), words))
+    return found
+
+
+def parse(words: list[str]) -> None:
+    """Parse a command line of nemo-specrl; unknown commands and options are errors."""
+    command = typer.main.get_command(app)
+    while hasattr(command, "commands") and not words[0].startswith("-"):
+        command = command.commands[words.pop(0)]
+    command.make_context("nemo-specrl", words, resilient_parsing=True)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=identifier)
+def test_commands_of_a_page_exist_with_their_options_and_variables(page):
+    for settings, words in commands(page):
+        line = " ".join(words)
+        if words[0] == "nemo-specrl" or " -m nemo_specrl " in line:
+            name = "nemo-specrl" if words[0] == "nemo-specrl" else "nemo_specrl"
+            try:
+                parse(words[words.index(name) + 1 :])
+            except (click.ClickException, KeyError) as error:
+                pytest.fail(f"{line}: {error!r}")
+        if words[0] == "make":
+            makefile = (REPOSITORY / "Makefile").read_text()
+            assert re.search(rf"^{words[1]}:", makefile, re.M), line
+        if words[0] == "docker" and words[1] == "build":
+            dockerfile = (REPOSITORY / words[words.index("-f") + 1]).read_text()
+            given = [words[i + 1] for i, word in enumerate(words) if word == "--build-arg"]
+            assert all(f"ARG {x.partition('=')[0]}" in dockerfile for x in given), line
+        if words[0] == "sbatch":
+            (script,) = (w for w in words if w.endswith((".sub", ".sbatch")))
+            text = (REPOSITORY / "slurm" / Path(script).name).read_text()
+            assert not [name for name in settings if name not in text], line
 
 
 def test_every_page_is_in_the_index():

@@ -2,10 +2,11 @@
 
     python -m benchmarks.simulation.balance [--tokens MEAN] [--spread S ...]
 
-A batch has 512 prompts of 16 rows; each line is of three batches. Mean lengths of prompts' responses are lognormal with spread S;
-a row is another 0.3 longer or shorter, and what balance expects is the mean of other rows. No row
-drafts. Engines are H100s with an 8B model: 256 rows at once, 305,000 tokens of KV cache, and the
-costs that docs/evidence/measured.md has. Eight engine steps are simulated as one.
+A batch has 512 prompts of 16 rows; each line is of three batches. Mean lengths of prompts'
+responses are lognormal with spread S; a row is another 0.3 longer or shorter, and what balance
+expects is the mean of other rows. No row drafts. Engines are H100s with an 8B model: 256 rows at
+once, 305,000 tokens of KV cache, and the costs that docs/evidence/measured.md has. Eight engine
+steps are simulated as one.
 """
 
 from __future__ import annotations

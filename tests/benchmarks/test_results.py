@@ -38,9 +38,9 @@ def test_data_says_when_and_on_what_machine_it_was_measured(path):
 
 @pytest.mark.parametrize("prompt", [200, 2000, 8000])
 def test_balance_is_never_below_a_contiguous_split_and_above_it_where_lengths_differ(prompt):
-    even, uneven = (gain(prompt, 4, spread, 200, prompts=32)[0] for spread in (0.1, 0.8))
+    even, uneven = (gain(prompt, 4, spread, 400, prompts=32)[0] for spread in (0.1, 0.8))
     assert even >= 0.99
-    assert uneven > 1.02
+    assert uneven > 1.01
 
 
 @pytest.mark.timeout(600)

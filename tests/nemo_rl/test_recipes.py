@@ -27,7 +27,7 @@ ALGORITHMS = {
     "ppo_qwen3_8b": "ppo",
 }
 """The algorithm of each recipe, whose script starts it."""
-STOCK = "${oc.env:NEMO_RL_HOME}/"
+STOCK = "${oc.env:NEMO_RL_HOME,${oc.env:PWD}}/"
 ABSENT = object()
 
 
@@ -77,7 +77,7 @@ def test_a_header_says_on_what_and_how_it_starts(name):
     nodes, gpus = hardware(name)
     assert nodes >= 1 and gpus == 8
     command = " ".join(header(name).replace("\\\n", " ").split())
-    assert "nemo-specrl run " in command
+    assert "uv run python -m nemo_specrl run " in command
     script = f"examples/run_{ALGORITHMS[name]}.py"
     assert f" {script} --config $SPECRL/examples/configs/nemo_rl/{name}.yaml " in f"{command} "
 
@@ -132,6 +132,15 @@ def test_nemo_rl_and_the_plugin_take_it(nemo, name):
     spec_rl = check_recipe(config)
     assert spec_rl == check_recipe(recipe)  # as `nemo-specrl check` has it
     assert spec_rl.cache.dir == Path("/raid/specrl")
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_stock_script_reads_it_from_the_checkout(nemo, name, monkeypatch):
+    """Without a variable that only our launcher sets; a shell sets PWD."""
+    launched = loaded(nemo, FOLDER / f"{name}.yaml")
+    monkeypatch.delenv("NEMO_RL_HOME")
+    monkeypatch.setenv("PWD", str(nemo.home))
+    assert loaded(nemo, FOLDER / f"{name}.yaml") == launched
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
