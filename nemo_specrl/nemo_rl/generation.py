@@ -8,6 +8,7 @@ asynchronous collector), and each copy balances the rows that it gets.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,7 +24,14 @@ from nemo_specrl.config import CACHE_FOLDER
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.nemo_rl.balance import PromptPlaces, ResponseLengths, balanced_order
 from nemo_specrl.nemo_rl.compat import with_worker
-from nemo_specrl.nemo_rl.metrics import engine_metrics, reuse_metrics, summed
+from nemo_specrl.nemo_rl.metrics import (
+    SLOW_STEPS,
+    SLOWER,
+    Stragglers,
+    engine_metrics,
+    reuse_metrics,
+    summed,
+)
 from nemo_specrl.nemo_rl.recipe import (
     OWN,
     REUSED,
@@ -77,6 +85,7 @@ class SpecVllmGeneration(VllmGeneration):
         with worker:
             super().__init__(cluster, config, **kwargs)
         self.lengths = ResponseLengths()
+        self._stragglers = Stragglers()
         self._counters: dict[str, float] = {}
         if run is None:
             return
@@ -98,10 +107,36 @@ class SpecVllmGeneration(VllmGeneration):
             for ids, length in zip(data["input_ids"], lengths, strict=True)
         ]
         order = balanced_order(keys, self.lengths.expected(keys), lengths, self.dp_size)
-        output = super().generate(self._marked(data.select_indices(order)), greedy=greedy)
+        with self._timed():
+            output = super().generate(self._marked(data.select_indices(order)), greedy=greedy)
         output = output.select_indices(np.argsort(order).tolist())
         self.lengths.note(keys, output["generation_lengths"].tolist())
         return output
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Name engines whose results come late step after step."""
+        results, begun = self.worker_group.get_all_worker_results, time.monotonic()
+
+        def timed(calls: Any, *args: Any, **options: Any) -> Any:
+            waiting, seconds = list(calls.futures), {}
+            while waiting:
+                done, waiting = ray.wait(waiting, fetch_local=False)
+                seconds |= dict.fromkeys(done, time.monotonic() - begun)
+            for engine in self._stragglers.look_at([seconds[call] for call in calls.futures]):
+                worker = self.worker_group.workers[calls.called_workers[engine]]
+                print(
+                    f"nemo_specrl: engine {engine} on {_node_of(worker)} took {SLOWER} times as "
+                    f"long as the others in {SLOW_STEPS} steps",
+                    flush=True,
+                )
+            return results(calls, *args, **options)
+
+        self.worker_group.get_all_worker_results = timed
+        try:
+            yield
+        finally:
+            del self.worker_group.get_all_worker_results
 
     async def generate_async(self, data: Any, greedy: bool = False) -> AsyncIterator[Any]:
         """Generate a response to a row, on the engine that has its siblings."""
@@ -169,6 +204,15 @@ class SpecVllmGeneration(VllmGeneration):
     def save_lengths(self, folder: Path) -> None:
         """Write what is known about lengths into a checkpoint."""
         self.lengths.save(folder)
+
+
+def _node_of(worker: Any) -> str:
+    """The address of an actor's node."""
+    try:
+        asked = worker.__ray_call__.remote(lambda _: ray.util.get_node_ip_address())
+        return str(ray.get(asked, timeout=ANSWER_SECONDS))
+    except ray.exceptions.RayError:
+        return "a node that does not answer"
 
 
 @contextmanager

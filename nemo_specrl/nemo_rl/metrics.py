@@ -8,9 +8,11 @@ the embedded trainer's records. Pages and plots of a run are made from these rec
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import yaml
@@ -20,7 +22,7 @@ from nemo_specrl.monitoring import prometheus
 from nemo_specrl.monitoring.metrics_file import METRICS, MetricsFile
 from nemo_specrl.nemo_rl.recipe import Run
 
-__all__ = ["Alarm", "StepLog", "engine_metrics", "reuse_metrics", "summed"]
+__all__ = ["Alarm", "StepLog", "Stragglers", "engine_metrics", "reuse_metrics", "summed"]
 
 FROM_TRAINER = (metric.REWARD, metric.LOSS, metric.GRAD_NORM)
 """The metrics taken from NeMo-RL's own under ``train``."""
@@ -39,6 +41,10 @@ NOISE = "noise_prefix_tokens"
 """The count of a reuse worker that is no sum."""
 ENOUGH_TOKENS, STEPS = 100, 2
 """Draft tokens of a step from which its acceptance means something, and steps before a warning."""
+
+SLOWER, SLOW_STEPS = 1.3, 3
+"""An engine is slow that takes so many times the others' median in so many steps on end. Where a
+long response holds one up, it is another one in each step."""
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +120,21 @@ class Alarm:
                 "those of the policy",
                 STEPS,
             )
+
+
+class Stragglers:
+    """Finds engines that are slow step after step, though all have rows of about equal cost."""
+
+    def __init__(self) -> None:
+        self._slow: Counter[int] = Counter()
+
+    def look_at(self, seconds: Sequence[float]) -> list[int]:
+        """Return the engines that have just turned out to be slow, given the seconds of each."""
+        for engine, took in enumerate(seconds):
+            others = [*seconds[:engine], *seconds[engine + 1 :]]
+            slow = bool(others) and took > SLOWER * median(others)
+            self._slow[engine] = self._slow[engine] + 1 if slow else 0
+        return [engine for engine, steps in self._slow.items() if steps == SLOW_STEPS]
 
 
 class StepLog:

@@ -54,6 +54,8 @@ WITHOUT_DRAFTS = (
 """Keys of ``vllm_kwargs`` beside which an engine of the vLLM of any NeMo-RL here refuses the
 drafter: another one, another scheduler, and what its V2 model runner does not have."""
 RAW_PRECISIONS = (None, "auto", "bfloat16", "float16", "half", "float32", "float")
+GRAPH_GIB = 1.5
+"""What graphs for drafts took of an H100 with an 8B model, beside those of stock vLLM."""
 LONGEST_RAY_TMPDIR = 39
 """Bytes: a Unix socket has 107, of which Ray takes the rest
 (``/ray/session_DATE_TIME_PID/sockets/plasma_store``)."""
@@ -73,6 +75,7 @@ class Run:
         label: label of the run in Prometheus, the name of its checkpoint folder.
         log_folder: NeMo-RL's ``logger.log_dir``.
         checkpoint: folder of the checkpoint from which the run resumes, or None.
+        colocated: whether engines share their GPUs with the policy.
         first_version: policy version of prefix reuse before the first refit, later than those of
             all earlier processes: seconds since 1970.
     """
@@ -84,13 +87,20 @@ class Run:
     label: str
     log_folder: Path
     checkpoint: Path | None
+    colocated: bool
     first_version: int
 
     @property
     def summary(self) -> str:
         """What the plug-in does in this run, in one line."""
-        cache = self.spec_rl.cache
-        return f"preset {self.spec_rl.preset}, earlier responses in {cache.dir} on each node"
+        cache, histories = self.spec_rl.cache, self.spec_rl.draft.max_bytes / 2**30
+        said = f"preset {self.spec_rl.preset}, earlier responses in {cache.dir} on each node"
+        if self.colocated:
+            said += (
+                f"; while the policy trains, an engine's GPU keeps {histories:.1f} GiB of histories"
+                f" and some {GRAPH_GIB} GiB of CUDA graphs for drafts, even in sleep mode"
+            )
+        return said
 
 
 def run_of(
@@ -122,6 +132,7 @@ def run_of(
         steps=int(option(recipe, f"{algorithm}.max_num_steps", 0)),
         label=folder.name,
         log_folder=Path(option(recipe, "logger.log_dir")).absolute(),
+        colocated=bool(option(recipe, "policy.generation.colocated.enabled", False)),
         # NeMo-RL resumes from it even with checkpointing.enabled=false.
         checkpoint=next(reversed(step_folders(folder)), None),
         first_version=int(time.time()),

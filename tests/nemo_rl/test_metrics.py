@@ -8,7 +8,14 @@ import pytest
 
 from nemo_specrl.monitoring import names as metric
 from nemo_specrl.monitoring.metrics_file import METRICS, read_metrics
-from nemo_specrl.nemo_rl.metrics import Alarm, StepLog, engine_metrics, reuse_metrics, summed
+from nemo_specrl.nemo_rl.metrics import (
+    Alarm,
+    StepLog,
+    Stragglers,
+    engine_metrics,
+    reuse_metrics,
+    summed,
+)
 from nemo_specrl.nemo_rl.recipe import run_of
 from tests.nemo_rl.test_recipe import TOKENIZER, recipe
 
@@ -99,3 +106,11 @@ def test_a_steps_record_has_the_names_of_the_embedded_trainers(tmp_path):
         "step_s": 9.0, "rollout_s": 4.0, "response_tokens": 100.0, metric.TOKENS_PER_STEP: 2.0,
     }.items()  # fmt: skip
     assert "of nobody" not in row and "grad_norm" not in row
+
+
+def test_an_engine_that_is_slow_in_three_steps_on_end_is_found_once():
+    stragglers = Stragglers()
+    even, slow, other = [10.0, 11.0, 10.0, 9.0], [10.0, 11.0, 14.5, 9.0], [14.5, 11.0, 10.0, 9.0]
+    found = [stragglers.look_at(step) for step in (slow, slow, even, slow, slow, slow, slow, other)]
+    assert found == [[], [], [], [], [], [2], [], []]
+    assert Stragglers().look_at([10.0]) == []  # a single engine

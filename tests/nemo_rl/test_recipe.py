@@ -87,7 +87,12 @@ def test_a_run_knows_its_group_steps_folders_and_vocabulary(tmp_path):
     assert run.spec_rl.cache.vocabulary == vocabulary_hash({"a": 0, "b": 1})
     processor = SimpleNamespace(tokenizer=TOKENIZER)
     assert run_of(recipe({}), processor).spec_rl == run.spec_rl
-    assert "\n" not in run.summary and "/raid/specrl" in run.summary
+    assert "\n" not in run.summary and run.summary.endswith("/raid/specrl on each node")
+
+
+def test_a_run_says_what_stays_on_the_gpus_beside_the_policy():
+    made = recipe({"draft": {"max_bytes": "1GiB"}}, policy__generation__colocated={"enabled": True})
+    assert "keeps 1.0 GiB of histories and some 1.5 GiB of CUDA" in run_of(made, TOKENIZER).summary
 
 
 def test_the_engines_get_the_block_beside_what_the_user_gives_them():
