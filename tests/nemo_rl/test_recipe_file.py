@@ -1,7 +1,9 @@
 """``nemo-specrl check``: a recipe's file, read by the loader of the checkout in NEMO_RL_HOME."""
 
 import os
+import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +55,18 @@ def test_what_is_no_recipe_is_refused_in_one_line(tmp_path):
         assert str(recipe) in str(raised.value) and "\n" not in str(raised.value)
     with pytest.raises(ConfigError):
         check_file(tmp_path / "none.yaml")
+
+
+def test_the_research_project_in_upstream_is_read_from_its_place(tmp_path):
+    project = tmp_path / "research" / "history_drafting"
+    shutil.copytree(REPOSITORY / "upstream" / "nemo_rl_research" / "history_drafting", project)
+    (tmp_path / "examples").symlink_to(Path(HOME).resolve() / "examples")
+    script = (project / "tests" / "functional" / "history_drafting.sh").read_text()
+    overrides = re.findall(r"^    ([\w.]+=[^ ]+) \\$", script, re.M)
+    assert len(overrides) > 10
+    overrides = [each.replace('"$EXP_DIR', str(tmp_path)).replace('"', "") for each in overrides]
+    line = check_file(project / "configs" / "grpo_math_1B.yaml", overrides)
+    assert line.endswith(f"runs with preset lossless, cache in {tmp_path}/cache on each node")
 
 
 def test_an_evaluation_has_its_block_elsewhere(tmp_path):
