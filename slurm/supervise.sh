@@ -158,6 +158,7 @@ echo "$shown" | grep "Recovery Action\|Remapping Failure" | grep -v -i -m 1 ": *
 exit 0'
 
 # Start a process on node $1 within $2 seconds, which cleans up there and says what is at fault.
+# shellcheck disable=SC2016 # expanded on the node
 probe() {
     timeout -k 5 "$2" srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" --mpi=none bash -c \
         'state=$1 health=$2 && shift 2 && rm -rf -- "$@"; bash -c "$health" health "$state"' \

@@ -119,7 +119,8 @@ class SpecVllmGeneration(VllmGeneration):
         results, begun = self.worker_group.get_all_worker_results, time.monotonic()
 
         def timed(calls: Any, *args: Any, **options: Any) -> Any:
-            waiting, seconds = list(calls.futures), {}
+            waiting = list(calls.futures)
+            seconds: dict[Any, float] = {}
             while waiting:
                 done, waiting = ray.wait(waiting, fetch_local=False)
                 seconds |= dict.fromkeys(done, time.monotonic() - begun)
