@@ -210,7 +210,8 @@ class SpecVllmGeneration(VllmGeneration):
 def _node_of(worker: Any) -> str:
     """The address of an actor's node."""
     try:
-        asked = worker.__ray_call__.remote(lambda _: ray.util.get_node_ip_address())
+        here: Any = ray.util.get_node_ip_address
+        asked = worker.__ray_call__.remote(lambda _: here())
         return str(ray.get(asked, timeout=ANSWER_SECONDS))
     except ray.exceptions.RayError:
         return "a node that does not answer"
