@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from nemo_specrl.trainer.loop import Trainer
     from nemo_specrl.trainer.recipe import Recipe
 
-__all__ = ["main"]
+__all__ = ["app", "main"]
 
 app = typer.Typer(
     help="Fast rollouts for reinforcement learning of language models, with NeMo-RL.",

@@ -22,7 +22,16 @@ from nemo_specrl.monitoring import prometheus
 from nemo_specrl.monitoring.metrics_file import METRICS, MetricsFile
 from nemo_specrl.nemo_rl.recipe import Run
 
-__all__ = ["Alarm", "StepLog", "Stragglers", "engine_metrics", "reuse_metrics", "summed"]
+__all__ = [
+    "SLOWER",
+    "SLOW_STEPS",
+    "Alarm",
+    "StepLog",
+    "Stragglers",
+    "engine_metrics",
+    "reuse_metrics",
+    "summed",
+]
 
 FROM_TRAINER = (metric.REWARD, metric.LOSS, metric.GRAD_NORM)
 """The metrics taken from NeMo-RL's own under ``train``."""

@@ -26,6 +26,7 @@ from nemo_specrl.rollout import vocabulary_hash
 __all__ = [
     "BLOCK",
     "OWN",
+    "PLUGIN",
     "REUSED",
     "Run",
     "algorithm_of",
