@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from nemo_specrl.errors import ConfigError
-from nemo_specrl.trainer.data.rewards import Scorer, build_reward
+from nemo_specrl.trainer.data.rewards import Scorer, build_reward, last_number
 from nemo_specrl.trainer.data.sources import Row, file_rows, gym_dataset, gym_rows
 from nemo_specrl.trainer.data.text import Text, read_text_file
 from nemo_specrl.trainer.data.toy_tasks import HELDOUT_SEED, heldout_problems, problems
@@ -182,6 +182,8 @@ class _TextDataset:
         """Return a row's prompt, and why it cannot be used; None if it can."""
         if not row.messages[-1]["content"].strip():
             return [], "an empty prompt"
+        if self.scorer.name == "numeric" and last_number(str(row.values.get("answer"))) is None:
+            raise ConfigError(f"{row.where}: the answer has no number, as env_name: numeric needs")
         try:
             prompt = self.text.prompt(row.messages)
         except ConfigError as error:

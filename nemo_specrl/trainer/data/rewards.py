@@ -10,11 +10,12 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from typing import Any
 
 from nemo_specrl.errors import ConfigError, in_one_line
 
-__all__ = ["WARNINGS", "Scorer", "build_reward"]
+__all__ = ["WARNINGS", "Scorer", "build_reward", "last_number"]
 
 Reward = Callable[[str, Mapping[str, Any]], float]
 """Scores the text of a response to a row, which has the right answer under ``answer``."""
@@ -26,7 +27,10 @@ logger = logging.getLogger(__name__)
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_FRAC = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
+_DECIMAL = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
+_NUMBER = re.compile(rf"([-\u2212]?)({_DECIMAL})(?:\s*/\s*({_DECIMAL}))?")
+_HUGE = re.compile(r"[eE][-+]?\d{5}")  # as a fraction it would have 10,000 digits and more
 
 
 class Scorer:
@@ -107,13 +111,24 @@ def final_answer(response: str) -> str:
 
 def numeric(response: str, row: Mapping[str, Any]) -> float:
     """Return 1 if the last number of the response's answer is that of the right answer, else 0."""
-    given, right = _number(final_answer(response)), _number(str(row["answer"]))
+    given, right = last_number(final_answer(response)), last_number(str(row["answer"]))
     return float(given is not None and given == right)
 
 
-def _number(text: str) -> float | None:
-    found = _NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
+def last_number(text: str) -> Fraction | None:
+    """Return the last number of a text, exactly: a decimal, an exponent, or a fraction as 1/2.
+
+    None if there is none, or if it cannot be computed: 1/0, 1e10000, thousands of digits.
+    """
+    found = _NUMBER.findall(_FRAC.sub(r"\1/\2", text))
+    if not found or _HUGE.search("".join(found[-1])):
+        return None
+    sign, above, below = (part.replace(",", "") for part in found[-1])
+    try:
+        number = Fraction(above) / Fraction(below or 1)
+    except (ValueError, ZeroDivisionError):
+        return None
+    return -number if sign else number
 
 
 def _math_verify() -> Reward:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +111,19 @@ def _row(where: str, values: dict[str, Any], input_key: str, output_key: str) ->
     if not messages or messages[-1]["role"] != "user":
         raise ConfigError(f"{where}: the last of 'messages' before the answer must be the user's")
     answer = values[output_key]
-    if not isinstance(answer, (str, int, float)) or isinstance(answer, bool):
+    if not isinstance(answer, (str, int, float, Decimal)) or isinstance(answer, bool):
         raise ConfigError(f"{where}: {output_key!r} must be text or a number")
-    return Row(where, messages, {**values, "answer": _text(where, output_key, str(answer))})
+    if not isinstance(answer, str):
+        answer = _written(where, output_key, answer)
+    return Row(where, messages, {**values, "answer": _text(where, output_key, answer)})
+
+
+def _written(where: str, key: str, number: float | Decimal) -> str:
+    """A number as one writes it: 0.00001 where Python has 1e-05, and 2 where pandas has 2.0."""
+    if not math.isfinite(number):
+        raise ConfigError(f"{where}: {key!r} is {number}, which is no answer")
+    exact = Decimal(str(number))
+    return str(int(exact)) if exact == exact.to_integral_value() else format(exact, "f")
 
 
 def _conversation(where: str, value: Any) -> list[Message]:

@@ -79,6 +79,22 @@ def test_parquet_has_what_json_lines_have(model, tmp_path):
     assert found.training[4].row.where.endswith("a.parquet:5")
 
 
+def test_an_answer_that_is_a_number_is_written_as_one_writes_it(model, tmp_path):
+    numbers = [1e-05, 1e16, 1e23, 2.0, -0.0, 0.1, 121932631136585269461]
+    rows = [{"prompt": f"p{i}", "answer": answer} for i, answer in enumerate(numbers)]
+    dataset = opened(model, **lines(tmp_path / "a.jsonl", *rows))
+    right = ["0.00001", "1" + "0" * 16, "1" + "0" * 23, "2", "0", "0.1", "121932631136585269461"]
+    assert [p.row.values["answer"] for p in dataset.training] == right
+
+
+def test_a_missing_number_of_pandas_is_no_answer(model, tmp_path):
+    rows = [{"prompt": "a", "answer": 2.0}, {"prompt": "b", "answer": float("nan")}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    data = {"dataset_name": "ResponseDataset", "data_path": str(tmp_path / "a.parquet")}
+    with pytest.raises(ConfigError, match=r"a\.parquet:2: 'answer' is nan, which is no answer"):
+        opened(model, **data)
+
+
 def test_what_cannot_be_used_is_left_out_named_and_counted(model, tmp_path, caplog):
     rows = [{"prompt": p, "answer": "x"} for p in ("a", " ", "b" * 10_000, "a", "c", "", "d\x00")]
     with caplog.at_level(logging.WARNING):
@@ -110,6 +126,8 @@ def test_a_byte_order_mark_and_dos_line_ends_are_no_part_of_a_line(model, tmp_pa
         (b'{"prompt": 1, "answer": ""}\n', r"a\.jsonl:1: 'prompt' must hold text"),
         (b'{"prompt": "\\ud800", "answer": ""}\n', r"a\.jsonl:1: 'prompt' holds half of a surrog"),
         (b'{"prompt": "a", "answer": [1]}\n', r"a\.jsonl:1: 'answer' must be text or a number"),
+        (b'{"prompt": "a", "answer": NaN}\n', r"a\.jsonl:1: 'answer' is nan, which is no answer"),
+        (b'{"prompt": "a", "answer": 1e999}\n', r"a\.jsonl:1: 'answer' is inf, which is no"),
         (b'{"messages": [], "answer": ""}\n', r"a\.jsonl:1: 'messages' must be a list"),
         (b'{"messages": [{"role": "me"}], "answer": ""}\n', r"a\.jsonl:1: 'messages' must be"),
         (b'{"prompt": "\xff", "answer": ""}\n', r"a\.jsonl:1: is no JSON"),
@@ -122,6 +140,12 @@ def test_a_wrong_line_is_named(model, tmp_path, content, said):
     with pytest.raises(ConfigError, match=said) as raised:
         opened(model, **data)
     assert "\n" not in str(raised.value)
+
+
+def test_an_answer_without_a_number_is_refused_where_numbers_are_compared(model, tmp_path):
+    data = lines(tmp_path / "a.jsonl", *({"prompt": p, "answer": p} for p in ("1", "1/0")))
+    with pytest.raises(ConfigError, match=r"a\.jsonl:2: the answer has no number"):
+        opened(model, **data | {"env_name": "numeric"})
 
 
 @pytest.mark.parametrize(
