@@ -17,7 +17,7 @@ from nemo_specrl.trainer.data.sources import Row, file_rows, gym_dataset, gym_ro
 from nemo_specrl.trainer.data.text import Text, read_text_file
 from nemo_specrl.trainer.data.toy_tasks import HELDOUT_SEED, heldout_problems, problems
 from nemo_specrl.trainer.data_config import TOY_TASKS, DataConfig
-from nemo_specrl.trainer.policy_config import PolicyConfig
+from nemo_specrl.trainer.policy_config import PolicyConfig, read_model_config
 
 __all__ = ["Dataset", "Problem", "open_dataset"]
 
@@ -122,6 +122,7 @@ class _TextDataset:
                 "problem"
             )
         self.text = Text(policy, system_prompt=system, template=template)
+        self.vocabulary = read_model_config(policy.model_name).get("vocab_size")
         gym = None
         if data.data_path is None:
             gym = gym_dataset(data.dataset_name, data.dataset_kwargs, data.seed, 1)
@@ -188,6 +189,12 @@ class _TextDataset:
             prompt = self.text.prompt(row.messages)
         except ConfigError as error:
             raise ConfigError(f"{row.where}: {error}") from None
+        if isinstance(self.vocabulary, int) and max(prompt, default=0) >= self.vocabulary:
+            word = self.text.tokenizer.convert_ids_to_tokens(max(prompt))
+            raise ConfigError(
+                f"{row.where}: its prompt has token {max(prompt)}, {word!r}, and the model's "
+                f"vocabulary ends at {self.vocabulary - 1}; give a model that has the token"
+            )
         if len(prompt) > self.longest:
             return prompt, f"a prompt of more than {self.longest} tokens"
         if tuple(prompt) in self.seen:

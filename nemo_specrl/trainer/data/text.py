@@ -73,7 +73,9 @@ class Text:
             before = [{"role": "system", "content": self._system}, *before]
         if not self._chat:
             text = "".join(message["content"] for message in (*before, last))
-            return list(self.tokenizer(text)["input_ids"])
+            tokens = list(self.tokenizer(text)["input_ids"])
+            # Some tokenizers append it; no model continues behind the end of a text.
+            return tokens[:-1] if tokens[-1:] == [self.tokenizer.eos_token_id] else tokens
         try:
             text = self.tokenizer.apply_chat_template(
                 [*before, last], tokenize=False, add_generation_prompt=True

@@ -8,6 +8,8 @@ import logging
 import pyarrow
 import pytest
 from pyarrow import parquet
+from tokenizers import Tokenizer, processors
+from transformers import PreTrainedTokenizerFast
 
 from nemo_specrl.config import validated
 from nemo_specrl.errors import ConfigError
@@ -140,6 +142,32 @@ def test_a_wrong_line_is_named(model, tmp_path, content, said):
     with pytest.raises(ConfigError, match=said) as raised:
         opened(model, **data)
     assert "\n" not in str(raised.value)
+
+
+def test_a_token_that_the_model_has_not_is_refused_at_its_line(tmp_path):
+    folder = text_model(tmp_path / "model")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.add_tokens(["<think>"])
+    tokenizer.save_pretrained(folder)
+    rows = [{"prompt": p, "answer": "1"} for p in ("a", "b", "c <think>")]
+    data = lines(tmp_path / "a.jsonl", *rows)
+    with pytest.raises(ConfigError, match=r"a\.jsonl:3: its prompt has token \d+, '<think>', and"):
+        opened(folder, **data)
+
+
+def test_an_end_token_that_the_tokenizer_appends_is_no_part_of_a_prompt(tmp_path):
+    folder = text_model(tmp_path / "model")
+    data = lines(tmp_path / "a.jsonl", {"prompt": "ab", "answer": "1"})
+    before = opened(folder, **data, tokenizer={"chat_template": None}).training[0].prompt
+    file = folder / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A <eos>", special_tokens=[("<eos>", EOS)]
+    )
+    tokenizer.save(str(file))
+    after = opened(folder, **data, tokenizer={"chat_template": None})
+    assert after.training[0].text.tokenizer("ab")["input_ids"][-1] == EOS
+    assert after.training[0].prompt == before
 
 
 def test_an_answer_without_a_number_is_refused_where_numbers_are_compared(model, tmp_path):
