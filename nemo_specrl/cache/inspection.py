@@ -173,7 +173,7 @@ def _exported(path: Path, lines: Iterable[str]) -> str:
         head = json.loads(next(iter(lines), ""))
         if head["format"] == EXPORT:
             return str(head["vocabulary"])
-    except (ValueError, KeyError, TypeError):  # UnicodeDecodeError is a ValueError
+    except (ValueError, KeyError, TypeError, RecursionError):  # UnicodeDecodeError is a ValueError
         pass
     raise ForeignStore(f"{path} is no export or snapshot that this release reads")
 
@@ -190,7 +190,7 @@ def _of_export(path: Path, lines: Iterable[str]) -> Iterator[Rollout | CacheErro
                 made.get("logprobs"),
                 int(made["identity"], 16),
             )
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             yield StoreUnavailable(f"{path}: line {count} is no response: {error!r:.200}")
 
 

@@ -159,9 +159,10 @@ def test_verify_checks_copies_and_exports(tmp_path, cache):
     lines = (tmp_path / "export").read_text().splitlines()
     lines[5] = lines[5].replace("STOP", "STOOP")
     lines[6] = lines[6][:-20]
+    lines[7] = "[" * 100_000
     (tmp_path / "export").write_text("\n".join(lines))
     shown = cache("verify", tmp_path / "export", code=1)
-    assert "88 responses are sound, 2 damaged" in shown
+    assert "87 responses are sound, 3 damaged" in shown
     assert "line 6 is no response" in shown and "line 7 is no response" in shown
 
 
@@ -236,6 +237,7 @@ def test_bad_input_is_one_line_and_code_2(tmp_path, cache):
     cache("export", folder, tmp_path / "export")
     (tmp_path / "strange").write_text('{"format": "other"}\n')
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "nested").write_text("[" * 100_000)
     with open_store(tmp_path / "older") as store:
         store.put([rollout(1)])
     with changing(tmp_path / "older") as database:
@@ -250,6 +252,7 @@ def test_bad_input_is_one_line_and_code_2(tmp_path, cache):
         (("inspect", tmp_path / "older"), "has format 4, this release reads 5"),
         (("verify", tmp_path / "older"), "has format 4, this release reads 5"),
         (("import", tmp_path / "strange", tmp_path / "y"), "no export or snapshot that this"),
+        (("import", tmp_path / "nested", tmp_path / "y"), "no export or snapshot that this"),
         (("import", tmp_path / "bytes", tmp_path / "y"), "no export or snapshot that this"),
         (("import", folder, tmp_path / "y", "--max-bytes", "lots"), "must be a number of bytes"),
         (("import", folder, tmp_path / "y", "--max-bytes", "5"), "max_bytes = 5: must be greater"),
