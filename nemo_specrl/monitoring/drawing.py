@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +77,11 @@ def applies(columns: Mapping[str, Column], name: str) -> bool:
 
 @contextlib.contextmanager
 def canvas(inches: tuple[float, float] = INCHES) -> Iterator[Figure]:
-    """Yield a figure in the style of all pictures without changing matplotlib's global settings."""
+    """Yield a figure in the style of all pictures.
+
+    matplotlib's global settings are left as they are, and those of the user do not count.
+    """
+    backend = os.environ.pop("MPLBACKEND", None)  # of a notebook: the import may refuse it
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -84,7 +89,12 @@ def canvas(inches: tuple[float, float] = INCHES) -> Iterator[Figure]:
         raise ConfigError(
             "pictures need matplotlib, which is not installed: pip install matplotlib"
         ) from None
-    with matplotlib.rc_context(STYLE):
+    finally:
+        if backend is not None:
+            os.environ["MPLBACKEND"] = backend
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(STYLE)
         yield Figure(figsize=inches, dpi=DPI, facecolor="white")
 
 

@@ -69,7 +69,8 @@ def run_picture(columns: dict[str, list[float | None]], title: str) -> bytes:
     width, _ = INCHES
     with canvas((width, 13)) as figure:
         if title:
-            figure.text(0.015, 0.97, title, fontsize=20, weight="bold", va="center")
+            figure.text(0.015, 0.97, title, fontsize=20, weight="bold", va="center",
+                        parse_math=False)  # fmt: skip
         # A kind of draft that the run does not use has no panel.
         panels = [
             panel

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -217,6 +218,34 @@ def test_a_followed_report_reloads_itself_until_the_run_is_done(
     assert len(rows) == 2 and reload not in page.read_text()
     command_line("report", tmp_path)
     assert reload not in page.read_text()
+
+
+@pytest.mark.parametrize("name", ["lr_$lr_$seed", "a$$b", "exp${lr}_${seed}"])
+def test_a_dollar_in_a_folders_name_is_no_mathematics(tmp_path, name):
+    make_run(tmp_path / name)
+    assert write_report(tmp_path / name)[0].is_file()
+
+
+def test_pictures_do_not_depend_on_the_users_settings(tmp_path):
+    make_run(tmp_path)
+    (tmp_path / "matplotlibrc").write_text("text.usetex: True\nlines.linewidth: 9\n")
+    code = (
+        "import sys, pathlib\nfrom nemo_specrl.monitoring.report import write_report\n"
+        "write_report(pathlib.Path(sys.argv[1]))\n"
+    )
+    pictures = []
+    for settings in (
+        {},
+        {
+            "MATPLOTLIBRC": str(tmp_path / "matplotlibrc"),
+            "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+        },
+    ):
+        subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path)], env=os.environ | settings, check=True
+        )
+        pictures.append((tmp_path / "report.png").read_bytes())
+    assert pictures[0] == pictures[1]
 
 
 def test_report_refuses_a_metric_that_is_no_number(tmp_path):
