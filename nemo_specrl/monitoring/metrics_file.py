@@ -26,7 +26,7 @@ __all__ = [
     "read_steps",
 ]
 
-METRICS = "metrics.jsonl"
+METRICS, EARLIER = "metrics.jsonl", "metrics.earlier.jsonl"
 CUT_OFF = "cut off"
 T = TypeVar("T")
 
@@ -135,7 +135,11 @@ class MetricsFile:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / METRICS
         source = self.path if before is None or self.path.exists() else before
-        kept = [record for record in read_metrics(source) if record[metric.STEP] <= step]
+        found = read_metrics(source)
+        kept = [record for record in found if record[metric.STEP] <= step]
+        if found and not kept and source == self.path:  # of a run without checkpoints
+            os.replace(source, earlier := folder / EARLIER)
+            logger.warning("%s: the steps of an earlier run are now in %s", source, earlier.name)
         temporary = self.path.with_suffix(".tmp")
         with replacing(self.path, temporary, private=False) as file:
             file.writelines(json.dumps(record).encode() + b"\n" for record in kept)
