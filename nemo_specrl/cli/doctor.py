@@ -100,6 +100,8 @@ def print_findings(findings: Sequence[Finding], console: Console) -> int:
         The exit code: 1 when something needed is missing, else 0.
     """
     table = Table(box=None, pad_edge=False, show_header=False)
+    for _ in range(3):
+        table.add_column(overflow="fold")
     for finding in findings:
         # Use Text, since rich interprets brackets as markup.
         words = Text(finding.detail)

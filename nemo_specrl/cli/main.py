@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import logging
 import os
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -55,6 +57,8 @@ app = typer.Typer(
 app.add_typer(cache_app, name="cache")
 console = Console()
 error_console = Console(stderr=True)
+PIPE_COLUMNS = 1000
+"""Width of tables where there is no terminal, so that nothing in them is broken."""
 
 RecipeArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML recipe.")]
 OverridesArgument = Annotated[
@@ -86,6 +90,10 @@ def _options(
 
 def main() -> None:
     """Run the command line; expected errors become one line and an exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a character that it cannot encode: its code
+        sys.stdout.reconfigure(errors="backslashreplace")
+    if not console.is_terminal:
+        console.width = max(console.width, PIPE_COLUMNS)
     try:
         try:
             app()
@@ -107,14 +115,31 @@ def main() -> None:
 
 def _fail(error: Exception, code: int) -> None:
     line = " ".join(str(error).split())
-    error_console.print(
-        f"nemo-specrl: {line}", style="red", markup=False, highlight=False, soft_wrap=True
-    )
+    _warn(line, "red")
     raise SystemExit(code)
 
 
+def _warn(line: str, style: str) -> None:
+    with contextlib.suppress(OSError):  # standard error may be full, too
+        error_console.print(
+            f"nemo-specrl: {line}", style=style, markup=False, highlight=False, soft_wrap=True
+        )
+
+
 def _say(line: str, style: str | None = None) -> None:
-    console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+    with _going_on():
+        console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _going_on() -> Iterator[None]:
+    """Print to a full disk, or to a reader that has gone, without ending a run; warns once."""
+    try:
+        yield
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        why = f"standard output cannot be written to ({error.strerror})"
+        _warn(f"{why}; nothing more is printed there", "yellow")
 
 
 @contextlib.contextmanager
@@ -272,7 +297,8 @@ def compare(
             raise SystemExit(code)
     result = comparison(out / "plain", out / "speculative")
     write_comparison(out, result)
-    print_comparison(result, console)
+    with _going_on():
+        print_comparison(result, console)
     _say(f"written: {out / 'compare.json'}, {out / 'compare.png'}, {out / 'compare.html'}")
 
 
@@ -371,6 +397,8 @@ def simulate(
     engine = SimulatedEngine(at_once, max_num_batched_tokens, kv_tokens, max_draft_tokens=longest)
     predictions, assumed = predict(recorded, engine, engines, measured)
     table = Table("preset", "epoch", "rollouts, times faster", "90 %", "engine steps")
+    for column in table.columns:
+        column.overflow = "fold"
     for p in predictions:
         table.add_row(
             p.preset,

@@ -138,9 +138,9 @@ def write_comparison(
 def print_comparison(compare: dict[str, Any], console: Console) -> None:
     """Print the sums of both sides, their ratios, and the verdict on held-out accuracy."""
     table = Table(title="Plain and speculative rollouts, same prompts at every step")
-    table.add_column("")
+    table.add_column("", overflow="fold")
     for name in ("plain", "speculative", "with speculation"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     for line in summary(compare):
         table.add_row(*line)
     console.print(table)

@@ -329,6 +329,14 @@ def test_disk_and_python_of_this_machine():
         assert "GiB free of" in found["shared memory"].detail
 
 
+def test_a_narrow_terminal_cuts_nothing():
+    long = "sha256:" + "0123456789" * 6
+    output = io.StringIO()
+    print_findings([Finding("x", "ok", long, long)], Console(file=output, width=40))
+    assert "\u2026" not in output.getvalue()
+    assert "".join(output.getvalue().split()).count("9") == 12
+
+
 def test_exit_codes():
     ok, warning, missing = (
         Finding(status, status, "detail [cpu]", "advice [plots]")

@@ -1,6 +1,7 @@
 """The command line itself: its version, its first line, and bad input in one line."""
 
 import errno
+import os
 import subprocess
 import sys
 
@@ -104,6 +105,48 @@ def test_bad_input_is_one_line(tmp_path, capfd, monkeypatch, arguments, said):
     assert ended.value.code == 2
     [line] = capfd.readouterr().err.splitlines()
     assert line.startswith("nemo-specrl: ") and said in line
+
+
+LINES = """
+import sys
+from nemo_specrl.cli.main import _say
+for line in range(3):
+    _say(f"line {line}")
+print("all said", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("output", ["full", "closed pipe", "closed"])
+def test_standard_output_that_fails_ends_no_run(output):
+    command = [sys.executable, "-c", LINES]
+    if output == "full":
+        with open("/dev/full", "wb") as full:
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    elif output == "closed pipe":
+        reader, writer = os.pipe()
+        os.close(reader)
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+        os.close(writer)
+    else:
+        shell = ["sh", "-c", 'exec "$0" "$@" >&-', *command]
+        done = subprocess.run(shell, stderr=subprocess.PIPE, text=True)
+    *warnings, last = done.stderr.splitlines()
+    assert (done.returncode, last) == (0, "all said"), done.stderr
+    assert len(warnings) == (output != "closed")
+    assert all("standard output cannot be written to" in line for line in warnings)
+
+
+def test_a_terminal_that_is_not_utf_8_shows_codes():
+    code = (
+        "from nemo_specrl.cli import main\n"
+        "main.app = lambda: main._say('r\u00e9sum\u00e9 \u2026')\nmain.main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "r\\xe9sum\\xe9 \\u2026\n"), done.stderr
 
 
 @pytest.mark.parametrize(
