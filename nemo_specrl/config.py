@@ -65,6 +65,8 @@ def _parse_bytes(value: Any) -> Any:
 def parse_path(value: Any) -> Path:
     """Parse a path that a user wrote, with ``~`` and ``~user`` as home folders.
 
+    It is made absolute here, once: processes of a cluster have other working folders.
+
     Raises:
         ValueError: it cannot be a path: it is not text, is empty, is ``None`` or ``null`` as text,
             is in the home of a user who does not exist, or is longer than Linux allows. If
@@ -79,8 +81,11 @@ def parse_path(value: Any) -> Path:
         raise ValueError(f"there is no home folder for {text.partition('/')[0]}")
     if not expanded.isprintable():
         raise ValueError("must be a path of printable characters")
-    path = Path(expanded)
-    if len(os.fsencode(expanded)) > _MAX_PATH or any(len(os.fsencode(n)) > 255 for n in path.parts):
+    try:
+        path = Path(expanded).absolute()
+    except FileNotFoundError:
+        raise ValueError("is relative to the working folder, which was removed") from None
+    if len(os.fsencode(path)) > _MAX_PATH or any(len(os.fsencode(n)) > 255 for n in path.parts):
         raise ValueError("must be a path of names of at most 255 bytes, and of 4,000 in all")
     return path
 

@@ -73,7 +73,7 @@ def cache_config(recipe: Recipe) -> CacheConfig:
         raise ConfigError(f"{file}: cannot be read as a tokenizer: {last_line(error)}") from None
     return config.model_copy(
         update={
-            "dir": config.dir or recipe.run_dir.absolute() / CACHE_FOLDER,
+            "dir": config.dir or recipe.run_dir / CACHE_FOLDER,
             "vocabulary": config.vocabulary or vocabulary_hash(vocabulary),
         }
     )
