@@ -161,6 +161,7 @@ def train(config: RecipeArgument, overrides: OverridesArgument = None) -> None:
     if config.is_file():
         _say(f"train: loading {config}, torch and vLLM; the first step takes a minute or more")
     from nemo_specrl.engine.environment import local_cpu_environment
+    from nemo_specrl.trainer.checkpoint import run_date
     from nemo_specrl.trainer.data.dataset import open_dataset
     from nemo_specrl.trainer.policy_config import model_folder
     from nemo_specrl.trainer.recipe import load_recipe
@@ -171,7 +172,8 @@ def train(config: RecipeArgument, overrides: OverridesArgument = None) -> None:
     local_cpu_environment()
     _quiet_libraries()
     check_start(recipe)
-    data = open_dataset(recipe.data, recipe.policy, recipe.algorithm.max_val_samples)
+    heldout = recipe.algorithm.max_val_samples
+    data = open_dataset(recipe.data, recipe.policy, heldout, run_date(recipe))
     heartbeat.connect(recipe.run_dir)
     trainer = _set_up(recipe, data)
     if not trainer.done:

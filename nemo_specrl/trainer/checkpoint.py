@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ __all__ = [
     "damaged",
     "latest",
     "resume_identity",
+    "run_date",
     "save",
     "write_error",
 ]
@@ -44,6 +46,8 @@ FORMAT = 2
 
 LENGTH_KEYS = ("max_num_epochs", "max_num_steps", "max_val_samples")
 """Keys of the algorithm's block that a resumed run may change, beside those in ``val_``."""
+
+PATHS_OF_DATA = ("data.data_path", "data.prompt_file", "data.system_prompt_file")
 
 logger = logging.getLogger(__name__)
 
@@ -58,12 +62,16 @@ class Progress:
             step may draw several).
         recipe: the keys that a resumed run must not change, with their values.
         put_off: prompts that partial rollouts put off (``partial_rollouts.PutOff``).
+        data: hash of the training problems; empty: unknown.
+        date: ISO date that chat templates are given throughout the run; empty: unknown.
     """
 
     step: int = 0
     position: int = 0
     recipe: dict[str, Any] = field(default_factory=dict)
     put_off: list[list[int]] = field(default_factory=list)
+    data: str = ""
+    date: str = ""
 
 
 _PROGRESS = {
@@ -71,6 +79,8 @@ _PROGRESS = {
     "position": (int,),
     "recipe": (dict,),
     "put_off": (list,),
+    "data": (str,),
+    "date": (str,),
 }
 """Types of the values of a progress.json."""
 
@@ -90,6 +100,8 @@ def latest(folder: Path) -> tuple[Path, Progress] | None:
         if values.pop("format") > FORMAT:
             raise CheckpointError(f"{found[-1]}: written by a newer release of nemo_specrl")
         progress = Progress(**values)
+        if progress.date:
+            date.fromisoformat(progress.date)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise damaged(found[-1], f"progress.json: {type(error).__name__}: {error}") from None
     for name, kinds in _PROGRESS.items():
@@ -102,6 +114,20 @@ def latest(folder: Path) -> tuple[Path, Progress] | None:
         place = f"step {progress.step} and position {progress.position}"
         raise damaged(found[-1], f"progress.json: is of {place}")
     return found[-1], progress
+
+
+def run_date(recipe: Recipe) -> date:
+    """The date for chat templates: today's, or in a resumed run that of its start.
+
+    Otherwise every prompt of a template with a date, and its key in the cache, would change at
+    midnight.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read.
+    """
+    made = recipe.checkpointing
+    found = latest(made.checkpoint_dir) if made.enabled else None
+    return date.fromisoformat(found[1].date) if found and found[1].date else date.today()
 
 
 def damaged(checkpoint: Path, problem: str) -> CheckpointError:
@@ -282,6 +308,8 @@ def check_same_recipe(folder: Path, before: dict[str, Any], recipe: Recipe) -> N
         if name in old and name not in new and not knows(Recipe, name):
             value = f"{name} = {old[name]!r}"
             logger.warning("%s: was made with %s, which this release does not have", folder, value)
+            continue
+        if name in PATHS_OF_DATA:  # what the files hold is compared by Progress.data
             continue
         if old.get(name) != new.get(name):
             raise CheckpointError(

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nemo_specrl.errors import ConfigError, PolicyError, last_line
+from nemo_specrl.errors import CheckpointError, ConfigError, PolicyError, last_line
 from nemo_specrl.files import step_folders
 from nemo_specrl.monitoring import heartbeat
 from nemo_specrl.monitoring import names as metric
@@ -62,16 +62,28 @@ class Trainer:
         self._built = False
         self.folder = recipe.checkpointing.checkpoint_dir
         heldout = recipe.algorithm.max_val_samples
-        self.data = data or open_dataset(recipe.data, recipe.policy, heldout)
+        self.data = data or open_dataset(
+            recipe.data, recipe.policy, heldout, checkpoint.run_date(recipe)
+        )
         if recipe.data.prompts is None:
             self.recipe = recipe = recipe.with_prompts(len(self.data.training))
-        self.progress = checkpoint.Progress(recipe=checkpoint.resume_identity(recipe))
+        self.progress = checkpoint.Progress(
+            recipe=checkpoint.resume_identity(recipe),
+            data=self.data.content_hash(),
+            date=self.data.day.isoformat() if self.data.day else "",
+        )
         self._resumed_from: Path | None = None
         keep = recipe.checkpointing.keep_top_k
         self._checkpoints = checkpoint.CheckpointWriter(self.folder, keep=keep)
         found = checkpoint.latest(self.folder) if recipe.checkpointing.enabled else None
         if found is not None:
             checkpoint.check_same_recipe(found[0], found[1].recipe, recipe)
+            if found[1].data not in ("", self.progress.data):
+                raise CheckpointError(
+                    f"{found[0]}: was made with other prompts or answers than "
+                    f"{recipe.data.data_path or recipe.data.dataset_name} has now; put them back, "
+                    "or choose another checkpointing.checkpoint_dir"
+                )
             self._resumed_from, self.progress = found
 
     def build(self) -> None:

@@ -7,9 +7,11 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import date, datetime, time
 from typing import Protocol
 
 import numpy as np
+import xxhash
 
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.trainer.data.rewards import Scorer, build_reward, last_number
@@ -68,11 +70,21 @@ class Dataset:
         heldout: problems for evaluations, none of which is in ``training``; may be empty.
         scorer: counts the failures of the reward; None for the toy tasks, whose rewards cannot
             fail.
+        day: the date that chat templates were given.
     """
 
     training: Sequence[Problem]
     heldout: Sequence[Problem]
     scorer: Scorer | None = None
+    day: date | None = None
+
+    def content_hash(self) -> str:
+        """Hash of the training problems: their prompts and answers, in order."""
+        digest = xxhash.xxh3_128()
+        for problem in self.training:
+            answer = problem.row.values.get("answer") if isinstance(problem, TextProblem) else ""
+            digest.update(f"{problem.prompt} {answer}\n".encode())
+        return digest.hexdigest()
 
     def take_reward_failures(self) -> int:
         """Number of responses since the last call for which the reward failed."""
@@ -82,13 +94,16 @@ class Dataset:
         return taken
 
 
-def open_dataset(data: DataConfig, policy: PolicyConfig, heldout: int) -> Dataset:
+def open_dataset(
+    data: DataConfig, policy: PolicyConfig, heldout: int, day: date | None = None
+) -> Dataset:
     """Read or generate the problems of a recipe.
 
     Args:
         data: the ``data:`` block.
         policy: the ``policy:`` block, for its tokenizer and its longest prompt.
         heldout: largest number of held-out problems.
+        day: the date for chat templates; None: today's.
 
     Raises:
         ConfigError: a file or a package is missing, a row is not as it must be, or no prompt can
@@ -105,12 +120,12 @@ def open_dataset(data: DataConfig, policy: PolicyConfig, heldout: int) -> Datase
             )
         return Dataset(training, rest)
     longest = min(longest, data.max_input_seq_length or longest)
-    return _TextDataset(data, policy, longest).open(heldout)
+    return _TextDataset(data, policy, longest, day or date.today()).open(heldout)
 
 
 class _TextDataset:
-    def __init__(self, data: DataConfig, policy: PolicyConfig, longest: int) -> None:
-        self.data, self.longest = data, longest
+    def __init__(self, data: DataConfig, policy: PolicyConfig, longest: int, day: date) -> None:
+        self.data, self.longest, self.day = data, longest, day
         files = data.system_prompt_file, data.prompt_file
         system, template = (
             None if path is None else read_text_file(f"data.{key}", path)
@@ -121,7 +136,8 @@ class _TextDataset:
                 f"data.prompt_file = {str(data.prompt_file)!r}: must have {{}} once, for the "
                 "problem"
             )
-        self.text = Text(policy, system_prompt=system, template=template)
+        noon = datetime.combine(day, time(12))
+        self.text = Text(policy, system_prompt=system, template=template, date=noon)
         self.vocabulary = read_model_config(policy.model_name).get("vocab_size")
         gym = None
         if data.data_path is None:
@@ -139,7 +155,8 @@ class _TextDataset:
         else:
             rows = list(file_rows(path, data))
             held = round(len(rows) * data.split_validation_size)
-            if held:
+            if data.split_validation_size:
+                held = max(1, held)
                 order = np.random.default_rng(abs(data.seed)).permutation(len(rows))
                 kept = sorted(order[held:])
                 rows = [rows[i] for i in (*kept, *sorted(order[:held]))]
@@ -155,7 +172,7 @@ class _TextDataset:
                 f"data.num_prompts = {data.num_prompts}: {path or data.dataset_name} has only "
                 f"{len(training)} prompts that can be used"
             )
-        return Dataset(training, rest, self.scorer)
+        return Dataset(training, rest, self.scorer, self.day)
 
     def _generated(self, seed: int, count: int) -> list[TextProblem]:
         data = self.data

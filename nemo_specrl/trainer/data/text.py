@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,19 @@ class Text:
             one.
         template: the user's message, in which ``{}`` stands for the problem; None for the problem
             itself.
+        date: what chat templates that write a date are given; None: the present.
 
     Raises:
         ConfigError: the model has no tokenizer, or no chat template.
     """
 
     def __init__(
-        self, policy: PolicyConfig, *, system_prompt: str | None, template: str | None
+        self,
+        policy: PolicyConfig,
+        *,
+        system_prompt: str | None,
+        template: str | None,
+        date: datetime | None = None,
     ) -> None:
         from transformers import AutoTokenizer
 
@@ -55,6 +62,7 @@ class Text:
                 "they are"
             )
         self._system, self._template = system_prompt, template
+        self._clock = {} if date is None else {"strftime_now": date.strftime}
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, up to the beginning of the model's next message.
@@ -78,7 +86,7 @@ class Text:
             return tokens[:-1] if tokens[-1:] == [self.tokenizer.eos_token_id] else tokens
         try:
             text = self.tokenizer.apply_chat_template(
-                [*before, last], tokenize=False, add_generation_prompt=True
+                [*before, last], tokenize=False, add_generation_prompt=True, **self._clock
             )
         except Exception as error:  # whatever the template raises
             raise ConfigError(f"the chat template refuses it: {error}") from None
