@@ -165,20 +165,21 @@ def train(config: RecipeArgument, overrides: OverridesArgument = None) -> None:
     from nemo_specrl.trainer.data.dataset import open_dataset
     from nemo_specrl.trainer.policy_config import model_folder
     from nemo_specrl.trainer.recipe import load_recipe
-    from nemo_specrl.trainer.start_checks import check_start
+    from nemo_specrl.trainer.start_checks import check_start, only_run
 
     recipe = load_recipe(config, overrides or ())
     model_folder(recipe.policy.model_name)  # while the hub may still be accessed
     local_cpu_environment()
     _quiet_libraries()
     check_start(recipe)
-    heldout = recipe.algorithm.max_val_samples
-    data = open_dataset(recipe.data, recipe.policy, heldout, run_date(recipe))
-    heartbeat.connect(recipe.run_dir)
-    trainer = _set_up(recipe, data)
-    if not trainer.done:
-        with _disk_in_one_line():
-            _train_with_progress(trainer, recipe)
+    with only_run(recipe):
+        heldout = recipe.algorithm.max_val_samples
+        data = open_dataset(recipe.data, recipe.policy, heldout, run_date(recipe))
+        heartbeat.connect(recipe.run_dir)
+        trainer = _set_up(recipe, data)
+        if not trainer.done:
+            with _disk_in_one_line():
+                _train_with_progress(trainer, recipe)
     if trainer.stop:
         raise SystemExit(130)
 

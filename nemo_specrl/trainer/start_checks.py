@@ -6,7 +6,11 @@ requested, can be found within a second. Nothing here needs torch or vLLM, or le
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,10 @@ from nemo_specrl.errors import ConfigError
 from nemo_specrl.trainer.policy_config import read_model_config, tokenizer_file
 from nemo_specrl.trainer.recipe import Recipe
 
-__all__ = ["check_start"]
+__all__ = ["check_start", "only_run"]
+
+LOCK = ".lock"
+"""File in the folders of a run, locked while the run lasts."""
 
 
 def check_start(recipe: Recipe) -> None:
@@ -24,6 +31,7 @@ def check_start(recipe: Recipe) -> None:
         ConfigError: a folder cannot be written to, or the model does not fit the context length
             or the stop tokens.
     """
+    _check_environment()
     _check_model(recipe)
     folders = {"logger.log_dir": recipe.logger.log_dir}
     if recipe.checkpointing.enabled:
@@ -37,6 +45,38 @@ def check_start(recipe: Recipe) -> None:
         folders[key] = textfile.parent
     for key, folder in folders.items():
         _check_folder(key, folder)
+
+
+@contextlib.contextmanager
+def only_run(recipe: Recipe) -> Iterator[None]:
+    """Hold the folders of a run against a second one, to the end of the context or the process.
+
+    Where the file system has no locks, nothing is held.
+
+    Raises:
+        ConfigError: another run holds one of them.
+    """
+    with contextlib.ExitStack() as held:
+        for folder in sorted({recipe.run_dir, recipe.logger.log_dir}):
+            folder.mkdir(parents=True, exist_ok=True)
+            file = held.enter_context((folder / LOCK).open("ab"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"{folder}: another run is going on here; wait for its end, or set another "
+                    "checkpointing.checkpoint_dir and logger.log_dir"
+                ) from None
+            except OSError:  # no locks here
+                pass
+        yield
+
+
+def _check_environment() -> None:
+    """Refuse an engine in a process of its own, where vLLM cannot take the trainer's weights."""
+    name = "VLLM_ENABLE_V1_MULTIPROCESSING"
+    if (value := os.environ.get(name, "0")) != "0":
+        raise ConfigError(f"{name} = {value[:100]!r}: must be 0, or unset, for training")
 
 
 def _check_folder(key: str, folder: Path) -> None:

@@ -4,6 +4,7 @@ The keys are read from the recipe's own models, so that a new key is tested too.
 a key follows from its type; the tables below say where a value of that kind is right.
 """
 
+import errno
 import json
 import pwd
 import re
@@ -20,9 +21,9 @@ from nemo_specrl.cli.main import main
 from nemo_specrl.config import MAX_COUNT
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.trainer.data.dataset import open_dataset
-from nemo_specrl.trainer.generation.engine import build_engine
+from nemo_specrl.trainer.generation.engine import build_engine, cache_config
 from nemo_specrl.trainer.recipe import Recipe, load_recipe
-from nemo_specrl.trainer.start_checks import check_start
+from nemo_specrl.trainer.start_checks import LOCK, check_start, only_run
 from tests.conftest import REPOSITORY
 
 RECIPES = [
@@ -221,6 +222,44 @@ def test_home_folders_are_those_of_users(monkeypatch, tmp_path):
     assert root == Path(pwd.getpwnam("root").pw_dir, "run")
 
 
+def test_relative_paths_are_made_absolute_once(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    recipe = load_recipe(DEMO, [f"{SPEC}cache.dir=mycache", "logger.log_dir=logs"])
+    monkeypatch.chdir("/")  # as workers of a cluster, which have their own working folder
+    assert recipe.spec_rl.cache.dir == tmp_path / "mycache"
+    assert recipe.logger.log_dir == tmp_path / "logs"
+    assert cache_config(recipe).dir == tmp_path / "mycache"
+
+
+def test_an_engine_in_a_process_of_its_own_is_refused(monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    with pytest.raises(ConfigError, match=r"^VLLM_ENABLE_V1_MULTIPROCESSING = '1': must be 0"):
+        check_start(load_recipe(DEMO))
+
+
+def test_a_second_run_in_a_folder_is_refused(tmp_path):
+    log = f"logger.log_dir={tmp_path / 'log'}"
+    first, second = (
+        load_recipe(DEMO, [f"checkpointing.checkpoint_dir={tmp_path / name}", log])
+        for name in ("a", "b")
+    )
+    refused = pytest.raises(ConfigError, match="log: another run is going on here")
+    with only_run(first), refused, only_run(second):
+        pass
+    with only_run(second):  # the first has ended
+        assert (tmp_path / "b").is_dir()
+
+
+def test_a_file_system_without_locks_holds_nothing(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("nemo_specrl.trainer.start_checks.fcntl.flock", flock)
+    recipe = load_recipe(DEMO, [f"logger.log_dir={tmp_path}", "checkpointing.enabled=false"])
+    with only_run(recipe), only_run(recipe):
+        assert (tmp_path / LOCK).exists()
+
+
 def test_what_is_right_is_accepted(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     for recipe in RECIPES:
@@ -230,7 +269,7 @@ def test_what_is_right_is_accepted(monkeypatch):
     off = ("checkpointing.enabled=false", "checkpointing.checkpoint_dir=/proc/x")
     recipe = load_recipe(DEMO, [*off, "logger.log_dir=here"])
     check_start(recipe)  # of a folder that is not used
-    assert recipe.run_dir == Path("here")
+    assert recipe.run_dir == REPOSITORY / "here"
 
 
 @pytest.mark.parametrize(
