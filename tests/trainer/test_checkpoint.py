@@ -67,6 +67,7 @@ def text_recipe(folder, data, template=TEMPLATE):
             f"policy.model_name={text_model(folder / 'model', template=template)}",
             "data={dataset_name: ResponseDataset, env_name: exact}",
             f"data.data_path={data}",
+            "data.num_prompts=3",
             "grpo.num_prompts_per_step=1",
             "policy.train_global_batch_size=8",
             f"checkpointing.checkpoint_dir={folder / 'run'}",

@@ -21,7 +21,7 @@ from nemo_specrl.cli.main import main
 from nemo_specrl.config import MAX_COUNT
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.trainer.data.dataset import open_dataset
-from nemo_specrl.trainer.generation.engine import build_engine, cache_config
+from nemo_specrl.trainer.generation.engine import build_engine
 from nemo_specrl.trainer.recipe import Recipe, load_recipe
 from nemo_specrl.trainer.start_checks import LOCK, check_start, only_run
 from tests.conftest import REPOSITORY
@@ -228,7 +228,6 @@ def test_relative_paths_are_made_absolute_once(monkeypatch, tmp_path):
     monkeypatch.chdir("/")  # as workers of a cluster, which have their own working folder
     assert recipe.spec_rl.cache.dir == tmp_path / "mycache"
     assert recipe.logger.log_dir == tmp_path / "logs"
-    assert cache_config(recipe).dir == tmp_path / "mycache"
 
 
 def test_an_engine_in_a_process_of_its_own_is_refused(monkeypatch):

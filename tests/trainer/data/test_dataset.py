@@ -241,6 +241,8 @@ def test_held_out_rows_are_of_another_file_or_a_share_and_none_is_trained_on(mod
     data = lines(tmp_path / "a.jsonl", *rows)
     dataset = opened(model, heldout=10, **data, split_validation_size=0.25)
     assert (len(dataset.training), len(dataset.heldout)) == (15, 5)
+    small = opened(model, heldout=10, **data, split_validation_size=0.01)
+    assert (len(small.training), len(small.heldout)) == (19, 1)
     assert len({tuple(p.prompt) for p in (*dataset.training, *dataset.heldout)}) == 20
     lines(tmp_path / "b.jsonl", {"q": "p3", "a": "1"}, {"q": "new", "a": "1"})
     other = {"data_path": str(tmp_path / "b.jsonl"), "input_key": "q", "output_key": "a"}
