@@ -238,8 +238,6 @@ def _refused(generation: Any, spec_rl: SpecRLConfig) -> dict[str, bool]:
         f"{BLOCK}.cache.dir: must name a folder on each node's own disk, such as /raid/specrl": (
             spec_rl.cache.dir is None
         ),
-        f"{BLOCK}.cache.dir = {str(spec_rl.cache.dir)!r}: must be an absolute path, the same on "
-        "each node": spec_rl.cache.dir is not None and not spec_rl.cache.dir.is_absolute(),
         f"{BLOCK}.run_ahead.enabled = True: NeMo-RL's engines are not told the next prompts; leave "
         "it out (the embedded trainer has it)": spec_rl.run_ahead.enabled,
         f"policy.generation.vllm_kwargs.{', '.join(beside)}: an engine has one drafter, and "

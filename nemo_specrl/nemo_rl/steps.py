@@ -130,8 +130,8 @@ class StepHooks:
             shards = [StoreStats(**stats) for stats in self._cache.stats().values()]  # type: ignore[arg-type]
             own |= {metric.CACHE_NODES: float(len(shards)), **store_metrics(shards)}
             counts = self._cache.engine_counts()
-            for name in FROM_ENGINES & counts.keys():  # engines that start again begin at zero
-                own[name] = max(0.0, counts[name] - self._counted.get(name, 0.0))
+            for name in FROM_ENGINES:  # engines that start again begin at zero
+                own[name] = max(0.0, counts.get(name, 0.0) - self._counted.get(name, 0.0))
             self._counted = counts
             self._alarm.look_at(own)
             self._log_metrics(own, step, prefix=TRAIN)

@@ -18,7 +18,7 @@ from nemo_specrl.errors import ConfigError
 from nemo_specrl.trainer.policy_config import read_model_config, tokenizer_file
 from nemo_specrl.trainer.recipe import Recipe
 
-__all__ = ["check_start", "only_run"]
+__all__ = ["LOCK", "check_start", "only_run"]
 
 LOCK = ".lock"
 """File in the folders of a run, locked while the run lasts."""
