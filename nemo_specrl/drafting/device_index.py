@@ -5,7 +5,8 @@ to which every step appends on the device, so that the rows of a prompt draft fo
 are in pages of one pool; ``reference`` describes them. The host decides which page belongs to what.
 It knows how long responses may have become, but not their tokens, and waits for nothing.
 
-Memory is bounded. Prompts without rows make room first, the least recently used before others. If
+Memory is bounded. Prompts without rows make room first, the least recently used before others; then
+a prompt's oldest responses make room for its rows, as they do where its list of pages is full. If
 that does not suffice, responses are left out and counted, and their rows draft less or nothing.
 
 The pages of the responses that ended last, to whatever prompt, are the corpus, from which rows
@@ -64,6 +65,7 @@ class _Prompt:
     def __init__(self, slot: int) -> None:
         self.slot = slot
         self.listed: list[int] = []  # pages, -1 for those that were taken away
+        self.holes: list[int] = []  # positions of the latter, which are used again
         self.responses: dict[int, list[int]] = {}  # identity: positions in the list
         self.rows = 0
 
@@ -212,7 +214,7 @@ class DeviceIndex(DeviceArrays):
 
     def _write_history(self, prompt: _Prompt, history: Sequence[tuple[int, bytes]]) -> None:
         """Write the newest responses that fit, and keep their order."""
-        room = self._history - len(prompt.listed)
+        room = self._history - len(prompt.listed) + len(prompt.holes)
         taken: list[tuple[int, npt.NDArray[np.int32]]] = []
         for identity, data in reversed(history):
             tokens = np.frombuffer(data, np.int32)
@@ -266,6 +268,15 @@ class DeviceIndex(DeviceArrays):
         for position in prompt.responses.pop(identity, ()):
             self._remove_page(prompt, position)
 
+    def _drop_oldest(self, prompt: _Prompt) -> bool:
+        """Remove a prompt's oldest response that has pages; False if there is none."""
+        while prompt.responses:
+            oldest, positions = next(iter(prompt.responses.items()))
+            self._take_away(prompt, oldest)
+            if positions:
+                return True
+        return False
+
     def _share(self, page: int) -> None:
         """Take a page into the corpus, in place of the one that has been there longest."""
         place = self._shared % CORPUS
@@ -277,6 +288,7 @@ class DeviceIndex(DeviceArrays):
     def _remove_page(self, prompt: _Prompt, position: int) -> None:
         page, prompt.listed[position] = prompt.listed[position], -1
         if page >= 0:
+            prompt.holes.append(position)
             self._values[self.table_at + prompt.slot * self.table.shape[1] + position] = -1
             self._contents.pop(page, None)
             self._free.append(page)
@@ -294,10 +306,14 @@ class DeviceIndex(DeviceArrays):
         self._values |= {link: before, link + 1: -1, link + 2: number}
         if before >= 0:
             self._values[self.links_at + before * LINKS + BEHIND] = page
-        self._values[self.table_at + prompt.slot * self.table.shape[1] + len(prompt.listed)] = page
+        if not prompt.holes:
+            prompt.holes.append(len(prompt.listed))
+            prompt.listed.append(-1)
+        position = prompt.holes.pop()
+        self._values[self.table_at + prompt.slot * self.table.shape[1] + position] = page
         self._contents[page] = cells
-        positions.append(len(prompt.listed))
-        prompt.listed.append(page)
+        positions.append(position)
+        prompt.listed[position] = page
         return page
 
     def _set_row(self, row: int, *values: int) -> None:
@@ -309,7 +325,8 @@ class DeviceIndex(DeviceArrays):
         extended = self._rows[row]
         prompt, positions = extended.prompt, extended.positions
         while len(positions) * PAGE <= tokens and len(positions) < self.pages_of_row:
-            if len(prompt.listed) == self.table.shape[1] or not self._make_room(1):
+            listable = prompt.holes or len(prompt.listed) < self.table.shape[1]
+            if not (listable and self._make_room(1)) and not self._drop_oldest(prompt):
                 self.counts.rows += 1
                 self._pages_of[row] = _NO_MORE
                 return

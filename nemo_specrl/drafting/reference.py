@@ -6,8 +6,8 @@ integers, so that no order of summation matters, and no two positions have the s
 **Layout.** Responses are stored in pages of ``PAGE`` int32 tokens. A response begins with ``START``
 at the beginning of a page and continues in further pages; what is not written yet is ``EMPTY``. For
 each page, ``links`` has the pages before and after it in its response (-1: none) and the number of
-the response. A prompt has a list of pages, in the order in which they were added (-1: a page that
-has been removed).
+the response. A prompt has a list of pages, in the order in which they were added, except that a
+place whose page has been removed (-1) is used again.
 
 **Search.** The context of a row is its last ``DEPTH`` tokens. The match of a position in the pages
 of its prompt is the number of tokens, up to and including it, that equal the last ones of the row.

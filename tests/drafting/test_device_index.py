@@ -143,10 +143,32 @@ def test_a_row_without_room_leaves_the_responses_of_others_alone(make_rows, monk
         rows.step({0: ended[i : i + 200]})
     rows.index.close_row(0)
     rows.open(0, b"without room", [(1, rng.integers(0, 20, 1500).tolist())])
-    for _ in range(9):
+    for _ in range(12):
         rows.step({0: [30] * 200})
     assert rows.index.counts.rows == 1
     assert ended in held(rows)
+
+
+@pytest.mark.parametrize("preempted", [False, True])
+def test_a_full_list_drops_its_oldest_responses(make_rows, monkeypatch, preempted):
+    """A prompt whose requests bring nothing, and one whose row is preempted again and again."""
+    from nemo_specrl.drafting import device_arrays
+
+    monkeypatch.setattr(device_arrays, "PAGES_SEARCHED", 16)  # eight pages of a prompt
+    rows = make_rows(rows=2, longest=600, length=2)
+    for i in range(30):
+        brought = [1, 2] if preempted and i else []
+        rows.open(0, identity=7 if preempted else i, brought=brought)
+        rows.step({0: [i, *[30] * 297]})
+        rows.step({0: [i]})
+        rows.index.close_row(0)
+    (prompt,) = rows.index._prompts.values()
+    assert rows.index.counts.rows == 0 and len(prompt.listed) <= 8
+    newest = [tokens[2 * preempted] for tokens in held(rows)]
+    assert sorted(newest) == ([29] if preempted else [26, 27, 28, 29])
+    assert rows.index.table[prompt.slot, : len(prompt.listed)].tolist() == prompt.listed
+    rows.open(1, identity=99)
+    assert rows.step({1: [29]})[0].tolist() == [30, 30]
 
 
 def test_two_ranks_draft_the_same(make_rows):
