@@ -14,9 +14,11 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from nemo_specrl.engine import core_patches
+from nemo_specrl.engine.patches import vllm_version
 from nemo_specrl.engine.resident import Resident
 from nemo_specrl.engine.row import row_of
 from nemo_specrl.engine.v2_lengths import LengthsOfSteps
+from nemo_specrl.errors import IncompatibleVersion
 from nemo_specrl.rollout import Finish
 
 __all__: list[str] = []
@@ -30,6 +32,8 @@ FINISHES: Mapping[RequestStatus, Finish] = {
     RequestStatus.FINISHED_REPETITION: Finish.PARTIAL,
 }
 """How the response of a request ended; of errors, nothing is kept."""
+FIRST_THAT_RESETS = (0, 29)
+"""The oldest vLLM that may reset the KV cache under rows whose drafts are in flight."""
 REFITS_WITHOUT = 2
 """After so many refits without an accepted token, there is a warning."""
 
@@ -72,8 +76,24 @@ class _History:
                 self.resident.add(DRAFTED_TOKENS=drafted, ACCEPTED_TOKENS=accepted)
         return super().make_spec_decoding_stats(*args, **kwargs)  # type: ignore[misc]
 
-    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """A refit: what was accepted before says less about the new weights."""
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, *args: Any, **kwargs: Any
+    ) -> Any:
+        """A refit: what was accepted before says less about the new weights.
+
+        Raises:
+            IncompatibleVersion: this vLLM would lose tokens of the rows that run. It discards as
+                many outputs as tokens are expected, which with drafts are more than outputs.
+        """
+        if reset_running_requests and vllm_version() < FIRST_THAT_RESETS:
+            running = self.running  # type: ignore[attr-defined]
+            in_flight = sum(row.num_output_placeholders > 1 for row in running)
+            if in_flight:
+                raise IncompatibleVersion(
+                    f"reset_prefix_cache(reset_running_requests=True): drafts of {in_flight} rows "
+                    "are in flight, of which vLLM before 0.29 would lose tokens; pause generation "
+                    "first, or use vLLM 0.29 or later"
+                )
         if self.lengths is not None:
             self.lengths.begin_batch()
         if self._drafted:
@@ -81,7 +101,9 @@ class _History:
             self._drafted = self._accepted = 0
             if self._refits_without == REFITS_WITHOUT:
                 self.resident.without_acceptance()
-        return super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
+        return super().reset_prefix_cache(  # type: ignore[misc]
+            reset_running_requests, *args, **kwargs
+        )
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         """All requests that end pass here; those that are preempted do not."""
