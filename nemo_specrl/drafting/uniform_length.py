@@ -19,40 +19,54 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["GPUS", "LEAST_GAIN", "LENGTHS", "Gpu", "StepCosts", "UniformLengths", "expected_tokens"]
+__all__ = [
+    "BANDWIDTH_SHARE",
+    "GPUS",
+    "LEAST_GAIN",
+    "LENGTHS",
+    "SAMPLER_PASSES",
+    "Gpu",
+    "StepCosts",
+    "UniformLengths",
+    "expected_tokens",
+]
 
 Floats = npt.NDArray[np.float64]
 
-LENGTHS = (0, 2, 3, 5, 11)
-"""Lengths to choose from. CUDA graphs are captured for each, so there are only a few; more of them
-would gain less than a twentieth (docs/reference/v2_drafting.md)."""
-LEAST_GAIN = 1.05
+LENGTHS = (0, 1, 2, 3, 5, 7, 11, 16, 24)
+"""Lengths to choose from. CUDA graphs are captured for each, so there are only a few."""
+LEAST_GAIN = 1.03
 """Factor that a length must gain over none, so that an error in the costs does not slow steps
 down."""
 
-BANDWIDTH_SHARE, COMPUTE_SHARE = 0.75, 0.68
-"""The shares of the data sheet's values that serving kernels reach: fitted to steps of Qwen3-8B on
-an H100, for which the costs are off by 2 % on average and by 9 % at most
-(docs/evidence/performance.md)."""
-OVERLAP = 3
+BANDWIDTH_SHARE, COMPUTE_SHARE = 0.79, 0.816
+"""The shares of the data sheet's values that serving kernels reach: fitted, like the numbers below,
+to steps of Qwen3-8B on an H100 (docs/evidence/measured.md)."""
+WAVE, WAVE_SHARE = 512, 0.44
+"""Beyond half of so many tokens, matrix products take their time in steps of so many: this share of
+the time is that of the tokens rounded up. 512 tokens took 13.9 ms, 768 took 21.3, 1,024 took
+26.5."""
+OVERLAP = 2.7
 """Exponent of the norm by which the times of reading weights and of computing add up; the larger it
 is, the more of the shorter one is hidden behind the longer one. Fitted likewise."""
-LAUNCH_SECONDS, DRAFT_SECONDS = 0.8e-3, 1e-4
-"""Seconds of any step, whatever its work, and of search and vote in addition; also measured
-there."""
-SAMPLER_PASSES = 6
+LAUNCH_SECONDS, ROW_SECONDS, DRAFT_SECONDS = 1.0e-3, 2.6e-6, 1.1e-4
+"""Seconds of any step, whatever its work, of each row, and of search and vote in addition."""
+SAMPLER_PASSES = 9
 """How often sampling and verification read or write the float32 logits of each position."""
 
 PRIOR_CHANCE = 0.8
 """Chance that a draft token is accepted if those before it are, before anything is known. It is
 high, since nothing is learned if nothing is drafted: many rows find out within a few steps that
 drafts do not pay, but with a low chance they would never find out that they do."""
-PRIOR_WEIGHT = 200.0
+PRIOR_WEIGHT = 16.0
 """Number of drafts for which it counts. At later positions, the chance of the previous position has
 this weight."""
-MOST_COUNTED = 20_000
+MOST_COUNTED = 8_000
 """Number of drafts after which earlier observations count half: more of them add no information,
-and the longer a batch continues, the later a change would be noticed."""
+and the longer a batch continues, the later a slow change would be noticed."""
+SURPRISE = 4.0
+"""Standard deviations by which what is accepted has to differ from what was before for that to be
+forgotten."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +135,9 @@ class StepCosts:
         bandwidth = BANDWIDTH_SHARE * self.gpu.bandwidth
         experts = self.expert_bytes * (1 - (1 - self.expert_share) ** tokens)
         reading = (self.weight_bytes + experts) / bandwidth
-        computing = self.token_flops * tokens / (COMPUTE_SHARE * self.gpu.flops)
+        waves = np.where(tokens > WAVE / 2, np.ceil(tokens / WAVE) * WAVE, tokens)
+        computed = (1 - WAVE_SHARE) * tokens + WAVE_SHARE * waves
+        computing = self.token_flops * computed / (COMPUTE_SHARE * self.gpu.flops)
         attention = rows * context * self.kv_bytes / bandwidth
         states = (rows + tokens) * self.state_bytes / bandwidth
         sampling = tokens * self.vocabulary * 4 * SAMPLER_PASSES / bandwidth
@@ -132,6 +148,7 @@ class StepCosts:
             + states
             + sampling
             + drafting
+            + rows * ROW_SECONDS
             + LAUNCH_SECONDS
         )
         return seconds
@@ -151,6 +168,25 @@ def expected_tokens(chances: npt.ArrayLike) -> Floats:
     return 1 + np.concatenate([[0.0], np.cumsum(np.cumprod(np.asarray(chances, np.float64)))])
 
 
+def _by_position(counts: Floats) -> tuple[Floats, Floats]:
+    """How many drafts reached each position, and had the token there accepted.
+
+    Args:
+        counts: drafts by their length, and by how many of their tokens were accepted.
+    """
+    at_least = counts[::-1, ::-1].cumsum(0).cumsum(1)[::-1, ::-1]
+    return np.diagonal(at_least, -1), np.diagonal(at_least)[1:]
+
+
+def _chances(counts: Floats) -> Floats:
+    """Chance for each position that a draft token is accepted if those before it are."""
+    chances, before = [], PRIOR_CHANCE
+    for reached, accepted in zip(*_by_position(counts), strict=True):
+        before = (accepted + PRIOR_WEIGHT * before) / (reached + PRIOR_WEIGHT)
+        chances.append(before)
+    return np.array(chances)
+
+
 class UniformLengths:
     """Chooses a length for each number of rows.
 
@@ -166,34 +202,37 @@ class UniformLengths:
     ) -> None:
         self._costs, self._lengths = costs, sorted(lengths)
         self._max_rows, self._max_drafted = max_rows, max_drafted
-        # Drafts by their length, and by how many of their tokens were accepted.
-        self._counts = np.zeros((max(lengths) + 1, max(lengths) + 1))
-        self._counted = 0.0  # their sum
+        # Drafts by their length, and by how many of their tokens were accepted: before the last
+        # table and since then.
+        self._counts, self._recent = np.zeros((2, max(lengths) + 1, max(lengths) + 1))
 
     def observe(self, drafted: int, accepted: int) -> None:
         """Note how many tokens of a draft were accepted."""
-        if 0 < drafted < len(self._counts):
-            self._counts[drafted, min(accepted, drafted)] += 1
-            self._counted += 1
-            if self._counted > MOST_COUNTED:
-                self.begin_batch()
+        if 0 < drafted < len(self._recent):
+            self._recent[drafted, min(accepted, drafted)] += 1
 
     def begin_batch(self) -> None:
         """Halve the weight of earlier observations: the weights and the prompts may differ now."""
+        self._settle()
         self._counts /= 2
-        self._counted /= 2
+
+    def _settle(self) -> None:
+        """Add what was observed recently, which replaces what was before if it is a surprise."""
+        if not self._recent.any():
+            return
+        chances = _chances(self._counts)
+        reached, accepted = _by_position(self._recent)
+        expected, variance = reached @ chances, reached @ (chances * (1 - chances))
+        if (accepted.sum() - expected) ** 2 > SURPRISE**2 * (variance + 1):
+            self._counts[:] = 0
+        self._counts += self._recent
+        self._recent[:] = 0
+        if self._counts.sum() > MOST_COUNTED:
+            self._counts /= 2
 
     def chances(self) -> Floats:
         """Chance for each position that a draft token is accepted if those before it are."""
-        longest = len(self._counts) - 1
-        chances = np.empty(longest)
-        before = PRIOR_CHANCE
-        for position in range(longest):
-            reached = self._counts[position + 1 :, position:].sum()
-            accepted = self._counts[position + 1 :, position + 1 :].sum()
-            before = (accepted + PRIOR_WEIGHT * before) / (reached + PRIOR_WEIGHT)
-            chances[position] = before
-        return chances
+        return _chances(self._counts + self._recent)
 
     def table(self, context: float) -> list[int]:
         """The length for each number of rows, from 0 (not used) to ``max_rows``.
@@ -201,6 +240,7 @@ class UniformLengths:
         Args:
             context: average number of tokens of a row's prompt and response.
         """
+        self._settle()
         rows = np.arange(1, self._max_rows + 1)[:, None]
         lengths = np.array(self._lengths)[None, :]
         gains = expected_tokens(self.chances())[lengths] / self._costs.seconds(

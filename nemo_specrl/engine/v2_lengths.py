@@ -103,9 +103,12 @@ class LengthsOfSteps:
             self._steps = RENEWED  # the next step has its own table again
 
     def begin_batch(self) -> None:
-        """A batch or a new policy begins: what was observed before counts half."""
+        """A batch or a new policy begins: what was observed before counts half.
+
+        The next step of rows renews the table, by their contexts.
+        """
         self.uniform.begin_batch()
-        self._renew()
+        self._steps = RENEWED
 
     def observe(self, drafted: int, accepted: int) -> None:
         """A step verified a row's draft, and accepted that many of its tokens."""
