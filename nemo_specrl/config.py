@@ -148,7 +148,7 @@ class DraftConfig(Block):
     """Lossless drafting from a prompt's history (SRT, arXiv 2601.09083)."""
 
     max_tokens: int = Field(default=24, ge=1, le=128)
-    """The most tokens proposed for a row in a step. On GPUs at most 11 while ``adaptive``."""
+    """The most tokens proposed for a row in a step. On GPUs at most 24 while ``adaptive``."""
     max_bytes: ByteSize = 512 * 2**20
     """Memory of the histories in each engine, bytes, on the device where vLLM runs V2; the least
     recently used prompts are evicted first."""

@@ -32,7 +32,7 @@ _OTHER = {
 """Arrays that are not int32."""
 _NUMBERS = {
     "num_pages", "num_values", "num_corpus", "token_stride", "pages_of_row", "table_stride",
-    "length",
+    "length", "draft_stride",
 }  # fmt: skip
 
 

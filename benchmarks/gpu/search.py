@@ -11,7 +11,6 @@ import torch
 from benchmarks.gpu.model import Size, on_gpu
 from nemo_specrl.drafting.chances import CHANCES
 from nemo_specrl.drafting.device_index import DeviceIndex
-from nemo_specrl.drafting.uniform_length import LENGTHS
 
 CALLS = 50
 """Calls that are timed together on a GPU, which works on while the host sends the next ones."""
@@ -34,7 +33,7 @@ class DraftedRows:
         device = "cuda" if on_gpu() else "cpu"
         vocabulary, prompt = size.shape.vocabulary, size.prompt
         most = prompt + longest + 16
-        self._index = DeviceIndex(device, rows, most, vocabulary, 2**29, LENGTHS[-1], CHANCES)
+        self._index = DeviceIndex(device, rows, most, vocabulary, 2**29, 11, CHANCES)
         prompts = -(-rows // group)
         earlier = rng.integers(0, vocabulary, (prompts, group, longest)).astype(np.int32)
         histories = [[(i, tokens.tobytes()) for i, tokens in enumerate(of)] for of in earlier]

@@ -172,6 +172,7 @@ class DeviceArrays:
         last_sampled: torch.Tensor,
         corpus: int = 0,
         searching: bool = True,
+        length: int | None = None,
     ) -> torch.Tensor:
         """Append what a step yielded, and draft for each of its rows.
 
@@ -183,27 +184,33 @@ class DeviceArrays:
             last_sampled: last sampled token of rows, int64 ``[rows]``; fills drafts.
             corpus: number of pages of the corpus.
             searching: whether any of the rows has a prompt.
+            length: tokens to draft, at most; None: ``self.length``.
 
         Returns:
-            int64 ``[n, length]``, in the order of the batch.
+            int64 ``[n, self.length]``, in the order of the batch.
         """
         n = len(batch_rows)
         listed = pages + corpus
-        offers = torch.empty(n * listed * OFFERED, dtype=torch.int32, device=self.device)
+        length = self.length if length is None else min(length, self.length)
         if searching:
             kernels.append[(n,)](
                 self.pool, self.rows, self.row_pages, self._contexts, batch_rows, all_tokens,
                 total_lengths, all_tokens.stride(0), self.pages_of_row,
             )  # fmt: skip
+            self.launches += 1
+        if not length:
+            return self.drafts[:n]
+        offers = torch.empty(n * listed * OFFERED, dtype=torch.int32, device=self.device)
+        if searching:
             kernels.search[(n, -(-listed // self.tile))](
                 self.pool, self.links, self.table, self.corpus, self.rows, self._contexts, offers,
                 batch_rows, self.table.stride(0), pages, corpus, self.tile,
             )  # fmt: skip
-            self.launches += 2
+            self.launches += 1
         kernels.vote[(n,)](
             self.pool, self.links, self.table, self.corpus, self.rows, offers, self.drafts,
             self.confidences, batch_rows, last_sampled, self._chances, self.table.stride(0), pages,
-            corpus, self.length,
+            corpus, length, self.length,
         )  # fmt: skip
         self.launches += 1
         return self.drafts[:n]

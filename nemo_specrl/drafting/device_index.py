@@ -346,6 +346,7 @@ class DeviceIndex(DeviceArrays):
         all_tokens: torch.Tensor,
         total_lengths: torch.Tensor,
         last_sampled: torch.Tensor,
+        length: int | None = None,
     ) -> torch.Tensor:
         """Append what a step yielded, and draft for each of its rows.
 
@@ -356,6 +357,7 @@ class DeviceIndex(DeviceArrays):
             all_tokens: tokens of rows, int32 ``[rows, max_model_len]``, on the device.
             total_lengths: tokens of rows, int32 ``[rows]``, on the device.
             last_sampled: last sampled token of rows, int64 ``[rows]``, on the device; fills drafts.
+            length: draft only that many tokens, 0: append alone; None: as many as fit.
 
         Returns:
             int64 ``[n, length]`` on the device, in the order of the batch.
@@ -369,4 +371,4 @@ class DeviceIndex(DeviceArrays):
         pages = max([1, *(len(row.prompt.listed) for row in of_batch)])
         arrays = (all_tokens, total_lengths, last_sampled)
         corpus = min(self._shared, CORPUS)
-        return self.launch(batch_rows, pages, *arrays, corpus, searching=bool(of_batch))
+        return self.launch(batch_rows, pages, *arrays, corpus, bool(of_batch), length)

@@ -43,7 +43,7 @@ APPENDED = tl.constexpr(32)  # tokens that append writes at once
 CONTEXT = tl.constexpr(32)  # DEPTH, rounded up to a power of two
 COMPARED = tl.constexpr(8)  # tokens that search compares before checking whether any is left
 CHUNK = tl.constexpr(256)  # scores that vote examines together
-CHANGING = ("num_pages", "num_values", "num_corpus")
+CHANGING = ("num_pages", "num_values", "num_corpus", "length")
 """Arguments that change from step to step: nothing is recompiled for some of their values."""
 
 
@@ -198,7 +198,7 @@ def cell_of(most, total, match, votes):
 @triton.jit(do_not_specialize=CHANGING)
 def vote(
     pool, links, table, corpus, rows, offers, drafts, confidences, batch_rows, last_sampled,
-    chances, table_stride, num_pages, num_corpus, length,
+    chances, table_stride, num_pages, num_corpus, length, draft_stride,
 ):  # fmt: skip
     """Draft ``length`` tokens for each row. Grid: one program per row of the batch."""
     batch_row = tl.program_id(0)
@@ -242,5 +242,6 @@ def vote(
         chance = tl.load(
             chances + cell_of(most, total, longest, tl.sum((weight > 0).to(tl.int32), axis=0))
         )
-        tl.store(drafts + batch_row * length + k, tl.where(most > 0, token.to(tl.int64), fill))
-        tl.store(confidences + batch_row * length + k, tl.where(most > 0, chance, 0.0))
+        place = batch_row * draft_stride + k
+        tl.store(drafts + place, tl.where(most > 0, token.to(tl.int64), fill))
+        tl.store(confidences + place, tl.where(most > 0, chance, 0.0))

@@ -85,6 +85,8 @@ def configured(original: Any, args: Any, *others: Any, **options: Any) -> Any:
         vllm_config = original(args, *others, **options)
     finally:  # a host may configure several engines from the same arguments
         args.speculative_config, args.additional_config = None, additional
+    if vllm_config.speculative_config is None:  # V2 said why
+        return vllm_config
     scheduler = vllm_config.scheduler_config
     name = "AsyncHistoryScheduler" if scheduler.async_scheduling else "HistoryScheduler"
     scheduler.scheduler_cls = SCHEDULER + name

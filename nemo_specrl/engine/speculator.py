@@ -38,6 +38,7 @@ class HistorySpeculator(BaseSpeculator):  # type: ignore[misc]
     Attributes:
         index: the responses.
         req_states: vLLM's state of requests, set when the first one is added.
+        length: how many draft tokens of each row the next step will verify.
         foreign: begins the runner's random numbers anew where their like may have made a history.
         enable_adaptive_verification: whether vLLM chooses the tokens that are verified.
         draft_token_confidence_probs: chance of each draft token to be accepted if those before it
@@ -51,6 +52,7 @@ class HistorySpeculator(BaseSpeculator):  # type: ignore[misc]
         draft = config_of(vllm_config).draft
         self.vllm_config = vllm_config
         self.num_speculative_steps = int(vllm_config.speculative_config.num_speculative_tokens)
+        self.length = self.num_speculative_steps
         self.model = torch.nn.Module()  # vLLM 0.25 looks for modules of a drafter's model
         self.req_states: Any = None
         self.foreign = Foreign(int(vllm_config.model_config.seed or 0))
@@ -137,7 +139,8 @@ class HistorySpeculator(BaseSpeculator):  # type: ignore[misc]
             **kwargs: not used here.
 
         Returns:
-            int64 ``[num_reqs, K]`` on the device, in the order of the batch.
+            int64 ``[num_reqs, K]`` on the device, in the order of the batch; only the first
+            ``length`` columns are of this step.
         """
         n = input_batch.num_reqs
         if dummy_run or self.req_states is None:
@@ -151,6 +154,7 @@ class HistorySpeculator(BaseSpeculator):  # type: ignore[misc]
             self.req_states.all_token_ids.gpu,
             self.req_states.total_len.gpu,
             last_sampled.view(-1),
+            self.length,
         )
 
 

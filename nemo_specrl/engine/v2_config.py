@@ -37,9 +37,6 @@ MAX_WITH_STATES = 3
 """Length of the longest drafts if lengths are chosen and layers other than attention keep a state
 for each drafted token of each row: in Nemotron 3 Nano about 48 MB, as much as 8,000 tokens of its
 KV cache."""
-LONGEST_IN_GROUPS = 3
-"""Length of drafts in data-parallel engines. All their ranks must draft the same number of tokens,
-on which vLLM has no way to agree, so that it cannot be chosen by rows."""
 FIRST_WITH_HYBRIDS, FIRST_WITH_STATES = (0, 29), (0, 32)
 """The oldest vLLM in which models with layers other than attention may draft: before, it lost their
 state behind refused drafts in several ways. And the oldest that keeps it right by itself in all but
@@ -51,10 +48,11 @@ NEVER_TOLD = ("BailingMoeV2_5", "Jamba")
 the next step begins (v1/worker/gpu/model_states/mamba_hybrid.py, ``get_extra_attn_kwargs``)."""
 TOLD_BEFORE_0_32 = ("NemotronH", "Qwen3Next", "Qwen3_5")
 """Those whose layers 0.29 does tell, with ``v2_hybrids``."""
-CAPTURED, MOST_CAPTURED, CAPTURED_APART = 512, 1536, 32
-"""Tokens up to which vLLM captures graphs if nothing is configured; tokens up to which it does so
-because of drafts, beyond which a GPU computes for longer than a host launches; and the distance
-between sizes in that range."""
+MOST_VERIFIED = 11
+"""Length of drafts with adaptive verification, for which all rows draft the longest."""
+CAPTURED, MOST_CAPTURED = 512, 1536
+"""Tokens up to which vLLM captures graphs if nothing is configured; and tokens up to which it does
+so because of drafts, beyond which a GPU computes for longer than a host launches."""
 
 
 def states_are_kept() -> bool:
@@ -92,7 +90,7 @@ def drafts_from_history(vllm_config: Any) -> bool:
 def _lengths(draft: DraftConfig) -> list[int]:
     """The lengths to choose from, the longest last."""
     if draft.adaptive_verification:
-        return [min(draft.max_tokens, LENGTHS[-1])]
+        return [min(draft.max_tokens, MOST_VERIFIED)]
     if not draft.adaptive:
         return [draft.max_tokens]
     longest = min(draft.max_tokens, LENGTHS[-1])
@@ -108,6 +106,18 @@ def complete(vllm_config: Any) -> None:
     engines with few rows choose among fewer.
     """
     draft, drafter = config_of(vllm_config).draft, vllm_config.speculative_config
+    if vllm_config.parallel_config.data_parallel_size > 1:
+        # Its ranks must draft the same number of tokens in each step, on which vLLM has no way to
+        # agree. A fixed number would be slower than none wherever little is accepted.
+        logger.warning(
+            "data_parallel_size = %d: the engines of a group draft nothing; run them as engines of "
+            "their own, each with data_parallel_size = 1",
+            vllm_config.parallel_config.data_parallel_size,
+        )
+        vllm_config.speculative_config = None
+        return
+    if vllm_version() < FIRST_WITH_STATES:  # of V1's kernel; it would switch the compile cache off
+        drafter.use_ngram_gpu = _no
     rows = int(vllm_config.scheduler_config.max_num_seqs)
     lengths, hybrid = _lengths(draft), vllm_config.model_config.is_hybrid
     if hybrid and (len(lengths) > 1 or draft.adaptive_verification):
@@ -126,13 +136,12 @@ def complete(vllm_config: Any) -> None:
         drafter.enable_adaptive_verification = True
         _set_graph_sizes(vllm_config, lengths, rows, rows * lengths[-1])
         return
-    grouped = vllm_config.parallel_config.data_parallel_size > 1
-    if not grouped and rows < len(lengths):  # a table cannot have them all
+    if len(lengths) > 1 and rows < len(lengths):  # a table cannot have them all
         # With few rows the longest drafts pay most, or none if nothing is accepted.
         by_worth = sorted(lengths, key=lambda n: (n != lengths[-1], n != 0, -n))
         lengths = sorted(by_worth[:rows])
-    if grouped or len(lengths) == 1:
-        longest = lengths[-1] if len(lengths) == 1 else min(lengths[-1], LONGEST_IN_GROUPS)
+    if len(lengths) == 1:
+        longest = lengths[-1]
         drafter.num_speculative_tokens = length = max(1, min(longest, most // rows))
         if length < longest:
             logger.warning(
@@ -156,6 +165,10 @@ def complete(vllm_config: Any) -> None:
     ]
 
 
+def _no() -> bool:
+    return False
+
+
 def _set_graph_sizes(vllm_config: Any, lengths: list[int], rows: int, most: int) -> None:
     """Have graphs captured for the largest steps that drafts make; a user's own sizes are kept.
 
@@ -174,13 +187,10 @@ def _set_graph_sizes(vllm_config: Any, lengths: list[int], rows: int, most: int)
     batched = int(vllm_config.scheduler_config.max_num_batched_tokens)
     largest = min(max(tokens), batched, MOST_CAPTURED)
     if largest > CAPTURED:
-        compilation.cudagraph_capture_sizes = [
-            *(1, 2, 4),
-            *range(8, 256, 8),
-            *range(256, CAPTURED + 1, 16),
-            *range(CAPTURED + CAPTURED_APART, largest, CAPTURED_APART),
-            largest,
-        ]
+        # An eighth apart at most: each size is captured for each length.
+        sizes = (*range(8, 128, 8), *range(128, 256, 16), *range(256, 512, 32))
+        sizes += (*range(512, largest, 64), largest)
+        compilation.cudagraph_capture_sizes = [1, 2, 4, *sizes]
 
 
 def check(vllm_config: Any) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from nemo_specrl.engine import v2_config
 from nemo_specrl.engine.patches import Patch, install
+from nemo_specrl.engine.step_costs import max_drafted
 from nemo_specrl.engine.v2_hybrids import HYBRID_PATCHES
 
 __all__ = ["PATCHES"]
@@ -44,6 +45,7 @@ def _add_requests(original: Any, self: Any, scheduler_output: Any) -> None:
         speculator.foreign.see(requests)  # the runner draws seeds for those that have none
     original(self, scheduler_output)
     if speculator is not None:
+        speculator.length = scheduler_output.num_spec_tokens_to_schedule
         for request in requests:
             row = self.req_states.req_id_to_index[request.req_id]
             speculator.add_request(row, request, self.req_states)
@@ -65,6 +67,19 @@ def _finish_requests(original: Any, self: Any, scheduler_output: Any) -> None:
     original(self, scheduler_output)  # skips those that are gone
 
 
+def _warmup_kernels(original: Any, runner: Any, *args: Any) -> None:
+    if speculator_of(runner) is None:
+        original(runner, *args)
+        return
+    config, most = runner.scheduler_config, max_drafted(runner.vllm_config)
+    rows = config.max_num_seqs
+    config.max_num_seqs = max(1, min(rows, most // runner.num_speculative_steps))
+    try:
+        original(runner, *args)
+    finally:
+        config.max_num_seqs = rows
+
+
 def _unsupported_features(original: Any, self: Any) -> list[str]:
     features: list[str] = original(self)
     if v2_config.drafts_from_history(self):
@@ -77,7 +92,7 @@ def _post_init(original: Any, self: Any) -> None:
     if ours:
         v2_config.complete(self)
     original(self)
-    if ours:
+    if ours and self.speculative_config is not None:
         v2_config.check(self)
 
 
@@ -164,6 +179,13 @@ PATCHES = (
         "order is that of a set of strings, which differs from process to process and decides "
         "which places later requests get: ranks would make different drafts without an error.",
         before=(0, 29),
+    ),
+    Patch(
+        "vllm.v1.worker.gpu_worker",
+        "warmup_kernels",
+        _warmup_kernels,
+        "At start it verifies the longest drafts of all rows at once: 22 GiB of logits with 1,024 "
+        "rows and the vocabulary of Qwen3. Here it has as many rows as there is memory for.",
     ),
     Patch(
         "vllm.config:VllmConfig",

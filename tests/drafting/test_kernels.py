@@ -75,6 +75,20 @@ def test_launches():
     assert rows.index.launches == 7  # nothing was to be written
 
 
+def test_no_more_is_drafted_than_will_be_verified():
+    """Two tokens of three; with none, the step is appended and nothing is searched."""
+    from tests.support.v2_drafting import Rows
+
+    rows = Rows(length=3, rows=1)
+    rows.open(0, history=[(0, [1, 2, 3, 4, 5, 6])])
+    assert rows.step({0: [1]}).tolist() == [[2, 3, 4]]
+    launches = rows.index.launches
+    assert rows.step({0: [2]}, 0).tolist() == [[2, 3, 4]]
+    assert rows.index.launches == launches + 1
+    assert rows.step({0: [3]}, 2).tolist() == [[4, 5, 4]]
+    assert rows.index.rows[0, 3] == 3
+
+
 def test_warm_up_changes_nothing():
     from tests.support.v2_drafting import Rows
 

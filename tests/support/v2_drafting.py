@@ -33,7 +33,7 @@ class Rows:
         self.responses[row] = list(brought)
         self.tokens[row, : self.start] = 1
 
-    def step(self, new):
+    def step(self, new, length=None):
         """Append tokens by row, and the drafts of these rows, int64 ``[rows, length]``."""
         for row, tokens in new.items():
             self.responses[row] += tokens
@@ -44,7 +44,7 @@ class Rows:
             self.last[row] = response[-1]
         batch = np.array(list(new), np.int32)
         bounds = np.array([self.start + len(self.responses[row]) + 2 for row in new])
-        arrays = (self.tokens, self.totals, self.last)
+        arrays = (self.tokens, self.totals, self.last, length)
         return self.index.draft(torch.from_numpy(batch).to(DEVICE), batch, bounds, *arrays).cpu()
 
 

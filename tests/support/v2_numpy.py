@@ -72,15 +72,15 @@ def search(
 @Launch
 def vote(
     pool, links, table, corpus, rows, offers, drafts, confidences, batch_rows, last, chances,
-    stride, num_pages, num_corpus, length,
+    stride, num_pages, num_corpus, length, draft_stride,
 ):  # fmt: skip
     width = (num_pages + num_corpus) * reference.OFFERED
     for b, row in enumerate(batch_rows):
         slot, response = rows[row, :2]
-        drafts[b], confidences[b] = last[row], 0
+        drafts[b, :length], confidences[b, :length] = last[row], 0
         if slot >= 0:
             scores = offers[b * width : (b + 1) * width]
             listed = np.concatenate((table[slot, :num_pages], corpus[:num_corpus]))
-            drafts[b], confidences[b] = reference.vote(
+            drafts[b, :length], confidences[b, :length] = reference.vote(
                 pool, links, listed, scores[scores > 0], response, length, last[row], chances
             )

@@ -100,11 +100,44 @@ def test_one_length_for_all_steps_is_as_long_as_memory_allows(rows, asked, lengt
     assert (f"rows draft {length} tokens and not {asked}" in caplog.text) == (length < asked)
 
 
-def test_ranks_of_a_group_draft_the_same_number():
+def test_engines_of_a_group_draft_nothing(caplog):
+    """Their ranks could not agree on a length; the line says what would draft."""
     config = configuration(64, ranks=2)
     v2_config.complete(config)
-    assert config.speculative_config.num_speculative_tokens == 3
-    assert config.speculative_config.num_speculative_tokens_per_batch_size is None
+    assert config.speculative_config is None
+    assert not v2_config.drafts_from_history(config)
+    assert "data_parallel_size = 2" in caplog.text and len(caplog.records) == 1
+
+
+def test_warm_up_decodes_as_many_rows_as_there_is_memory_for(v2_patches):
+    """1,024 rows, announced drafts of 24 tokens: 98 rows, whose logits take 2 GiB."""
+    config = configuration(1024)
+    v2_config.complete(config)
+    seen, scheduler = [], config.scheduler_config
+    runner = SimpleNamespace(
+        vllm_config=config,
+        scheduler_config=scheduler,
+        speculator=type("HistorySpeculator", (), {})(),
+        num_speculative_steps=config.speculative_config.num_speculative_tokens,
+    )
+    for _ in range(2):
+        v2_patches._warmup_kernels(
+            lambda r, _: seen.append(r.scheduler_config.max_num_seqs), runner, 0
+        )
+        runner.speculator = None  # another engine's
+    assert seen == [98, 1024] and scheduler.max_num_seqs == 1024
+    assert 98 * 24 <= max_drafted(config) < 99 * 24
+
+
+def test_the_compile_cache_of_older_versions_stays_on(monkeypatch):
+    """They switch it off for the method that V2 engines have by name; the answer is pickled."""
+    import pickle
+
+    config = configuration(8)
+    monkeypatch.setattr(v2_config, "vllm_version", lambda: (0, 25, 1))
+    v2_config.complete(config)
+    drafter = pickle.loads(pickle.dumps(config.speculative_config))
+    assert drafter.use_ngram_gpu() is False
 
 
 @pytest.mark.parametrize(
@@ -113,7 +146,8 @@ def test_ranks_of_a_group_draft_the_same_number():
         (256, 4096, 1536),  # 256 rows of 1 + 5 tokens
         (176, 4096, 1536),  # more rows of 1 + 11 tokens than graphs are captured for
         (256, 768, 768),
-        (32, 4096, None),  # vLLM's own sizes suffice
+        (32, 4096, 800),  # 32 rows of 1 + 24 tokens
+        (16, 4096, None),  # vLLM's own sizes suffice
     ],
 )
 def test_graphs_are_captured_for_the_largest_steps_of_drafts(rows, batched, largest):
@@ -138,14 +172,14 @@ def test_graphs_are_captured_for_each_length_that_is_chosen(rows, hybrid, v2_pat
     v2_config.complete(config)
     drafter = config.speculative_config
     longest = drafter.num_speculative_tokens
-    assert longest == (3 if hybrid else 11)
+    assert longest == (3 if hybrid else 24)
     ranges = drafter.num_speculative_tokens_per_batch_size
     if rows == 1:  # all steps draft as many
         assert ranges is None
         return
     lookup = build_dynamic_sd_schedule_lookup(ranges, rows, longest)
     kept = sorted(set(lookup[1:]))
-    assert len(kept) == min(rows, 3 if hybrid else 5) and kept[-1] == longest
+    assert len(kept) == min(rows, 4 if hybrid else 9) and kept[-1] == longest
     sizes = [1, 2, 4, *range(8, 129, 8)]
     manager = graph_manager(sizes, tuple(lookup[1:]), rows, config.additional_config)
     full = manager._capture_descs[CUDAGraphMode.FULL]
@@ -153,7 +187,7 @@ def test_graphs_are_captured_for_each_length_that_is_chosen(rows, hybrid, v2_pat
 
     scheduler = SimpleNamespace(vllm_config=config, dynamic_sd_lookup=lookup)
     lengths = LengthsOfSteps.of(scheduler)
-    assert set(lookup[1:]) == {longest}
+    assert set(lookup[1:]) <= {16, longest}
     for _ in range(3000):  # nothing is accepted
         lengths.observe(longest, 0)
     lengths.before_step([ROW])
@@ -214,6 +248,32 @@ def test_refused_in_one_line(change, message):
     assert "\n" not in str(raised.value)
 
 
+def test_a_reset_that_would_lose_tokens_is_refused(monkeypatch):
+    """With vLLM 0.25.1, while a step with drafts is in flight; it is not done by halves."""
+    from nemo_specrl.engine import scheduler
+
+    class Engine:
+        def reset_prefix_cache(self, reset_running_requests):
+            return "reset"
+
+    history = type("History", (scheduler._History, Engine), {"__init__": lambda self: None})()
+    history.lengths, history._drafted, history.running = None, 0, []
+    for version, placeholders, refused in (
+        ((0, 25, 1), 4, True),
+        ((0, 25, 1), 1, False),
+        ((0, 32, 0), 4, False),
+    ):
+        monkeypatch.setattr(scheduler, "vllm_version", lambda version=version: version)
+        history.running = [SimpleNamespace(num_output_placeholders=n) for n in (0, placeholders)]
+        if refused:
+            with pytest.raises(IncompatibleVersion, match="drafts of 1 rows") as raised:
+                history.reset_prefix_cache(reset_running_requests=True)
+            assert "\n" not in str(raised.value)
+        else:
+            assert history.reset_prefix_cache(reset_running_requests=True) == "reset"
+        assert history.reset_prefix_cache() == "reset"  # leaves rows that run alone
+
+
 def lengths_of(rows, **draft):
     """The lengths of a scheduler, and its table; drafts are worth little in long contexts."""
     config = configuration(rows, **draft)
@@ -226,8 +286,8 @@ def test_the_table_follows_the_contexts_that_run():
     """256 rows of 8B: with 200 tokens each, drafts cost more than they yield, with 6,000 less."""
     lengths, table = lengths_of(256)
     rng = np.random.default_rng(0)
-    for accepted in np.minimum(rng.geometric(0.6, 4 * OBSERVED) - 1, 3).tolist():
-        lengths.observe(3, accepted)  # each token with a chance of 0.4
+    for accepted in np.minimum(rng.geometric(0.8, 4 * OBSERVED) - 1, 3).tolist():
+        lengths.observe(3, accepted)  # each token with a chance of 0.2
     short, long = ([SimpleNamespace(num_tokens=n)] * 256 for n in (200, 6000))
     lengths.before_step(short)
     assert table[256] == 0
