@@ -51,7 +51,8 @@ def check_start(recipe: Recipe) -> None:
 def only_run(recipe: Recipe) -> Iterator[None]:
     """Hold the folders of a run against a second one, to the end of the context or the process.
 
-    Where the file system has no locks, nothing is held.
+    Where the file system has no locks, nothing is held. Folders in which nothing was written are
+    removed in the end.
 
     Raises:
         ConfigError: another run holds one of them.
@@ -69,7 +70,15 @@ def only_run(recipe: Recipe) -> Iterator[None]:
                 ) from None
             except OSError:  # no locks here
                 pass
+            held.callback(_remove_empty, folder)
         yield
+
+
+def _remove_empty(folder: Path) -> None:
+    """Remove the file of a lock that this process holds, and the folder if it is empty then."""
+    with contextlib.suppress(OSError):
+        (folder / LOCK).unlink()
+        folder.rmdir()
 
 
 def _check_environment() -> None:

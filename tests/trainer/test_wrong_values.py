@@ -247,6 +247,7 @@ def test_a_second_run_in_a_folder_is_refused(tmp_path):
         pass
     with only_run(second):  # the first has ended
         assert (tmp_path / "b").is_dir()
+    assert not any((tmp_path / name).exists() for name in ("a", "b", "log"))
 
 
 def test_a_file_system_without_locks_holds_nothing(tmp_path, monkeypatch):
