@@ -120,7 +120,7 @@ class Cluster:
             missed = {s: round(lost / asked, 3) for s, (asked, lost) in sorted(seconds.items())}
             print(f"{event.__name__}, node {number}: share missed by second", json.dumps(missed))
         print(self.counts(*watching))
-        assert all(len(notes) > 10 for notes in seen)
+        assert all(len(notes) > 2 for notes in seen)
         assert [took for notes in seen for _, took, _, _ in notes if took > OVERDUE_S] == []
 
 
