@@ -242,6 +242,6 @@ def vote(
         chance = tl.load(
             chances + cell_of(most, total, longest, tl.sum((weight > 0).to(tl.int32), axis=0))
         )
-        place = batch_row * draft_stride + k
-        tl.store(drafts + place, tl.where(most > 0, token.to(tl.int64), fill))
-        tl.store(confidences + place, tl.where(most > 0, chance, 0.0))
+        written = batch_row * draft_stride + k
+        tl.store(drafts + written, tl.where(most > 0, token.to(tl.int64), fill))
+        tl.store(confidences + written, tl.where(most > 0, chance, 0.0))

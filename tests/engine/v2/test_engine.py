@@ -303,7 +303,7 @@ def test_requests_that_end_together_are_removed_in_order(llm, prompt, monkeypatc
     for i in range(8):
         params = SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False)
         engine.add_request(f"row {i}", {"prompt_token_ids": list(prompt)}, params)
-        engine.step()  # tells the runner that the others have ended
+    engine.step()  # tells the runner that the others have ended
     assert len(removed) == 8 and removed == sorted(removed)
     removed.clear()
     engine.reset_prefix_cache(reset_running_requests=True)
