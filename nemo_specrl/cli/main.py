@@ -136,9 +136,10 @@ def _going_on() -> Iterator[None]:
     """Print to a full disk, or to a reader that has gone, without ending a run; warns once."""
     try:
         yield
-    except OSError as error:
+    except (OSError, SystemExit) as error:  # rich ends a program whose reader has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        why = f"standard output cannot be written to ({error.strerror})"
+        why = getattr(error, "strerror", "Broken pipe")
+        why = f"standard output cannot be written to ({why})"
         _warn(f"{why}; nothing more is printed there", "yellow")
 
 

@@ -151,4 +151,4 @@ def test_the_cpu_image_runs_the_command_line(images, cpu):
     assert (config["Entrypoint"], config["Cmd"]) == (["nemo-specrl"], ["--help"])
     said = images.run(cpu, "nemo-specrl", "train", "examples/configs/none.yaml", code=2)
     assert "no such file; give a YAML recipe" in said
-    assert "rollouts" in images.run(cpu, "nemo-specrl", "cache", "--help")
+    assert "rollout cache" in images.run(cpu, "nemo-specrl", "cache", "--help")
