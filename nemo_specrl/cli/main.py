@@ -139,8 +139,8 @@ def _going_on() -> Iterator[None]:
     except (OSError, SystemExit) as error:  # rich ends a program whose reader has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         why = getattr(error, "strerror", "Broken pipe")
-        why = f"standard output cannot be written to ({why})"
-        _warn(f"{why}; nothing more is printed there", "yellow")
+        said = f"standard output cannot be written to ({why}); nothing more is printed there"
+        _warn(said, "yellow")
 
 
 @contextlib.contextmanager

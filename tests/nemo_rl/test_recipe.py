@@ -55,12 +55,16 @@ def recipe(block=None, **changes):
     if block is not None:
         made["policy"]["generation"]["spec_rl"] = {"enabled": True, "cache": CACHE, **block}
     for path, value in changes.items():
-        *parents, name = path.split("__")
-        at = made
-        for parent in parents:
-            at = at.setdefault(parent, {})
-        at[name] = value
+        put(made, path.split("__"), value)
     return made
+
+
+def put(made, path, value):
+    """Set the key of a recipe that a path leads to."""
+    *blocks, name = path
+    for block in blocks:
+        made = made.setdefault(block, {})
+    made[name] = value
 
 
 def refusal(made, **known):

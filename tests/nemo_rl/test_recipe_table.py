@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.nemo_rl.recipe import check_recipe, run_of
 from nemo_specrl.nemo_rl.recipe_file import check_file, load
-from tests.nemo_rl.test_recipe import BASE, TOKENIZER
+from tests.nemo_rl.test_recipe import BASE, TOKENIZER, put
 from tests.support.nemo_rl.jobs import HOME, SITE
 
 STOCK = "examples/configs/grpo_math_1B.yaml"
@@ -204,11 +204,7 @@ def nested(keys):
     """Keys with dots as the blocks of a recipe."""
     made = {}
     for path, value in keys.items():
-        *blocks, name = path.split(".")
-        at = made
-        for block in blocks:
-            at = at.setdefault(block, {})
-        at[name] = value
+        put(made, path.split("."), value)
     return made
 
 

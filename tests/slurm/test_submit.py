@@ -289,24 +289,28 @@ def test_without_nemo_rls_loader_it_says_that_the_training_reads_the_recipe(plac
     assert f"{RECIPE} is read only when the training begins, since python3 here" in done.stderr
 
 
+def supervising(folder, programs, steps):
+    """Run functions of supervise.sh on three nodes, with stand-ins for programs of Slurm."""
+    for name, text in programs.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    return subprocess.run(
+        ["bash", "-euc", f"source {SCRIPT.with_name('supervise.sh')}; {steps}"],
+        env={"PATH": f"{folder}:{os.environ['PATH']}", "SCRIPT": "nemo_rl.sub",
+             "SLURM_JOB_NODELIST": "n[1-3]", "SLURMD_NODENAME": "n1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )  # fmt: skip
+
+
 def test_a_slow_controller_makes_no_node_dead(tmp_path):
     """Slurm takes longer than a probe may to start a process anywhere; on n3 it starts none."""
     programs = {
         "scontrol": "printf '%s\\n' n1 n2 n3",
         "srun": 'case "$*" in *=n3*) sleep 60 ;; esac; sleep 1.1',
     }
-    for name, text in programs.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-    supervise = SCRIPT.with_name("supervise.sh")
-    done = subprocess.run(
-        ["bash", "-euc", f"source {supervise}; PROBE_SECONDS=1; dead_nodes"],
-        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "SCRIPT": "nemo_rl.sub",
-             "SLURM_JOB_NODELIST": "n[1-3]", "SLURMD_NODENAME": "n1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )  # fmt: skip
+    done = supervising(tmp_path, programs, "PROBE_SECONDS=1; dead_nodes")
     assert (done.returncode, done.stdout, done.stderr) == (0, "n3\n", "")
 
 
@@ -670,19 +674,8 @@ def test_a_node_that_does_not_answer_twice_is_left_out(tmp_path):
         "scontrol": "printf '%s\\n' n1 n2 n3",
         "srun": 'case "$*" in *=n3*) exit 1 ;; *=n2*) echo "7 of 8 links are up" ;; esac',
     }
-    for name, text in programs.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-    supervise = SCRIPT.with_name("supervise.sh")
     steps = "dead_nodes; excluded; dead_nodes; excluded"
-    done = subprocess.run(
-        ["bash", "-euc", f"source {supervise}; STATE={tmp_path}; {steps}"],
-        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "SCRIPT": "nemo_rl.sub",
-             "SLURM_JOB_NODELIST": "n[1-3]", "SLURMD_NODENAME": "n1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )  # fmt: skip
+    done = supervising(tmp_path, programs, f"STATE={tmp_path}; {steps}")
     assert done.stdout.split() == ["n3", "n2", "n3", "n2,n3"], done.stderr
     assert "n2 reports a fault: 7 of 8 links are up" in done.stderr
 

@@ -52,9 +52,8 @@ class ClusterCheckpoint:
 
     def engine_counts(self) -> dict[str, float]:
         """Return what the engines of all nodes have counted, some seconds ago, added up."""
-        calls = {shard.engine_counts.remote(): node for node, shard in self._find().items()}
         total: Counter[str] = Counter()
-        for counts in self._answers(calls, STATS_SECONDS, "does not answer").values():
+        for counts in self._asked(self._find(), "engine_counts").values():
             total.update(counts)
         return dict(total)
 
@@ -136,9 +135,13 @@ class ClusterCheckpoint:
     def _living(self) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
         """Return the shards that answer, and their statistics."""
         shards = self._find()
-        calls = {shard.stats.remote(): node for node, shard in shards.items()}
-        stats = self._answers(calls, STATS_SECONDS, "does not answer")
+        stats = self._asked(shards, "stats")
         return {node: shards[node] for node in stats}, stats
+
+    def _asked(self, shards: Mapping[str, Any], method: str) -> dict[str, dict[str, float]]:
+        """Return what a method of each shard answers, of those that do in time."""
+        calls = {getattr(shard, method).remote(): node for node, shard in shards.items()}
+        return self._answers(calls, STATS_SECONDS, "does not answer")
 
     @staticmethod
     def _answers(calls: Mapping[Any, str], seconds: float, problem: str) -> dict[str, Any]:
