@@ -13,7 +13,7 @@ import pytest
 
 from nemo_specrl.monitoring.metrics_file import METRICS, read_metrics
 from nemo_specrl.nemo_rl.recipe import run_of
-from nemo_specrl.nemo_rl.steps import StepHooks
+from nemo_specrl.nemo_rl.steps import FROM_ENGINES, StepHooks
 from tests.nemo_rl.test_recipe import TOKENIZER, recipe
 
 
@@ -76,7 +76,11 @@ def test_a_steps_metrics_are_logged_under_train_and_written(tmp_path, in_thread)
         trainer.hooks._thread.shutdown()
     assert {prefix for _, prefix, _ in trainer.logged} == {"train", "timing/train"}
     [own] = [metrics for _, _, metrics in trainer.logged if "spec_rl/cache_nodes" in metrics]
-    assert own == {"spec_rl/tokens_per_step": 2.0, "spec_rl/cache_nodes": 0.0}
+    assert own == {
+        "spec_rl/tokens_per_step": 2.0,
+        "spec_rl/cache_nodes": 0.0,
+        **dict.fromkeys(FROM_ENGINES, 0.0),  # logged in every step: a table's columns stay
+    }
     [row] = read_metrics(tmp_path / METRICS)
     assert row.items() >= {"step": 1, "reward": 0.5, "step_s": 3.0, **own}.items()
 
