@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from nemo_specrl import RolloutStore, engine_options
+from nemo_specrl import RolloutStore
 from nemo_specrl.engine.counts import counts_async
 from tests.conftest import REPOSITORY, make_async_engine
 from tests.support.engines import PROMPT, params
@@ -40,7 +40,7 @@ def kept(folder, keys=(KEY,)):
 def test_an_async_engine_drafts_and_keeps_what_is_aborted(random_model, loop, tmp_path):
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     try:
-        options = engine_options(cache_dir=tmp_path, vocabulary=VOCABULARY_HASH, deadline_ms=5000)
+        options = {"additional_config": {"spec_rl": block(tmp_path)}}
         llm = make_async_engine(random_model, loop, **options)
     finally:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
