@@ -289,7 +289,7 @@ def read_costs(path: Path) -> Float64Array:
         unknown = sorted(set(values) - set(FEATURES))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, AttributeError, TypeError) as error:
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path}: not a JSON object with seconds ({error})") from None
     right = np.isfinite(ranges).all() and (ranges[:, 0] >= 0).all()
     if unknown or not right or not (ranges[:, 0] <= ranges[:, 1]).all():

@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,8 +84,9 @@ class RecordedRun:
 def read_run(folder: Path) -> RecordedRun:
     """Read what a run left on disk.
 
-    For NeMo-RL, the files of the newest epoch are read, and of the step before it. Rows that are
-    damaged, or have no response, are left out with a warning.
+    For NeMo-RL, the files of the newest epoch are read, of the two newest epochs where the run
+    drafted, and of the step before them. Rows that are damaged, or have no response, are left out
+    with a warning.
 
     Raises:
         ConfigError: the folder holds no recorded rollouts, or a package to read them is missing.
@@ -109,7 +111,10 @@ def read_run(folder: Path) -> RecordedRun:
 
 def _read_nemo_rl(folder: Path, files: list[tuple[int, Path]]) -> RecordedRun:
     steps: dict[int, list[RecordedSample]] = {}
-    seen: set[bytes] = set()
+    seconds, preset = _tensorboard(folder)
+    # Costs are fitted to steps whose seconds and drafts are both known.
+    epochs = 1 if preset == "plain" else 2
+    seen: Counter[bytes] = Counter()
     damaged: list[str] = []
     for number, path in reversed(files):
         try:
@@ -125,15 +130,14 @@ def _read_nemo_rl(folder: Path, files: list[tuple[int, Path]]) -> RecordedRun:
             del steps[number]
             continue
         keys = {sample.key for sample in steps[number]}
-        if keys <= seen and len(steps) > 1:
+        if len(steps) > 1 and all(seen[key] >= epochs for key in keys):
             break
-        seen |= keys
+        seen.update(keys)
     if not steps:
         raise ConfigError(f"{folder}: no row with {', '.join(_COLUMNS)} ({[*damaged, 'empty'][0]})")
     if damaged:
         logger.warning("%s", left_out(folder, damaged))
     numbers = sorted(steps)
-    seconds, preset = _tensorboard(folder)
     return RecordedRun(
         [steps[number] for number in numbers],
         np.array([seconds.get(number, np.nan) for number in numbers]),
@@ -227,7 +231,8 @@ def _read_embedded(folder: Path) -> RecordedRun:
             f"{folder}: a plain run keeps no rollouts; give one with spec_rl.enabled=true"
         )
     data, policy = validated(DataConfig, recipe["data"]), validated(PolicyConfig, recipe["policy"])
-    prompts = [problem.prompt for problem in open_dataset(data, policy, 0).training]
+    day = date.fromisoformat(progress.date) if progress.date else None
+    prompts = [problem.prompt for problem in open_dataset(data, policy, 0, day).training]
     keys = [prompt_key(prompt) for prompt in prompts]
     left: dict[bytes, list[Rollout]] = defaultdict(list)  # the newest first
     with open_source(path) as source:

@@ -465,7 +465,9 @@ BAD = [
 @pytest.mark.parametrize(("arguments", "settings", "line"), BAD, ids=[line for *_, line in BAD])
 def test_bad_input_is_one_line(tmp_path, arguments, settings, line):
     sweep = tmp_path / "sweep"
-    sweep.write_text("grpo.seed=1\ngrpo.seed=2 ++logger.log_dir='/x'\n")
+    sweep.write_text(
+        "\ufeffgrpo.seed=1\r\ngrpo.seed=2 ++logger.log_dir='/x'\r\n"
+    )  # as Windows has it
     done = check(*arguments, **{k: v.format(sweep=sweep) for k, v in settings.items()})
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
