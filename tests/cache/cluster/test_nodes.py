@@ -113,8 +113,7 @@ class Cluster:
         begun = time.time()
         event()
         time.sleep(10)
-        after = get(*(engine.look_ups.remote(end=True) for engine in engines))
-        seen = [a[len(b) :] for b, a in zip(before, after, strict=True)]
+        seen = get(*(e.end_watch.remote(n) for e, n in zip(engines, before, strict=True)))
         for number, notes in zip(watching, seen, strict=True):
             seconds = defaultdict(lambda: [0, 0])
             for started, _, prompts, found in notes:

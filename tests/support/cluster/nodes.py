@@ -133,10 +133,15 @@ class Engine:
 
         threading.Thread(target=look_up, daemon=True).start()
 
-    def look_ups(self, end=False):
-        """All look-ups so far."""
-        self.watching = not end and self.watching
-        return self.seen
+    def look_ups(self):
+        """The number of look-ups so far."""
+        return len(self.seen)
+
+    def end_watch(self, since):
+        """Stop looking up; return the look-ups after the first ``since``. Few enough for Ray to
+        send them without its object store, which a dying node may spoil."""
+        self.watching = False
+        return self.seen[since:]
 
     def take(self, prompt, rows, version):
         drafts = self.cache.take_drafts({KEYS[prompt]: rows}, version, 30.0)
