@@ -32,7 +32,7 @@ from nemo_specrl.nemo_rl import compat, job_state
 from nemo_specrl.nemo_rl.metrics import Alarm, StepLog
 from nemo_specrl.nemo_rl.recipe import Run
 
-__all__ = ["StepHooks", "restore"]
+__all__ = ["FROM_ENGINES", "StepHooks", "restore"]
 
 FROM_ENGINES = {
     metric.HISTORIES_FOUND,

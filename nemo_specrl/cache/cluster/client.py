@@ -40,7 +40,7 @@ from nemo_specrl.errors import in_one_line
 from nemo_specrl.monitoring import names as metric
 from nemo_specrl.rollout import Rollout
 
-__all__ = ["in_cluster", "join_cluster", "open_cluster_cache"]
+__all__ = ["REFRESH_SECONDS", "in_cluster", "join_cluster", "open_cluster_cache"]
 
 REFRESH_SECONDS = 5.0
 """How often a process asks Ray which shards there are."""
