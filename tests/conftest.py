@@ -106,12 +106,12 @@ def calculating_model(tmp_path_factory):
 
 
 def make_engine(model, **arguments):
-    """Make a real vLLM engine that can be refitted.
-
-    For fixtures of the session only: an engine that ends destroys the process groups of others.
-    """
+    """Make a real vLLM engine that can be refitted."""
     from vllm import LLM
+    from vllm.v1.engine import core
 
+    # An engine of this process that ends would destroy the process groups of the others.
+    core.cleanup_dist_env_and_memory = lambda *args, **options: None
     usual = {
         "dtype": "float32",
         "max_model_len": 192,
