@@ -18,7 +18,15 @@ import xxhash
 
 from nemo_specrl.errors import InvalidRollout
 
-__all__ = ["KEY_BYTES", "Finish", "Rollout", "new_identity", "prompt_key", "vocabulary_hash"]
+__all__ = [
+    "KEY_BYTES",
+    "Finish",
+    "Rollout",
+    "new_identity",
+    "prompt_key",
+    "vocabulary_hash",
+    "whole_number",
+]
 
 KEY_BYTES = 16
 _KEY_SEED = 0x53504543  # "SPEC": keeps the keys apart from other xxh3 hashes of the same tokens
@@ -127,7 +135,7 @@ class Rollout:
         except ValueError:
             raise InvalidRollout(f"finish must be a Finish, got {self.finish!r}") from None
         for name, least in (("policy_version", 0), ("identity", 1)):
-            object.__setattr__(self, name, _whole_number(name, getattr(self, name), least))
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
         if self.logprobs is not None:
             logprobs = np.ascontiguousarray(self.logprobs, np.float32)
             if logprobs.shape != self.tokens.shape:
@@ -168,7 +176,12 @@ def _tokens(values: Any) -> Int32Array:
     return np.ascontiguousarray(array, np.int32)
 
 
-def _whole_number(name: str, value: Any, least: int) -> int:
+def whole_number(name: str, value: Any, least: int) -> int:
+    """Return a value, of numpy or torch as well, as an int.
+
+    Raises:
+        InvalidRollout: it is no whole number, or not in ``least .. 2**63 - 1``.
+    """
     try:
         number = operator.index(value)
     except TypeError:

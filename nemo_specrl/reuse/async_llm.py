@@ -70,7 +70,8 @@ class AsyncPrefixReuse(ReuseBase):
             version: version of the weights that the engine has now.
 
         Raises:
-            ConfigError: rows or other requests are running; nothing has changed.
+            ConfigError: rows or other requests are running, or it is no version; it has not
+                changed.
         """
         await asyncio.get_running_loop().run_in_executor(None, self.flush)
         if self._names or not await self.llm.reset_prefix_cache() or self._names:
@@ -177,8 +178,7 @@ class AsyncPrefixReuse(ReuseBase):
         """Have a request made; return its final output."""
 
         async def final() -> RequestOutput | None:
-            prompt: Any = {"prompt_token_ids": request.tokens}
-            stream = self.llm.generate(prompt, request.params, name, **kwargs)
+            stream = self.llm.generate(request.prompt, request.params, name, **kwargs)
             outputs = [output async for output in stream]  # the final one
             return outputs[-1] if outputs else None
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nemo_specrl.config import SpecRLConfig
-from nemo_specrl.errors import ConfigError
+from nemo_specrl.errors import ConfigError, InvalidRollout
 from nemo_specrl.media import has_media
 from nemo_specrl.reuse.acceptance import random_stream
 from nemo_specrl.reuse.limits import EngineLimits
@@ -20,7 +20,7 @@ from nemo_specrl.reuse.metrics import ReuseMetrics
 from nemo_specrl.reuse.noise import RoundingNoise
 from nemo_specrl.reuse.row import Row
 from nemo_specrl.reuse.sampling import check_raw, is_plain
-from nemo_specrl.rollout import Rollout, prompt_key
+from nemo_specrl.rollout import Rollout, prompt_key, whole_number
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -44,6 +44,7 @@ class Place:
         key: the prompt's key.
         number: number of the row among those of its prompt under this policy version.
         fresh: whether it is decoded without a draft although there may be one.
+        salt: the prompt's ``cache_salt``; None: it has none.
     """
 
     text: str | None
@@ -52,6 +53,7 @@ class Place:
     key: bytes
     number: int
     fresh: bool
+    salt: str | None
 
 
 class ReuseBase:
@@ -80,8 +82,15 @@ class ReuseBase:
         self._begin(policy_version)
 
     def _begin(self, policy_version: int) -> None:
-        """Note the version of the weights that the engine has from now on."""
-        self._policy_version = policy_version
+        """Note the version of the weights that the engine has from now on.
+
+        Raises:
+            ConfigError: it is no whole number in 0..2^63-1.
+        """
+        try:
+            self._policy_version = whole_number("policy_version", policy_version, 0)
+        except InvalidRollout as error:
+            raise ConfigError(str(error)) from None
         self._rows_of: Counter[bytes] = Counter()  # rows begun under this version, by prompt
         self._expected_tokens = self._drafted_rows = 0  # of prompts and drafts of these rows
 
@@ -110,6 +119,7 @@ class ReuseBase:
             return None
         check_raw(params, where)
         text, tokens = self._tokens_of(prompt, where)
+        salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
         key = prompt_key(tokens)
         places = []
         for i in range(params.n):
@@ -121,7 +131,7 @@ class ReuseBase:
             self._rows_of[key] += 1
             stream = random_stream("fresh", self.seed, self.policy_version, number, key)
             fresh = float(stream.random()) < self._reuse.fresh_fraction
-            places.append(Place(text, tokens, own, key, number, fresh))
+            places.append(Place(text, tokens, own, key, number, fresh, salt))
         return places
 
     def _tokens_of(self, prompt: Any, where: str) -> tuple[str | None, list[int]]:
@@ -154,6 +164,7 @@ class ReuseBase:
             config=self._reuse,
             draft=draft,
             noise=self._noise,
+            cache_salt=place.salt,
         )
         if row.drafted:
             self._drafted_rows += 1

@@ -69,7 +69,7 @@ class PrefixReuse(ReuseBase):
         Setting it drops the engine's prefix cache, whose blocks are those of the old weights.
 
         Raises:
-            ConfigError: requests are running; nothing has changed.
+            ConfigError: requests are running, or it is no version; it has not changed.
         """
         return self._policy_version
 
@@ -177,7 +177,7 @@ class PrefixReuse(ReuseBase):
                 self._end(row)
                 progress.update()
                 return
-            running[add({"prompt_token_ids": request.tokens}, request.params)] = item
+            running[add(request.prompt, request.params)] = item
 
         progress = tqdm(total=len(rows) + len(plain), disable=not use_tqdm, desc="Responses")
         try:

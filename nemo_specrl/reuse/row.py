@@ -53,10 +53,19 @@ class EngineRequest:
     Args:
         tokens: token ids of its prompt.
         params: its sampling parameters; one output comes back, the final one.
+        cache_salt: keeps its blocks in the prefix cache apart from those of other salts, as in
+            vLLM; None: there is none.
     """
 
     tokens: list[int]
     params: SamplingParams
+    cache_salt: str | None = None
+
+    @property
+    def prompt(self) -> Any:
+        """The prompt as vLLM takes it."""
+        salt = {} if self.cache_salt is None else {"cache_salt": self.cache_salt}
+        return {"prompt_token_ids": self.tokens, **salt}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -101,6 +110,7 @@ class Row:
         config: the ``reuse:`` block.
         draft: an earlier response, with log-probs; None: there is none.
         noise: measures rounding on a few fresh rows; None: not wanted.
+        cache_salt: of all requests of the row.
 
     Attributes:
         drafted, verified, accepted: see :class:`Reuse`.
@@ -125,8 +135,10 @@ class Row:
         config: ReuseConfig,
         draft: Rollout | None = None,
         noise: RoundingNoise | None = None,
+        cache_salt: str | None = None,
     ) -> None:
         self.prompt, self.params, self.key, self.names = prompt, params, key, names
+        self.cache_salt = cache_salt
         self.policy_version, self.limits, self.config = policy_version, limits, config
         self.rules = StopRules(params, prompt, limits)
         self._noise = noise
@@ -230,7 +242,7 @@ class Row:
         # A prompt of whole blocks would come from the cache with what scores its last token.
         for reads_cache in (True, False) if before % self.limits.block_size else (False,):
             params = _prefill_params(self.params.logprobs, reads_cache=reads_cache)
-            output = yield EngineRequest(tokens, params)
+            output = yield EngineRequest(tokens, params, self.cache_salt)
             if (end := self._given_up(output)) is not None or output is None:
                 return end
             self.prefilled += len(tokens) - (output.num_cached_tokens or 0)
@@ -273,7 +285,7 @@ class Row:
                 random_stream("continue", *self.names, self.key, params.seed).integers(2**31)
             )
         params.extra_args = {**(params.extra_args or {}), "spec_rl": options}
-        output = yield EngineRequest(self.prompt + self._tokens, params)
+        output = yield EngineRequest(self.prompt + self._tokens, params, self.cache_salt)
         self.output = output or self.output
         if output is None:
             return ResponseEnd(len(self._tokens), Finish.PARTIAL, reason="abort")
@@ -376,7 +388,8 @@ class Row:
             return
         if rollout.logprobs is None or not self._noise.take():
             return
-        output = yield EngineRequest(tokens, _prefill_params(None, reads_cache=False))
+        params = _prefill_params(None, reads_cache=False)
+        output = yield EngineRequest(tokens, params, self.cache_salt)
         vocabulary = self.limits.vocabulary
         if output is not None:
             logprobs = scored(output, len(self.prompt), rollout.tokens, vocabulary)

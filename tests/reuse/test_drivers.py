@@ -274,6 +274,43 @@ def test_weights_do_not_change_under_running_rows(llm, reuse, async_reuse, loop)
     loop.run_until_complete(change())
 
 
+@pytest.mark.parametrize("version", [1.0, np.float32(3), "5", None, -1, 2**63])
+def test_a_policy_version_that_is_none_is_refused(reuse, async_reuse, loop, version):
+    made, other = reuse(version=1), async_reuse(version=1)
+    with pytest.raises(ConfigError, match="policy_version must be "):
+        made.policy_version = version
+    with pytest.raises(ConfigError, match="policy_version must be "):
+        loop.run_until_complete(other.set_policy_version(version))
+    assert made.policy_version == other.policy_version == 1
+    made.policy_version = np.int64(4)
+    assert made.policy_version == 4 and type(made.policy_version) is int
+
+
+def test_a_cache_salt_keeps_blocks_apart_in_all_requests_of_a_row(reuse, async_reuse, loop):
+    """Rows of a salt read the blocks of that salt, and nothing reads those of another one."""
+    prompt = [1, *np.random.default_rng(4).integers(3, 19, 96).tolist()]
+
+    async def one(made, prompt, name):
+        stream = made.generate(prompt, sampling(4, ignore_eos=True), name)
+        return [output async for output in stream].pop()
+
+    drivers = reuse(version=1), async_reuse(version=1)
+    for made in drivers:
+        made.cache.put([draft(encode("12"), prompt=prompt) for _ in range(6)])
+    for made in drivers:
+        read = []
+        for number, salt in enumerate(["a", "a", "b", None, None]):
+            salted = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
+            if made is drivers[0]:
+                [output] = made.generate([salted], sampling(4, ignore_eos=True))
+            else:
+                output = loop.run_until_complete(one(made, salted, f"salted {number}"))
+            assert output.outputs[0].spec_rl.accepted == 2
+            read.append(made.metrics.prefilled_tokens)
+        prefilled = np.diff(read, prepend=0) if made is drivers[1] else np.array(read)
+        assert prefilled.tolist() == [99, 3, 99, 99, 3]  # 96 tokens are whole blocks
+
+
 def test_aborted_and_cancelled_rows_leave_nothing_behind(async_reuse, loop):
     """Rows in the engine, between its requests and before it; their places go to others."""
     drafts = [draft(encode("12+34=46") * 12, finish=Finish.LENGTH) for _ in range(30)]
