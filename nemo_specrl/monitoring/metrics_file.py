@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -26,7 +27,7 @@ __all__ = [
     "read_steps",
 ]
 
-METRICS, EARLIER = "metrics.jsonl", "metrics.earlier.jsonl"
+METRICS, EARLIER = "metrics.jsonl", "metrics.earlier-{}.jsonl"
 CUT_OFF = "cut off"
 T = TypeVar("T")
 
@@ -138,7 +139,9 @@ class MetricsFile:
         found = read_metrics(source)
         kept = [record for record in found if record[metric.STEP] <= step]
         if found and not kept and source == self.path:  # of a run without checkpoints
-            os.replace(source, earlier := folder / EARLIER)
+            names = (folder / EARLIER.format(number) for number in itertools.count(1))
+            earlier = next(path for path in names if not path.exists())
+            os.replace(source, earlier)
             logger.warning("%s: the steps of an earlier run are now in %s", source, earlier.name)
         temporary = self.path.with_suffix(".tmp")
         with replacing(self.path, temporary, private=False) as file:

@@ -24,15 +24,19 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from nemo_specrl.config import CACHE_FOLDER, knows, validated
 from nemo_specrl.errors import CheckpointError, ConfigError, SpecRLError, last_line
 from nemo_specrl.files import step_folders, sync
 from nemo_specrl.monitoring import heartbeat
+from nemo_specrl.trainer.policy_config import model_folder
 from nemo_specrl.trainer.recipe import Recipe
 
 __all__ = [
     "CheckpointWriter",
     "Progress",
+    "base_model",
     "check_same_recipe",
     "damaged",
     "latest",
@@ -63,6 +67,8 @@ class Progress:
         recipe: the keys that a resumed run must not change, with their values.
         put_off: prompts that partial rollouts put off (``partial_rollouts.PutOff``).
         data: hash of the training problems; empty: unknown.
+        model: hash of the model's weights, where a resumed run reads them again (:func:`base_model`);
+            otherwise empty.
         date: ISO date that chat templates are given throughout the run; empty: unknown.
     """
 
@@ -71,6 +77,7 @@ class Progress:
     recipe: dict[str, Any] = field(default_factory=dict)
     put_off: list[list[int]] = field(default_factory=list)
     data: str = ""
+    model: str = ""
     date: str = ""
 
 
@@ -80,6 +87,7 @@ _PROGRESS = {
     "recipe": (dict,),
     "put_off": (list,),
     "data": (str,),
+    "model": (str,),
     "date": (str,),
 }
 """Types of the values of a progress.json."""
@@ -128,6 +136,23 @@ def run_date(recipe: Recipe) -> date:
     made = recipe.checkpointing
     found = latest(made.checkpoint_dir) if made.enabled else None
     return date.fromisoformat(found[1].date) if found and found[1].date else date.today()
+
+
+def base_model(recipe: Recipe) -> str:
+    """Hash of the weights in the model's folder, if a resumed run depends on them; or empty.
+
+    It does with adapters, which are added to them, and with a KL penalty, which holds them as its
+    reference. Otherwise all weights are in the checkpoint.
+    """
+    lora = recipe.policy.dtensor_cfg.lora_cfg.enabled
+    if not lora and not recipe.loss_fn.reference_policy_kl_penalty:
+        return ""
+    digest = xxhash.xxh3_128()
+    for path in sorted(model_folder(recipe.policy.model_name).glob("*.safetensors")):
+        with path.open("rb") as file:
+            while part := file.read(2**24):
+                digest.update(part)
+    return digest.hexdigest()
 
 
 def damaged(checkpoint: Path, problem: str) -> CheckpointError:

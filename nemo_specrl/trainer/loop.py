@@ -70,6 +70,7 @@ class Trainer:
         self.progress = checkpoint.Progress(
             recipe=checkpoint.resume_identity(recipe),
             data=self.data.content_hash(),
+            model=checkpoint.base_model(recipe),
             date=self.data.day.isoformat() if self.data.day else "",
         )
         self._resumed_from: Path | None = None
@@ -83,6 +84,12 @@ class Trainer:
                     f"{found[0]}: was made with other prompts or answers than "
                     f"{recipe.data.data_path or recipe.data.dataset_name} has now; put them back, "
                     "or choose another checkpointing.checkpoint_dir"
+                )
+            if found[1].model not in ("", self.progress.model):
+                raise CheckpointError(
+                    f"{found[0]}: was made with other weights than {recipe.policy.model_name} has "
+                    "now, which adapters or the KL penalty need; put them back, or choose another "
+                    "checkpointing.checkpoint_dir"
                 )
             self._resumed_from, self.progress = found
 

@@ -67,14 +67,16 @@ def test_a_textfile_that_cannot_be_written_costs_no_step(tmp_path, caplog):
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 4
 
 
-def test_an_earlier_run_without_checkpoints_keeps_its_steps(tmp_path, caplog):
-    for run in (1, 2):
+def test_earlier_runs_without_checkpoints_keep_their_steps(tmp_path, caplog):
+    for run in (1, 2, 3):
         log = MetricsLog(tmp_path, 0, tensorboard=False)
         log.write(RECORD | {"step": 1, "reward": run})
         log.close()
-    assert [r["reward"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [2]
-    assert [r["reward"] for r in read_metrics(tmp_path / "metrics.earlier.jsonl")] == [1]
-    assert "the steps of an earlier run are now in metrics.earlier.jsonl" in caplog.text
+    assert [r["reward"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [3]
+    for run in (1, 2):
+        name = f"metrics.earlier-{run}.jsonl"
+        assert [r["reward"] for r in read_metrics(tmp_path / name)] == [run]
+        assert f"the steps of an earlier run are now in {name}" in caplog.text
 
 
 @pytest.mark.parametrize("line", ["null", "3", "[]", '{"reward": 1}', '{"step": "2"}', "[" * 10**5])

@@ -60,7 +60,7 @@ def test_a_checkpoint_that_cannot_be_written_is_reported_when_it_is_waited_for(t
     assert list(tmp_path.iterdir()) == []
 
 
-def text_recipe(folder, data, template=TEMPLATE):
+def text_recipe(folder, data, template=TEMPLATE, overrides=()):
     return load_recipe(
         REPOSITORY / "examples" / "configs" / "grpo_sort_cpu.yaml",
         [
@@ -72,8 +72,12 @@ def text_recipe(folder, data, template=TEMPLATE):
             "policy.train_global_batch_size=8",
             f"checkpointing.checkpoint_dir={folder / 'run'}",
             f"logger.log_dir={folder / 'run'}",
+            *overrides,
         ],
     )
+
+
+LORA = "policy.dtensor_cfg.lora_cfg={enabled: true, dim: 4}"
 
 
 def write_rows(path, answer):
@@ -97,6 +101,21 @@ def test_a_checkpoint_knows_its_data_by_content(tmp_path):
     write_rows(tmp_path / "moved.jsonl", "2")
     with pytest.raises(CheckpointError, match="step_1: was made with other prompts or answers"):
         Trainer(moved)
+
+
+NEEDS_THE_MODEL = ["loss_fn.reference_policy_kl_penalty=0.1", LORA]
+
+
+@pytest.mark.parametrize("override", NEEDS_THE_MODEL)
+def test_a_checkpoint_knows_the_model_that_its_adapters_or_its_penalty_need(tmp_path, override):
+    data = write_rows(tmp_path / "a.jsonl", "1")
+    recipe = text_recipe(tmp_path, data, overrides=[override])
+    save_first_step(Trainer(recipe))
+    assert Trainer(recipe).progress.step == 1
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + bytes(1))
+    with pytest.raises(CheckpointError, match="step_1: was made with other weights than"):
+        Trainer(recipe)
 
 
 def test_templates_are_given_the_date_of_the_runs_start(tmp_path):
