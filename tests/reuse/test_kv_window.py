@@ -13,7 +13,7 @@ from nemo_specrl.reuse.llm import PrefixReuse
 from tests.conftest import make_engine, weights_of
 from tests.reuse.conftest import SMALL_KV
 from tests.reuse.support import DictCache, block, sampling
-from tests.reuse.test_drivers import collect
+from tests.reuse.test_base import collect
 
 BLOCK, PROMPT_TOKENS, TOKENS, GROUP, PROMPTS = 32, 16, 160, 4, 64
 

@@ -19,7 +19,7 @@ from tests.conftest import REPOSITORY
 from tests.slurm import test_submit, test_train
 from tests.slurm.test_train import started_on
 from tests.support.slurm.cluster import running
-from tests.trainer.test_training import DEMO, SMALL
+from tests.trainer.test_loop import DEMO, SMALL
 
 MODEL = "/models/qwen3-sort"
 PYTHON = "/opt/python"

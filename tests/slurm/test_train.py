@@ -19,7 +19,7 @@ import pytest
 from nemo_specrl.monitoring.metrics_file import read_metrics
 from tests.conftest import REPOSITORY
 from tests.support.slurm.cluster import SUBNET, running
-from tests.trainer.test_training import DEMO, PLAIN, SMALL, records, train
+from tests.trainer.test_loop import DEMO, PLAIN, SMALL, records, train
 
 SCRIPT = REPOSITORY / "slurm" / "train.sbatch"
 RECIPE = "examples/configs/grpo_sort_megatron_cpu.yaml"

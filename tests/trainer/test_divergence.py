@@ -7,7 +7,7 @@ import torch
 from nemo_specrl.errors import Diverged
 from nemo_specrl.trainer.divergence import check_finite, first_not_finite
 from nemo_specrl.trainer.policy import build_policy, build_value_model
-from tests.trainer.policy.test_torch import recipe_of, samples
+from tests.trainer.policy.torch.test_policy import recipe_of, samples
 
 
 class Weights:

@@ -16,7 +16,7 @@ from nemo_specrl.trainer.partial_rollouts import (
 )
 from nemo_specrl.trainer.recipe import Algorithm, load_recipe
 from tests.conftest import REPOSITORY
-from tests.trainer.test_training import DEMO, start, train, wait_for_steps
+from tests.trainer.test_loop import DEMO, start, train, wait_for_steps
 
 ON = "grpo.partial_rollouts.enabled=true"
 PARTIAL = (

@@ -17,7 +17,7 @@ import pytest
 
 from nemo_specrl.monitoring.metrics_file import read_metrics
 from tests.conftest import REPOSITORY
-from tests.trainer.test_training import command
+from tests.trainer.test_loop import command
 
 pytest.importorskip("nvidia_resiliency_ext", reason="nvidia-resiliency-ext is not installed here")
 

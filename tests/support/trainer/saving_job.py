@@ -1,4 +1,4 @@
-"""``nemo-specrl train`` whose checkpoints are disturbed, for ``test_training``.
+"""``nemo-specrl train`` whose checkpoints are disturbed, for ``tests.trainer.test_loop``.
 
     python -m tests.support.trainer.saving_job kill|full RECIPE [KEY=VALUE ...]
 

@@ -15,7 +15,7 @@ from nemo_specrl.trainer.policy import Sample
 from nemo_specrl.trainer.policy.torch.policy import TorchPolicy
 from tests.conftest import KV_BLOCKS, shared_with_none
 from tests.support.trainer.ranks import samples
-from tests.trainer.policy.test_torch import recipe_of
+from tests.trainer.policy.torch.test_policy import recipe_of
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [14, 5], [15, 16]]
 

@@ -25,7 +25,7 @@ from nemo_specrl.trainer.recipe import load_recipe
 from tests.conftest import REPOSITORY
 from tests.support.trainer.ranks import samples, wait_until_gone
 from tests.support.trainer.text_models import write_untied
-from tests.trainer.policy.test_torch import recipe_of
+from tests.trainer.policy.torch.test_policy import recipe_of
 
 pytestmark = pytest.mark.usefixtures("own_ray")
 

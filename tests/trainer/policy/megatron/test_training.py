@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from nemo_specrl.monitoring.metrics_file import read_metrics
-from tests.trainer.test_training import DAPO, PPO, records, train
+from tests.trainer.test_loop import DAPO, PPO, records, train
 
 pytestmark = pytest.mark.usefixtures("own_ray")
 

@@ -36,7 +36,7 @@ LENGTHS = (5, 300, 1500)
 
 LIVES = """
 import json, os, sys, traceback
-from tests.cache.test_damage import live
+from tests.cache.test_database import live
 for line in sys.stdin:
     job = json.loads(line)
     child = os.fork()
