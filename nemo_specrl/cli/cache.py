@@ -53,7 +53,8 @@ def _figures(source: Source) -> dict[str, str]:
         "with log-probs": f"{found.scored:,}",
         "tokens": f"{found.tokens:,}, {found.tokens / max(1, found.responses):,.1f} a response, "
         f"at most {found.longest:,}",
-        "bytes": f"{source.size:,}, {source.size / max(1, found.tokens):.1f} a token",
+        "bytes": f"{source.size:,}"
+        + (f", {source.size / found.tokens:.1f} a token" if found.tokens else ""),
         "policy versions": versions,
     }
     if found.damaged:
@@ -98,7 +99,7 @@ def export(
     damaged: list[CacheError] = []
     with open_source(path) as source:
         count = write_export(out, source.vocabulary, source.sound(damaged))
-    skipped = f"; {len(damaged):,} damaged ones were left out" if damaged else ""
+    skipped = f"; left out as damaged: {len(damaged):,}" if damaged else ""
     typer.echo(f"written: {out}, {count:,} responses{skipped}")
 
 
@@ -136,7 +137,7 @@ def import_(
         added = store.add_older(source.groups(damaged))
         store.sync()
         path = store.path
-    skipped = f", {len(damaged):,} damaged ones left out" if damaged else ""
+    skipped = f"; left out as damaged: {len(damaged):,}" if damaged else ""
     typer.echo(f"{path}: {added:,} responses added{skipped}; for runs with cache.dir={cache_dir}")
 
 

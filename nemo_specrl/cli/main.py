@@ -57,6 +57,7 @@ app = typer.Typer(
 app.add_typer(cache_app, name="cache")
 console = Console()
 error_console = Console(stderr=True)
+LARGEST = 2**31 - 1
 PIPE_COLUMNS = 1000
 """Width of tables where there is no terminal, so that nothing in them is broken."""
 
@@ -90,13 +91,12 @@ def _options(
 
 def main() -> None:
     """Run the command line; expected errors become one line and an exit code."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a character that it cannot encode: its code
-        sys.stdout.reconfigure(errors="backslashreplace")
     if not console.is_terminal:
         console.width = max(console.width, PIPE_COLUMNS)
     try:
         try:
-            app()
+            with _sturdy_output():
+                app()
         except CheckpointError as error:
             _fail(error, 1 if may_pass(error) else 2)
         except (ConfigError, CacheError, Diverged, IncompatibleVersion) as error:
@@ -127,20 +127,34 @@ def _warn(line: str, style: str) -> None:
 
 
 def _say(line: str, style: str | None = None) -> None:
-    with _going_on():
-        console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+    console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+class _Output(io.FileIO):
+    """Standard output that ends no run: if it is full, or its reader has gone, it warns once."""
+
+    def write(self, data: Any) -> int:
+        """Write some of the bytes; from the first failure on, to nowhere."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            why = f"standard output cannot be written to ({error.strerror})"
+            _warn(f"{why}; nothing more is printed there", "yellow")
+            return len(data)
 
 
 @contextlib.contextmanager
-def _going_on() -> Iterator[None]:
-    """Print to a full disk, or to a reader that has gone, without ending a run; warns once."""
-    try:
+def _sturdy_output() -> Iterator[None]:
+    """Have everything printed through :class:`_Output`; what cannot be encoded, as its code."""
+    out, replaced = sys.stdout, sys.stdout is not sys.__stdout__
+    if out is None or replaced:  # closed, or another's
         yield
-    except (OSError, SystemExit) as error:  # rich ends a program whose reader has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        why = getattr(error, "strerror", "Broken pipe")
-        said = f"standard output cannot be written to ({why}); nothing more is printed there"
-        _warn(said, "yellow")
+        return
+    raw = io.BufferedWriter(_Output(out.fileno(), "wb", closefd=False))
+    output = io.TextIOWrapper(raw, out.encoding, "backslashreplace", line_buffering=True)
+    with output, contextlib.redirect_stdout(output):
+        yield
 
 
 @contextlib.contextmanager
@@ -301,8 +315,7 @@ def compare(
             raise SystemExit(code)
     result = comparison(out / "plain", out / "speculative")
     write_comparison(out, result)
-    with _going_on():
-        print_comparison(result, console)
+    print_comparison(result, console)
     _say(f"written: {out / 'compare.json'}, {out / 'compare.png'}, {out / 'compare.html'}")
 
 
@@ -369,15 +382,18 @@ def simulate(
             metavar="RUN_DIR", help="Folder of a run: NeMo-RL's log folder, or a speculative run."
         ),
     ],
-    engines: Annotated[int, typer.Option(min=1, help="Engines that share a step's rows.")] = 1,
+    engines: Annotated[
+        int, typer.Option(min=1, max=65536, help="Engines that share a step's rows.")
+    ] = 1,
     max_num_seqs: Annotated[
-        int | None, typer.Option(min=1, help="Rows that an engine runs at once.")
+        int | None, typer.Option(min=1, max=LARGEST, help="Rows that an engine runs at once.")
     ] = None,
     max_num_batched_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens that an engine computes in a step, at most.")
+        int,
+        typer.Option(min=1, max=LARGEST, help="Tokens that an engine computes in a step, at most."),
     ] = 8192,
     kv_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens that an engine's KV cache holds.")
+        int | None, typer.Option(min=1, max=LARGEST, help="Tokens that an engine's KV cache holds.")
     ] = None,
     max_draft_tokens: Annotated[
         int | None, typer.Option(min=1, max=128, help="Tokens of a draft, at most.")

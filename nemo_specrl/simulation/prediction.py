@@ -285,12 +285,16 @@ def read_costs(path: Path) -> Float64Array:
     """
     try:
         values = json.loads(path.read_text())
-        ranges = np.array([np.broadcast_to(values.get(name, 0), 2) for name in FEATURES], float)
         unknown = sorted(set(values) - set(FEATURES))
+        given = [values.get(name, 0) for name in FEATURES]
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path}: not a JSON object with seconds ({error})") from None
+    try:
+        ranges = np.array([np.broadcast_to(value, 2) for value in given], float)
+    except (ValueError, TypeError):  # text, or a list of another length
+        ranges = np.full((len(FEATURES), 2), np.nan)
     right = np.isfinite(ranges).all() and (ranges[:, 0] >= 0).all()
     if unknown or not right or not (ranges[:, 0] <= ranges[:, 1]).all():
         raise ConfigError(

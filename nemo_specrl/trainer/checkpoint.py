@@ -67,8 +67,8 @@ class Progress:
         recipe: the keys that a resumed run must not change, with their values.
         put_off: prompts that partial rollouts put off (``partial_rollouts.PutOff``).
         data: hash of the training problems; empty: unknown.
-        model: hash of the model's weights, where a resumed run reads them again (:func:`base_model`);
-            otherwise empty.
+        model: hash of the model's weights, where a resumed run reads them again
+            (:func:`base_model`); otherwise empty.
         date: ISO date that chat templates are given throughout the run; empty: unknown.
     """
 

@@ -137,7 +137,7 @@ def test_verify_names_what_is_damaged(tmp_path, cache):
     for prompt in (3, 8):
         assert f"damaged: a response to prompt {prompt_key([prompt]).hex()}" in shown
     assert "damaged 2; nemo-specrl cache verify names them" in cache("inspect", folder)
-    assert "88 responses; 2 damaged ones were left out" in cache("export", folder, tmp_path / "o")
+    assert "88 responses; left out as damaged: 2" in cache("export", folder, tmp_path / "o")
     file.write_bytes(file.read_bytes()[:-4096])
     assert "damaged: cannot read" in cache("verify", folder, code=1)
     file.write_bytes(b"\xa5" * 50_000)

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from nemo_specrl import __version__
+from nemo_specrl.cache import RolloutStore
 from nemo_specrl.cli import main as command_line_module
 from nemo_specrl.errors import CheckpointError
 from tests.conftest import REPOSITORY
@@ -109,9 +110,13 @@ def test_bad_input_is_one_line(tmp_path, capfd, monkeypatch, arguments, said):
 
 LINES = """
 import sys
-from nemo_specrl.cli.main import _say
-for line in range(3):
-    _say(f"line {line}")
+from nemo_specrl.cli import main
+def run():
+    for line in range(3):
+        main._say(f"line {line}")
+        print("and another", line)
+main.app = run
+main.main()
 print("all said", file=sys.stderr)
 """
 
@@ -134,6 +139,30 @@ def test_standard_output_that_fails_ends_no_run(output):
     assert (done.returncode, last) == (0, "all said"), done.stderr
     assert len(warnings) == (output != "closed")
     assert all("standard output cannot be written to" in line for line in warnings)
+
+
+@pytest.mark.parametrize(
+    "command", [["--help"], ["--version"], ["doctor"], ["cache", "verify", "{cache}"]], ids=" ".join
+)
+def test_a_full_disk_behind_standard_output_is_one_line(tmp_path, command):
+    with RolloutStore(tmp_path, vocabulary="0" * 32, max_bytes=2**20, responses_per_prompt=1):
+        pass
+    command = [word.format(cache=tmp_path) for word in command]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "nemo_specrl", *command],
+            cwd=REPOSITORY, stdout=full, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    [line] = done.stderr.splitlines()
+    said = "nemo-specrl: standard output cannot be written to (No space left on device)"
+    assert done.returncode == 0 and line.startswith(said)
+
+
+@pytest.mark.parametrize("option", ["--engines", "--kv-tokens", "--max-num-seqs"])
+def test_numbers_that_no_machine_has_are_refused(command_line, option):
+    assert f"Invalid value for '{option}'" in command_line(
+        "simulate", ".", option, "9" * 20, code=2
+    )
 
 
 def test_a_terminal_that_is_not_utf_8_shows_codes():

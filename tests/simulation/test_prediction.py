@@ -263,6 +263,8 @@ def test_bad_input_is_one_line(nemo_rl, simulate, tmp_path):
         ("[" * 10**5, "not a JSON object"),
         ('{"steps": Infinity, "drafting_steps": 1}', "must have seconds"),
         ('{"steps": [2, 1], "drafting_steps": 1}', "must have seconds"),
+        ('{"steps": "a", "drafting_steps": 1}', "must have seconds"),
+        ('{"steps": [1, 2, 3], "drafting_steps": 1}', "must have seconds"),
         ('{"steps": 1}', "steps and drafting_steps must cost something"),
     ):
         costs.write_text(wrong)
