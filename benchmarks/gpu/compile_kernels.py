@@ -22,12 +22,12 @@ from nemo_specrl.drafting import kernels
 
 __all__ = ["compile_kernels"]
 
-KERNELS = ("append", "search", "update", "vote")
+KERNELS = ("append", "learn", "search", "update", "vote")
 CAPABILITIES = (90, 100)
 _INT32, _INT64, _FLOAT = "*i32", "*i64", "*fp32"
 _OTHER = {
     "places": _INT64, "drafts": _INT64, "last_sampled": _INT64, "confidences": _FLOAT,
-    "chances": _FLOAT,
+    "chances": _FLOAT, "prior": _FLOAT,
 }  # fmt: skip
 """Arrays that are not int32."""
 _NUMBERS = {
@@ -54,7 +54,8 @@ def compile_kernels(capability: int) -> list[CompiledKernel]:
 
 def _compiled(name: str, capability: int) -> CompiledKernel:
     function: Any = getattr(kernels, name)
-    constants = {"TILE": 4} if "TILE" in function.arg_names else {}
+    most = {"TILE": 4, "LEARNING": True}
+    constants = {name: value for name, value in most.items() if name in function.arg_names}
     signature = {
         argument: "constexpr"
         if argument in constants

@@ -46,6 +46,7 @@ class DeviceArrays:
         max_bytes: size in bytes of all arrays together.
         length: tokens of a draft.
         chances: table of chances (:data:`~nemo_specrl.drafting.chances.CHANCES`).
+        learning: whether chances are learned from what follows drafts.
         agree: given the bytes for which this rank has memory, returns those for which all ranks
             have; None: there are no other ranks. Ranks whose pools differ would make different
             drafts.
@@ -62,6 +63,12 @@ class DeviceArrays:
         drafts: int64 ``[max_rows, length]``, in the order of the batch.
         confidences: float32, likewise; the chance of each token to be accepted if those before it
             are.
+        chances: chances by cell, float32 ``[cells]``.
+        drafted: the last draft of each row, by row, int32 ``[max_rows, length]``; used if learning,
+            like the next two.
+        cells: the cells of these tokens, likewise; -1 where nothing was drafted.
+        outcomes: tokens by cell that were drafted behind right ones, and those of them that were
+            right, int32 ``[cells, 2]``.
         launches: number of kernel launches since the start.
     """
 
@@ -73,22 +80,27 @@ class DeviceArrays:
         max_bytes: int,
         length: int,
         chances: npt.NDArray[np.float32],
+        learning: bool = False,
         agree: Callable[[int], int] | None = None,
     ) -> None:
         self.device, self.max_rows = torch.device(device), max_rows
-        self.length, self.max_model_len = length, max_model_len
+        self.length, self.max_model_len, self.learning = length, max_model_len, learning
         self.pages_of_row = -(-(max_model_len + 1) // PAGE)
         self.pages_of_prompt = min(PAGES_OF_PROMPT, PAGES_SEARCHED // min(max_rows, 256))
         self.launches = 0
         # On a CPU, Triton's interpreter takes a fixed time for each operation, whatever its size.
         self.tile = 4 if self.device.type != "cpu" else 32
-        self._chances = torch.from_numpy(np.array(chances)).to(self.device)
+        self._prior = torch.from_numpy(np.array(chances)).to(self.device)
+        self.chances = self._prior.clone()
+        self.outcomes = torch.zeros(len(chances), 2, dtype=torch.int32, device=self.device)
         had = self._make_arrays(max_bytes)
         if agree is not None and (least := agree(had)) < had:
             logger.warning("another rank has less memory for drafts: taking %d bytes", least)
             self._make_arrays(least)
         self.drafts = torch.zeros(max_rows, length, dtype=torch.int64, device=self.device)
         self.confidences = torch.zeros(max_rows, length, device=self.device)
+        self.drafted = torch.zeros(max_rows, length, dtype=torch.int32, device=self.device)
+        self.cells = torch.full_like(self.drafted, -1)
         self._contexts = torch.zeros(max_rows, DEPTH, dtype=torch.int32, device=self.device)
 
     def _make_arrays(self, max_bytes: int) -> int:
@@ -124,7 +136,7 @@ class DeviceArrays:
 
     def _sizes(self, max_bytes: int) -> tuple[int, int, int]:
         """Pages, prompts and pages of a prompt for which there is memory beside that of rows."""
-        of_rows = 4 * self.max_rows * (ROW + self.pages_of_row + DEPTH + 3 * self.length)
+        of_rows = 4 * self.max_rows * (ROW + self.pages_of_row + DEPTH + 5 * self.length)
         left, of_page = max(0, max_bytes - of_rows - 4 * CORPUS), 4 * (PAGE + LINKS)
         listed = max(1, min(self.pages_of_prompt, 2 * left // of_page))
         slots = min(PROMPTS, left // (4 * listed * SHARE_OF_LISTS))
@@ -133,7 +145,8 @@ class DeviceArrays:
     @property
     def nbytes(self) -> int:
         """Memory of the arrays on the device, excluding the offers of the last step."""
-        arrays = (self.pool, self.state, self.drafts, self.confidences, self._contexts)
+        arrays = [self.pool, self.state, self.drafts, self.confidences, self._contexts]
+        arrays += [self.drafted, self.cells]
         return sum(array.numel() * array.element_size() for array in arrays)
 
     def write(
@@ -191,12 +204,18 @@ class DeviceArrays:
         """
         n = len(batch_rows)
         listed = pages + corpus
-        length = self.length if length is None else min(length, self.length)
+        if length is None or self.learning:  # what was not drafted now would count again
+            length = self.length
+        length = min(length, self.length)
         if searching:
             kernels.append[(n,)](
                 self.pool, self.rows, self.row_pages, self._contexts, batch_rows, all_tokens,
-                total_lengths, all_tokens.stride(0), self.pages_of_row,
+                total_lengths, self.drafted, self.cells, self.outcomes, all_tokens.stride(0),
+                self.pages_of_row, self.length, self.learning,
             )  # fmt: skip
+            self.launches += 1
+        if searching and self.learning:
+            kernels.learn[(1,)](self.outcomes, self._prior, self.chances)
             self.launches += 1
         if not length:
             return self.drafts[:n]
@@ -209,8 +228,8 @@ class DeviceArrays:
             self.launches += 1
         kernels.vote[(n,)](
             self.pool, self.links, self.table, self.corpus, self.rows, offers, self.drafts,
-            self.confidences, batch_rows, last_sampled, self._chances, self.table.stride(0), pages,
-            corpus, length, self.length,
+            self.confidences, batch_rows, last_sampled, self.chances, self.drafted, self.cells,
+            self.table.stride(0), pages, corpus, length, self.length, self.learning,
         )  # fmt: skip
         self.launches += 1
         return self.drafts[:n]

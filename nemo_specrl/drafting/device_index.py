@@ -89,7 +89,8 @@ class DeviceIndex(DeviceArrays):
         max_bytes: size in bytes of all arrays together.
         length: tokens of a draft.
         chances: table of chances (:data:`~nemo_specrl.drafting.chances.CHANCES`).
-        agree: see :class:`DeviceArrays`.
+        learning: see :class:`DeviceArrays`.
+        agree: likewise.
 
     Attributes:
         counts: see :class:`IndexCounts`.
@@ -104,9 +105,12 @@ class DeviceIndex(DeviceArrays):
         max_bytes: int,
         length: int,
         chances: npt.NDArray[np.float32],
+        learning: bool = False,
         agree: Callable[[int], int] | None = None,
     ) -> None:
-        super().__init__(device, max_rows, max_model_len, max_bytes, length, chances, agree)
+        super().__init__(
+            device, max_rows, max_model_len, max_bytes, length, chances, learning, agree
+        )
         self.vocabulary, self.counts = vocabulary, IndexCounts()
         slots = len(self.table) if len(self.pool) else 0
         self._free, self._free_slots = list(range(len(self.pool)))[::-1], list(range(slots))[::-1]

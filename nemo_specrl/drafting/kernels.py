@@ -1,8 +1,9 @@
-"""The Triton kernels that draft: update, append, search and vote, one launch of each per step.
+"""The Triton kernels that draft: update, append, search and vote, one launch of each per step, and
+learn, where chances are learned.
 
 They follow the rules of ``reference`` and give the same tokens bit for bit. No value goes to the
-host. Each program of a launch writes only to its own places, so that every rank of an engine
-computes the same. Array arguments are named as in ``device_arrays``, which owns them.
+host. Each program of a launch writes only to its own places, or adds integers, so that every rank
+of an engine computes the same. Array arguments are named as in ``device_arrays``, which owns them.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -14,7 +15,7 @@ import triton.language as tl
 from nemo_specrl.drafting import chances as table_of_chances
 from nemo_specrl.drafting import reference
 
-__all__ = ["SCATTERED", "append", "search", "update", "vote"]
+__all__ = ["SCATTERED", "append", "learn", "search", "update", "vote"]
 
 PAGE = tl.constexpr(reference.PAGE)
 DEPTH = tl.constexpr(reference.DEPTH)
@@ -34,6 +35,10 @@ assert DEPTH.value % 8 == 0 and DEPTH.value <= 48
 # As in cell_of, whose code they are part of.
 assert table_of_chances.SHARES == (300, 500, 700, 850, 950, 995)
 assert (table_of_chances.MATCHES, table_of_chances.VOTES) == ((2, 4, 8, 16, 32), (2, 4, 8))
+CELLS = tl.constexpr(len(table_of_chances.CHANCES))
+CELLS_PADDED = tl.constexpr(256)  # rounded up to a power of two
+PRIOR_TRIES = tl.constexpr(float(table_of_chances.PRIOR_TRIES))
+MOST_TRIES = tl.constexpr(table_of_chances.MOST_TRIES)
 # Columns of a row's state; see device_arrays.
 ROW, ROW_SLOT, ROW_RESPONSE = tl.constexpr(9), tl.constexpr(0), tl.constexpr(1)
 ROW_START, ROW_KNOWN, ROW_MOST = tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
@@ -64,15 +69,15 @@ def update(pool, state, pages, contents, places, values, num_pages, num_values):
 
 @triton.jit
 def append(
-    pool, rows, row_pages, contexts, batch_rows, all_tokens, total_lengths,
-    token_stride, pages_of_row,
+    pool, rows, row_pages, contexts, batch_rows, all_tokens, total_lengths, drafted, cells,
+    outcomes, token_stride, pages_of_row, draft_stride, LEARNING: tl.constexpr,
 ):  # fmt: skip
     """Append the tokens that a step yielded to their responses, and note each row's last ones.
 
     A response ends with its first stop token, or at its maximum length. What a step yields after
     that is not appended: a draft may reach beyond the end, and with asynchronous
-    scheduling a row keeps running until the host has seen the end. Grid: one program per row of the
-    batch.
+    scheduling a row keeps running until the host has seen the end. If ``LEARNING``, the row's last
+    draft is compared with the tokens that followed. Grid: one program per row of the batch.
     """
     batch_row = tl.program_id(0)
     row = tl.load(batch_rows + batch_row).to(tl.int64)
@@ -103,6 +108,18 @@ def append(
             new = new & (cell // PAGE < pages_of_row)
             page = tl.load(row_pages + row * pages_of_row + cell // PAGE, mask=new, other=-1)
             tl.store(pool + page.to(tl.int64) * PAGE + cell % PAGE, token, mask=new & (page >= 0))
+            if LEARNING:
+                # Nothing was drafted for the first token of a response.
+                k = number - known
+                there = new & (k < draft_stride) & (known > 0)
+                of_draft = row * draft_stride + k
+                of_cell = tl.load(cells + of_draft, mask=there, other=-1)
+                right = there & (of_cell >= 0)
+                right = right & (token == tl.load(drafted + of_draft, mask=there, other=EMPTY))
+                wrong = tl.min(tl.where(right, APPENDED, k), axis=0)
+                tried = there & (of_cell >= 0) & (k <= wrong) & (i == known)
+                tl.atomic_add(outcomes + of_cell * 2, 1, mask=tried)
+                tl.atomic_add(outcomes + of_cell * 2 + 1, 1, mask=tried & (k < wrong))
         tl.store(mine + ROW_KNOWN, end)
         tl.store(mine + ROW_MOST, most)
 
@@ -164,6 +181,22 @@ def search(
 
 
 @triton.jit
+def learn(outcomes, prior, chances):
+    """Renew the chances from the outcomes: see ``chances.learned``. Grid: one program."""
+    cell = tl.arange(0, CELLS_PADDED)
+    there = cell < CELLS
+    tried = tl.load(outcomes + cell * 2, mask=there, other=0)
+    right = tl.load(outcomes + cell * 2 + 1, mask=there, other=0)
+    halved = (tried > MOST_TRIES).to(tl.int32)
+    tried, right = tried >> halved, right >> halved
+    tl.store(outcomes + cell * 2, tried, mask=there)
+    tl.store(outcomes + cell * 2 + 1, right, mask=there)
+    before = tl.load(prior + cell, mask=there, other=0.0) * PRIOR_TRIES
+    chance = tl.div_rn(before + right.to(tl.float32), tried.to(tl.float32) + PRIOR_TRIES)
+    tl.store(chances + cell, chance, mask=there)
+
+
+@triton.jit
 def best_scores(offers, count):
     """Return the best ``VOTERS`` scores of ``count``, in any order; 0 if there are fewer."""
     lane = tl.arange(0, VOTERS)
@@ -198,9 +231,13 @@ def cell_of(most, total, match, votes):
 @triton.jit(do_not_specialize=CHANGING)
 def vote(
     pool, links, table, corpus, rows, offers, drafts, confidences, batch_rows, last_sampled,
-    chances, table_stride, num_pages, num_corpus, length, draft_stride,
+    chances, drafted, cells, table_stride, num_pages, num_corpus, length, draft_stride,
+    LEARNING: tl.constexpr,
 ):  # fmt: skip
-    """Draft ``length`` tokens for each row. Grid: one program per row of the batch."""
+    """Draft ``length`` tokens for each row. Grid: one program per row of the batch.
+
+    If ``LEARNING``, tokens and cells are also kept by row.
+    """
     batch_row = tl.program_id(0)
     row = tl.load(batch_rows + batch_row).to(tl.int64)
     slot = tl.load(rows + row * ROW + ROW_SLOT)
@@ -239,9 +276,11 @@ def vote(
         total = tl.sum(weight, axis=0)
         weight = tl.where(following == token, weight, 0)
         longest = tl.max(tl.where(weight > 0, match, 0), axis=0) + k
-        chance = tl.load(
-            chances + cell_of(most, total, longest, tl.sum((weight > 0).to(tl.int32), axis=0))
-        )
+        of_chance = cell_of(most, total, longest, tl.sum((weight > 0).to(tl.int32), axis=0))
+        chance = tl.load(chances + of_chance)
         written = batch_row * draft_stride + k
         tl.store(drafts + written, tl.where(most > 0, token.to(tl.int64), fill))
         tl.store(confidences + written, tl.where(most > 0, chance, 0.0))
+        if LEARNING:
+            tl.store(drafted + row * draft_stride + k, token)
+            tl.store(cells + row * draft_stride + k, tl.where(most > 0, of_chance, -1))

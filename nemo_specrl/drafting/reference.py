@@ -28,6 +28,10 @@ on. If no voter is left, the rest of the draft is ``fill``.
 by the token's share of the weights, the longest match of the positions that voted for it, and their
 number.
 
+**Learning.** Where chances are learned, each draft is compared with the tokens that followed, which
+are known whether it was verified or not: up to its first wrong token, each counts in its cell. So
+what is not verified is learned of, too. Of drafts longer than 32 tokens, the first 32 count.
+
 ``_suffix.c`` follows the same rules on a CPU, with the same weights, number of voters and chances.
 Three limits differ: it compares up to 48 tokens; it takes the newest positions among those with 2,
 4, 8 or 16 tokens in common, where here the exact match decides; and it has no pages, so that more
@@ -50,6 +54,7 @@ __all__ = [
     "best_positions",
     "context_of",
     "draft",
+    "graded",
     "pages_of",
     "vote",
 ]
@@ -164,7 +169,7 @@ def vote(
     length: int,
     fill: int,
     chances: npt.NDArray[np.float32],
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], Int32]:
     """Draft what the positions that were found vote for.
 
     Args:
@@ -178,10 +183,12 @@ def vote(
         chances: chances by cell, float32 ``[7 * 6 * 4]``.
 
     Returns:
-        Tokens, int64 ``[length]``, and confidences, float32 ``[length]``.
+        Tokens, int64 ``[length]``, confidences, float32 ``[length]``, and cells, int32
+        ``[length]``, -1 where nothing is drafted.
     """
     size = pool.shape[1]
     tokens, confidences = np.full(length, fill, np.int64), np.zeros(length, np.float32)
+    cells = np.full(length, -1, np.int32)
     match, places = scores >> POSITION_BITS & MATCH_MASK, scores & (1 << POSITION_BITS) - 1
     page, offset = listed[places // size], places % size
     weight = match**3 * np.where(links[page, RESPONSE] == response, OWN_WEIGHT, 1)
@@ -202,10 +209,10 @@ def vote(
         cell = sum(int(votes.max()) * 1000 >= int(weight.sum()) * share for share in SHARES)
         cell = cell * (len(MATCHES) + 1) + sum(match[agree].max() + k >= m for m in MATCHES)
         cell = cell * (len(VOTES) + 1) + sum(agree.sum() >= v for v in VOTES)
-        confidences[k] = chances[cell]
+        confidences[k], cells[k] = chances[cell], cell
         page, offset = page[agree], offset[agree]
         match, weight = match[agree], weight[agree]
-    return tokens, confidences
+    return tokens, confidences, cells
 
 
 def draft(
@@ -218,8 +225,22 @@ def draft(
     fill: int,
     chances: npt.NDArray[np.float32],
     corpus: Int32 = NO_PAGES,
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], Int32]:
     """Make a row's draft: find :func:`best_positions`, then :func:`vote`."""
     scores = best_positions(pool, links, listed, context, corpus)
     everything = np.concatenate((listed, corpus))
     return vote(pool, links, everything, scores, response, length, fill, chances)
+
+
+def graded(drafted: Int32, cells: Int32, followed: Int32) -> tuple[Int32, Int32]:
+    """The cells of a draft's tokens that were drafted behind right ones, and of those right.
+
+    Args:
+        drafted: the draft's tokens, ``[n]``.
+        cells: their cells, ``[n]``, -1 where nothing was drafted.
+        followed: the tokens that followed.
+    """
+    n = min(len(drafted), len(followed))
+    wrong = np.append(np.flatnonzero((drafted[:n] != followed[:n]) | (cells[:n] < 0)), n)[0]
+    tried = cells[: min(wrong + 1, n)]
+    return tried[tried >= 0], cells[:wrong]

@@ -42,7 +42,8 @@ class HistorySpeculator(BaseSpeculator):  # type: ignore[misc]
         foreign: begins the runner's random numbers anew where their like may have made a history.
         enable_adaptive_verification: whether vLLM chooses the tokens that are verified.
         draft_token_confidence_probs: chance of each draft token to be accepted if those before it
-            are, float32 ``[max_num_seqs, K]``, in the order of the last batch.
+            are, float32 ``[max_num_seqs, K]``, in the order of the last batch. With adaptive
+            verification it is learned from what followed earlier drafts.
     """
 
     supports_mm_inputs = False
@@ -65,6 +66,7 @@ class HistorySpeculator(BaseSpeculator):  # type: ignore[misc]
             draft.max_bytes,
             self.num_speculative_steps,
             CHANCES,
+            draft.adaptive_verification,
             least_of_ranks,
         )
         self.draft_token_confidence_probs = self.index.confidences

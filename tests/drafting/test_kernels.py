@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from nemo_specrl.drafting import reference
-from nemo_specrl.drafting.chances import CHANCES
+from nemo_specrl.drafting.chances import CHANCES, MOST_TRIES, learned
 
 
 @pytest.mark.parametrize(("vocabulary", "length"), [(3, 7), (8, 1), (40, 4)])
@@ -21,7 +21,8 @@ def test_same_as_reference(vocabulary, length):
         tokens[changed] = rng.integers(0, vocabulary, changed.sum())
         return tokens[: rng.integers(300, 600)].tolist()
 
-    rows = Rows(vocabulary=vocabulary, length=length)
+    rows = Rows(vocabulary=vocabulary, length=length, learning=True)
+    counts, chances, last = np.zeros((len(CHANCES), 2), np.int32), CHANCES, {}
     rows.open(3, b"c")  # the corpus
     rows.step({3: variant()[:300]})
     rows.index.close_row(3)
@@ -33,7 +34,15 @@ def test_same_as_reference(vocabulary, length):
         for row in rng.permutation(3).tolist():
             new[row], yields[row] = yields[row][:255], yields[row][255:]
         new = {row: tokens for row, tokens in new.items() if tokens}
+        for row, tokens in new.items():
+            if row in last:
+                tried, right = reference.graded(*last[row], np.array(tokens))
+                np.add.at(counts, (tried, 0), 1)
+                np.add.at(counts, (right, 1), 1)
+        chances = learned(CHANCES, counts)
         drafts = rows.step(new)
+        assert (rows.index.outcomes.cpu().numpy() == counts).all()
+        assert (rows.index.chances.cpu().numpy() == chances).all()
         pool, links = rows.index.pool.cpu().numpy(), rows.index.links.cpu().numpy()
         for b, row in enumerate(new):
             of_row = rows.index._rows[row]
@@ -41,13 +50,51 @@ def test_same_as_reference(vocabulary, length):
             held = np.concatenate([pool[listed[position]] for position in of_row.positions])
             response = rows.responses[row]
             assert held[: len(response) + 1].tolist() == [reference.START, *response]
-            tokens, confidences = reference.draft(
+            tokens, confidences, cells = reference.draft(
                 pool, links, listed, reference.context_of(response), of_row.number, length,
-                response[-1], CHANCES, rows.index.corpus.cpu().numpy()[:2],
+                response[-1], chances, rows.index.corpus.cpu().numpy()[:2],
             )  # fmt: skip
             assert drafts[b].tolist() == tokens.tolist(), (step, row)
             assert (rows.index.confidences[b].cpu().numpy() == confidences).all()
             assert (confidences > 0).any()
+            last[row] = tokens.astype(np.int32), cells
+            assert rows.index.cells[row].tolist() == cells.tolist()
+    assert counts[:, 0].any()
+
+
+def test_counts_are_halved_as_by_the_reference():
+    import torch
+
+    from nemo_specrl.drafting import kernels
+    from tests.support.v2_drafting import DEVICE
+
+    rng = np.random.default_rng(0)
+    tried = rng.integers(0, 2 * MOST_TRIES, len(CHANCES))
+    counts = np.stack([tried, rng.integers(0, tried + 1)], 1).astype(np.int32)
+    of_kernel = torch.from_numpy(counts.copy()).to(DEVICE)
+    prior = torch.from_numpy(CHANCES).to(DEVICE)
+    chances = torch.empty_like(prior)
+    kernels.learn[(1,)](of_kernel, prior, chances)
+    assert (chances.cpu().numpy() == learned(CHANCES, counts)).all()
+    assert (of_kernel.cpu().numpy() == counts).all() and counts.max() <= MOST_TRIES
+
+
+def test_chances_follow_what_follows_drafts():
+    """One prompt's rows repeat its history, whose chances rise; the other's never do."""
+    from tests.support.v2_drafting import Rows
+
+    rows = Rows(length=2, rows=2, learning=True)
+    history = [*range(1, 20)]
+    rows.open(0, b"a", [(0, history), (1, history)])
+    rows.open(1, b"b", [(0, history)])
+    for step in range(6):  # 1 of 2, 2 of 4, ...: the match of the second stays one token
+        rows.step({0: history[2 * step : 2 * step + 2], 1: [30, history[step]]})
+    tried, right = rows.index.outcomes.cpu().numpy().T
+    chances = rows.index.chances.cpu().numpy()
+    assert (chances[(tried > 0) & (right == tried)] > CHANCES[(tried > 0) & (right == tried)]).all()
+    assert (chances[(tried > 0) & (right == 0)] < CHANCES[(tried > 0) & (right == 0)]).all()
+    assert (chances[tried == 0] == CHANCES[tried == 0]).all()
+    assert right.sum() == 2 * 5 and (tried - right).sum() == 5
 
 
 def test_the_corpus_drafts_where_the_prompt_is_silent():
@@ -114,7 +161,7 @@ def test_compiled(capability):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert [line[0] for line in lines] == ["append", "search", "update", "vote"]
+    assert [line[0] for line in lines] == ["append", "learn", "search", "update", "vote"]
     for name, _, binary, registers, spilled, _ in lines:
         assert int(spilled) == 0, name
         assert int(registers) <= 96, name

@@ -15,7 +15,7 @@ def drafted(responses, own, length, fill=99):
     pool, links = reference.pages_of(responses, PAGE)
     listed = np.arange(len(pool))
     context = reference.context_of(responses[own])
-    return reference.draft(pool, links, listed, context, own, length, fill, CHANCES)
+    return reference.draft(pool, links, listed, context, own, length, fill, CHANCES)[:2]
 
 
 def by_definition(responses, own, length, fill=99):

@@ -18,8 +18,12 @@ def as_bytes(tokens):
 class Rows:
     """Rows that an index drafts for, and vLLM's arrays as the index sees them."""
 
-    def __init__(self, *, rows=8, longest=640, vocabulary=40, length=5, max_bytes=4 << 20):
-        self.index = DeviceIndex(DEVICE, rows, longest, vocabulary, max_bytes, length, CHANCES)
+    def __init__(
+        self, *, rows=8, longest=640, vocabulary=40, length=5, max_bytes=4 << 20, learning=False
+    ):
+        self.index = DeviceIndex(
+            DEVICE, rows, longest, vocabulary, max_bytes, length, CHANCES, learning
+        )
         self.tokens = torch.zeros(rows, longest, dtype=torch.int32, device=DEVICE)
         self.totals = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
         self.last = torch.zeros(rows, dtype=torch.int64, device=DEVICE)

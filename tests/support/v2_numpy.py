@@ -7,9 +7,10 @@ the two bit for bit.
 import numpy as np
 
 from nemo_specrl.drafting import reference
+from nemo_specrl.drafting.chances import learned
 from nemo_specrl.drafting.kernels import SCATTERED
 
-__all__ = ["SCATTERED", "append", "search", "update", "vote"]
+__all__ = ["SCATTERED", "append", "learn", "search", "update", "vote"]
 
 
 class Launch:
@@ -33,7 +34,8 @@ def update(pool, state, pages, contents, places, values, num_pages, num_values):
 
 @Launch
 def append(
-    pool, rows, row_pages, contexts, batch_rows, tokens, totals, stride, pages_of_row,
+    pool, rows, row_pages, contexts, batch_rows, tokens, totals, drafted, of_drafted, outcomes,
+    stride, pages_of_row, draft_stride, learning,
 ):  # fmt: skip
     for b, row in enumerate(batch_rows):
         slot, _, start, known, most = rows[row, :5]
@@ -52,6 +54,15 @@ def append(
         there = (page >= 0) & (cells // pool.shape[1] < pages_of_row)
         pool[page[there], cells[there] % pool.shape[1]] = response[known:end][there]
         rows[row, 3:5] = end, most
+        if learning and known:
+            tried, right = reference.graded(drafted[row], of_drafted[row], response[known:end])
+            np.add.at(outcomes, (tried, 0), 1)
+            np.add.at(outcomes, (right, 1), 1)
+
+
+@Launch
+def learn(outcomes, prior, chances):
+    chances[:] = learned(prior, outcomes)
 
 
 @Launch
@@ -72,15 +83,18 @@ def search(
 @Launch
 def vote(
     pool, links, table, corpus, rows, offers, drafts, confidences, batch_rows, last, chances,
-    stride, num_pages, num_corpus, length, draft_stride,
+    drafted, cells, stride, num_pages, num_corpus, length, draft_stride, learning,
 ):  # fmt: skip
     width = (num_pages + num_corpus) * reference.OFFERED
     for b, row in enumerate(batch_rows):
         slot, response = rows[row, :2]
         drafts[b, :length], confidences[b, :length] = last[row], 0
+        found = np.full(length, -1)
         if slot >= 0:
             scores = offers[b * width : (b + 1) * width]
             listed = np.concatenate((table[slot, :num_pages], corpus[:num_corpus]))
-            drafts[b, :length], confidences[b, :length] = reference.vote(
+            drafts[b, :length], confidences[b, :length], found = reference.vote(
                 pool, links, listed, scores[scores > 0], response, length, last[row], chances
             )
+        if learning:
+            drafted[row, :length], cells[row, :length] = drafts[b, :length], found

@@ -58,7 +58,7 @@ def main(rank, file):
             return empty(*sizes, **options)
 
         torch.empty = limited
-    index = DeviceIndex("cpu", 8, 640, 40, MAX_BYTES, 3, CHANCES, least_of_ranks)
+    index = DeviceIndex("cpu", 8, 640, 40, MAX_BYTES, 3, CHANCES, agree=least_of_ranks)
     print("sizes", len(index.pool), len(index.links), *index.table.shape)
 
 

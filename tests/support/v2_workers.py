@@ -11,18 +11,25 @@ def refitted(worker, folder, noise):
 
 
 def note_drafts(worker):
-    """Keep the rows and drafts of each step from now on; ranks that draft alike keep the same."""
+    """Learn chances, and keep the rows, drafts and chances of each step from now on.
+
+    Ranks that draft alike keep the same.
+    """
     index = worker.model_runner.speculator.index
+    index.learning = True
     draft, index.noted = index.draft, []
 
     def noting(batch_rows, batch_rows_host, *args):
         drafts = draft(batch_rows, batch_rows_host, *args)
-        index.noted.append((batch_rows_host.tolist(), drafts.tolist()))
+        chances = index.confidences[: len(drafts)].tolist()
+        index.noted.append((batch_rows_host.tolist(), drafts.tolist(), chances))
         return drafts
 
     index.draft = noting
 
 
 def noted_drafts(worker):
-    """Of each step since ``note_drafts``, the places of its rows, and their drafts."""
-    return worker.model_runner.speculator.index.noted
+    """Of each step since ``note_drafts``, the places of its rows, their drafts and chances; and
+    what was learned of drafts."""
+    index = worker.model_runner.speculator.index
+    return index.noted, index.outcomes.tolist()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from nemo_specrl.drafting.chances import CHANCES
 from nemo_specrl.engine.patches import vllm_version
 from tests.support.v2_exactness import (
     bent_sampler,
@@ -89,6 +90,18 @@ def test_exact(llm, budgets, store, prompt, random_model, drafts):
     if drafts == "unlikely":
         with bent_sampler(llm.collective_rpc):  # few drafts are verified that it could accept
             assert tested([*prompt[:-1], 19], 100) < 1e-3
+
+
+def test_chances_are_learned(llm, by_reference, store, prompt, random_model):
+    """Of unlikely drafts they fall, whether vLLM verifies them or not."""
+    index = runner_of(llm).speculator.index
+    index.outcomes.zero_()
+    put(store, prompt, likeliest(random_model, -1, prompt))
+    generate(llm, prompt, 1, max_tokens=TOKENS)
+    tried, right = index.outcomes.cpu().numpy().T
+    assert tried.sum() > right.sum()
+    fell = index.chances.cpu().numpy() < CHANCES
+    assert fell[(tried > 0) & (right == 0)].all() and not fell[tried == 0].any()
 
 
 @pytest.mark.skipif(ON_GPU, reason="the costs of steps are the GPU's")

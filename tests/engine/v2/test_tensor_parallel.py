@@ -1,4 +1,5 @@
-"""Two tensor-parallel ranks of the V2 runner, each in its own process, draft the same tokens.
+"""Two tensor-parallel ranks of the V2 runner, each in its own process, draft the same tokens, and
+learn the same of them.
 
 vLLM does not compare the ranks' drafts: with different ones each rank would judge another
 continuation, and their parts of a row would no longer belong together.
@@ -57,8 +58,8 @@ def test_both_ranks_draft_the_same(random_model, cache_dir, loop):
                     entries = zip(completion.logprobs, completion.token_ids, strict=True)
                     assert [e[t].logprob for e, t in entries] == pytest.approx(logprobs, abs=2e-4)
         assert loop.run_until_complete(counts_async(llm))[metric.ACCEPTED_TOKENS] > 0
-        first, second = loop.run_until_complete(llm.collective_rpc(noted_drafts))
-        assert len(first) > LENGTH
-        assert first == second
+        (first, learned), second = loop.run_until_complete(llm.collective_rpc(noted_drafts))
+        assert len(first) > LENGTH and sum(map(sum, learned)) > LENGTH
+        assert (first, learned) == second
     finally:
         llm.shutdown()
