@@ -24,7 +24,6 @@ TESTED_IN = {
     "cli/test_cache.py": "cache.inspection",
     "cli/test_main.py": "__main__ errors",
     "drafting/test_kernels.py": "drafting.device_arrays",
-    "drafting/test_suffix_tree.py": "drafting.chances",
     "engine/test_exactness.py": "engine.proposer engine.seeds",
     "engine/test_plugin.py": "engine.core_patches engine.options engine.row engine.scheduler",
     "engine/test_processes.py": "engine.counts",

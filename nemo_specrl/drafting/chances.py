@@ -12,7 +12,16 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["CHANCES", "MATCHES", "MIN_PROBABILITY", "SHARES", "VOTES", "learned"]
+__all__ = [
+    "CHANCES",
+    "MATCHES",
+    "MIN_PROBABILITY",
+    "MOST_TRIES",
+    "PRIOR_TRIES",
+    "SHARES",
+    "VOTES",
+    "learned",
+]
 
 SHARES = (300, 500, 700, 850, 950, 995)
 """Thousandths of the weights at which the next range begins."""
