@@ -1,13 +1,14 @@
 # make demo   set up, then GRPO on one CPU machine, with and without speculation, side by side
 # make demo-language   the same on word problems with SmolLM2-135M, in less than 45 minutes
-# make test   set up, then the whole test suite
+# make test   set up, then the test suite
+# make test-slow   set up, then the tests that take minutes each
 # make test-vllm VERSION=0.25.1   the engine's tests and a short training on another vLLM
 # make test-v2   set up, then the tests of drafting in vLLM's V2 model runner, by Triton's interpreter
 # make test-nemo NEMO_RL_HOME=DIR   the tests that run a checkout of NeMo-RL, on the vLLM it pins
 # make test-language   PPO, DAPO and a Megatron policy on the model of `make demo-language`, a step each
 # make lint   set up, then style, types, layers, shell scripts and Dockerfiles
 # make audit  set up, then known vulnerabilities of the locked packages, where the index tells them
-.PHONY: help setup demo language-model demo-language test-language test test-vllm test-v2 test-nemo lint audit clean
+.PHONY: help setup demo language-model demo-language test-language test test-slow test-vllm test-v2 test-nemo lint audit clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -25,7 +26,10 @@ demo-language: language-model
 	.venv/bin/nemo-specrl compare examples/configs/grpo_gsm_smollm2_cpu.yaml --out results/demo-language
 
 test: setup
-	.venv/bin/python -m pytest -n 2 --dist loadfile
+	.venv/bin/python -m pytest -n 2 --dist loadfile -m "not slow"
+
+test-slow: setup
+	.venv/bin/python -m pytest -m slow
 
 test-language: language-model
 	SPECRL_LANGUAGE_MODEL=$(CURDIR)/results/models/smollm2-gsm .venv/bin/python -m pytest tests/trainer/test_language.py

@@ -43,6 +43,7 @@ def test_balance_is_never_below_a_contiguous_split_and_above_it_where_lengths_di
     assert uneven > 1.01
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_demo_over_seeds(tmp_path):
     small = (

@@ -44,6 +44,7 @@ def wait_for_steps(process, side, steps):
     return training
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # three comparisons
 def test_a_comparison_resumes_wherever_it_was_ended(tmp_path):
     out, temporary = tmp_path / "out", tmp_path / "temporary"

@@ -48,6 +48,7 @@ def test_an_adapter_that_is_none_is_refused(tmp_path):
     assert f"{tmp_path} is no adapter's folder: it has no adapter_config.json" in line
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)} (pip install --no-deps)")
 def test_the_folder_is_a_model_with_the_adapter_merged(tmp_path):
     folder = tmp_path / "model"

@@ -97,6 +97,7 @@ def calls(cluster):
     return sorted((cluster.folder / "image" / "calls").read_text().splitlines())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_training_runs_and_goes_on_in_its_container(cluster):
     """Ray's head, its worker and the driver, at both starts: the second one comes of the limit."""

@@ -213,6 +213,7 @@ def test_a_training_that_hangs_is_killed_and_goes_on(cluster, tmp_path):
     assert records(job.run) == records(alone)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_jobs_share_their_nodes(cluster, undisturbed):
     steps = (*RUN, "grpo.max_num_steps=2")

@@ -239,6 +239,7 @@ def test_a_killed_run_with_drafts_goes_on_from_its_checkpoint(whole, tmp_path):
     assert steps[3]["spec_rl/tokens_per_step"] > steps[0]["spec_rl/tokens_per_step"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # three runs
 def test_a_checkpoint_is_written_beside_the_rollouts_of_the_next_step(plain, tmp_path):
     """It has the weights of its own step."""

@@ -51,6 +51,7 @@ def test_a_run_goes_on_in_another_layout(tmp_path):
         assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.1)
 
 
+@pytest.mark.slow
 def test_ppo(tmp_path):
     """The value model is a torch model beside the policy's ranks, whose layers two stages share."""
     model = "policy.model_name=examples/models/qwen3-arith"
@@ -60,6 +61,7 @@ def test_ppo(tmp_path):
     assert all(r["value_loss"] > 0 and r["grad_norm"] > 0 for r in steps)
 
 
+@pytest.mark.slow
 def test_dapo(tmp_path):
     """Two steps; resuming from a damaged checkpoint then names it."""
     train(tmp_path, *layout(tp=2), "grpo.max_num_steps=2", config=DAPO)
