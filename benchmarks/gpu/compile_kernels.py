@@ -32,7 +32,7 @@ _OTHER = {
 """Arrays that are not int32."""
 _NUMBERS = {
     "num_pages", "num_values", "num_corpus", "token_stride", "pages_of_row", "table_stride",
-    "length", "draft_stride",
+    "length", "draft_stride", "source_stride", "num_cells",
 }  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def compile_kernels(capability: int) -> list[CompiledKernel]:
 
 def _compiled(name: str, capability: int) -> CompiledKernel:
     function: Any = getattr(kernels, name)
-    most = {"TILE": 4, "LEARNING": True}
+    most = {"TILE": 4, "LEARNING": 2}
     constants = {name: value for name, value in most.items() if name in function.arg_names}
     signature = {
         argument: "constexpr"

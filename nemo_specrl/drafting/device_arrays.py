@@ -15,6 +15,7 @@ import torch
 
 from nemo_specrl.drafting import kernels
 from nemo_specrl.drafting.reference import DEPTH, OFFERED, PAGE
+from nemo_specrl.drafting.uniform_length import PRIOR_CHANCE
 
 __all__ = ["CORPUS", "LINKS", "ROW", "STOPS", "DeviceArrays"]
 
@@ -46,7 +47,8 @@ class DeviceArrays:
         max_bytes: size in bytes of all arrays together.
         length: tokens of a draft.
         chances: table of chances (:data:`~nemo_specrl.drafting.chances.CHANCES`).
-        learning: whether chances are learned from what follows drafts.
+        learning: sources of drafts whose chances are learned from what follows: 0, 1 (the index),
+            or 2 (and a drafter beside it, whose cells are the places of its drafts).
         agree: given the bytes for which this rank has memory, returns those for which all ranks
             have; None: there are no other ranks. Ranks whose pools differ would make different
             drafts.
@@ -63,12 +65,13 @@ class DeviceArrays:
         drafts: int64 ``[max_rows, length]``, in the order of the batch.
         confidences: float32, likewise; the chance of each token to be accepted if those before it
             are.
-        chances: chances by cell, float32 ``[cells]``.
-        drafted: the last draft of each row, by row, int32 ``[max_rows, length]``; used if learning,
-            like the next two.
+        chances: chances by cell, behind which are those of a drafter by place, float32 ``[cells +
+            length]``.
+        drafted: the last draft of each row, by source and row, int32 ``[2, max_rows, length]``;
+            used if learning, like the next two.
         cells: the cells of these tokens, likewise; -1 where nothing was drafted.
         outcomes: tokens by cell that were drafted behind right ones, and those of them that were
-            right, int32 ``[cells, 2]``.
+            right, int32 ``[cells + length, 2]``.
         launches: number of kernel launches since the start.
     """
 
@@ -80,7 +83,7 @@ class DeviceArrays:
         max_bytes: int,
         length: int,
         chances: npt.NDArray[np.float32],
-        learning: bool = False,
+        learning: int = 0,
         agree: Callable[[int], int] | None = None,
     ) -> None:
         self.device, self.max_rows = torch.device(device), max_rows
@@ -90,17 +93,19 @@ class DeviceArrays:
         self.launches = 0
         # On a CPU, Triton's interpreter takes a fixed time for each operation, whatever its size.
         self.tile = 4 if self.device.type != "cpu" else 32
-        self._prior = torch.from_numpy(np.array(chances)).to(self.device)
+        prior = np.append(chances, np.full(length, PRIOR_CHANCE, np.float32))
+        self._prior = torch.from_numpy(prior).to(self.device)
         self.chances = self._prior.clone()
-        self.outcomes = torch.zeros(len(chances), 2, dtype=torch.int32, device=self.device)
+        self.outcomes = torch.zeros(len(prior), 2, dtype=torch.int32, device=self.device)
         had = self._make_arrays(max_bytes)
         if agree is not None and (least := agree(had)) < had:
             logger.warning("another rank has less memory for drafts: taking %d bytes", least)
             self._make_arrays(least)
         self.drafts = torch.zeros(max_rows, length, dtype=torch.int64, device=self.device)
         self.confidences = torch.zeros(max_rows, length, device=self.device)
-        self.drafted = torch.zeros(max_rows, length, dtype=torch.int32, device=self.device)
+        self.drafted = torch.zeros(2, max_rows, length, dtype=torch.int32, device=self.device)
         self.cells = torch.full_like(self.drafted, -1)
+        self.cells[1] = len(chances) + torch.arange(length, device=self.device)
         self._contexts = torch.zeros(max_rows, DEPTH, dtype=torch.int32, device=self.device)
 
     def _make_arrays(self, max_bytes: int) -> int:
@@ -136,7 +141,7 @@ class DeviceArrays:
 
     def _sizes(self, max_bytes: int) -> tuple[int, int, int]:
         """Pages, prompts and pages of a prompt for which there is memory beside that of rows."""
-        of_rows = 4 * self.max_rows * (ROW + self.pages_of_row + DEPTH + 5 * self.length)
+        of_rows = 4 * self.max_rows * (ROW + self.pages_of_row + DEPTH + 7 * self.length)
         left, of_page = max(0, max_bytes - of_rows - 4 * CORPUS), 4 * (PAGE + LINKS)
         listed = max(1, min(self.pages_of_prompt, 2 * left // of_page))
         slots = min(PROMPTS, left // (4 * listed * SHARE_OF_LISTS))
@@ -211,11 +216,11 @@ class DeviceArrays:
             kernels.append[(n,)](
                 self.pool, self.rows, self.row_pages, self._contexts, batch_rows, all_tokens,
                 total_lengths, self.drafted, self.cells, self.outcomes, all_tokens.stride(0),
-                self.pages_of_row, self.length, self.learning,
+                self.pages_of_row, self.length, self.max_rows * self.length, self.learning,
             )  # fmt: skip
             self.launches += 1
         if searching and self.learning:
-            kernels.learn[(1,)](self.outcomes, self._prior, self.chances)
+            kernels.learn[(1,)](self.outcomes, self._prior, self.chances, len(self._prior))
             self.launches += 1
         if not length:
             return self.drafts[:n]
@@ -229,7 +234,7 @@ class DeviceArrays:
         kernels.vote[(n,)](
             self.pool, self.links, self.table, self.corpus, self.rows, offers, self.drafts,
             self.confidences, batch_rows, last_sampled, self.chances, self.drafted, self.cells,
-            self.table.stride(0), pages, corpus, length, self.length, self.learning,
+            self.table.stride(0), pages, corpus, length, self.length, self.learning > 0,
         )  # fmt: skip
         self.launches += 1
         return self.drafts[:n]

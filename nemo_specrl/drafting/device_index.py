@@ -105,7 +105,7 @@ class DeviceIndex(DeviceArrays):
         max_bytes: int,
         length: int,
         chances: npt.NDArray[np.float32],
-        learning: bool = False,
+        learning: int = 0,
         agree: Callable[[int], int] | None = None,
     ) -> None:
         super().__init__(

@@ -35,8 +35,7 @@ assert DEPTH.value % 8 == 0 and DEPTH.value <= 48
 # As in cell_of, whose code they are part of.
 assert table_of_chances.SHARES == (300, 500, 700, 850, 950, 995)
 assert (table_of_chances.MATCHES, table_of_chances.VOTES) == ((2, 4, 8, 16, 32), (2, 4, 8))
-CELLS = tl.constexpr(len(table_of_chances.CHANCES))
-CELLS_PADDED = tl.constexpr(256)  # rounded up to a power of two
+CELLS_PADDED = tl.constexpr(512)  # all cells and places, rounded up to a power of two
 PRIOR_TRIES = tl.constexpr(float(table_of_chances.PRIOR_TRIES))
 MOST_TRIES = tl.constexpr(table_of_chances.MOST_TRIES)
 # Columns of a row's state; see device_arrays.
@@ -70,14 +69,15 @@ def update(pool, state, pages, contents, places, values, num_pages, num_values):
 @triton.jit
 def append(
     pool, rows, row_pages, contexts, batch_rows, all_tokens, total_lengths, drafted, cells,
-    outcomes, token_stride, pages_of_row, draft_stride, LEARNING: tl.constexpr,
+    outcomes, token_stride, pages_of_row, draft_stride, source_stride, LEARNING: tl.constexpr,
 ):  # fmt: skip
     """Append the tokens that a step yielded to their responses, and note each row's last ones.
 
     A response ends with its first stop token, or at its maximum length. What a step yields after
     that is not appended: a draft may reach beyond the end, and with asynchronous
-    scheduling a row keeps running until the host has seen the end. If ``LEARNING``, the row's last
-    draft is compared with the tokens that followed. Grid: one program per row of the batch.
+    scheduling a row keeps running until the host has seen the end. The row's last
+    drafts of so many sources (``LEARNING``) are compared with the tokens that followed. Grid: one
+    program per row of the batch.
     """
     batch_row = tl.program_id(0)
     row = tl.load(batch_rows + batch_row).to(tl.int64)
@@ -108,11 +108,11 @@ def append(
             new = new & (cell // PAGE < pages_of_row)
             page = tl.load(row_pages + row * pages_of_row + cell // PAGE, mask=new, other=-1)
             tl.store(pool + page.to(tl.int64) * PAGE + cell % PAGE, token, mask=new & (page >= 0))
-            if LEARNING:
+            for source in tl.static_range(LEARNING):
                 # Nothing was drafted for the first token of a response.
                 k = number - known
                 there = new & (k < draft_stride) & (known > 0)
-                of_draft = row * draft_stride + k
+                of_draft = source * source_stride + row * draft_stride + k
                 of_cell = tl.load(cells + of_draft, mask=there, other=-1)
                 right = there & (of_cell >= 0)
                 right = right & (token == tl.load(drafted + of_draft, mask=there, other=EMPTY))
@@ -181,10 +181,10 @@ def search(
 
 
 @triton.jit
-def learn(outcomes, prior, chances):
+def learn(outcomes, prior, chances, num_cells):
     """Renew the chances from the outcomes: see ``chances.learned``. Grid: one program."""
     cell = tl.arange(0, CELLS_PADDED)
-    there = cell < CELLS
+    there = cell < num_cells
     tried = tl.load(outcomes + cell * 2, mask=there, other=0)
     right = tl.load(outcomes + cell * 2 + 1, mask=there, other=0)
     halved = (tried > MOST_TRIES).to(tl.int32)

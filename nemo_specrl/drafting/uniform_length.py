@@ -24,6 +24,7 @@ __all__ = [
     "GPUS",
     "LEAST_GAIN",
     "LENGTHS",
+    "PRIOR_CHANCE",
     "SAMPLER_PASSES",
     "Gpu",
     "StepCosts",

@@ -6,6 +6,7 @@ the drafter and the scheduler (:func:`configured`). Engines without a block are 
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -60,7 +61,8 @@ def configured(original: Any, args: Any, *others: Any, **options: Any) -> Any:
     """``EngineArgs.create_engine_config``: makes an engine draft that has a ``spec_rl`` block.
 
     Raises:
-        ConfigError: the block is wrong, or there is a drafter or scheduler of the user's beside it.
+        ConfigError: the block is wrong, or there is a scheduler of the user's beside it, or, in V1
+            and where it would not be exact, a drafter.
     """
     block = block_of(args.additional_config)
     if block is None:
@@ -69,22 +71,22 @@ def configured(original: Any, args: Any, *others: Any, **options: Any) -> Any:
     config = validated(SpecRLConfig, whole, WHERE)
     if not config.enabled:
         return original(args, *others, **options)
-    _refuse_others(args)
     v2 = _would_run_v2()
+    has_drafter = _refuse_others(args, v2)
     try:
         table = all_patches()
         patches.check((*table["engine"], *table["v2" if v2 else "v1"]))
     except IncompatibleVersion as error:
         logger.warning("%s: rows are decoded without drafts: %s", WHERE, error)
         return original(args, *others, **options)
+    additional, own = args.additional_config, args.speculative_config
     drafter = v2_config.speculative_config(config.draft) if v2 else _proposer(config)
-    additional = args.additional_config
     try:
-        args.speculative_config = drafter
+        args.speculative_config = copy.deepcopy(own) if has_drafter else drafter
         args.additional_config = {**additional, REQUEST: config.model_dump(mode="json")}
         vllm_config = original(args, *others, **options)
     finally:  # a host may configure several engines from the same arguments
-        args.speculative_config, args.additional_config = None, additional
+        args.speculative_config, args.additional_config = own, additional
     if vllm_config.speculative_config is None:  # V2 said why
         return vllm_config
     scheduler = vllm_config.scheduler_config
@@ -96,14 +98,21 @@ def configured(original: Any, args: Any, *others: Any, **options: Any) -> Any:
     return vllm_config
 
 
-def _refuse_others(args: Any) -> None:
-    for name in ("speculative_config", "spec_method", "spec_model", "spec_tokens"):
-        if getattr(args, name, None) is not None:
-            raise ConfigError(
-                f"{name}: {WHERE} brings its own drafter, and an engine has one; leave one out"
-            )
+def _refuse_others(args: Any, v2: bool) -> bool:
+    """Refuse what the block cannot be beside; whether there is a drafter that it can."""
+    names = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
+    given = [name for name in names if getattr(args, name, None) is not None]
+    if given and not v2:
+        raise ConfigError(
+            f"{given[0]}: {WHERE} brings its own drafter, and an engine has one except in vLLM's "
+            "V2 model runner; leave one out"
+        )
+    method = (args.speculative_config or {}).get("method", getattr(args, "spec_method", None))
+    if method == v2_config.METHOD:  # as which vLLM knows history
+        raise ConfigError(f"speculative_config.method = {method}: leave it or {WHERE} out")
     if args.scheduler_cls is not None:
         raise ConfigError(f"scheduler_cls: {WHERE} brings its own scheduler; leave one out")
+    return bool(given)
 
 
 def _proposer(config: SpecRLConfig) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from nemo_specrl.engine import core_patches
 from nemo_specrl.engine.patches import vllm_version
 from nemo_specrl.engine.resident import Resident
 from nemo_specrl.engine.row import row_of
+from nemo_specrl.engine.v2_config import has_drafter
 from nemo_specrl.engine.v2_lengths import LengthsOfSteps
 from nemo_specrl.errors import IncompatibleVersion
 from nemo_specrl.rollout import Finish
@@ -46,7 +47,8 @@ class _History:
         core_patches.install()
         config = self.vllm_config  # type: ignore[attr-defined]
         self.resident = Resident(config)
-        self.lengths = LengthsOfSteps.of(self)
+        # Beside a drafter of the user's own, its number of tokens stands.
+        self.lengths = None if has_drafter(config) else LengthsOfSteps.of(self)
         self._drafted = self._accepted = self._refits_without = 0
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:

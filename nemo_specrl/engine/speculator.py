@@ -7,6 +7,9 @@ no probabilities (``draft_logits`` None): it is verified as certain.
 The engine core sends what drafting needs with each request (``row.Row``). A request without it gets
 worthless drafts, which does not affect its correctness.
 
+Beside a drafter of the user's own (:class:`HistoryBeside`), both draft in each step, and each row
+takes the draft of which more is likely to be accepted.
+
 ``propose`` reads no value from the device.
 """
 
@@ -26,8 +29,11 @@ from nemo_specrl.engine.seeds import Foreign
 
 __all__ = ["HistorySpeculator", "least_of_ranks"]
 
+LAST_SAMPLED = 6
+"""Position of the last sampled tokens among the arguments of ``propose`` behind the batch."""
 
-class HistorySpeculator(BaseSpeculator):  # type: ignore[misc]
+
+class _History:
     """Drafts from the earlier responses to a prompt.
 
     Args:
@@ -40,21 +46,17 @@ class HistorySpeculator(BaseSpeculator):  # type: ignore[misc]
         req_states: vLLM's state of requests, set when the first one is added.
         length: how many draft tokens of each row the next step will verify.
         foreign: begins the runner's random numbers anew where their like may have made a history.
-        enable_adaptive_verification: whether vLLM chooses the tokens that are verified.
-        draft_token_confidence_probs: chance of each draft token to be accepted if those before it
-            are, float32 ``[max_num_seqs, K]``, in the order of the last batch. With adaptive
-            verification it is learned from what followed earlier drafts.
     """
 
-    supports_mm_inputs = False
-    draft_logits = None
+    def begin(self, vllm_config: Any, device: torch.device, learning: int) -> None:
+        """Make the index.
 
-    def __init__(self, vllm_config: Any, device: torch.device) -> None:
-        draft = config_of(vllm_config).draft
-        self.vllm_config = vllm_config
-        self.num_speculative_steps = int(vllm_config.speculative_config.num_speculative_tokens)
-        self.length = self.num_speculative_steps
-        self.model = torch.nn.Module()  # vLLM 0.25 looks for modules of a drafter's model
+        Args:
+            vllm_config: see above.
+            device: likewise.
+            learning: see :class:`~nemo_specrl.drafting.device_arrays.DeviceArrays`.
+        """
+        self.length = int(vllm_config.speculative_config.num_speculative_tokens)
         self.req_states: Any = None
         self.foreign = Foreign(int(vllm_config.model_config.seed or 0))
         self._longest = int(vllm_config.model_config.max_model_len)
@@ -63,22 +65,12 @@ class HistorySpeculator(BaseSpeculator):  # type: ignore[misc]
             int(vllm_config.scheduler_config.max_num_seqs),
             self._longest,
             int(vllm_config.model_config.get_vocab_size()),
-            draft.max_bytes,
-            self.num_speculative_steps,
+            config_of(vllm_config).draft.max_bytes,
+            self.length,
             CHANCES,
-            draft.adaptive_verification,
+            learning,
             least_of_ranks,
         )
-        self.draft_token_confidence_probs = self.index.confidences
-        # vLLM's runner reads it, and verifies the tokens that are worth their time.
-        self.enable_adaptive_verification = draft.adaptive_verification
-
-    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """Compile the kernels; there are no graphs. vLLM calls this once it knows its memory."""
-        self.index.warm_up()
-
-    def capture(self, *args: Any) -> None:
-        """Do nothing: vLLM calls this, but there is no model."""
 
     def add_request(self, row: int, request: Any, req_states: Any) -> None:
         """Take in a request; called when the runner has given it a row.
@@ -109,6 +101,52 @@ class HistorySpeculator(BaseSpeculator):  # type: ignore[misc]
     def remove_request(self, row: int) -> None:
         """Release a request that has ended or was preempted."""
         self.index.close_row(row)
+
+    def from_history(self, input_batch: Any, last_sampled: torch.Tensor) -> torch.Tensor:
+        """The drafts of a step's rows: see :meth:`HistorySpeculator.propose`."""
+        n = input_batch.num_reqs
+        # Upper bounds: under asynchronous scheduling the host does not know what was accepted.
+        computed = input_batch.num_computed_tokens_np[:n] + input_batch.num_scheduled_tokens[:n]
+        return self.index.draft(
+            input_batch.idx_mapping[:n],
+            input_batch.idx_mapping_np[:n],
+            np.maximum(computed + 1, input_batch.prefill_len_np[:n]),
+            self.req_states.all_token_ids.gpu,
+            self.req_states.total_len.gpu,
+            last_sampled.view(-1),
+            self.length,
+        )
+
+
+class HistorySpeculator(_History, BaseSpeculator):  # type: ignore[misc]
+    """Drafts from history alone.
+
+    Attributes:
+        enable_adaptive_verification: whether vLLM chooses the tokens that are verified.
+        draft_token_confidence_probs: chance of each draft token to be accepted if those before it
+            are, float32 ``[max_num_seqs, K]``, in the order of the last batch. With adaptive
+            verification it is learned from what followed earlier drafts.
+    """
+
+    supports_mm_inputs = False
+    draft_logits = None
+
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        adaptive = config_of(vllm_config).draft.adaptive_verification
+        self.vllm_config = vllm_config
+        self.begin(vllm_config, device, int(adaptive))
+        self.num_speculative_steps = self.length
+        self.model = torch.nn.Module()  # vLLM 0.25 looks for modules of a drafter's model
+        self.draft_token_confidence_probs = self.index.confidences
+        # vLLM's runner reads it, and verifies the tokens that are worth their time.
+        self.enable_adaptive_verification = adaptive
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """Compile the kernels; there are no graphs. vLLM calls this once it knows its memory."""
+        self.index.warm_up()
+
+    def capture(self, *args: Any) -> None:
+        """Do nothing: vLLM calls this, but there is no model."""
 
     @torch.inference_mode()
     def propose(
@@ -147,17 +185,48 @@ class HistorySpeculator(BaseSpeculator):  # type: ignore[misc]
         n = input_batch.num_reqs
         if dummy_run or self.req_states is None:
             return self.index.drafts[:n]
-        # Upper bounds: under asynchronous scheduling the host does not know what was accepted.
-        computed = input_batch.num_computed_tokens_np[:n] + input_batch.num_scheduled_tokens[:n]
-        return self.index.draft(
-            input_batch.idx_mapping[:n],
-            input_batch.idx_mapping_np[:n],
-            np.maximum(computed + 1, input_batch.prefill_len_np[:n]),
-            self.req_states.all_token_ids.gpu,
-            self.req_states.total_len.gpu,
-            last_sampled.view(-1),
-            self.length,
-        )
+        return self.from_history(input_batch, last_sampled)
+
+
+class HistoryBeside(_History):
+    """History beside a speculator that vLLM has made: each row takes the better draft.
+
+    Both drafts are compared with what followed, whichever was verified, and so are the chances
+    learned by which they are judged: of the history's tokens by their evidence, of the drafter's by
+    place.
+
+    Args:
+        drafter: the speculator. Two of its methods are replaced, and its attribute ``history`` is
+            this.
+        vllm_config: see above.
+        device: likewise.
+    """
+
+    def __init__(self, drafter: Any, vllm_config: Any, device: torch.device) -> None:
+        self.begin(vllm_config, device, learning=2)
+        self._propose, self._init_graphs = drafter.propose, drafter.init_cudagraph_manager
+        drafter.propose, drafter.init_cudagraph_manager = self.propose, self.init_cudagraph_manager
+        drafter.history = self
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """Compile the kernels, and prepare the drafter's graphs."""
+        self.index.warm_up()
+        self._init_graphs(cudagraph_mode)
+
+    @torch.inference_mode()
+    def propose(self, input_batch: Any, *args: Any, dummy_run: bool = False, **kwargs: Any) -> Any:
+        """See :meth:`HistorySpeculator.propose`; the drafter needs all of its arguments."""
+        theirs = self._propose(input_batch, *args, dummy_run=dummy_run, **kwargs)
+        if dummy_run or self.req_states is None:
+            return theirs
+        ours = self.from_history(input_batch, args[LAST_SAMPLED])
+        self.index.drafted[1, input_batch.idx_mapping[: len(ours)].long()] = theirs.int()
+        return torch.where(self.history_is_better(len(ours))[:, None], ours, theirs)
+
+    def history_is_better(self, rows: int) -> torch.Tensor:
+        """Whether more tokens of the history's draft are likely to be accepted, bool ``[rows]``."""
+        of_drafter = self.index.chances[-self.length :].cumprod(0).sum()
+        return self.index.confidences[:rows].cumprod(1).sum(1) > of_drafter
 
 
 def _stop_tokens(params: Any) -> list[int]:

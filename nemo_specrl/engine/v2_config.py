@@ -19,13 +19,15 @@ from nemo_specrl.engine.patches import vllm_version
 from nemo_specrl.engine.row import block_of, config_of
 from nemo_specrl.engine.step_costs import SAMPLER_BYTES, max_drafted
 from nemo_specrl.engine.v2_lengths import first_table
-from nemo_specrl.errors import IncompatibleVersion
+from nemo_specrl.errors import ConfigError, IncompatibleVersion
 
 __all__ = [
     "FIRST_WITH_STATES",
+    "NO_DRAFTERS",
     "check",
     "complete",
     "drafts_from_history",
+    "has_drafter",
     "speculative_config",
     "would_run_v2",
 ]
@@ -43,6 +45,9 @@ state behind refused drafts in several ways. And the oldest that keeps it right 
 the two ways that ``v2_hybrids`` mends."""
 FIRST_WITH_ADAPTIVE_VERIFICATION = (0, 32)
 """The oldest vLLM whose adaptive verification accepts drafts that no model made."""
+NO_DRAFTERS = ("custom_class", "extract_hidden_states", "ngram", "ngram_gpu", "suffix")
+"""Methods of vLLM beside which history is refused: they look tokens up, as it does, or draft
+nothing."""
 NEVER_TOLD = ("BailingMoeV2_5", "Jamba")
 """Architectures whose other layers (linear attention, Mamba-1) vLLM does not tell at which token
 the next step begins (v1/worker/gpu/model_states/mamba_hybrid.py, ``get_extra_attn_kwargs``)."""
@@ -81,10 +86,14 @@ def speculative_config(draft: DraftConfig) -> dict[str, Any]:
 
 
 def drafts_from_history(vllm_config: Any) -> bool:
-    """Whether an engine was built with :func:`speculative_config`."""
+    """Whether an engine drafts from history, alone or beside a drafter of the user's own."""
     block = block_of(vllm_config.additional_config) or {}
-    drafter = vllm_config.speculative_config
-    return bool(block.get("enabled")) and getattr(drafter, "method", None) == METHOD
+    return bool(block.get("enabled")) and vllm_config.speculative_config is not None
+
+
+def has_drafter(vllm_config: Any) -> bool:
+    """Whether an engine that drafts from history has a drafter of the user's own, too."""
+    return bool(vllm_config.speculative_config.method != METHOD)
 
 
 def _lengths(draft: DraftConfig) -> list[int]:
@@ -106,6 +115,9 @@ def complete(vllm_config: Any) -> None:
     engines with few rows choose among fewer.
     """
     draft, drafter = config_of(vllm_config).draft, vllm_config.speculative_config
+    if has_drafter(vllm_config):  # whose number of tokens stands
+        _check_drafter(draft, drafter)
+        return
     if vllm_config.parallel_config.data_parallel_size > 1:
         # Its ranks must draft the same number of tokens in each step, on which vLLM has no way to
         # agree. A fixed number would be slower than none wherever little is accepted.
@@ -163,6 +175,29 @@ def complete(vllm_config: Any) -> None:
     drafter.num_speculative_tokens_per_batch_size = [
         (same[0], same[-1], length) for length, same in by_range
     ]
+
+
+def _check_drafter(draft: DraftConfig, drafter: Any) -> None:
+    """Refuse what would not be exact, or be judged wrongly, beside a drafter.
+
+    Raises:
+        ConfigError: what would not.
+    """
+    if drafter.method in NO_DRAFTERS:
+        raise ConfigError(
+            f"speculative_config.method = {drafter.method}: history has nothing to gain beside it; "
+            "leave one out"
+        )
+    if drafter.draft_sample_method == "probabilistic":
+        raise ConfigError(
+            "speculative_config.draft_sample_method = probabilistic: drafts from history beside it "
+            "would be verified with the probabilities of others; set greedy"
+        )
+    if draft.adaptive_verification or getattr(drafter, "enable_adaptive_verification", False):
+        raise ConfigError(
+            "adaptive verification: its chances are those of one drafter, and history is beside "
+            "another; leave it out, or speculative_config"
+        )
 
 
 def _no() -> bool:

@@ -26,9 +26,10 @@ INPUT_IDS = 8
 
 
 def speculator_of(runner: Any) -> Any | None:
-    """The HistorySpeculator of a model runner, or None."""
+    """What drafts from history in a model runner, alone or beside a drafter, or None."""
     speculator = getattr(runner, "speculator", None)
-    return speculator if type(speculator).__name__ == "HistorySpeculator" else None
+    speculator = getattr(speculator, "history", speculator)
+    return speculator if type(speculator).__name__.startswith("History") else None
 
 
 def _init_speculator(original: Any, vllm_config: Any, device: Any, *args: Any) -> Any:
@@ -36,7 +37,12 @@ def _init_speculator(original: Any, vllm_config: Any, device: Any, *args: Any) -
         return original(vllm_config, device, *args)
     if vllm_config.model_config.is_hybrid:
         install(HYBRID_PATCHES)
-    return importlib.import_module(SPECULATOR).HistorySpeculator(vllm_config, device)
+    ours = importlib.import_module(SPECULATOR)
+    if v2_config.has_drafter(vllm_config):
+        drafter = original(vllm_config, device, *args)
+        ours.HistoryBeside(drafter, vllm_config, device)
+        return drafter
+    return ours.HistorySpeculator(vllm_config, device)
 
 
 def _add_requests(original: Any, self: Any, scheduler_output: Any) -> None:
@@ -82,7 +88,7 @@ def _warmup_kernels(original: Any, runner: Any, *args: Any) -> None:
 
 def _unsupported_features(original: Any, self: Any) -> list[str]:
     features: list[str] = original(self)
-    if v2_config.drafts_from_history(self):
+    if v2_config.drafts_from_history(self) and not v2_config.has_drafter(self):
         features = [feature for feature in features if "ngram" not in feature]
     return features
 
@@ -98,7 +104,8 @@ def _post_init(original: Any, self: Any) -> None:
 
 def _init_candidates(original: Any, self: Any) -> None:
     original(self)
-    if v2_config.drafts_from_history(self.vllm_config):
+    ours = v2_config.drafts_from_history(self.vllm_config)
+    if ours and not v2_config.has_drafter(self.vllm_config):
         self._candidates = graphs_by_tokens(self._capture_descs)
 
 
@@ -145,7 +152,8 @@ PATCHES = (
         _RUNNER,
         "init_speculator",
         _init_speculator,
-        "Makes our speculator; vLLM has no registry of speculators.",
+        "Makes our speculator, or has the user's own draft from history, too; vLLM has no registry "
+        "of speculators.",
         {
             "f4cfdd06537c0f84": "0.25.1",
             "1f9a18dc380bf36e": "0.29.0",

@@ -18,6 +18,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from nemo_specrl.config import SpecRLConfig, validated
+from nemo_specrl.engine.v2_config import NO_DRAFTERS
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.files import step_folders
 from nemo_specrl.nemo_rl.compat import option
@@ -49,11 +50,11 @@ PLUGIN = "nemo_specrl"
 ENGINES = "vllm_kwargs.additional_config.spec_rl"
 """Where the engines read the block, below the generation block."""
 WITHOUT_DRAFTS = (
-    *("speculative_config", "spec_method", "spec_model", "spec_tokens", "scheduler_cls"),
+    *("spec_method", "spec_model", "spec_tokens", "scheduler_cls"),
     *("logits_processors", "enable_dbo", "enable_elastic_ep", "kv_sharing_fast_prefill"),
 )
-"""Keys of ``vllm_kwargs`` beside which an engine of the vLLM of any NeMo-RL here refuses the
-drafter: another one, another scheduler, and what its V2 model runner does not have."""
+"""Keys of ``vllm_kwargs`` beside which an engine of the vLLM of any NeMo-RL here refuses to draft:
+shorthands of ``speculative_config``, another scheduler, and what its V2 model runner lacks."""
 RAW_PRECISIONS = (None, "auto", "bfloat16", "float16", "half", "float32", "float")
 GRAPH_GIB = 1.5
 """What graphs for drafts took of an H100 with an 8B model, beside those of stock vLLM."""
@@ -226,6 +227,8 @@ def _refused(generation: Any, spec_rl: SpecRLConfig) -> dict[str, bool]:
         for name in WITHOUT_DRAFTS
         if option(generation, f"vllm_kwargs.{name}") not in (None, False, [])
     ]
+    drafter = option(generation, "vllm_kwargs.speculative_config") or {}
+    own = drafter.get("method") if isinstance(drafter, Mapping) else drafter
     off = f"or {BLOCK}.enabled=false"
     variables = option(generation, "vllm_cfg.env_vars", {})
     mapping = isinstance(variables, Mapping)
@@ -242,6 +245,12 @@ def _refused(generation: Any, spec_rl: SpecRLConfig) -> dict[str, bool]:
         "it out (the embedded trainer has it)": spec_rl.run_ahead.enabled,
         f"policy.generation.vllm_kwargs.{', '.join(beside)}: an engine has one drafter, and "
         f"{BLOCK} brings one that does not work beside it; leave it out, {off}": bool(beside),
+        f"policy.generation.vllm_kwargs.speculative_config.method = {own!r}: history has nothing "
+        f"to gain beside it; leave it out, {off}": own in NO_DRAFTERS,
+        "policy.generation.vllm_kwargs.speculative_config: prefix reuse is not tested beside a "
+        f"drafter; leave it out, or set {BLOCK}.preset=lossless": (
+            bool(drafter) and spec_rl.preset == "reuse"
+        ),
         f"policy.generation.vllm_cfg.pipeline_parallel_size = {stages}: vLLM's pipeline stages "
         f"take no drafter of ours; set 1, {off}": stages not in (1, "1"),
         "policy.generation.vllm_cfg.env_vars: must be a mapping of names to values": not mapping,

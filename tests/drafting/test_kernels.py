@@ -41,8 +41,8 @@ def test_same_as_reference(vocabulary, length):
                 np.add.at(counts, (right, 1), 1)
         chances = learned(CHANCES, counts)
         drafts = rows.step(new)
-        assert (rows.index.outcomes.cpu().numpy() == counts).all()
-        assert (rows.index.chances.cpu().numpy() == chances).all()
+        assert (rows.index.outcomes.cpu().numpy()[: len(CHANCES)] == counts).all()
+        assert (rows.index.chances.cpu().numpy()[: len(CHANCES)] == chances).all()
         pool, links = rows.index.pool.cpu().numpy(), rows.index.links.cpu().numpy()
         for b, row in enumerate(new):
             of_row = rows.index._rows[row]
@@ -58,7 +58,7 @@ def test_same_as_reference(vocabulary, length):
             assert (rows.index.confidences[b].cpu().numpy() == confidences).all()
             assert (confidences > 0).any()
             last[row] = tokens.astype(np.int32), cells
-            assert rows.index.cells[row].tolist() == cells.tolist()
+            assert rows.index.cells[0, row].tolist() == cells.tolist()
     assert counts[:, 0].any()
 
 
@@ -74,7 +74,7 @@ def test_counts_are_halved_as_by_the_reference():
     of_kernel = torch.from_numpy(counts.copy()).to(DEVICE)
     prior = torch.from_numpy(CHANCES).to(DEVICE)
     chances = torch.empty_like(prior)
-    kernels.learn[(1,)](of_kernel, prior, chances)
+    kernels.learn[(1,)](of_kernel, prior, chances, len(CHANCES))
     assert (chances.cpu().numpy() == learned(CHANCES, counts)).all()
     assert (of_kernel.cpu().numpy() == counts).all() and counts.max() <= MOST_TRIES
 
@@ -89,8 +89,8 @@ def test_chances_follow_what_follows_drafts():
     rows.open(1, b"b", [(0, history)])
     for step in range(6):  # 1 of 2, 2 of 4, ...: the match of the second stays one token
         rows.step({0: history[2 * step : 2 * step + 2], 1: [30, history[step]]})
-    tried, right = rows.index.outcomes.cpu().numpy().T
-    chances = rows.index.chances.cpu().numpy()
+    tried, right = rows.index.outcomes.cpu().numpy()[: len(CHANCES)].T
+    chances = rows.index.chances.cpu().numpy()[: len(CHANCES)]
     assert (chances[(tried > 0) & (right == tried)] > CHANCES[(tried > 0) & (right == tried)]).all()
     assert (chances[(tried > 0) & (right == 0)] < CHANCES[(tried > 0) & (right == 0)]).all()
     assert (chances[tried == 0] == CHANCES[tried == 0]).all()

@@ -158,7 +158,7 @@ def test_blocks_that_cannot_be(block, line):
         (
             "policy__generation__vllm_kwargs__speculative_config",
             {"method": "ngram"},
-            "speculative_config: an engine has one drafter",
+            "speculative_config.method = 'ngram': history has nothing to gain",
         ),
         (
             "policy__generation__vllm_cfg__pipeline_parallel_size",

@@ -218,6 +218,7 @@ def graph_manager(
         additional_config=additional_config,
         num_speculative_tokens=max(lengths),
         speculative_config=SimpleNamespace(
+            method="ngram_gpu",
             uses_dynamic_speculative_decoding=lambda: True,
             num_speculative_tokens_per_batch_size=ranges,
         ),

@@ -35,7 +35,7 @@ def update(pool, state, pages, contents, places, values, num_pages, num_values):
 @Launch
 def append(
     pool, rows, row_pages, contexts, batch_rows, tokens, totals, drafted, of_drafted, outcomes,
-    stride, pages_of_row, draft_stride, learning,
+    stride, pages_of_row, draft_stride, source_stride, learning,
 ):  # fmt: skip
     for b, row in enumerate(batch_rows):
         slot, _, start, known, most = rows[row, :5]
@@ -54,14 +54,16 @@ def append(
         there = (page >= 0) & (cells // pool.shape[1] < pages_of_row)
         pool[page[there], cells[there] % pool.shape[1]] = response[known:end][there]
         rows[row, 3:5] = end, most
-        if learning and known:
-            tried, right = reference.graded(drafted[row], of_drafted[row], response[known:end])
+        for source in range(learning if known else 0):
+            tried, right = reference.graded(
+                drafted[source, row], of_drafted[source, row], response[known:end]
+            )
             np.add.at(outcomes, (tried, 0), 1)
             np.add.at(outcomes, (right, 1), 1)
 
 
 @Launch
-def learn(outcomes, prior, chances):
+def learn(outcomes, prior, chances, num_cells):
     chances[:] = learned(prior, outcomes)
 
 
@@ -97,4 +99,4 @@ def vote(
                 pool, links, listed, scores[scores > 0], response, length, last[row], chances
             )
         if learning:
-            drafted[row, :length], cells[row, :length] = drafts[b, :length], found
+            drafted[0, row, :length], cells[0, row, :length] = drafts[b, :length], found

@@ -198,11 +198,7 @@ def graph_manager(sizes, lengths, rows, additional_config):
     """A manager of vLLM's for CUDA graphs of these sizes, which holds them for captured."""
     from tests.support import upstream
 
-    manager = upstream.graph_manager(sizes, lengths, rows, additional_config)
-    manager.vllm_config.speculative_config.method = "ngram_gpu"
-    manager._candidates, manager._capture_descs = {}, {}
-    manager._init_candidates()
-    return manager
+    return upstream.graph_manager(sizes, lengths, rows, additional_config)
 
 
 def test_each_step_finds_the_graph_of_its_length(v2_patches):
