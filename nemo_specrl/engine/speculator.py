@@ -40,6 +40,7 @@ class _History:
         vllm_config: configuration of the engine, with the block ``spec_rl`` in
             ``additional_config``.
         device: the device that the engine computes on.
+        learning: see :class:`~nemo_specrl.drafting.device_arrays.DeviceArrays`.
 
     Attributes:
         index: the responses.
@@ -48,14 +49,7 @@ class _History:
         foreign: begins the runner's random numbers anew where their like may have made a history.
     """
 
-    def begin(self, vllm_config: Any, device: torch.device, learning: int) -> None:
-        """Make the index.
-
-        Args:
-            vllm_config: see above.
-            device: likewise.
-            learning: see :class:`~nemo_specrl.drafting.device_arrays.DeviceArrays`.
-        """
+    def __init__(self, vllm_config: Any, device: torch.device, learning: int) -> None:
         self.length = int(vllm_config.speculative_config.num_speculative_tokens)
         self.req_states: Any = None
         self.foreign = Foreign(int(vllm_config.model_config.seed or 0))
@@ -134,7 +128,7 @@ class HistorySpeculator(_History, BaseSpeculator):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         adaptive = config_of(vllm_config).draft.adaptive_verification
         self.vllm_config = vllm_config
-        self.begin(vllm_config, device, int(adaptive))
+        super().__init__(vllm_config, device, int(adaptive))
         self.num_speculative_steps = self.length
         self.model = torch.nn.Module()  # vLLM 0.25 looks for modules of a drafter's model
         self.draft_token_confidence_probs = self.index.confidences
@@ -203,7 +197,7 @@ class HistoryBeside(_History):
     """
 
     def __init__(self, drafter: Any, vllm_config: Any, device: torch.device) -> None:
-        self.begin(vllm_config, device, learning=2)
+        super().__init__(vllm_config, device, learning=2)
         self._propose, self._init_graphs = drafter.propose, drafter.init_cudagraph_manager
         drafter.propose, drafter.init_cudagraph_manager = self.propose, self.init_cudagraph_manager
         drafter.history = self

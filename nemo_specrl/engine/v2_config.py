@@ -26,6 +26,7 @@ __all__ = [
     "NO_DRAFTERS",
     "check",
     "complete",
+    "drafts_alone",
     "drafts_from_history",
     "has_drafter",
     "speculative_config",
@@ -94,6 +95,11 @@ def drafts_from_history(vllm_config: Any) -> bool:
 def has_drafter(vllm_config: Any) -> bool:
     """Whether an engine that drafts from history has a drafter of the user's own, too."""
     return bool(vllm_config.speculative_config.method != METHOD)
+
+
+def drafts_alone(vllm_config: Any) -> bool:
+    """Whether an engine drafts from history and has no drafter of the user's own."""
+    return drafts_from_history(vllm_config) and not has_drafter(vllm_config)
 
 
 def _lengths(draft: DraftConfig) -> list[int]:

@@ -88,7 +88,7 @@ def _warmup_kernels(original: Any, runner: Any, *args: Any) -> None:
 
 def _unsupported_features(original: Any, self: Any) -> list[str]:
     features: list[str] = original(self)
-    if v2_config.drafts_from_history(self) and not v2_config.has_drafter(self):
+    if v2_config.drafts_alone(self):
         features = [feature for feature in features if "ngram" not in feature]
     return features
 
@@ -104,8 +104,7 @@ def _post_init(original: Any, self: Any) -> None:
 
 def _init_candidates(original: Any, self: Any) -> None:
     original(self)
-    ours = v2_config.drafts_from_history(self.vllm_config)
-    if ours and not v2_config.has_drafter(self.vllm_config):
+    if v2_config.drafts_alone(self.vllm_config):
         self._candidates = graphs_by_tokens(self._capture_descs)
 
 

@@ -139,13 +139,14 @@ def run_date(recipe: Recipe) -> date:
 
 
 def base_model(recipe: Recipe) -> str:
-    """Hash of the weights in the model's folder, if a resumed run depends on them; or empty.
+    """Hash of the weights in the model's folder, if a resumed run would need them; or empty.
 
     It does with adapters, which are added to them, and with a KL penalty, which holds them as its
     reference. Otherwise all weights are in the checkpoint.
     """
     lora = recipe.policy.dtensor_cfg.lora_cfg.enabled
-    if not lora and not recipe.loss_fn.reference_policy_kl_penalty:
+    needed = lora or recipe.loss_fn.reference_policy_kl_penalty
+    if not needed or not recipe.checkpointing.enabled:
         return ""
     digest = xxhash.xxh3_128()
     for path in sorted(model_folder(recipe.policy.model_name).glob("*.safetensors")):
